@@ -1,0 +1,33 @@
+// A codec as the native core sees it: a frozen description of a byte layout (dtcomm/codecs holds the same in
+// Python, docs/wire-format.md says what the bytes mean).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/types.h"
+
+namespace dtcomm {
+
+// The numbers are part of the op header that ranks compare: append only.
+enum class Family : std::uint8_t { none = 0, fp16 = 1, bf16 = 2, integer = 3 };
+enum class Scale : std::uint8_t { bf16 = 0, fp32 = 1 };
+
+struct Codec {
+  Family family = Family::none;
+  std::uint8_t bits = 0;          // integer: 2..8
+  Scale scale = Scale::bf16;      // integer: type of each block's scale
+  std::uint8_t symmetric = 1;     // integer: codes are signed and there is no zero point
+  std::uint8_t stochastic = 0;    // rounding: 0 nearest (ties to even), 1 stochastic
+  std::uint8_t reserved[3] = {};  // zero; rotate, spikes, ... find their place here
+  std::uint32_t block = 0;        // integer: elements that share a scale
+};
+static_assert(sizeof(Codec) == 12, "Codec is compared byte by byte between ranks");
+
+// Elements of one granule: the unit at which a payload may be cut.
+std::size_t granule_elements(const Codec& codec);
+
+// Bytes of the payload of `numel` elements; `dtype` matters to Family::none alone.
+std::size_t wire_bytes(const Codec& codec, std::size_t numel, DType dtype);
+
+}  // namespace dtcomm

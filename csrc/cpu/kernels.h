@@ -1,0 +1,61 @@
+// The table of CPU kernels: what the engine and the bindings call, one table per instruction set, all built from
+// one source and giving the same bytes (DESIGN: bit-exact). Every function makes ONE pass over memory, touches
+// nothing outside the ranges it is given and accepts pointers of any alignment.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "codec/codec.h"
+#include "core/types.h"
+
+namespace dtcomm {
+
+// One call of `combine`:
+//   sum  = the fp32 sum, in rank order, of the decoded payloads with `local` (+ residual) standing before
+//          payloads[position]; starts from its first term. Integers and f64 (Family::none) use their own type.
+//   sum /= divisor                                   where divisor != 1
+//   payload_out, if given:  the encoding of sum, and then
+//          residual_out = (sum - decoded) * divisor  where given; a block with a non-finite element leaves it as it was
+//          out          = decoded                    where given, in `dtype`
+//   otherwise:              out = sum in `dtype`; residual_out, where given, becomes 0 (nothing was lost)
+// With count == 0 this is `encode`; with payload_out == nullptr it is `reduce`; with both it is `reduce_encode`.
+struct Combine {
+  const std::uint8_t* const* payloads = nullptr;  // `count` payloads of `numel` elements each, in rank order
+  int count = 0;
+  int position = 0;                    // 0..count; where `local` stands in the order
+  const void* local = nullptr;         // `numel` elements of `local_dtype`, or nullptr
+  DType local_dtype = DType::f32;      // the tensor's dtype, or f32 for an accumulator
+  const float* residual_in = nullptr;  // added to local (local may be nullptr: then it stands alone); may alias residual_out
+  float* residual_out = nullptr;
+  std::size_t numel = 0;
+  std::size_t divisor = 1;
+  ReduceOp op = ReduceOp::sum;         // min and max: Family::none, fp16, bf16; NaN wins
+  std::uint64_t key = 0;               // stochastic rounding: mixed from (seed, rank, step)
+  std::uint64_t offset = 0;            // index of the first element in the caller's tensor: the counter
+  std::uint8_t* payload_out = nullptr;
+  void* out = nullptr;                 // may equal local
+  DType dtype = DType::f32;            // of the tensor: wire dtype of Family::none, dtype of `out`
+  DType out_dtype = DType::f32;        // dtype, or f32 for an accumulator
+  bool stream_payload = false;         // write payload_out / out with non-temporal stores: a hint, never
+  bool stream_out = false;             //   a change of bytes; the callee fences before it returns
+};
+
+struct Kernels {
+  const char* name;         // "generic", "avx2", "avx512"
+  bool (*supported)();      // by this CPU
+  void (*combine)(const Codec& codec, const Combine& call);
+  // out[0, numel) = the decoded payload, in out_dtype; `dtype` is the tensor's (wire dtype of Family::none).
+  void (*decode)(const Codec& codec, const std::uint8_t* payload, std::size_t numel, DType dtype, void* out,
+                 DType out_dtype, bool stream);
+};
+
+// All builds, best first; null-terminated. Entries may be unsupported by this CPU.
+const Kernels* const* all_kernels();
+
+// The best supported one. Which one runs by default is chosen in Python (DTCOMM_KERNEL, dtcomm.kernels.use) and
+// handed down; nullptr where no supported kernel has that name.
+const Kernels* find_kernels(const char* name);
+const Kernels& best_kernels();
+
+}  // namespace dtcomm

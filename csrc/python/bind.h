@@ -1,0 +1,11 @@
+// Each binding file adds its part to the module; module.cpp calls them.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace dtcomm::python {
+
+void bind_kernels(pybind11::module_& module);
+void bind_engine(pybind11::module_& module);
+
+}  // namespace dtcomm::python
