@@ -1,0 +1,7 @@
+#include "python/bind.h"
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "dtcomm's native core";
+  dtcomm::python::bind_kernels(module);
+  dtcomm::python::bind_engine(module);
+}
