@@ -1,0 +1,5 @@
+"""Algorithms: short pure functions from a number of ranks to a schedule."""
+
+from dtcomm.algorithms.registry import available, build, collectives
+
+__all__ = ["available", "build", "collectives"]

@@ -1,0 +1,79 @@
+"""Direct: everybody talks to everybody; one or two steps however many ranks there are."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+from dtcomm.algorithms.compose import then
+from dtcomm.schedule.ir import Schedule, Transfer
+
+
+def reduce_scatter(ranks: int) -> Schedule:
+    """One shot: every shard goes straight to its owner."""
+    return Schedule(
+        collective="reduce_scatter",
+        ranks=ranks,
+        chunks=ranks,
+        transfers=tuple(Transfer(0, src, dst, dst, "reduce") for src, dst in permutations(range(ranks), 2)),
+    )
+
+
+def all_gather(ranks: int) -> Schedule:
+    """One shot: every owner sends its shard to all."""
+    return Schedule(
+        collective="all_gather",
+        ranks=ranks,
+        chunks=ranks,
+        transfers=tuple(Transfer(0, src, dst, src, "copy") for src, dst in permutations(range(ranks), 2)),
+    )
+
+
+def one_shot(ranks: int, chunks: int | None = None) -> Schedule:
+    """All-reduce in one step: everybody sends everything to all, and all add up the same bytes."""
+    chunks = 1 if chunks is None else chunks
+    return Schedule(
+        collective="all_reduce",
+        ranks=ranks,
+        chunks=chunks,
+        transfers=tuple(
+            Transfer(0, src, dst, chunk, "reduce")
+            for src, dst in permutations(range(ranks), 2)
+            for chunk in range(chunks)
+        ),
+    )
+
+
+def two_shot(ranks: int) -> Schedule:
+    """All-reduce in two steps: rank c adds up chunk c and sends the sum to all."""
+    return then("all_reduce", reduce_scatter(ranks), all_gather(ranks))
+
+
+def broadcast(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
+    """One shot: the root sends everything to all."""
+    chunks = 1 if chunks is None else chunks
+    return Schedule(
+        collective="broadcast",
+        ranks=ranks,
+        chunks=chunks,
+        root=root,
+        transfers=tuple(
+            Transfer(0, root, dst, chunk, "copy")
+            for dst in range(ranks)
+            if dst != root
+            for chunk in range(chunks)
+        ),
+    )
+
+
+def broadcast_two_shot(ranks: int, root: int = 0) -> Schedule:
+    """The root deals the chunks out, rank c sends chunk c to all others: the root sends little more than once."""
+    deal = tuple(Transfer(0, root, chunk, chunk, "copy") for chunk in range(ranks) if chunk != root)
+    own = tuple(Transfer(0, root, dst, root, "copy") for dst in range(ranks) if dst != root)
+    share = tuple(
+        Transfer(1, src, dst, src, "copy")
+        for src, dst in permutations(range(ranks), 2)
+        if root not in (src, dst)
+    )
+    return Schedule(
+        collective="broadcast", ranks=ranks, chunks=ranks, root=root, transfers=deal + own + share
+    )

@@ -1,0 +1,66 @@
+"""Binomial tree: the fewest steps, ceil(log2 n) each way; a rank may speak for the whole tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from dtcomm.schedule.ir import Schedule, Transfer
+
+
+def _depth(ranks: int) -> int:
+    return (ranks - 1).bit_length()
+
+
+def _down(ranks: int, root: int, chunk: int, first: int = 0) -> Iterator[Transfer]:
+    # Places count from the root. In each step everybody who has the chunk reaches half as far as in the step before.
+    for step in range(_depth(ranks)):
+        reach = 1 << (_depth(ranks) - 1 - step)
+        for place in range(0, ranks - reach, 2 * reach):
+            src, dst = (root + place) % ranks, (root + place + reach) % ranks
+            yield Transfer(first + step, src, dst, chunk, "copy")
+
+
+def _up(ranks: int, root: int, chunk: int) -> Iterator[Transfer]:
+    last = _depth(ranks) - 1
+    for t in _down(ranks, root, chunk):
+        yield Transfer(last - t.step, t.dst, t.src, chunk, "reduce")
+
+
+def _all(
+    ranks: int, chunks: int, tree: Callable[[int, int, int], Iterator[Transfer]]
+) -> tuple[Transfer, ...]:
+    # Chunk c's tree has its root at rank c, so that several chunks spread the load.
+    return tuple(t for chunk in range(chunks) for t in tree(ranks, chunk % ranks, chunk))
+
+
+def reduce_scatter(ranks: int) -> Schedule:
+    """Every shard is added up along a tree of its own, rooted at its owner."""
+    return Schedule(collective="reduce_scatter", ranks=ranks, chunks=ranks, transfers=_all(ranks, ranks, _up))
+
+
+def all_gather(ranks: int) -> Schedule:
+    """Every shard is handed down a tree of its own, rooted at its owner."""
+    return Schedule(collective="all_gather", ranks=ranks, chunks=ranks, transfers=_all(ranks, ranks, _down))
+
+
+def all_reduce(ranks: int, chunks: int | None = None) -> Schedule:
+    """Up the tree, then down again; one chunk by default, chunk c's tree rooted at rank c modulo ranks."""
+
+    def tree(ranks: int, root: int, chunk: int) -> Iterator[Transfer]:
+        yield from _up(ranks, root, chunk)
+        yield from _down(ranks, root, chunk, first=_depth(ranks))
+
+    chunks = 1 if chunks is None else chunks
+    return Schedule(collective="all_reduce", ranks=ranks, chunks=chunks, transfers=_all(ranks, chunks, tree))
+
+
+def broadcast(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
+    """Down the tree from the root; one chunk by default."""
+    chunks = 1 if chunks is None else chunks
+    return Schedule(
+        collective="broadcast",
+        ranks=ranks,
+        chunks=chunks,
+        root=root,
+        transfers=tuple(t for chunk in range(chunks) for t in _down(ranks, root, chunk)),
+    )

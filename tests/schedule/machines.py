@@ -1,0 +1,168 @@
+"""Two independent machines for the tests: what a schedule means, and what its lowered programs do.
+
+``evaluate`` follows the definition of versions literally and knows nothing of boxes or instructions; ``Programs``
+runs the instructions of all ranks and knows nothing of schedules. Both take the codec as a function of (rank,
+chunk, value) -> decoded value, so that an encoding done by the wrong rank, or twice, shows in the bits.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dtcomm.schedule import Program, Schedule
+from dtcomm.schedule.program import Adopt, Copy, Encode, Forward, Local, Receive, Reduce, Send
+
+Codec = Callable[[int, int, float], float]
+Place = tuple[int, int]
+
+
+def coarse(rank: int, chunk: int, value: float) -> float:
+    """A lossy codec whose rounding differs from rank to rank, as stochastic rounding does."""
+    grid = 8 + rank
+    return round(value * grid) / grid
+
+
+def inputs_of(schedule: Schedule, seed: int = 0) -> dict[Place, float]:
+    """Numbers of very different sizes, so that the order of a sum shows in its last bits."""
+    dice = random.Random(seed)
+    return {
+        (rank, chunk): dice.uniform(-1, 1) * 10.0 ** dice.randint(-2, 3)
+        for rank in range(schedule.ranks)
+        for chunk in range(schedule.chunks)
+    }
+
+
+def evaluate(
+    schedule: Schedule, inputs: dict[Place, float], codec: Codec, divisor: int = 1
+) -> dict[Place, float]:
+    """The outputs by the definition: version after version, nothing else."""
+    value = {place: x for place, x in inputs.items() if schedule.starts(*place)}
+    parts = {(rank, chunk): {rank} for rank, chunk in value}
+    is_bytes = dict.fromkeys(value, False)
+    for step in range(schedule.steps):
+        now = [t for t in schedule.transfers if t.step == step]
+        for rank, chunk in {(t.src, t.chunk) for t in now}:
+            if not is_bytes[rank, chunk]:
+                value[rank, chunk] = codec(rank, chunk, value[rank, chunk])
+                is_bytes[rank, chunk] = True
+        before, before_parts = dict(value), {place: set(ranks) for place, ranks in parts.items()}
+        for dst, chunk in {(t.dst, t.chunk) for t in now}:
+            into = [t for t in now if (t.dst, t.chunk) == (dst, chunk)]
+            if into[0].op == "copy":
+                (only,) = into
+                value[dst, chunk] = before[only.src, chunk]
+                parts[dst, chunk] = before_parts[only.src, chunk]
+                is_bytes[dst, chunk] = True
+                continue
+            terms = sorted([dst, *(t.src for t in into)])
+            total = before[terms[0], chunk]
+            for rank in terms[1:]:
+                total += before[rank, chunk]
+            parts[dst, chunk] = set().union(*(before_parts[rank, chunk] for rank in terms))
+            if len(parts[dst, chunk]) == schedule.ranks:
+                total /= divisor
+            value[dst, chunk], is_bytes[dst, chunk] = total, False
+    return {place: x for place, x in value.items() if schedule.ends(*place)}
+
+
+@dataclass
+class Programs:
+    """All ranks' programs, advanced one instruction at a time in a seeded order; checks what it runs."""
+
+    programs: list[Program]
+    inputs: dict[Place, float]
+    codec: Codec
+    divisor: int = 1
+    boxes: dict[Place, float] = field(default_factory=dict)
+    visible: set[tuple[int, int, int]] = field(default_factory=set)  # (reader, owner, box)
+    accumulators: dict[Place, float] = field(default_factory=dict)
+    outputs: dict[Place, float] = field(default_factory=dict)
+    encodings: Counter[Place] = field(default_factory=Counter)
+
+    def run(self, seed: int = 0) -> dict[Place, float]:
+        dice = random.Random(seed)
+        at = [0] * len(self.programs)
+        while unfinished := [r for r, p in enumerate(self.programs) if at[r] < len(p.instructions)]:
+            dice.shuffle(unfinished)
+            moved = False
+            for rank in unfinished:
+                instruction = self.programs[rank].instructions[at[rank]]
+                if isinstance(instruction, Receive):
+                    if (instruction.peer, instruction.box) not in self.boxes:
+                        continue
+                    if (rank, instruction.peer, instruction.box) not in self.visible:
+                        continue
+                self._do(rank, instruction)
+                at[rank] += 1
+                moved = True
+            assert moved, f"stuck at {at}"
+        return self.outputs
+
+    def _do(self, rank: int, instruction: object) -> None:
+        match instruction:
+            case Encode(chunk=chunk, box=box, output=output):
+                self._write(rank, box, self._encode(rank, chunk, self._input(rank, chunk)))
+                if output:
+                    self._output(rank, chunk, self.boxes[rank, box])
+            case Send(box=box, peers=peers):
+                assert (rank, box) in self.boxes, "sent before it was written"
+                assert peers == tuple(sorted(set(peers))) and rank not in peers
+                for peer in peers:
+                    assert (peer, rank, box) not in self.visible, "sent twice to the same peer"
+                    self.visible.add((peer, rank, box))
+            case Receive():
+                pass
+            case Forward(peer=peer, source=source, box=box):
+                self._write(rank, box, self._read(rank, peer, source))
+            case Adopt(chunk=chunk, peer=peer, box=box):
+                self._output(rank, chunk, self._read(rank, peer, box))
+            case Copy(chunk=chunk):
+                self._output(rank, chunk, self._input(rank, chunk))
+            case Reduce():
+                self._reduce(rank, instruction)
+            case _:
+                raise AssertionError(instruction)
+
+    def _reduce(self, rank: int, r: Reduce) -> None:
+        terms = [self._read(rank, *payload) for payload in r.inputs]
+        if r.local is Local.INPUT:
+            terms.insert(r.position, self._input(rank, r.chunk))
+        elif r.local is Local.ACCUMULATOR:
+            terms.insert(r.position, self.accumulators.pop((rank, r.chunk)))
+        total = terms[0]
+        for term in terms[1:]:
+            total += term
+        if r.divide:
+            total /= self.divisor
+        if r.box is not None:
+            total = self._encode(rank, r.chunk, total)
+            self._write(rank, r.box, total)
+        if r.output:
+            self._output(rank, r.chunk, total)
+        if r.keep:
+            assert r.box is None and not r.output
+            self.accumulators[rank, r.chunk] = total
+
+    def _encode(self, rank: int, chunk: int, value: float) -> float:
+        self.encodings[rank, chunk] += 1
+        return self.codec(rank, chunk, value)
+
+    def _write(self, rank: int, box: int, value: float) -> None:
+        assert (rank, box) not in self.boxes, "a box is written once"
+        assert 0 <= box < self.programs[rank].boxes[rank]
+        self.boxes[rank, box] = value
+
+    def _read(self, rank: int, peer: int, box: int) -> float:
+        assert rank == peer or (rank, peer, box) in self.visible, "read before it was received"
+        return self.boxes[peer, box]
+
+    def _input(self, rank: int, chunk: int) -> float:
+        assert (rank, chunk) not in self.outputs, "input read after the output was written over it"
+        return self.inputs[rank, chunk]
+
+    def _output(self, rank: int, chunk: int, value: float) -> None:
+        assert (rank, chunk) not in self.outputs, "an output is written once"
+        self.outputs[rank, chunk] = value
