@@ -1,0 +1,149 @@
+"""The processes behind :mod:`dtcomm.testing.ranks`: started, heard and ended; and the warm pool."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
+from pathlib import Path
+
+STARTUP_SECONDS = 120.0  # importing torch on a busy machine; not part of anyone's deadline
+POOL_SIZE = 8
+_START = (
+    "import sys; sys.path[:] = sys.argv[3:]; "
+    "from dtcomm.testing.worker import serve; serve(*map(int, sys.argv[1:3]))"
+)
+
+
+class RankError(RuntimeError):
+    """A rank died before it returned, or raised what cannot be pickled; the message names the rank."""
+
+
+def environment(env: Mapping[str, str | None] | None) -> dict[str, str]:
+    """The caller's environment as ranks get it: Gloo on loopback, one thread each, ``env`` on top."""
+    merged = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **os.environ, **(env or {})}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+class RankProcess:
+    """One rank process, seen from the parent; it leads a process group, so that its children go with it."""
+
+    def __init__(self) -> None:
+        self.connection, theirs = Pipe()
+        arguments = [str(theirs.fileno()), str(os.getpid()), *sys.path]
+        self._popen = subprocess.Popen(
+            [sys.executable, "-c", _START, *arguments],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=environment(None),
+            start_new_session=True,
+        )
+        theirs.close()
+        self.pid = self._popen.pid
+        # A socket shows no end while a forked child of the rank holds it; a pidfd does.
+        self.pidfd = os.pidfd_open(self.pid)
+        self.heard: deque[object] = deque()
+        self._words: deque[str] = deque()
+
+    def alive(self) -> bool:
+        return not select.select([self.pidfd], [], [], 0)[0]
+
+    def put_back(self, word: str) -> None:
+        """Undo one ``word``."""
+        self._words.appendleft(word)
+
+    def word(self) -> str | None:
+        """The next protocol word that has arrived, if any; what the rank told is put aside in ``heard``."""
+        with contextlib.suppress(EOFError, OSError):
+            while self.connection.poll():
+                kind, message = self.connection.recv()
+                if kind == "tell":
+                    self.heard.append(message)
+                else:
+                    self._words.append(kind)
+        return self._words.popleft() if self._words else None
+
+    def expect(self, word: str, deadline: float) -> bool:
+        """Wait for ``word``; False where the rank died or the deadline passed first."""
+        while self.word() != word:
+            if not self.alive():
+                return self.word() == word
+            if time.monotonic() >= deadline:
+                return False
+            wait([self.connection, self.pidfd], max(0.0, deadline - time.monotonic()))
+        return True
+
+    def send(self, message: object) -> None:
+        with contextlib.suppress(OSError):  # a dead rank is noticed by its pidfd
+            self.connection.send(message)
+
+    def state(self) -> str:
+        """The letter of the process state: ``T`` is stopped."""
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return "?"
+
+    def exitcode(self) -> int:
+        """The exit code of a rank that is dead, which stays unreaped: its children may be wanted alive."""
+        status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        assert status is not None
+        return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+    def end(self) -> int:
+        """Kill what is left of the process group, reap, and return the exit code."""
+        if self._popen.returncode is None:
+            # Before reaping: until then neither the pid nor the group's number can belong to somebody else.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._popen.wait()
+            os.close(self.pidfd)
+            self.connection.close()
+        return self._popen.returncode
+
+
+class Pool:
+    """Idle processes that have imported torch and dtcomm."""
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._idle: list[RankProcess] = []
+        atexit.register(self.close)
+
+    def take(self, count: int, fresh: bool) -> list[RankProcess]:
+        taken: list[RankProcess] = []
+        while not fresh and self._idle and len(taken) < count:
+            process = self._idle.pop(0)
+            if process.alive():
+                taken.append(process)
+            else:
+                process.end()
+        started = [RankProcess() for _ in range(count - len(taken))]
+        deadline = time.monotonic() + STARTUP_SECONDS
+        if not all([process.expect("ready", deadline) for process in started]):
+            for process in taken + started:
+                process.end()
+            raise RankError("a rank process did not start; its error is above, on stderr")
+        return taken + started
+
+    def give(self, process: RankProcess) -> None:
+        if len(self._idle) < POOL_SIZE:
+            process.heard.clear()
+            self._idle.append(process)
+        else:
+            process.end()
+
+    def mine(self) -> bool:
+        return self._owner == os.getpid()
+
+    def close(self) -> None:
+        while self.mine() and self._idle:
+            self._idle.pop().end()

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dtcomm.testing.ranks import RankError, RankTimeout, run_ranks, spawn_ranks, tell
+
+
+def summed(rank: int, world_size: int, scale: int) -> tuple[int, int, torch.Tensor]:
+    tensor = torch.full((3,), float(rank * scale))
+    dist.all_reduce(tensor)
+    return rank, os.getpid(), tensor
+
+
+def fail(rank: int, world_size: int, culprit: int, how: str) -> None:
+    if rank == culprit:
+        if how == "raise":
+            raise KeyError(f"from {rank}")
+        if how == "odd":
+            raise type("Odd", (Exception,), {})("cannot be pickled")
+        if how == "exit":
+            sys.exit(3)
+        if how == "_exit":
+            os._exit(0)
+        os.kill(os.getpid(), getattr(signal, how))
+    dist.barrier()
+
+
+def sleep(rank: int, world_size: int, seconds: float) -> int:
+    if rank == 1:
+        time.sleep(seconds)
+    return rank
+
+
+def environment(rank: int, world_size: int, name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def announce(rank: int, world_size: int) -> int:
+    tell(("here", rank))
+    time.sleep(60)
+    return rank
+
+
+def fork_and_wait(rank: int, world_size: int) -> None:
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+        os._exit(0)
+    tell(child)
+    time.sleep(600)
+
+
+def group(rank: int, world_size: int) -> bool:
+    return dist.is_initialized()
+
+
+def exits_badly(rank: int, world_size: int) -> int:
+    import atexit
+
+    atexit.register(os._exit, 7)
+    return rank
+
+
+def gone(pid: int, within: float = 5.0) -> bool:
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_results_come_in_rank_order_and_by_value() -> None:
+    results = run_ranks(summed, 3, 10)
+    assert [rank for rank, _, _ in results] == [0, 1, 2]
+    for _, _, tensor in results:
+        assert torch.equal(tensor, torch.full((3,), 30.0))
+
+
+def test_processes_are_used_again_for_another_world() -> None:
+    first = {pid for _, pid, _ in run_ranks(summed, 2, 1)}
+    second = {pid for _, pid, _ in run_ranks(summed, 3, 1)}
+    assert len(second & first) == 2
+
+
+def test_fresh_processes_are_used_once() -> None:
+    pooled = {pid for _, pid, _ in run_ranks(summed, 2, 1)}
+    fresh = {pid for _, pid, _ in run_ranks(summed, 2, 1, fresh=True)}
+    assert not pooled & fresh
+    assert all(gone(pid) for pid in fresh)
+
+
+def test_no_process_group_without_a_backend() -> None:
+    assert run_ranks(group, 2, backend=None) == [False, False]
+    assert run_ranks(group, 2) == [True, True]
+
+
+def test_an_exception_keeps_its_type_and_names_its_rank() -> None:
+    started = time.monotonic()
+    with pytest.raises(KeyError, match="from 1") as caught:
+        run_ranks(fail, 3, 1, "raise")
+    assert "rank 1:" in str(caught.value.__cause__) and "in fail" in str(caught.value.__cause__)
+    assert time.monotonic() - started < 20
+
+
+def test_an_exception_that_cannot_be_pickled_is_told_in_words() -> None:
+    with pytest.raises(RankError, match=r"rank 0 raised .*Odd: cannot be pickled"):
+        run_ranks(fail, 2, 0, "odd")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("exit", "rank 1 exited with code 3 before"),
+        ("_exit", "rank 1 exited with code 0 before"),
+        ("SIGKILL", "rank 1 was killed by SIGKILL"),
+        ("SIGSEGV", "rank 1 was killed by SIGSEGV"),
+    ],
+)
+def test_a_rank_that_dies_is_named(how: str, said: str) -> None:
+    with pytest.raises(RankError, match=said) as caught:
+        run_ranks(fail, 2, 1, how)
+    assert not isinstance(caught.value, RankTimeout)
+
+
+def test_a_hang_is_killed_at_the_deadline_and_shows_its_stack() -> None:
+    run_ranks(environment, 2, "HOME")
+    started = time.monotonic()
+    with pytest.raises(RankTimeout, match=r"rank 1 did not return within") as caught:
+        run_ranks(sleep, 2, 600.0, timeout=1.0)
+    assert time.monotonic() - started < 10
+    assert "in sleep" in str(caught.value)
+    assert "rank 0 did" not in str(caught.value)
+
+
+def test_a_stopped_rank_is_killed_too() -> None:
+    with pytest.raises(RankTimeout, match=r"rank 1 did not return(.|\n)*the process was stopped"):
+        run_ranks(fail, 2, 1, "SIGSTOP", timeout=1.5)
+
+
+def test_a_rank_that_failed_is_not_used_again() -> None:
+    with spawn_ranks(fail, 2, 1, "raise") as ranks:
+        pids = ranks.pids
+        outcomes = ranks.join(20, grace=0.5)
+    assert isinstance(outcomes[1].exception, KeyError) and not outcomes[1].ok
+    assert outcomes[0].timed_out or outcomes[0].exception is not None
+    assert all(gone(pid) for pid in pids)
+    assert not {pid for _, pid, _ in run_ranks(summed, 2, 1)} & set(pids)
+
+
+def test_ranks_can_be_heard_and_killed() -> None:
+    with spawn_ranks(announce, 2) as ranks:
+        assert [ranks.hear(rank) for rank in (0, 1)] == [("here", 0), ("here", 1)]
+        with pytest.raises(RankTimeout, match="rank 0 said nothing"):
+            ranks.hear(0, timeout=0.1)
+        ranks.kill(1)
+        outcomes = ranks.join(1.0)
+    assert (outcomes[1].exitcode, outcomes[1].timed_out) == (-signal.SIGKILL, False)
+    assert outcomes[0].timed_out
+
+
+def test_leaving_the_block_kills_the_rank_and_its_children() -> None:
+    with spawn_ranks(fork_and_wait, 1, backend=None) as ranks:
+        child = ranks.hear(0)
+        assert isinstance(child, int)
+        ranks.kill(0, signal.SIGSTOP)
+        pids = [*ranks.pids, child]
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_death_is_seen_though_a_child_holds_the_socket() -> None:
+    with spawn_ranks(fork_and_wait, 1, backend=None) as ranks:
+        ranks.hear(0)
+        ranks.kill(0)
+        (outcome,) = ranks.join(10)
+        assert outcome.exitcode == -signal.SIGKILL and outcome.seconds < 10
+
+
+def test_a_bad_exit_after_the_result_is_a_failure() -> None:
+    with pytest.raises(RankError, match="exited with code 7"):
+        run_ranks(exits_badly, 1, fresh=True)
+
+
+def test_the_environment_is_the_callers_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DTCOMM_TEST_A", "outer")
+    assert run_ranks(environment, 2, "DTCOMM_TEST_A") == ["outer"] * 2
+    assert run_ranks(environment, 2, "DTCOMM_TEST_A", env={"DTCOMM_TEST_A": "inner"}) == ["inner"] * 2
+    assert run_ranks(environment, 2, "DTCOMM_TEST_A", env={"DTCOMM_TEST_A": None}) == [None] * 2
+    monkeypatch.delenv("DTCOMM_TEST_A")
+    assert run_ranks(environment, 2, "DTCOMM_TEST_A") == [None] * 2
+
+
+def test_functions_must_be_importable() -> None:
+    with pytest.raises(TypeError, match="top-level function"):
+        run_ranks(lambda rank, world_size: rank, 2)
+
+
+SCRIPT = """
+import sys, time
+from dtcomm.testing.ranks import spawn_ranks, tell, run_ranks
+
+def work(rank, world_size):
+    tell(rank)
+    time.sleep(600)
+
+def name(rank, world_size):
+    return __name__, rank
+
+if __name__ == "__main__":
+    print([rank for _, rank in run_ranks(name, 2)], flush=True)
+    ranks = spawn_ranks(work, 2)
+    ranks.hear(0), ranks.hear(1)
+    print(*ranks.pids, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_ranks_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    path = os.pathsep.join(p for p in sys.path if p) + os.pathsep + os.getcwd()
+    environ = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environ
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline().strip() == "[0, 1]"
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        parent.kill()
+    assert all(gone(pid) for pid in pids)
