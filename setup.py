@@ -1,40 +1,58 @@
-"""Builds the native modules with CMake and Ninja; everything else is in pyproject.toml."""
+"""Builds the native modules with CMake and Ninja; everything else is in pyproject.toml.
+
+Environment, read at build time only:
+  DTCOMM_CUDA=0|1              leave out / insist on `_cuda`; by default it is built where nvcc works
+  DTCOMM_BUILD_TYPE=Release    CMake's build type
+  DTCOMM_SANITIZE=address,...  instrument the native code
+  DTCOMM_WERROR=1              warnings are errors
+  CUDAARCHS=90-real            CMake's own: architectures of `_cuda`
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
+PASSED_ON = ("DTCOMM_CUDA", "DTCOMM_SANITIZE", "DTCOMM_WERROR")
 
 
 class CMakeBuild(build_ext):
-    """One CMake project makes every extension, so it is configured and built once."""
+    """One CMake project makes every module, so it is configured and built once."""
 
     def run(self) -> None:
         target = Path(self.get_ext_fullpath(self.extensions[0].name)).resolve().parent
         target.mkdir(parents=True, exist_ok=True)
-        build = Path(os.environ.get("DTCOMM_BUILD_DIR", ROOT / "build" / "release"))
-        build.mkdir(parents=True, exist_ok=True)
+        # A wheel is built with the CMake, Ninja and pybind11 of an environment that is gone afterwards: it
+        # gets a folder of its own, and each run names all three anew.
+        build = Path(self.build_temp).resolve() / ("inplace" if self.inplace else "wheel")
+        env = os.environ | {"PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])}
+        ninja = shutil.which("ninja", path=env["PATH"])
+        if ninja is None:
+            raise SystemExit("ninja was not found: pip install ninja, or build with isolation")
         import pybind11
 
-        configure = [
-            "cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja",
-            f"-DCMAKE_BUILD_TYPE={os.environ.get('DTCOMM_BUILD_TYPE', 'Release')}",
-            f"-DPython_EXECUTABLE={sys.executable}",
-            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
-            f"-DDTCOMM_OUTPUT_DIR={target}",
-            f"-DDTCOMM_CUDA={os.environ.get('DTCOMM_CUDA', 'AUTO')}",
-        ]
-        env = dict(os.environ)
-        env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
-        subprocess.run(configure, check=True, env=env)
-        subprocess.run(["cmake", "--build", str(build)], check=True, env=env)
+        options = {
+            "CMAKE_BUILD_TYPE": os.environ.get("DTCOMM_BUILD_TYPE", "Release"),
+            "CMAKE_MAKE_PROGRAM": ninja,
+            "Python_EXECUTABLE": sys.executable,
+            "pybind11_DIR": pybind11.get_cmake_dir(),
+            "DTCOMM_OUTPUT_DIR": str(target),
+            **{name: os.environ[name] for name in PASSED_ON if name in os.environ},
+        }
+        configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
+        configure += [f"-D{name}={value}" for name, value in options.items()]
+        for command in (configure, ["cmake", "--build", str(build)]):
+            status = subprocess.run(command, env=env).returncode
+            if status:
+                raise SystemExit(f"{' '.join(command[:3])} failed with status {status}; its output is above")
 
 
 setup(ext_modules=[Extension("dtcomm._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

@@ -7,7 +7,18 @@
 namespace dtcomm {
 
 // Element types of user tensors. The numbers are part of the op header that ranks compare: append only.
-enum class DType : std::uint8_t { f32 = 0, f16 = 1, bf16 = 2, f64 = 3, i8 = 4, u8 = 5, i32 = 6, i64 = 7, i16 = 8, boolean = 9 };
+enum class DType : std::uint8_t {
+  f32 = 0,
+  f16 = 1,
+  bf16 = 2,
+  f64 = 3,
+  i8 = 4,
+  u8 = 5,
+  i32 = 6,
+  i64 = 7,
+  i16 = 8,
+  boolean = 9
+};
 
 constexpr std::size_t size_of(DType dtype) {
   switch (dtype) {

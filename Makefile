@@ -1,0 +1,110 @@
+# Needs Python >= 3.10, a C++17 compiler and make; everything else comes into .venv.
+# Variables: PYTHON (the interpreter .venv is made with), VENV (another environment to use), ARGS (more arguments).
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+PY := $(VENV)/bin/python
+PYTEST := $(PY) -m pytest
+SOURCES := $(wildcard dtcomm tests bench examples setup.py)
+CXX_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+NATIVE_INPUTS := $(shell find csrc cmake) CMakeLists.txt setup.py
+
+export PATH := $(abspath $(VENV)/bin):$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+DEPS := $(VENV)/.requirements.stamp
+NATIVE := build/native.stamp
+INSTALLED := $(VENV)/.installed.stamp
+ASAN := build/asan/native.stamp
+
+.PHONY: help demo build test test-fast lint format bench asan tsan gpu-check gpu-bench clean distclean
+.DELETE_ON_ERROR:
+
+help:  ## say what there is
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: build  ## build, then train a small language model on two ranks with compressed gradients
+	$(PY) -m dtcomm demo $(ARGS)
+
+build: $(NATIVE) $(INSTALLED)  ## make .venv and compile the native modules in place
+
+test: tsan asan build  ## everything: the core under sanitizers, then the whole test suite
+	$(PYTEST) $(ARGS)
+
+test-fast: build  ## the test suite without what is marked slow
+	$(PYTEST) -m "not slow" $(ARGS)
+
+lint: $(DEPS)  ## ruff, mypy --strict, clang-format, compiler warnings as errors
+	ruff check $(SOURCES)
+	ruff format --check $(SOURCES)
+	mypy
+	clang-format --dry-run -Werror $(CXX_SOURCES)
+	$(call native,build/lint,DTCOMM_WERROR=1 DTCOMM_CUDA=0)
+
+format: $(DEPS)  ## rewrite the sources the way lint wants them
+	ruff check --fix-only --exit-zero $(SOURCES)
+	ruff format $(SOURCES)
+	clang-format -i $(CXX_SOURCES)
+
+bench: build  ## print the README's table: dtcomm beside its peers on this machine
+	$(PY) -m bench $(ARGS)
+
+# --- the native code ------------------------------------------------------------------------------------------
+
+# A build other than the one in place: $(call native,FOLDER,ENVIRONMENT); its modules end in FOLDER/lib/dtcomm.
+native = $(2) $(PY) setup.py -q build_ext --build-temp $(1)/cmake --build-lib $(1)/lib
+
+$(DEPS): requirements-dev.txt
+	@test -x $(PY) || $(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("dtcomm needs Python >= 3.10; this is " + sys.version + "; try make PYTHON=python3.12")'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q -r requirements-dev.txt
+	@touch $@
+
+$(NATIVE): $(DEPS) $(NATIVE_INPUTS)
+	$(PY) setup.py -q build_ext --inplace
+	@touch $@
+
+# For the `dtcomm` command; --no-deps and no isolation, so that pip fetches nothing.
+$(INSTALLED): pyproject.toml | $(NATIVE)
+	$(PY) -m pip install -q --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(ASAN): $(DEPS) $(NATIVE_INPUTS)
+	$(call native,build/asan,DTCOMM_BUILD_TYPE=RelWithDebInfo DTCOMM_SANITIZE=address$(comma)undefined)
+	@touch $@
+
+comma := ,
+# The interpreter itself leaks by design, and its own allocator would hide overruns from ASan.
+ASAN_ENV = DTCOMM_NATIVE_DIR=$(abspath build/asan/lib/dtcomm) LD_PRELOAD=$$($${CXX:-c++} -print-file-name=libasan.so) \
+	PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
+
+asan: $(ASAN)  ## kernels and engine tests against a core built with ASan and UBSan
+	$(ASAN_ENV) $(PYTEST) $(wildcard tests/kernels tests/runtime/test_local*.py tests/test_native_build.py) $(ARGS)
+
+# ThreadSanitizer's shadow memory meets some kernels' address randomisation.
+NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
+
+tsan: $(DEPS)  ## csrc/tests/*.cpp under ThreadSanitizer, without Python
+ifneq ($(wildcard csrc/tests/*.cpp),)
+	cmake -S . -B build/tsan -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DDTCOMM_SANITIZE=thread \
+	  -DDTCOMM_PYTHON=OFF -DDTCOMM_TESTS=ON
+	cmake --build build/tsan
+	$(NO_ASLR) ctest --test-dir build/tsan --output-on-failure
+else
+	@echo "no csrc/tests yet"
+endif
+
+gpu-check: build  ## the tests that need a CUDA device, with _cuda built for certain
+	DTCOMM_CUDA=1 $(PY) setup.py -q build_ext --inplace
+	$(PYTEST) -m gpu $(ARGS)
+
+gpu-bench: build  ## the CUDA kernels beside a device copy
+	$(PY) -m bench.gpu_kernels $(ARGS)
+
+clean:  ## remove what was built; .venv stays (make distclean removes it too)
+	rm -rf build dist demo-out dtcomm/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find dtcomm tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv
