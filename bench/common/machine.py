@@ -1,0 +1,90 @@
+"""What a result must say about where it was measured, and a measurement that notices when the machine moved."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from typing import TypeVar
+
+from bench.common.native import round_trip_ns, share_one_core
+
+T = TypeVar("T")
+DISAGREE = 1.5  # same L3 has read 55 to 100 ns, different L3 310 to 480
+
+
+def describe() -> dict[str, object]:
+    """CPU, cores, memory, kernel and library versions of this machine."""
+    import torch
+
+    fields = dict[str, str]()
+    with open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
+    flags = fields.get("flags", "").split()
+    with open("/proc/meminfo", encoding="utf-8") as lines:
+        memory_kib = int(next(lines).split()[1])
+    return {
+        "cpu": fields.get("model name", platform.processor()),
+        "family_model": f"{fields.get('cpu family', '?')}/{fields.get('model', '?')}",
+        "cores": len(os.sched_getaffinity(0)),
+        "instruction_set": next((f for f in ("avx512bw", "avx2") if f in flags), "generic"),
+        "l3": _l3(),
+        "memory_gib": round(memory_kib / 2**20, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": _commit(),
+    }
+
+
+def _l3() -> str:
+    try:
+        with open("/sys/devices/system/cpu/cpu0/cache/index3/size", encoding="utf-8") as file:
+            return file.read().strip()
+    except OSError:
+        return "unknown"
+
+
+def _commit() -> str:
+    command = ["git", "-C", os.path.dirname(__file__), "describe", "--always", "--dirty"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def placement(nanoseconds: float | None) -> str:
+    """Where the two cores are to each other. A short round trip alone does not tell: cores of one L3 have been seen
+    at 55 ns and the two threads of a core at 49."""
+    if nanoseconds is None:
+        return "one core"
+    if nanoseconds < 90 and share_one_core():
+        return "two threads of one core"
+    return "same L3" if nanoseconds < 250 else "different L3"
+
+
+def load() -> float:
+    """How many tasks wanted a CPU over the last minute, this one included."""
+    return os.getloadavg()[0]
+
+
+def steady(measure: Callable[[], T], attempts: int = 3) -> tuple[T, dict[str, object]]:
+    """``measure()`` with the cores' round trip before and after; again where the two readings disagree.
+
+    The second value is for the result file: round trips, how many attempts were made, and whether the last was steady.
+    """
+    for attempt in range(1, attempts + 1):
+        before = round_trip_ns()
+        result = measure()
+        after = round_trip_ns()
+        agree = before is None or after is None or max(before, after) <= DISAGREE * min(before, after)
+        if agree or attempt == attempts:
+            break
+    return result, {
+        "round_trip_ns": [before, after],
+        "placement": placement(after),
+        "steady": agree,
+        "attempts": attempt,
+        "load": load(),
+    }
