@@ -13,8 +13,6 @@ from pathlib import Path, PurePosixPath
 
 ANY = frozenset({"*"})
 LEAVES = frozenset({"errors", "env"})
-# The package's own front is for users: nobody inside reads it, the version aside.
-FRONT_NAMES = frozenset({"__version__"})
 
 
 def _may(parts: str = "", libraries: str = "") -> tuple[frozenset[str], frozenset[str]]:
@@ -91,8 +89,7 @@ def _python_reason(part: str, name: str) -> str:
         known = top in sys.stdlib_module_names or top in libraries
         return "" if known else f"`{part}` may not use the library {top}"
     if not rest or rest[0] not in PYTHON_LAW:
-        front = bool(rest) and rest[0] in FRONT_NAMES
-        return "" if front else "nobody inside imports the front of the package"
+        return "" if allowed == ANY else "nobody inside imports the front of the package"
     other = rest[0]
     if other == part or other in allowed or allowed == ANY or (other in LEAVES and part not in LEAVES):
         return ""
