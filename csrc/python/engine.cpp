@@ -1,7 +1,260 @@
+// The engine as Python sees it: check, unpack, call.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <atomic>
+#include <cstring>
+
+#include "cpu/kernels.h"
+#include "engine/communicator.h"
+#include "engine/local.h"
+#include "engine/progress.h"
 #include "python/bind.h"
 
-namespace dtcomm::python {
+namespace py = pybind11;
 
-void bind_engine(pybind11::module_&) {}
+namespace dtcomm::python {
+namespace {
+
+std::atomic<const Kernels*> engine_kernels{nullptr};
+
+const Kernels* current_kernels() {
+  const Kernels* kernels = engine_kernels.load(std::memory_order_relaxed);
+  return kernels ? kernels : &best_kernels();
+}
+
+// (numel, dtype, codec as csrc/codec/codec.h lays it out)
+using SegmentTuple = std::tuple<std::size_t, int, std::string>;
+// (input address, output address or 0, residual address or 0)
+using PointerTuple = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t>;
+
+std::shared_ptr<Plan> make_plan(std::shared_ptr<Program> program, int geometry, int op, bool average,
+                                const std::vector<SegmentTuple>& segments, std::size_t piece_bytes,
+                                std::size_t slot_bytes, bool direct, const std::string& text) {
+  std::vector<Segment> parsed;
+  for (const auto& [numel, dtype, codec] : segments) {
+    if (codec.size() != sizeof(Codec)) throw py::value_error("segments: codec must be 12 bytes");
+    if (dtype < 0 || dtype > static_cast<int>(DType::boolean)) throw py::value_error("segments: unknown dtype");
+    Segment segment{numel, static_cast<DType>(dtype), {}};
+    std::memcpy(&segment.codec, codec.data(), sizeof(Codec));
+    parsed.push_back(segment);
+  }
+  if (geometry < 0 || geometry > 2) throw py::value_error("geometry: 0 (whole), 1 (scatter) or 2 (gather)");
+  if (op < 0 || op > 2) throw py::value_error("op: 0 (sum), 1 (min) or 2 (max)");
+  PlanOptions options;
+  options.piece_bytes = piece_bytes;
+  options.slot_bytes = slot_bytes;
+  options.direct = direct;
+  return std::make_shared<Plan>(std::move(program), static_cast<Geometry>(geometry), static_cast<ReduceOp>(op),
+                                average, std::move(parsed), options, text);
+}
+
+Pointers unpack(std::uintptr_t in, std::uintptr_t out, std::uintptr_t residual) {
+  return {reinterpret_cast<const std::uint8_t*>(in), reinterpret_cast<std::uint8_t*>(out),
+          reinterpret_cast<float*>(residual)};
+}
+
+Call make_call(std::shared_ptr<const Plan> plan, std::vector<Pointers> pointers, std::uint64_t seed) {
+  if (pointers.size() != plan->segments().size()) throw py::value_error("pointers: one triple per segment of the plan");
+  Call call;
+  call.plan = std::move(plan);
+  call.segments = std::move(pointers);
+  call.seed = seed;
+  call.kernels = current_kernels();
+  return call;
+}
+
+void place_region(Call& call) {
+  if (!call.plan->direct()) return;
+  const RegionPlace place = Process::instance().find(call.segments[0].in, call.plan->input_bytes());
+  call.region = place.slot;
+  call.region_id = place.id;
+  call.region_offset = place.offset;
+}
+
+std::vector<Pointers> unpack_all(const std::vector<PointerTuple>& tuples) {
+  std::vector<Pointers> pointers;
+  pointers.reserve(tuples.size());
+  for (const auto& [in, out, residual] : tuples) pointers.push_back(unpack(in, out, residual));
+  return pointers;
+}
+
+void translate(std::exception_ptr pointer) {
+  try {
+    if (pointer) std::rethrow_exception(pointer);
+  } catch (const Error& error) {
+    const char* name = "DtcommError";
+    if (error.kind() == ErrorKind::timeout) name = "CollectiveTimeout";
+    if (error.kind() == ErrorKind::peer_lost) name = "PeerLost";
+    if (error.kind() == ErrorKind::mismatch) name = "CollectiveMismatch";
+    if (error.kind() == ErrorKind::corrupt) name = "PayloadCorrupt";
+    const py::object type = py::module_::import("dtcomm.errors").attr(name);
+    PyErr_SetString(type.ptr(), error.what());
+  }
+}
+
+void bind_communicator(py::module_& module) {
+  py::class_<Work, std::shared_ptr<Work>>(module, "NativeWork")
+      .def("wait", &Work::wait, py::call_guard<py::gil_scoped_release>())
+      .def("finished", &Work::finished)
+      .def("raise_failure",
+           [](const Work& work) {
+             if (const auto failure = work.failure()) std::rethrow_exception(failure);
+           })
+      .def_readonly("wire_bytes", &Work::wire_bytes)
+      .def_readonly("started_ns", &Work::started_ns)
+      .def_readonly("finished_ns", &Work::finished_ns);
+
+  py::class_<Communicator, std::shared_ptr<Communicator>>(module, "NativeCommunicator")
+      .def(py::init([](int rank, int ranks, std::uint32_t max_boxes, std::size_t slot_bytes, double timeout_s,
+                       int spins, double yield_us) {
+             CommunicatorOptions options;
+             options.rank = rank;
+             options.ranks = ranks;
+             options.max_boxes = max_boxes;
+             options.slot_bytes = slot_bytes;
+             options.timeout_ns = static_cast<std::uint64_t>(timeout_s * 1e9);
+             options.spins = spins;
+             options.yield_ns = static_cast<std::uint64_t>(yield_us * 1e3);
+             return std::make_shared<Communicator>(options);
+           }),
+           py::kw_only(), py::arg("rank"), py::arg("ranks"), py::arg("max_boxes"), py::arg("slot_bytes"),
+           py::arg("timeout_s"), py::arg("spins"), py::arg("yield_us"))
+      .def("address",
+           [](const Communicator& self) {
+             const PeerAddress address = self.address();
+             return py::make_tuple(address.pid, address.page_fd, address.page_token, address.area_fd,
+                                   address.area_token);
+           })
+      .def("attach",
+           [](Communicator& self,
+              const std::vector<std::tuple<int, int, std::uint64_t, int, std::uint64_t, std::string>>& tuples) {
+             std::vector<PeerAddress> addresses;
+             for (const auto& [pid, page_fd, page_token, area_fd, area_token, name] : tuples) {
+               addresses.push_back({pid, page_fd, page_token, area_fd, area_token, name});
+             }
+             self.attach(addresses);
+           })
+      .def("measure_round_trip", &Communicator::measure_round_trip, py::call_guard<py::gil_scoped_release>())
+      .def_readwrite("stream_staging", &Communicator::stream_staging)
+      .def("run",
+           [](Communicator& self, std::shared_ptr<Plan> plan, std::uintptr_t in, std::uintptr_t out,
+              std::uintptr_t residual, std::uint64_t seed) {
+             Call call = make_call(std::move(plan), {unpack(in, out, residual)}, seed);
+             const py::gil_scoped_release release;
+             place_region(call);
+             return self.run(std::move(call));
+           })
+      .def("run_all",
+           [](Communicator& self, std::shared_ptr<Plan> plan, const std::vector<PointerTuple>& tuples,
+              std::uint64_t seed) {
+             Call call = make_call(std::move(plan), unpack_all(tuples), seed);
+             const py::gil_scoped_release release;
+             return self.run(std::move(call));
+           })
+      .def("submit",
+           [](Communicator& self, std::shared_ptr<Plan> plan, const std::vector<PointerTuple>& tuples,
+              std::uint64_t seed) {
+             Call call = make_call(std::move(plan), unpack_all(tuples), seed);
+             const py::gil_scoped_release release;
+             place_region(call);
+             return self.submit(std::move(call));
+           })
+      .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("failure", &Communicator::failure)
+      .def_property_readonly("operations", &Communicator::operations)
+      .def_property_readonly("wire_bytes", &Communicator::total_wire_bytes);
+}
+
+void bind_local(py::module_& module) {
+  module.def(
+      "run_local",
+      [](int ranks, std::uint64_t seed, std::uint32_t max_boxes, std::size_t slot_bytes, double delay, int victim,
+         std::uint64_t death, std::int64_t flip,
+         const std::vector<std::vector<std::tuple<std::shared_ptr<Plan>, std::vector<PointerTuple>, std::uint64_t, bool>>>&
+             calls) {
+        LocalOptions options;
+        options.ranks = ranks;
+        options.seed = seed;
+        options.max_boxes = max_boxes;
+        options.slot_bytes = slot_bytes;
+        options.delay = delay;
+        options.victim = victim;
+        options.death = death;
+        options.flip = flip;
+        std::vector<std::vector<Call>> parsed;
+        for (const auto& list : calls) {
+          parsed.emplace_back();
+          for (const auto& [plan, pointers, call_seed, shared] : list) {
+            Call call = make_call(plan, unpack_all(pointers), call_seed);
+            if (shared) {
+              call.region = 0;
+              call.region_offset = reinterpret_cast<std::uintptr_t>(call.segments[0].in);
+            }
+            parsed.back().push_back(std::move(call));
+          }
+        }
+        std::vector<LocalOutcome> outcomes;
+        {
+          const py::gil_scoped_release release;
+          LocalWorld world(options);
+          outcomes = world.run(std::move(parsed));
+        }
+        py::list result;
+        for (const LocalOutcome& outcome : outcomes) {
+          result.append(py::make_tuple(static_cast<int>(outcome.fate), outcome.culprit, outcome.finished,
+                                       outcome.wire_bytes));
+        }
+        return result;
+      },
+      py::kw_only(), py::arg("ranks"), py::arg("seed"), py::arg("max_boxes"), py::arg("slot_bytes"), py::arg("delay"),
+      py::arg("victim"), py::arg("death"), py::arg("flip"), py::arg("calls"));
+}
+
+}  // namespace
+
+void bind_engine(py::module_& module) {
+  py::register_exception_translator(&translate);
+  py::class_<Program, std::shared_ptr<Program>>(module, "NativeProgram")
+      .def(py::init([](int rank, int ranks, int chunks, std::vector<int> boxes, const std::vector<std::int64_t>& flat) {
+             return std::make_shared<Program>(Program::parse(rank, ranks, chunks, std::move(boxes), flat));
+           }),
+           py::arg("rank"), py::arg("ranks"), py::arg("chunks"), py::arg("boxes"), py::arg("flat"))
+      .def_property_readonly("max_boxes", &Program::max_boxes);
+  py::class_<Plan, std::shared_ptr<Plan>>(module, "NativePlan")
+      .def(py::init(&make_plan), py::kw_only(), py::arg("program"), py::arg("geometry"), py::arg("op"),
+           py::arg("average"), py::arg("segments"), py::arg("piece_bytes"), py::arg("slot_bytes"), py::arg("direct"),
+           py::arg("text"))
+      .def_property_readonly("pieces", &Plan::pieces)
+      .def_property_readonly("fingerprint", &Plan::fingerprint);
+  py::class_<Region, std::shared_ptr<Region>>(module, "Region", py::buffer_protocol())
+      .def(py::init<std::size_t>(), py::arg("bytes"))
+      .def_buffer([](Region& region) {
+        return py::buffer_info(static_cast<std::uint8_t*>(region.data()), static_cast<py::ssize_t>(region.bytes()));
+      });
+  bind_communicator(module);
+  bind_local(module);
+  module.def("set_engine_kernels", [](const std::string& name) {
+    const Kernels* kernels = find_kernels(name.c_str());
+    if (!kernels) throw py::value_error("no kernels named '" + name + "' run on this CPU");
+    engine_kernels.store(kernels);
+  });
+  module.def("engine_kernels", [] { return std::string(current_kernels()->name); });
+  module.def("notify", &Work::notify, py::arg("work"), py::arg("ticket"));
+  module.def("next_completion", []() -> py::object {
+    std::uint64_t ticket = 0;
+    bool more = false;
+    {
+      const py::gil_scoped_release release;
+      more = Completions::instance().next(ticket);
+    }
+    return more ? py::object(py::int_(ticket)) : py::object(py::none());
+  });
+  module.def("stop", [] {
+    const py::gil_scoped_release release;
+    ProgressThread::instance().stop();
+    Completions::instance().stop();
+  });
+}
 
 }  // namespace dtcomm::python

@@ -1,0 +1,513 @@
+#include "engine/communicator.h"
+
+#include <poll.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+#include "engine/mix.h"
+#include "engine/pause.h"
+#include "engine/progress.h"
+
+namespace dtcomm {
+namespace {
+
+constexpr std::uint64_t kSleepNs = 20 * 1000 * 1000;
+
+}  // namespace
+
+bool Patience::exhausted() {
+  if (looks_ < spins_) {
+    ++looks_;
+    cpu_pause();
+    return false;
+  }
+  const std::uint64_t now = now_ns();
+  if (since_ == 0) since_ = now;
+  if (now - since_ >= yield_ns_) return true;
+  sched_yield();
+  return false;
+}
+
+Communicator::Communicator(const CommunicatorOptions& options) : options_(options), token_(random_token()), owner_(getpid()) {
+  rank = options.rank;
+  ranks = options.ranks;
+  layout_ = {static_cast<std::uint32_t>(rank), static_cast<std::uint32_t>(ranks), options.max_boxes,
+             options.slot_bytes};
+  area_ = Mapping::create("dtcomm-area", layout_.bytes());
+  own_ = view_of(area_.data(), layout_);
+  new (own_.head) AreaHead;
+  for (std::size_t i = 0; i < std::size_t{options.max_boxes} * kSlots; ++i) new (own_.flags + i) Flag;
+  own_.head->magic = kAreaMagic;
+  own_.head->bytes = layout_.bytes();
+  own_.head->rank = static_cast<std::uint32_t>(rank);
+  own_.head->ranks = static_cast<std::uint32_t>(ranks);
+  own_.head->max_boxes = options.max_boxes;
+  own_.head->pid = static_cast<std::int32_t>(getpid());
+  own_.head->token = token_;
+}
+
+Communicator::~Communicator() { close(); }
+
+PeerAddress Communicator::address() const {
+  Process& process = Process::instance();
+  return {static_cast<int>(getpid()), process.fd(), process.page().token, area_.fd(), token_, ""};
+}
+
+void Communicator::attach(const std::vector<PeerAddress>& addresses) {
+  if (addresses.size() != static_cast<std::size_t>(ranks)) throw std::invalid_argument("attach: one address per rank");
+  for (int peer = 0; peer < ranks; ++peer) {
+    const PeerAddress& address = addresses[static_cast<std::size_t>(peer)];
+    names_.push_back(address.name);
+    peer_areas_.emplace_back();
+    processes_.emplace_back();
+    pidfds_.push_back(-1);
+    if (peer == rank) {
+      peers.push_back(own_);
+      continue;
+    }
+    AreaLayout layout = layout_;
+    layout.rank = static_cast<std::uint32_t>(peer);
+    // Open the process first: the tokens then tell that it is the one we mean, and not a later one with its pid.
+    const auto pidfd = static_cast<int>(syscall(SYS_pidfd_open, address.pid, 0));
+    if (pidfd < 0) throw std::system_error(errno, std::generic_category(), "pidfd_open of " + address.name);
+    pidfds_.back() = pidfd;
+    peer_areas_.back() = Mapping::attach(address.pid, address.area_fd, layout.bytes());
+    const PeerView view = view_of(peer_areas_.back().data(), layout);
+    if (view.head->magic != kAreaMagic || view.head->token != address.area_token ||
+        view.head->rank != static_cast<std::uint32_t>(peer) || view.head->bytes != layout.bytes()) {
+      throw std::runtime_error("shared memory of " + address.name + " is not what it announced");
+    }
+    processes_.back() = std::make_unique<Peer>(address.pid, address.page_fd, address.page_token);
+    peers.push_back(view);
+  }
+  ProgressThread::instance().add(this);
+}
+
+double Communicator::measure_round_trip(std::uint64_t budget_ns) {
+  // Pairs (0,1), (2,3), ... bounce a counter through their `waiting_since` lines, unused before the first operation.
+  const int partner = rank ^ 1;
+  if (partner >= ranks) return 0;
+  constexpr int kRounds = 400;
+  auto& mine = own_.head->waiting_since;
+  auto& theirs = peers[static_cast<std::size_t>(partner)].head->waiting_since;
+  const std::uint64_t give_up = now_ns() + budget_ns;
+  std::vector<std::uint64_t> times;
+  std::uint64_t start = now_ns();
+  for (std::uint64_t round = 1; round <= kRounds; ++round) {
+    if (rank < partner) mine.store(round, std::memory_order_release);
+    for (int looks = 1; theirs.load(std::memory_order_acquire) < round; ++looks) {
+      if (looks % 256 != 0) continue;
+      if (now_ns() > give_up) {
+        mine.store(kRounds + 1, std::memory_order_release);  // lets the partner run through
+        return 0;
+      }
+      if (looks % 4096 == 0) sched_yield();
+    }
+    if (rank > partner) mine.store(round, std::memory_order_release);
+    const std::uint64_t now = now_ns();
+    times.push_back(now - start);
+    start = now;
+  }
+  std::vector<std::uint64_t> sorted(times);
+  std::nth_element(sorted.begin(), sorted.begin() + sorted.size() / 2, sorted.end());
+  return static_cast<double>(sorted[sorted.size() / 2]);
+}
+
+std::string Communicator::who(int peer) const {
+  const auto index = static_cast<std::size_t>(peer);
+  return index < names_.size() ? names_[index] : "rank " + std::to_string(peer);
+}
+
+void Communicator::require_usable() const {
+  if (closed_) throw std::logic_error("this communicator has been destroyed");
+  if (failed_) throw Error(failure_kind_, "this communicator failed earlier: " + failure_text_);
+}
+
+std::uint64_t Communicator::begin(const Call& call, std::uint64_t number) {
+  const std::uint64_t operation = announce(*own_.head, call, number);
+  if (call.plan->direct()) ring_peers();
+  return operation;
+}
+
+std::uint64_t Communicator::run(Call call) {
+  std::uint64_t number = 0;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    require_usable();
+    if (!busy_ && queue_.empty()) {
+      busy_ = true;
+      number = ++operations_;
+    }
+  }
+  if (number == 0) {
+    const auto work = submit(std::move(call));
+    work->wait();
+    return work->wire_bytes;
+  }
+  std::exception_ptr failure;
+  std::uint64_t sent = 0;
+  try {
+    check_failures();
+    const std::uint64_t operation = begin(call, number);
+    Machine machine(*this, std::move(call), operation, number);
+    if (machine.advance() != Progress::done) drive(machine, now_ns() + options_.timeout_ns);
+    sent = machine.wire_bytes();
+  } catch (const Error& error) {
+    fail(error, culprit_);
+    failure = std::current_exception();
+  } catch (const std::exception& error) {
+    fail(Error(ErrorKind::internal, who(rank) + ": " + error.what()), rank);
+    failure = std::current_exception();
+  }
+  bool more = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    busy_ = false;
+    total_wire_bytes_ += sent;
+    more = !queue_.empty();
+  }
+  if (more) ProgressThread::instance().wake();
+  if (failure) {
+    fail_queue(failure);
+    std::rethrow_exception(failure);
+  }
+  return sent;
+}
+
+std::shared_ptr<Work> Communicator::submit(Call call) { return submit(std::move(call), std::make_shared<Work>()); }
+
+std::shared_ptr<Work> Communicator::submit(Call call, std::shared_ptr<Work> work) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    require_usable();
+    Operation operation;
+    operation.call = std::move(call);
+    operation.work = work;
+    operation.number = ++operations_;
+    queue_.push_back(std::move(operation));
+  }
+  ProgressThread::instance().wake();
+  return work;
+}
+
+void Communicator::drive(Machine& machine, std::uint64_t deadline) {
+  Patience patience(options_.spins, options_.yield_ns);
+  Bell& bell = Process::instance().page().bell;
+  for (;;) {
+    if (machine.mismatch()) raise_mismatch(machine);
+    if (patience.exhausted()) {
+      watch(machine, deadline);
+      bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
+      const std::uint32_t seen = bell.word.load(std::memory_order_acquire);
+      const Progress progress = machine.advance();
+      if (progress == Progress::blocked && !machine.mismatch()) {
+        own_.head->waiting_for.store(machine.blocker(), std::memory_order_relaxed);
+        own_.head->waiting_since.store(now_ns(), std::memory_order_release);
+        bell.sleep(seen, suspect_ >= 0 ? 0 : kSleepNs);
+      }
+      bell.sleepers.fetch_sub(1, std::memory_order_release);
+      if (progress == Progress::done) return;
+      if (progress == Progress::moved) patience.moved();
+      continue;
+    }
+    switch (machine.advance()) {
+      case Progress::done:
+        return;
+      case Progress::moved:
+        patience.moved();
+        break;
+      case Progress::blocked:
+        break;
+    }
+  }
+}
+
+Communicator::Look Communicator::drive_front(int budget) {
+  Operation* front = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (queue_.empty()) return Look::idle;
+    front = &queue_.front();  // a deque's front stays where it is while others are pushed behind it
+    if (!front->machine) {
+      if (busy_) return Look::idle;  // an inline caller is at work; it wakes us when it is done
+      busy_ = true;
+    }
+  }
+  std::exception_ptr failure;
+  try {
+    if (!front->machine) {
+      check_failures();
+      const std::uint64_t operation = begin(front->call, front->number);
+      front->work->started_ns = now_ns();
+      front->deadline = front->work->started_ns + options_.timeout_ns;
+      front->machine = std::make_unique<Machine>(*this, front->call, operation, front->number);
+    }
+    const Progress progress = front->machine->advance(budget);
+    if (front->machine->mismatch()) raise_mismatch(*front->machine);
+    if (progress != Progress::done) return progress == Progress::moved ? Look::moved : Look::blocked;
+  } catch (const Error& error) {
+    fail(error, culprit_);
+    failure = std::current_exception();
+  } catch (const std::exception& error) {
+    fail(Error(ErrorKind::internal, who(rank) + ": " + error.what()), rank);
+    failure = std::current_exception();
+  }
+  finish_front(failure);
+  return Look::moved;
+}
+
+void Communicator::watch_front() {
+  Operation* front = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (queue_.empty() || !queue_.front().machine) return;
+    front = &queue_.front();
+  }
+  try {
+    own_.head->waiting_for.store(front->machine->blocker(), std::memory_order_relaxed);
+    own_.head->waiting_since.store(now_ns(), std::memory_order_release);
+    watch(*front->machine, front->deadline);
+  } catch (const Error& error) {
+    fail(error, culprit_);
+    finish_front(std::current_exception());
+  }
+}
+
+void Communicator::finish_front(std::exception_ptr failure) {
+  std::shared_ptr<Work> work;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Operation& front = queue_.front();
+    work = front.work;
+    if (front.machine) work->wire_bytes = front.machine->wire_bytes();
+    total_wire_bytes_ += work->wire_bytes;
+    work->finished_ns = now_ns();
+    queue_.pop_front();
+    busy_ = false;
+  }
+  work->finish(failure);
+  if (failure) fail_queue(failure);
+}
+
+void Communicator::fail_queue(std::exception_ptr failure) {
+  std::deque<Operation> queue;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    queue.swap(queue_);
+    busy_ = false;
+  }
+  for (Operation& operation : queue) operation.work->finish(failure);
+}
+
+void Communicator::check_failures() const {
+  for (const PeerView& peer : peers) {
+    const Failure& failure = peer.head->failure;
+    if (failure.state.load(std::memory_order_acquire) == 2) throw Error(failure.kind, failure.text);
+  }
+}
+
+bool Communicator::dead(int peer) {
+  pollfd watched{pidfds_[static_cast<std::size_t>(peer)], POLLIN, 0};
+  return peer != rank && watched.fd >= 0 && poll(&watched, 1, 0) > 0;
+}
+
+// Decides whether a blocked operation can still end: the error that it raises otherwise names the rank at fault.
+void Communicator::watch(const Machine& machine, std::uint64_t deadline) {
+  check_failures();
+  const std::uint64_t number = machine.number();
+  for (const PeerView& peer : peers) {
+    const OpHeader& header = peer.head->ops[number % kOpRing];
+    if (header.number.load(std::memory_order_acquire) == number &&
+        header.fingerprint.load(std::memory_order_relaxed) != machine.operation()) {
+      raise_mismatch(machine);
+    }
+  }
+  const int blocker = machine.blocker();
+  if (blocker >= 0 && dead(blocker)) {
+    if (suspect_ == blocker) {
+      culprit_ = blocker;
+      throw Error(ErrorKind::peer_lost, who(blocker) + " is gone: its process ended during operation " +
+                                            std::to_string(number) + ", " + machine.call().plan->text());
+    }
+    suspect_ = blocker;  // it may have sent what we need with its last breath
+    return;
+  }
+  if (blocker >= 0 && peers[static_cast<std::size_t>(blocker)].head->closed.load(std::memory_order_acquire)) {
+    if (suspect_ == blocker) {
+      culprit_ = blocker;
+      throw Error(ErrorKind::peer_lost, who(blocker) + " has destroyed its communicator before operation " +
+                                            std::to_string(number) + ", " + machine.call().plan->text());
+    }
+    suspect_ = blocker;
+    return;
+  }
+  suspect_ = -1;
+  if (now_ns() > deadline) raise_timeout(machine);
+}
+
+// What the ranks say about the operation with our number, those who say the same together.
+void Communicator::raise_mismatch(const Machine& machine) {
+  const std::uint64_t number = machine.number();
+  const std::uint64_t patience = now_ns() + 200 * 1000 * 1000;
+  std::vector<std::pair<std::string, std::vector<int>>> statements;
+  std::vector<std::uint64_t> fingerprints;
+  std::vector<int> silent;
+  for (;;) {
+    check_failures();
+    statements.clear();
+    fingerprints.clear();
+    silent.clear();
+    for (int peer = 0; peer < ranks; ++peer) {
+      const OpHeader& header = peers[static_cast<std::size_t>(peer)].head->ops[number % kOpRing];
+      if (header.number.load(std::memory_order_acquire) != number) {
+        silent.push_back(peer);
+        continue;
+      }
+      const std::uint64_t fingerprint = header.fingerprint.load(std::memory_order_relaxed);
+      const std::string text(header.text, strnlen(header.text, kOpText));
+      std::size_t at = 0;
+      while (at < fingerprints.size() && fingerprints[at] != fingerprint) ++at;
+      if (at == fingerprints.size()) {
+        fingerprints.push_back(fingerprint);
+        statements.push_back({text, {}});
+      }
+      statements[at].second.push_back(peer);
+    }
+    if (silent.empty() || now_ns() > patience) break;
+    sched_yield();
+  }
+  std::string message = "ranks disagree on operation " + std::to_string(number);
+  std::size_t fewest = 0;
+  for (std::size_t i = 0; i < statements.size(); ++i) {
+    message += i == 0 ? ": " : "; ";
+    for (std::size_t j = 0; j < statements[i].second.size(); ++j) {
+      message += (j == 0 ? "" : ", ") + who(statements[i].second[j]);
+    }
+    message += (statements[i].second.size() == 1 ? " calls " : " call ") + statements[i].first;
+    // On a tie the later statement: rank 0's word counts as the rule.
+    if (statements[i].second.size() <= statements[fewest].second.size()) fewest = i;
+  }
+  if (statements.size() < 2) {
+    message += ": " + who(machine.blocker()) + " is ahead of, or at odds with, " + machine.call().plan->text();
+    culprit_ = machine.blocker();
+  } else {
+    culprit_ = statements[fewest].second[0];
+  }
+  throw Error(ErrorKind::mismatch, message);
+}
+
+// The rank at the end of the chain of waits: one that sleeps in our engine says whom it waits for and when it last
+// looked; one that is stopped, or busy elsewhere, has not looked lately.
+void Communicator::raise_timeout(const Machine& machine) {
+  int culprit = machine.blocker();
+  std::vector<bool> passed(static_cast<std::size_t>(ranks), false);
+  for (;;) {
+    if (culprit < 0 || culprit == rank || passed[static_cast<std::size_t>(culprit)]) break;
+    passed[static_cast<std::size_t>(culprit)] = true;
+    const AreaHead& head = *peers[static_cast<std::size_t>(culprit)].head;
+    const std::uint64_t since = head.waiting_since.load(std::memory_order_acquire);
+    const int next = head.waiting_for.load(std::memory_order_relaxed);
+    if (next < 0 || next == rank || since + 25 * kSleepNs < now_ns()) break;
+    culprit = next;
+  }
+  culprit_ = culprit;
+  std::string message = "operation " + std::to_string(machine.number()) + ", " + machine.call().plan->text() +
+                        ", did not end within " +
+                        std::to_string(static_cast<double>(options_.timeout_ns) * 1e-9).substr(0, 6) + " s";
+  if (culprit >= 0) {
+    std::uint64_t latest = 0;
+    for (const OpHeader& header : peers[static_cast<std::size_t>(culprit)].head->ops) {
+      latest = std::max(latest, header.number.load(std::memory_order_relaxed));
+    }
+    message += ": waiting for " + who(culprit) + ", which is alive and " +
+               (latest < machine.number() ? "has not called it (its last operation is " + std::to_string(latest) + ")"
+                                          : std::string("does not move on"));
+  }
+  throw Error(ErrorKind::timeout, message);
+}
+
+// From here on every call raises; the peers read why in our area.
+void Communicator::fail(const Error& error, int culprit) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!failed_) {
+      failed_ = true;
+      failure_kind_ = error.kind();
+      failure_text_ = error.what();
+    }
+  }
+  Failure& failure = own_.head->failure;
+  std::uint32_t none = 0;
+  if (failure.state.compare_exchange_strong(none, 1)) {
+    failure.kind = error.kind();
+    failure.culprit = culprit;
+    const std::string text(error.what());
+    const std::size_t length = std::min(text.size(), sizeof failure.text - 1);
+    text.copy(failure.text, length);
+    failure.text[length] = 0;
+    failure.state.store(2, std::memory_order_release);
+  }
+  ring_peers();
+}
+
+void Communicator::ring_peers() {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  for (const auto& process : processes_) {
+    if (process) process->page().bell.ring();
+  }
+}
+
+void Communicator::publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation) {
+  Flag& flag = own_.flags[index];
+  flag.operation.store(operation, std::memory_order_relaxed);
+  flag.seq.store(seq, std::memory_order_release);
+  ring_peers();
+}
+
+void Communicator::publish_done(std::uint64_t pieces) {
+  own_.head->done.store(pieces, std::memory_order_release);
+  ring_peers();
+}
+
+std::uint8_t* Communicator::resolve(int peer, std::int64_t region, std::uint64_t id, std::uint64_t offset,
+                                    std::size_t bytes) {
+  return processes_[static_cast<std::size_t>(peer)]->resolve(region, id, offset, bytes);
+}
+
+std::string Communicator::failure() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return failure_text_;
+}
+
+void Communicator::close() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (closed_) return;
+    closed_ = true;
+  }
+  if (owner_ == static_cast<int>(getpid())) {
+    ProgressThread::instance().remove(this);
+    fail_queue(std::make_exception_ptr(std::logic_error("the communicator was destroyed before this operation ended")));
+    own_.head->closed.store(1, std::memory_order_release);
+    ring_peers();
+  }
+  for (const int pidfd : pidfds_) {
+    if (pidfd >= 0) ::close(pidfd);
+  }
+  pidfds_.clear();
+  peers.clear();
+  peer_areas_.clear();
+  processes_.clear();
+  area_.reset();
+}
+
+}  // namespace dtcomm

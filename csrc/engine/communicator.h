@@ -1,0 +1,135 @@
+// The ranks of one host that talk through shared memory: their areas, the order of their operations, and what is
+// done while one has to wait.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "engine/machine.h"
+#include "engine/process.h"
+#include "engine/work.h"
+
+namespace dtcomm {
+
+// How a rank is found and named.
+struct PeerAddress {
+  int pid = 0;
+  int page_fd = -1;
+  std::uint64_t page_token = 0;
+  int area_fd = -1;
+  std::uint64_t area_token = 0;
+  std::string name;  // "rank 3 (host a, pid 17)"
+};
+
+struct CommunicatorOptions {
+  int rank = 0;
+  int ranks = 1;
+  std::uint32_t max_boxes = 0;
+  std::size_t slot_bytes = 512 * 1024;
+  std::uint64_t timeout_ns = 0;
+  int spins = 64;                     // looks before the first yield
+  std::uint64_t yield_ns = 50 * 1000;  // time spent yielding before sleeping
+};
+
+// Polls a blocked machine: quick looks first, then yields, then sleeps.
+class Patience {
+ public:
+  Patience(int spins, std::uint64_t yield_ns) : spins_(spins), yield_ns_(yield_ns) {}
+  void moved() { looks_ = 0; since_ = 0; }
+  // True where it is time to sleep; spins or yields otherwise.
+  bool exhausted();
+
+ private:
+  int spins_;
+  std::uint64_t yield_ns_;
+  int looks_ = 0;
+  std::uint64_t since_ = 0;
+};
+
+class Communicator final : public Fabric {
+ public:
+  explicit Communicator(const CommunicatorOptions& options);
+  ~Communicator() override;
+  Communicator(const Communicator&) = delete;
+
+  PeerAddress address() const;
+  // Maps every peer's area and page. After it the communicator can run; std::system_error where a peer cannot be
+  // reached.
+  void attach(const std::vector<PeerAddress>& addresses);
+  // Median round trip of a cache line to the next rank in ns, 0 where it could not be measured in time. Collective.
+  double measure_round_trip(std::uint64_t budget_ns);
+
+  // Runs inline where nothing is queued, through the progress thread otherwise. Returns the bytes sent.
+  std::uint64_t run(Call call);
+  std::shared_ptr<Work> submit(Call call);
+  std::shared_ptr<Work> submit(Call call, std::shared_ptr<Work> work);
+
+  void close();
+  bool closed() const { return closed_; }
+  std::string failure() const;
+  std::uint64_t operations() const { return operations_; }
+  std::uint64_t total_wire_bytes() const { return total_wire_bytes_; }
+
+  void publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation) override;
+  void publish_done(std::uint64_t pieces) override;
+  std::uint8_t* resolve(int peer, std::int64_t region, std::uint64_t id, std::uint64_t offset,
+                        std::size_t bytes) override;
+
+  // For the progress thread: one look at the front of the queue. `idle` where there is nothing to drive.
+  enum class Look { idle, moved, blocked };
+  Look drive_front(int budget);
+  // While asleep for the front operation: what it waits for, and whether to give up.
+  void watch_front();
+
+ private:
+  struct Operation {
+    Call call;
+    std::shared_ptr<Work> work;
+    std::uint64_t number = 0;
+    std::unique_ptr<Machine> machine;
+    std::uint64_t deadline = 0;
+  };
+
+  void require_usable() const;
+  std::uint64_t begin(const Call& call, std::uint64_t number);
+  void drive(Machine& machine, std::uint64_t deadline);
+  void watch(const Machine& machine, std::uint64_t deadline);
+  [[noreturn]] void raise_mismatch(const Machine& machine);
+  [[noreturn]] void raise_timeout(const Machine& machine);
+  void check_failures() const;
+  bool dead(int peer);
+  void fail(const Error& error, int culprit);
+  void fail_queue(std::exception_ptr failure);
+  void finish_front(std::exception_ptr failure);
+  void ring_peers();
+  std::string who(int rank) const;
+
+  CommunicatorOptions options_;
+  AreaLayout layout_;
+  Mapping area_;
+  std::uint64_t token_;
+  int owner_;  // pid: a forked child's copy is dead
+  PeerView own_;
+  std::vector<Mapping> peer_areas_;
+  std::vector<std::unique_ptr<Peer>> processes_;
+  std::vector<int> pidfds_;
+  std::vector<std::string> names_;
+  int suspect_ = -1;  // a dead peer that this rank waits for: one more look, then it is lost
+  int culprit_ = -1;  // of the error being raised
+
+  mutable std::mutex mutex_;
+  std::deque<Operation> queue_;
+  bool busy_ = false;  // somebody drives the front operation
+  bool closed_ = false;
+  bool failed_ = false;
+  ErrorKind failure_kind_ = ErrorKind::none;
+  std::string failure_text_;
+  std::uint64_t operations_ = 0;
+  std::uint64_t total_wire_bytes_ = 0;
+};
+
+}  // namespace dtcomm

@@ -1,0 +1,338 @@
+#include "engine/machine.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "engine/mix.h"
+
+namespace dtcomm {
+
+std::uint64_t announce(AreaHead& own, const Call& call, std::uint64_t number) {
+  const std::uint64_t operation = mix64(call.plan->fingerprint(), number) | 1;  // never the zero of an unused flag
+  OpHeader& header = own.ops[number % kOpRing];
+  header.number.store(0, std::memory_order_release);
+  header.fingerprint.store(operation, std::memory_order_relaxed);
+  header.region.store(call.region, std::memory_order_relaxed);
+  header.region_id.store(call.region_id, std::memory_order_relaxed);
+  header.region_offset.store(call.region_offset, std::memory_order_relaxed);
+  const std::string& text = call.plan->text();
+  header.text[text.copy(header.text, kOpText - 1)] = 0;
+  header.number.store(number, std::memory_order_release);
+  return operation;
+}
+
+Machine::Machine(Fabric& fabric, Call call, std::uint64_t operation, std::uint64_t number)
+    : fabric_(fabric),
+      call_(std::move(call)),
+      plan_(*call_.plan),
+      program_(plan_.program()),
+      operation_(operation),
+      number_(number),
+      base_(fabric.next_piece),
+      accumulators_(program_.accumulates ? kSlots : 0) {
+  payloads_.reserve(static_cast<std::size_t>(fabric.ranks));
+  // Without a tensor of its own in shared memory a rank knows at once that the payloads go through the slots;
+  // otherwise all have to say so first.
+  met_ = !plan_.direct() || call_.region < 0;
+}
+
+// Direct operations work on the peers' tensors where every rank's tensor can be mapped, through the slots otherwise:
+// all ranks read the same headers, so all decide alike.
+bool Machine::meet() {
+  bool all = true;
+  for (int peer = 0; peer < fabric_.ranks; ++peer) {
+    const OpHeader& header = fabric_.peers[static_cast<std::size_t>(peer)].head->ops[number_ % kOpRing];
+    if (header.number.load(std::memory_order_acquire) != number_) {
+      blocker_ = peer;
+      return false;
+    }
+    if (header.fingerprint.load(std::memory_order_relaxed) != operation_) {
+      blocker_ = peer;
+      mismatch_ = true;
+      return false;
+    }
+    all = all && header.region.load(std::memory_order_relaxed) >= 0;
+  }
+  met_ = true;
+  if (!all) return true;
+  direct_ = true;
+  for (int peer = 0; peer < fabric_.ranks; ++peer) {
+    if (peer == fabric_.rank) {
+      peer_tensors_.push_back(const_cast<std::uint8_t*>(call_.segments[0].in));
+      continue;
+    }
+    const OpHeader& header = fabric_.peers[static_cast<std::size_t>(peer)].head->ops[number_ % kOpRing];
+    peer_tensors_.push_back(fabric_.resolve(peer, header.region.load(std::memory_order_relaxed),
+                                            header.region_id.load(std::memory_order_relaxed),
+                                            header.region_offset.load(std::memory_order_relaxed),
+                                            plan_.input_bytes()));
+  }
+  // A sum that is written into the peers' tensors is their signal that nobody reads those any more; otherwise the
+  // input must stay as it is until every peer is done.
+  drain_ = plan_.geometry() != Geometry::whole;
+  return true;
+}
+
+Progress Machine::advance(int budget) {
+  const std::size_t pieces = plan_.pieces();
+  if (!met_ && pieces > 0 && !meet()) return Progress::blocked;
+  bool moved = false;
+  for (;;) {
+    bool any = false;
+    for (std::size_t piece = oldest_; piece < started_ && budget > 0; ++piece) any |= run_piece(piece, budget);
+    while (oldest_ < started_ && window_[oldest_ % kSlots].pc == program_.instructions.size()) {
+      ++oldest_;
+      any = true;
+      fabric_.publish_done(base_ + oldest_);
+    }
+    if (budget > 0 && started_ < pieces && started_ - oldest_ < kSlots && can_start(started_)) {
+      window_[started_ % kSlots] = Piece{};
+      ++started_;
+      any = true;
+    }
+    if (oldest_ == pieces) {
+      if (!drain_ || pieces == 0) break;
+      for (int peer = 0; peer < fabric_.ranks; ++peer) {
+        const auto& done = *fabric_.peers[static_cast<std::size_t>(peer)].done;
+        if (peer != fabric_.rank && done.load(std::memory_order_acquire) < base_ + pieces) {
+          blocker_ = peer;
+          return moved || any ? Progress::moved : Progress::blocked;
+        }
+      }
+      break;
+    }
+    if (!any || budget <= 0) return moved || any ? Progress::moved : Progress::blocked;
+    moved = true;
+  }
+  fabric_.next_piece = base_ + pieces;
+  return Progress::done;
+}
+
+// A slot is free when every peer is done with the piece that used it last.
+bool Machine::can_start(std::size_t piece) {
+  const std::uint64_t seq = base_ + piece;
+  if (seq < kSlots) return true;
+  const std::uint64_t need = seq - kSlots + 1;
+  if (fabric_.seen_done >= need) return true;
+  std::uint64_t least = ~0ull;
+  for (int peer = 0; peer < fabric_.ranks; ++peer) {
+    if (peer == fabric_.rank) continue;
+    const std::uint64_t done = fabric_.peers[static_cast<std::size_t>(peer)].done->load(std::memory_order_acquire);
+    if (done < need && started_ == oldest_) blocker_ = peer;
+    least = std::min(least, done);
+  }
+  fabric_.seen_done = least;
+  return least >= need;
+}
+
+bool Machine::run_piece(std::size_t piece, int& budget) {
+  std::size_t& pc = window_[piece % kSlots].pc;
+  bool moved = false;
+  while (pc < program_.instructions.size() && budget > 0) {
+    if (execute(piece, program_.instructions[pc]) == Step::blocked) break;
+    ++pc;
+    --budget;
+    moved = true;
+  }
+  return moved;
+}
+
+Machine::Step Machine::execute(std::size_t piece, const Instruction& instruction) {
+  // Both ends of an empty chunk skip it.
+  if (plan_.begin(piece, instruction.chunk) == plan_.end(piece, instruction.chunk)) return Step::moved;
+  switch (instruction.op) {
+    case Op::receive:
+      if (ready(piece, instruction.peer, instruction.box)) return Step::moved;
+      if (piece == oldest_ || mismatch_) blocker_ = instruction.peer;
+      return Step::blocked;
+    case Op::send:
+      publish(piece, instruction);
+      break;
+    case Op::encode:
+      encode(piece, instruction);
+      break;
+    case Op::reduce:
+      direct_ ? reduce_direct(piece, instruction) : reduce(piece, instruction);
+      break;
+    case Op::adopt:
+      adopt(piece, instruction);
+      break;
+    case Op::forward:
+      forward(piece, instruction);
+      break;
+    case Op::copy:
+      copy(piece, instruction);
+      break;
+  }
+  return Step::moved;
+}
+
+bool Machine::ready(std::size_t piece, int peer, int index) {
+  const PeerView& view = fabric_.peers[static_cast<std::size_t>(peer)];
+  const std::uint64_t seq = base_ + piece;
+  const Flag& flag = view.flags[static_cast<std::size_t>(index) * kSlots + seq % kSlots];
+  const std::uint64_t seen = flag.seq.load(std::memory_order_acquire);
+  if (seen < seq + 1) return false;
+  if (seen > seq + 1 || flag.operation.load(std::memory_order_relaxed) != operation_) {
+    mismatch_ = true;
+    return false;
+  }
+  return true;
+}
+
+void Machine::publish(std::size_t piece, const Instruction& instruction) {
+  const std::uint64_t seq = base_ + piece;
+  fabric_.publish_flag(static_cast<std::size_t>(instruction.box) * kSlots + seq % kSlots, seq + 1, operation_);
+  wire_bytes_ += plan_.payload_bytes(piece, instruction.chunk) * instruction.peers.size();
+}
+
+std::uint8_t* Machine::box(std::size_t piece, int rank, int index) const {
+  const PeerView& view = fabric_.peers[static_cast<std::size_t>(rank)];
+  return view.slot(base_ + piece) + static_cast<std::size_t>(index) * plan_.box_stride();
+}
+
+std::uint8_t* Machine::accumulator(std::size_t piece, int chunk) {
+  std::vector<std::uint8_t>& memory = accumulators_[piece % kSlots];
+  if (memory.empty()) memory.resize(plan_.accumulator_bytes() * static_cast<std::size_t>(program_.chunks));
+  return memory.data() + plan_.accumulator_bytes() * static_cast<std::size_t>(chunk);
+}
+
+// What every encoding and sum of a slice has in common.
+Combine Machine::combine_for(const Instruction& instruction, const Slice& slice) const {
+  const DType dtype = plan_.segments()[slice.segment].dtype;
+  const Pointers& pointers = call_.segments[slice.segment];
+  Combine call;
+  call.numel = slice.numel;
+  call.op = plan_.op();
+  call.dtype = call.local_dtype = call.out_dtype = dtype;
+  call.offset = slice.in_offset;
+  if (instruction.divide) call.divisor = plan_.divisor();
+  if (instruction.box >= 0) {
+    call.key = encoding_key(call_.seed, fabric_.rank, instruction.box);
+    call.stream_payload = fabric_.stream_staging;
+  }
+  if (pointers.residual) {
+    if (instruction.takes_residual) call.residual_in = pointers.residual + slice.in_offset;
+    if (instruction.leaves_residual) call.residual_out = pointers.residual + slice.in_offset;
+  }
+  if (instruction.output && pointers.out) call.out = pointers.out + slice.out_offset * size_of(dtype);
+  return call;
+}
+
+void Machine::encode(std::size_t piece, const Instruction& instruction) {
+  for (const Slice* slice = plan_.begin(piece, instruction.chunk); slice != plan_.end(piece, instruction.chunk);
+       ++slice) {
+    const Segment& segment = plan_.segments()[slice->segment];
+    const std::uint8_t* in = call_.segments[slice->segment].in + slice->in_offset * size_of(segment.dtype);
+    Combine call = combine_for(instruction, *slice);
+    if (direct_) {  // the peers read the tensor itself
+      if (call.out && call.out != in) std::memcpy(call.out, in, slice->numel * size_of(segment.dtype));
+      continue;
+    }
+    call.local = in;
+    call.payload_out = box(piece, fabric_.rank, instruction.box) + slice->wire_offset;
+    call_.kernels->combine(segment.codec, call);
+  }
+}
+
+void Machine::reduce(std::size_t piece, const Instruction& instruction) {
+  std::size_t kept = 0;
+  for (const Slice* slice = plan_.begin(piece, instruction.chunk); slice != plan_.end(piece, instruction.chunk);
+       ++slice) {
+    const Segment& segment = plan_.segments()[slice->segment];
+    const Pointers& pointers = call_.segments[slice->segment];
+    Combine call = combine_for(instruction, *slice);
+    payloads_.clear();
+    for (const BoxRef& input : instruction.inputs) {
+      payloads_.push_back(box(piece, input.rank, input.box) + slice->wire_offset);
+    }
+    call.payloads = payloads_.data();
+    call.count = static_cast<int>(payloads_.size());
+    call.position = instruction.position;
+    const DType wide = accumulator_dtype(segment.dtype);
+    if (instruction.local == Local::input) {
+      call.local = pointers.in + slice->in_offset * size_of(segment.dtype);
+    } else if (instruction.local == Local::accumulator) {
+      call.local = accumulator(piece, instruction.chunk) + kept;
+      call.local_dtype = wide;
+    }
+    if (instruction.keep) {
+      call.out = accumulator(piece, instruction.chunk) + kept;
+      call.out_dtype = wide;
+    }
+    kept += AreaLayout::round_up(slice->numel * size_of(wide), kLine);
+    if (instruction.box >= 0) {
+      call.payload_out = box(piece, fabric_.rank, instruction.box) + slice->wire_offset;
+    }
+    call_.kernels->combine(segment.codec, call);
+  }
+}
+
+// Sum the peers' tensors where they lie and write the sum into all of them: no staging copy. Only codec none.
+void Machine::reduce_direct(std::size_t piece, const Instruction& instruction) {
+  const bool push = !drain_;
+  for (const Slice* slice = plan_.begin(piece, instruction.chunk); slice != plan_.end(piece, instruction.chunk);
+       ++slice) {
+    const Segment& segment = plan_.segments()[slice->segment];
+    const std::size_t offset = slice->in_offset * size_of(segment.dtype);
+    const std::size_t bytes = slice->numel * size_of(segment.dtype);
+    Combine call = combine_for(instruction, *slice);
+    payloads_.clear();
+    for (const BoxRef& input : instruction.inputs) {
+      payloads_.push_back(peer_tensors_[static_cast<std::size_t>(input.rank)] + offset);
+    }
+    call.payloads = payloads_.data();
+    call.count = static_cast<int>(payloads_.size());
+    call.position = instruction.position;
+    if (instruction.local == Local::input) call.local = call_.segments[slice->segment].in + offset;
+    call.stream_payload = false;
+    int first = -1;
+    if (push && bytes == slice->wire_bytes) {  // no padding that would spill into the elements behind
+      first = fabric_.rank == 0 ? 1 : 0;
+      call.payload_out = peer_tensors_[static_cast<std::size_t>(first)] + offset;
+    }
+    call_.kernels->combine(segment.codec, call);
+    if (!push) continue;
+    for (int peer = 0; peer < fabric_.ranks; ++peer) {
+      if (peer == fabric_.rank || peer == first) continue;
+      std::memcpy(peer_tensors_[static_cast<std::size_t>(peer)] + offset, call.out, bytes);
+    }
+  }
+}
+
+void Machine::adopt(std::size_t piece, const Instruction& instruction) {
+  if (direct_ && !drain_) return;  // the owner has written the sum here
+  for (const Slice* slice = plan_.begin(piece, instruction.chunk); slice != plan_.end(piece, instruction.chunk);
+       ++slice) {
+    const Segment& segment = plan_.segments()[slice->segment];
+    std::uint8_t* out = call_.segments[slice->segment].out;
+    if (!out) continue;
+    out += slice->out_offset * size_of(segment.dtype);
+    if (direct_) {
+      std::memcpy(out,
+                  peer_tensors_[static_cast<std::size_t>(instruction.peer)] + slice->in_offset * size_of(segment.dtype),
+                  slice->numel * size_of(segment.dtype));
+      continue;
+    }
+    const std::uint8_t* payload = box(piece, instruction.peer, instruction.box) + slice->wire_offset;
+    call_.kernels->decode(segment.codec, payload, slice->numel, segment.dtype, out, segment.dtype, false);
+  }
+}
+
+void Machine::forward(std::size_t piece, const Instruction& instruction) {
+  std::memcpy(box(piece, fabric_.rank, instruction.box), box(piece, instruction.peer, instruction.source),
+              plan_.payload_bytes(piece, instruction.chunk));
+}
+
+void Machine::copy(std::size_t piece, const Instruction& instruction) {
+  for (const Slice* slice = plan_.begin(piece, instruction.chunk); slice != plan_.end(piece, instruction.chunk);
+       ++slice) {
+    const Pointers& pointers = call_.segments[slice->segment];
+    const std::size_t size = size_of(plan_.segments()[slice->segment].dtype);
+    const std::uint8_t* in = pointers.in + slice->in_offset * size;
+    std::uint8_t* out = pointers.out ? pointers.out + slice->out_offset * size : nullptr;
+    if (out && out != in) std::memcpy(out, in, slice->numel * size);
+  }
+}
+
+}  // namespace dtcomm

@@ -1,0 +1,115 @@
+// The interpreter: one operation on one rank as a resumable state machine. It never waits; whoever drives it
+// (communicator, progress thread, runtime/local) decides what to do while it is blocked.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "engine/area.h"
+#include "engine/plan.h"
+
+namespace dtcomm {
+
+struct Pointers {
+  const std::uint8_t* in = nullptr;
+  std::uint8_t* out = nullptr;  // nullptr where this rank has no output
+  float* residual = nullptr;
+};
+
+struct Call {
+  std::shared_ptr<const Plan> plan;
+  std::vector<Pointers> segments;
+  std::uint64_t seed = 0;
+  const Kernels* kernels = nullptr;
+  // Set where the (only) input lies in memory that peers can map: slot, id and byte offset in this process's regions.
+  std::int64_t region = -1;
+  std::uint64_t region_id = 0;
+  std::uint64_t region_offset = 0;
+};
+
+// What a machine sees of its communicator, and how it makes itself seen.
+class Fabric {
+ public:
+  virtual ~Fabric() = default;
+  int rank = 0;
+  int ranks = 1;
+  std::vector<PeerView> peers;    // own included
+  std::uint64_t next_piece = 0;   // sequence number of the next operation's first piece
+  bool stream_staging = false;    // non-temporal stores into slots: cores without a common cache
+  std::uint64_t seen_done = 0;    // every peer has finished at least this many pieces (may lag)
+
+  virtual void publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation) = 0;
+  virtual void publish_done(std::uint64_t pieces) = 0;
+  // Bytes of a peer's region, mapped on first use.
+  virtual std::uint8_t* resolve(int peer, std::int64_t region, std::uint64_t id, std::uint64_t offset,
+                                std::size_t bytes) = 0;
+};
+
+// Says to the peers what this rank is about to do. Returns the operation's fingerprint.
+std::uint64_t announce(AreaHead& own, const Call& call, std::uint64_t number);
+
+enum class Progress { moved, blocked, done };
+
+class Machine {
+ public:
+  // `operation` identifies the operation among the ranks (plan and call number), `number` is its call number + 1.
+  Machine(Fabric& fabric, Call call, std::uint64_t operation, std::uint64_t number);
+
+  // Runs at most `budget` instructions.
+  Progress advance(int budget = 1 << 30);
+
+  const Call& call() const { return call_; }
+  std::uint64_t operation() const { return operation_; }
+  std::uint64_t number() const { return number_; }
+  std::uint64_t wire_bytes() const { return wire_bytes_; }
+  // Valid while blocked: the rank the oldest piece waits for.
+  int blocker() const { return blocker_; }
+  // A flag or header of another operation was read; blocker() says whose.
+  bool mismatch() const { return mismatch_; }
+
+ private:
+  struct Piece {
+    std::size_t pc = 0;
+  };
+  enum class Step { moved, blocked };
+
+  bool meet();
+  bool run_piece(std::size_t piece, int& budget);
+  bool can_start(std::size_t piece);
+  Step execute(std::size_t piece, const Instruction& instruction);
+  bool ready(std::size_t piece, int peer, int box);
+  void publish(std::size_t piece, const Instruction& instruction);
+  void encode(std::size_t piece, const Instruction& instruction);
+  void reduce(std::size_t piece, const Instruction& instruction);
+  void reduce_direct(std::size_t piece, const Instruction& instruction);
+  void adopt(std::size_t piece, const Instruction& instruction);
+  void forward(std::size_t piece, const Instruction& instruction);
+  void copy(std::size_t piece, const Instruction& instruction);
+  std::uint8_t* box(std::size_t piece, int rank, int index) const;
+  std::uint8_t* accumulator(std::size_t piece, int chunk);
+  Combine combine_for(const Instruction& instruction, const Slice& slice) const;
+
+  Fabric& fabric_;
+  Call call_;
+  const Plan& plan_;
+  const Program& program_;
+  std::uint64_t operation_;
+  std::uint64_t number_;
+  std::uint64_t base_;          // sequence number of piece 0
+  std::size_t oldest_ = 0;      // pieces before it are finished
+  std::size_t started_ = 0;
+  Piece window_[kSlots];
+  std::vector<std::vector<std::uint8_t>> accumulators_;  // per slot, all chunks
+  std::vector<const std::uint8_t*> payloads_;
+  std::vector<std::uint8_t*> peer_tensors_;  // direct: every rank's tensor
+  bool met_ = false;
+  bool direct_ = false;
+  bool drain_ = false;          // direct: peers read this rank's input until they are done
+  bool mismatch_ = false;
+  int blocker_ = -1;
+  std::uint64_t wire_bytes_ = 0;
+};
+
+}  // namespace dtcomm

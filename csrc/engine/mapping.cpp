@@ -1,0 +1,87 @@
+#include "engine/mapping.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+namespace dtcomm {
+namespace {
+
+[[noreturn]] void fail(const std::string& what) { throw std::system_error(errno, std::generic_category(), what); }
+
+void* map(int fd, std::size_t bytes) {
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (data == MAP_FAILED) return nullptr;
+  // A forked child must not write into the parent's conversations.
+  madvise(data, bytes, MADV_DONTFORK);
+  madvise(data, bytes, MADV_HUGEPAGE);
+  return data;
+}
+
+}  // namespace
+
+Mapping& Mapping::operator=(Mapping&& other) noexcept {
+  if (this != &other) {
+    reset();
+    data_ = std::exchange(other.data_, nullptr);
+    size_ = std::exchange(other.size_, 0);
+    fd_ = std::exchange(other.fd_, -1);
+  }
+  return *this;
+}
+
+Mapping Mapping::create(const char* name, std::size_t bytes) {
+  Mapping mapping;
+  mapping.fd_ = memfd_create(name, MFD_CLOEXEC);
+  if (mapping.fd_ < 0) fail("memfd_create");
+  if (ftruncate(mapping.fd_, static_cast<off_t>(bytes)) != 0) fail("shared memory: ftruncate");
+  mapping.data_ = map(mapping.fd_, bytes);
+  if (!mapping.data_) fail("shared memory: mmap");
+  mapping.size_ = bytes;
+  if (const int code = posix_fallocate(mapping.fd_, 0, static_cast<off_t>(bytes)); code != 0) {
+    errno = code;
+    fail("shared memory: reserving " + std::to_string(bytes) + " bytes");
+  }
+  return mapping;
+}
+
+Mapping Mapping::attach(int pid, int fd, std::size_t bytes) {
+  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
+  const int opened = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (opened < 0) fail("opening " + path);
+  struct stat info {};
+  Mapping mapping;
+  if (fstat(opened, &info) == 0 && S_ISREG(info.st_mode) && static_cast<std::size_t>(info.st_size) >= bytes) {
+    mapping.data_ = map(opened, bytes);
+    mapping.size_ = bytes;
+  } else {
+    errno = EINVAL;
+  }
+  const int saved = errno;
+  close(opened);
+  errno = saved;
+  if (!mapping.data_) fail("mapping " + path);
+  return mapping;
+}
+
+void Mapping::reset() {
+  if (data_) munmap(data_, size_);
+  if (fd_ >= 0) close(fd_);
+  data_ = nullptr;
+  size_ = 0;
+  fd_ = -1;
+}
+
+unsigned long long random_token() {
+  unsigned long long token = 0;
+  if (getrandom(&token, sizeof token, 0) != static_cast<ssize_t>(sizeof token)) fail("getrandom");
+  return token | 1;  // never the zero of untouched memory
+}
+
+}  // namespace dtcomm

@@ -1,0 +1,96 @@
+// A plan: one program laid over the shapes of one call, without its pointers. Made once per (program, shapes,
+// codecs) and reused by every call like it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "codec/codec.h"
+#include "core/types.h"
+#include "engine/program.h"
+
+namespace dtcomm {
+
+// How chunks lie in the caller's tensors.
+enum class Geometry : std::uint8_t {
+  whole = 0,    // input and output alike: every segment is cut at its own granules into `chunks` (all_reduce, broadcast)
+  scatter = 1,  // input holds one shard per chunk, output one shard (reduce_scatter)
+  gather = 2,   // input is one shard, output holds one per chunk (all_gather)
+};
+
+// One tensor of the message. `numel` counts the whole tensor for Geometry::whole, one shard otherwise.
+struct Segment {
+  std::size_t numel = 0;
+  DType dtype = DType::f32;
+  Codec codec;
+};
+
+// A run of elements of one segment in one chunk of one piece: encoded on its own, at `wire_offset` in the box.
+struct Slice {
+  std::uint32_t segment;
+  std::size_t in_offset;   // elements
+  std::size_t out_offset;  // elements
+  std::size_t numel;
+  std::size_t wire_offset;  // bytes
+  std::size_t wire_bytes;
+};
+
+struct PlanOptions {
+  std::size_t piece_bytes = 256 * 1024;  // of the input, over all chunks
+  std::size_t slot_bytes = 512 * 1024;   // what a rank's boxes of one piece may take
+  bool direct = false;                   // peers may read and write tensors that lie in shared memory
+};
+
+class Plan {
+ public:
+  Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp op, bool average,
+       std::vector<Segment> segments, const PlanOptions& options, std::string text);
+
+  const Program& program() const { return *program_; }
+  Geometry geometry() const { return geometry_; }
+  ReduceOp op() const { return op_; }
+  std::size_t divisor() const { return divisor_; }
+  const std::vector<Segment>& segments() const { return segments_; }
+  std::size_t pieces() const { return pieces_; }
+  std::size_t box_stride() const { return box_stride_; }
+  std::size_t accumulator_bytes() const { return accumulator_bytes_; }
+  bool direct() const { return direct_; }
+  const std::string& text() const { return text_; }
+  std::uint64_t fingerprint() const { return fingerprint_; }
+  std::size_t input_bytes() const { return input_bytes_; }
+
+  const Slice* begin(std::size_t piece, int chunk) const { return slices_.data() + index(piece, chunk); }
+  const Slice* end(std::size_t piece, int chunk) const { return slices_.data() + index(piece, chunk, 1); }
+  std::size_t payload_bytes(std::size_t piece, int chunk) const;
+
+ private:
+  std::size_t index(std::size_t piece, int chunk, std::size_t next = 0) const {
+    return first_[piece * static_cast<std::size_t>(program_->chunks) + static_cast<std::size_t>(chunk) + next];
+  }
+  void cut(std::size_t elements);
+
+  std::shared_ptr<const Program> program_;
+  Geometry geometry_;
+  ReduceOp op_;
+  std::size_t divisor_;
+  std::vector<Segment> segments_;
+  std::size_t pieces_ = 0;
+  std::size_t box_stride_ = 0;
+  std::size_t accumulator_bytes_ = 0;  // per chunk
+  std::size_t input_bytes_ = 0;
+  bool direct_;
+  std::string text_;
+  std::uint64_t fingerprint_ = 0;
+  std::vector<Slice> slices_;
+  std::vector<std::size_t> first_;
+};
+
+// The dtype in which an unencoded sum of `dtype` is kept between instructions.
+constexpr DType accumulator_dtype(DType dtype) {
+  return dtype == DType::f16 || dtype == DType::bf16 ? DType::f32 : dtype;
+}
+
+}  // namespace dtcomm

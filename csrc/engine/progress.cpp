@@ -1,0 +1,112 @@
+#include "engine/progress.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "engine/communicator.h"
+
+namespace dtcomm {
+namespace {
+
+constexpr int kBudget = 64;  // instructions per look, so that one long operation does not starve the others
+constexpr int kSpins = 64;
+constexpr std::uint64_t kYieldNs = 50 * 1000;
+constexpr std::uint64_t kSleepNs = 20 * 1000 * 1000;
+
+}  // namespace
+
+ProgressThread& ProgressThread::instance() {
+  static std::mutex mutex;
+  static std::atomic<ProgressThread*> current{nullptr};
+  static std::atomic<int> owner{0};
+  const int pid = static_cast<int>(getpid());
+  if (owner.load(std::memory_order_acquire) == pid) return *current.load(std::memory_order_acquire);
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (owner.load() != pid) {
+    current = new ProgressThread;  // a forked child has no threads: its parent's object is left alone
+    owner.store(pid, std::memory_order_release);
+  }
+  return *current.load();
+}
+
+void ProgressThread::add(Communicator* communicator) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  communicators_.push_back(communicator);
+}
+
+void ProgressThread::remove(Communicator* communicator) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  communicators_.erase(std::remove(communicators_.begin(), communicators_.end(), communicator), communicators_.end());
+}
+
+void ProgressThread::wake() {
+  work_.store(true, std::memory_order_release);
+  {
+    const std::lock_guard<std::mutex> lock(idle_mutex_);
+    if (!thread_.joinable()) {
+      stopping_ = false;
+      thread_ = std::thread([this] { loop(); });
+    }
+    idle_.notify_one();
+  }
+  // It may be asleep over another communicator's operation.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  Process::instance().page().bell.ring();
+}
+
+void ProgressThread::stop() {
+  std::thread thread;
+  {
+    const std::lock_guard<std::mutex> lock(idle_mutex_);
+    stopping_ = true;
+    thread.swap(thread_);
+    idle_.notify_one();
+  }
+  Process::instance().page().bell.ring();
+  if (thread.joinable()) thread.join();
+}
+
+// One look at every communicator; true where any moved.
+bool ProgressThread::look_around(bool& blocked) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  bool moved = false;
+  blocked = false;
+  for (Communicator* communicator : communicators_) {
+    const Communicator::Look look = communicator->drive_front(kBudget);
+    moved |= look == Communicator::Look::moved;
+    blocked |= look == Communicator::Look::blocked;
+  }
+  return moved;
+}
+
+void ProgressThread::loop() {
+  Patience patience(kSpins, kYieldNs);
+  Bell& bell = Process::instance().page().bell;
+  while (!stopping_.load(std::memory_order_relaxed)) {
+    bool blocked = false;
+    const bool called = work_.exchange(false, std::memory_order_acquire);
+    if (look_around(blocked)) {
+      patience.moved();
+      continue;
+    }
+    if (!blocked) {
+      if (called) continue;
+      std::unique_lock<std::mutex> lock(idle_mutex_);
+      idle_.wait(lock, [&] { return work_.load(std::memory_order_relaxed) || stopping_.load(); });
+      patience.moved();
+      continue;
+    }
+    if (!patience.exhausted()) continue;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      for (Communicator* communicator : communicators_) communicator->watch_front();
+    }
+    bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    const std::uint32_t seen = bell.word.load(std::memory_order_acquire);
+    if (!look_around(blocked) && blocked && !work_.load(std::memory_order_acquire)) bell.sleep(seen, kSleepNs);
+    bell.sleepers.fetch_sub(1, std::memory_order_release);
+  }
+}
+
+}  // namespace dtcomm

@@ -1,0 +1,70 @@
+"""The one list of DTCOMM_ variables. Read through ``get``, so that a wrong value is refused by name."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variable:
+    """One variable: its default, what it does, and its valid values (empty: any).
+
+    Ranks compare the ``shared`` ones when a communicator is made: they change what is sent.
+    """
+
+    default: str
+    meaning: str
+    choices: tuple[str, ...] = ()
+    shared: bool = False
+    number: bool = False
+
+
+VARIABLES: dict[str, Variable] = {
+    "DTCOMM_KERNEL": Variable(
+        default="", meaning="the kernels to use (reference, generic, avx2, avx512); empty: the best of this CPU"
+    ),
+    "DTCOMM_RUNTIME": Variable(
+        default="auto",
+        meaning="what moves the bytes: shared memory, or any group's own backend; auto: memory where ranks share it",
+        choices=("auto", "native", "process_group"),
+        shared=True,
+    ),
+    "DTCOMM_HOST_ID": Variable(default="", meaning="which host this rank counts as (for tests)"),
+    "DTCOMM_CHECK": Variable(
+        default="0",
+        meaning="1: compare operation, size, dtype and codec among ranks before each process-group operation",
+        choices=("0", "1"),
+        shared=True,
+    ),
+    "DTCOMM_STAGING": Variable(
+        default="auto",
+        meaning="stores into shared memory: ordinary, streaming (past the cache); auto: by the cores' round trip",
+        choices=("auto", "ordinary", "streaming"),
+    ),
+    "DTCOMM_PIECE_KIB": Variable(
+        default="0", meaning="size of a pipelined piece in KiB; 0: chosen by size", shared=True, number=True
+    ),
+    "DTCOMM_SPINS": Variable(default="64", meaning="looks at a flag before the first yield", number=True),
+    "DTCOMM_YIELD_US": Variable(default="50", meaning="microseconds of yielding before sleeping", number=True),
+    "DTCOMM_NATIVE_DIR": Variable(default="", meaning="folder to load the native modules from (sanitizer builds)"),
+    "DTCOMM_CUDA": Variable(
+        default="AUTO", meaning="at build time: 1 builds _cuda, 0 does not, AUTO where nvcc is found"
+    ),
+}
+
+
+def get(name: str) -> str:
+    """The variable's value or default; ValueError names the variable and what is valid."""
+    variable = VARIABLES[name]
+    value = os.environ.get(name, variable.default)
+    if variable.choices and value not in variable.choices:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(variable.choices)}")
+    if variable.number and not value.isdecimal():
+        raise ValueError(f"{name}={value!r} is not a whole number")
+    return value
+
+
+def shared() -> dict[str, str]:
+    """The variables that ranks must agree on, with their values here."""
+    return {name: get(name) for name, variable in VARIABLES.items() if variable.shared}
