@@ -3,6 +3,8 @@
 from dtcomm.schedule.ir import Schedule, Transfer
 from dtcomm.schedule.lower import lower
 from dtcomm.schedule.program import Program
+from dtcomm.schedule.simulate import simulate
 from dtcomm.schedule.text import parse
+from dtcomm.schedule.verify import verify
 
-__all__ = ["Program", "Schedule", "Transfer", "lower", "parse"]
+__all__ = ["Program", "Schedule", "Transfer", "lower", "parse", "simulate", "verify"]

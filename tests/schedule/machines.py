@@ -7,15 +7,18 @@ chunk, value) -> decoded value, so that an encoding done by the wrong rank, or t
 
 from __future__ import annotations
 
+import functools
+import operator
 import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from dtcomm.schedule import Program, Schedule
 from dtcomm.schedule.program import Adopt, Copy, Encode, Forward, Local, Receive, Reduce, Send
 
-Codec = Callable[[int, int, float], float]
+Codec = Callable[[int, int, Any], Any]
 Place = tuple[int, int]
 
 
@@ -35,37 +38,97 @@ def inputs_of(schedule: Schedule, seed: int = 0) -> dict[Place, float]:
     }
 
 
+class Meaningless(Exception):
+    """The transfers of a step read what is not there, or collide."""
+
+
+def add(terms: list[Any]) -> Any:
+    """A sum from left to right."""
+    return functools.reduce(operator.add, terms)
+
+
 def evaluate(
-    schedule: Schedule, inputs: dict[Place, float], codec: Codec, divisor: int = 1
-) -> dict[Place, float]:
+    schedule: Schedule,
+    inputs: dict[Place, Any],
+    codec: Codec,
+    divisor: int = 1,
+    add: Callable[[list[Any]], Any] = add,
+) -> dict[Place, Any]:
     """The outputs by the definition: version after version, nothing else."""
     value = {place: x for place, x in inputs.items() if schedule.starts(*place)}
     parts = {(rank, chunk): {rank} for rank, chunk in value}
     is_bytes = dict.fromkeys(value, False)
     for step in range(schedule.steps):
         now = [t for t in schedule.transfers if t.step == step]
-        for rank, chunk in {(t.src, t.chunk) for t in now}:
-            if not is_bytes[rank, chunk]:
-                value[rank, chunk] = codec(rank, chunk, value[rank, chunk])
-                is_bytes[rank, chunk] = True
+        for place in {(t.src, t.chunk) for t in now}:
+            if place not in value:
+                raise Meaningless(f"{place} is sent in step {step} before it is there")
+            if not is_bytes[place]:
+                value[place] = codec(*place, value[place])
+                is_bytes[place] = True
         before, before_parts = dict(value), {place: set(ranks) for place, ranks in parts.items()}
         for dst, chunk in {(t.dst, t.chunk) for t in now}:
             into = [t for t in now if (t.dst, t.chunk) == (dst, chunk)]
+            if len(into) != len({t.src for t in into}) or (len(into) > 1 and "copy" in {t.op for t in into}):
+                raise Meaningless(f"collision at {dst, chunk} in step {step}")
             if into[0].op == "copy":
-                (only,) = into
-                value[dst, chunk] = before[only.src, chunk]
-                parts[dst, chunk] = before_parts[only.src, chunk]
+                value[dst, chunk] = before[into[0].src, chunk]
+                parts[dst, chunk] = before_parts[into[0].src, chunk]
                 is_bytes[dst, chunk] = True
                 continue
+            if (dst, chunk) not in before:
+                raise Meaningless(f"{dst, chunk} is added to in step {step} before it is there")
             terms = sorted([dst, *(t.src for t in into)])
-            total = before[terms[0], chunk]
-            for rank in terms[1:]:
-                total += before[rank, chunk]
+            total = add([before[rank, chunk] for rank in terms])
             parts[dst, chunk] = set().union(*(before_parts[rank, chunk] for rank in terms))
-            if len(parts[dst, chunk]) == schedule.ranks:
+            if len(parts[dst, chunk]) == schedule.ranks and divisor != 1:
                 total /= divisor
             value[dst, chunk], is_bytes[dst, chunk] = total, False
     return {place: x for place, x in value.items() if schedule.ends(*place)}
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A value as the expression that made it, with how often each rank's input is in it."""
+
+    text: str
+    counts: tuple[tuple[int, int], ...]
+
+
+def outcome(schedule: Schedule) -> dict[Place, Symbol] | None:
+    """What everybody ends with, in symbols; None where the transfers mean nothing."""
+    inputs = {
+        (rank, chunk): Symbol(f"x{rank},{chunk}", ((rank, 1),))
+        for rank in range(schedule.ranks)
+        for chunk in range(schedule.chunks)
+    }
+
+    def encode(rank: int, chunk: int, value: Symbol) -> Symbol:
+        return Symbol(f"q{rank}({value.text})", value.counts)
+
+    def add(terms: list[Symbol]) -> Symbol:
+        counts: Counter[int] = Counter()
+        for term in terms:
+            counts.update(dict(term.counts))
+        return Symbol(f"[{' '.join(term.text for term in terms)}]", tuple(sorted(counts.items())))
+
+    try:
+        return evaluate(schedule, inputs, encode, add=add)
+    except Meaningless:
+        return None
+
+
+def keeps_its_promise(schedule: Schedule) -> bool:
+    """By brute force: every output is there, holds each contribution once, and is the same everywhere."""
+    ends = outcome(schedule)
+    if ends is None:
+        return False
+    for chunk in range(schedule.chunks):
+        once = tuple((rank, 1) for rank in range(schedule.ranks) if schedule.starts(rank, chunk))
+        symbols = [ends.get((rank, chunk)) for rank in range(schedule.ranks) if schedule.ends(rank, chunk)]
+        if any(symbol is None or symbol.counts != once for symbol in symbols) or len(set(symbols)) != 1:
+            return False
+    return True
 
 
 @dataclass
