@@ -66,7 +66,7 @@ def broadcast(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
 
 
 def broadcast_two_shot(ranks: int, root: int = 0) -> Schedule:
-    """The root deals the chunks out, rank c sends chunk c to all others: the root sends little more than once."""
+    """The root deals the chunks out, rank c sends chunk c on: the root sends little more than once."""
     deal = tuple(Transfer(0, root, chunk, chunk, "copy") for chunk in range(ranks) if chunk != root)
     own = tuple(Transfer(0, root, dst, root, "copy") for dst in range(ranks) if dst != root)
     share = tuple(

@@ -12,7 +12,8 @@ def _depth(ranks: int) -> int:
 
 
 def _down(ranks: int, root: int, chunk: int, first: int = 0) -> Iterator[Transfer]:
-    # Places count from the root. In each step everybody who has the chunk reaches half as far as in the step before.
+    # Places count from the root. In each step everybody who has the chunk reaches half as far as in the step
+    # before.
     for step in range(_depth(ranks)):
         reach = 1 << (_depth(ranks) - 1 - step)
         for place in range(0, ranks - reach, 2 * reach):

@@ -39,7 +39,7 @@ class WireFormat(Protocol):
 
 @dataclass(frozen=True)
 class Transfer:
-    """In ``step``, ``src`` sends its version of ``chunk`` to ``dst``, which adds it (reduce) or adopts it (copy).
+    """In ``step``, ``src`` sends its version of ``chunk`` to ``dst``, which adds (reduce) or adopts (copy) it.
 
     ``level`` is the level of the hierarchy that the bytes cross; each level may have its own codec.
     """
@@ -63,7 +63,7 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A collective over ``ranks`` ranks whose tensor is cut into ``chunks`` chunks; ``transfers`` are kept sorted.
+    """A collective over ``ranks`` ranks, its tensor cut into ``chunks`` chunks; keeps ``transfers`` sorted.
 
     A chunk is a rank's shard for gather and scatter collectives and ``src * ranks + dst`` for all_to_all.
     Raises ``ScheduleError`` where a transfer names a rank, chunk, op or step that does not exist. Whether the
@@ -144,7 +144,7 @@ class Schedule:
         return tuple(rank for rank in range(self.ranks) if self.starts(rank, chunk))
 
     def chunk_numel(self, chunk: int, numel: int, granularity: int) -> int:
-        """Elements of ``chunk`` of a tensor of ``numel`` elements: equal shards, or a share of its granules."""
+        """Elements of ``chunk`` of a tensor of ``numel`` elements: a shard, or a share of its granules."""
         if self.collective not in CUT_AT_GRANULES:
             if numel % self.ranks:
                 raise ValueError(f"numel: {numel} does not divide into {self.ranks} shards")
@@ -159,8 +159,8 @@ class Schedule:
     ) -> tuple[int, ...]:
         """Bytes that each rank sends for a tensor of ``numel`` elements.
 
-        ``numel`` counts the whole tensor: the input of reduce_scatter and scatter, the output of all_gather and
-        gather, one rank's input of all_to_all. ``codec`` may be one per level. ``dtype`` is handed to
+        ``numel`` counts the whole tensor: the input of reduce_scatter and scatter, the output of all_gather
+        and gather, one rank's input of all_to_all. ``codec`` may be one per level. ``dtype`` is handed to
         ``codec.wire_bytes`` where given. A payload sent to two peers counts twice.
         """
         sent = [0] * self.ranks

@@ -26,8 +26,8 @@ def lower(schedule: Schedule, rank: int) -> Program:
     """What ``rank`` does, in the order of the steps.
 
     Within a step it first encodes or forwards and sends what the step sends, then writes outputs that it also
-    passed on, then receives, each box just before the instruction that reads it. A version that is ever sent has a
-    box; a sum is encoded into its box by the ``Reduce`` that makes it.
+    passed on, then receives, each box just before the instruction that reads it. A version that is ever sent
+    has a box; a sum is encoded into its box by the ``Reduce`` that makes it.
     """
     if not 0 <= rank < schedule.ranks:
         raise ValueError(f"rank: {rank} is not a rank of 0..{schedule.ranks - 1}")

@@ -1,12 +1,14 @@
 """What a schedule means, version by version: the one reading that every other reader is built on.
 
-Every (rank, chunk) holds a *version*; the first is the input. The transfers of a step read the versions that were
-held when the step began. All ``reduce`` transfers into one (rank, chunk) of a step, with the receiver's own
-version, make ONE fp32 sum in rank order. A version is encoded at most once, when it is first sent, and whoever
-reads it from then on, its owner included, reads the decoded bytes. ``copy`` adopts the bytes unchanged.
+Every (rank, chunk) holds a *version*; the first is the input. The transfers of a step read the versions that
+were held when the step began. All ``reduce`` transfers into one (rank, chunk) of a step, with the receiver's
+own version, make ONE fp32 sum in rank order. A version is encoded at most once, when it is first sent, and
+whoever reads it from then on, its owner included, reads the decoded bytes. ``copy`` adopts the bytes
+unchanged.
 
-A version is overwritten by the step that reads it last, so its owner never reads it before it is first sent: either
-a version is sent at some time, and is read decoded by everybody, or it is not, and only its owner reads it.
+A version is overwritten by the step that reads it last, so its owner never reads it before it is first sent:
+either a version is sent at some time, and is read decoded by everybody, or it is not, and only its owner
+reads it.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ class Origin(enum.Enum):
 class Version:
     """What ``rank`` holds of ``chunk`` from the end of ``step`` (-1: from the start) on.
 
-    ``sources`` are the terms of a sum in rank order, the rank's own among them, or the version that a copy adopted.
-    ``contributors`` and ``repeated`` are bit sets of ranks: whose inputs are in it, and which of them twice or more.
-    Versions belong to their history and are not to be changed.
+    ``sources`` are the terms of a sum in rank order, the rank's own among them, or the version that a copy
+    adopted. ``contributors`` and ``repeated`` are bit sets of ranks: whose inputs are in it, and which of
+    them twice or more. Versions belong to their history and are not to be changed.
     """
 
     rank: int
@@ -82,8 +84,9 @@ class History:
 def trace(schedule: Schedule) -> History:
     """Plays the transfers step by step.
 
-    Raises ``ScheduleError`` where a step reads what is not there yet, or where what arrives at a (rank, chunk) in
-    one step has no meaning: two copies, a copy and a sum, the same transfer twice, two levels for one encoding.
+    Raises ``ScheduleError`` where a step reads what is not there yet, or where what arrives at a (rank,
+    chunk) in one step has no meaning: two copies, a copy and a sum, the same transfer twice, two levels for
+    one encoding.
     """
     places = itertools.product(range(schedule.ranks), range(schedule.chunks))
     held = {

@@ -4,8 +4,8 @@ A program is a tuple of instructions, run in order. Its operands are *chunks* of
 holds one encoded chunk, is written once by the rank that owns it and read by any number of peers. Boxes are
 numbered per owner, so (rank, box) names a payload in the whole group.
 
-The input tensor is read once per chunk (by ``Encode``, or by the ``Reduce`` whose ``local`` is ``INPUT``) and the
-output is written once per chunk (by the instruction with ``output``), so the two may be the same memory.
+The input tensor is read once per chunk (by ``Encode``, or by the ``Reduce`` whose ``local`` is ``INPUT``) and
+the output is written once per chunk (by the instruction with ``output``), so the two may be the same memory.
 """
 
 from __future__ import annotations
@@ -58,11 +58,13 @@ class Receive:
 
 @dataclass(frozen=True, kw_only=True)
 class Reduce:
-    """One fp32 sum of decoded ``inputs`` (rank, box) in order, ``local`` standing before ``inputs[position]``.
+    """One fp32 sum of decoded ``inputs`` (rank, box) in order, ``local`` standing before
+    ``inputs[position]``.
 
-    The sum goes to ``box`` (encoded) where that is not None; to the output, decoded from ``box`` if there is one,
-    where ``output``; to the chunk's fp32 accumulator where ``keep``. ``divide`` marks the sum that holds every
-    rank's contribution: ``avg`` divides there. ``level`` is the level of ``box``; ``input_levels`` of the inputs.
+    The sum goes to ``box`` (encoded) where that is not None; to the output, decoded from ``box`` if there is
+    one, where ``output``; to the chunk's fp32 accumulator where ``keep``. ``divide`` marks the sum that holds
+    every rank's contribution: ``avg`` divides there. ``level`` is the level of ``box``; ``input_levels`` of
+    the inputs.
     """
 
     code: ClassVar[int] = 4
@@ -126,9 +128,10 @@ class Program:
     def flat(self) -> list[int]:
         """The instructions as integers, as the native engine reads them.
 
-        Each is ``code, chunk, length`` and then ``length`` operands: Encode ``box output level``; Send
-        ``box level peers...``; Receive ``peer box level``; Reduce ``local position box(-1) output keep divide level
-        count (rank box level)...``; Adopt ``peer box level``; Forward ``peer source box level``; Copy nothing.
+        Each is ``code, chunk, length`` and then ``length`` operands: Encode ``box output level``; Send ``box
+        level peers...``; Receive ``peer box level``; Reduce ``local position box(-1) output keep divide level
+        count (rank box level)...``; Adopt ``peer box level``; Forward ``peer source box level``; Copy
+        nothing.
         """
         out: list[int] = []
         for instruction in self.instructions:

@@ -1,9 +1,9 @@
 """The simulator: how long a schedule's steps take on links and processors with given constants.
 
-The model is deliberately small. Every rank has one full-duplex port per level; what it sends in a step shares the
-port, and messages to several peers pay the latency once. Steps do not overlap, and all ranks leave a step together.
-So the total is that of ONE pass over the schedule: a tensor that is cut into pieces does better, since a piece's
-transfers overlap its neighbours' arithmetic.
+The model is deliberately small. Every rank has one full-duplex port per level; what it sends in a step shares
+the port, and messages to several peers pay the latency once. Steps do not overlap, and all ranks leave a step
+together. So the total is that of ONE pass over the schedule: a tensor that is cut into pieces does better,
+since a piece's transfers overlap its neighbours' arithmetic.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Arithmetic in seconds an element: to ``encode`` one, and to ``decode`` one and add it or write it out."""
+    """Seconds an element: to ``encode`` one, and to ``decode`` one and add it or write it out."""
 
     encode: float = 0.0
     decode: float = 0.0

@@ -5,8 +5,9 @@
     rank 1 | c0+2 | c2+2 | c1=2 | c0=2
     rank 2 | c1+0 | c0+0 | c2=0 | c1=0
 
-A cell lists what the rank sends in that step: ``c2+1`` adds chunk 2 to rank 1's, ``c0=1,2`` copies chunk 0 to ranks
-1 and 2, ``c0+1@1`` crosses level 1 of the hierarchy, ``.`` is nothing. ``root=`` is written where it is not 0.
+A cell lists what the rank sends in that step: ``c2+1`` adds chunk 2 to rank 1's, ``c0=1,2`` copies chunk 0 to
+ranks 1 and 2, ``c0+1@1`` crosses level 1 of the hierarchy, ``.`` is nothing. ``root=`` is written where it is
+not 0.
 """
 
 from __future__ import annotations

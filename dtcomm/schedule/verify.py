@@ -14,8 +14,8 @@ from dtcomm.schedule.meaning import History, Origin, Version, trace
 class Proof:
     """What was found out on the way.
 
-    ``encodings`` counts how often each (rank, chunk) is encoded; places that never are have no entry. One residual
-    of the tensor's size serves for error feedback where no count exceeds 1.
+    ``encodings`` counts how often each (rank, chunk) is encoded; places that never are have no entry. One
+    residual of the tensor's size serves for error feedback where no count exceeds 1.
     """
 
     encodings: dict[tuple[int, int], int]
@@ -28,11 +28,12 @@ class Proof:
 
 
 def verify(schedule: Schedule) -> Proof:
-    """Proves the post-condition: every output holds every contribution exactly once, and is the same everywhere.
+    """Proves the post-condition: every output holds every contribution exactly once, and is the same
+    everywhere.
 
-    Also that nothing is read before it is there, that ranks which end with the same chunk end with the same bits
-    (the same sums in the same order, encoded by the same ranks), and that every transfer and every step brings the
-    collective forward. Raises ``ScheduleError`` naming rank, step and chunk.
+    Also that nothing is read before it is there, that ranks which end with the same chunk end with the same
+    bits (the same sums in the same order, encoded by the same ranks), and that every transfer and every step
+    brings the collective forward. Raises ``ScheduleError`` naming rank, step and chunk.
     """
     history = trace(schedule)
     needed = _needed(history)
@@ -92,9 +93,9 @@ def _check_outputs(schedule: Schedule, history: History) -> None:
 
 
 def _values(history: History) -> dict[Version, int]:
-    # Two versions get the same number where every codec and every input make them equal: the same sums of the same
-    # terms in the same order, each encoding made by the same rank (two ranks round differently under stochastic
-    # rounding, and each would add a residual of its own).
+    # Two versions get the same number where every codec and every input make them equal: the same sums of the
+    # same terms in the same order, each encoding made by the same rank (two ranks round differently under
+    # stochastic rounding, and each would add a residual of its own).
     numbers: dict[tuple[object, ...], int] = {}
     values: dict[Version, int] = {}
     for version in history.versions:
@@ -143,7 +144,7 @@ def _check_progress(
 
 
 def describe(version: Version, limit: int = 80) -> str:
-    """The version as an expression, cut at about ``limit`` characters: ``q1(x0+q1(x1))`` is a sum that rank 1 encoded."""
+    """The version as an expression of about ``limit`` characters; ``q1(x0+x1)`` is a sum that rank 1 encoded."""
     if version.origin is Origin.COPY:
         return describe(version.sources[0], limit)
     if version.origin is Origin.INPUT:

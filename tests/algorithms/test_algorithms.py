@@ -12,7 +12,7 @@ NAMES = [(c, name) for c in algorithms.collectives() for name in algorithms.avai
 
 
 def golden(collective: str, name: str) -> str:
-    """Schedules for 1 to 5 ranks (a broadcast's from the last of them but one), an empty line between them."""
+    """Schedules for 1 to 5 ranks (a broadcast's from the last but one), an empty line between them."""
     roots = {ranks: max(ranks - 2, 0) if collective == "broadcast" else 0 for ranks in range(1, 6)}
     return (
         "\n\n".join(str(algorithms.build(name, collective, ranks, root)) for ranks, root in roots.items())

@@ -1,8 +1,9 @@
 """Two independent machines for the tests: what a schedule means, and what its lowered programs do.
 
-``evaluate`` follows the definition of versions literally and knows nothing of boxes or instructions; ``Programs``
-runs the instructions of all ranks and knows nothing of schedules. Both take the codec as a function of (rank,
-chunk, value) -> decoded value, so that an encoding done by the wrong rank, or twice, shows in the bits.
+``evaluate`` follows the definition of versions literally and knows nothing of boxes or instructions;
+``Programs`` runs the instructions of all ranks and knows nothing of schedules. Both take the codec as a
+function of (rank, chunk, value) -> decoded value, so that an encoding done by the wrong rank, or twice, shows
+in the bits.
 """
 
 from __future__ import annotations

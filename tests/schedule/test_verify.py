@@ -100,6 +100,13 @@ def test_dropping_any_transfer_of_an_algorithm_is_refused() -> None:
                 verify(replace(schedule, transfers=schedule.transfers[:i] + schedule.transfers[i + 1 :]))
 
 
+DOUBLING = """all_reduce ranks=4 chunks=1
+rank 0 | c0+1 | c0+2
+rank 1 | c0+0 | c0+3
+rank 2 | c0+3 | c0+0
+rank 3 | c0+2 | c0+1"""
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -125,8 +132,8 @@ def test_dropping_any_transfer_of_an_algorithm_is_refused() -> None:
         ),
         (
             # Recursive doubling: the ranks of a pair encode the same sum, each in its own way.
-            "all_reduce ranks=4 chunks=1\nrank 0|c0+1|c0+2\nrank 1|c0+0|c0+3\nrank 2|c0+3|c0+0\nrank 3|c0+2|c0+1",
-            r"rank 1 step 1 chunk 0: ends with \(q1\(q0\(x0\)\+q1\(x1\)\)\+q3\(q2\(x2\)\+q3\(x3\)\)\), but rank 0 with",
+            DOUBLING,
+            r"rank 1 step 1 chunk 0: ends with \(q1\(q0\(x0\)\+q1\(x1\)\)\+q3\(.*\), but rank 0 with \(q0\(",
         ),
         (
             "broadcast ranks=2 chunks=1\nrank 0|c0=1|c0=1\nrank 1|.|.",
