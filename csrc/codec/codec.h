@@ -30,4 +30,7 @@ std::size_t granule_elements(const Codec& codec);
 // Bytes of the payload of `numel` elements; `dtype` matters to Family::none alone.
 std::size_t wire_bytes(const Codec& codec, std::size_t numel, DType dtype);
 
+// nullptr where the kernels can run `codec`, otherwise the reason: call it once on bytes that came from elsewhere.
+const char* why_invalid(const Codec& codec);
+
 }  // namespace dtcomm

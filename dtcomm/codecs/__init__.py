@@ -1,0 +1,8 @@
+"""Codecs: byte layouts as frozen values. Start with :func:`codec`; docs/wire-format.md says what the bytes mean."""
+
+from dtcomm.codecs.base import Codec, Layout
+from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed
+from dtcomm.codecs.integer import Integer
+from dtcomm.codecs.spec import codec, names
+
+__all__ = ["Bf16", "Codec", "Fp16", "Integer", "Layout", "Uncompressed", "codec", "names"]

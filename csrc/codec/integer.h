@@ -1,0 +1,74 @@
+// Integer codecs: how a block of floats becomes a scale, an optional zero point and one code per element.
+// docs/wire-format.md derives the bounds; tests compare every kernel with an independent reference.
+#pragma once
+
+#include "codec/codec.h"
+#include "codec/random.h"
+#include "codec/scalar.h"
+
+namespace dtcomm {
+
+// The constants of one codec, made once per call.
+struct IntegerRules {
+  float levels;        // the largest code
+  std::uint32_t cap;   // bits of the largest scale whose product with `levels` is finite
+  std::uint32_t half;  // added before the scale is cut to its type (bf16: 0x7fff and the tie bit, or 0xffff: up)
+  std::uint32_t tie;   // 1 where the tie bit is added
+  std::uint32_t mask;  // bits that the scale's type keeps
+};
+
+DTCOMM_HD IntegerRules integer_rules(const Codec& codec) {
+  IntegerRules rules;
+  const int steps = codec.symmetric ? (1 << (codec.bits - 1)) - 1 : (1 << codec.bits) - 1;
+  rules.levels = static_cast<float>(steps);
+  rules.mask = codec.scale == Scale::bf16 ? 0xffff0000U : 0xffffffffU;
+  const float largest = float_of(kInfinity32 - 1);
+  std::uint32_t cap = bits_of(largest / rules.levels);
+  cap -= finite(float_of(cap) * rules.levels) ? 0 : 1;
+  rules.cap = cap & rules.mask;
+  // A stochastic code must not be clipped, or it would be biased: its scale is rounded up.
+  const bool narrow = codec.scale == Scale::bf16;
+  rules.half = !narrow ? 0 : codec.stochastic ? 0xffff : 0x7fff;
+  rules.tie = narrow && !codec.stochastic ? 1 : 0;
+  return rules;
+}
+
+// The scale of a block whose largest element (or range) has the bits `top` (sign cleared).
+DTCOMM_HD float scale_of(const IntegerRules& rules, std::uint32_t top) {
+  std::uint32_t bits = bits_of(float_of(top) / rules.levels);
+  bits = (bits + rules.half + ((bits >> 16) & rules.tie)) & rules.mask;
+  bits = bits > rules.cap ? rules.cap : bits;
+  bits = bits < 0x00800000 ? 0 : bits;
+  return float_of(top >= kInfinity32 ? kNaN32 : bits);
+}
+
+// What an element is multiplied by to become a code: 0 for zero and NaN blocks, whose codes are zeros.
+DTCOMM_HD float inverse_of(float scale) { return scale > 0.0f ? 1.0f / scale : 0.0f; }
+
+// The zero point: the block's minimum rounded towards -Inf to the scale's type, but never to -Inf; -0 becomes +0.
+DTCOMM_HD float zero_of(const IntegerRules& rules, float lowest) {
+  const std::uint32_t bits = bits_of(lowest);
+  const bool away = (bits & ~rules.mask) != 0 && (bits >> 31) != 0 && (bits & rules.mask) != 0xff7f0000U;
+  const std::uint32_t cut = (bits & rules.mask) + (away ? 0x10000U : 0U);
+  return float_of(cut) + 0.0f;
+}
+
+// Adding and taking away 1.5 * 2^23 rounds to an integer (ties to even); |t| is below 2^22.
+constexpr float kRound = 0x1.8p23f;
+
+// The code of an element, t = x * inverse (or (x - zero) * inverse) being finite.
+DTCOMM_HD std::int32_t nearest_code(float t, float lowest, float highest) {
+  t = t > lowest ? t : lowest;  // NaN (its block's codes are cleared afterwards) becomes a number here
+  t = t < highest ? t : highest;
+  return static_cast<std::int32_t>(bits_of(t + kRound) - bits_of(kRound));
+}
+
+DTCOMM_HD std::int32_t stochastic_code(float t, float lowest, float highest, float random) {
+  t = t > lowest ? t : lowest;  // NaN (its block's codes are cleared afterwards) becomes a number here
+  t = t < highest ? t : highest;
+  const std::int32_t cut = static_cast<std::int32_t>(t);
+  const std::int32_t floor = cut - (static_cast<float>(cut) > t ? 1 : 0);
+  return floor + (random < t - static_cast<float>(floor) ? 1 : 0);
+}
+
+}  // namespace dtcomm

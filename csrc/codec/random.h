@@ -1,0 +1,58 @@
+// The random numbers of stochastic rounding: a pure function of (key, index of the element in the caller's tensor),
+// so that neither chunks nor threads nor the instruction set change a bit. 32-bit operations only: they exist as
+// vectors everywhere.
+#pragma once
+
+#include "codec/scalar.h"
+
+namespace dtcomm {
+
+DTCOMM_HD std::uint32_t mix32(std::uint32_t h) {
+  h ^= h >> 16;
+  h *= 0x7feb352dU;
+  h ^= h >> 15;
+  h *= 0x846ca68bU;
+  h ^= h >> 16;
+  return h;
+}
+
+// One stream of 2^32 numbers. The key enters before and between the rounds, so that two keys give unrelated
+// streams and not one stream read from two places.
+struct Stream {
+  std::uint32_t before, between;
+};
+
+DTCOMM_HD Stream make_stream(std::uint64_t key, std::uint64_t index) {
+  const std::uint32_t low = static_cast<std::uint32_t>(key), high = static_cast<std::uint32_t>(key >> 32);
+  const std::uint32_t page = static_cast<std::uint32_t>(index >> 32);
+  return {mix32(low + mix32(high + mix32(page + 0x9e3779b9U))), mix32(high + mix32(low + 0x85ebca6bU))};
+}
+
+// Uniform over the 2^24 multiples of 2^-24 in [0, 1); `index` is the low half of the element's index.
+DTCOMM_HD float uniform(Stream stream, std::uint32_t index) {
+  std::uint32_t h = index ^ stream.before;
+  h ^= h >> 16;
+  h *= 0x7feb352dU;
+  h += stream.between;
+  h ^= h >> 15;
+  h *= 0x846ca68bU;
+  h ^= h >> 16;
+  return static_cast<float>(static_cast<std::int32_t>(h >> 8)) * 0x1p-24f;
+}
+
+// The key of one encoding: which call (seed), whose (rank), and the how-manieth of that rank (step).
+DTCOMM_HD std::uint64_t mix_key(std::uint64_t seed, std::uint32_t rank, std::uint32_t step) {
+  std::uint64_t h = seed;
+  const std::uint64_t words[3] = {0x9e3779b97f4a7c15ULL, rank, step};
+  for (int i = 0; i < 3; ++i) {
+    h += words[i];
+    h ^= h >> 30;
+    h *= 0xbf58476d1ce4e5b9ULL;
+    h ^= h >> 27;
+    h *= 0x94d049bb133111ebULL;
+    h ^= h >> 31;
+  }
+  return h;
+}
+
+}  // namespace dtcomm

@@ -1,0 +1,29 @@
+#include <cstring>
+
+#include "cpu/kernels.h"
+
+namespace dtcomm {
+
+extern const Kernels kAvx512Kernels;
+extern const Kernels kAvx2Kernels;
+extern const Kernels kGenericKernels;
+
+const Kernels* const* all_kernels() {
+  static const Kernels* const kAll[] = {&kAvx512Kernels, &kAvx2Kernels, &kGenericKernels, nullptr};
+  return kAll;
+}
+
+const Kernels* find_kernels(const char* name) {
+  for (const Kernels* const* kernels = all_kernels(); *kernels; ++kernels) {
+    if (std::strcmp((*kernels)->name, name) == 0) return (*kernels)->supported() ? *kernels : nullptr;
+  }
+  return nullptr;
+}
+
+const Kernels& best_kernels() {
+  const Kernels* const* kernels = all_kernels();
+  while (!(*kernels)->supported()) ++kernels;  // the last one always is
+  return **kernels;
+}
+
+}  // namespace dtcomm

@@ -1,0 +1,16 @@
+// The kernels for CPUs with AVX2 and F16C.
+#define DTCOMM_ISA avx2
+#include "cpu/source/combine.h"
+
+namespace dtcomm {
+
+// Runs on CPUs that lack what this file is compiled for: nothing in it may use a vector.
+static bool supported() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi") &&
+         __builtin_cpu_supports("bmi2");
+}
+
+extern const Kernels kAvx2Kernels;
+const Kernels kAvx2Kernels{"avx2", supported, avx2::combine, avx2::decode};
+
+}  // namespace dtcomm

@@ -1,0 +1,17 @@
+// The kernels for CPUs with AVX-512 F, BW, VL and DQ.
+#define DTCOMM_ISA avx512
+#include "cpu/source/combine.h"
+
+namespace dtcomm {
+
+// Runs on CPUs that lack what this file is compiled for: nothing in it may use a vector.
+static bool supported() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("f16c") &&
+         __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+}
+
+extern const Kernels kAvx512Kernels;
+const Kernels kAvx512Kernels{"avx512", supported, avx512::combine, avx512::decode};
+
+}  // namespace dtcomm

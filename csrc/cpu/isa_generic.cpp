@@ -1,0 +1,10 @@
+// The kernels for any CPU that the compiler's default target runs on.
+#define DTCOMM_ISA generic
+#include "cpu/source/combine.h"
+
+namespace dtcomm {
+
+extern const Kernels kGenericKernels;
+const Kernels kGenericKernels{"generic", [] { return true; }, generic::combine, generic::decode};
+
+}  // namespace dtcomm

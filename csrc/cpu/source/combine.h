@@ -1,0 +1,196 @@
+// The two entries of the kernel table (cpu/kernels.h says what they mean).
+#pragma once
+
+#include "cpu/kernels.h"
+#include "cpu/source/environment.h"
+#include "cpu/source/exact.h"
+#include "cpu/source/granule.h"
+#include "cpu/source/sum.h"
+
+namespace dtcomm::DTCOMM_ISA {
+
+inline const std::uint8_t* element(const void* base, std::size_t at, DType dtype) {
+  return static_cast<const std::uint8_t*>(base) + at * size_of(dtype);
+}
+
+inline bool exact_type(DType dtype) { return dtype != DType::f32 && dtype != DType::f16 && dtype != DType::bf16; }
+
+inline bool has_local(const Combine& call) { return call.local != nullptr || call.residual_in != nullptr; }
+
+// One term, of the payload's own type and unchanged: its bits are copied, a NaN's included.
+inline const void* verbatim(const Codec& codec, const Combine& call) {
+  if (codec.family != Family::none || call.divisor != 1 || call.residual_in) return nullptr;
+  if (call.count == 0 && call.local && call.local_dtype == call.dtype) return call.local;
+  if (call.count == 1 && !call.local) return call.payloads[0];
+  return nullptr;
+}
+
+struct Scratch {
+  alignas(kLine) float sum[kLargestBlock];
+  alignas(kLine) float term[kLargestBlock];
+  alignas(kLine) float decoded[kLargestBlock];
+  alignas(kLine) std::uint8_t payload[kLargestBlock * sizeof(float) + kLine];
+};
+static_assert(kGranule * sizeof(float) + kGranule / kSmallestBlock * 8 <= sizeof(Scratch::payload), "a granule fits");
+
+// local + residual of the granule at element `at`.
+inline const float* local_floats(const Combine& call, std::size_t at, std::size_t n, float* scratch) {
+  if (!call.residual_in) return widen(call.local_dtype, element(call.local, at, call.local_dtype), n, scratch);
+  const auto* residual = reinterpret_cast<const float*>(element(call.residual_in, at, DType::f32));
+  if (!call.local) return residual;
+  const float* local = widen(call.local_dtype, element(call.local, at, call.local_dtype), n, scratch);
+  join(ReduceOp::sum, scratch, local, residual, n);
+  return scratch;
+}
+
+// The granule's sum: memory of a lone fp32 term, otherwise scratch.sum.
+inline const float* sum_granule(const Plan& plan, const Combine& call, std::size_t at, std::size_t n,
+                                std::size_t payload_at, Scratch& scratch) {
+  const float* sum = nullptr;
+  const int terms = call.count + (has_local(call) ? 1 : 0);
+  for (int t = 0, payload = 0; t < terms; ++t) {
+    float* room = sum ? scratch.term : scratch.sum;
+    const bool local = has_local(call) && t == call.position;
+    const float* term =
+        local ? local_floats(call, at, n, room) : floats_of(plan, call.payloads[payload++] + payload_at, n, room);
+    if (sum) {
+      join(call.op, scratch.sum, sum, term, n);
+      sum = scratch.sum;
+    } else {
+      sum = term;
+    }
+  }
+  if (call.divisor != 1) {
+    divide(scratch.sum, sum, n, call.divisor);
+    sum = scratch.sum;
+  }
+  return sum;
+}
+
+// residual = (sum - decoded) * divisor, except where that is no number.
+inline void keep_residual(const Combine& call, std::size_t at, std::size_t n, const float* sum, const float* decoded) {
+  const float by = static_cast<float>(call.divisor);
+  const auto* x = cells<float>(sum);
+  const auto* y = cells<float>(decoded);
+  auto* to = cells<float>(call.residual_out) + at;
+  const auto* old = call.residual_in ? cells<float>(call.residual_in) + at : to;
+#pragma GCC ivdep
+  for (std::size_t i = 0; i < n; ++i) {
+    const float error = (x[i].value - y[i].value) * by;
+    const float before = old[i].value;
+    to[i].value = finite(error) ? error : before;
+  }
+}
+
+inline void combine_granules(const Codec& codec, const Combine& call) {
+  const Plan plan(codec, call.dtype);
+  const auto* copied = static_cast<const std::uint8_t*>(verbatim(codec, call));
+  Scratch scratch;
+  std::size_t payload_at = 0;
+  for (std::size_t at = 0; at < call.numel; at += plan.layout.granule) {
+    const std::size_t n = smaller(plan.layout.granule, call.numel - at);
+    const std::size_t bytes = plan.layout.bytes(n);
+    const float* sum = sum_granule(plan, call, at, n, payload_at, scratch);
+    void* out = call.out ? const_cast<std::uint8_t*>(element(call.out, at, call.out_dtype)) : nullptr;
+    if (!call.payload_out) {
+      if (out) put_floats(call.out_dtype, sum, n, out, call.stream_out, scratch.decoded);
+      if (call.residual_out) __builtin_memset(cells<float>(call.residual_out) + at, 0, n * sizeof(float));
+      payload_at += bytes;
+      continue;
+    }
+    std::uint8_t* payload = call.stream_payload ? scratch.payload : call.payload_out + payload_at;
+    if (copied) {
+      const std::size_t used = plan.layout.used(n);
+      __builtin_memcpy(payload, copied + at * size_of(call.dtype), used);
+      __builtin_memset(payload + used, 0, bytes - used);
+    } else {
+      encode_granule(plan, sum, n, call.key, call.offset + at, payload);
+    }
+    if (call.residual_out) {
+      const float* decoded = floats_of(plan, payload, n, scratch.decoded);
+      keep_residual(call, at, n, sum, decoded);
+      if (out) put_floats(call.out_dtype, decoded, n, out, call.stream_out, scratch.term);
+    } else if (out) {
+      const bool direct = call.out_dtype == DType::f32 && !call.stream_out;
+      const float* decoded = floats_of(plan, payload, n, direct ? static_cast<float*>(out) : scratch.decoded);
+      if (decoded != out) put_floats(call.out_dtype, decoded, n, out, call.stream_out, scratch.term);
+    }
+    if (call.stream_payload) stream_copy(call.payload_out + payload_at, payload, bytes);
+    payload_at += bytes;
+  }
+}
+
+// Copies of the whole range: nothing to compute, nothing lost. False where the call is not one.
+inline bool combine_copy(const Codec& codec, const Combine& call) {
+  const auto* from = static_cast<const std::uint8_t*>(verbatim(codec, call));
+  if (!from || call.residual_out || (call.out && call.out_dtype != call.dtype)) return false;
+  const std::size_t bytes = call.numel * size_of(call.dtype);
+  if (call.payload_out && call.out && from != call.out) {
+    constexpr std::size_t kPart = 16384;  // both copies from L1, in one pass over memory
+    for (std::size_t at = 0; at < bytes; at += kPart) {
+      const std::size_t n = smaller(kPart, bytes - at);
+      copy(call.payload_out + at, from + at, n, call.stream_payload);
+      copy(static_cast<std::uint8_t*>(call.out) + at, from + at, n, call.stream_out);
+    }
+  } else {
+    if (call.payload_out) copy(call.payload_out, from, bytes, call.stream_payload);
+    if (call.out) copy(call.out, from, bytes, call.stream_out);
+  }
+  return true;
+}
+
+// The plain fp32 sum. False where the call is not one.
+inline bool combine_sum(const Codec& codec, const Combine& call) {
+  const int terms = call.count + (call.local ? 1 : 0);
+  if (codec.family != Family::none || call.dtype != DType::f32 || call.op != ReduceOp::sum) return false;
+  if (terms < 2 || terms > kMostTerms || call.residual_in || call.residual_out) return false;
+  if ((call.local && call.local_dtype != DType::f32) || (call.out && call.out_dtype != DType::f32)) return false;
+  const Targets to{reinterpret_cast<float*>(call.payload_out), static_cast<float*>(call.out),
+                   call.payload_out && call.stream_payload, call.out && call.stream_out};
+  if (!streams_together(to)) return false;
+  const float* in[kMostTerms];
+  for (int t = 0, payload = 0; t < terms; ++t) {
+    const bool local = call.local && t == call.position;
+    in[t] = local ? static_cast<const float*>(call.local) : reinterpret_cast<const float*>(call.payloads[payload++]);
+  }
+  sum_terms(in, terms, call.numel, call.divisor, to);
+  return true;
+}
+
+inline void combine(const Codec& codec, const Combine& call) {
+  if (call.numel == 0) return;
+  const Environment environment;
+  const bool exact = codec.family == Family::none && exact_type(call.dtype);
+  const bool whole = combine_copy(codec, call) || (!exact && combine_sum(codec, call));
+  if (!whole && exact) combine_exact(call);
+  if (!whole && !exact) combine_granules(codec, call);
+  if (call.payload_out && codec.family == Family::none) {
+    const std::size_t used = call.numel * size_of(call.dtype);
+    __builtin_memset(call.payload_out + used, 0, (kAlign - used % kAlign) % kAlign);
+  }
+  if (call.stream_payload || call.stream_out) stream_fence();
+}
+
+inline void decode(const Codec& codec, const std::uint8_t* payload, std::size_t numel, DType dtype, void* out,
+                   DType out_dtype, bool stream) {
+  if (numel == 0) return;
+  const Environment environment;
+  if (codec.family == Family::none && out_dtype == dtype) {
+    copy(out, payload, numel * size_of(dtype), stream);
+  } else {
+    const Plan plan(codec, dtype);
+    Scratch scratch;
+    std::size_t payload_at = 0;
+    for (std::size_t at = 0; at < numel; at += plan.layout.granule) {
+      const std::size_t n = smaller(plan.layout.granule, numel - at);
+      void* to = const_cast<std::uint8_t*>(element(out, at, out_dtype));
+      const bool direct = out_dtype == DType::f32 && !stream;
+      const float* floats = floats_of(plan, payload + payload_at, n, direct ? static_cast<float*>(to) : scratch.decoded);
+      if (floats != to) put_floats(out_dtype, floats, n, to, stream, scratch.term);
+      payload_at += plan.layout.bytes(n);
+    }
+  }
+  if (stream) stream_fence();
+}
+
+}  // namespace dtcomm::DTCOMM_ISA

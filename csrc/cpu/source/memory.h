@@ -1,0 +1,89 @@
+// Memory of any alignment, and stores that go around the cache.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "core/types.h"
+
+namespace dtcomm::DTCOMM_ISA {
+
+// One element that may lie anywhere: loops over it vectorise to unaligned loads and stores.
+template <class T>
+struct __attribute__((packed, may_alias)) Cell {
+  T value;
+};
+
+template <class T>
+inline const Cell<T>* cells(const void* memory) {
+  return static_cast<const Cell<T>*>(memory);
+}
+
+template <class T>
+inline Cell<T>* cells(void* memory) {
+  return static_cast<Cell<T>*>(memory);
+}
+
+inline std::size_t smaller(std::size_t a, std::size_t b) { return a < b ? a : b; }
+
+constexpr std::size_t kLine = 64;
+
+#if defined(__AVX512F__)
+constexpr std::size_t kVector = 64;
+#elif defined(__AVX2__)
+constexpr std::size_t kVector = 32;
+#else
+constexpr std::size_t kVector = 16;
+#endif
+typedef float Floats __attribute__((vector_size(kVector)));
+typedef float LooseFloats __attribute__((vector_size(kVector), aligned(1), may_alias));
+constexpr std::size_t kLanes = kVector / sizeof(float);
+
+// A vector to an address aligned to its size, around the cache.
+inline __attribute__((always_inline)) void stream_store(void* to, Floats value) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(static_cast<float*>(to), reinterpret_cast<__m512>(value));
+#elif defined(__AVX2__)
+  _mm256_stream_ps(static_cast<float*>(to), reinterpret_cast<__m256>(value));
+#elif defined(__x86_64__)
+  _mm_stream_ps(static_cast<float*>(to), reinterpret_cast<__m128>(value));
+#else
+  *static_cast<Floats*>(to) = value;
+#endif
+}
+
+inline void stream_fence() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+// Whole lines around the cache, the partial lines at both ends through it. Needs a fence afterwards.
+inline void stream_copy(void* to, const void* from, std::size_t bytes) {
+  auto* out = static_cast<std::uint8_t*>(to);
+  const auto* in = static_cast<const std::uint8_t*>(from);
+  const std::size_t head = smaller((kLine - reinterpret_cast<std::uintptr_t>(out) % kLine) % kLine, bytes);
+  __builtin_memcpy(out, in, head);
+  std::size_t i = head;
+  for (; i + kLine <= bytes; i += kLine) {
+    for (std::size_t part = 0; part < kLine; part += kVector) {
+      stream_store(out + i + part, *reinterpret_cast<const LooseFloats*>(in + i + part));
+    }
+  }
+  __builtin_memcpy(out + i, in + i, bytes - i);
+}
+
+inline void copy(void* to, const void* from, std::size_t bytes, bool stream) {
+  if (to == from || bytes == 0) return;
+  if (stream) {
+    stream_copy(to, from, bytes);
+  } else {
+    __builtin_memcpy(to, from, bytes);
+  }
+}
+
+}  // namespace dtcomm::DTCOMM_ISA

@@ -1,0 +1,124 @@
+// The kernel table for Python: raw pointers in, the GIL released. dtcomm/kernels/native.py checks the arguments;
+// here is only what would otherwise be undefined.
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <pybind11/stl.h>
+
+#include "codec/codec.h"
+#include "codec/random.h"
+#include "cpu/kernels.h"
+#include "python/bind.h"
+
+namespace dtcomm::python {
+
+namespace py = pybind11;
+
+namespace {
+
+Codec unpack(const py::bytes& bytes) {
+  char* data = nullptr;
+  Py_ssize_t length = 0;
+  if (PyBytes_AsStringAndSize(bytes.ptr(), &data, &length) != 0) throw py::error_already_set();
+  if (length != static_cast<Py_ssize_t>(sizeof(Codec))) throw py::value_error("codec: expected 12 bytes");
+  Codec codec;
+  std::memcpy(&codec, data, sizeof codec);
+  if (const char* why = why_invalid(codec)) throw py::value_error(why);
+  return codec;
+}
+
+DType dtype_of(int number) {
+  if (number < 0 || number > static_cast<int>(DType::boolean)) throw py::value_error("dtype: unknown number");
+  return static_cast<DType>(number);
+}
+
+const Kernels& kernels_of(const char* name) {
+  const Kernels* kernels = find_kernels(name);
+  if (!kernels) throw py::value_error(std::string("kernel: this CPU has no kernel named ") + name);
+  return *kernels;
+}
+
+template <class T>
+T* pointer(std::uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+void combine(const char* kernel, const py::bytes& codec_bytes, const std::vector<std::uintptr_t>& payloads,
+             int position, std::uintptr_t local, int local_dtype, std::uintptr_t residual_in,
+             std::uintptr_t residual_out, std::size_t numel, std::size_t divisor, int op, std::uint64_t key,
+             std::uint64_t offset, std::uintptr_t payload_out, std::uintptr_t out, int dtype, int out_dtype,
+             bool stream_payload, bool stream_out) {
+  const Kernels& kernels = kernels_of(kernel);
+  const Codec codec = unpack(codec_bytes);
+  const int count = static_cast<int>(payloads.size());
+  if (position < 0 || position > count) throw py::value_error("position: outside the payloads");
+  if (divisor == 0) throw py::value_error("divisor: must be at least 1");
+  if (op < 0 || op > static_cast<int>(ReduceOp::max)) throw py::value_error("op: unknown number");
+  if (numel != 0 && count == 0 && !local && !residual_in) throw py::value_error("combine: nothing to combine");
+  Combine call;
+  call.payloads = reinterpret_cast<const std::uint8_t* const*>(payloads.data());
+  call.count = count;
+  call.position = position;
+  call.local = pointer<const void>(local);
+  call.local_dtype = dtype_of(local_dtype);
+  call.residual_in = pointer<const float>(residual_in);
+  call.residual_out = pointer<float>(residual_out);
+  call.numel = numel;
+  call.divisor = divisor;
+  call.op = static_cast<ReduceOp>(op);
+  call.key = key;
+  call.offset = offset;
+  call.payload_out = pointer<std::uint8_t>(payload_out);
+  call.out = pointer<void>(out);
+  call.dtype = dtype_of(dtype);
+  call.out_dtype = dtype_of(out_dtype);
+  call.stream_payload = stream_payload;
+  call.stream_out = stream_out;
+  const py::gil_scoped_release release;
+  kernels.combine(codec, call);
+}
+
+void decode(const char* kernel, const py::bytes& codec_bytes, std::uintptr_t payload, std::size_t numel, int dtype,
+            std::uintptr_t out, int out_dtype, bool stream) {
+  const Kernels& kernels = kernels_of(kernel);
+  const Codec codec = unpack(codec_bytes);
+  const DType from = dtype_of(dtype), to = dtype_of(out_dtype);
+  const py::gil_scoped_release release;
+  kernels.decode(codec, pointer<const std::uint8_t>(payload), numel, from, pointer<void>(out), to, stream);
+}
+
+}  // namespace
+
+void bind_kernels(py::module_& module) {
+  module.def(
+      "kernels",
+      [] {
+        std::vector<std::pair<std::string, bool>> all;
+        for (const Kernels* const* kernels = all_kernels(); *kernels; ++kernels) {
+          all.emplace_back((*kernels)->name, (*kernels)->supported());
+        }
+        return all;
+      },
+      "Every build of the kernels, best first: (name, whether this CPU can run it).");
+  module.def(
+      "wire_bytes",
+      [](const py::bytes& codec, std::size_t numel, int dtype) { return wire_bytes(unpack(codec), numel, dtype_of(dtype)); },
+      py::arg("codec"), py::arg("numel"), py::arg("dtype"));
+  module.def("granule_elements", [](const py::bytes& codec) { return granule_elements(unpack(codec)); },
+             py::arg("codec"));
+  module.def(
+      "mix_key", [](std::uint64_t seed, std::uint32_t rank, std::uint32_t step) { return mix_key(seed, rank, step); },
+      py::arg("seed"), py::arg("rank"), py::arg("step"), "The key of one encoding, for stochastic rounding.");
+  module.def("combine", &combine, py::arg("kernel"), py::arg("codec"), py::arg("payloads"), py::arg("position"),
+             py::arg("local"), py::arg("local_dtype"), py::arg("residual_in"), py::arg("residual_out"),
+             py::arg("numel"), py::arg("divisor"), py::arg("op"), py::arg("key"), py::arg("offset"),
+             py::arg("payload_out"), py::arg("out"), py::arg("dtype"), py::arg("out_dtype"),
+             py::arg("stream_payload"), py::arg("stream_out"), "One call of Kernels::combine on raw addresses.");
+  module.def("decode", &decode, py::arg("kernel"), py::arg("codec"), py::arg("payload"), py::arg("numel"),
+             py::arg("dtype"), py::arg("out"), py::arg("out_dtype"), py::arg("stream"),
+             "One call of Kernels::decode on raw addresses.");
+}
+
+}  // namespace dtcomm::python

@@ -1,0 +1,148 @@
+"""What a codec is: a frozen value that describes a byte layout. Kernels turn floats into it and back."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import struct
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+# The numbers are csrc/core/types.h's; `none` takes all of these.
+ELEMENT_TYPES: dict[torch.dtype, int] = {
+    torch.float32: 0,
+    torch.float16: 1,
+    torch.bfloat16: 2,
+    torch.float64: 3,
+    torch.int8: 4,
+    torch.uint8: 5,
+    torch.int32: 6,
+    torch.int64: 7,
+    torch.int16: 8,
+    torch.bool: 9,
+}
+
+FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+GRANULE = 1024
+ALIGN = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where the bytes of a granule lie: fields of one value per block, then codes, then zeros up to 16 bytes.
+
+    granule: elements; block: elements that share a scale (1: there is none); field_bytes: of one scale or zero
+    point; fields: values per block (0, 1 or 2); code_bits: of one element.
+    """
+
+    granule: int = GRANULE
+    block: int = 1
+    field_bytes: int = 0
+    fields: int = 0
+    code_bits: int
+
+    def blocks(self, numel: int) -> int:
+        return -(-numel // self.block)
+
+    def codes_at(self, numel: int) -> int:
+        """Where the codes of a granule of `numel` elements start, in bytes."""
+        return self.blocks(numel) * self.fields * self.field_bytes
+
+    def used(self, numel: int) -> int:
+        """Bytes of a granule of `numel` elements before the padding."""
+        return self.codes_at(numel) + -(-self.blocks(numel) * self.block * self.code_bits // 8)
+
+    def bytes(self, numel: int) -> int:
+        """Bytes of a granule of `numel` elements."""
+        return -(-self.used(numel) // ALIGN) * ALIGN
+
+    def payload_bytes(self, numel: int) -> int:
+        """Bytes of `numel` elements: whole granules and a last one cut to whole blocks."""
+        whole, rest = divmod(numel, self.granule)
+        return whole * self.bytes(self.granule) + (self.bytes(rest) if rest else 0)
+
+
+def option(*, default: Any, valid: str) -> Any:
+    """A field that a spec string may set; `valid` says, in words for an error, what it takes."""
+    return dataclasses.field(default=default, metadata={"valid": valid})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec(abc.ABC):
+    """A byte layout. ``str(codec)`` is its spec, which ``dtcomm.codecs.codec`` parses back to an equal value."""
+
+    family: ClassVar[int]  # csrc/codec/codec.h's number
+    elementwise: ClassVar[bool] = False  # no element's bytes depend on its neighbours
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """What a spec string starts with."""
+
+    @abc.abstractmethod
+    def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
+        """The layout of a tensor of `dtype`, which matters to `none` alone."""
+
+    @abc.abstractmethod
+    def lossless(self, dtype: torch.dtype) -> bool:
+        """Does decoding give back every number of a tensor of `dtype`?"""
+
+    @property
+    def granularity(self) -> int:
+        """Elements of a granule: a payload may be cut at its multiples."""
+        return self.layout().granule
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """The reductions that make sense on this codec's values."""
+        return ("sum",)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The element types of the tensors that this codec takes."""
+        return FLOAT_TYPES
+
+    def wire_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
+        """Bytes of the payload of `numel` elements; never depends on the data."""
+        if isinstance(numel, bool) or not isinstance(numel, int):
+            raise TypeError(f"numel: expected an int, got {type(numel).__name__}")
+        if numel < 0:
+            raise ValueError(f"numel: expected 0 or more, got {numel}")
+        return self.layout(dtype).payload_bytes(numel)
+
+    def native(self) -> bytes:
+        """The 12 bytes of csrc/codec/codec.h's ``Codec``."""
+        return pack(self.family)
+
+    def options(self) -> dict[str, Any]:
+        """The options that differ from their defaults."""
+        changed = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if "valid" in field.metadata and value != field.default:
+                changed[field.name] = value
+        return changed
+
+    def __str__(self) -> str:
+        options = ",".join(f"{key}={_text(value)}" for key, value in self.options().items())
+        return f"{self.name}:{options}" if options else self.name
+
+    def _refuse(self, option: str) -> ValueError:
+        """The error for an option that holds what it must not."""
+        (field,) = (field for field in dataclasses.fields(self) if field.name == option)
+        given = _text(getattr(self, option))
+        return ValueError(f"{self.name}: option {option!r} is {given}; valid: {field.metadata['valid']}")
+
+
+def pack(
+    family: int, bits: int = 0, scale: int = 0, symmetric: bool = True, stochastic: bool = False, block: int = 0
+) -> bytes:
+    """csrc/codec/codec.h's ``Codec`` as bytes."""
+    return struct.pack("<5B3xI", family, bits, scale, symmetric, stochastic, block)
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,80 @@
+"""Spec strings, the registry of codecs, and the way from one to the other: ``int8:block=64,round=stochastic``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dtcomm.codecs.base import Codec
+from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed
+from dtcomm.codecs.integer import Integer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A name that a spec may start with: the type it makes and the fields that the name itself sets."""
+
+    make: Callable[..., Codec]
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def options(self) -> dict[str, dataclasses.Field[Any]]:
+        """The options that a spec of this name may set."""
+        fields = dataclasses.fields(self.make)  # type: ignore[arg-type]
+        return {field.name: field for field in fields if "valid" in field.metadata}
+
+
+CODECS: dict[str, Entry] = {
+    "none": Entry(make=Uncompressed),
+    "fp16": Entry(make=Fp16),
+    "bf16": Entry(make=Bf16),
+    "int8": Entry(make=Integer, fixed={"bits": 8}),
+}
+
+
+def names() -> tuple[str, ...]:
+    """Every name that a spec may start with."""
+    return tuple(CODECS)
+
+
+def codec(spec: str | Codec) -> Codec:
+    """The codec that `spec` describes; a codec is returned unchanged.
+
+    Raises TypeError where `spec` is neither, ValueError naming the part that is wrong and what is valid there.
+    """
+    if isinstance(spec, Codec):
+        return spec
+    if not isinstance(spec, str):
+        raise TypeError(f"codec: expected a spec string or a Codec, got {type(spec).__name__}")
+    name, colon, rest = spec.strip().partition(":")
+    if name not in CODECS:
+        raise ValueError(f"codec: unknown codec {name!r}; valid names: {', '.join(names())}")
+    entry = CODECS[name]
+    if colon and not rest:
+        raise ValueError(f"{name}: nothing follows the colon in {spec!r}")
+    values: dict[str, Any] = {}
+    for part in rest.split(",") if rest else ():
+        key, equals, text = (piece.strip() for piece in part.partition("="))
+        options = entry.options()
+        if key not in options:
+            valid = f"valid options: {', '.join(options)}" if options else "it takes no options"
+            raise ValueError(f"{name}: unknown option {key!r}; {valid}")
+        if not equals:
+            raise ValueError(f"{name}: option {key!r} needs a value; valid: {options[key].metadata['valid']}")
+        if key in values:
+            raise ValueError(f"{name}: option {key!r} is given twice")
+        values[key] = _value(name, options[key], text)
+    return entry.make(**entry.fixed, **values)
+
+
+def _value(name: str, field: dataclasses.Field[Any], text: str) -> Any:
+    """`text` as the type of the field's default."""
+    if isinstance(field.default, bool):
+        if text in ("true", "false"):
+            return text == "true"
+    elif isinstance(field.default, int):
+        if text.isascii() and text.isdigit():
+            return int(text)
+    else:
+        return text
+    raise ValueError(f"{name}: option {field.name!r} is {text!r}; valid: {field.metadata['valid']}")
