@@ -128,7 +128,7 @@ class Pool:
                 process.end()
         started = [RankProcess() for _ in range(count - len(taken))]
         deadline = time.monotonic() + STARTUP_SECONDS
-        if not all([process.expect("ready", deadline) for process in started]):
+        if not all(process.expect("ready", deadline) for process in started):
             for process in taken + started:
                 process.end()
             raise RankError("a rank process did not start; its error is above, on stderr")

@@ -99,7 +99,7 @@ def serve(fd: int, parent_pid: int) -> None:
 def _run(directory: Path, rank: int) -> Report:
     task: Task = pickle.loads((directory / "task").read_bytes())
     # Stays open as long as the process: the handler writes to the descriptor whenever the signal comes.
-    faulthandler.register(STACK_SIGNAL, file=open(directory / f"stack.{rank}", "w"), all_threads=True)  # noqa: SIM115
+    faulthandler.register(STACK_SIGNAL, file=open(directory / f"stack.{rank}", "w"), all_threads=True)
     try:
         function, args = _prepare(task)
         if task.backend is not None:

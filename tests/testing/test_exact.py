@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from dtcomm.testing import exact
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int8, torch.uint8]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 40])
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_sums_are_exact_in_every_order_in_the_dtype_itself(
+    dtype: torch.dtype, world_size: int, op: str
+) -> None:
+    count = 1000
+    parts = [
+        exact.inputs("all_reduce", count, dtype, op=op, rank=r, world_size=world_size)
+        for r in range(world_size)
+    ]
+    want = exact.expected("all_reduce", count, dtype, op=op, rank=0, world_size=world_size)
+    for seed in range(3):
+        order = list(range(world_size))
+        random.Random(seed).shuffle(order)
+        total = torch.zeros(count, dtype=dtype)
+        for rank in order:
+            total += parts[rank]
+        if op == "avg":
+            total = torch.div(total, world_size, rounding_mode=None if dtype.is_floating_point else "trunc")
+        assert exact.wrong(total, want) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_lost_or_doubled_contribution_shows(dtype: torch.dtype, rank: int) -> None:
+    parts = [exact.inputs("all_reduce", 5000, dtype, rank=r, world_size=3).double() for r in range(3)]
+    want = exact.expected("all_reduce", 5000, dtype, rank=0, world_size=3)
+    total = torch.stack(parts).sum(0)
+    assert exact.wrong(total.to(dtype), want) == 0
+    assert exact.wrong((total - parts[rank]).to(dtype), want) > 4500
+    assert exact.wrong((total + parts[rank]).to(dtype), want) > 4500
+
+
+def test_float32_values_use_the_whole_significand() -> None:
+    values = exact.expected("all_reduce", 100_000, rank=0, world_size=2)
+    assert values.abs().max() > 2**23
+    assert not torch.equal(values.bfloat16().float(), values)
+
+
+def test_shards_and_gathers_agree_with_the_whole() -> None:
+    count, world = exact.PERIOD // 2 + 77, 3  # the second and third shard lie across the end of a period
+    args: dict[str, Any] = {"dtype": torch.float32, "op": "sum", "world_size": world, "seed": 5}
+    scattered = [exact.inputs("reduce_scatter", count, rank=r, **args) for r in range(world)]
+    total = torch.stack(scattered).double().sum(0).float().view(world, count)
+    gathered = torch.cat([exact.inputs("all_gather", count, rank=r, **args) for r in range(world)])
+    for rank in range(world):
+        assert exact.wrong(exact.expected("reduce_scatter", count, rank=rank, **args), total[rank]) == 0
+        assert exact.wrong(exact.expected("all_gather", count, rank=rank, **args), gathered) == 0
+        source = exact.expected("broadcast", count, rank=rank, root=1, **args)
+        assert exact.wrong(source, exact.inputs("broadcast", count, rank=1, **args)) == 0
+
+
+def test_seeds_and_ranks_differ_and_repeat() -> None:
+    def make(rank: int, seed: int) -> torch.Tensor:
+        return exact.inputs("all_reduce", 1000, rank=rank, world_size=4, seed=seed)
+
+    assert torch.equal(make(1, 7), make(1, 7))
+    assert exact.wrong(make(1, 7), make(1, 8)) > 900
+    assert exact.wrong(make(1, 7), make(2, 7)) > 900
+
+
+def test_min_and_max() -> None:
+    parts = torch.stack([exact.inputs("all_reduce", 100, op="min", rank=r, world_size=3) for r in range(3)])
+    for op, want in (("min", parts.amin(0)), ("max", parts.amax(0))):
+        assert torch.equal(exact.expected("all_reduce", 100, op=op, rank=0, world_size=3), want)
+
+
+def test_bad_names_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"collective must be one of all_reduce.*'reduce'"):
+        exact.inputs("reduce", 1, rank=0, world_size=1)
+    with pytest.raises(ValueError, match=r"op must be one of sum.*'prod'"):
+        exact.expected("all_reduce", 1, op="prod", rank=0, world_size=1)
