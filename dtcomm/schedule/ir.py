@@ -39,7 +39,7 @@ class WireFormat(Protocol):
 
 @dataclass(frozen=True)
 class Transfer:
-    """In ``step``, ``src`` sends its version of ``chunk`` to ``dst``, which adds (reduce) or adopts (copy) it.
+    """In ``step``, ``src`` sends its version of ``chunk`` to ``dst``, which adds (reduce) or adopts (copy).
 
     ``level`` is the level of the hierarchy that the bytes cross; each level may have its own codec.
     """

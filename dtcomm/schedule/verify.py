@@ -144,7 +144,7 @@ def _check_progress(
 
 
 def describe(version: Version, limit: int = 80) -> str:
-    """The version as an expression of about ``limit`` characters; ``q1(x0+x1)`` is a sum that rank 1 encoded."""
+    """The version as an expression of about ``limit`` characters; ``q1(x0+x1)`` was encoded by rank 1."""
     if version.origin is Origin.COPY:
         return describe(version.sources[0], limit)
     if version.origin is Origin.INPUT:

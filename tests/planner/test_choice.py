@@ -1,0 +1,122 @@
+"""What ``auto`` and ``direct`` choose, and what it is expected to cost."""
+
+import pytest
+import torch
+
+from dtcomm import algorithms
+from dtcomm.codecs import codec
+from dtcomm.planner import Table, Topology, predict, select
+from dtcomm.schedule import Transfer
+from dtcomm.schedule.simulate import Link, Work
+
+SIZES = [0, 1, 1000, 10**5, 10**7]
+
+
+def test_lossless_all_reduce_takes_one_shot_while_small() -> None:
+    none, table = codec("none"), Table(one_shot_bytes=64 * 1024)
+    names = {
+        n: select("all_reduce", n, torch.float32, none, 2, table=table) for n in (1, 16384, 16385, 10**6)
+    }
+    assert names == {1: "one_shot", 16384: "one_shot", 16385: "two_shot", 10**6: "two_shot"}
+    assert select("all_reduce", 16384, torch.float32, none, 3, table=table) == "two_shot"
+    assert select("all_reduce", 16385, torch.bfloat16, none, 2, table=table) == "one_shot"
+    assert select("all_reduce", 32768, torch.float16, codec("fp16"), 2, table=table) == "one_shot"
+
+
+@pytest.mark.parametrize("spec", ["int8", "fp16", "bf16"])
+@pytest.mark.parametrize("algorithm", ["auto", "direct"])
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_lossy_all_reduce_does_not_depend_on_size(spec: str, algorithm: str, hosts: int) -> None:
+    chosen = {
+        select("all_reduce", n, torch.float32, codec(spec), 4, hosts, algorithm=algorithm) for n in SIZES
+    }
+    assert chosen == {"two_shot"}
+
+
+@pytest.mark.parametrize("collective", ["reduce_scatter", "all_gather", "broadcast"])
+@pytest.mark.parametrize("spec", ["none", "int8"])
+def test_the_others_take_one_shot_inside_a_host(collective: str, spec: str) -> None:
+    assert {select(collective, 4 * n, torch.float32, codec(spec), 4) for n in SIZES} == {"one_shot"}
+
+
+def test_between_hosts_the_cheapest_wins() -> None:
+    none = codec("none")
+
+    def chosen(numel: int, **link: float) -> str:
+        table = Table(between=Link(**link))
+        return select("all_reduce", numel, torch.float32, none, 16, 16, table)
+
+    assert chosen(100, latency=1e-4, bandwidth=1e9) == "one_shot"
+    assert chosen(10**8, latency=1e-6, bandwidth=1e9) == "two_shot"
+    # With a price on every message, fewer messages: along a tree, or round a ring.
+    assert chosen(1, latency=1e-7, bandwidth=1e10, overhead=1e-3) == "tree"
+    for numel in SIZES:
+        shards = 16 * numel
+        name = select("all_gather", shards, torch.float32, none, 16, 4)
+        assert name in algorithms.available("all_gather")
+        costs = {
+            each: predict(
+                algorithms.build(each, "all_gather", 16),
+                shards,
+                torch.float32,
+                none,
+                Topology.even(16, 4),
+                Table(),
+            )
+            for each in algorithms.available("all_gather")
+        }
+        assert costs[name] <= 1.5 * min(costs.values())
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("collective", algorithms.collectives())
+def test_every_choice_can_be_built(collective: str, ranks: int, hosts: int) -> None:
+    for spec in ("none", "int8"):
+        name = select(collective, 20, torch.float32, codec(spec), ranks, hosts)
+        assert algorithms.build(name, collective, ranks).ranks == ranks
+
+
+def test_names_stay_as_they_are_or_are_refused() -> None:
+    assert select("all_reduce", 5, torch.float32, codec("none"), 2, algorithm="ring") == "ring"
+    with pytest.raises(
+        ValueError, match="'rings' is not one of auto, direct, ring, tree, one_shot, two_shot"
+    ):
+        select("all_reduce", 5, torch.float32, codec("none"), 2, algorithm="rings")
+    with pytest.raises(
+        ValueError, match="'two_shot' is not one of auto, direct, ring, tree, one_shot, which all_g"
+    ):
+        select("all_gather", 5, torch.float32, codec("none"), 2, algorithm="two_shot")
+    with pytest.raises(ValueError, match="collective: 'sum' is not one of"):
+        select("sum", 5, torch.float32, codec("none"), 2)
+
+
+def test_topology() -> None:
+    topology = Topology.of(["a", "b", "a", "c"])
+    assert topology == Topology((0, 1, 0, 2))
+    assert (topology.ranks, topology.hosts) == (4, 3)
+    assert topology.level(Transfer(0, 0, 2, 0, "copy")) == 0
+    assert topology.level(Transfer(0, 0, 1, 0, "copy")) == 1
+    assert Topology.even(5, 2).host_of == (0, 0, 0, 1, 1)
+    with pytest.raises(ValueError, match=r"hosts: must be 1\.\.2 for 2 ranks, got 3"):
+        Topology.even(2, 3)
+    with pytest.raises(ValueError, match="rank 1 is on host 2, but only 1"):
+        Topology((0, 2))
+
+
+def test_cost_by_hand() -> None:
+    table = Table(
+        inside=Link(latency=1e-6, bandwidth=1e10),
+        between=Link(latency=1e-5, bandwidth=1e9, overhead=1e-6),
+        work=Work(),
+    )
+    schedule, none = algorithms.build("one_shot", "all_reduce", 4), codec("none")
+
+    def cost(hosts: int) -> float:
+        return predict(schedule, 1024, torch.float32, none, Topology.even(4, hosts), table)
+
+    assert cost(1) == pytest.approx(1e-6 + 3 * 4096e-10)
+    # Two of three peers are on the other host; the one on this host is waited for meanwhile.
+    assert cost(2) == pytest.approx(1e-5 + 2 * (1e-6 + 4096e-9))
+    with pytest.raises(ValueError, match="topology: has 2 ranks, the schedule 4"):
+        predict(schedule, 1024, torch.float32, none, Topology.even(2), table)
