@@ -17,3 +17,9 @@ class Platform(TypedDict):
     devices: list[Device]
 
 def platform() -> Platform: ...
+def encode(
+    codec: bytes, x: int, dtype: int, numel: int, key: int, offset: int, payload: int, stream: int
+) -> None: ...
+def decode(
+    codec: bytes, payload: int, numel: int, dtype: int, out: int, out_dtype: int, stream: int
+) -> None: ...
