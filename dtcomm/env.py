@@ -22,7 +22,8 @@ class Variable:
 
 VARIABLES: dict[str, Variable] = {
     "DTCOMM_KERNEL": Variable(
-        default="", meaning="the kernels to use (reference, generic, avx2, avx512); empty: the best of this CPU"
+        default="",
+        meaning="the kernels to use (reference, generic, avx2, avx512); empty: the best of this CPU",
     ),
     "DTCOMM_RUNTIME": Variable(
         default="auto",
@@ -46,8 +47,12 @@ VARIABLES: dict[str, Variable] = {
         default="0", meaning="size of a pipelined piece in KiB; 0: chosen by size", shared=True, number=True
     ),
     "DTCOMM_SPINS": Variable(default="64", meaning="looks at a flag before the first yield", number=True),
-    "DTCOMM_YIELD_US": Variable(default="50", meaning="microseconds of yielding before sleeping", number=True),
-    "DTCOMM_NATIVE_DIR": Variable(default="", meaning="folder to load the native modules from (sanitizer builds)"),
+    "DTCOMM_YIELD_US": Variable(
+        default="50", meaning="microseconds of yielding before sleeping", number=True
+    ),
+    "DTCOMM_NATIVE_DIR": Variable(
+        default="", meaning="folder to load the native modules from (sanitizer builds)"
+    ),
     "DTCOMM_CUDA": Variable(
         default="AUTO", meaning="at build time: 1 builds _cuda, 0 does not, AUTO where nvcc is found"
     ),

@@ -23,27 +23,28 @@ namespace dtcomm {
 struct Combine {
   const std::uint8_t* const* payloads = nullptr;  // `count` payloads of `numel` elements each, in rank order
   int count = 0;
-  int position = 0;                    // 0..count; where `local` stands in the order
-  const void* local = nullptr;         // `numel` elements of `local_dtype`, or nullptr
-  DType local_dtype = DType::f32;      // the tensor's dtype, or f32 for an accumulator
-  const float* residual_in = nullptr;  // added to local (local may be nullptr: then it stands alone); may alias residual_out
+  int position = 0;                // 0..count; where `local` stands in the order
+  const void* local = nullptr;     // `numel` elements of `local_dtype`, or nullptr
+  DType local_dtype = DType::f32;  // the tensor's dtype, or f32 for an accumulator
+  const float* residual_in =
+      nullptr;  // added to local (local may be nullptr: then it stands alone); may alias residual_out
   float* residual_out = nullptr;
   std::size_t numel = 0;
   std::size_t divisor = 1;
-  ReduceOp op = ReduceOp::sum;         // min and max: Family::none, fp16, bf16; NaN wins
-  std::uint64_t key = 0;               // stochastic rounding: mixed from (seed, rank, step)
-  std::uint64_t offset = 0;            // index of the first element in the caller's tensor: the counter
+  ReduceOp op = ReduceOp::sum;  // min and max: Family::none, fp16, bf16; NaN wins
+  std::uint64_t key = 0;        // stochastic rounding: mixed from (seed, rank, step)
+  std::uint64_t offset = 0;     // index of the first element in the caller's tensor: the counter
   std::uint8_t* payload_out = nullptr;
-  void* out = nullptr;                 // may equal local
-  DType dtype = DType::f32;            // of the tensor: wire dtype of Family::none, dtype of `out`
-  DType out_dtype = DType::f32;        // dtype, or f32 for an accumulator
-  bool stream_payload = false;         // write payload_out / out with non-temporal stores: a hint, never
-  bool stream_out = false;             //   a change of bytes; the callee fences before it returns
+  void* out = nullptr;           // may equal local
+  DType dtype = DType::f32;      // of the tensor: wire dtype of Family::none, dtype of `out`
+  DType out_dtype = DType::f32;  // dtype, or f32 for an accumulator
+  bool stream_payload = false;   // write payload_out / out with non-temporal stores: a hint, never
+  bool stream_out = false;       //   a change of bytes; the callee fences before it returns
 };
 
 struct Kernels {
-  const char* name;         // "generic", "avx2", "avx512"
-  bool (*supported)();      // by this CPU
+  const char* name;     // "generic", "avx2", "avx512"
+  bool (*supported)();  // by this CPU
   void (*combine)(const Codec& codec, const Combine& call);
   // out[0, numel) = the decoded payload, in out_dtype; `dtype` is the tensor's (wire dtype of Family::none).
   void (*decode)(const Codec& codec, const std::uint8_t* payload, std::size_t numel, DType dtype, void* out,

@@ -104,18 +104,20 @@ void bind_kernels(py::module_& module) {
       "Every build of the kernels, best first: (name, whether this CPU can run it).");
   module.def(
       "wire_bytes",
-      [](const py::bytes& codec, std::size_t numel, int dtype) { return wire_bytes(unpack(codec), numel, dtype_of(dtype)); },
+      [](const py::bytes& codec, std::size_t numel, int dtype) {
+        return wire_bytes(unpack(codec), numel, dtype_of(dtype));
+      },
       py::arg("codec"), py::arg("numel"), py::arg("dtype"));
-  module.def("granule_elements", [](const py::bytes& codec) { return granule_elements(unpack(codec)); },
-             py::arg("codec"));
+  module.def(
+      "granule_elements", [](const py::bytes& codec) { return granule_elements(unpack(codec)); }, py::arg("codec"));
   module.def(
       "mix_key", [](std::uint64_t seed, std::uint32_t rank, std::uint32_t step) { return mix_key(seed, rank, step); },
       py::arg("seed"), py::arg("rank"), py::arg("step"), "The key of one encoding, for stochastic rounding.");
   module.def("combine", &combine, py::arg("kernel"), py::arg("codec"), py::arg("payloads"), py::arg("position"),
              py::arg("local"), py::arg("local_dtype"), py::arg("residual_in"), py::arg("residual_out"),
              py::arg("numel"), py::arg("divisor"), py::arg("op"), py::arg("key"), py::arg("offset"),
-             py::arg("payload_out"), py::arg("out"), py::arg("dtype"), py::arg("out_dtype"),
-             py::arg("stream_payload"), py::arg("stream_out"), "One call of Kernels::combine on raw addresses.");
+             py::arg("payload_out"), py::arg("out"), py::arg("dtype"), py::arg("out_dtype"), py::arg("stream_payload"),
+             py::arg("stream_out"), "One call of Kernels::combine on raw addresses.");
   module.def("decode", &decode, py::arg("kernel"), py::arg("codec"), py::arg("payload"), py::arg("numel"),
              py::arg("dtype"), py::arg("out"), py::arg("out_dtype"), py::arg("stream"),
              "One call of Kernels::decode on raw addresses.");

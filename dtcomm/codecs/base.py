@@ -34,8 +34,8 @@ ALIGN = 16
 class Layout:
     """Where the bytes of a granule lie: fields of one value per block, then codes, then zeros up to 16 bytes.
 
-    granule: elements; block: elements that share a scale (1: there is none); field_bytes: of one scale or zero
-    point; fields: values per block (0, 1 or 2); code_bits: of one element.
+    granule: elements; block: elements that share a scale (1: there is none); field_bytes: of one scale or
+    zero point; fields: values per block (0, 1 or 2); code_bits: of one element.
     """
 
     granule: int = GRANULE
@@ -72,7 +72,7 @@ def option(*, default: Any, valid: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Codec(abc.ABC):
-    """A byte layout. ``str(codec)`` is its spec, which ``dtcomm.codecs.codec`` parses back to an equal value."""
+    """A byte layout. ``str(codec)`` is its spec; ``dtcomm.codecs.codec`` parses it back to an equal value."""
 
     family: ClassVar[int]  # csrc/codec/codec.h's number
     elementwise: ClassVar[bool] = False  # no element's bytes depend on its neighbours
@@ -138,7 +138,13 @@ class Codec(abc.ABC):
 
 
 def pack(
-    family: int, bits: int = 0, scale: int = 0, symmetric: bool = True, stochastic: bool = False, block: int = 0
+    family: int,
+    *,
+    bits: int = 0,
+    scale: int = 0,
+    symmetric: bool = True,
+    stochastic: bool = False,
+    block: int = 0,
 ) -> bytes:
     """csrc/codec/codec.h's ``Codec`` as bytes."""
     return struct.pack("<5B3xI", family, bits, scale, symmetric, stochastic, block)

@@ -1,10 +1,11 @@
 """Integer codes with a scale per block.
 
 The defaults are for gradients. `block=32`: one large element spoils the resolution of 31 others and not of
-thousands, and 2 bytes a block is 6 % of the payload; a longer block saves at most that. `scale=bf16`: the range
-of fp32, so that blocks of 1e-30 and of 1e30 survive, in half the bytes; its rounding moves the largest element by
-at most a quarter of a step. `symmetric=true`: gradients are centred on zero, which is then exact. `round=nearest`:
-half the error of stochastic rounding; error feedback, not randomness, removes what bias is left.
+thousands, and 2 bytes a block is 6 % of the payload; a longer block saves at most that. `scale=bf16`: the
+range of fp32, so that blocks of 1e-30 and of 1e30 survive, in half the bytes; its rounding moves the largest
+element by at most a quarter of a step. `symmetric=true`: gradients are centred on zero, which is then exact.
+`round=nearest`: half the error of stochastic rounding; error feedback, not randomness, removes what bias is
+left.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Integer(Codec):
     @property
     def levels(self) -> int:
         """The largest code; the smallest is its negative where symmetric, otherwise 0."""
-        return 2 ** (self.bits - 1) - 1 if self.symmetric else 2**self.bits - 1
+        return (1 << (self.bits - 1 if self.symmetric else self.bits)) - 1
 
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
         return Layout(
@@ -67,5 +68,10 @@ class Integer(Codec):
 
     def native(self) -> bytes:
         return pack(
-            self.family, self.bits, _SCALES[self.scale], self.symmetric, self.round == "stochastic", self.block
+            self.family,
+            bits=self.bits,
+            scale=_SCALES[self.scale],
+            symmetric=self.symmetric,
+            stochastic=self.round == "stochastic",
+            block=self.block,
         )

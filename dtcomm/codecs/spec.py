@@ -1,4 +1,4 @@
-"""Spec strings, the registry of codecs, and the way from one to the other: ``int8:block=64,round=stochastic``."""
+"""Spec strings (``int8:block=64,round=stochastic``) and the registry of codecs that they are made from."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def names() -> tuple[str, ...]:
 def codec(spec: str | Codec) -> Codec:
     """The codec that `spec` describes; a codec is returned unchanged.
 
-    Raises TypeError where `spec` is neither, ValueError naming the part that is wrong and what is valid there.
+    Raises TypeError where `spec` is neither, ValueError naming the part that is wrong and what is valid
+    there.
     """
     if isinstance(spec, Codec):
         return spec

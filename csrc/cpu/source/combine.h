@@ -185,7 +185,8 @@ inline void decode(const Codec& codec, const std::uint8_t* payload, std::size_t 
       const std::size_t n = smaller(plan.layout.granule, numel - at);
       void* to = const_cast<std::uint8_t*>(element(out, at, out_dtype));
       const bool direct = out_dtype == DType::f32 && !stream;
-      const float* floats = floats_of(plan, payload + payload_at, n, direct ? static_cast<float*>(to) : scratch.decoded);
+      const float* floats =
+          floats_of(plan, payload + payload_at, n, direct ? static_cast<float*>(to) : scratch.decoded);
       if (floats != to) put_floats(out_dtype, floats, n, to, stream, scratch.term);
       payload_at += plan.layout.bytes(n);
     }

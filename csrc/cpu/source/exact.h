@@ -88,21 +88,31 @@ inline void combine_exact_op(const Combine& call) {
 template <class T, bool Logical = false>
 inline void combine_exact(const Combine& call) {
   switch (call.op) {
-    case ReduceOp::sum: return combine_exact_op<T, Logical, ReduceOp::sum>(call);
-    case ReduceOp::min: return combine_exact_op<T, Logical, ReduceOp::min>(call);
-    case ReduceOp::max: return combine_exact_op<T, Logical, ReduceOp::max>(call);
+    case ReduceOp::sum:
+      return combine_exact_op<T, Logical, ReduceOp::sum>(call);
+    case ReduceOp::min:
+      return combine_exact_op<T, Logical, ReduceOp::min>(call);
+    case ReduceOp::max:
+      return combine_exact_op<T, Logical, ReduceOp::max>(call);
   }
 }
 
 inline void combine_exact(const Combine& call) {
   switch (call.dtype) {
-    case DType::f64: return combine_exact<double>(call);
-    case DType::i8: return combine_exact<std::int8_t>(call);
-    case DType::u8: return combine_exact<std::uint8_t>(call);
-    case DType::i16: return combine_exact<std::int16_t>(call);
-    case DType::i32: return combine_exact<std::int32_t>(call);
-    case DType::i64: return combine_exact<std::int64_t>(call);
-    default: return combine_exact<std::uint8_t, true>(call);
+    case DType::f64:
+      return combine_exact<double>(call);
+    case DType::i8:
+      return combine_exact<std::int8_t>(call);
+    case DType::u8:
+      return combine_exact<std::uint8_t>(call);
+    case DType::i16:
+      return combine_exact<std::int16_t>(call);
+    case DType::i32:
+      return combine_exact<std::int32_t>(call);
+    case DType::i64:
+      return combine_exact<std::int64_t>(call);
+    default:
+      return combine_exact<std::uint8_t, true>(call);
   }
 }
 

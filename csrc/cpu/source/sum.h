@@ -42,8 +42,8 @@ inline void sum_lines(const float* const* terms, std::size_t begin, std::size_t 
   }
 }
 
-inline void sum_elements(const float* const* terms, int count, std::size_t begin, std::size_t end,
-                         std::size_t divisor, const Targets& to) {
+inline void sum_elements(const float* const* terms, int count, std::size_t begin, std::size_t end, std::size_t divisor,
+                         const Targets& to) {
   for (std::size_t i = begin; i < end; ++i) {
     float sum = cells<float>(terms[0])[i].value;
     for (int t = 1; t < count; ++t) sum = sum + cells<float>(terms[t])[i].value;
@@ -62,13 +62,27 @@ inline void sum_terms(const float* const* terms, int count, std::size_t n, std::
   const std::size_t body = head + (n - head) / kStep * kStep;
   sum_elements(terms, count, 0, head, divisor, to);
   switch (count) {
-    case 2: sum_lines<2>(terms, head, body, divisor, to); break;
-    case 3: sum_lines<3>(terms, head, body, divisor, to); break;
-    case 4: sum_lines<4>(terms, head, body, divisor, to); break;
-    case 5: sum_lines<5>(terms, head, body, divisor, to); break;
-    case 6: sum_lines<6>(terms, head, body, divisor, to); break;
-    case 7: sum_lines<7>(terms, head, body, divisor, to); break;
-    default: sum_lines<8>(terms, head, body, divisor, to); break;
+    case 2:
+      sum_lines<2>(terms, head, body, divisor, to);
+      break;
+    case 3:
+      sum_lines<3>(terms, head, body, divisor, to);
+      break;
+    case 4:
+      sum_lines<4>(terms, head, body, divisor, to);
+      break;
+    case 5:
+      sum_lines<5>(terms, head, body, divisor, to);
+      break;
+    case 6:
+      sum_lines<6>(terms, head, body, divisor, to);
+      break;
+    case 7:
+      sum_lines<7>(terms, head, body, divisor, to);
+      break;
+    default:
+      sum_lines<8>(terms, head, body, divisor, to);
+      break;
   }
   sum_elements(terms, count, body, n, divisor, to);
 }

@@ -1,0 +1,51 @@
+"""The random numbers of stochastic rounding, as csrc/codec/random.h makes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_M = 0xFFFFFFFF
+
+
+def mix32(h: Any) -> Any:
+    """A bijection of 32-bit words (a Python int or an array of uint32) that spreads every bit."""
+    h = h ^ (h >> 16)
+    h = (h * 0x7FEB352D) & _M
+    h = h ^ (h >> 15)
+    h = (h * 0x846CA68B) & _M
+    return h ^ (h >> 16)
+
+
+def uniform(key: int, offset: int, count: int) -> npt.NDArray[np.float32]:
+    """`count` multiples of 2^-24 in [0, 1): those of the elements from index `offset` on."""
+    index = np.uint64(offset) + np.arange(count, dtype=np.uint64)
+    low, high = key & _M, key >> 32 & _M
+    between = mix32((high + mix32((low + 0x85EBCA6B) & _M)) & _M)
+    pages, page_of = np.unique(index >> np.uint64(32), return_inverse=True)
+    starts = [mix32((low + mix32((high + mix32((int(page) + 0x9E3779B9) & _M)) & _M)) & _M) for page in pages]
+    before = np.array(starts, np.uint32)[page_of]
+    h = index.astype(np.uint32) ^ before
+    h ^= h >> np.uint32(16)
+    h *= np.uint32(0x7FEB352D)
+    h += np.uint32(between)
+    h ^= h >> np.uint32(15)
+    h *= np.uint32(0x846CA68B)
+    h ^= h >> np.uint32(16)
+    return (h >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)
+
+
+def mix_key(seed: int, rank: int, step: int) -> int:
+    """The key of one encoding: which call, whose, and the how-manieth of that rank."""
+    mask = 0xFFFFFFFFFFFFFFFF
+    h = seed & mask
+    for word in (0x9E3779B97F4A7C15, rank, step):
+        h = (h + word) & mask
+        h ^= h >> 30
+        h = (h * 0xBF58476D1CE4E5B9) & mask
+        h ^= h >> 27
+        h = (h * 0x94D049BB133111EB) & mask
+        h ^= h >> 31
+    return h

@@ -1,0 +1,222 @@
+"""The verbs: floats into payloads, payloads into floats and into sums, each in one pass over memory.
+
+Tensors are contiguous and on the CPU, of any shape; they are read and written in memory order. Every verb
+takes an `out`: at tens of megabytes a fresh allocation costs more than the encoding, so hot paths reuse their
+buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from dtcomm.codecs import Codec
+from dtcomm.codecs import codec as parse
+from dtcomm.codecs.base import FLOAT_TYPES
+from dtcomm.kernels import checks, dispatch, native, reference
+from dtcomm.kernels.call import Combine
+from dtcomm.kernels.dispatch import available, current, use
+
+__all__ = ["available", "current", "decode", "encode", "reduce", "reduce_encode", "use"]
+
+
+def encode(
+    codec: Codec | str,
+    x: torch.Tensor,
+    key: int = 0,
+    offset: int = 0,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    *,
+    decoded: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The payload of `x`: uint8, ``codec.wire_bytes(x.numel(), x.dtype)`` bytes.
+
+    `key` and `offset` (the index of x's first element in the caller's tensor) choose the random numbers of
+    stochastic rounding. `residual` (float32, as many elements) is added to x and becomes what the encoding
+    lost; where that is no number it stays as it was. `decoded` receives what the payload decodes to; it may
+    be `x`.
+
+    Raises TypeError or ValueError naming the argument.
+    """
+    codec = parse(codec)
+    x = checks.tensor("x", x)
+    dtype = checks.element_type("x", codec, x.dtype)
+    payload = _payload_out(out, codec, x.numel(), dtype)
+    call = Combine(
+        codec=codec,
+        numel=x.numel(),
+        dtype=dtype,
+        local=x,
+        residual=_residual(residual, x.numel(), dtype),
+        key=checks.word("key", key),
+        offset=checks.word("offset", offset),
+        payload_out=payload,
+        out=None if decoded is None else checks.floats("decoded", decoded, x.numel(), dtype),
+    )
+    _run(call)
+    return payload
+
+
+def decode(
+    codec: Codec | str,
+    payload: torch.Tensor,
+    numel: int,
+    dtype: torch.dtype = torch.float32,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The `numel` elements of `payload` as a tensor of `dtype`, which for `none` is also their type in the
+    payload.
+
+    `out`, where given, has `numel` elements of `dtype`. Raises TypeError or ValueError naming the argument.
+    """
+    codec = parse(codec)
+    numel = checks.count("numel", numel)
+    checks.element_type("dtype", codec, dtype)
+    payload = checks.payload("payload", payload, codec, numel, dtype)
+    out = torch.empty(numel, dtype=dtype) if out is None else checks.floats("out", out, numel, dtype)
+    kernel = dispatch.current()
+    if kernel == dispatch.REFERENCE:
+        reference.decode(codec, payload, numel, dtype, out)
+    else:
+        native.decode(kernel, codec, payload, numel, dtype, out)
+    return out
+
+
+def reduce(
+    codec: Codec | str,
+    payloads: Sequence[torch.Tensor],
+    numel: int,
+    local: torch.Tensor | None = None,
+    position: int | None = None,
+    divisor: int = 1,
+    out: torch.Tensor | None = None,
+    *,
+    op: str = "sum",
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The sum of `payloads`, in that order, as `numel` floats; `local` stands before ``payloads[position]``.
+
+    The sum is taken in float32 (other types of `none`: in their own), divided by `divisor` and rounded once
+    to the type of `out`. `dtype` is the type of the tensor that is reduced: by default local's, else out's,
+    else float32; local and out are of that type or float32 (a running sum). `position` is last by default.
+    `op` min and max: `none`, `fp16` and `bf16`; NaN wins. Raises TypeError or ValueError naming the argument.
+    """
+    call = _reduction(codec, payloads, numel, local, position, divisor, op, dtype, out)
+    if out is None:
+        out = torch.empty(numel, dtype=call.dtype)
+    else:
+        checks.floats("out", out, numel, call.dtype, *_running(call.dtype))
+    _run(replace(call, out=out))
+    return out
+
+
+def reduce_encode(
+    codec: Codec | str,
+    payloads: Sequence[torch.Tensor],
+    numel: int,
+    local: torch.Tensor | None = None,
+    position: int | None = None,
+    divisor: int = 1,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    *,
+    op: str = "sum",
+    dtype: torch.dtype | None = None,
+    key: int = 0,
+    offset: int = 0,
+    decoded: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """:func:`reduce`, encoded again: returns the payload of the (divided) sum.
+
+    `residual` is added to `local` (or stands at `position` in its place) and becomes the error of the new
+    encoding times `divisor`, so that it can be added to this rank's contribution to the next sum. `decoded`
+    receives what the payload decodes to; `out` is the payload. Raises TypeError or ValueError naming the
+    argument.
+    """
+    call = _reduction(codec, payloads, numel, local, position, divisor, op, dtype, decoded)
+    dtype = call.dtype
+    if decoded is not None:
+        checks.floats("decoded", decoded, numel, dtype, *_running(dtype))
+    payload = _payload_out(out, call.codec, numel, dtype)
+    _run(
+        replace(
+            call,
+            residual=_residual(residual, numel, dtype),
+            key=checks.word("key", key),
+            offset=checks.word("offset", offset),
+            payload_out=payload,
+            out=decoded,
+        )
+    )
+    return payload
+
+
+def _reduction(
+    codec: Codec | str,
+    payloads: Sequence[torch.Tensor],
+    numel: int,
+    local: torch.Tensor | None,
+    position: int | None,
+    divisor: int,
+    op: str,
+    dtype: torch.dtype | None,
+    floats: torch.Tensor | None,
+) -> Combine:
+    """The part of a call that both reductions share."""
+    codec = parse(codec)
+    numel = checks.count("numel", numel)
+    if dtype is None:
+        known = [tensor.dtype for tensor in (local, floats) if isinstance(tensor, torch.Tensor)]
+        dtype = known[0] if known else torch.float32
+    checks.element_type("dtype", codec, dtype)
+    if not payloads and local is None:
+        raise ValueError("payloads: expected at least one payload or a local tensor, got none")
+    last = len(payloads)
+    position = last if position is None else checks.count("position", position)
+    if position > last:
+        raise ValueError(f"position: expected 0 to {last}, got {position}")
+    return Combine(
+        codec=codec,
+        numel=numel,
+        dtype=dtype,
+        payloads=tuple(
+            checks.payload(f"payloads[{i}]", payload, codec, numel, dtype)
+            for i, payload in enumerate(payloads)
+        ),
+        local=None if local is None else checks.floats("local", local, numel, dtype, *_running(dtype)),
+        position=position,
+        divisor=checks.divisor(divisor, dtype),
+        op=checks.operation(codec, op),
+    )
+
+
+def _run(call: Combine) -> None:
+    if call.numel == 0:
+        return
+    kernel = dispatch.current()
+    if kernel == dispatch.REFERENCE:
+        reference.combine(call)
+    else:
+        native.combine(kernel, call)
+
+
+def _running(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The type of a running sum of `dtype`, where that is another one."""
+    return (torch.float32,) if dtype in FLOAT_TYPES else ()
+
+
+def _residual(residual: torch.Tensor | None, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+    if residual is None:
+        return None
+    if dtype not in FLOAT_TYPES:
+        raise TypeError(f"residual: {dtype} is summed as itself and loses nothing; expected None")
+    return checks.floats("residual", residual, numel, torch.float32)
+
+
+def _payload_out(out: torch.Tensor | None, codec: Codec, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    if out is None:
+        return torch.empty(codec.wire_bytes(numel, dtype), dtype=torch.uint8)
+    return checks.payload("out", out, codec, numel, dtype)
