@@ -1,6 +1,8 @@
-"""Which settings of the hand-written all-reduce win on this machine, size by size, and how near the floor that is.
+"""Which settings of the hand-written all-reduce win on this machine, size by size, beside the floor.
 
-python -m bench.yardstick_sweep [--ranks 2] [--sizes BYTES ...] [--quick]: adds to bench/results/yardstick-sweep.json.
+python -m bench.yardstick_sweep [--ranks 2] [--sizes BYTES ...] [--quick]
+
+Adds to bench/results/yardstick-sweep.json.
 """
 
 from __future__ import annotations
@@ -13,33 +15,14 @@ from functools import partial
 from pathlib import Path
 
 from bench.common import machine, native, output
-from bench.common.native import Segment, Tuning, Yardstick, tuning
-from bench.common.pool import Pool, pin
+from bench.common.native import Segment, Tuning, tuning
+from bench.common.pool import Pool
 from bench.common.stats import Timing, iterations
+from bench.common.yard_rank import YardRank
 
 KB, MB = 1 << 10, 1 << 20
 SIZES = [KB, 64 * KB, MB, 16 * MB, 64 * MB, 256 * MB]
 RING = 8 * MB
-
-
-class Contestant:
-    """One rank: a pair of private skewed buffers beside the segment."""
-
-    def __init__(self, rank: int, ranks: int, address: tuple[str, int, int, int], largest: int) -> None:
-        pin(rank)
-        self.yardstick = Yardstick(address, rank)
-        # The copies' target is skewed against its source as well.
-        self.x = native.library().yardstick_allocate(largest, (2 * rank + 1) * native.SKEW)
-        self.y = native.library().yardstick_allocate(largest, (2 * rank + 2) * native.SKEW)
-
-    def measure(self, algorithm: int, numel: int, settings: dict[str, int], warm: int, iters: int) -> float:
-        """Seconds a call on this rank."""
-        x = None if algorithm == native.DIRECT else self.x
-        return self.yardstick.time(algorithm, x, self.y, numel, Tuning(**settings), warm=warm, iters=iters)
-
-    def close(self) -> None:
-        """Unmaps the segment."""
-        self.yardstick.close()
 
 
 def candidates(size: int, ranks: int) -> dict[str, tuple[int, Tuning]]:
@@ -57,7 +40,9 @@ def candidates(size: int, ranks: int) -> dict[str, tuple[int, Tuning]]:
                 if ahead + behind >= slots or (slots > 2 and behind == 0):
                     continue
                 streams = "".join(
-                    f" nt-{n}" for n, on in zip(("stage", "slot", "result"), (stage, slot, result)) if on
+                    f" nt-{n}"
+                    for n, on in zip(("stage", "slot", "result"), (stage, slot, result), strict=True)
+                    if on
                 )
                 name = f"two-shot {piece} KB x {slots} lag {ahead}+{behind}{streams}"
                 settings = tuning(
@@ -134,12 +119,12 @@ def main() -> None:
     budget, rounds = (0.01, 3) if options.quick else (0.03, 7)
     segment = Segment.create(options.ranks, RING, sizes[-1])
     results = []
-    with Pool(Contestant, options.ranks, address=segment.address, largest=sizes[-1]) as pool:
+    with Pool(YardRank, options.ranks, address=segment.address, largest=sizes[-1]) as pool:
         for size in sizes:
             rows, conditions = machine.steady(partial(sweep, pool, size, options.ranks, budget, rounds))
             results.append({"bytes": size, **conditions, "candidates": notable(rows)})
             output.table(
-                f"{output.size_name(size)}, {options.ranks} ranks, round trip {conditions['round_trip_ns']} ns",
+                f"{output.size_name(size)}, {options.ranks} ranks, {conditions['round_trip_ns']} ns",
                 ["how", "median us", "quartiles us", "best us"],
                 [
                     [str(row[k]) for k in ("name", "median_us", "quartiles_us", "best_us")]

@@ -1,4 +1,4 @@
-"""What a result must say about where it was measured, and a measurement that notices when the machine moved."""
+"""What a result must say about where it was measured, and a way to notice that the machine moved."""
 
 from __future__ import annotations
 
@@ -55,8 +55,10 @@ def _commit() -> str:
 
 
 def placement(nanoseconds: float | None) -> str:
-    """Where the two cores are to each other. A short round trip alone does not tell: cores of one L3 have been seen
-    at 55 ns and the two threads of a core at 49."""
+    """Where the two cores are to each other.
+
+    A short round trip alone does not tell: cores of one L3 were seen at 55 ns, two threads of a core at 49.
+    """
     if nanoseconds is None:
         return "one core"
     if nanoseconds < 90 and share_one_core():
@@ -72,7 +74,7 @@ def load() -> float:
 def steady(measure: Callable[[], T], attempts: int = 3) -> tuple[T, dict[str, object]]:
     """``measure()`` with the cores' round trip before and after; again where the two readings disagree.
 
-    The second value is for the result file: round trips, how many attempts were made, and whether the last was steady.
+    The second value is for the result file: round trips, attempts made, and whether the last was steady.
     """
     for attempt in range(1, attempts + 1):
         before = round_trip_ns()

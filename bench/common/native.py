@@ -1,4 +1,4 @@
-"""Builds the yardsticks of ``bench/native`` and calls them: the hand-written all-reduce, the memory floor, the probe."""
+"""Builds and calls what is in ``bench/native``: the hand-written all-reduce, the memory floor, the probe."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Tuning(ctypes.Structure):
 
 
 def tuning(piece_bytes: int = 256 << 10, slots: int = 4, *, ranks: int = 2, **overrides: int) -> Tuning:
-    """Settings for pieces of ``piece_bytes`` in ``slots`` slots; with more ranks than cores a wait spins only briefly."""
+    """Pieces of ``piece_bytes`` in ``slots`` slots; with more ranks than cores a wait spins only briefly."""
     crowded = ranks > (os.cpu_count() or 1)
     values = {
         "piece_bytes": piece_bytes,
@@ -63,7 +63,7 @@ def tuning(piece_bytes: int = 256 << 10, slots: int = 4, *, ranks: int = 2, **ov
 def compile_shared(
     name: str, sources: list[str], compiler: str = "g++", flags: list[str] | None = None
 ) -> Path:
-    """``build/bench/<name>``, rebuilt where a source or header is newer. RuntimeError with the compiler's words."""
+    """``build/bench/<name>``, rebuilt where a source is newer. RuntimeError with the compiler's words."""
     out = BUILD / name
     newest = max(path.stat().st_mtime for path in SOURCES.iterdir())
     if out.exists() and out.stat().st_mtime >= newest:
@@ -121,7 +121,7 @@ def library() -> ctypes.CDLL:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """An anonymous shared segment that ranks open by path; it lives as long as the process that made it holds ``fd``."""
+    """An anonymous shared segment that ranks open by path while the process that made it holds ``fd``."""
 
     fd: int
     ranks: int
@@ -130,7 +130,7 @@ class Segment:
 
     @classmethod
     def create(cls, ranks: int, ring_bytes: int, tensor_bytes: int) -> Segment:
-        """A new segment with a ring of ``ring_bytes`` and a tensor of ``tensor_bytes`` for each of ``ranks``."""
+        """A new segment: a ring of ``ring_bytes`` and a tensor of ``tensor_bytes`` for each of ``ranks``."""
         fd = os.memfd_create("yardstick")
         os.ftruncate(fd, library().yardstick_bytes(ranks, ring_bytes, tensor_bytes))
         return cls(fd=fd, ranks=ranks, ring_bytes=ring_bytes, tensor_bytes=tensor_bytes)
@@ -188,7 +188,7 @@ class Yardstick:
 
 
 def round_trip_ns(batches: int = 200, trips: int = 200) -> float | None:
-    """Nanoseconds that a cache line takes between the first two CPUs of this process; None where it has only one."""
+    """Nanoseconds of a cache line's round trip between this process's first two CPUs; None if it has one."""
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < 2:
         return None

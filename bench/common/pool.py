@@ -1,7 +1,7 @@
 """Rank processes that wait, blocked, until they are told to measure, so that contestants can take turns.
 
-A contestant is a class whose objects live in the rank processes; ``Pool.call`` runs one of its methods on all ranks
-at once and returns what each returned.
+A contestant is a class whose objects live in the rank processes; ``Pool.call`` runs one of its methods on
+all ranks at once and returns what each returned.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _serve(connection: Connection, contestant: type, rank: int, ranks: int, kwar
         connection.send((True, None))
     except (EOFError, KeyboardInterrupt):
         pass
-    except Exception:  # noqa: BLE001 (the pool raises it again, with the rank)
+    except Exception:  # the pool raises it again, with the rank
         connection.send((False, traceback.format_exc()))
 
 

@@ -1,0 +1,226 @@
+"""dtcomm.all_reduce beside Gloo, Open MPI, a hand-written all-reduce and the memory floor, in one run.
+
+python -m bench.all_reduce [--ranks 2 4] [--sizes 1K 64M] [--quick] [--only gloo dtcomm] [--json FILE]
+
+fp32 sum in place. Contestants take turns within every repetition; figures are medians of the slowest rank.
+Exit status 1 where a result is wrong; a missed target is printed, not an error: machines differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from bench.common import machine, mpi, native, output
+from bench.common.native import Segment, tuning
+from bench.common.pool import Pool
+from bench.common.stats import Timing, iterations
+from bench.common.targets import KB, MB, all_reduce_targets, judge
+from bench.common.torch_rank import TorchRank, rendezvous
+from bench.common.yard_rank import YardRank
+
+SIZES = {2: [KB, 64 * KB, MB, 16 * MB, 64 * MB, 256 * MB], 4: [KB, 64 * KB, MB, 16 * MB, 64 * MB]}
+RING = 8 * MB
+FAMILIES = ["dtcomm", "dtcomm.empty", "gloo", "mpi", "yardstick", "yardstick, in segment", "floor"]
+GROUPS = ("dtcomm", "gloo", "mpi", "yardstick")
+Measure = Callable[..., list[Any]]
+Checks = list[tuple[str, Measure]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """``call(numel=, warm=, iters=)`` gives the seconds on every rank; the best of a family stands for it."""
+
+    family: str
+    variant: str
+    call: Measure
+    largest: int = 1 << 62
+
+
+def yardsticks(pool: Pool, ranks: int) -> list[Contestant]:
+    """The settings that won somewhere in yardstick_sweep, and the floor."""
+    settings = {
+        "one-shot": (native.ONE_SHOT, tuning(ranks=ranks), 128 * KB),
+        "one-shot, non-temporal": (native.ONE_SHOT, tuning(ranks=ranks, stream_stage=1), 128 * KB),
+        "two-shot 1 MB x 2": (native.TWO_SHOT, tuning(MB, 2, ranks=ranks), 4 * MB),
+        "two-shot 256 KB x 4": (native.TWO_SHOT, tuning(256 * KB, 4, ranks=ranks), 1 << 40),
+        "two-shot 256 KB x 8": (native.TWO_SHOT, tuning(256 * KB, 8, ranks=ranks), 1 << 40),
+        "two-shot 512 KB x 4, result non-temporal": (
+            native.TWO_SHOT,
+            tuning(512 * KB, 4, ranks=ranks, stream_result=1),
+            1 << 40,
+        ),
+        "two-shot 256 KB x 4, staging non-temporal": (
+            native.TWO_SHOT,
+            tuning(256 * KB, 4, ranks=ranks, stream_stage=1, stream_slot=1),
+            1 << 40,
+        ),
+    }
+    found = [
+        Contestant(family="yardstick", variant=name, call=_yard(pool, algorithm, settings), largest=largest)
+        for name, (algorithm, settings, largest) in settings.items()
+    ]
+    for family, variant, algorithm in (
+        ("yardstick, in segment", "direct", native.DIRECT),
+        ("floor", "copy", native.COPY),
+        ("floor", "non-temporal copy", native.STREAMING_COPY),
+        ("floor", "in place", native.UPDATE),
+    ):
+        call = _yard(pool, algorithm, tuning(ranks=ranks))
+        found.append(Contestant(family=family, variant=variant, call=call))
+    return found
+
+
+def _yard(pool: Pool, algorithm: int, settings: native.Tuning) -> Measure:
+    return partial(pool.call, "measure", algorithm=algorithm, settings=settings.as_dict())
+
+
+def contestants(
+    stack: ExitStack, ranks: int, largest: int, only: list[str]
+) -> tuple[list[Contestant], Checks]:
+    """Starts the processes of every contestant in ``only``; ``stack`` ends them."""
+    found: list[Contestant] = []
+    checks: Checks = []
+    if "dtcomm" in only:
+        pool = stack.enter_context(Pool(TorchRank, ranks, rendezvous=rendezvous()))
+        for how in ("dtcomm", "dtcomm.empty"):
+            found.append(Contestant(family=how, variant="", call=partial(pool.call, "measure", how=how)))
+            checks.append((how, partial(pool.call, "wrong", how=how)))
+    if "gloo" in only:
+        # Bound to one core, Gloo's caller and its I/O thread get in each other's way.
+        pool = stack.enter_context(Pool(TorchRank, ranks, rendezvous=rendezvous(), pinned=False))
+        found.append(Contestant(family="gloo", variant="", call=partial(pool.call, "measure", how="gloo")))
+        checks.append(("gloo", partial(pool.call, "wrong", how="gloo")))
+    if "mpi" in only:
+        absent = mpi.missing()
+        if absent:
+            print(absent)
+        for setting in [] if absent else mpi.SETTINGS:
+            started = stack.enter_context(closing(mpi.MpiRanks(setting, ranks)))
+            found.append(Contestant(family="mpi", variant=setting, call=partial(started.call, "measure")))
+    if "yardstick" in only:
+        segment = stack.enter_context(closing(Segment.create(ranks, RING, largest)))
+        pool = stack.enter_context(Pool(YardRank, ranks, address=segment.address, largest=largest))
+        found += yardsticks(pool, ranks)
+    return found, checks
+
+
+def measure(field: list[Contestant], size: int, repetitions: int, budget: float) -> list[list[float]]:
+    """Seconds a call of the slowest rank, per contestant and repetition; contestants take turns."""
+    numel = size // 4
+    first = [max(each.call(numel=numel, warm=1, iters=1)) for each in field]
+    iters = [iterations(seconds, budget) for seconds in first]
+    times: list[list[float]] = [[] for _ in field]
+    for _ in range(repetitions):
+        for each, count, series in zip(field, iters, times, strict=True):
+            series.append(max(each.call(numel=numel, warm=1, iters=count)))
+    return times
+
+
+def compare(ranks: int, sizes: list[int], only: list[str], quick: bool) -> dict[str, Any]:
+    """All contestants at all sizes; ``best`` maps size and family to the best variant's timing."""
+    rows: list[dict[str, Any]] = []
+    best: dict[int, dict[str, Timing]] = {}
+    with ExitStack() as stack:
+        field, checks = contestants(stack, ranks, max(sizes), only)
+        for size in sizes:
+            here = [each for each in field if size <= each.largest]
+            wrong = {name: max(check(numel=size // 4)) for name, check in checks}
+            repetitions, budget = (5, 0.02) if quick else (11, 0.04)
+            times, conditions = machine.steady(
+                partial(measure, here, size, repetitions, budget), attempts=2 if quick else 3
+            )
+            timings = [Timing.of(series) for series in times]
+            families = best[size] = {}
+            for each, timing in zip(here, timings, strict=True):
+                if each.family not in families or timing.median < families[each.family].median:
+                    families[each.family] = timing
+            rows.append(
+                {
+                    "bytes": size,
+                    "ranks": ranks,
+                    **conditions,
+                    "wrong": wrong,
+                    "contestants": [
+                        {"family": each.family, "variant": each.variant, **timing.as_dict()}
+                        for each, timing in zip(here, timings, strict=True)
+                    ],
+                }
+            )
+    return {"ranks": ranks, "rows": rows, "best": best}
+
+
+def show(found: dict[str, Any]) -> None:
+    """One table: microseconds of everyone, then dtcomm's ratios."""
+    families = [f for f in FAMILIES if any(f in timings for timings in found["best"].values())]
+    ours = "dtcomm" in families
+    heads = [f for f in ("gloo", "mpi", "yardstick") if ours and f in families]
+    columns = ["size", *(f"{family} µs" for family in families), *(f"vs {head}" for head in heads)]
+    with_floor = ours and "floor" in families
+    columns += ["of floor", "of floor, empty"] if with_floor else []
+    lines = []
+    for row in found["rows"]:
+        timings: dict[str, Timing] = found["best"][row["bytes"]]
+        line = [output.size_name(row["bytes"])]
+        line += [output.microseconds(timings[f].median) if f in timings else "-" for f in families]
+        line += [f"{timings[head].median / timings['dtcomm'].median:.2f}x" for head in heads]
+        if with_floor:
+            line += [f"{timings['floor'].median / timings[f].median:.0%}" for f in ("dtcomm", "dtcomm.empty")]
+        lines.append([*line, _where(row)])
+    output.table(f"all_reduce, fp32 sum in place, {found['ranks']} ranks", [*columns, "round trip"], lines)
+
+
+def _where(row: dict[str, Any]) -> str:
+    trips = [trip for trip in row["round_trip_ns"] if trip is not None]
+    return " / ".join(f"{trip:.0f}" for trip in trips) + " ns" + ("" if row["steady"] else ", moved")
+
+
+def parse_size(text: str) -> int:
+    """``64K`` -> 65536."""
+    scale = {"K": KB, "M": MB, "G": 1 << 30}.get(text[-1:].upper(), 1)
+    return int(text[:-1] if scale > 1 else text) * scale
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Measures, prints the tables and the targets, writes the file; returns what it wrote."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--sizes", type=parse_size, nargs="+", help="instead of 1K 64K 1M 16M 64M 256M")
+    parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS))
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter repetitions")
+    parser.add_argument("--json", help="where to write instead of bench/results/all_reduce.json")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+    rows: list[dict[str, Any]] = []
+    verdicts: list[dict[str, Any]] = []
+    for ranks in options.ranks:
+        found = compare(ranks, options.sizes or SIZES.get(ranks, SIZES[4]), options.only, options.quick)
+        show(found)
+        rows += found["rows"]
+        verdicts += judge(all_reduce_targets(ranks), found["best"])
+    if verdicts:
+        output.table(
+            "targets (set for cores on one L3)",
+            ["target", "at", "ranks", "figure", "verdict"],
+            [
+                [v["name"], output.size_name(v["bytes"]), v["ranks"], v["shown"], v["verdict"]]
+                for v in verdicts
+            ],
+        )
+    result = {"machine": machine.describe(), "quick": options.quick, "rows": rows, "targets": verdicts}
+    print(output.write("all_reduce", result, options.json))
+    return result
+
+
+if __name__ == "__main__":
+    wrong = [row for row in main()["rows"] if any(row["wrong"].values())]
+    sys.exit(f"wrong results: {[(row['bytes'], row['wrong']) for row in wrong]}" if wrong else 0)

@@ -1,0 +1,95 @@
+"""One rank with torch.distributed up: Gloo and dtcomm, called from Python as a user calls them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.common.pool import pin
+
+MODULUS = 13
+
+
+class TorchRank:
+    """``pinned`` binds the calling thread to a core; Gloo's own threads float either way."""
+
+    def __init__(self, rank: int, ranks: int, rendezvous: str, pinned: bool = True) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.set_num_threads(1)
+        self.rank, self.ranks = rank, ranks
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=60),
+        )
+        dist.barrier()
+        if pinned:
+            pin(rank)
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def measure(self, how: str, numel: int, warm: int, iters: int) -> float:
+        """Seconds a call on this rank, from ``iters`` back to back; the last warm-up aligns the ranks."""
+        call = self._call(how)
+        tensor = self._tensor(how, numel)
+        tensor.fill_(self.rank + 1.0)
+        for _ in range(max(1, warm)):
+            call(tensor)
+        start = time.perf_counter()
+        for _ in range(iters):
+            call(tensor)
+        return (time.perf_counter() - start) / iters
+
+    def wrong(self, how: str, numel: int) -> int:
+        """How many elements of a sum of small integers are not what they must be."""
+        tensor = self._tensor(how, numel)
+        index = torch.arange(numel, dtype=torch.int64)
+        tensor.copy_((index + self.rank) % MODULUS)
+        self._call(how)(tensor)
+        expected = sum(((index + r) % MODULUS for r in range(self.ranks)), torch.zeros_like(index))
+        return int((tensor != expected).sum())
+
+    def info(self) -> dict[str, Any]:
+        """What dtcomm says of its communicator."""
+        from dtcomm import collectives
+
+        return {key: str(value) for key, value in collectives.info().items()}
+
+    def close(self) -> None:
+        """Ends the process group."""
+        self._tensors.clear()
+        dist.destroy_process_group()
+
+    def _call(self, how: str) -> Callable[[torch.Tensor], Any]:
+        if how == "gloo":
+            return dist.all_reduce
+        import dtcomm
+
+        return dtcomm.all_reduce
+
+    def _tensor(self, how: str, numel: int) -> torch.Tensor:
+        """A tensor of ``numel`` floats that stays for the next call; one of each kind at a time."""
+        kind = "segment" if how == "dtcomm.empty" else "ordinary"
+        if kind not in self._tensors or self._tensors[kind].numel() != numel:
+            self._tensors.pop(kind, None)
+            if kind == "segment":
+                import dtcomm
+
+                self._tensors[kind] = dtcomm.empty(numel, dtype=torch.float32)
+            else:
+                self._tensors[kind] = torch.empty(numel)
+        return self._tensors[kind]
+
+
+def rendezvous() -> str:
+    """The name of a file that ranks can meet through, not yet there."""
+    return str(Path(tempfile.mkdtemp(prefix="dtcomm-bench-")) / "store")
