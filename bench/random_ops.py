@@ -1,0 +1,160 @@
+"""Random operations that every rank can work out for itself, and what a rank does with one."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import zlib
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import dtcomm
+
+CODECS = ("none", "none", "fp16", "bf16", "int8", "int8:block=32,round=stochastic")
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (*FLOATS, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8)
+LARGEST = 200_000
+WINDOW = 3  # asynchronous operations in flight
+WHOLE = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """``group`` indexes the subgroups, WHOLE is everyone; ``numel`` is one share's where there are shares."""
+
+    index: int
+    collective: str
+    numel: int
+    dtype: torch.dtype
+    codec: str
+    algorithm: str
+    op: str
+    group: int
+    overlap: bool
+
+    def input(self, rank: int, numel: int) -> torch.Tensor:
+        """Small integers, so that every order of summing, and every codec's cast, gives the same values."""
+        generator = torch.Generator().manual_seed(self.index * 64 + rank)
+        return torch.randint(0, 8, (numel,), generator=generator).to(self.dtype)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the result must equal Gloo's: no codec between, and no rounding of the average."""
+        return self.codec == "none" and (self.op != "avg" or self.dtype in FLOATS)
+
+
+def draw(chance: random.Random, index: int, groups: int, algorithms: dict[str, list[str]]) -> Operation:
+    """The next operation of a seeded sequence."""
+    collective = chance.choice(["all_reduce", "all_reduce", "reduce_scatter", "all_gather", "broadcast"])
+    codec = chance.choice(CODECS)
+    reduces = collective in ("all_reduce", "reduce_scatter")
+    dtype = chance.choice(DTYPES if codec == "none" else FLOATS)
+    ops = ["sum", "sum", *(["avg"] if dtype.is_floating_point else [])]
+    ops += [] if codec.startswith("int8") else ["min", "max"]
+    return Operation(
+        index=index,
+        collective=collective,
+        numel=min(LARGEST, int(2 ** chance.uniform(0, 17.7)) - 1),
+        dtype=dtype,
+        codec=codec,
+        algorithm=chance.choice(["auto", *algorithms[collective]]),
+        op=chance.choice(ops) if reduces else "sum",
+        group=chance.randrange(-1, groups) if groups else WHOLE,
+        overlap=chance.random() < 0.5,
+    )
+
+
+def memberships(ranks: int) -> list[tuple[int, ...]]:
+    """Every subgroup of two or more ranks that is not all of them."""
+    return [g for size in range(2, ranks) for g in itertools.combinations(range(ranks), size)]
+
+
+class Runner:
+    """One rank's end of a sequence: starts operations, finishes them in order, keeps digests of results."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.members = [*memberships(ranks), tuple(range(ranks))]  # WHOLE indexes the last
+        self.groups = [*(dist.new_group(list(m)) for m in self.members[:-1]), None]
+        # Communicators meet at their first call: here, while all ranks go through the groups in one order.
+        for members, group in zip(self.members, self.groups, strict=True):
+            if rank in members:
+                dtcomm.all_reduce(torch.zeros(1), group=group)
+        self.digests: dict[int, int] = {}
+        self.differs: list[str] = []
+        self._flying: deque[tuple[Operation, Any, torch.Tensor]] = deque()
+
+    def start(self, operation: Operation) -> None:
+        """Begins ``operation`` if this rank is a member; at most WINDOW are in flight."""
+        if self.rank not in self.members[operation.group]:
+            return
+        if not operation.overlap:
+            self.drain()
+        work, output = self._call(operation)
+        self._flying.append((operation, work, output))
+        if not operation.overlap or len(self._flying) > WINDOW:
+            self._finish()
+
+    def drain(self) -> None:
+        """Finishes whatever is in flight."""
+        while self._flying:
+            self._finish()
+
+    def _call(self, operation: Operation) -> tuple[Any, torch.Tensor]:
+        members = self.members[operation.group]
+        common: dict[str, Any] = {
+            "codec": operation.codec,
+            "algorithm": operation.algorithm,
+            "group": self.groups[operation.group],
+            "async_op": operation.overlap,
+        }
+        n, shares = operation.numel, len(members)
+        if operation.collective == "all_reduce":
+            output = operation.input(self.rank, n)
+            return dtcomm.all_reduce(output, operation.op, **common), output
+        if operation.collective == "reduce_scatter":
+            output = torch.empty(n, dtype=operation.dtype)
+            whole = operation.input(self.rank, n * shares)
+            return dtcomm.reduce_scatter(output, whole, operation.op, **common), output
+        if operation.collective == "all_gather":
+            output = torch.empty(n * shares, dtype=operation.dtype)
+            return dtcomm.all_gather(output, operation.input(self.rank, n), **common), output
+        output = operation.input(self.rank, n)
+        return dtcomm.broadcast(output, members[operation.index % shares], **common), output
+
+    def _finish(self) -> None:
+        operation, work, output = self._flying.popleft()
+        if work is not None:
+            work.wait()
+        # Ranks hold different shares of a scattered result: there is nothing to be identical to.
+        if operation.collective != "reduce_scatter":
+            self.digests[operation.index] = zlib.crc32(output.view(torch.uint8).numpy().tobytes())
+        if operation.exact and not torch.equal(output, self.expected(operation)):
+            self.differs.append(str(operation))
+
+    def expected(self, operation: Operation) -> torch.Tensor:
+        """Gloo's result for all_reduce over the whole group; elsewhere worked out from the inputs."""
+        members = self.members[operation.group]
+        if operation.collective == "all_reduce" and operation.group == WHOLE and operation.op != "avg":
+            output = operation.input(self.rank, operation.numel)
+            kinds = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+            dist.all_reduce(output, kinds[operation.op])
+            return output
+        n, shares = operation.numel, len(members)
+        if operation.collective == "broadcast":
+            return operation.input(members[operation.index % shares], n)
+        if operation.collective == "all_gather":
+            return torch.cat([operation.input(member, n) for member in members])
+        scattered = operation.collective == "reduce_scatter"
+        inputs = torch.stack([operation.input(member, n * shares if scattered else n) for member in members])
+        if operation.op in ("min", "max"):
+            whole = inputs.amin(0) if operation.op == "min" else inputs.amax(0)
+        else:
+            wide = inputs.to(torch.float32 if operation.dtype in FLOATS else operation.dtype).sum(0)
+            whole = (wide / shares if operation.op == "avg" else wide).to(operation.dtype)
+        mine = members.index(self.rank)
+        return whole[mine * n : (mine + 1) * n] if scattered else whole
