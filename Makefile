@@ -71,7 +71,7 @@ $(INSTALLED): pyproject.toml | $(NATIVE)
 	@touch $@
 
 $(ASAN): $(DEPS) $(NATIVE_INPUTS)
-	$(call native,build/asan,DTCOMM_BUILD_TYPE=RelWithDebInfo DTCOMM_SANITIZE=address$(comma)undefined)
+	$(call native,build/asan,DTCOMM_SANITIZE=address$(comma)undefined)
 	@touch $@
 
 comma := ,
@@ -87,7 +87,7 @@ NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 tsan: $(DEPS)  ## csrc/tests/*.cpp under ThreadSanitizer, without Python
 ifneq ($(wildcard csrc/tests/*.cpp),)
-	cmake -S . -B build/tsan -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DDTCOMM_SANITIZE=thread \
+	cmake -S . -B build/tsan -G Ninja -DDTCOMM_SANITIZE=thread \
 	  -DDTCOMM_PYTHON=OFF -DDTCOMM_TESTS=ON
 	cmake --build build/tsan
 	$(NO_ASLR) ctest --test-dir build/tsan --output-on-failure
