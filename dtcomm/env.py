@@ -27,7 +27,7 @@ VARIABLES: dict[str, Variable] = {
     ),
     "DTCOMM_RUNTIME": Variable(
         default="auto",
-        meaning="what moves the bytes: shared memory, or any group's own backend; auto: memory where ranks share it",
+        meaning="what moves the bytes: shared memory or the group's own backend; auto: memory if shared",
         choices=("auto", "native", "process_group"),
         shared=True,
     ),
@@ -40,7 +40,7 @@ VARIABLES: dict[str, Variable] = {
     ),
     "DTCOMM_STAGING": Variable(
         default="auto",
-        meaning="stores into shared memory: ordinary, streaming (past the cache); auto: by the cores' round trip",
+        meaning="stores into shared memory: ordinary, or streaming past the cache; auto: by the round trip",
         choices=("auto", "ordinary", "streaming"),
     ),
     "DTCOMM_PIECE_KIB": Variable(

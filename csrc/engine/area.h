@@ -12,9 +12,9 @@ namespace dtcomm {
 
 constexpr std::uint64_t kAreaMagic = 0x6474636f6d6d0003ull;
 constexpr std::size_t kLine = 64;
-constexpr int kSlots = 8;       // pieces that can be in flight
-constexpr int kOpRing = 64;     // op headers kept: a peer can be at most kSlots operations behind
-constexpr int kOpText = 160;    // bytes of an operation's description
+constexpr int kSlots = 8;     // pieces that can be in flight
+constexpr int kOpRing = 64;   // op headers kept: a peer can be at most kSlots operations behind
+constexpr int kOpText = 160;  // bytes of an operation's description
 constexpr std::size_t kPage = 4096;
 
 // "Box b of the piece with sequence number seq is complete." `operation` is the fingerprint of the operation it
@@ -77,7 +77,9 @@ struct AreaLayout {
 
   static constexpr std::size_t kSkew = 276 * 1024;
   static constexpr std::size_t kSlotSkew = 4096 + 128;
-  static constexpr std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
+  static constexpr std::size_t round_up(std::size_t value, std::size_t unit) {
+    return (value + unit - 1) / unit * unit;
+  }
 };
 
 // One rank's area as another (or itself) sees it. `runtime/local` points flags and done at delayed copies.

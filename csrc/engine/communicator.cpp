@@ -37,7 +37,8 @@ bool Patience::exhausted() {
   return false;
 }
 
-Communicator::Communicator(const CommunicatorOptions& options) : options_(options), token_(random_token()), owner_(getpid()) {
+Communicator::Communicator(const CommunicatorOptions& options)
+    : options_(options), token_(random_token()), owner_(getpid()) {
   rank = options.rank;
   ranks = options.ranks;
   layout_ = {static_cast<std::uint32_t>(rank), static_cast<std::uint32_t>(ranks), options.max_boxes,

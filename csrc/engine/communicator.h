@@ -31,7 +31,7 @@ struct CommunicatorOptions {
   std::uint32_t max_boxes = 0;
   std::size_t slot_bytes = 512 * 1024;
   std::uint64_t timeout_ns = 0;
-  int spins = 64;                     // looks before the first yield
+  int spins = 64;                      // looks before the first yield
   std::uint64_t yield_ns = 50 * 1000;  // time spent yielding before sleeping
 };
 
@@ -39,7 +39,10 @@ struct CommunicatorOptions {
 class Patience {
  public:
   Patience(int spins, std::uint64_t yield_ns) : spins_(spins), yield_ns_(yield_ns) {}
-  void moved() { looks_ = 0; since_ = 0; }
+  void moved() {
+    looks_ = 0;
+    since_ = 0;
+  }
   // True where it is time to sleep; spins or yields otherwise.
   bool exhausted();
 

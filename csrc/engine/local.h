@@ -16,17 +16,17 @@ struct LocalOptions {
   std::uint64_t seed = 0;
   std::uint32_t max_boxes = 1;
   std::size_t slot_bytes = 64 * 1024;
-  double delay = 0.5;          // chance that a rank does not yet see the next thing a peer published
-  int victim = -1;             // rank that dies ...
-  std::uint64_t death = 0;     // ... after this many looks
-  std::int64_t flip = -1;      // index (over all ranks) of the published box in which a bit is flipped
+  double delay = 0.5;       // chance that a rank does not yet see the next thing a peer published
+  int victim = -1;          // rank that dies ...
+  std::uint64_t death = 0;  // ... after this many looks
+  std::int64_t flip = -1;   // index (over all ranks) of the published box in which a bit is flipped
 };
 
 enum class Fate : std::uint8_t { done = 0, died = 1, peer_lost = 2, mismatch = 3, stuck = 4 };
 
 struct LocalOutcome {
   Fate fate = Fate::done;
-  int culprit = -1;           // peer_lost: the rank waited for
+  int culprit = -1;            // peer_lost: the rank waited for
   std::uint64_t finished = 0;  // operations
   std::uint64_t wire_bytes = 0;
 };

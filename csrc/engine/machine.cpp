@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "codec/random.h"
 #include "engine/mix.h"
 
 namespace dtcomm {
@@ -64,8 +65,7 @@ bool Machine::meet() {
     const OpHeader& header = fabric_.peers[static_cast<std::size_t>(peer)].head->ops[number_ % kOpRing];
     peer_tensors_.push_back(fabric_.resolve(peer, header.region.load(std::memory_order_relaxed),
                                             header.region_id.load(std::memory_order_relaxed),
-                                            header.region_offset.load(std::memory_order_relaxed),
-                                            plan_.input_bytes()));
+                                            header.region_offset.load(std::memory_order_relaxed), plan_.input_bytes()));
   }
   // A sum that is written into the peers' tensors is their signal that nobody reads those any more; otherwise the
   // input must stay as it is until every peer is done.
@@ -208,7 +208,8 @@ Combine Machine::combine_for(const Instruction& instruction, const Slice& slice)
   call.offset = slice.in_offset;
   if (instruction.divide) call.divisor = plan_.divisor();
   if (instruction.box >= 0) {
-    call.key = encoding_key(call_.seed, fabric_.rank, instruction.box);
+    call.key =
+        mix_key(call_.seed, static_cast<std::uint32_t>(fabric_.rank), static_cast<std::uint32_t>(instruction.box));
     call.stream_payload = fabric_.stream_staging;
   }
   if (pointers.residual) {

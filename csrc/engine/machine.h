@@ -35,10 +35,10 @@ class Fabric {
   virtual ~Fabric() = default;
   int rank = 0;
   int ranks = 1;
-  std::vector<PeerView> peers;    // own included
-  std::uint64_t next_piece = 0;   // sequence number of the next operation's first piece
-  bool stream_staging = false;    // non-temporal stores into slots: cores without a common cache
-  std::uint64_t seen_done = 0;    // every peer has finished at least this many pieces (may lag)
+  std::vector<PeerView> peers;   // own included
+  std::uint64_t next_piece = 0;  // sequence number of the next operation's first piece
+  bool stream_staging = false;   // non-temporal stores into slots: cores without a common cache
+  std::uint64_t seen_done = 0;   // every peer has finished at least this many pieces (may lag)
 
   virtual void publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation) = 0;
   virtual void publish_done(std::uint64_t pieces) = 0;
@@ -97,8 +97,8 @@ class Machine {
   const Program& program_;
   std::uint64_t operation_;
   std::uint64_t number_;
-  std::uint64_t base_;          // sequence number of piece 0
-  std::size_t oldest_ = 0;      // pieces before it are finished
+  std::uint64_t base_;      // sequence number of piece 0
+  std::size_t oldest_ = 0;  // pieces before it are finished
   std::size_t started_ = 0;
   Piece window_[kSlots];
   std::vector<std::vector<std::uint8_t>> accumulators_;  // per slot, all chunks
@@ -106,7 +106,7 @@ class Machine {
   std::vector<std::uint8_t*> peer_tensors_;  // direct: every rank's tensor
   bool met_ = false;
   bool direct_ = false;
-  bool drain_ = false;          // direct: peers read this rank's input until they are done
+  bool drain_ = false;  // direct: peers read this rank's input until they are done
   bool mismatch_ = false;
   int blocker_ = -1;
   std::uint64_t wire_bytes_ = 0;

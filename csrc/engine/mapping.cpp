@@ -32,12 +32,14 @@ Mapping& Mapping::operator=(Mapping&& other) noexcept {
     data_ = std::exchange(other.data_, nullptr);
     size_ = std::exchange(other.size_, 0);
     fd_ = std::exchange(other.fd_, -1);
+    owner_ = other.owner_;
   }
   return *this;
 }
 
 Mapping Mapping::create(const char* name, std::size_t bytes) {
   Mapping mapping;
+  mapping.owner_ = static_cast<int>(getpid());
   mapping.fd_ = memfd_create(name, MFD_CLOEXEC);
   if (mapping.fd_ < 0) fail("memfd_create");
   if (ftruncate(mapping.fd_, static_cast<off_t>(bytes)) != 0) fail("shared memory: ftruncate");
@@ -55,8 +57,9 @@ Mapping Mapping::attach(int pid, int fd, std::size_t bytes) {
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
   const int opened = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (opened < 0) fail("opening " + path);
-  struct stat info {};
+  struct stat info{};
   Mapping mapping;
+  mapping.owner_ = static_cast<int>(getpid());
   if (fstat(opened, &info) == 0 && S_ISREG(info.st_mode) && static_cast<std::size_t>(info.st_size) >= bytes) {
     mapping.data_ = map(opened, bytes);
     mapping.size_ = bytes;
@@ -71,7 +74,7 @@ Mapping Mapping::attach(int pid, int fd, std::size_t bytes) {
 }
 
 void Mapping::reset() {
-  if (data_) munmap(data_, size_);
+  if (data_ && owner_ == static_cast<int>(getpid())) munmap(data_, size_);
   if (fd_ >= 0) close(fd_);
   data_ = nullptr;
   size_ = 0;

@@ -28,6 +28,7 @@ class Mapping {
   void* data_ = nullptr;
   std::size_t size_ = 0;
   int fd_ = -1;
+  int owner_ = -1;  // pid: a forked child has the object but not the mapping
 };
 
 // A number no other process guesses.

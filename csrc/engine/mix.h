@@ -1,4 +1,4 @@
-// Integer mixing (splitmix64's finaliser): fingerprints of operations and keys of encodings.
+// Integer mixing (splitmix64's finaliser): fingerprints of operations, seeded orders.
 #pragma once
 
 #include <cstddef>
@@ -14,12 +14,6 @@ constexpr std::uint64_t mix64(std::uint64_t x) {
 }
 
 constexpr std::uint64_t mix64(std::uint64_t a, std::uint64_t b) { return mix64(a ^ mix64(b)); }
-
-// The key of stochastic rounding for what `rank` encodes into its `box` in a call with this seed; the counter is
-// the element's index in the caller's tensor, so pieces and chunks share one key.
-constexpr std::uint64_t encoding_key(std::uint64_t seed, int rank, int box) {
-  return mix64(mix64(seed, static_cast<std::uint64_t>(rank)), static_cast<std::uint64_t>(box));
-}
 
 inline std::uint64_t hash_bytes(std::uint64_t state, const void* data, std::size_t bytes) {
   const auto* p = static_cast<const unsigned char*>(data);

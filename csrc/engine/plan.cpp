@@ -102,8 +102,8 @@ void Plan::cut(std::size_t elements) {
         const std::size_t take = std::min(run.numel, (room + unit - 1) / unit * unit);
         auto& piece = cuts[chunk].back();
         const std::size_t at = piece.empty() ? 0 : piece.back().wire_offset + piece.back().wire_bytes;
-        piece.push_back({run.segment, run.in_offset, run.out_offset, take, at,
-                         wire_bytes(segment.codec, take, segment.dtype)});
+        piece.push_back(
+            {run.segment, run.in_offset, run.out_offset, take, at, wire_bytes(segment.codec, take, segment.dtype)});
         run.in_offset += take;
         run.out_offset += take;
         run.numel -= take;

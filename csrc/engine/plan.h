@@ -16,7 +16,7 @@ namespace dtcomm {
 
 // How chunks lie in the caller's tensors.
 enum class Geometry : std::uint8_t {
-  whole = 0,    // input and output alike: every segment is cut at its own granules into `chunks` (all_reduce, broadcast)
+  whole = 0,  // input and output alike: every segment is cut at its own granules into `chunks` (all_reduce, broadcast)
   scatter = 1,  // input holds one shard per chunk, output one shard (reduce_scatter)
   gather = 2,   // input is one shard, output holds one per chunk (all_gather)
 };

@@ -65,7 +65,8 @@ RegionPlace Process::find(const void* data, std::size_t bytes) {
 }
 
 Region::Region(std::size_t bytes)
-    : bytes_(bytes), mapping_(Mapping::create("dtcomm-tensor", AreaLayout::round_up(std::max<std::size_t>(bytes, 1), kPage))) {
+    : bytes_(bytes),
+      mapping_(Mapping::create("dtcomm-tensor", AreaLayout::round_up(std::max<std::size_t>(bytes, 1), kPage))) {
   Process& process = Process::instance();
   const std::lock_guard<std::mutex> lock(process.mutex_);
   for (int slot = 0; slot < kRegions; ++slot) {
@@ -98,7 +99,8 @@ Region::~Region() {
 
 Peer::Peer(int pid, int page_fd, std::uint64_t token)
     : pid_(pid), mapping_(Mapping::attach(pid, page_fd, AreaLayout::round_up(sizeof(ProcessPage), kPage))) {
-  if (page().token != token) throw std::runtime_error("process " + std::to_string(pid) + " is not the peer it claims to be");
+  if (page().token != token)
+    throw std::runtime_error("process " + std::to_string(pid) + " is not the peer it claims to be");
 }
 
 std::uint8_t* Peer::resolve(std::int64_t slot, std::uint64_t id, std::uint64_t offset, std::size_t bytes) {

@@ -36,8 +36,8 @@ void mark_residuals(Program& program) {
     Instruction* encodes = nullptr;
     for (Instruction& instruction : program.instructions) {
       if (instruction.chunk != chunk) continue;
-      const bool input = instruction.op == Op::encode ||
-                         (instruction.op == Op::reduce && instruction.local == Local::input);
+      const bool input =
+          instruction.op == Op::encode || (instruction.op == Op::reduce && instruction.local == Local::input);
       const bool encoding = instruction.op == Op::encode || (instruction.op == Op::reduce && instruction.box >= 0);
       if (input && !reads) reads = &instruction;
       if (encoding && !encodes) encodes = &instruction;

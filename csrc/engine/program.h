@@ -18,9 +18,9 @@ struct BoxRef {
 struct Instruction {
   Op op;
   int chunk = 0;
-  int box = -1;           // encode, send, reduce (or -1), forward: own box; receive, adopt: the peer's
-  int peer = -1;          // receive, adopt, forward
-  int source = -1;        // forward: the peer's box
+  int box = -1;     // encode, send, reduce (or -1), forward: own box; receive, adopt: the peer's
+  int peer = -1;    // receive, adopt, forward
+  int source = -1;  // forward: the peer's box
   Local local = Local::none;
   int position = 0;
   bool output = false;

@@ -16,11 +16,14 @@ namespace py = pybind11;
 namespace dtcomm::python {
 namespace {
 
-std::atomic<const Kernels*> engine_kernels{nullptr};
+std::atomic<const Kernels*> engine_kernels{&best_kernels()};
 
 const Kernels* current_kernels() {
   const Kernels* kernels = engine_kernels.load(std::memory_order_relaxed);
-  return kernels ? kernels : &best_kernels();
+  if (!kernels)
+    throw py::value_error(
+        "kernels: the native engine cannot run the reference: force a native kernel, or DTCOMM_RUNTIME=process_group");
+  return kernels;
 }
 
 // (numel, dtype, codec as csrc/codec/codec.h lays it out)
@@ -37,6 +40,7 @@ std::shared_ptr<Plan> make_plan(std::shared_ptr<Program> program, int geometry, 
     if (dtype < 0 || dtype > static_cast<int>(DType::boolean)) throw py::value_error("segments: unknown dtype");
     Segment segment{numel, static_cast<DType>(dtype), {}};
     std::memcpy(&segment.codec, codec.data(), sizeof(Codec));
+    if (const char* why = why_invalid(segment.codec)) throw py::value_error(why);
     parsed.push_back(segment);
   }
   if (geometry < 0 || geometry > 2) throw py::value_error("geometry: 0 (whole), 1 (scatter) or 2 (gather)");
@@ -45,8 +49,8 @@ std::shared_ptr<Plan> make_plan(std::shared_ptr<Program> program, int geometry, 
   options.piece_bytes = piece_bytes;
   options.slot_bytes = slot_bytes;
   options.direct = direct;
-  return std::make_shared<Plan>(std::move(program), static_cast<Geometry>(geometry), static_cast<ReduceOp>(op),
-                                average, std::move(parsed), options, text);
+  return std::make_shared<Plan>(std::move(program), static_cast<Geometry>(geometry), static_cast<ReduceOp>(op), average,
+                                std::move(parsed), options, text);
 }
 
 Pointers unpack(std::uintptr_t in, std::uintptr_t out, std::uintptr_t residual) {
@@ -171,8 +175,8 @@ void bind_local(py::module_& module) {
       "run_local",
       [](int ranks, std::uint64_t seed, std::uint32_t max_boxes, std::size_t slot_bytes, double delay, int victim,
          std::uint64_t death, std::int64_t flip,
-         const std::vector<std::vector<std::tuple<std::shared_ptr<Plan>, std::vector<PointerTuple>, std::uint64_t, bool>>>&
-             calls) {
+         const std::vector<
+             std::vector<std::tuple<std::shared_ptr<Plan>, std::vector<PointerTuple>, std::uint64_t, bool>>>& calls) {
         LocalOptions options;
         options.ranks = ranks;
         options.seed = seed;
@@ -202,8 +206,8 @@ void bind_local(py::module_& module) {
         }
         py::list result;
         for (const LocalOutcome& outcome : outcomes) {
-          result.append(py::make_tuple(static_cast<int>(outcome.fate), outcome.culprit, outcome.finished,
-                                       outcome.wire_bytes));
+          result.append(
+              py::make_tuple(static_cast<int>(outcome.fate), outcome.culprit, outcome.finished, outcome.wire_bytes));
         }
         return result;
       },
@@ -236,10 +240,13 @@ void bind_engine(py::module_& module) {
   bind_local(module);
   module.def("set_engine_kernels", [](const std::string& name) {
     const Kernels* kernels = find_kernels(name.c_str());
-    if (!kernels) throw py::value_error("no kernels named '" + name + "' run on this CPU");
+    if (!kernels && name != "reference") throw py::value_error("no kernels named '" + name + "' run on this CPU");
     engine_kernels.store(kernels);
   });
-  module.def("engine_kernels", [] { return std::string(current_kernels()->name); });
+  module.def("engine_kernels", [] {
+    const Kernels* kernels = engine_kernels.load(std::memory_order_relaxed);
+    return std::string(kernels ? kernels->name : "reference");
+  });
   module.def("notify", &Work::notify, py::arg("work"), py::arg("ticket"));
   module.def("next_completion", []() -> py::object {
     std::uint64_t ticket = 0;

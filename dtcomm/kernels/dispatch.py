@@ -30,10 +30,12 @@ def current() -> str:
 def use(name: str) -> Iterator[None]:
     """Within the block, in every thread, run the kernel called `name`; the innermost block wins."""
     _forced.append(_known(name, "name"))
+    _C.set_engine_kernels(current())
     try:
         yield
     finally:
         _forced.pop()
+        _C.set_engine_kernels(current())
 
 
 def _known(name: str, argument: str) -> str:
@@ -44,3 +46,4 @@ def _known(name: str, argument: str) -> str:
 
 _AVAILABLE = available()
 _BEST = _AVAILABLE[0]
+_C.set_engine_kernels(current())  # a wrong DTCOMM_KERNEL is refused here, before any rank depends on it

@@ -1,0 +1,45 @@
+"""What a runtime is asked to do, without the tensors: the key of its plans."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from dtcomm.codecs import Codec
+
+# How chunks lie in the caller's tensors (csrc/engine/plan.h, Geometry).
+GEOMETRY = {"all_reduce": 0, "broadcast": 0, "reduce_scatter": 1, "all_gather": 2}
+
+OPS = {"sum": 0, "avg": 0, "min": 1, "max": 2}
+
+
+class Part(NamedTuple):
+    """One tensor of a message; ``numel`` counts all of it, or one shard for gather and scatter."""
+
+    numel: int
+    dtype: torch.dtype
+    codec: Codec
+
+
+class Shape(NamedTuple):
+    """Everything that ranks must agree on: it makes the plan and its fingerprint."""
+
+    collective: str
+    op: str
+    parts: tuple[Part, ...]
+    algorithm: str
+    root: int = 0
+
+    def __str__(self) -> str:
+        """As error messages show it: ``all_reduce(sum, 1024 float32, codec int8, two_shot)``."""
+        name, numel = self.collective, sum(part.numel for part in self.parts)
+        dtypes = "/".join(dict.fromkeys(str(part.dtype).removeprefix("torch.") for part in self.parts))
+        codecs = "/".join(dict.fromkeys(str(part.codec) for part in self.parts))
+        what = f"{numel} {dtypes}" + (f" in {len(self.parts)} tensors" if len(self.parts) != 1 else "")
+        details = [what, f"codec {codecs}", self.algorithm]
+        if name in ("all_reduce", "reduce_scatter"):
+            details.insert(0, self.op)
+        if name == "broadcast":
+            details.append(f"root {self.root}")
+        return f"{name}({', '.join(details)})"

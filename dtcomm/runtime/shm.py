@@ -1,0 +1,146 @@
+"""The native engine as a runtime: ranks of one host over shared memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from dtcomm import _C, env
+from dtcomm.codecs.base import ELEMENT_TYPES
+from dtcomm.runtime.meeting import Meeting
+from dtcomm.runtime.shape import GEOMETRY, OPS, Shape
+from dtcomm.runtime.work import NativeWork, Work
+from dtcomm.schedule import Schedule, lower
+
+SLOT_BYTES = 512 * 1024
+FAR_NS = 250.0  # a round trip above it: the cores share no cache, so staging past the cache pays
+
+
+class Buffers(NamedTuple):
+    """The tensors of one part of a message; ``output`` None where this rank has none."""
+
+    input: torch.Tensor
+    output: torch.Tensor | None
+    residual: torch.Tensor | None = None
+
+    def pointers(self) -> tuple[int, int, int]:
+        """Addresses, 0 for what is not there."""
+        return (
+            self.input.data_ptr(),
+            0 if self.output is None else self.output.data_ptr(),
+            0 if self.residual is None else self.residual.data_ptr(),
+        )
+
+
+class NativeRuntime:
+    """Shared memory areas of all ranks of the group, mapped and ready."""
+
+    name = "native"
+
+    def __init__(self, rank: int, ranks: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.round_trip_ns = 0.0
+        self.native = _C.NativeCommunicator(
+            rank=rank,
+            ranks=ranks,
+            max_boxes=max(8, 2 * ranks + 2),
+            slot_bytes=SLOT_BYTES,
+            timeout_s=timeout_s,
+            spins=int(env.get("DTCOMM_SPINS")),
+            yield_us=float(env.get("DTCOMM_YIELD_US")),
+        )
+
+    def address(self) -> list[int]:
+        """What a peer needs to map this rank's area: plain numbers."""
+        return list(self.native.address())
+
+    def attach(self, addresses: Sequence[Sequence[int]], names: Sequence[str]) -> None:
+        """Map the areas of all ranks; OSError or RuntimeError where one cannot be reached."""
+        self.native.attach([(*address, name) for address, name in zip(addresses, names, strict=True)])
+
+    def tune(self, meeting: Meeting) -> None:
+        """Choose how slots are written, by how far apart the cores are."""
+        staging = env.get("DTCOMM_STAGING")
+        meeting.exchange({"ready": True})
+        if self.ranks <= (os.cpu_count() or 1):
+            self.round_trip_ns = self.native.measure_round_trip(3_000_000)
+        self.native.stream_staging = staging == "streaming" or (
+            staging == "auto" and self.round_trip_ns > FAR_NS
+        )
+
+    def prepare(self, shape: Shape, schedule: Schedule) -> _C.NativePlan:
+        """A plan for calls of this shape."""
+        program = lower(schedule, self.rank)
+        native = _C.NativeProgram(self.rank, self.ranks, program.chunks, list(program.boxes), program.flat())
+        return _C.NativePlan(
+            program=native,
+            geometry=GEOMETRY[shape.collective],
+            op=OPS[shape.op],
+            average=shape.op == "avg",
+            segments=[(part.numel, ELEMENT_TYPES[part.dtype], part.codec.native()) for part in shape.parts],
+            piece_bytes=piece_bytes(shape, self.ranks),
+            slot_bytes=SLOT_BYTES,
+            direct=_direct(shape),
+            text=str(shape),
+        )
+
+    def run(self, plan: Any, buffers: Sequence[Buffers], seed: int) -> int:
+        """Run to the end; returns the bytes sent."""
+        if len(buffers) == 1:
+            return self.native.run(plan, *buffers[0].pointers(), seed)
+        return self.native.run_all(plan, [part.pointers() for part in buffers], seed)
+
+    def submit(
+        self, plan: Any, buffers: Sequence[Buffers], outputs: Sequence[torch.Tensor], seed: int
+    ) -> Work:
+        """Queue behind what runs already."""
+        native = self.native.submit(plan, [part.pointers() for part in buffers], seed)
+        return NativeWork(native, buffers, outputs)
+
+    def close(self) -> None:
+        """Let go of all shared memory; peers that still wait for this rank are told."""
+        self.native.close()
+
+    def info(self) -> dict[str, Any]:
+        """For reports."""
+        return {
+            "runtime": self.name,
+            "kernels": _C.engine_kernels(),
+            "round_trip_ns": self.round_trip_ns,
+            "staging": "streaming" if self.native.stream_staging else "ordinary",
+            "operations": self.native.operations,
+            "wire_bytes": self.native.wire_bytes,
+        }
+
+
+def empty_shared(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in a region that peers can map; the region goes with the tensor's storage."""
+    numel = shape.numel()
+    if numel == 0:
+        return torch.empty(shape, dtype=dtype)
+    region = _C.Region(numel * dtype.itemsize)
+    return torch.frombuffer(region, dtype=dtype, count=numel).view(shape)
+
+
+def piece_bytes(shape: Shape, ranks: int) -> int:
+    """Bytes of input that one piece takes: all of a small message, cache-sized parts of a large one."""
+    chosen = int(env.get("DTCOMM_PIECE_KIB"))
+    if chosen:
+        return chosen * 1024
+    total = sum(part.numel * part.dtype.itemsize for part in shape.parts)
+    if shape.collective in ("reduce_scatter", "all_gather"):
+        total *= ranks
+    return 512 * 1024 if total <= 4 * 2**20 else 256 * 1024
+
+
+def _direct(shape: Shape) -> bool:
+    """Whether peers may work on the caller's tensor itself, if all of them lie in shared memory."""
+    if len(shape.parts) != 1 or shape.parts[0].codec.name != "none":
+        return False
+    if shape.collective == "all_reduce":
+        return shape.algorithm == "two_shot"
+    return shape.collective in ("reduce_scatter", "all_gather") and shape.algorithm == "one_shot"
