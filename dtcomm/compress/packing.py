@@ -1,0 +1,143 @@
+"""How one flat buffer of gradients is cut into the segments of one message.
+
+Every parameter is a segment with a grid and a codec of its own, so that its blocks never mix with a
+neighbour's; only neighbours that go uncompressed are merged, since nothing can tell them apart on the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from dtcomm.codecs import Codec, codec
+from dtcomm.compress.policy import Policy
+from dtcomm.compress.report import Tally
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter's gradient within a segment."""
+
+    name: str
+    numel: int
+    why: str
+
+
+@dataclass
+class Segment:
+    """Elements [start, stop) of the buffer, under one codec. ``error`` and ``signal`` are sums of squares."""
+
+    start: int
+    stop: int
+    codec: Codec
+    dtype: torch.dtype
+    members: list[Member]
+    error: float = 0.0
+    signal: float = 0.0
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def lossless(self) -> bool:
+        return self.codec.lossless(self.dtype)
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.codec.wire_bytes(self.numel, self.dtype)
+
+    @property
+    def plain_bytes(self) -> int:
+        """Of the payload that the segment would be without compression."""
+        return codec("none").wire_bytes(self.numel, self.dtype)
+
+    @property
+    def name(self) -> str:
+        """Of the only member: a lossy segment holds one parameter."""
+        return self.members[0].name
+
+
+@dataclass
+class Packing:
+    """The segments of one buffer and what was counted while it was in use.
+
+    ``layout`` identifies the parameters in order; a bucket whose layout differs needs a new packing.
+    """
+
+    layout: tuple[int, ...]
+    dtype: torch.dtype
+    segments: list[Segment]
+    messages: int = 0
+    wire_bytes: int = 0
+    seconds: float = 0.0
+    codecs: list[Codec] = field(init=False)
+    lossy: list[Segment] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.codecs = [segment.codec for segment in self.segments]
+        self.lossy = [segment for segment in self.segments if not segment.lossless]
+
+    def cut(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        if len(self.segments) == 1:
+            return [buffer]
+        return [buffer[segment.start : segment.stop] for segment in self.segments]
+
+    @property
+    def plain_bytes(self) -> float:
+        """What the same schedule would have sent uncompressed: the counted bytes, payload scaled to plain."""
+        payload = sum(segment.payload_bytes for segment in self.segments)
+        return (
+            self.wire_bytes * sum(segment.plain_bytes for segment in self.segments) / payload
+            if payload
+            else 0.0
+        )
+
+    def add_to(self, tallies: dict[str, Tally]) -> None:
+        """Split what was counted among the parameters."""
+        payload = sum(segment.payload_bytes for segment in self.segments)
+        sent_per_byte = self.wire_bytes / payload if payload else 0.0
+        for segment in self.segments:
+            for member in segment.members:
+                tally = tallies.get(member.name)
+                if tally is None:
+                    tally = tallies[member.name] = Tally(
+                        codec=str(segment.codec),
+                        dtype=str(segment.dtype).removeprefix("torch."),
+                        why=member.why,
+                        numel=member.numel,
+                        lossless=segment.lossless,
+                    )
+                share = sent_per_byte * (member.numel / segment.numel if segment.numel else 0.0)
+                tally.wire_bytes += share * segment.payload_bytes
+                tally.plain_bytes += share * segment.plain_bytes
+                tally.error += segment.error
+                tally.signal += segment.signal
+
+
+def pack(
+    buffer: torch.Tensor,
+    gradients: Iterable[tuple[str, torch.Tensor]],
+    layout: tuple[int, ...],
+    policy: Policy,
+) -> Packing:
+    """The packing of ``buffer`` (1-D): ``gradients`` are (name, view) pairs in the order they lie in it."""
+    segments: list[Segment] = []
+    origin = buffer.storage_offset()
+    for name, gradient in gradients:
+        start = int(gradient.storage_offset() - origin)
+        numel = gradient.numel()
+        choice = policy.choose(name, gradient)
+        member = Member(name, numel, choice.why)
+        lossless = choice.codec.lossless(buffer.dtype)
+        last = segments[-1] if segments else None
+        if last and lossless and last.codec == choice.codec and last.stop == start:
+            last.stop += numel
+            last.members.append(member)
+        else:
+            segments.append(Segment(start, start + numel, choice.codec, buffer.dtype, [member]))
+    if segments and segments[-1].stop > buffer.numel():
+        raise ValueError(f"gradients end at element {segments[-1].stop} of a buffer of {buffer.numel()}")
+    return Packing(layout, buffer.dtype, segments)

@@ -1,0 +1,148 @@
+"""Which parameter gets which codec: a policy is an ordered tuple of rules, the first that matches decides.
+
+A policy prints as one line and parses back::
+
+    ndim<2 -> none; numel<1024 -> none; name=*.embed* -> fp16; * -> int8
+
+What no rule can override is decided last, in `Policy.choose`: a dtype the codec cannot carry, and a payload
+that would not be smaller than the tensor, both go uncompressed, and the choice says why.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass
+
+import torch
+
+from dtcomm.codecs import Codec, codec
+
+#: Below one granule a payload is mostly scales and padding, and there is next to nothing to save.
+SMALL = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The codec a tensor gets; ``why`` says, for one that stays uncompressed, why it does."""
+
+    codec: Codec
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Tensors that meet every condition given get ``codec``; a rule without conditions matches everything.
+
+    ``ndim_below`` and ``numel_below`` are exclusive bounds; ``name`` is a shell pattern (``*.bias``).
+    """
+
+    codec: Codec
+    ndim_below: int | None = None
+    numel_below: int | None = None
+    name: str | None = None
+
+    def matches(self, name: str, tensor: torch.Tensor) -> bool:
+        return (
+            (self.ndim_below is None or tensor.ndim < self.ndim_below)
+            and (self.numel_below is None or tensor.numel() < self.numel_below)
+            and (self.name is None or fnmatch.fnmatchcase(name, self.name))
+        )
+
+    def condition(self) -> str:
+        parts = []
+        if self.ndim_below is not None:
+            parts.append(f"ndim<{self.ndim_below}")
+        if self.numel_below is not None:
+            parts.append(f"numel<{self.numel_below}")
+        if self.name is not None:
+            parts.append(f"name={self.name}")
+        return " ".join(parts) or "*"
+
+    def __str__(self) -> str:
+        return f"{self.condition()} -> {self.codec}"
+
+    @staticmethod
+    def parse(text: str) -> Rule:
+        left, arrow, right = text.partition("->")
+        if not arrow:
+            raise ValueError(f"policy rule {text.strip()!r}: want 'condition -> codec'")
+        conditions: dict[str, str] = {}
+        for part in left.split():
+            for prefix, field in (("ndim<", "ndim_below"), ("numel<", "numel_below"), ("name=", "name")):
+                if part.startswith(prefix):
+                    conditions[field] = part[len(prefix) :]
+                    break
+            else:
+                if part != "*":
+                    raise ValueError(
+                        f"policy condition {part!r}: want one of 'ndim<N', 'numel<N', 'name=PATTERN', '*'"
+                    )
+        try:
+            ndim, numel = (
+                int(conditions[field]) if field in conditions else None
+                for field in ("ndim_below", "numel_below")
+            )
+        except ValueError:
+            raise ValueError(f"policy rule {text.strip()!r}: the bound must be an integer") from None
+        return Rule(
+            codec=codec(right.strip()), ndim_below=ndim, numel_below=numel, name=conditions.get("name")
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """An ordered tuple of rules; `a | b` asks ``a`` first. What no rule matches stays uncompressed."""
+
+    rules: tuple[Rule, ...]
+
+    def choose(self, name: str, tensor: torch.Tensor) -> Choice:
+        """The codec for the gradient of ``tensor``, whose dtype and shape are the gradient's."""
+        none = codec("none")
+        rule = next((rule for rule in self.rules if rule.matches(name, tensor)), None)
+        if rule is None:
+            return Choice(codec=none, why="no rule matches")
+        chosen = rule.codec
+        if chosen == none:
+            return Choice(codec=none, why=f"policy: {rule.condition()}")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if tensor.dtype not in chosen.dtypes:
+            return Choice(codec=none, why=f"{chosen} does not take {dtype}")
+        if chosen.wire_bytes(tensor.numel(), tensor.dtype) >= none.wire_bytes(tensor.numel(), tensor.dtype):
+            return Choice(codec=none, why=f"{chosen} would not make {dtype} smaller")
+        return Choice(codec=chosen)
+
+    def __or__(self, other: Policy) -> Policy:
+        return Policy(rules=self.rules + other.rules)
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.rules))
+
+    @staticmethod
+    def parse(text: str) -> Policy:
+        """The inverse of ``str``; ValueError names the rule that is wrong."""
+        return Policy(rules=tuple(Rule.parse(part) for part in text.split(";") if part.strip()))
+
+
+def default_policy(matrices: Codec | str) -> Policy:
+    """Biases, norms and other vectors, and matrices below `SMALL` elements, uncompressed; the rest
+    ``matrices``.
+
+    Vectors hold few elements and models are sensitive to them, so they cost little and are worth much.
+    """
+    none = codec("none")
+    return Policy(
+        rules=(
+            Rule(codec=none, ndim_below=2),
+            Rule(codec=none, numel_below=SMALL),
+            Rule(codec=codec(matrices)),
+        )
+    )
+
+
+def as_policy(spec: str | Codec | Policy) -> Policy:
+    """A codec (or its spec) under the default policy; a `Policy`, or its text (with ``->``), as it is."""
+    if isinstance(spec, Policy):
+        return spec
+    if isinstance(spec, str) and "->" in spec:
+        return Policy.parse(spec)
+    return default_policy(spec)

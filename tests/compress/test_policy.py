@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dtcomm.codecs import codec
+from dtcomm.compress.policy import SMALL, Policy, as_policy, default_policy
+
+
+def test_matrices_are_compressed_and_vectors_are_not() -> None:
+    policy = default_policy("int8")
+    assert policy.choose("w", torch.empty(64, 64)).codec == codec("int8")
+    assert policy.choose("b", torch.empty(10_000)).codec == codec("none")
+    assert policy.choose("b", torch.empty(10_000)).why == "policy: ndim<2"
+
+
+@pytest.mark.parametrize("numel", [SMALL - 1, SMALL])
+def test_the_bound_on_small_matrices_is_exclusive(numel: int) -> None:
+    small = default_policy("int8").choose("w", torch.empty(1, numel)).codec == codec("none")
+    assert small == (numel < SMALL)
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "why"),
+    [
+        ("int8", torch.float64, "int8 does not take float64"),
+        ("fp16", torch.bfloat16, "fp16 would not make bfloat16 smaller"),
+        ("bf16", torch.float16, "bf16 would not make float16 smaller"),
+    ],
+)
+def test_what_cannot_be_compressed_says_why(spec: str, dtype: torch.dtype, why: str) -> None:
+    choice = default_policy(spec).choose("w", torch.empty(64, 64, dtype=dtype))
+    assert (str(choice.codec), choice.why) == ("none", why)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_int8_takes_every_training_dtype(dtype: torch.dtype) -> None:
+    assert str(default_policy("int8").choose("w", torch.empty(64, 64, dtype=dtype)).codec) == "int8"
+
+
+def test_the_first_rule_that_matches_decides() -> None:
+    policy = Policy.parse("name=*.embed* -> fp16") | default_policy("int8")
+    matrix = torch.empty(64, 64)
+    assert str(policy.choose("model.embedding.weight", matrix).codec) == "fp16"
+    assert str(policy.choose("model.head.weight", matrix).codec) == "int8"
+
+
+def test_what_no_rule_matches_stays_uncompressed() -> None:
+    choice = Policy.parse("name=head* -> int8").choose("body", torch.empty(64, 64))
+    assert (str(choice.codec), choice.why) == ("none", "no rule matches")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ndim<2 -> none; numel<1024 -> none; * -> int8",
+        "ndim<3 numel<5000 name=*.bias -> fp16; * -> bf16",
+        "* -> none",
+    ],
+)
+def test_text_parses_back(text: str) -> None:
+    policy = Policy.parse(text)
+    assert str(policy) == text
+    assert Policy.parse(str(policy)) == policy
+    assert as_policy(text) == policy == as_policy(policy)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("ndim<2 none", "want 'condition -> codec'"),
+        ("rank<2 -> none", "rank<2"),
+        ("ndim<two -> none", "integer"),
+        ("* -> int99", "int99"),
+    ],
+)
+def test_errors_name_the_part_that_is_wrong(text: str, names: str) -> None:
+    with pytest.raises(ValueError, match=names.replace("*", r"\*")):
+        Policy.parse(text)
