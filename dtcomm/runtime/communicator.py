@@ -158,7 +158,6 @@ class Communicator:
 
 _lock = threading.RLock()
 _cache: dict[int, tuple[weakref.ref[dist.ProcessGroup], Communicator]] = {}
-_epochs: dict[str, int] = {}
 _inherited: set[int] = set()  # groups of the process this one was forked from
 _abandoned: list[Communicator] = []
 
@@ -196,8 +195,8 @@ def _make(group: Any) -> Communicator:
         raise ValueError("group: this process group has been destroyed")
     with _lock:
         sweep()
-        name = f"{id(_store(group))}/{group.group_name}"
-        epoch = _epochs[name] = _epochs.get(name, -1) + 1
+        # Counted in the store itself: an id of one that is gone may come again, and not on every rank.
+        epoch = _store(group).add(f"dtcomm/{PROTOCOL}/made/{dist.get_rank(group)}", 1)
         communicator = Communicator(group, epoch)
         key = id(group)
         _cache[key] = (weakref.ref(group, lambda _: _drop(key)), communicator)
