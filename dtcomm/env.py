@@ -56,6 +56,9 @@ VARIABLES: dict[str, Variable] = {
     "DTCOMM_CUDA": Variable(
         default="AUTO", meaning="at build time: 1 builds _cuda, 0 does not, AUTO where nvcc is found"
     ),
+    "DTCOMM_BUILD_TYPE": Variable(default="Release", meaning="at build time: CMake's build type"),
+    "DTCOMM_SANITIZE": Variable(default="", meaning="at build time: sanitizers for the native core"),
+    "DTCOMM_WERROR": Variable(default="0", meaning="at build time: 1 makes warnings errors"),
 }
 
 
