@@ -74,19 +74,7 @@ class NativeRuntime:
 
     def prepare(self, shape: Shape, schedule: Schedule) -> _C.NativePlan:
         """A plan for calls of this shape."""
-        program = lower(schedule, self.rank)
-        native = _C.NativeProgram(self.rank, self.ranks, program.chunks, list(program.boxes), program.flat())
-        return _C.NativePlan(
-            program=native,
-            geometry=GEOMETRY[shape.collective],
-            op=OPS[shape.op],
-            average=shape.op == "avg",
-            segments=[(part.numel, ELEMENT_TYPES[part.dtype], part.codec.native()) for part in shape.parts],
-            piece_bytes=piece_bytes(shape, self.ranks),
-            slot_bytes=SLOT_BYTES,
-            direct=_direct(shape),
-            text=str(shape),
-        )
+        return native_plan(shape, schedule, self.rank, piece_bytes(shape, self.ranks), SLOT_BYTES)
 
     def run(self, plan: Any, buffers: Sequence[Buffers], seed: int) -> int:
         """Run to the end; returns the bytes sent."""
@@ -126,6 +114,25 @@ def empty_shared(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(region, dtype=dtype, count=numel).view(shape)
 
 
+def native_plan(
+    shape: Shape, schedule: Schedule, rank: int, piece_bytes: int, slot_bytes: int
+) -> _C.NativePlan:
+    """The schedule, lowered for ``rank`` and laid over the shape's parts."""
+    program = lower(schedule, rank)
+    native = _C.NativeProgram(rank, schedule.ranks, program.chunks, list(program.boxes), program.flat())
+    return _C.NativePlan(
+        program=native,
+        geometry=GEOMETRY[shape.collective],
+        op=OPS[shape.op],
+        average=shape.op == "avg",
+        segments=[(part.numel, ELEMENT_TYPES[part.dtype], part.codec.native()) for part in shape.parts],
+        piece_bytes=piece_bytes,
+        slot_bytes=slot_bytes,
+        direct=is_direct(shape),
+        text=str(shape),
+    )
+
+
 def piece_bytes(shape: Shape, ranks: int) -> int:
     """Bytes of input that one piece takes: all of a small message, cache-sized parts of a large one."""
     chosen = int(env.get("DTCOMM_PIECE_KIB"))
@@ -137,7 +144,7 @@ def piece_bytes(shape: Shape, ranks: int) -> int:
     return 512 * 1024 if total <= 4 * 2**20 else 256 * 1024
 
 
-def _direct(shape: Shape) -> bool:
+def is_direct(shape: Shape) -> bool:
     """Whether peers may work on the caller's tensor itself, if all of them lie in shared memory."""
     if len(shape.parts) != 1 or shape.parts[0].codec.name != "none":
         return False
