@@ -181,19 +181,15 @@ def _where(row: dict[str, Any]) -> str:
     return " / ".join(f"{trip:.0f}" for trip in trips) + " ns" + ("" if row["steady"] else ", moved")
 
 
-def parse_size(text: str) -> int:
-    """``64K`` -> 65536."""
-    scale = {"K": KB, "M": MB, "G": 1 << 30}.get(text[-1:].upper(), 1)
-    return int(text[:-1] if scale > 1 else text) * scale
-
-
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Measures, prints the tables and the targets, writes the file; returns what it wrote."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--sizes", type=parse_size, nargs="+", help="instead of 1K 64K 1M 16M 64M 256M")
+    parser.add_argument(
+        "--sizes", type=output.parse_size, nargs="+", help="instead of 1K 64K 1M 16M 64M 256M"
+    )
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--quick", action="store_true", help="fewer and shorter repetitions")
     parser.add_argument("--json", help="where to write instead of bench/results/all_reduce.json")

@@ -1,6 +1,6 @@
 """The DDP hook with codec ``none`` beside torch's allreduce_hook on Gloo, by bucket size.
 
-python -m bench.ddp_hook [--ranks 2] [--codec none] [--quick] [--json FILE]
+python -m bench.ddp_hook [--ranks 2] [--codec none] [--buckets 1M 25M] [--quick] [--json FILE]
 
 A model of equal parameters, one to a bucket, whose backward pass costs little besides communication; one such
 model for each hook lives in the same ranks, and they take turns.
@@ -96,13 +96,16 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--codec", default="none")
+    parser.add_argument(
+        "--buckets", type=output.parse_size, nargs="+", default=BUCKETS, help="such as 1M 25M"
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", help="where to write instead of bench/results/ddp_hook.json")
     options = parser.parse_args(arguments)
     repetitions, budget = (5, 0.05) if options.quick else (11, 0.1)
     rows, lines = [], []
     with Pool(HookRank, options.ranks, rendezvous=rendezvous(), pinned=False) as pool:
-        for bucket in BUCKETS:
+        for bucket in options.buckets:
             count = max(2, min(8, 200 * MB // bucket))
             off = max(pool.call("prepare", bucket=bucket, count=count, codec=options.codec))
             times, conditions = machine.steady(partial(measure, pool, repetitions, budget), attempts=2)

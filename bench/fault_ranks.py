@@ -52,7 +52,7 @@ def survive(rank: int, world_size: int, fault: Fault) -> Seen:
     dtcomm.all_reduce(torch.ones(8))
     dtcomm.release()
     before = holdings()
-    tensor = torch.ones(fault.numel)
+    tensor = torch.zeros(fault.numel)  # sums of it stay what they are, however often it is reduced
     dtcomm.all_reduce(tensor)
     tell(("running", os.getpid()))
     seen = Seen()
@@ -98,7 +98,6 @@ def _loop(rank: int, fault: Fault, tensor: torch.Tensor, seen: Seen) -> None:
     deadline = time.monotonic() + SILENT_SECONDS
     while time.monotonic() < deadline:
         seen.calls += 1
-        tensor.fill_(1.0)
         # Calls differ in size, so that one skipped shows at the next and not at the end.
         numel = fault.numel - 1024 * (seen.calls % 2)
         if rank == fault.victim and seen.calls == wrong_call and not _deadly(fault.kind):

@@ -27,6 +27,12 @@ def size_name(size: int) -> str:
     return f"{size} B"
 
 
+def parse_size(text: str) -> int:
+    """``64K`` -> 65536."""
+    scale = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
+    return int(text[:-1] if scale > 1 else text) * scale
+
+
 def microseconds(seconds: float) -> str:
     """Three significant digits."""
     value = seconds * 1e6
