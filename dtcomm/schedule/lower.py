@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 
 from dtcomm.schedule.ir import REDUCING, Schedule
 from dtcomm.schedule.meaning import Origin, Version, trace
@@ -29,10 +30,26 @@ def lower(schedule: Schedule, rank: int) -> Program:
     passed on, then receives, each box just before the instruction that reads it. A version that is ever sent
     has a box; a sum is encoded into its box by the ``Reduce`` that makes it.
     """
+    boxes, counts = _number(schedule)
+    return Program(
+        collective=schedule.collective,
+        rank=rank,
+        ranks=schedule.ranks,
+        chunks=schedule.chunks,
+        boxes=tuple(counts),
+        instructions=tuple(instruction for _, instruction in _emit(schedule, rank, boxes)),
+    )
+
+
+def steps(schedule: Schedule, rank: int) -> tuple[int, ...]:
+    """The step of each instruction of ``lower(schedule, rank)``; in program order they never fall."""
+    return tuple(step for step, _ in _emit(schedule, rank, _number(schedule)[0]))
+
+
+def _emit(schedule: Schedule, rank: int, boxes: Boxes) -> Iterator[tuple[int, Instruction]]:
     if not 0 <= rank < schedule.ranks:
         raise ValueError(f"rank: {rank} is not a rank of 0..{schedule.ranks - 1}")
     history = trace(schedule)
-    boxes, counts = _number(schedule, history.versions)
     mine = [version for version in history.versions if version.rank == rank]
     final = {version for place, version in history.outputs.items() if place[0] == rank}
 
@@ -47,41 +64,36 @@ def lower(schedule: Schedule, rank: int) -> Program:
     kept = {source for v in mine for source in v.sources if source in unsent_sums}
     everyone = (1 << schedule.ranks) - 1
 
-    out: list[Instruction] = []
     for step in range(schedule.steps):
         passed_on: list[Instruction] = []
         for version, peers in sending[step].items():
             if version.first_sent == step:
                 if version.origin is Origin.INPUT:
-                    out.append(_encode(version, boxes, version in final))
+                    yield step, _encode(version, boxes, version in final)
                 elif version.origin is Origin.COPY:
-                    out.append(_forward(version, boxes))
+                    yield step, _forward(version, boxes)
                     if version in final:
                         passed_on.append(_adopt(version, boxes))
-            box = boxes[version]
-            out.append(Send(chunk=version.chunk, box=box, peers=tuple(sorted(peers)), level=version.level))
-        out += passed_on
+            peers_of = tuple(sorted(peers))
+            yield step, Send(chunk=version.chunk, box=boxes[version], peers=peers_of, level=version.level)
+        for instruction in passed_on:
+            yield step, instruction
         for version in made[step]:
-            out += _receive(version, boxes)
+            for receive in _receive(version, boxes):
+                yield step, receive
             if version.origin is Origin.SUM:
                 divide = schedule.collective in REDUCING and version.contributors == everyone
-                out.append(_reduce(version, boxes, version in final, version in kept, divide))
+                yield step, _reduce(version, boxes, version in final, version in kept, divide)
             elif version in final and not version.sends:
-                out.append(_adopt(version, boxes))
-    out += [Copy(chunk=version.chunk) for version in made[-1] if version in final and not version.sends]
-    return Program(
-        collective=schedule.collective,
-        rank=rank,
-        ranks=schedule.ranks,
-        chunks=schedule.chunks,
-        boxes=tuple(counts),
-        instructions=tuple(out),
-    )
+                yield step, _adopt(version, boxes)
+    for version in made[-1]:
+        if version in final and not version.sends:
+            yield schedule.steps, Copy(chunk=version.chunk)
 
 
-def _number(schedule: Schedule, versions: tuple[Version, ...]) -> tuple[Boxes, list[int]]:
+def _number(schedule: Schedule) -> tuple[Boxes, list[int]]:
     # Every rank computes every rank's numbering, so a box needs no other name on the wire.
-    sent = [version for version in versions if version.sends]
+    sent = [version for version in trace(schedule).versions if version.sends]
     boxes: Boxes = {}
     counts = [0] * schedule.ranks
     for version in sorted(sent, key=lambda v: (v.sends[0].step, v.chunk)):

@@ -5,6 +5,7 @@ import pytest
 from dtcomm import algorithms
 from dtcomm.errors import ScheduleError
 from dtcomm.schedule import Schedule, Transfer, lower, parse
+from dtcomm.schedule.lower import steps
 from dtcomm.schedule.program import Adopt, Copy, Encode, Forward, Local, Receive, Reduce, Send
 from tests.schedule.machines import Programs, coarse, evaluate, inputs_of
 
@@ -126,6 +127,17 @@ def test_levels_go_with_the_bytes() -> None:
     assert [i.level for i in lower(schedule, 0).instructions] == [1, 1]
     assert {i.level for i in lower(schedule, 1).instructions} == {1}
     assert {i.level for i in lower(schedule, 2).instructions} == {1}
+
+
+@pytest.mark.parametrize("name", algorithms.available("all_reduce"))
+def test_instructions_know_their_steps(name: str) -> None:
+    schedule = algorithms.build(name, "all_reduce", 5)
+    sent = {(t.step, t.src, t.dst, t.chunk) for t in schedule.transfers}
+    for rank in range(5):
+        numbered = list(zip(steps(schedule, rank), lower(schedule, rank).instructions, strict=True))
+        assert [step for step, _ in numbered] == sorted(step for step, _ in numbered)
+        received = {(step, i.peer, rank, i.chunk) for step, i in numbered if isinstance(i, Receive)}
+        assert received == {each for each in sent if each[2] == rank}
 
 
 def test_flat_counts_its_operands() -> None:

@@ -1,0 +1,147 @@
+"""What the instructions of a program do to tensors, on this rank, for one piece; the kernels' verbs do the work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dtcomm import _C
+from dtcomm.kernels import ops
+from dtcomm.runtime.layout import Chunk, Piece, Slice, payload_bytes
+from dtcomm.runtime.plan import Plan, accumulator_dtype
+from dtcomm.runtime.shm import Buffers
+from dtcomm.schedule.program import Adopt, Copy, Encode, Instruction, Local, Reduce
+
+
+class Arithmetic:
+    """One call's tensors; ``slots[i]`` is the memory of the boxes of the pieces that use slot i."""
+
+    def __init__(
+        self, plan: Plan, buffers: Sequence[Buffers], slots: Sequence[torch.Tensor], seed: int
+    ) -> None:
+        self._plan = plan
+        self._slots = slots
+        self._seed = seed
+        self._op = "sum" if plan.shape.op == "avg" else plan.shape.op
+        self._inputs = [_flat(part.input) for part in buffers]
+        self._outputs = [None if part.output is None else _flat(part.output) for part in buffers]
+        self._residuals = [None if part.residual is None else _flat(part.residual) for part in buffers]
+        self._accumulators: dict[tuple[int, int, int], torch.Tensor] = {}  # (slot, chunk, nth slice)
+        self._taken: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    def payload(self, slot: int, rank: int, box: int, chunk: Chunk) -> torch.Tensor:
+        """The bytes of a box."""
+        at = self._plan.places[rank, box]
+        return self._slots[slot][at : at + payload_bytes(chunk)]
+
+    def do(self, slot: int, piece: Piece, at: int, instruction: Instruction) -> None:
+        """Instruction number ``at``, which neither sends nor receives, for the piece that uses ``slot``."""
+        chunk = piece[instruction.chunk]
+        for nth, each in enumerate(chunk):
+            match instruction:
+                case Encode(box=box, output=output):
+                    part = self._plan.shape.parts[each.part]
+                    ops.encode(
+                        part.codec,
+                        self._input(each),
+                        key=_C.mix_key(self._seed, self._plan.rank, box),
+                        offset=each.in_offset,
+                        residual=self._residual(each),
+                        out=self._bytes(slot, self._plan.rank, box, each),
+                        decoded=self._output(each) if output else None,
+                    )
+                case Reduce():
+                    self._reduce(slot, at, instruction, each, (slot, instruction.chunk, nth))
+                case Adopt(peer=peer, box=box):
+                    part, out = self._plan.shape.parts[each.part], self._output(each)
+                    if out is not None:
+                        ops.decode(
+                            part.codec, self._bytes(slot, peer, box, each), each.numel, part.dtype, out=out
+                        )
+                case Copy():
+                    out, given = self._output(each), self._input(each)
+                    if out is not None and out.data_ptr() != given.data_ptr():
+                        out.copy_(given)
+                case _:
+                    raise TypeError(f"{instruction} is not arithmetic")
+
+    def _reduce(self, slot: int, at: int, r: Reduce, each: Slice, place: tuple[int, int, int]) -> None:
+        part = self._plan.shape.parts[each.part]
+        payloads = [self._bytes(slot, rank, box, each) for rank, box in r.inputs]
+        residual = self._residual(each)
+        local, takes, leaves = None, at in self._plan.takes, at in self._plan.leaves
+        if r.local is Local.INPUT:
+            local = self._input(each)
+            if residual is not None and takes and not (leaves and r.box is not None):
+                # The sum is encoded later or never, so the residual joins it here.
+                local = local.float() + residual
+                if leaves:
+                    residual.zero_()
+                else:
+                    self._taken[place] = residual.clone()
+        elif r.local is Local.ACCUMULATOR:
+            local = self._accumulators[place]
+        divisor = self._plan.divisor if r.divide else 1
+        out = self._output(each) if r.output else None
+        if r.box is None:
+            if r.keep:
+                wide = accumulator_dtype(part.dtype)
+                out = self._accumulators[place] = torch.empty(
+                    each.numel, dtype=wide, device=payloads[0].device
+                )
+            ops.reduce(
+                part.codec,
+                payloads,
+                each.numel,
+                local,
+                r.position,
+                divisor,
+                out,
+                op=self._op,
+                dtype=part.dtype,
+            )
+            return
+        before = None
+        if residual is not None and leaves and not takes:
+            # It has been added already. Adding -0.0 changes no number; where the encoding is no number either, it
+            # stays and gives place to what was there before.
+            before = self._taken.pop(place)
+            residual.fill_(-0.0)
+        ops.reduce_encode(
+            part.codec,
+            payloads,
+            each.numel,
+            local,
+            r.position,
+            divisor,
+            residual if leaves else None,
+            self._bytes(slot, self._plan.rank, r.box, each),
+            op=self._op,
+            dtype=part.dtype,
+            key=_C.mix_key(self._seed, self._plan.rank, r.box),
+            offset=each.in_offset,
+            decoded=out,
+        )
+        if before is not None and residual is not None:
+            torch.where(residual.view(torch.int32) == -(2**31), before, residual, out=residual)
+
+    def _bytes(self, slot: int, rank: int, box: int, each: Slice) -> torch.Tensor:
+        at = self._plan.places[rank, box] + each.wire_offset
+        return self._slots[slot][at : at + each.wire_bytes]
+
+    def _input(self, each: Slice) -> torch.Tensor:
+        return self._inputs[each.part][each.in_offset : each.in_offset + each.numel]
+
+    def _output(self, each: Slice) -> torch.Tensor | None:
+        output = self._outputs[each.part]
+        return None if output is None else output[each.out_offset : each.out_offset + each.numel]
+
+    def _residual(self, each: Slice) -> torch.Tensor | None:
+        residual = self._residuals[each.part]
+        return None if residual is None else residual[each.in_offset : each.in_offset + each.numel]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    # In memory order, whatever the strides: the caller's tensors are dense.
+    return tensor.detach().as_strided((tensor.numel(),), (1,))

@@ -1,0 +1,263 @@
+"""Programs over the point-to-point messages of a torch.distributed group: between hosts, and wherever ranks share
+no memory.
+
+Messages are matched by tag, as Gloo does it. Tensors stay on the caller's device; only the kernels' verbs know
+which that is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from dtcomm import env
+from dtcomm.errors import CollectiveMismatch, DtcommError
+from dtcomm.kernels import dispatch
+from dtcomm.runtime.arithmetic import Arithmetic
+from dtcomm.runtime.blame import Blame
+from dtcomm.runtime.plan import WINDOW, Plan
+from dtcomm.runtime.replay import Replay
+from dtcomm.runtime.shape import Shape
+from dtcomm.runtime.shm import Buffers
+from dtcomm.runtime.work import Work
+from dtcomm.schedule import Schedule
+
+MESSAGE_BYTES = 256 * 1024  # a smaller message costs more than its bytes do
+HEADER_BYTES = 512
+HEADER_TAG = 0
+
+
+class Outcome(NamedTuple):
+    """What a finished call cost."""
+
+    wire_bytes: int
+    seconds: float
+
+
+class QueuedWork(Work):
+    """A call that the runtime's thread makes."""
+
+    def __init__(self, future: Future[Outcome], outputs: Sequence[torch.Tensor]) -> None:
+        super().__init__(outputs)
+        self._done = future
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+
+    def wait(self) -> None:
+        self._done.result()
+
+    def is_completed(self) -> bool:
+        return self._done.done()
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        if self._future is None:
+            self._future = torch.futures.Future()
+            self._done.add_done_callback(self._complete)
+        return self._future
+
+    def _complete(self, done: Future[Outcome]) -> None:
+        assert self._future is not None
+        failure = done.exception()
+        if isinstance(failure, Exception):
+            self._future.set_exception(failure)  # type: ignore[arg-type]
+        else:
+            self._future.set_result(self._outputs)
+
+    @property
+    def wire_bytes(self) -> int:  # type: ignore[override]
+        return self._done.result().wire_bytes
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        return self._done.result().seconds
+
+
+class ProcessGroupRuntime:
+    """Moves bytes over ``group``, which nobody else may use: its messages are told apart by tags alone.
+
+    ``names[rank]`` is how errors call a rank; every wait ends after ``timeout_s`` seconds.
+    """
+
+    name = "process_group"
+
+    def __init__(self, group: dist.ProcessGroup, names: Sequence[str], timeout_s: float) -> None:
+        self.rank = group.rank()
+        self.ranks = group.size()
+        self._group: dist.ProcessGroup | None = group
+        self._names = list(names)
+        self._timeout = timedelta(seconds=timeout_s)
+        self._blame = Blame(group, self._names, timeout_s)
+        self._check = env.get("DTCOMM_CHECK") == "1"
+        self._slots: list[torch.Tensor] = []
+        self._operations = 0
+        self._wire_bytes = 0
+        self._failure: DtcommError | None = None
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # held while a call runs inline: calls run in issue order
+        self._last: Future[Outcome] | None = None
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def prepare(self, shape: Shape, schedule: Schedule) -> Plan:
+        """A plan for calls of this shape."""
+        chosen = int(env.get("DTCOMM_PIECE_KIB")) * 1024
+        return Plan(shape, schedule, self.rank, chosen or MESSAGE_BYTES)
+
+    def run(self, plan: Plan, buffers: Sequence[Buffers], seed: int) -> int:
+        """Run to the end, inline where nothing is queued; returns the bytes sent."""
+        with self._lock:
+            if self._last is None or self._last.done():
+                return self._perform(plan, buffers, seed).wire_bytes
+            future = self._enqueue(plan, buffers, seed)
+        return future.result().wire_bytes
+
+    def submit(
+        self, plan: Plan, buffers: Sequence[Buffers], outputs: Sequence[torch.Tensor], seed: int
+    ) -> QueuedWork:
+        """Queue behind what runs already."""
+        with self._lock:
+            return QueuedWork(self._enqueue(plan, buffers, seed), outputs)
+
+    def close(self) -> None:
+        """Leave the group; peers that still wait for this rank are told by the closed connections."""
+        if os.getpid() != self._pid:
+            return
+        self._queue.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=1.0)
+            if self._thread.is_alive():  # in a wait that ends at the timeout; the group goes with the process
+                return
+        self._leave()
+
+    def info(self) -> dict[str, Any]:
+        """For reports."""
+        return {
+            "runtime": self.name,
+            "kernels": dispatch.current(),
+            "operations": self._operations,
+            "wire_bytes": self._wire_bytes,
+        }
+
+    def _enqueue(self, plan: Plan, buffers: Sequence[Buffers], seed: int) -> Future[Outcome]:
+        self._require_usable()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="dtcomm-process-group", daemon=True)
+            self._thread.start()
+        future: Future[Outcome] = Future()
+        self._last = future
+        self._queue.put((future, plan, buffers, seed))
+        return future
+
+    def _serve(self) -> None:
+        while (item := self._queue.get()) is not None:
+            future, *call = item
+            try:
+                outcome = self._perform(*call)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(outcome)
+            del item, future, call
+
+    def _require_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise DtcommError("group: this process was forked from the one that made the communicator")
+        if self._failure is not None:
+            raise type(self._failure)(str(self._failure))
+        if self._group is None:
+            raise DtcommError("group: its communicator has been released")
+
+    def _perform(self, plan: Plan, buffers: Sequence[Buffers], seed: int) -> Outcome:
+        self._require_usable()
+        start = time.perf_counter()
+        try:
+            if self._check:
+                self._compare(plan)
+            if plan.pieces:
+                self._reserve(plan, buffers[0].input.device)
+            arithmetic = Arithmetic(plan, buffers, self._slots, seed)
+            sent = Replay(plan, arithmetic, self, self._operations).run()
+        except BaseException as error:
+            if isinstance(error, DtcommError):
+                self._failure = type(error)(str(error))
+            else:
+                self._failure = DtcommError(f"a call broke off: {error!r}")
+            _let_go(error)
+            self._leave()
+            raise
+        self._operations += 1
+        self._wire_bytes += sent
+        return Outcome(sent, time.perf_counter() - start)
+
+    def _reserve(self, plan: Plan, device: torch.device) -> None:
+        # One set of slots serves all plans, since calls do not overlap.
+        if not self._slots or self._slots[0].numel() < plan.slot_bytes or self._slots[0].device != device:
+            self._slots = []
+            self._slots = [
+                torch.empty(plan.slot_bytes, dtype=torch.uint8, device=device) for _ in range(WINDOW)
+            ]
+
+    def send(self, payload: torch.Tensor, peer: int, tag: int) -> Any:
+        """Start to send (``Messages``)."""
+        return self._start("send", payload, peer, tag)
+
+    def receive(self, payload: torch.Tensor, peer: int, tag: int) -> Any:
+        """Start to receive (``Messages``)."""
+        return self._start("recv", payload, peer, tag)
+
+    def _start(self, verb: str, payload: torch.Tensor, peer: int, tag: int) -> Any:
+        try:
+            return getattr(self._group, verb)([payload], peer, tag)
+        except RuntimeError as error:  # the connection is known to be broken
+            raise self._blame.error(peer, error, f"before {verb}") from error
+
+    def wait(self, handle: Any, peer: int, doing: str) -> None:
+        """Until a message has left or arrived (``Messages``)."""
+        try:
+            handle.wait(self._timeout)
+        except RuntimeError as error:
+            raise self._blame.error(peer, error, doing) from error
+
+    def _compare(self, plan: Plan) -> None:
+        # Every rank sees every header, so all that take part raise, and say the same.
+        text = f"call {self._operations}: {plan.text}"
+        digest = hashlib.blake2b(repr((plan.shape, self._operations)).encode(), digest_size=8).digest()
+        said = text.encode()[: HEADER_BYTES - len(digest)].ljust(HEADER_BYTES - len(digest), b"\0") + digest
+        own = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        headers = {peer: torch.empty_like(own) for peer in range(self.ranks) if peer != self.rank}
+        handles = [(self.receive(header, peer, HEADER_TAG), peer) for peer, header in headers.items()]
+        handles += [(self.send(own, peer, HEADER_TAG), peer) for peer in headers]
+        for handle, peer in handles:
+            self.wait(handle, peer, f"comparing {text}")
+        headers[self.rank] = own
+        words = {rank: bytes(header.tolist()) for rank, header in sorted(headers.items())}
+        if len(set(words.values())) > 1:
+            listing = "; ".join(
+                f"{self._names[rank]}: {word[: -len(digest)].rstrip(bytes(1)).decode(errors='replace')}"
+                for rank, word in words.items()
+            )
+            raise CollectiveMismatch(f"ranks disagree on what they do: {listing}")
+
+    def _leave(self) -> None:
+        # Dropping the group closes its connections, which wakes whoever waits for this rank.
+        group, self._group = self._group, None
+        if group is not None and group in c10d._world.pg_map:
+            dist.destroy_process_group(group)
+
+
+def _let_go(error: BaseException | None) -> None:
+    # Whoever keeps the error keeps its frames, and with their messages under way the connections stay open.
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
