@@ -275,6 +275,7 @@ class State:
             residuals=handed,
             bucket_bytes=max(1, buffer.numel() * buffer.element_size()),
         )
+        assert work is not None  # it is with async_op
         return _Flight(work, packing, residuals, deferred, signals)
 
     def _settle(self, flight: _Flight) -> None:
