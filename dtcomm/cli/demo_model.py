@@ -1,0 +1,72 @@
+"""A small GPT over characters, in plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of the model; the default has one million parameters."""
+
+    vocabulary: int
+    context: int = 96
+    layers: int = 4
+    width: int = 144
+    heads: int = 4
+
+
+class Block(nn.Module):
+    """Causal self-attention and a perceptron, each normalised first: [batch, length, width] to the same."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.before_attention = nn.LayerNorm(shape.width)
+        self.qkv = nn.Linear(shape.width, 3 * shape.width)
+        self.projection = nn.Linear(shape.width, shape.width)
+        self.before_mlp = nn.LayerNorm(shape.width)
+        self.up = nn.Linear(shape.width, 4 * shape.width)
+        self.down = nn.Linear(4 * shape.width, shape.width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.before_attention(x)).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.projection(attended.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.down(functional.gelu(self.up(self.before_mlp(x))))
+        return x
+
+
+class GPT(nn.Module):
+    """Symbols, int64 [batch, length], to logits [batch, length, vocabulary]."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.symbols = nn.Embedding(shape.vocabulary, shape.width)
+        self.positions = nn.Embedding(shape.context, shape.width)
+        self.blocks = nn.Sequential(*(Block(shape) for _ in range(shape.layers)))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                # What a block adds to the stream shrinks with the number of additions, as in GPT-2.
+                added = name.endswith(("projection.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * shape.layers) ** 0.5 if added else 0.02)
+
+    def forward(self, symbols: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(symbols.shape[1], device=symbols.device)
+        x = self.symbols(symbols) + self.positions(positions)
+        logits: torch.Tensor = self.head(self.norm(self.blocks(x)))
+        return logits
+
+
+def loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats a character."""
+    logits = model(inputs)
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

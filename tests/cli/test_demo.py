@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtcomm.cli import demo, demo_data, demo_model
+from dtcomm.codecs import codec
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Thirty files, each of one letter, with what a library has besides: tests, tabs and other alphabets."""
+    root = tmp_path_factory.mktemp("library")
+    (root / "test").mkdir()
+    (root / "test" / "test_it.py").write_text("!" * 5000)
+    for number in range(30):
+        letter = chr(ord("a") + number % 26)
+        (root / f"module{number}.py").write_text(f"\t{letter * 5000}ß字\n", encoding="utf-8")
+    return root
+
+
+def test_text_is_split_by_file_in_an_order_of_its_own(library: Path) -> None:
+    corpus = demo_data.load(library)
+    assert corpus.files == 30
+    assert corpus.training.numel() + corpus.held_out.numel() == 30 * (4 + 5000 + 3)
+    assert torch.equal(corpus.training, demo_data.load(library).training)
+    assert demo_data.ALPHABET.index("!") not in corpus.training.unique().tolist()
+    assert int(corpus.training.max()) == demo_data.VOCABULARY - 1  # what ASCII lacks
+    held_out = {int(symbol) for symbol in corpus.held_out.unique()}
+    letters = {demo_data.ALPHABET.index(chr(ord("a") + number)) for number in range(4, 26)}
+    assert not held_out & letters & {int(symbol) for symbol in corpus.training.unique()}
+
+
+def test_too_little_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("pass\n")
+    with pytest.raises(ValueError, match="too little"):
+        demo_data.load(tmp_path)
+
+
+def test_batches_depend_on_seed_step_and_rank_and_on_nothing_else(library: Path) -> None:
+    corpus = demo_data.load(library)
+
+    def drawn(seed: int, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return demo_data.batch(corpus, seed=seed, step=step, rank=rank, size=8, length=500)
+
+    inputs, targets = drawn(0, 1, 0)
+    assert inputs.shape == targets.shape == (8, 500)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    torch.manual_seed(99)
+    assert torch.equal(inputs, drawn(0, 1, 0)[0])
+    for other in ((1, 1, 0), (0, 2, 0), (0, 1, 1)):
+        assert not torch.equal(inputs, drawn(*other)[0])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_share_out_the_held_out_windows(library: Path, ranks: int) -> None:
+    corpus = demo_data.load(library)
+    shares = [
+        demo_data.held_out_batches(corpus, windows=7, size=2, length=50, rank=rank, ranks=ranks)
+        for rank in range(ranks)
+    ]
+    assert sum(inputs.shape[0] for share in shares for inputs, _ in share) == 7
+    assert all(inputs.shape[0] <= 2 for share in shares for inputs, _ in share)
+
+
+def test_the_model_cannot_see_the_future() -> None:
+    torch.manual_seed(0)
+    model = demo_model.GPT(demo_model.Shape(vocabulary=11, context=16, layers=2, width=16, heads=2))
+    symbols = torch.randint(11, (1, 16))
+    changed = symbols.clone()
+    changed[0, 9:] = (changed[0, 9:] + 1) % 11
+    before, after = model(symbols), model(changed)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert not torch.equal(before[:, 9:], after[:, 9:])
+
+
+def test_demo_trains_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = demo.main(["--steps", "8", "--codecs", "none,int8", "--out", str(tmp_path), "--json"])
+    captured = capsys.readouterr()
+    assert code == 0
+    summary = json.loads((tmp_path / "demo.json").read_text())
+    assert json.loads(captured.out) == summary
+    plain, none, int8 = summary["runs"]
+    assert [run["name"] for run in summary["runs"]] == ["plain DDP", "none", "int8"]
+    # Two ranks add the same two numbers, in whatever order: the same run to the bit.
+    assert none["seeds"]["0"]["losses"] == plain["seeds"]["0"]["losses"]
+    assert len(int8["seeds"]["0"]["losses"]) == 8
+    assert plain["bytes_per_step"] == plain["parameters"] * 4
+    assert none["bytes_per_step"] == pytest.approx(plain["bytes_per_step"], rel=0.01)
+    ratio = codec("int8").wire_bytes(1 << 20) / (4 << 20)
+    assert int8["bytes_against_plain"] == pytest.approx(ratio, rel=0.05)
+    assert int8["final_training_loss"] < int8["seeds"]["0"]["losses"][0] - 0.5
+    assert all(run["step_ms"] > 0 and run["communication_ms"] is not None for run in summary["runs"])
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert "held-out" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [(["--steps", "0"], "--steps"), (["--codecs", "int99"], "int99"), (["--nproc", "0"], "--nproc")],
+)
+def test_bad_arguments_are_named(
+    arguments: list[str], names: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        demo.main(arguments)
+    assert stop.value.code == 2
+    assert names in capsys.readouterr().err
