@@ -17,6 +17,14 @@ import dtcomm
 CODECS = ("none", "none", "fp16", "bf16", "int8", "int8:block=32,round=stochastic")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 DTYPES = (*FLOATS, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8)
+COLLECTIVES = (
+    "all_reduce",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+)
 LARGEST = 200_000
 WINDOW = 3  # asynchronous operations in flight
 WHOLE = -1
@@ -49,9 +57,9 @@ class Operation:
 
 def draw(chance: random.Random, index: int, groups: int, algorithms: dict[str, list[str]]) -> Operation:
     """The next operation of a seeded sequence."""
-    collective = chance.choice(["all_reduce", "all_reduce", "reduce_scatter", "all_gather", "broadcast"])
+    collective = chance.choice(COLLECTIVES)
     codec = chance.choice(CODECS)
-    reduces = collective in ("all_reduce", "reduce_scatter")
+    reduces = collective not in ("all_gather", "broadcast")
     dtype = chance.choice(DTYPES if codec == "none" else FLOATS)
     ops = ["sum", "sum", *(["avg"] if dtype.is_floating_point else [])]
     ops += [] if codec.startswith("int8") else ["min", "max"]
@@ -61,7 +69,7 @@ def draw(chance: random.Random, index: int, groups: int, algorithms: dict[str, l
         numel=min(LARGEST, int(2 ** chance.uniform(0, 17.7)) - 1),
         dtype=dtype,
         codec=codec,
-        algorithm=chance.choice(["auto", *algorithms[collective]]),
+        algorithm=chance.choice(["auto", *algorithms[collective.removesuffix("_coalesced")]]),
         op=chance.choice(ops) if reduces else "sum",
         group=chance.randrange(-1, groups) if groups else WHOLE,
         overlap=chance.random() < 0.5,
@@ -116,6 +124,12 @@ class Runner:
         if operation.collective == "all_reduce":
             output = operation.input(self.rank, n)
             return dtcomm.all_reduce(output, operation.op, **common), output
+        if operation.collective == "all_reduce_coalesced":
+            output = operation.input(self.rank, n)
+            # Uneven tensors, the middle one with a codec of its own.
+            tensors = list(output.split([n // 7, n // 2, n - n // 7 - n // 2]))
+            common["codec"] = [operation.codec, "none", operation.codec]
+            return dtcomm.all_reduce_coalesced(tensors, operation.op, **common), output
         if operation.collective == "reduce_scatter":
             output = torch.empty(n, dtype=operation.dtype)
             whole = operation.input(self.rank, n * shares)
