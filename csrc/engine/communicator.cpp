@@ -467,7 +467,7 @@ void Communicator::fail(const Error& error, int culprit) {
 }
 
 void Communicator::ring_peers() {
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+  full_fence();
   for (const auto& process : processes_) {
     if (process) process->page().bell.ring();
   }
