@@ -1,9 +1,9 @@
 """Inputs whose reduction is exact in every order, and the results they must give.
 
-All values are integers small enough that any partial sum over the ranks fits into the dtype's significand,
-and for ``avg`` so chosen that the division is exact too. So every correct implementation gives the same bits,
-and any lost, doubled or misplaced contribution shows. Values come from a seeded pattern whose period is prime:
-a block that lands at a wrong place does not match by accident, and a check costs little more than a copy.
+All values are integers small enough that any partial sum over the ranks fits into the dtype's significand, and
+for ``avg`` so chosen that the division is exact too. So every correct implementation gives the same bits, and
+any lost, doubled or misplaced contribution shows. Values come from a seeded pattern whose period is prime: a
+block that lands at a wrong place does not match by accident, and a check costs little more than a copy.
 
 ``count`` is nccl-tests': the elements of the whole tensor for all_reduce and broadcast, of one rank's shard
 for reduce_scatter (its input has ``count * world_size``) and all_gather (its output has).
@@ -11,11 +11,32 @@ for reduce_scatter (its input has ``count * world_size``) and all_gather (its ou
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 PERIOD = 1_048_573
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 OPS = ("sum", "avg", "min", "max")
+
+# (dtype, op, rank, world_size, seed, numel) -> the rank's first numel values, or PERIOD of them where that is
+# less, as float64 or int64, in which they can be summed.
+Values = Callable[[torch.dtype, str, int, int, int, int], torch.Tensor]
+
+
+def integers(dtype: torch.dtype, op: str, rank: int, world_size: int, seed: int, numel: int) -> torch.Tensor:
+    """Integers whose sums are exact in ``dtype`` in every order."""
+    step, bound, active = largest(dtype, op, world_size)
+    low = -bound if dtype.is_signed else 0
+    values = torch.randint(low, bound + 1, (min(numel, PERIOD),), generator=_generator(rank, seed)) * step
+    if rank >= active:
+        values.zero_()
+    return values.double() if dtype.is_floating_point else values
+
+
+def normal(dtype: torch.dtype, op: str, rank: int, world_size: int, seed: int, numel: int) -> torch.Tensor:
+    """Normally distributed values, as gradients are, for what is lossy anyway; rounded to ``dtype``."""
+    return torch.randn(PERIOD, generator=_generator(rank, seed)).to(dtype).double()
 
 
 def inputs(
@@ -27,11 +48,12 @@ def inputs(
     rank: int,
     world_size: int,
     seed: int = 0,
+    values: Values = integers,
 ) -> torch.Tensor:
     """What ``rank`` puts in: 1-D, of ``count * world_size`` elements for reduce_scatter, else ``count``."""
     _check(collective, op)
     numel = count * world_size if collective == "reduce_scatter" else count
-    return _repeat(_pattern(dtype, op, rank, world_size, seed, numel), 0, numel).to(dtype)
+    return _repeat(values(dtype, op, rank, world_size, seed, numel).to(dtype), 0, numel)
 
 
 def expected(
@@ -44,16 +66,18 @@ def expected(
     world_size: int,
     root: int = 0,
     seed: int = 0,
+    values: Values = integers,
 ) -> torch.Tensor:
-    """What ``rank`` must end with, bit for bit, if each rank put in its ``inputs`` of the same arguments."""
+    """What ``rank`` must end with if each rank put in its ``inputs`` of the same arguments: with ``integers``
+    bit for bit, otherwise the reduction in float64, rounded once."""
     _check(collective, op)
-    if collective == "broadcast":
-        return inputs(collective, count, dtype, op=op, rank=root, world_size=world_size, seed=seed)
     offset = rank * count if collective == "reduce_scatter" else 0
-    patterns = [_pattern(dtype, op, r, world_size, seed, offset + count) for r in range(world_size)]
+    givers = [root] if collective == "broadcast" else list(range(world_size))
+    patterns = [values(dtype, op, giver, world_size, seed, offset + count) for giver in givers]
     if collective == "all_gather":
-        return torch.cat([_repeat(pattern, 0, count) for pattern in patterns]).to(dtype)
-    return _repeat(_combine(patterns, op), offset, count).to(dtype)
+        return torch.cat([_repeat(pattern.to(dtype), 0, count) for pattern in patterns])
+    result = patterns[0] if collective == "broadcast" else _combine(patterns, op)
+    return _repeat(result.to(dtype), offset, count)
 
 
 def wrong(result: torch.Tensor, reference: torch.Tensor) -> int:
@@ -79,15 +103,8 @@ def _check(collective: str, op: str) -> None:
         raise ValueError(f"op must be one of {', '.join(OPS)}, not {op!r}")
 
 
-def _pattern(dtype: torch.dtype, op: str, rank: int, world_size: int, seed: int, numel: int) -> torch.Tensor:
-    """A rank's first ``numel`` values, or one period, in float64 or int64, in which their sums are exact."""
-    step, bound, active = largest(dtype, op, world_size)
-    low = -bound if dtype.is_signed else 0
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
-    values = torch.randint(low, bound + 1, (min(numel, PERIOD),), generator=generator) * step
-    if rank >= active:
-        values.zero_()
-    return values.double() if dtype.is_floating_point else values
+def _generator(rank: int, seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed * 1_000_003 + rank)
 
 
 def _combine(patterns: list[torch.Tensor], op: str) -> torch.Tensor:
@@ -104,7 +121,7 @@ def _combine(patterns: list[torch.Tensor], op: str) -> torch.Tensor:
 
 def _repeat(pattern: torch.Tensor, offset: int, numel: int) -> torch.Tensor:
     start = offset % PERIOD
-    if start + numel <= PERIOD:
-        return pattern[start : start + numel]
-    turned = pattern.roll(-start)
-    return turned.repeat(-(-numel // PERIOD))[:numel]
+    if start + numel <= pattern.numel():
+        return pattern[start : start + numel].clone()
+    turned = pattern.roll(-start)  # only a whole period is ever repeated
+    return turned.repeat(-(-numel // PERIOD))[:numel].clone()

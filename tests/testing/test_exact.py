@@ -84,3 +84,14 @@ def test_bad_names_are_refused() -> None:
         exact.inputs("reduce", 1, rank=0, world_size=1)
     with pytest.raises(ValueError, match=r"op must be one of sum.*'prod'"):
         exact.expected("all_reduce", 1, op="prod", rank=0, world_size=1)
+
+
+def test_normal_values_are_what_the_sum_is_taken_of() -> None:
+    def make(rank: int) -> torch.Tensor:
+        return exact.inputs(
+            "all_reduce", 3000, torch.bfloat16, rank=rank, world_size=2, values=exact.normal
+        ).double()
+
+    want = exact.expected("all_reduce", 3000, torch.bfloat16, rank=0, world_size=2, values=exact.normal)
+    assert torch.equal((make(0) + make(1)).bfloat16(), want)
+    assert 0.9 < make(0).std() < 1.1
