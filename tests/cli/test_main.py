@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from dtcomm.cli import main as cli
+
+
+def test_the_commands_that_are_there_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "usage: dtcomm <command>" in shown and "  perf " in shown
+    assert "perf" in cli.available() and "main" not in cli.available()
+    assert cli.main([]) == 0
+
+
+def test_an_unknown_command_is_refused_with_the_valid_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["pref"]) == 2
+    told = capsys.readouterr().err
+    assert "'pref' is not a command" in told and all(name in told for name in cli.available())
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    import dtcomm
+
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"dtcomm {dtcomm.__version__}\n"
+
+
+def test_python_m_dtcomm_is_the_same_and_loads_no_command() -> None:
+    code = (
+        "import runpy, sys\nsys.argv = ['dtcomm', '--help']\n"
+        "try:\n    runpy.run_module('dtcomm', run_name='__main__')\n"
+        "except SystemExit as end:\n"
+        "    print(end.code, [name for name in sys.modules if name.startswith('dtcomm.cli.perf')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.startswith("usage: dtcomm") and done.stdout.endswith("0 []\n")
+
+
+def test_a_reader_that_leaves_is_no_traceback() -> None:
+    command = f"{sys.executable} -m dtcomm perf all_reduce --help | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
