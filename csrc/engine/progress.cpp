@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "engine/communicator.h"
-#include "engine/pause.h"
 
 namespace dtcomm {
 namespace {
@@ -52,7 +51,7 @@ void ProgressThread::wake() {
     idle_.notify_one();
   }
   // It may be asleep over another communicator's operation.
-  full_fence();
+  std::atomic_thread_fence(std::memory_order_seq_cst);
   Process::instance().page().bell.ring();
 }
 

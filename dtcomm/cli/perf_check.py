@@ -1,0 +1,156 @@
+"""Are the results right? Bit for bit where nothing is lost; inside the codec's error bound where something is."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from dtcomm import algorithms, planner
+from dtcomm.cli.perf_collectives import COLLECTIVES
+from dtcomm.cli.perf_options import Variant
+from dtcomm.codecs import codec
+from dtcomm.testing import exact
+
+_BLOCK = 1 << 20  # elements looked at together, to keep the float64 copies small
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """``wrong`` elements on this rank; the errors, of a lossy codec, are relative to the result's own size."""
+
+    wrong: int
+    max_error: float | None = None
+    mean_error: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One collective of ``count`` elements (as in ``dtcomm.testing.exact``) as this rank takes part in it."""
+
+    collective: str
+    count: int
+    dtype: torch.dtype
+    op: str
+    root: int
+    rank: int
+    ranks: int
+
+    def inputs(self, seed: int, values: exact.Values) -> torch.Tensor:
+        return exact.inputs(
+            self.collective,
+            self.count,
+            self.dtype,
+            op=self.arithmetic,
+            rank=self.rank,
+            world_size=self.ranks,
+            seed=seed,
+            values=values,
+        )
+
+    def expected(self, seed: int, values: exact.Values) -> torch.Tensor:
+        return exact.expected(
+            self.collective,
+            self.count,
+            self.dtype,
+            op=self.arithmetic,
+            rank=self.rank,
+            world_size=self.ranks,
+            root=self.root,
+            seed=seed,
+            values=values,
+        )
+
+    @property
+    def arithmetic(self) -> str:
+        return self.op if COLLECTIVES[self.collective].reduces else "sum"
+
+
+def values_for(variant: Variant, dtype: torch.dtype) -> exact.Values:
+    """What to feed: numbers whose sum is exact, or for a lossy codec numbers like gradients."""
+    return exact.integers if codec(variant.codec).lossless(dtype) else exact.normal
+
+
+def judge(result: torch.Tensor, case: Case, variant: Variant, seed: int) -> Verdict:
+    """Compare with what the ranks' inputs of ``seed`` must give. All ranks call it together."""
+    values = values_for(variant, case.dtype)
+    want = case.expected(seed, values)
+    if values is exact.integers:
+        return Verdict(wrong=exact.wrong(result, want))
+    if want.numel() == 0:
+        return Verdict(wrong=0, max_error=0.0, mean_error=0.0)
+    bound, mean_bound = bounds(case, variant, seed)
+    wrong, largest, total = _errors(result.reshape(-1), want, bound)
+    mean = total / want.numel()
+    same = case.collective == "reduce_scatter" or _equal_on_all_ranks(result)
+    # A broken reduction may keep every element inside a coarse codec's bound; its mean error gives it away.
+    if not mean <= mean_bound or not same:
+        wrong = want.numel()
+    scale, mean_scale = want.abs().amax().item(), want.abs().mean(dtype=torch.float64).item()
+    return Verdict(
+        wrong=wrong,
+        max_error=largest / scale if scale else largest,
+        mean_error=mean / mean_scale if mean_scale else mean,
+    )
+
+
+def bounds(case: Case, variant: Variant, seed: int) -> tuple[float, float]:
+    """The largest and the mean absolute error that the codec explains.
+
+    A contribution is encoded at most d times on its way (read off the schedule), each time as part of a sum no
+    larger than that of all contributions. What one encoding does is measured on this rank's own values; a factor
+    of 2 covers sums whose exponent is one higher than any value's.
+    """
+    encodings = _encodings(case, variant)
+    sample = exact.normal(case.dtype, case.arithmetic, case.rank, case.ranks, seed, exact.PERIOD)
+    worst, mean = _roundtrip(sample.float(), variant.codec)
+    contributions = case.ranks if COLLECTIVES[case.collective].reduces else 1
+    if case.op in ("min", "max"):
+        contributions = 1
+    divisor = case.ranks if case.op == "avg" else 1
+    peak = float(sample.abs().amax()) * 1.25  # the other ranks' largest value is not far from this one's
+    rounding = torch.finfo(case.dtype).eps * contributions * peak / divisor
+    bound = 2 * encodings * worst * contributions * 1.25 / divisor + rounding
+    return bound, 1.5 * encodings * mean * contributions / divisor + rounding
+
+
+def _encodings(case: Case, variant: Variant) -> int:
+    shards = COLLECTIVES[case.collective].shards
+    name = planner.select(
+        case.collective,
+        case.count * (case.ranks if shards else 1),
+        case.dtype,
+        codec(variant.codec),
+        case.ranks,
+        algorithm=variant.algorithm,
+    )
+    return max(1, algorithms.build(name, case.collective, case.ranks, case.root).requantizations())
+
+
+def _roundtrip(values: torch.Tensor, spec: str) -> tuple[float, float]:
+    """Largest and mean absolute error of encoding and decoding ``values`` once."""
+    from dtcomm.kernels import ops
+
+    error = (ops.decode(spec, ops.encode(spec, values), values.numel()) - values).abs()
+    return float(error.amax()), float(error.mean())
+
+
+def _errors(result: torch.Tensor, want: torch.Tensor, bound: float) -> tuple[int, float, float]:
+    """Elements further off than ``bound`` (NaN is), the largest absolute error and the sum of all."""
+    wrong, largest, total = 0, 0.0, 0.0
+    for start in range(0, want.numel(), _BLOCK):
+        part = slice(start, start + _BLOCK)
+        error = (result[part].double() - want[part].double()).abs()
+        wrong += int((~(error <= bound)).sum())
+        largest = max(largest, float(error.amax()))
+        total += float(error.sum())
+    return wrong, largest, total
+
+
+def _equal_on_all_ranks(result: torch.Tensor) -> bool:
+    digest = zlib.crc32(result.contiguous().view(torch.uint8).numpy().data)
+    seen: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(seen, digest)
+    return len(set(seen)) == 1

@@ -1,0 +1,70 @@
+"""What rank 0 shows while the benchmark runs: the table on stdout, a bar on stderr where that is a terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from dtcomm.cli import perf_table
+from dtcomm.cli.perf_options import Options
+from dtcomm.cli.perf_run import Listener, Report, Row
+
+
+class Printer(Listener):
+    """Prints the table row by row; nothing but the bar where stdout is for JSON or CSV."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._bar: Any = None
+        self._task: Any = None
+
+    def begin(self, report: Report, steps: int) -> None:
+        self._print(perf_table.header(report))
+        self._bar = _bar() if steps != 1 else None
+        if self._bar is not None:
+            self._task = self._bar.add_task("", total=steps or None)
+            self._bar.start()
+
+    def step(self, what: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, description=what)
+
+    def rows(self, report: Report, rows: list[Row]) -> None:
+        lines = [perf_table.row(self._options, row, len(report.ranks)) for row in rows]
+        if self._bar is None:
+            self._print(lines)
+            return
+        self._bar.advance(self._task, len(rows))
+        self._bar.stop()  # the bar leaves its line, and the rows come out whole, however long they are
+        self._print(lines)
+        self._bar.start()
+
+    def end(self, report: Report) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._print(perf_table.footer(report))
+
+    def _print(self, lines: list[str]) -> None:
+        if not self._options.quiet:
+            print("\n".join(lines), flush=True)
+
+
+def _bar() -> Any:
+    """A progress bar, or None where nobody would see it."""
+    if not sys.stderr.isatty():
+        return None
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+        return None
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )

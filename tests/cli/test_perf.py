@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtcomm.cli.main import main
+from dtcomm.cli.perf import measure
+from dtcomm.cli.perf_options import parse
+from dtcomm.cli.perf_run import Report, Row
+from dtcomm.testing.ranks import run_ranks
+
+QUICK = ["-n", "3", "-w", "1"]
+
+
+def perf(tmp_path: Path, line: str, status: int = 0) -> dict[str, Any]:
+    file = tmp_path / "report.json"
+    assert main(["perf", *QUICK, "--json", str(file), *line.split()]) == status
+    document = json.loads(file.read_text())
+    assert isinstance(document, dict)
+    return document
+
+
+def measured(line: str, nproc: int = 2) -> Report:
+    """The same without the command around it, on ranks that are warm already."""
+    options = parse([*QUICK, "--no-pin", "--json", "-", *line.split()])
+    report = run_ranks(measure, nproc, options)[0]
+    assert isinstance(report, Report)
+    return report
+
+
+def wrong(row: Row) -> list[int | None]:
+    places = [place for place in (row.out_of_place, row.in_place) if place is not None]
+    return [None if place.verdict is None else place.verdict.wrong for place in places]
+
+
+def test_native_beside_gloo(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    document = perf(
+        tmp_path, "all_reduce -b 1K -e 64K -f 64 -c 2 --backend native,gloo --codec none --codec int8"
+    )
+    assert document["out_of_bounds"] == {"count": 0, "okay": True}
+    results = document["results"]
+    assert [(row["size"], row["backend"], row["codec"]) for row in results] == [
+        (size, *variant)
+        for size in (1024, 65536)
+        for variant in (("native", "none"), ("native", "int8"), ("gloo", "none"))
+    ]
+    for row in results:
+        for place in ("out_of_place", "in_place"):
+            assert row[place]["time"] > 0 and row[place]["bus_bw"] > 0 and row[place]["nwrong"] == 0
+            assert len(row[f"{place}_per_iter"]["times_us"]) == 3
+        assert row["ratio"] > 0 and (row["backend"] != "gloo" or row["ratio"] == 1)
+    assert document["config"]["backends"]["native"].startswith("runtime native, kernels ")
+    table = capfd.readouterr().out.splitlines()
+    lines = [line for line in table if not line.startswith("#")]
+    assert len(lines) == len(results) and lines[0].split()[:3] == ["1024", "256", "float"]
+    assert "# Out of bounds values : 0 OK" in table
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather", "broadcast"])
+def test_every_collective_with_and_without_loss(collective: str) -> None:
+    report = measured(
+        f"{collective} -b 90K -e 90K --backend native,gloo --codec none --codec int8 -d float,bfloat16",
+        nproc=3,
+    )
+    assert len(report.rows) == 2 * 3 and report.wrong == 0
+    for row in report.rows:
+        for place in (row.out_of_place, row.in_place):
+            assert place is not None and place.verdict is not None
+            error = place.verdict.mean_error
+            assert (error is not None and 0 < error < 0.02) if row.variant.codec == "int8" else error is None
+        assert (row.wire_bytes is None) == (row.variant.backend == "gloo")
+    none, int8 = (row.wire_bytes for row in report.rows[:2])
+    assert none is not None and int8 is not None and 0 < int8 < 0.3 * none
+
+
+def test_every_type_and_operator() -> None:
+    report = measured("all_reduce -b 4000 -e 4000 -d all -o all --codec none --codec fp16", nproc=3)
+    assert report.wrong == 0
+    assert len({(row.datatype, row.op) for row in report.rows}) == 8 * 4 - 4  # integers have no average
+
+
+def test_other_ways_to_run() -> None:
+    report = measured("broadcast -b 8K -e 8K -r all -m 6 -z 1 -C -O 0 -N 2 --algorithm ring")
+    assert [row.root for row in report.rows] == [0, 1, 0, 1]
+    assert all(row.out_of_place is None and wrong(row) == [0] for row in report.rows)
+    assert report.ranks[0].device.startswith("cpu any of")
+
+
+def test_one_rank_alone() -> None:
+    (row,) = measured("all_reduce -b 8K -e 8K --codec int8", nproc=1).rows
+    assert row.wire_bytes == 0 and wrong(row) == [0, 0]
+
+
+def test_growing_sums_are_refilled_before_they_overflow() -> None:
+    for flags in ("-n 40 -w 40", "-n 9 -w 0 -m 8"):
+        report = measured(
+            f"all_reduce -b 4K -e 4K -d half {flags} --backend tests.cli.backends:StaysFinite", nproc=3
+        )
+        assert report.wrong == 0 and len(report.rows[0].in_place.timing.iterations) == int(flags.split()[1])
+
+
+def test_a_wrong_value_fails(tmp_path: Path) -> None:
+    document = perf(tmp_path, "all_reduce -b 4K -e 4K --backend tests.cli.backends:OffByOne -c 3", status=1)
+    row = document["results"][0]
+    assert (row["out_of_place"]["nwrong"], row["in_place"]["nwrong"]) == (3, 3)
+    assert document["out_of_bounds"] == {"count": 6, "okay": False}
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather", "broadcast"])
+def test_a_wrong_value_is_counted(collective: str) -> None:
+    (row,) = measured(f"{collective} -b 4K -e 4K --backend tests.cli.backends:OffByOne").rows
+    assert wrong(row) == [1, 1]
+
+
+def test_without_a_check_nothing_is_found() -> None:
+    (row,) = measured("all_reduce -b 4K -e 4K --backend tests.cli.backends:OffByOne -c 0").rows
+    assert wrong(row) == [None, None]
+
+
+@pytest.mark.parametrize("backend", ["LosesRank1", "DiffersByABit"])
+def test_a_lossy_result_outside_its_bound_is_wrong(backend: str) -> None:
+    name = f"tests.cli.backends:{backend}"
+    report = measured(f"all_reduce -b 64K -e 64K -O 0 --codec int8 --backend {name}")
+    assert report.wrong > 16384 * 0.8
+
+
+def test_a_rank_that_fails_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["perf", "all_reduce", *QUICK, "-b", "1K", "-e", "1K", "--backend", "tests.cli.backends:Raises"])
+        == 2
+    )
+    told = capfd.readouterr().err
+    assert "rank 1 raised OSError: the cable is out" in told and told.endswith(
+        "dtcomm perf: the cable is out\n"
+    )
+
+
+def test_an_argument_that_only_ranks_can_judge() -> None:
+    with pytest.raises(ValueError, match="-r 7: there are only 2 ranks"):
+        measured("broadcast -r 7")
+
+
+def test_json_on_stdout_is_all_there_is(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["perf", "all_reduce", "-b", "1K", "-e", "1K", *QUICK, "--json", "-"]) == 0
+    shown = capfd.readouterr()
+    assert json.loads(shown.out)["results"][0]["size"] == 1024
+    assert shown.err == ""
+
+
+def test_under_torchrun_its_ranks_are_used(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m"]
+    command += ["dtcomm", "perf", "all_gather", "-b", "3K", "-e", "3K", *QUICK, "--json", str(file)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(file.read_text())
+    assert document["config"]["ranks"] == 3 and document["results"][0]["size"] == 3072
+    assert done.stdout.count("Collective test starting") == 1

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import pytest
+
+from dtcomm.cli.perf_options import Options, Variant, parse
+
+
+def test_the_defaults_are_those_of_nccl_tests_but_for_two() -> None:
+    options = parse(["all_reduce"])
+    assert options.sizes == [32 * 2**20]
+    assert (options.iters, options.agg_iters, options.run_cycles, options.check) == (20, 1, 1, 1)
+    assert (options.warmup_iters, options.average) == (5, 3)
+    assert (options.ops, options.datatypes, options.root) == (("sum",), ("float",), 0)
+    assert options.variants == (Variant(backend="native"),)
+
+
+def test_short_and_long_flags_are_the_same() -> None:
+    short = (
+        "reduce_scatter -b 1K -e 4M -f 4 -n 7 -w 2 -m 3 -N 2 -c 5 -o max -d half -a 1 -z 1 -C -I -O 0 -T 9"
+    )
+    long = (
+        "reduce_scatter --minbytes 1K --maxbytes 4M --stepfactor 4 --iters 7 --warmup_iters 2 --agg_iters 3 "
+        "--run_cycles 2 --check 5 --op max --datatype fp16 --average 1 --blocking 1 --report_cputime --per_iter "
+        "--out_of_place 0 --timeout 9"
+    )
+    assert parse(short.split()) == parse(long.split())
+    assert parse(short.split()).sizes == [2**10, 2**12, 2**14, 2**16, 2**18, 2**20, 2**22]
+
+
+def test_steps_where_there_is_no_factor() -> None:
+    assert parse("broadcast -b 1M -e 3M -i 1M -r all".split()).sizes == [2**20, 2**21, 3 * 2**20]
+    assert parse("broadcast -r all".split()).root is None
+    assert parse("broadcast -r -1".split()).root is None
+
+
+def test_variants_are_backends_times_codecs_times_algorithms() -> None:
+    options = parse(
+        "all_reduce --backend native,gloo --codec none --codec int8 --algorithm ring,two_shot".split()
+    )
+    assert [str(variant) for variant in options.variants] == [
+        "native none ring",
+        "native none two_shot",
+        "native int8 ring",
+        "native int8 two_shot",
+        "gloo none own",
+    ]
+    assert parse("all_reduce --codec int8:block=32".split()).variants[0].codec == "int8"
+
+
+def test_all_types_and_ops_leave_out_what_does_not_go_together() -> None:
+    options = parse("all_reduce -d all -o all --codec int8".split())
+    variant = options.variants[0]
+    does = {(d, o) for d in options.datatypes for o in options.ops if variant.refusal(d, o) is None}
+    assert does == {(d, o) for d in ("half", "float", "bfloat16") for o in ("sum", "avg")}
+    assert options.json is None and not options.quiet
+
+
+def test_a_gather_has_no_operator() -> None:
+    assert parse("all_gather -o max --codec int8".split()).ops == ("none",)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("gather", "invalid choice: 'gather'"),
+        ("all_reduce -b 1Q", "'1Q' is not a size"),
+        ("all_reduce -b 2K -e 1K", "-b 2048 is larger than -e 1024"),
+        ("all_reduce -b 0 -e 1K -f 2", "do not grow"),
+        ("all_reduce -n 0", "whole number of 1 or more"),
+        ("all_reduce -f 1", "whole number of 2 or more"),
+        ("all_reduce -d float128", "'float128' is not one of int8, "),
+        ("all_reduce -o prod", "'prod' is not one of sum, avg, min, max, all"),
+        ("all_reduce -d int32 -o avg", "-o avg: int32 has no average"),
+        ("all_reduce --codec int7", "unknown codec 'int7'; valid names: none"),
+        ("all_reduce --codec int8 -d int32", "-d int32: codec int8 takes half, float, bfloat16"),
+        ("all_reduce --codec int8 -o max", "-o max: codec int8 takes"),
+        ("all_reduce --codec int8 --backend gloo", "--codec 'int8': gloo sends tensors as they are"),
+        ("all_reduce --algorithm rign", "'rign' is not one of auto, direct, ring"),
+        ("broadcast -r x", "'x' is neither a rank nor all"),
+        ("all_reduce --backend mpi", "'mpi' is not one of native, process_group, gloo, module:Class"),
+        ("all_reduce --backend os:getpid", "is not a subclass of"),
+        ("all_reduce --backend no_such_module:X", "No module named 'no_such_module'"),
+        ("all_reduce -G 1", "need a GPU"),
+    ],
+)
+def test_wrong_arguments_are_told_in_a_line(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(line.split())
+    assert caught.value.code == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert told in last and last.startswith("dtcomm perf: error: ")
+
+
+def test_stdout_is_left_to_the_document() -> None:
+    assert parse("all_reduce --json -".split()).quiet
+    assert parse("all_reduce --csv - --json x".split()).quiet
+    assert isinstance(parse(["all_reduce", "-J", "x"]), Options)

@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+import dtcomm
+from dtcomm.cli import perf_json, perf_table
+from dtcomm.cli.perf_check import Verdict
+from dtcomm.cli.perf_collectives import COLLECTIVES, bandwidths
+from dtcomm.cli.perf_measure import Timing, percentile
+from dtcomm.cli.perf_options import parse
+from dtcomm.cli.perf_run import Measurement, Rank, Report, Row
+
+
+def measured(microseconds: float, wrong: int = 0, error: float | None = None) -> Measurement:
+    iterations = tuple(microseconds * factor * 1e-6 for factor in (0.5, 1.5, 1.0, 1.0))
+    verdict = Verdict(wrong=wrong, max_error=error, mean_error=error)
+    return Measurement(timing=Timing(seconds=microseconds * 1e-6, iterations=iterations), verdict=verdict)
+
+
+def report(line: str) -> Report:
+    options = parse(line.split())
+    found = Report(
+        options=options,
+        ranks=[Rank(rank=r, pid=4000 + r, hostname="host", device=f"cpu {r}") for r in range(2)],
+        started=0.0,
+        ended=60.0,
+    )
+    found.backends = {variant.backend: "words" for variant in options.variants}
+    for size, time in ((1024, 12.5), (1 << 26, 123456.0)):
+        for index, variant in enumerate(options.variants):
+            error = 0.005 if variant.codec == "int8" else None
+            out, inside = (
+                measured(time * (index + 1), error=error),
+                measured(time / 2 * (index + 1), error=error),
+            )
+            row = Row(
+                size=size,
+                count=size // 4,
+                datatype="float",
+                op="sum",
+                root=-1,
+                variant=variant,
+                wire_bytes=None if variant.backend == "gloo" else size,
+                out_of_place=out,
+                in_place=inside,
+                ratio=len(options.variants) / (index + 1) if len(options.variants) > 1 else None,
+            )
+            found.rows.append(row)
+    return found
+
+
+def table(found: Report) -> str:
+    rows = [perf_table.row(found.options, row, len(found.ranks)) for row in found.rows]
+    return "\n".join([*perf_table.header(found), *rows, *perf_table.footer(found)]) + "\n"
+
+
+GOLDEN = """\
+# dtcomm VERSION
+# Collective test starting: all_reduce
+# minBytes 1024 maxBytes 67108864 step: 65536(factor) warmup iters: 5 iters: 20 agg iters: 1 validation: 1 average: max
+#
+# Using devices
+#  Rank  0 Pid   4000 on       host device cpu 0
+#  Rank  1 Pid   4001 on       host device cpu 1
+# Backend native: words
+# Codec none, algorithm auto
+#
+#                                                              out-of-place                       in-place
+#       size         count      type   redop    root     time   algbw   busbw  #wrong     time   algbw   busbw  #wrong      wire
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)             (us)  (GB/s)  (GB/s)               (B)
+        1024           256     float     sum      -1    12.50    0.08    0.08       0     6.25    0.16    0.16       0      1024
+    67108864      16777216     float     sum      -1   123456    0.54    0.54       0  61728.0    1.09    1.09       0  67108864
+# Out of bounds values : 0 OK
+# Avg bus bandwidth    : 0.469129
+#
+# Collective test concluded: all_reduce
+"""  # noqa: E501
+
+COMPARISON = """\
+        1024           256     float     sum      -1    12.50    0.08    0.08       0     6.25    0.16    0.16       0      1024        N/A        N/A     3.00  native none auto
+        1024           256     float     sum      -1    25.00    0.04    0.04       0    12.50    0.08    0.08       0      1024   5.00e-03   5.00e-03     1.50  native int8 auto
+        1024           256     float     sum      -1    37.50    0.03    0.03       0    18.75    0.05    0.05       0       N/A        N/A        N/A     1.00  gloo none own
+"""  # noqa: E501
+
+ITERATIONS = """\
+        1024           256     float     sum      -1    12.50    0.08    0.08       0     6.25    18.75    18.75    35.36     6.25    0.16    0.16       0     3.12     9.38     9.38    35.36      1024
+"""  # noqa: E501
+
+
+def test_the_table_of_one_variant() -> None:
+    shown = table(report("all_reduce -b 1K -e 64M -f 65536"))
+    assert shown == GOLDEN.replace("VERSION", dtcomm.__version__)
+
+
+def right_edges(line: str) -> list[int]:
+    return [word.end() for word in re.finditer(r"[^\s#]\S*|#wrong", line)]
+
+
+def rows(shown: str) -> list[str]:
+    return [line for line in shown.splitlines() if not line.startswith("#")]
+
+
+def test_a_comparison_has_errors_ratios_and_names() -> None:
+    found = report("all_reduce -b 1K -e 1K --backend native,gloo --codec none --codec int8")
+    shown = table(found)
+    assert "\n".join(rows(shown)[:3]) + "\n" == COMPARISON
+    (names,) = (line for line in shown.splitlines() if line.startswith("#       size"))
+    assert names.split()[-5:] == ["wire", "maxerr", "meanerr", "ratio", "variant"]
+    assert table(found).count("# Avg bus bandwidth") == 3
+
+
+def test_statistics_of_the_iterations_follow_each_placement() -> None:
+    shown = table(report("all_reduce -b 1K -e 1K -I"))
+    assert rows(shown)[0] + "\n" == ITERATIONS
+    (names,) = (line for line in shown.splitlines() if line.startswith("#       size"))
+    assert names.split()[10:14] == ["i_min", "i_max", "i_p99", "i_cv%"] and names.split().count("i_cv%") == 2
+
+
+@pytest.mark.parametrize("flags", ["", "-I", "-C -I --codec int8", "--codec int8"])
+def test_numbers_end_where_their_heads_end(flags: str) -> None:
+    shown = table(report(f"all_reduce -b 1K -e 64M -f 65536 {flags}"))
+    (names,) = (line for line in shown.splitlines() if line.startswith("#       size"))
+    for row in rows(shown):
+        assert right_edges(row) == right_edges(names)
+
+
+def test_no_check_no_number_and_a_wrong_value_fails() -> None:
+    found = report("all_reduce -b 1K -e 1K -c 0 -O 0")
+    row = found.rows[0]
+    unchecked = Measurement(timing=row.in_place.timing, verdict=None)
+    line = perf_table.row(found.options, replace(row, out_of_place=None, in_place=unchecked), 2)
+    assert line.split()[5:9] == ["N/A"] * 4 and line.split()[12] == "N/A"
+    found.rows[0] = replace(row, in_place=measured(1.0, wrong=1234567))
+    assert "Out of bounds values : 1234567 FAILED" in table(found)
+    assert "1.23457e+06" in table(found)
+
+
+@pytest.mark.parametrize(
+    ("value", "width", "text"),
+    [
+        (0.0, 7, "0.00"),
+        (0.19, 7, "0.19"),
+        (9999.994, 7, "9999.99"),
+        (12345.67, 7, "12345.7"),
+        (123456.7, 7, "123457"),
+        (1234567.8, 7, "1234568"),
+        (123456789.0, 7, "1.2e+08"),
+        (123.456, 6, "123.46"),
+        (1234.56, 6, "1234.6"),
+    ],
+)
+def test_numbers_keep_their_width(value: float, width: int, text: str) -> None:
+    assert perf_table.fixed(value, width) == text and len(text) <= width
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "bus"),
+    [
+        ("all_reduce", 1e9, 1.5),
+        ("reduce_scatter", 4e9, 0.75),
+        ("all_gather", 4e9, 0.75),
+        ("broadcast", 1e9, 1.0),
+    ],
+)
+def test_bandwidth_formulas_on_four_ranks(name: str, size: float, bus: float) -> None:
+    collective = COLLECTIVES[name]
+    count = collective.count(int(size), torch.float32, 4)
+    assert collective.size(count, torch.float32, 4) == size
+    assert bandwidths(collective, int(size), 0.5, 4) == (size / 1e9 * 2, pytest.approx(size / 1e9 * 2 * bus))
+
+
+def test_shards_are_cut_to_16_bytes_and_nothing_divides_by_zero() -> None:
+    gather = COLLECTIVES["all_gather"]
+    assert gather.count(1000, torch.float32, 3) == 80 and gather.size(80, torch.float32, 3) == 960
+    assert gather.count(8, torch.float64, 2) == 0
+    assert bandwidths(gather, 0, 0.0, 2) == (0.0, 0.0)
+
+
+def test_percentiles_are_values_that_occurred() -> None:
+    times = [float(n) for n in range(1, 101)]
+    assert (percentile(times, 50), percentile(times, 95), percentile(times, 99)) == (50, 95, 99)
+    assert percentile([3.0], 99) == 3.0
+    assert percentile([1.0, 2.0, 3.0], 95) == 3.0
+
+
+def test_json_has_the_keys_of_nccl_tests_with_real_types_and_no_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "do not print me")
+    found = report("all_reduce -b 1K -e 1K --codec none --codec int8")
+    found.rows[0] = replace(found.rows[0], in_place=measured(1.0, wrong=3, error=math.nan))
+    text = perf_json.to_json(found, ["all_reduce", "-b", "1K"])
+    assert "SECRET" not in text and "do not print" not in text
+    document = json.loads(text)
+    assert {"version", "start_time", "args", "config", "results", "end_time"} <= document.keys()
+    assert document["start_time"] == "1970-01-01T00:00:00+00:00"
+    assert document["args"] == ["dtcomm", "perf", "all_reduce", "-b", "1K"]
+    assert document["config"]["devices"][1] == {"rank": 1, "pid": 4001, "hostname": "host", "device": "cpu 1"}
+    assert document["config"]["blocking_collectives"] is False
+    first, second = document["results"][:2]
+    assert (first["size"], first["count"], first["type"], first["redop"], first["root"]) == (
+        1024,
+        256,
+        "float",
+        "sum",
+        -1,
+    )
+    assert first["out_of_place"] == {
+        "time": pytest.approx(12.5),
+        "alg_bw": pytest.approx(0.08192),
+        "bus_bw": pytest.approx(0.08192),
+        "nwrong": 0,
+        "max_error": None,
+        "mean_error": None,
+    }
+    assert first["in_place"]["nwrong"] == 3 and first["in_place"]["max_error"] is None
+    assert second["codec"] == "int8" and second["out_of_place"]["max_error"] == 0.005
+    iterations = first["out_of_place_per_iter"]
+    assert iterations["times_us"] == pytest.approx([6.25, 18.75, 12.5, 12.5])
+    assert {
+        "min_us",
+        "max_us",
+        "avg_us",
+        "p50_us",
+        "p95_us",
+        "p99_us",
+        "stdev_us",
+        "cv_pct",
+    } < iterations.keys()
+    assert document["out_of_bounds"] == {"count": 3, "okay": False}
+
+
+def test_csv_has_a_line_for_each_row() -> None:
+    found = report("all_reduce -b 1K -e 1K --codec none --codec int8")
+    found.rows[0] = replace(found.rows[0], out_of_place=None)
+    lines = list(csv.DictReader(io.StringIO(perf_json.to_csv(found))))
+    assert len(lines) == len(found.rows)
+    assert lines[0]["codec"] == "none" and lines[0]["out_of_place.time"] == ""
+    assert float(lines[1]["in_place.time"]) == pytest.approx(12.5)
+    assert float(lines[1]["in_place_per_iter.p50_us"]) == pytest.approx(12.5)
