@@ -31,6 +31,7 @@ def combine(
     out_dtype: int,
     stream_payload: bool,
     stream_out: bool,
+    repeats: int = 1,
 ) -> None: ...
 def decode(
     kernel: str,
@@ -41,6 +42,7 @@ def decode(
     out: int,
     out_dtype: int,
     stream: bool,
+    repeats: int = 1,
 ) -> None: ...
 
 # csrc/python/engine.cpp

@@ -43,7 +43,13 @@ DTCOMM_HD float scale_of(const IntegerRules& rules, std::uint32_t top) {
 }
 
 // What an element is multiplied by to become a code: 0 for zero and NaN blocks, whose codes are zeros.
-DTCOMM_HD float inverse_of(float scale) { return scale > 0.0f ? 1.0f / scale : 0.0f; }
+// The division is by 1 for those; masks, as under a condition it would keep compilers from making vectors.
+DTCOMM_HD float inverse_of(float scale) {
+  const std::uint32_t bits = bits_of(scale);
+  const std::uint32_t usable = 0U - static_cast<std::uint32_t>(bits - 1 < kInfinity32 - 1);
+  const float by = float_of((bits & usable) | (bits_of(1.0f) & ~usable));
+  return float_of(bits_of(1.0f / by) & usable);
+}
 
 // The zero point: the block's minimum rounded towards -Inf to the scale's type, but never to -Inf; -0 becomes +0.
 DTCOMM_HD float zero_of(const IntegerRules& rules, float lowest) {

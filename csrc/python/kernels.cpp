@@ -1,5 +1,6 @@
 // The kernel table for Python: raw pointers in, the GIL released. dtcomm/kernels/native.py checks the arguments;
-// here is only what would otherwise be undefined.
+// here is only what would otherwise be undefined. `repeats` runs a call so many times: what a benchmark of microseconds
+// needs in order not to time Python.
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -49,7 +50,7 @@ void combine(const char* kernel, const py::bytes& codec_bytes, const std::vector
              int position, std::uintptr_t local, int local_dtype, std::uintptr_t residual_in,
              std::uintptr_t residual_out, std::size_t numel, std::size_t divisor, int op, std::uint64_t key,
              std::uint64_t offset, std::uintptr_t payload_out, std::uintptr_t out, int dtype, int out_dtype,
-             bool stream_payload, bool stream_out) {
+             bool stream_payload, bool stream_out, int repeats) {
   const Kernels& kernels = kernels_of(kernel);
   const Codec codec = unpack(codec_bytes);
   const int count = static_cast<int>(payloads.size());
@@ -77,16 +78,18 @@ void combine(const char* kernel, const py::bytes& codec_bytes, const std::vector
   call.stream_payload = stream_payload;
   call.stream_out = stream_out;
   const py::gil_scoped_release release;
-  kernels.combine(codec, call);
+  for (int i = 0; i < repeats; ++i) kernels.combine(codec, call);
 }
 
 void decode(const char* kernel, const py::bytes& codec_bytes, std::uintptr_t payload, std::size_t numel, int dtype,
-            std::uintptr_t out, int out_dtype, bool stream) {
+            std::uintptr_t out, int out_dtype, bool stream, int repeats) {
   const Kernels& kernels = kernels_of(kernel);
   const Codec codec = unpack(codec_bytes);
   const DType from = dtype_of(dtype), to = dtype_of(out_dtype);
   const py::gil_scoped_release release;
-  kernels.decode(codec, pointer<const std::uint8_t>(payload), numel, from, pointer<void>(out), to, stream);
+  for (int i = 0; i < repeats; ++i) {
+    kernels.decode(codec, pointer<const std::uint8_t>(payload), numel, from, pointer<void>(out), to, stream);
+  }
 }
 
 }  // namespace
@@ -117,9 +120,9 @@ void bind_kernels(py::module_& module) {
              py::arg("local"), py::arg("local_dtype"), py::arg("residual_in"), py::arg("residual_out"),
              py::arg("numel"), py::arg("divisor"), py::arg("op"), py::arg("key"), py::arg("offset"),
              py::arg("payload_out"), py::arg("out"), py::arg("dtype"), py::arg("out_dtype"), py::arg("stream_payload"),
-             py::arg("stream_out"), "One call of Kernels::combine on raw addresses.");
+             py::arg("stream_out"), py::arg("repeats") = 1, "One call of Kernels::combine on raw addresses.");
   module.def("decode", &decode, py::arg("kernel"), py::arg("codec"), py::arg("payload"), py::arg("numel"),
-             py::arg("dtype"), py::arg("out"), py::arg("out_dtype"), py::arg("stream"),
+             py::arg("dtype"), py::arg("out"), py::arg("out_dtype"), py::arg("stream"), py::arg("repeats") = 1,
              "One call of Kernels::decode on raw addresses.");
 }
 

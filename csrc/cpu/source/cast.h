@@ -1,46 +1,60 @@
-// Runs of fp16 and bf16 to and from fp32, and the sums that every family shares.
+// Runs of floats: into fp16 and bf16, out of every element type, and the joins that all families share.
 #pragma once
 
 #include "codec/cast.h"
-#include "cpu/source/memory.h"
+#include "cpu/source/elements.h"
 
 namespace dtcomm::DTCOMM_ISA {
 
-inline void floats_from_bf16(const void* from, std::size_t n, float* to_memory) {
-  const auto* in = cells<std::uint16_t>(from);
-  auto* to = cells<float>(to_memory);
-#pragma GCC ivdep
-  for (std::size_t i = 0; i < n; ++i) to[i].value = float_from_bf16(in[i].value);
+// The words that hold bf16, of two vectors at once: rounding needs no 32-bit arithmetic, as a carry out of the low
+// word happens exactly where low + (high & 1) > 0x8000. False where there was a NaN: then nothing was written.
+#if defined(__AVX512F__)
+inline bool bf16_from_pair(const float* from, void* to) {
+  const __m512 a = _mm512_loadu_ps(from), b = _mm512_loadu_ps(from + 16);
+  if (_mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q)) return false;
+  const __m512i even = _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32, 30, 28, 26, 24,
+                                        22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+  const __m512i one = _mm512_set1_epi16(1);
+  const __m512i low = _mm512_permutex2var_epi16(_mm512_castps_si512(a), even, _mm512_castps_si512(b));
+  const __m512i high =
+      _mm512_permutex2var_epi16(_mm512_castps_si512(a), _mm512_or_si512(even, one), _mm512_castps_si512(b));
+  const __m512i edge = _mm512_adds_epu16(low, _mm512_and_si512(high, one));
+  const __mmask32 carry = _mm512_cmpgt_epu16_mask(edge, _mm512_set1_epi16(static_cast<short>(0x8000)));
+  _mm512_storeu_si512(to, _mm512_mask_add_epi16(high, carry, high, one));
+  return true;
 }
+constexpr std::size_t kPair = 32;
+#elif defined(__AVX2__)
+inline bool bf16_from_pair(const float* from, void* to) {
+  const __m256 a = _mm256_loadu_ps(from), b = _mm256_loadu_ps(from + 8);
+  if (_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q))) return false;
+  const auto round = [](__m256 x) {
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
+  };
+  const __m256i halves = _mm256_packus_epi32(round(a), round(b));
+  _mm256_storeu_si256(static_cast<__m256i*>(to), _mm256_permute4x64_epi64(halves, 0xd8));
+  return true;
+}
+constexpr std::size_t kPair = 16;
+#endif
 
 inline void bf16_from_floats(const float* from, std::size_t n, void* to) {
   const auto* in = cells<float>(from);
   auto* out = cells<std::uint16_t>(to);
-#pragma GCC ivdep
-  for (std::size_t i = 0; i < n; ++i) out[i].value = bf16_from_float(in[i].value);
-}
-
-// The instructions give the same bits as codec/cast.h (tests compare all 2^16 and 2^32 / stride inputs).
-inline void floats_from_fp16(const void* from, std::size_t n, float* to_memory) {
-  const auto* in = cells<std::uint16_t>(from);
-  auto* to = cells<float>(to_memory);
   std::size_t i = 0;
-#if defined(__AVX512F__)
-  for (; i + 16 <= n; i += 16) {
-    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i));
-    // The masked form: the plain one trips gcc 12's warning about uninitialised values (GCC bug 105593).
-    _mm512_storeu_ps(reinterpret_cast<float*>(to + i), _mm512_maskz_cvtph_ps(0xffff, half));
-  }
-#elif defined(__F16C__)
-  for (; i + 8 <= n; i += 8) {
-    _mm256_storeu_ps(reinterpret_cast<float*>(to + i),
-                     _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i))));
+#if defined(__AVX2__)
+  for (; i + kPair <= n; i += kPair) {
+    if (bf16_from_pair(from + i, out + i)) continue;
+    for (std::size_t j = i; j < i + kPair; ++j) out[j].value = bf16_from_float(in[j].value);
   }
 #endif
 #pragma GCC ivdep
-  for (; i < n; ++i) to[i].value = float_from_fp16(in[i].value);
+  for (; i < n; ++i) out[i].value = bf16_from_float(in[i].value);
 }
 
+// The instructions give the same bits as codec/cast.h, but for NaN (tests compare all 2^16 and a sample of 2^32).
 inline void fp16_from_floats(const float* from, std::size_t n, void* to) {
   const auto* in = cells<float>(from);
   auto* out = cells<std::uint16_t>(to);
@@ -48,32 +62,21 @@ inline void fp16_from_floats(const float* from, std::size_t n, void* to) {
 #if defined(__AVX512F__)
   const __m256i quiet = _mm256_set1_epi16(static_cast<short>(kNaN16));
   for (; i + 16 <= n; i += 16) {
-    const __m512 x = _mm512_loadu_ps(reinterpret_cast<const float*>(in + i));
+    const __m512 x = _mm512_loadu_ps(from + i);
     const __mmask16 number = _mm512_cmp_ps_mask(x, x, _CMP_ORD_Q);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i),
                         _mm512_mask_cvtps_ph(quiet, number, x, _MM_FROUND_TO_NEAREST_INT));
   }
-#elif defined(__F16C__)
+#elif defined(__AVX2__)
   const __m256 quiet = _mm256_set1_ps(float_of(kNaN32));
   for (; i + 8 <= n; i += 8) {
-    const __m256 x = _mm256_loadu_ps(reinterpret_cast<const float*>(in + i));
+    const __m256 x = _mm256_loadu_ps(from + i);
     const __m256 one_nan = _mm256_blendv_ps(x, quiet, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm256_cvtps_ph(one_nan, _MM_FROUND_TO_NEAREST_INT));
   }
 #endif
 #pragma GCC ivdep
   for (; i < n; ++i) out[i].value = fp16_from_float(in[i].value);
-}
-
-// `n` elements of a floating dtype as fp32: where they are fp32 already, the memory itself, otherwise `scratch`.
-inline const float* widen(DType dtype, const void* from, std::size_t n, float* scratch) {
-  if (dtype == DType::f32) return static_cast<const float*>(from);
-  if (dtype == DType::f16) {
-    floats_from_fp16(from, n, scratch);
-  } else {
-    floats_from_bf16(from, n, scratch);
-  }
-  return scratch;
 }
 
 inline void narrow(DType dtype, const float* from, std::size_t n, void* to) {
@@ -86,9 +89,53 @@ inline void narrow(DType dtype, const float* from, std::size_t n, void* to) {
   }
 }
 
-struct Add {
-  static float join(float a, float b) { return a + b; }
+// `n` elements of a floating dtype into `to`; a streamed `to` is aligned to a line.
+template <bool Stream>
+inline void widen_into(DType dtype, const void* from, std::size_t n, float* to) {
+  with_element(dtype, [&](auto element) {
+    each<decltype(element), Stream>(from, n, to, [](auto x, std::size_t) { return x; });
+  });
+}
+
+// The same where they are fp32 already: the memory itself. Otherwise `scratch`.
+inline const float* widen(DType dtype, const void* from, std::size_t n, float* scratch) {
+  if (dtype == DType::f32) return static_cast<const float*>(from);
+  widen_into<false>(dtype, from, n, scratch);
+  return scratch;
+}
+
+// An fp32 run as `each` wants its operands: one or many at an index.
+struct Run {
+  const float* memory;
+  float at(float, std::size_t i) const { return cells<float>(memory)[i].value; }
+#if defined(__AVX2__)
+  Floats at(Floats, std::size_t i) const { return load(memory + i); }
+#endif
 };
+
+inline __attribute__((always_inline)) float settled(float x) { return canonical(x); }
+
+#if defined(__AVX512F__)
+inline __attribute__((always_inline)) Floats settled(Floats x) {
+  const auto value = reinterpret_cast<__m512>(x);
+  const __mmask16 number = _mm512_cmp_ps_mask(value, value, _CMP_ORD_Q);
+  return reinterpret_cast<Floats>(_mm512_mask_mov_ps(_mm512_set1_ps(float_of(kNaN32)), number, value));
+}
+#elif defined(__AVX2__)
+inline __attribute__((always_inline)) Floats settled(Floats x) {
+  const auto value = reinterpret_cast<__m256>(x);
+  const __m256 nan = _mm256_cmp_ps(value, value, _CMP_UNORD_Q);
+  return reinterpret_cast<Floats>(_mm256_blendv_ps(value, _mm256_set1_ps(float_of(kNaN32)), nan));
+}
+#endif
+
+// to = sum + elements; `to` may be `sum`.
+inline void add_elements(DType dtype, float* to, const float* sum, const void* from, std::size_t n) {
+  const Run run{sum};
+  with_element(dtype, [&](auto element) {
+    each<decltype(element)>(from, n, to, [&](auto x, std::size_t i) { return settled(run.at(x, i) + x); });
+  });
+}
 
 // NaN wins; of equals (+0 and -0 among them) the first stays.
 struct Min {
@@ -111,7 +158,7 @@ inline void join_runs(float* to, const float* first, const float* second, std::s
 // to = first (op) second; `to` may be either of them.
 inline void join(ReduceOp op, float* to, const float* first, const float* second, std::size_t n) {
   if (op == ReduceOp::sum) {
-    join_runs<Add>(to, first, second, n);
+    add_elements(DType::f32, to, first, second, n);
   } else if (op == ReduceOp::min) {
     join_runs<Min>(to, first, second, n);
   } else {
@@ -121,10 +168,7 @@ inline void join(ReduceOp op, float* to, const float* first, const float* second
 
 inline void divide(float* to, const float* from, std::size_t n, std::size_t divisor) {
   const float by = static_cast<float>(divisor);
-  auto* out = cells<float>(to);
-  const auto* in = cells<float>(from);
-#pragma GCC ivdep
-  for (std::size_t i = 0; i < n; ++i) out[i].value = canonical(in[i].value / by);
+  each<Fp32>(from, n, to, [by](auto x, std::size_t) { return settled(x / by); });
 }
 
 }  // namespace dtcomm::DTCOMM_ISA

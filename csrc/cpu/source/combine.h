@@ -51,8 +51,13 @@ inline const float* sum_granule(const Plan& plan, const Combine& call, std::size
   for (int t = 0, payload = 0; t < terms; ++t) {
     float* room = sum ? scratch.term : scratch.sum;
     const bool local = has_local(call) && t == call.position;
-    const float* term =
-        local ? local_floats(call, at, n, room) : floats_of(plan, call.payloads[payload++] + payload_at, n, room);
+    const std::uint8_t* from = local ? nullptr : call.payloads[payload++] + payload_at;
+    if (sum && !local && call.op == ReduceOp::sum) {
+      add_granule(plan, from, n, sum, scratch.sum);
+      sum = scratch.sum;
+      continue;
+    }
+    const float* term = local ? local_floats(call, at, n, room) : floats_of(plan, from, n, room);
     if (sum) {
       join(call.op, scratch.sum, sum, term, n);
       sum = scratch.sum;
@@ -111,9 +116,7 @@ inline void combine_granules(const Codec& codec, const Combine& call) {
       keep_residual(call, at, n, sum, decoded);
       if (out) put_floats(call.out_dtype, decoded, n, out, call.stream_out, scratch.term);
     } else if (out) {
-      const bool direct = call.out_dtype == DType::f32 && !call.stream_out;
-      const float* decoded = floats_of(plan, payload, n, direct ? static_cast<float*>(out) : scratch.decoded);
-      if (decoded != out) put_floats(call.out_dtype, decoded, n, out, call.stream_out, scratch.term);
+      decode_into(plan, payload, n, call.out_dtype, out, call.stream_out, scratch.decoded, scratch.term);
     }
     if (call.stream_payload) stream_copy(call.payload_out + payload_at, payload, bytes);
     payload_at += bytes;
@@ -184,10 +187,7 @@ inline void decode(const Codec& codec, const std::uint8_t* payload, std::size_t 
     for (std::size_t at = 0; at < numel; at += plan.layout.granule) {
       const std::size_t n = smaller(plan.layout.granule, numel - at);
       void* to = const_cast<std::uint8_t*>(element(out, at, out_dtype));
-      const bool direct = out_dtype == DType::f32 && !stream;
-      const float* floats =
-          floats_of(plan, payload + payload_at, n, direct ? static_cast<float*>(to) : scratch.decoded);
-      if (floats != to) put_floats(out_dtype, floats, n, to, stream, scratch.term);
+      decode_into(plan, payload + payload_at, n, out_dtype, to, stream, scratch.decoded, scratch.term);
       payload_at += plan.layout.bytes(n);
     }
   }

@@ -4,7 +4,8 @@
 #include "codec/layout.h"
 #include "cpu/kernels.h"
 #include "cpu/source/cast.h"
-#include "cpu/source/integer.h"
+#include "cpu/source/integer_decode.h"
+#include "cpu/source/integer_encode.h"
 
 namespace dtcomm::DTCOMM_ISA {
 
@@ -37,24 +38,30 @@ inline void encode_granule(const Plan& plan, const float* x, std::size_t n, std:
   }
 }
 
+// A streamed `to` is aligned to a line.
+template <bool Stream>
 inline void decode_granule(const Plan& plan, const std::uint8_t* from, std::size_t n, float* to) {
   if (plan.integer()) {
-    if (plan.codec.block == 32) {
-      decode_integer<32>(plan.codec, plan.layout, from, n, to);
-    } else {
-      decode_integer<0>(plan.codec, plan.layout, from, n, to);
-    }
-    return;
+    decode_integer<Stream>(plan.codec, plan.layout, from, n, to);
+  } else {
+    widen_into<Stream>(plan.wire, from, n, to);
   }
-  const float* floats = widen(plan.wire, from, n, to);
-  if (floats != to) __builtin_memcpy(to, floats, n * sizeof(float));
 }
 
 // The floats of a payload's granule: the payload itself where it holds fp32, otherwise `scratch`.
 inline const float* floats_of(const Plan& plan, const std::uint8_t* from, std::size_t n, float* scratch) {
   if (!plan.integer()) return widen(plan.wire, from, n, scratch);
-  decode_granule(plan, from, n, scratch);
+  decode_granule<false>(plan, from, n, scratch);
   return scratch;
+}
+
+// to = sum + the granule's floats, in one pass; `to` may be `sum`.
+inline void add_granule(const Plan& plan, const std::uint8_t* from, std::size_t n, const float* sum, float* to) {
+  if (plan.integer()) {
+    add_integer(plan.codec, plan.layout, from, n, sum, to);
+  } else {
+    add_elements(plan.wire, to, sum, from, n);
+  }
 }
 
 // Floats into the user's tensor; `scratch` holds them in the tensor's type on the way to a streamed store.
@@ -65,6 +72,17 @@ inline void put_floats(DType dtype, const float* from, std::size_t n, void* to, 
   }
   narrow(dtype, from, n, scratch);
   stream_copy(to, scratch, n * size_of(dtype));
+}
+
+// A granule into the user's tensor: directly where that is fp32, otherwise by way of `floats` and `scratch`.
+inline void decode_into(const Plan& plan, const std::uint8_t* from, std::size_t n, DType dtype, void* to, bool stream,
+                        float* floats, float* scratch) {
+  if (dtype != DType::f32) return put_floats(dtype, floats_of(plan, from, n, floats), n, to, stream, scratch);
+  if (!stream) return decode_granule<false>(plan, from, n, static_cast<float*>(to));
+  if (kDirect && reinterpret_cast<std::uintptr_t>(to) % kLine == 0) {
+    return decode_granule<true>(plan, from, n, static_cast<float*>(to));
+  }
+  put_floats(dtype, floats_of(plan, from, n, floats), n, to, stream, scratch);
 }
 
 }  // namespace dtcomm::DTCOMM_ISA

@@ -62,6 +62,19 @@ inline void stream_fence() {
 #endif
 }
 
+template <bool Stream>
+inline __attribute__((always_inline)) void store(float* to, Floats value) {
+  if constexpr (Stream) {
+    stream_store(to, value);
+  } else {
+    *reinterpret_cast<LooseFloats*>(to) = value;
+  }
+}
+
+inline __attribute__((always_inline)) Floats load(const float* from) {
+  return *reinterpret_cast<const LooseFloats*>(from);
+}
+
 // Whole lines around the cache, the partial lines at both ends through it. Needs a fence afterwards.
 inline void stream_copy(void* to, const void* from, std::size_t bytes) {
   auto* out = static_cast<std::uint8_t*>(to);

@@ -1,0 +1,105 @@
+// The element types of payloads: kLanes at a time as fp32. In the default build a loop over single elements
+// vectorises as well as vectors of four would, so there it stands in.
+#pragma once
+
+#include "codec/cast.h"
+#include "cpu/source/memory.h"
+
+namespace dtcomm::DTCOMM_ISA {
+
+struct Fp32 {
+  static constexpr std::size_t kBytes = 4;
+  static float one(const void* from, std::size_t i) { return cells<float>(from)[i].value; }
+#if defined(__AVX2__)
+  static Floats many(const void* from, std::size_t i) { return load(static_cast<const float*>(from) + i); }
+#endif
+};
+
+struct Fp16 {
+  static constexpr std::size_t kBytes = 2;
+  static float one(const void* from, std::size_t i) { return float_from_fp16(cells<std::uint16_t>(from)[i].value); }
+#if defined(__AVX512F__)
+  static Floats many(const void* from, std::size_t i) {
+    const auto half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(cells<std::uint16_t>(from) + i));
+    // The masked form: the plain one trips gcc 12's warning about uninitialised values (GCC bug 105593).
+    return reinterpret_cast<Floats>(_mm512_maskz_cvtph_ps(0xffff, half));
+  }
+#elif defined(__AVX2__)
+  static Floats many(const void* from, std::size_t i) {
+    const auto half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(cells<std::uint16_t>(from) + i));
+    return reinterpret_cast<Floats>(_mm256_cvtph_ps(half));
+  }
+#endif
+};
+
+struct Bf16 {
+  static constexpr std::size_t kBytes = 2;
+  static float one(const void* from, std::size_t i) { return float_from_bf16(cells<std::uint16_t>(from)[i].value); }
+#if defined(__AVX512F__)
+  static Floats many(const void* from, std::size_t i) {
+    const auto half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(cells<std::uint16_t>(from) + i));
+    return reinterpret_cast<Floats>(_mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, half), 16));
+  }
+#elif defined(__AVX2__)
+  static Floats many(const void* from, std::size_t i) {
+    const auto half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(cells<std::uint16_t>(from) + i));
+    return reinterpret_cast<Floats>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+  }
+#endif
+};
+
+// Codes of one byte, as whole numbers.
+template <class Byte>
+struct Codes {
+  static constexpr std::size_t kBytes = 1;
+  static constexpr bool kSigned = Byte(-1) < Byte(0);
+  static float one(const void* from, std::size_t i) {
+    return static_cast<float>(static_cast<std::int32_t>(static_cast<const Byte*>(from)[i]));
+  }
+#if defined(__AVX512F__)
+  static Floats many(const void* from, std::size_t i) {
+    const auto raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const Byte*>(from) + i));
+    const __m512i wide = kSigned ? _mm512_maskz_cvtepi8_epi32(0xffff, raw) : _mm512_maskz_cvtepu8_epi32(0xffff, raw);
+    return reinterpret_cast<Floats>(_mm512_maskz_cvtepi32_ps(0xffff, wide));
+  }
+#elif defined(__AVX2__)
+  static Floats many(const void* from, std::size_t i) {
+    const auto raw = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const Byte*>(from) + i));
+    const __m256i wide = kSigned ? _mm256_cvtepi8_epi32(raw) : _mm256_cvtepu8_epi32(raw);
+    return reinterpret_cast<Floats>(_mm256_cvtepi32_ps(wide));
+  }
+#endif
+};
+
+// Can `each` stream? Where it works by single elements it stores through the cache.
+#if defined(__AVX2__)
+constexpr bool kDirect = true;
+#else
+constexpr bool kDirect = false;
+#endif
+
+// to[i] = make(element i) for i < n, `make` taking a float or Floats. A streamed `to` is aligned to a line.
+template <class Element, bool Stream = false, class Make>
+inline __attribute__((always_inline)) void each(const void* from, std::size_t n, float* to, const Make& make) {
+  std::size_t i = 0;
+#if defined(__AVX2__)
+  for (; i + kLanes <= n; i += kLanes) store<Stream>(to + i, make(Element::many(from, i), i));
+#endif
+  auto* out = cells<float>(to);
+#pragma GCC ivdep
+  for (; i < n; ++i) out[i].value = make(Element::one(from, i), i);
+}
+
+// Calls run(Element{}) for the element type of a floating dtype.
+template <class Run>
+inline __attribute__((always_inline)) void with_element(DType dtype, const Run& run) {
+  if (dtype == DType::f32) {
+    run(Fp32{});
+  } else if (dtype == DType::f16) {
+    run(Fp16{});
+  } else {
+    run(Bf16{});
+  }
+}
+
+}  // namespace dtcomm::DTCOMM_ISA
