@@ -3,8 +3,8 @@
 python -m bench.kernels [--kernel NAME] [--sizes BYTES ...] [--seconds S] [--json [FILE]]
 
 All contestants of a size take turns; a ratio is the median over the rounds of one round's times. GB/s count
-the fp32 input (or, for decoding, output). The floor is the time in which the fastest copy of this size moves the
-bytes that must be read and written.
+the fp32 input (or, for decoding, output). The floor is the time in which the fastest copy of this size moves
+the bytes that must be read and written.
 """
 
 from __future__ import annotations
@@ -257,12 +257,7 @@ def main() -> None:
         everyone = contestants(size, options.kernel)
         rows += report(size, options.kernel, everyone, measure(everyone, options.seconds))
     if options.json is not None:
-        result = {
-            "machine": machine.describe(),
-            "kernel": options.kernel,
-            "load": os.getloadavg(),
-            "rows": rows,
-        }
+        told = {"machine": machine.describe(), "kernel": options.kernel, "load": os.getloadavg()}
         print(output.write("kernels", {**told, "rows": rows}, options.json or None))
 
 
