@@ -173,6 +173,9 @@ def show(found: dict[str, Any]) -> None:
         if with_floor:
             line += [f"{timings['floor'].median / timings[f].median:.0%}" for f in ("dtcomm", "dtcomm.empty")]
         lines.append([*line, _where(row)])
+    # Our own ranks spin, so a load of their number is only ourselves.
+    if (load := max(row["load"] for row in found["rows"])) > found["ranks"] + 1.5:
+        print(f"the machine was busy with other work (load {load:.1f}): these figures say little")
     output.table(f"all_reduce, fp32 sum in place, {found['ranks']} ranks", [*columns, "round trip"], lines)
 
 
