@@ -93,8 +93,9 @@ class State:
         self._retired: list[Packing] = []
         self._flights: list[_Flight] = []
         self._in_backward = False
-        # Set by `compress` for models with unused parameters: see `_end_backward`.
+        # What `compress` finds out about the model: see `_end_backward` and `_launch`.
         self._wait_before_ddp = False
+        self._may_leave_unused = True
 
     def report(self) -> Report:
         """What was compressed, with what, and what it saved, up to the last finished backward."""
@@ -209,8 +210,11 @@ class State:
         return flight.work.get_future().then(finish)
 
     def _begin_backward(self) -> None:
-        # Of a backward that some error cut short: its callback never ran.
-        self._flights.clear()
+        # Left by a backward that some error cut short, or by DDP's join(), which reduces outside of one.
+        left, self._flights = self._flights, []
+        for flight in left:
+            if flight.work.is_completed():
+                self._settle(flight)
         try:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             self._in_backward = True
@@ -254,7 +258,7 @@ class State:
                 if self.feedback:
                     # For a parameter that no rank used DDP drops the result, and with it what the residuals
                     # gave to it: where a gradient is all zeros its residual waits for one that is not.
-                    postpone = segment.name in self._residuals and _is_zero(tensor)
+                    postpone = self._may_leave_unused and segment.name in self._residuals and _is_zero(tensor)
                     if not postpone:
                         residual = self._residuals.get(segment.name, tensor)
                 if postpone or (sampled and residual is None):
@@ -335,6 +339,7 @@ def compress(model: DistributedDataParallel, spec: str | Codec | Policy = "int8"
             raise state.error
 
     state._wait_before_ddp = model.find_unused_parameters
+    state._may_leave_unused = model.find_unused_parameters or model.static_graph
     model.register_comm_hook(state, hook)
     model.register_forward_pre_hook(refuse_after_failure)
     return state

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp
 from dtcomm.testing.ranks import run_ranks
-from tests.ddp.models import SMALL_BUCKETS, Net, backward, gradients, train, wrapped
+from tests.ddp.models import SMALL_BUCKETS, WIDTH, Net, backward, batch, gradients, train, wrapped
 
 MODES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -76,6 +78,60 @@ def all_ranks_alike(rank: int, world_size: int, spec: str) -> bool:
 @pytest.mark.parametrize("spec", ["int8", "fp16", "bf16"])
 def test_ranks_stay_identical(spec: str) -> None:
     assert run_ranks(all_ranks_alike, 3, spec) == [True] * 3
+
+
+class Mixed(nn.Module):
+    """One layer in each dtype that models are trained in, and one that only `none` can carry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for dtype in dtypes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype))
+        return x
+
+
+def mixed(rank: int, world_size: int) -> list[tuple[str, str, str]]:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(DistributedDataParallel(Mixed()))
+    state = ddp.compress(models[0], "int8")
+    for step in range(3):
+        for model in models:
+            model.zero_grad()
+            model(batch(rank, step)).square().mean().backward()
+        same(gradients(models[0]), gradients(models[1]), 0.06)
+    return [(row.dtype, row.codec, row.why) for row in state.report().rows]
+
+
+def test_a_model_of_several_dtypes_is_compressed_where_it_can_be() -> None:
+    rows = set(run_ranks(mixed, 2)[0])
+    assert {(dtype, "int8", "") for dtype in ("float32", "bfloat16", "float16")} < rows
+    assert ("float64", "none", "int8 does not take float64") in rows
+
+
+def uneven(rank: int, world_size: int) -> tuple[torch.Tensor, int]:
+    """Rank 1 has twice the batches of rank 0, which only keeps it company from then on."""
+    model = wrapped(**SMALL_BUCKETS)
+    state = ddp.compress(model, "int8")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with model.join():
+        for step in range(3 + 3 * rank):
+            optimizer.zero_grad()
+            backward(model, rank, step)
+            optimizer.step()
+    assert state.error is None
+    return model.module.first.weight.detach().clone(), state.report().messages
+
+
+def test_join_lets_ranks_have_uneven_inputs() -> None:
+    (weight, _), (other, messages) = run_ranks(uneven, 2)
+    assert torch.equal(weight, other)  # join() ends with a broadcast from the last to arrive
+    assert messages >= 6
 
 
 def accumulate(rank: int, world_size: int) -> None:
