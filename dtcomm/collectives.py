@@ -68,6 +68,7 @@ def all_reduce(
 
     ``avg`` divides the fp32 sum once, before its final encoding; min and max take codecs none, fp16 and bf16.
     """
+    _require_type(tensor, "tensor")
     communicator = find(group)
     key = ("all_reduce", tensor.numel(), tensor.dtype, op, codec, algorithm)
     plan = communicator.plans.get(key)
@@ -76,7 +77,8 @@ def all_reduce(
         plan = _plan(
             communicator, key, "all_reduce", op, [tensor.numel()], [tensor.dtype], [codec], algorithm
         )
-    if not tensor.is_cpu or not tensor.is_contiguous():
+    if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        _require_tensor(tensor, "tensor")
         tensor = _memory(tensor, "tensor")
     if residual is not None:
         _require_residual(residual, tensor, "residual", op)
@@ -178,6 +180,7 @@ def broadcast(
 
     With a lossy codec the source ends with the decoded values too, so that all ranks hold the same.
     """
+    _require_type(tensor, "tensor")
     communicator = find(group)
     key = ("broadcast", tensor.numel(), tensor.dtype, src, codec, algorithm)
     plan = communicator.plans.get(key)
@@ -187,7 +190,8 @@ def broadcast(
         plan = _plan(
             communicator, key, "broadcast", "sum", [tensor.numel()], [tensor.dtype], [codec], algorithm, root
         )
-    if not tensor.is_cpu or not tensor.is_contiguous():
+    if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        _require_tensor(tensor, "tensor")
         tensor = _memory(tensor, "tensor")
     if residual is not None:
         _require_residual(residual, tensor, "residual", "sum")
@@ -401,9 +405,13 @@ def _require_dtype(collective: str, op: str, dtype: torch.dtype, codec: Codec) -
         )
 
 
-def _require_tensor(tensor: Any, argument: str) -> None:
+def _require_type(tensor: Any, argument: str) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{argument}: expected a torch.Tensor, got {type(tensor).__name__}")
+
+
+def _require_tensor(tensor: Any, argument: str) -> None:
+    _require_type(tensor, argument)
     if tensor.layout is not torch.strided:
         raise ValueError(f"{argument}: expected a dense tensor, got layout {tensor.layout}")
     if tensor.dtype not in ELEMENT_TYPES:

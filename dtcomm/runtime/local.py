@@ -59,7 +59,7 @@ class Outcome:
 
 def run(world: World, operations: Sequence[Sequence[Operation]]) -> list[Outcome]:
     """Run ``operations[rank]`` in order on every rank; ranks run ahead of each other as the engine lets them."""
-    calls = []
+    calls: list[list[tuple[_C.NativePlan, list[tuple[int, int, int]], int, bool]]] = []
     for rank, mine in enumerate(operations):
         calls.append([])
         for operation in mine:
