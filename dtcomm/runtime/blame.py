@@ -54,8 +54,8 @@ class Blame:
                 seen.add(at)
                 found, _, following = store.get(_key(at)).decode().partition(" ")
                 at = int(following)
-            if at in seen:  # they wait for each other
-                at, found = peer, kind
+            if at in seen:  # they are all there, and wait for each other
+                at, found = peer, "timeout"
             if time.monotonic() >= deadline:
                 return at, found
             time.sleep(0.02)

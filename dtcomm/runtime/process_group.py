@@ -33,8 +33,11 @@ from dtcomm.runtime.shape import Shape
 from dtcomm.runtime.shm import Buffers
 from dtcomm.runtime.work import Work
 from dtcomm.schedule import Schedule
+from dtcomm.schedule.ir import CUT_AT_GRANULES
 
-MESSAGE_BYTES = 256 * 1024  # a smaller message costs more than its bytes do
+# A smaller message costs more than its bytes do, a larger one leaves nothing to overlap; in between a chunk makes
+# about eight of them.
+SMALLEST_MESSAGE, LARGEST_MESSAGE = 256 * 1024, 1024 * 1024
 HEADER_BYTES = 512
 HEADER_TAG = 0
 
@@ -112,7 +115,7 @@ class ProcessGroupRuntime:
     def prepare(self, shape: Shape, schedule: Schedule) -> Plan:
         """A plan for calls of this shape."""
         chosen = int(env.get("DTCOMM_PIECE_KIB")) * 1024
-        return Plan(shape, schedule, self.rank, chosen or MESSAGE_BYTES)
+        return Plan(shape, schedule, self.rank, chosen or _message_bytes(shape, schedule))
 
     def run(self, plan: Plan, buffers: Sequence[Buffers], seed: int) -> int:
         """Run to the end, inline where nothing is queued; returns the bytes sent."""
@@ -254,6 +257,13 @@ class ProcessGroupRuntime:
         group, self._group = self._group, None
         if group is not None and group in c10d._world.pg_map:
             dist.destroy_process_group(group)
+
+
+def _message_bytes(shape: Shape, schedule: Schedule) -> int:
+    payload = sum(part.codec.wire_bytes(part.numel, part.dtype) for part in shape.parts)
+    if schedule.collective in CUT_AT_GRANULES:
+        payload //= schedule.chunks
+    return min(max(payload // 8, SMALLEST_MESSAGE), LARGEST_MESSAGE)
 
 
 def _let_go(error: BaseException | None) -> None:

@@ -320,6 +320,7 @@ def until_failure(rank: int, world_size: int, algorithm: str) -> None:
         tell((type(error).__name__, str(error), seconds))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["two_shot", "ring"])
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_is_named(sig: signal.Signals, algorithm: str) -> None:
