@@ -185,8 +185,7 @@ class Schedule:
         """How many encodings the most often encoded contribution goes through on its way to an output."""
         from dtcomm.schedule.meaning import trace
 
-        history = trace(self)
-        return max((version.encodings for version in history.outputs.values()), default=0)
+        return trace(self).requantizations()
 
     def _levels(self) -> Iterator[tuple[Transfer, int]]:
         # A payload that is passed on keeps the codec that it was encoded with.

@@ -35,8 +35,8 @@ class Version:
     """What ``rank`` holds of ``chunk`` from the end of ``step`` (-1: from the start) on.
 
     ``sources`` are the terms of a sum in rank order, the rank's own among them, or the version that a copy
-    adopted. ``contributors`` and ``repeated`` are bit sets of ranks: whose inputs are in it, and which of
-    them twice or more. Versions belong to their history and are not to be changed.
+    adopted, in bytes of ``adopted_level``'s codec. ``contributors`` and ``repeated`` are bit sets of ranks: whose
+    inputs are in it, and which of them twice or more. Versions belong to their history and are not to be changed.
     """
 
     rank: int
@@ -46,6 +46,7 @@ class Version:
     sources: tuple[Version, ...] = ()
     contributors: int = 0
     repeated: int = 0
+    adopted_level: int = 0
     sends: list[Transfer] = field(default_factory=list)
 
     @property
@@ -62,13 +63,8 @@ class Version:
     def level(self) -> int:
         """The level whose codec it is encoded with; bytes that are passed on keep theirs."""
         if self.origin is Origin.COPY:
-            return self.sources[0].level
+            return self.adopted_level
         return self.sends[0].level if self.sends else 0
-
-    @functools.cached_property
-    def encodings(self) -> int:
-        """The most encodings that any contribution in it went through, its own encoding included."""
-        return max((source.encodings for source in self.sources), default=0) + self.encoded
 
 
 @dataclass(frozen=True)
@@ -78,6 +74,14 @@ class History:
     versions: tuple[Version, ...]
     held: dict[tuple[int, int], Version]
     outputs: dict[tuple[int, int], Version]
+
+    def requantizations(self) -> int:
+        """The most encodings that any contribution to an output goes through."""
+        encodings: dict[Version, int] = {}
+        for version in self.versions:
+            so_far = max((encodings[source] for source in version.sources), default=0)
+            encodings[version] = so_far + version.encoded
+        return max((encodings[version] for version in self.outputs.values()), default=0)
 
 
 @functools.lru_cache(maxsize=32)
@@ -148,4 +152,5 @@ def _arrive(step: int, own: Version | None, arrivals: list[tuple[Transfer, Versi
         sources=tuple(sources),
         contributors=contributors,
         repeated=repeated,
+        adopted_level=sources[0].level,
     )

@@ -145,8 +145,10 @@ def _check_progress(
 
 def describe(version: Version, limit: int = 80) -> str:
     """The version as an expression of about ``limit`` characters; ``q1(x0+x1)`` was encoded by rank 1."""
-    if version.origin is Origin.COPY:
-        return describe(version.sources[0], limit)
+    while version.origin is Origin.COPY:
+        version = version.sources[0]
+    if limit <= 0:
+        return "..."
     if version.origin is Origin.INPUT:
         text = f"x{version.rank}"
     else:
@@ -155,6 +157,6 @@ def describe(version: Version, limit: int = 80) -> str:
             if len(text) > limit:
                 text += "+..."
                 break
-            text += ("+" if text else "") + describe(source, limit - len(text))
+            text += ("+" if text else "") + describe(source, limit - len(text) - 5)
         text = text if version.encoded else f"({text})"
     return f"q{version.rank}({text})" if version.encoded else text

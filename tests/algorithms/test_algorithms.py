@@ -1,11 +1,14 @@
 """Every algorithm against its golden text, and the registry's answers."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dtcomm import algorithms
-from dtcomm.schedule import parse, verify
+from dtcomm.codecs import codec
+from dtcomm.errors import ScheduleError
+from dtcomm.schedule import lower, parse, verify
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = [(c, name) for c in algorithms.collectives() for name in algorithms.available(c)]
@@ -40,6 +43,17 @@ def test_any_number_of_ranks(collective: str, name: str, ranks: int) -> None:
     roots = range(0, ranks, 5) if collective == "broadcast" else [0]
     for root in roots:
         assert verify(algorithms.build(name, collective, ranks, root)).encodes_once
+
+
+def test_many_ranks() -> None:
+    # A contribution may have come through as many hops as there are ranks.
+    ring = algorithms.build("ring", "all_reduce", 200)
+    few = replace(ring, transfers=tuple(t for t in ring.transfers if t.chunk < 2))
+    assert few.requantizations() == 200
+    assert len(few.bytes_on_wire(1000, codec("none"))) == 200
+    assert sum(lower(few, 0).boxes) == 2 * 398  # a version is sent once and has one box
+    with pytest.raises(ScheduleError, match=r"rank 0 step 397 chunk 2: .* lacks what ranks 1, 2, "):
+        verify(few)
 
 
 def test_steps() -> None:
