@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 STARTUP_SECONDS = 120.0  # importing torch on a busy machine; not part of anyone's deadline
 POOL_SIZE = 8
@@ -51,6 +52,7 @@ class RankProcess:
         self.pid = self._popen.pid
         # A socket shows no end while a forked child of the rank holds it; a pidfd does.
         self.pidfd = os.pidfd_open(self.pid)
+        self.events: list[Any] = [self.connection, self.pidfd]  # what to wait for
         self.heard: deque[object] = deque()
         self._words: deque[str] = deque()
 
@@ -63,13 +65,15 @@ class RankProcess:
 
     def word(self) -> str | None:
         """The next protocol word that has arrived, if any; what the rank told is put aside in ``heard``."""
-        with contextlib.suppress(EOFError, OSError):
-            while self.connection.poll():
+        try:
+            while self.events[0] is self.connection and self.connection.poll():
                 kind, message = self.connection.recv()
                 if kind == "tell":
                     self.heard.append(message)
                 else:
                     self._words.append(kind)
+        except (EOFError, OSError):
+            self.events = [self.pidfd]  # a closed socket would wake every wait
         return self._words.popleft() if self._words else None
 
     def expect(self, word: str, deadline: float) -> bool:
@@ -79,7 +83,7 @@ class RankProcess:
                 return self.word() == word
             if time.monotonic() >= deadline:
                 return False
-            wait([self.connection, self.pidfd], max(0.0, deadline - time.monotonic()))
+            wait(self.events, max(0.0, deadline - time.monotonic()))
         return True
 
     def send(self, message: object) -> None:

@@ -99,7 +99,7 @@ class Ranks:
             left = deadline - time.monotonic()
             if word is not None or left <= 0 or not process.alive():
                 raise RankTimeout(f"rank {rank} said nothing within {timeout:g} s, or ended without a word")
-            wait([process.connection, process.pidfd], left)
+            wait(process.events, left)
 
     def join(self, timeout: float | None = 60.0, *, grace: float | None = None) -> list[Outcome]:
         """Wait until every rank has returned, raised or died, and say how each ended.
@@ -118,8 +118,7 @@ class Ranks:
             if waiting and left <= 0:
                 self._give_up(waiting)
             elif waiting:
-                processes = [self._processes[rank] for rank in waiting]
-                objects = [x for process in processes for x in (process.connection, process.pidfd)]
+                objects = [event for rank in waiting for event in self._processes[rank].events]
                 wait(objects, None if left == float("inf") else left)
         return self._finish()
 

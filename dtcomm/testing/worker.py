@@ -163,9 +163,12 @@ def _reset() -> None:
     import torch
     import torch.distributed as dist
 
-    gc.collect()
+    from dtcomm.runtime import communicator
+
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()
+    communicator.sweep()  # of groups that something still refers to
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
 

@@ -59,6 +59,11 @@ def fork_and_wait(rank: int, world_size: int) -> None:
     time.sleep(600)
 
 
+def close_everything(rank: int, world_size: int) -> None:
+    os.closerange(3, 256)
+    time.sleep(600)
+
+
 def group(rank: int, world_size: int) -> bool:
     return dist.is_initialized()
 
@@ -186,6 +191,13 @@ def test_a_death_is_seen_though_a_child_holds_the_socket() -> None:
         ranks.kill(0)
         (outcome,) = ranks.join(10)
         assert outcome.exitcode == -signal.SIGKILL and outcome.seconds < 10
+
+
+def test_a_rank_that_closes_its_descriptors_is_waited_for_without_spinning() -> None:
+    with spawn_ranks(close_everything, 1, backend=None) as ranks:
+        before = time.process_time()
+        (outcome,) = ranks.join(1.5)
+    assert outcome.timed_out and time.process_time() - before < 0.5
 
 
 def test_a_bad_exit_after_the_result_is_a_failure() -> None:
