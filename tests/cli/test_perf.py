@@ -85,6 +85,16 @@ def test_every_type_and_operator() -> None:
     assert len({(row.datatype, row.op) for row in report.rows}) == 8 * 4 - 4  # integers have no average
 
 
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather", "broadcast"])
+def test_over_the_groups_own_backend(collective: str) -> None:
+    report = measured(f"{collective} -b 90K -e 90K --backend process_group,native --codec none --codec int8")
+    assert report.wrong == 0 and len(report.rows) == 4
+    assert report.backends["process_group"].startswith("runtime process_group")
+    wire = {str(row.variant): row.wire_bytes for row in report.rows}
+    for codec in ("none", "int8"):
+        assert wire[f"process_group {codec} auto"] == wire[f"native {codec} auto"]
+
+
 def test_other_ways_to_run() -> None:
     report = measured("broadcast -b 8K -e 8K -r all -m 6 -z 1 -C -O 0 -N 2 --algorithm ring")
     assert [row.root for row in report.rows] == [0, 1, 0, 1]
