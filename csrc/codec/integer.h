@@ -26,10 +26,11 @@ DTCOMM_HD IntegerRules integer_rules(const Codec& codec) {
   std::uint32_t cap = bits_of(largest / rules.levels);
   cap -= finite(float_of(cap) * rules.levels) ? 0 : 1;
   rules.cap = cap & rules.mask;
-  // A stochastic code must not be clipped, or it would be biased: its scale is rounded up.
-  const bool narrow = codec.scale == Scale::bf16;
-  rules.half = !narrow ? 0 : codec.stochastic ? 0xffff : 0x7fff;
-  rules.tie = narrow && !codec.stochastic ? 1 : 0;
+  // The largest code of a symmetric block comes out right when its scale is rounded to nearest. A larger top code or
+  // a stochastic one would be clipped where the scale is too small, so there it is rounded up.
+  const bool narrow = codec.scale == Scale::bf16, up = codec.stochastic || !codec.symmetric;
+  rules.half = !narrow ? 0 : up ? 0xffff : 0x7fff;
+  rules.tie = narrow && !up ? 1 : 0;
   return rules;
 }
 

@@ -1,11 +1,10 @@
 """Integer codes with a scale per block.
 
 The defaults are for gradients. `block=32`: one large element spoils the resolution of 31 others and not of
-thousands, and 2 bytes a block is 6 % of the payload; a longer block saves at most that. `scale=bf16`: the
-range of fp32, so that blocks of 1e-30 and of 1e30 survive, in half the bytes; its rounding moves the largest
-element by at most a quarter of a step. `symmetric=true`: gradients are centred on zero, which is then exact.
-`round=nearest`: half the error of stochastic rounding; error feedback, not randomness, removes what bias is
-left.
+thousands, and 2 bytes a block are 6 % of the payload, which is all that a longer block could save. `scale=bf16`:
+the range of fp32, so that blocks of 1e-30 and of 1e30 survive, in half the bytes; its rounding costs at most what
+rounding the codes costs anyway. `symmetric=true`: gradients are centred on zero, which is then exact.
+`round=nearest`: half the error of stochastic rounding; what bias is left is for error feedback to remove.
 """
 
 from __future__ import annotations

@@ -205,11 +205,12 @@ def block_scale(codec: Integer, top: Words) -> Floats:
     levels = np.float32(codec.levels)
     bits = (top.view(np.float32) / levels).view(np.uint32)
     cap = (np.finfo(np.float32).max / levels).view(np.uint32)
-    if np.isinf(cap.view(np.float32) * levels):
-        cap -= np.uint32(1)
+    with np.errstate(over="ignore"):
+        cap -= np.uint32(np.isinf(cap.view(np.float32) * levels))
     if codec.scale == "bf16":
-        up = np.full_like(bits, 0xFFFF) if codec.round == "stochastic" else 0x7FFF + (bits >> 16 & 1)
-        bits, cap = ((bits + up) & 0xFFFF0000).astype(np.uint32), cap & 0xFFFF0000
+        nearest = codec.symmetric and codec.round == "nearest"  # other codes would be clipped: round up
+        half = 0x7FFF + (bits >> 16 & 1) if nearest else np.full_like(bits, 0xFFFF)
+        bits, cap = ((bits + half) & 0xFFFF0000).astype(np.uint32), cap & 0xFFFF0000
     rounded = np.minimum(bits, cap)
     rounded = np.where(rounded < 0x00800000, 0, rounded)
     return np.where(top >= INFINITY, NAN.view(np.uint32), rounded).astype(np.uint32).view(np.float32)
