@@ -30,9 +30,12 @@ class CMakeBuild(build_ext):
     def run(self) -> None:
         target = Path(self.get_ext_fullpath(self.extensions[0].name)).resolve().parent
         target.mkdir(parents=True, exist_ok=True)
-        # A wheel is built with the CMake, Ninja and pybind11 of an environment that is gone afterwards: it
-        # gets a folder of its own, and each run names all three anew.
-        build = Path(self.build_temp).resolve() / ("inplace" if self.inplace else "wheel")
+        # In place: one folder that every later build continues, `pip install -e` included, whose build_temp is a
+        # new one each time. A wheel may be built with tools of an environment that is gone afterwards, so it has
+        # a folder of its own; each run names those tools anew.
+        build = Path(self.build_temp).resolve() / "wheel"
+        if self.inplace:
+            build = ROOT / "build" / f"inplace-{sys.implementation.cache_tag}"
         env = os.environ | {"PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])}
         ninja = shutil.which("ninja", path=env["PATH"])
         if ninja is None:

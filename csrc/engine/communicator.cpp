@@ -97,25 +97,31 @@ double Communicator::measure_round_trip(std::uint64_t budget_ns) {
   // Pairs (0,1), (2,3), ... bounce a counter through their `waiting_since` lines, unused before the first operation.
   const int partner = rank ^ 1;
   if (partner >= ranks) return 0;
-  constexpr int kRounds = 400;
+  constexpr std::uint64_t kRounds = 400;
+  constexpr std::uint64_t kArrivalNs = 100 * 1000 * 1000;  // the partner may still be on its way here
   auto& mine = own_.head->waiting_since;
   auto& theirs = peers[static_cast<std::size_t>(partner)].head->waiting_since;
-  const std::uint64_t give_up = now_ns() + budget_ns;
+  std::uint64_t give_up = now_ns() + kArrivalNs;
   std::vector<std::uint64_t> times;
-  std::uint64_t start = now_ns();
+  std::uint64_t start = 0;
   for (std::uint64_t round = 1; round <= kRounds; ++round) {
     if (rank < partner) mine.store(round, std::memory_order_release);
     for (int looks = 1; theirs.load(std::memory_order_acquire) < round; ++looks) {
       if (looks % 256 != 0) continue;
       if (now_ns() > give_up) {
-        mine.store(kRounds + 1, std::memory_order_release);  // lets the partner run through
+        mine.store(kRounds + 1, std::memory_order_release);  // tells the partner, who gives up too
         return 0;
       }
-      if (looks % 4096 == 0) sched_yield();
+      if (round == 1) sched_yield();
     }
+    if (theirs.load(std::memory_order_relaxed) > kRounds) return 0;
     if (rank > partner) mine.store(round, std::memory_order_release);
     const std::uint64_t now = now_ns();
-    times.push_back(now - start);
+    if (round == 1) {
+      give_up = now + budget_ns;
+    } else {
+      times.push_back(now - start);
+    }
     start = now;
   }
   std::vector<std::uint64_t> sorted(times);
@@ -461,7 +467,7 @@ void Communicator::fail(const Error& error, int culprit) {
 }
 
 void Communicator::ring_peers() {
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+  full_fence();
   for (const auto& process : processes_) {
     if (process) process->page().bell.ring();
   }

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "engine/communicator.h"
+#include "engine/pause.h"
 
 namespace dtcomm {
 namespace {
@@ -51,7 +52,7 @@ void ProgressThread::wake() {
     idle_.notify_one();
   }
   // It may be asleep over another communicator's operation.
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+  full_fence();
   Process::instance().page().bell.ring();
 }
 

@@ -1,0 +1,191 @@
+// The engine with one thread per rank, for ThreadSanitizer: machines over areas at the same addresses, so that the
+// sanitizer sees every pair of accesses, and communicators with callers, queues and the progress thread.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <new>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/communicator.h"
+#include "engine/progress.h"
+
+namespace {
+
+using namespace dtcomm;
+
+constexpr std::size_t kSlotBytes = 16 * 1024;
+constexpr int kOperations = 40;
+
+[[noreturn]] void fail(const std::string& what) {
+  std::fprintf(stderr, "FAILED: %s\n", what.c_str());
+  std::exit(1);
+}
+
+// Two-shot all-reduce as dtcomm/schedule/lower.py writes it: boxes in the order (step, chunk).
+std::shared_ptr<const Program> two_shot(int rank, int ranks) {
+  const auto box_of = [](int owner, int chunk) { return chunk < owner ? chunk : chunk - 1; };
+  std::vector<std::int64_t> flat;
+  const auto add = [&](std::int64_t code, int chunk, std::vector<std::int64_t> operands) {
+    flat.insert(flat.end(), {code, chunk, static_cast<std::int64_t>(operands.size())});
+    flat.insert(flat.end(), operands.begin(), operands.end());
+  };
+  for (int chunk = 0; chunk < ranks; ++chunk) {
+    if (chunk == rank) continue;
+    add(1, chunk, {box_of(rank, chunk), 0, 0});
+    add(2, chunk, {box_of(rank, chunk), 0, chunk});
+  }
+  std::vector<std::int64_t> reduce{1, rank, ranks - 1, 1, 0, 1, 0, ranks - 1};
+  for (int peer = 0; peer < ranks; ++peer) {
+    if (peer == rank) continue;
+    add(3, rank, {peer, box_of(peer, rank), 0});
+    reduce.insert(reduce.end(), {peer, box_of(peer, rank), 0});
+  }
+  add(4, rank, reduce);
+  std::vector<std::int64_t> send{ranks - 1, 0};
+  for (int peer = 0; peer < ranks; ++peer) {
+    if (peer != rank) send.push_back(peer);
+  }
+  add(2, rank, send);
+  for (int chunk = 0; chunk < ranks; ++chunk) {
+    if (chunk == rank) continue;
+    add(3, chunk, {chunk, ranks - 1, 0});
+    add(5, chunk, {chunk, ranks - 1, 0});
+  }
+  return std::make_shared<Program>(
+      Program::parse(rank, ranks, ranks, std::vector<int>(static_cast<std::size_t>(ranks), ranks), flat));
+}
+
+Call call_for(int rank, int ranks, std::vector<float>& tensor) {
+  Segment segment{tensor.size(), DType::f32, {}};
+  PlanOptions options;
+  options.piece_bytes = 8 * 1024;
+  options.slot_bytes = kSlotBytes;
+  Call call;
+  call.plan = std::make_shared<Plan>(two_shot(rank, ranks), Geometry::whole, ReduceOp::sum, false,
+                                     std::vector<Segment>{segment}, options, "test");
+  auto* data = reinterpret_cast<std::uint8_t*>(tensor.data());
+  call.segments.push_back({data, data, nullptr});
+  call.kernels = find_kernels("generic");
+  return call;
+}
+
+std::vector<float> input(int rank, int operation) {
+  std::vector<float> tensor(static_cast<std::size_t>(1 + operation * 997 % 9000));
+  for (std::size_t i = 0; i < tensor.size(); ++i) tensor[i] = static_cast<float>((i + 1) % 64 * (rank + 1) + operation);
+  return tensor;
+}
+
+void check(const std::vector<float>& tensor, int ranks, int operation) {
+  for (std::size_t i = 0; i < tensor.size(); ++i) {
+    float expected = 0;
+    for (int rank = 0; rank < ranks; ++rank) expected += static_cast<float>((i + 1) % 64 * (rank + 1) + operation);
+    if (tensor[i] != expected) fail("operation " + std::to_string(operation) + ", element " + std::to_string(i));
+  }
+}
+
+void run_threads(int ranks, const std::function<void(int)>& body) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank) threads.emplace_back(body, rank);
+  for (std::thread& thread : threads) thread.join();
+}
+
+class ThreadFabric final : public Fabric {
+ public:
+  void publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation) override {
+    Flag& flag = peers[static_cast<std::size_t>(rank)].flags[index];
+    flag.operation.store(operation, std::memory_order_relaxed);
+    flag.seq.store(seq, std::memory_order_release);
+  }
+  void publish_done(std::uint64_t pieces) override {
+    peers[static_cast<std::size_t>(rank)].done->store(pieces, std::memory_order_release);
+  }
+  std::uint8_t* resolve(int, std::int64_t, std::uint64_t, std::uint64_t, std::size_t) override { std::abort(); }
+};
+
+void machines_over_shared_areas(int ranks) {
+  std::vector<PeerView> views;
+  std::vector<void*> areas;
+  for (int rank = 0; rank < ranks; ++rank) {
+    const AreaLayout layout{static_cast<std::uint32_t>(rank), static_cast<std::uint32_t>(ranks),
+                            static_cast<std::uint32_t>(ranks), kSlotBytes};
+    areas.push_back(::operator new(layout.bytes(), std::align_val_t{kPage}));
+    views.push_back(view_of(areas.back(), layout));
+    new (views.back().head) AreaHead;
+    for (int i = 0; i < kSlots * ranks; ++i) new (views.back().flags + i) Flag;
+  }
+  run_threads(ranks, [&](int rank) {
+    ThreadFabric fabric;
+    fabric.rank = rank;
+    fabric.ranks = ranks;
+    fabric.peers = views;
+    for (int operation = 0; operation < kOperations; ++operation) {
+      std::vector<float> tensor = input(rank, operation);
+      Call call = call_for(rank, ranks, tensor);
+      const auto number = static_cast<std::uint64_t>(operation) + 1;
+      const std::uint64_t name = announce(*fabric.peers[static_cast<std::size_t>(rank)].head, call, number);
+      Machine machine(fabric, std::move(call), name, number);
+      while (machine.advance() != Progress::done) {
+        if (machine.mismatch()) fail("mismatch");
+        std::this_thread::yield();
+      }
+      check(tensor, ranks, operation);
+    }
+  });
+  for (void* area : areas) ::operator delete(area, std::align_val_t{kPage});
+}
+
+// Queued and inline calls from two threads per rank, over one communicator per thread.
+void communicators(int ranks) {
+  constexpr int kGroups = 2;
+  std::vector<std::vector<std::unique_ptr<Communicator>>> all(kGroups);
+  for (auto& group : all) {
+    std::vector<PeerAddress> addresses;
+    for (int rank = 0; rank < ranks; ++rank) {
+      CommunicatorOptions options;
+      options.rank = rank;
+      options.ranks = ranks;
+      options.max_boxes = static_cast<std::uint32_t>(ranks);
+      options.slot_bytes = kSlotBytes;
+      options.timeout_ns = 60ull * 1000 * 1000 * 1000;
+      group.push_back(std::make_unique<Communicator>(options));
+      addresses.push_back(group.back()->address());
+      addresses.back().name = "rank " + std::to_string(rank);
+    }
+    for (auto& communicator : group) communicator->attach(addresses);
+  }
+  run_threads(ranks * kGroups, [&](int thread) {
+    const int rank = thread / kGroups;
+    Communicator& communicator = *all[static_cast<std::size_t>(thread % kGroups)][static_cast<std::size_t>(rank)];
+    for (int operation = 0; operation < kOperations; operation += 4) {
+      std::vector<std::vector<float>> tensors;
+      for (int i = 0; i < 4; ++i) tensors.push_back(input(rank, operation + i));
+      std::vector<std::shared_ptr<Work>> works;
+      for (int i = 0; i < 3; ++i) {
+        works.push_back(communicator.submit(call_for(rank, ranks, tensors[static_cast<std::size_t>(i)])));
+      }
+      communicator.run(call_for(rank, ranks, tensors[3]));
+      for (const auto& work : works) work->wait();
+      for (int i = 0; i < 4; ++i) check(tensors[static_cast<std::size_t>(i)], ranks, operation + i);
+    }
+  });
+  for (auto& group : all) {
+    for (auto& communicator : group) communicator->close();
+  }
+  ProgressThread::instance().stop();
+}
+
+}  // namespace
+
+int main() {
+  for (int ranks = 2; ranks <= 4; ++ranks) {
+    machines_over_shared_areas(ranks);
+    communicators(ranks);
+    std::printf("%d ranks: ok\n", ranks);
+  }
+  return 0;
+}
