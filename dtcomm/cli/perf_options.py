@@ -89,6 +89,11 @@ class Options:
     csv: str | None
 
     @property
+    def backends(self) -> list[str]:
+        """Their names, each once."""
+        return list(dict.fromkeys(variant.backend for variant in self.variants))
+
+    @property
     def sizes(self) -> list[int]:
         return sizes.series(self.minbytes, self.maxbytes, self.stepbytes, self.stepfactor)
 
@@ -231,7 +236,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="local ranks to start; torchrun's, where it runs this",
     )
-    add("--pin", action=argparse.BooleanOptionalAction, help="a core for each rank (where there are enough)")
+    add(
+        "--pin",
+        action=argparse.BooleanOptionalAction,
+        help="a core for each rank, and for dtcomm's threads (where there are enough)",
+    )
     add("-J", "--json", metavar="FILE", help="also write JSON; - writes only that, to stdout")
     add("--csv", metavar="FILE", help="also write CSV; - writes only that, to stdout")
     return parser

@@ -27,7 +27,7 @@ class Printer(Listener):
 
     def step(self, what: str) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, description=what)
+            self._bar.update(self._task, description=what, refresh=True)
 
     def rows(self, report: Report, rows: list[Row]) -> None:
         lines = [perf_table.row(self._options, row, len(report.ranks)) for row in rows]
@@ -65,6 +65,7 @@ def _bar() -> Any:
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
+        auto_refresh=False,  # a thread that draws would take its time from what is measured
         redirect_stdout=False,
         redirect_stderr=False,
     )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -13,10 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtcomm.cli import perf_backends, perf_measure
+from dtcomm.cli import perf_backends, perf_host, perf_measure
 from dtcomm.cli.perf_backends import Backend, Call
 from dtcomm.cli.perf_check import Case, Verdict, judge, values_for
 from dtcomm.cli.perf_collectives import COLLECTIVES, DTYPES
+from dtcomm.cli.perf_host import Rank
 from dtcomm.cli.perf_measure import Timing
 from dtcomm.cli.perf_options import Options, Variant
 from dtcomm.testing import exact
@@ -46,16 +45,6 @@ class Row:
     out_of_place: Measurement | None
     in_place: Measurement
     ratio: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rank:
-    """Where a rank runs."""
-
-    rank: int
-    pid: int
-    hostname: str
-    device: str
 
 
 @dataclass(kw_only=True)
@@ -94,17 +83,17 @@ class Listener:
 
 def run(options: Options, listener: Listener) -> Report:
     """Measure on this rank, with all others; torch.distributed is initialised."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    ranks = dist.get_world_size()
     if options.root is not None and options.root >= ranks:
         raise ValueError(f"-r {options.root}: there are only {ranks} ranks")
-    device = _pin(options)
-    report = Report(options=options, ranks=_ranks(rank, device))
-    limit = _largest(options, report)
-    backends: dict[str, Backend] = {}
-    for variant in options.variants:
-        if variant.backend not in backends:
-            backends[variant.backend] = perf_backends.find(variant.backend)(options.timeout)
-            report.backends[variant.backend] = backends[variant.backend].describe()
+    # Threads inherit the core: those of the backends we compare with start before it is set, so that they keep
+    # the freedom that they are used to; ours start on it, where they measure the cores' distance.
+    backends = _backends(options, plain=True)
+    device = perf_host.pin(options.pin)
+    backends |= _backends(options, plain=False)
+    report = Report(options=options, ranks=perf_host.ranks(device))
+    report.backends = {name: backends[name].describe() for name in options.backends}
+    limit = _limit(options, report)
     groups = list(_groups(options, ranks, limit))
     listener.begin(report, sum(len(variants) for *_, variants in groups) * options.run_cycles)
     for cycle in itertools.count():
@@ -121,6 +110,24 @@ def run(options: Options, listener: Listener) -> Report:
     report.ended = time.time()
     listener.end(report)
     return report
+
+
+def _limit(options: Options, report: Report) -> int:
+    """The largest size for which there is memory: tensors, what is expected, and the copies in between."""
+    copies = 4 + min(options.agg_iters, BUFFERS_IN_FLIGHT)
+    limit = perf_host.memory(report.ranks) // copies
+    if options.maxbytes > limit:
+        report.warnings.append(
+            f"sizes over {limit} bytes are left out: {copies} tensors on each rank would not fit into free memory"
+        )
+    if options.minbytes > limit:
+        raise ValueError(f"-b {options.minbytes}: {report.warnings[-1]}")
+    return limit
+
+
+def _backends(options: Options, plain: bool) -> dict[str, Backend]:
+    found = {name: perf_backends.find(name) for name in options.backends}
+    return {name: make(options.timeout) for name, make in found.items() if make.plain == plain}
 
 
 def _groups(options: Options, ranks: int, limit: int) -> Iterator[tuple[int, str, str, int, list[Variant]]]:
@@ -279,41 +286,3 @@ def _compared(rows: list[Row]) -> list[Row]:
         own = row.in_place.timing.statistics.p50
         compared.append(replace(row, ratio=median / own if own > 0 else None))
     return compared
-
-
-def _pin(options: Options) -> str:
-    """Give this rank a core of its own where there is one for each, or where asked; says what was done."""
-    local = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    cores = sorted(os.sched_getaffinity(0))
-    pin = here <= len(cores) if options.pin is None else options.pin
-    if not pin:
-        return f"cpu any of {len(cores)}"
-    core = cores[local % len(cores)]
-    os.sched_setaffinity(0, {core})
-    return f"cpu {core}"
-
-
-def _ranks(rank: int, device: str) -> list[Rank]:
-    mine = Rank(rank=rank, pid=os.getpid(), hostname=platform.node(), device=device)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
-
-
-def _largest(options: Options, report: Report) -> int:
-    """The largest size for which there is memory: tensors, what is expected, and the copies in between."""
-    here = sum(rank.hostname == platform.node() for rank in report.ranks)
-    with open("/proc/meminfo") as file:
-        available = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    copies = 4 + min(options.agg_iters, BUFFERS_IN_FLIGHT)
-    limits: list[int] = [0] * len(report.ranks)
-    dist.all_gather_object(limits, int(0.8 * available / here / copies))
-    if options.maxbytes > min(limits):
-        report.warnings.append(
-            f"sizes over {min(limits)} bytes are left out: {copies} tensors for each of {here} ranks would not fit "
-            f"into the {available} bytes of memory that are free"
-        )
-    if options.minbytes > min(limits):
-        raise ValueError(f"-b {options.minbytes}: {report.warnings[-1]}")
-    return min(limits)

@@ -102,6 +102,14 @@ def test_other_ways_to_run() -> None:
     assert report.ranks[0].device.startswith("cpu any of")
 
 
+def test_sizes_beyond_the_memory_are_left_out_aloud() -> None:
+    report = measured("all_reduce -b 1K -e 1024G -f 1073741824")
+    assert [row.size for row in report.rows] == [1024]
+    assert "are left out" in report.warnings[0]
+    with pytest.raises(ValueError, match="-b 1099511627776: sizes over"):
+        measured("all_reduce -b 1024G -e 1024G")
+
+
 def test_one_rank_alone() -> None:
     (row,) = measured("all_reduce -b 8K -e 8K --codec int8", nproc=1).rows
     assert row.wire_bytes == 0 and wrong(row) == [0, 0]

@@ -14,9 +14,10 @@ import dtcomm
 from dtcomm.cli import perf_json, perf_table
 from dtcomm.cli.perf_check import Verdict
 from dtcomm.cli.perf_collectives import COLLECTIVES, bandwidths
+from dtcomm.cli.perf_host import Rank
 from dtcomm.cli.perf_measure import Timing, percentile
 from dtcomm.cli.perf_options import parse
-from dtcomm.cli.perf_run import Measurement, Rank, Report, Row
+from dtcomm.cli.perf_run import Measurement, Report, Row
 
 
 def measured(microseconds: float, wrong: int = 0, error: float | None = None) -> Measurement:
