@@ -116,7 +116,7 @@ CXX_LAW: dict[str, frozenset[str]] = {
     "cuda": frozenset({"core", "codec", "cuda"}),
     "engine": frozenset({"core", "codec", "engine", "cpu/kernels.h"}),
     "python": frozenset({"core", "codec", "cpu", "cuda", "engine", "python", "build_info.h"}),
-    "tests": frozenset({"core", "codec", "cpu", "engine", "tests"}),
+    "tests": frozenset({"core", "codec", "cpu", "cuda", "engine", "tests"}),
 }
 
 _STANDARD = frozenset(
