@@ -42,6 +42,7 @@ VARIABLES: dict[str, Variable] = {
         default="auto",
         meaning="stores into shared memory: ordinary, or streaming past the cache; auto: by the round trip",
         choices=("auto", "ordinary", "streaming"),
+        shared=True,
     ),
     "DTCOMM_PIECE_KIB": Variable(
         default="0", meaning="size of a pipelined piece in KiB; 0: chosen by size", shared=True, number=True

@@ -10,7 +10,7 @@
 
 namespace dtcomm {
 
-constexpr std::uint64_t kAreaMagic = 0x6474636f6d6d0003ull;
+constexpr std::uint64_t kAreaMagic = 0x6474636f6d6d0004ull;
 constexpr std::size_t kLine = 64;
 constexpr int kSlots = 8;     // pieces that can be in flight
 constexpr int kOpRing = 64;   // op headers kept: a peer can be at most kSlots operations behind
@@ -55,7 +55,8 @@ struct AreaHead {
   // rank at the end of a chain of waits.
   alignas(kLine) std::atomic<std::int32_t> waiting_for{-1};
   std::atomic<std::uint64_t> waiting_since{0};
-  std::atomic<std::uint32_t> closed{0};  // this rank has destroyed its communicator
+  std::atomic<std::uint32_t> closed{0};                 // this rank has destroyed its communicator
+  alignas(kLine) std::atomic<std::uint64_t> bounce{0};  // the line that probes of the round trip move to and fro
   Failure failure;
   OpHeader ops[kOpRing];
 };

@@ -90,43 +90,8 @@ void Communicator::attach(const std::vector<PeerAddress>& addresses) {
     processes_.back() = std::make_unique<Peer>(address.pid, address.page_fd, address.page_token);
     peers.push_back(view);
   }
+  probes = options_.probes;
   ProgressThread::instance().add(this);
-}
-
-double Communicator::measure_round_trip(std::uint64_t budget_ns) {
-  // Pairs (0,1), (2,3), ... bounce a counter through their `waiting_since` lines, unused before the first operation.
-  const int partner = rank ^ 1;
-  if (partner >= ranks) return 0;
-  constexpr std::uint64_t kRounds = 400;
-  constexpr std::uint64_t kArrivalNs = 100 * 1000 * 1000;  // the partner may still be on its way here
-  auto& mine = own_.head->waiting_since;
-  auto& theirs = peers[static_cast<std::size_t>(partner)].head->waiting_since;
-  std::uint64_t give_up = now_ns() + kArrivalNs;
-  std::vector<std::uint64_t> times;
-  std::uint64_t start = 0;
-  for (std::uint64_t round = 1; round <= kRounds; ++round) {
-    if (rank < partner) mine.store(round, std::memory_order_release);
-    for (int looks = 1; theirs.load(std::memory_order_acquire) < round; ++looks) {
-      if (looks % 256 != 0) continue;
-      if (now_ns() > give_up) {
-        mine.store(kRounds + 1, std::memory_order_release);  // tells the partner, who gives up too
-        return 0;
-      }
-      if (round == 1) sched_yield();
-    }
-    if (theirs.load(std::memory_order_relaxed) > kRounds) return 0;
-    if (rank > partner) mine.store(round, std::memory_order_release);
-    const std::uint64_t now = now_ns();
-    if (round == 1) {
-      give_up = now + budget_ns;
-    } else {
-      times.push_back(now - start);
-    }
-    start = now;
-  }
-  std::vector<std::uint64_t> sorted(times);
-  std::nth_element(sorted.begin(), sorted.begin() + sorted.size() / 2, sorted.end());
-  return static_cast<double>(sorted[sorted.size() / 2]);
 }
 
 std::string Communicator::who(int peer) const {

@@ -31,7 +31,8 @@ struct CommunicatorOptions {
   std::uint32_t max_boxes = 0;
   std::size_t slot_bytes = 512 * 1024;
   std::uint64_t timeout_ns = 0;
-  int spins = 64;                      // looks before the first yield
+  bool probes = true;  // choose staging by the cores' round trip; otherwise stream_staging is left alone
+  int spins = 64;      // looks before the first yield
   std::uint64_t yield_ns = 50 * 1000;  // time spent yielding before sleeping
 };
 
@@ -63,9 +64,6 @@ class Communicator final : public Fabric {
   // Maps every peer's area and page. After it the communicator can run; std::system_error where a peer cannot be
   // reached.
   void attach(const std::vector<PeerAddress>& addresses);
-  // Median round trip of a cache line to the next rank in ns, 0 where it could not be measured in time. Collective.
-  double measure_round_trip(std::uint64_t budget_ns);
-
   // Runs inline where nothing is queued, through the progress thread otherwise. Returns the bytes sent.
   std::uint64_t run(Call call);
   std::shared_ptr<Work> submit(Call call);
@@ -79,6 +77,7 @@ class Communicator final : public Fabric {
 
   void publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation) override;
   void publish_done(std::uint64_t pieces) override;
+  void wake() override { ring_peers(); }
   std::uint8_t* resolve(int peer, std::int64_t region, std::uint64_t id, std::uint64_t offset,
                         std::size_t bytes) override;
 

@@ -7,6 +7,13 @@
 #include "engine/mix.h"
 
 namespace dtcomm {
+namespace {
+
+constexpr std::uint64_t kProbeEvery = 8;         // operations
+constexpr std::size_t kProbeBytes = 512 * 1024;  // of input: smaller operations do not care
+constexpr double kFarNs = 250;                   // above it the cores share no cache, so staging past it pays
+
+}  // namespace
 
 std::uint64_t announce(AreaHead& own, const Call& call, std::uint64_t number) {
   const std::uint64_t operation = mix64(call.plan->fingerprint(), number) | 1;  // never the zero of an unused flag
@@ -35,6 +42,26 @@ Machine::Machine(Fabric& fabric, Call call, std::uint64_t operation, std::uint64
   // Without a tensor of its own in shared memory a rank knows at once that the payloads go through the slots;
   // otherwise all have to say so first.
   met_ = !plan_.direct() || call_.region < 0;
+  // Ranks run the same operations, so they probe in the same ones.
+  if (fabric.probes && plan_.input_bytes() >= kProbeBytes && fabric.large_operations++ % kProbeEvery == 0) {
+    probe_ = std::make_unique<Probe>(fabric.rank, fabric.peers, number);
+  }
+}
+
+bool Machine::probe() {
+  for (;;) {
+    const Probe::State state = probe_->advance();
+    if (state == Probe::State::over) break;
+    blocker_ = probe_->partner();
+    if (state == Probe::State::waiting) return false;
+    fabric_.wake();
+  }
+  if (const double round_trip = probe_->round_trip_ns(); round_trip > 0) {
+    fabric_.round_trip_ns = round_trip;
+    fabric_.stream_staging = round_trip > kFarNs;
+  }
+  probe_.reset();
+  return true;
 }
 
 // Direct operations work on the peers' tensors where every rank's tensor can be mapped, through the slots otherwise:
@@ -75,6 +102,7 @@ bool Machine::meet() {
 
 Progress Machine::advance(int budget) {
   const std::size_t pieces = plan_.pieces();
+  if (probe_ && !probe()) return Progress::blocked;
   if (!met_ && pieces > 0 && !meet()) return Progress::blocked;
   bool moved = false;
   for (;;) {

@@ -9,6 +9,7 @@
 #include "cpu/kernels.h"
 #include "engine/area.h"
 #include "engine/plan.h"
+#include "engine/probe.h"
 
 namespace dtcomm {
 
@@ -38,10 +39,15 @@ class Fabric {
   std::vector<PeerView> peers;   // own included
   std::uint64_t next_piece = 0;  // sequence number of the next operation's first piece
   bool stream_staging = false;   // non-temporal stores into slots: cores without a common cache
-  std::uint64_t seen_done = 0;   // every peer has finished at least this many pieces (may lag)
+  bool probes = false;           // operations measure the round trip now and then and choose the staging by it
+  std::uint64_t large_operations = 0;
+  double round_trip_ns = 0;
+  std::uint64_t seen_done = 0;  // every peer has finished at least this many pieces (may lag)
 
   virtual void publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation) = 0;
   virtual void publish_done(std::uint64_t pieces) = 0;
+  // Something else changed that a sleeping peer may wait for.
+  virtual void wake() {}
   // Bytes of a peer's region, mapped on first use.
   virtual std::uint8_t* resolve(int peer, std::int64_t region, std::uint64_t id, std::uint64_t offset,
                                 std::size_t bytes) = 0;
@@ -76,6 +82,7 @@ class Machine {
   enum class Step { moved, blocked };
 
   bool meet();
+  bool probe();
   bool run_piece(std::size_t piece, int& budget);
   bool can_start(std::size_t piece);
   Step execute(std::size_t piece, const Instruction& instruction);
@@ -104,6 +111,7 @@ class Machine {
   std::vector<std::vector<std::uint8_t>> accumulators_;  // per slot, all chunks
   std::vector<const std::uint8_t*> payloads_;
   std::vector<std::uint8_t*> peer_tensors_;  // direct: every rank's tensor
+  std::unique_ptr<Probe> probe_;
   bool met_ = false;
   bool direct_ = false;
   bool drain_ = false;  // direct: peers read this rank's input until they are done

@@ -139,7 +139,8 @@ void bind_communicator(py::module_& module) {
              }
              self.attach(addresses);
            })
-      .def("measure_round_trip", &Communicator::measure_round_trip, py::call_guard<py::gil_scoped_release>())
+      .def_readwrite("probes", &Communicator::probes)
+      .def_readonly("round_trip_ns", &Communicator::round_trip_ns)
       .def_readwrite("stream_staging", &Communicator::stream_staging)
       .def("run",
            [](Communicator& self, std::shared_ptr<Plan> plan, std::uintptr_t in, std::uintptr_t out,

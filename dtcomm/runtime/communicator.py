@@ -81,6 +81,7 @@ class Communicator:
                     "name": f"rank {self.ranks[self.rank]} (host {socket.gethostname()}, pid {os.getpid()})",
                     "protocol": PROTOCOL,
                     "variables": env.shared(),
+                    "cores": sorted(os.sched_getaffinity(0)),
                 }
             )
             require_equal(words, "protocol", "the version of dtcomm")
@@ -90,7 +91,6 @@ class Communicator:
             said = [word["trouble"] for word in meeting.exchange({"trouble": trouble})]
             found = [f"{words[rank]['name']}: {what}" for rank, what in enumerate(said) if what]
             if not found:
-                native.tune(meeting)
                 self.runtime = native
                 self.why = "all ranks share this host's memory"
             elif env.get("DTCOMM_RUNTIME") == "native":
@@ -113,8 +113,13 @@ class Communicator:
             return "DTCOMM_RUNTIME=process_group"
         if self.hosts > 1:
             return f"the ranks are on {self.hosts} hosts"
+        # Ranks that share a core would measure the scheduler, and they share its caches anyway.
+        cores = set[int]().union(*(word["cores"] for word in words))
+        probes = env.get("DTCOMM_STAGING") == "auto" and len(cores) >= self.size
         try:
-            native.attach([word["address"] for word in words], [word["name"] for word in words])
+            native.attach(
+                [word["address"] for word in words], [word["name"] for word in words], probes=probes
+            )
         except (OSError, RuntimeError) as error:
             return f"cannot map a peer's memory: {error}"
         return ""

@@ -10,13 +10,11 @@ import torch
 
 from dtcomm import _C, env
 from dtcomm.codecs.base import ELEMENT_TYPES
-from dtcomm.runtime.meeting import Meeting
 from dtcomm.runtime.shape import GEOMETRY, OPS, Shape
 from dtcomm.runtime.work import NativeWork, Work
 from dtcomm.schedule import Schedule, lower
 
 SLOT_BYTES = 512 * 1024
-FAR_NS = 250.0  # a round trip above it: the cores share no cache, so staging past the cache pays
 
 
 class Buffers(NamedTuple):
@@ -43,7 +41,6 @@ class NativeRuntime:
     def __init__(self, rank: int, ranks: int, timeout_s: float) -> None:
         self.rank = rank
         self.ranks = ranks
-        self.round_trip_ns = 0.0
         self.native = _C.NativeCommunicator(
             rank=rank,
             ranks=ranks,
@@ -58,19 +55,14 @@ class NativeRuntime:
         """What a peer needs to map this rank's area: plain numbers."""
         return list(self.native.address())
 
-    def attach(self, addresses: Sequence[Sequence[int]], names: Sequence[str]) -> None:
-        """Map the areas of all ranks; OSError or RuntimeError where one cannot be reached."""
-        self.native.attach([(*address, name) for address, name in zip(addresses, names, strict=True)])
+    def attach(self, addresses: Sequence[Sequence[int]], names: Sequence[str], probes: bool) -> None:
+        """Map the areas of all ranks; OSError or RuntimeError where one cannot be reached.
 
-    def tune(self, meeting: Meeting) -> None:
-        """Choose how slots are written, by how far apart the cores are."""
-        staging = env.get("DTCOMM_STAGING")
-        meeting.exchange({"ready": True})
-        if self.ranks <= (os.cpu_count() or 1):
-            self.round_trip_ns = self.native.measure_round_trip(3_000_000)
-        self.native.stream_staging = staging == "streaming" or (
-            staging == "auto" and self.round_trip_ns > FAR_NS
-        )
+        ``probes``, the same on all ranks: let operations measure how far apart the cores are, and choose by it.
+        """
+        self.native.attach([(*address, name) for address, name in zip(addresses, names, strict=True)])
+        self.native.probes = probes
+        self.native.stream_staging = env.get("DTCOMM_STAGING") == "streaming"
 
     def prepare(self, shape: Shape, schedule: Schedule) -> _C.NativePlan:
         """A plan for calls of this shape."""
@@ -98,7 +90,7 @@ class NativeRuntime:
         return {
             "runtime": self.name,
             "kernels": _C.engine_kernels(),
-            "round_trip_ns": self.round_trip_ns,
+            "round_trip_ns": self.native.round_trip_ns,
             "staging": "streaming" if self.native.stream_staging else "ordinary",
             "operations": self.native.operations,
             "wire_bytes": self.native.wire_bytes,
