@@ -119,7 +119,9 @@ def test_nothing_is_a_tensor_too(spec: str) -> None:
 def test_results_go_where_they_are_told() -> None:
     wire, floats, sums = torch.empty_like(P), torch.empty(10, 10), torch.empty(4, 25)
     assert encode("int8", X, out=wire) is wire and torch.equal(wire, P)
-    assert decode("int8", P, 100, out=floats) is floats and torch.equal(floats.view(-1), decode("int8", P, 100))
+    assert decode("int8", P, 100, out=floats) is floats and torch.equal(
+        floats.view(-1), decode("int8", P, 100)
+    )
     assert reduce("int8", [P, P], 100, out=sums) is sums and torch.equal(sums.view(-1), floats.view(-1) * 2)
     assert reduce_encode("int8", [P], 100, X, out=wire) is wire
 
