@@ -110,10 +110,8 @@ def test_none_copies_bits() -> None:
         )
 
 
-@pytest.mark.parametrize("each", few(), ids=str)
+@pytest.mark.parametrize("each", [each for each in few() if each.name != "fp16"], ids=str)
 def test_extremes_survive_in_blocks_of_their_own(each: Codec) -> None:
-    if each.name == "fp16":
-        pytest.skip("fp16 has no 1e30 and no 1e-30: it follows IEEE")
     size = max(each.layout().block, 16)
     for value in (1e-30, 1e30, -3.38e38):
         x = torch.full((size,), value)
