@@ -1,16 +1,14 @@
 // The kernel table for Python: raw pointers in, the GIL released. dtcomm/kernels/native.py checks the arguments;
 // here is only what would otherwise be undefined. `repeats` runs a call so many times: what a benchmark of microseconds
 // needs in order not to time Python.
-#include <cstring>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include <pybind11/stl.h>
 
-#include "codec/codec.h"
 #include "codec/random.h"
 #include "cpu/kernels.h"
+#include "python/arguments.h"
 #include "python/bind.h"
 
 namespace dtcomm::python {
@@ -19,31 +17,10 @@ namespace py = pybind11;
 
 namespace {
 
-Codec unpack(const py::bytes& bytes) {
-  char* data = nullptr;
-  Py_ssize_t length = 0;
-  if (PyBytes_AsStringAndSize(bytes.ptr(), &data, &length) != 0) throw py::error_already_set();
-  if (length != static_cast<Py_ssize_t>(sizeof(Codec))) throw py::value_error("codec: expected 12 bytes");
-  Codec codec;
-  std::memcpy(&codec, data, sizeof codec);
-  if (const char* why = why_invalid(codec)) throw py::value_error(why);
-  return codec;
-}
-
-DType dtype_of(int number) {
-  if (number < 0 || number > static_cast<int>(DType::boolean)) throw py::value_error("dtype: unknown number");
-  return static_cast<DType>(number);
-}
-
 const Kernels& kernels_of(const char* name) {
   const Kernels* kernels = find_kernels(name);
   if (!kernels) throw py::value_error(std::string("kernel: this CPU has no kernel named ") + name);
   return *kernels;
-}
-
-template <class T>
-T* pointer(std::uintptr_t address) {
-  return reinterpret_cast<T*>(address);
 }
 
 void combine(const char* kernel, const py::bytes& codec_bytes, const std::vector<std::uintptr_t>& payloads,
@@ -52,7 +29,7 @@ void combine(const char* kernel, const py::bytes& codec_bytes, const std::vector
              std::uint64_t offset, std::uintptr_t payload_out, std::uintptr_t out, int dtype, int out_dtype,
              bool stream_payload, bool stream_out, int repeats) {
   const Kernels& kernels = kernels_of(kernel);
-  const Codec codec = unpack(codec_bytes);
+  const Codec codec = codec_of(codec_bytes);
   const int count = static_cast<int>(payloads.size());
   if (position < 0 || position > count) throw py::value_error("position: outside the payloads");
   if (divisor == 0) throw py::value_error("divisor: must be at least 1");
@@ -84,7 +61,7 @@ void combine(const char* kernel, const py::bytes& codec_bytes, const std::vector
 void decode(const char* kernel, const py::bytes& codec_bytes, std::uintptr_t payload, std::size_t numel, int dtype,
             std::uintptr_t out, int out_dtype, bool stream, int repeats) {
   const Kernels& kernels = kernels_of(kernel);
-  const Codec codec = unpack(codec_bytes);
+  const Codec codec = codec_of(codec_bytes);
   const DType from = dtype_of(dtype), to = dtype_of(out_dtype);
   const py::gil_scoped_release release;
   for (int i = 0; i < repeats; ++i) {
@@ -108,11 +85,11 @@ void bind_kernels(py::module_& module) {
   module.def(
       "wire_bytes",
       [](const py::bytes& codec, std::size_t numel, int dtype) {
-        return wire_bytes(unpack(codec), numel, dtype_of(dtype));
+        return wire_bytes(codec_of(codec), numel, dtype_of(dtype));
       },
       py::arg("codec"), py::arg("numel"), py::arg("dtype"));
   module.def(
-      "granule_elements", [](const py::bytes& codec) { return granule_elements(unpack(codec)); }, py::arg("codec"));
+      "granule_elements", [](const py::bytes& codec) { return granule_elements(codec_of(codec)); }, py::arg("codec"));
   module.def(
       "mix_key", [](std::uint64_t seed, std::uint32_t rank, std::uint32_t step) { return mix_key(seed, rank, step); },
       py::arg("seed"), py::arg("rank"), py::arg("step"), "The key of one encoding, for stochastic rounding.");
