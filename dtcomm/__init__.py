@@ -1,25 +1,25 @@
 """dtcomm: collective communication and gradient compression for PyTorch."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from dtcomm import env
 
+if TYPE_CHECKING:
+    from dtcomm.codecs import codec
+    from dtcomm.collectives import (
+        Work,
+        all_gather,
+        all_reduce,
+        all_reduce_coalesced,
+        broadcast,
+        empty,
+        reduce_scatter,
+        release,
+    )
+    from dtcomm.kernels.ops import decode, encode
+
 __version__ = "0.1.0"
-
-# Another build of the native modules, say one with sanitizers, stands in for the one beside this file.
-if env.get("DTCOMM_NATIVE_DIR"):
-    __path__.insert(0, env.get("DTCOMM_NATIVE_DIR"))
-
-from dtcomm.codecs import codec
-from dtcomm.collectives import (
-    Work,
-    all_gather,
-    all_reduce,
-    all_reduce_coalesced,
-    broadcast,
-    empty,
-    reduce_scatter,
-    release,
-)
-from dtcomm.kernels.ops import decode, encode
 
 __all__ = [
     "Work",
@@ -34,3 +34,25 @@ __all__ = [
     "reduce_scatter",
     "release",
 ]
+
+# Another build of the native modules, say one with sanitizers, stands in for the one beside this file.
+if env.get("DTCOMM_NATIVE_DIR"):
+    __path__.insert(0, env.get("DTCOMM_NATIVE_DIR"))
+
+# Names are looked up when they are first used, so that `dtcomm --help` need not import torch.
+_HOMES = {"codec": "dtcomm.codecs", "decode": "dtcomm.kernels.ops", "encode": "dtcomm.kernels.ops"}
+_SUBMODULES = ("codecs", "collectives", "compress", "ddp", "errors", "kernels", "schedule", "testing")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"dtcomm.{name}")
+    if name not in __all__:
+        raise AttributeError(f"module 'dtcomm' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES.get(name, "dtcomm.collectives")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBMODULES})
