@@ -104,7 +104,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         description="Train a small language model with plain DDP and with compressed gradients, in turns.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=250, help="training steps of each run")
+    parser.add_argument("--steps", type=int, default=300, help="training steps of each run")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the data")
     parser.add_argument("--seeds", type=int, default=1, help="repeat with this many seeds, from --seed on")
     parser.add_argument(

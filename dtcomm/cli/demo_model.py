@@ -55,9 +55,11 @@ class GPT(nn.Module):
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                # What a block adds to the stream shrinks with the number of additions, as in GPT-2.
+                # What a block adds to the stream shrinks with the number of additions, as in GPT-2; so narrow
+                # a model takes hundreds of steps longer to get going from GPT-2's 0.02.
                 added = name.endswith(("projection.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / (2 * shape.layers) ** 0.5 if added else 0.02)
+                std = shape.width**-0.5 / (2 * shape.layers) ** 0.5 if added else shape.width**-0.5
+                nn.init.normal_(parameter, std=0.02 if name == "head.weight" else std)
 
     def forward(self, symbols: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(symbols.shape[1], device=symbols.device)

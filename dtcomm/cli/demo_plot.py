@@ -96,12 +96,12 @@ def _differences(axes: Any, runs: list[dict[str, Any]]) -> None:
     """Training loss against plain DDP's at the same step, in per cent, both smoothed."""
     plain = _smooth(next(iter(runs[0]["seeds"].values()))["losses"])
     axes.axhline(0, color=COLOURS[0], linewidth=3, alpha=0.5)
+    reach = 0.02
     for position, run in enumerate(runs[1:], 1):
         smooth = _smooth(next(iter(run["seeds"].values()))["losses"])
         difference = [100 * (ours / theirs - 1) for ours, theirs in zip(smooth, plain, strict=True)]
+        reach = max(reach, 1.2 * max(map(abs, difference)))
         axes.plot(range(1, len(plain) + 1), difference, color=COLOURS[position % len(COLOURS)], linewidth=1.3)
-    low, high = axes.get_ylim()
-    reach = max(abs(low), abs(high), 1.0)
     axes.set_ylim(-reach, reach)
     axes.set_xlabel("step")
     axes.set_ylabel("%")

@@ -64,7 +64,7 @@ def train(settings: Settings, progress: Progress | None = None) -> list[dict[str
     corpus = demo_data.load()
     shape = demo_model.Shape(vocabulary=demo_data.VOCABULARY)
     runs = [_start(name, settings, shape) for name in settings.runs]
-    every = max(1, settings.steps // settings.evaluations)
+    every = -(-settings.steps // settings.evaluations)
     for first in range(0, settings.steps, settings.turn):
         steps = range(first, min(first + settings.turn, settings.steps))
         # Each time another run goes first.
