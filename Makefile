@@ -76,7 +76,9 @@ $(ASAN): $(DEPS) $(NATIVE_INPUTS)
 
 comma := ,
 # The interpreter itself leaks by design, and its own allocator would hide overruns from ASan.
-ASAN_ENV = DTCOMM_NATIVE_DIR=$(abspath build/asan/lib/dtcomm) LD_PRELOAD=$$($${CXX:-c++} -print-file-name=libasan.so) \
+# libstdc++ has to be there before ASan looks for what throws, or the first exception ends the process.
+ASAN_ENV = DTCOMM_NATIVE_DIR=$(abspath build/asan/lib/dtcomm) \
+	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so.6)" \
 	PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 
 asan: $(ASAN)  ## kernels and engine tests against a core built with ASan and UBSan
