@@ -26,12 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Work, all_reduce_coalesced
-from dtcomm.compress.feedback import Residuals, redistribute
+from dtcomm.compress.checkpoint import VERSION, require_fit, share_of
+from dtcomm.compress.feedback import Residuals
 from dtcomm.compress.packing import Packing, Segment, pack
 from dtcomm.compress.policy import Policy, as_policy
 from dtcomm.compress.report import Report, Tally, rows
-
-_VERSION = 1
 
 
 @dataclass
@@ -122,7 +121,7 @@ class State:
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals by parameter name, and the counters; every rank saves its own."""
         return {
-            "version": _VERSION,
+            "version": VERSION,
             "steps": self.steps,
             "seed": self.seed,
             "rank": dist.get_rank(self.group),
@@ -144,35 +143,9 @@ class State:
         """
         rank = dist.get_rank(self.group) if rank is None else rank
         world_size = dist.get_world_size(self.group) if world_size is None else world_size
-        states = [state] if isinstance(state, Mapping) else list(state)
-        for one in states:
-            if one.get("version") != _VERSION:
-                raise ValueError(f"state of version {one.get('version')!r}: want {_VERSION}")
-        first = states[0]
-        if isinstance(state, Mapping):
-            if first["world_size"] != world_size:
-                raise ValueError(
-                    f"this state is one of {first['world_size']} ranks', the group has {world_size}: "
-                    "pass the list of all ranks' states"
-                )
-            residuals = first["residuals"]
-        elif [one["rank"] for one in states] != list(range(first["world_size"])):
-            raise ValueError(
-                f"states of ranks {[one['rank'] for one in states]}: "
-                f"want all {first['world_size']}, in rank order"
-            )
-        elif first["world_size"] == world_size:
-            residuals = states[rank]["residuals"]
-        else:
-            residuals = redistribute([one["residuals"] for one in states], rank, world_size)
+        first, residuals = share_of(state, rank, world_size)
         if self._named:
-            known = {name: parameter.numel() for name, parameter in self._parameters.values()}
-            for name, residual in residuals.items():
-                if known.get(name) != residual.numel():
-                    raise ValueError(
-                        f"the state has {residual.numel()} residuals for {name!r}, the model "
-                        f"{known.get(name, 'no such parameter')}"
-                    )
+            require_fit(residuals, {name: tensor.numel() for name, tensor in self._parameters.values()})
         self._residuals.load_state_dict(residuals)
         self.steps, self.seed = first["steps"], first["seed"]
 
