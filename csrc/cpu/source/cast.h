@@ -9,6 +9,7 @@ namespace dtcomm::DTCOMM_ISA {
 // The words that hold bf16, of two vectors at once: rounding needs no 32-bit arithmetic, as a carry out of the low
 // word happens exactly where low + (high & 1) > 0x8000. False where there was a NaN: then nothing was written.
 #if defined(__AVX512F__)
+template <bool Stream>
 inline bool bf16_from_pair(const float* from, void* to) {
   const __m512 a = _mm512_loadu_ps(from), b = _mm512_loadu_ps(from + 16);
   if (_mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q)) return false;
@@ -20,11 +21,13 @@ inline bool bf16_from_pair(const float* from, void* to) {
       _mm512_permutex2var_epi16(_mm512_castps_si512(a), _mm512_or_si512(even, one), _mm512_castps_si512(b));
   const __m512i edge = _mm512_adds_epu16(low, _mm512_and_si512(high, one));
   const __mmask32 carry = _mm512_cmpgt_epu16_mask(edge, _mm512_set1_epi16(static_cast<short>(0x8000)));
-  _mm512_storeu_si512(to, _mm512_mask_add_epi16(high, carry, high, one));
+  const __m512i halves = _mm512_mask_add_epi16(high, carry, high, one);
+  Stream ? _mm512_stream_si512(static_cast<__m512i*>(to), halves) : _mm512_storeu_si512(to, halves);
   return true;
 }
 constexpr std::size_t kPair = 32;
 #elif defined(__AVX2__)
+template <bool Stream>
 inline bool bf16_from_pair(const float* from, void* to) {
   const __m256 a = _mm256_loadu_ps(from), b = _mm256_loadu_ps(from + 8);
   if (_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q))) return false;
@@ -33,20 +36,22 @@ inline bool bf16_from_pair(const float* from, void* to) {
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
   };
-  const __m256i halves = _mm256_packus_epi32(round(a), round(b));
-  _mm256_storeu_si256(static_cast<__m256i*>(to), _mm256_permute4x64_epi64(halves, 0xd8));
+  const __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32(round(a), round(b)), 0xd8);
+  auto* out = static_cast<__m256i*>(to);
+  Stream ? _mm256_stream_si256(out, halves) : _mm256_storeu_si256(out, halves);
   return true;
 }
 constexpr std::size_t kPair = 16;
 #endif
 
+template <bool Stream>
 inline void bf16_from_floats(const float* from, std::size_t n, void* to) {
   const auto* in = cells<float>(from);
   auto* out = cells<std::uint16_t>(to);
   std::size_t i = 0;
 #if defined(__AVX2__)
   for (; i + kPair <= n; i += kPair) {
-    if (bf16_from_pair(from + i, out + i)) continue;
+    if (bf16_from_pair<Stream>(from + i, out + i)) continue;
     for (std::size_t j = i; j < i + kPair; ++j) out[j].value = bf16_from_float(in[j].value);
   }
 #endif
@@ -55,6 +60,7 @@ inline void bf16_from_floats(const float* from, std::size_t n, void* to) {
 }
 
 // The instructions give the same bits as codec/cast.h, but for NaN (tests compare all 2^16 and a sample of 2^32).
+template <bool Stream>
 inline void fp16_from_floats(const float* from, std::size_t n, void* to) {
   const auto* in = cells<float>(from);
   auto* out = cells<std::uint16_t>(to);
@@ -64,28 +70,33 @@ inline void fp16_from_floats(const float* from, std::size_t n, void* to) {
   for (; i + 16 <= n; i += 16) {
     const __m512 x = _mm512_loadu_ps(from + i);
     const __mmask16 number = _mm512_cmp_ps_mask(x, x, _CMP_ORD_Q);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i),
-                        _mm512_mask_cvtps_ph(quiet, number, x, _MM_FROUND_TO_NEAREST_INT));
+    const __m256i halves = _mm512_mask_cvtps_ph(quiet, number, x, _MM_FROUND_TO_NEAREST_INT);
+    auto* target = reinterpret_cast<__m256i*>(out + i);
+    Stream ? _mm256_stream_si256(target, halves) : _mm256_storeu_si256(target, halves);
   }
 #elif defined(__AVX2__)
   const __m256 quiet = _mm256_set1_ps(float_of(kNaN32));
   for (; i + 8 <= n; i += 8) {
     const __m256 x = _mm256_loadu_ps(from + i);
     const __m256 one_nan = _mm256_blendv_ps(x, quiet, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm256_cvtps_ph(one_nan, _MM_FROUND_TO_NEAREST_INT));
+    const __m128i halves = _mm256_cvtps_ph(one_nan, _MM_FROUND_TO_NEAREST_INT);
+    auto* target = reinterpret_cast<__m128i*>(out + i);
+    Stream ? _mm_stream_si128(target, halves) : _mm_storeu_si128(target, halves);
   }
 #endif
 #pragma GCC ivdep
   for (; i < n; ++i) out[i].value = fp16_from_float(in[i].value);
 }
 
+// A streamed `to` is aligned to a line.
+template <bool Stream = false>
 inline void narrow(DType dtype, const float* from, std::size_t n, void* to) {
   if (dtype == DType::f32) {
-    if (to != from) __builtin_memcpy(to, from, n * sizeof(float));
+    copy(to, from, n * sizeof(float), Stream);
   } else if (dtype == DType::f16) {
-    fp16_from_floats(from, n, to);
+    fp16_from_floats<Stream>(from, n, to);
   } else {
-    bf16_from_floats(from, n, to);
+    bf16_from_floats<Stream>(from, n, to);
   }
 }
 

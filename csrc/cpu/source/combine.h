@@ -90,6 +90,9 @@ inline void keep_residual(const Combine& call, std::size_t at, std::size_t n, co
 inline void combine_granules(const Codec& codec, const Combine& call) {
   const Plan plan(codec, call.dtype);
   const auto* copied = static_cast<const std::uint8_t*>(verbatim(codec, call));
+  // Straight past the cache, where nothing is to be read back from the payload.
+  const bool aligned = reinterpret_cast<std::uintptr_t>(call.payload_out) % kLine == 0;
+  const bool direct = call.stream_payload && aligned && !plan.integer() && !copied && !call.out && !call.residual_out;
   Scratch scratch;
   std::size_t payload_at = 0;
   for (std::size_t at = 0; at < call.numel; at += plan.layout.granule) {
@@ -103,13 +106,19 @@ inline void combine_granules(const Codec& codec, const Combine& call) {
       payload_at += bytes;
       continue;
     }
-    std::uint8_t* payload = call.stream_payload ? scratch.payload : call.payload_out + payload_at;
+    std::uint8_t* const target = call.payload_out + payload_at;
+    if (direct) {
+      encode_granule<true>(plan, sum, n, call.key, call.offset + at, target);
+      payload_at += bytes;
+      continue;
+    }
+    std::uint8_t* payload = call.stream_payload ? scratch.payload : target;
     if (copied) {
       const std::size_t used = plan.layout.used(n);
       __builtin_memcpy(payload, copied + at * size_of(call.dtype), used);
       __builtin_memset(payload + used, 0, bytes - used);
     } else {
-      encode_granule(plan, sum, n, call.key, call.offset + at, payload);
+      encode_granule<false>(plan, sum, n, call.key, call.offset + at, payload);
     }
     if (call.residual_out) {
       const float* decoded = floats_of(plan, payload, n, scratch.decoded);
@@ -118,7 +127,7 @@ inline void combine_granules(const Codec& codec, const Combine& call) {
     } else if (out) {
       decode_into(plan, payload, n, call.out_dtype, out, call.stream_out, scratch.decoded, scratch.term);
     }
-    if (call.stream_payload) stream_copy(call.payload_out + payload_at, payload, bytes);
+    if (call.stream_payload) stream_copy(target, payload, bytes);
     payload_at += bytes;
   }
 }

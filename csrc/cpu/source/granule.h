@@ -25,10 +25,12 @@ struct Plan {
   bool integer() const { return codec.family == Family::integer; }
 };
 
+// A streamed `to` is aligned to a line; Family::integer does not stream.
+template <bool Stream>
 inline void encode_granule(const Plan& plan, const float* x, std::size_t n, std::uint64_t key, std::uint64_t index,
                            std::uint8_t* to) {
   if (!plan.integer()) {
-    narrow(plan.wire, x, n, to);
+    narrow<Stream>(plan.wire, x, n, to);
     const std::size_t used = plan.layout.used(n);
     __builtin_memset(to + used, 0, plan.layout.bytes(n) - used);
   } else if (plan.codec.block == 32) {
