@@ -29,6 +29,7 @@ from dtcomm.kernels import available, native
 
 KB, MB = 1 << 10, 1 << 20
 SKEW = 276 * KB  # buffers whose addresses agree modulo the cache evict each other
+PLACEMENTS = 8  # times that the buffers are made anew: which pages they get moves a result by a fifth
 F32 = ELEMENT_TYPES[torch.float32]
 CODECS = ("fp16", "bf16", "int8", "int8:symmetric=false", "int8:round=stochastic")
 
@@ -188,7 +189,7 @@ def measure(everyone: list[Contestant], seconds: float) -> dict[str, list[float]
         repeats[each.name] = iterations(time.thread_time() - start, 0.002)
     times: dict[str, list[float]] = {each.name: [] for each in everyone}
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times["memcpy"]) < 5:
+    while time.perf_counter() < end or len(times["memcpy"]) < 3:
         for each in everyone:
             start = time.thread_time()
             each.run(repeats[each.name])
@@ -253,14 +254,19 @@ def main() -> None:
     parser.add_argument("--cpu", type=int, default=0, help="which of this process's CPUs to run on")
     parser.add_argument("--json", nargs="?", const="", help="write bench/results/kernels.json, or this file")
     options = parser.parse_args()
+    told: dict[str, object] = {"machine": machine.describe(), "kernel": options.kernel}
     pin(options.cpu)
     torch.set_num_threads(1)
     rows: list[dict[str, object]] = []
     for size in options.sizes:
-        everyone = contestants(size, options.kernel)
-        rows += report(size, options.kernel, everyone, measure(everyone, options.seconds))
+        times: dict[str, list[float]] = {}
+        for _ in range(PLACEMENTS):
+            everyone = contestants(size, options.kernel)
+            for name, seconds in measure(everyone, options.seconds / PLACEMENTS).items():
+                times.setdefault(name, []).extend(seconds)
+        rows += report(size, options.kernel, everyone, times)
     if options.json is not None:
-        told = {"machine": machine.describe(), "kernel": options.kernel, "load": os.getloadavg()}
+        told["load"] = os.getloadavg()
         print(output.write("kernels", {**told, "rows": rows}, options.json or None))
 
 
