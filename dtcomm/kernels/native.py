@@ -10,9 +10,9 @@ from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.kernels import dispatch
 from dtcomm.kernels.call import OPERATIONS, Combine
 
-# An output that no cache will hold until it is read again is written around the cache: from here on, in
-# bytes.
-STREAM_BYTES = 4 << 20
+# From this many bytes on an output is written around the cache. With a 32 MB L3, and a reader that comes next,
+# ordinary stores are up to twice as fast at 8 MB and below, streaming ones 1.1 to 1.4 times at 16 to 32 MB.
+STREAM_BYTES = 16 << 20
 
 
 def current_name() -> str:
