@@ -47,7 +47,11 @@ VARIABLES: dict[str, Variable] = {
     "DTCOMM_PIECE_KIB": Variable(
         default="0", meaning="size of a pipelined piece in KiB; 0: chosen by size", shared=True, number=True
     ),
-    "DTCOMM_SPINS": Variable(default="64", meaning="looks at a flag before the first yield", number=True),
+    "DTCOMM_SPINS": Variable(
+        default="0",
+        meaning="looks at a flag before the first yield; 0: 1000, or 64 where ranks share cores",
+        number=True,
+    ),
     "DTCOMM_YIELD_US": Variable(
         default="50", meaning="microseconds of yielding before sleeping", number=True
     ),

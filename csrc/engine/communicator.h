@@ -69,6 +69,8 @@ class Communicator final : public Fabric {
   std::shared_ptr<Work> submit(Call call);
   std::shared_ptr<Work> submit(Call call, std::shared_ptr<Work> work);
 
+  // Looks at a flag before the first yield; before the first operation.
+  void set_spins(int spins) { options_.spins = spins; }
   void close();
   bool closed() const { return closed_; }
   std::string failure() const;

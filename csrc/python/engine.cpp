@@ -111,19 +111,18 @@ void bind_communicator(py::module_& module) {
 
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "NativeCommunicator")
       .def(py::init([](int rank, int ranks, std::uint32_t max_boxes, std::size_t slot_bytes, double timeout_s,
-                       int spins, double yield_us) {
+                       double yield_us) {
              CommunicatorOptions options;
              options.rank = rank;
              options.ranks = ranks;
              options.max_boxes = max_boxes;
              options.slot_bytes = slot_bytes;
              options.timeout_ns = static_cast<std::uint64_t>(timeout_s * 1e9);
-             options.spins = spins;
              options.yield_ns = static_cast<std::uint64_t>(yield_us * 1e3);
              return std::make_shared<Communicator>(options);
            }),
            py::kw_only(), py::arg("rank"), py::arg("ranks"), py::arg("max_boxes"), py::arg("slot_bytes"),
-           py::arg("timeout_s"), py::arg("spins"), py::arg("yield_us"))
+           py::arg("timeout_s"), py::arg("yield_us"))
       .def("address",
            [](const Communicator& self) {
              const PeerAddress address = self.address();
@@ -140,6 +139,7 @@ void bind_communicator(py::module_& module) {
              self.attach(addresses);
            })
       .def_readwrite("probes", &Communicator::probes)
+      .def("set_spins", &Communicator::set_spins)
       .def_readonly("round_trip_ns", &Communicator::round_trip_ns)
       .def_readwrite("stream_staging", &Communicator::stream_staging)
       .def("run",

@@ -113,13 +113,9 @@ class Communicator:
             return "DTCOMM_RUNTIME=process_group"
         if self.hosts > 1:
             return f"the ranks are on {self.hosts} hosts"
-        # Ranks that share a core would measure the scheduler, and they share its caches anyway.
-        cores = set[int]().union(*(word["cores"] for word in words))
-        probes = env.get("DTCOMM_STAGING") == "auto" and len(cores) >= self.size
+        cores = len(set[int]().union(*(word["cores"] for word in words)))
         try:
-            native.attach(
-                [word["address"] for word in words], [word["name"] for word in words], probes=probes
-            )
+            native.attach([word["address"] for word in words], [word["name"] for word in words], cores=cores)
         except (OSError, RuntimeError) as error:
             return f"cannot map a peer's memory: {error}"
         return ""

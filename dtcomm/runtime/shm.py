@@ -46,7 +46,6 @@ class NativeRuntime:
             max_boxes=max(8, 2 * ranks + 2),
             slot_bytes=SLOT_BYTES,
             timeout_s=timeout_s,
-            spins=int(env.get("DTCOMM_SPINS")),
             yield_us=float(env.get("DTCOMM_YIELD_US")),
         )
 
@@ -54,13 +53,16 @@ class NativeRuntime:
         """What a peer needs to map this rank's area: plain numbers."""
         return list(self.native.address())
 
-    def attach(self, addresses: Sequence[Sequence[int]], names: Sequence[str], probes: bool) -> None:
+    def attach(self, addresses: Sequence[Sequence[int]], names: Sequence[str], cores: int) -> None:
         """Map the areas of all ranks; OSError or RuntimeError where one cannot be reached.
 
-        ``probes``, the same on all ranks: let operations measure how far apart the cores are, and choose by it.
+        ``cores``, the same on all ranks: how many the ranks may run on together.
         """
         self.native.attach([(*address, name) for address, name in zip(addresses, names, strict=True)])
-        self.native.probes = probes
+        # Ranks that share a core must give it away to get on; they would also measure the scheduler, not the cores.
+        crowded = cores < self.ranks
+        self.native.set_spins(int(env.get("DTCOMM_SPINS")) or (64 if crowded else 1000))
+        self.native.probes = env.get("DTCOMM_STAGING") == "auto" and not crowded
         self.native.stream_staging = env.get("DTCOMM_STAGING") == "streaming"
 
     def prepare(self, shape: Shape, schedule: Schedule) -> _C.NativePlan:
