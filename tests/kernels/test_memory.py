@@ -119,6 +119,28 @@ def test_alignment_and_streaming(each: Codec, kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", FAST)
 @pytest.mark.parametrize("each", few(), ids=str)
+def test_a_payload_and_nothing_else(each: Codec, kernel: str) -> None:
+    """What may go straight past the cache, as nothing is read back; with NaN in some vectors and not in others."""
+    for dtype, n in itertools.product(
+        (torch.float32, torch.float16), (1, 33, 1024, 3 * each.granularity + 77)
+    ):
+        x = floats("nonfinite", n, seed=1).to(dtype)
+        with use("reference"):
+            alone = encode(each, x, 5, 3)
+            summed = reduce_encode(each, [alone], n, x, key=5, offset=3)
+        for skew, streamed in itertools.product(SKEWS, (False, True)):
+            local, payload = Room(n * dtype.itemsize, 0, x), Room(len(alone), 0, alone)
+            for expected, terms in ((alone, []), (summed, [payload])):
+                wire = Room(len(expected), skew)
+                combine(
+                    kernel, each, dtype, n, payloads=terms, position=len(terms), local=local, payload_out=wire,
+                    stream=(streamed, False),
+                )  # fmt: skip
+                assert wire.intact() and torch.equal(wire.bytes, expected)
+
+
+@pytest.mark.parametrize("kernel", FAST)
+@pytest.mark.parametrize("each", few(), ids=str)
 def test_decoding(each: Codec, kernel: str) -> None:
     for n in (1, 33, 1024, 2 * each.granularity + 77):
         p = encode(each, floats("blocks_apart", n))
