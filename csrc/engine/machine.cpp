@@ -67,46 +67,11 @@ bool Machine::probe() {
   return true;
 }
 
-// Direct operations work on the peers' tensors where every rank's tensor can be mapped, through the slots otherwise:
-// all ranks read the same headers, so all decide alike.
-bool Machine::meet() {
-  bool all = true;
-  for (int peer = 0; peer < fabric_.ranks; ++peer) {
-    const OpHeader& header = fabric_.peers[static_cast<std::size_t>(peer)].head->ops[number_ % kOpRing];
-    if (header.number.load(std::memory_order_acquire) != number_) {
-      blocker_ = peer;
-      return false;
-    }
-    if (header.fingerprint.load(std::memory_order_relaxed) != operation_) {
-      blocker_ = peer;
-      mismatch_ = true;
-      return false;
-    }
-    all = all && header.region.load(std::memory_order_relaxed) >= 0;
-  }
-  met_ = true;
-  if (!all) return true;
-  direct_ = true;
-  for (int peer = 0; peer < fabric_.ranks; ++peer) {
-    if (peer == fabric_.rank) {
-      peer_tensors_.push_back(const_cast<std::uint8_t*>(call_.segments[0].in));
-      continue;
-    }
-    const OpHeader& header = fabric_.peers[static_cast<std::size_t>(peer)].head->ops[number_ % kOpRing];
-    peer_tensors_.push_back(fabric_.resolve(peer, header.region.load(std::memory_order_relaxed),
-                                            header.region_id.load(std::memory_order_relaxed),
-                                            header.region_offset.load(std::memory_order_relaxed), plan_.input_bytes()));
-  }
-  // A sum that is written into the peers' tensors is their signal that nobody reads those any more; otherwise the
-  // input must stay as it is until every peer is done.
-  drain_ = plan_.geometry() != Geometry::whole;
-  return true;
-}
-
 Progress Machine::advance(int budget) {
   const std::size_t pieces = plan_.pieces();
   if (probe_ && !probe()) return Progress::blocked;
   if (!met_ && pieces > 0 && !meet()) return Progress::blocked;
+  if (direct_) return advance_direct(budget);
   bool moved = false;
   for (;;) {
     bool any = false;
@@ -122,17 +87,7 @@ Progress Machine::advance(int budget) {
       any = true;
       fabric_.publish_done(base_ + oldest_);
     }
-    if (oldest_ == pieces) {
-      if (!drain_ || pieces == 0) break;
-      for (int peer = 0; peer < fabric_.ranks; ++peer) {
-        const auto& done = *fabric_.peers[static_cast<std::size_t>(peer)].done;
-        if (peer != fabric_.rank && done.load(std::memory_order_acquire) < base_ + pieces) {
-          blocker_ = peer;
-          return moved || any ? Progress::moved : Progress::blocked;
-        }
-      }
-      break;
-    }
+    if (oldest_ == pieces) break;
     if (!any || budget <= 0) return moved || any ? Progress::moved : Progress::blocked;
     moved = true;
   }
@@ -184,7 +139,7 @@ Machine::Step Machine::execute(std::size_t piece, const Instruction& instruction
       encode(piece, instruction);
       break;
     case Op::reduce:
-      direct_ ? reduce_direct(piece, instruction) : reduce(piece, instruction);
+      reduce(piece, instruction);
       break;
     case Op::adopt:
       adopt(piece, instruction);
@@ -258,10 +213,6 @@ void Machine::encode(std::size_t piece, const Instruction& instruction) {
     const Segment& segment = plan_.segments()[slice->segment];
     const std::uint8_t* in = call_.segments[slice->segment].in + slice->in_offset * size_of(segment.dtype);
     Combine call = combine_for(instruction, *slice);
-    if (direct_) {  // the peers read the tensor itself
-      if (call.out && call.out != in) std::memcpy(call.out, in, slice->numel * size_of(segment.dtype));
-      continue;
-    }
     call.local = in;
     call.payload_out = box(piece, fabric_.rank, instruction.box) + slice->wire_offset;
     call_.kernels->combine(segment.codec, call);
@@ -301,52 +252,13 @@ void Machine::reduce(std::size_t piece, const Instruction& instruction) {
   }
 }
 
-// Sum the peers' tensors where they lie and write the sum into all of them: no staging copy. Only codec none.
-void Machine::reduce_direct(std::size_t piece, const Instruction& instruction) {
-  const bool push = !drain_;
-  for (const Slice* slice = plan_.begin(piece, instruction.chunk); slice != plan_.end(piece, instruction.chunk);
-       ++slice) {
-    const Segment& segment = plan_.segments()[slice->segment];
-    const std::size_t offset = slice->in_offset * size_of(segment.dtype);
-    const std::size_t bytes = slice->numel * size_of(segment.dtype);
-    Combine call = combine_for(instruction, *slice);
-    payloads_.clear();
-    for (const BoxRef& input : instruction.inputs) {
-      payloads_.push_back(peer_tensors_[static_cast<std::size_t>(input.rank)] + offset);
-    }
-    call.payloads = payloads_.data();
-    call.count = static_cast<int>(payloads_.size());
-    call.position = instruction.position;
-    if (instruction.local == Local::input) call.local = call_.segments[slice->segment].in + offset;
-    call.stream_payload = false;
-    int first = -1;
-    if (push && bytes == slice->wire_bytes) {  // no padding that would spill into the elements behind
-      first = fabric_.rank == 0 ? 1 : 0;
-      call.payload_out = peer_tensors_[static_cast<std::size_t>(first)] + offset;
-    }
-    call_.kernels->combine(segment.codec, call);
-    if (!push) continue;
-    for (int peer = 0; peer < fabric_.ranks; ++peer) {
-      if (peer == fabric_.rank || peer == first) continue;
-      std::memcpy(peer_tensors_[static_cast<std::size_t>(peer)] + offset, call.out, bytes);
-    }
-  }
-}
-
 void Machine::adopt(std::size_t piece, const Instruction& instruction) {
-  if (direct_ && !drain_) return;  // the owner has written the sum here
   for (const Slice* slice = plan_.begin(piece, instruction.chunk); slice != plan_.end(piece, instruction.chunk);
        ++slice) {
     const Segment& segment = plan_.segments()[slice->segment];
     std::uint8_t* out = call_.segments[slice->segment].out;
     if (!out) continue;
     out += slice->out_offset * size_of(segment.dtype);
-    if (direct_) {
-      std::memcpy(out,
-                  peer_tensors_[static_cast<std::size_t>(instruction.peer)] + slice->in_offset * size_of(segment.dtype),
-                  slice->numel * size_of(segment.dtype));
-      continue;
-    }
     const std::uint8_t* payload = box(piece, instruction.peer, instruction.box) + slice->wire_offset;
     call_.kernels->decode(segment.codec, payload, slice->numel, segment.dtype, out, segment.dtype, false);
   }

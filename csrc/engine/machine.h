@@ -91,6 +91,8 @@ class Machine {
   void encode(std::size_t piece, const Instruction& instruction);
   void reduce(std::size_t piece, const Instruction& instruction);
   void reduce_direct(std::size_t piece, const Instruction& instruction);
+  Progress advance_direct(int budget);
+  void run_direct(std::size_t piece);
   void adopt(std::size_t piece, const Instruction& instruction);
   void forward(std::size_t piece, const Instruction& instruction);
   void copy(std::size_t piece, const Instruction& instruction);
@@ -114,7 +116,6 @@ class Machine {
   std::unique_ptr<Probe> probe_;
   bool met_ = false;
   bool direct_ = false;
-  bool drain_ = false;  // direct: peers read this rank's input until they are done
   bool mismatch_ = false;
   int blocker_ = -1;
   std::uint64_t wire_bytes_ = 0;

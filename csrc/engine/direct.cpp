@@ -1,0 +1,118 @@
+// Operations on tensors that lie in shared memory (codec none): the ranks read and write each other's tensors, and
+// meet only at the start and at the end.
+#include <algorithm>
+#include <cstring>
+
+#include "engine/machine.h"
+
+namespace dtcomm {
+
+// Direct operations take place where every rank's tensor can be mapped; otherwise the payloads go through the slots.
+// All ranks read the same headers, so all decide alike.
+bool Machine::meet() {
+  bool all = true;
+  for (int peer = 0; peer < fabric_.ranks; ++peer) {
+    const OpHeader& header = fabric_.peers[static_cast<std::size_t>(peer)].head->ops[number_ % kOpRing];
+    if (header.number.load(std::memory_order_acquire) != number_) {
+      blocker_ = peer;
+      return false;
+    }
+    if (header.fingerprint.load(std::memory_order_relaxed) != operation_) {
+      blocker_ = peer;
+      mismatch_ = true;
+      return false;
+    }
+    all = all && header.region.load(std::memory_order_relaxed) >= 0;
+  }
+  met_ = true;
+  if (!all) return true;
+  direct_ = true;
+  for (int peer = 0; peer < fabric_.ranks; ++peer) {
+    if (peer == fabric_.rank) {
+      peer_tensors_.push_back(const_cast<std::uint8_t*>(call_.segments[0].in));
+      continue;
+    }
+    const OpHeader& header = fabric_.peers[static_cast<std::size_t>(peer)].head->ops[number_ % kOpRing];
+    peer_tensors_.push_back(fabric_.resolve(peer, header.region.load(std::memory_order_relaxed),
+                                            header.region_id.load(std::memory_order_relaxed),
+                                            header.region_offset.load(std::memory_order_relaxed), plan_.input_bytes()));
+  }
+  return true;
+}
+
+// Every input is there once its rank has announced the operation, so nothing waits between the pieces: a rank that
+// is held up for a moment does not hold up the others. A rank may touch its tensors again when all are done.
+Progress Machine::advance_direct(int budget) {
+  const std::size_t pieces = plan_.pieces();
+  bool moved = false;
+  for (; oldest_ < pieces && budget > 0; --budget) {
+    run_direct(oldest_++);
+    moved = true;
+    if (oldest_ == pieces) fabric_.publish_done(base_ + pieces);
+  }
+  if (oldest_ < pieces) return Progress::moved;
+  for (int peer = 0; peer < fabric_.ranks; ++peer) {
+    const auto& done = *fabric_.peers[static_cast<std::size_t>(peer)].done;
+    if (peer != fabric_.rank && done.load(std::memory_order_acquire) < base_ + pieces) {
+      blocker_ = peer;
+      return moved ? Progress::moved : Progress::blocked;
+    }
+  }
+  fabric_.next_piece = base_ + pieces;
+  return Progress::done;
+}
+
+void Machine::run_direct(std::size_t piece) {
+  const bool pushes = plan_.geometry() == Geometry::whole;  // whoever sums a chunk writes it into every tensor
+  for (const Instruction& instruction : program_.instructions) {
+    if (instruction.op == Op::send) {
+      wire_bytes_ += plan_.payload_bytes(piece, instruction.chunk) * instruction.peers.size();
+    } else if (instruction.op == Op::reduce) {
+      reduce_direct(piece, instruction);
+    } else if (!pushes && (instruction.op == Op::adopt || instruction.op == Op::encode)) {
+      const int owner = instruction.op == Op::adopt ? instruction.peer : fabric_.rank;
+      for (const Slice* slice = plan_.begin(piece, instruction.chunk); slice != plan_.end(piece, instruction.chunk);
+           ++slice) {
+        const std::size_t size = size_of(plan_.segments()[slice->segment].dtype);
+        const std::uint8_t* in = peer_tensors_[static_cast<std::size_t>(owner)] + slice->in_offset * size;
+        std::uint8_t* out = call_.segments[slice->segment].out;
+        const bool wanted = instruction.op == Op::adopt || instruction.output;
+        if (!out || !wanted || out + slice->out_offset * size == in) continue;
+        std::memcpy(out + slice->out_offset * size, in, slice->numel * size);
+      }
+    }
+  }
+}
+
+void Machine::reduce_direct(std::size_t piece, const Instruction& instruction) {
+  const bool pushes = plan_.geometry() == Geometry::whole;
+  for (const Slice* slice = plan_.begin(piece, instruction.chunk); slice != plan_.end(piece, instruction.chunk);
+       ++slice) {
+    const Segment& segment = plan_.segments()[slice->segment];
+    const std::size_t offset = slice->in_offset * size_of(segment.dtype);
+    const std::size_t bytes = slice->numel * size_of(segment.dtype);
+    Combine call = combine_for(instruction, *slice);
+    payloads_.clear();
+    for (const BoxRef& input : instruction.inputs) {
+      payloads_.push_back(peer_tensors_[static_cast<std::size_t>(input.rank)] + offset);
+    }
+    call.payloads = payloads_.data();
+    call.count = static_cast<int>(payloads_.size());
+    call.position = instruction.position;
+    if (instruction.local == Local::input) call.local = call_.segments[slice->segment].in + offset;
+    call.stream_payload = false;
+    int first = -1;
+    if (pushes && bytes == slice->wire_bytes) {  // no padding that would spill into the elements behind
+      first = fabric_.rank == 0 ? 1 : 0;
+      call.payload_out = peer_tensors_[static_cast<std::size_t>(first)] + offset;
+    }
+    call_.kernels->combine(segment.codec, call);
+    if (!pushes) continue;
+    for (int peer = 0; peer < fabric_.ranks; ++peer) {
+      if (peer == fabric_.rank || peer == first) continue;
+      std::memcpy(peer_tensors_[static_cast<std::size_t>(peer)] + offset, call.out, bytes);
+    }
+  }
+}
+
+}  // namespace dtcomm
