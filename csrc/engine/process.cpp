@@ -14,6 +14,15 @@
 #include "engine/area.h"
 
 namespace dtcomm {
+namespace {
+
+// Ranks work at the same index of each other's tensors at once: starts that differ keep them out of each other's
+// cache sets and memory banks.
+constexpr std::size_t kSkewFrom = 1024 * 1024;
+constexpr std::size_t kSkews = 16;
+constexpr std::size_t kSkew = 17 * kPage + 64;
+
+}  // namespace
 
 std::uint64_t now_ns() {
   timespec now{};
@@ -58,7 +67,7 @@ RegionPlace Process::find(const void* data, std::size_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const Entry& entry : entries_) {
     if (begin >= entry.begin && begin + bytes <= entry.begin + entry.bytes) {
-      return {entry.slot, entry.id, static_cast<std::uint64_t>(begin - entry.begin)};
+      return {entry.slot, entry.id, entry.skew + static_cast<std::uint64_t>(begin - entry.begin)};
     }
   }
   return {};
@@ -66,7 +75,8 @@ RegionPlace Process::find(const void* data, std::size_t bytes) {
 
 Region::Region(std::size_t bytes)
     : bytes_(bytes),
-      mapping_(Mapping::create("dtcomm-tensor", AreaLayout::round_up(std::max<std::size_t>(bytes, 1), kPage))) {
+      skew_(bytes < kSkewFrom ? 0 : static_cast<std::size_t>(getpid()) % kSkews * kSkew),
+      mapping_(Mapping::create("dtcomm-tensor", AreaLayout::round_up(std::max<std::size_t>(bytes, 1) + skew_, kPage))) {
   Process& process = Process::instance();
   const std::lock_guard<std::mutex> lock(process.mutex_);
   for (int slot = 0; slot < kRegions; ++slot) {
@@ -77,7 +87,7 @@ Region::Region(std::size_t bytes)
     entry.fd.store(mapping_.fd(), std::memory_order_relaxed);
     entry.bytes.store(mapping_.size(), std::memory_order_relaxed);
     entry.id.store(id_, std::memory_order_release);
-    process.entries_.push_back({static_cast<const std::uint8_t*>(mapping_.data()), bytes, slot, id_});
+    process.entries_.push_back({static_cast<const std::uint8_t*>(data()), bytes, slot, id_, skew_});
     process.count_.fetch_add(1, std::memory_order_relaxed);
     return;
   }

@@ -48,11 +48,12 @@ class Region {
   explicit Region(std::size_t bytes);
   ~Region();
   Region(const Region&) = delete;
-  void* data() const { return mapping_.data(); }
+  void* data() const { return static_cast<std::uint8_t*>(mapping_.data()) + skew_; }
   std::size_t bytes() const { return bytes_; }
 
  private:
   std::size_t bytes_;
+  std::size_t skew_;
   Mapping mapping_;
   int slot_ = -1;
   std::uint64_t id_ = 0;
@@ -87,6 +88,7 @@ class Process {
     std::size_t bytes;
     int slot;
     std::uint64_t id;
+    std::size_t skew;
   };
   std::vector<Entry> entries_;
   std::uint64_t next_id_ = 1;
