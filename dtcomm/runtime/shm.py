@@ -59,10 +59,10 @@ class NativeRuntime:
         ``cores``, the same on all ranks: how many the ranks may run on together.
         """
         self.native.attach([(*address, name) for address, name in zip(addresses, names, strict=True)])
-        # Ranks that share a core must give it away to get on; they would also measure the scheduler, not the cores.
-        crowded = cores < self.ranks
-        self.native.set_spins(int(env.get("DTCOMM_SPINS")) or (64 if crowded else 1000))
-        self.native.probes = env.get("DTCOMM_STAGING") == "auto" and not crowded
+        # Ranks that share a core must give it away to get on.
+        self.native.set_spins(int(env.get("DTCOMM_SPINS")) or (64 if cores < self.ranks else 1000))
+        # A probe whose partner is not running gives up: also ranks that share cores can have it.
+        self.native.probes = env.get("DTCOMM_STAGING") == "auto"
         self.native.stream_staging = env.get("DTCOMM_STAGING") == "streaming"
 
     def prepare(self, shape: Shape, schedule: Schedule) -> _C.NativePlan:
