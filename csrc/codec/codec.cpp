@@ -12,28 +12,77 @@ std::size_t wire_bytes(const Codec& codec, std::size_t numel, DType dtype) {
   return whole * layout.bytes(layout.granule) + (rest ? layout.bytes(rest) : 0);
 }
 
-const char* why_invalid(const Codec& codec) {
-  for (std::uint8_t byte : codec.reserved) {
-    if (byte != 0) return "codec: reserved bytes must be zero";
+namespace {
+
+const char* why_bad_block(const Codec& codec) {
+  if (codec.scale != Scale::bf16 && codec.scale != Scale::fp32) return "codec: scale must be bf16 or fp32";
+  const bool power = codec.block != 0 && (codec.block & (codec.block - 1)) == 0;
+  if (!power || codec.block < kSmallestBlock || codec.block > kLargestBlock) {
+    return "codec: block must be a power of two from 16 to 4096";
   }
+  return nullptr;
+}
+
+const char* why_bad_integer(const Codec& codec) {
+  if (codec.bits < 2 || codec.bits > 8) return "codec: integer codes have 2 to 8 bits";
+  return why_bad_block(codec);
+}
+
+const char* why_bad_mx(const Codec& codec) {
+  if (codec.element != Element::e4m3 && codec.element != Element::e5m2 && codec.element != Element::e2m1) {
+    return "codec: elements of mx are e4m3, e5m2 or e2m1";
+  }
+  return codec.block == 32 ? nullptr : "codec: blocks of mx have 32 elements";
+}
+
+const char* why_bad_sparse(const Codec& codec) {
+  if (codec.kept < 1 || codec.kept > kSparseGranule) return "codec: 1 to 4096 of 4096 elements are kept";
+  switch (codec.element) {
+    case Element::bf16:
+    case Element::fp16:
+    case Element::fp32:
+      return nullptr;
+    case Element::integer:
+      return why_bad_integer(codec);
+    default:
+      return "codec: values are bf16, fp16, fp32 or integer";
+  }
+}
+
+}  // namespace
+
+const char* why_invalid(const Codec& codec) {
+  if (codec.symmetric > 1 || codec.stochastic > 1) return "codec: symmetric and stochastic are 0 or 1";
+  if (codec.rotate > 1 || codec.spikes > 1) return "codec: rotate and spikes are 0 or 1";
+  const bool integer = codec.family == Family::integer;
+  if (codec.spikes && !integer) return "codec: only integer codecs keep spikes";
+  if (codec.rotate && !integer && codec.family != Family::sign && codec.family != Family::mx) {
+    return "codec: only integer, mx and sign codecs rotate";
+  }
+  const bool sparse = codec.family == Family::topk || codec.family == Family::randk;
+  if (!sparse && codec.kept != 0) return "codec: only sparse codecs keep a part of the elements";
   switch (codec.family) {
     case Family::none:
     case Family::fp16:
     case Family::bf16:
       return nullptr;
     case Family::integer:
-      break;
+      return why_bad_integer(codec);
+    case Family::float8:
+      if (codec.element != Element::e4m3 && codec.element != Element::e5m2) {
+        return "codec: elements of float8 are e4m3 or e5m2";
+      }
+      return why_bad_block(codec);
+    case Family::mx:
+      return why_bad_mx(codec);
+    case Family::sign:
+      return why_bad_block(codec);
+    case Family::topk:
+    case Family::randk:
+      return why_bad_sparse(codec);
     default:
       return "codec: unknown family";
   }
-  if (codec.bits != 8) return "codec: integer codes have 8 bits";
-  if (codec.scale != Scale::bf16 && codec.scale != Scale::fp32) return "codec: scale must be bf16 or fp32";
-  if (codec.symmetric > 1 || codec.stochastic > 1) return "codec: symmetric and stochastic are 0 or 1";
-  const bool power = codec.block != 0 && (codec.block & (codec.block - 1)) == 0;
-  if (!power || codec.block < kSmallestBlock || codec.block > kLargestBlock) {
-    return "codec: block must be a power of two from 16 to 4096";
-  }
-  return nullptr;
 }
 
 }  // namespace dtcomm

@@ -10,19 +10,44 @@
 namespace dtcomm {
 
 // The numbers are part of the op header that ranks compare: append only.
-enum class Family : std::uint8_t { none = 0, fp16 = 1, bf16 = 2, integer = 3 };
+enum class Family : std::uint8_t {
+  none = 0,
+  fp16 = 1,
+  bf16 = 2,
+  integer = 3,
+  float8 = 4,
+  mx = 5,
+  sign = 6,
+  topk = 7,
+  randk = 8
+};
 enum class Scale : std::uint8_t { bf16 = 0, fp32 = 1 };
+
+// What a code is, where the family alone does not say it.
+enum class Element : std::uint8_t {
+  none = 0,
+  e4m3 = 1,  // float8, mx
+  e5m2 = 2,
+  e2m1 = 3,  // mx
+  bf16 = 4,  // topk, randk: the type of a value
+  fp16 = 5,
+  fp32 = 6,
+  integer = 7  // topk, randk: values are a payload of the integer codec that the other fields describe
+};
 
 struct Codec {
   Family family = Family::none;
-  std::uint8_t bits = 0;          // integer: 2..8
-  Scale scale = Scale::bf16;      // integer: type of each block's scale
-  std::uint8_t symmetric = 1;     // integer: codes are signed and there is no zero point
-  std::uint8_t stochastic = 0;    // rounding: 0 nearest (ties to even), 1 stochastic
-  std::uint8_t reserved[3] = {};  // zero; rotate, spikes, ... find their place here
-  std::uint32_t block = 0;        // integer: elements that share a scale
+  std::uint8_t bits = 0;        // integer: 2..8
+  Scale scale = Scale::bf16;    // type of each block's scale
+  std::uint8_t symmetric = 1;   // integer: codes are signed and there is no zero point
+  std::uint8_t stochastic = 0;  // rounding: 0 nearest (ties to even), 1 stochastic
+  std::uint8_t rotate = 0;      // 1: blocks are rotated by a Hadamard matrix with random signs
+  std::uint8_t spikes = 0;      // 1: each block's smallest and largest element are kept apart
+  Element element = Element::none;
+  std::uint32_t block = 0;  // elements that share a scale
+  std::uint32_t kept = 0;   // topk, randk: elements of a whole granule that are sent
 };
-static_assert(sizeof(Codec) == 12, "Codec is compared byte by byte between ranks");
+static_assert(sizeof(Codec) == 16, "Codec is compared byte by byte between ranks");
 
 // Elements of one granule: the unit at which a payload may be cut.
 std::size_t granule_elements(const Codec& codec);

@@ -1,5 +1,7 @@
-// Where the bytes of a payload lie. A payload is granules back to back; a granule is fields of one value per block
-// (scales, then zero points), then the codes, then zeros up to 16 bytes. The last granule is cut to whole blocks.
+// Where the bytes of a payload lie. A payload is granules back to back; a granule of a dense codec is fields of one
+// value per block (scales, then zero points), then the spikes of each block, then the codes, then zeros up to 16
+// bytes. The last granule is cut to whole blocks. A granule of a sparse codec is a head, the kept elements' values
+// (a payload of their own codec, without its last padding) and their positions.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +14,13 @@
 namespace dtcomm {
 
 constexpr std::size_t kGranule = 1024;
+constexpr std::size_t kSparseGranule = 4096;
 constexpr std::size_t kAlign = 16;
 constexpr std::size_t kSmallestBlock = 16, kLargestBlock = 4096;
+constexpr std::size_t kRandkHead = 8;    // the key that the positions come from
+constexpr std::size_t kPositionBits = 12;  // of a position within a sparse granule
+
+DTCOMM_HD std::size_t aligned(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
 struct Layout {
   std::size_t granule;      // elements
@@ -21,27 +28,99 @@ struct Layout {
   std::size_t field_bytes;  // of one scale or zero point
   std::size_t fields;       // values per block: 0 casts, 1 symmetric, 2 asymmetric
   std::size_t code_bits;
+  std::size_t spike_bytes;     // per block: two values and two positions, or 0
+  std::size_t kept;            // of a whole granule; 0: dense, and the rest is 0 too
+  std::size_t head;            // bytes before the values
+  std::size_t position_bits;   // 12: a list of positions; 1: a bitmap of the granule; 0: they come from the head
 
   DTCOMM_HD std::size_t blocks(std::size_t elements) const { return (elements + block - 1) / block; }
   DTCOMM_HD std::size_t zeros_at(std::size_t elements) const { return blocks(elements) * field_bytes; }
-  DTCOMM_HD std::size_t codes_at(std::size_t elements) const { return blocks(elements) * field_bytes * fields; }
-  DTCOMM_HD std::size_t used(std::size_t elements) const {
+  DTCOMM_HD std::size_t spikes_at(std::size_t elements) const { return blocks(elements) * field_bytes * fields; }
+  DTCOMM_HD std::size_t codes_at(std::size_t elements) const {
+    return blocks(elements) * (field_bytes * fields + spike_bytes);
+  }
+  DTCOMM_HD std::size_t dense(std::size_t elements) const {
     return codes_at(elements) + (blocks(elements) * block * code_bits + 7) / 8;
   }
-  // Bytes of a granule that holds `elements` elements.
-  DTCOMM_HD std::size_t bytes(std::size_t elements) const { return (used(elements) + kAlign - 1) / kAlign * kAlign; }
+
+  // Sparse codecs, of a granule of `elements` >= 1 elements: how many are kept, and the bytes of their values.
+  DTCOMM_HD std::size_t kept_of(std::size_t elements) const { return (kept * elements + granule - 1) / granule; }
+  DTCOMM_HD std::size_t values(std::size_t elements) const {
+    const std::size_t count = kept_of(elements), whole = (count - 1) / kGranule;
+    return whole * aligned(dense(kGranule)) + dense(count - whole * kGranule);
+  }
+  DTCOMM_HD std::size_t positions(std::size_t elements) const {
+    return ((position_bits == 1 ? elements : kept_of(elements) * position_bits) + 7) / 8;
+  }
+
+  // Bytes of a granule that holds `elements` elements, without and with the padding.
+  DTCOMM_HD std::size_t used(std::size_t elements) const {
+    return kept ? head + values(elements) + positions(elements) : dense(elements);
+  }
+  DTCOMM_HD std::size_t bytes(std::size_t elements) const { return aligned(used(elements)); }
 };
+
+// The codec of a sparse codec's values.
+DTCOMM_HD Codec values_of(const Codec& codec) {
+  Codec values;
+  values.block = 0;
+  if (codec.element == Element::integer) {
+    values = codec;
+    values.family = Family::integer;
+    values.element = Element::none;
+    values.kept = 0;
+  } else {
+    values.family = codec.element == Element::bf16   ? Family::bf16
+                    : codec.element == Element::fp16 ? Family::fp16
+                                                     : Family::none;
+  }
+  return values;
+}
+
+DTCOMM_HD std::size_t scale_bytes(Scale scale) { return scale == Scale::bf16 ? 2 : 4; }
+
+DTCOMM_HD Layout cast_layout(std::size_t bits) { return {kGranule, 1, 0, 0, bits, 0, 0, 0, 0}; }
+
+DTCOMM_HD Layout block_layout(const Codec& codec, std::size_t field_bytes, std::size_t fields, std::size_t bits) {
+  const std::size_t positions = codec.block <= 256 ? 2 : 4;
+  return {codec.block > kGranule ? codec.block : kGranule, codec.block, field_bytes, fields, bits,
+          codec.spikes ? 2 * field_bytes + positions : 0, 0, 0, 0};
+}
+
+DTCOMM_HD Layout integer_layout(const Codec& codec) {
+  return block_layout(codec, scale_bytes(codec.scale), codec.symmetric ? 1 : 2, codec.bits);
+}
+
+DTCOMM_HD Layout sparse_layout(const Codec& codec) {
+  Layout layout = codec.element == Element::integer ? integer_layout(codec)
+                                                    : cast_layout(codec.element == Element::fp32 ? 32 : 16);
+  layout.granule = kSparseGranule;
+  layout.kept = codec.kept;
+  if (codec.family == Family::randk) {
+    layout.head = kRandkHead;
+  } else {
+    layout.position_bits = codec.kept * kPositionBits > kSparseGranule ? 1 : kPositionBits;
+  }
+  return layout;
+}
 
 DTCOMM_HD Layout layout_of(const Codec& codec, DType dtype) {
   switch (codec.family) {
     case Family::integer:
-      return {codec.block > kGranule ? codec.block : kGranule, codec.block,
-              codec.scale == Scale::bf16 ? std::size_t{2} : std::size_t{4},
-              codec.symmetric ? std::size_t{1} : std::size_t{2}, codec.bits};
+      return integer_layout(codec);
+    case Family::float8:
+      return block_layout(codec, scale_bytes(codec.scale), 1, 8);
+    case Family::mx:
+      return block_layout(codec, 1, 1, codec.element == Element::e2m1 ? 4 : 8);
+    case Family::sign:
+      return block_layout(codec, scale_bytes(codec.scale), 1, 1);
+    case Family::topk:
+    case Family::randk:
+      return sparse_layout(codec);
     case Family::none:
-      return {kGranule, 1, 0, 0, 8 * size_of(dtype)};
+      return cast_layout(8 * size_of(dtype));
     default:
-      return {kGranule, 1, 0, 0, 16};
+      return cast_layout(16);
   }
 }
 

@@ -1,5 +1,4 @@
 // The kernels for CPUs with AVX2 and F16C.
-#define DTCOMM_ISA avx2
 #include "cpu/source/combine.h"
 
 namespace dtcomm {

@@ -1,5 +1,4 @@
 // The kernels for CPUs with AVX-512 F, BW, VL and DQ.
-#define DTCOMM_ISA avx512
 #include "cpu/source/combine.h"
 
 namespace dtcomm {

@@ -1,5 +1,4 @@
 // The kernels for any CPU that the compiler's default target runs on.
-#define DTCOMM_ISA generic
 #include "cpu/source/combine.h"
 
 namespace dtcomm {

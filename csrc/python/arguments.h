@@ -1,4 +1,4 @@
-// What Python hands over, checked: codecs as 12 bytes, dtypes as numbers, memory as addresses.
+// What Python hands over, checked: codecs as 16 bytes, dtypes as numbers, memory as addresses.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -15,7 +15,7 @@ inline Codec codec_of(const pybind11::bytes& bytes) {
   char* data = nullptr;
   Py_ssize_t length = 0;
   if (PyBytes_AsStringAndSize(bytes.ptr(), &data, &length) != 0) throw pybind11::error_already_set();
-  if (length != static_cast<Py_ssize_t>(sizeof(Codec))) throw pybind11::value_error("codec: expected 12 bytes");
+  if (length != static_cast<Py_ssize_t>(sizeof(Codec))) throw pybind11::value_error("codec: expected 16 bytes");
   Codec codec;
   std::memcpy(&codec, data, sizeof codec);
   if (const char* why = why_invalid(codec)) throw pybind11::value_error(why);

@@ -36,7 +36,7 @@ std::shared_ptr<Plan> make_plan(std::shared_ptr<Program> program, int geometry, 
                                 std::size_t slot_bytes, bool direct, const std::string& text) {
   std::vector<Segment> parsed;
   for (const auto& [numel, dtype, codec] : segments) {
-    if (codec.size() != sizeof(Codec)) throw py::value_error("segments: codec must be 12 bytes");
+    if (codec.size() != sizeof(Codec)) throw py::value_error("segments: codec must be 16 bytes");
     if (dtype < 0 || dtype > static_cast<int>(DType::boolean)) throw py::value_error("segments: unknown dtype");
     Segment segment{numel, static_cast<DType>(dtype), {}};
     std::memcpy(&segment.codec, codec.data(), sizeof(Codec));

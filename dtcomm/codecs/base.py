@@ -26,38 +26,83 @@ ELEMENT_TYPES: dict[torch.dtype, int] = {
 
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-GRANULE = 1024
+GRANULE, SPARSE_GRANULE = 1024, 4096
 ALIGN = 16
+SMALLEST_BLOCK, LARGEST_BLOCK = 16, 4096
+BLOCKS = f"a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}"
+POSITION_BITS = 12  # of a position within a sparse granule
+SCALES = {"bf16": 0, "fp32": 1}
+ROUNDINGS = ("nearest", "stochastic")
+# csrc/codec/codec.h's numbers
+ELEMENTS = {"none": 0, "e4m3": 1, "e5m2": 2, "e2m1": 3, "bf16": 4, "fp16": 5, "fp32": 6, "integer": 7}
+
+
+def aligned(size: int) -> int:
+    """`size` bytes, padded as granules are."""
+    return -(-size // ALIGN) * ALIGN
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where the bytes of a granule lie: fields of one value per block, then codes, then zeros up to 16 bytes.
+    """Where the bytes of a granule lie: fields of one value per block, spikes, codes, then zeros up to 16 bytes.
 
     granule: elements; block: elements that share a scale (1: there is none); field_bytes: of one scale or
-    zero point; fields: values per block (0, 1 or 2); code_bits: of one element.
+    zero point; fields: values per block (0, 1 or 2); spike_bytes: per block; code_bits: of one element.
+
+    A granule of a sparse codec is `head` bytes, then the values of the elements that are `kept` (of a whole
+    granule; 0: the codec is dense), themselves a payload without its last padding, then positions of
+    `position_bits` (12: a list; 1: a bitmap of the granule; 0: the head says them); the fields above describe
+    the values.
     """
 
     granule: int = GRANULE
     block: int = 1
     field_bytes: int = 0
     fields: int = 0
+    spike_bytes: int = 0
     code_bits: int
+    kept: int = 0
+    head: int = 0
+    position_bits: int = 0
 
     def blocks(self, numel: int) -> int:
         return -(-numel // self.block)
 
-    def codes_at(self, numel: int) -> int:
-        """Where the codes of a granule of `numel` elements start, in bytes."""
+    def spikes_at(self, numel: int) -> int:
+        """Where the spikes of a dense granule of `numel` elements start, in bytes."""
         return self.blocks(numel) * self.fields * self.field_bytes
+
+    def codes_at(self, numel: int) -> int:
+        """Where the codes of a dense granule of `numel` elements start, in bytes."""
+        return self.spikes_at(numel) + self.blocks(numel) * self.spike_bytes
+
+    def dense(self, numel: int) -> int:
+        """Bytes of a dense granule of `numel` elements before the padding."""
+        return self.codes_at(numel) + -(-self.blocks(numel) * self.block * self.code_bits // 8)
+
+    def kept_of(self, numel: int) -> int:
+        """How many elements a sparse granule of `numel` elements keeps."""
+        return -(-self.kept * numel // self.granule)
+
+    def values(self, numel: int) -> int:
+        """Bytes of the values of a sparse granule of `numel` elements."""
+        count = self.kept_of(numel)
+        whole = (count - 1) // GRANULE
+        return whole * aligned(self.dense(GRANULE)) + self.dense(count - whole * GRANULE)
+
+    def positions(self, numel: int) -> int:
+        """Bytes of the positions of a sparse granule of `numel` elements."""
+        return -(-(numel if self.position_bits == 1 else self.kept_of(numel) * self.position_bits) // 8)
 
     def used(self, numel: int) -> int:
         """Bytes of a granule of `numel` elements before the padding."""
-        return self.codes_at(numel) + -(-self.blocks(numel) * self.block * self.code_bits // 8)
+        if not self.kept:
+            return self.dense(numel)
+        return self.head + self.values(numel) + self.positions(numel)
 
     def bytes(self, numel: int) -> int:
         """Bytes of a granule of `numel` elements."""
-        return -(-self.used(numel) // ALIGN) * ALIGN
+        return aligned(self.used(numel))
 
     def payload_bytes(self, numel: int) -> int:
         """Bytes of `numel` elements: whole granules and a last one cut to whole blocks."""
@@ -114,7 +159,7 @@ class Codec(abc.ABC):
         return self.layout(dtype).payload_bytes(numel)
 
     def native(self) -> bytes:
-        """The 12 bytes of csrc/codec/codec.h's ``Codec``."""
+        """The 16 bytes of csrc/codec/codec.h's ``Codec``."""
         return pack(self.family)
 
     def options(self) -> dict[str, Any]:
@@ -130,6 +175,17 @@ class Codec(abc.ABC):
         options = ",".join(f"{key}={_text(value)}" for key, value in self.options().items())
         return f"{self.name}:{options}" if options else self.name
 
+    def _check_block(self) -> None:
+        """The options that several families share: raises the error for one that holds what it must not."""
+        block, scale, round = (getattr(self, name, None) for name in ("block", "scale", "round"))
+        power = isinstance(block, int) and block > 0 and block & (block - 1) == 0
+        if isinstance(block, bool) or not power or not SMALLEST_BLOCK <= block <= LARGEST_BLOCK:
+            raise self._refuse("block")
+        if scale is not None and scale not in SCALES:
+            raise self._refuse("scale")
+        if round is not None and round not in ROUNDINGS:
+            raise self._refuse("round")
+
     def _refuse(self, option: str) -> ValueError:
         """The error for an option that holds what it must not."""
         (field,) = (field for field in dataclasses.fields(self) if field.name == option)
@@ -144,10 +200,16 @@ def pack(
     scale: int = 0,
     symmetric: bool = True,
     stochastic: bool = False,
+    rotate: bool = False,
+    spikes: bool = False,
+    element: int = 0,
     block: int = 0,
+    kept: int = 0,
 ) -> bytes:
     """csrc/codec/codec.h's ``Codec`` as bytes."""
-    return struct.pack("<5B3xI", family, bits, scale, symmetric, stochastic, block)
+    return struct.pack(
+        "<8B2I", family, bits, scale, symmetric, stochastic, rotate, spikes, element, block, kept
+    )
 
 
 def _text(value: object) -> str:

@@ -14,10 +14,7 @@ from typing import ClassVar
 
 import torch
 
-from dtcomm.codecs.base import GRANULE, Codec, Layout, option, pack
-
-SMALLEST_BLOCK, LARGEST_BLOCK = 16, 4096
-_SCALES = {"bf16": 0, "fp32": 1}
+from dtcomm.codecs.base import BLOCKS, GRANULE, SCALES, Codec, Layout, option, pack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +23,7 @@ class Integer(Codec):
 
     family: ClassVar[int] = 3
     bits: int
-    block: int = option(default=32, valid=f"a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}")
+    block: int = option(default=32, valid=BLOCKS)
     scale: str = option(default="bf16", valid="bf16, fp32")
     symmetric: bool = option(default=True, valid="true, false")
     round: str = option(default="nearest", valid="nearest, stochastic")
@@ -34,15 +31,9 @@ class Integer(Codec):
     def __post_init__(self) -> None:
         if self.bits != 8:
             raise ValueError(f"bits: expected 8, got {self.bits}")
-        power = isinstance(self.block, int) and self.block > 0 and self.block & (self.block - 1) == 0
-        if isinstance(self.block, bool) or not power or not SMALLEST_BLOCK <= self.block <= LARGEST_BLOCK:
-            raise self._refuse("block")
-        if self.scale not in _SCALES:
-            raise self._refuse("scale")
+        self._check_block()
         if not isinstance(self.symmetric, bool):
             raise self._refuse("symmetric")
-        if self.round not in ("nearest", "stochastic"):
-            raise self._refuse("round")
 
     @property
     def name(self) -> str:
@@ -69,7 +60,7 @@ class Integer(Codec):
         return pack(
             self.family,
             bits=self.bits,
-            scale=_SCALES[self.scale],
+            scale=SCALES[self.scale],
             symmetric=self.symmetric,
             stochastic=self.round == "stochastic",
             block=self.block,

@@ -15,7 +15,7 @@ SIZES = (0, 1, 2, 15, 16, 17, 31, 32, 33, 1000, 1023, 1024, 1025, 4095, 4096, 40
 
 @pytest.mark.parametrize("each", everything(), ids=str)
 def test_the_native_core_agrees(each: Codec) -> None:
-    assert len(each.native()) == 12
+    assert len(each.native()) == 16
     assert _C.granule_elements(each.native()) == each.granularity
     for dtype in each.dtypes:
         for numel in SIZES:
@@ -87,21 +87,23 @@ def test_lossless() -> None:
     assert not codec("int8").lossless(torch.float16)
 
 
-@pytest.mark.parametrize("length", [0, 11, 13])
+@pytest.mark.parametrize("length", [0, 12, 15, 17])
 def test_the_native_core_refuses_other_lengths(length: int) -> None:
-    with pytest.raises(ValueError, match="12 bytes"):
+    with pytest.raises(ValueError, match="16 bytes"):
         _C.granule_elements(bytes(length))
 
 
 @pytest.mark.parametrize(
     ("at", "value", "says"),
     [
-        (0, 9, "family"),
-        (1, 7, "bits"),
+        (0, 99, "family"),
+        (1, 9, "bits"),
         (2, 2, "scale"),
         (3, 2, "symmetric"),
-        (5, 1, "reserved"),
+        (5, 2, "rotate"),
+        (6, 2, "spikes"),
         (8, 33, "block"),
+        (12, 1, "sparse"),
     ],
 )
 def test_the_native_core_refuses_what_it_does_not_know(at: int, value: int, says: str) -> None:

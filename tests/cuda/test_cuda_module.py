@@ -34,7 +34,7 @@ def test_platform_describes_every_machine() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"codec": b"short"}, "12 bytes"),
+        ({"codec": b"short"}, "16 bytes"),
         ({"codec": b"\xff" * 12}, "codec"),
         ({"dtype": 99}, "dtype"),
         ({"dtype": 6}, "fp32, fp16 or bf16"),

@@ -7,8 +7,9 @@ import torch
 
 from dtcomm import _C
 from dtcomm.codecs import Integer
-from dtcomm.kernels import available, mixer, reference, use
+from dtcomm.kernels import available, mixer, use
 from dtcomm.kernels.ops import decode, encode
+from dtcomm.kernels.reference import integer
 from tests.codecs.cases import everything
 from tests.kernels.inputs import floats
 
@@ -23,7 +24,7 @@ def test_unbiased(each: Integer) -> None:
     mean = torch.zeros(n, dtype=torch.float64)
     for key in range(keys):
         mean += decode(each, encode(each, x, key=_C.mix_key(1, 0, key)), n).double() / keys
-    fields, _ = reference.encode_blocks(each, x.numpy(), 0, 0)
+    fields, _ = integer.encode_blocks(each, x.numpy(), 0, 0)
     step, *zero = (torch.from_numpy(field).double().repeat_interleave(each.block) for field in fields)
     t = (x - (zero[0] if zero else 0)) / step
     fraction = t - t.floor()

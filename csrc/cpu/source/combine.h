@@ -31,7 +31,8 @@ struct Scratch {
   alignas(kLine) float decoded[kLargestBlock];
   alignas(kLine) std::uint8_t payload[kLargestBlock * sizeof(float) + kLine];
 };
-static_assert(kGranule * sizeof(float) + kGranule / kSmallestBlock * 8 <= sizeof(Scratch::payload), "a granule fits");
+static_assert(kSparseGranule <= kLargestBlock, "a granule of every codec has room");
+static_assert(kGranule * sizeof(float) + kGranule / kSmallestBlock * 20 <= sizeof(Scratch::payload), "in bytes, too");
 
 // local + residual of the granule at element `at`.
 inline const float* local_floats(const Combine& call, std::size_t at, std::size_t n, float* scratch) {
@@ -92,7 +93,7 @@ inline void combine_granules(const Codec& codec, const Combine& call) {
   const auto* copied = static_cast<const std::uint8_t*>(verbatim(codec, call));
   // Straight past the cache, where nothing is to be read back from the payload.
   const bool aligned = reinterpret_cast<std::uintptr_t>(call.payload_out) % kLine == 0;
-  const bool direct = call.stream_payload && aligned && !plan.integer() && !copied && !call.out && !call.residual_out;
+  const bool direct = call.stream_payload && aligned && !plan.family && !copied && !call.out && !call.residual_out;
   Scratch scratch;
   std::size_t payload_at = 0;
   for (std::size_t at = 0; at < call.numel; at += plan.layout.granule) {
@@ -106,9 +107,10 @@ inline void combine_granules(const Codec& codec, const Combine& call) {
       payload_at += bytes;
       continue;
     }
+    const Encoding how{call.key, call.offset + at, call.residual_out != nullptr};
     std::uint8_t* const target = call.payload_out + payload_at;
     if (direct) {
-      encode_granule<true>(plan, sum, n, call.key, call.offset + at, target);
+      encode_granule<true>(plan, sum, n, how, target);
       payload_at += bytes;
       continue;
     }
@@ -118,7 +120,7 @@ inline void combine_granules(const Codec& codec, const Combine& call) {
       __builtin_memcpy(payload, copied + at * size_of(call.dtype), used);
       __builtin_memset(payload + used, 0, bytes - used);
     } else {
-      encode_granule<false>(plan, sum, n, call.key, call.offset + at, payload);
+      encode_granule<false>(plan, sum, n, how, payload);
     }
     if (call.residual_out) {
       const float* decoded = floats_of(plan, payload, n, scratch.decoded);

@@ -4,66 +4,37 @@
 #include "codec/layout.h"
 #include "cpu/kernels.h"
 #include "cpu/source/cast.h"
-#include "cpu/source/integer_decode.h"
-#include "cpu/source/integer_encode.h"
+#include "cpu/source/family.h"
 
 namespace dtcomm::DTCOMM_ISA {
 
-// A codec with everything that is the same for all granules of a call.
-struct Plan {
-  Codec codec;
-  Layout layout;
-  IntegerRules rules;  // Family::integer
-  DType wire;          // the other families: type of an element in the payload
-
-  Plan(const Codec& which, DType dtype) : codec(which), layout(layout_of(which, dtype)), rules(), wire(dtype) {
-    if (which.family == Family::fp16) wire = DType::f16;
-    if (which.family == Family::bf16) wire = DType::bf16;
-    if (which.family == Family::integer) rules = integer_rules(which);
-  }
-
-  bool integer() const { return codec.family == Family::integer; }
-};
-
-// A streamed `to` is aligned to a line; Family::integer does not stream.
+// A streamed `to` is aligned to a line; only casts stream.
 template <bool Stream>
-inline void encode_granule(const Plan& plan, const float* x, std::size_t n, std::uint64_t key, std::uint64_t index,
-                           std::uint8_t* to) {
-  if (!plan.integer()) {
-    narrow<Stream>(plan.wire, x, n, to);
-    const std::size_t used = plan.layout.used(n);
-    __builtin_memset(to + used, 0, plan.layout.bytes(n) - used);
-  } else if (plan.codec.block == 32) {
-    encode_integer<32>(plan.codec, plan.rules, plan.layout, x, n, key, index, to);
-  } else {
-    encode_integer<0>(plan.codec, plan.rules, plan.layout, x, n, key, index, to);
-  }
+inline void encode_granule(const Plan& plan, const float* x, std::size_t n, const Encoding& how, std::uint8_t* to) {
+  if (plan.family) return plan.family->encode(plan, x, n, how, to);
+  narrow<Stream>(plan.wire, x, n, to);
+  const std::size_t used = plan.layout.used(n);
+  __builtin_memset(to + used, 0, plan.layout.bytes(n) - used);
 }
 
 // A streamed `to` is aligned to a line.
 template <bool Stream>
 inline void decode_granule(const Plan& plan, const std::uint8_t* from, std::size_t n, float* to) {
-  if (plan.integer()) {
-    decode_integer<Stream>(plan.codec, plan.layout, from, n, to);
-  } else {
-    widen_into<Stream>(plan.wire, from, n, to);
-  }
+  if (plan.family) return plan.family->decode(plan, from, n, to, Stream);
+  widen_into<Stream>(plan.wire, from, n, to);
 }
 
 // The floats of a payload's granule: the payload itself where it holds fp32, otherwise `scratch`.
 inline const float* floats_of(const Plan& plan, const std::uint8_t* from, std::size_t n, float* scratch) {
-  if (!plan.integer()) return widen(plan.wire, from, n, scratch);
-  decode_granule<false>(plan, from, n, scratch);
+  if (!plan.family) return widen(plan.wire, from, n, scratch);
+  plan.family->decode(plan, from, n, scratch, false);
   return scratch;
 }
 
 // to = sum + the granule's floats, in one pass; `to` may be `sum`.
 inline void add_granule(const Plan& plan, const std::uint8_t* from, std::size_t n, const float* sum, float* to) {
-  if (plan.integer()) {
-    add_integer(plan.codec, plan.layout, from, n, sum, to);
-  } else {
-    add_elements(plan.wire, to, sum, from, n);
-  }
+  if (plan.family) return plan.family->add(plan, from, n, sum, to);
+  add_elements(plan.wire, to, sum, from, n);
 }
 
 // Floats into the user's tensor; `scratch` holds them in the tensor's type on the way to a streamed store.

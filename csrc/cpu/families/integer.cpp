@@ -1,0 +1,34 @@
+// Integer codes with a scale per block.
+#include "cpu/source/family.h"
+#include "cpu/source/integer_decode.h"
+#include "cpu/source/integer_encode.h"
+
+namespace dtcomm::DTCOMM_ISA {
+
+namespace {
+
+void encode(const Plan& plan, const float* x, std::size_t n, const Encoding& how, std::uint8_t* to) {
+  if (plan.codec.block == 32) {
+    encode_integer<32>(plan.codec, plan.rules, plan.layout, x, n, how.key, how.index, to);
+  } else {
+    encode_integer<0>(plan.codec, plan.rules, plan.layout, x, n, how.key, how.index, to);
+  }
+}
+
+void decode(const Plan& plan, const std::uint8_t* from, std::size_t n, float* to, bool stream) {
+  if (stream && kDirect) {
+    decode_integer<true>(plan.codec, plan.layout, from, n, to);
+  } else {
+    decode_integer<false>(plan.codec, plan.layout, from, n, to);
+  }
+}
+
+void add(const Plan& plan, const std::uint8_t* from, std::size_t n, const float* sum, float* to) {
+  add_integer(plan.codec, plan.layout, from, n, sum, to);
+}
+
+}  // namespace
+
+const FamilyKernels kIntegerFamily{encode, decode, add};
+
+}  // namespace dtcomm::DTCOMM_ISA

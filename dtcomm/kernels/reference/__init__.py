@@ -1,0 +1,113 @@
+"""The wire format in readable numpy: slow, and what every other kernel must equal bit for bit.
+
+It assumes the thread's default floating-point environment (round to nearest, subnormals kept).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from dtcomm.codecs import Codec, Uncompressed
+from dtcomm.kernels.call import Combine
+from dtcomm.kernels.reference import families
+from dtcomm.kernels.reference.floats import JOIN, Bytes, bytes_of, canonical, get, put
+
+__all__ = ["combine", "decode"]
+
+
+def combine(call: Combine) -> None:
+    """Run one call (see :class:`Combine`)."""
+    with np.errstate(all="ignore"):
+        if call.codec.family == Uncompressed.family and call.dtype not in _FLOATS:
+            _combine_exact(call)
+        else:
+            _combine_floats(call)
+
+
+def decode(codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, out: torch.Tensor) -> None:
+    """`out` <- the payload's `numel` elements; `dtype` is the wire type of `none`."""
+    if isinstance(codec, Uncompressed) and out.dtype == dtype:
+        bytes_of(out)[:] = payload.numpy()[: numel * dtype.itemsize]
+        return
+    with np.errstate(all="ignore"):
+        put(out, families.decode(codec, payload.numpy(), numel, dtype))
+
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _combine_floats(call: Combine) -> None:
+    terms = [families.decode(call.codec, payload.numpy(), call.numel, call.dtype) for payload in call.payloads]
+    local = None if call.local is None else get(call.local)
+    if call.residual is not None:
+        old = get(call.residual)
+        local = old if local is None else canonical(local + old)
+    if local is not None:
+        terms.insert(call.position, local)
+    total = terms[0]
+    for term in terms[1:]:
+        total = canonical(JOIN[call.op](total, term))
+    if call.divisor != 1:
+        total = canonical(total / np.float32(call.divisor))
+
+    if call.payload_out is None:
+        if call.out is not None:
+            copied = _copied(call)
+            if copied is not None and call.out.dtype == call.dtype:
+                bytes_of(call.out)[:] = copied
+            else:
+                put(call.out, total)
+        if call.residual is not None:
+            call.residual.zero_()
+        return
+    copied = _copied(call)
+    encoded = copied
+    if encoded is None:
+        feedback = call.residual is not None
+        encoded = families.encode(call.codec, total, call.dtype, call.key, call.offset, feedback=feedback)
+    payload = call.payload_out.numpy()
+    payload[: len(encoded)] = encoded
+    payload[len(encoded) :] = 0
+    decoded = families.decode(call.codec, payload, call.numel, call.dtype)
+    if call.residual is not None:
+        error = (total - decoded) * np.float32(call.divisor)
+        put(call.residual, np.where(np.isfinite(error), error, get(call.residual)))
+    if call.out is not None:
+        if copied is not None and call.out.dtype == call.dtype:
+            bytes_of(call.out)[:] = copied
+        else:
+            put(call.out, decoded)
+
+
+def _copied(call: Combine) -> Bytes | None:
+    """The bytes of a lone term of `none`, which is copied and not computed: NaN keeps its bits."""
+    if not isinstance(call.codec, Uncompressed) or call.divisor != 1 or call.residual is not None:
+        return None
+    if not call.payloads and call.local is not None and call.local.dtype == call.dtype:
+        return bytes_of(call.local).copy()
+    if len(call.payloads) == 1 and call.local is None:
+        return call.payloads[0].numpy()[: call.numel * call.dtype.itemsize].copy()
+    return None
+
+
+def _combine_exact(call: Combine) -> None:
+    """float64, integers (wrapping) and bool (logical), each in its own type."""
+    kind = np.dtype(str(call.dtype).removeprefix("torch."))
+    size = call.numel * kind.itemsize
+    terms = [payload.numpy()[:size].view(kind) for payload in call.payloads]
+    if call.local is not None:
+        terms.insert(call.position, call.local.reshape(-1).numpy())
+    total = terms[0]
+    for term in terms[1:]:
+        total = JOIN[call.op](total.astype(kind), term.astype(kind))
+        if kind == np.float64:
+            total = np.where(np.isnan(total), np.float64("nan"), total)
+    if call.divisor != 1:
+        total = np.where(np.isnan(total), np.float64("nan"), total / np.float64(call.divisor))
+    raw = np.ascontiguousarray(total).view(np.uint8)
+    if call.payload_out is not None:
+        payload = call.payload_out.numpy()
+        payload[:size], payload[size:] = raw, 0
+    if call.out is not None:
+        bytes_of(call.out)[:] = raw

@@ -1,0 +1,70 @@
+"""Integer codes with a scale per block."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from dtcomm.codecs import Integer
+from dtcomm.kernels import mixer
+from dtcomm.kernels.reference.floats import INFINITY, Bytes, Floats, magnitude
+from dtcomm.kernels.reference.scales import (
+    block_scale,
+    inverse,
+    load_fields,
+    rows_of,
+    store_fields,
+    zero_point,
+)
+
+
+def encode(codec: Integer, x: Floats, key: int, index: int, feedback: bool) -> Bytes:
+    """One granule, without its padding."""
+    fields, codes = encode_blocks(codec, x, key, index)
+    return np.concatenate([*(store_fields(field, codec.scale) for field in fields), codes.reshape(-1)])
+
+
+def decode(codec: Integer, granule: Bytes, n: int) -> Floats:
+    """The `n` floats of one granule."""
+    layout = codec.layout()
+    ends = [layout.blocks(n) * layout.field_bytes * i for i in range(layout.fields + 1)]
+    fields = [load_fields(granule[i:j], codec.scale) for i, j in itertools.pairwise(ends)]
+    codes = granule[layout.codes_at(n) : layout.used(n)].reshape(-1, layout.block)
+    return decode_blocks(codec, fields, codes).reshape(-1)[:n]
+
+
+def encode_blocks(codec: Integer, x: Floats, key: int, index: int) -> tuple[list[Floats], Bytes]:
+    """Scales (and zero points), one a block, and rows of codes, of the elements from `index` on."""
+    rows = rows_of(x, codec.block)
+    top = magnitude(rows).max(axis=1)
+    bad = top >= INFINITY
+    lowest, highest = np.float32(-codec.levels), np.float32(codec.levels)
+    if codec.symmetric:
+        zero = np.zeros(len(rows), np.float32)
+    else:
+        lowest = np.float32(0)
+        zero = np.where(bad, np.float32(0), zero_point(rows.min(axis=1), codec.scale))
+        top = np.where(bad, top, magnitude(rows.max(axis=1) - zero))
+        bad = top >= INFINITY
+        zero = np.where(bad, np.float32(0), zero)
+    # Codes other than symmetric ones to nearest would be clipped where the scale is too small: round it up.
+    up = not codec.symmetric or codec.round == "stochastic"
+    scale = block_scale(top, codec.levels, codec.scale, up=up)
+    t = np.clip((rows - zero[:, None]) * inverse(scale)[:, None], lowest, highest)
+    t = np.where(bad[:, None], np.float32(0), t)
+    if codec.round == "nearest":
+        codes = np.rint(t)
+    else:
+        floor = np.floor(t)
+        random = mixer.uniform(key, index, t.size).reshape(t.shape)
+        codes = floor + (random < t - floor)
+    raw = codes.astype(np.int16).astype(np.uint8)
+    raw.reshape(-1)[len(x) :] = 0
+    return [scale] if codec.symmetric else [scale, zero], raw
+
+
+def decode_blocks(codec: Integer, fields: list[Floats], codes: Bytes) -> Floats:
+    """One row of fp32 a block."""
+    values = (codes.view(np.int8) if codec.symmetric else codes).astype(np.float32) * fields[0][:, None]
+    return values if codec.symmetric else fields[1][:, None] + values
