@@ -17,7 +17,7 @@ constexpr std::size_t kGranule = 1024;
 constexpr std::size_t kSparseGranule = 4096;
 constexpr std::size_t kAlign = 16;
 constexpr std::size_t kSmallestBlock = 16, kLargestBlock = 4096;
-constexpr std::size_t kRandkHead = 8;    // the key that the positions come from
+constexpr std::size_t kRandkHead = 8;      // the key that the positions come from
 constexpr std::size_t kPositionBits = 12;  // of a position within a sparse granule
 
 DTCOMM_HD std::size_t aligned(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
@@ -28,10 +28,10 @@ struct Layout {
   std::size_t field_bytes;  // of one scale or zero point
   std::size_t fields;       // values per block: 0 casts, 1 symmetric, 2 asymmetric
   std::size_t code_bits;
-  std::size_t spike_bytes;     // per block: two values and two positions, or 0
-  std::size_t kept;            // of a whole granule; 0: dense, and the rest is 0 too
-  std::size_t head;            // bytes before the values
-  std::size_t position_bits;   // 12: a list of positions; 1: a bitmap of the granule; 0: they come from the head
+  std::size_t spike_bytes;    // per block: two values and two positions, or 0
+  std::size_t kept;           // of a whole granule; 0: dense, and the rest is 0 too
+  std::size_t head;           // bytes before the values
+  std::size_t position_bits;  // 12: a list of positions; 1: a bitmap of the granule; 0: they come from the head
 
   DTCOMM_HD std::size_t blocks(std::size_t elements) const { return (elements + block - 1) / block; }
   DTCOMM_HD std::size_t zeros_at(std::size_t elements) const { return blocks(elements) * field_bytes; }
@@ -84,7 +84,7 @@ DTCOMM_HD Layout cast_layout(std::size_t bits) { return {kGranule, 1, 0, 0, bits
 DTCOMM_HD Layout block_layout(const Codec& codec, std::size_t field_bytes, std::size_t fields, std::size_t bits) {
   const std::size_t positions = codec.block <= 256 ? 2 : 4;
   return {codec.block > kGranule ? codec.block : kGranule, codec.block, field_bytes, fields, bits,
-          codec.spikes ? 2 * field_bytes + positions : 0, 0, 0, 0};
+          codec.spikes ? 2 * field_bytes + positions : 0,  0,           0,           0};
 }
 
 DTCOMM_HD Layout integer_layout(const Codec& codec) {
@@ -92,8 +92,8 @@ DTCOMM_HD Layout integer_layout(const Codec& codec) {
 }
 
 DTCOMM_HD Layout sparse_layout(const Codec& codec) {
-  Layout layout = codec.element == Element::integer ? integer_layout(codec)
-                                                    : cast_layout(codec.element == Element::fp32 ? 32 : 16);
+  Layout layout =
+      codec.element == Element::integer ? integer_layout(codec) : cast_layout(codec.element == Element::fp32 ? 32 : 16);
   layout.granule = kSparseGranule;
   layout.kept = codec.kept;
   if (codec.family == Family::randk) {

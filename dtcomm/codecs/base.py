@@ -177,13 +177,13 @@ class Codec(abc.ABC):
 
     def _check_block(self) -> None:
         """The options that several families share: raises the error for one that holds what it must not."""
-        block, scale, round = (getattr(self, name, None) for name in ("block", "scale", "round"))
-        power = isinstance(block, int) and block > 0 and block & (block - 1) == 0
-        if isinstance(block, bool) or not power or not SMALLEST_BLOCK <= block <= LARGEST_BLOCK:
+        block = getattr(self, "block", SMALLEST_BLOCK)
+        known = isinstance(block, int) and not isinstance(block, bool)
+        if not known or not SMALLEST_BLOCK <= block <= LARGEST_BLOCK or block & (block - 1):
             raise self._refuse("block")
-        if scale is not None and scale not in SCALES:
+        if getattr(self, "scale", "bf16") not in SCALES:
             raise self._refuse("scale")
-        if round is not None and round not in ROUNDINGS:
+        if getattr(self, "round", "nearest") not in ROUNDINGS:
             raise self._refuse("round")
 
     def _refuse(self, option: str) -> ValueError:

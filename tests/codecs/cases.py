@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 from dtcomm.codecs import Codec, codec
 from dtcomm.codecs.spec import CODECS
@@ -17,20 +18,40 @@ VALUES: dict[str, tuple[object, ...]] = {
 }
 
 
+def covering(columns: Sequence[Sequence[object]]) -> list[tuple[object, ...]]:
+    """Rows, few and always the same, in which every value of a column meets every value of every other one."""
+    if len(columns) < 2:
+        return list(itertools.product(*columns))
+    places = [[(a, x) for x in range(len(column))] for a, column in enumerate(columns)]
+    missing = {pair for two in itertools.combinations(places, 2) for pair in itertools.product(*two)}
+    rows = []
+    while missing:
+        # A row is grown from a pair that is still missing, column by column, by what covers most.
+        row = dict(min(missing))
+        for place in places:
+            met = {
+                cell: sum(tuple(sorted((cell, other))) in missing for other in row.items()) for cell in place
+            }
+            if place[0][0] not in row:
+                row.update([max(place, key=met.__getitem__)])
+        missing -= set(itertools.combinations(sorted(row.items()), 2))
+        rows.append([row[column] for column in range(len(columns))])
+    return [tuple(column[i] for column, i in zip(columns, row, strict=True)) for row in rows]
+
+
 def option_sets(name: str) -> list[Codec]:
-    """Every combination of the options of the codec called `name`."""
+    """The codec called `name` with options such that every two values of different options meet."""
     entry = CODECS[name]
     options = entry.options()
-    values = [VALUES[option] for option in options]
     return [
         entry.make(**entry.fixed, **dict(zip(options, chosen, strict=True)))
-        for chosen in itertools.product(*values)
+        for chosen in covering([VALUES[option] for option in options])
     ]
 
 
 def everything() -> list[Codec]:
-    """Every codec with every combination of options."""
-    return [each for name in CODECS for each in option_sets(name)]
+    """Every codec with its defaults, and with options such that every two values meet."""
+    return list(dict.fromkeys(each for name in CODECS for each in [codec(name), *option_sets(name)]))
 
 
 def few() -> list[Codec]:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from dtcomm.codecs import Codec, codec, names
-from dtcomm.codecs.integer import LARGEST_BLOCK, SMALLEST_BLOCK
+from dtcomm.codecs.base import LARGEST_BLOCK, SMALLEST_BLOCK
 from dtcomm.codecs.spec import CODECS
 from tests.codecs.cases import VALUES, everything
 

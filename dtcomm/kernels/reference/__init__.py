@@ -38,7 +38,9 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _combine_floats(call: Combine) -> None:
-    terms = [families.decode(call.codec, payload.numpy(), call.numel, call.dtype) for payload in call.payloads]
+    terms = [
+        families.decode(call.codec, payload.numpy(), call.numel, call.dtype) for payload in call.payloads
+    ]
     local = None if call.local is None else get(call.local)
     if call.residual is not None:
         old = get(call.residual)
