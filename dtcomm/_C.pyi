@@ -45,6 +45,42 @@ def decode(
     repeats: int = 1,
 ) -> None: ...
 
+# csrc/python/lowrank.cpp
+def project_rows(
+    kernel: str,
+    gradient: int,
+    dtype: int,
+    residual: int,
+    rows: int,
+    columns: int,
+    rank: int,
+    right: int,
+    left: int,
+) -> None: ...
+def project_columns(
+    kernel: str,
+    gradient: int,
+    dtype: int,
+    residual: int,
+    rows: int,
+    columns: int,
+    rank: int,
+    left: int,
+    right: int,
+) -> None: ...
+def expand(
+    kernel: str,
+    gradient: int,
+    dtype: int,
+    residual: int,
+    rows: int,
+    columns: int,
+    rank: int,
+    left: int,
+    right: int,
+) -> None: ...
+def orthonormalise(kernel: str, vectors: int, count: int, n: int, key: int) -> None: ...
+
 # csrc/python/engine.cpp
 class NativeProgram:
     def __init__(self, rank: int, ranks: int, chunks: int, boxes: list[int], flat: list[int]) -> None: ...

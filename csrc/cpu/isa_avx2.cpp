@@ -1,5 +1,6 @@
 // The kernels for CPUs with AVX2 and F16C.
 #include "cpu/source/combine.h"
+#include "cpu/source/lowrank.h"
 
 namespace dtcomm {
 
@@ -10,6 +11,10 @@ static bool supported() {
 }
 
 extern const Kernels kAvx2Kernels;
-const Kernels kAvx2Kernels{"avx2", supported, avx2::combine, avx2::decode};
+const Kernels kAvx2Kernels{"avx2",
+                           supported,
+                           avx2::combine,
+                           avx2::decode,
+                           {avx2::project_rows, avx2::project_columns, avx2::expand, avx2::orthonormalise}};
 
 }  // namespace dtcomm

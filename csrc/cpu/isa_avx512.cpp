@@ -1,5 +1,6 @@
 // The kernels for CPUs with AVX-512 F, BW, VL and DQ.
 #include "cpu/source/combine.h"
+#include "cpu/source/lowrank.h"
 
 namespace dtcomm {
 
@@ -11,6 +12,10 @@ static bool supported() {
 }
 
 extern const Kernels kAvx512Kernels;
-const Kernels kAvx512Kernels{"avx512", supported, avx512::combine, avx512::decode};
+const Kernels kAvx512Kernels{"avx512",
+                             supported,
+                             avx512::combine,
+                             avx512::decode,
+                             {avx512::project_rows, avx512::project_columns, avx512::expand, avx512::orthonormalise}};
 
 }  // namespace dtcomm

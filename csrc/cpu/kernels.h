@@ -42,6 +42,31 @@ struct Combine {
   bool stream_out = false;       //   a change of bytes; the callee fences before it returns
 };
 
+// One matrix for the low-rank compressor, row by row: what is compressed is gradient + residual.
+constexpr std::size_t kMostRank = 64;
+struct Matrix {
+  const void* gradient;   // rows x columns of `dtype`: f32, f16 or bf16
+  const float* residual;  // as many, or nullptr
+  DType dtype;
+  std::size_t rows, columns;
+  std::size_t rank;  // 1..kMostRank
+};
+
+// The passes of PowerSGD (Vogels et al. 2019). Factors are `rank` vectors one after the other: `left` of as many
+// elements as the matrix has rows, `right` of as many as it has columns.
+struct LowRank {
+  // left[k][i] = sum over j of matrix[i][j] * right[k][j]
+  void (*project_rows)(const Matrix& matrix, const float* right, float* left);
+  // right[k][j] = sum over i of matrix[i][j] * left[k][i]
+  void (*project_columns)(const Matrix& matrix, const float* left, float* right);
+  // out = the product of the factors, in the matrix's dtype (out may be its gradient); residual, where given, becomes
+  // the matrix minus the fp32 product (it may be the matrix's residual).
+  void (*expand)(const Matrix& matrix, const float* left, const float* right, void* out, float* residual);
+  // `count` vectors of n elements: modified Gram-Schmidt in order, twice. A vector that depends on those before it is
+  // replaced by a random one, or by zeros where there is no other direction; vectors with NaN or Inf stay.
+  void (*orthonormalise)(float* vectors, std::size_t count, std::size_t n, std::uint64_t key);
+};
+
 struct Kernels {
   const char* name;     // "generic", "avx2", "avx512"
   bool (*supported)();  // by this CPU
@@ -49,6 +74,7 @@ struct Kernels {
   // out[0, numel) = the decoded payload, in out_dtype; `dtype` is the tensor's (wire dtype of Family::none).
   void (*decode)(const Codec& codec, const std::uint8_t* payload, std::size_t numel, DType dtype, void* out,
                  DType out_dtype, bool stream);
+  LowRank low_rank;
 };
 
 // All builds, best first; null-terminated. Entries may be unsupported by this CPU.

@@ -1,0 +1,179 @@
+// Low-rank compression of one matrix (PowerSGD): gradient plus residual is read once for each of its three passes,
+// and every sum is taken in one order, so that all ranks and all instruction sets get the same bits.
+#pragma once
+
+#include "codec/random.h"
+#include "cpu/kernels.h"
+#include "cpu/source/cast.h"
+#include "cpu/source/environment.h"
+
+namespace dtcomm::DTCOMM_ISA {
+
+// Sixteen sums side by side, whatever the width of this machine's vectors.
+constexpr std::size_t kWide = 16;
+typedef float Wide __attribute__((vector_size(kWide * sizeof(float))));
+typedef float LooseWide __attribute__((vector_size(kWide * sizeof(float)), aligned(1), may_alias));
+constexpr std::size_t kStrip = 2048;  // columns at a time: a strip of the matrix and of the factors stays in cache
+
+// Adds neighbours at half the distance until one is left.
+inline float fold(const Wide& sums) {
+  float lanes[kWide];
+  __builtin_memcpy(lanes, &sums, sizeof lanes);
+  for (std::size_t half = kWide / 2; half > 0; half /= 2) {
+    for (std::size_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
+// sums += a * b, element i to lane i mod 16; `n` is a multiple of 16 but for a matrix's last strip. Wide goes by
+// reference: not every instruction set has registers to return it in.
+inline void add_products(Wide& sums, const float* a, const float* b, std::size_t n) {
+  std::size_t i = 0;
+  Wide total = sums;
+  for (; i + kWide <= n; i += kWide) {
+    total = total + *reinterpret_cast<const LooseWide*>(a + i) * *reinterpret_cast<const LooseWide*>(b + i);
+  }
+  if (i < n) {
+    Wide x{}, y{};
+    __builtin_memcpy(&x, a + i, (n - i) * sizeof(float));
+    __builtin_memcpy(&y, b + i, (n - i) * sizeof(float));
+    total = total + x * y;
+  }
+  sums = total;
+}
+
+inline float dot(const float* a, const float* b, std::size_t n) {
+  Wide sums{};
+  add_products(sums, a, b, n);
+  return fold(sums);
+}
+
+// sum[i] += by * x[i]
+inline void add_multiple(float* __restrict__ sum, float by, const float* __restrict__ x, std::size_t n) {
+  auto* to = cells<float>(sum);
+  const auto* from = cells<float>(x);
+#pragma GCC ivdep
+  for (std::size_t i = 0; i < n; ++i) to[i].value = to[i].value + by * from[i].value;
+}
+
+// gradient + residual of columns [column, column + n) of a row: in place where that is fp32 alone, else in `scratch`.
+inline const float* strip_of(const Matrix& matrix, std::size_t row, std::size_t column, std::size_t n, float* scratch) {
+  const std::size_t at = row * matrix.columns + column;
+  const void* gradient = static_cast<const std::uint8_t*>(matrix.gradient) + at * size_of(matrix.dtype);
+  const float* floats = widen(matrix.dtype, gradient, n, scratch);
+  if (!matrix.residual) return floats;
+  const auto* x = cells<float>(floats);
+  const auto* y = cells<float>(matrix.residual + at);
+  auto* to = cells<float>(scratch);
+#pragma GCC ivdep
+  for (std::size_t i = 0; i < n; ++i) to[i].value = x[i].value + y[i].value;
+  return scratch;
+}
+
+inline void project_rows(const Matrix& matrix, const float* right, float* left) {
+  const Environment environment;
+  alignas(kLine) float scratch[kStrip];
+  Wide sums[kMostRank];
+  for (std::size_t row = 0; row < matrix.rows; ++row) {
+    for (std::size_t k = 0; k < matrix.rank; ++k) sums[k] = Wide{};
+    for (std::size_t column = 0; column < matrix.columns; column += kStrip) {
+      const std::size_t n = smaller(kStrip, matrix.columns - column);
+      const float* strip = strip_of(matrix, row, column, n, scratch);
+      for (std::size_t k = 0; k < matrix.rank; ++k) {
+        add_products(sums[k], strip, right + k * matrix.columns + column, n);
+      }
+    }
+    for (std::size_t k = 0; k < matrix.rank; ++k) left[k * matrix.rows + row] = fold(sums[k]);
+  }
+}
+
+inline void project_columns(const Matrix& matrix, const float* left, float* right) {
+  const Environment environment;
+  alignas(kLine) float scratch[kStrip];
+  __builtin_memset(right, 0, matrix.rank * matrix.columns * sizeof(float));
+  for (std::size_t column = 0; column < matrix.columns; column += kStrip) {
+    const std::size_t n = smaller(kStrip, matrix.columns - column);
+    for (std::size_t row = 0; row < matrix.rows; ++row) {
+      const float* strip = strip_of(matrix, row, column, n, scratch);
+      for (std::size_t k = 0; k < matrix.rank; ++k) {
+        add_multiple(right + k * matrix.columns + column, left[k * matrix.rows + row], strip, n);
+      }
+    }
+  }
+}
+
+inline void expand(const Matrix& matrix, const float* left, const float* right, void* out, float* residual) {
+  const Environment environment;
+  alignas(kLine) float scratch[kStrip], product[kStrip];
+  for (std::size_t row = 0; row < matrix.rows; ++row) {
+    for (std::size_t column = 0; column < matrix.columns; column += kStrip) {
+      const std::size_t n = smaller(kStrip, matrix.columns - column), at = row * matrix.columns + column;
+      const auto* first = cells<float>(right + column);
+      const float by = left[row];
+#pragma GCC ivdep
+      for (std::size_t i = 0; i < n; ++i) product[i] = by * first[i].value;
+      for (std::size_t k = 1; k < matrix.rank; ++k) {
+        add_multiple(product, left[k * matrix.rows + row], right + k * matrix.columns + column, n);
+      }
+      if (residual) {
+        const auto* x = cells<float>(strip_of(matrix, row, column, n, scratch));
+        auto* lost = cells<float>(residual + at);
+#pragma GCC ivdep
+        for (std::size_t i = 0; i < n; ++i) lost[i].value = x[i].value - product[i];
+      }
+      narrow(matrix.dtype, product, n, static_cast<std::uint8_t*>(out) + at * size_of(matrix.dtype));
+    }
+  }
+}
+
+inline float norm_of(const float* x, std::size_t n) { return __builtin_sqrtf(dot(x, x, n)); }
+
+// x is made orthogonal to the `count` orthonormal vectors before it, twice, which is as often as rounding needs.
+inline void take_away(const float* before, std::size_t count, float* x, std::size_t n) {
+  for (int pass = 0; pass < 2; ++pass) {
+    for (std::size_t k = 0; k < count; ++k) {
+      add_multiple(x, -dot(x, before + k * n, n), before + k * n, n);
+    }
+  }
+}
+
+inline void scale_to(float* x, std::size_t n, float by) {
+#pragma GCC ivdep
+  for (std::size_t i = 0; i < n; ++i) x[i] = x[i] / by;
+}
+
+inline void orthonormalise(float* vectors, std::size_t count, std::size_t n, std::uint64_t key) {
+  const Environment environment;
+  constexpr float kLost = 0x1p-18f;  // of a vector's length, when what is left of it is rounding
+  for (std::size_t k = 0; k < count; ++k) {
+    float* x = vectors + k * n;
+    // Powers of two apart from length 1, squares would leave fp32's range.
+    std::uint32_t top = 0;
+    for (std::size_t i = 0; i < n; ++i) top = magnitude(x[i]) > top ? magnitude(x[i]) : top;
+    if (top >= kInfinity32) continue;  // NaN and Inf must reach everybody
+    bool usable = top >= 0x00800000;
+    if (usable) {
+      scale_to(x, n, float_of(top & 0x7f800000));
+      const float before = norm_of(x, n);
+      take_away(vectors, k, x, n);
+      const float after = norm_of(x, n);
+      usable = after > before * kLost;
+      if (usable) scale_to(x, n, after);
+    }
+    // A direction that is missing is replaced by any other: a zero one would stay zero for ever.
+    for (int attempt = 0; !usable && attempt < 4; ++attempt) {
+      const std::uint64_t index = (k * 4 + static_cast<std::uint64_t>(attempt)) * n;
+      for (std::size_t i = 0; i < n; ++i) {
+        x[i] = uniform(make_stream(key, index + i), static_cast<std::uint32_t>(index + i)) - 0.5f;
+      }
+      const float before = norm_of(x, n);
+      take_away(vectors, k, x, n);
+      const float after = norm_of(x, n);
+      usable = after > before * kLost;
+      if (usable) scale_to(x, n, after);
+    }
+    if (!usable) __builtin_memset(x, 0, n * sizeof(float));  // more vectors than dimensions
+  }
+}
+
+}  // namespace dtcomm::DTCOMM_ISA

@@ -1,0 +1,79 @@
+// The passes of the low-rank compressor for Python: raw pointers in, the GIL released. dtcomm/kernels/lowrank.py
+// checks the arguments.
+#include <string>
+
+#include "cpu/kernels.h"
+#include "python/arguments.h"
+#include "python/bind.h"
+
+namespace dtcomm::python {
+
+namespace py = pybind11;
+
+namespace {
+
+const LowRank& low_rank_of(const char* kernel) {
+  const Kernels* kernels = find_kernels(kernel);
+  if (!kernels) throw py::value_error(std::string("kernel: this CPU has no kernel named ") + kernel);
+  return kernels->low_rank;
+}
+
+Matrix matrix_of(std::uintptr_t gradient, int dtype, std::uintptr_t residual, std::size_t rows, std::size_t columns,
+                 std::size_t rank) {
+  const DType type = dtype_of(dtype);
+  if (type != DType::f32 && type != DType::f16 && type != DType::bf16) {
+    throw py::value_error("dtype: must be fp32, fp16 or bf16");
+  }
+  if (rank < 1 || rank > kMostRank) throw py::value_error("rank: must be 1 to 64");
+  return {pointer<const void>(gradient), pointer<const float>(residual), type, rows, columns, rank};
+}
+
+}  // namespace
+
+void bind_lowrank(py::module_& module) {
+  module.def(
+      "project_rows",
+      [](const char* kernel, std::uintptr_t gradient, int dtype, std::uintptr_t residual, std::size_t rows,
+         std::size_t columns, std::size_t rank, std::uintptr_t right, std::uintptr_t left) {
+        const Matrix matrix = matrix_of(gradient, dtype, residual, rows, columns, rank);
+        const LowRank& passes = low_rank_of(kernel);
+        const py::gil_scoped_release release;
+        passes.project_rows(matrix, pointer<const float>(right), pointer<float>(left));
+      },
+      py::arg("kernel"), py::arg("gradient"), py::arg("dtype"), py::arg("residual"), py::arg("rows"),
+      py::arg("columns"), py::arg("rank"), py::arg("right"), py::arg("left"));
+  module.def(
+      "project_columns",
+      [](const char* kernel, std::uintptr_t gradient, int dtype, std::uintptr_t residual, std::size_t rows,
+         std::size_t columns, std::size_t rank, std::uintptr_t left, std::uintptr_t right) {
+        const Matrix matrix = matrix_of(gradient, dtype, residual, rows, columns, rank);
+        const LowRank& passes = low_rank_of(kernel);
+        const py::gil_scoped_release release;
+        passes.project_columns(matrix, pointer<const float>(left), pointer<float>(right));
+      },
+      py::arg("kernel"), py::arg("gradient"), py::arg("dtype"), py::arg("residual"), py::arg("rows"),
+      py::arg("columns"), py::arg("rank"), py::arg("left"), py::arg("right"));
+  module.def(
+      "expand",
+      [](const char* kernel, std::uintptr_t gradient, int dtype, std::uintptr_t residual, std::size_t rows,
+         std::size_t columns, std::size_t rank, std::uintptr_t left, std::uintptr_t right) {
+        const Matrix matrix = matrix_of(gradient, dtype, residual, rows, columns, rank);
+        const LowRank& passes = low_rank_of(kernel);
+        const py::gil_scoped_release release;
+        passes.expand(matrix, pointer<const float>(left), pointer<const float>(right), pointer<void>(gradient),
+                      pointer<float>(residual));
+      },
+      py::arg("kernel"), py::arg("gradient"), py::arg("dtype"), py::arg("residual"), py::arg("rows"),
+      py::arg("columns"), py::arg("rank"), py::arg("left"), py::arg("right"),
+      "The gradient becomes the factors' product and the residual, where given, what that lost.");
+  module.def(
+      "orthonormalise",
+      [](const char* kernel, std::uintptr_t vectors, std::size_t count, std::size_t n, std::uint64_t key) {
+        const LowRank& passes = low_rank_of(kernel);
+        const py::gil_scoped_release release;
+        passes.orthonormalise(pointer<float>(vectors), count, n, key);
+      },
+      py::arg("kernel"), py::arg("vectors"), py::arg("count"), py::arg("n"), py::arg("key"));
+}
+
+}  // namespace dtcomm::python

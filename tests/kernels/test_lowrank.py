@@ -1,0 +1,113 @@
+"""Low-rank passes: every kernel gives the reference's bits, and the numbers are the right ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dtcomm.kernels import available, lowrank, use
+
+SHAPES = [(1, 1), (3, 5), (16, 16), (33, 17), (7, 2049), (130, 4100)]
+FAST = [name for name in available() if name in ("generic", "avx2", "avx512")]
+
+
+def inputs(rows: int, columns: int, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(rows * columns + rank)
+    gradient = torch.randn(rows * columns, generator=generator).to(dtype)
+    residual = torch.randn(rows * columns, generator=generator) * 0.1
+    return (
+        gradient,
+        residual,
+        torch.randn(rank, rows, generator=generator),
+        torch.randn(rank, columns, generator=generator),
+    )
+
+
+def passes(
+    gradient: torch.Tensor, residual: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor
+) -> list[torch.Tensor]:
+    gradient = gradient.clone()
+    residual = None if residual is None else residual.clone()
+    p, q = torch.empty_like(left), torch.empty_like(right)
+    lowrank.project_rows(gradient, residual, right, p)
+    lowrank.project_columns(gradient, residual, left, q)
+    basis = p.clone()
+    lowrank.orthonormalise(basis, key=5)
+    lowrank.expand(gradient, residual, left, right)
+    return [p, q, basis, gradient] + ([] if residual is None else [residual])
+
+
+@pytest.mark.parametrize("with_residual", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rank", [1, 3, 8])
+def test_every_kernel_gives_the_same_bits(rank: int, dtype: torch.dtype, with_residual: bool) -> None:
+    for rows, columns in SHAPES:
+        gradient, residual, left, right = inputs(rows, columns, rank, dtype)
+        with use("reference"):
+            expected = passes(gradient, residual if with_residual else None, left, right)
+        for kernel in FAST:
+            with use(kernel):
+                got = passes(gradient, residual if with_residual else None, left, right)
+            for name, a, b in zip(("left", "right", "basis", "gradient", "residual"), got, expected):
+                assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), (kernel, rows, columns, name)
+
+
+@pytest.mark.parametrize("kernel", available())
+def test_the_passes_are_matrix_products(kernel: str) -> None:
+    gradient, residual, left, right = inputs(70, 90, 4, torch.float32)
+    matrix = (gradient + residual).view(70, 90)
+    with use(kernel):
+        p, q, basis, product, lost = passes(gradient, residual, left, right)
+    torch.testing.assert_close(p, right @ matrix.T, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(q, left @ matrix, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(basis @ basis.T, torch.eye(4), rtol=0, atol=1e-6)
+    torch.testing.assert_close(product.view(70, 90), left.T @ right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(product + lost, matrix.reshape(-1), rtol=0, atol=1e-5)
+    # The basis spans what p spanned.
+    torch.testing.assert_close(p @ basis.T @ basis, p, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("kernel", available())
+def test_missing_directions_are_replaced(kernel: str) -> None:
+    """Zero rows, equal rows, rows of 1e-30 and of 1e30: always orthonormal."""
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randn(50, generator=generator)
+    vectors = torch.stack([torch.zeros(50), row * 1e30, row, row * 1e-30, torch.zeros(50), row * 3])
+    with use(kernel):
+        lowrank.orthonormalise(vectors, key=1)
+    torch.testing.assert_close(vectors @ vectors.T, torch.eye(6), rtol=0, atol=1e-6)
+    torch.testing.assert_close(vectors[1], row / row.norm(), rtol=0, atol=0.5)
+
+
+@pytest.mark.parametrize("kernel", available())
+def test_more_vectors_than_dimensions(kernel: str) -> None:
+    vectors = torch.ones(4, 2)
+    with use(kernel):
+        lowrank.orthonormalise(vectors)
+    torch.testing.assert_close(vectors[:2] @ vectors[:2].T, torch.eye(2), rtol=0, atol=1e-6)
+    assert not vectors[2:].any()
+
+
+@pytest.mark.parametrize("kernel", available())
+def test_bad_numbers_stay(kernel: str) -> None:
+    vectors = torch.randn(3, 20)
+    vectors[1, 4] = float("inf")
+    with use(kernel):
+        lowrank.orthonormalise(vectors)
+    assert vectors[1, 4] == float("inf") and not torch.isfinite(vectors[1:]).all()
+
+
+def test_wrong_arguments() -> None:
+    gradient, residual, left, right = inputs(6, 7, 2, torch.float32)
+    with pytest.raises(ValueError, match="gradient: expected 42 elements, got 41"):
+        lowrank.expand(gradient[:41], residual, left, right)
+    with pytest.raises(TypeError, match="residual"):
+        lowrank.expand(gradient, residual.double(), left, right)
+    with pytest.raises(ValueError, match="right: expected 1 to 64 rows"):
+        lowrank.project_rows(gradient, None, right[:1], left)
+    with pytest.raises(ValueError, match="left: expected fp32"):
+        lowrank.project_columns(gradient, None, left.double(), right)
+    with pytest.raises(TypeError, match="gradient"):
+        lowrank.expand(gradient.long(), None, left, right)
+    with pytest.raises(ValueError, match="vectors: expected 2"):
+        lowrank.orthonormalise(torch.ones(3))
