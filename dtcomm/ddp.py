@@ -24,13 +24,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 from torch.nn.parallel import DistributedDataParallel
 
-from dtcomm.codecs import Codec
 from dtcomm.collectives import Work, all_reduce_coalesced
 from dtcomm.compress.checkpoint import VERSION, require_fit, share_of
 from dtcomm.compress.feedback import Residuals
 from dtcomm.compress.packing import Packing, Segment, pack
 from dtcomm.compress.policy import Policy, as_policy
+from dtcomm.compress.powersgd import Factors, PowerSGD, Task, stages
 from dtcomm.compress.report import Report, Tally, rows
+from dtcomm.compress.scheme import Scheme
+from dtcomm.compress.sequence import Sequencer
 
 
 @dataclass
@@ -49,7 +51,8 @@ class _Flight:
 class State:
     """What the hook remembers: which codec each parameter gets, the residuals, and what was counted.
 
-    spec: a codec (or its spec), which goes to matrices under `default_policy`; or a `Policy` (or its text).
+    spec: a codec or compressor (or its spec: "int8", "powersgd:rank=4"), which goes to matrices under
+        `default_policy`; or a `Policy` (or its text).
     group: the process group of the model; None is the default group.
     feedback: keep each rank's encoding errors and add them to the next gradient, fp32, per parameter.
     algorithm: of the all-reduce. With the direct ones a result does not depend on the bucket a parameter is
@@ -63,7 +66,7 @@ class State:
 
     def __init__(
         self,
-        spec: str | Codec | Policy = "int8",
+        spec: str | Scheme | Policy = "int8",
         group: dist.ProcessGroup | None = None,
         feedback: bool = True,
         *,
@@ -88,6 +91,10 @@ class State:
         for name, parameter in parameters or ():
             self._parameters[id(parameter)] = (name, parameter)
         self._residuals = Residuals()
+        self._factors = Factors()
+        # Where buckets take several collectives, all of them start on one thread, in an order that ranks share.
+        in_stages = any(isinstance(rule.codec, PowerSGD) for rule in self.policy.rules)
+        self._sequencer = Sequencer() if in_stages else None
         self._packings: dict[int, Packing] = {}
         self._retired: list[Packing] = []
         self._flights: list[_Flight] = []
@@ -127,6 +134,7 @@ class State:
             "rank": dist.get_rank(self.group),
             "world_size": dist.get_world_size(self.group),
             "residuals": self._residuals.state_dict(),
+            "factors": self._factors.state_dict(),
         }
 
     def load_state_dict(
@@ -147,6 +155,7 @@ class State:
         if self._named:
             require_fit(residuals, {name: tensor.numel() for name, tensor in self._parameters.values()})
         self._residuals.load_state_dict(residuals)
+        self._factors.load_state_dict(first.get("factors", {}))
         self.steps, self.seed = first["steps"], first["seed"]
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -185,6 +194,8 @@ class State:
     def _begin_backward(self) -> None:
         # Left by a backward that some error cut short, or by DDP's join(), which reduces outside of one.
         left, self._flights = self._flights, []
+        if self._sequencer is not None:
+            self._sequencer.restart()
         for flight in left:
             if flight.work.is_completed():
                 self._settle(flight)
@@ -241,19 +252,53 @@ class State:
                 residuals.append(residual)
                 deferred.append(postpone)
             handed.append(residual)
-        work = all_reduce_coalesced(
-            tensors,
-            "avg",
-            codec=packing.codecs,
-            algorithm=self.algorithm,
-            group=self.group,
-            async_op=True,
-            seed=self.seed + self.steps,
-            residuals=handed,
-            bucket_bytes=max(1, buffer.numel() * buffer.element_size()),
-        )
+        if self._sequencer is None:
+            work = all_reduce_coalesced(
+                tensors,
+                "avg",
+                codec=[segment.codec for segment in packing.segments],  # type: ignore[misc]
+                algorithm=self.algorithm,
+                group=self.group,
+                async_op=True,
+                seed=self.seed + self.steps,
+                residuals=handed,
+                bucket_bytes=max(1, buffer.numel() * buffer.element_size()),
+            )
+        else:
+            work = self._in_stages(packing, tensors, handed, buffer, last=bucket.is_last())
         assert work is not None  # it is with async_op
         return _Flight(work, packing, residuals, deferred, signals)
+
+    def _in_stages(
+        self,
+        packing: Packing,
+        tensors: Sequence[torch.Tensor],
+        residuals: Sequence[torch.Tensor | None],
+        buffer: torch.Tensor,
+        *,
+        last: bool,
+    ) -> Work:
+        assert self._sequencer is not None
+        tasks, others, codecs, kept = [], [], [], []
+        for segment, tensor, residual in zip(packing.segments, tensors, residuals, strict=True):
+            if isinstance(segment.codec, PowerSGD):
+                tasks.append(Task(segment.name, segment.codec, *segment.matrix, tensor, residual))
+            else:
+                others.append(tensor)
+                codecs.append(segment.codec)
+                kept.append(residual)
+        work = stages(
+            tasks,
+            others,
+            codecs,
+            kept,
+            factors=self._factors,
+            step=self.steps,
+            algorithm=self.algorithm,
+            group=self.group,
+            seed=self.seed + self.steps,
+        )
+        return self._sequencer.submit(work, [buffer], last=last)
 
     def _settle(self, flight: _Flight) -> None:
         packing = flight.packing
@@ -298,7 +343,7 @@ def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]
     return state.reduce(bucket)
 
 
-def compress(model: DistributedDataParallel, spec: str | Codec | Policy = "int8", **options: Any) -> State:
+def compress(model: DistributedDataParallel, spec: str | Scheme | Policy = "int8", **options: Any) -> State:
     """Compress the gradients of a DDP model; ``options`` are those of `State` but group and parameters.
 
     TypeError where ``model`` is no DistributedDataParallel; RuntimeError where it has a hook already.

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dtcomm.codecs import Codec, codec
+from dtcomm.codecs import codec
 from dtcomm.compress.policy import Policy
+from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.report import Tally
+from dtcomm.compress.scheme import Scheme, matrix_of
 
 
 @dataclass(frozen=True)
@@ -27,13 +29,15 @@ class Member:
 
 @dataclass
 class Segment:
-    """Elements [start, stop) of the buffer, under one codec. ``error`` and ``signal`` are sums of squares."""
+    """Elements [start, stop) of the buffer, under one codec or compressor; ``matrix``: its rows and columns, for
+    the latter. ``error`` and ``signal`` are sums of squares."""
 
     start: int
     stop: int
-    codec: Codec
+    codec: Scheme
     dtype: torch.dtype
     members: list[Member]
+    matrix: tuple[int, int] = (0, 0)
     error: float = 0.0
     signal: float = 0.0
 
@@ -47,6 +51,8 @@ class Segment:
 
     @property
     def payload_bytes(self) -> int:
+        if isinstance(self.codec, PowerSGD):
+            return self.codec.payload_bytes(*self.matrix)
         return self.codec.wire_bytes(self.numel, self.dtype)
 
     @property
@@ -73,11 +79,9 @@ class Packing:
     messages: int = 0
     wire_bytes: int = 0
     seconds: float = 0.0
-    codecs: list[Codec] = field(init=False)
     lossy: list[Segment] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.codecs = [segment.codec for segment in self.segments]
         self.lossy = [segment for segment in self.segments if not segment.lossless]
 
     def cut(self, buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -137,7 +141,8 @@ def pack(
             last.stop += numel
             last.members.append(member)
         else:
-            segments.append(Segment(start, start + numel, choice.codec, buffer.dtype, [member]))
+            matrix = matrix_of(gradient) if gradient.ndim else (0, 0)
+            segments.append(Segment(start, start + numel, choice.codec, buffer.dtype, [member], matrix))
     if segments and segments[-1].stop > buffer.numel():
         raise ValueError(f"gradients end at element {segments[-1].stop} of a buffer of {buffer.numel()}")
     return Packing(layout, buffer.dtype, segments)

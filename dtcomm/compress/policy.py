@@ -1,4 +1,4 @@
-"""Which parameter gets which codec: a policy is an ordered tuple of rules, the first that matches decides.
+"""Which parameter gets which codec or compressor: an ordered tuple of rules, of which the first that matches decides.
 
 A policy prints as one line and parses back::
 
@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dtcomm.codecs import Codec, codec
+from dtcomm.codecs import codec
+from dtcomm.compress.powersgd import PowerSGD
+from dtcomm.compress.scheme import Scheme, matrix_of, scheme
 
 #: Below one granule a payload is mostly scales and padding, and there is next to nothing to save.
 SMALL = 1024
@@ -23,9 +25,9 @@ SMALL = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The codec a tensor gets; ``why`` says, for one that stays uncompressed, why it does."""
+    """What a tensor gets; ``why`` says, for one that stays uncompressed, why it does."""
 
-    codec: Codec
+    codec: Scheme
     why: str = ""
 
 
@@ -36,7 +38,7 @@ class Rule:
     ``ndim_below`` and ``numel_below`` are exclusive bounds; ``name`` is a shell pattern (``*.bias``).
     """
 
-    codec: Codec
+    codec: Scheme
     ndim_below: int | None = None
     numel_below: int | None = None
     name: str | None = None
@@ -85,7 +87,7 @@ class Rule:
         except ValueError:
             raise ValueError(f"policy rule {text.strip()!r}: the bound must be an integer") from None
         return Rule(
-            codec=codec(right.strip()), ndim_below=ndim, numel_below=numel, name=conditions.get("name")
+            codec=scheme(right.strip()), ndim_below=ndim, numel_below=numel, name=conditions.get("name")
         )
 
 
@@ -107,6 +109,8 @@ class Policy:
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.dtype not in chosen.dtypes:
             return Choice(codec=none, why=f"{chosen} does not take {dtype}")
+        if isinstance(chosen, PowerSGD):
+            return _low_rank(chosen, tensor)
         if chosen.wire_bytes(tensor.numel(), tensor.dtype) >= none.wire_bytes(tensor.numel(), tensor.dtype):
             return Choice(codec=none, why=f"{chosen} would not make {dtype} smaller")
         return Choice(codec=chosen)
@@ -123,7 +127,17 @@ class Policy:
         return Policy(rules=tuple(Rule.parse(part) for part in text.split(";") if part.strip()))
 
 
-def default_policy(matrices: Codec | str) -> Policy:
+def _low_rank(chosen: PowerSGD, tensor: torch.Tensor) -> Choice:
+    none = codec("none")
+    if tensor.ndim < 2:
+        return Choice(codec=none, why="powersgd needs a matrix")
+    rows, columns = matrix_of(tensor)
+    if chosen.payload_bytes(rows, columns) >= none.wire_bytes(tensor.numel(), tensor.dtype):
+        return Choice(codec=none, why=f"{chosen} would not make {rows}x{columns} smaller")
+    return Choice(codec=chosen)
+
+
+def default_policy(matrices: Scheme | str) -> Policy:
     """Biases, norms and other vectors, and matrices below `SMALL` elements, uncompressed; the rest
     ``matrices``.
 
@@ -134,13 +148,13 @@ def default_policy(matrices: Codec | str) -> Policy:
         rules=(
             Rule(codec=none, ndim_below=2),
             Rule(codec=none, numel_below=SMALL),
-            Rule(codec=codec(matrices)),
+            Rule(codec=scheme(matrices)),
         )
     )
 
 
-def as_policy(spec: str | Codec | Policy) -> Policy:
-    """A codec (or its spec) under the default policy; a `Policy`, or its text (with ``->``), as it is."""
+def as_policy(spec: str | Scheme | Policy) -> Policy:
+    """A codec or compressor (or its spec) under the default policy; a `Policy`, or its text (with ``->``), as it is."""
     if isinstance(spec, Policy):
         return spec
     if isinstance(spec, str) and "->" in spec:

@@ -34,7 +34,7 @@ def test_each_matrix_has_a_segment_and_uncompressed_neighbours_share_one(skew: i
         ["other"],
         ["tail"],
     ]
-    assert [str(each) for each in packed.codecs] == ["none", "int8", "int8", "none"]
+    assert [str(segment.codec) for segment in packed.segments] == ["none", "int8", "int8", "none"]
     cut = packed.cut(buffer)
     assert [tensor.numel() for tensor in cut] == [50, 2000, 4096, 3]
     for tensor in cut:
