@@ -1,0 +1,38 @@
+"""Which codecs ``dtcomm codecs`` shows: every name of the registry, and of each the options worth a look."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dtcomm.codecs import Codec, codec
+from dtcomm.codecs.spec import CODECS
+
+#: Options beside the defaults, by name. A name that is missing here is shown with its defaults alone.
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "int8": ("block=256", "symmetric=false", "round=stochastic"),
+    "int4": ("block=128", "symmetric=false", "round=stochastic", "rotate=hadamard", "spikes=1"),
+    "int3": ("symmetric=false", "rotate=hadamard", "spikes=1"),
+    "int2": ("symmetric=false", "rotate=hadamard", "spikes=1", "symmetric=false,spikes=1"),
+    "fp8_e4m3": ("round=stochastic",),
+    "mxfp8": ("element=e5m2",),
+    "mxfp4": ("rotate=hadamard",),
+    "sign": ("rotate=hadamard",),
+    "topk": ("ratio=0.1", "ratio=0.1,values=int8"),
+    "randk": ("ratio=0.1",),
+}
+
+
+def usual() -> list[Codec]:
+    """The rows of the table where the user names none."""
+    specs = []
+    for name, entry in CODECS.items():
+        specs.append(name)
+        for options in VARIANTS.get(name, ()):
+            if {option.partition("=")[0] for option in options.split(",")} <= set(entry.options()):
+                specs.append(f"{name}:{options}")
+    return [codec(spec) for spec in specs]
+
+
+def chosen(only: Sequence[Codec], also: Sequence[Codec]) -> list[Codec]:
+    """`only` where there are any, else the usual ones; then `also`; each once."""
+    return list(dict.fromkeys([*(only or usual()), *also]))

@@ -1,0 +1,213 @@
+"""`dtcomm codecs`: the table, what it is computed from, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dtcomm.cli import codecs, codecs_choice, codecs_error, codecs_plot, codecs_samples
+from dtcomm.cli.codecs_samples import Sample
+from dtcomm.codecs import codec, names
+from dtcomm.codecs.spec import CODECS
+from dtcomm.kernels import available, use
+
+FAST = ("--no-speed", "--numel", "4096")
+
+
+def table(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert codecs.main([*FAST, *argv]) == 0
+    return capsys.readouterr().out
+
+
+def found(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, dict[str, Any]]:
+    """The JSON's rows by spec."""
+    return {row["codec"]: row for row in json.loads(table(capsys, "--json", *argv))["codecs"]}
+
+
+def test_every_codec_of_the_registry_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = found(capsys)
+    assert set(names()) <= set(rows)
+    for spec, row in rows.items():
+        each = codec(spec)
+        assert row["family"] == each.name
+        assert row["bits_per_element"] * each.granularity == 8 * each.wire_bytes(each.granularity)
+        assert list(row["errors"]) == ["Gaussian", "Laplace", "Student-t"]
+        assert all(error["relative_l2"] is not None for error in row["errors"].values())
+
+
+def test_every_option_but_rare_ones_is_shown() -> None:
+    shown = {option for each in codecs_choice.usual() for option in each.options()}
+    assert {option for entry in CODECS.values() for option in entry.options()} - shown <= {"scale"}
+
+
+def test_the_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = table(capsys, "--codec", "fp16", "--codec", "int8", "--also", "int8:block=64").splitlines()
+    rows = [line.split() for line in lines if line.strip()[:4] in ("fp16", "int8")]
+    assert [row[:3] for row in rows] == [
+        ["fp16", "16", "32"],
+        ["int8", "8.5", "32"],
+        ["int8:block=64", "8.25", "64"],
+    ]
+    assert all(len(row) == 8 for row in rows)
+
+
+def test_speeds_are_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert codecs.main(["--codec", "int8", "--numel", "64", "--size", "64K", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["speed_bytes"] == 64 << 10 and told["kernel"] in available()
+    (row,) = told["codecs"]
+    assert row["encode_gbps"] > 0 and row["decode_gbps"] > 0
+
+
+@pytest.mark.parametrize("kernel", available())
+def test_every_kernel_gives_the_same_errors(kernel: str, capsys: pytest.CaptureFixture[str]) -> None:
+    specs = ("--codec", "int8", "--codec", "int8:round=stochastic,symmetric=false")
+    with use(kernel):
+        here = found(capsys, *specs)
+    with use("reference"):
+        assert found(capsys, *specs) == here
+
+
+def test_errors_are_what_they_say() -> None:
+    """By hand: int8 of [127, 0.25, ...]: steps of one, so that a quarter is lost and nothing else."""
+    x = torch.zeros(96)
+    x[0], x[1] = 127.0, 0.25
+    x[32:64] = -127.0
+    total, each = codecs_error.measure(codec("int8"), Sample(name="s", tensors={"a": x, "b": x[32:]}))
+    energy, others = 127.0**2 + 0.0625, 32 * 127.0**2
+    assert each["a"].relative_l2 == pytest.approx(0.25 / math.sqrt(energy + others))
+    assert each["a"].worst_block == pytest.approx(0.25 / math.sqrt(energy))
+    assert each["b"].relative_l2 == 0 and each["b"].cosine == 1 and each["b"].worst_block == 0
+    assert total.relative_l2 == pytest.approx(0.25 / math.sqrt(energy + 2 * others))
+    assert total.numel == 160 and total.wire_bytes == each["a"].wire_bytes + each["b"].wire_bytes
+    kept = energy + others - 0.0625
+    cosine = kept / math.sqrt((energy + others) * kept)
+    assert total.cosine is not None and each["a"].cosine == pytest.approx(cosine, abs=1e-15)
+
+
+def test_what_does_not_exist_is_none() -> None:
+    zeros, _ = codecs_error.measure(codec("int8"), Sample(name="s", tensors={"x": torch.zeros(50)}))
+    assert (zeros.relative_l2, zeros.worst_block, zeros.cosine) == (None, 0, None)
+    nan = torch.tensor([1.0, math.nan])
+    bad, _ = codecs_error.measure(codec("int8"), Sample(name="s", tensors={"x": nan}))
+    assert (bad.relative_l2, bad.worst_block, bad.cosine) == (None, None, None)
+    vanished, _ = codecs_error.measure(
+        codec("fp16"), Sample(name="s", tensors={"x": torch.full((9,), 1e-12)})
+    )
+    assert (vanished.relative_l2, vanished.worst_block, vanished.cosine) == (1, 1, None)
+
+
+def test_the_samples_are_always_the_same() -> None:
+    """And of unit shape: variances are 1, 2 and (in the limit) 3, the kurtosis of Laplace is 6."""
+    one, two = codecs_samples.distributions(1 << 16), codecs_samples.distributions(1 << 16)
+    for a, b in zip(one, two, strict=True):
+        assert torch.equal(a.tensors[a.name], b.tensors[b.name])
+    x = {sample.name: sample.tensors[sample.name].double() for sample in one}
+    assert x["Gaussian"].var() == pytest.approx(1, rel=0.03)
+    assert x["Laplace"].var() == pytest.approx(2, rel=0.03)
+    assert (x["Laplace"] ** 4).mean() / 4 == pytest.approx(6, rel=0.1)
+    assert x["Student-t"].abs().max() > 30
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        "layer.weight": torch.randn(8, 100, generator=generator),
+        "layer.bias": torch.randn(7, generator=generator, dtype=torch.float64),
+        "step": torch.tensor(3),
+        "momenta": [torch.randn(33, generator=generator).half()],
+        "empty": torch.empty(0),
+    }
+    torch.save(state, tmp_path / "state.pt")
+    torch.save(torch.randn(100, generator=generator).t(), tmp_path / "one.pt")
+    np.save(tmp_path / "x.npy", np.asfortranarray(np.linspace(-1, 1, 60).reshape(6, 10)))
+    np.save(tmp_path / "whole.npy", np.arange(5))
+    np.save(tmp_path / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
+    (tmp_path / "text.pt").write_text("this is no tensor")
+    torch.save({"f": Path("x")}, tmp_path / "code.pt")
+    return tmp_path
+
+
+def test_a_users_tensors(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = found(capsys, "--tensor", str(files / "state.pt"), "--codec", "int8")
+    tensors = rows["int8"]["tensors"]
+    assert {name: each["numel"] for name, each in tensors.items()} == {
+        "layer.weight": 800,
+        "layer.bias": 7,
+        "momenta.0": 33,
+    }
+    assert rows["int8"]["errors"]["state.pt"]["numel"] == 840
+    wire = sum(codec("int8").wire_bytes(n) for n in (800, 7, 33))
+    assert rows["int8"]["errors"]["state.pt"]["wire_bytes"] == wire
+    shown = table(capsys, "--tensor", str(files / "state.pt"), "--per-tensor", "--codec", "int8")
+    assert "state.pt" in shown and "layer.weight" in shown and "momenta.0" in shown
+
+    rows = found(
+        capsys, "--tensor", str(files / "one.pt"), "--tensor", str(files / "x.npy"), "--codec", "bf16"
+    )
+    assert [each["numel"] for each in rows["bf16"]["errors"].values()][3:] == [100, 60]
+    assert "tensors" not in rows["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("missing.pt", "no such file"),
+        ("text.pt", "cannot be read"),
+        ("code.pt", "cannot be read"),
+        ("objects.npy", "cannot be read"),
+        ("whole.npy", "no floating tensor"),
+    ],
+)
+def test_wrong_files(files: Path, name: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert codecs.main([*FAST, "--tensor", str(files / name)]) == 2
+    told = capsys.readouterr().err
+    assert name in told and says in told and "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--codec", "int99"], "int99"),
+        (["--also", "int8:block=33"], "33"),
+        (["--size", "many"], "many"),
+        (["--size", "2"], "at least 4 bytes"),
+        (["--numel", "0"], "at least 1"),
+        (["--json", "/nowhere/x.json"], "no folder /nowhere"),
+        (["--plot", "/nowhere/x.png"], "no folder /nowhere"),
+        (["--per-tensor"], "needs --tensor"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        codecs.main(arguments)
+    assert stop.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture, data = tmp_path / "c.png", tmp_path / "c.json"
+    shown = table(capsys, "--plot", str(picture), "--json", str(data))
+    assert "int8" in shown and picture.read_bytes().startswith(b"\x89PNG")
+    assert {row["codec"] for row in json.loads(data.read_text())["codecs"]} >= set(names())
+
+
+def test_the_pareto_line() -> None:
+    points = [(8.5, 0.5), (4.0, 2.0), (16.0, 0.1), (8.5, 0.4), (9.0, 0.45), (32.0, 0.1), (4.0, 2.0)]
+    assert codecs_plot.pareto(points) == [(4.0, 2.0), (8.5, 0.4), (16.0, 0.1)]
+    assert codecs_plot.pareto([]) == []
+
+
+def test_without_matplotlib_a_plot_is_refused_before_the_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(codecs.importlib.util, "find_spec", lambda name: None)
+    assert codecs.main(["--plot"]) == 2
+    assert "matplotlib" in capsys.readouterr().err
