@@ -50,6 +50,10 @@ class Residuals:
         for residual in self._tensors.values():
             residual.mul_(factor)
 
+    def reset(self, name: str) -> None:
+        """What was kept for ``name`` is given up."""
+        self._tensors.pop(name, None)
+
     def nbytes(self) -> int:
         return sum(residual.numel() * 4 for residual in self._tensors.values())
 

@@ -6,13 +6,13 @@ neighbour's; only neighbours that go uncompressed are merged, since nothing can 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 
-from dtcomm.codecs import codec
-from dtcomm.compress.policy import Policy
+from dtcomm.codecs import Codec, codec
+from dtcomm.compress.policy import Choice
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.report import Tally
 from dtcomm.compress.scheme import Scheme, matrix_of
@@ -70,7 +70,8 @@ class Segment:
 class Packing:
     """The segments of one buffer and what was counted while it was in use.
 
-    ``layout`` identifies the parameters in order; a bucket whose layout differs needs a new packing.
+    ``layout`` identifies the parameters in order, ``revision`` what decided about them; a bucket in which one
+    of them differs needs a new packing.
     """
 
     layout: tuple[int, ...]
@@ -79,10 +80,16 @@ class Packing:
     messages: int = 0
     wire_bytes: int = 0
     seconds: float = 0.0
+    revision: object = None
     lossy: list[Segment] = field(init=False)
 
     def __post_init__(self) -> None:
         self.lossy = [segment for segment in self.segments if not segment.lossless]
+
+    @property
+    def codecs(self) -> list[Codec]:
+        """Of a packing without compressors, one a segment."""
+        return [segment.codec for segment in self.segments if not isinstance(segment.codec, PowerSGD)]
 
     def cut(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         if len(self.segments) == 1:
@@ -125,15 +132,16 @@ def pack(
     buffer: torch.Tensor,
     gradients: Iterable[tuple[str, torch.Tensor]],
     layout: tuple[int, ...],
-    policy: Policy,
+    choose: Callable[[str, torch.Tensor], Choice],
 ) -> Packing:
-    """The packing of ``buffer`` (1-D): ``gradients`` are (name, view) pairs in the order they lie in it."""
+    """The packing of ``buffer`` (1-D): ``gradients`` are (name, view) pairs in the order they lie in it,
+    ``choose`` says what each of them gets."""
     segments: list[Segment] = []
     origin = buffer.storage_offset()
     for name, gradient in gradients:
         start = int(gradient.storage_offset() - origin)
         numel = gradient.numel()
-        choice = policy.choose(name, gradient)
+        choice = choose(name, gradient)
         member = Member(name, numel, choice.why)
         lossless = choice.codec.lossless(buffer.dtype)
         last = segments[-1] if segments else None

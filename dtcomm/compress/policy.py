@@ -103,17 +103,9 @@ class Policy:
         rule = next((rule for rule in self.rules if rule.matches(name, tensor)), None)
         if rule is None:
             return Choice(codec=none, why="no rule matches")
-        chosen = rule.codec
-        if chosen == none:
+        if rule.codec == none:
             return Choice(codec=none, why=f"policy: {rule.condition()}")
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if tensor.dtype not in chosen.dtypes:
-            return Choice(codec=none, why=f"{chosen} does not take {dtype}")
-        if isinstance(chosen, PowerSGD):
-            return _low_rank(chosen, tensor)
-        if chosen.wire_bytes(tensor.numel(), tensor.dtype) >= none.wire_bytes(tensor.numel(), tensor.dtype):
-            return Choice(codec=none, why=f"{chosen} would not make {dtype} smaller")
-        return Choice(codec=chosen)
+        return choose(rule.codec, tensor)
 
     def __or__(self, other: Policy) -> Policy:
         return Policy(rules=self.rules + other.rules)
@@ -125,6 +117,19 @@ class Policy:
     def parse(text: str) -> Policy:
         """The inverse of ``str``; ValueError names the rule that is wrong."""
         return Policy(rules=tuple(Rule.parse(part) for part in text.split(";") if part.strip()))
+
+
+def choose(chosen: Scheme, tensor: torch.Tensor) -> Choice:
+    """`chosen` for a gradient of this dtype and shape, or none and why."""
+    none = codec("none")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.dtype not in chosen.dtypes:
+        return Choice(codec=none, why=f"{chosen} does not take {dtype}")
+    if isinstance(chosen, PowerSGD):
+        return _low_rank(chosen, tensor)
+    if chosen.wire_bytes(tensor.numel(), tensor.dtype) >= none.wire_bytes(tensor.numel(), tensor.dtype):
+        return Choice(codec=none, why=f"{chosen} would not make {dtype} smaller")
+    return Choice(codec=chosen)
 
 
 def _low_rank(chosen: PowerSGD, tensor: torch.Tensor) -> Choice:

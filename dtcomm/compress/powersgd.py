@@ -114,10 +114,10 @@ class Factors:
         """[rank, columns], as the last step left it; at first sight random numbers that the name decides."""
         return _kept(self._right, task, task.columns)
 
-    def forget(self, task: Task) -> None:
-        """Start anew: after numbers that are none."""
-        self._left.pop(task.name, None)
-        self._right.pop(task.name, None)
+    def forget(self, name: str) -> None:
+        """Start anew: after numbers that are none, or with another rank."""
+        self._left.pop(name, None)
+        self._right.pop(name, None)
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Copies, by side and name."""
@@ -189,7 +189,7 @@ def stages(
         else:
             # Somebody's NaN or Inf reached everybody: it must reach the optimiser, and no residual.
             task.gradient.fill_(float("nan"))
-            factors.forget(task)
+            factors.forget(task.name)
 
 
 def _kept(factors: dict[str, torch.Tensor], task: Task, length: int) -> torch.Tensor:

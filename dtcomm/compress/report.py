@@ -55,7 +55,8 @@ class Report:
     """``str()`` gives a table, ``to_dict()`` plain values.
 
     ``wire_bytes`` and ``seconds`` (start to finish of every collective, added up) are this rank's, over
-    ``steps`` steps in ``messages`` messages; ``residual_bytes`` is the memory that error feedback holds.
+    ``steps`` steps in ``messages`` messages; ``residual_bytes`` is the memory that error feedback holds;
+    ``events`` counts what the guard saw and did.
     """
 
     policy: str
@@ -67,6 +68,7 @@ class Report:
     seconds: float
     residual_bytes: int
     rows: tuple[Row, ...] = field(default=())
+    events: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         values = asdict(self)
@@ -114,6 +116,8 @@ class Report:
             f"{human(self.plain_bytes)} in {self.seconds:.3f} s; "
             f"feedback {'on' if self.feedback else 'off'}, {human(self.residual_bytes)} of residuals"
         )
+        if self.events:
+            lines.append("guard: " + ", ".join(f"{kind} {count}x" for kind, count in self.events.items()))
         return "\n".join(lines)
 
 

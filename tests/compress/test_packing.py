@@ -22,7 +22,7 @@ def packing(
         size = torch.Size(shape).numel()
         views.append((name, buffer[start : start + size].view(shape)))
         start += size
-    return buffer, pack(buffer, views, tuple(range(len(views))), default_policy(spec))
+    return buffer, pack(buffer, views, tuple(range(len(views))), default_policy(spec).choose)
 
 
 @pytest.mark.parametrize("skew", [0, 5])

@@ -1,51 +1,31 @@
-"""Compressed gradients for DistributedDataParallel.
+"""What the DDP hook remembers between steps, and what it does with a bucket."""
 
-    state = dtcomm.ddp.compress(model, "int8")
+from __future__ import annotations
 
-or, for a framework that registers the hook itself,
-
-    model.register_comm_hook(dtcomm.ddp.State("int8"), dtcomm.ddp.hook)
-
-Each bucket becomes one message in which every parameter keeps blocks, codec and error feedback of its own.
-The gradients are averaged in place, as DDP itself does.
-
-An error in a collective is raised from ``backward()`` with its own type (`PeerLost`, `CollectiveTimeout`,
-...), kept as ``state.error``, and raised again by the next forward or backward; a future's exception DDP
-would print as "Unable to cast". After it, the model needs a new DDP around it.
-"""
-
-# Annotations stay objects in this file: register_comm_hook compares the hook's with the types themselves.
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
-from torch.nn.parallel import DistributedDataParallel
 
+from dtcomm.codecs import Codec, codec
 from dtcomm.collectives import Work, all_reduce_coalesced
 from dtcomm.compress.checkpoint import VERSION, require_fit, share_of
 from dtcomm.compress.feedback import Residuals
-from dtcomm.compress.packing import Packing, Segment, pack
-from dtcomm.compress.policy import Policy, as_policy
+from dtcomm.compress.guard import Event, Guard, Sample, Watch, summary
+from dtcomm.compress.packing import Packing, pack
+from dtcomm.compress.policy import Choice, Policy, as_policy, choose
 from dtcomm.compress.powersgd import Factors, PowerSGD, Task, stages
 from dtcomm.compress.report import Report, Tally, rows
 from dtcomm.compress.scheme import Scheme
 from dtcomm.compress.sequence import Sequencer
+from dtcomm.ddp.flight import Flight, is_zero
+
+NONE = codec("none")
 
 
-@dataclass
-class _Flight:
-    """A bucket under way. ``residuals`` are those handed to the collective, one or None per lossy segment;
-    ``deferred`` marks those that are added to the stored ones afterwards, ``signals`` (the gradients' norms)
-    is there on sampled steps."""
-
-    work: Work
-    packing: Packing
-    residuals: list[torch.Tensor | None]
-    deferred: list[bool]
-    signals: list[torch.Tensor] | None
+_GUARD = Guard()
 
 
 class State:
@@ -62,6 +42,9 @@ class State:
         called ``parameter.K`` where K counts the parameters in the order in which buckets first bring them.
         That order is DDP's, the same in every process and every run with the same model and bucket size.
     sample_every: measure the relative error on every step whose number it divides; 0: never.
+    guard: limits beyond which compression counts as harmful, and what is done then; None: nothing is watched.
+        What happened is in ``state.events`` and the report.
+    warmup: steps at the start of training that are sent uncompressed.
     """
 
     def __init__(
@@ -74,15 +57,20 @@ class State:
         seed: int = 0,
         parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         sample_every: int = 50,
+        guard: Guard | None = _GUARD,
+        warmup: int = 0,
     ) -> None:
         if sample_every < 0:
             raise ValueError(f"sample_every={sample_every}: want 0 (never) or more")
+        if warmup < 0:
+            raise ValueError(f"warmup={warmup}: want 0 or more steps")
         self.policy = as_policy(spec)
         self.group = group
         self.feedback = feedback
         self.algorithm = algorithm
         self.seed = seed
         self.sample_every = sample_every
+        self.warmup = warmup
         self.steps = 0
         self.error: Exception | None = None
         # The parameters are kept so that an id is never reused; without names, they come with the buckets.
@@ -95,13 +83,27 @@ class State:
         # Where buckets take several collectives, all of them start on one thread, in an order that ranks share.
         in_stages = any(isinstance(rule.codec, PowerSGD) for rule in self.policy.rules)
         self._sequencer = Sequencer() if in_stages else None
+        # Where nothing is lost nothing can be harmful.
+        lossy = any(rule.codec != NONE for rule in self.policy.rules)
+        self._watch = Watch(guard) if guard is not None and lossy else None
+        self._told: Flight | None = None
         self._packings: dict[int, Packing] = {}
         self._retired: list[Packing] = []
-        self._flights: list[_Flight] = []
+        self._flights: list[Flight] = []
         self._in_backward = False
         # What `compress` finds out about the model: see `_end_backward` and `_launch`.
         self._wait_before_ddp = False
         self._may_leave_unused = True
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """What the guard saw and did, in order; the same on all ranks."""
+        return () if self._watch is None else tuple(self._watch.events)
+
+    def observe(self, loss: float | torch.Tensor) -> None:
+        """Tell the guard this step's loss, once a step and before its backward, on every rank."""
+        if self._watch is not None:
+            self._watch.observe(float(loss))
 
     def report(self) -> Report:
         """What was compressed, with what, and what it saved, up to the last finished backward."""
@@ -118,6 +120,7 @@ class State:
             plain_bytes=round(sum(packing.plain_bytes for packing in packings)),
             seconds=sum(packing.seconds for packing in packings),
             residual_bytes=self._residuals.nbytes(),
+            events=summary(self.events),
             rows=rows(tallies.items()),
         )
 
@@ -135,6 +138,7 @@ class State:
             "world_size": dist.get_world_size(self.group),
             "residuals": self._residuals.state_dict(),
             "factors": self._factors.state_dict(),
+            "watch": {} if self._watch is None else self._watch.state_dict(),
         }
 
     def load_state_dict(
@@ -156,6 +160,8 @@ class State:
             require_fit(residuals, {name: tensor.numel() for name, tensor in self._parameters.values()})
         self._residuals.load_state_dict(residuals)
         self._factors.load_state_dict(first.get("factors", {}))
+        if self._watch is not None:
+            self._watch.load_state_dict(first.get("watch", {}))
         self.steps, self.seed = first["steps"], first["seed"]
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -198,7 +204,8 @@ class State:
             self._sequencer.restart()
         for flight in left:
             if flight.work.is_completed():
-                self._settle(flight)
+                flight.settle(self._residuals, self._watch)
+        self._judge()
         try:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             self._in_backward = True
@@ -221,19 +228,37 @@ class State:
         for flight in flights:
             try:
                 flight.work.wait()
-                self._settle(flight)
+                flight.settle(self._residuals, self._watch)
             except Exception as error:
                 self.error = self.error or error
         if self.error is not None:
             raise self.error
 
-    def _launch(self, bucket: GradBucket, buffer: torch.Tensor) -> _Flight:
+    def _judge(self) -> None:
+        """Decide, on what all ranks told each other in the step before; the same on all of them."""
+        watch, told = self._watch, self._told
+        if watch is None:
+            return
+        self._told = None
+        try:
+            if told is not None and told.told is not None:
+                told.work.wait()
+                watch.judge(self.steps, told.told)
+        except Exception as error:
+            self.error = self.error or error
+        watch.begin(self.steps)
+        for name in watch.take_resets():
+            self._residuals.reset(name)
+        for name in watch.take_changes():
+            self._factors.forget(name)
+
+    def _launch(self, bucket: GradBucket, buffer: torch.Tensor) -> Flight:
         packing = self._packing(bucket, buffer)
         tensors = packing.cut(buffer)
         sampled = self.sample_every > 0 and self.steps % self.sample_every == 0
         residuals: list[torch.Tensor | None] = []
         deferred: list[bool] = []
-        signals: list[torch.Tensor] | None = [] if sampled else None
+        samples: list[Sample] | None = [] if sampled else None
         handed: list[torch.Tensor | None] = []
         for segment, tensor in zip(packing.segments, tensors, strict=True):
             residual = None
@@ -242,32 +267,41 @@ class State:
                 if self.feedback:
                     # For a parameter that no rank used DDP drops the result, and with it what the residuals
                     # gave to it: where a gradient is all zeros its residual waits for one that is not.
-                    postpone = self._may_leave_unused and segment.name in self._residuals and _is_zero(tensor)
+                    postpone = self._may_leave_unused and segment.name in self._residuals and is_zero(tensor)
                     if not postpone:
                         residual = self._residuals.get(segment.name, tensor)
                 if postpone or (sampled and residual is None):
                     residual = torch.zeros(tensor.numel(), dtype=torch.float32, device=tensor.device)
-                if signals is not None:
-                    signals.append(torch.linalg.vector_norm(tensor, dtype=torch.float32))
+                if samples is not None:
+                    samples.append(Sample.take(segment.name, segment.codec, tensor, residual))
+                    if self._watch is not None:
+                        self._watch.sampled(segment.name, segment.codec)
                 residuals.append(residual)
                 deferred.append(postpone)
             handed.append(residual)
+        told = None
+        if self._watch is not None and bucket.is_last():
+            told = self._watch.vector().to(buffer.device)
         if self._sequencer is None:
+            more = [] if told is None else [told]
             work = all_reduce_coalesced(
-                tensors,
+                [*tensors, *more],
                 "avg",
-                codec=[segment.codec for segment in packing.segments],  # type: ignore[misc]
+                codec=[*packing.codecs, *(NONE for _ in more)],
                 algorithm=self.algorithm,
                 group=self.group,
                 async_op=True,
                 seed=self.seed + self.steps,
-                residuals=handed,
-                bucket_bytes=max(1, buffer.numel() * buffer.element_size()),
+                residuals=[*handed, *(None for _ in more)],
+                bucket_bytes=1 << 40,
             )
         else:
-            work = self._in_stages(packing, tensors, handed, buffer, last=bucket.is_last())
+            work = self._in_stages(packing, tensors, handed, buffer, told, last=bucket.is_last())
         assert work is not None  # it is with async_op
-        return _Flight(work, packing, residuals, deferred, signals)
+        flight = Flight(work, packing, buffer, residuals, deferred, samples, told)
+        if told is not None:
+            self._told = flight
+        return flight
 
     def _in_stages(
         self,
@@ -275,11 +309,15 @@ class State:
         tensors: Sequence[torch.Tensor],
         residuals: Sequence[torch.Tensor | None],
         buffer: torch.Tensor,
+        told: torch.Tensor | None,
         *,
         last: bool,
     ) -> Work:
         assert self._sequencer is not None
-        tasks, others, codecs, kept = [], [], [], []
+        tasks: list[Task] = []
+        others: list[torch.Tensor] = []
+        codecs: list[Codec] = []
+        kept: list[torch.Tensor | None] = []
         for segment, tensor, residual in zip(packing.segments, tensors, residuals, strict=True):
             if isinstance(segment.codec, PowerSGD):
                 tasks.append(Task(segment.name, segment.codec, *segment.matrix, tensor, residual))
@@ -287,6 +325,10 @@ class State:
                 others.append(tensor)
                 codecs.append(segment.codec)
                 kept.append(residual)
+        if told is not None:
+            others.append(told)
+            codecs.append(NONE)
+            kept.append(None)
         work = stages(
             tasks,
             others,
@@ -300,27 +342,14 @@ class State:
         )
         return self._sequencer.submit(work, [buffer], last=last)
 
-    def _settle(self, flight: _Flight) -> None:
-        packing = flight.packing
-        packing.messages += 1
-        packing.wire_bytes += flight.work.wire_bytes
-        packing.seconds += flight.work.seconds
-        for position, (segment, residual, deferred) in enumerate(
-            zip(packing.lossy, flight.residuals, flight.deferred, strict=True)
-        ):
-            if residual is None:
-                continue
-            if flight.signals is not None:
-                _sample(segment, float(flight.signals[position]), float(torch.linalg.vector_norm(residual)))
-            if deferred:
-                self._residuals.get(segment.name, residual).add_(residual)
-
     def _packing(self, bucket: GradBucket, buffer: torch.Tensor) -> Packing:
         parameters = bucket.parameters()
         layout = tuple(map(id, parameters))
+        revision = (self.steps < self.warmup, 0 if self._watch is None else self._watch.revision)
         packing = self._packings.get(bucket.index())
         if packing is not None:
-            if packing.layout == layout and packing.dtype == buffer.dtype:
+            alike = packing.layout == layout and packing.dtype == buffer.dtype
+            if alike and packing.revision == revision:
                 return packing
             self._retired.append(packing)
         if buffer.layout != torch.strided:
@@ -328,47 +357,26 @@ class State:
                 f"bucket {bucket.index()}: {buffer.layout} gradients cannot be compressed, only dense ones"
             )
         names = [self._name(parameter) for parameter in parameters]
-        packing = pack(buffer, zip(names, bucket.gradients(), strict=True), layout, self.policy)
+        packing = pack(buffer, zip(names, bucket.gradients(), strict=True), layout, self._choose)
+        packing.revision = revision
         self._packings[bucket.index()] = packing
         return packing
+
+    def _choose(self, name: str, gradient: torch.Tensor) -> Choice:
+        """What the policy says, unless training warms up or the guard knows better."""
+        choice = self.policy.choose(name, gradient)
+        if choice.codec == NONE:
+            return choice
+        if self.steps < self.warmup:
+            return Choice(codec=NONE, why=f"warm-up until step {self.warmup}")
+        scheme = choice.codec if self._watch is None else self._watch.scheme(name, choice.codec, self.steps)
+        if scheme == choice.codec:
+            return choice
+        if scheme == NONE:
+            return Choice(codec=NONE, why="guard")
+        return choose(scheme, gradient)
 
     def _name(self, parameter: torch.Tensor) -> str:
         if id(parameter) not in self._parameters:
             self._parameters[id(parameter)] = (f"parameter.{len(self._parameters)}", parameter)
         return self._parameters[id(parameter)][0]
-
-
-def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The DDP communication hook; register it with a `State` of its own for each model."""
-    return state.reduce(bucket)
-
-
-def compress(model: DistributedDataParallel, spec: str | Scheme | Policy = "int8", **options: Any) -> State:
-    """Compress the gradients of a DDP model; ``options`` are those of `State` but group and parameters.
-
-    TypeError where ``model`` is no DistributedDataParallel; RuntimeError where it has a hook already.
-    """
-    if not isinstance(model, DistributedDataParallel):
-        raise TypeError(f"model: want a DistributedDataParallel, got {type(model).__name__}")
-    state = State(spec, group=model.process_group, parameters=model.module.named_parameters(), **options)
-
-    def refuse_after_failure(module: torch.nn.Module, args: Any) -> None:
-        if state.error is not None:
-            raise state.error
-
-    state._wait_before_ddp = model.find_unused_parameters
-    state._may_leave_unused = model.find_unused_parameters or model.static_graph
-    model.register_comm_hook(state, hook)
-    model.register_forward_pre_hook(refuse_after_failure)
-    return state
-
-
-def _is_zero(gradient: torch.Tensor) -> bool:
-    """Whether every element is 0, at next to no cost where the first or the last is not."""
-    return gradient.numel() == 0 or not (bool(gradient[0]) or bool(gradient[-1]) or bool(gradient.any()))
-
-
-def _sample(segment: Segment, signal: float, error: float) -> None:
-    if torch.isfinite(torch.tensor([signal, error])).all():
-        segment.signal += signal * signal
-        segment.error += error * error

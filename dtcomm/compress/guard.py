@@ -1,0 +1,287 @@
+"""When compression starts to hurt: what is watched, what counts as too much, and what is done then.
+
+All ranks must act alike, so what a rank measures in one step travels with the last bucket of the next one, as a few
+floats, and the mean over ranks is judged when the step after that begins.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from dtcomm.codecs import Integer, codec
+from dtcomm.compress.powersgd import PowerSGD
+from dtcomm.compress.scheme import Scheme
+from dtcomm.errors import DtcommError
+
+ACTIONS = ("ignore", "warn", "raise", "none", "reset", "stop")
+SAMPLES = 8192  # elements of a gradient that are looked at
+ORDINARY = 0.9  # the share of elements, the smallest ones, that the typical error is taken over
+DECAY = 0.9
+SETTLED = 5  # values that a running mean wants before anything is compared with it
+
+_log = logging.getLogger("dtcomm")
+
+
+class CompressionHarmful(DtcommError):
+    """A guard whose action is "stop" found compression harmful; the message says what it saw."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guard:
+    """Limits, and what happens beyond them.
+
+    error: of what a codec loses of the 90 % smallest elements, relative to them, in one encoding. With 1 nothing of
+        them arrives: a few outliers rule every block. Schemes that send only a part of the elements are not held to it.
+    residual: |residual| over |gradient|; None: 10, for schemes that keep most elements waiting what they are bound
+        to reach.
+    spike: |gradient| over its running mean. loss: what `State.observe` was told, over its running mean.
+    nonfinite: steps in a row whose gradients had NaN or Inf.
+    on_*: "ignore"; "warn"; "raise" the precision of the parameter, a step each time; "none": send everything
+        uncompressed for `steps` steps; "reset" the parameter's residual; "stop" with `CompressionHarmful`.
+    """
+
+    error: float = 0.9
+    residual: float | None = None
+    spike: float = 20.0
+    loss: float = 2.0
+    nonfinite: int = 25
+    on_error: str = "raise"
+    on_residual: str = "reset"
+    on_spike: str = "warn"
+    on_loss: str = "none"
+    on_nonfinite: str = "stop"
+    steps: int = 100
+
+    def __post_init__(self) -> None:
+        for kind in ("error", "residual", "spike", "loss", "nonfinite"):
+            action = getattr(self, f"on_{kind}")
+            if action not in ACTIONS:
+                raise ValueError(f"guard: on_{kind} is {action!r}; valid: {', '.join(ACTIONS)}")
+            limit = getattr(self, kind)
+            if limit is not None and not limit > 0:
+                raise ValueError(f"guard: {kind} is {limit!r}; valid: a number above 0")
+        if self.steps < 1:
+            raise ValueError(f"guard: steps is {self.steps!r}; valid: 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """`kind` was `value` where `limit` is the limit, at a step; `name`: of the parameter, or empty for all."""
+
+    step: int
+    kind: str
+    name: str
+    value: float
+    limit: float
+    action: str
+
+    def __str__(self) -> str:
+        where = f" of {self.name}" if self.name else ""
+        return (
+            f"step {self.step}: {self.kind}{where} is {self.value:.3g}, limit {self.limit:g}: {self.action}"
+        )
+
+
+@dataclass
+class Sample:
+    """Some elements of one parameter before its encoding, to be compared with what was lost of them."""
+
+    name: str
+    scheme: Scheme
+    stride: int
+    offered: torch.Tensor  # gradient + residual
+    gradient: float  # |gradient|, of all elements
+
+    @staticmethod
+    def take(name: str, scheme: Scheme, gradient: torch.Tensor, residual: torch.Tensor | None) -> Sample:
+        stride = max(1, gradient.numel() // SAMPLES)
+        offered = gradient[::stride].float()
+        if residual is not None:
+            offered = offered + residual[::stride]
+        norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+        return Sample(name, scheme, stride, offered, norm)
+
+    def measure(self, lost: torch.Tensor) -> tuple[float, float]:
+        """The typical relative error and |lost| / |gradient|; zeros where there is nothing to compare."""
+        size = self.offered.abs()
+        if not size.numel():
+            return 0.0, 0.0
+        ordinary = size <= torch.quantile(size, ORDINARY)
+        offered = float(torch.linalg.vector_norm(self.offered[ordinary]))
+        error = float(torch.linalg.vector_norm(lost[:: self.stride][ordinary]))
+        typical = error / offered if offered > 0 else 0.0
+        kept = float(torch.linalg.vector_norm(lost)) / self.gradient if self.gradient > 0 else 0.0
+        return (typical if math.isfinite(typical) else 0.0, kept if math.isfinite(kept) else 0.0)
+
+
+@dataclass
+class Watch:
+    """What one rank has measured, and what all of them have decided."""
+
+    guard: Guard
+    events: list[Event] = field(default_factory=list)
+    revision: int = 0  # changes whenever what a parameter is compressed with may have changed
+    _resets: list[str] = field(default_factory=list)
+    _finer: dict[str, int] = field(default_factory=dict)  # steps up the ladder
+    _plain_until: int = 0
+    _changed: list[str] = field(default_factory=list)
+    _order: list[str] = field(default_factory=list)  # of the parameters sampled in this step
+    _told: list[str] = field(default_factory=list)  # of those that `vector` tells of
+    _schemes: dict[str, Scheme] = field(default_factory=dict)
+    _measured: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _loss: float = math.nan
+    _square: float = 0.0  # of the gradients' norm
+    _bad: float = 0.0
+    _means: dict[str, tuple[float, int]] = field(default_factory=dict)
+    _bad_steps: int = 0
+
+    def observe(self, loss: float) -> None:
+        """This step's loss on this rank."""
+        self._loss = loss
+
+    def sampled(self, name: str, scheme: Scheme) -> None:
+        """A parameter is sampled in this step, on every rank."""
+        self._order.append(name)
+        self._schemes[name] = scheme
+
+    def measured(self, sample: Sample, lost: torch.Tensor) -> None:
+        """What was lost of a sample."""
+        self._square += sample.gradient**2
+        typical, kept = sample.measure(lost)
+        self._measured[sample.name] = typical, kept
+
+    def bad(self) -> None:
+        """This step's gradients had NaN or Inf."""
+        self._bad = 1.0
+
+    def vector(self) -> torch.Tensor:
+        """What this rank has to tell: fp32, of the same length on all ranks."""
+        told = [0.0 if math.isfinite(self._loss) else 1.0, self._loss, self._bad, self._square]
+        told += [value for name in self._told for value in self._measured.get(name, (0.0, 0.0))]
+        self._loss, self._bad, self._square = math.nan, 0.0, 0.0
+        self._measured = {}
+        return torch.nan_to_num(torch.tensor(told, dtype=torch.float32), nan=0.0, posinf=3e38, neginf=-3e38)
+
+    def judge(self, step: int, mean: torch.Tensor) -> None:
+        """Compare the mean over ranks of `vector` with the limits. CompressionHarmful where one says stop."""
+        untold, loss, bad, square, *rest = mean.tolist()
+        self._bad_steps = self._bad_steps + 1 if bad > 0 else 0
+        if self._bad_steps >= self.guard.nonfinite:
+            self._act(step, "nonfinite", "", self._bad_steps, self.guard.nonfinite)
+        if untold < 1:
+            self._compare(step, "loss", loss / (1 - untold), self.guard.loss)
+        if square > 0:
+            self._compare(step, "spike", math.sqrt(square), self.guard.spike)
+        for name, error, kept in zip(self._told, rest[::2], rest[1::2], strict=True):
+            scheme = self._schemes[name]
+            if _sends_most(scheme) and error > self.guard.error:
+                self._act(step, "error", name, error, self.guard.error)
+            limit = residual_limit(scheme) if self.guard.residual is None else self.guard.residual
+            if kept > limit:
+                self._act(step, "residual", name, kept, limit)
+
+    def scheme(self, name: str, chosen: Scheme, step: int) -> Scheme:
+        """What `name` is compressed with at a step, where the policy has chosen `chosen`."""
+        if step < self._plain_until:
+            return codec("none")
+        for _ in range(self._finer.get(name, 0)):
+            chosen = finer(chosen)
+        return chosen
+
+    def begin(self, step: int) -> None:
+        """A step begins, after the last one's numbers were judged."""
+        self._told, self._order = self._order, []
+        if step == self._plain_until and step > 0:
+            self.revision += 1  # what was sent uncompressed for a while is compressed again
+
+    def take_resets(self) -> list[str]:
+        """Parameters whose residuals are to be given up."""
+        taken, self._resets = self._resets, []
+        return taken
+
+    def take_changes(self) -> list[str]:
+        """Parameters that are compressed with something else from now on."""
+        taken, self._changed = self._changed, []
+        return taken
+
+    def state_dict(self) -> dict[str, object]:
+        """Plain values: the decisions that are in force."""
+        return {"finer": dict(self._finer), "plain_until": self._plain_until}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        finer, until = state.get("finer", {}), state.get("plain_until", 0)
+        assert isinstance(finer, Mapping) and isinstance(until, int)
+        self._finer, self._plain_until = dict(finer), until
+        self.revision += 1
+
+    def _compare(self, step: int, kind: str, value: float, limit: float) -> None:
+        mean, count = self._means.get(kind, (0.0, 0))
+        if count >= SETTLED and value > limit * mean > 0:
+            self._act(step, kind, "", value / mean, limit)
+            return  # what is out of line does not move the mean
+        mean = value if count == 0 else DECAY * mean + (1 - DECAY) * value
+        self._means[kind] = mean, count + 1
+
+    def _act(self, step: int, kind: str, name: str, value: float, limit: float) -> None:
+        action = getattr(self.guard, f"on_{kind}")
+        if action == "ignore":
+            return
+        event = Event(step=step, kind=kind, name=name, value=value, limit=limit, action=action)
+        if not any((old.kind, old.name) == (kind, name) for old in self.events):
+            _log.warning("%s", event)
+        self.events.append(event)
+        if action == "stop":
+            raise CompressionHarmful(str(event))
+        if action == "raise":
+            for each in [name] if name else list(self._schemes):
+                self._finer[each] = self._finer.get(each, 0) + 1
+                self._changed.append(each)
+            self.revision += 1
+        elif action == "none":
+            self._plain_until = step + self.guard.steps
+            self.revision += 1
+        elif action == "reset":
+            self._resets += [name] if name else list(self._schemes)
+
+
+def finer(scheme: Scheme) -> Scheme:
+    """The next better one: more bits, more elements, more ranks, in the end none."""
+    if isinstance(scheme, PowerSGD):
+        if scheme.rank >= 16:
+            return codec("fp16")
+        return PowerSGD(rank=2 * scheme.rank, alternate=scheme.alternate, factors=scheme.factors)
+    if isinstance(scheme, Integer):
+        return codec("int4" if scheme.bits < 4 else "int8" if scheme.bits < 8 else "fp16")
+    name, ratio = scheme.name, getattr(scheme, "ratio", None)
+    if ratio is not None:
+        return codec(f"{name}:ratio={4 * ratio}" if ratio <= 0.0625 else "int8")
+    return codec({"sign": "int4", "mxfp4": "int8"}.get(name, "none" if name in ("fp16", "bf16") else "bf16"))
+
+
+def residual_limit(scheme: Scheme) -> float:
+    """|residual| / |gradient| that error feedback with this scheme may come to, and some more.
+
+    With a share r of the elements sent, one waits about 1/r steps, in which gradients that agree add up to that.
+    """
+    if isinstance(scheme, PowerSGD):
+        return 1000.0
+    ratio = getattr(scheme, "ratio", None)
+    return 10.0 if ratio is None else max(10.0, 4.0 / float(ratio))
+
+
+def _sends_most(scheme: Scheme) -> bool:
+    return not isinstance(scheme, PowerSGD) and not hasattr(scheme, "ratio") and scheme.name != "sign"
+
+
+def summary(events: Sequence[Event]) -> dict[str, int]:
+    """How often each kind of event came to each action: ``{"error: raise": 2}``."""
+    counts: dict[str, int] = {}
+    for event in events:
+        key = f"{event.kind}: {event.action}"
+        counts[key] = counts.get(key, 0) + 1
+    return counts
