@@ -260,7 +260,9 @@ def finer(scheme: Scheme) -> Scheme:
     name, ratio = scheme.name, getattr(scheme, "ratio", None)
     if ratio is not None:
         return codec(f"{name}:ratio={4 * ratio}" if ratio <= 0.0625 else "int8")
-    return codec({"sign": "int4", "mxfp4": "int8"}.get(name, "none" if name in ("fp16", "bf16") else "bf16"))
+    if name in ("none", "fp16", "bf16"):
+        return codec("none")
+    return codec({"sign": "int4", "mxfp4": "int8"}.get(name, "bf16"))
 
 
 def residual_limit(scheme: Scheme) -> float:
