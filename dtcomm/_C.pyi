@@ -100,7 +100,11 @@ class NativePlan:
         slot_bytes: int,
         direct: bool,
         text: str,
+        max_boxes: int,
+        splits: list[int],
     ) -> None: ...
+    @property
+    def max_boxes(self) -> int: ...
     @property
     def pieces(self) -> int: ...
     @property

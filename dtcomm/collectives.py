@@ -314,7 +314,7 @@ def _start(
     runtime = communicator.runtime
     if runtime is None:  # world size 1 does nothing and loses nothing
         for part in buffers:
-            if part.output is not None and part.output is not part.input:
+            if part.input is not None and part.output is not None and part.output is not part.input:
                 part.output.copy_(part.input.view_as(part.output))
         return Done(outputs) if async_op else None
     if async_op:

@@ -21,10 +21,23 @@ std::size_t granules(const Segment& segment) {
   return (segment.numel + unit - 1) / unit;
 }
 
+// Where a chunk of an exchange lies: behind the sender's shards for lower receivers, and in the receiver's output
+// behind the shards of lower senders.
+Run exchanged(std::size_t numel, const std::vector<std::size_t>& splits, std::size_t chunk, std::size_t ranks) {
+  const std::size_t src = chunk / ranks;
+  const std::size_t dst = chunk % ranks;
+  if (splits.empty()) return {0, dst * numel, src * numel, numel};
+  Run run{0, 0, 0, splits[chunk]};
+  for (std::size_t to = 0; to < dst; ++to) run.in_offset += splits[src * ranks + to];
+  for (std::size_t from = 0; from < src; ++from) run.out_offset += splits[from * ranks + dst];
+  return run;
+}
+
 // The runs of one chunk, in segment order. A segment is cut at its own granules, so which rank sums an element does
 // not depend on what else is in the message.
-std::vector<Run> runs_of(const std::vector<Segment>& segments, Geometry geometry, std::size_t chunk,
-                         std::size_t chunks) {
+std::vector<Run> runs_of(const std::vector<Segment>& segments, Geometry geometry,
+                         const std::vector<std::size_t>& splits, std::size_t chunk, std::size_t chunks,
+                         std::size_t ranks) {
   std::vector<Run> runs;
   for (std::size_t i = 0; i < segments.size(); ++i) {
     const Segment& segment = segments[i];
@@ -37,6 +50,9 @@ std::vector<Run> runs_of(const std::vector<Segment>& segments, Geometry geometry
       run = {static_cast<std::uint32_t>(i), from, from, to - from};
     } else if (geometry == Geometry::scatter) {
       run.in_offset = chunk * segment.numel;
+    } else if (geometry == Geometry::exchange) {
+      run = exchanged(segment.numel, splits, chunk, ranks);
+      run.segment = static_cast<std::uint32_t>(i);
     } else {
       run.out_offset = chunk * segment.numel;
     }
@@ -54,8 +70,11 @@ Plan::Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp o
       op_(op),
       divisor_(average ? static_cast<std::size_t>(program_->ranks) : 1),
       segments_(std::move(segments)),
+      splits_(options.splits),
       direct_(options.direct),
       text_(std::move(text)) {
+  check(options);
+  const auto ranks = static_cast<std::size_t>(program_->ranks);
   std::size_t largest = 1;
   std::size_t finest = SIZE_MAX;
   fingerprint_ = hash_bytes(static_cast<std::uint64_t>(geometry) * 257 + static_cast<std::uint64_t>(op), text_.data(),
@@ -65,13 +84,15 @@ Plan::Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp o
     finest = std::min(finest, granule_elements(segment.codec));
     fingerprint_ = mix64(fingerprint_, segment.numel * 16 + static_cast<std::uint64_t>(segment.dtype));
     fingerprint_ = hash_bytes(fingerprint_, &segment.codec, sizeof(Codec));
-    input_bytes_ += segment.numel * size_of(segment.dtype) *
-                    (geometry == Geometry::scatter ? static_cast<std::size_t>(program_->chunks) : 1);
+    const bool shards = geometry == Geometry::scatter || geometry == Geometry::exchange;
+    input_bytes_ += segment.numel * size_of(segment.dtype) * (shards ? ranks : 1);
   }
+  fingerprint_ = hash_bytes(fingerprint_, splits_.data(), splits_.size() * sizeof(std::size_t));
   if (segments_.empty()) return;
   const auto chunks = static_cast<std::size_t>(program_->chunks);
   // Fewer boxes than chunks never happens in a direct program; a ring needs nearly two per chunk.
-  std::size_t elements = std::max(finest, options.piece_bytes / largest / chunks / finest * finest);
+  const std::size_t held = geometry == Geometry::exchange ? ranks : chunks;  // by one rank
+  std::size_t elements = std::max(finest, options.piece_bytes / largest / held / finest * finest);
   for (;;) {
     cut(elements);
     if (box_stride_ * static_cast<std::size_t>(program_->max_boxes()) <= options.slot_bytes) return;
@@ -84,6 +105,21 @@ Plan::Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp o
   }
 }
 
+void Plan::check(const PlanOptions& options) const {
+  if (!splits_.empty() && (geometry_ != Geometry::exchange || segments_.size() != 1 ||
+                           splits_.size() != static_cast<std::size_t>(program_->chunks))) {
+    throw std::invalid_argument("splits: one for each chunk of an exchange of one tensor");
+  }
+  if (geometry_ == Geometry::exchange && program_->chunks != program_->ranks * program_->ranks) {
+    throw std::invalid_argument("program: an exchange has a chunk for each pair of ranks");
+  }
+  if (static_cast<std::size_t>(program_->max_boxes()) > options.max_boxes) {
+    throw std::invalid_argument("algorithm: its program needs " + std::to_string(program_->max_boxes()) +
+                                " boxes a rank, and there are " + std::to_string(options.max_boxes) +
+                                "; use a direct algorithm");
+  }
+}
+
 // Pieces take whole granules from the front of each chunk until they have `elements` of it.
 void Plan::cut(std::size_t elements) {
   const auto chunks = static_cast<std::size_t>(program_->chunks);
@@ -91,7 +127,7 @@ void Plan::cut(std::size_t elements) {
   pieces_ = 0;
   for (std::size_t chunk = 0; chunk < chunks; ++chunk) {
     std::size_t room = 0;
-    for (Run run : runs_of(segments_, geometry_, chunk, chunks)) {
+    for (Run run : runs_of(segments_, geometry_, splits_, chunk, chunks, static_cast<std::size_t>(program_->ranks))) {
       const Segment& segment = segments_[run.segment];
       const std::size_t unit = granule_elements(segment.codec);
       while (run.numel > 0) {

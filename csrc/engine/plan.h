@@ -16,12 +16,14 @@ namespace dtcomm {
 
 // How chunks lie in the caller's tensors.
 enum class Geometry : std::uint8_t {
-  whole = 0,  // input and output alike: every segment is cut at its own granules into `chunks` (all_reduce, broadcast)
-  scatter = 1,  // input holds one shard per chunk, output one shard (reduce_scatter)
-  gather = 2,   // input is one shard, output holds one per chunk (all_gather)
+  whole = 0,     // input and output alike: each segment is cut at its own granules into `chunks` (all_reduce, ...)
+  scatter = 1,   // input holds one shard per chunk, output one shard (reduce_scatter, scatter)
+  gather = 2,    // input is one shard, output holds one per chunk (all_gather, gather)
+  exchange = 3,  // input holds one shard per receiver, output one per sender; chunk = sender * ranks + receiver
 };
 
-// One tensor of the message. `numel` counts the whole tensor for Geometry::whole, one shard otherwise.
+// One tensor of the message. `numel` counts the whole tensor for Geometry::whole, one shard otherwise (the largest
+// where an exchange has splits).
 struct Segment {
   std::size_t numel = 0;
   DType dtype = DType::f32;
@@ -42,6 +44,9 @@ struct PlanOptions {
   std::size_t piece_bytes = 256 * 1024;  // of the input, over all chunks
   std::size_t slot_bytes = 512 * 1024;   // what a rank's boxes of one piece may take
   bool direct = false;                   // peers may read and write tensors that lie in shared memory
+  std::size_t max_boxes = SIZE_MAX;      // that the communicator has flags for
+  // Exchange of unequal shards: elements of each chunk of the only segment; empty where all have `numel`.
+  std::vector<std::size_t> splits;
 };
 
 class Plan {
@@ -51,6 +56,7 @@ class Plan {
 
   const Program& program() const { return *program_; }
   Geometry geometry() const { return geometry_; }
+  int max_boxes() const { return program_->max_boxes(); }
   ReduceOp op() const { return op_; }
   std::size_t divisor() const { return divisor_; }
   const std::vector<Segment>& segments() const { return segments_; }
@@ -71,12 +77,14 @@ class Plan {
     return first_[piece * static_cast<std::size_t>(program_->chunks) + static_cast<std::size_t>(chunk) + next];
   }
   void cut(std::size_t elements);
+  void check(const PlanOptions& options) const;
 
   std::shared_ptr<const Program> program_;
   Geometry geometry_;
   ReduceOp op_;
   std::size_t divisor_;
   std::vector<Segment> segments_;
+  std::vector<std::size_t> splits_;
   std::size_t pieces_ = 0;
   std::size_t box_stride_ = 0;
   std::size_t accumulator_bytes_ = 0;  // per chunk

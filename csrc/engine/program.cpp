@@ -70,7 +70,7 @@ Program Program::parse(int rank, int ranks, int chunks, std::vector<int> boxes, 
   const auto box_of = [&](Reader& reader, int peer, const char* what) {
     return reader.next(0, boxes[static_cast<std::size_t>(peer)], what);
   };
-  constexpr int kLevels = 1;  // hierarchies with a codec of their own per level lift this
+  constexpr int kLevels = 8;  // of a hierarchy; inside a host one codec serves them all
   std::size_t at = 0;
   while (at < flat.size()) {
     if (at + 3 > flat.size()) throw std::invalid_argument("program: truncated instruction");

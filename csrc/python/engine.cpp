@@ -33,7 +33,8 @@ using PointerTuple = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t>;
 
 std::shared_ptr<Plan> make_plan(std::shared_ptr<Program> program, int geometry, int op, bool average,
                                 const std::vector<SegmentTuple>& segments, std::size_t piece_bytes,
-                                std::size_t slot_bytes, bool direct, const std::string& text) {
+                                std::size_t slot_bytes, bool direct, const std::string& text, std::size_t max_boxes,
+                                std::vector<std::size_t> splits) {
   std::vector<Segment> parsed;
   for (const auto& [numel, dtype, codec] : segments) {
     if (codec.size() != sizeof(Codec)) throw py::value_error("segments: codec must be 16 bytes");
@@ -43,12 +44,16 @@ std::shared_ptr<Plan> make_plan(std::shared_ptr<Program> program, int geometry, 
     if (const char* why = why_invalid(segment.codec)) throw py::value_error(why);
     parsed.push_back(segment);
   }
-  if (geometry < 0 || geometry > 2) throw py::value_error("geometry: 0 (whole), 1 (scatter) or 2 (gather)");
+  if (geometry < 0 || geometry > 3) {
+    throw py::value_error("geometry: 0 (whole), 1 (scatter), 2 (gather) or 3 (exchange)");
+  }
   if (op < 0 || op > 2) throw py::value_error("op: 0 (sum), 1 (min) or 2 (max)");
   PlanOptions options;
   options.piece_bytes = piece_bytes;
   options.slot_bytes = slot_bytes;
   options.direct = direct;
+  options.max_boxes = max_boxes;
+  options.splits = std::move(splits);
   return std::make_shared<Plan>(std::move(program), static_cast<Geometry>(geometry), static_cast<ReduceOp>(op), average,
                                 std::move(parsed), options, text);
 }
@@ -229,8 +234,9 @@ void bind_engine(py::module_& module) {
   py::class_<Plan, std::shared_ptr<Plan>>(module, "NativePlan")
       .def(py::init(&make_plan), py::kw_only(), py::arg("program"), py::arg("geometry"), py::arg("op"),
            py::arg("average"), py::arg("segments"), py::arg("piece_bytes"), py::arg("slot_bytes"), py::arg("direct"),
-           py::arg("text"))
+           py::arg("text"), py::arg("max_boxes"), py::arg("splits"))
       .def_property_readonly("pieces", &Plan::pieces)
+      .def_property_readonly("max_boxes", &Plan::max_boxes)
       .def_property_readonly("fingerprint", &Plan::fingerprint);
   py::class_<Region, std::shared_ptr<Region>>(module, "Region", py::buffer_protocol())
       .def(py::init<std::size_t>(), py::arg("bytes"))

@@ -77,3 +77,59 @@ def broadcast_two_shot(ranks: int, root: int = 0) -> Schedule:
     return Schedule(
         collective="broadcast", ranks=ranks, chunks=ranks, root=root, transfers=deal + own + share
     )
+
+
+def reduce(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
+    """One shot: everybody sends everything to the root, which adds up."""
+    chunks = 1 if chunks is None else chunks
+    return Schedule(
+        collective="reduce",
+        ranks=ranks,
+        chunks=chunks,
+        root=root,
+        transfers=tuple(
+            Transfer(0, src, root, chunk, "reduce")
+            for src in range(ranks)
+            if src != root
+            for chunk in range(chunks)
+        ),
+    )
+
+
+def reduce_two_shot(ranks: int, root: int = 0) -> Schedule:
+    """Rank c adds up chunk c and sends the sum to the root, which receives little more than the tensor twice."""
+    return then("reduce", reduce_scatter(ranks), gather(ranks, root), root)
+
+
+def gather(ranks: int, root: int = 0) -> Schedule:
+    """One shot: everybody sends its shard to the root."""
+    return Schedule(
+        collective="gather",
+        ranks=ranks,
+        chunks=ranks,
+        root=root,
+        transfers=tuple(Transfer(0, src, root, src, "copy") for src in range(ranks) if src != root),
+    )
+
+
+def scatter(ranks: int, root: int = 0) -> Schedule:
+    """One shot: the root sends everybody its shard."""
+    return Schedule(
+        collective="scatter",
+        ranks=ranks,
+        chunks=ranks,
+        root=root,
+        transfers=tuple(Transfer(0, root, dst, dst, "copy") for dst in range(ranks) if dst != root),
+    )
+
+
+def all_to_all(ranks: int) -> Schedule:
+    """One shot: everybody sends everybody its shard."""
+    return Schedule(
+        collective="all_to_all",
+        ranks=ranks,
+        chunks=ranks**2,
+        transfers=tuple(
+            Transfer(0, src, dst, src * ranks + dst, "copy") for src, dst in permutations(range(ranks), 2)
+        ),
+    )

@@ -1,77 +1,99 @@
-"""The one list of algorithms: which name makes which schedule of which collective."""
+"""The one list of algorithms: what a name makes.
+
+A name is one of ``flat.ALGORITHMS``, or ``hierarchical``, or ``hierarchical:INSIDE/BETWEEN`` with names of those:
+``hierarchical:ring/tree`` runs rings inside the hosts and a tree between them.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
-from dtcomm.algorithms import direct, ring, tree
-from dtcomm.schedule.ir import ROOTED, Schedule
+from dtcomm.algorithms import flat, hierarchical
+from dtcomm.algorithms.hierarchical import Hosts
+from dtcomm.schedule.ir import COLLECTIVES, ROOTED, Schedule
 
-# name -> collective -> function of ranks, and of root and chunks where it takes them. In the order in which
-# they are offered.
-ALGORITHMS: dict[str, dict[str, Callable[..., Schedule]]] = {
-    "ring": {
-        "all_reduce": ring.all_reduce,
-        "reduce_scatter": ring.reduce_scatter,
-        "all_gather": ring.all_gather,
-        "broadcast": ring.broadcast,
-    },
-    "tree": {
-        "all_reduce": tree.all_reduce,
-        "reduce_scatter": tree.reduce_scatter,
-        "all_gather": tree.all_gather,
-        "broadcast": tree.broadcast,
-    },
-    "one_shot": {
-        "all_reduce": direct.one_shot,
-        "reduce_scatter": direct.reduce_scatter,
-        "all_gather": direct.all_gather,
-        "broadcast": direct.broadcast,
-    },
-    "two_shot": {
-        "all_reduce": direct.two_shot,
-        "broadcast": direct.broadcast_two_shot,
-    },
+HIERARCHICAL: dict[str, Callable[..., Schedule]] = {
+    "all_reduce": hierarchical.all_reduce,
+    "reduce_scatter": hierarchical.reduce_scatter,
+    "all_gather": hierarchical.all_gather,
+    "broadcast": hierarchical.broadcast,
+    "reduce": hierarchical.reduce,
 }
 
 
 def collectives() -> tuple[str, ...]:
     """The collectives that some algorithm can do."""
-    return tuple(dict.fromkeys(name for made in ALGORITHMS.values() for name in made))
+    return tuple(name for name in COLLECTIVES if flat.available(name))
 
 
 def available(collective: str) -> tuple[str, ...]:
-    """The names that ``build`` takes for ``collective``."""
-    names = tuple(name for name, made in ALGORITHMS.items() if collective in made)
+    """The names that ``build`` takes for ``collective``, ``hierarchical`` without its levels' algorithms."""
+    names = flat.available(collective)
     if not names:
         raise ValueError(f"collective: {collective!r} is not one of {', '.join(collectives())}")
-    return names
+    return (*names, "hierarchical") if collective in HIERARCHICAL else names
+
+
+def require(name: str, collective: str, besides: tuple[str, ...] = ()) -> None:
+    """ValueError that lists what is valid, where ``collective`` has no algorithm ``name`` (nor is it one of
+    ``besides``).
+    """
+    names = (*besides, *available(collective))
+    kind, colon, levels = name.partition(":")
+    if kind not in names or (colon and kind != "hierarchical"):
+        raise ValueError(f"algorithm: {name!r} is not one of {', '.join(names)}, which {collective} has")
+    if colon:
+        _levels(name, collective, levels)
+
+
+def _levels(name: str, collective: str, levels: str) -> tuple[str, str]:
+    inside, _, between = levels.partition("/")
+    inside, between = inside or hierarchical.INSIDE, between or hierarchical.BETWEEN
+    # Inside a host an all-reduce is a reduce-scatter and, later, an all-gather. Between hosts its one shot would
+    # leave the deputies with sums that each encodes for its own host: equal numbers, but not the same bits.
+    below = "reduce_scatter" if collective == "all_reduce" else collective
+    above = [each for each in flat.available(collective) if (each, collective) != ("one_shot", "all_reduce")]
+    for part, valid in ((inside, flat.available(below)), (between, above)):
+        if part not in valid:
+            raise ValueError(
+                f"algorithm: {part!r} in {name!r} is not one of {', '.join(valid)}; "
+                "expected hierarchical:INSIDE/BETWEEN, like hierarchical:ring/tree"
+            )
+    return inside, between
 
 
 @functools.lru_cache(maxsize=256)
-def build(name: str, collective: str, ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
+def build(
+    name: str,
+    collective: str,
+    ranks: int,
+    root: int = 0,
+    chunks: int | None = None,
+    hosts: Hosts | None = None,
+) -> Schedule:
     """The schedule of ``collective`` over ``ranks`` ranks by algorithm ``name``.
 
-    ``root`` is for broadcast; ``chunks`` (default: what suits the algorithm) for those that leave a choice.
+    ``root`` is for the rooted collectives; ``chunks`` (default: what suits the algorithm) for those that leave a
+    choice; ``hosts`` for hierarchical: the hosts' sizes, or the ranks on each (default: all on one).
     Raises ValueError naming the argument and what is valid.
     """
-    names = available(collective)
-    if name not in names:
-        raise ValueError(f"algorithm: {name!r} is not one of {', '.join(names)}, which {collective} has")
+    require(name, collective)
     if ranks < 1:
         raise ValueError(f"ranks: must be at least 1, got {ranks}")
-    options: dict[str, Any] = {}
     if collective in ROOTED:
-        options["root"] = root
         if not 0 <= root < ranks:
             raise ValueError(f"root: {root} is not a rank of 0..{ranks - 1}")
     elif root:
         raise ValueError(f"root: {collective} has none, got {root}")
-    make = ALGORITHMS[name][collective]
+    kind, _, levels = name.partition(":")
+    if kind != "hierarchical":
+        return flat.build(name, collective, ranks, root, chunks)
     if chunks is not None:
-        if "chunks" not in make.__annotations__:
-            raise ValueError(f"chunks: {name} cuts {collective} into one chunk a rank, got chunks={chunks}")
-        options["chunks"] = chunks
-    return make(ranks, **options)
+        raise ValueError(f"chunks: hierarchical makes as many as its levels need, got chunks={chunks}")
+    groups = hierarchical.members((ranks,) if hosts is None else hosts)
+    if sum(map(len, groups)) != ranks:
+        raise ValueError(f"hosts: {hosts!r} have {sum(map(len, groups))} ranks, expected {ranks}")
+    inside, between = _levels(name, collective, levels)
+    rooted = (root,) if collective in ROOTED else ()
+    return HIERARCHICAL[collective](groups, *rooted, inside=inside, between=between)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtcomm.algorithms.compose import then
+from dtcomm.algorithms.compose import backwards, then
 from dtcomm.schedule.ir import Schedule, Transfer
 
 
@@ -53,3 +53,10 @@ def broadcast(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
             for chunk in range(chunks)
         ),
     )
+
+
+def reduce(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
+    """The chain of the broadcast backwards, every rank adding its own. By default one chunk a rank."""
+    chain = broadcast(ranks, root, chunks)
+    transfers = tuple(backwards(chain.transfers, "reduce"))
+    return Schedule(**{**vars(chain), "collective": "reduce", "transfers": transfers})

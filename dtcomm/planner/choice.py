@@ -7,10 +7,11 @@ The choice is a pure function of what all ranks know alike, so that they choose 
   fp32 sum in rank order, rounded once), so the size decides about time only.
 - A lossy all-reduce takes two shots at every size. One shot encodes each contribution and no sum, two shots
   encode the sum as well: chosen by size, a parameter's result would depend on what else is in its bucket.
-- reduce_scatter, all_gather and broadcast have one direct algorithm worth taking inside a host: one shot.
-- Between hosts lossless collectives take the algorithm with the least predicted cost, which may add up in
-  another order; lossy ones stay with the direct algorithms, for the reason above and because every further
-  hop encodes again. The prediction is made for sizes rounded up to a power of two, so that it is seldom made.
+- The other collectives have one direct algorithm worth taking inside a host: one shot.
+- Between hosts lossless collectives, and those that only copy, take the algorithm with the least predicted cost,
+  which may add up in another order; lossy sums stay with the direct algorithms, for the reason above and because
+  every further hop encodes again. The prediction is made for sizes rounded up to a power of two, so that it is
+  seldom made.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dtcomm import algorithms
 from dtcomm.codecs.base import Codec
 from dtcomm.planner.cost import Table, predict
 from dtcomm.planner.topology import Topology
+from dtcomm.schedule.ir import REDUCING
 
 CHOOSERS = ("auto", "direct")
 DEFAULT = Table()
@@ -40,17 +42,14 @@ def select(
 ) -> str:
     """The name of the algorithm to build; any name but "auto" and "direct" is itself, once it is found valid.
 
-    ``numel`` counts the whole tensor: the input of reduce_scatter, the output of all_gather. Raises
-    ValueError that lists the valid names.
+    ``numel`` counts the whole tensor, as in ``Schedule.bytes_on_wire``: the input of reduce_scatter, the output of
+    all_gather. Raises ValueError that lists the valid names.
     """
-    names = algorithms.available(collective)
-    if algorithm in names:
-        return algorithm
+    algorithms.require(algorithm, collective, besides=CHOOSERS)
     if algorithm not in CHOOSERS:
-        valid = ", ".join((*CHOOSERS, *names))
-        raise ValueError(f"algorithm: {algorithm!r} is not one of {valid}, which {collective} has")
+        return algorithm
     lossless = codec.lossless(dtype)
-    if algorithm == "auto" and hosts > 1 and lossless:
+    if algorithm == "auto" and hosts > 1 and (lossless or collective not in REDUCING):
         shard = 1 << max(-(-numel // ranks) - 1, 0).bit_length()
         return _cheapest(collective, shard * ranks, dtype, codec, ranks, hosts, table)
     if collective != "all_reduce":
@@ -66,6 +65,7 @@ def _cheapest(
     topology = Topology.even(ranks, hosts)
 
     def cost(name: str) -> float:
-        return predict(algorithms.build(name, collective, ranks), numel, dtype, codec, topology, table)
+        schedule = algorithms.build(name, collective, ranks, hosts=topology.groups)
+        return predict(schedule, numel, dtype, codec, topology, table)
 
     return min(algorithms.available(collective), key=cost)

@@ -46,6 +46,13 @@ class Topology:
         """How many hosts they are on."""
         return max(self.host_of) + 1
 
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks on each host."""
+        return tuple(
+            tuple(rank for rank, at in enumerate(self.host_of) if at == host) for host in range(self.hosts)
+        )
+
     def level(self, transfer: Transfer) -> int:
         """0 inside a host, 1 between hosts."""
         return int(self.host_of[transfer.src] != self.host_of[transfer.dst])

@@ -24,7 +24,7 @@ class Arithmetic:
         self._slots = slots
         self._seed = seed
         self._op = "sum" if plan.shape.op == "avg" else plan.shape.op
-        self._inputs = [_flat(part.input) for part in buffers]
+        self._inputs = [None if part.input is None else _flat(part.input) for part in buffers]
         self._outputs = [None if part.output is None else _flat(part.output) for part in buffers]
         self._residuals = [None if part.residual is None else _flat(part.residual) for part in buffers]
         self._accumulators: dict[tuple[int, int, int], torch.Tensor] = {}  # (slot, chunk, nth slice)
@@ -131,7 +131,9 @@ class Arithmetic:
         return self._slots[slot][at : at + each.wire_bytes]
 
     def _input(self, each: Slice) -> torch.Tensor:
-        return self._inputs[each.part][each.in_offset : each.in_offset + each.numel]
+        given = self._inputs[each.part]
+        assert given is not None, "only ranks with an input read it"
+        return given[each.in_offset : each.in_offset + each.numel]
 
     def _output(self, each: Slice) -> torch.Tensor | None:
         output = self._outputs[each.part]

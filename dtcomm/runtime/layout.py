@@ -5,6 +5,7 @@ The native engine cuts in the same way (csrc/engine/plan.h), so an element's byt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -65,10 +66,12 @@ def _runs(shape: Shape, chunk: int, chunks: int) -> Iterator[Slice]:
     for index, part in enumerate(shape.parts):
         start_in = start_out = 0
         numel = part.numel
-        if shape.collective == "reduce_scatter":
+        if shape.collective in ("reduce_scatter", "scatter"):
             start_in = chunk * numel
-        elif shape.collective == "all_gather":
+        elif shape.collective in ("all_gather", "gather"):
             start_out = chunk * numel
+        elif shape.collective == "all_to_all":
+            start_in, start_out, numel = _exchanged(shape, numel, chunk, math.isqrt(chunks))
         else:
             granule = part.codec.granularity
             granules = -(-part.numel // granule)
@@ -76,6 +79,16 @@ def _runs(shape: Shape, chunk: int, chunks: int) -> Iterator[Slice]:
             numel = min(numel, granules * (chunk + 1) // chunks * granule) - start_in
         if numel:
             yield Slice(index, start_in, start_out, numel, 0, 0)
+
+
+def _exchanged(shape: Shape, numel: int, chunk: int, ranks: int) -> tuple[int, int, int]:
+    # Offsets into the sender's input and the receiver's output, and how many elements.
+    src, dst = divmod(chunk, ranks)
+    if not shape.splits:
+        return dst * numel, src * numel, numel
+    sent = shape.splits[src * ranks : chunk]
+    received = shape.splits[dst:chunk:ranks]
+    return sum(sent), sum(received), shape.splits[chunk]
 
 
 def _pieces(shape: Shape, chunk: int, chunks: int, elements: int) -> Iterator[Chunk]:

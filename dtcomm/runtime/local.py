@@ -69,7 +69,7 @@ def run(world: World, operations: Sequence[Sequence[Operation]]) -> list[Outcome
     outcomes = _C.run_local(
         ranks=world.ranks,
         seed=world.seed,
-        max_boxes=2 * world.ranks + 2,
+        max_boxes=max((plan.max_boxes for mine in calls for plan, *_ in mine), default=1),
         slot_bytes=world.slot_bytes,
         delay=world.delay,
         victim=-1 if world.victim is None else world.victim,

@@ -188,7 +188,7 @@ class ProcessGroupRuntime:
             if self._check:
                 self._compare(plan)
             if plan.pieces:
-                self._reserve(plan, buffers[0].input.device)
+                self._reserve(plan, buffers[0].device)
             arithmetic = Arithmetic(plan, buffers, self._slots, seed)
             sent = Replay(plan, arithmetic, self, self._operations).run()
         except BaseException as error:

@@ -7,15 +7,27 @@ from typing import NamedTuple
 import torch
 
 from dtcomm.codecs import Codec
+from dtcomm.schedule.ir import REDUCING, ROOTED
 
 # How chunks lie in the caller's tensors (csrc/engine/plan.h, Geometry).
-GEOMETRY = {"all_reduce": 0, "broadcast": 0, "reduce_scatter": 1, "all_gather": 2}
+GEOMETRY = {
+    "all_reduce": 0,
+    "broadcast": 0,
+    "reduce": 0,
+    "reduce_scatter": 1,
+    "scatter": 1,
+    "all_gather": 2,
+    "gather": 2,
+    "all_to_all": 3,
+}
 
 OPS = {"sum": 0, "avg": 0, "min": 1, "max": 2}
 
 
 class Part(NamedTuple):
-    """One tensor of a message; ``numel`` counts all of it, or one shard for gather and scatter."""
+    """One tensor of a message; ``numel`` counts all of it, or one shard for gather, scatter and all_to_all (the
+    largest shard where they differ).
+    """
 
     numel: int
     dtype: torch.dtype
@@ -23,13 +35,18 @@ class Part(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Everything that ranks must agree on: it makes the plan and its fingerprint."""
+    """Everything that ranks must agree on: it makes the plan and its fingerprint.
+
+    ``splits`` are the elements that each rank sends to each in an all_to_all of unequal shards, sender * ranks +
+    receiver; empty where all are equal.
+    """
 
     collective: str
     op: str
     parts: tuple[Part, ...]
     algorithm: str
     root: int = 0
+    splits: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         """As error messages show it: ``all_reduce(sum, 1024 float32, codec int8, two_shot)``."""
@@ -38,8 +55,10 @@ class Shape(NamedTuple):
         codecs = "/".join(dict.fromkeys(str(part.codec) for part in self.parts))
         what = f"{numel} {dtypes}" + (f" in {len(self.parts)} tensors" if len(self.parts) != 1 else "")
         details = [what, f"codec {codecs}", self.algorithm]
-        if name in ("all_reduce", "reduce_scatter"):
+        if name in REDUCING:
             details.insert(0, self.op)
-        if name == "broadcast":
+        if self.splits:
+            details.insert(1, "the most of unequal splits")
+        if name in ROOTED:
             details.append(f"root {self.root}")
         return f"{name}({', '.join(details)})"

@@ -12,21 +12,31 @@ from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.runtime.shape import GEOMETRY, OPS, Shape
 from dtcomm.runtime.work import NativeWork, Work
 from dtcomm.schedule import Schedule, lower
+from dtcomm.schedule.ir import CUT_AT_GRANULES
 
 SLOT_BYTES = 512 * 1024
+LEAST_BOXES = 128  # of 4 KiB fill a slot: a user's own schedule may need as many
 
 
 class Buffers(NamedTuple):
-    """The tensors of one part of a message; ``output`` None where this rank has none."""
+    """The tensors of one part of a message; None where this rank has none."""
 
-    input: torch.Tensor
+    input: torch.Tensor | None
     output: torch.Tensor | None
     residual: torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        for tensor in (self.input, self.output):
+            if tensor is not None:
+                return tensor.device
+        return torch.device("cpu")
 
     def pointers(self) -> tuple[int, int, int]:
         """Addresses, 0 for what is not there."""
         return (
-            self.input.data_ptr(),
+            0 if self.input is None else self.input.data_ptr(),
             0 if self.output is None else self.output.data_ptr(),
             0 if self.residual is None else self.residual.data_ptr(),
         )
@@ -43,7 +53,7 @@ class NativeRuntime:
         self.native = _C.NativeCommunicator(
             rank=rank,
             ranks=ranks,
-            max_boxes=max(8, 2 * ranks + 2),
+            max_boxes=_boxes(ranks),
             slot_bytes=SLOT_BYTES,
             timeout_s=timeout_s,
             yield_us=float(env.get("DTCOMM_YIELD_US")),
@@ -67,7 +77,9 @@ class NativeRuntime:
 
     def prepare(self, shape: Shape, schedule: Schedule) -> _C.NativePlan:
         """A plan for calls of this shape."""
-        return native_plan(shape, schedule, self.rank, piece_bytes(shape, self.ranks), SLOT_BYTES)
+        return native_plan(
+            shape, schedule, self.rank, piece_bytes(shape, self.ranks), SLOT_BYTES, _boxes(self.ranks)
+        )
 
     def run(self, plan: Any, buffers: Sequence[Buffers], seed: int) -> int:
         """Run to the end; returns the bytes sent."""
@@ -108,7 +120,12 @@ def empty_shared(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 
 
 def native_plan(
-    shape: Shape, schedule: Schedule, rank: int, piece_bytes: int, slot_bytes: int
+    shape: Shape,
+    schedule: Schedule,
+    rank: int,
+    piece_bytes: int,
+    slot_bytes: int,
+    max_boxes: int = 2**16,
 ) -> _C.NativePlan:
     """The schedule, lowered for ``rank`` and laid over the shape's parts."""
     program = lower(schedule, rank)
@@ -123,6 +140,8 @@ def native_plan(
         slot_bytes=slot_bytes,
         direct=is_direct(shape),
         text=str(shape),
+        max_boxes=max_boxes,
+        splits=list(shape.splits),
     )
 
 
@@ -132,9 +151,13 @@ def piece_bytes(shape: Shape, ranks: int) -> int:
     if chosen:
         return chosen * 1024
     total = sum(part.numel * part.dtype.itemsize for part in shape.parts)
-    if shape.collective in ("reduce_scatter", "all_gather"):
+    if shape.collective not in CUT_AT_GRANULES:
         total *= ranks
     return 512 * 1024 if total <= 4 * 2**20 else 256 * 1024
+
+
+def _boxes(ranks: int) -> int:
+    return max(LEAST_BOXES, 2 * ranks + 2)
 
 
 def is_direct(shape: Shape) -> bool:

@@ -12,6 +12,7 @@ from dtcomm.runtime.layout import lay_out, payload_bytes, piece_elements
 from dtcomm.runtime.shape import GEOMETRY, OPS, Part, Shape
 from dtcomm.schedule import lower
 from dtcomm.schedule.ir import CUT_AT_GRANULES
+from tests.runtime.test_local import SHARDS_IN, SHARDS_OUT
 from tests.schedule.test_verify import schedules
 
 parts = st.builds(
@@ -25,34 +26,49 @@ parts = st.builds(
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
     collective = draw(st.sampled_from(sorted(GEOMETRY)))
-    return Shape(collective, "sum", tuple(draw(st.lists(parts, min_size=1, max_size=4))), "ring")
+    drawn = draw(st.lists(parts, min_size=1, max_size=4))
+    return Shape(collective, "sum", tuple(drawn), "one_shot")
+
+
+def chunks_of(shape: Shape, ranks: int) -> int:
+    return ranks**2 if shape.collective == "all_to_all" else ranks
 
 
 @given(shapes(), st.integers(1, 6), st.integers(1, 9000))
 @settings(max_examples=60, deadline=None)
-def test_every_element_is_in_one_slice(shape: Shape, chunks: int, elements: int) -> None:
+def test_every_element_is_in_one_slice(shape: Shape, ranks: int, elements: int) -> None:
+    schedule = algorithms.build("one_shot", shape.collective, ranks)
+    chunks = chunks_of(shape, ranks)
     pieces = lay_out(shape, chunks, elements)
-    whole = shape.collective in CUT_AT_GRANULES
-    for index, part in enumerate(shape.parts):
-        shards = 1 if whole else chunks
-        ins = torch.zeros(
-            part.numel * (shards if shape.collective == "reduce_scatter" else 1), dtype=torch.int
-        )
-        outs = torch.zeros(part.numel * (shards if shape.collective == "all_gather" else 1), dtype=torch.int)
-        for piece in pieces:
-            for chunk in piece:
-                for each in (each for each in chunk if each.part == index):
-                    assert each.numel > 0
-                    ins[each.in_offset : each.in_offset + each.numel] += 1
-                    outs[each.out_offset : each.out_offset + each.numel] += 1
-        assert set(ins.tolist()) <= {1} or shape.collective == "all_gather"
-        assert set(outs.tolist()) <= {1} or shape.collective == "reduce_scatter"
-        assert int(max(ins.sum(), outs.sum())) >= part.numel
+    for rank in range(ranks):
+        for index, part in enumerate(shape.parts):
+            shards_in = ranks if shape.collective in SHARDS_IN else 1
+            shards_out = ranks if shape.collective in SHARDS_OUT else 1
+            ins = torch.zeros(part.numel * shards_in, dtype=torch.int)
+            outs = torch.zeros(part.numel * shards_out, dtype=torch.int)
+            for piece in pieces:
+                for number, chunk in enumerate(piece):
+                    for each in (each for each in chunk if each.part == index):
+                        assert each.numel > 0
+                        # One shot starts and ends with as many chunks as there are in one_shot's all_reduce.
+                        if shape.collective in CUT_AT_GRANULES or schedule.starts(rank, number):
+                            ins[each.in_offset : each.in_offset + each.numel] += 1
+                        if shape.collective in CUT_AT_GRANULES or schedule.ends(rank, number):
+                            outs[each.out_offset : each.out_offset + each.numel] += 1
+            starts, ends = (
+                any(holds(rank, chunk) for chunk in range(schedule.chunks))
+                for holds in (schedule.starts, schedule.ends)
+            )
+            if starts or shape.collective in CUT_AT_GRANULES:
+                assert ins.eq(1).all()
+            if ends or shape.collective in CUT_AT_GRANULES:
+                assert outs.eq(1).all()
 
 
 @given(shapes(), st.integers(1, 6), st.integers(1, 9000))
 @settings(max_examples=60, deadline=None)
-def test_slices_are_granules_back_to_back(shape: Shape, chunks: int, elements: int) -> None:
+def test_slices_are_granules_back_to_back(shape: Shape, ranks: int, elements: int) -> None:
+    chunks = chunks_of(shape, ranks)
     pieces = lay_out(shape, chunks, elements)
     for number, piece in enumerate(pieces):
         assert len(piece) == chunks
@@ -60,8 +76,8 @@ def test_slices_are_granules_back_to_back(shape: Shape, chunks: int, elements: i
             at = 0
             for each in chunk:
                 part = shape.parts[each.part]
-                shard = index * part.numel
-                begin = each.in_offset - (shard if shape.collective == "reduce_scatter" else 0)
+                shard = (index % ranks) * part.numel  # of all_to_all the receiver's
+                begin = each.in_offset - (shard if shape.collective in SHARDS_IN else 0)
                 assert begin % part.codec.granularity == 0
                 assert each.wire_offset == at
                 assert each.wire_bytes == part.codec.wire_bytes(each.numel, part.dtype)
@@ -94,7 +110,7 @@ def test_neighbours_do_not_move_an_element_to_another_chunk(
 @settings(max_examples=30, deadline=None)
 def test_chunks_are_the_schedule_s(schedule, numel: int, spec: str) -> None:
     total = numel if schedule.collective in CUT_AT_GRANULES else numel * schedule.ranks
-    shape = Shape(schedule.collective, "sum", (Part(numel, torch.float32, codec(spec)),), "ring")
+    shape = Shape(schedule.collective, "sum", (Part(numel, torch.float32, codec(spec)),), "one_shot")
     pieces = lay_out(shape, schedule.chunks, 5000)
     for chunk in range(schedule.chunks):
         laid = sum(each.numel for piece in pieces for each in piece[chunk])
@@ -115,10 +131,12 @@ def test_the_engine_cuts_alike(shape: Shape, ranks: int, elements: int) -> None:
         op=OPS[shape.op],
         average=False,
         segments=[(part.numel, ELEMENT_TYPES[part.dtype], part.codec.native()) for part in shape.parts],
-        piece_bytes=elements * largest * program.chunks,
+        piece_bytes=elements * largest * (ranks if shape.collective == "all_to_all" else program.chunks),
         slot_bytes=2**40,
         direct=False,
         text="",
+        max_boxes=64,
+        splits=list(shape.splits),
     )
     assert plan.pieces == len(lay_out(shape, program.chunks, max(finest, elements // finest * finest)))
 

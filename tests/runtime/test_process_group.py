@@ -18,10 +18,12 @@ from dtcomm.runtime.plan import WINDOW, Plan
 from dtcomm.runtime.replay import Replay
 from dtcomm.runtime.shape import Part, Shape
 from dtcomm.runtime.shm import Buffers
+from dtcomm.schedule.ir import CUT_AT_GRANULES, ROOTED
 from dtcomm.testing import exact
 from dtcomm.testing.ranks import run_ranks, spawn_ranks, tell
+from tests.algorithms.cases import NAMES, build
+from tests.runtime.test_local import SHARDS_IN, SHARDS_OUT
 
-CASES = [(c, name) for c in algorithms.collectives() for name in algorithms.available(c)]
 OVER_GLOO = {"DTCOMM_RUNTIME": "process_group", "DTCOMM_PIECE_KIB": "16"}
 
 
@@ -73,10 +75,10 @@ def replay(
 ):
     """The inputs and outputs of all ranks after one call, with the pieces that it took."""
     shape = Shape(collective, op, (Part(numel, torch.float32, codec(spec)),), name, root)
-    schedule = algorithms.build(name, collective, ranks, root)
+    schedule = build(name, collective, ranks, root)
     fabric, failures = Rendezvous(), []
-    count_in = numel * (ranks if collective == "reduce_scatter" else 1)
-    count_out = numel * (ranks if collective == "all_gather" else 1)
+    count_in = numel * (ranks if collective in SHARDS_IN else 1)
+    count_out = numel * (ranks if collective in SHARDS_OUT else 1)
     inputs = [torch.randn(count_in, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks)]
     outputs = [torch.full((count_out,), torch.nan) for _ in range(ranks)]
     plans = [Plan(shape, schedule, rank, message_bytes) for rank in range(ranks)]
@@ -85,7 +87,9 @@ def replay(
         try:
             slots = [torch.empty(plans[rank].slot_bytes, dtype=torch.uint8) for _ in range(WINDOW)]
             residual = None if residuals is None else residuals[rank]
-            held = [Buffers(inputs[rank], outputs[rank], residual)]
+            given = inputs[rank] if collective != "scatter" or rank == root else None
+            taken = outputs[rank] if collective not in ("reduce", "gather") or rank == root else None
+            held = [Buffers(given, taken, residual)]
             sent[rank] = Replay(
                 plans[rank], Arithmetic(plans[rank], held, slots, seed), Port(fabric, rank), 0
             ).run()
@@ -100,25 +104,31 @@ def replay(
         thread.join(60)
     assert not failures, failures[0]
     assert not any(fabric.posted.values()) and not any(fabric.sent.values())
-    total = numel if collective in ("all_reduce", "broadcast") else numel * ranks
+    total = numel if collective in CUT_AT_GRANULES else numel * ranks
     if len(plans[0].pieces) == 1 or total % 1024 == 0:
         assert tuple(sent) == schedule.bytes_on_wire(total, codec(spec))
     return inputs, outputs, len(plans[0].pieces)
 
 
-@pytest.mark.parametrize(("collective", "name"), CASES)
+@pytest.mark.parametrize(("collective", "name"), NAMES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_results_without_loss(collective: str, name: str, ranks: int) -> None:
-    root = ranks - 1 if collective == "broadcast" else 0
+    root = ranks - 1 if collective in ROOTED else 0
     for numel in (0, 1, 1025, 30_000):
         inputs, outputs, pieces = replay(collective, name, ranks, numel, "none", root=root)
         assert pieces > WINDOW or numel < 30_000
         exact_sum = torch.stack(inputs).double().sum(0)
         for rank, output in enumerate(outputs):
-            if collective == "broadcast":
+            if collective in ("reduce", "gather") and rank != root:
+                assert output.isnan().all()
+            elif collective == "broadcast":
                 assert torch.equal(output, inputs[root])
-            elif collective == "all_gather":
+            elif collective in ("all_gather", "gather"):
                 assert torch.equal(output, torch.cat(inputs))
+            elif collective == "scatter":
+                assert torch.equal(output, inputs[root].view(ranks, -1)[rank])
+            elif collective == "all_to_all":
+                assert torch.equal(output, torch.cat([given.view(ranks, -1)[rank] for given in inputs]))
             else:
                 shard = (
                     slice(rank * numel, (rank + 1) * numel) if collective == "reduce_scatter" else slice(None)
@@ -139,7 +149,7 @@ def test_all_ranks_end_with_the_same_bits(name: str, spec: str, ranks: int) -> N
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 @pytest.mark.parametrize(
-    ("collective", "name"), [case for case in CASES if case[0] in ("all_reduce", "reduce_scatter")]
+    ("collective", "name"), [case for case in NAMES if case[0] in ("all_reduce", "reduce_scatter")]
 )
 def test_what_is_lost_is_kept(collective: str, name: str, ranks: int, op: str) -> None:
     numel = 9000

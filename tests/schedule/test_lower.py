@@ -5,16 +5,17 @@ import pytest
 from dtcomm import algorithms
 from dtcomm.errors import ScheduleError
 from dtcomm.schedule import Schedule, Transfer, lower, parse
+from dtcomm.schedule.ir import REDUCING, ROOTED
 from dtcomm.schedule.lower import steps
 from dtcomm.schedule.program import Adopt, Copy, Encode, Forward, Local, Receive, Reduce, Send
+from tests.algorithms.cases import NAMES, build
 from tests.schedule.machines import Programs, coarse, evaluate, inputs_of
 
 CASES = [
     (collective, name, ranks, root)
-    for collective in algorithms.collectives()
-    for name in algorithms.available(collective)
+    for collective, name in NAMES
     for ranks in (1, 2, 3, 4, 5, 7, 8, 9)
-    for root in ({0, ranks // 2, ranks - 1} if collective == "broadcast" else {0})
+    for root in ({0, ranks // 2, ranks - 1} if collective in ROOTED else {0})
 ]
 
 
@@ -38,9 +39,9 @@ def check(schedule: Schedule, divisor: int = 1) -> None:
 
 @pytest.mark.parametrize(("collective", "name", "ranks", "root"), CASES)
 def test_programs_do_what_the_schedule_means(collective: str, name: str, ranks: int, root: int) -> None:
-    schedule = algorithms.build(name, collective, ranks, root)
+    schedule = build(name, collective, ranks, root)
     check(schedule)
-    if collective in ("all_reduce", "reduce_scatter"):
+    if collective in REDUCING:
         check(schedule, divisor=ranks)
 
 
@@ -131,7 +132,7 @@ def test_levels_go_with_the_bytes() -> None:
 
 @pytest.mark.parametrize("name", algorithms.available("all_reduce"))
 def test_instructions_know_their_steps(name: str) -> None:
-    schedule = algorithms.build(name, "all_reduce", 5)
+    schedule = build(name, "all_reduce", 5)
     sent = {(t.step, t.src, t.dst, t.chunk) for t in schedule.transfers}
     for rank in range(5):
         numbered = list(zip(steps(schedule, rank), lower(schedule, rank).instructions, strict=True))

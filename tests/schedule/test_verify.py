@@ -1,5 +1,6 @@
 """The verifier accepts every algorithm and refuses what brute force finds broken."""
 
+import itertools
 import re
 from dataclasses import replace
 
@@ -10,23 +11,27 @@ from hypothesis import strategies as st
 from dtcomm import algorithms
 from dtcomm.errors import ScheduleError
 from dtcomm.schedule import Schedule, Transfer, parse, verify
+from dtcomm.schedule.ir import ROOTED
+from tests.algorithms.cases import NAMES, build, takes_chunks
 from tests.schedule.machines import keeps_its_promise
-
-NAMES = [(c, name) for c in algorithms.collectives() for name in algorithms.available(c)]
-CHUNKED = {"all_reduce": ("tree", "one_shot"), "broadcast": ("ring", "tree", "one_shot")}
 
 
 @st.composite
 def schedules(draw: st.DrawFn, most: int = 6) -> Schedule:
     collective, name = draw(st.sampled_from(NAMES))
     ranks = draw(st.integers(1, most))
-    root = draw(st.integers(0, ranks - 1)) if collective == "broadcast" else 0
-    chunks = draw(st.integers(1, 4)) if name in CHUNKED.get(collective, ()) else None
+    root = draw(st.integers(0, ranks - 1)) if collective in ROOTED else 0
+    if name == "hierarchical":
+        cuts = sorted(draw(st.sets(st.integers(1, ranks - 1), max_size=3))) if ranks > 1 else []
+        edges = [0, *cuts, ranks]
+        hosts = tuple(end - start for start, end in itertools.pairwise(edges))
+        return algorithms.build(name, collective, ranks, root, hosts=hosts)
+    chunks = draw(st.integers(1, 4)) if takes_chunks(name, collective) else None
     return algorithms.build(name, collective, ranks, root, chunks)
 
 
 @given(schedules(most=17))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_every_algorithm_is_proved_and_encodes_each_chunk_once(schedule: Schedule) -> None:
     proof = verify(schedule)
     assert proof.encodes_once
@@ -94,7 +99,7 @@ def test_corruptions_that_change_the_outcome_are_refused(corrupt, data: st.DataO
 
 def test_dropping_any_transfer_of_an_algorithm_is_refused() -> None:
     for collective, name in NAMES:
-        schedule = algorithms.build(name, collective, 4)
+        schedule = build(name, collective, 4)
         for i in range(len(schedule.transfers)):
             with pytest.raises(ScheduleError, match=r"rank \d+.* chunk \d+"):
                 verify(replace(schedule, transfers=schedule.transfers[:i] + schedule.transfers[i + 1 :]))
@@ -117,6 +122,14 @@ rank 3 | c0+2 | c0+1"""
         (
             "all_reduce ranks=3 chunks=1\nrank 0|c0+1|c0=2\nrank 1|c0+0|c0+0\nrank 2|.|.",
             "rank 0 step 1 chunk 0: the sum counts ranks 0, 1 more than once",
+        ),
+        (
+            "reduce ranks=3 chunks=1 root=2\nrank 0|c0+1|.\nrank 1|.|c0+2\nrank 2|.|c0+0",
+            "rank 0 step 1 chunk 0: no progress: no output depends on what arrives",
+        ),
+        (
+            "all_to_all ranks=2 chunks=4\nrank 0|c1=1\nrank 1|c3=0",
+            "rank 0 step 0 chunk 2: nothing has arrived by the last step|rank 0 step 0 chunk 3",
         ),
         (
             "broadcast ranks=3 chunks=1\nrank 0|.|c0=1\nrank 1|c0=2|.\nrank 2|.|.",
@@ -167,7 +180,7 @@ def test_says_what_is_wrong(text: str, message: str) -> None:
         "all_to_all ranks=2 chunks=4\nrank 0|c1=1\nrank 1|c2=0",
     ],
 )
-def test_collectives_without_an_algorithm_yet(text: str) -> None:
+def test_schedules_written_by_hand(text: str) -> None:
     schedule = parse(text)
     verify(schedule)
     assert keeps_its_promise(schedule)
