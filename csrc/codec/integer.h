@@ -17,21 +17,25 @@ struct IntegerRules {
   std::uint32_t mask;  // bits that the scale's type keeps
 };
 
-DTCOMM_HD IntegerRules integer_rules(const Codec& codec) {
+// Of scales that take a block's largest element to `levels`, rounded up to their type or to nearest.
+DTCOMM_HD IntegerRules scale_rules(float levels, Scale type, bool up) {
   IntegerRules rules;
-  const int steps = codec.symmetric ? (1 << (codec.bits - 1)) - 1 : (1 << codec.bits) - 1;
-  rules.levels = static_cast<float>(steps);
-  rules.mask = codec.scale == Scale::bf16 ? 0xffff0000U : 0xffffffffU;
+  rules.levels = levels;
+  rules.mask = type == Scale::bf16 ? 0xffff0000U : 0xffffffffU;
   const float largest = float_of(kInfinity32 - 1);
-  std::uint32_t cap = bits_of(largest / rules.levels);
-  cap -= finite(float_of(cap) * rules.levels) ? 0 : 1;
+  std::uint32_t cap = bits_of(largest / levels);
+  cap -= finite(float_of(cap) * levels) ? 0 : 1;
   rules.cap = cap & rules.mask;
-  // The largest code of a symmetric block comes out right when its scale is rounded to nearest. A larger top code or
-  // a stochastic one would be clipped where the scale is too small, so there it is rounded up.
-  const bool narrow = codec.scale == Scale::bf16, up = codec.stochastic || !codec.symmetric;
-  rules.half = !narrow ? 0 : up ? 0xffff : 0x7fff;
-  rules.tie = narrow && !up ? 1 : 0;
+  rules.half = type != Scale::bf16 ? 0 : up ? 0xffff : 0x7fff;
+  rules.tie = type == Scale::bf16 && !up ? 1 : 0;
   return rules;
+}
+
+// The largest code of a symmetric block comes out right when its scale is rounded to nearest. A larger top code or a
+// stochastic one would be clipped where the scale is too small, so there it is rounded up.
+DTCOMM_HD IntegerRules integer_rules(const Codec& codec) {
+  const int steps = codec.symmetric ? (1 << (codec.bits - 1)) - 1 : (1 << codec.bits) - 1;
+  return scale_rules(static_cast<float>(steps), codec.scale, codec.stochastic || !codec.symmetric);
 }
 
 // The scale of a block whose largest element (or range) has the bits `top` (sign cleared).

@@ -8,6 +8,7 @@ from typing import Any
 
 from dtcomm.codecs.base import Codec
 from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed
+from dtcomm.codecs.float8 import Float8
 from dtcomm.codecs.integer import Integer
 
 
@@ -28,6 +29,8 @@ CODECS: dict[str, Entry] = {
     "none": Entry(make=Uncompressed),
     "fp16": Entry(make=Fp16),
     "bf16": Entry(make=Bf16),
+    "fp8_e4m3": Entry(make=Float8, fixed={"element": "e4m3"}),
+    "fp8_e5m2": Entry(make=Float8, fixed={"element": "e5m2"}),
     "int8": Entry(make=Integer, fixed={"bits": 8}),
 }
 

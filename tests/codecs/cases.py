@@ -11,7 +11,7 @@ from dtcomm.codecs.spec import CODECS
 
 # Values of each option worth testing, its default among them.
 VALUES: dict[str, tuple[object, ...]] = {
-    "block": (16, 32, 64, 1024, 4096),
+    "block": (16, 32, 128, 256, 4096),
     "scale": ("bf16", "fp32"),
     "symmetric": (True, False),
     "round": ("nearest", "stochastic"),

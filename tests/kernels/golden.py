@@ -25,6 +25,11 @@ SPECS = {
     "int8-fp32-scales": "int8:block=64,scale=fp32",
     "int8-all-options": "int8:block=16,scale=fp32,symmetric=false,round=stochastic",
     "int8-long-blocks": "int8:block=2048",
+    "fp8_e4m3": "fp8_e4m3",
+    "fp8_e4m3-stochastic": "fp8_e4m3:round=stochastic",
+    "fp8_e4m3-fp32-scales": "fp8_e4m3:block=16,scale=fp32",
+    "fp8_e5m2": "fp8_e5m2",
+    "fp8_e5m2-all-options": "fp8_e5m2:block=2048,scale=fp32,round=stochastic",
 }
 NUMEL, KEY, OFFSET = 1107, 0x0123456789ABCDEF, 2**32 - 500
 

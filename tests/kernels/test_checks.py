@@ -30,7 +30,7 @@ def kernel(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        (lambda: encode("int9", X), ValueError, r"codec.*int9.*none, fp16, bf16, int8"),
+        (lambda: encode("int9", X), ValueError, r"codec.*int9.*none, fp16, bf16, .*int8"),
         (lambda: encode(8, X), TypeError, r"codec.*int"),
         (lambda: encode("int8", [1.0]), TypeError, r"x: expected a tensor, got list"),
         (lambda: encode("int8", LONGS), TypeError, r"x: .*int8.*int64; valid: float32, float16, bfloat16"),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtcomm.codecs import Codec, Integer, codec
+from dtcomm.codecs import Codec, Float8, Integer, codec
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.kernels import available, use
 from dtcomm.kernels.ops import decode, encode, reduce, reduce_encode
@@ -27,6 +27,13 @@ def kernel(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
 
 def round_trip(each: Codec | str, x: torch.Tensor) -> torch.Tensor:
     return decode(each, encode(each, x), x.numel(), x.dtype)
+
+
+def coarseness(each: Codec) -> float:
+    """The largest error of equal numbers in a block of their own, relative to them."""
+    if isinstance(each, Float8) and each.round == "stochastic":
+        return 2**-3 if each.element == "e4m3" else 2**-2
+    return 2**-6
 
 
 @pytest.mark.parametrize("each", INTEGERS, ids=str)
@@ -115,7 +122,7 @@ def test_extremes_survive_in_blocks_of_their_own(each: Codec) -> None:
     size = max(each.layout().block, 16)
     for value in (1e-30, 1e30, -3.38e38):
         x = torch.full((size,), value)
-        assert torch.allclose(round_trip(each, x), x, rtol=2**-6, atol=0)
+        assert torch.allclose(round_trip(each, x), x, rtol=coarseness(each), atol=0)
 
 
 def test_fp16_follows_ieee() -> None:

@@ -22,7 +22,15 @@ from tests.algorithms.cases import NAMES, build
 CASES = NAMES
 SHARDS_IN = ("reduce_scatter", "scatter", "all_to_all")
 SHARDS_OUT = ("all_gather", "gather", "all_to_all")
-CODECS = ("none", "fp16", "bf16", "int8", "int8:round=stochastic,symmetric=false", "int8:scale=fp32,block=64")
+CODECS = (
+    "none",
+    "fp16",
+    "bf16",
+    "int8",
+    "int8:round=stochastic,symmetric=false",
+    "int8:scale=fp32,block=64",
+    "fp8_e4m3",
+)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 // on its own, once per instruction set (csrc/cpu/families); a call through a pointer costs nothing beside a granule.
 #pragma once
 
+#include "codec/float8.h"
 #include "codec/integer.h"
 #include "codec/layout.h"
 #include "cpu/kernels.h"
@@ -28,12 +29,15 @@ struct FamilyKernels {
 };
 
 extern const FamilyKernels kIntegerFamily;
+extern const FamilyKernels kFloat8Family;
 
 // nullptr: a cast, which cast.h does in line.
 inline const FamilyKernels* family_kernels(Family family) {
   switch (family) {
     case Family::integer:
       return &kIntegerFamily;
+    case Family::float8:
+      return &kFloat8Family;
     default:
       return nullptr;
   }
@@ -43,7 +47,7 @@ inline const FamilyKernels* family_kernels(Family family) {
 struct Plan {
   Codec codec;
   Layout layout;
-  IntegerRules rules;           // Family::integer
+  IntegerRules rules;           // Family::integer, Family::float8
   DType wire;                   // casts: type of an element in the payload
   const FamilyKernels* family;  // nullptr: a cast
 
@@ -52,6 +56,7 @@ struct Plan {
     if (which.family == Family::fp16) wire = DType::f16;
     if (which.family == Family::bf16) wire = DType::bf16;
     if (which.family == Family::integer) rules = integer_rules(which);
+    if (which.family == Family::float8) rules = float8_rules(which);
   }
 };
 

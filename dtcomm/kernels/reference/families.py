@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtcomm.codecs import Bf16, Codec, Fp16, Integer
-from dtcomm.kernels.reference import integer
+from dtcomm.codecs import Bf16, Codec, Float8, Fp16, Integer
+from dtcomm.kernels.reference import float8, integer
 from dtcomm.kernels.reference.floats import Bytes, Floats, narrow, widen
 
 
@@ -26,6 +26,7 @@ class Family:
 
 FAMILIES: dict[int, Family] = {
     Integer.family: Family(encode=integer.encode, decode=integer.decode),
+    Float8.family: Family(encode=float8.encode, decode=float8.decode),
 }
 
 

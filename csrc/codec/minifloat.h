@@ -1,0 +1,77 @@
+// Floats of 8 and of 4 bits, as the elements of float8 and mx: OCP 8-bit Floating Point Specification (OFP8) 1.0 and
+// OCP Microscaling Formats (MX) 1.0. fp32 arithmetic rounds for us, so that there is no table and no branch.
+#pragma once
+
+#include "codec/scalar.h"
+
+namespace dtcomm {
+
+// kMantissa: explicit bits. kNormal: fp32 bits of the smallest normal number. kTop: code of kLargest, the largest
+// number. kInf: code of Inf; codes above kTop that are not kInf are NaN. A code is below 1 << kSign, which is its sign.
+struct E4m3 {
+  static constexpr int kMantissa = 3, kSign = 7;
+  static constexpr std::uint32_t kNormal = (127U - 6) << 23, kTop = 0x7e, kInf = 0x80;
+  static constexpr float kLargest = 448.0f;
+};
+
+struct E5m2 {
+  static constexpr int kMantissa = 2, kSign = 7;
+  static constexpr std::uint32_t kNormal = (127U - 14) << 23, kTop = 0x7b, kInf = 0x7c;
+  static constexpr float kLargest = 57344.0f;
+};
+
+struct E2m1 {
+  static constexpr int kMantissa = 1, kSign = 3;
+  static constexpr std::uint32_t kNormal = 127U << 23, kTop = 7, kInf = 8;
+  static constexpr float kLargest = 6.0f;
+};
+
+// The size of a number in units of its last place, and what its code is above that: the exponent of the smallest
+// normal number is the least, subnormal numbers share its unit.
+template <class F>
+DTCOMM_HD std::uint32_t exponent_of(std::uint32_t size) {
+  const std::uint32_t exponent = size & kInfinity32;
+  return exponent > F::kNormal ? exponent : F::kNormal;
+}
+
+// To nearest, ties to even; beyond the largest number stays the largest number.
+template <class F>
+DTCOMM_HD std::uint32_t nearest_minifloat(float t) {
+  const float size = float_of(magnitude(t));
+  const float held = size < F::kLargest ? size : F::kLargest;
+  const std::uint32_t exponent = exponent_of<F>(bits_of(held));
+  // A number whose last place is the unit we want: adding it rounds, and what the sum's bits gain are the units.
+  const std::uint32_t large = exponent + (std::uint32_t{23 - F::kMantissa} << 23);
+  const std::uint32_t units = bits_of(held + float_of(large)) - large;
+  const std::uint32_t sign = (bits_of(t) >> (31 - F::kSign)) & (1U << F::kSign);
+  return (units + ((exponent - F::kNormal) >> (23 - F::kMantissa))) | sign;
+}
+
+// Away from zero with the probability of the distance from the neighbour that is nearer to zero. `random` is in [0, 1).
+template <class F>
+DTCOMM_HD std::uint32_t stochastic_minifloat(float t, float random) {
+  const float size = float_of(magnitude(t));
+  const float held = size < F::kLargest ? size : F::kLargest;
+  const std::uint32_t exponent = exponent_of<F>(bits_of(held));
+  // 1 / unit, a power of two: the product is exact.
+  const float scaled = held * float_of((std::uint32_t{254 + F::kMantissa} << 23) - exponent);
+  const std::int32_t floor = static_cast<std::int32_t>(scaled);
+  const std::uint32_t units =
+      static_cast<std::uint32_t>(floor) + (random < scaled - static_cast<float>(floor) ? 1U : 0U);
+  const std::uint32_t sign = (bits_of(t) >> (31 - F::kSign)) & (1U << F::kSign);
+  return (units + ((exponent - F::kNormal) >> (23 - F::kMantissa))) | sign;
+}
+
+// The number of any code; exact. NaN may have either sign.
+template <class F>
+DTCOMM_HD float minifloat_value(std::uint32_t code) {
+  const std::uint32_t size = code & ((1U << F::kSign) - 1), sign = (code >> F::kSign) << 31;
+  const float unit = float_of(F::kNormal - (std::uint32_t{F::kMantissa} << 23));
+  const std::uint32_t normal = (size << (23 - F::kMantissa)) + (F::kNormal - (1U << 23));
+  const std::uint32_t subnormal = bits_of(static_cast<float>(static_cast<std::int32_t>(size)) * unit);
+  std::uint32_t bits = size < 1U << F::kMantissa ? subnormal : normal;
+  bits = size > F::kTop ? (size == F::kInf ? kInfinity32 : kNaN32) : bits;
+  return float_of(bits | sign);
+}
+
+}  // namespace dtcomm

@@ -1,0 +1,99 @@
+// Floats of 8 bits into fp32: what float8 and mx have in common. By way of fp16, whose conversion instruction knows
+// subnormal numbers. Payloads from elsewhere may hold any byte: granules with Inf or NaN go the long way.
+#pragma once
+
+#include "codec/minifloat.h"
+#include "cpu/source/cast.h"
+
+namespace dtcomm::DTCOMM_ISA {
+
+// kScale times what `each` makes of a code is its number.
+template <class F>
+struct Minifloat;
+
+template <>
+struct Minifloat<E4m3> {
+  static constexpr std::size_t kBytes = 1;
+  static constexpr float kScale = 256.0f;
+  static float one(const void* from, std::size_t i) {
+    return minifloat_value<E4m3>(static_cast<const std::uint8_t*>(from)[i]) * (1.0f / kScale);
+  }
+  // Shifted by 7 a code is a half with an exponent that is 8 too small; bit 14 is the sign once more.
+#if defined(__AVX512F__)
+  static Floats many(const void* from, std::size_t i) {
+    const auto raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const std::uint8_t*>(from) + i));
+    const __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(raw), 7),
+                                          _mm256_set1_epi16(static_cast<short>(0xbfff)));
+    return reinterpret_cast<Floats>(_mm512_maskz_cvtph_ps(0xffff, half));
+  }
+#elif defined(__AVX2__)
+  static Floats many(const void* from, std::size_t i) {
+    const auto raw = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const std::uint8_t*>(from) + i));
+    const __m128i half =
+        _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(raw), 7), _mm_set1_epi16(static_cast<short>(0xbfff)));
+    return reinterpret_cast<Floats>(_mm256_cvtph_ps(half));
+  }
+#endif
+};
+
+template <>
+struct Minifloat<E5m2> {
+  static constexpr std::size_t kBytes = 1;
+  static constexpr float kScale = 1.0f;
+  static float one(const void* from, std::size_t i) {
+    return minifloat_value<E5m2>(static_cast<const std::uint8_t*>(from)[i]);
+  }
+  // A code is the upper half of a half.
+#if defined(__AVX512F__)
+  static Floats many(const void* from, std::size_t i) {
+    const auto raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const std::uint8_t*>(from) + i));
+    return reinterpret_cast<Floats>(_mm512_maskz_cvtph_ps(0xffff, _mm256_slli_epi16(_mm256_cvtepu8_epi16(raw), 8)));
+  }
+#elif defined(__AVX2__)
+  static Floats many(const void* from, std::size_t i) {
+    const auto raw = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const std::uint8_t*>(from) + i));
+    return reinterpret_cast<Floats>(_mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(raw), 8)));
+  }
+#endif
+};
+
+// Are all of these codes numbers, and all scales such that kScale times them is one?
+template <class F>
+inline bool plain_numbers(const std::uint8_t* codes, std::size_t n, const float* scales, std::size_t blocks) {
+  std::uint8_t top = 0;
+  for (std::size_t i = 0; i < n; ++i) {
+    const std::uint8_t size = codes[i] & 0x7f;
+    top = size > top ? size : top;
+  }
+  std::uint32_t largest = 0;
+  for (std::size_t b = 0; b < blocks; ++b) {
+    const std::uint32_t size = magnitude(scales[b]);
+    largest = size > largest ? size : largest;
+  }
+  return top <= F::kTop && finite(float_of(largest) * Minifloat<F>::kScale);
+}
+
+// to[i] = finish(value of element i, i) for i < n.
+template <class F, bool Stream, class Finish>
+inline __attribute__((always_inline)) void each_minifloat(const std::uint8_t* codes, const float* scales,
+                                                          std::size_t block, std::size_t n, float* to,
+                                                          const Finish& finish) {
+  const bool plain = plain_numbers<F>(codes, n, scales, (n + block - 1) / block);
+  for (std::size_t at = 0; at < n; at += block) {
+    const std::size_t length = smaller(block, n - at);
+    const float scale = *scales++;
+    if (plain) {
+      const float by = scale * Minifloat<F>::kScale;
+      each<Minifloat<F>, Stream>(codes + at, length, to + at,
+                                 [&](auto q, std::size_t i) { return finish(q * by, at + i); });
+    } else {
+      auto* out = cells<float>(to);
+#pragma GCC ivdep
+      for (std::size_t i = at; i < at + length; ++i) {
+        out[i].value = finish(canonical(minifloat_value<F>(codes[i]) * scale), i);
+      }
+    }
+  }
+}
+
+}  // namespace dtcomm::DTCOMM_ISA
