@@ -157,4 +157,4 @@ def _number(value: float | None) -> str:
         return "-"
     if value == 0:
         return "0"
-    return f"{value:.1e}" if value < 1e-3 else f"{value:.3g}"
+    return f"{value:.2e}" if value < 1e-3 else f"{value:.3g}"
