@@ -7,7 +7,7 @@
 
 namespace dtcomm {
 
-DTCOMM_HD std::uint32_t mix32(std::uint32_t h) {
+DTCOMM_HD constexpr std::uint32_t mix32(std::uint32_t h) {
   h ^= h >> 16;
   h *= 0x7feb352dU;
   h ^= h >> 15;

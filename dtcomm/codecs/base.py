@@ -33,6 +33,7 @@ BLOCKS = f"a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}"
 POSITION_BITS = 12  # of a position within a sparse granule
 SCALES = {"bf16": 0, "fp32": 1}
 ROUNDINGS = ("nearest", "stochastic")
+ROTATIONS = ("none", "hadamard")
 # csrc/codec/codec.h's numbers
 ELEMENTS = {"none": 0, "e4m3": 1, "e5m2": 2, "e2m1": 3, "bf16": 4, "fp16": 5, "fp32": 6, "integer": 7}
 
@@ -185,6 +186,11 @@ class Codec(abc.ABC):
             raise self._refuse("scale")
         if getattr(self, "round", "nearest") not in ROUNDINGS:
             raise self._refuse("round")
+        if getattr(self, "rotate", "none") not in ROTATIONS:
+            raise self._refuse("rotate")
+        spikes = getattr(self, "spikes", 0)
+        if isinstance(spikes, bool) or spikes not in (0, 1):
+            raise self._refuse("spikes")
 
     def _refuse(self, option: str) -> ValueError:
         """The error for an option that holds what it must not."""

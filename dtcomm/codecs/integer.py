@@ -5,6 +5,8 @@ thousands, and 2 bytes a block are 6 % of the payload, which is all that a longe
 the range of fp32, so that blocks of 1e-30 and of 1e30 survive, in half the bytes; its rounding costs at most what
 rounding the codes costs anyway. `symmetric=true`: gradients are centred on zero, which is then exact.
 `round=nearest`: half the error of stochastic rounding; what bias is left is for error feedback to remove.
+`rotate=none`, `spikes=0`: what they gain depends on the data (outliers) and on the bits (4 and fewer); rotation costs
+time, spikes cost 6 bytes a block.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ class Integer(Codec):
     scale: str = option(default="bf16", valid="bf16, fp32")
     symmetric: bool = option(default=True, valid="true, false")
     round: str = option(default="nearest", valid="nearest, stochastic")
+    rotate: str = option(default="none", valid="none, hadamard")
+    spikes: int = option(default=0, valid="0, 1")
 
     def __post_init__(self) -> None:
         if self.bits != 8:
@@ -45,11 +49,14 @@ class Integer(Codec):
         return (1 << (self.bits - 1 if self.symmetric else self.bits)) - 1
 
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
+        field_bytes = 2 if self.scale == "bf16" else 4
+        place_bytes = 1 if self.block <= 256 else 2
         return Layout(
             granule=max(GRANULE, self.block),
             block=self.block,
-            field_bytes=2 if self.scale == "bf16" else 4,
+            field_bytes=field_bytes,
             fields=1 if self.symmetric else 2,
+            spike_bytes=2 * (field_bytes + place_bytes) if self.spikes else 0,
             code_bits=self.bits,
         )
 
@@ -63,5 +70,7 @@ class Integer(Codec):
             scale=SCALES[self.scale],
             symmetric=self.symmetric,
             stochastic=self.round == "stochastic",
+            rotate=self.rotate == "hadamard",
+            spikes=self.spikes == 1,
             block=self.block,
         )

@@ -15,6 +15,8 @@ VALUES: dict[str, tuple[object, ...]] = {
     "scale": ("bf16", "fp32"),
     "symmetric": (True, False),
     "round": ("nearest", "stochastic"),
+    "rotate": ("none", "hadamard"),
+    "spikes": (0, 1),
 }
 
 

@@ -30,6 +30,10 @@ SPECS = {
     "fp8_e4m3-fp32-scales": "fp8_e4m3:block=16,scale=fp32",
     "fp8_e5m2": "fp8_e5m2",
     "fp8_e5m2-all-options": "fp8_e5m2:block=2048,scale=fp32,round=stochastic",
+    "int8-rotated": "int8:rotate=hadamard",
+    "int8-spikes": "int8:spikes=1",
+    "int8-spikes-of-long-blocks": "int8:block=512,scale=fp32,symmetric=false,spikes=1",
+    "int8-rotated-spikes-stochastic": "int8:block=128,round=stochastic,rotate=hadamard,spikes=1",
 }
 NUMEL, KEY, OFFSET = 1107, 0x0123456789ABCDEF, 2**32 - 500
 

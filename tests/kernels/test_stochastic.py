@@ -9,11 +9,34 @@ from dtcomm import _C
 from dtcomm.codecs import Integer
 from dtcomm.kernels import available, mixer, use
 from dtcomm.kernels.ops import decode, encode
-from dtcomm.kernels.reference import integer
+from dtcomm.kernels.reference import integer, rotate, spikes
 from tests.codecs.cases import everything
 from tests.kernels.inputs import floats
 
 STOCHASTIC = [each for each in everything() if isinstance(each, Integer) and each.round == "stochastic"]
+
+
+def spread(each: Integer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The variance of every decoded element, and how far apart the two values lie that it rounds to."""
+    domain = rotate.rotate(each, x.numpy()) if rotate.rotates(each) else x.numpy()
+    coded, _ = spikes.take(each, domain, 0, 0) if each.spikes else (domain, None)
+    fields, _ = integer.encode_blocks(each, coded, 0, 0)
+    step, *zero = (torch.from_numpy(field).double().repeat_interleave(each.block) for field in fields)
+    t = (torch.from_numpy(coded) - (zero[0] if zero else 0)) / step
+    if each.spikes:
+        apart = torch.from_numpy(domain != coded)
+        value = torch.from_numpy(domain).double()
+        spacing = (
+            2.0 ** (value.abs().log2().floor() - 7) if each.scale == "bf16" else torch.full_like(value, 1e-9)
+        )
+        step, t = torch.where(apart, spacing, step), torch.where(apart, value / spacing, t)
+    fraction = t - t.floor()
+    variance = fraction * (1 - fraction) * step**2
+    if rotate.rotates(each):  # an element is a sum over its block, every term times 1 / sqrt(block)
+        rows = variance.view(-1, each.block)
+        variance = rows.mean(1).repeat_interleave(each.block)
+        step = step.view(-1, each.block).amax(1).repeat_interleave(each.block)
+    return variance, step
 
 
 @pytest.mark.parametrize("each", STOCHASTIC, ids=str)
@@ -24,11 +47,8 @@ def test_unbiased(each: Integer) -> None:
     mean = torch.zeros(n, dtype=torch.float64)
     for key in range(keys):
         mean += decode(each, encode(each, x, key=_C.mix_key(1, 0, key)), n).double() / keys
-    fields, _ = integer.encode_blocks(each, x.numpy(), 0, 0)
-    step, *zero = (torch.from_numpy(field).double().repeat_interleave(each.block) for field in fields)
-    t = (x - (zero[0] if zero else 0)) / step
-    fraction = t - t.floor()
-    variance = fraction * (1 - fraction) * step**2 / keys
+    variance, step = spread(each, x)
+    variance = variance / keys
     error = mean - x.double()
     # A landing that is expected less than once in all keys is not normally distributed: allow for a few.
     assert (error.abs() <= 5 * variance.sqrt() + 4 * step / keys).all()

@@ -30,6 +30,8 @@ CODECS = (
     "int8:round=stochastic,symmetric=false",
     "int8:scale=fp32,block=64",
     "fp8_e4m3",
+    "int8:rotate=hadamard",
+    "int8:block=128,round=stochastic,rotate=hadamard,spikes=1",
 )
 
 

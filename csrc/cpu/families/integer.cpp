@@ -2,12 +2,19 @@
 #include "cpu/source/family.h"
 #include "cpu/source/integer_decode.h"
 #include "cpu/source/integer_encode.h"
+#include "cpu/source/spikes.h"
 
 namespace dtcomm::DTCOMM_ISA {
 
 namespace {
 
 void encode(const Plan& plan, const float* x, std::size_t n, const Encoding& how, std::uint8_t* to) {
+  alignas(kLine) float filled[kLargestBlock];
+  if (plan.codec.spikes) {
+    __builtin_memcpy(filled, x, n * sizeof(float));
+    take_spikes(plan, filled, n, how, to);
+    x = filled;
+  }
   if (plan.codec.block == 32) {
     encode_integer<32>(plan.codec, plan.rules, plan.layout, x, n, how.key, how.index, to);
   } else {
@@ -16,6 +23,15 @@ void encode(const Plan& plan, const float* x, std::size_t n, const Encoding& how
 }
 
 void decode(const Plan& plan, const std::uint8_t* from, std::size_t n, float* to, bool stream) {
+  if (plan.codec.spikes) {
+    // Nothing can be put back where a streamed store has gone.
+    alignas(kLine) float floats[kLargestBlock];
+    float* const room = stream ? floats : to;
+    decode_integer<false>(plan.codec, plan.layout, from, n, room);
+    put_spikes(plan, from, n, room);
+    if (stream) stream_copy(to, floats, n * sizeof(float));
+    return;
+  }
   if (stream && kDirect) {
     decode_integer<true>(plan.codec, plan.layout, from, n, to);
   } else {
@@ -24,6 +40,12 @@ void decode(const Plan& plan, const std::uint8_t* from, std::size_t n, float* to
 }
 
 void add(const Plan& plan, const std::uint8_t* from, std::size_t n, const float* sum, float* to) {
+  if (plan.codec.spikes) {
+    const SpikeSums sums(plan, from, n, sum);
+    add_integer(plan.codec, plan.layout, from, n, sum, to);
+    sums.add(plan, from, n, to);
+    return;
+  }
   add_integer(plan.codec, plan.layout, from, n, sum, to);
 }
 

@@ -44,9 +44,10 @@ inline const float* local_floats(const Combine& call, std::size_t at, std::size_
   return scratch;
 }
 
-// The granule's sum: memory of a lone fp32 term, otherwise scratch.sum.
-inline const float* sum_granule(const Plan& plan, const Combine& call, std::size_t at, std::size_t n,
+// The granule's sum, plan.floats(n) floats: memory of a lone fp32 term that is not rotated, otherwise scratch.sum.
+inline const float* sum_granule(const Plan& plan, const Combine& call, std::size_t at, std::size_t elements,
                                 std::size_t payload_at, Scratch& scratch) {
+  const std::size_t n = plan.floats(elements);
   const float* sum = nullptr;
   const int terms = call.count + (has_local(call) ? 1 : 0);
   for (int t = 0, payload = 0; t < terms; ++t) {
@@ -58,7 +59,11 @@ inline const float* sum_granule(const Plan& plan, const Combine& call, std::size
       sum = scratch.sum;
       continue;
     }
-    const float* term = local ? local_floats(call, at, n, room) : floats_of(plan, from, n, room);
+    const float* term = local ? local_floats(call, at, elements, room) : floats_of(plan, from, n, room);
+    if (local && plan.codec.rotate) {
+      rotate(plan.layout.block, term, elements, room);
+      term = room;
+    }
     if (sum) {
       join(call.op, scratch.sum, sum, term, n);
       sum = scratch.sum;
@@ -73,19 +78,29 @@ inline const float* sum_granule(const Plan& plan, const Combine& call, std::size
   return sum;
 }
 
-// residual = (sum - decoded) * divisor, except where that is no number.
-inline void keep_residual(const Combine& call, std::size_t at, std::size_t n, const float* sum, const float* decoded) {
+// residual = error(i) * divisor, except where that is no number.
+template <class Error>
+inline void keep_residual(const Combine& call, std::size_t at, std::size_t n, const Error& error) {
   const float by = static_cast<float>(call.divisor);
-  const auto* x = cells<float>(sum);
-  const auto* y = cells<float>(decoded);
   auto* to = cells<float>(call.residual_out) + at;
   const auto* old = call.residual_in ? cells<float>(call.residual_in) + at : to;
 #pragma GCC ivdep
   for (std::size_t i = 0; i < n; ++i) {
-    const float error = (x[i].value - y[i].value) * by;
+    const float owed = error(i) * by;
     const float before = old[i].value;
-    to[i].value = finite(error) ? error : before;
+    to[i].value = finite(owed) ? owed : before;
   }
+}
+
+// The error of an encoding; `scratch` has room for it.
+inline void keep_error(const Plan& plan, const Combine& call, std::size_t at, std::size_t n, const float* sum,
+                       const float* decoded, float* scratch) {
+  const auto* x = cells<float>(sum);
+  const auto* y = cells<float>(decoded);
+  if (!plan.codec.rotate) return keep_residual(call, at, n, [=](std::size_t i) { return x[i].value - y[i].value; });
+  for (std::size_t i = 0; i < plan.floats(n); ++i) scratch[i] = sum[i] - decoded[i];
+  rotate_back<false>(plan.layout.block, scratch, n, scratch, scratch);
+  keep_residual(call, at, n, [=](std::size_t i) { return scratch[i]; });
 }
 
 inline void combine_granules(const Codec& codec, const Combine& call) {
@@ -102,7 +117,7 @@ inline void combine_granules(const Codec& codec, const Combine& call) {
     const float* sum = sum_granule(plan, call, at, n, payload_at, scratch);
     void* out = call.out ? const_cast<std::uint8_t*>(element(call.out, at, call.out_dtype)) : nullptr;
     if (!call.payload_out) {
-      if (out) put_floats(call.out_dtype, sum, n, out, call.stream_out, scratch.decoded);
+      if (out) put_terms(plan, call.out_dtype, sum, n, out, call.stream_out, scratch.sum, scratch.decoded);
       if (call.residual_out) __builtin_memset(cells<float>(call.residual_out) + at, 0, n * sizeof(float));
       payload_at += bytes;
       continue;
@@ -120,12 +135,12 @@ inline void combine_granules(const Codec& codec, const Combine& call) {
       __builtin_memcpy(payload, copied + at * size_of(call.dtype), used);
       __builtin_memset(payload + used, 0, bytes - used);
     } else {
-      encode_granule<false>(plan, sum, n, how, payload);
+      encode_granule<false>(plan, sum, plan.floats(n), how, payload);
     }
     if (call.residual_out) {
-      const float* decoded = floats_of(plan, payload, n, scratch.decoded);
-      keep_residual(call, at, n, sum, decoded);
-      if (out) put_floats(call.out_dtype, decoded, n, out, call.stream_out, scratch.term);
+      const float* decoded = floats_of(plan, payload, plan.floats(n), scratch.decoded);
+      keep_error(plan, call, at, n, sum, decoded, scratch.term);
+      if (out) put_terms(plan, call.out_dtype, decoded, n, out, call.stream_out, scratch.decoded, scratch.term);
     } else if (out) {
       decode_into(plan, payload, n, call.out_dtype, out, call.stream_out, scratch.decoded, scratch.term);
     }

@@ -58,6 +58,9 @@ struct Plan {
     if (which.family == Family::integer) rules = integer_rules(which);
     if (which.family == Family::float8) rules = float8_rules(which);
   }
+
+  // What the families are handed of a granule of n elements: rotated blocks are whole, and the bytes the same.
+  std::size_t floats(std::size_t n) const { return codec.rotate ? layout.blocks(n) * layout.block : n; }
 };
 
 }  // namespace dtcomm::DTCOMM_ISA

@@ -5,6 +5,7 @@
 #include "cpu/kernels.h"
 #include "cpu/source/cast.h"
 #include "cpu/source/family.h"
+#include "cpu/source/rotate.h"
 
 namespace dtcomm::DTCOMM_ISA {
 
@@ -47,9 +48,28 @@ inline void put_floats(DType dtype, const float* from, std::size_t n, void* to, 
   stream_copy(to, scratch, n * size_of(dtype));
 }
 
+// The same of floats of the family's (plan.floats(n) of them), which may be rotated; `work` has room for them and may
+// be `from`.
+inline void put_terms(const Plan& plan, DType dtype, const float* from, std::size_t n, void* to, bool stream,
+                      float* work, float* scratch) {
+  if (!plan.codec.rotate) return put_floats(dtype, from, n, to, stream, scratch);
+  const std::size_t block = plan.layout.block;
+  if (dtype == DType::f32) {
+    auto* floats = static_cast<float*>(to);
+    if (!stream) return rotate_back<false>(block, from, n, floats, work);
+    if (reinterpret_cast<std::uintptr_t>(to) % kLine == 0) return rotate_back<true>(block, from, n, floats, work);
+  }
+  rotate_back<false>(block, from, n, work, work);
+  put_floats(dtype, work, n, to, stream, scratch);
+}
+
 // A granule into the user's tensor: directly where that is fp32, otherwise by way of `floats` and `scratch`.
 inline void decode_into(const Plan& plan, const std::uint8_t* from, std::size_t n, DType dtype, void* to, bool stream,
                         float* floats, float* scratch) {
+  if (plan.codec.rotate) {
+    plan.family->decode(plan, from, plan.floats(n), floats, false);
+    return put_terms(plan, dtype, floats, n, to, stream, floats, scratch);
+  }
   if (dtype != DType::f32) return put_floats(dtype, floats_of(plan, from, n, floats), n, to, stream, scratch);
   if (!stream) return decode_granule<false>(plan, from, n, static_cast<float*>(to));
   if (kDirect && reinterpret_cast<std::uintptr_t>(to) % kLine == 0) {

@@ -10,8 +10,8 @@ import torch
 
 from dtcomm.codecs import Codec, Uncompressed
 from dtcomm.kernels.call import Combine
-from dtcomm.kernels.reference import families
-from dtcomm.kernels.reference.floats import JOIN, Bytes, bytes_of, canonical, get, put
+from dtcomm.kernels.reference import families, rotate
+from dtcomm.kernels.reference.floats import JOIN, Bytes, Floats, bytes_of, canonical, get, put
 
 __all__ = ["combine", "decode"]
 
@@ -31,22 +31,21 @@ def decode(codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, 
         bytes_of(out)[:] = payload.numpy()[: numel * dtype.itemsize]
         return
     with np.errstate(all="ignore"):
-        put(out, families.decode(codec, payload.numpy(), numel, dtype))
+        put(out, _from_domain(codec, _decode(codec, payload.numpy(), numel, dtype), numel))
 
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _combine_floats(call: Combine) -> None:
-    terms = [
-        families.decode(call.codec, payload.numpy(), call.numel, call.dtype) for payload in call.payloads
-    ]
+    codec, numel, dtype = call.codec, call.numel, call.dtype
+    terms = [_decode(codec, payload.numpy(), numel, dtype) for payload in call.payloads]
     local = None if call.local is None else get(call.local)
     if call.residual is not None:
         old = get(call.residual)
         local = old if local is None else canonical(local + old)
     if local is not None:
-        terms.insert(call.position, local)
+        terms.insert(call.position, rotate.rotate(codec, local) if rotate.rotates(codec) else local)
     total = terms[0]
     for term in terms[1:]:
         total = canonical(JOIN[call.op](total, term))
@@ -59,7 +58,7 @@ def _combine_floats(call: Combine) -> None:
             if copied is not None and call.out.dtype == call.dtype:
                 bytes_of(call.out)[:] = copied
             else:
-                put(call.out, total)
+                put(call.out, _from_domain(codec, total, numel))
         if call.residual is not None:
             call.residual.zero_()
         return
@@ -67,19 +66,31 @@ def _combine_floats(call: Combine) -> None:
     encoded = copied
     if encoded is None:
         feedback = call.residual is not None
-        encoded = families.encode(call.codec, total, call.dtype, call.key, call.offset, feedback=feedback)
+        encoded = families.encode(codec, total, dtype, call.key, call.offset, feedback=feedback)
     payload = call.payload_out.numpy()
     payload[: len(encoded)] = encoded
     payload[len(encoded) :] = 0
-    decoded = families.decode(call.codec, payload, call.numel, call.dtype)
+    decoded = _decode(codec, payload, numel, dtype)
     if call.residual is not None:
-        error = (total - decoded) * np.float32(call.divisor)
+        error = _from_domain(codec, total - decoded, numel) * np.float32(call.divisor)
         put(call.residual, np.where(np.isfinite(error), error, get(call.residual)))
     if call.out is not None:
         if copied is not None and call.out.dtype == call.dtype:
             bytes_of(call.out)[:] = copied
         else:
-            put(call.out, decoded)
+            put(call.out, _from_domain(codec, decoded, numel))
+
+
+def _decode(codec: Codec, payload: Bytes, numel: int, dtype: torch.dtype) -> Floats:
+    """A payload in the domain in which terms are added: rotated, where the codec rotates, and then whole blocks."""
+    if rotate.rotates(codec):
+        numel += -numel % codec.layout().block
+    return families.decode(codec, payload, numel, dtype)
+
+
+def _from_domain(codec: Codec, x: Floats, numel: int) -> Floats:
+    """The floats of the tensor."""
+    return rotate.rotate_back(codec, x, numel) if rotate.rotates(codec) else x
 
 
 def _copied(call: Combine) -> Bytes | None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from dtcomm.codecs import Integer
 from dtcomm.kernels import mixer
+from dtcomm.kernels.reference import spikes
 from dtcomm.kernels.reference.floats import INFINITY, Bytes, Floats, magnitude
 from dtcomm.kernels.reference.scales import (
     block_scale,
@@ -21,8 +22,12 @@ from dtcomm.kernels.reference.scales import (
 
 def encode(codec: Integer, x: Floats, key: int, index: int, feedback: bool) -> Bytes:
     """One granule, without its padding."""
+    apart = np.zeros(0, np.uint8)
+    if codec.spikes:
+        x, apart = spikes.take(codec, x, key, index)
     fields, codes = encode_blocks(codec, x, key, index)
-    return np.concatenate([*(store_fields(field, codec.scale) for field in fields), codes.reshape(-1)])
+    stored = [store_fields(field, codec.scale) for field in fields]
+    return np.concatenate([*stored, apart, codes.reshape(-1)])
 
 
 def decode(codec: Integer, granule: Bytes, n: int) -> Floats:
@@ -31,7 +36,8 @@ def decode(codec: Integer, granule: Bytes, n: int) -> Floats:
     ends = [layout.blocks(n) * layout.field_bytes * i for i in range(layout.fields + 1)]
     fields = [load_fields(granule[i:j], codec.scale) for i, j in itertools.pairwise(ends)]
     codes = granule[layout.codes_at(n) : layout.used(n)].reshape(-1, layout.block)
-    return decode_blocks(codec, fields, codes).reshape(-1)[:n]
+    x = decode_blocks(codec, fields, codes).reshape(-1)[:n]
+    return spikes.put_back(codec, x, granule) if codec.spikes else x
 
 
 def encode_blocks(codec: Integer, x: Floats, key: int, index: int) -> tuple[list[Floats], Bytes]:

@@ -1,0 +1,74 @@
+// spikes=1: each block's smallest and largest element are sent apart, in the scale's type and with their places, so
+// that the others have the codes for themselves (docs/wire-format.md names the source).
+#pragma once
+
+#include "codec/codec.h"
+#include "codec/layout.h"
+#include "codec/random.h"
+#include "codec/scalar.h"
+
+namespace dtcomm {
+
+// Floats as integers of the same order, -0 before +0. Finite ones lie strictly between the two limits.
+DTCOMM_HD std::int32_t spike_order(float value) {
+  const auto bits = static_cast<std::int32_t>(bits_of(value));
+  return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+constexpr std::int32_t kSpikeHighest = 0x7f800000, kSpikeLowest = -0x7f800001;
+
+// The places of the two within their block: the first of the smallest elements, the first of the largest.
+struct SpikePlaces {
+  std::uint32_t low, high;
+};
+
+// Both places are filled with the block's first element that is neither; at most 2, and not in very short blocks.
+DTCOMM_HD std::uint32_t spike_filler(SpikePlaces at) {
+  std::uint32_t i = 0;
+  i += at.low == i || at.high == i ? 1 : 0;
+  i += at.low == i || at.high == i ? 1 : 0;
+  return i;
+}
+
+// The places of a block of n >= 1 elements, which becomes the block that is encoded. In a NaN block nothing changes,
+// both places are 0, and false is returned.
+DTCOMM_HD bool take_spikes(float* x, std::uint32_t n, SpikePlaces& at, float& low, float& high) {
+  at = {0, 0};
+  std::int32_t least = spike_order(x[0]), most = least;
+  for (std::uint32_t i = 1; i < n; ++i) {
+    const std::int32_t order = spike_order(x[i]);
+    at.low = order < least ? i : at.low;
+    at.high = order > most ? i : at.high;
+    least = order < least ? order : least;
+    most = order > most ? order : most;
+  }
+  if (least <= kSpikeLowest || most >= kSpikeHighest) {
+    at = {0, 0};
+    low = high = float_of(kNaN32);
+    return false;
+  }
+  low = x[at.low];
+  high = x[at.high];
+  const std::uint32_t filler = spike_filler(at);
+  x[at.low] = x[at.high] = filler < n ? x[filler] : 0.0f;
+  return true;
+}
+
+// A spike in the scale's type, as fp32: rounded as the codes are, with the random number of the spike's element, but
+// never to Inf.
+DTCOMM_HD float spike_value(const Codec& codec, float value, float random) {
+  const std::uint32_t bits = bits_of(value);
+  if (codec.scale == Scale::fp32 || !finite(value)) return value;
+  const std::uint32_t nearest = 0x7fff + ((bits >> 16) & 1);
+  const std::uint32_t half = codec.stochastic ? static_cast<std::uint32_t>(random * 65536.0f) : nearest;
+  const std::uint32_t cut = (bits + half) & 0xffff0000U;
+  return float_of((cut & 0x7fffffff) < kInfinity32 ? cut : cut - 0x10000U);
+}
+
+// Where the section's parts lie in a granule of `n` elements: two values a block from layout.spikes_at(n) on, then two
+// places a block.
+DTCOMM_HD std::size_t spike_place_bytes(const Layout& layout) { return layout.block <= 256 ? 1 : 2; }
+DTCOMM_HD std::size_t spike_places_at(const Layout& layout, std::size_t n) {
+  return layout.spikes_at(n) + layout.blocks(n) * 2 * layout.field_bytes;
+}
+
+}  // namespace dtcomm
