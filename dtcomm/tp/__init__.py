@@ -1,0 +1,16 @@
+"""Tensor parallelism with compressed communication: layers, and styles for `parallelize_module`."""
+
+from dtcomm.tp.embedding import VocabParallelEmbedding
+from dtcomm.tp.linear import ColumnParallelLinear, RowParallelLinear
+from dtcomm.tp.styles import ColwiseParallel, RowwiseParallel
+from dtcomm.tp.wire import Wire, wire
+
+__all__ = [
+    "ColumnParallelLinear",
+    "ColwiseParallel",
+    "RowParallelLinear",
+    "RowwiseParallel",
+    "VocabParallelEmbedding",
+    "Wire",
+    "wire",
+]

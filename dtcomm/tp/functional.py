@@ -1,0 +1,165 @@
+"""The conjugate pairs of tensor parallelism (Megatron-LM, Shoeybi et al. 2019; sequence parallel: Korthikanti et al.
+2022), each a function whose backward is its partner, both compressed.
+
+| function | forward | backward |
+|---|---|---|
+| `copy_to_ranks` | – | all_reduce |
+| `reduce_from_ranks` | all_reduce | – |
+| `gather_from_ranks` | all_gather | own part |
+| `split_to_ranks` | own part | all_gather |
+| `reduce_scatter_to_ranks` | reduce_scatter | all_gather |
+| `all_gather_from_ranks` | all_gather | reduce_scatter |
+
+Compression is straight-through: the backward pass is that of the uncompressed function. Tensors are fp32, fp16 or bf16
+(with codec none any type that may have a gradient), of any shape; `dim` must divide among the ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dtcomm.collectives import all_gather, all_reduce, reduce_scatter
+from dtcomm.tp.wire import Wire
+
+
+def copy_to_ranks(x: torch.Tensor, wire: Wire) -> torch.Tensor:
+    """The same tensor, used by all ranks: its gradient is the sum of theirs."""
+    copied: torch.Tensor = differentiable(_Copy, x, wire)
+    return copied
+
+
+def reduce_from_ranks(x: torch.Tensor, wire: Wire) -> torch.Tensor:
+    """The sum of all ranks' tensors."""
+    total: torch.Tensor = differentiable(_Reduce, x, wire)
+    return total
+
+
+def gather_from_ranks(x: torch.Tensor, wire: Wire, dim: int = -1) -> torch.Tensor:
+    """All ranks' parts, joined along `dim`, where all ranks go on to compute the same."""
+    joined: torch.Tensor = differentiable(_Gather, x, wire, dim)
+    return joined
+
+
+def split_to_ranks(x: torch.Tensor, wire: Wire, dim: int = -1) -> torch.Tensor:
+    """This rank's part of a tensor that all ranks have."""
+    part: torch.Tensor = differentiable(_Split, x, wire, dim)
+    return part
+
+
+def reduce_scatter_to_ranks(x: torch.Tensor, wire: Wire, dim: int = 0) -> torch.Tensor:
+    """This rank's part of the sum of all ranks' tensors."""
+    part: torch.Tensor = differentiable(_ReduceScatter, x, wire, dim)
+    return part
+
+
+def all_gather_from_ranks(x: torch.Tensor, wire: Wire, dim: int = 0) -> torch.Tensor:
+    """All ranks' parts, joined along `dim`, where each rank goes on to compute something else."""
+    joined: torch.Tensor = differentiable(_AllGather, x, wire, dim)
+    return joined
+
+
+def differentiable(function: Any, *arguments: Any) -> Any:
+    """``function.apply``, which torch leaves untyped."""
+    return function.apply(*arguments)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, wire: Wire) -> torch.Tensor:
+        ctx.wire = wire
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return summed(gradient, ctx.wire, backward=True), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, wire: Wire) -> torch.Tensor:
+        return summed(x, wire)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, wire: Wire, dim: int) -> torch.Tensor:
+        ctx.wire, ctx.dim = wire, dim
+        return joined(x, wire, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return own_part(gradient, ctx.wire, ctx.dim), None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, wire: Wire, dim: int) -> torch.Tensor:
+        ctx.wire, ctx.dim = wire, dim
+        return own_part(x, wire, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return joined(gradient, ctx.wire, ctx.dim, backward=True), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, wire: Wire, dim: int) -> torch.Tensor:
+        ctx.wire, ctx.dim = wire, dim
+        return summed_part(x, wire, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return joined(gradient, ctx.wire, ctx.dim, backward=True), None, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, wire: Wire, dim: int) -> torch.Tensor:
+        ctx.wire, ctx.dim = wire, dim
+        return joined(x, wire, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return summed_part(gradient, ctx.wire, ctx.dim, backward=True), None, None
+
+
+def summed(x: torch.Tensor, wire: Wire, *, backward: bool = False) -> torch.Tensor:
+    """A new tensor: the sum over ranks."""
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    codec = wire.backward_codec if backward else wire.codec
+    all_reduce(total, codec=codec, algorithm=wire.algorithm, group=wire.group)
+    return total
+
+
+def joined(x: torch.Tensor, wire: Wire, dim: int, *, backward: bool = False) -> torch.Tensor:
+    """A new tensor: the parts of all ranks along `dim`, this rank's own decoded from what the others see."""
+    part = x.detach().contiguous()
+    parts = torch.empty((wire.ranks, *part.shape), dtype=part.dtype, device=part.device)
+    all_gather(parts, part, codec=wire.backward_codec if backward else wire.codec, group=wire.group)
+    dim = dim % x.ndim
+    shape = [*x.shape[:dim], wire.ranks * x.shape[dim], *x.shape[dim + 1 :]]
+    return parts.movedim(0, dim).reshape(shape)
+
+
+def own_part(x: torch.Tensor, wire: Wire, dim: int) -> torch.Tensor:
+    """A new tensor: this rank's part along `dim`."""
+    length = wire.parts(x.shape[dim], f"dim {dim}")
+    return x.detach().narrow(dim, wire.rank * length, length).contiguous()
+
+
+def summed_part(x: torch.Tensor, wire: Wire, dim: int, *, backward: bool = False) -> torch.Tensor:
+    """A new tensor: this rank's part along `dim` of the sum over ranks."""
+    dim = dim % x.ndim
+    length = wire.parts(x.shape[dim], f"dim {dim}")
+    shape = (*x.shape[:dim], wire.ranks, length, *x.shape[dim + 1 :])
+    parts = x.detach().reshape(shape).movedim(dim, 0).contiguous()
+    part = torch.empty(parts.shape[1:], dtype=x.dtype, device=x.device)
+    reduce_scatter(part, parts, codec=wire.backward_codec if backward else wire.codec, group=wire.group)
+    return part

@@ -1,0 +1,171 @@
+"""Linear layers whose weights are shared out among ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dtcomm.codecs import Codec
+from dtcomm.collectives import all_reduce
+from dtcomm.tp import functional
+from dtcomm.tp.sharded import Sharded
+from dtcomm.tp.wire import Group, Wire, wire
+
+
+class ColumnParallelLinear(Sharded):
+    """``y = x W' + b`` with the rows of W (the features of y) shared out; x is the same on all ranks.
+
+    gather_output: join y on all ranks (compressed in `codec`), otherwise each rank keeps its features.
+    sequence_parallel: x is this rank's part of the sequence (dimension `sequence_dim`) and is gathered first.
+    backward_codec: of the gradient of x, which is summed over ranks.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        codec: str | Codec = "none",
+        backward_codec: str | Codec = "none",
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 1,
+        algorithm: str = "direct",
+        group: Group = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(wire(codec, backward_codec, algorithm=algorithm, group=group))
+        if gather_output and sequence_parallel:
+            raise ValueError("gather_output: with sequence_parallel the output stays shared out; choose one")
+        self.in_features, self.out_features = in_features, out_features
+        self.gather_output = gather_output
+        self.sequence_dim = sequence_dim if sequence_parallel else None
+        rows = self.wire.parts(out_features, "out_features")
+        self.weight = self.shared((rows, in_features), 0, device, dtype)
+        self.bias = self.shared((rows,), 0, device, dtype) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As nn.Linear's: with the same seed the ranks' parts are those of the dense layer."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        self.fill(lambda name, full: _fill(name, full, bound))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] → [..., out_features / ranks], or all features where they are gathered."""
+        if self.sequence_dim is None:
+            x = functional.copy_to_ranks(x, self.wire)
+        else:
+            x = functional.all_gather_from_ranks(x, self.wire, self.sequence_dim)
+        y = F.linear(x, self.weight, self.bias)
+        return functional.gather_from_ranks(y, self.wire) if self.gather_output else y
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, ranks={self.wire.ranks}, codec={self.wire.codec}"
+
+
+class RowParallelLinear(Sharded):
+    """``y = x W' + b`` with the columns of W (the features of x) shared out; the partial products are summed.
+
+    The bias is added once, after the sum. input_is_parallel: x holds this rank's features; otherwise it holds all and
+    is split. sequence_parallel: y is scattered along `sequence_dim`. chunks: tokens are multiplied in so many parts, so
+    that one part's sum is on its way while the next is multiplied.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        codec: str | Codec = "none",
+        backward_codec: str | Codec = "none",
+        input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 1,
+        chunks: int = 1,
+        algorithm: str = "direct",
+        group: Group = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(wire(codec, backward_codec, algorithm=algorithm, group=group))
+        if chunks < 1 or (chunks > 1 and sequence_parallel):
+            raise ValueError(f"chunks: {chunks}; valid: 1 or more, and 1 with sequence_parallel")
+        self.in_features, self.out_features = in_features, out_features
+        self.input_is_parallel = input_is_parallel
+        self.sequence_dim = sequence_dim if sequence_parallel else None
+        self.chunks = chunks
+        columns = self.wire.parts(in_features, "in_features")
+        self.weight = self.shared((out_features, columns), 1, device, dtype)
+        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As nn.Linear's: with the same seed the ranks' parts are those of the dense layer."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        self.fill(lambda name, full: _fill(name, full, bound))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features / ranks] (or all features) → [..., out_features]."""
+        if not self.input_is_parallel:
+            x = functional.split_to_ranks(x, self.wire)
+        if self.sequence_dim is not None:
+            y = functional.reduce_scatter_to_ranks(F.linear(x, self.weight), self.wire, self.sequence_dim)
+        else:
+            y = functional.differentiable(_RowLinear, x, self.weight, self.wire, self.chunks)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, ranks={self.wire.ranks}, codec={self.wire.codec}"
+
+
+class _RowLinear(torch.autograd.Function):
+    """Multiply and sum over ranks, part by part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, wire: Wire, chunks: int) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        tokens = x.reshape(-1, x.shape[-1])
+        y = torch.empty((len(tokens), len(weight)), dtype=x.dtype, device=x.device)
+        works = []
+        for start, stop in _parts(len(tokens), chunks):
+            torch.mm(tokens[start:stop], weight.t(), out=y[start:stop])
+            works.append(
+                all_reduce(
+                    y[start:stop],
+                    codec=wire.codec,
+                    algorithm=wire.algorithm,
+                    group=wire.group,
+                    async_op=chunks > 1,
+                )
+            )
+        for work in works:
+            if work is not None:
+                work.wait()
+        return y.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        dx = (flat @ weight).view_as(x) if ctx.needs_input_grad[0] else None
+        dw = flat.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        return dx, dw, None, None
+
+
+def _parts(tokens: int, chunks: int) -> list[tuple[int, int]]:
+    length = max(1, -(-tokens // chunks))
+    return [(start, min(start + length, tokens)) for start in range(0, tokens, length)] or [(0, 0)]
+
+
+def _fill(name: str, full: torch.Tensor, bound: float) -> None:
+    if name == "weight":
+        nn.init.kaiming_uniform_(full, a=math.sqrt(5))
+    else:
+        nn.init.uniform_(full, -bound, bound)

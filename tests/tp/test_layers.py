@@ -1,0 +1,190 @@
+"""Tensor-parallel layers against the dense ones: forward, gradients, states, every option."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import gradcheck
+
+from dtcomm import tp
+from dtcomm.testing.ranks import run_ranks
+from dtcomm.tp import functional
+
+IN, OUT = 24, 36
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+
+
+def part(x: torch.Tensor, rank: int, ranks: int, dim: int = -1) -> torch.Tensor:
+    return x.chunk(ranks, dim)[rank]
+
+
+def linear_pair(rank: int, ranks: int, options: dict[str, Any], tolerance: float) -> None:
+    """A column-parallel layer into a row-parallel one, beside the same two dense layers."""
+    torch.manual_seed(3)
+    up, down = nn.Linear(IN, OUT), nn.Linear(OUT, IN)
+    torch.manual_seed(3)
+    shared = dict(options)
+    chunks = shared.pop("chunks", 1)
+    column = tp.ColumnParallelLinear(IN, OUT, **shared)
+    row = tp.RowParallelLinear(OUT, IN, chunks=chunks, **shared)
+    # The same seed gives the dense layers' parts.
+    assert torch.equal(column.weight, part(up.weight, rank, ranks, 0))
+    assert torch.equal(row.weight, part(down.weight, rank, ranks, 1))
+    sequence = bool(options.get("sequence_parallel"))
+    x = torch.randn(2, 6, IN, generator=torch.Generator().manual_seed(1))
+    mine = part(x, rank, ranks, 1) if sequence else x
+    mine = mine.clone().requires_grad_()
+    x.requires_grad_()
+    expected = down(torch.relu(up(x)))
+    got = row(torch.relu(column(mine)))
+    close(got, part(expected, rank, ranks, 1) if sequence else expected, tolerance)
+    weights = torch.linspace(-1, 1, expected.numel()).view_as(expected)
+    (expected * weights).sum().backward()
+    (got * (part(weights, rank, ranks, 1) if sequence else weights)).sum().backward()
+    close(mine.grad, part(x.grad, rank, ranks, 1) if sequence else x.grad, tolerance)
+    close(column.weight.grad, part(up.weight.grad, rank, ranks, 0), tolerance)
+    close(row.weight.grad, part(down.weight.grad, rank, ranks, 1), tolerance)
+    if not sequence:  # otherwise a bias sees this rank's tokens alone
+        close(row.bias.grad, down.bias.grad, tolerance)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}, {"chunks": 4}], ids=str)
+def test_uncompressed_layers_are_the_dense_ones(options: dict[str, Any], ranks: int) -> None:
+    run_ranks(linear_pair, ranks, options, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"codec": "int8", "backward_codec": "int8"},
+        {"codec": "fp16", "backward_codec": "bf16", "sequence_parallel": True},
+        {"codec": "int8", "algorithm": "one_shot", "chunks": 3},
+    ],
+    ids=str,
+)
+def test_compressed_layers_are_near(options: dict[str, Any]) -> None:
+    run_ranks(linear_pair, 2, options, 0.05)
+
+
+def other_options(rank: int, ranks: int) -> None:
+    torch.manual_seed(0)
+    column = tp.ColumnParallelLinear(IN, OUT, gather_output=True)
+    row = tp.RowParallelLinear(IN, OUT, bias=False, input_is_parallel=False)
+    x = torch.randn(5, IN, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    full = column.full_state_dict()
+    close(column(x), nn.functional.linear(x, full["weight"], full["bias"]))
+    expected = nn.functional.linear(x, row.full_state_dict()["weight"])
+    close(row(x), expected)
+    (grad,) = torch.autograd.grad(row(x).square().sum(), x)
+    (dense,) = torch.autograd.grad(expected.square().sum(), x)
+    close(grad, dense)
+    assert row(x[:0]).shape == (0, OUT)
+
+
+def test_gathered_output_and_split_input() -> None:
+    run_ranks(other_options, 2)
+
+
+def states(rank: int, ranks: int) -> None:
+    """From the dense state and back; parts load too; a wrong shape is refused by name."""
+    torch.manual_seed(rank)  # ranks start differently
+    dense = nn.Linear(IN, OUT)
+    state = {
+        name: torch.randn(tensor.shape, generator=torch.Generator().manual_seed(5))
+        for name, tensor in dense.state_dict().items()
+    }
+    for layer in (tp.ColumnParallelLinear(IN, OUT), tp.RowParallelLinear(IN, OUT)):
+        layer.load_state_dict(state)
+        back = layer.full_state_dict()
+        assert back.keys() == state.keys() and all(torch.equal(back[name], state[name]) for name in state)
+        own = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+        layer.load_state_dict(own)
+        assert all(torch.equal(a, b) for a, b in zip(own.values(), layer.state_dict().values()))
+        with pytest.raises(RuntimeError, match="size mismatch for weight"):
+            layer.load_state_dict({**state, "weight": torch.zeros(7, 7)})
+
+
+def test_states_of_dense_layers_load_and_save() -> None:
+    run_ranks(states, 3)
+
+
+def embedding(rank: int, ranks: int) -> None:
+    torch.manual_seed(0)
+    dense = nn.Embedding(30, 16)
+    torch.manual_seed(0)
+    shared = tp.VocabParallelEmbedding(30, 16)
+    tokens = torch.arange(40).view(4, 10) % 30
+    assert torch.equal(shared(tokens), dense(tokens))
+    weights = torch.randn(4, 10, 16, generator=torch.Generator().manual_seed(2))
+    (dense(tokens) * weights).sum().backward()
+    (shared(tokens) * weights).sum().backward()
+    close(shared.weight.grad, part(dense.weight.grad, rank, ranks, 0))
+    with pytest.raises(IndexError, match="expected 0 to 29"):
+        shared(torch.tensor([30]))
+
+
+def test_embedding() -> None:
+    run_ranks(embedding, 2)
+
+
+def conjugates(rank: int, ranks: int) -> None:
+    """Numerical gradients, the same random numbers on all ranks, the loss summed over ranks where outputs differ."""
+    over = tp.wire()
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(4, 6, dtype=torch.float64, generator=generator, requires_grad=True)
+    # These are what they say by themselves: every rank perturbs the same element of the same tensor.
+    assert gradcheck(lambda t: functional.split_to_ranks(functional.gather_from_ranks(t, over), over), x)
+    assert gradcheck(
+        lambda t: functional.gather_from_ranks(functional.split_to_ranks(t, over, 1), over, 1), x
+    )
+    assert gradcheck(lambda t: functional.reduce_from_ranks(functional.copy_to_ranks(t, over), over), x)
+    assert gradcheck(
+        lambda t: functional.all_gather_from_ranks(functional.reduce_scatter_to_ranks(t, over, 1), over, 1),
+        x,
+    )
+
+
+def test_each_pair_is_conjugate() -> None:
+    run_ranks(conjugates, 2)
+
+
+def refusals(rank: int, ranks: int) -> None:
+    with pytest.raises(ValueError, match="out_features: 35 does not divide among 2 ranks"):
+        tp.ColumnParallelLinear(IN, 35)
+    with pytest.raises(ValueError, match="in_features: 25 does not divide"):
+        tp.RowParallelLinear(25, OUT)
+    with pytest.raises(ValueError, match="chunks: 0; valid: 1 or more"):
+        tp.RowParallelLinear(IN, OUT, chunks=0)
+    with pytest.raises(ValueError, match="gather_output: with sequence_parallel"):
+        tp.ColumnParallelLinear(IN, OUT, gather_output=True, sequence_parallel=True)
+    with pytest.raises(ValueError, match="unknown codec"):
+        tp.RowParallelLinear(IN, OUT, codec="int9")
+    with pytest.raises(ValueError, match="dim 0: 5 does not divide among 2 ranks"):
+        functional.split_to_ranks(torch.zeros(5, 2), tp.wire(), 0)
+
+
+def test_what_cannot_be_is_refused_with_the_reason() -> None:
+    run_ranks(refusals, 2)
+
+
+@pytest.mark.parametrize("codec", ["none", "int8", "fp16"])
+def test_batch_invariance(codec: str) -> None:
+    """The sum over ranks; a matrix product by itself need not be invariant, so compare sums of equal products."""
+    assert run_ranks(invariant_sum, 2, codec) == [True, True]
+
+
+def invariant_sum(rank: int, ranks: int, codec: str) -> bool:
+    over = tp.wire(codec, algorithm="one_shot")
+    tokens = torch.randn(40, 96, generator=torch.Generator().manual_seed(rank))
+    alone = torch.cat([functional.summed(tokens[i : i + 1], over) for i in range(40)])
+    return all(
+        torch.equal(functional.summed(tokens[start:stop], over), alone[start:stop])
+        for start, stop in ((0, 40), (3, 9), (7, 40))
+    )
