@@ -137,6 +137,14 @@ struct Int8Granule {
 static_assert(sizeof(Int8Granule) == 1088 && sizeof(Int8Granule) % kAlign == 0, "int8:block=32,scale=bf16");
 static_assert(offsetof(Int8Granule, codes) == 64, "codes follow the scales");
 
+struct Int7Granule {
+  std::uint16_t scales[kGranule / 32];
+  std::uint8_t fours[kGranule / 2];  // two codes' lower four bits a byte
+  std::uint8_t twos[kGranule / 4];
+  std::uint8_t ones[kGranule / 8];
+};
+static_assert(sizeof(Int7Granule) == 960 && sizeof(Int7Granule) % kAlign == 0, "int7:block=32,scale=bf16");
+
 struct Int8AsymmetricGranule {
   float scales[kGranule / 64];
   float zeros[kGranule / 64];

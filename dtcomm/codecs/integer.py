@@ -21,7 +21,7 @@ from dtcomm.codecs.base import BLOCKS, GRANULE, SCALES, Codec, Layout, option, p
 
 @dataclass(frozen=True, kw_only=True)
 class Integer(Codec):
-    """`bits` per element; a block of elements shares a scale and, unless symmetric, a zero point."""
+    """`bits` (2 to 8) per element; a block of elements shares a scale and, unless symmetric, a zero point."""
 
     family: ClassVar[int] = 3
     bits: int
@@ -33,8 +33,9 @@ class Integer(Codec):
     spikes: int = option(default=0, valid="0, 1")
 
     def __post_init__(self) -> None:
-        if self.bits != 8:
-            raise ValueError(f"bits: expected 8, got {self.bits}")
+        known = isinstance(self.bits, int) and not isinstance(self.bits, bool)
+        if not known or not 2 <= self.bits <= 8:
+            raise ValueError(f"bits: expected 2 to 8, got {self.bits}")
         self._check_block()
         if not isinstance(self.symmetric, bool):
             raise self._refuse("symmetric")

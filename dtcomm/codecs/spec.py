@@ -31,7 +31,7 @@ CODECS: dict[str, Entry] = {
     "bf16": Entry(make=Bf16),
     "fp8_e4m3": Entry(make=Float8, fixed={"element": "e4m3"}),
     "fp8_e5m2": Entry(make=Float8, fixed={"element": "e5m2"}),
-    "int8": Entry(make=Integer, fixed={"bits": 8}),
+    **{f"int{bits}": Entry(make=Integer, fixed={"bits": bits}) for bits in (8, 7, 6, 5, 4, 3, 2)},
 }
 
 

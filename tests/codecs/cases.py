@@ -57,15 +57,21 @@ def everything() -> list[Codec]:
 
 
 def few() -> list[Codec]:
-    """Every codec with its defaults, and with each option changed alone."""
+    """Every codec with its defaults, and with each option changed alone: in the first codec of a type, and once
+    more in the others, which take turns (int7 to int2 share what int8 has)."""
     found = []
+    siblings: dict[object, list[str]] = {}
     for name, entry in CODECS.items():
-        plain = codec(name)
-        found.append(plain)
-        for option, field in entry.options().items():
-            found += [
-                dataclasses.replace(plain, **{option: value})
-                for value in VALUES[option]
-                if value != field.default
-            ]
+        siblings.setdefault(entry.make, []).append(name)
+    for first, *others in siblings.values():
+        changes = [
+            {option: value}
+            for option, field in CODECS[first].options().items()
+            for value in VALUES[option]
+            if value != field.default
+        ]
+        found += [codec(name) for name in (first, *others)]
+        found += [dataclasses.replace(codec(first), **change) for change in changes]
+        turns = zip(itertools.cycle(others), changes) if others else ()
+        found += [dataclasses.replace(codec(name), **change) for name, change in turns]
     return found

@@ -46,7 +46,7 @@ def test_all_blocks() -> None:
     ("spec", "says"),
     [
         ("int9", "unknown codec 'int9'; valid names: none, fp16, bf16, "),
-        ("int4", "valid names: none, fp16"),
+        ("int1", "unknown codec 'int1'"),
         ("", "unknown codec ''"),
         ("INT8", "unknown codec 'INT8'"),
         ("int8:", "nothing follows the colon"),
@@ -88,7 +88,9 @@ def test_codecs_are_frozen_and_keyword_only() -> None:
         type(each)(8)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("wrong", [{"block": True}, {"block": "32"}, {"symmetric": 1}, {"bits": 4}])
+@pytest.mark.parametrize(
+    "wrong", [{"block": True}, {"block": "32"}, {"symmetric": 1}, {"bits": 9}, {"bits": 1}, {"bits": True}]
+)
 def test_values_are_checked_without_a_spec_too(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         dataclasses.replace(codec("int8"), **wrong)

@@ -34,6 +34,8 @@ def coarseness(each: Codec) -> float:
     """The largest error of equal numbers in a block of their own, relative to them."""
     if isinstance(each, Float8) and each.round == "stochastic":
         return 2**-3 if each.element == "e4m3" else 2**-2
+    if isinstance(each, Integer) and each.round == "stochastic":
+        return 2**-6 + 1 / each.levels
     return 2**-6
 
 
@@ -78,6 +80,74 @@ def test_bad_numbers_stay_in_their_block(each: Integer) -> None:
         y = round_trip(each, x)
         assert y[each.block : 2 * each.block].isnan().all()
         assert y[: each.block].isfinite().all() and y[2 * each.block :].isfinite().all()
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_codes_in_their_planes(bits: int) -> None:
+    """The bytes of known codes: 1, -1, L, -L, 0, ... of a block whose scale is 1, cut into planes by hand."""
+    top = 2 ** (bits - 1) - 1
+    codes = [1, -1, top, -top, 0, top, top - 1, 1 - top] * 4
+    payload = encode(f"int{bits}", torch.tensor(codes, dtype=torch.float32)).tolist()
+    assert payload[:2] == [0x80, 0x3F]  # bf16: 1.0
+    expected, low = 0, 0
+    for unit in (8, 4, 2, 1):
+        if bits & unit:
+            for i, code in enumerate(codes):
+                expected |= ((code & 2**bits - 1) >> low & 2**unit - 1) << (low * 32 + i * unit)
+            low += unit
+    assert int.from_bytes(bytes(payload[2 : 2 + 4 * bits]), "little") == expected
+    assert not any(payload[2 + 4 * bits :])
+    assert round_trip(f"int{bits}", torch.tensor(codes, dtype=torch.float32)).tolist() == codes
+
+
+def test_known_bytes_of_int3() -> None:
+    """Sixteen codes 0, 1, 2, 3, -3, -2, -1, 0, ...: in the plane of two bits 0, 1, 2, 3, 1, 2, 3, 0, in that of one
+    bit 0, 0, 0, 0, 1, 1, 1, 0."""
+    x = torch.tensor([0.0, 1, 2, 3, -3, -2, -1, 0] * 2)
+    payload = encode("int3:block=16", x)
+    assert payload.tolist() == [0x80, 0x3F, 0xE4, 0x39, 0xE4, 0x39, 0x70, 0x70] + [0] * 8
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_every_code_of_a_payload_decodes(bits: int, symmetric: bool) -> None:
+    """Also those that no encoder makes: two's complement without and with the most negative code."""
+    each = Integer(bits=bits, block=256, scale="fp32", symmetric=symmetric)
+    codes = torch.arange(256) % 2**bits
+    payload = torch.zeros(each.wire_bytes(256), dtype=torch.uint8)
+    fields = torch.tensor([0.25] if symmetric else [0.25, -3.0])
+    payload[: 4 * len(fields)] = fields.view(torch.uint8)
+    bytes_, low = bytearray(), 0
+    for unit in (8, 4, 2, 1):
+        if bits & unit:
+            digits = (codes >> low) % 2**unit
+            bytes_ += sum(int(digit) << i * unit for i, digit in enumerate(digits)).to_bytes(
+                32 * unit, "little"
+            )
+            low += unit
+    payload[4 * len(fields) : 4 * len(fields) + 32 * bits] = torch.tensor(list(bytes_), dtype=torch.uint8)
+    signed = torch.where(codes >= 2 ** (bits - 1), codes - 2**bits, codes) if symmetric else codes
+    expected = signed * 0.25 + (0.0 if symmetric else -3.0)
+    assert torch.equal(decode(each, payload, 256), expected)
+
+
+@pytest.mark.parametrize("each", [each for each in few() if isinstance(each, Integer)], ids=str)
+def test_fields_that_are_no_numbers_decode_to_the_one_nan(each: Integer) -> None:
+    """Whatever else stands in the payload: no encoder writes an infinite scale or a NaN of other bits."""
+    n, layout = 2 * each.granularity, each.layout()
+    size = layout.field_bytes
+    generator = torch.Generator().manual_seed(each.bits)
+    payload = torch.randint(0, 256, (each.wire_bytes(n),), dtype=torch.uint8, generator=generator)
+    words = {2: (0x7F80, 0xFF80, 0x7F81, 0xFFFF), 4: (0x7F800000, 0xFF800000, 0x7F800001, 0xFFFFFFFF)}[size]
+    fields = payload[: layout.fields * layout.blocks(each.granularity) * size]
+    fields[size - 1 :: size] &= 0x3F  # numbers, all of them
+    for i, word in enumerate(words[: layout.fields * layout.blocks(each.granularity)]):
+        fields[i * size : (i + 1) * size] = torch.tensor(list(word.to_bytes(size, "little")))
+    got = decode(each, payload, n)
+    with use("reference"):
+        assert torch.equal(got.view(torch.int32), decode(each, payload, n).view(torch.int32))
+    bad = got[: min(len(words), layout.blocks(each.granularity)) * each.block]
+    assert (bad.view(torch.int32) == 0x7FC00000).all()
 
 
 def test_a_range_beyond_fp32_is_nan() -> None:

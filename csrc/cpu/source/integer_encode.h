@@ -3,64 +3,11 @@
 
 #include "codec/integer.h"
 #include "codec/layout.h"
+#include "cpu/source/blocks.h"
 #include "cpu/source/cast.h"
 #include "cpu/source/integer_decode.h"
 
 namespace dtcomm::DTCOMM_ISA {
-
-struct Blocks {
-  std::uint32_t top[kMostBlocks];  // bits of the largest magnitude
-  float zero[kMostBlocks];
-  float scale[kMostBlocks];
-  float inverse[kMostBlocks];
-};
-
-#if defined(__AVX2__)
-// The largest lane of each of 8 vectors (unsigned), in their order.
-inline __m256i largest_lanes(const __m256i v[8]) {
-  const auto pairs = [](__m256i a, __m256i b) {
-    return _mm256_max_epu32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
-  };
-  const auto fours = [](__m256i a, __m256i b) {
-    return _mm256_max_epu32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
-  };
-  const __m256i low = fours(pairs(v[0], v[1]), pairs(v[2], v[3]));
-  const __m256i high = fours(pairs(v[4], v[5]), pairs(v[6], v[7]));
-  return _mm256_max_epu32(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31));
-}
-#endif
-
-// Block == 0 stands for a block length known at run time; 16 divides every block.
-template <std::size_t Block>
-inline void measure(const float* x, std::size_t blocks, std::size_t length, Blocks& at) {
-  const std::size_t block = Block ? Block : length;
-  std::size_t b = 0;
-#if defined(__AVX2__)
-  // Eight blocks share the shuffles that look for the largest lane.
-  const __m256i mask = _mm256_set1_epi32(0x7fffffff);
-  for (; b + 8 <= blocks; b += 8) {
-    __m256i tops[8];
-    for (std::size_t j = 0; j < 8; ++j) {
-      const float* in = x + (b + j) * block;
-      __m256i top = _mm256_setzero_si256();
-      for (std::size_t i = 0; i < block; i += 8) {
-        top = _mm256_max_epu32(top, _mm256_and_si256(mask, _mm256_castps_si256(_mm256_loadu_ps(in + i))));
-      }
-      tops[j] = top;
-    }
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(at.top + b), largest_lanes(tops));
-  }
-#endif
-  for (; b < blocks; ++b) {
-    const auto* in = cells<float>(x) + b * block;
-    std::uint32_t top = 0;
-    for (std::size_t i = 0; i < block; ++i) {
-      const std::uint32_t size = magnitude(in[i].value);
-      top = size > top ? size : top;
-    }
-    at.top[b] = top;
-  }
-}
 
 // Floats as integers of the same order, and back: -0 before +0, and nothing lost.
 inline std::int32_t order_of(float value) {
@@ -73,13 +20,13 @@ inline float from_order(std::int32_t order) {
 }
 
 // The zero points, and `top` becomes the block's range above its zero point.
-inline void measure_ranges(const IntegerRules& rules, const float* x, std::size_t blocks, std::size_t block,
-                           Blocks& at) {
+inline void measure_ranges(const IntegerRules& rules, const float* x, std::size_t n, std::size_t block, Blocks& at) {
   const auto* in = cells<float>(x);
-  for (std::size_t b = 0; b < blocks; ++b, in += block) {
+  for (std::size_t b = 0; b * block < n; ++b, in += block) {
+    const std::size_t length = smaller(block, n - b * block);
     // NaN comes out anywhere in this order; its block is known to be NaN already.
     std::int32_t low = order_of(in[0].value), high = low;
-    for (std::size_t i = 0; i < block; ++i) {
+    for (std::size_t i = 0; i < length; ++i) {
       const std::int32_t order = order_of(in[i].value);
       low = order < low ? order : low;
       high = order > high ? order : high;
@@ -92,101 +39,164 @@ inline void measure_ranges(const IntegerRules& rules, const float* x, std::size_
   }
 }
 
-inline void store_fields(Scale type, const float* values, std::size_t blocks, std::uint8_t* to) {
-  if (type == Scale::fp32) {
-    __builtin_memcpy(to, values, blocks * sizeof(float));
-    return;
-  }
-  auto* out = cells<std::uint16_t>(to);
-#pragma GCC ivdep
-  for (std::size_t b = 0; b < blocks; ++b) out[b].value = static_cast<std::uint16_t>(bits_of(values[b]) >> 16);
+// How elements become codes.
+struct Rounding {
+  IntegerRules rules;
+  Stream stream;        // of the granule's elements, where `one_stream`
+  std::uint64_t key;    // stochastic
+  std::uint64_t index;  // of the granule's first element
+  bool one_stream;      // the index does not pass a multiple of 2^32 within the granule
+};
+
+template <bool Symmetric, bool Stochastic>
+inline __attribute__((always_inline)) std::int32_t code_of(const Rounding& how, float value, float zero, float inverse,
+                                                           float random) {
+  const float t = (value - zero) * inverse, levels = how.rules.levels;
+  if constexpr (Stochastic) return stochastic_code(t, Symmetric ? -levels : 0.0f, levels, random);
+  return nearest_code(t, Symmetric ? -levels : 0.0f, levels);
 }
 
-// Symmetric codes, to nearest.
-template <std::size_t Block>
-inline void codes_nearest(const float* x, std::size_t blocks, std::size_t length, const Blocks& at,
-                          std::uint8_t* codes) {
-  const std::size_t block = Block ? Block : length;
-  for (std::size_t b = 0; b < blocks; ++b, x += block, codes += block) {
-    const float inverse = at.inverse[b];
-    // No clamp: a scale is at most a half unit of bf16 below top / 127, so |t| < 127.5 (docs/wire-format.md).
-    std::size_t i = 0;
-#if defined(__AVX2__)
-    const __m256 by = _mm256_set1_ps(inverse);
-    for (; i + 32 <= block; i += 32) {
-      const auto eight = [&](std::size_t j) {
-        return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i + j), by));
-      };
-      const __m256i words[2] = {_mm256_packs_epi32(eight(0), eight(8)), _mm256_packs_epi32(eight(16), eight(24))};
-      // The packs work within halves of the vector: put the groups of four back in order.
-      const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(words[0], words[1]),
-                                                        _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + i), bytes);
-    }
+#if defined(__AVX512F__)
+// Codes of 16 elements as integers; `lane` is 0..15.
+template <bool Symmetric, bool Stochastic>
+inline __attribute__((always_inline)) __m512i codes_of(const Rounding& how, const float* x, float zero, float inverse,
+                                                       std::uint32_t index) {
+  __m512 t = _mm512_loadu_ps(x);
+  if constexpr (!Symmetric) t = _mm512_sub_ps(t, _mm512_set1_ps(zero));
+  t = _mm512_mul_ps(t, _mm512_set1_ps(inverse));
+  if constexpr (Stochastic || !Symmetric) {
+    t = _mm512_maskz_max_ps(0xffff, t, _mm512_set1_ps(Symmetric ? -how.rules.levels : 0.0f));
+    t = _mm512_maskz_min_ps(0xffff, t, _mm512_set1_ps(how.rules.levels));
+  }
+  // Symmetric codes to nearest need no clamp: a scale is at most a half unit of bf16 below top / levels
+  // (docs/wire-format.md).
+  if constexpr (!Stochastic) return _mm512_maskz_cvtps_epi32(0xffff, t);
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  __m512i h = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(index)), lane);
+  h = _mm512_xor_si512(h, _mm512_set1_epi32(static_cast<int>(how.stream.before)));
+  const auto stir = [](__m512i v, unsigned by) {
+    return _mm512_xor_si512(v, _mm512_maskz_srl_epi32(0xffff, v, _mm_cvtsi32_si128(static_cast<int>(by))));
+  };
+  h = _mm512_mullo_epi32(stir(h, 16), _mm512_set1_epi32(0x7feb352d));
+  h = _mm512_add_epi32(h, _mm512_set1_epi32(static_cast<int>(how.stream.between)));
+  h = _mm512_mullo_epi32(stir(h, 15), _mm512_set1_epi32(static_cast<int>(0x846ca68bU)));
+  h = _mm512_maskz_srli_epi32(0xffff, stir(h, 16), 8);
+  const __m512 random = _mm512_mul_ps(_mm512_maskz_cvtepi32_ps(0xffff, h), _mm512_set1_ps(0x1p-24f));
+  const __m512 floor = _mm512_maskz_roundscale_ps(0xffff, t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  const __mmask16 up = _mm512_cmp_ps_mask(random, _mm512_sub_ps(t, floor), _CMP_LT_OQ);
+  const __m512i code = _mm512_maskz_cvtps_epi32(0xffff, floor);
+  return _mm512_mask_add_epi32(code, up, code, _mm512_set1_epi32(1));
+}
+#elif defined(__AVX2__)
+// Codes of 8 elements as integers.
+template <bool Symmetric, bool Stochastic>
+inline __attribute__((always_inline)) __m256i codes_of(const Rounding& how, const float* x, float zero, float inverse,
+                                                       std::uint32_t index) {
+  __m256 t = _mm256_loadu_ps(x);
+  if constexpr (!Symmetric) t = _mm256_sub_ps(t, _mm256_set1_ps(zero));
+  t = _mm256_mul_ps(t, _mm256_set1_ps(inverse));
+  if constexpr (Stochastic || !Symmetric) {
+    t = _mm256_max_ps(t, _mm256_set1_ps(Symmetric ? -how.rules.levels : 0.0f));
+    t = _mm256_min_ps(t, _mm256_set1_ps(how.rules.levels));
+  }
+  // Symmetric codes to nearest need no clamp: a scale is at most a half unit of bf16 below top / levels
+  // (docs/wire-format.md).
+  if constexpr (!Stochastic) return _mm256_cvtps_epi32(t);
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  __m256i h = _mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(index)), lane);
+  h = _mm256_xor_si256(h, _mm256_set1_epi32(static_cast<int>(how.stream.before)));
+  const auto stir = [](__m256i v, int by) { return _mm256_xor_si256(v, _mm256_srl_epi32(v, _mm_cvtsi32_si128(by))); };
+  h = _mm256_mullo_epi32(stir(h, 16), _mm256_set1_epi32(0x7feb352d));
+  h = _mm256_add_epi32(h, _mm256_set1_epi32(static_cast<int>(how.stream.between)));
+  h = _mm256_mullo_epi32(stir(h, 15), _mm256_set1_epi32(static_cast<int>(0x846ca68bU)));
+  h = _mm256_srli_epi32(stir(h, 16), 8);
+  const __m256 random = _mm256_mul_ps(_mm256_cvtepi32_ps(h), _mm256_set1_ps(0x1p-24f));
+  const __m256 floor = _mm256_floor_ps(t);
+  const __m256 up = _mm256_cmp_ps(random, _mm256_sub_ps(t, floor), _CMP_LT_OQ);
+  return _mm256_sub_epi32(_mm256_cvtps_epi32(floor), _mm256_castps_si256(up));
+}
 #endif
-    for (; i < block; ++i) {
-      codes[i] = static_cast<std::uint8_t>(bits_of(cells<float>(x)[i].value * inverse + kRound));
+
+#if defined(__AVX2__)
+// A step's codes, from elements i on, as bytes.
+template <bool Symmetric, bool Stochastic>
+inline __attribute__((always_inline)) Step step_codes(const Rounding& how, const float* x, std::size_t i,
+                                                      unsigned shift, const Blocks& at) {
+  const auto part = [&](std::size_t p) __attribute__((always_inline)) {
+    const std::size_t j = i + p * kLanes, b = j >> shift;
+    return codes_of<Symmetric, Stochastic>(how, x + j, at.zero[b], at.inverse[b],
+                                           static_cast<std::uint32_t>(how.index + j));
+  };
+  // The packs work within quarters (halves) of the vectors: put the groups of four back in order.
+#if defined(__AVX512F__)
+  const __m512i words[2] = {_mm512_packs_epi32(part(0), part(1)), _mm512_packs_epi32(part(2), part(3))};
+  const __m512i bytes = Symmetric ? _mm512_packs_epi16(words[0], words[1]) : _mm512_packus_epi16(words[0], words[1]);
+  return _mm512_maskz_permutexvar_epi32(0xffff, _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
+                                        bytes);
+#else
+  const __m256i words[2] = {_mm256_packs_epi32(part(0), part(1)), _mm256_packs_epi32(part(2), part(3))};
+  const __m256i bytes = Symmetric ? _mm256_packs_epi16(words[0], words[1]) : _mm256_packus_epi16(words[0], words[1]);
+  return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+#endif
+}
+#endif
+
+// The codes of `n` elements, missing ones of the last block included.
+template <bool Symmetric, bool Stochastic>
+inline void encode_codes(const Codec& codec, const Rounding& how, const float* x, std::size_t n, std::size_t count,
+                         const Blocks& at, std::uint8_t* planes) {
+  const unsigned bits = codec.bits, shift = static_cast<unsigned>(__builtin_ctz(codec.block));
+  std::size_t i = 0;
+#if defined(__AVX2__)
+  if (!Stochastic || how.one_stream) {
+    for (; i + kStep <= n; i += kStep) {
+      store_planes(step_codes<Symmetric, Stochastic>(how, x, i, shift, at), bits, count, i, planes);
     }
   }
-}
-
-// codes[i] = make(x[i], i), in runs of a length that compilers know.
-template <class Make>
-inline __attribute__((always_inline)) void make_codes(const float* x, std::size_t block, std::uint8_t* codes,
-                                                      const Make& make) {
-  for (std::size_t i = 0; i < block; i += kSmallestBlock) {
+#endif
+  for (; i < count; i += kSmallestBlock) {
+    const std::size_t length = i < n ? smaller(kSmallestBlock, n - i) : 0;
+    const float zero = at.zero[i >> shift], inverse = at.inverse[i >> shift];
+    float values[kSmallestBlock] = {}, random[kSmallestBlock] = {};
+    __builtin_memcpy(values, x + smaller(i, n), length * sizeof(float));
+    if constexpr (Stochastic) {
+      const std::uint64_t first = how.index + i;
+      const auto low = static_cast<std::uint32_t>(first);
+      if (how.one_stream) {
+        for (std::uint32_t j = 0; j < kSmallestBlock; ++j) random[j] = uniform(how.stream, low + j);
+      } else {
+        for (std::uint32_t j = 0; j < kSmallestBlock; ++j) {
+          random[j] = uniform(make_stream(how.key, first + j), low + j);
+        }
+      }
+    }
     std::int32_t made[kSmallestBlock];
-    for (std::size_t j = 0; j < kSmallestBlock; ++j) made[j] = make(cells<float>(x)[i + j].value, i + j);
-    for (std::size_t j = 0; j < kSmallestBlock; ++j) codes[i + j] = static_cast<std::uint8_t>(made[j]);
-  }
-}
-
-// Codes with zero points.
-inline void codes_above_zero(const IntegerRules& rules, const float* x, std::size_t blocks, std::size_t block,
-                             const Blocks& at, std::uint8_t* codes) {
-  const float levels = rules.levels;
-  for (std::size_t b = 0; b < blocks; ++b, x += block, codes += block) {
-    const float zero = at.zero[b], inverse = at.inverse[b];
-    make_codes(x, block, codes,
-               [=](float value, std::size_t) { return nearest_code((value - zero) * inverse, 0.0f, levels); });
-  }
-}
-
-// Stochastic codes of either kind.
-inline void codes_stochastic(const Codec& codec, const IntegerRules& rules, const float* x, std::size_t blocks,
-                             const Blocks& at, std::uint64_t key, std::uint64_t index, std::uint8_t* codes) {
-  const float levels = rules.levels, lowest = codec.symmetric ? -levels : 0.0f;
-  const std::size_t block = codec.block;
-  const bool one_stream = index >> 32 == (index + blocks * block) >> 32;
-  const Stream stream = make_stream(key, index);
-  for (std::size_t b = 0; b < blocks; ++b, x += block, codes += block, index += block) {
-    const float zero = at.zero[b], inverse = at.inverse[b];
-    const auto low = static_cast<std::uint32_t>(index);
-    const auto round = [=](float value, float random) {
-      return stochastic_code((value - zero) * inverse, lowest, levels, random);
-    };
-    if (one_stream) {
-      make_codes(x, block, codes, [=](float value, std::size_t i) {
-        return round(value, uniform(stream, low + static_cast<std::uint32_t>(i)));
-      });
-    } else {
-      make_codes(x, block, codes, [=](float value, std::size_t i) {
-        return round(value, uniform(make_stream(key, index + i), low + static_cast<std::uint32_t>(i)));
-      });
+    for (std::size_t j = 0; j < kSmallestBlock; ++j) {
+      made[j] = code_of<Symmetric, Stochastic>(how, values[j], zero, inverse, random[j]);
     }
+    std::uint8_t codes[kSmallestBlock];
+    for (std::size_t j = 0; j < kSmallestBlock; ++j) {
+      codes[j] = static_cast<std::uint8_t>(j < length ? made[j] : 0);
+    }
+    std::uint64_t groups[2];
+    __builtin_memcpy(groups, codes, sizeof groups);
+    store_group(groups[0], bits, count, i / kGroup, planes);
+    store_group(groups[1], bits, count, i / kGroup + 1, planes);
   }
 }
 
 template <std::size_t Block>
-inline void encode_blocks(const Codec& codec, const IntegerRules& rules, const float* x, std::size_t blocks,
-                          std::uint64_t key, std::uint64_t index, std::uint8_t* fields, std::uint8_t* zeros,
-                          std::uint8_t* codes) {
+inline void encode_integer(const Codec& codec, const IntegerRules& rules, const Layout& layout, const float* x,
+                           std::size_t n, std::uint64_t key, std::uint64_t index, std::uint8_t* to) {
+  const std::size_t blocks = layout.blocks(n), count = blocks * codec.block;
   Blocks at;
-  measure<Block>(x, blocks, codec.block, at);
+  const std::size_t whole = n / codec.block;
+  measure<Block>(x, whole, codec.block, at);
+  if (whole < blocks) at.top[whole] = largest(x + whole * codec.block, n - whole * codec.block);
   if (codec.symmetric) {
     __builtin_memset(at.zero, 0, sizeof at.zero);
   } else {
-    measure_ranges(rules, x, blocks, codec.block, at);
+    measure_ranges(rules, x, n, codec.block, at);
   }
   std::uint32_t worst = 0;
   for (std::size_t b = 0; b < blocks; ++b) {
@@ -194,38 +204,20 @@ inline void encode_blocks(const Codec& codec, const IntegerRules& rules, const f
     worst = at.top[b] > worst ? at.top[b] : worst;
   }
   for (std::size_t b = 0; b < blocks; ++b) at.inverse[b] = inverse_of(at.scale[b]);
-  store_fields(codec.scale, at.scale, blocks, fields);
-  if (!codec.symmetric) store_fields(codec.scale, at.zero, blocks, zeros);
-  if (codec.stochastic) {
-    codes_stochastic(codec, rules, x, blocks, at, key, index, codes);
-  } else if (codec.symmetric) {
-    codes_nearest<Block>(x, blocks, codec.block, at, codes);
-  } else {
-    codes_above_zero(rules, x, blocks, codec.block, at, codes);
-  }
+  store_fields(codec.scale, at.scale, blocks, to);
+  if (!codec.symmetric) store_fields(codec.scale, at.zero, blocks, to + layout.zeros_at(n));
+
+  std::uint8_t* planes = to + layout.codes_at(n);
+  const bool one_stream = index >> 32 == (index + count) >> 32;
+  const Rounding how{rules, codec.stochastic ? make_stream(key, index) : Stream{}, key, index, one_stream};
+  const auto codes = !codec.stochastic ? codec.symmetric ? encode_codes<true, false> : encode_codes<false, false>
+                     : codec.symmetric ? encode_codes<true, true>
+                                       : encode_codes<false, true>;
+  codes(codec, how, x, n, count, at, planes);
   if (worst >= kInfinity32) {  // Inf * 0 and NaN left their traces in the codes of these blocks
     for (std::size_t b = 0; b < blocks; ++b) {
-      if (at.top[b] >= kInfinity32) __builtin_memset(codes + b * codec.block, 0, codec.block);
+      if (at.top[b] >= kInfinity32) clear_codes(codec.bits, count, b * codec.block, codec.block, planes);
     }
-  }
-}
-
-template <std::size_t Block>
-inline void encode_integer(const Codec& codec, const IntegerRules& rules, const Layout& layout, const float* x,
-                           std::size_t n, std::uint64_t key, std::uint64_t index, std::uint8_t* to) {
-  const std::size_t block = codec.block, whole = n / block, rest = n % block;
-  std::uint8_t* zeros = to + layout.zeros_at(n);
-  std::uint8_t* codes = to + layout.codes_at(n);
-  encode_blocks<Block>(codec, rules, x, whole, key, index, to, zeros, codes);
-  if (rest) {
-    // The missing elements of the last block repeat its last one, so that they change neither scale nor zero point.
-    float last[kLargestBlock];
-    __builtin_memcpy(last, x + whole * block, rest * sizeof(float));
-    for (std::size_t i = rest; i < block; ++i) last[i] = last[rest - 1];
-    std::uint8_t* tail = codes + whole * block;
-    encode_blocks<Block>(codec, rules, last, 1, key, index + whole * block, to + whole * layout.field_bytes,
-                         zeros + whole * layout.field_bytes, tail);
-    __builtin_memset(tail + rest, 0, block - rest);
   }
   __builtin_memset(to + layout.used(n), 0, layout.bytes(n) - layout.used(n));
 }

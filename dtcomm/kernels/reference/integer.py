@@ -9,7 +9,7 @@ import numpy as np
 from dtcomm.codecs import Integer
 from dtcomm.kernels import mixer
 from dtcomm.kernels.reference import spikes
-from dtcomm.kernels.reference.floats import INFINITY, Bytes, Floats, magnitude
+from dtcomm.kernels.reference.floats import INFINITY, NAN, Bytes, Floats, canonical, magnitude
 from dtcomm.kernels.reference.scales import (
     block_scale,
     inverse,
@@ -27,7 +27,7 @@ def encode(codec: Integer, x: Floats, key: int, index: int, feedback: bool) -> B
         x, apart = spikes.take(codec, x, key, index)
     fields, codes = encode_blocks(codec, x, key, index)
     stored = [store_fields(field, codec.scale) for field in fields]
-    return np.concatenate([*stored, apart, codes.reshape(-1)])
+    return np.concatenate([*stored, apart, pack_codes(codes.reshape(-1), codec.bits)])
 
 
 def decode(codec: Integer, granule: Bytes, n: int) -> Floats:
@@ -35,9 +35,34 @@ def decode(codec: Integer, granule: Bytes, n: int) -> Floats:
     layout = codec.layout()
     ends = [layout.blocks(n) * layout.field_bytes * i for i in range(layout.fields + 1)]
     fields = [load_fields(granule[i:j], codec.scale) for i, j in itertools.pairwise(ends)]
-    codes = granule[layout.codes_at(n) : layout.used(n)].reshape(-1, layout.block)
-    x = decode_blocks(codec, fields, codes).reshape(-1)[:n]
+    bad = ~np.isfinite(fields).all(axis=0)
+    fields = [np.where(bad, NAN, field) for field in fields]
+    codes = unpack_codes(granule[layout.codes_at(n) : layout.used(n)], codec.bits)
+    x = canonical(decode_blocks(codec, fields, codes.reshape(-1, layout.block)).reshape(-1)[:n])
     return spikes.put_back(codec, x, granule) if codec.spikes else x
+
+
+def units(bits: int) -> tuple[int, ...]:
+    """The bits of each plane of codes of `bits` bits, in order."""
+    return tuple(unit for unit in (8, 4, 2, 1) if bits & unit)
+
+
+def pack_codes(codes: Bytes, bits: int) -> Bytes:
+    """The planes of `codes`, one a byte, of which only the lower `bits` bits count."""
+    digits = np.unpackbits(codes[:, None], axis=1, bitorder="little")
+    ends = [0, *itertools.accumulate(units(bits))]
+    return np.concatenate(
+        [np.packbits(digits[:, i:j].reshape(-1), bitorder="little") for i, j in itertools.pairwise(ends)]
+    )
+
+
+def unpack_codes(planes: Bytes, bits: int) -> Bytes:
+    """The inverse of :func:`pack_codes`: unsigned codes."""
+    count = len(planes) * 8 // bits
+    digits = np.unpackbits(planes, bitorder="little")
+    ends = [0, *itertools.accumulate(units(bits))]
+    columns = [digits[count * i : count * j].reshape(count, j - i) for i, j in itertools.pairwise(ends)]
+    return np.packbits(np.concatenate(columns, axis=1), axis=1, bitorder="little").reshape(-1)
 
 
 def encode_blocks(codec: Integer, x: Floats, key: int, index: int) -> tuple[list[Floats], Bytes]:
@@ -72,5 +97,8 @@ def encode_blocks(codec: Integer, x: Floats, key: int, index: int) -> tuple[list
 
 def decode_blocks(codec: Integer, fields: list[Floats], codes: Bytes) -> Floats:
     """One row of fp32 a block."""
-    values = (codes.view(np.int8) if codec.symmetric else codes).astype(np.float32) * fields[0][:, None]
+    numbers = codes.astype(np.int16)
+    if codec.symmetric:  # two's complement of `bits` bits
+        numbers -= (numbers >> codec.bits - 1) << codec.bits
+    values = numbers.astype(np.float32) * fields[0][:, None]
     return values if codec.symmetric else fields[1][:, None] + values

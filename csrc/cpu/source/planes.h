@@ -1,0 +1,151 @@
+// Bit planes (codec/planes.h) of kStep codes at a time, which stand as bytes in one vector. The default build has no
+// such vectors; it works by groups of eight.
+#pragma once
+
+#include "codec/planes.h"
+#include "cpu/source/memory.h"
+
+namespace dtcomm::DTCOMM_ISA {
+
+#if defined(__AVX512F__)
+
+typedef __m512i Step;
+constexpr std::size_t kStep = 64;
+
+// Codes i .. i + kStep - 1 of `count` into their planes; higher bits of the bytes than `bits` do not matter.
+inline __attribute__((always_inline)) void store_planes(Step codes, unsigned bits, std::size_t count, std::size_t i,
+                                                        std::uint8_t* planes) {
+  if (has_plane(bits, 8)) return _mm512_storeu_si512(planes + i, codes);
+  if (has_plane(bits, 4)) {
+    const __m512i four = _mm512_and_si512(codes, _mm512_set1_epi8(0x0f));
+    const __m512i words = _mm512_maddubs_epi16(four, _mm512_set1_epi16(0x1001));  // low + 16 * high
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(planes + i / 2), _mm512_maskz_cvtepi16_epi8(~0u, words));
+  }
+  if (has_plane(bits, 2)) {
+    const __m512i shifted = _mm512_srl_epi16(codes, _mm_cvtsi32_si128(static_cast<int>(plane_low(bits, 2))));
+    const __m512i two = _mm512_and_si512(shifted, _mm512_set1_epi8(0x03));
+    const __m512i words = _mm512_maddubs_epi16(two, _mm512_set1_epi16(0x0401));
+    const __m512i sums = _mm512_madd_epi16(words, _mm512_set1_epi32(0x00100001));
+    std::uint8_t* plane = planes + plane_at(bits, 2, count);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(plane + i / 4), _mm512_maskz_cvtepi32_epi8(0xffff, sums));
+  }
+  if (has_plane(bits, 1)) {
+    const __m512i bit = _mm512_set1_epi8(static_cast<char>(1 << plane_low(bits, 1)));
+    const std::uint64_t one = _mm512_test_epi8_mask(codes, bit);
+    __builtin_memcpy(planes + plane_at(bits, 1, count) + i / 8, &one, sizeof one);
+  }
+}
+
+// The inverse; the codes are unsigned.
+inline __attribute__((always_inline)) Step load_planes(const std::uint8_t* planes, unsigned bits, std::size_t count,
+                                                       std::size_t i) {
+  if (has_plane(bits, 8)) return _mm512_loadu_si512(planes + i);
+  __m512i codes = _mm512_setzero_si512();
+  if (has_plane(bits, 4)) {
+    const auto raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(planes + i / 2));
+    const __m512i pairs = _mm512_maskz_cvtepu8_epi16(~0u, raw);
+    codes = _mm512_and_si512(_mm512_or_si512(pairs, _mm512_slli_epi16(pairs, 4)), _mm512_set1_epi8(0x0f));
+  }
+  if (has_plane(bits, 2)) {
+    const std::uint8_t* plane = planes + plane_at(bits, 2, count);
+    const auto raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(plane + i / 4));
+    const __m512i fours = _mm512_maskz_cvtepu8_epi32(0xffff, raw);
+    const __m512i pairs = _mm512_and_si512(_mm512_or_si512(fours, _mm512_maskz_slli_epi32(0xffff, fours, 12)),
+                                           _mm512_set1_epi32(0x000f000f));
+    const __m512i two = _mm512_and_si512(_mm512_or_si512(pairs, _mm512_slli_epi16(pairs, 6)), _mm512_set1_epi8(0x03));
+    const __m128i low = _mm_cvtsi32_si128(static_cast<int>(plane_low(bits, 2)));
+    codes = _mm512_or_si512(codes, _mm512_sll_epi16(two, low));
+  }
+  if (has_plane(bits, 1)) {
+    std::uint64_t one;
+    __builtin_memcpy(&one, planes + plane_at(bits, 1, count) + i / 8, sizeof one);
+    const char bit = static_cast<char>(1 << plane_low(bits, 1));
+    codes = _mm512_or_si512(codes, _mm512_maskz_set1_epi8(one, bit));
+  }
+  return codes;
+}
+
+inline __attribute__((always_inline)) Step extend_sign(Step codes, unsigned bits) {
+  const __m512i sign = _mm512_set1_epi8(static_cast<char>(1 << (bits - 1)));
+  return _mm512_sub_epi8(_mm512_xor_si512(codes, sign), sign);
+}
+
+#elif defined(__AVX2__)
+
+typedef __m256i Step;
+constexpr std::size_t kStep = 32;
+
+inline __attribute__((always_inline)) void store_planes(Step codes, unsigned bits, std::size_t count, std::size_t i,
+                                                        std::uint8_t* planes) {
+  if (has_plane(bits, 8)) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(planes + i), codes);
+  if (has_plane(bits, 4)) {
+    const __m256i four = _mm256_and_si256(codes, _mm256_set1_epi8(0x0f));
+    const __m256i words = _mm256_maddubs_epi16(four, _mm256_set1_epi16(0x1001));  // low + 16 * high
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi16(words, words), 0xd8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(planes + i / 2), _mm256_castsi256_si128(packed));
+  }
+  if (has_plane(bits, 2)) {
+    const __m256i shifted = _mm256_srl_epi16(codes, _mm_cvtsi32_si128(static_cast<int>(plane_low(bits, 2))));
+    const __m256i two = _mm256_and_si256(shifted, _mm256_set1_epi8(0x03));
+    const __m256i words = _mm256_maddubs_epi16(two, _mm256_set1_epi16(0x0401));
+    const __m256i sums = _mm256_madd_epi16(words, _mm256_set1_epi32(0x00100001));
+    const __m256i packed = _mm256_packus_epi16(_mm256_packus_epi32(sums, sums), sums);  // four bytes of each half
+    const __m256i both = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 0, 4, 0, 4, 0, 4));
+    std::uint8_t* plane = planes + plane_at(bits, 2, count);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(plane + i / 4), _mm256_castsi256_si128(both));
+  }
+  if (has_plane(bits, 1)) {
+    const __m256i top = _mm256_sll_epi16(codes, _mm_cvtsi32_si128(static_cast<int>(7 - plane_low(bits, 1))));
+    const int one = _mm256_movemask_epi8(top);
+    __builtin_memcpy(planes + plane_at(bits, 1, count) + i / 8, &one, sizeof one);
+  }
+}
+
+inline __attribute__((always_inline)) Step load_planes(const std::uint8_t* planes, unsigned bits, std::size_t count,
+                                                       std::size_t i) {
+  if (has_plane(bits, 8)) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(planes + i));
+  __m256i codes = _mm256_setzero_si256();
+  if (has_plane(bits, 4)) {
+    const auto raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(planes + i / 2));
+    const __m256i pairs = _mm256_cvtepu8_epi16(raw);
+    codes = _mm256_and_si256(_mm256_or_si256(pairs, _mm256_slli_epi16(pairs, 4)), _mm256_set1_epi8(0x0f));
+  }
+  if (has_plane(bits, 2)) {
+    const std::uint8_t* plane = planes + plane_at(bits, 2, count);
+    const __m256i fours = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(plane + i / 4)));
+    const __m256i pairs =
+        _mm256_and_si256(_mm256_or_si256(fours, _mm256_slli_epi32(fours, 12)), _mm256_set1_epi32(0x000f000f));
+    const __m256i two = _mm256_and_si256(_mm256_or_si256(pairs, _mm256_slli_epi16(pairs, 6)), _mm256_set1_epi8(0x03));
+    const __m128i low = _mm_cvtsi32_si128(static_cast<int>(plane_low(bits, 2)));
+    codes = _mm256_or_si256(codes, _mm256_sll_epi16(two, low));
+  }
+  if (has_plane(bits, 1)) {
+    int one;
+    __builtin_memcpy(&one, planes + plane_at(bits, 1, count) + i / 8, sizeof one);
+    // Every byte of eight looks at its own bit of one byte of the plane.
+    const __m256i byte = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i digit = _mm256_set1_epi64x(static_cast<long long>(0x8040201008040201));
+    const __m256i mine = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(one), byte), digit);
+    const __m256i bit = _mm256_set1_epi8(static_cast<char>(1 << plane_low(bits, 1)));
+    codes = _mm256_or_si256(codes, _mm256_and_si256(_mm256_cmpeq_epi8(mine, digit), bit));
+  }
+  return codes;
+}
+
+inline __attribute__((always_inline)) Step extend_sign(Step codes, unsigned bits) {
+  const __m256i sign = _mm256_set1_epi8(static_cast<char>(1 << (bits - 1)));
+  return _mm256_sub_epi8(_mm256_xor_si256(codes, sign), sign);
+}
+
+#endif
+
+// Codes of a block are zero bits.
+inline void clear_codes(unsigned bits, std::size_t count, std::size_t begin, std::size_t length, std::uint8_t* planes) {
+  for (unsigned unit = 8; unit > 0; unit /= 2) {
+    if (has_plane(bits, unit)) {
+      __builtin_memset(planes + plane_at(bits, unit, count) + begin * unit / 8, 0, length * unit / 8);
+    }
+  }
+}
+
+}  // namespace dtcomm::DTCOMM_ISA
