@@ -3,14 +3,19 @@
 from dtcomm.tp.embedding import VocabParallelEmbedding
 from dtcomm.tp.linear import ColumnParallelLinear, RowParallelLinear
 from dtcomm.tp.styles import ColwiseParallel, RowwiseParallel
+from dtcomm.tp.swap import KINDS, PLANS, Swapped, compress
 from dtcomm.tp.wire import Wire, wire
 
 __all__ = [
+    "KINDS",
+    "PLANS",
     "ColumnParallelLinear",
     "ColwiseParallel",
     "RowParallelLinear",
     "RowwiseParallel",
+    "Swapped",
     "VocabParallelEmbedding",
     "Wire",
+    "compress",
     "wire",
 ]

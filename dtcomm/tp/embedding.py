@@ -20,6 +20,8 @@ class VocabParallelEmbedding(Sharded):
     The ranks' results, of which all but one are zeros, are summed in `codec`.
     """
 
+    weight: nn.Parameter
+
     def __init__(
         self,
         num_embeddings: int,
@@ -35,7 +37,7 @@ class VocabParallelEmbedding(Sharded):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         rows = self.wire.parts(num_embeddings, "num_embeddings")
         self.first = rows * self.wire.rank
-        self.weight = self.shared((rows, embedding_dim), 0, device, dtype)
+        self.share("weight", (rows, embedding_dim), 0, device, dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -21,8 +21,12 @@ class ColumnParallelLinear(Sharded):
 
     gather_output: join y on all ranks (compressed in `codec`), otherwise each rank keeps its features.
     sequence_parallel: x is this rank's part of the sequence (dimension `sequence_dim`) and is gathered first.
-    backward_codec: of the gradient of x, which is summed over ranks.
+    backward_codec: of the gradient of x, which is summed over ranks. packed: y is so many outputs side by side
+    (queries, keys and values), of each of which every rank has its part.
     """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -35,6 +39,7 @@ class ColumnParallelLinear(Sharded):
         gather_output: bool = False,
         sequence_parallel: bool = False,
         sequence_dim: int = 1,
+        packed: int = 1,
         algorithm: str = "direct",
         group: Group = None,
         device: Any = None,
@@ -47,8 +52,14 @@ class ColumnParallelLinear(Sharded):
         self.gather_output = gather_output
         self.sequence_dim = sequence_dim if sequence_parallel else None
         rows = self.wire.parts(out_features, "out_features")
-        self.weight = self.shared((rows, in_features), 0, device, dtype)
-        self.bias = self.shared((rows,), 0, device, dtype) if bias else None
+        if packed < 1 or rows % packed:
+            raise ValueError(f"packed: {packed} does not divide the {rows} output features of a rank")
+        self.packed = packed
+        self.share("weight", (rows, in_features), 0, device, dtype)
+        if bias:
+            self.share("bias", (rows,), 0, device, dtype)
+        else:
+            self.bias = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -77,6 +88,9 @@ class RowParallelLinear(Sharded):
     that one part's sum is on its way while the next is multiplied.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         in_features: int,
@@ -102,7 +116,7 @@ class RowParallelLinear(Sharded):
         self.sequence_dim = sequence_dim if sequence_parallel else None
         self.chunks = chunks
         columns = self.wire.parts(in_features, "in_features")
-        self.weight = self.shared((out_features, columns), 1, device, dtype)
+        self.share("weight", (out_features, columns), 1, device, dtype)
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 

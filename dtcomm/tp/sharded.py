@@ -22,21 +22,18 @@ class Sharded(nn.Module):
         super().__init__()
         self.wire = wire
         self._dims: dict[str, int] = {}
-        self._pending: list[tuple[nn.Parameter, int]] = []
+        self.packed = 1
 
-    def shared(
-        self, shape: tuple[int, ...], dim: int, device: Any, dtype: torch.dtype | None
-    ) -> nn.Parameter:
-        """A parameter of this shape, which is the rank's part along `dim`; assign it to an attribute."""
-        parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self._pending.append((parameter, dim))
-        return parameter
+    def share(
+        self, name: str, shape: tuple[int, ...], dim: int, device: Any, dtype: torch.dtype | None
+    ) -> None:
+        """Make the parameter `name`, of this shape, which is the rank's part along `dim`.
 
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        super().register_parameter(name, param)
-        for parameter, dim in self.__dict__.get("_pending", ()):
-            if parameter is param:
-                self._dims[name] = dim
+        Where `packed` is more than 1, the dense tensor is so many tensors joined along `dim` (queries, keys and
+        values, say), each of which is shared out by itself.
+        """
+        self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self._dims[name] = dim
 
     def fill(self, initialise: Callable[[str, torch.Tensor], None]) -> None:
         """Initialise each parameter as the dense module would, and keep this rank's part.
@@ -62,7 +59,13 @@ class Sharded(nn.Module):
         """This rank's part of the dense module's tensor."""
         if name not in self._dims:
             return full
-        return full.chunk(self.wire.ranks, self._dims[name])[self.wire.rank]
+        dim, ranks = self._dims[name], self.wire.ranks
+        shape = full.shape
+        split = full.reshape(
+            *shape[:dim], self.packed, ranks, shape[dim] // ranks // self.packed, *shape[dim + 1 :]
+        )
+        own = split.select(dim + 1, self.wire.rank)
+        return own.reshape(*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :])
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, torch.Tensor]:
@@ -75,7 +78,12 @@ class Sharded(nn.Module):
             part = parameter.detach().contiguous()
             parts = torch.empty((self.wire.ranks, *part.shape), dtype=part.dtype, device=part.device)
             all_gather(parts, part, group=self.wire.group)
-            state[name] = torch.cat(list(parts), self._dims[name])
+            dim = self._dims[name]
+            shape = part.shape
+            split = parts.reshape(
+                self.wire.ranks, *shape[:dim], self.packed, shape[dim] // self.packed, *shape[dim + 1 :]
+            )
+            state[name] = split.movedim(0, dim + 1).reshape(self.full_shape(name))
         return state
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -89,6 +97,9 @@ class Sharded(nn.Module):
                 mine[prefix + name] = self.part(name, tensor)
         super()._load_from_state_dict(mine, prefix, *args, **kwargs)
 
-    def load_dense(self, state: Mapping[str, torch.Tensor]) -> None:
-        """The parts of the dense module's tensors."""
-        self.load_state_dict(dict(state))
+    @torch.no_grad()
+    def take(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Become this rank's part of a dense module: parameters on the device and of the type of its tensors."""
+        for name, full in state.items():
+            part = self.part(name, full).detach().clone(memory_format=torch.contiguous_format)
+            self.register_parameter(name, nn.Parameter(part, requires_grad=full.requires_grad))

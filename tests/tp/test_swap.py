@@ -1,0 +1,150 @@
+"""Layers of existing models swapped: plain ones, and tiny random ones of the installed transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dtcomm import tp
+from dtcomm.testing.ranks import run_ranks
+
+transformers = pytest.importorskip("transformers", reason="pip install transformers")
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 16)
+        self.up = nn.Linear(16, 48)
+        self.down = nn.Linear(48, 16)
+        self.head = nn.Linear(16, 40, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        out: torch.Tensor = self.head(x + self.down(torch.tanh(self.up(x))))
+        return out
+
+
+PLAN = {"embed": "vocabulary", "up": "column", "down": "row", "head": "column_gather"}
+
+
+def plain(rank: int, ranks: int) -> None:
+    torch.manual_seed(0)
+    dense, model = Mlp(), Mlp()
+    model.load_state_dict(dense.state_dict())
+    report = tp.compress(model, None, PLAN, "none")
+    assert (
+        str(report)
+        == "4 layers (1 vocabulary, 1 column, 1 row, 1 column_gather): forward none, backward none"
+    )
+    tokens = torch.arange(20).view(2, 10)
+    torch.testing.assert_close(model(tokens), dense(tokens), rtol=1e-5, atol=1e-5)
+    dense(tokens).square().mean().backward()
+    model(tokens).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        layer, _, kind = name.rpartition(".")
+        expected = model.get_submodule(layer).part(kind, dense.get_parameter(name).grad)
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-6)
+    # Dense checkpoints still load.
+    model.load_state_dict(dense.state_dict())
+
+
+def test_a_plain_model() -> None:
+    run_ranks(plain, 2)
+
+
+def tiny(kind: str) -> Any:
+    torch.manual_seed(0)
+    common: dict[str, Any] = {"vocab_size": 64, "max_position_embeddings": 32}
+    if kind == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
+        )
+        return transformers.GPT2LMHeadModel(config)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    if kind == "gpt_neox":
+        return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**common, **sizes))
+    make = {"llama": transformers.LlamaForCausalLM, "qwen2": transformers.Qwen2ForCausalLM}[kind]
+    configure = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config}[kind]
+    return make(configure(**common, **sizes, num_key_value_heads=2))
+
+
+def swapped(rank: int, ranks: int, kind: str) -> None:
+    tokens = torch.arange(24).view(2, 12) * 5 % 64
+    dense = tiny(kind).eval()
+    with torch.no_grad():
+        expected = dense(tokens).logits
+    for codec, tolerance in (("none", 1e-4), ("int8", 0.05)):
+        model = tiny(kind).eval()
+        report = tp.compress(model, None, codec=codec, backward_codec=codec)
+        assert len(report.layers) == 2 * (4 if kind in ("gpt2", "gpt_neox") else 7)
+        got = model(tokens).logits
+        error = torch.linalg.vector_norm(got - expected) / torch.linalg.vector_norm(expected)
+        assert error < tolerance, (codec, float(error))
+        got.square().mean().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_neox", "gpt2"])
+def test_models_of_transformers(kind: str) -> None:
+    run_ranks(swapped, 2, kind)
+
+
+def named_styles(rank: int, ranks: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    from dtcomm.tp.transformers import register
+
+    tokens = torch.arange(24).view(2, 12) * 5 % 64
+    mesh = init_device_mesh("cpu", (ranks,))
+    with torch.no_grad():
+        expected = tiny("llama").eval()(tokens).logits
+    for codec, tolerance in (("none", 1e-4), ("int8", 0.05)):
+        rowwise = register(codec)
+        assert rowwise == f"rowwise_{codec}"
+        model = tiny("llama").eval()
+        plan = {}
+        for name, _ in model.named_modules():
+            if name.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
+                plan |= {f"{name}.weight": "colwise", name: "colwise"}
+            elif name.endswith(("o_proj", "down_proj")):
+                plan |= {f"{name}.weight": rowwise, name: rowwise}
+        apply_tensor_parallelism(model, mesh, plan)
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                got = model(tokens).logits
+            error = torch.linalg.vector_norm(got - expected) / torch.linalg.vector_norm(expected)
+            assert error < tolerance, (codec, grad, float(error))
+        got.square().mean().backward()
+
+
+def test_styles_for_a_tp_plan() -> None:
+    run_ranks(named_styles, 2)
+
+
+def refusals(rank: int, ranks: int) -> None:
+    model = Mlp()
+    before = {name: type(module) for name, module in model.named_modules()}
+    for plan, says in (
+        ({"up": "diagonal"}, "'up' is 'diagonal'; valid: column"),
+        ({"nowhere.*": "row"}, "'nowhere.\\*' matches no module of Mlp"),
+        ({"up": "vocabulary"}, "up is a Linear; a vocabulary is an Embedding's"),
+        ({"embed": "row"}, "embed is a Embedding; columns and rows"),
+        ("bert", "unknown 'bert'; valid: llama"),
+        (None, "none for models of type None"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            tp.compress(model, None, plan)
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    odd = tiny("llama")
+    odd.config.num_key_value_heads = 3
+    with pytest.raises(ValueError, match="num_key_value_heads, 3, do not divide among 2"):
+        tp.compress(odd, None)
+
+
+def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
+    run_ranks(refusals, 2)
