@@ -10,19 +10,19 @@ namespace dtcomm {
 // number. kInf: code of Inf; codes above kTop that are not kInf are NaN. A code is below 1 << kSign, which is its sign.
 struct E4m3 {
   static constexpr int kMantissa = 3, kSign = 7;
-  static constexpr std::uint32_t kNormal = (127U - 6) << 23, kTop = 0x7e, kInf = 0x80;
+  static constexpr std::uint32_t kNormal = (127U - 6) << 23, kTop = 0x7e, kInf = 0x80, kLargestExponent = 8;
   static constexpr float kLargest = 448.0f;
 };
 
 struct E5m2 {
   static constexpr int kMantissa = 2, kSign = 7;
-  static constexpr std::uint32_t kNormal = (127U - 14) << 23, kTop = 0x7b, kInf = 0x7c;
+  static constexpr std::uint32_t kNormal = (127U - 14) << 23, kTop = 0x7b, kInf = 0x7c, kLargestExponent = 15;
   static constexpr float kLargest = 57344.0f;
 };
 
 struct E2m1 {
   static constexpr int kMantissa = 1, kSign = 3;
-  static constexpr std::uint32_t kNormal = 127U << 23, kTop = 7, kInf = 8;
+  static constexpr std::uint32_t kNormal = 127U << 23, kTop = 7, kInf = 8, kLargestExponent = 2;
   static constexpr float kLargest = 6.0f;
 };
 

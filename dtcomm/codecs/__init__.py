@@ -4,6 +4,21 @@ from dtcomm.codecs.base import Codec, Layout
 from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed
 from dtcomm.codecs.float8 import Float8
 from dtcomm.codecs.integer import Integer
+from dtcomm.codecs.mx import Mxfp4, Mxfp8
+from dtcomm.codecs.sign import Sign
 from dtcomm.codecs.spec import codec, names
 
-__all__ = ["Bf16", "Codec", "Float8", "Fp16", "Integer", "Layout", "Uncompressed", "codec", "names"]
+__all__ = [
+    "Bf16",
+    "Codec",
+    "Float8",
+    "Fp16",
+    "Integer",
+    "Layout",
+    "Mxfp4",
+    "Mxfp8",
+    "Sign",
+    "Uncompressed",
+    "codec",
+    "names",
+]

@@ -10,6 +10,8 @@ from dtcomm.codecs.base import Codec
 from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed
 from dtcomm.codecs.float8 import Float8
 from dtcomm.codecs.integer import Integer
+from dtcomm.codecs.mx import Mxfp4, Mxfp8
+from dtcomm.codecs.sign import Sign
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,10 @@ CODECS: dict[str, Entry] = {
     "bf16": Entry(make=Bf16),
     "fp8_e4m3": Entry(make=Float8, fixed={"element": "e4m3"}),
     "fp8_e5m2": Entry(make=Float8, fixed={"element": "e5m2"}),
+    "mxfp8": Entry(make=Mxfp8),
+    "mxfp4": Entry(make=Mxfp4),
     **{f"int{bits}": Entry(make=Integer, fixed={"bits": bits}) for bits in (8, 7, 6, 5, 4, 3, 2)},
+    "sign": Entry(make=Sign),
 }
 
 

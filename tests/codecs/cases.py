@@ -12,6 +12,7 @@ from dtcomm.codecs.spec import CODECS
 # Values of each option worth testing, its default among them.
 VALUES: dict[str, tuple[object, ...]] = {
     "block": (16, 32, 128, 256, 4096),
+    "element": ("e4m3", "e5m2"),
     "scale": ("bf16", "fp32"),
     "symmetric": (True, False),
     "round": ("nearest", "stochastic"),

@@ -32,6 +32,8 @@ CODECS = (
     "fp8_e4m3",
     "int8:rotate=hadamard",
     "int8:block=128,round=stochastic,rotate=hadamard,spikes=1",
+    "mxfp4",
+    "sign",
 )
 
 

@@ -30,6 +30,8 @@ struct FamilyKernels {
 
 extern const FamilyKernels kIntegerFamily;
 extern const FamilyKernels kFloat8Family;
+extern const FamilyKernels kMxFamily;
+extern const FamilyKernels kSignFamily;
 
 // nullptr: a cast, which cast.h does in line.
 inline const FamilyKernels* family_kernels(Family family) {
@@ -38,6 +40,10 @@ inline const FamilyKernels* family_kernels(Family family) {
       return &kIntegerFamily;
     case Family::float8:
       return &kFloat8Family;
+    case Family::mx:
+      return &kMxFamily;
+    case Family::sign:
+      return &kSignFamily;
     default:
       return nullptr;
   }

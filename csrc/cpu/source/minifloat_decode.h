@@ -57,7 +57,37 @@ struct Minifloat<E5m2> {
 #endif
 };
 
-// Are all of these codes numbers, and all scales such that kScale times them is one?
+// Codes of 4 bits, the earlier element in the lower half of a byte. All are numbers.
+template <>
+struct Minifloat<E2m1> {
+  static constexpr float kScale = 1.0f;
+  static float one(const void* from, std::size_t i) {
+    return minifloat_value<E2m1>((static_cast<const std::uint8_t*>(from)[i / 2] >> (i % 2 * 4)) & 15);
+  }
+#if defined(__AVX512F__)
+  static Floats many(const void* from, std::size_t i) {
+    const auto raw = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const std::uint8_t*>(from) + i / 2));
+    // The lookup reads the lower 4 bits of an index alone.
+    const __m512i index = _mm512_maskz_cvtepu8_epi32(0xffff, _mm_unpacklo_epi8(raw, _mm_srli_epi16(raw, 4)));
+    const __m512 values = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f,
+                                         -2.0f, -3.0f, -4.0f, -6.0f);
+    return reinterpret_cast<Floats>(_mm512_maskz_permutexvar_ps(0xffff, index, values));
+  }
+#elif defined(__AVX2__)
+  static Floats many(const void* from, std::size_t i) {
+    std::int32_t four;
+    __builtin_memcpy(&four, static_cast<const std::uint8_t*>(from) + i / 2, sizeof four);
+    const __m128i raw = _mm_cvtsi32_si128(four);
+    const __m256i index = _mm256_cvtepu8_epi32(_mm_unpacklo_epi8(raw, _mm_srli_epi16(raw, 4)));
+    // The lookup reads the lower 3 bits of an index alone.
+    const __m256 values = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
+    const __m256 sign = _mm256_and_ps(_mm256_castsi256_ps(_mm256_slli_epi32(index, 28)), _mm256_set1_ps(-0.0f));
+    return reinterpret_cast<Floats>(_mm256_or_ps(_mm256_permutevar8x32_ps(values, index), sign));
+  }
+#endif
+};
+
+// Are all of these codes numbers, and is no scale so large that kScale times it is Inf? NaN may be, the canonical one.
 template <class F>
 inline bool plain_numbers(const std::uint8_t* codes, std::size_t n, const float* scales, std::size_t blocks) {
   std::uint8_t top = 0;
@@ -67,7 +97,7 @@ inline bool plain_numbers(const std::uint8_t* codes, std::size_t n, const float*
   }
   std::uint32_t largest = 0;
   for (std::size_t b = 0; b < blocks; ++b) {
-    const std::uint32_t size = magnitude(scales[b]);
+    const std::uint32_t bits = bits_of(scales[b]), size = bits == kNaN32 ? 0 : bits & 0x7fffffff;
     largest = size > largest ? size : largest;
   }
   return top <= F::kTop && finite(float_of(largest) * Minifloat<F>::kScale);
@@ -78,13 +108,14 @@ template <class F, bool Stream, class Finish>
 inline __attribute__((always_inline)) void each_minifloat(const std::uint8_t* codes, const float* scales,
                                                           std::size_t block, std::size_t n, float* to,
                                                           const Finish& finish) {
-  const bool plain = plain_numbers<F>(codes, n, scales, (n + block - 1) / block);
+  constexpr bool kAllPlain = F::kSign == 3;
+  const bool plain = kAllPlain || plain_numbers<F>(codes, n, scales, (n + block - 1) / block);
   for (std::size_t at = 0; at < n; at += block) {
     const std::size_t length = smaller(block, n - at);
     const float scale = *scales++;
     if (plain) {
       const float by = scale * Minifloat<F>::kScale;
-      each<Minifloat<F>, Stream>(codes + at, length, to + at,
+      each<Minifloat<F>, Stream>(codes + (kAllPlain ? at / 2 : at), length, to + at,
                                  [&](auto q, std::size_t i) { return finish(q * by, at + i); });
     } else {
       auto* out = cells<float>(to);

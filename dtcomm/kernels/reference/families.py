@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtcomm.codecs import Bf16, Codec, Float8, Fp16, Integer
-from dtcomm.kernels.reference import float8, integer
+from dtcomm.codecs import Bf16, Codec, Float8, Fp16, Integer, Mxfp8, Sign
+from dtcomm.kernels.reference import float8, integer, mx, sign
 from dtcomm.kernels.reference.floats import Bytes, Floats, narrow, widen
 
 
@@ -27,6 +27,8 @@ class Family:
 FAMILIES: dict[int, Family] = {
     Integer.family: Family(encode=integer.encode, decode=integer.decode),
     Float8.family: Family(encode=float8.encode, decode=float8.decode),
+    Mxfp8.family: Family(encode=mx.encode, decode=mx.decode),
+    Sign.family: Family(encode=sign.encode, decode=sign.decode),
 }
 
 

@@ -1,0 +1,70 @@
+// Sums of magnitudes in the order of folded halves, sign bits of floats, and signs out of bits.
+#pragma once
+
+#include "codec/sign.h"
+#include "cpu/source/cast.h"
+
+namespace dtcomm::DTCOMM_ISA {
+
+// The sum of the parts (codec/sign.h) of a block of 16 or more. `room` holds half a block.
+inline float folded_parts(const float* x, std::size_t block, float* room) {
+  const float one_over = 1.0f / static_cast<float>(block);
+  std::size_t half = block / 2;
+  for (std::size_t i = 0; i < half; i += 8) {
+    for (std::size_t j = i; j < i + 8; ++j) {
+      room[j] = sign_part(cells<float>(x)[j].value, one_over) + sign_part(cells<float>(x)[j + half].value, one_over);
+    }
+  }
+  for (half /= 2; half >= 16; half /= 2) {
+    for (std::size_t i = 0; i < half; i += 16) {
+      for (std::size_t j = i; j < i + 16; ++j) room[j] = room[j] + room[j + half];
+    }
+  }
+  for (; half >= 1; half /= 2) {
+    for (std::size_t i = 0; i < half; ++i) room[i] = room[i] + room[i + half];
+  }
+  return room[0];
+}
+
+// Bit i of the string is the sign of x[i]; 8 divides n.
+inline void sign_bits(const float* x, std::size_t n, std::uint8_t* to) {
+  std::size_t i = 0;
+#if defined(__AVX512F__)
+  for (; i + 16 <= n; i += 16) {
+    const __mmask16 bits = _mm512_movepi32_mask(_mm512_castps_si512(_mm512_loadu_ps(x + i)));
+    __builtin_memcpy(to + i / 8, &bits, 2);
+  }
+#elif defined(__AVX2__)
+  for (; i + 8 <= n; i += 8) to[i / 8] = static_cast<std::uint8_t>(_mm256_movemask_ps(_mm256_loadu_ps(x + i)));
+#endif
+  for (; i < n; i += 8) {
+    std::uint32_t bits = 0;
+    for (std::size_t j = 0; j < 8; ++j) bits |= bits_of(cells<float>(x)[i + j].value) >> 31 << j;
+    to[i / 8] = static_cast<std::uint8_t>(bits);
+  }
+}
+
+// Bits as `each` wants its elements: 1 or -1.
+struct Signs {
+  static constexpr std::size_t kBytes = 1;
+  static float one(const void* from, std::size_t i) {
+    const std::uint32_t bit = static_cast<const std::uint8_t*>(from)[i / 8] >> (i % 8);
+    return float_of(bits_of(1.0f) | bit << 31);
+  }
+#if defined(__AVX512F__)
+  static Floats many(const void* from, std::size_t i) {
+    __mmask16 bits;
+    __builtin_memcpy(&bits, static_cast<const std::uint8_t*>(from) + i / 8, 2);
+    return reinterpret_cast<Floats>(_mm512_mask_mov_ps(_mm512_set1_ps(1.0f), bits, _mm512_set1_ps(-1.0f)));
+  }
+#elif defined(__AVX2__)
+  static Floats many(const void* from, std::size_t i) {
+    const __m256i byte = _mm256_set1_epi32(static_cast<const std::uint8_t*>(from)[i / 8]);
+    const __m256i bit = _mm256_sllv_epi32(byte, _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24));
+    const __m256 sign = _mm256_and_ps(_mm256_castsi256_ps(bit), _mm256_set1_ps(-0.0f));
+    return reinterpret_cast<Floats>(_mm256_or_ps(sign, _mm256_set1_ps(1.0f)));
+  }
+#endif
+};
+
+}  // namespace dtcomm::DTCOMM_ISA
