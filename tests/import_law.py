@@ -35,7 +35,7 @@ PYTHON_LAW: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "compress": _may("collectives kernels codecs", "torch"),
     "ddp": _FACE,
     "fsdp": _FACE,
-    "tp": _FACE,
+    "tp": _may("compress collectives codecs kernels", "torch transformers"),
     "moe": _FACE,
     "backend": _FACE,
     "testing": (ANY, frozenset({"torch", "numpy"})),
