@@ -1,10 +1,11 @@
 """What one core does to fp32 with each kernel, beside memcpy of the same input and the same thing in torch.
 
-python -m bench.kernels [--kernel NAME] [--sizes BYTES ...] [--seconds S] [--json [FILE]]
+python -m bench.kernels [--kernel NAME] [--codecs SPEC ...] [--sizes BYTES ...] [--seconds S] [--json [FILE]]
 
-All contestants of a size take turns; a ratio is the median over the rounds of one round's times. GB/s count
-the fp32 input (or, for decoding, output). The floor is the time in which the fastest copy of this size moves
-the bytes that must be read and written.
+By default every codec of the registry with its defaults, and int8 and int4 with zero points and rounded at random.
+A codec's verbs, a memcpy, a streaming copy and the plain torch version take turns; a ratio is the median over the
+rounds of one round's times. GB/s count the fp32 input (or, for decoding, output). The floor is the time in which the
+faster copy of this size moves the bytes that must be read and written.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from functools import partial
 
 import torch
 
-from bench.common import machine, output
+from bench.common import kernel_targets, machine, output, torch_codecs
 from bench.common.pool import pin
 from bench.common.stats import Timing, iterations
-from dtcomm import _C
+from dtcomm import _C, codecs
 from dtcomm.codecs import Codec, codec
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.kernels import available, native
 
-KB, MB = 1 << 10, 1 << 20
-SKEW = 276 * KB  # buffers whose addresses agree modulo the cache evict each other
-PLACEMENTS = 8  # times that the buffers are made anew: which pages they get moves a result by a fifth
+SKEW = 276 << 10  # buffers whose addresses agree modulo the cache evict each other
+PLACEMENTS = 4  # times that the buffers are made anew: which pages they get moves a result by a fifth
 F32 = ELEMENT_TYPES[torch.float32]
-CODECS = ("fp16", "bf16", "int8", "int8:symmetric=false", "int8:round=stochastic")
+MORE = ("int8:symmetric=false", "int8:round=stochastic", "int4:symmetric=false", "int4:round=stochastic")
+SLOW = 0.03  # seconds: what takes longer runs once for each placement
+COPIES = ("memcpy", "streaming copy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,8 @@ class Contestant:
     name: str
     run: Callable[[int], object]
     moved: int  # bytes that any implementation must read and write
+    codec: str = ""
+    verb: str = ""
     peer: str | None = None
 
 
@@ -48,7 +52,7 @@ class Buffers:
     """Tensors in one arena, each skewed against the one before."""
 
     def __init__(self, size: int) -> None:
-        self.arena = torch.zeros(9 * (size + 2 * SKEW), dtype=torch.uint8)
+        self.arena = torch.zeros(7 * (size + 2 * SKEW), dtype=torch.uint8)
         self.at = -self.arena.data_ptr() % 4096
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -103,76 +107,68 @@ def decode(
     _C.decode(kernel, which.native(), payload.data_ptr(), n, F32, out.data_ptr(), F32, stream, repeats)
 
 
-def torch_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block-scaled int8 as one writes it in torch, zero blocks included."""
-    blocks = x.view(-1, 32)
-    scale = (blocks.abs().amax(1, keepdim=True) / 127).to(torch.bfloat16)
-    inverse = torch.where(scale > 0, 1 / scale.float(), 0.0)
-    codes = torch.clamp(torch.round(blocks * inverse), -127, 127).to(torch.int8)
-    return codes, scale
-
-
 def repeated(function: Callable[[], object], repeats: int) -> None:
     for _ in range(repeats):
         function()
 
 
-def contestants(size: int, kernel: str) -> list[Contestant]:
-    """Everything that is timed at `size` bytes of fp32."""
-    n, none = size // 4, codec("none")
-    buffers = Buffers(size)
-    x, y, z, w = (buffers.take(n, torch.float32) for _ in range(4))
-    for tensor in (x, z):
-        tensor.normal_()
-    half, brain = buffers.take(n, torch.float16), buffers.take(n, torch.bfloat16)
-    stream = size >= native.STREAM_BYTES
-    found = [
-        Contestant(name="memcpy", run=partial(decode, kernel, none, n, False, x, y), moved=2 * size),
-        Contestant(name="streaming copy", run=partial(decode, kernel, none, n, True, x, y), moved=2 * size),
-        Contestant(name="torch: to fp16", run=partial(repeated, partial(half.copy_, x)), moved=0),
-        Contestant(name="torch: to bf16", run=partial(repeated, partial(brain.copy_, x)), moved=0),
-        Contestant(name="torch: int8", run=partial(repeated, partial(torch_int8, x)), moved=0),
-        Contestant(name="torch: add", run=partial(repeated, partial(torch.add, x, z, out=w)), moved=0),
-        Contestant(
-            name="none sum of 2",
-            run=partial(combine, kernel, none, n, local=x, payloads=(z.view(torch.uint8),), out=w),
-            moved=3 * size,
-            peer="torch: add",
-        ),
-        Contestant(
-            name="none sum of 4",
-            run=partial(combine, kernel, none, n, local=x, payloads=(z.view(torch.uint8),) * 3, out=w),
-            moved=3 * size,
-        ),
+def copies(size: int, kernel: str, x: torch.Tensor, y: torch.Tensor) -> list[Contestant]:
+    """What everything is compared with."""
+    none = codec("none")
+    return [
+        Contestant(name=name, run=partial(decode, kernel, none, size // 4, stream, x, y), moved=2 * size)
+        for name, stream in zip(COPIES, (False, True), strict=True)
     ]
-    for spec in CODECS:
-        which = codec(spec)
-        wire = which.wire_bytes(n)
-        payload, again = buffers.take(wire, torch.uint8), buffers.take(wire, torch.uint8)
-        combine(kernel, which, n, 1, local=x, payload_out=payload)
-        peers = {"fp16": "torch: to fp16", "bf16": "torch: to bf16", "int8": "torch: int8"}
-        found += [
-            Contestant(
-                name=f"{spec} encode",
-                run=partial(combine, kernel, which, n, local=x, payload_out=payload),
-                moved=size + wire,
-                peer=peers.get(spec),
-            ),
-            Contestant(
-                name=f"{spec} decode",
-                run=partial(decode, kernel, which, n, stream, payload, y),
-                moved=size + wire,
-            ),
-        ]
-        if spec in peers:
-            found.append(
-                Contestant(
-                    name=f"{spec} reduce_encode of 2",
-                    run=partial(combine, kernel, which, n, local=x, payloads=(payload,), payload_out=again),
-                    moved=size + 2 * wire,
-                )
-            )
-        buffers.at -= 2 * (-(-(wire + SKEW) // 64) * 64)  # the next codec uses the same memory
+
+
+def sums(size: int, kernel: str, buffers: Buffers) -> list[Contestant]:
+    """The sum of uncompressed floats, beside torch's and the copies."""
+    n, none = size // 4, codec("none")
+    x, y, z, w = (buffers.take(n, torch.float32).normal_() for _ in range(4))
+    raw = z.view(torch.uint8)
+    found = copies(size, kernel, x, y)
+    found.append(
+        Contestant(name="torch: add", run=partial(repeated, partial(torch.add, x, z, out=w)), moved=0)
+    )
+    for count, peer in ((2, "torch: add"), (4, None)):
+        run = partial(combine, kernel, none, n, local=x, payloads=(raw,) * (count - 1), out=w)
+        found.append(Contestant(name=f"none sum of {count}", run=run, moved=3 * size, peer=peer))
+    return found
+
+
+def contestants(size: int, kernel: str, which: Codec, buffers: Buffers) -> list[Contestant]:
+    """Every verb of a codec at `size` bytes of fp32, its peers in torch, and the copies."""
+    n, spec, wire = size // 4, str(which), which.wire_bytes(size // 4)
+    x, y, residual = (buffers.take(n, torch.float32) for _ in range(3))
+    x.normal_()
+    residual.zero_()
+    payload, other, again = (buffers.take(wire, torch.uint8) for _ in range(3))
+    for into in (payload, other):
+        combine(kernel, which, n, 1, local=x, payload_out=into)
+    two = (payload, other)
+    call = partial(combine, kernel, which, n)
+    verbs: dict[str, tuple[Callable[[int], object], int]] = {
+        "encode": (partial(call, local=x, payload_out=again), size + wire),
+        "decode": (partial(decode, kernel, which, n, size >= native.STREAM_BYTES, payload, y), size + wire),
+        "reduce of 2": (partial(call, payloads=two, out=y), size + 2 * wire),
+        "reduce_encode of 2": (
+            partial(call, local=x, payloads=(payload,), payload_out=again),
+            size + 2 * wire,
+        ),
+        "encode with residual": (
+            partial(call, local=x, residual=residual, payload_out=again),
+            3 * size + wire,
+        ),
+    }
+    found = copies(size, kernel, x, y)
+    in_torch = torch_codecs.peers(which, x)
+    for verb, function in in_torch.items():
+        found.append(Contestant(name=f"torch: {spec} {verb}", run=partial(repeated, function), moved=0))
+    for verb, (run, moved) in verbs.items():
+        peer = f"torch: {spec} {verb}" if verb in in_torch else None
+        found.append(
+            Contestant(name=f"{spec} {verb}", run=run, moved=moved, codec=spec, verb=verb, peer=peer)
+        )
     return found
 
 
@@ -181,16 +177,22 @@ def measure(everyone: list[Contestant], seconds: float) -> dict[str, list[float]
 
     The clock is the thread's: all is done by this one, and what others do on its core in between does not count.
     """
-    repeats = {}
+    repeats, slow = {}, {}
     for each in everyone:
         each.run(1)
         start = time.thread_time()
         each.run(1)
-        repeats[each.name] = iterations(time.thread_time() - start, 0.002)
+        once = time.thread_time() - start
+        repeats[each.name] = iterations(once, 0.002)
+        if once > SLOW:
+            slow[each.name] = once
     times: dict[str, list[float]] = {each.name: [] for each in everyone}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times["memcpy"]) < 3:
         for each in everyone:
+            if each.name in slow:
+                times[each.name].append(slow[each.name])
+                continue
             start = time.thread_time()
             each.run(repeats[each.name])
             times[each.name].append((time.thread_time() - start) / repeats[each.name])
@@ -208,8 +210,7 @@ def report(
     """Prints the table of one size and returns its rows."""
     rows: list[dict[str, object]] = []
     cells: list[list[str]] = []
-    copies = [statistics.median(times[name]) for name in ("memcpy", "streaming copy")]
-    bandwidth = 2 * size / min(copies)
+    bandwidth = 2 * size / min(statistics.median(times[name]) for name in COPIES)
     for each in everyone:
         timing = Timing.of(times[each.name])
         memcpy = ratios(times["memcpy"], times[each.name])
@@ -218,6 +219,8 @@ def report(
         rows.append(
             {
                 "name": each.name,
+                "codec": each.codec,
+                "verb": each.verb,
                 "bytes": size,
                 "gb_per_s": round(size / timing.median / 1e9, 2),
                 "times_memcpy": round(memcpy.median, 3),
@@ -239,7 +242,8 @@ def report(
             ]
         )
     columns = ["", "GB/s", "spread", "x memcpy", "quartiles", "x torch", "of the floor"]
-    output.table(f"{kernel}, one core, {output.size_name(size)} of fp32", columns, cells)
+    title = everyone[-1].codec or "none"
+    output.table(f"{title}: {kernel}, one core, {output.size_name(size)} of fp32", columns, cells)
     return rows
 
 
@@ -249,25 +253,46 @@ def main() -> None:
     )
     names = [name for name in available() if name != "reference"]
     parser.add_argument("--kernel", default=native.current_name(), choices=names)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[256 * KB, 64 * MB])
-    parser.add_argument("--seconds", type=float, default=15, help="for each size")
+    parser.add_argument("--codecs", nargs="+", metavar="SPEC", help="default: every name, and some options")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[kernel_targets.CACHE, kernel_targets.DRAM])
+    parser.add_argument("--seconds", type=float, default=4, help="for each size and codec")
     parser.add_argument("--cpu", type=int, default=0, help="which of this process's CPUs to run on")
     parser.add_argument("--json", nargs="?", const="", help="write bench/results/kernels.json, or this file")
     options = parser.parse_args()
+    default = [name for name in codecs.names() if name != "none"] + list(MORE)
+    chosen = [codec(spec) for spec in options.codecs or default]
     told: dict[str, object] = {"machine": machine.describe(), "kernel": options.kernel}
     pin(options.cpu)
     torch.set_num_threads(1)
     rows: list[dict[str, object]] = []
     for size in options.sizes:
-        times: dict[str, list[float]] = {}
+        everyone: dict[str, list[Contestant]] = {}
+        times: dict[str, dict[str, list[float]]] = {}
         for _ in range(PLACEMENTS):
-            everyone = contestants(size, options.kernel)
-            for name, seconds in measure(everyone, options.seconds / PLACEMENTS).items():
-                times.setdefault(name, []).extend(seconds)
-        rows += report(size, options.kernel, everyone, times)
+            buffers = Buffers(size)
+            first = buffers.at
+            for which in [None, *chosen]:
+                buffers.at = first  # all codecs use the same memory
+                key = str(which)
+                everyone[key] = (
+                    contestants(size, options.kernel, which, buffers)
+                    if which
+                    else sums(size, options.kernel, buffers)
+                )
+                for name, seconds in measure(everyone[key], options.seconds / PLACEMENTS).items():
+                    times.setdefault(key, {}).setdefault(name, []).extend(seconds)
+        for key, group in everyone.items():
+            rows += report(size, options.kernel, group, times[key])
+    judged = kernel_targets.verdicts(rows)
+    for each in judged:
+        size = output.size_name(each["bytes"])
+        print(
+            f"{each['verdict']}  {each['codec']} {each['verb']}, {size}: {each['figure']} {each['what']}"
+            f" (at least {each['least']})"
+        )
     if options.json is not None:
         told["load"] = os.getloadavg()
-        print(output.write("kernels", {**told, "rows": rows}, options.json or None))
+        print(output.write("kernels", {**told, "rows": rows, "verdicts": judged}, options.json or None))
 
 
 if __name__ == "__main__":
