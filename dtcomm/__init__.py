@@ -12,10 +12,18 @@ if TYPE_CHECKING:
         all_gather,
         all_reduce,
         all_reduce_coalesced,
+        all_to_all,
+        barrier,
         broadcast,
         empty,
+        gather,
+        recv,
+        reduce,
         reduce_scatter,
         release,
+        run,
+        scatter,
+        send,
     )
     from dtcomm.kernels.ops import decode, encode
 
@@ -26,13 +34,21 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_reduce_coalesced",
+    "all_to_all",
+    "barrier",
     "broadcast",
     "codec",
     "decode",
     "empty",
     "encode",
+    "gather",
+    "recv",
+    "reduce",
     "reduce_scatter",
     "release",
+    "run",
+    "scatter",
+    "send",
 ]
 
 # Another build of the native modules, say one with sanitizers, stands in for the one beside this file.

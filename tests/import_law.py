@@ -31,7 +31,7 @@ PYTHON_LAW: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "kernels": _may("codecs _C _cuda", "torch numpy triton"),
     "runtime": _may("schedule codecs kernels _C _cuda", "torch numpy"),
     "planner": _may("schedule algorithms codecs", "torch"),
-    "collectives": _may("planner runtime algorithms codecs kernels", "torch"),
+    "collectives": _may("planner runtime algorithms schedule codecs kernels", "torch"),
     "compress": _may("collectives kernels codecs", "torch"),
     "ddp": _FACE,
     "fsdp": _FACE,

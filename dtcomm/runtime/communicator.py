@@ -8,7 +8,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Hashable, Sequence
-from datetime import timedelta
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from dtcomm import env
 from dtcomm.errors import DtcommError
 from dtcomm.runtime import work
+from dtcomm.runtime.groups import group_store, group_timeout, inherited, position, require_group
 from dtcomm.runtime.meeting import Meeting, host_id, require_equal
 from dtcomm.runtime.shape import Shape
 from dtcomm.runtime.shm import Buffers, NativeRuntime
@@ -54,24 +55,41 @@ class Communicator:
     """The ranks of one process group, and the runtime that serves them.
 
     ``rank`` counts within the group; ``ranks`` lists the global ranks. ``why`` says why the runtime is the
-    one it is. ``plans`` belongs to ``dtcomm.collectives``.
+    one it is; ``groups`` the group's ranks on each host. ``plans`` belongs to ``dtcomm.collectives``.
+
+    ``members``, group ranks in order, are those that take part, by default all; ``epoch`` tells one meeting of
+    theirs from the next.
     """
 
-    def __init__(self, group: dist.ProcessGroup, epoch: int) -> None:
-        self.ranks: list[int] = dist.get_process_group_ranks(group)
-        self.rank = dist.get_rank(group)
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        epoch: int | str,
+        members: Sequence[int] | None = None,
+        store: c10d.Store | None = None,
+    ) -> None:
+        everybody = dist.get_process_group_ranks(group)
+        members = range(len(everybody)) if members is None else members
+        self.ranks: list[int] = [everybody[member] for member in members]
+        self.rank = members.index(dist.get_rank(group))
         self.size = len(self.ranks)
+        self._paired = store is not None
         self.calls = 0
         self.plans: dict[Hashable, Any] = {}
         self.runtime: Runtime | None = None
         self.why = "one rank: nothing to move"
-        self.hosts = 1
+        self.groups: tuple[tuple[int, ...], ...] = ((0,),)
         if self.size > 1:
-            self._meet(group, epoch)
+            self._meet(group, epoch, group_store(group) if store is None else store)
 
-    def _meet(self, group: dist.ProcessGroup, epoch: int) -> None:
+    @property
+    def hosts(self) -> int:
+        """How many hosts the ranks are on."""
+        return len(self.groups)
+
+    def _meet(self, group: dist.ProcessGroup, epoch: int | str, store: c10d.Store) -> None:
         timeout = group_timeout(group)
-        meeting = Meeting(_store(group), f"dtcomm/{PROTOCOL}/{epoch}", self.rank, self.size, timeout)
+        meeting = Meeting(store, f"dtcomm/{PROTOCOL}/{epoch}", self.rank, self.ranks, timeout)
         native = NativeRuntime(self.rank, self.size, timeout.total_seconds())
         try:
             words = meeting.exchange(
@@ -86,7 +104,10 @@ class Communicator:
             )
             require_equal(words, "protocol", "the version of dtcomm")
             require_equal(words, "variables", "DTCOMM_ variables")
-            self.hosts = len({word["host"] for word in words})
+            hosts: dict[str, list[int]] = {}
+            for rank, word in enumerate(words):
+                hosts.setdefault(word["host"], []).append(rank)
+            self.groups = tuple(map(tuple, hosts.values()))
             trouble = self._attach(native, words)
             said = [word["trouble"] for word in meeting.exchange({"trouble": trouble})]
             found = [f"{words[rank]['name']}: {what}" for rank, what in enumerate(said) if what]
@@ -105,7 +126,8 @@ class Communicator:
             from dtcomm.runtime.process_group import ProcessGroupRuntime
 
             names = [word["name"] for word in words]
-            self.runtime = ProcessGroupRuntime(self._private_group(group), names, timeout.total_seconds())
+            private = self._private_group(group, store, str(epoch))
+            self.runtime = ProcessGroupRuntime(private, names, timeout.total_seconds())
 
     def _attach(self, native: NativeRuntime, words: Sequence[dict[str, Any]]) -> str:
         """What keeps the ranks from sharing memory; empty where nothing does."""
@@ -120,8 +142,16 @@ class Communicator:
             return f"cannot map a peer's memory: {error}"
         return ""
 
-    def _private_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+    def _private_group(self, group: dist.ProcessGroup, store: c10d.Store, epoch: str) -> Any:
         """A group of our own over the same ranks: our messages never mix with the user's."""
+        if self._paired and dist.get_backend(group) == "gloo":
+            # Pairs are made in threads, several at once: each over a store of its own, past torch's one registry.
+            return dist.ProcessGroupGloo(
+                c10d.PrefixStore(f"dtcomm/{PROTOCOL}/{epoch}/gloo", store),
+                self.rank,
+                self.size,
+                group_timeout(group),
+            )
         made: dist.ProcessGroup = dist.new_group(
             self.ranks,
             timeout=group_timeout(group),
@@ -133,12 +163,7 @@ class Communicator:
 
     def group_rank(self, global_rank: int, argument: str) -> int:
         """Position of a global rank in the group; ValueError that lists the ranks where it is not in it."""
-        try:
-            return self.ranks.index(global_rank)
-        except ValueError:
-            raise ValueError(
-                f"{argument}: rank {global_rank} is not in the group; its ranks are {_listing(self.ranks)}"
-            ) from None
+        return position(self.ranks, global_rank, argument)
 
     def next_seed(self, seed: int | None) -> int:
         """The seed of a call: the caller's, or the call's number."""
@@ -157,65 +182,79 @@ class Communicator:
             self.runtime.close()
 
 
+class Closeable(Protocol):
+    """What goes with a group."""
+
+    def close(self) -> None:
+        """Release everything."""
+
+
+@dataclass
+class Entry:
+    """What is kept for a group: the communicator of all its ranks, and those of pairs by the peer's global rank."""
+
+    reference: weakref.ref[dist.ProcessGroup]
+    communicator: Communicator | None = None
+    pairs: dict[int, Any] = field(default_factory=dict)
+
+    def close(self) -> None:
+        kept: list[Closeable] = [*self.pairs.values(), *([self.communicator] if self.communicator else [])]
+        for each in kept:
+            each.close()
+
+
 _lock = threading.RLock()
-_cache: dict[int, tuple[weakref.ref[dist.ProcessGroup], Communicator]] = {}
-_inherited: set[int] = set()  # groups of the process this one was forked from
-_abandoned: list[Communicator] = []
+_cache: dict[int, Entry] = {}
+_abandoned: list[Entry] = []
 
 
 def find(group: dist.ProcessGroup | None) -> Communicator:
     """The group's communicator, made if need be (then all ranks of the group must call).
 
-    Raises ValueError where torch.distributed is not initialised, the group is destroyed or this process is
-    not in it, and DtcommError in a forked child of the process that made it.
+    Raises what ``require_group`` raises.
     """
     world: Any = c10d._world
     target: Any = world.default_pg if group is None else group
     entry = _cache.get(id(target))
-    if entry is not None and entry[0]() is target and target in world.pg_map:
-        return entry[1]
-    return _make(target)
+    if entry is not None and entry.reference() is target and target in world.pg_map:
+        communicator = entry.communicator
+        if communicator is not None:
+            return communicator
+    return _make(require_group(group))
 
 
-def _make(group: Any) -> Communicator:
-    if group is None:
-        raise ValueError(
-            "group: torch.distributed is not initialised; call torch.distributed.init_process_group first"
-        )
-    if id(group) in _inherited:
-        raise DtcommError(
-            "group: this process was forked from one that uses dtcomm; communicators do not survive a fork: "
-            "start ranks with torchrun or multiprocessing's spawn"
-        )
-    world: Any = c10d._world
-    if not isinstance(group, dist.ProcessGroup):
-        if group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(f"group: rank {dist.get_rank()} is not in this group")
-        raise TypeError(f"group: expected a ProcessGroup or None, got {type(group).__name__}")
-    if group not in world.pg_map:
-        raise ValueError("group: this process group has been destroyed")
+def _make(group: dist.ProcessGroup) -> Communicator:
+    with _lock:
+        entry = entry_of(group)
+        # Counted in the store itself: an id of one that is gone may come again, and not on every rank.
+        epoch = group_store(group).add(f"dtcomm/{PROTOCOL}/made/{dist.get_rank(group)}", 1)
+        entry.communicator = Communicator(group, epoch)
+        return entry.communicator
+
+
+def entry_of(group: dist.ProcessGroup) -> Entry:
+    """What is kept for a group that can be used."""
     with _lock:
         sweep()
-        # Counted in the store itself: an id of one that is gone may come again, and not on every rank.
-        epoch = _store(group).add(f"dtcomm/{PROTOCOL}/made/{dist.get_rank(group)}", 1)
-        communicator = Communicator(group, epoch)
         key = id(group)
-        _cache[key] = (weakref.ref(group, lambda _: _drop(key)), communicator)
-        return communicator
+        entry = _cache.get(key)
+        if entry is None:
+            entry = _cache[key] = Entry(weakref.ref(group, lambda _: _drop(key)))
+        return entry
 
 
 def sweep() -> None:
     """Release the communicators of groups that are destroyed."""
     world: Any = c10d._world
     with _lock:
-        for key, (reference, _) in list(_cache.items()):
-            group = reference()
+        for key, entry in list(_cache.items()):
+            group = entry.reference()
             if group is None or group not in world.pg_map:
                 _drop(key)
 
 
 def release(group: dist.ProcessGroup | None = None) -> None:
-    """Tear down the group's communicator now, if there is one; a later call makes a new one.
+    """Tear down the group's communicators now, if there are any; a later call makes new ones.
 
     Every rank of the group should call it: peers that still wait for this rank raise PeerLost.
     """
@@ -228,30 +267,7 @@ def _drop(key: int) -> None:
     with _lock:
         entry = _cache.pop(key, None)
     if entry is not None:
-        entry[1].close()
-
-
-def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """The timeout that the group was made with."""
-    for device in ("cpu", "cuda"):
-        try:
-            options = group._get_backend(torch.device(device)).options
-        except RuntimeError:  # no backend for this device
-            continue
-        timeout = getattr(options, "_timeout", None)
-        if isinstance(timeout, timedelta):
-            return timeout
-    return dist.default_pg_timeout
-
-
-def _store(group: dist.ProcessGroup) -> c10d.Store:
-    world: Any = c10d._world
-    store: c10d.Store = world.pg_map[group][1]
-    return store
-
-
-def _listing(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+        entry.close()
 
 
 def _after_fork() -> None:
@@ -259,8 +275,8 @@ def _after_fork() -> None:
     again.
     """
     world: Any = c10d._world
-    _inherited.update(id(group) for group in world.pg_map)
-    _abandoned.extend(communicator for _, communicator in _cache.values())
+    inherited.update(id(group) for group in world.pg_map)
+    _abandoned.extend(_cache.values())
     _cache.clear()
 
 
@@ -268,7 +284,7 @@ def _after_fork() -> None:
 def _shutdown() -> None:
     for key in list(_cache):
         _drop(key)
-    if not _inherited:
+    if not inherited:
         work.stop()
 
 

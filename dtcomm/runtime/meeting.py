@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,13 +33,19 @@ def host_id() -> str:
 
 
 class Meeting:
-    """One exchange of words among the ranks of a group; each round is one JSON object a rank."""
+    """One exchange of words among the ranks of a group; each round is one JSON object a rank.
 
-    def __init__(self, store: Store, prefix: str, rank: int, ranks: int, timeout: timedelta) -> None:
+    ``rank`` counts among those that meet; ``names`` are their global ranks.
+    """
+
+    def __init__(
+        self, store: Store, prefix: str, rank: int, names: Sequence[int], timeout: timedelta
+    ) -> None:
         self._store = store
         self._prefix = prefix
         self._rank = rank
-        self._ranks = ranks
+        self._names = names
+        self._ranks = len(names)
         self._timeout = timeout
         self._rounds: list[str] = []
 
@@ -55,7 +61,7 @@ class Meeting:
                 self._store.wait([key], self._timeout)
             except RuntimeError as error:
                 raise CollectiveTimeout(
-                    f"rank {rank} did not come to make a communicator within "
+                    f"rank {self._names[rank]} did not come to make a communicator within "
                     f"{self._timeout.total_seconds():g} s: every rank of the group has to call"
                 ) from error
             words.append(json.loads(self._store.get(key)))

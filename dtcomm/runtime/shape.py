@@ -50,7 +50,8 @@ class Shape(NamedTuple):
 
     def __str__(self) -> str:
         """As error messages show it: ``all_reduce(sum, 1024 float32, codec int8, two_shot)``."""
-        name, numel = self.collective, sum(part.numel for part in self.parts)
+        name = "send" if self.algorithm == "send" else self.collective
+        numel = sum(part.numel for part in self.parts)
         dtypes = "/".join(dict.fromkeys(str(part.dtype).removeprefix("torch.") for part in self.parts))
         codecs = "/".join(dict.fromkeys(str(part.codec) for part in self.parts))
         what = f"{numel} {dtypes}" + (f" in {len(self.parts)} tensors" if len(self.parts) != 1 else "")

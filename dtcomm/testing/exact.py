@@ -5,8 +5,9 @@ for ``avg`` so chosen that the division is exact too. So every correct implement
 any lost, doubled or misplaced contribution shows. Values come from a seeded pattern whose period is prime: a
 block that lands at a wrong place does not match by accident, and a check costs little more than a copy.
 
-``count`` is nccl-tests': the elements of the whole tensor for all_reduce and broadcast, of one rank's shard
-for reduce_scatter (its input has ``count * world_size``) and all_gather (its output has).
+``count`` is nccl-tests': the elements of the whole tensor for all_reduce, broadcast, reduce and sendrecv (every
+rank sends to the next), of one rank's shard for the others: the input of reduce_scatter and scatter, the output of
+all_gather and gather, and both of all_to_all have ``count * world_size``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,18 @@ from collections.abc import Callable
 import torch
 
 PERIOD = 1_048_573
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+SHARDS_IN = ("reduce_scatter", "scatter", "all_to_all")
+COLLECTIVES = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "sendrecv",
+)
 OPS = ("sum", "avg", "min", "max")
 
 # (dtype, op, rank, world_size, seed, numel) -> the rank's first numel values, or PERIOD of them where that is
@@ -50,9 +62,11 @@ def inputs(
     seed: int = 0,
     values: Values = integers,
 ) -> torch.Tensor:
-    """What ``rank`` puts in: 1-D, of ``count * world_size`` elements for reduce_scatter, else ``count``."""
+    """What ``rank`` puts in: 1-D, of ``count * world_size`` elements where it has a shard for each rank, else
+    ``count``.
+    """
     _check(collective, op)
-    numel = count * world_size if collective == "reduce_scatter" else count
+    numel = count * world_size if collective in SHARDS_IN else count
     return _repeat(values(dtype, op, rank, world_size, seed, numel).to(dtype), 0, numel)
 
 
@@ -69,15 +83,18 @@ def expected(
     values: Values = integers,
 ) -> torch.Tensor:
     """What ``rank`` must end with if each rank put in its ``inputs`` of the same arguments: with ``integers``
-    bit for bit, otherwise the reduction in float64, rounded once."""
+    bit for bit, otherwise the reduction in float64, rounded once. Nothing for a rank without an output."""
     _check(collective, op)
-    offset = rank * count if collective == "reduce_scatter" else 0
-    givers = [root] if collective == "broadcast" else list(range(world_size))
+    if collective in ("reduce", "gather") and rank != root:
+        return torch.empty(0, dtype=dtype)
+    offset = rank * count if collective in SHARDS_IN else 0
+    givers = list(range(world_size))
+    if collective in ("broadcast", "scatter", "sendrecv"):
+        givers = [root if collective != "sendrecv" else (rank - 1) % world_size]
     patterns = [values(dtype, op, giver, world_size, seed, offset + count) for giver in givers]
-    if collective == "all_gather":
-        return torch.cat([_repeat(pattern.to(dtype), 0, count) for pattern in patterns])
-    result = patterns[0] if collective == "broadcast" else _combine(patterns, op)
-    return _repeat(result.to(dtype), offset, count)
+    if collective in ("all_reduce", "reduce", "reduce_scatter"):
+        return _repeat(_combine(patterns, op).to(dtype), offset, count)
+    return torch.cat([_repeat(pattern.to(dtype), offset, count) for pattern in patterns])
 
 
 def wrong(result: torch.Tensor, reference: torch.Tensor) -> int:

@@ -64,6 +64,21 @@ def test_shards_and_gathers_agree_with_the_whole() -> None:
         assert exact.wrong(source, exact.inputs("broadcast", count, rank=1, **args)) == 0
 
 
+def test_rooted_collectives_and_exchanges_agree_with_the_whole() -> None:
+    count, world, root = 1000, 3, 2
+    args: dict[str, Any] = {"world_size": world, "seed": 5}
+    given = [exact.inputs("all_to_all", count, rank=r, **args).view(world, count) for r in range(world)]
+    for rank in range(world):
+        taken = exact.expected("all_to_all", count, rank=rank, **args)
+        assert torch.equal(taken.view(world, count), torch.stack([each[rank] for each in given]))
+        assert torch.equal(exact.expected("scatter", count, rank=rank, root=root, **args), given[root][rank])
+        sent = exact.inputs("sendrecv", count, rank=(rank - 1) % world, **args)
+        assert torch.equal(exact.expected("sendrecv", count, rank=rank, **args), sent)
+        for rooted, whole in (("reduce", "all_reduce"), ("gather", "all_gather")):
+            want = exact.expected(whole, count, rank=rank, **args) if rank == root else torch.empty(0)
+            assert torch.equal(exact.expected(rooted, count, rank=rank, root=root, **args), want)
+
+
 def test_seeds_and_ranks_differ_and_repeat() -> None:
     def make(rank: int, seed: int) -> torch.Tensor:
         return exact.inputs("all_reduce", 1000, rank=rank, world_size=4, seed=seed)
@@ -80,8 +95,8 @@ def test_min_and_max() -> None:
 
 
 def test_bad_names_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"collective must be one of all_reduce.*'reduce'"):
-        exact.inputs("reduce", 1, rank=0, world_size=1)
+    with pytest.raises(ValueError, match=r"collective must be one of all_reduce.*'allreduce'"):
+        exact.inputs("allreduce", 1, rank=0, world_size=1)
     with pytest.raises(ValueError, match=r"op must be one of sum.*'prod'"):
         exact.expected("all_reduce", 1, op="prod", rank=0, world_size=1)
 

@@ -1,0 +1,60 @@
+"""Collectives with a codec: the calls of torch.distributed, in fewer bytes.
+
+Every function checks its arguments before anything starts, so that a call that raises ValueError or TypeError
+leaves the communicator as it was. All ranks end with bit-identical results, for every codec and algorithm.
+
+Common arguments: ``codec`` is a spec string or a Codec; ``algorithm`` a name, "direct" or "auto"; ``group`` a
+process group or None for the default one; ``seed`` keys stochastic rounding (None: the call's number);
+``residual`` an fp32 tensor like the input, which holds what earlier encodings lost: it is added to this
+rank's contribution and rewritten with what this call loses (error feedback). With ``async_op=True`` a
+``Work`` is returned and the tensors must not be touched until it is done; otherwise the call returns None
+when the result is there.
+
+Raised by all: TypeError and ValueError naming the argument; CollectiveMismatch, CollectiveTimeout, PeerLost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dtcomm.collectives.coalesced import all_reduce_coalesced
+from dtcomm.collectives.copying import all_gather, broadcast, gather, scatter
+from dtcomm.collectives.exchange import all_to_all
+from dtcomm.collectives.group import barrier, empty, info
+from dtcomm.collectives.own import run
+from dtcomm.collectives.point_to_point import recv, send
+from dtcomm.collectives.reducing import all_reduce, reduce, reduce_scatter
+from dtcomm.runtime.communicator import release
+from dtcomm.runtime.work import Work
+
+__all__ = [
+    "Work",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "empty",
+    "gather",
+    "info",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "release",
+    "run",
+    "scatter",
+    "send",
+]
+
+# For tests: the collectives by name, as a registry would list them.
+COLLECTIVES: dict[str, Callable[..., Work | None]] = {
+    "all_reduce": all_reduce,
+    "reduce_scatter": reduce_scatter,
+    "all_gather": all_gather,
+    "broadcast": broadcast,
+    "reduce": reduce,
+    "gather": gather,
+    "scatter": scatter,
+    "all_to_all": all_to_all,
+}

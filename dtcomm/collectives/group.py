@@ -1,0 +1,38 @@
+"""What concerns a group or its memory and moves no tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dtcomm.collectives.arguments import Group
+from dtcomm.collectives.reducing import all_reduce
+from dtcomm.runtime.communicator import find
+from dtcomm.runtime.shm import empty_shared
+from dtcomm.runtime.work import Work
+
+
+def barrier(*, group: Group = None, async_op: bool = False) -> Work | None:
+    """Until all ranks of the group have come here."""
+    return all_reduce(
+        torch.zeros(1, dtype=torch.uint8), "max", algorithm="one_shot", group=group, async_op=async_op
+    )
+
+
+def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None, group: Group = None) -> torch.Tensor:
+    """An uninitialised CPU tensor in memory that the other ranks of this host can map.
+
+    Collectives with codec none that find every rank's tensor in such memory work on the tensors themselves:
+    no staging copy. Each call allocates whole pages and holds a file descriptor until the tensor is freed, so
+    allocate few and large ones. ``group`` is accepted for symmetry: the memory serves every group of the
+    host's ranks. Raises OSError where the machine has no such memory left.
+    """
+    shape: Any = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
+    return empty_shared(torch.Size(shape), dtype or torch.get_default_dtype())
+
+
+def info(group: Group = None) -> dict[str, Any]:
+    """How the group's ranks are served: runtime ("native" or "process_group"), why, kernels, hosts, bytes."""
+    return find(group).info()

@@ -1,0 +1,198 @@
+"""From checked arguments to an operation under way: the plan, kept by what the call looks like, and the work."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from dtcomm import algorithms, codecs, planner
+from dtcomm.codecs import Codec
+from dtcomm.collectives.arguments import op_name, require_dtype
+from dtcomm.runtime.communicator import Communicator
+from dtcomm.runtime.shape import Part, Shape
+from dtcomm.runtime.shm import Buffers
+from dtcomm.runtime.work import Done, Work
+from dtcomm.schedule import Schedule
+from dtcomm.schedule.ir import CUT_AT_GRANULES
+
+MOST_PLANS = 4096  # a program of ever new sizes must not grow without end
+
+
+class Own(NamedTuple):
+    """A schedule of the user's, proved, with the name that ranks compare; see ``dtcomm.collectives.run``."""
+
+    name: str
+    schedule: Schedule
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+Algorithm = str | Own
+
+
+def plan_for(
+    communicator: Communicator,
+    key: Any,
+    collective: str,
+    op: Any,
+    numels: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    specs: Sequence[str | Codec],
+    algorithm: Algorithm,
+    root: int = 0,
+    splits: tuple[int, ...] = (),
+) -> Any:
+    """Check what does not depend on the tensors' memory, choose the algorithm and keep the plan under ``key``.
+
+    Arguments as in ``Shape`` and ``Part``.
+    """
+    name = op_name(op)
+    parts = []
+    for numel, dtype, spec in zip(numels, dtypes, specs, strict=True):
+        codec = codecs.codec(spec)
+        require_dtype(name, dtype, codec)
+        parts.append(Part(numel, dtype, codec))
+    chosen = algorithm if isinstance(algorithm, Own) else _choose(communicator, collective, parts, algorithm)
+    plan: Any = chosen
+    if communicator.runtime is not None:
+        called = chosen.name if isinstance(chosen, Own) else chosen
+        shape = Shape(collective, name, tuple(parts), called, root, splits)
+        plan = communicator.runtime.prepare(shape, _schedule(communicator, chosen, collective, root))
+    if len(communicator.plans) > MOST_PLANS:
+        communicator.plans.clear()
+    communicator.plans[key] = plan
+    return plan
+
+
+def start(
+    communicator: Communicator,
+    plan: Any,
+    buffers: Sequence[Buffers],
+    outputs: Sequence[torch.Tensor],
+    seed: int | None,
+    async_op: bool,
+) -> Work | None:
+    """Run the plan on these tensors, or queue it."""
+    key = communicator.next_seed(seed)
+    runtime = communicator.runtime
+    if runtime is None:  # world size 1 does nothing and loses nothing
+        for part in buffers:
+            if part.input is not None and part.output is not None and part.output is not part.input:
+                part.output.copy_(part.input.view_as(part.output))
+        return Done(outputs) if async_op else None
+    if async_op:
+        return runtime.submit(plan, buffers, outputs, key)
+    runtime.run(plan, buffers, key)
+    return None
+
+
+def own(schedule: Schedule) -> Own:
+    """``schedule`` under a name made of its text."""
+    return Own(f"schedule {zlib.crc32(str(schedule).encode()):08x}", schedule)
+
+
+def _schedule(communicator: Communicator, chosen: Algorithm, collective: str, root: int) -> Schedule:
+    if isinstance(chosen, Own):
+        return chosen.schedule
+    return _build(chosen, collective, communicator.size, root, communicator.groups)
+
+
+@functools.lru_cache(maxsize=256)
+def _build(
+    algorithm: str, collective: str, ranks: int, root: int, groups: tuple[tuple[int, ...], ...]
+) -> Schedule:
+    return algorithms.build(algorithm, collective, ranks, root=root, hosts=groups)
+
+
+def _choose(communicator: Communicator, collective: str, parts: Sequence[Part], algorithm: str) -> str:
+    """The algorithm of a message: chosen for its whole size; the shots that suit every part's codec."""
+    if not isinstance(algorithm, str):
+        raise TypeError(f"algorithm: expected a name, got {type(algorithm).__name__}")
+    scale = 1 if collective in CUT_AT_GRANULES else communicator.size
+    numel = sum(part.numel for part in parts) * scale
+    names = [
+        planner.select(
+            collective,
+            numel,
+            dtype,
+            codec,
+            communicator.size,
+            hosts=communicator.hosts,
+            algorithm=algorithm,
+        )
+        for dtype, codec in dict.fromkeys((part.dtype, part.codec) for part in parts)
+    ]
+    if not names:
+        names = [planner.select(collective, 0, torch.float32, codecs.codec("none"), communicator.size)]
+    return "two_shot" if len(set(names)) > 1 else names[0]
+
+
+class Several(Work):
+    """Several messages of one call."""
+
+    def __init__(self, works: Sequence[Work], outputs: Sequence[torch.Tensor]) -> None:
+        super().__init__(outputs)
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        gathered = torch.futures.collect_all([work.get_future() for work in self._works])
+        outputs = self._outputs
+
+        def finish(done: torch.futures.Future[Any]) -> list[torch.Tensor]:
+            for future in done.value():
+                future.value()  # raises what the message failed with
+            return outputs
+
+        return gathered.then(finish)
+
+    @property
+    def wire_bytes(self) -> int:  # type: ignore[override]
+        return sum(work.wire_bytes for work in self._works)
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        return sum(work.seconds for work in self._works)
+
+
+class Then(Work):
+    """A message and what is to be done once with what it brought, before anybody sees it."""
+
+    def __init__(self, work: Work, last: Callable[[], None], outputs: Sequence[torch.Tensor]) -> None:
+        super().__init__(outputs)
+        self._work = work
+        self._last = functools.cache(last)
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._last()
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        def finish(done: torch.futures.Future[Any]) -> list[torch.Tensor]:
+            done.value()
+            self._last()
+            return self._outputs
+
+        return self._work.get_future().then(finish)
+
+    @property
+    def wire_bytes(self) -> int:  # type: ignore[override]
+        return self._work.wire_bytes
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        return self._work.seconds

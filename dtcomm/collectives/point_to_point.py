@@ -1,0 +1,103 @@
+"""send and recv: two ranks, and nobody else need know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dtcomm import codecs
+from dtcomm.codecs import Codec
+from dtcomm.collectives.arguments import Group, in_memory, require_dtype, require_residual, require_tensor
+from dtcomm.collectives.launch import own, plan_for, start
+from dtcomm.runtime.channel import pair_of
+from dtcomm.runtime.communicator import Communicator
+from dtcomm.runtime.shm import Buffers
+from dtcomm.runtime.work import Work
+from dtcomm.schedule import Schedule, Transfer
+
+# A message is a broadcast over two ranks of which only the receiver has an output.
+_WAYS = [
+    own(
+        Schedule(
+            collective="broadcast",
+            ranks=2,
+            chunks=1,
+            root=root,
+            transfers=(Transfer(0, root, 1 - root, 0, "copy"),),
+        )
+    )._replace(name="send")
+    for root in (0, 1)
+]
+
+
+def send(
+    tensor: torch.Tensor,
+    dst: int,
+    *,
+    codec: str | Codec = "none",
+    group: Group = None,
+    async_op: bool = False,
+    seed: int | None = None,
+    residual: torch.Tensor | None = None,
+) -> Work | None:
+    """Send ``tensor`` to ``dst`` (a global rank), which must ``recv`` it with the same size, dtype and codec.
+
+    Messages from one rank to another arrive in the order in which they were sent. ``tensor`` stays as it is.
+    """
+    return _message(tensor, dst, "dst", True, codec, group, async_op, seed, residual)
+
+
+def recv(
+    tensor: torch.Tensor,
+    src: int,
+    *,
+    codec: str | Codec = "none",
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Receive what ``src`` (a global rank) sends into ``tensor``."""
+    return _message(tensor, src, "src", False, codec, group, async_op, None, None)
+
+
+def _message(
+    tensor: torch.Tensor,
+    peer: int,
+    argument: str,
+    sends: bool,
+    codec: str | Codec,
+    group: Group,
+    async_op: bool,
+    seed: int | None,
+    residual: torch.Tensor | None,
+) -> Work | None:
+    require_tensor(tensor, "tensor")
+    memory = in_memory(tensor, "tensor")
+    require_dtype("sum", tensor.dtype, codecs.codec(codec))
+    if residual is not None:
+        require_residual(residual, memory, "residual")
+    pair = pair_of(group, peer, argument)
+    buffers = [Buffers(memory if sends else None, None if sends else memory, residual)]
+
+    def begin(communicator: Communicator, asynchronous: bool) -> Work | None:
+        root = communicator.rank if sends else 1 - communicator.rank
+        key = (tensor.numel(), tensor.dtype, codec)
+        plan: Any = communicator.plans.get(key)
+        if plan is None:
+            plan = plan_for(
+                communicator,
+                key,
+                "broadcast",
+                "sum",
+                [tensor.numel()],
+                [tensor.dtype],
+                [codec],
+                _WAYS[root],
+                root,
+            )
+        return start(communicator, plan, buffers, [tensor], seed, asynchronous)
+
+    if async_op:
+        return pair.later(sends, lambda communicator: begin(communicator, True), [tensor])
+    begin(pair.communicator(sends), False)
+    return None

@@ -1,0 +1,112 @@
+"""Collectives that add up: all_reduce, reduce, reduce_scatter."""
+
+from __future__ import annotations
+
+import torch
+
+from dtcomm.codecs import Codec
+from dtcomm.collectives.arguments import (
+    Group,
+    Op,
+    in_memory,
+    require_apart,
+    require_pair,
+    require_residual,
+    require_tensor,
+    require_type,
+)
+from dtcomm.collectives.launch import Algorithm, plan_for, start
+from dtcomm.runtime.communicator import find
+from dtcomm.runtime.shm import Buffers
+from dtcomm.runtime.work import Work
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    op: Op = "sum",
+    *,
+    codec: str | Codec = "none",
+    algorithm: Algorithm = "auto",
+    group: Group = None,
+    async_op: bool = False,
+    seed: int | None = None,
+    residual: torch.Tensor | None = None,
+) -> Work | None:
+    """Reduce ``tensor`` in place over the ranks of the group: sum, avg, min or max.
+
+    ``avg`` divides the fp32 sum once, before its final encoding; min and max take codecs none, fp16 and bf16.
+    """
+    require_type(tensor, "tensor")
+    communicator = find(group)
+    key = ("all_reduce", tensor.numel(), tensor.dtype, op, codec, algorithm)
+    plan = communicator.plans.get(key)
+    if plan is None:
+        require_tensor(tensor, "tensor")
+        plan = plan_for(
+            communicator, key, "all_reduce", op, [tensor.numel()], [tensor.dtype], [codec], algorithm
+        )
+    if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        tensor = in_memory(tensor, "tensor")
+    if residual is not None:
+        require_residual(residual, tensor, "residual", op)
+    return start(communicator, plan, [Buffers(tensor, tensor, residual)], [tensor], seed, async_op)
+
+
+def reduce(
+    tensor: torch.Tensor,
+    dst: int,
+    op: Op = "sum",
+    *,
+    codec: str | Codec = "none",
+    algorithm: Algorithm = "auto",
+    group: Group = None,
+    async_op: bool = False,
+    seed: int | None = None,
+    residual: torch.Tensor | None = None,
+) -> Work | None:
+    """Reduce ``tensor`` over the ranks, in place on ``dst`` (a global rank); on the others it stays as it is."""
+    require_type(tensor, "tensor")
+    communicator = find(group)
+    key = ("reduce", tensor.numel(), tensor.dtype, dst, op, codec, algorithm)
+    plan = communicator.plans.get(key)
+    if plan is None:
+        require_tensor(tensor, "tensor")
+        root = communicator.group_rank(dst, "dst")
+        plan = plan_for(
+            communicator, key, "reduce", op, [tensor.numel()], [tensor.dtype], [codec], algorithm, root
+        )
+    tensor = in_memory(tensor, "tensor")
+    if residual is not None:
+        require_residual(residual, tensor, "residual", op)
+    output = tensor if communicator.ranks[communicator.rank] == dst else None
+    return start(communicator, plan, [Buffers(tensor, output, residual)], [tensor], seed, async_op)
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Op = "sum",
+    *,
+    codec: str | Codec = "none",
+    algorithm: Algorithm = "auto",
+    group: Group = None,
+    async_op: bool = False,
+    seed: int | None = None,
+    residual: torch.Tensor | None = None,
+) -> Work | None:
+    """Reduce ``input`` over the ranks and leave this rank's shard in ``output``.
+
+    ``input`` holds world size shards of ``output.numel()`` elements, in rank order; both contiguous.
+    """
+    communicator = find(group)
+    require_pair(output, input, "input", communicator.size)
+    require_apart(input, output, output.numel() * communicator.rank, "output", "input")
+    key = ("reduce_scatter", output.numel(), output.dtype, op, codec, algorithm)
+    plan = communicator.plans.get(key)
+    if plan is None:
+        plan = plan_for(
+            communicator, key, "reduce_scatter", op, [output.numel()], [output.dtype], [codec], algorithm
+        )
+    if residual is not None:
+        require_residual(residual, input, "residual", op)
+    return start(communicator, plan, [Buffers(input, output, residual)], [output], seed, async_op)

@@ -1,0 +1,73 @@
+"""What is to be known of a torch.distributed group: that it can be used, its store, its timeout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from dtcomm.errors import DtcommError
+
+inherited: set[int] = set()
+"""Ids of the groups of the process that this one was forked from."""
+
+
+def require_group(group: Any) -> dist.ProcessGroup:
+    """The group, None being the default one.
+
+    Raises ValueError where torch.distributed is not initialised, the group is destroyed or this process is not in
+    it, TypeError where it is no group, and DtcommError in a forked child of the process that made it.
+    """
+    world: Any = c10d._world
+    group = world.default_pg if group is None else group
+    if group is None:
+        raise ValueError(
+            "group: torch.distributed is not initialised; call torch.distributed.init_process_group first"
+        )
+    if id(group) in inherited:
+        raise DtcommError(
+            "group: this process was forked from one that uses dtcomm; communicators do not survive a fork: "
+            "start ranks with torchrun or multiprocessing's spawn"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(f"group: rank {dist.get_rank()} is not in this group")
+        raise TypeError(f"group: expected a ProcessGroup or None, got {type(group).__name__}")
+    if group not in world.pg_map:
+        raise ValueError("group: this process group has been destroyed")
+    return group
+
+
+def position(ranks: Sequence[int], global_rank: int, argument: str) -> int:
+    """Where a global rank stands among a group's ``ranks``; ValueError that lists them where it does not."""
+    try:
+        return ranks.index(global_rank)
+    except ValueError:
+        listing = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+        raise ValueError(
+            f"{argument}: rank {global_rank} is not in the group; its ranks are {listing}"
+        ) from None
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """The timeout that the group was made with."""
+    for device in ("cpu", "cuda"):
+        try:
+            options = group._get_backend(torch.device(device)).options
+        except RuntimeError:  # no backend for this device
+            continue
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return dist.default_pg_timeout
+
+
+def group_store(group: dist.ProcessGroup) -> c10d.Store:
+    """The store that the group's ranks met in."""
+    world: Any = c10d._world
+    store: c10d.Store = world.pg_map[group][1]
+    return store

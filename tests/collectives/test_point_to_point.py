@@ -1,0 +1,132 @@
+"""send and recv: between any two ranks, in order, without the others, started before the peer is there."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dtcomm import collectives
+from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
+from dtcomm.testing.ranks import run_ranks, spawn_ranks, tell
+
+
+def messages(rank: int, n: int) -> int:
+    right, left = (rank + 1) % n, (rank - 1) % n
+    taken = [torch.empty(1000 * i + 1) for i in range(6)]
+    given = [torch.full((1000 * i + 1,), float(100 * rank + i)) for i in range(6)]
+    # Everybody starts everything before anybody waits, and before anybody has met anybody.
+    works = [collectives.send(tensor, right, async_op=True) for tensor in given]
+    works += [collectives.recv(tensor, left, async_op=True) for tensor in taken]
+    futures = [work.get_future() for work in works if work is not None]
+    assert [future.wait()[0].numel() for future in futures[6:]] == [tensor.numel() for tensor in taken]
+    for work in works:
+        assert work is not None
+        work.wait()
+        assert work.is_completed() and work.wire_bytes >= 0 and work.seconds >= 0
+    for i, tensor in enumerate(taken):
+        assert tensor.eq(100 * left + i).all()
+    if rank < 2:  # the others know nothing of it
+        other = 1 - rank
+        for spec in ("none", "fp16", "int8", "int8:round=stochastic"):
+            sent = torch.randn(70_001, generator=torch.Generator().manual_seed(rank))
+            residual, kept = torch.zeros(70_001), sent.clone()
+            got = torch.empty(70_001)
+            if rank == 0:
+                collectives.send(sent, other, codec=spec, residual=residual)
+                assert torch.equal(sent, kept)
+                collectives.send(residual, other)
+                collectives.recv(got, other, codec=spec)
+            else:
+                collectives.recv(got, other, codec=spec)
+                collectives.recv(residual, other)
+                collectives.send(sent, other, codec=spec)
+                whole = torch.randn(70_001, generator=torch.Generator().manual_seed(other))
+                assert torch.allclose(got + residual, whole, atol=1e-6)
+        collectives.send(torch.arange(3), other) if rank == 0 else collectives.recv(torch.arange(3), other)
+    group = dist.new_group([n - 1, 0])
+    if rank in (0, n - 1):
+        word = torch.tensor([rank], dtype=torch.int16)
+        if rank == 0:
+            collectives.send(word, n - 1, group=group)
+        else:
+            collectives.recv(word, 0, group=group)
+            assert word.item() == 0
+    collectives.release()
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("runtime", ["auto", "process_group"])
+def test_messages(n: int, runtime: str) -> None:
+    run_ranks(messages, n, env={"DTCOMM_RUNTIME": runtime} if runtime != "auto" else {})
+
+
+def refusals(rank: int, n: int) -> str:
+    x, other = torch.ones(8), 1 - rank
+    for kind, pattern, wrong in (
+        (ValueError, "dst: rank 7 is not in the group; its ranks are 0, 1", lambda: collectives.send(x, 7)),
+        (ValueError, f"src: rank {rank} is this rank itself", lambda: collectives.recv(x, rank)),
+        (TypeError, "tensor: expected a torch.Tensor", lambda: collectives.send(None, other)),  # type: ignore[arg-type]
+        (TypeError, "codec int8 takes", lambda: collectives.send(x.double(), other, codec="int8")),
+        (ValueError, "residual: has 3", lambda: collectives.send(x, other, residual=torch.ones(3))),
+    ):
+        with pytest.raises(kind, match=pattern):
+            wrong()
+    try:
+        if rank == 0:
+            collectives.send(x, 1)
+        else:
+            collectives.recv(torch.empty(9), 0)
+    except CollectiveMismatch as error:
+        return str(error)
+    return ""
+
+
+def test_wrong_calls_are_named() -> None:
+    said = run_ranks(refusals, 2)
+    assert "send(8 float32" in said[1] and "send(9 float32" in said[1]
+
+
+def alone(rank: int, n: int) -> Any:
+    if rank == 1:
+        collectives.send(torch.ones(3), 0)
+        tell("sent")
+        time.sleep(60)
+    collectives.recv(torch.empty(3), 1)
+    try:
+        collectives.recv(torch.empty(3), 1)
+    except (PeerLost, CollectiveTimeout) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_dead_peer_is_named() -> None:
+    with spawn_ranks(alone, 2, group_timeout=20.0) as ranks:
+        assert ranks.hear(1) == "sent"
+        ranks.kill(1)
+        outcome = ranks.join(30)[0]
+    assert outcome.ok and "PeerLost: rank 1" in outcome.result, outcome
+
+
+def unmet(rank: int, n: int) -> str:
+    if rank == 1:
+        time.sleep(3.0)
+        return ""
+    work = collectives.send(torch.ones(3), 1, async_op=True)
+    assert work is not None and not work.is_completed()
+    try:
+        work.wait()
+    except CollectiveTimeout as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_peer_that_never_comes_is_named() -> None:
+    with spawn_ranks(unmet, 2, group_timeout=1.5) as ranks:
+        outcome = ranks.join(30)[0]
+    assert outcome.ok and outcome.result.startswith("rank 1 did not come"), outcome

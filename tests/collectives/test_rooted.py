@@ -1,0 +1,146 @@
+"""reduce, gather, scatter, all_to_all, barrier on processes: torch's semantics, lists, splits, feedback."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dtcomm import collectives
+from dtcomm.errors import CollectiveMismatch
+from dtcomm.testing.ranks import run_ranks
+
+OVER_GLOO = {"DTCOMM_RUNTIME": "process_group"}
+
+
+def lists(rank: int, n: int) -> None:
+    """gather and scatter with lists, which may be any tensors, sync and async."""
+    for root in range(n):
+        for asynchronous in (False, True):
+            mine = torch.full((3, 40), float(rank))
+            taken = [torch.zeros(3, 40) for _ in range(n)] if rank == root else None
+            work = collectives.gather(mine, taken, dst=root, async_op=asynchronous)
+            assert (work is not None) == asynchronous
+            if work is not None:
+                assert len(work.get_future().wait()) == len(taken or ())
+                work.wait()
+                assert work.is_completed() and work.wire_bytes >= 0 and work.seconds >= 0
+            for src, tensor in enumerate(taken or ()):
+                assert tensor.eq(src).all()
+            given = [torch.full((3, 40), float(10 * root + r)) for r in range(n)] if rank == root else None
+            work = collectives.scatter(mine, given, src=root, async_op=asynchronous)
+            if work is not None:
+                work.wait()
+            assert mine.eq(10 * root + rank).all()
+        total = torch.full((500,), float(rank + 1))
+        collectives.reduce(total, root, "avg", codec="int8")
+        assert (total - (n + 1) / 2).abs().max() < 0.05 if rank == root else total.eq(rank + 1).all()
+    whole = torch.arange(float(4 * n))
+    mine = whole[4 * rank : 4 * rank + 4]
+    collectives.gather(mine, whole if rank == 0 else None)  # in place
+    collectives.scatter(mine, whole if rank == 0 else None)
+    assert torch.equal(mine, torch.arange(4.0 * rank, 4.0 * rank + 4))
+
+
+def exchanges(rank: int, n: int) -> None:
+    """all_to_all, equal and unequal, against torch's own where nothing is lost."""
+    generator = torch.Generator().manual_seed(7)
+    for step in range(12):
+        rows = torch.randint(0, 60, (n, n), generator=generator)
+        if step == 5:
+            rows.zero_()
+        given = torch.randn(int(rows[rank].sum()), 17)
+        ours = torch.full((int(rows[:, rank].sum()), 17), torch.nan)
+        theirs = ours.clone()
+        sizes = rows[:, rank].tolist(), rows[rank].tolist()
+        dist.all_to_all_single(theirs, given, *sizes)
+        work = collectives.all_to_all(ours, given, *sizes, async_op=step % 2 == 0)
+        if work is not None:
+            work.wait()
+        assert torch.equal(ours, theirs)
+        residual = torch.zeros_like(given)
+        lossy = torch.full_like(ours, torch.nan)
+        collectives.all_to_all(lossy, given, *sizes, codec="int8", residual=residual)
+        assert torch.allclose(lossy, theirs, atol=0.05)
+        back = torch.empty_like(given)
+        collectives.all_to_all(back, lossy, *sizes[::-1])  # what arrived comes back unchanged
+        assert torch.allclose(back + residual, given, atol=1e-6)
+    given, ours, theirs = torch.randn(n * 300), torch.empty(n * 300), torch.empty(n * 300)
+    dist.all_to_all_single(theirs, given)
+    for algorithm in ("auto", "direct", "one_shot", "tree"):
+        ours.fill_(torch.nan)
+        collectives.all_to_all(ours, given, algorithm=algorithm)
+        assert torch.equal(ours, theirs), algorithm
+    numbers = torch.arange(n) + 10 * rank
+    collectives.all_to_all(taken := torch.empty_like(numbers), numbers, [1] * n)  # one side may be left out
+    assert torch.equal(taken, torch.arange(n) * 10 + rank)
+    wrong = [2] * n if rank == 0 else [1] * n
+    with pytest.raises(CollectiveMismatch, match=r"rank 0 sends 2 elements to rank \d, which expects 1"):
+        collectives.all_to_all(
+            torch.empty(n + (rank == 0)), torch.ones(sum(wrong)), [1] * (n - 1) + [1 + (rank == 0)], wrong
+        )
+    collectives.all_to_all(ours, given)  # all have refused alike: the communicator goes on
+    assert torch.equal(ours, theirs)
+
+
+def barriers(rank: int, n: int) -> None:
+    for late in range(n):
+        if rank == late:
+            time.sleep(0.05)
+        came = time.monotonic()  # one clock for all processes
+        work = collectives.barrier(async_op=late % 2 == 1)
+        if work is not None:
+            work.wait()
+        times: list[Any] = [None] * n
+        dist.all_gather_object(times, (came, time.monotonic()))
+        assert max(came for came, _ in times) <= min(left for _, left in times)
+
+
+def everything(rank: int, n: int) -> str:
+    lists(rank, n)
+    exchanges(rank, n)
+    barriers(rank, n)
+    return str(collectives.info()["runtime"])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_on_the_engine(n: int) -> None:
+    assert run_ranks(everything if n > 1 else lists, n)[0] in ("native", None)
+
+
+def test_over_gloo() -> None:
+    assert run_ranks(everything, 3, env=OVER_GLOO) == ["process_group"] * 3
+
+
+def hosts(rank: int, n: int) -> list[Any]:
+    """Levels on two hosts of different sizes: the same bits on all ranks, and few of them between the hosts."""
+    found: list[Any] = [collectives.info()["hosts"]]
+    for algorithm in ("hierarchical", "hierarchical:ring/tree", "halving", "double_tree", "auto"):
+        for spec in ("none", "int8", "fp16"):
+            tensor = torch.arange(5000.0) % 128 + rank
+            collectives.all_reduce(tensor, codec=spec, algorithm=algorithm)
+            if spec == "none":
+                assert torch.equal(tensor, (torch.arange(5000.0) % 128) * n + n * (n - 1) / 2), algorithm
+            found.append(tensor.view(torch.uint8).numpy().tobytes())
+    return found
+
+
+def test_hierarchies_over_hosts_that_are_not_neighbours() -> None:
+    # Ranks 0 and 2 on one host, 1 on another.
+    results = run_ranks(_named_hosts, 3, env=OVER_GLOO)
+    assert results[0][0] == 2
+    assert results[0] == results[1] == results[2]
+
+
+def _named_hosts(rank: int, n: int) -> list[Any]:
+    import os
+
+    os.environ["DTCOMM_HOST_ID"] = "ab"[rank % 2]
+    try:
+        return hosts(rank, n)
+    finally:
+        del os.environ["DTCOMM_HOST_ID"]
+        collectives.release()
