@@ -1,0 +1,221 @@
+"""FSDP with compressed collectives beside plain FSDP: every mode, odd sizes, several types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+
+from dtcomm import fsdp
+from dtcomm.testing.ranks import run_ranks
+
+WIDTH = 33  # odd: shards are padded
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.norm = nn.LayerNorm(2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.norm(self.up(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def sharded(mesh: Any, **options: Any) -> Net:
+    torch.manual_seed(0)
+    model = Net()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def train(model: nn.Module, rank: int, steps: int = 3, accumulate: bool = False) -> dict[str, torch.Tensor]:
+    """Gradients of the last step, and the parameters, whole."""
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients: dict[str, torch.Tensor] = {}
+    for step in range(steps):
+        optimiser.zero_grad()
+        for micro in range(2 if accumulate else 1):
+            if accumulate:
+                model.set_requires_gradient_sync(micro == 1)  # type: ignore[operator]
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+            model(x).float().square().mean().backward()
+        gradients = {f"gradient of {n}": p.grad.full_tensor() for n, p in model.named_parameters()}
+        optimiser.step()
+    return gradients | {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+
+
+def compare(rank: int, ranks: int, codecs: dict[str, Any], options: dict[str, Any], tolerance: float) -> None:
+    mesh = init_device_mesh("cpu", (ranks,))
+    accumulate = options.pop("accumulate", False)
+    expected = train(sharded(mesh, **options), rank, accumulate=accumulate)
+    model = sharded(mesh, **options)
+    state = fsdp.compress(model, **codecs)
+    got = train(model, rank, accumulate=accumulate)
+    for name, value in expected.items():
+        if tolerance == 0:
+            assert torch.equal(got[name], value), name
+        else:
+            error = torch.linalg.vector_norm(got[name] - value) / torch.linalg.vector_norm(value)
+            assert error < tolerance, (name, float(error))
+    report = state.report()
+    assert set(report.modules) == {"", "blocks.0", "blocks.1"}
+    for kinds in report.modules.values():
+        assert kinds["gradients"].calls == 3 and kinds["parameters"].calls >= 3
+    if codecs["gradients"] == "int8":
+        traffic = report.modules["blocks.0"]["gradients"]
+        assert traffic.wire_bytes < 0.35 * traffic.plain_bytes
+    assert "blocks.1" in str(report) and report.to_dict()["modules"]["blocks.1"]["gradients"]["calls"] == 3
+
+
+NONE = {"gradients": "none", "parameters": "none"}
+LOSSY = {"gradients": "int8", "parameters": "int8:block=64"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reshard_after_forward": False}, {"accumulate": True}],
+    ids=str,
+)
+def test_uncompressed_is_plain_fsdp_to_the_bit_on_two_ranks(options: dict[str, Any]) -> None:
+    run_ranks(compare, 2, NONE, options, 0.0)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "codecs",
+    [LOSSY, LOSSY | {"feedback": True}, {"gradients": "int8:round=stochastic", "parameters": "bf16"}],
+    ids=str,
+)
+def test_compressed_is_near(codecs: dict[str, Any], ranks: int) -> None:
+    run_ranks(compare, ranks, codecs, {}, 0.1)
+
+
+def test_mixed_precision() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    run_ranks(compare, 2, NONE, {"mp_policy": policy}, 0.0)
+    run_ranks(compare, 2, LOSSY, {"mp_policy": policy}, 0.1)
+
+
+def mass(rank: int, ranks: int) -> None:
+    """Gradients and residuals together are what went in."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    plain, model = sharded(mesh), sharded(mesh)
+    state = fsdp.compress(model, "int8", feedback=True)
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
+    for each in (plain, model):
+        each(x).square().mean().backward()
+    residuals = state.state_dict()["residuals"]
+    assert set(residuals) == {"", "blocks.0", "blocks.1"}
+    lost = residuals["blocks.0"].double()
+    torch.distributed.all_reduce(lost)
+    gap = sum(
+        float((p.grad.full_tensor().double() - q.grad.full_tensor().double()).sum())
+        for p, q in zip(plain.blocks[0].parameters(), model.blocks[0].parameters())
+    )
+    assert abs(gap * ranks - float(lost.sum())) < 1e-4
+    assert state.report().residual_bytes == sum(4 * r.numel() for r in residuals.values())
+
+
+def test_feedback_conserves_mass() -> None:
+    run_ranks(mass, 2)
+
+
+def resumed(rank: int, ranks: int) -> None:
+    mesh = init_device_mesh("cpu", (ranks,))
+    codecs: dict[str, Any] = {"gradients": "int8:round=stochastic", "feedback": True}
+    whole = sharded(mesh)
+    fsdp.compress(whole, **codecs)
+    first, second = sharded(mesh), sharded(mesh)
+    state = fsdp.compress(first, **codecs)
+    again = fsdp.compress(second, **codecs)
+
+    def step(model: nn.Module, number: int) -> None:
+        model.zero_grad()
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * number + rank))
+        model(x).square().mean().backward()
+
+    for number in range(4):
+        step(whole, number)
+    for number in range(2):
+        step(first, number)
+    again.load_state_dict(state.state_dict())
+    for number in range(2, 4):
+        step(second, number)
+    for a, b in zip(whole.parameters(), second.parameters()):
+        assert torch.equal(a.grad.full_tensor(), b.grad.full_tensor())
+
+
+def test_a_resumed_run_continues_bit_for_bit() -> None:
+    run_ranks(resumed, 2)
+
+
+def first_version(rank: int, ranks: int, strategy: ShardingStrategy, codec: str, tolerance: float) -> None:
+    results = []
+    for compressed in (False, True):
+        torch.manual_seed(0)
+        model = FullyShardedDataParallel(
+            Net(), sharding_strategy=strategy, device_id=torch.device("cpu"), use_orig_params=False
+        )
+        state = fsdp.compress(model, codec) if compressed else None
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
+        model(x).square().mean().backward()
+        results.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        if state is not None:
+            assert "unit of" in str(state.report())
+    error = torch.linalg.vector_norm(results[1] - results[0]) / torch.linalg.vector_norm(results[0])
+    assert error <= tolerance, float(error)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD],
+    ids=str,
+)
+@pytest.mark.parametrize(("codec", "tolerance"), [("none", 1e-6), ("int8", 0.05)])
+def test_fsdp1(strategy: ShardingStrategy, codec: str, tolerance: float) -> None:
+    run_ranks(first_version, 2, strategy, codec, tolerance)
+
+
+def refusals(rank: int, ranks: int) -> None:
+    with pytest.raises(TypeError, match="Net has no module that fully_shard was applied to"):
+        fsdp.compress(Net())
+    model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))
+    with pytest.raises(TypeError, match="parameters: FSDP1 has a hook for gradients only"):
+        fsdp.compress(model, parameters="int8")
+    mesh = init_device_mesh("cpu", (ranks,))
+    odd = sharded(mesh)
+    fsdp.compress(odd)
+    for module in (odd, *odd.blocks):
+        module.set_gradient_divide_factor(3.0)
+    with pytest.raises(ValueError, match="set_force_sum_reduction_for_comms"):
+        odd(torch.ones(1, WIDTH)).sum().backward()
+
+
+def test_what_cannot_be_is_refused() -> None:
+    run_ranks(refusals, 2)
