@@ -23,7 +23,7 @@ class Variable:
 VARIABLES: dict[str, Variable] = {
     "DTCOMM_KERNEL": Variable(
         default="",
-        meaning="the kernels to use (reference, generic, avx2, avx512); empty: the best of this CPU",
+        meaning="the kernels to use (reference, generic, avx2, avx512, cuda, triton); empty: the best for the device",
     ),
     "DTCOMM_RUNTIME": Variable(
         default="auto",

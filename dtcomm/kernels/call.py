@@ -16,7 +16,7 @@ class Combine:
     """csrc/cpu/kernels.h's ``Combine``: sum payloads and local, divide, encode, keep the error; each part
     optional.
 
-    Tensors are contiguous, on the CPU and of the right size. `local` and `out` are of `dtype` or float32;
+    Tensors are contiguous, on one device and of the right size. `local` and `out` are of `dtype` or float32;
     `residual` is read and rewritten; `payload_out` receives the encoding and `out` what it decodes to, or,
     without a `payload_out`, the sum itself.
     """

@@ -8,12 +8,19 @@ from dtcomm.codecs import Codec
 from dtcomm.kernels.call import OPERATIONS
 
 
-def tensor(name: str, value: object) -> torch.Tensor:
-    """`value` as a dense CPU tensor."""
+def tensor(name: str, value: object, beside: torch.Tensor | None = None) -> torch.Tensor:
+    """`value` as a dense tensor on the CPU or a CUDA device: that of `beside`, if given."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
-    if value.layout != torch.strided or value.device.type != "cpu":
-        raise ValueError(f"{name}: expected a dense tensor on cpu, got {value.layout} on {value.device}")
+    # is_cpu: comparing devices or their names takes as long as encoding a kilobyte.
+    if value.layout != torch.strided or not (value.is_cpu or value.is_cuda):
+        raise ValueError(
+            f"{name}: expected a dense tensor on cpu or cuda, got {value.layout} on {value.device}"
+        )
+    if beside is not None and not (value.is_cpu and beside.is_cpu) and value.device != beside.device:
+        raise ValueError(
+            f"{name}: expected a tensor on {beside.device} as the others, got one on {value.device}"
+        )
     if not value.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(value.stride())}")
     return value
@@ -27,9 +34,11 @@ def element_type(name: str, codec: Codec, dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def floats(name: str, value: object, numel: int, *dtypes: torch.dtype) -> torch.Tensor:
-    """A tensor of `numel` elements of one of `dtypes`."""
-    checked = tensor(name, value)
+def floats(
+    name: str, value: object, numel: int, *dtypes: torch.dtype, beside: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A tensor of `numel` elements of one of `dtypes`, on the device of `beside`."""
+    checked = tensor(name, value, beside)
     if checked.dtype not in dtypes:
         valid = ", ".join(dict.fromkeys(str(each).removeprefix("torch.") for each in dtypes))
         raise TypeError(f"{name}: expected {valid}, got {checked.dtype}")
@@ -38,9 +47,16 @@ def floats(name: str, value: object, numel: int, *dtypes: torch.dtype) -> torch.
     return checked
 
 
-def payload(name: str, value: object, codec: Codec, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A uint8 tensor of exactly the bytes that `codec` makes of `numel` elements."""
-    checked = tensor(name, value)
+def payload(
+    name: str,
+    value: object,
+    codec: Codec,
+    numel: int,
+    dtype: torch.dtype,
+    beside: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A uint8 tensor of exactly the bytes that `codec` makes of `numel` elements, on the device of `beside`."""
+    checked = tensor(name, value, beside)
     if checked.dtype != torch.uint8:
         raise TypeError(f"{name}: expected uint8, got {checked.dtype}")
     expected = codec.wire_bytes(numel, dtype)

@@ -17,8 +17,7 @@ STREAM_BYTES = 16 << 20
 
 def current_name() -> str:
     """The native build in use, for those who need one (the engine): `generic` stands in for the reference."""
-    name = dispatch.current()
-    return "generic" if name == dispatch.REFERENCE else name
+    return dispatch.native_name()
 
 
 def combine(kernel: str, call: Combine) -> None:

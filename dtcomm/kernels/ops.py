@@ -1,8 +1,8 @@
 """The verbs: floats into payloads, payloads into floats and into sums, each in one pass over memory.
 
-Tensors are contiguous and on the CPU, of any shape; they are read and written in memory order. Every verb
-takes an `out`: at tens of megabytes a fresh allocation costs more than the encoding, so hot paths reuse their
-buffers.
+Tensors are contiguous, of any shape, and those of a call on one device, the CPU or a CUDA device (there a call is
+queued on torch's current stream); they are read and written in memory order. Every verb takes an `out`: at tens of
+megabytes a fresh allocation costs more than the encoding, so hot paths reuse their buffers.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ def encode(
     codec = parse(codec)
     x = checks.tensor("x", x)
     dtype = checks.element_type("x", codec, x.dtype)
-    payload = _payload_out(out, codec, x.numel(), dtype)
+    payload = _payload_out(out, codec, x.numel(), dtype, x)
     call = Combine(
         codec=codec,
         numel=x.numel(),
         dtype=dtype,
         local=x,
-        residual=_residual(residual, x.numel(), dtype),
+        residual=_residual(residual, x.numel(), dtype, x),
         key=checks.word("key", key),
         offset=checks.word("offset", offset),
         payload_out=payload,
-        out=None if decoded is None else checks.floats("decoded", decoded, x.numel(), dtype),
+        out=None if decoded is None else checks.floats("decoded", decoded, x.numel(), dtype, beside=x),
     )
-    _run(call)
+    _run(call, "x", x)
     return payload
 
 
@@ -76,10 +76,17 @@ def decode(
     numel = checks.count("numel", numel)
     checks.element_type("dtype", codec, dtype)
     payload = checks.payload("payload", payload, codec, numel, dtype)
-    out = torch.empty(numel, dtype=dtype) if out is None else checks.floats("out", out, numel, dtype)
-    kernel = dispatch.current()
+    if out is None:
+        out = payload.new_empty(numel, dtype=dtype)
+    else:
+        checks.floats("out", out, numel, dtype, beside=payload)
+    if numel == 0:
+        return out
+    kernel = dispatch.for_call(codec, "payload", payload)
     if kernel == dispatch.REFERENCE:
         reference.decode(codec, payload, numel, dtype, out)
+    elif kernel in dispatch.ELSEWHERE:
+        dispatch.module(kernel).decode(codec, payload, numel, dtype, out)
     else:
         native.decode(kernel, codec, payload, numel, dtype, out)
     return out
@@ -104,12 +111,12 @@ def reduce(
     else float32; local and out are of that type or float32 (a running sum). `position` is last by default.
     `op` min and max: `none`, `fp16` and `bf16`; NaN wins. Raises TypeError or ValueError naming the argument.
     """
-    call = _reduction(codec, payloads, numel, local, position, divisor, op, dtype, out)
+    call, name, first = _reduction(codec, payloads, numel, local, position, divisor, op, dtype, out)
     if out is None:
-        out = torch.empty(numel, dtype=call.dtype)
+        out = first.new_empty(numel, dtype=call.dtype)
     else:
-        checks.floats("out", out, numel, call.dtype, *_running(call.dtype))
-    _run(replace(call, out=out))
+        checks.floats("out", out, numel, call.dtype, *_running(call.dtype), beside=first)
+    _run(replace(call, out=out), name, first)
     return out
 
 
@@ -136,21 +143,20 @@ def reduce_encode(
     receives what the payload decodes to; `out` is the payload. Raises TypeError or ValueError naming the
     argument.
     """
-    call = _reduction(codec, payloads, numel, local, position, divisor, op, dtype, decoded)
+    call, name, first = _reduction(codec, payloads, numel, local, position, divisor, op, dtype, decoded)
     dtype = call.dtype
     if decoded is not None:
-        checks.floats("decoded", decoded, numel, dtype, *_running(dtype))
-    payload = _payload_out(out, call.codec, numel, dtype)
-    _run(
-        replace(
-            call,
-            residual=_residual(residual, numel, dtype),
-            key=checks.word("key", key),
-            offset=checks.word("offset", offset),
-            payload_out=payload,
-            out=decoded,
-        )
+        checks.floats("decoded", decoded, numel, dtype, *_running(dtype), beside=first)
+    payload = _payload_out(out, call.codec, numel, dtype, first)
+    call = replace(
+        call,
+        residual=_residual(residual, numel, dtype, first),
+        key=checks.word("key", key),
+        offset=checks.word("offset", offset),
+        payload_out=payload,
+        out=decoded,
     )
+    _run(call, name, first)
     return payload
 
 
@@ -164,8 +170,8 @@ def _reduction(
     op: str,
     dtype: torch.dtype | None,
     floats: torch.Tensor | None,
-) -> Combine:
-    """The part of a call that both reductions share."""
+) -> tuple[Combine, str, torch.Tensor]:
+    """The part of a call that both reductions share, and the term that decides on the device, with its name."""
     codec = parse(codec)
     numel = checks.count("numel", numel)
     if dtype is None:
@@ -178,27 +184,38 @@ def _reduction(
     position = last if position is None else checks.count("position", position)
     if position > last:
         raise ValueError(f"position: expected 0 to {last}, got {position}")
-    return Combine(
+    first: torch.Tensor | None = None
+    checked = []
+    for i, payload in enumerate(payloads):
+        checked.append(checks.payload(f"payloads[{i}]", payload, codec, numel, dtype, first))
+        first = checked[0]
+    if local is not None:
+        checks.floats("local", local, numel, dtype, *_running(dtype), beside=first)
+    call = Combine(
         codec=codec,
         numel=numel,
         dtype=dtype,
-        payloads=tuple(
-            checks.payload(f"payloads[{i}]", payload, codec, numel, dtype)
-            for i, payload in enumerate(payloads)
-        ),
-        local=None if local is None else checks.floats("local", local, numel, dtype, *_running(dtype)),
+        payloads=tuple(checked),
+        local=local,
         position=position,
         divisor=checks.divisor(divisor, dtype),
         op=checks.operation(codec, op),
     )
+    if first is not None:
+        return call, "payloads[0]", first
+    assert local is not None
+    return call, "local", local
 
 
-def _run(call: Combine) -> None:
+def _run(call: Combine, name: str, first: torch.Tensor) -> None:
+    """Run `call` on the device of its argument `first`, called `name`."""
     if call.numel == 0:
         return
-    kernel = dispatch.current()
+    kernel = dispatch.for_call(call.codec, name, first)
     if kernel == dispatch.REFERENCE:
         reference.combine(call)
+    elif kernel in dispatch.ELSEWHERE:
+        dispatch.module(kernel).combine(call)
     else:
         native.combine(kernel, call)
 
@@ -208,15 +225,19 @@ def _running(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     return (torch.float32,) if dtype in FLOAT_TYPES else ()
 
 
-def _residual(residual: torch.Tensor | None, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+def _residual(
+    residual: torch.Tensor | None, numel: int, dtype: torch.dtype, beside: torch.Tensor
+) -> torch.Tensor | None:
     if residual is None:
         return None
     if dtype not in FLOAT_TYPES:
         raise TypeError(f"residual: {dtype} is summed as itself and loses nothing; expected None")
-    return checks.floats("residual", residual, numel, torch.float32)
+    return checks.floats("residual", residual, numel, torch.float32, beside=beside)
 
 
-def _payload_out(out: torch.Tensor | None, codec: Codec, numel: int, dtype: torch.dtype) -> torch.Tensor:
+def _payload_out(
+    out: torch.Tensor | None, codec: Codec, numel: int, dtype: torch.dtype, beside: torch.Tensor
+) -> torch.Tensor:
     if out is None:
-        return torch.empty(codec.wire_bytes(numel, dtype), dtype=torch.uint8)
-    return checks.payload("out", out, codec, numel, dtype)
+        return beside.new_empty(codec.wire_bytes(numel, dtype), dtype=torch.uint8)
+    return checks.payload("out", out, codec, numel, dtype, beside)

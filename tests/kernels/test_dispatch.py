@@ -6,12 +6,16 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtcomm import _C
-from dtcomm.kernels import available, current, native, ops, reference, use
+from dtcomm.codecs import Codec
+from dtcomm.kernels import available, current, dispatch, native, ops, reference, use
+from dtcomm.kernels.call import Combine
 
 
 @pytest.fixture
@@ -114,3 +118,108 @@ def test_the_engine_gets_a_native_kernel() -> None:
     for name in available()[:-1]:
         with use(name):
             assert native.current_name() == name
+
+
+class Elsewhere:
+    """What stands for `cuda` or `triton`: it notes what it was asked to run."""
+
+    def __init__(self, ran: list[str], name: str) -> None:
+        self.ran, self.name = ran, name
+
+    def combine(self, call: Combine) -> None:
+        self.ran.append(f"{self.name} {call.codec} on {call.payload_out.device}")
+
+    def decode(self, codec: Codec, payload: torch.Tensor, numel: int, *_: object) -> None:
+        self.ran.append(f"{self.name} decodes {codec} on {payload.device}")
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[str]]]:
+    """Tensors that say they are on a CUDA device, and a function that installs kernels for them."""
+    monkeypatch.delenv("DTCOMM_KERNEL", raising=False)
+    ran: list[str] = []
+
+    def install(*names: str) -> list[str]:
+        modules = {name: Elsewhere(ran, name) for name in names}
+        monkeypatch.setattr(dispatch, "_installed", lambda name: name in modules)
+        monkeypatch.setattr(dispatch, "module", modules.__getitem__)
+        return ran
+
+    with FakeTensorMode():
+        yield install
+
+
+def on_device() -> torch.Tensor:
+    return torch.empty(100, device="cuda")
+
+
+@pytest.mark.parametrize("names", [("cuda",), ("triton",), ("triton", "cuda")])
+def test_devices_prefer_cuda(device: Callable[..., list[str]], names: tuple[str, ...]) -> None:
+    ran = device(*names)
+    payload = ops.encode("int8", on_device())
+    assert payload.device == torch.device("cuda", 0)
+    assert ops.decode("int8", payload, 100).device == payload.device
+    assert ran == [f"{names[-1]} int8 on cuda:0", f"{names[-1]} decodes int8 on cuda:0"]
+
+
+def test_forcing_a_device_s_kernel(device: Callable[..., list[str]]) -> None:
+    """What is forced runs or raises, whatever else could run."""
+    ran = device("cuda", "triton")
+    with use("triton"):
+        assert current() == "triton" and native.current_name() in available()
+        ops.encode("int8", on_device())
+        with pytest.raises(ValueError, match=r"codec: .*'triton', does not run 'none'"):
+            ops.encode("none", on_device())
+        with pytest.raises(
+            ValueError, match=r"x: on cpu, .*'triton', cannot run but with TRITON_INTERPRET=1"
+        ):
+            ops.encode("int8", torch.empty(100))
+    with use("cuda"), pytest.raises(ValueError, match=r"payloads\[0\]: on cpu, .*'cuda', cannot run"):
+        ops.reduce("int8", [torch.empty(144, dtype=torch.uint8)], 100)
+    with use("generic"), pytest.raises(ValueError, match=r"x: on cuda:0, .*'generic', cannot run"):
+        ops.encode("int8", on_device())
+    assert ran == ["triton int8 on cuda:0"]
+
+
+def test_nothing_runs_it(device: Callable[..., list[str]]) -> None:
+    """The error says what to install, and whether that would help."""
+    device()
+    with pytest.raises(RuntimeError, match=r"x: .*'int8'.*installed: none.*DTCOMM_CUDA=1.*triton"):
+        ops.encode("int8", on_device())
+    device("triton")
+    with pytest.raises(RuntimeError, match=r"'none' on cuda:0 \(installed: triton\); .*DTCOMM_CUDA=1[^;]*$"):
+        ops.encode("none", on_device())
+    with pytest.raises(ValueError, match=r"name: .*'cuda'.*valid: triton, .*reference; 'cuda' needs .*_cuda"):
+        use("cuda").__enter__()
+
+
+def test_one_device(device: Callable[..., list[str]]) -> None:
+    """All tensors of a call are on one; the error names the one that is not."""
+    device("cuda")
+    x, there = torch.empty(100), on_device()
+    wire = torch.empty(144, dtype=torch.uint8)
+    for call, name in (
+        (lambda: ops.encode("int8", there, residual=x), "residual"),
+        (lambda: ops.encode("int8", x, residual=there), "residual"),
+        (lambda: ops.encode("int8", there, out=wire), "out"),
+        (lambda: ops.encode("int8", x, decoded=there), "decoded"),
+        (lambda: ops.decode("int8", wire, 100, out=there), "out"),
+        (lambda: ops.reduce("int8", [wire, torch.empty_like(wire, device="cuda")], 100), r"payloads\[1\]"),
+        (lambda: ops.reduce("int8", [wire], 100, there), "local"),
+        (lambda: ops.reduce("int8", [], 100, there, out=x), "out"),
+        (lambda: ops.reduce_encode("int8", [wire], 100, decoded=there), "decoded"),
+    ):
+        with pytest.raises(
+            ValueError, match=name + r": expected a tensor on (cpu|cuda:0) as the others, got"
+        ):
+            call()
+
+
+def test_devices_have_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"device: .*'tpu'; valid: cpu, cuda"):
+        available("tpu")
+    monkeypatch.setattr(dispatch, "_installed", lambda name: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert available("cuda") == ("cuda", "triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert available("cuda") == ()

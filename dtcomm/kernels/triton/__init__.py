@@ -1,0 +1,47 @@
+"""Triton's kernels, for CUDA devices without a compiled `_cuda`, and on CPU tensors under TRITON_INTERPRET=1.
+
+fp16, bf16, int8, int4 and fp8_e4m3; :func:`supports` says whether a codec is among them. Triton is imported with the
+first call, never before: importing it takes longer than importing dtcomm.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+from dtcomm.codecs import Bf16, Codec, Fp16
+from dtcomm.kernels.call import Combine
+from dtcomm.kernels.triton.rules import rules_of
+
+__all__ = ["combine", "decode", "installed", "interpreted", "supports"]
+
+
+def installed() -> bool:
+    """Is there a Triton to import?"""
+    return find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    """Do kernels run in Triton's interpreter, on the CPU? Decided when Triton is first imported."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+
+
+def supports(codec: Codec) -> bool:
+    """Is there a kernel for `codec`?"""
+    return isinstance(codec, (Fp16, Bf16)) or rules_of(codec) is not None
+
+
+def combine(call: Combine) -> None:
+    """Run one call (see :class:`Combine`)."""
+    from dtcomm.kernels.triton import launch
+
+    launch.combine(call)
+
+
+def decode(codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, out: torch.Tensor) -> None:
+    """`out` <- the payload's `numel` elements; `dtype` is the type of the tensor that was encoded."""
+    from dtcomm.kernels.triton import launch
+
+    launch.decode(codec, payload, numel, dtype, out)

@@ -1,0 +1,123 @@
+"""From a call to launches: the tile, the constants of the codec, sums of more payloads than a kernel takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from dtcomm.codecs import Bf16, Codec, Fp16
+from dtcomm.kernels.call import Combine
+from dtcomm.kernels.triton.blocks import combine_blocks
+from dtcomm.kernels.triton.casts import combine_casts
+from dtcomm.kernels.triton.rules import rules_of
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+# Elements of a program: enough loads in flight for every thread, and enough programs for small tensors.
+TILE = 2048
+MOST_PAYLOADS = 8  # of a launch, as each number of them is a compilation
+WIRES = {Fp16.family: tl.float16, Bf16.family: tl.bfloat16}
+WORD = 0xFFFFFFFF
+
+
+def combine(call: Combine) -> None:
+    """Run one call (see :class:`Combine`), queued on torch's current stream of its tensors' device."""
+    payloads, position, local, residual = call.payloads, call.position, call.local, call.residual
+    for name, payload in (
+        *((f"payloads[{i}]", each) for i, each in enumerate(payloads)),
+        ("out", call.payload_out),
+    ):
+        if payload is not None and payload.data_ptr() % 16:
+            raise ValueError(
+                f"{name}: kernel 'triton' needs payloads aligned to 16 bytes, got {payload.data_ptr():#x}"
+            )
+    held = (call.local, residual, call.payload_out, call.out, *payloads)
+    device = next(tensor.device for tensor in held if tensor is not None)
+    with _on(device):
+        before = None
+        while len(payloads) > MOST_PAYLOADS:
+            running = torch.empty(call.numel, dtype=torch.float32, device=device)
+            terms, payloads = payloads[:MOST_PAYLOADS], payloads[MOST_PAYLOADS:]
+            if position < MOST_PAYLOADS:
+                _launch(call, terms, before, local, residual, position, out=running)
+                local = residual = None
+            else:
+                _launch(call, terms, before, None, None, 0, out=running)
+                position -= MOST_PAYLOADS
+            before = running
+        _launch(
+            call,
+            payloads,
+            before,
+            local,
+            residual,
+            position,
+            divisor=call.divisor,
+            error=call.residual,
+            payload_out=call.payload_out,
+            out=call.out,
+        )
+
+
+def decode(codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, out: torch.Tensor) -> None:
+    """`out` <- the payload's `numel` elements."""
+    combine(Combine(codec=codec, numel=numel, dtype=dtype, payloads=(payload,), out=out))
+
+
+def _launch(
+    call: Combine,
+    payloads: tuple[torch.Tensor, ...],
+    before: torch.Tensor | None,
+    local: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    position: int,
+    *,
+    divisor: int = 1,
+    error: torch.Tensor | None = None,
+    payload_out: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> None:
+    """One kernel: the sum of `before` and the terms, to wherever of the last three it is to go."""
+    if local is None and residual is None:
+        position = 0  # of nothing: one compilation for all
+    tensors = (
+        payloads,
+        before,
+        local,
+        residual,
+        error,
+        payload_out,
+        out,
+        call.numel,
+        float(np.float32(divisor)),
+    )
+    rules = rules_of(call.codec)
+    tile = TILE if rules is None else max(TILE, rules.granule)
+    # Each product is rounded: `enable_fp_fusion` would let the assembler make one instruction of a * b + c.
+    options: dict[str, Any] = {"num_warps": tile // 512, "enable_fp_fusion": False}
+    grid = (-(-call.numel // tile),)
+    if rules is None:
+        combine_casts[grid](
+            *tensors, WIRES[call.codec.family], call.op, position, divisor != 1, tile, **options
+        )
+    else:
+        key, offset = call.key, call.offset
+        combine_blocks[grid](
+            *tensors, key & WORD, key >> 32, offset, rules, position, divisor != 1, tile, **options
+        )
+
+
+@contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    """Triton launches where torch's current device is; its interpreter calculates with numpy, which warns."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            yield
+    else:
+        with np.errstate(all="ignore"):
+            yield

@@ -1,0 +1,72 @@
+"""What Triton's kernels are told of a codec, as numbers that are known when a kernel is compiled."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from dtcomm.codecs import Codec, Float8, Integer
+
+
+class Rules(NamedTuple):
+    """A codec with a scale per block. granule, block: elements; bytes: of a whole granule; fields: per block."""
+
+    float8: bool
+    bits: int  # of a code
+    levels: float  # the largest code
+    cap: int  # bits of the largest scale whose product with `levels` is finite
+    narrow: bool  # scales are bf16
+    symmetric: bool
+    up: bool  # scales are rounded up
+    stochastic: bool
+    block: int
+    granule: int
+    bytes: int
+    field_bytes: int
+    fields: int
+
+
+@lru_cache(maxsize=256)
+def rules_of(codec: Codec) -> Rules | None:
+    """The rules of `codec`; None where the kernels here do not know it."""
+    rotate, spikes = codec.native()[5:7]
+    if rotate or spikes:
+        return None
+    if isinstance(codec, Integer) and codec.bits in (4, 8):
+        return _rules(codec, float(codec.levels), codec.symmetric)
+    if isinstance(codec, Float8) and codec.element == "e4m3":
+        return _rules(codec, 448.0, True)
+    return None
+
+
+def _rules(codec: Integer | Float8, levels: float, symmetric: bool) -> Rules:
+    layout = codec.layout()
+    narrow, stochastic = codec.scale == "bf16", codec.round == "stochastic"
+    return Rules(
+        float8=isinstance(codec, Float8),
+        bits=layout.code_bits,
+        levels=levels,
+        cap=_cap(levels, narrow),
+        narrow=narrow,
+        symmetric=symmetric,
+        up=stochastic or not symmetric,
+        stochastic=stochastic,
+        block=codec.block,
+        granule=layout.granule,
+        bytes=layout.bytes(layout.granule),
+        field_bytes=layout.field_bytes,
+        fields=layout.fields,
+    )
+
+
+def _cap(levels: float, narrow: bool) -> int:
+    """The bits of the largest value of the scale's type whose product with `levels` is finite."""
+    most = np.float32(levels)
+    cap = np.finfo(np.float32).max / most
+    with np.errstate(over="ignore"):
+        while np.isinf(cap * most):
+            cap = np.nextafter(cap, np.float32(0))
+    bits = int(cap.view(np.uint32))
+    return bits & 0xFFFF0000 if narrow else bits
