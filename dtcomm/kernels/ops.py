@@ -3,6 +3,9 @@
 Tensors are contiguous, of any shape, and those of a call on one device, the CPU or a CUDA device (there a call is
 queued on torch's current stream); they are read and written in memory order. Every verb takes an `out`: at tens of
 megabytes a fresh allocation costs more than the encoding, so hot paths reuse their buffers.
+
+Results have no gradient: what a verb is given is taken as if detached. `dtcomm.kernels.library` has the verbs as
+torch operators, which they become by themselves under torch.compile, and `quantize`, which lets gradients through.
 """
 
 from __future__ import annotations
@@ -41,6 +44,10 @@ def encode(
 
     Raises TypeError or ValueError naming the argument.
     """
+    if torch.compiler.is_compiling():
+        from dtcomm.kernels import library
+
+        return library.compiled_encode(codec, x, key, offset, residual, out, decoded)
     codec = parse(codec)
     x = checks.tensor("x", x)
     dtype = checks.element_type("x", codec, x.dtype)
@@ -72,6 +79,10 @@ def decode(
 
     `out`, where given, has `numel` elements of `dtype`. Raises TypeError or ValueError naming the argument.
     """
+    if torch.compiler.is_compiling():
+        from dtcomm.kernels import library
+
+        return library.compiled_decode(codec, payload, numel, dtype, out)
     codec = parse(codec)
     numel = checks.count("numel", numel)
     checks.element_type("dtype", codec, dtype)
@@ -111,6 +122,10 @@ def reduce(
     else float32; local and out are of that type or float32 (a running sum). `position` is last by default.
     `op` min and max: `none`, `fp16` and `bf16`; NaN wins. Raises TypeError or ValueError naming the argument.
     """
+    if torch.compiler.is_compiling():
+        from dtcomm.kernels import library
+
+        return library.compiled_reduce(codec, payloads, numel, local, position, divisor, out, op, dtype)
     call, name, first = _reduction(codec, payloads, numel, local, position, divisor, op, dtype, out)
     if out is None:
         out = first.new_empty(numel, dtype=call.dtype)
@@ -143,6 +158,12 @@ def reduce_encode(
     receives what the payload decodes to; `out` is the payload. Raises TypeError or ValueError naming the
     argument.
     """
+    if torch.compiler.is_compiling():
+        from dtcomm.kernels import library
+
+        return library.compiled_reduce_encode(
+            codec, payloads, numel, local, position, divisor, residual, out, op, dtype, key, offset, decoded
+        )
     call, name, first = _reduction(codec, payloads, numel, local, position, divisor, op, dtype, decoded)
     dtype = call.dtype
     if decoded is not None:
