@@ -112,7 +112,7 @@ def calls(spec: str, dtype: torch.dtype) -> list[Combine]:
     [
         ("int8", torch.float32, 80),
         ("int8", torch.float32, 90),
-        ("int8:symmetric=false,round=stochastic", torch.bfloat16, 90),
+        ("int4:symmetric=false,round=stochastic", torch.bfloat16, 90),
         ("fp8_e4m3:round=stochastic", torch.float16, 90),
         ("bf16", torch.bfloat16, 90),
         ("int8:block=4096,scale=fp32", torch.float32, 90),
