@@ -71,7 +71,7 @@ $(INSTALLED): pyproject.toml | $(NATIVE)
 	@touch $@
 
 $(ASAN): $(DEPS) $(NATIVE_INPUTS)
-	$(call native,build/asan,DTCOMM_SANITIZE=address$(comma)undefined)
+	$(call native,build/asan,DTCOMM_SANITIZE=address$(comma)undefined DTCOMM_TESTS=ON)
 	@touch $@
 
 comma := ,
@@ -81,16 +81,20 @@ ASAN_ENV = DTCOMM_NATIVE_DIR=$(abspath build/asan/lib/dtcomm) \
 	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so.6)" \
 	PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 
-asan: $(ASAN)  ## kernels and engine tests against a core built with ASan and UBSan
+# `make asan FUZZ=` leaves the fuzzer out.
+FUZZ ?= --seconds 60
+
+asan: $(ASAN)  ## kernels, a minute of damaged payloads and engine tests against a core built with ASan and UBSan
+	$(if $(FUZZ),UBSAN_OPTIONS=print_stacktrace=1 build/asan/cmake/wheel/fuzz_test $(FUZZ))
 	$(ASAN_ENV) $(PYTEST) $(wildcard tests/kernels tests/runtime/test_local*.py tests/test_native_build.py) $(ARGS)
 
 # ThreadSanitizer's shadow memory meets some kernels' address randomisation.
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-tsan: $(DEPS)  ## csrc/tests/*.cpp under ThreadSanitizer, without Python
+tsan: $(DEPS)  ## csrc/tests/*.cpp that have threads under ThreadSanitizer, without Python
 	cmake -S . -B build/tsan -G Ninja -DDTCOMM_SANITIZE=thread -DDTCOMM_PYTHON=OFF -DDTCOMM_TESTS=ON
 	cmake --build build/tsan
-	$(NO_ASLR) ctest --test-dir build/tsan --output-on-failure
+	$(NO_ASLR) ctest --test-dir build/tsan --output-on-failure -E '^fuzz$$'
 
 gpu-check: build  ## the tests that need a CUDA device, with _cuda built for certain
 	DTCOMM_CUDA=1 $(PY) setup.py -q build_ext --inplace

@@ -4,6 +4,7 @@ Environment, read at build time only:
   DTCOMM_CUDA=0|1              leave out / insist on `_cuda`; by default it is built where nvcc works
   DTCOMM_BUILD_TYPE=Release    CMake's build type
   DTCOMM_SANITIZE=address,...  instrument the native code
+  DTCOMM_TESTS=ON              also build csrc/tests
   DTCOMM_WERROR=1              warnings are errors
   CUDAARCHS=90-real            CMake's own: architectures of `_cuda`
 """
@@ -21,7 +22,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
-PASSED_ON = ("DTCOMM_CUDA", "DTCOMM_SANITIZE", "DTCOMM_WERROR")
+PASSED_ON = ("DTCOMM_CUDA", "DTCOMM_SANITIZE", "DTCOMM_TESTS", "DTCOMM_WERROR")
 
 
 class CMakeBuild(build_ext):

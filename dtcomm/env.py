@@ -63,6 +63,7 @@ VARIABLES: dict[str, Variable] = {
     ),
     "DTCOMM_BUILD_TYPE": Variable(default="Release", meaning="at build time: CMake's build type"),
     "DTCOMM_SANITIZE": Variable(default="", meaning="at build time: sanitizers for the native core"),
+    "DTCOMM_TESTS": Variable(default="OFF", meaning="at build time: ON also builds csrc/tests"),
     "DTCOMM_WERROR": Variable(default="0", meaning="at build time: 1 makes warnings errors"),
 }
 

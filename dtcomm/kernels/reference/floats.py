@@ -33,7 +33,10 @@ def widen(dtype: torch.dtype, raw: Bytes) -> Floats:
     if dtype == torch.float32:
         return raw.view(np.float32)
     if dtype == torch.float16:
-        return raw.view(np.float16).astype(np.float32)
+        halves = raw.view(np.uint16)
+        # numpy leaves it to the machine whether a signalling NaN becomes a quiet one.
+        quiet = np.where((halves & 0x7FFF) > 0x7C00, halves | 0x0200, halves)
+        return quiet.astype(np.uint16).view(np.float16).astype(np.float32)
     return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 

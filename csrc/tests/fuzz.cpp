@@ -1,0 +1,249 @@
+// Payloads that no encoder wrote, for every family, option and kernel of this CPU: random bytes, encodings with bits
+// flipped, constants. Nothing outside the buffers may be touched, and every kernel must do the same: the same floats,
+// the same payloads, the same residuals, or the same refusal.
+//
+//   fuzz_test [--seconds S] [--payloads N] [--seed X] [--family NAME]
+//
+// Ends at whichever of the two comes first, after 5 seconds where neither is given; the same seed tries the same.
+// Prints how many payloads of each family were decoded, and how many of them were refused.
+#include <chrono>
+#include <cinttypes>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "codec/layout.h"
+#include "core/error.h"
+#include "cpu/kernels.h"
+#include "tests/fuzz_input.h"
+#include "tests/guarded.h"
+
+namespace {
+
+using namespace dtcomm;
+using namespace dtcomm::tests;
+
+constexpr std::size_t kRoom = kMostElements * 8 + 4096;
+constexpr std::size_t kMostPayloads = 3;
+const char* const kNames[kFamilies] = {"none", "fp16", "bf16", "integer", "float8", "mx", "sign", "topk", "randk"};
+
+struct Buffers {
+  Guarded payloads[kMostPayloads]{Guarded(kRoom), Guarded(kRoom), Guarded(kRoom)};
+  Guarded local{kRoom}, residual{kRoom}, wire{kRoom}, out{kRoom};
+};
+// What one kernel made of a case: bytes to compare, or the words of its refusal.
+struct Outcome {
+  std::vector<std::uint8_t> bytes;
+  std::string refusal;
+};
+
+[[noreturn]] void fail(const Case& at, const char* kernel, const char* what) {
+  std::uint8_t raw[sizeof(Codec)];
+  std::memcpy(raw, &at.codec, sizeof raw);
+  std::fprintf(stderr, "FAILED: %s: %s; codec ", kernel, what);
+  for (const std::uint8_t byte : raw) std::fprintf(stderr, "%02x", byte);
+  std::fprintf(stderr, " numel %zu dtype %d count %zu local %d residual %d encode %d stream %d\n", at.numel,
+               static_cast<int>(at.dtype), at.count, at.local, at.residual, at.encode, at.stream);
+  std::exit(1);
+}
+
+void keep(Outcome& outcome, const std::uint8_t* from, std::size_t size) {
+  outcome.bytes.insert(outcome.bytes.end(), from, from + size);
+}
+
+Outcome decode_with(const Kernels& kernels, const Case& at, const std::uint8_t* payload, Buffers& buffers, bool end) {
+  Outcome outcome;
+  const std::size_t size = at.numel * size_of(at.dtype);
+  std::uint8_t* out = buffers.out.place(size, end);
+  try {
+    kernels.decode(at.codec, payload, at.numel, at.dtype, out, at.dtype, at.stream);
+    keep(outcome, out, size);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::corrupt) fail(at, kernels.name, error.what());
+    outcome.refusal = error.what();
+  }
+  if (!buffers.out.intact()) fail(at, kernels.name, "decode wrote beside its output");
+  return outcome;
+}
+
+Outcome combine_with(const Kernels& kernels, const Case& at, const std::vector<const std::uint8_t*>& payloads,
+                     const std::vector<std::uint8_t>& old, Buffers& buffers, const std::uint8_t* local, bool end) {
+  Outcome outcome;
+  const std::size_t size = at.numel * size_of(at.dtype), wire = wire_bytes(at.codec, at.numel, at.dtype);
+  Combine call;
+  call.payloads = payloads.data();
+  call.count = static_cast<int>(payloads.size());
+  call.position = static_cast<int>(at.position);
+  call.local = at.local ? local : nullptr;
+  call.local_dtype = at.dtype;
+  call.numel = at.numel;
+  call.divisor = at.divisor;
+  call.key = at.key;
+  call.offset = at.offset;
+  call.dtype = call.out_dtype = at.dtype;
+  call.stream_payload = call.stream_out = at.stream;
+  std::uint8_t* out = buffers.out.place(size, end);
+  std::uint8_t* payload = buffers.wire.place(wire, !end);
+  std::uint8_t* residual = buffers.residual.place(at.numel * sizeof(float), end);
+  std::memcpy(residual, old.data(), at.numel * sizeof(float));
+  call.out = out;
+  if (at.encode) call.payload_out = payload;
+  if (at.residual) {
+    call.residual_in = reinterpret_cast<const float*>(residual);
+    call.residual_out = reinterpret_cast<float*>(residual);
+  }
+  try {
+    kernels.combine(at.codec, call);
+    keep(outcome, out, size);
+    if (at.encode) keep(outcome, payload, wire);
+    if (at.residual) keep(outcome, residual, at.numel * sizeof(float));
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::corrupt) fail(at, kernels.name, error.what());
+    outcome.refusal = error.what();
+  }
+  if (!buffers.out.intact() || !buffers.wire.intact() || !buffers.residual.intact()) {
+    fail(at, kernels.name, "combine wrote beside its buffers");
+  }
+  return outcome;
+}
+
+void compare(const Case& at, const char* kernel, const Outcome& got, const Outcome& expected, const char* verb) {
+  if (got.refusal != expected.refusal) fail(at, kernel, (std::string(verb) + " is refused by some kernels").c_str());
+  if (got.bytes != expected.bytes) fail(at, kernel, (std::string(verb) + " gives other bytes").c_str());
+}
+
+struct Counts {
+  std::uint64_t payloads[kFamilies] = {}, refused[kFamilies] = {}, calls = 0, total = 0;
+};
+
+void run_case(Random& random, Family family, const std::vector<const Kernels*>& tables, Buffers& buffers,
+              Counts& counts) {
+  Case at;
+  at.codec = random_codec(random, family);
+  at.numel = random_numel(random, at.codec);
+  constexpr DType kTypes[] = {DType::f32, DType::f32, DType::f16, DType::bf16};
+  at.dtype = kTypes[random.below(4)];
+  at.count = 1 + (random.one_in(2) ? 0 : random.below(kMostPayloads));
+  at.local = random.one_in(2);
+  at.encode = random.one_in(2);
+  at.residual = at.encode && at.local && random.one_in(2);
+  at.stream = random.one_in(4);
+  at.position = at.local ? random.below(at.count + 1) : 0;
+  at.divisor = random.one_in(2) ? 1 : 1 + random.below(9);
+  at.key = random.next();
+  at.offset = random.one_in(4) ? random.next() >> 1 : random.below(1 << 20);
+
+  const bool end = !random.one_in(3);
+  const std::size_t wire = wire_bytes(at.codec, at.numel, at.dtype);
+  std::uint8_t* floats = buffers.local.place(at.numel * size_of(at.dtype), end);
+  make_floats(random, at, floats);
+  std::vector<const std::uint8_t*> payloads;
+  for (std::size_t i = 0; i < at.count; ++i) {
+    std::uint8_t* payload = buffers.payloads[i].place(wire, end);
+    make_payload(random, at, *tables.back(), floats, payload, wire);
+    payloads.push_back(payload);
+  }
+  std::vector<std::uint8_t> old(at.numel * sizeof(float));
+  Case floats_only = at;
+  floats_only.dtype = DType::f32;
+  make_floats(random, floats_only, old.data());
+
+  const auto which = static_cast<std::size_t>(at.codec.family);
+  for (const std::uint8_t* payload : payloads) {
+    const Outcome expected = decode_with(*tables.back(), at, payload, buffers, end);
+    for (std::size_t k = 0; k + 1 < tables.size(); ++k) {
+      compare(at, tables[k]->name, decode_with(*tables[k], at, payload, buffers, end), expected, "decode");
+    }
+    ++counts.payloads[which];
+    ++counts.total;
+    if (!expected.refusal.empty()) ++counts.refused[which];
+  }
+  const Outcome expected = combine_with(*tables.back(), at, payloads, old, buffers, floats, end);
+  for (std::size_t k = 0; k + 1 < tables.size(); ++k) {
+    const Outcome got = combine_with(*tables[k], at, payloads, old, buffers, floats, end);
+    compare(at, tables[k]->name, got, expected, "combine");
+  }
+  ++counts.calls;
+}
+
+// Sixteen bytes that came from elsewhere: refused, or a codec whose sizes make sense and whose granules grow with it.
+void check_codec_bytes(Random& random) {
+  Codec codec;
+  std::uint8_t raw[sizeof(Codec)];
+  if (random.one_in(2)) {
+    fill(random, raw, sizeof raw);
+    raw[0] %= 12;
+    if (random.one_in(2)) std::memset(raw + 8, 0, 8);
+  } else {
+    codec = random_codec(random, static_cast<Family>(random.below(kFamilies)));
+    std::memcpy(raw, &codec, sizeof raw);
+    raw[random.below(sizeof raw)] = static_cast<std::uint8_t>(random.next());
+  }
+  std::memcpy(&codec, raw, sizeof raw);
+  Case at;
+  at.codec = codec;
+  if (why_invalid(codec)) return;
+  const std::size_t granule = granule_elements(codec);
+  if (granule == 0 || granule > kLargestBlock) fail(at, "why_invalid", "a granule of an impossible size");
+  const std::size_t one = wire_bytes(codec, 1, DType::f32), full = wire_bytes(codec, granule, DType::f32);
+  if (one == 0 || one > full || full > granule * 4 + granule) fail(at, "why_invalid", "an impossible size");
+  if (wire_bytes(codec, granule + 1, DType::f32) != full + one) fail(at, "why_invalid", "granules that depend");
+}
+
+const char* word(int count, char** words, const char* flag) {
+  for (int i = 1; i + 1 < count; ++i) {
+    if (std::strcmp(words[i], flag) == 0) return words[i + 1];
+  }
+  return nullptr;
+}
+
+std::uint64_t number(int count, char** words, const char* flag, std::uint64_t fallback) {
+  const char* text = word(count, words, flag);
+  return text ? std::strtoull(text, nullptr, 10) : fallback;
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+  const std::uint64_t most = number(count, words, "--payloads", 0);
+  const std::uint64_t seconds = number(count, words, "--seconds", most ? 0 : 5);
+  const std::uint64_t seed = number(count, words, "--seed", 1);
+  std::vector<const Kernels*> tables;
+  for (const Kernels* const* table = all_kernels(); *table; ++table) {
+    if ((*table)->supported()) tables.push_back(*table);
+  }
+  Random random(seed);
+  Buffers buffers;
+  Counts counts;
+  const auto start = std::chrono::steady_clock::now();
+  double elapsed = 0;
+  // The families with most options come up more often.
+  std::vector<int> families{0, 1, 2, 3, 3, 3, 4, 4, 5, 5, 6, 6};
+  const char* only = word(count, words, "--family");
+  for (int i = 0; only && i < kFamilies; ++i) {
+    if (std::strcmp(only, kNames[i]) == 0) families.assign(1, i);
+  }
+  if (only && families.size() > 1) {
+    std::fprintf(stderr, "--family %s: unknown\n", only);
+    return 2;
+  }
+  for (std::uint64_t round = 0; most == 0 || counts.total < most; ++round) {
+    const auto family = static_cast<Family>(families[random.below(families.size())]);
+    run_case(random, family, tables, buffers, counts);
+    check_codec_bytes(random);
+    if (round % 64 == 0) {
+      elapsed = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+      if (seconds != 0 && elapsed >= static_cast<double>(seconds)) break;
+    }
+  }
+  elapsed = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  std::printf("%" PRIu64 " payloads, %" PRIu64 " combinations, %zu kernels, seed %" PRIu64 ", %.1f s\n", counts.total,
+              counts.calls, tables.size(), seed, elapsed);
+  for (int i = 0; i < kFamilies; ++i) {
+    std::printf("  %-8s %10" PRIu64 " decoded, %" PRIu64 " refused\n", kNames[i], counts.payloads[i],
+                counts.refused[i]);
+  }
+  return 0;
+}
