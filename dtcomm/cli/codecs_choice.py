@@ -10,9 +10,23 @@ from dtcomm.codecs.spec import CODECS
 #: Options beside the defaults, by name. A name that is missing here is shown with its defaults alone.
 VARIANTS: dict[str, tuple[str, ...]] = {
     "int8": ("block=256", "symmetric=false", "round=stochastic"),
-    "int4": ("block=128", "symmetric=false", "round=stochastic", "rotate=hadamard", "spikes=1"),
-    "int3": ("symmetric=false", "rotate=hadamard", "spikes=1"),
-    "int2": ("symmetric=false", "rotate=hadamard", "spikes=1", "symmetric=false,spikes=1"),
+    "int4": (
+        "block=128",
+        "symmetric=false",
+        "round=stochastic",
+        "rotate=hadamard",
+        "spikes=1",
+        "block=128,rotate=hadamard",
+        "block=128,spikes=1",
+    ),
+    "int3": ("symmetric=false", "rotate=hadamard", "block=128,rotate=hadamard", "block=128,spikes=1"),
+    "int2": (
+        "symmetric=false",
+        "symmetric=false,rotate=hadamard",
+        "symmetric=false,spikes=1",
+        "block=128,symmetric=false,rotate=hadamard",
+        "block=128,symmetric=false,spikes=1",
+    ),
     "fp8_e4m3": ("round=stochastic",),
     "mxfp8": ("element=e5m2",),
     "mxfp4": ("rotate=hadamard",),
