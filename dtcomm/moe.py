@@ -131,7 +131,7 @@ def combine(outputs: torch.Tensor, route: Route, weights: torch.Tensor | None = 
     returned: torch.Tensor = _differentiable(_Exchange, outputs.index_select(0, back), route.reverse())
     place = torch.empty_like(route.order)
     place[route.order] = torch.arange(len(place))
-    rows = returned.index_select(0, place).view(tokens, choices, -1)
+    rows = returned.index_select(0, place).view(tokens, choices, outputs.shape[1])
     if weights is not None:
         rows = rows * weights.view(tokens, choices, 1).to(rows.dtype)
     return rows.sum(1)
