@@ -19,12 +19,14 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.cli.perf_collectives import COLLECTIVES
+from dtcomm.cli.perf_works import Then, ring, wait
+from dtcomm.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One collective on given tensors. all_reduce and broadcast work on ``output``; ``input`` is copied into it
-    first where that is another tensor, since their API is in place."""
+    """One collective on given tensors. all_reduce, broadcast and reduce work on ``output``; ``input`` is copied into
+    it first where that is another tensor, since their API is in place. ``schedule`` stands for the algorithm."""
 
     collective: str
     output: torch.Tensor
@@ -33,10 +35,11 @@ class Call:
     root: int = 0
     codec: str = "none"
     algorithm: str = "auto"
+    schedule: Schedule | None = None
 
     @property
     def copies(self) -> bool:
-        return not COLLECTIVES[self.collective].shards and self.output is not self.input
+        return COLLECTIVES[self.collective].whole_in_place and self.output is not self.input
 
 
 class Backend(abc.ABC):
@@ -73,17 +76,39 @@ class TorchDistributed(Backend):
     """torch.distributed's own collectives on its Gloo backend."""
 
     def start(self, call: Call, asynchronous: bool) -> Callable[[], Any]:
-        out, group = call.output, self.group
-        if call.collective == "broadcast":
-            return lambda: dist.broadcast(out, call.root, group=group, async_op=asynchronous)
-        if call.collective == "all_gather":
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            return lambda: gather(out, call.input, group=group, async_op=asynchronous)
+        out, group, root = call.output, self.group, call.root
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        match call.collective:
+            case "broadcast":
+                return lambda: dist.broadcast(out, root, group=group, async_op=asynchronous)
+            case "all_gather":
+                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+                return lambda: gather(out, call.input, group=group, async_op=asynchronous)
+            case "gather":
+                taken = list(out.chunk(ranks)) if rank == root and out.numel() else None
+                taken = [out] * ranks if rank == root and taken is None else taken
+                return lambda: dist.gather(call.input, taken, root, group=group, async_op=asynchronous)
+            case "scatter":
+                given = list(call.input.chunk(ranks)) if rank == root and out.numel() else None
+                given = [call.input] * ranks if rank == root and given is None else given
+                return lambda: dist.scatter(out, given, root, group=group, async_op=asynchronous)
+            case "all_to_all":
+                return lambda: dist.all_to_all_single(out, call.input, group=group, async_op=asynchronous)
+            case "sendrecv":
+                return ring(
+                    lambda peer: dist.isend(call.input, peer, group=group),
+                    lambda peer: dist.irecv(out, peer, group=group),
+                    out,
+                    call.input,
+                    asynchronous,
+                )
         # Gloo has no average: whoever wants one there divides the sum.
         divides = call.op == "avg"
         op = getattr(dist.ReduceOp, "SUM" if divides else call.op.upper())
         if call.collective == "all_reduce":
             run: Callable[[], Any] = lambda: dist.all_reduce(out, op, group=group, async_op=asynchronous)  # noqa: E731
+        elif call.collective == "reduce":
+            run = lambda: dist.reduce(out, root, op, group=group, async_op=asynchronous)  # noqa: E731
         else:
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             run = lambda: scatter(out, call.input, op, group=group, async_op=asynchronous)  # noqa: E731
@@ -97,7 +122,7 @@ class TorchDistributed(Backend):
             if not asynchronous:
                 out.div_(ranks)
                 return None
-            return _Then(work, lambda: out.div_(ranks))
+            return Then(work, lambda: out.div_(ranks))
 
         return divided
 
@@ -129,15 +154,52 @@ class Dtcomm(Backend):
             "group": self.group,
             "async_op": asynchronous,
         }
+        is_root = dist.get_rank() == call.root
+        if call.schedule is not None:
+            return self._own(call, given)
         match call.collective:
             case "all_reduce":
                 return lambda: do.all_reduce(out, call.op, **given)
+            case "reduce":
+                return lambda: do.reduce(out, call.root, call.op, **given)
             case "reduce_scatter":
                 return lambda: do.reduce_scatter(out, source, call.op, **given)
             case "all_gather":
                 return lambda: do.all_gather(out, source, **given)
+            case "gather":
+                return lambda: do.gather(source, out if is_root else None, call.root, **given)
+            case "scatter":
+                return lambda: do.scatter(out, source if is_root else None, call.root, **given)
+            case "all_to_all":
+                return lambda: do.all_to_all(out, source, **given)
+            case "sendrecv":
+                return self._sendrecv(call, asynchronous)
             case _:
                 return lambda: do.broadcast(out, call.root, **given)
+
+    def _own(self, call: Call, given: dict[str, Any]) -> Callable[[], Any]:
+        do: Any = self._collectives
+        schedule, op = call.schedule, call.op if COLLECTIVES[call.collective].reduces else "sum"
+        given = {name: value for name, value in given.items() if name != "algorithm"}
+        out: torch.Tensor | None = call.output
+        source: torch.Tensor | None = None if COLLECTIVES[call.collective].whole_in_place else call.input
+        if dist.get_rank() != call.root:  # only the root has these
+            out = None if call.collective == "gather" else out
+            source = None if call.collective == "scatter" else source
+        return lambda: do.run(schedule, out, source, op, **given)
+
+    def _sendrecv(self, call: Call, asynchronous: bool) -> Callable[[], Any]:
+        do: Any = self._collectives
+        run = ring(
+            lambda peer: do.send(call.input, peer, codec=call.codec, group=self.group, async_op=True),
+            lambda peer: do.recv(call.output, peer, codec=call.codec, group=self.group, async_op=True),
+            call.output,
+            call.input,
+            asynchronous,
+        )
+        with _environment("DTCOMM_RUNTIME", self.runtime):
+            wait(run())  # pairs are made when two ranks first talk
+        return run
 
     def describe(self) -> str:
         told = {key: self._info[key] for key in ("runtime", "kernels", "why") if self._info.get(key)}
@@ -178,18 +240,6 @@ def find(name: str) -> type[Backend]:
     if not (isinstance(found, type) and issubclass(found, Backend)):
         raise ValueError(f"--backend {name!r} is not a subclass of dtcomm.cli.perf_backends.Backend")
     return found
-
-
-class _Then:
-    """A work and what is to be done when it has ended."""
-
-    def __init__(self, work: Any, then: Callable[[], Any]) -> None:
-        self._work = work
-        self._then = then
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._then()
 
 
 @contextlib.contextmanager

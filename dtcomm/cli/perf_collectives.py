@@ -24,8 +24,10 @@ ALIASES |= {"fp64": "double", "float64": "double", "bf16": "bfloat16"}
 class Collective:
     """``shards``: input or output holds a shard of every rank, and ``count`` is one of them.
 
-    ``reduces``: there is an operator; ``rooted``: there is a root. ``bus`` (n) is how many times the bytes of
-    the whole operation cross the slowest link at least, which turns algbw into busbw.
+    ``reduces``: there is an operator; ``rooted``: there is a root; ``alike``: all ranks end with the same.
+    ``whole_in_place``: the API works on one tensor, so that out of place takes a copy. ``separate``: it needs two,
+    so that there is no in place. ``bus`` (n) is how many times the bytes of the whole operation cross the slowest
+    link at least, which turns algbw into busbw.
     """
 
     name: str
@@ -33,6 +35,9 @@ class Collective:
     reduces: bool = False
     rooted: bool = False
     round_trip: bool = False
+    alike: bool = False
+    whole_in_place: bool = False
+    separate: bool = False
 
     def count(self, size: int, dtype: torch.dtype, ranks: int) -> int:
         """Elements for about ``size`` bytes; shards are cut to 16 bytes, as in nccl-tests."""
@@ -46,18 +51,23 @@ class Collective:
         return count * dtype.itemsize * (ranks if self.shards else 1)
 
     def bus(self, ranks: int) -> float:
-        if self.rooted:
-            return 1.0
-        return (2 if self.round_trip else 1) * (ranks - 1) / ranks
+        if self.round_trip or self.shards:
+            return (2 if self.round_trip else 1) * (ranks - 1) / ranks
+        return 1.0
 
 
 COLLECTIVES = {
     collective.name: collective
     for collective in (
-        Collective(name="all_reduce", reduces=True, round_trip=True),
+        Collective(name="all_reduce", reduces=True, round_trip=True, alike=True, whole_in_place=True),
         Collective(name="reduce_scatter", reduces=True, shards=True),
-        Collective(name="all_gather", shards=True),
-        Collective(name="broadcast", rooted=True),
+        Collective(name="all_gather", shards=True, alike=True),
+        Collective(name="broadcast", rooted=True, alike=True, whole_in_place=True),
+        Collective(name="reduce", reduces=True, rooted=True, whole_in_place=True),
+        Collective(name="gather", shards=True, rooted=True),
+        Collective(name="scatter", shards=True, rooted=True),
+        Collective(name="all_to_all", shards=True, separate=True),
+        Collective(name="sendrecv", separate=True),  # every rank to the next
     )
 }
 

@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
-from dtcomm.algorithms import available
-from dtcomm.cli import perf_backends, sizes
+from dtcomm.algorithms import collectives, require
+from dtcomm.cli import perf_backends, perf_flags, sizes
 from dtcomm.cli.perf_collectives import ALIASES, COLLECTIVES, DTYPES
 from dtcomm.codecs import codec
+from dtcomm.errors import ScheduleError
+from dtcomm.schedule import Schedule, verify
+from dtcomm.schedule import parse as parse_schedule
 from dtcomm.testing.exact import OPS
 
 CHOOSERS = ("auto", "direct")
-
-EPILOG = """\
-reading the table
-  time is per operation, of the slowest rank (-a); out-of-place all_reduce and broadcast are a copy and the
-  operation, since torch.distributed has them in place only. algbw is size / time, GB = 1e9 bytes; size is that
-  of all shards for reduce_scatter and all_gather. busbw is algbw times 2(n-1)/n for all_reduce, (n-1)/n for
-  reduce_scatter and all_gather, 1 for broadcast: what the slowest link carries if every byte takes the shortest
-  way. So it compares between rank counts; it can exceed a wire's speed where bytes do not cross that wire
-  (shared memory), or where a codec sends fewer: both count uncompressed bytes. wire(B) is what was really sent,
-  by the rank that sends most.
-  #wrong counts elements that differ from the exact result, on all ranks; under a lossy codec, those outside the
-  codec's error bound (all of them if the mean error is too large, or if ranks differ in a bit). maxerr is
-  max|error| / max|result|, meanerr is mean|error| / mean|result|. ratio is the median time of the reference
-  (gloo, or else the last row of a size) over this row's, in place.
-differences from nccl-tests: -w is 5, -a is 3 (max), -g and -t are --nproc; -G is for GPUs.
-exit status: 0, or 1 where a value is wrong, or 2 where the arguments are, or a rank failed.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +25,7 @@ class Variant:
     backend: str
     codec: str = "none"
     algorithm: str = "auto"
+    schedule: Schedule | None = None  # the user's own, under the name of its file
 
     def __str__(self) -> str:
         return f"{self.backend} {self.codec} {self.algorithm}"
@@ -100,11 +85,11 @@ class Options:
 
 def parse(argv: list[str]) -> Options:
     """Options of a command line; exits with status 2 and one line on stderr where it is wrong."""
-    parser = _parser()
+    parser = perf_flags.parser()
     given = parser.parse_args(argv)
     try:
         return _options(given)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError, ScheduleError) as error:
         parser.error(str(error))
 
 
@@ -117,7 +102,10 @@ def _options(given: argparse.Namespace) -> Options:
     sizes.series(
         given.minbytes, given.maxbytes, given.stepbytes, given.stepfactor
     )  # raises where they are odd
-    variants = tuple(_variants(given))
+    schedule = None if given.schedule is None else _schedule(given)
+    if given.nproc is None:
+        given.nproc = 2 if schedule is None else schedule.ranks
+    variants = tuple(_variants(given, schedule))
     ops = OPS if given.op == "all" else tuple(given.op.split(","))
     if unknown := set(ops) - set(OPS):
         raise ValueError(f"-o {sorted(unknown)[0]!r} is not one of {', '.join(OPS)}, all")
@@ -134,7 +122,7 @@ def _options(given: argparse.Namespace) -> Options:
     fields |= {
         "ops": ops,
         "datatypes": datatypes,
-        "root": None if given.root == "all" else int(given.root),
+        "root": _root_of(given, schedule),
         "out_of_place": bool(given.out_of_place),
         "quiet": "-" in (given.json, given.csv),
         "variants": variants,
@@ -142,141 +130,47 @@ def _options(given: argparse.Namespace) -> Options:
     return Options(**fields)
 
 
-def _variants(given: argparse.Namespace) -> list[Variant]:
+def _schedule(given: argparse.Namespace) -> Schedule:
+    """The user's schedule, proved; ScheduleError names the rank, step and chunk at fault."""
+    try:
+        schedule = parse_schedule(Path(given.schedule).read_text())
+        verify(schedule)
+    except ScheduleError as error:
+        raise ScheduleError(f"--schedule {given.schedule}: {error}") from error
+    if schedule.collective != given.collective:
+        raise ValueError(f"--schedule {given.schedule}: is for {schedule.collective}, not {given.collective}")
+    return schedule
+
+
+def _root_of(given: argparse.Namespace, schedule: Schedule | None) -> int | None:
+    if schedule is not None:
+        return schedule.root
+    return None if given.root == "all" else int(given.root)
+
+
+def _variants(given: argparse.Namespace, schedule: Schedule | None) -> list[Variant]:
     backends = [name for part in given.backend or ["native"] for name in part.split(",")]
     codecs = [str(codec(spec)) for spec in given.codec or ["none"]]
-    algorithms = [name for part in given.algorithm or ["auto"] for name in part.split(",")]
-    valid = (*CHOOSERS, *available(given.collective))
-    if wrong := [name for name in algorithms if name not in valid]:
-        raise ValueError(f"--algorithm {wrong[0]!r} is not one of {', '.join(valid)}")
+    named = given.algorithm or (["auto"] if schedule is None else [])
+    algorithms = [name for part in named for name in part.split(",")]
+    for name in algorithms:
+        try:
+            if given.collective in collectives():
+                require(name, given.collective, besides=CHOOSERS)
+            elif name != "auto":
+                raise ValueError(f"{given.collective} has no algorithms")
+        except ValueError as error:
+            raise ValueError(f"--algorithm {str(error).removeprefix('algorithm: ')}") from None
     variants: list[Variant] = []
     for name in backends:
         if perf_backends.find(name).plain:
             variants.append(Variant(backend=name, algorithm="own"))
         else:
-            variants += [Variant(backend=name, codec=c, algorithm=a) for c in codecs for a in algorithms]
+            for spec in codecs:
+                variants += [Variant(backend=name, codec=spec, algorithm=a) for a in algorithms]
+                if schedule is not None:
+                    own = Path(given.schedule).stem
+                    variants.append(Variant(backend=name, codec=spec, algorithm=own, schedule=schedule))
     if all(variant.algorithm == "own" for variant in variants) and codecs != ["none"]:
         raise ValueError(f"--codec {codecs[0]!r}: {', '.join(backends)} sends tensors as they are")
     return list(dict.fromkeys(variants))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="dtcomm perf",
-        usage=f"dtcomm perf {{{','.join(COLLECTIVES)}}} [options]",
-        description="Measure one collective and check its results, with nccl-tests' flags and columns.",
-        epilog=EPILOG,
-        formatter_class=_Help,
-    )
-    add = parser.add_argument
-    add("collective", choices=tuple(COLLECTIVES))
-    size = _named(sizes.parse_size)
-    add("-b", "--minbytes", type=size, default="32M", metavar="SIZE", help="smallest size (1K, 64M, ...)")
-    add("-e", "--maxbytes", type=size, default="32M", metavar="SIZE", help="largest size")
-    add("-i", "--stepbytes", type=size, default="1M", metavar="SIZE", help="step between sizes")
-    add(
-        "-f",
-        "--stepfactor",
-        type=_count(2),
-        default=0,
-        metavar="N",
-        help="factor between sizes, instead of -i",
-    )
-    add("-n", "--iters", type=_count(1), default=20, metavar="N", help="timed operations")
-    add("-w", "--warmup_iters", type=_count(0), default=5, metavar="N", help="operations before those")
-    add(
-        "-m", "--agg_iters", type=_count(1), default=1, metavar="N", help="started together in each iteration"
-    )
-    add(
-        "-N",
-        "--run_cycles",
-        type=_count(0),
-        default=1,
-        metavar="N",
-        help="go through the sizes N times; 0: for ever",
-    )
-    add(
-        "-c", "--check", type=_count(0), default=1, metavar="N", help="check results N times, with new values"
-    )
-    add("-o", "--op", default="sum", metavar="OP", help=f"{', '.join(OPS)}, some of them, or all")
-    add(
-        "-d", "--datatype", default="float", metavar="TYPE", help=f"{', '.join(DTYPES)}, some of them, or all"
-    )
-    add("-r", "--root", type=_root, default="0", metavar="RANK", help="source of a broadcast, or all in turn")
-    add("-a", "--average", type=int, choices=(0, 1, 2, 3), default=3, help="report rank 0, mean, min or max")
-    add(
-        "-z",
-        "--blocking",
-        type=int,
-        choices=(0, 1),
-        default=0,
-        help="1: barrier (untimed) before each operation",
-    )
-    add("-C", "--report_cputime", action="store_true", help="CPU time instead of time")
-    add("-I", "--per_iter", action="store_true", help="statistics over iterations, slowest rank of each")
-    add("-O", "--out_of_place", type=int, choices=(0, 1), default=1, help="0: in place only")
-    add("-G", "--cudagraph", type=_count(0), default=0, metavar="N", help="refused unless 0")
-    add("-T", "--timeout", type=float, default=600.0, metavar="S", help="of one operation, in seconds")
-    own = parser.add_argument_group("not in nccl-tests")
-    add = own.add_argument
-    add(
-        "--codec",
-        action="append",
-        metavar="SPEC",
-        help="none, fp16, int8:block=64, ...; may be repeated (none)",
-    )
-    add(
-        "--algorithm", action="append", metavar="NAME", help="auto, direct, ring, ...; repeated or a,b (auto)"
-    )
-    add("--backend", action="append", metavar="NAME", help=perf_backends.HELP)
-    add(
-        "--nproc",
-        type=_count(1),
-        default=2,
-        metavar="N",
-        help="local ranks to start; torchrun's, where it runs this",
-    )
-    add(
-        "--pin",
-        action=argparse.BooleanOptionalAction,
-        help="a core for each rank, and for dtcomm's threads (where there are enough)",
-    )
-    add("-J", "--json", metavar="FILE", help="also write JSON; - writes only that, to stdout")
-    add("--csv", metavar="FILE", help="also write CSV; - writes only that, to stdout")
-    return parser
-
-
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults beside each flag, the epilog as it is written."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False, argparse.SUPPRESS):
-            return action.help
-        return super()._get_help_string(action)
-
-
-def _named(convert: Callable[[str], Any]) -> Callable[[str], Any]:
-    """``convert`` whose ValueError argparse shows, instead of the function's name."""
-
-    def checked(text: str) -> Any:
-        try:
-            return convert(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return checked
-
-
-def _count(least: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        if not re.fullmatch(r"\d+", text) or int(text) < least:
-            raise ValueError(f"{text!r} is not a whole number of {least} or more")
-        return int(text)
-
-    return _named(convert)
-
-
-def _root(text: str) -> str:
-    if text not in ("all", "-1") and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a rank nor all")
-    return "all" if text == "-1" else text

@@ -43,8 +43,15 @@ class Row:
     variant: Variant
     wire_bytes: int | None
     out_of_place: Measurement | None
-    in_place: Measurement
+    in_place: Measurement | None
     ratio: float | None = None
+
+    @property
+    def compared(self) -> Measurement:
+        """What ratios are taken of: in place where there is such a thing."""
+        measured = self.in_place or self.out_of_place
+        assert measured is not None
+        return measured
 
 
 @dataclass(kw_only=True)
@@ -86,6 +93,9 @@ def run(options: Options, listener: Listener) -> Report:
     ranks = dist.get_world_size()
     if options.root is not None and options.root >= ranks:
         raise ValueError(f"-r {options.root}: there are only {ranks} ranks")
+    for schedule in (variant.schedule for variant in options.variants):
+        if schedule is not None and schedule.ranks != ranks:
+            raise ValueError(f"--schedule: is for {schedule.ranks} ranks, there are {ranks}")
     # Threads inherit the core: those of the backends we compare with start before it is set, so that they keep
     # the freedom that they are used to; ours start on it, where they measure the cores' distance.
     backends = _backends(options, plain=True)
@@ -156,8 +166,8 @@ def _row(
         ranks=ranks,
     )
     bench = _Bench(options, backend, variant, case)
-    out_of_place = bench.measure(in_place=False) if options.out_of_place else None
-    in_place = bench.measure(in_place=True)
+    out_of_place = bench.measure(in_place=False) if options.out_of_place or collective.separate else None
+    in_place = None if collective.separate else bench.measure(in_place=True)
     return Row(
         size=collective.size(count, dtype, ranks),
         count=count,
@@ -204,7 +214,7 @@ class _Bench:
 
     def wire_bytes(self) -> int | None:
         """Sent by the rank that sends most, where the backend counts."""
-        call = self._call(self._buffers[0], in_place=True)
+        call = self._call(self._buffers[0], in_place=not COLLECTIVES[self._case.collective].separate)
         self._refill([call])
         work = self._backend.operation(call, asynchronous=True)()
         work.wait()
@@ -220,11 +230,11 @@ class _Bench:
         case = self._case
         output, source = buffer, self._source
         mine = slice(case.rank * case.count, (case.rank + 1) * case.count)
-        if case.collective == "reduce_scatter":
+        if case.collective in ("reduce_scatter", "scatter"):
             # Out of place, the other shards of the buffer stay unused.
             output, source = buffer[mine], buffer if in_place else self._source
         elif in_place:
-            source = buffer[mine] if case.collective == "all_gather" else buffer
+            source = buffer[mine] if case.collective in ("all_gather", "gather") else buffer
         return Call(
             collective=case.collective,
             output=output,
@@ -233,11 +243,13 @@ class _Bench:
             root=case.root,
             codec=self._variant.codec,
             algorithm=self._variant.algorithm,
+            schedule=self._variant.schedule,
         )
 
     def _refill(self, calls: list[Call]) -> None:
         for call in calls:
-            call.input.copy_(self._source)
+            if call.input is not self._source:
+                call.input.copy_(self._source)
 
     def _several(self, calls: list[Call], many: int) -> Callable[[], None]:
         starts = [self._backend.operation(call, asynchronous=True) for call in calls]
@@ -280,9 +292,9 @@ def _compared(rows: list[Row]) -> list[Row]:
     if len(rows) < 2:
         return rows
     reference = next((row for row in rows if row.variant.backend == "gloo"), rows[-1])
-    median = reference.in_place.timing.statistics.p50
+    median = reference.compared.timing.statistics.p50
     compared = []
     for row in rows:
-        own = row.in_place.timing.statistics.p50
+        own = row.compared.timing.statistics.p50
         compared.append(replace(row, ratio=median / own if own > 0 else None))
     return compared

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from dtcomm import algorithms
 from dtcomm.cli.main import main
 from dtcomm.cli.perf import measure
+from dtcomm.cli.perf_collectives import COLLECTIVES, DTYPES
 from dtcomm.cli.perf_options import parse
 from dtcomm.cli.perf_run import Report, Row
 from dtcomm.testing.ranks import run_ranks
@@ -62,7 +64,7 @@ def test_native_beside_gloo(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert "# Out of bounds values : 0 OK" in table
 
 
-@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather", "broadcast"])
+@pytest.mark.parametrize("collective", COLLECTIVES)
 def test_every_collective_with_and_without_loss(collective: str) -> None:
     report = measured(
         f"{collective} -b 90K -e 90K --backend native,gloo --codec none --codec int8 -d float,bfloat16",
@@ -70,8 +72,9 @@ def test_every_collective_with_and_without_loss(collective: str) -> None:
     )
     assert len(report.rows) == 2 * 3 and report.wrong == 0
     for row in report.rows:
-        for place in (row.out_of_place, row.in_place):
-            assert place is not None and place.verdict is not None
+        assert (row.in_place is None) == COLLECTIVES[collective].separate
+        for place in filter(None, (row.out_of_place, row.in_place)):
+            assert place.verdict is not None
             error = place.verdict.mean_error
             assert (error is not None and 0 < error < 0.02) if row.variant.codec == "int8" else error is None
         assert (row.wire_bytes is None) == (row.variant.backend == "gloo")
@@ -85,7 +88,7 @@ def test_every_type_and_operator() -> None:
     assert len({(row.datatype, row.op) for row in report.rows}) == 8 * 4 - 4  # integers have no average
 
 
-@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather", "broadcast"])
+@pytest.mark.parametrize("collective", COLLECTIVES)
 def test_over_the_groups_own_backend(collective: str) -> None:
     report = measured(f"{collective} -b 90K -e 90K --backend process_group,native --codec none --codec int8")
     assert report.wrong == 0 and len(report.rows) == 4
@@ -120,7 +123,8 @@ def test_growing_sums_are_refilled_before_they_overflow() -> None:
         report = measured(
             f"all_reduce -b 4K -e 4K -d half {flags} --backend tests.cli.backends:StaysFinite", nproc=3
         )
-        assert report.wrong == 0 and len(report.rows[0].in_place.timing.iterations) == int(flags.split()[1])
+        timing = report.rows[0].compared.timing
+        assert report.wrong == 0 and len(timing.iterations) == int(flags.split()[1])
 
 
 def test_a_wrong_value_fails(tmp_path: Path) -> None:
@@ -130,10 +134,33 @@ def test_a_wrong_value_fails(tmp_path: Path) -> None:
     assert document["out_of_bounds"] == {"count": 6, "okay": False}
 
 
-@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather", "broadcast"])
+@pytest.mark.parametrize("collective", COLLECTIVES)
 def test_a_wrong_value_is_counted(collective: str) -> None:
-    (row,) = measured(f"{collective} -b 4K -e 4K --backend tests.cli.backends:OffByOne").rows
-    assert wrong(row) == [1, 1]
+    root = "-r 1" if COLLECTIVES[collective].rooted else ""  # the spoiled rank has to have an output
+    (row,) = measured(f"{collective} -b 4K -e 4K {root} --backend tests.cli.backends:OffByOne").rows
+    assert wrong(row) == [1] * len(wrong(row)) and wrong(row)
+
+
+def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
+    for collective in ("all_reduce", "gather", "all_to_all"):
+        file = tmp_path / f"{collective}.txt"
+        file.write_text(str(algorithms.build("tree", collective, 3)))
+        report = measured(
+            f"{collective} -b 9K -e 9K --codec int8 --algorithm tree --schedule {file}", nproc=3
+        )
+        named, own = report.rows
+        assert report.wrong == 0 and own.variant.algorithm == collective
+        assert named.wire_bytes == own.wire_bytes
+    with pytest.raises(ValueError, match="--schedule: is for 3 ranks, there are 2"):
+        measured(f"all_reduce -b 9K -e 9K --schedule {tmp_path}/all_reduce.txt", nproc=2)
+
+
+def test_bus_bandwidth_counts_as_nccl_tests_does() -> None:
+    whole = {"broadcast", "reduce", "sendrecv"}
+    for name, collective in COLLECTIVES.items():
+        factor = 1.0 if name in whole else 0.75 * (2 if name == "all_reduce" else 1)
+        assert collective.bus(4) == factor, name
+        assert collective.size(collective.count(4096, DTYPES["float"], 4), DTYPES["float"], 4) == 4096
 
 
 def test_without_a_check_nothing_is_found() -> None:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from dtcomm import algorithms
 from dtcomm.cli.perf_options import Options, Variant, parse
 
 
@@ -62,7 +65,7 @@ def test_a_gather_has_no_operator() -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("gather", "invalid choice: 'gather'"),
+        ("alltoall", "invalid choice: 'alltoall'"),
         ("all_reduce -b 1Q", "'1Q' is not a size"),
         ("all_reduce -b 2K -e 1K", "-b 2048 is larger than -e 1024"),
         ("all_reduce -b 0 -e 1K -f 2", "do not grow"),
@@ -76,6 +79,12 @@ def test_a_gather_has_no_operator() -> None:
         ("all_reduce --codec int8 -o max", "-o max: codec int8 takes"),
         ("all_reduce --codec int8 --backend gloo", "--codec 'int8': gloo sends tensors as they are"),
         ("all_reduce --algorithm rign", "'rign' is not one of auto, direct, ring"),
+        (
+            "all_reduce --algorithm hierarchical:rign",
+            "--algorithm 'rign' in 'hierarchical:rign' is not one of ring",
+        ),
+        ("sendrecv --algorithm ring", "--algorithm sendrecv has no algorithms"),
+        ("all_reduce --schedule /no/such/file", "No such file"),
         ("broadcast -r x", "'x' is neither a rank nor all"),
         ("all_reduce --backend mpi", "'mpi' is not one of native, process_group, gloo, module:Class"),
         ("all_reduce --backend os:getpid", "is not a subclass of"),
@@ -89,6 +98,35 @@ def test_wrong_arguments_are_told_in_a_line(line: str, told: str, capsys: pytest
     assert caught.value.code == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert told in last and last.startswith("dtcomm perf: error: ")
+
+
+def test_a_schedule_of_ones_own_is_proved_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text(str(algorithms.build("halving", "reduce", 3, root=2)))
+    options = parse(["reduce", "--schedule", str(file), "--codec", "int8"])
+    assert (options.nproc, options.root) == (3, 2)
+    assert [str(variant) for variant in options.variants] == ["native int8 mine"]
+    beside = parse(["reduce", "--schedule", str(file), "--algorithm", "tree,halving", "--nproc", "3"])
+    assert [variant.algorithm for variant in beside.variants] == ["tree", "halving", "mine"]
+    for text, collective, told in (
+        (str(algorithms.build("ring", "all_reduce", 2)), "reduce", "is for all_reduce, not reduce"),
+        (
+            "reduce ranks=2 chunks=1\nrank 0 | .\nrank 1 | c0=0",
+            "reduce",
+            "rank 0 step 0 chunk 0: the output lacks",
+        ),
+        (
+            "reduce ranks=2 chunks=1\nrank 0 | .\nrank 1 | c0*0",
+            "reduce",
+            "rank 1 step 0: expected like 'c0+1'",
+        ),
+    ):
+        file.write_text(text)
+        with pytest.raises(SystemExit) as caught:
+            parse([collective, "--schedule", str(file)])
+        assert caught.value.code == 2
+        last = capsys.readouterr().err.strip().splitlines()[-1]
+        assert told in last and str(file) in last
 
 
 def test_stdout_is_left_to_the_document() -> None:

@@ -136,7 +136,7 @@ def test_numbers_end_where_their_heads_end(flags: str) -> None:
 def test_no_check_no_number_and_a_wrong_value_fails() -> None:
     found = report("all_reduce -b 1K -e 1K -c 0 -O 0")
     row = found.rows[0]
-    unchecked = Measurement(timing=row.in_place.timing, verdict=None)
+    unchecked = Measurement(timing=row.compared.timing, verdict=None)
     line = perf_table.row(found.options, replace(row, out_of_place=None, in_place=unchecked), 2)
     assert line.split()[5:9] == ["N/A"] * 4 and line.split()[12] == "N/A"
     found.rows[0] = replace(row, in_place=measured(1.0, wrong=1234567))
