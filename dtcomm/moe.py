@@ -84,7 +84,7 @@ def dispatch(
         )
     if total < 1 or total % ranks:
         raise ValueError(f"total: {total} experts do not divide among {ranks} ranks")
-    choices = experts.reshape(len(x), -1)
+    choices = experts if experts.ndim == 2 else experts[:, None]
     flat = choices.reshape(-1)
     if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < total:
         raise ValueError(f"experts: expected 0 to {total - 1}, got {int(flat.min())} to {int(flat.max())}")
