@@ -19,16 +19,16 @@ KEY, OFFSET = 0x0123456789ABCDEF, 1000
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
 
 
 def all_verbs(codec: Codec, x: torch.Tensor, y: torch.Tensor) -> dict[str, bytes]:
-    """The bytes that each verb makes of x and y, with every optional part once."""
+    """The bytes that each verb makes of x and y, on their device, with every optional part once."""
     n, dtype = x.numel(), x.dtype
-    residual = floats("normal", n, seed=9)
+    residual = floats("normal", n, seed=9).to(x.device)
     residuals = [residual.clone(), residual.clone(), residual.clone()]
     decoded = [torch.full_like(x, 7) for _ in range(2)]
-    running = torch.full((n,), 7.0)
+    running = torch.full((n,), 7.0, device=x.device)
     p = encode(codec, x, KEY, OFFSET)
     q = encode(codec, y, KEY + 1, OFFSET, residuals[0], decoded=decoded[0])
     results = {
