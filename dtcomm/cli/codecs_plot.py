@@ -39,10 +39,13 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     colours = pyplot.get_cmap("tab20").colors  # type: ignore[attr-defined]
     with pyplot.rc_context(STYLE):
         figure, all_axes = pyplot.subplots(
-            1, len(panels), figsize=(2 + 5.2 * len(panels), 5.2), layout="constrained", squeeze=False
+            1, len(panels), figsize=(2 + 5.2 * len(panels), 6.4), layout="constrained", squeeze=False
         )
         for axes, name in zip(all_axes[0], panels, strict=True):
             _panel(axes, rows, families, name, colours)
+        figure.draw_without_rendering()  # labels need to know where points are on the page
+        for axes, name in zip(all_axes[0], panels, strict=True):
+            _label(axes, rows, name)
         handles, labels = all_axes[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right upper", frameon=False)
         figure.savefig(path, dpi=150)
@@ -54,7 +57,7 @@ def _panel(
 ) -> None:
     points = [(row, row.errors[name].relative_l2) for row in rows]
     shown = [(row, error) for row, error in points if error]
-    front = pareto([(row.bits_per_element, error) for row, error in shown])
+    front = _front(rows, name)
     axes.plot(*zip(*front, strict=True), color=GREY, linewidth=1, zorder=1, label="Pareto line")
     for number, family in enumerate(families):
         here = [(row.bits_per_element, error) for row, error in shown if row.family == family]
@@ -67,12 +70,6 @@ def _panel(
                 s=34,
                 zorder=3,
             )
-    labelled = set()
-    for row, error in shown:
-        place = (row.bits_per_element, error)
-        if place in front and place not in labelled:
-            labelled.add(place)
-            axes.annotate(row.spec, place, xytext=(5, 4), textcoords="offset points", fontsize=7, color=INK)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -80,3 +77,23 @@ def _panel(
     axes.set_ylabel("|x - y| / |x|")
     axes.set_title(f"relative error on {name}")
     axes.grid(which="major")
+
+
+def _front(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
+    points = [(row.bits_per_element, row.errors[name].relative_l2) for row in rows]
+    return pareto([(bits, error) for bits, error in points if error])
+
+
+def _label(axes: Any, rows: Sequence[Row], name: str) -> None:
+    """The specs of the codecs on the line, where there is room: a label that would cover another is left out."""
+    front = _front(rows, name)
+    taken: list[tuple[float, float, float]] = []  # left, right and baseline of the labels, in points
+    for row in sorted(rows, key=lambda row: len(row.spec)):
+        place = (row.bits_per_element, row.errors[name].relative_l2)
+        if place not in front:
+            continue
+        x, y = axes.transData.transform(place) * 72 / axes.figure.dpi
+        left, right = x, x + 3.9 * len(row.spec)
+        if all(right < a or b < left or abs(y - base) > 8 for a, b, base in taken):
+            taken.append((left, right, y))
+            axes.annotate(row.spec, place, xytext=(5, 4), textcoords="offset points", fontsize=7, color=INK)

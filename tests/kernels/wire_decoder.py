@@ -266,4 +266,54 @@ def _position_bytes(codec: Codec, n: int, kept: int) -> int:
 
 
 def _sparse(codec: Codec, raw: bytes, n: int) -> list[float]:
-    raise NotImplementedError
+    kept = -(-codec.kept * n // 4096)
+    head = 8 if codec.family == RANDK else 0
+    end = head + _value_bytes(codec, kept)
+    values = _values(_nested(codec), raw[head:end], kept)
+    if codec.family == RANDK:
+        if values[0] != values[0]:
+            return [math.nan] * n
+        places = _random_places(int.from_bytes(raw[:8], "little"), n, kept)
+    elif codec.kept * 12 > 4096:
+        places = [i for i, bit in enumerate(_bit_string(raw[end:], 1, n)) if bit]
+    else:
+        places = _bit_string(raw[end:], 12, kept)
+    out = [0.0] * n
+    for place, value in zip(places, values):
+        if place < n:
+            out[place] = value
+    return out
+
+
+def _values(nested: Codec, raw: bytes, kept: int) -> list[float]:
+    out: list[float] = []
+    at = 0
+    while len(out) < kept:
+        n = min(1024, kept - len(out))
+        used = _used(nested, n)
+        out += [_float(bits) for bits in _granule(nested, raw[at : at + used], n)]
+        at += -(-used // 16) * 16
+    return out
+
+
+def _random_places(key: int, n: int, kept: int) -> list[int]:
+    low, high = key & MASK, key >> 32
+    words = [_mix((low + _mix((high + r) & MASK)) & MASK) for r in range(6)]
+    m = 0
+    while 1 << m < n:
+        m += 1
+    fold = max(1, -(-m // 2))
+
+    def bijection(a: int) -> int:
+        for word in words[:5]:
+            a = (a * (word & 0xFFFF | 1) + (word >> 16)) % (1 << m)
+            a ^= a >> fold
+        return a
+
+    places = []
+    for j in range(kept):
+        a = bijection(j)
+        while a >= n:
+            a = bijection(a)
+        places.append((a + (words[5] * n >> 32)) % n)
+    return places
