@@ -8,6 +8,7 @@
 // Prints how many payloads of each family were decoded, and how many of them were refused.
 #include <chrono>
 #include <cinttypes>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -47,6 +48,17 @@ struct Outcome {
   std::fprintf(stderr, " numel %zu dtype %d count %zu local %d residual %d encode %d stream %d\n", at.numel,
                static_cast<int>(at.dtype), at.count, at.local, at.residual, at.encode, at.stream);
   std::exit(1);
+}
+
+// What was running when a guard page was touched. A sanitizer says more than this: its handler stays.
+Case running;
+
+void watch_guard_pages() {
+#if !defined(__SANITIZE_ADDRESS__)
+  const auto handler = [](int) { fail(running, "a kernel", "a byte outside of the buffers was touched"); };
+  std::signal(SIGSEGV, handler);
+  std::signal(SIGBUS, handler);
+#endif
 }
 
 void keep(Outcome& outcome, const std::uint8_t* from, std::size_t size) {
@@ -135,6 +147,7 @@ void run_case(Random& random, Family family, const std::vector<const Kernels*>& 
   at.key = random.next();
   at.offset = random.one_in(4) ? random.next() >> 1 : random.below(1 << 20);
 
+  running = at;
   const bool end = !random.one_in(3);
   const std::size_t wire = wire_bytes(at.codec, at.numel, at.dtype);
   std::uint8_t* floats = buffers.local.place(at.numel * size_of(at.dtype), end);
@@ -214,6 +227,7 @@ int main(int count, char** words) {
   for (const Kernels* const* table = all_kernels(); *table; ++table) {
     if ((*table)->supported()) tables.push_back(*table);
   }
+  watch_guard_pages();
   Random random(seed);
   Buffers buffers;
   Counts counts;
