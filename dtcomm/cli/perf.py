@@ -1,8 +1,8 @@
 """``dtcomm perf all_reduce …``: nccl-tests for dtcomm, and for what it is compared with.
 
-To read on: perf_flags and perf_options (the flags), perf_run (what a rank does), perf_measure (the clock), perf_check (right or
-wrong), perf_backends (who does the work), perf_host (where), perf_table, perf_json and perf_progress (what is
-shown).
+To read on: perf_flags and perf_options (the flags), perf_run (what a rank does), perf_measure (the clock),
+perf_check (right or wrong), perf_backends (who does the work), perf_host (where), perf_table, perf_json and
+perf_progress (what is shown).
 """
 
 from __future__ import annotations

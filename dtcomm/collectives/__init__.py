@@ -3,7 +3,8 @@
 Every function checks its arguments before anything starts, so that a call that raises ValueError or TypeError
 leaves the communicator as it was. All ranks end with bit-identical results, for every codec and algorithm.
 
-Common arguments: ``codec`` is a spec string or a Codec; ``algorithm`` a name, "direct" or "auto"; ``group`` a
+Common arguments: ``codec`` is a spec string or a Codec (``"none/int4"``, with a hierarchical algorithm: none inside
+the hosts, int4 between them); ``algorithm`` a name, "direct" or "auto"; ``group`` a
 process group or None for the default one; ``seed`` keys stochastic rounding (None: the call's number);
 ``residual`` an fp32 tensor like the input, which holds what earlier encodings lost: it is added to this
 rank's contribution and rewritten with what this call loses (error feedback). With ``async_op=True`` a

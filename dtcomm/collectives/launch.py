@@ -54,9 +54,10 @@ def plan_for(
     name = op_name(op)
     parts = []
     for numel, dtype, spec in zip(numels, dtypes, specs, strict=True):
-        codec = codecs.codec(spec)
-        require_dtype(name, dtype, codec)
-        parts.append(Part(numel, dtype, codec))
+        inside, between = _levels(spec)
+        for codec in (inside, between or inside):
+            require_dtype(name, dtype, codec)
+        parts.append(Part(numel, dtype, inside, between))
     chosen = algorithm if isinstance(algorithm, Own) else _choose(communicator, collective, parts, algorithm)
     plan: Any = chosen
     if communicator.runtime is not None:
@@ -109,10 +110,26 @@ def _build(
     return algorithms.build(algorithm, collective, ranks, root=root, hosts=groups)
 
 
+def _levels(spec: str | Codec) -> tuple[Codec, Codec | None]:
+    """``none/int4`` is none inside the hosts and int4 between them."""
+    if not isinstance(spec, str) or "/" not in spec:
+        return codecs.codec(spec), None
+    inside, _, between = spec.partition("/")
+    return codecs.codec(inside), codecs.codec(between)
+
+
 def _choose(communicator: Communicator, collective: str, parts: Sequence[Part], algorithm: str) -> str:
     """The algorithm of a message: chosen for its whole size; the shots that suit every part's codec."""
     if not isinstance(algorithm, str):
         raise TypeError(f"algorithm: expected a name, got {type(algorithm).__name__}")
+    if any(part.between for part in parts) and communicator.hosts > 1:
+        levels = "hierarchical" if algorithm == "auto" else algorithm
+        if levels.partition(":")[0] != "hierarchical":
+            given = next(part.spec for part in parts if part.between)
+            raise ValueError(
+                f"codec: {given} has a codec for each level, which {algorithm} does not; hierarchical has"
+            )
+        algorithm = levels
     scale = 1 if collective in CUT_AT_GRANULES else communicator.size
     numel = sum(part.numel for part in parts) * scale
     names = [

@@ -7,11 +7,15 @@ from collections.abc import Sequence
 import torch
 
 from dtcomm import _C
+from dtcomm.codecs import Codec
+from dtcomm.codecs import codec as parse
 from dtcomm.kernels import ops
 from dtcomm.runtime.layout import Chunk, Piece, Slice, payload_bytes
 from dtcomm.runtime.plan import Plan, accumulator_dtype
 from dtcomm.runtime.shm import Buffers
 from dtcomm.schedule.program import Adopt, Copy, Encode, Instruction, Local, Reduce
+
+NONE = parse("none")
 
 
 class Arithmetic:
@@ -30,35 +34,33 @@ class Arithmetic:
         self._accumulators: dict[tuple[int, int, int], torch.Tensor] = {}  # (slot, chunk, nth slice)
         self._taken: dict[tuple[int, int, int], torch.Tensor] = {}
 
-    def payload(self, slot: int, rank: int, box: int, chunk: Chunk) -> torch.Tensor:
-        """The bytes of a box."""
+    def payload(self, slot: int, rank: int, box: int, chunk: Chunk, level: int) -> torch.Tensor:
+        """The bytes of a box, which holds an encoding of ``level``."""
         at = self._plan.places[rank, box]
-        return self._slots[slot][at : at + payload_bytes(chunk)]
+        return self._slots[slot][at : at + payload_bytes(chunk, level)]
 
     def do(self, slot: int, piece: Piece, at: int, instruction: Instruction) -> None:
         """Instruction number ``at``, which neither sends nor receives, for the piece that uses ``slot``."""
         chunk = piece[instruction.chunk]
         for nth, each in enumerate(chunk):
             match instruction:
-                case Encode(box=box, output=output):
-                    part = self._plan.shape.parts[each.part]
+                case Encode(box=box, output=output, level=level):
                     ops.encode(
-                        part.codec,
+                        self._plan.shape.parts[each.part].at(level),
                         self._input(each),
                         key=_C.mix_key(self._seed, self._plan.rank, box),
                         offset=each.in_offset,
                         residual=self._residual(each),
-                        out=self._bytes(slot, self._plan.rank, box, each),
+                        out=self._bytes(slot, self._plan.rank, box, each, level),
                         decoded=self._output(each) if output else None,
                     )
                 case Reduce():
                     self._reduce(slot, at, instruction, each, (slot, instruction.chunk, nth))
-                case Adopt(peer=peer, box=box):
+                case Adopt(peer=peer, box=box, level=level):
                     part, out = self._plan.shape.parts[each.part], self._output(each)
                     if out is not None:
-                        ops.decode(
-                            part.codec, self._bytes(slot, peer, box, each), each.numel, part.dtype, out=out
-                        )
+                        payload = self._bytes(slot, peer, box, each, level)
+                        ops.decode(part.at(level), payload, each.numel, part.dtype, out=out)
                 case Copy():
                     out, given = self._output(each), self._input(each)
                     if out is not None and out.data_ptr() != given.data_ptr():
@@ -68,7 +70,11 @@ class Arithmetic:
 
     def _reduce(self, slot: int, at: int, r: Reduce, each: Slice, place: tuple[int, int, int]) -> None:
         part = self._plan.shape.parts[each.part]
-        payloads = [self._bytes(slot, rank, box, each) for rank, box in r.inputs]
+        levels = r.input_levels or (0,) * len(r.inputs)
+        payloads = [
+            self._bytes(slot, rank, box, each, level)
+            for (rank, box), level in zip(r.inputs, levels, strict=True)
+        ]
         residual = self._residual(each)
         local, takes, leaves = None, at in self._plan.takes, at in self._plan.leaves
         if r.local is Local.INPUT:
@@ -84,18 +90,25 @@ class Arithmetic:
             local = self._accumulators[place]
         divisor = self._plan.divisor if r.divide else 1
         out = self._output(each) if r.output else None
+        position: int | None = r.position
+        codecs = [part.at(level) for level in levels]
+        codec = part.at(r.level) if r.box is not None else codecs[0]
+        if any(each_codec != codec for each_codec in codecs):
+            # Terms of another codec than the sum's: their fp32 sum is all that its encoding sees of them.
+            local = self._sum(codecs, payloads, each.numel, part.dtype, local, r.position)
+            payloads, position = [], None
         if r.box is None:
             if r.keep:
                 wide = accumulator_dtype(part.dtype)
                 out = self._accumulators[place] = torch.empty(
-                    each.numel, dtype=wide, device=payloads[0].device
+                    each.numel, dtype=wide, device=self._slots[slot].device
                 )
             ops.reduce(
-                part.codec,
+                codec,
                 payloads,
                 each.numel,
                 local,
-                r.position,
+                position,
                 divisor,
                 out,
                 op=self._op,
@@ -109,14 +122,14 @@ class Arithmetic:
             before = self._taken.pop(place)
             residual.fill_(-0.0)
         ops.reduce_encode(
-            part.codec,
+            codec,
             payloads,
             each.numel,
             local,
-            r.position,
+            position,
             divisor,
             residual if leaves else None,
-            self._bytes(slot, self._plan.rank, r.box, each),
+            self._bytes(slot, self._plan.rank, r.box, each, r.level),
             op=self._op,
             dtype=part.dtype,
             key=_C.mix_key(self._seed, self._plan.rank, r.box),
@@ -126,9 +139,30 @@ class Arithmetic:
         if before is not None and residual is not None:
             torch.where(residual.view(torch.int32) == -(2**31), before, residual, out=residual)
 
-    def _bytes(self, slot: int, rank: int, box: int, each: Slice) -> torch.Tensor:
-        at = self._plan.places[rank, box] + each.wire_offset
-        return self._slots[slot][at : at + each.wire_bytes]
+    def _sum(
+        self,
+        codecs: Sequence[Codec],
+        payloads: Sequence[torch.Tensor],
+        numel: int,
+        dtype: torch.dtype,
+        local: torch.Tensor | None,
+        position: int,
+    ) -> torch.Tensor:
+        """In rank order, as the kernels take it."""
+        wide = accumulator_dtype(dtype)
+        terms = [
+            ops.decode(codec, payload, numel, dtype if codec.name == "none" else wide).to(wide)
+            for codec, payload in zip(codecs, payloads, strict=True)
+        ]
+        if local is not None:
+            terms.insert(position, local.to(wide))
+        bytes = [term.view(torch.uint8) for term in terms]
+        return ops.reduce(NONE, _padded(bytes, NONE.wire_bytes(numel, wide)), numel, op=self._op, dtype=wide)
+
+    def _bytes(self, slot: int, rank: int, box: int, each: Slice, level: int) -> torch.Tensor:
+        offset, size = each.place(level)
+        at = self._plan.places[rank, box] + offset
+        return self._slots[slot][at : at + size]
 
     def _input(self, each: Slice) -> torch.Tensor:
         given = self._inputs[each.part]
@@ -142,6 +176,11 @@ class Arithmetic:
     def _residual(self, each: Slice) -> torch.Tensor | None:
         residual = self._residuals[each.part]
         return None if residual is None else residual[each.in_offset : each.in_offset + each.numel]
+
+
+def _padded(payloads: Sequence[torch.Tensor], size: int) -> list[torch.Tensor]:
+    # Payloads end at 16 bytes.
+    return [torch.nn.functional.pad(payload, (0, size - payload.numel())) for payload in payloads]
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

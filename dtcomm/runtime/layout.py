@@ -15,7 +15,8 @@ from dtcomm.runtime.shape import Shape
 class Slice(NamedTuple):
     """A run of elements of one part, encoded on its own at byte ``wire_offset`` of its chunk's payload.
 
-    Offsets into the input and the output count elements.
+    Offsets into the input and the output count elements. ``wire_offset`` and ``wire_bytes`` are those of level 0's
+    codec, ``above`` the same of what crosses hosts.
     """
 
     part: int
@@ -24,15 +25,20 @@ class Slice(NamedTuple):
     numel: int
     wire_offset: int
     wire_bytes: int
+    above: tuple[int, int] = (0, 0)
+
+    def place(self, level: int) -> tuple[int, int]:
+        """(offset, bytes) in the payload of a level."""
+        return self.above if level else (self.wire_offset, self.wire_bytes)
 
 
 Chunk = tuple[Slice, ...]
 Piece = tuple[Chunk, ...]
 
 
-def payload_bytes(chunk: Chunk) -> int:
+def payload_bytes(chunk: Chunk, level: int = 0) -> int:
     """Bytes of a chunk's payload in one piece; 0 where the piece holds nothing of it."""
-    return chunk[-1].wire_offset + chunk[-1].wire_bytes if chunk else 0
+    return sum(chunk[-1].place(level)) if chunk else 0
 
 
 def lay_out(shape: Shape, chunks: int, elements: int) -> tuple[Piece, ...]:
@@ -50,10 +56,10 @@ def piece_elements(shape: Shape, chunks: int, message_bytes: int) -> int:
     """How many elements of a chunk a piece takes so that none of its messages but the last is below
     ``message_bytes`` bytes, and all are about the same.
     """
-    unit = min((part.codec.granularity for part in shape.parts), default=1)
+    unit = min((part.granularity for part in shape.parts), default=1)
     least = 1
     for part in shape.parts:
-        granule = part.codec.granularity
+        granule = part.granularity
         least = max(least, -(-message_bytes // part.codec.wire_bytes(granule, part.dtype)) * granule)
     longest = max(sum(run.numel for run in _runs(shape, chunk, chunks)) for chunk in range(chunks))
     even = -(-longest // max(1, longest // least))
@@ -73,7 +79,7 @@ def _runs(shape: Shape, chunk: int, chunks: int) -> Iterator[Slice]:
         elif shape.collective == "all_to_all":
             start_in, start_out, numel = _exchanged(shape, numel, chunk, math.isqrt(chunks))
         else:
-            granule = part.codec.granularity
+            granule = part.granularity
             granules = -(-part.numel // granule)
             start_in = start_out = min(numel, granules * chunk // chunks * granule)
             numel = min(numel, granules * (chunk + 1) // chunks * granule) - start_in
@@ -101,7 +107,7 @@ def _pieces(shape: Shape, chunk: int, chunks: int, elements: int) -> Iterator[Ch
             if room <= 0:
                 yield tuple(slices)
                 slices, room = [], elements
-            whole = -(-room // part.codec.granularity) * part.codec.granularity
+            whole = -(-room // part.granularity) * part.granularity
             take = min(run.numel - done, whole)
             slices.append(
                 Slice(
@@ -111,6 +117,7 @@ def _pieces(shape: Shape, chunk: int, chunks: int, elements: int) -> Iterator[Ch
                     take,
                     payload_bytes(tuple(slices[-1:])),
                     part.codec.wire_bytes(take, part.dtype),
+                    (payload_bytes(tuple(slices[-1:]), 1), part.at(1).wire_bytes(take, part.dtype)),
                 )
             )
             done += take

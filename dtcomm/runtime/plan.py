@@ -47,7 +47,6 @@ class Plan:
         self.fingerprint = zlib.crc32(self.text.encode())
 
     def _place(self) -> int:
-        sizes = [[payload_bytes(chunk) for chunk in piece] for piece in self.pieces]
         at = 0
         for instruction in self.instructions:
             owner = self.rank
@@ -62,7 +61,8 @@ class Plan:
                 case _:
                     continue
             self.places[owner, box] = at
-            largest = max((piece[instruction.chunk] for piece in sizes), default=0)
+            sizes = (payload_bytes(piece[instruction.chunk], instruction.level) for piece in self.pieces)
+            largest = max(sizes, default=0)
             at += -(-largest // ALIGNMENT) * ALIGNMENT
         return at
 

@@ -64,7 +64,9 @@ class Replay:
             self._settle(number - WINDOW)  # it used the same slot
             for at, instruction in enumerate(self._plan.instructions):
                 if isinstance(instruction, Receive) and pieces[number][instruction.chunk]:
-                    payload = self._payload(number, instruction.peer, instruction.box, instruction.chunk)
+                    payload = self._payload(
+                        number, instruction.peer, instruction.box, instruction.chunk, instruction.level
+                    )
                     tag = self._tag(number, instruction.box)
                     self._receives[number, at] = self._messages.receive(payload, instruction.peer, tag)
             self._started += 1
@@ -80,8 +82,8 @@ class Replay:
             match instruction:
                 case Receive():
                     return
-                case Send(chunk=chunk, box=box, peers=peers):
-                    payload = self._payload(number, self._plan.rank, box, chunk)
+                case Send(chunk=chunk, box=box, peers=peers, level=level):
+                    payload = self._payload(number, self._plan.rank, box, chunk, level)
                     for peer in peers:
                         handle = self._messages.send(payload, peer, self._tag(number, box))
                         self._sends.setdefault(number, []).append((handle, peer))
@@ -99,10 +101,10 @@ class Replay:
         for handle, peer in self._sends.pop(number, ()):
             self._messages.wait(handle, peer, self._doing("sending", number))
 
-    def _payload(self, number: int, rank: int, box: int, chunk: int) -> torch.Tensor:
+    def _payload(self, number: int, rank: int, box: int, chunk: int, level: int) -> torch.Tensor:
         piece = self._plan.pieces[number]
-        assert payload_bytes(piece[chunk])
-        return self._arithmetic.payload(number % WINDOW, rank, box, piece[chunk])
+        assert payload_bytes(piece[chunk], level)
+        return self._arithmetic.payload(number % WINDOW, rank, box, piece[chunk], level)
 
     def _tag(self, number: int, box: int) -> int:
         # Two pieces of one slot may share a tag: messages of one tag keep their order. 0 is for headers.

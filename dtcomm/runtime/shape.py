@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -26,12 +27,27 @@ OPS = {"sum": 0, "avg": 0, "min": 1, "max": 2}
 
 class Part(NamedTuple):
     """One tensor of a message; ``numel`` counts all of it, or one shard for gather, scatter and all_to_all (the
-    largest shard where they differ).
+    largest shard where they differ). ``between`` is the codec of what crosses hosts, where it is another one.
     """
 
     numel: int
     dtype: torch.dtype
     codec: Codec
+    between: Codec | None = None
+
+    def at(self, level: int) -> Codec:
+        """The codec of a level of the hierarchy."""
+        return self.codec if level == 0 or self.between is None else self.between
+
+    @property
+    def granularity(self) -> int:
+        """Where payloads of both codecs may be cut."""
+        return math.lcm(self.codec.granularity, self.at(1).granularity)
+
+    @property
+    def spec(self) -> str:
+        """``int8``, or ``none/int4`` where what crosses hosts has a codec of its own."""
+        return str(self.codec) if self.between is None else f"{self.codec}/{self.between}"
 
 
 class Shape(NamedTuple):
@@ -53,7 +69,7 @@ class Shape(NamedTuple):
         name = "send" if self.algorithm == "send" else self.collective
         numel = sum(part.numel for part in self.parts)
         dtypes = "/".join(dict.fromkeys(str(part.dtype).removeprefix("torch.") for part in self.parts))
-        codecs = "/".join(dict.fromkeys(str(part.codec) for part in self.parts))
+        codecs = " ".join(dict.fromkeys(part.spec for part in self.parts))
         what = f"{numel} {dtypes}" + (f" in {len(self.parts)} tensors" if len(self.parts) != 1 else "")
         details = [what, f"codec {codecs}", self.algorithm]
         if name in REDUCING:

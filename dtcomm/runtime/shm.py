@@ -128,6 +128,8 @@ def native_plan(
     max_boxes: int = 2**16,
 ) -> _C.NativePlan:
     """The schedule, lowered for ``rank`` and laid over the shape's parts."""
+    if any(part.between for part in shape.parts) and any(t.level for t in schedule.transfers):
+        raise ValueError("codec: one codec serves all levels of a schedule where the ranks share memory")
     program = lower(schedule, rank)
     native = _C.NativeProgram(rank, schedule.ranks, program.chunks, list(program.boxes), program.flat())
     return _C.NativePlan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -35,6 +36,11 @@ class WireFormat(Protocol):
 
     def wire_bytes(self, numel: int, dtype: Any = ..., /) -> int:
         """Bytes of the payload of ``numel`` elements."""
+
+
+def common_granularity(codec: WireFormat | Sequence[WireFormat]) -> int:
+    """Where the payloads of all levels may be cut."""
+    return math.lcm(*(each.granularity for each in (codec if isinstance(codec, Sequence) else [codec])))
 
 
 @dataclass(frozen=True)
@@ -177,8 +183,9 @@ class Schedule:
         dtype: Any = None,
     ) -> int:
         """Bytes of one payload of ``chunk``; arguments as in ``bytes_on_wire``."""
-        layout = codec[level] if isinstance(codec, Sequence) else codec
-        elements = self.chunk_numel(chunk, numel, layout.granularity)
+        layouts = codec if isinstance(codec, Sequence) else [codec] * (level + 1)
+        layout = layouts[level]
+        elements = self.chunk_numel(chunk, numel, common_granularity(codec))
         return layout.wire_bytes(elements) if dtype is None else layout.wire_bytes(elements, dtype)
 
     def requantizations(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtcomm.schedule.ir import Schedule, Transfer, WireFormat
+from dtcomm.schedule.ir import Schedule, Transfer, WireFormat, common_granularity
 from dtcomm.schedule.meaning import Origin, Version, trace
 
 
@@ -88,7 +88,7 @@ def simulate(
     work = Work() if work is None else work
     by_level = [links] if isinstance(links, Link) else list(links)
     level_of = level_of or (lambda transfer: transfer.level)
-    granularity = (codec[0] if isinstance(codec, Sequence) else codec).granularity
+    granularity = common_granularity(codec)
     ports: dict[tuple[int, int], dict[tuple[int, str], _Port]] = defaultdict(lambda: defaultdict(_Port))
     encoded: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))  # step -> rank -> elements
     decoded: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))

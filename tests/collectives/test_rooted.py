@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtcomm import collectives
+from dtcomm import algorithms, collectives
+from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.testing.ranks import run_ranks
 
@@ -119,12 +120,35 @@ def hosts(rank: int, n: int) -> list[Any]:
     """Levels on two hosts of different sizes: the same bits on all ranks, and few of them between the hosts."""
     found: list[Any] = [collectives.info()["hosts"]]
     for algorithm in ("hierarchical", "hierarchical:ring/tree", "halving", "double_tree", "auto"):
-        for spec in ("none", "int8", "fp16"):
+        for spec in ("none", "int8", "fp16", "none/int8", "fp16/int8:block=4096", "int8/none"):
+            if "/" in spec and not algorithm.startswith(("hier", "auto")):
+                continue
             tensor = torch.arange(5000.0) % 128 + rank
             collectives.all_reduce(tensor, codec=spec, algorithm=algorithm)
             if spec == "none":
                 assert torch.equal(tensor, (torch.arange(5000.0) % 128) * n + n * (n - 1) / 2), algorithm
+            assert (tensor - (torch.arange(5000.0) % 128) * n).abs().max() < n * n
             found.append(tensor.view(torch.uint8).numpy().tobytes())
+    for spec in ("none/int8", "int8/int8:round=stochastic", "fp16/none"):
+        for op, divisor in (("sum", 1), ("avg", n)):
+            residual, given = torch.randn(9000), torch.randn(9000)
+            owed, tensor = given.double() + residual.double(), given.clone()
+            work = collectives.all_reduce(tensor, op, codec=spec, residual=residual, async_op=True)
+            assert work is not None
+            work.wait()
+            found.append(tensor.numpy().tobytes())
+            kept = residual.double()
+            dist.all_reduce(owed)
+            dist.all_reduce(kept)
+            assert (tensor.double() * divisor + kept - owed).abs().max() < 1e-4, (spec, op)
+    schedule = algorithms.build("hierarchical", "all_reduce", n, hosts=((0, 2), (1,)))
+    inside, between = codec("none"), codec("int8")
+    work = collectives.all_reduce(torch.randn(8192), codec="none/int8", async_op=True)
+    assert work is not None
+    work.wait()
+    assert work.wire_bytes == schedule.bytes_on_wire(8192, [inside, between])[rank]
+    with pytest.raises(ValueError, match="codec: none/int8 has a codec for each level, which ring does not"):
+        collectives.all_reduce(torch.ones(8), codec="none/int8", algorithm="ring")
     return found
 
 

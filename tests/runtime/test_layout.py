@@ -20,6 +20,7 @@ parts = st.builds(
     st.one_of(st.integers(0, 40), st.integers(0, 20_000)),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.sampled_from([codec(spec) for spec in ("none", "fp16", "int8", "int8:block=4096")]),
+    st.none(),
 )
 
 
@@ -85,6 +86,19 @@ def test_slices_are_granules_back_to_back(shape: Shape, ranks: int, elements: in
             assert payload_bytes(chunk) == at
             more = number + 1 < len(pieces) and pieces[number + 1][index]
             assert not more or sum(each.numel for each in chunk) >= elements
+
+
+@given(st.integers(1, 20_000), st.integers(1, 5), st.integers(1, 9000), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_both_levels_are_cut_alike(numel: int, chunks: int, elements: int, coarse_inside: bool) -> None:
+    fine, coarse = codec("int8"), codec("int8:block=4096")
+    levels = (coarse, fine) if coarse_inside else (fine, coarse)
+    shape = Shape("all_reduce", "sum", (Part(numel, torch.float32, *levels),), "hierarchical")
+    for piece in lay_out(shape, chunks, elements):
+        for chunk in piece:
+            for level, layout in enumerate(levels):
+                assert payload_bytes(chunk, level) == sum(layout.wire_bytes(each.numel) for each in chunk)
+            assert all(each.in_offset % 4096 == 0 for each in chunk)
 
 
 @given(
