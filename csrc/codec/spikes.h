@@ -14,6 +14,8 @@ DTCOMM_HD std::int32_t spike_order(float value) {
   const auto bits = static_cast<std::int32_t>(bits_of(value));
   return bits ^ ((bits >> 31) & 0x7fffffff);
 }
+// The bits of the float at a place of that order.
+DTCOMM_HD std::int32_t spike_bits(std::int32_t order) { return order ^ ((order >> 31) & 0x7fffffff); }
 constexpr std::int32_t kSpikeHighest = 0x7f800000, kSpikeLowest = -0x7f800001;
 
 // The places of the two within their block: the first of the smallest elements, the first of the largest.
@@ -23,10 +25,8 @@ struct SpikePlaces {
 
 // Both places are filled with the block's first element that is neither; at most 2, and not in very short blocks.
 DTCOMM_HD std::uint32_t spike_filler(SpikePlaces at) {
-  std::uint32_t i = 0;
-  i += at.low == i || at.high == i ? 1 : 0;
-  i += at.low == i || at.high == i ? 1 : 0;
-  return i;
+  const std::uint32_t first = static_cast<std::uint32_t>(at.low == 0) | static_cast<std::uint32_t>(at.high == 0);
+  return first + (first & (static_cast<std::uint32_t>(at.low == 1) | static_cast<std::uint32_t>(at.high == 1)));
 }
 
 // The places of a block of n >= 1 elements, which becomes the block that is encoded. In a NaN block nothing changes,

@@ -45,11 +45,29 @@ inline __attribute__((always_inline)) Floats before_butterflies(Floats x, std::s
   return (Which == Turn::in ? with_signs(x, i) : x) * norm;
 }
 
-template <Turn Which>
-inline __attribute__((always_inline)) Floats after_butterflies(Floats x, std::size_t i) {
-  if (Which == Turn::in) return x;
-  x = with_signs(x, i);
-  return x == x ? x : Floats{} + float_of(kNaN32);
+inline __attribute__((always_inline)) Floats one_nan(Floats x) { return x == x ? x : Floats{} + float_of(kNaN32); }
+
+// May there be a NaN among them? A comparison of two vectors and a branch that is hardly ever taken cost less than two
+// comparisons and two selections.
+template <std::size_t Count>
+inline __attribute__((always_inline)) bool perhaps_nan([[maybe_unused]] const Floats (&v)[Count]) {
+#if defined(__AVX512F__)
+  unsigned found = 0;
+  for (std::size_t i = 0; i < Count; i += 2) {
+    const auto a = reinterpret_cast<__m512>(v[i]), b = reinterpret_cast<__m512>(v[i + 1 < Count ? i + 1 : i]);
+    found |= _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q);
+  }
+  return found != 0;
+#elif defined(__AVX2__)
+  __m256 found = _mm256_setzero_ps();
+  for (std::size_t i = 0; i < Count; i += 2) {
+    const auto a = reinterpret_cast<__m256>(v[i]), b = reinterpret_cast<__m256>(v[i + 1 < Count ? i + 1 : i]);
+    found = _mm256_or_ps(found, _mm256_cmp_ps(a, b, _CMP_UNORD_Q));
+  }
+  return _mm256_movemask_ps(found) != 0;
+#else
+  return Count > 0;  // never mind the branch
+#endif
 }
 
 // The butterflies within a vector. Times 1 or -1 is exact, so that fused with the addition it rounds as that does alone
@@ -99,9 +117,13 @@ inline void turn_blocks(const float* x, std::size_t n, float* to, float scale) {
       v[i] = before_butterflies<Which>(load(x + at + i * kLanes), i * kLanes, norm);
     }
     butterflies(v);
-    for (std::size_t i = 0; i < Count; ++i) {
-      store<Stream>(to + at + i * kLanes, after_butterflies<Which>(v[i], i * kLanes));
+    if constexpr (Which == Turn::back) {
+      for (std::size_t i = 0; i < Count; ++i) v[i] = with_signs(v[i], i * kLanes);
+      if (__builtin_expect(perhaps_nan(v), false)) {
+        for (std::size_t i = 0; i < Count; ++i) v[i] = one_nan(v[i]);
+      }
     }
+    for (std::size_t i = 0; i < Count; ++i) store<Stream>(to + at + i * kLanes, v[i]);
   }
 }
 
@@ -144,8 +166,7 @@ inline void turn_long_blocks(std::size_t block, const float* x, std::size_t n, f
     for (; 4 * half <= block; half *= 4) butterflies_apart<true>(work, block, half);
     if (half < block) butterflies_apart<false>(work, block, half);
     if constexpr (Which == Turn::back) {
-      for (std::size_t i = 0; i < block; i += kLanes)
-        store<Stream>(to + i, after_butterflies<Which>(load(work + i), i));
+      for (std::size_t i = 0; i < block; i += kLanes) store<Stream>(to + i, one_nan(with_signs(load(work + i), i)));
     }
   }
 }

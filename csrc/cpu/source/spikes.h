@@ -15,32 +15,47 @@ struct Spikes {
   std::uint32_t places[kMostSpikes];
 };
 
-#if defined(__AVX2__)
-// The smallest and the largest in spike_order of n elements, a multiple of 16.
-struct Range {
-  std::int32_t least, most;
+// The smallest and the largest element of whole blocks, in spike_order.
+struct Ranges {
+  std::int32_t least[kMostSpikes / 2], most[kMostSpikes / 2];
 };
 
-inline __attribute__((always_inline)) Range range_of(__m256i low, __m256i high) {
-  // The largest by way of ~x, whose order is the opposite: both are looked for at once.
-  const __m256i flipped = _mm256_xor_si256(high, _mm256_set1_epi32(-1));
-  const __m256i both =
-      _mm256_min_epi32(_mm256_permute2x128_si256(low, flipped, 0x20), _mm256_permute2x128_si256(low, flipped, 0x31));
-  const __m256i pairs = _mm256_min_epi32(both, _mm256_shuffle_epi32(both, 0x4e));
-  const __m256i one = _mm256_min_epi32(pairs, _mm256_shuffle_epi32(pairs, 0xb1));
-  return {_mm256_extract_epi32(one, 0), ~_mm256_extract_epi32(one, 4)};
+#if defined(__AVX2__)
+// The smallest lane of each of 8 vectors, in their order.
+inline __attribute__((always_inline)) __m256i least_lanes(const __m256i (&v)[8]) {
+  const auto pairs = [](__m256i a, __m256i b) {
+    return _mm256_min_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+  };
+  const auto fours = [](__m256i a, __m256i b) {
+    return _mm256_min_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+  };
+  const __m256i low = fours(pairs(v[0], v[1]), pairs(v[2], v[3]));
+  const __m256i high = fours(pairs(v[4], v[5]), pairs(v[6], v[7]));
+  return _mm256_min_epi32(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31));
 }
 
-inline Range range_of(const float* x, std::size_t n) {
-  const __m256i mask = _mm256_set1_epi32(0x7fffffff);
-  __m256i low = mask, high = _mm256_set1_epi32(INT32_MIN);
-  for (std::size_t i = 0; i < n; i += 8) {
-    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i));
-    const __m256i order = _mm256_xor_si256(bits, _mm256_and_si256(_mm256_srai_epi32(bits, 31), mask));
-    low = _mm256_min_epi32(low, order);
-    high = _mm256_max_epi32(high, order);
+// Up to 8 blocks at once, which share the shuffles that look for the smallest lane.
+inline void measure_ranges(const float* x, std::size_t blocks, std::size_t block, Ranges& ranges) {
+  const __m256i mask = _mm256_set1_epi32(0x7fffffff), ones = _mm256_set1_epi32(-1);
+  for (std::size_t b = 0; b < blocks; b += 8) {
+    __m256i least[8], most[8];
+    const std::size_t count = smaller(8, blocks - b);
+    for (std::size_t j = 0; j < 8; ++j) {
+      const float* in = x + (b + (j < count ? j : 0)) * block;
+      __m256i low = mask, high = ones;
+      for (std::size_t i = 0; i < block; i += 8) {
+        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i));
+        const __m256i order = _mm256_xor_si256(bits, _mm256_and_si256(_mm256_srai_epi32(bits, 31), mask));
+        low = _mm256_min_epi32(low, order);
+        high = i == 0 ? order : _mm256_max_epi32(high, order);
+      }
+      least[j] = low;
+      most[j] = _mm256_xor_si256(high, ones);  // the opposite order: the largest becomes the smallest
+    }
+    const __m256i low = least_lanes(least), high = _mm256_xor_si256(least_lanes(most), ones);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(ranges.least + b), low);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(ranges.most + b), high);
   }
-  return range_of(low, high);
 }
 
 // Which of 16 elements have these bits.
@@ -66,26 +81,26 @@ inline __attribute__((always_inline)) std::uint32_t first_equal(const float* x, 
   }
 }
 
-// take_spikes of a whole block.
-inline bool take_block(float* x, std::size_t n, SpikePlaces& at, float& low, float& high) {
-  const Range range = range_of(x, n);
-  if (range.least <= kSpikeLowest || range.most >= kSpikeHighest) {
-    at = {0, 0};
-    low = high = float_of(kNaN32);
-    return false;
+// take_spikes of whole blocks.
+inline void take_blocks(float* x, std::size_t blocks, std::size_t block, Spikes& spikes) {
+  Ranges ranges;
+  measure_ranges(x, blocks, block, ranges);
+  for (std::size_t b = 0; b < blocks; ++b, x += block) {
+    const std::int32_t least = ranges.least[b], most = ranges.most[b];
+    float* values = spikes.values + 2 * b;
+    SpikePlaces at = {0, 0};
+    if (least <= kSpikeLowest || most >= kSpikeHighest) {
+      values[0] = values[1] = float_of(kNaN32);
+    } else {
+      const std::int32_t low = spike_bits(least), high = spike_bits(most);
+      at = {first_equal(x, block, low), first_equal(x, block, high)};
+      values[0] = float_of(static_cast<std::uint32_t>(low));
+      values[1] = float_of(static_cast<std::uint32_t>(high));
+      x[at.low] = x[at.high] = x[spike_filler(at)];
+    }
+    spikes.places[2 * b] = at.low;
+    spikes.places[2 * b + 1] = at.high;
   }
-  const std::int32_t bits[2] = {range.least ^ ((range.least >> 31) & 0x7fffffff),
-                                range.most ^ ((range.most >> 31) & 0x7fffffff)};
-  at = {first_equal(x, n, bits[0]), first_equal(x, n, bits[1])};
-  low = float_of(static_cast<std::uint32_t>(bits[0]));
-  high = float_of(static_cast<std::uint32_t>(bits[1]));
-  const float filler = x[spike_filler(at)];
-  x[at.low] = x[at.high] = filler;
-  return true;
-}
-#else
-inline bool take_block(float* x, std::size_t n, SpikePlaces& at, float& low, float& high) {
-  return take_spikes(x, static_cast<std::uint32_t>(n), at, low, high);
 }
 #endif
 
@@ -93,16 +108,15 @@ inline bool take_block(float* x, std::size_t n, SpikePlaces& at, float& low, flo
 inline void take_spikes(const Plan& plan, float* x, std::size_t n, const Encoding& how, std::uint8_t* to) {
   const std::size_t block = plan.layout.block, blocks = plan.layout.blocks(n);
   Spikes spikes;
-  for (std::size_t b = 0; b < blocks; ++b) {
-    float* in = x + b * block;
-    const std::size_t length = smaller(block, n - b * block);
+  std::size_t b = 0;
+#if defined(__AVX2__)
+  take_blocks(x, b = n / block, block, spikes);
+#endif
+  for (; b < blocks; ++b) {
     SpikePlaces at;
-    float* value = spikes.values + 2 * b;
-    if (length == block) {
-      take_block(in, block, at, value[0], value[1]);
-    } else {
-      take_spikes(in, static_cast<std::uint32_t>(length), at, value[0], value[1]);
-    }
+    float* values = spikes.values + 2 * b;
+    const std::size_t length = smaller(block, n - b * block);
+    take_spikes(x + b * block, static_cast<std::uint32_t>(length), at, values[0], values[1]);
     spikes.places[2 * b] = at.low;
     spikes.places[2 * b + 1] = at.high;
   }
