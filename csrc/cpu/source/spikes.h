@@ -34,20 +34,23 @@ inline __attribute__((always_inline)) __m256i least_lanes(const __m256i (&v)[8])
   return _mm256_min_epi32(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31));
 }
 
-// Up to 8 blocks at once, which share the shuffles that look for the smallest lane.
-inline void measure_ranges(const float* x, std::size_t blocks, std::size_t block, Ranges& ranges) {
+// Up to 8 blocks at once, which share the shuffles that look for the smallest lane. Block == 0 stands for a block
+// length known at run time.
+template <std::size_t Block>
+inline void measure_ranges(const float* x, std::size_t blocks, std::size_t length, Ranges& ranges) {
+  const std::size_t block = Block ? Block : length;
   const __m256i mask = _mm256_set1_epi32(0x7fffffff), ones = _mm256_set1_epi32(-1);
   for (std::size_t b = 0; b < blocks; b += 8) {
     __m256i least[8], most[8];
     const std::size_t count = smaller(8, blocks - b);
     for (std::size_t j = 0; j < 8; ++j) {
       const float* in = x + (b + (j < count ? j : 0)) * block;
-      __m256i low = mask, high = ones;
+      __m256i low = mask, high = _mm256_set1_epi32(INT32_MIN);
       for (std::size_t i = 0; i < block; i += 8) {
         const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i));
         const __m256i order = _mm256_xor_si256(bits, _mm256_and_si256(_mm256_srai_epi32(bits, 31), mask));
         low = _mm256_min_epi32(low, order);
-        high = i == 0 ? order : _mm256_max_epi32(high, order);
+        high = _mm256_max_epi32(high, order);
       }
       least[j] = low;
       most[j] = _mm256_xor_si256(high, ones);  // the opposite order: the largest becomes the smallest
@@ -82,9 +85,11 @@ inline __attribute__((always_inline)) std::uint32_t first_equal(const float* x, 
 }
 
 // take_spikes of whole blocks.
-inline void take_blocks(float* x, std::size_t blocks, std::size_t block, Spikes& spikes) {
+template <std::size_t Block>
+inline void take_blocks(float* x, std::size_t blocks, std::size_t length, Spikes& spikes) {
+  const std::size_t block = Block ? Block : length;
   Ranges ranges;
-  measure_ranges(x, blocks, block, ranges);
+  measure_ranges<Block>(x, blocks, block, ranges);
   for (std::size_t b = 0; b < blocks; ++b, x += block) {
     const std::int32_t least = ranges.least[b], most = ranges.most[b];
     float* values = spikes.values + 2 * b;
@@ -110,7 +115,8 @@ inline void take_spikes(const Plan& plan, float* x, std::size_t n, const Encodin
   Spikes spikes;
   std::size_t b = 0;
 #if defined(__AVX2__)
-  take_blocks(x, b = n / block, block, spikes);
+  b = n / block;
+  block == 32 ? take_blocks<32>(x, b, block, spikes) : take_blocks<0>(x, b, block, spikes);
 #endif
   for (; b < blocks; ++b) {
     SpikePlaces at;
