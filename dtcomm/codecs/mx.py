@@ -25,6 +25,7 @@ class Mx(Codec):
     family: ClassVar[int] = 5
     code_bits: ClassVar[int]
     element: str
+    rotate: str = option(default="none", valid="none, hadamard")
 
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
         return Layout(block=MX_BLOCK, field_bytes=1, fields=1, code_bits=self.code_bits)
@@ -33,7 +34,8 @@ class Mx(Codec):
         return False
 
     def native(self) -> bytes:
-        return pack(self.family, element=ELEMENTS[self.element], block=MX_BLOCK)
+        rotate = self.rotate == "hadamard"
+        return pack(self.family, element=ELEMENTS[self.element], rotate=rotate, block=MX_BLOCK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,7 @@ class Mxfp8(Mx):
     def __post_init__(self) -> None:
         if self.element not in ("e4m3", "e5m2"):
             raise self._refuse("element")
+        self._check_block()
 
     @property
     def name(self) -> str:
@@ -62,6 +65,7 @@ class Mxfp4(Mx):
     def __post_init__(self) -> None:
         if self.element != "e2m1":
             raise ValueError(f"element: expected e2m1, got {self.element}")
+        self._check_block()
 
     @property
     def name(self) -> str:

@@ -14,7 +14,7 @@ from dtcomm.kernels.ops import decode, encode, reduce
 from tests.codecs.cases import everything
 from tests.kernels.inputs import floats
 
-MX = [each for each in everything() if isinstance(each, Mx)]
+MX = [each for each in everything() if isinstance(each, Mx) and each.rotate == "none"]
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # table 5 of the specification
 EMAX = {"e4m3": 8, "e5m2": 15, "e2m1": 2}
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}

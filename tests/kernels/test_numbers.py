@@ -134,7 +134,9 @@ def test_every_code_of_a_payload_decodes(bits: int, symmetric: bool) -> None:
     assert torch.equal(decode(each, payload, 256), expected)
 
 
-@pytest.mark.parametrize("each", [each for each in few() if isinstance(each, Integer)], ids=str)
+@pytest.mark.parametrize(
+    "each", [each for each in few() if isinstance(each, Integer) and not each.spikes], ids=str
+)
 def test_fields_that_are_no_numbers_decode_to_the_one_nan(each: Integer) -> None:
     """Whatever else stands in the payload: no encoder writes an infinite scale or a NaN of other bits."""
     n, layout = 2 * each.granularity, each.layout()

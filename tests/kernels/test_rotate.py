@@ -19,7 +19,9 @@ ROTATING = [each for each in everything() if rotate.rotates(each)]
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.fixture(params=sorted({available()[0], "reference"}), autouse=True)  # test_bit_exact compares all of them
+@pytest.fixture(
+    params=sorted({available()[0], "reference"}), autouse=True
+)  # test_bit_exact compares all of them
 def kernel(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
     with use(request.param):
         yield request.param

@@ -13,7 +13,7 @@ from dtcomm.kernels.ops import decode, encode
 from tests.codecs.cases import everything
 from tests.kernels.inputs import floats
 
-SIGNS = [each for each in everything() if isinstance(each, Sign)]
+SIGNS = [each for each in everything() if isinstance(each, Sign) and each.rotate == "none"]
 NAN, INF = float("nan"), float("inf")
 
 

@@ -19,7 +19,9 @@ NAN, INF = float("nan"), float("inf")
 LARGEST = 3.3895313892515355e38  # of bf16
 
 
-@pytest.fixture(params=sorted({available()[0], "reference"}), autouse=True)  # test_bit_exact compares all of them
+@pytest.fixture(
+    params=sorted({available()[0], "reference"}), autouse=True
+)  # test_bit_exact compares all of them
 def kernel(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
     with use(request.param):
         yield request.param

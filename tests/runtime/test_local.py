@@ -31,7 +31,7 @@ CODECS = (
     "int8:scale=fp32,block=64",
     "fp8_e4m3",
     "int8:rotate=hadamard",
-    "int8:block=128,round=stochastic,rotate=hadamard,spikes=1",
+    "int4:block=128,round=stochastic,rotate=hadamard,spikes=1",
     "mxfp4",
     "sign",
 )
