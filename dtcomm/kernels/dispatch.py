@@ -36,7 +36,7 @@ def available(device: str = "cpu") -> tuple[str, ...]:
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device: no kernels for {device!r}; valid: cpu, cuda")
     if device == "cuda":
-        return _devices_kernels() if torch.cuda.is_available() else ()
+        return _for_devices() if torch.cuda.is_available() else ()
     interpreter = (TRITON,) if triton.interpreted() and _installed(TRITON) else ()
     return (*_NATIVE, REFERENCE, *interpreter)
 
@@ -95,13 +95,13 @@ def module(name: str) -> Any:
 
 
 def _best_of_device(codec: Codec, argument: str, device: torch.device) -> str:
-    for name in _devices_kernels():
+    for name in _for_devices():
         if _runs(name, codec):
             return name
     missing = [f"for every codec build {_INSTALL[CUDA]}"] if not _installed(CUDA) else []
     if triton.supports(codec):
         missing.append(f"for this one install {_INSTALL[TRITON]}")
-    here = ", ".join(_devices_kernels()) or "none"
+    here = ", ".join(_for_devices()) or "none"
     raise RuntimeError(
         f"{argument}: no kernel of this installation runs codec {str(codec)!r} on {device} (installed: {here}); "
         + ("; or ".join(missing) or "move it to the cpu")
@@ -138,6 +138,11 @@ def _known(name: str, argument: str) -> str:
 def _devices_kernels() -> tuple[str, ...]:
     """The kernels for CUDA devices that are installed, best first."""
     return tuple(name for name in (CUDA, TRITON) if _installed(name))
+
+
+def _for_devices() -> tuple[str, ...]:
+    """Those that would run on the device: Triton's interpreter takes copies to the CPU, and only where it is forced."""
+    return tuple(name for name in _devices_kernels() if name != TRITON or not triton.interpreted())
 
 
 @cache

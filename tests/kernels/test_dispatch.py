@@ -218,8 +218,11 @@ def test_one_device(device: Callable[..., list[str]]) -> None:
 def test_devices_have_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"device: .*'tpu'; valid: cpu, cuda"):
         available("tpu")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(dispatch, "_installed", lambda name: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert available("cuda") == ("cuda", "triton")
+    assert available("cuda") == ("cuda", "triton") and available()[-1] == "reference"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert available("cuda") == ("cuda",) and available()[-2:] == ("reference", "triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert available("cuda") == ()
