@@ -48,16 +48,18 @@ DTCOMM_HD std::uint32_t nearest_minifloat(float t) {
 }
 
 // Away from zero with the probability of the distance from the neighbour that is nearer to zero. `random` is in [0, 1).
+// What is above the largest number is taken away and not replaced: compilers would branch on the constant.
 template <class F>
 DTCOMM_HD std::uint32_t stochastic_minifloat(float t, float random) {
-  const float size = float_of(magnitude(t));
-  const float held = size < F::kLargest ? size : F::kLargest;
-  const std::uint32_t exponent = exponent_of<F>(bits_of(held));
+  const std::uint32_t top = bits_of(F::kLargest), size = magnitude(t);
+  const std::uint32_t above = size > top ? size - top : 0;
+  const std::uint32_t held = size - above;
+  const std::uint32_t exponent = exponent_of<F>(held);
   // 1 / unit, a power of two: the product is exact.
-  const float scaled = held * float_of((std::uint32_t{254 + F::kMantissa} << 23) - exponent);
+  const float scaled = float_of(held) * float_of((std::uint32_t{254 + F::kMantissa} << 23) - exponent);
   const std::int32_t floor = static_cast<std::int32_t>(scaled);
-  const std::uint32_t units =
-      static_cast<std::uint32_t>(floor) + (random < scaled - static_cast<float>(floor) ? 1U : 0U);
+  const std::uint32_t up = random < scaled - static_cast<float>(floor) ? 1 : 0;
+  const std::uint32_t units = static_cast<std::uint32_t>(floor) + up;
   const std::uint32_t sign = (bits_of(t) >> (31 - F::kSign)) & (1U << F::kSign);
   return (units + ((exponent - F::kNormal) >> (23 - F::kMantissa))) | sign;
 }

@@ -1,4 +1,5 @@
 // e4m3 and e5m2 with a scale per block.
+#include "cpu/source/cut.h"
 #include "cpu/source/family.h"
 #include "cpu/source/integer_encode.h"
 #include "cpu/source/minifloat_decode.h"
@@ -9,45 +10,62 @@ namespace dtcomm::DTCOMM_ISA {
 namespace {
 
 template <class F>
-void encode_blocks(const Plan& plan, const float* x, std::size_t blocks, std::uint64_t key, std::uint64_t index,
-                   std::uint8_t* fields, std::uint8_t* codes) {
+inline void encode_blocks(const Plan& plan, const float* x, std::size_t blocks, std::uint64_t key, std::uint64_t index,
+                          std::uint8_t* fields, std::uint8_t* codes) {
   const std::size_t block = plan.codec.block;
-  Blocks at;
-  measure<0>(x, blocks, block, at);
-  for (std::size_t b = 0; b < blocks; ++b) at.scale[b] = scale_of(plan.rules, at.top[b]);
-  for (std::size_t b = 0; b < blocks; ++b) at.inverse[b] = inverse_of(at.scale[b]);
-  store_fields(plan.codec.scale, at.scale, blocks, fields);
-  if (plan.codec.stochastic) {
-    minifloats_stochastic<F>(x, blocks, block, at.inverse, key, index, codes);
-  } else {
-    minifloats_nearest<F, false>(x, blocks, block, at.inverse, codes);
+  float scales[kMostBlocks], inverse[kMostBlocks];
+  const auto scale_some = [&](std::size_t b, const std::uint32_t top[4]) {
+    const IntegerRules rules = plan.rules;
+#pragma GCC unroll 1
+    for (std::size_t j = 0; j < 4; ++j) scales[b + j] = scale_of(rules, top[j]);
+#pragma GCC unroll 1
+    for (std::size_t j = 0; j < 4; ++j) inverse[b + j] = inverse_of(scales[b + j]);
+  };
+  // Four at a time: their divisions go on while the next four are read.
+  std::size_t b = 0;
+  for (; b + 4 <= blocks; b += 4) {
+    std::uint32_t top[4];
+    largest_of_four(x + b * block, block, top);
+    scale_some(b, top);
   }
-  for (std::size_t b = 0; b < blocks; ++b) {  // zero blocks may have signs, NaN blocks anything
-    if (at.inverse[b] == 0.0f) __builtin_memset(codes + b * block, 0, block);
+  if (b < blocks) {
+    std::uint32_t top[4] = {};
+    for (std::size_t j = b; j < blocks; ++j) top[j - b] = largest(x + j * block, block);
+    scale_some(b, top);
+  }
+  store_fields(plan.codec.scale, scales, blocks, fields);
+  if (plan.codec.stochastic) {
+    minifloats_stochastic<F>(x, blocks, block, inverse, key, index, codes);
+  } else {
+    minifloats_nearest<F, false>(x, blocks, block, inverse, codes);
   }
 }
 
 template <class F>
 void encode(const Plan& plan, const float* x, std::size_t n, const Encoding& how, std::uint8_t* to) {
-  const Layout& layout = plan.layout;
-  const std::size_t block = plan.codec.block, whole = n / block, rest = n % block;
-  std::uint8_t* codes = to + layout.codes_at(n);
-  encode_blocks<F>(plan, x, whole, how.key, how.index, to, codes);
-  if (rest) {
+  const Cut cut(plan.layout, n);
+  const std::size_t block = plan.codec.block, done = cut.whole * block;
+  encode_blocks<F>(plan, x, cut.whole, how.key, how.index, to, to + cut.codes);
+  if (cut.rest) {
     float last[kLargestBlock];
-    __builtin_memcpy(last, x + whole * block, rest * sizeof(float));
-    __builtin_memset(last + rest, 0, (block - rest) * sizeof(float));
-    encode_blocks<F>(plan, last, 1, how.key, how.index + whole * block, to + whole * layout.field_bytes,
-                     codes + whole * block);
+    __builtin_memcpy(last, x + done, cut.rest * sizeof(float));
+    __builtin_memset(last + cut.rest, 0, (block - cut.rest) * sizeof(float));
+    encode_blocks<F>(plan, last, 1, how.key, how.index + done, to + cut.whole * plan.layout.field_bytes,
+                     to + cut.codes + done);
   }
-  __builtin_memset(to + layout.used(n), 0, layout.bytes(n) - layout.used(n));
+  cut.pad(to);
 }
 
 template <class F, bool Stream, class Finish>
 inline void decode_with(const Plan& plan, const std::uint8_t* from, std::size_t n, float* to, const Finish& finish) {
+  const Cut cut(plan.layout, n);
   float scales[kMostBlocks];
-  load_fields(plan.codec.scale, from, plan.layout.blocks(n), scales);
-  each_minifloat<F, Stream>(from + plan.layout.codes_at(n), scales, plan.codec.block, n, to, finish);
+  load_fields(plan.codec.scale, from, cut.blocks, scales);
+  if (plan.codec.block == 128) {
+    each_minifloat<F, 128, Stream>(from + cut.codes, scales, 128, n, to, finish);
+  } else {
+    each_minifloat<F, 0, Stream>(from + cut.codes, scales, plan.codec.block, n, to, finish);
+  }
 }
 
 template <class F>

@@ -1,5 +1,6 @@
 // OCP Microscaling: 32 elements of 8 or 4 bits share a power of two.
 #include "codec/mx.h"
+#include "cpu/source/cut.h"
 #include "cpu/source/family.h"
 #include "cpu/source/integer_encode.h"
 #include "cpu/source/minifloat_decode.h"
@@ -11,48 +12,36 @@ namespace {
 
 constexpr std::size_t kBlock = 32;
 
-// Two codes a byte; `n` is even.
-inline void pack_nibbles(const std::uint8_t* codes, std::size_t n, std::uint8_t* to) {
-  const auto* pairs = cells<std::uint16_t>(codes);
-  for (std::size_t i = 0; i < n / 2; ++i) to[i] = static_cast<std::uint8_t>(pairs[i].value | pairs[i].value >> 4);
-}
-
 template <class F>
 void encode_blocks(const float* x, std::size_t blocks, std::uint8_t* fields, std::uint8_t* codes) {
   Blocks at;
   measure<kBlock>(x, blocks, kBlock, at);
-  for (std::size_t b = 0; b < blocks; ++b) at.inverse[b] = mx_inverse(mx_scale<F>(at.top[b]));
-  for (std::size_t b = 0; b < blocks; ++b) fields[b] = static_cast<std::uint8_t>(mx_scale<F>(at.top[b]));
-  constexpr bool kNibbles = F::kSign == 3;
-  std::uint8_t bytes[kGranule];
-  std::uint8_t* const made = kNibbles ? bytes : codes;
-  minifloats_nearest<F, true>(x, blocks, kBlock, at.inverse, made);
-  for (std::size_t b = 0; b < blocks; ++b) {  // zero blocks may have signs, NaN blocks anything
-    if (at.inverse[b] == 0.0f) __builtin_memset(made + b * kBlock, 0, kBlock);
-  }
-  if (kNibbles) pack_nibbles(bytes, blocks * kBlock, codes);
+  std::uint32_t scales[kMostBlocks];
+  for (std::size_t b = 0; b < blocks; ++b) scales[b] = mx_scale<F>(at.top[b]);
+  for (std::size_t b = 0; b < blocks; ++b) at.inverse[b] = mx_inverse(scales[b]);
+  for (std::size_t b = 0; b < blocks; ++b) fields[b] = static_cast<std::uint8_t>(scales[b]);
+  minifloats_nearest<F, true>(x, blocks, kBlock, at.inverse, codes);
 }
 
 template <class F>
 void encode(const Plan& plan, const float* x, std::size_t n, const Encoding&, std::uint8_t* to) {
-  const Layout& layout = plan.layout;
-  const std::size_t whole = n / kBlock, rest = n % kBlock;
-  std::uint8_t* codes = to + layout.codes_at(n);
-  encode_blocks<F>(x, whole, to, codes);
-  if (rest) {
+  const Cut cut(plan.layout, n);
+  const std::size_t done = cut.whole * kBlock;
+  encode_blocks<F>(x, cut.whole, to, to + cut.codes);
+  if (cut.rest) {
     float last[kBlock] = {};
-    __builtin_memcpy(last, x + whole * kBlock, rest * sizeof(float));
-    encode_blocks<F>(last, 1, to + whole, codes + whole * kBlock * layout.code_bits / 8);
+    __builtin_memcpy(last, x + done, cut.rest * sizeof(float));
+    encode_blocks<F>(last, 1, to + cut.whole, to + cut.codes + done * plan.layout.code_bits / 8);
   }
-  __builtin_memset(to + layout.used(n), 0, layout.bytes(n) - layout.used(n));
+  cut.pad(to);
 }
 
 template <class F, bool Stream, class Finish>
 inline void decode_with(const Plan& plan, const std::uint8_t* from, std::size_t n, float* to, const Finish& finish) {
+  const Cut cut(plan.layout, n);
   float scales[kGranule / kBlock];
-  const std::size_t blocks = plan.layout.blocks(n);
-  for (std::size_t b = 0; b < blocks; ++b) scales[b] = mx_value(from[b]);
-  each_minifloat<F, Stream>(from + plan.layout.codes_at(n), scales, kBlock, n, to, finish);
+  for (std::size_t b = 0; b < cut.blocks; ++b) scales[b] = mx_value(from[b]);
+  each_minifloat<F, kBlock, Stream>(from + cut.codes, scales, kBlock, n, to, finish);
 }
 
 template <class F>

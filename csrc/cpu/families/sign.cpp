@@ -1,5 +1,6 @@
 // One bit an element and the mean magnitude of its block.
 #include "codec/sign.h"
+#include "cpu/source/cut.h"
 #include "cpu/source/family.h"
 #include "cpu/source/integer_encode.h"
 #include "cpu/source/sign_bits.h"
@@ -25,28 +26,28 @@ void encode_blocks(const Codec& codec, const float* x, std::size_t blocks, float
 }
 
 void encode(const Plan& plan, const float* x, std::size_t n, const Encoding&, std::uint8_t* to) {
-  const Layout& layout = plan.layout;
-  const std::size_t block = plan.codec.block, whole = n / block, rest = n % block;
-  std::uint8_t* codes = to + layout.codes_at(n);
-  encode_blocks(plan.codec, x, whole, 1.0f, to, codes);
-  if (rest) {
+  const Cut cut(plan.layout, n);
+  const std::size_t block = plan.codec.block, done = cut.whole * block;
+  encode_blocks(plan.codec, x, cut.whole, 1.0f, to, to + cut.codes);
+  if (cut.rest) {
     float last[kLargestBlock];
-    __builtin_memcpy(last, x + whole * block, rest * sizeof(float));
-    __builtin_memset(last + rest, 0, (block - rest) * sizeof(float));
-    encode_blocks(plan.codec, last, 1, static_cast<float>(rest) / static_cast<float>(block),
-                  to + whole * layout.field_bytes, codes + whole * block / 8);
+    __builtin_memcpy(last, x + done, cut.rest * sizeof(float));
+    __builtin_memset(last + cut.rest, 0, (block - cut.rest) * sizeof(float));
+    encode_blocks(plan.codec, last, 1, static_cast<float>(cut.rest) / static_cast<float>(block),
+                  to + cut.whole * plan.layout.field_bytes, to + cut.codes + done / 8);
   }
-  __builtin_memset(to + layout.used(n), 0, layout.bytes(n) - layout.used(n));
+  cut.pad(to);
 }
 
 template <bool Stream, class Finish>
 inline void decode_with(const Plan& plan, const std::uint8_t* from, std::size_t n, float* to, const Finish& finish) {
+  const Cut cut(plan.layout, n);
   const std::size_t block = plan.codec.block;
-  const std::uint8_t* codes = from + plan.layout.codes_at(n);
+  const std::uint8_t* codes = from + cut.codes;
   float scales[kMostBlocks];
-  load_fields(plan.codec.scale, from, plan.layout.blocks(n), scales);
-  for (std::size_t at = 0; at < n; at += block) {
-    const float scale = canonical(scales[at / block]);
+  load_fields(plan.codec.scale, from, cut.blocks, scales);
+  for (std::size_t b = 0, at = 0; at < n; ++b, at += block) {
+    const float scale = canonical(scales[b]);
     each<Signs, Stream>(codes + at / 8, smaller(block, n - at), to + at,
                         [&](auto q, std::size_t i) { return finish(q * scale, at + i); });
   }

@@ -87,44 +87,53 @@ struct Minifloat<E2m1> {
 #endif
 };
 
-// Are all of these codes numbers, and is no scale so large that kScale times it is Inf? NaN may be, the canonical one.
+// Are all of these codes numbers?
 template <class F>
-inline bool plain_numbers(const std::uint8_t* codes, std::size_t n, const float* scales, std::size_t blocks) {
+inline bool all_numbers(const std::uint8_t* codes, std::size_t n) {
+  if constexpr (F::kSign == 3) return true;
+  std::size_t i = 0;
   std::uint8_t top = 0;
-  for (std::size_t i = 0; i < n; ++i) {
+#if defined(__AVX2__)
+  __m256i tops = _mm256_setzero_si256();
+  const __m256i signs = _mm256_set1_epi8(static_cast<char>(0x80));
+  for (; i + 32 <= n; i += 32) {
+    const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i));
+    tops = _mm256_max_epu8(tops, _mm256_or_si256(raw, signs));
+  }
+  const __m256i above = _mm256_subs_epu8(tops, _mm256_set1_epi8(static_cast<char>(0x80 | F::kTop)));
+  if (!_mm256_testz_si256(above, above)) return false;
+#endif
+  for (; i < n; ++i) {
     const std::uint8_t size = codes[i] & 0x7f;
     top = size > top ? size : top;
   }
-  std::uint32_t largest = 0;
-  for (std::size_t b = 0; b < blocks; ++b) {
-    const std::uint32_t bits = bits_of(scales[b]), size = bits == kNaN32 ? 0 : bits & 0x7fffffff;
-    largest = size > largest ? size : largest;
-  }
-  return top <= F::kTop && finite(float_of(largest) * Minifloat<F>::kScale);
+  return top <= F::kTop;
 }
 
-// to[i] = finish(value of element i, i) for i < n.
-template <class F, bool Stream, class Finish>
+// to[i] = finish(value of element i, i) for i < n. Block is the block's length where compilers know it, else 0.
+template <class F, std::size_t Block, bool Stream, class Finish>
 inline __attribute__((always_inline)) void each_minifloat(const std::uint8_t* codes, const float* scales,
-                                                          std::size_t block, std::size_t n, float* to,
+                                                          std::size_t length, std::size_t n, float* to,
                                                           const Finish& finish) {
-  constexpr bool kAllPlain = F::kSign == 3;
-  const bool plain = kAllPlain || plain_numbers<F>(codes, n, scales, (n + block - 1) / block);
-  for (std::size_t at = 0; at < n; at += block) {
-    const std::size_t length = smaller(block, n - at);
-    const float scale = *scales++;
-    if (plain) {
-      const float by = scale * Minifloat<F>::kScale;
-      each<Minifloat<F>, Stream>(codes + (kAllPlain ? at / 2 : at), length, to + at,
+  const std::size_t block = Block ? Block : length;
+  const bool numbers = all_numbers<F>(codes, n);
+  const auto decode_block = [&](std::size_t at, std::size_t count, float scale) __attribute__((always_inline)) {
+    const float by = scale * Minifloat<F>::kScale;
+    // The scale may be too large for that, or Inf, or a NaN that is not the canonical one.
+    if (F::kSign == 3 || (numbers && (finite(by) || bits_of(scale) == kNaN32))) {
+      each<Minifloat<F>, Stream>(codes + (F::kSign == 3 ? at / 2 : at), count, to + at,
                                  [&](auto q, std::size_t i) { return finish(q * by, at + i); });
     } else {
       auto* out = cells<float>(to);
 #pragma GCC ivdep
-      for (std::size_t i = at; i < at + length; ++i) {
+      for (std::size_t i = at; i < at + count; ++i) {
         out[i].value = finish(canonical(minifloat_value<F>(codes[i]) * scale), i);
       }
     }
-  }
+  };
+  std::size_t at = 0;
+  for (; at + block <= n; at += block) decode_block(at, block, *scales++);
+  if (at < n) decode_block(at, n - at, *scales);
 }
 
 }  // namespace dtcomm::DTCOMM_ISA

@@ -9,8 +9,7 @@ namespace dtcomm::DTCOMM_ISA {
 
 #if defined(__AVX2__)
 typedef std::uint32_t Words __attribute__((vector_size(kVector)));
-
-inline __attribute__((always_inline)) Words words_of(Floats x) { return reinterpret_cast<Words>(x); }
+typedef std::uint16_t Halves __attribute__((vector_size(kVector)));
 
 // Adding a large number of the same sign to t leaves units of t's last place in the sum's low bits and nothing else
 // there but the large number's own: kOffset, such that units and exponent add up to the code modulo 256.
@@ -22,86 +21,150 @@ struct Large {
   static_assert(kOffset % 2 == 0, "an odd one would turn ties");
 };
 
-// The sum and the large number, for csrc/codec/minifloat.h's nearest_minifloat.
-template <class F, bool Saturate>
-inline __attribute__((always_inline)) void add_large(Floats t, Words& sum, Words& large) {
-  const Words sign = words_of(t) & 0x80000000U, size = words_of(t) & 0x7fffffffU;
-  Words held = size;
-  if constexpr (Saturate) held = size < bits_of(F::kLargest) ? size : Words{} + bits_of(F::kLargest);
-  const Words exponent = held & kInfinity32;
-  large = (exponent > F::kNormal ? exponent : Words{} + F::kNormal) + (Large<F>::kExponent + Large<F>::kOffset);
-  large |= sign;
-  sum = words_of(reinterpret_cast<Floats>(Saturate ? held | sign : words_of(t)) + reinterpret_cast<Floats>(large));
-}
+// The sum, whose upper bits are sign and exponent of the large number.
+template <class F>
+inline __attribute__((always_inline)) Words add_large(Floats t) {
+  Words exponent = reinterpret_cast<Words>(t) & 0xff800000U;  // and sign
+#if defined(__AVX512F__)
+  const __m512 least = _mm512_set1_ps(float_of(F::kNormal));
+  // The larger magnitude, with the sign of the first.
+  exponent = reinterpret_cast<Words>(_mm512_maskz_range_ps(0xffff, reinterpret_cast<__m512>(exponent), least, 3));
+#else
+  const Words sign = exponent & 0x80000000U, size = exponent & 0x7fffffffU;
+  exponent = (size > F::kNormal ? size : Words{} + F::kNormal) | sign;
 #endif
+  const Words large = exponent + (Large<F>::kExponent + Large<F>::kOffset);
+  return reinterpret_cast<Words>(t + reinterpret_cast<Floats>(large));
+}
+
+// Codes out of the lower and the upper halves of the sums.
+template <class F, bool Saturate>
+inline __attribute__((always_inline)) Halves codes_of(Halves low, Halves high) {
+  constexpr std::uint16_t kSignBit = 1 << F::kSign, kTop = F::kTop;
+  const Halves code = low + (high >> (Large<F>::kShift - 16)), sign = (high >> (15 - F::kSign)) & kSignBit;
+  if constexpr (!Saturate) return (code & static_cast<std::uint16_t>(kSignBit - 1)) | sign;
+  const Halves size = code & 0xff, top = Halves{} + kTop;
+#if defined(__AVX512F__)
+  const auto held = _mm512_maskz_min_epu16(0xffffffff, reinterpret_cast<__m512i>(size), reinterpret_cast<__m512i>(top));
+#else
+  const auto held = _mm256_min_epu16(reinterpret_cast<__m256i>(size), reinterpret_cast<__m256i>(top));
+#endif
+  return reinterpret_cast<Halves>(held) | sign;
+}
 
 #if defined(__AVX512F__)
-// The codes of 64 elements as bytes; each row of 16 has an inverse of its own.
+typedef __m512i Bytes;
+#else
+typedef __m256i Bytes;
+#endif
+
+// The codes of four rows of kLanes elements, a byte each; every row has an inverse of its own.
 template <class F, bool Saturate>
-inline __attribute__((always_inline)) __m512i minifloats_of(const float* x, const float* const inverse[4]) {
-  typedef std::uint16_t Halves __attribute__((vector_size(kVector)));
-  Words sums[4], large[4];
-  for (int j = 0; j < 4; ++j) add_large<F, Saturate>(load(x + 16 * j) * *inverse[j], sums[j], large[j]);
-  __m512i pairs[2];
+inline __attribute__((always_inline)) Bytes minifloats_of(const float* x, const Floats inverse[4]) {
+  Bytes sums[4];
+  for (std::size_t j = 0; j < 4; ++j) {
+    sums[j] = reinterpret_cast<Bytes>(add_large<F>(load(x + kLanes * j) * inverse[j]));
+  }
+  Bytes pairs[2];
+#if defined(__AVX512F__)
+  const Bytes even = _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32, 30, 28, 26, 24,
+                                      22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+  const Bytes odd = _mm512_or_si512(even, _mm512_set1_epi16(1));
   for (int j = 0; j < 2; ++j) {
-    // Two rows side by side in words of 16 bits: the low halves of the sums, the high halves of what was added.
-    constexpr __mmask32 kOdd = 0xaaaaaaaa;
-    const auto low = reinterpret_cast<Halves>(_mm512_mask_blend_epi16(
-        kOdd, reinterpret_cast<__m512i>(sums[2 * j]), reinterpret_cast<__m512i>(sums[2 * j + 1] << 16)));
-    const auto high = reinterpret_cast<Halves>(_mm512_mask_blend_epi16(
-        kOdd, reinterpret_cast<__m512i>(large[2 * j] >> 16), reinterpret_cast<__m512i>(large[2 * j + 1])));
-    constexpr std::uint16_t kSignBit = 1 << F::kSign;
-    pairs[j] = reinterpret_cast<__m512i>(static_cast<Halves>(((low + (high >> (Large<F>::kShift - 16))) & ~kSignBit) |
-                                                             ((high >> (15 - F::kSign)) & kSignBit)));
+    const Bytes low = _mm512_permutex2var_epi16(sums[2 * j], even, sums[2 * j + 1]);
+    const Bytes high = _mm512_permutex2var_epi16(sums[2 * j], odd, sums[2 * j + 1]);
+    pairs[j] =
+        reinterpret_cast<Bytes>(codes_of<F, Saturate>(reinterpret_cast<Halves>(low), reinterpret_cast<Halves>(high)));
   }
-  const __m512i bytes = _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaa, pairs[0], _mm512_slli_epi16(pairs[1], 8));
+  // The pack works within quarters of the vector: put the groups of eight back in order.
+  return _mm512_maskz_permutexvar_epi64(0xff, _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7),
+                                        _mm512_packus_epi16(pairs[0], pairs[1]));
+#else
+  for (int j = 0; j < 2; ++j) {
+    const Bytes low = _mm256_blend_epi16(sums[2 * j], _mm256_slli_epi32(sums[2 * j + 1], 16), 0xaa);
+    const Bytes high = _mm256_blend_epi16(_mm256_srli_epi32(sums[2 * j], 16), sums[2 * j + 1], 0xaa);
+    pairs[j] =
+        reinterpret_cast<Bytes>(codes_of<F, Saturate>(reinterpret_cast<Halves>(low), reinterpret_cast<Halves>(high)));
+  }
   // A double word holds one element of each row, in the order 0, 2, 1, 3: transpose.
-  const __m512i fours = _mm512_set4_epi32(0x0f0b0703, 0x0d090501, 0x0e0a0602, 0x0c080400);
-  const __m512i rows = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  return _mm512_maskz_permutexvar_epi32(0xffff, rows, _mm512_shuffle_epi8(bytes, fours));
-}
-#elif defined(__AVX2__)
-// The codes of 32 elements as bytes; each row of 8 has an inverse of its own.
-template <class F, bool Saturate>
-inline __attribute__((always_inline)) __m256i minifloats_of(const float* x, const float* const inverse[4]) {
-  __m256i codes[4];
-  for (int j = 0; j < 4; ++j) {
-    Words sum, large;
-    add_large<F, Saturate>(load(x + 8 * j) * *inverse[j], sum, large);
-    constexpr std::uint32_t kSignBit = 1U << F::kSign;
-    codes[j] = reinterpret_cast<__m256i>(static_cast<Words>(((sum + (large >> Large<F>::kShift)) & (kSignBit - 1)) |
-                                                            ((sum >> (31 - F::kSign)) & kSignBit)));
-  }
-  // The packs work within halves of the vector: put the groups of four back in order.
-  const __m256i words[2] = {_mm256_packs_epi32(codes[0], codes[1]), _mm256_packs_epi32(codes[2], codes[3])};
-  return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(words[0], words[1]),
+  const Bytes mixed = _mm256_or_si256(pairs[0], _mm256_slli_epi16(pairs[1], 8));
+  const __m128i fours = _mm_setr_epi8(0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15);
+  return _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(mixed, _mm256_broadcastsi128_si256(fours)),
                                      _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+#endif
+}
+
+// Codes into memory, of 8 bits or of 4: then two neighbours share a byte, the earlier one its lower half.
+template <class F>
+inline __attribute__((always_inline)) void store_codes(std::uint8_t* to, Bytes codes) {
+#if defined(__AVX512F__)
+  if constexpr (F::kSign == 3) {
+    const Bytes pairs = _mm512_maddubs_epi16(codes, _mm512_set1_epi16(0x1001));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_maskz_cvtepi16_epi8(0xffffffff, pairs));
+  } else {
+    _mm512_storeu_si512(to, codes);
+  }
+#else
+  if constexpr (F::kSign == 3) {
+    const Bytes pairs = _mm256_maddubs_epi16(codes, _mm256_set1_epi16(0x1001));
+    const Bytes bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(pairs, pairs), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(bytes));
+  } else {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), codes);
+  }
+#endif
 }
 #endif
 
-// The codes of `blocks` blocks to nearest. Saturate: where the scale may be so small that an element rounds to more
-// than the largest number. What becomes of NaN is undefined: its block's codes are cleared afterwards.
+// Blocks whose inverse is 0 have zeros for codes: zero blocks may have signs, NaN blocks anything.
+inline void clear_unusable(const float* inverse, std::size_t blocks, std::size_t bytes, std::uint8_t* codes) {
+  std::uint32_t least = ~0U;
+  for (std::size_t b = 0; b < blocks; ++b) least = bits_of(inverse[b]) < least ? bits_of(inverse[b]) : least;
+  if (least != 0) return;
+  for (std::size_t b = 0; b < blocks; ++b) {
+    if (inverse[b] == 0.0f) __builtin_memset(codes + b * bytes, 0, bytes);
+  }
+}
+
+// The codes of `blocks` blocks to nearest; zeros where the inverse is 0. Saturate: where the scale may be so small that
+// an element rounds to more than the largest number.
 template <class F, bool Saturate>
 inline void minifloats_nearest(const float* x, std::size_t blocks, std::size_t block, const float* inverse,
                                std::uint8_t* codes) {
+  constexpr std::size_t kShare = F::kSign == 3 ? 2 : 1;  // codes in a byte
   std::size_t i = 0;
   const std::size_t n = blocks * block;
 #if defined(__AVX2__)
   const int shift = __builtin_ctzll(block);
+  // What is measured next: the next granule, where this one is the caller's.
+  const auto ahead = reinterpret_cast<std::uintptr_t>(x) + n * sizeof(float);
+  const auto inverse_at = [&](std::size_t at) { return Floats{} + inverse[at >> shift]; };
   for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
-    const float* by[4];
-    for (std::size_t j = 0; j < 4; ++j) by[j] = inverse + ((i + j * kLanes) >> shift);
-    const auto made = minifloats_of<F, Saturate>(x + i, by);
-    __builtin_memcpy(codes + i, &made, sizeof made);
+    for (std::size_t j = 0; j < 4 * kLanes; j += kLine / sizeof(float)) {
+      __builtin_prefetch(reinterpret_cast<const void*>(ahead + (i + j) * sizeof(float)));
+    }
+    const Floats first = inverse_at(i);
+    Floats by[4] = {first, first, first, first};
+    if (block < 4 * kLanes) {
+      for (std::size_t j = 1; j < 4; ++j) by[j] = inverse_at(i + j * kLanes);
+    }
+    store_codes<F>(codes + i / kShare, minifloats_of<F, Saturate>(x + i, by));
   }
 #endif
   for (; i < n; i += 16) {
     const float by = inverse[i / block];
     const auto* in = cells<float>(x + i);
-    for (std::size_t j = 0; j < 16; ++j) {
-      codes[i + j] = static_cast<std::uint8_t>(nearest_minifloat<F>(in[j].value * by));
+    std::uint8_t made[16];
+    for (std::size_t j = 0; j < 16; ++j) made[j] = static_cast<std::uint8_t>(nearest_minifloat<F>(in[j].value * by));
+    if constexpr (kShare == 2) {
+      for (std::size_t j = 0; j < 8; ++j) {
+        codes[i / 2 + j] = static_cast<std::uint8_t>(made[2 * j] | made[2 * j + 1] << 4);
+      }
+    } else {
+      __builtin_memcpy(codes + i, made, sizeof made);
     }
   }
+  clear_unusable(inverse, blocks, block / kShare, codes);
 }
 
 // The same at random; `index` is the first element's in the caller's tensor.
@@ -109,20 +172,26 @@ template <class F>
 inline void minifloats_stochastic(const float* x, std::size_t blocks, std::size_t block, const float* inverse,
                                   std::uint64_t key, std::uint64_t index, std::uint8_t* codes) {
   const std::size_t n = blocks * block;
-  for (std::size_t i = 0; i < n;) {
-    // A stream ends where the index passes a multiple of 2^32.
-    const std::uint64_t left = (std::uint64_t{1} << 32) - (index + i) % (std::uint64_t{1} << 32);
-    const std::size_t run = smaller(smaller(n - i, block - i % block), static_cast<std::size_t>(left));
-    const Stream stream = make_stream(key, index + i);
-    const auto low = static_cast<std::uint32_t>(index + i);
+  const bool one_stream = index >> 32 == (index + n) >> 32;
+  const Stream stream = make_stream(key, index);
+  const auto low = static_cast<std::uint32_t>(index);
+  for (std::size_t i = 0; i < n; i += 16) {  // in runs of a length that compilers know
     const float by = inverse[i / block];
     const auto* in = cells<float>(x + i);
-    for (std::size_t j = 0; j < run; ++j) {
-      const float random = uniform(stream, low + static_cast<std::uint32_t>(j));
-      codes[i + j] = static_cast<std::uint8_t>(stochastic_minifloat<F>(in[j].value * by, random));
+    std::uint32_t made[16];
+    if (one_stream) {
+      for (std::size_t j = 0; j < 16; ++j) {
+        made[j] = stochastic_minifloat<F>(in[j].value * by, uniform(stream, low + static_cast<std::uint32_t>(i + j)));
+      }
+    } else {
+      for (std::size_t j = 0; j < 16; ++j) {
+        const float random = uniform(make_stream(key, index + i + j), low + static_cast<std::uint32_t>(i + j));
+        made[j] = stochastic_minifloat<F>(in[j].value * by, random);
+      }
     }
-    i += run;
+    for (std::size_t j = 0; j < 16; ++j) codes[i + j] = static_cast<std::uint8_t>(made[j]);
   }
+  clear_unusable(inverse, blocks, block, codes);
 }
 
 }  // namespace dtcomm::DTCOMM_ISA
