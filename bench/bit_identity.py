@@ -21,17 +21,16 @@ import torch.distributed as dist
 import dtcomm
 from bench.common import machine, output
 from bench.random_ops import Operation, Runner, draw, memberships
-from dtcomm.algorithms import available
+from dtcomm.algorithms import available, collectives
 from dtcomm.testing.ranks import run_ranks
 
 STEPS = 5
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 LOSSY = ("fp16", "bf16", "int8", "int8:block=32,round=stochastic")
 
 
 def algorithms() -> dict[str, list[str]]:
     """The algorithms there are for each collective."""
-    return {name: list(available(name)) for name in COLLECTIVES}
+    return {name: list(available(name)) for name in collectives()}
 
 
 def sequence(seed: int, ranks: int, count: int) -> list[Operation]:

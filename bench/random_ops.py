@@ -24,7 +24,13 @@ COLLECTIVES = (
     "reduce_scatter",
     "all_gather",
     "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "all_to_all",
 )
+REDUCING = ("all_reduce", "all_reduce_coalesced", "reduce_scatter", "reduce")
+ALIKE = ("all_reduce", "all_reduce_coalesced", "all_gather", "broadcast")  # all ranks end with the same
 LARGEST = 200_000
 WINDOW = 3  # asynchronous operations in flight
 WHOLE = -1
@@ -49,6 +55,12 @@ class Operation:
         generator = torch.Generator().manual_seed(self.index * 64 + rank)
         return torch.randint(0, 8, (numel,), generator=generator).to(self.dtype)
 
+    def splits(self, src: int, shares: int) -> list[int] | None:
+        """What the member at ``src`` sends to each in an all_to_all; None, for equal shards, every other time."""
+        if self.index % 2:
+            return None
+        return [self.numel * ((src + 2 * dst + self.index) % 5) // 4 for dst in range(shares)]
+
     @property
     def exact(self) -> bool:
         """Whether the result must equal Gloo's: no codec between, and no rounding of the average."""
@@ -59,7 +71,7 @@ def draw(chance: random.Random, index: int, groups: int, algorithms: dict[str, l
     """The next operation of a seeded sequence."""
     collective = chance.choice(COLLECTIVES)
     codec = chance.choice(CODECS)
-    reduces = collective not in ("all_gather", "broadcast")
+    reduces = collective in REDUCING
     dtype = chance.choice(DTYPES if codec == "none" else FLOATS)
     ops = ["sum", "sum", *(["avg"] if dtype.is_floating_point else [])]
     ops += [] if codec.startswith("int8") else ["min", "max"]
@@ -137,15 +149,42 @@ class Runner:
         if operation.collective == "all_gather":
             output = torch.empty(n * shares, dtype=operation.dtype)
             return dtcomm.all_gather(output, operation.input(self.rank, n), **common), output
+        if operation.collective == "all_to_all":
+            return self._exchange(operation, members, common)
+        root = members[operation.index % shares]
+        if operation.collective == "gather":
+            output = torch.empty(n * shares if self.rank == root else 0, dtype=operation.dtype)
+            taken = output if self.rank == root else None
+            return dtcomm.gather(operation.input(self.rank, n), taken, root, **common), output
+        if operation.collective == "scatter":
+            output = torch.empty(n, dtype=operation.dtype)
+            given = operation.input(root, n * shares) if self.rank == root else None
+            return dtcomm.scatter(output, given, root, **common), output
         output = operation.input(self.rank, n)
-        return dtcomm.broadcast(output, members[operation.index % shares], **common), output
+        if operation.collective == "reduce":
+            return dtcomm.reduce(output, root, operation.op, **common), output
+        return dtcomm.broadcast(output, root, **common), output
+
+    def _exchange(
+        self, operation: Operation, members: tuple[int, ...], common: dict[str, Any]
+    ) -> tuple[Any, torch.Tensor]:
+        n, shares = operation.numel, len(members)
+        mine = members.index(self.rank)
+        sent = operation.splits(mine, shares)
+        if sent is None:
+            output = torch.empty(n * shares, dtype=operation.dtype)
+            return dtcomm.all_to_all(output, operation.input(self.rank, n * shares), **common), output
+        taken = [(operation.splits(src, shares) or [])[mine] for src in range(shares)]
+        output = torch.empty(sum(taken), dtype=operation.dtype)
+        given = operation.input(self.rank, sum(sent))
+        return dtcomm.all_to_all(output, given, taken, sent, **common), output
 
     def _finish(self) -> None:
         operation, work, output = self._flying.popleft()
         if work is not None:
             work.wait()
-        # Ranks hold different shares of a scattered result: there is nothing to be identical to.
-        if operation.collective != "reduce_scatter":
+        # Where ranks end with different results there is nothing to be identical to.
+        if operation.collective in ALIKE:
             self.digests[operation.index] = zlib.crc32(output.view(torch.uint8).numpy().tobytes())
         if operation.exact and not torch.equal(output, self.expected(operation)):
             self.differs.append(str(operation))
@@ -159,10 +198,23 @@ class Runner:
             dist.all_reduce(output, kinds[operation.op])
             return output
         n, shares = operation.numel, len(members)
+        mine, root = members.index(self.rank), members[operation.index % shares]
         if operation.collective == "broadcast":
-            return operation.input(members[operation.index % shares], n)
-        if operation.collective == "all_gather":
+            return operation.input(root, n)
+        if operation.collective == "scatter":
+            return operation.input(root, n * shares)[mine * n : (mine + 1) * n]
+        if operation.collective == "gather" and self.rank != root:
+            return torch.empty(0, dtype=operation.dtype)
+        if operation.collective in ("all_gather", "gather"):
             return torch.cat([operation.input(member, n) for member in members])
+        if operation.collective == "all_to_all":
+            shards = []
+            for src, member in enumerate(members):
+                sent = operation.splits(src, shares) or [n] * shares
+                shards.append(operation.input(member, sum(sent)).split(sent)[mine])
+            return torch.cat(shards)
+        if operation.collective == "reduce" and self.rank != root:
+            return operation.input(self.rank, n)
         scattered = operation.collective == "reduce_scatter"
         inputs = torch.stack([operation.input(member, n * shares if scattered else n) for member in members])
         if operation.op in ("min", "max"):
@@ -170,5 +222,4 @@ class Runner:
         else:
             wide = inputs.to(torch.float32 if operation.dtype in FLOATS else operation.dtype).sum(0)
             whole = (wide / shares if operation.op == "avg" else wide).to(operation.dtype)
-        mine = members.index(self.rank)
         return whole[mine * n : (mine + 1) * n] if scattered else whole

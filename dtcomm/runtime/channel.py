@@ -72,9 +72,8 @@ class Pair:
         else:
             self._made = made
         with self._lock:
-            if self._made is not None and self._closed:
+            if self._closed:
                 self._let_go()
-                self._error = DtcommError("group: its communicators were released before this message began")
             for work in self._waiting:
                 work.go(self._made, self._error)
             self._waiting.clear()
@@ -89,6 +88,8 @@ class Pair:
     def _let_go(self) -> None:
         for communicator in self._made or ():
             communicator.close()
+        if self._error is None:
+            self._error = DtcommError("group: its communicators have been released")
         self._made = None
 
 
