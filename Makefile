@@ -86,6 +86,7 @@ FUZZ ?= --seconds 60
 
 asan: $(ASAN)  ## kernels, a minute of damaged payloads and engine tests against a core built with ASan and UBSan
 	$(if $(FUZZ),UBSAN_OPTIONS=print_stacktrace=1 build/asan/cmake/wheel/fuzz_test $(FUZZ))
+	build/asan/cmake/wheel/rotate_test
 	$(ASAN_ENV) $(PYTEST) $(wildcard tests/kernels tests/runtime/test_local*.py tests/test_native_build.py) $(ARGS)
 
 # ThreadSanitizer's shadow memory meets some kernels' address randomisation.

@@ -32,6 +32,7 @@ SKEW = 276 << 10  # buffers whose addresses agree modulo the cache evict each ot
 PLACEMENTS = 4  # times that the buffers are made anew: which pages they get moves a result by a fifth
 F32 = ELEMENT_TYPES[torch.float32]
 MORE = ("int8:symmetric=false", "int8:round=stochastic", "int4:symmetric=false", "int4:round=stochastic")
+MORE += ("int8:rotate=hadamard", "int4:rotate=hadamard", "int4:block=128,rotate=hadamard", "int4:spikes=1")
 SLOW = 0.03  # seconds: what takes longer runs once for each placement
 COPIES = ("memcpy", "streaming copy")
 

@@ -203,9 +203,10 @@ def test_out_may_be_local(each: Codec, kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", FAST)
-def test_residuals_apart(kernel: str) -> None:
+@pytest.mark.parametrize("spec", ["int8", "int4:rotate=hadamard,spikes=1"])
+def test_residuals_apart(spec: str, kernel: str) -> None:
     """residual_in without local; residual_out elsewhere; residual_out alone keeps what it cannot replace."""
-    each, n = codec("int8"), 1100
+    each, n = codec(spec), 1100
     old, x = floats("normal", n, seed=1), floats("nonfinite", n, seed=2)
     with use("reference"):
         expected = old.clone()
@@ -221,7 +222,10 @@ def test_residuals_apart(kernel: str) -> None:
     combine(kernel, each, torch.float32, n, payloads=[], residual_in=Room(4 * n, 0, old), residual_out=alone,
             payload_out=wire)  # fmt: skip
     assert torch.equal(wire.bytes, encode(each, old, 5, 3))
-    assert torch.equal(alone.bytes.view(torch.float32), old - decode(each, wire.bytes, n))
+    lost = old.clone()
+    encode(each, torch.zeros(n), 5, 3, residual=lost)
+    assert torch.equal(alone.bytes.view(torch.float32), lost)
+    assert torch.allclose(lost, old - decode(each, wire.bytes, n), rtol=0, atol=1e-6)
 
     kept = Room(4 * n, 0, old)
     combine(

@@ -32,17 +32,31 @@ constexpr RotationSigns rotation_signs() {
 
 alignas(kLine) constexpr RotationSigns kRotationSigns = rotation_signs();
 
+// Signs and norm of one block in one number, for the blocks that registers hold: one multiplication instead of two
+// instructions, a tenth of the rotation's time. The factors of a block of b elements stand from b - 16 on.
+struct RotationFactors {
+  float of[2 * kMostVectors * kLanes - kSmallestBlock];
+};
+
+constexpr RotationFactors rotation_factors() {
+  RotationFactors factors{};
+  for (std::uint32_t block = kSmallestBlock; block <= kMostVectors * kLanes; block *= 2) {
+    const float norm = rotation_norm(block);
+    for (std::uint32_t i = 0; i < block; ++i) {
+      factors.of[block - kSmallestBlock + i] = rotation_sign(i) ? -norm : norm;
+    }
+  }
+  return factors;
+}
+
+alignas(kLine) constexpr RotationFactors kRotationFactors = rotation_factors();
+
 enum class Turn { in, back };
 
 // The elements from i on of a block with their signs.
 inline __attribute__((always_inline)) Floats with_signs(Floats x, std::size_t i) {
   const auto signs = *reinterpret_cast<const Words*>(kRotationSigns.bits + i);
   return reinterpret_cast<Floats>(reinterpret_cast<Words>(x) ^ signs);
-}
-
-template <Turn Which>
-inline __attribute__((always_inline)) Floats before_butterflies(Floats x, std::size_t i, Floats norm) {
-  return (Which == Turn::in ? with_signs(x, i) : x) * norm;
 }
 
 inline __attribute__((always_inline)) Floats one_nan(Floats x) { return x == x ? x : Floats{} + float_of(kNaN32); }
@@ -110,11 +124,12 @@ inline __attribute__((always_inline)) void butterflies(Floats (&v)[Count]) {
 // Whole blocks of Count vectors.
 template <std::size_t Count, Turn Which, bool Stream>
 inline void turn_blocks(const float* x, std::size_t n, float* to, float scale) {
-  const Floats norm = Floats{} + scale;
+  [[maybe_unused]] const Floats norm = Floats{} + scale;
+  [[maybe_unused]] const float* const factors = kRotationFactors.of + Count * kLanes - kSmallestBlock;
   for (std::size_t at = 0; at < n; at += Count * kLanes) {
     Floats v[Count];
     for (std::size_t i = 0; i < Count; ++i) {
-      v[i] = before_butterflies<Which>(load(x + at + i * kLanes), i * kLanes, norm);
+      v[i] = load(x + at + i * kLanes) * (Which == Turn::in ? load(factors + i * kLanes) : norm);
     }
     butterflies(v);
     if constexpr (Which == Turn::back) {
@@ -157,7 +172,9 @@ inline void turn_long_blocks(std::size_t block, const float* x, std::size_t n, f
     for (std::size_t tile = 0; tile < block; tile += kTile) {
       Floats v[kMostVectors];
       for (std::size_t i = 0; i < kMostVectors; ++i) {
-        v[i] = before_butterflies<Which>(load(x + tile + i * kLanes), tile + i * kLanes, norm);
+        v[i] = load(x + tile + i * kLanes);
+        if constexpr (Which == Turn::in) v[i] = with_signs(v[i], tile + i * kLanes);
+        v[i] = v[i] * norm;
       }
       butterflies(v);
       for (std::size_t i = 0; i < kMostVectors; ++i) store<false>(work + tile + i * kLanes, v[i]);
