@@ -43,6 +43,7 @@ const char* why_bad_sparse(const Codec& codec) {
     case Element::fp32:
       return nullptr;
     case Element::integer:
+      if (codec.block > kGranule) return "codec: blocks of nested values have at most 1024 elements";
       return why_bad_integer(codec);
     default:
       return "codec: values are bf16, fp16, fp32 or integer";

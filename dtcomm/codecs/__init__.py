@@ -6,6 +6,7 @@ from dtcomm.codecs.float8 import Float8
 from dtcomm.codecs.integer import Integer
 from dtcomm.codecs.mx import Mxfp4, Mxfp8
 from dtcomm.codecs.sign import Sign
+from dtcomm.codecs.sparse import RandK, TopK
 from dtcomm.codecs.spec import codec, names
 
 __all__ = [
@@ -17,7 +18,9 @@ __all__ = [
     "Layout",
     "Mxfp4",
     "Mxfp8",
+    "RandK",
     "Sign",
+    "TopK",
     "Uncompressed",
     "codec",
     "names",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from dtcomm.codecs.float8 import Float8
 from dtcomm.codecs.integer import Integer
 from dtcomm.codecs.mx import Mxfp4, Mxfp8
 from dtcomm.codecs.sign import Sign
+from dtcomm.codecs.sparse import RandK, TopK
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,12 @@ CODECS: dict[str, Entry] = {
     "mxfp4": Entry(make=Mxfp4),
     **{f"int{bits}": Entry(make=Integer, fixed={"bits": bits}) for bits in (8, 7, 6, 5, 4, 3, 2)},
     "sign": Entry(make=Sign),
+    "topk": Entry(make=TopK),
+    "randk": Entry(make=RandK),
 }
+
+# What `repr` prints of a float that an option may hold, and what people write.
+NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 
 
 def names() -> tuple[str, ...]:
@@ -84,6 +91,9 @@ def _value(name: str, field: dataclasses.Field[Any], text: str) -> Any:
     elif isinstance(field.default, int):
         if text.isascii() and text.isdigit():
             return int(text)
+    elif isinstance(field.default, float):
+        if NUMBER.fullmatch(text):
+            return float(text)
     else:
         return text
     raise ValueError(f"{name}: option {field.name!r} is {text!r}; valid: {field.metadata['valid']}")

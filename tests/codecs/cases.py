@@ -18,7 +18,13 @@ VALUES: dict[str, tuple[object, ...]] = {
     "round": ("nearest", "stochastic"),
     "rotate": ("none", "hadamard"),
     "spikes": (0, 1),
+    "ratio": (0.01, 0.0833, 0.25, 1.0),
+    "values": ("bf16", "fp16", "fp32", "int8", "int3"),
 }
+
+# Options whose values do not all go together, by name: sets of which each is whole.
+_SPARSE = ({"values": ("bf16", "fp16", "fp32"), "round": ("nearest",)}, {"values": ("int8", "int3")})
+APART: dict[str, tuple[dict[str, tuple[object, ...]], ...]] = {"topk": _SPARSE, "randk": _SPARSE}
 
 
 def covering(columns: Sequence[Sequence[object]]) -> list[tuple[object, ...]]:
@@ -48,7 +54,8 @@ def option_sets(name: str) -> list[Codec]:
     options = entry.options()
     return [
         entry.make(**entry.fixed, **dict(zip(options, chosen, strict=True)))
-        for chosen in covering([VALUES[option] for option in options])
+        for some in APART.get(name, ({},))
+        for chosen in covering([some.get(option, VALUES[option]) for option in options])
     ]
 
 
@@ -72,7 +79,24 @@ def few() -> list[Codec]:
             if value != field.default
         ]
         found += [codec(name) for name in (first, *others)]
-        found += [dataclasses.replace(codec(first), **change) for change in changes]
+        found += [dataclasses.replace(codec(first), **change, **_with(first, change)) for change in changes]
         turns = zip(itertools.cycle(others), changes) if others else ()
         found += [dataclasses.replace(codec(name), **change) for name, change in turns]
     return found
+
+
+def _with(name: str, change: dict[str, object]) -> dict[str, object]:
+    """What must change, too, where `change` is made to the codec called `name`."""
+    if name not in APART:
+        return {}
+    fields = CODECS[name].options()
+    some = next(
+        some
+        for some in APART[name]
+        if all(value in some.get(option, VALUES[option]) for option, value in change.items())
+    )
+    return {
+        other: valid[0]
+        for other, valid in some.items()
+        if other not in change and fields[other].default not in valid
+    }

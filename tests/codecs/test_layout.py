@@ -60,6 +60,16 @@ def test_the_tensor_type_matters_to_none_alone(each: Codec) -> None:
         ("int8:block=4096", 4096, 4096 + 16),
         ("int8:block=4096", 1, 4096 + 16),
         ("int8:block=1024", 1024, 1024 + 16),
+        ("topk", 4096, 41 * 2 + 62),  # bf16, then 41 positions of 12 bits: 144
+        ("topk", 1, 16),
+        ("topk:ratio=0.0001", 4096, 16),  # at least one
+        ("topk:ratio=0.05", 4096, 205 * 2 + 308 + 2),
+        ("topk:ratio=0.0833", 4096, 341 * 2 + 512 + 6),
+        ("topk:ratio=0.0835", 4096, 342 * 2 + 512 + 4),  # a bitmap, now no longer than a list
+        ("topk:ratio=1", 4097, 8192 + 512 + 16),
+        ("topk:values=int8", 4096, 2 * 2 + 64 + 62 + 14),  # two blocks of 32
+        ("randk", 4096, 8 + 41 * 2 + 6),
+        ("randk:ratio=1,values=int8", 4096, 8 + 4 * 1088 + 8),
     ],
 )
 def test_known_sizes(spec: str, numel: int, expected: int) -> None:

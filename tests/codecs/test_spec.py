@@ -65,6 +65,19 @@ def test_all_blocks() -> None:
         ("int8:symmetric=yes", "option 'symmetric' is 'yes'; valid: true, false"),
         ("int8:round=up", "option 'round' is up; valid: nearest, stochastic"),
         ("fp16:block=32", "unknown option 'block'; it takes no options"),
+        ("topk:ratio=0", "option 'ratio' is 0.0; valid: a number above 0, at most 1"),
+        ("topk:ratio=1.5", "option 'ratio' is 1.5; valid: a number above 0, at most 1"),
+        ("topk:ratio=1e999", "option 'ratio' is inf"),
+        ("topk:ratio=-0.1", "option 'ratio' is '-0.1'"),
+        ("topk:ratio=nan", "option 'ratio' is 'nan'"),
+        ("topk:ratio=1_0", "option 'ratio' is '1_0'"),
+        ("topk:ratio=1%", "option 'ratio' is '1%'; valid: a number above 0, at most 1"),
+        ("randk:values=int9", "option 'values' is int9; valid: bf16, fp16, fp32, int8"),
+        ("randk:block=32", "unknown option 'block'; valid options: ratio, values, round"),
+        (
+            "topk:round=stochastic",
+            "values=bf16 is a cast, which rounds to nearest; valid with stochastic: values=int8",
+        ),
         ("int8,block=32", "unknown codec 'int8,block=32'"),
     ],
 )
@@ -78,6 +91,39 @@ def test_wrong_specs(spec: str, says: str) -> None:
 def test_what_is_no_spec(given: object) -> None:
     with pytest.raises(TypeError, match=type(given).__name__):
         codec(given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "ratio", [0.01, 0.1, 1 / 3, 1e-7, 5e-324, 0.1 + 0.2, 1.0, 2**-12, 0.3333333333333333]
+)
+def test_ratios_print_exactly(ratio: float) -> None:
+    each = codec(f"topk:ratio={ratio!r}")
+    assert each.ratio == ratio  # type: ignore[attr-defined]
+    assert codec(str(each)) == each and codec(str(each)).ratio == ratio  # type: ignore[attr-defined]
+
+
+def test_ratios_as_people_write_them() -> None:
+    assert (
+        codec("topk:ratio=.5")
+        == codec("topk:ratio=0.50")
+        == codec("topk:ratio=5e-1")
+        == codec("topk:ratio=5E-01")
+    )
+    assert (
+        codec("randk:ratio=1") == codec("randk:ratio=1.0")
+        and str(codec("randk:ratio=1")) == "randk:ratio=1.0"
+    )
+    assert str(codec("topk:ratio=0.01")) == "topk"
+    whole = dataclasses.replace(codec("topk"), ratio=1)  # type: ignore[call-arg]
+    assert str(whole) == "topk:ratio=1.0" and hash(whole) == hash(codec("topk:ratio=1"))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"ratio": True}, {"ratio": "0.1"}, {"ratio": float("nan")}, {"values": "int1"}]
+)
+def test_values_of_sparse_codecs_are_checked_without_a_spec_too(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        dataclasses.replace(codec("topk"), **wrong)  # type: ignore[arg-type]
 
 
 def test_codecs_are_frozen_and_keyword_only() -> None:

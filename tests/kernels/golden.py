@@ -54,6 +54,13 @@ SPECS = {
     "int8-spikes": "int8:spikes=1",
     "int8-spikes-of-long-blocks": "int8:block=512,scale=fp32,symmetric=false,spikes=1",
     "int8-rotated-spikes-stochastic": "int8:block=128,round=stochastic,rotate=hadamard,spikes=1",
+    "topk": "topk",
+    "topk-stochastic": "topk:ratio=0.05,values=int4,round=stochastic",
+    "topk-bitmap": "topk:ratio=0.5,values=fp32",
+    "topk-fp16": "topk:ratio=0.08,values=fp16",
+    "randk": "randk",
+    "randk-int8": "randk:ratio=0.3,values=int8",
+    "randk-fp32": "randk:ratio=1.0,values=fp32",
 }
 NUMEL, KEY, OFFSET = 1107, 0x0123456789ABCDEF, 2**32 - 500
 

@@ -195,7 +195,11 @@ def test_none_copies_bits() -> None:
 
 @pytest.mark.parametrize(
     "each",
-    [each for each in few() if each.name != "fp16" and getattr(each, "rotate", "none") == "none"],
+    [
+        each
+        for each in few()
+        if each.name != "fp16" and getattr(each, "rotate", "none") == "none" and not each.layout().kept
+    ],
     ids=str,
 )
 def test_extremes_survive_in_blocks_of_their_own(each: Codec) -> None:
@@ -291,7 +295,8 @@ def test_mass_is_conserved(each: Codec) -> None:
     residual = old.clone()
     mean = decode(each, reduce_encode(each, [other], n, x, 0, 4, residual), n)
     total = x.double() + old + decode(each, other, n)
-    assert torch.allclose(mean * 4.0 + residual, total.float(), rtol=0, atol=2e-6)
+    # randk's decoded elements are n / k times as large, and so is the rounding of their sum.
+    assert torch.allclose(mean * 4.0 + residual, total.float(), rtol=2**-22, atol=2e-6)
 
 
 def test_a_residual_that_is_no_number_stays() -> None:

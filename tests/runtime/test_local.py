@@ -34,6 +34,9 @@ CODECS = (
     "int4:block=128,round=stochastic,rotate=hadamard,spikes=1",
     "mxfp4",
     "sign",
+    "topk:ratio=0.01",
+    "topk:ratio=0.2,values=int4,round=stochastic",
+    "randk:ratio=0.05",
 )
 
 

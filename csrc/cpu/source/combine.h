@@ -29,7 +29,7 @@ struct Scratch {
   alignas(kLine) float sum[kLargestBlock];
   alignas(kLine) float term[kLargestBlock];
   alignas(kLine) float decoded[kLargestBlock];
-  alignas(kLine) std::uint8_t payload[kLargestBlock * sizeof(float) + kLine];
+  alignas(kLine) std::uint8_t payload[kSparseGranule * sizeof(float) + kSparseGranule / 8 + kLine];
 };
 static_assert(kSparseGranule <= kLargestBlock, "a granule of every codec has room");
 static_assert(kGranule * sizeof(float) + kGranule / kSmallestBlock * 20 <= sizeof(Scratch::payload), "in bytes, too");
@@ -103,17 +103,35 @@ inline void keep_error(const Plan& plan, const Combine& call, std::size_t at, st
   keep_residual(call, at, n, [=](std::size_t i) { return scratch[i]; });
 }
 
+// A local term of the granule at element `at`, where there is one.
+inline Ahead ahead_of(const void* term, DType dtype, std::size_t at, std::size_t numel) {
+  if (!term || at >= numel) return {};
+  return {element(term, at, dtype), size_of(dtype), smaller(kLargestBlock, numel - at)};
+}
+
 inline void combine_granules(const Codec& codec, const Combine& call) {
   const Plan plan(codec, call.dtype);
   const auto* copied = static_cast<const std::uint8_t*>(verbatim(codec, call));
   // Straight past the cache, where nothing is to be read back from the payload.
   const bool aligned = reinterpret_cast<std::uintptr_t>(call.payload_out) % kLine == 0;
   const bool direct = call.stream_payload && aligned && !plan.family && !copied && !call.out && !call.residual_out;
+  // A sum that is mostly owed, as little of it is sent, is taken where the residual lies.
+  const bool in_place = plan.family && plan.family->owe && call.payload_out && call.count == 0 && call.local &&
+                        call.residual_in && call.residual_in == call.residual_out && call.divisor == 1 && !call.out;
   Scratch scratch;
   std::size_t payload_at = 0;
   for (std::size_t at = 0; at < call.numel; at += plan.layout.granule) {
     const std::size_t n = smaller(plan.layout.granule, call.numel - at);
     const std::size_t bytes = plan.layout.bytes(n);
+    const Encoding how{call.key, call.offset + at, call.residual_out != nullptr,
+                       ahead_of(call.local, call.local_dtype, at + n, call.numel),
+                       ahead_of(call.residual_in, DType::f32, at + n, call.numel)};
+    std::uint8_t* const target = call.payload_out ? call.payload_out + payload_at : nullptr;
+    if (in_place && plan.family->owe(plan, element(call.local, at, call.local_dtype), call.local_dtype, n,
+                                     call.residual_out + at, how, target)) {
+      payload_at += bytes;
+      continue;
+    }
     const float* sum = sum_granule(plan, call, at, n, payload_at, scratch);
     void* out = call.out ? const_cast<std::uint8_t*>(element(call.out, at, call.out_dtype)) : nullptr;
     if (!call.payload_out) {
@@ -122,8 +140,6 @@ inline void combine_granules(const Codec& codec, const Combine& call) {
       payload_at += bytes;
       continue;
     }
-    const Encoding how{call.key, call.offset + at, call.residual_out != nullptr};
-    std::uint8_t* const target = call.payload_out + payload_at;
     if (direct) {
       encode_granule<true>(plan, sum, n, how, target);
       payload_at += bytes;
@@ -137,7 +153,11 @@ inline void combine_granules(const Codec& codec, const Combine& call) {
     } else {
       encode_granule<false>(plan, sum, plan.floats(n), how, payload);
     }
-    if (call.residual_out) {
+    if (call.residual_out && plan.family && plan.family->lost) {
+      const float* old = (call.residual_in ? call.residual_in : call.residual_out) + at;
+      plan.family->lost(plan, payload, n, sum, static_cast<float>(call.divisor), old, call.residual_out + at);
+      if (out) decode_into(plan, payload, n, call.out_dtype, out, call.stream_out, scratch.decoded, scratch.term);
+    } else if (call.residual_out) {
       const float* decoded = floats_of(plan, payload, plan.floats(n), scratch.decoded);
       keep_error(plan, call, at, n, sum, decoded, scratch.term);
       if (out) put_terms(plan, call.out_dtype, decoded, n, out, call.stream_out, scratch.decoded, scratch.term);

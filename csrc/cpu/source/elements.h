@@ -78,6 +78,18 @@ constexpr bool kDirect = true;
 constexpr bool kDirect = false;
 #endif
 
+// Elements i to i + kLanes.
+template <class Element>
+inline __attribute__((always_inline)) Floats many(const void* from, std::size_t i) {
+#if defined(__AVX2__)
+  return Element::many(from, i);
+#else
+  Floats found;
+  for (std::size_t lane = 0; lane < kLanes; ++lane) found[lane] = Element::one(from, i + lane);
+  return found;
+#endif
+}
+
 // to[i] = make(element i) for i < n, `make` taking a float or Floats. A streamed `to` is aligned to a line.
 template <class Element, bool Stream = false, class Make>
 inline __attribute__((always_inline)) void each(const void* from, std::size_t n, float* to, const Make& make) {

@@ -11,11 +11,31 @@ namespace dtcomm::DTCOMM_ISA {
 
 struct Plan;
 
+// What a term of the next granule will be read from: who works long on one granule asks for the next meanwhile.
+struct Ahead {
+  const std::uint8_t* memory = nullptr;
+  std::size_t element = 0;  // bytes
+  std::size_t count = 0;    // elements
+};
+
+// Asks for 64 elements, from element `at` on. Always in line and without a loop: compilers take a function or a loop
+// that does nothing but ask for one without effect, and leave it out.
+inline __attribute__((always_inline)) void fetch(const Ahead& ahead, std::size_t at) {
+  if (at >= ahead.count) return;
+  const std::uint8_t* const from = ahead.memory + at * ahead.element;
+  __builtin_prefetch(from, 0, 2);
+  __builtin_prefetch(from + 16 * ahead.element, 0, 2);
+  __builtin_prefetch(from + 32 * ahead.element, 0, 2);
+  __builtin_prefetch(from + 48 * ahead.element, 0, 2);
+}
+
 // What an encoding depends on besides its floats.
 struct Encoding {
   std::uint64_t key;
   std::uint64_t index;  // of the granule's first element in the caller's tensor
   bool feedback;        // the error goes to a residual: an encoding that is unbiased need not be
+  Ahead local = {};     // of the next granule, as far as there are any
+  Ahead residual = {};
 };
 
 // All memory may be unaligned, except that a streamed `to` is aligned to a line. 1 <= n <= layout.granule.
@@ -26,12 +46,21 @@ struct FamilyKernels {
   void (*decode)(const Plan& plan, const std::uint8_t* from, std::size_t n, float* to, bool stream);
   // to = sum + the decoded floats, NaN canonical; `to` may be `sum`.
   void (*add)(const Plan& plan, const std::uint8_t* from, std::size_t n, const float* sum, float* to);
+  // residual = (sum - the decoded floats) * divisor where that is finite, elsewhere as `old`; `from` encodes `sum`.
+  // `residual` may be `old`. For families that leave most of the sum as it is; nullptr: by way of the decoded floats.
+  void (*lost)(const Plan& plan, const std::uint8_t* from, std::size_t n, const float* sum, float divisor,
+               const float* old, float* residual) = nullptr;
+  // Encodes local + residual and leaves the error in the residual, in one go; false where it cannot, with nothing done.
+  bool (*owe)(const Plan& plan, const void* local, DType dtype, std::size_t n, float* residual, const Encoding& how,
+              std::uint8_t* to) = nullptr;
 };
 
 extern const FamilyKernels kIntegerFamily;
 extern const FamilyKernels kFloat8Family;
 extern const FamilyKernels kMxFamily;
 extern const FamilyKernels kSignFamily;
+extern const FamilyKernels kTopkFamily;
+extern const FamilyKernels kRandkFamily;
 
 // nullptr: a cast, which cast.h does in line.
 inline const FamilyKernels* family_kernels(Family family) {
@@ -44,6 +73,10 @@ inline const FamilyKernels* family_kernels(Family family) {
       return &kMxFamily;
     case Family::sign:
       return &kSignFamily;
+    case Family::topk:
+      return &kTopkFamily;
+    case Family::randk:
+      return &kRandkFamily;
     default:
       return nullptr;
   }

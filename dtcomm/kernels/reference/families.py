@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtcomm.codecs import Bf16, Codec, Float8, Fp16, Integer, Mxfp8, Sign
-from dtcomm.kernels.reference import float8, integer, mx, sign
+from dtcomm.codecs import Bf16, Codec, Float8, Fp16, Integer, Mxfp8, RandK, Sign, TopK
+from dtcomm.kernels.reference import float8, integer, mx, sign, sparse
 from dtcomm.kernels.reference.floats import Bytes, Floats, narrow, widen
 
 
@@ -29,6 +29,8 @@ FAMILIES: dict[int, Family] = {
     Float8.family: Family(encode=float8.encode, decode=float8.decode),
     Mxfp8.family: Family(encode=mx.encode, decode=mx.decode),
     Sign.family: Family(encode=sign.encode, decode=sign.decode),
+    TopK.family: Family(encode=sparse.encode_topk, decode=sparse.decode_topk),
+    RandK.family: Family(encode=sparse.encode_randk, decode=sparse.decode_randk),
 }
 
 

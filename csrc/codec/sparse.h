@@ -1,0 +1,111 @@
+// Sparse codecs: which elements of a granule are sent, and how their positions are written. topk keeps the largest
+// magnitudes and lists where they were; randk keeps positions that anyone can draw again from the granule's key.
+// docs/wire-format.md has the sources.
+#pragma once
+
+#include "codec/layout.h"
+#include "codec/random.h"
+#include "codec/scalar.h"
+
+namespace dtcomm {
+
+// topk. A granule's elements are ordered by magnitude (as integers: NaN above Inf above numbers), equal ones by their
+// index, and the first `count` are sent. With `threshold` the magnitude of the last of them and `ties` how many are
+// sent of those that equal it, an element is sent if and only if this holds; `equals` counts those before it.
+DTCOMM_HD bool is_sent(std::uint32_t size, std::uint32_t threshold, std::size_t equals, std::size_t ties) {
+  return size > threshold || (size == threshold && equals < ties);
+}
+
+// The list of positions: 12 bits each, the low bits first, so that two of them share three bytes.
+DTCOMM_HD std::uint32_t position_at(const std::uint8_t* list, std::size_t i) {
+  const std::uint8_t* at = list + i * kPositionBits / 8;
+  const std::uint32_t word = at[0] | static_cast<std::uint32_t>(at[1]) << 8;
+  return i % 2 ? word >> 4 : word & 0xfffU;
+}
+
+// Writes positions 2 * pair and, where it exists, 2 * pair + 1 of `count`.
+DTCOMM_HD void put_positions(std::uint8_t* list, std::size_t pair, std::size_t count, std::uint32_t first,
+                             std::uint32_t second) {
+  const bool both = 2 * pair + 1 < count;
+  std::uint8_t* at = list + 3 * pair;
+  const std::uint32_t word = first | (both ? second << kPositionBits : 0);
+  at[0] = static_cast<std::uint8_t>(word);
+  at[1] = static_cast<std::uint8_t>(word >> 8);
+  if (both) at[2] = static_cast<std::uint8_t>(word >> 16);
+}
+
+DTCOMM_HD bool bit_at(const std::uint8_t* bitmap, std::size_t i) { return (bitmap[i / 8] >> i % 8 & 1) != 0; }
+
+// randk. The key of the granule whose first element has `index` in the caller's tensor.
+DTCOMM_HD std::uint64_t granule_key(std::uint64_t key, std::uint64_t index) {
+  std::uint64_t h = key;
+  const std::uint64_t words[2] = {0x9e3779b97f4a7c15ULL, index};
+  for (int i = 0; i < 2; ++i) {
+    h += words[i];
+    h ^= h >> 30;
+    h *= 0xbf58476d1ce4e5b9ULL;
+    h ^= h >> 27;
+    h *= 0x94d049bb133111ebULL;
+    h ^= h >> 31;
+  }
+  return h;
+}
+
+// A permutation of [0, count): rounds of multiplying, adding and folding the upper half of the bits onto the lower,
+// each a bijection of [0, 2^m), the smallest power of two that holds `count`; repeated until the result is below
+// `count`; then turned by a number that alone makes every position equally likely.
+constexpr int kShuffleRounds = 5;
+
+struct Shuffle {
+  std::uint32_t multiply[kShuffleRounds], add[kShuffleRounds];
+  std::uint32_t mask, shift, count, turn;
+};
+
+DTCOMM_HD Shuffle make_shuffle(std::uint64_t granule_key, std::size_t count) {
+  const std::uint32_t low = static_cast<std::uint32_t>(granule_key),
+                      high = static_cast<std::uint32_t>(granule_key >> 32);
+  Shuffle shuffle;
+  std::uint32_t bits = 0;
+  while ((std::size_t{1} << bits) < count) ++bits;
+  shuffle.mask = (1U << bits) - 1;
+  shuffle.shift = bits < 2 ? 1 : (bits + 1) / 2;
+  shuffle.count = static_cast<std::uint32_t>(count);
+  for (std::uint32_t round = 0; round < kShuffleRounds; ++round) {
+    const std::uint32_t word = mix32(low + mix32(high + round));
+    shuffle.multiply[round] = (word & 0xffffU) | 1U;
+    shuffle.add[round] = word >> 16;
+  }
+  const std::uint64_t last = mix32(low + mix32(high + kShuffleRounds));
+  shuffle.turn = static_cast<std::uint32_t>((last * count) >> 32);
+  return shuffle;
+}
+
+// Where `at` < 2^m goes in [0, 2^m).
+DTCOMM_HD std::uint32_t shuffled_once(const Shuffle& shuffle, std::uint32_t at) {
+  for (int round = 0; round < kShuffleRounds; ++round) {
+    at = (at * shuffle.multiply[round] + shuffle.add[round]) & shuffle.mask;
+    at ^= at >> shuffle.shift;
+  }
+  return at;
+}
+
+DTCOMM_HD std::uint32_t turned(const Shuffle& shuffle, std::uint32_t at) {
+  at += shuffle.turn;
+  return at >= shuffle.count ? at - shuffle.count : at;
+}
+
+// The position of value `i` < count. It ends: the cycle that `i` lies on comes back to `i`.
+DTCOMM_HD std::uint32_t shuffled(const Shuffle& shuffle, std::uint32_t i) {
+  do {
+    i = shuffled_once(shuffle, i);
+  } while (i >= shuffle.count);
+  return turned(shuffle, i);
+}
+
+// What a value of randk is multiplied by: with it the decoding is right on average, and without it (an error that is
+// fed back) what was not sent is owed in full.
+DTCOMM_HD float randk_factor(std::size_t elements, std::size_t kept, bool feedback) {
+  return feedback ? 1.0f : static_cast<float>(elements) / static_cast<float>(kept);
+}
+
+}  // namespace dtcomm

@@ -1,0 +1,224 @@
+// The k largest magnitudes of a granule, exactly, in L1. The k-th largest of the maxima of at least k groups of
+// elements cannot be above the k-th largest element: k groups reach it. So a search among a few maxima gives a bound
+// that nearly only the wanted elements pass, and the exact search is among those alone.
+#pragma once
+
+#include "codec/sparse.h"
+#include "cpu/source/cast.h"
+#include "cpu/source/family.h"
+
+namespace dtcomm::DTCOMM_ISA {
+
+constexpr std::size_t kRow = 256;      // a selection works on whole rows
+constexpr std::size_t kGroups = 1024;  // of elements, at most
+constexpr std::size_t kSlack = 16;     // lists are read and written by whole vectors
+
+// How many sizes are `least` or more. Magnitudes fit signed words, which every instruction set compares.
+inline std::size_t count_from(const std::int32_t* sizes, std::size_t n, std::int32_t least) {
+  std::int32_t count = 0;
+  for (std::size_t i = 0; i < n; ++i) count += sizes[i] >= least ? 1 : 0;
+  return static_cast<std::size_t>(count);
+}
+
+struct Bound {
+  std::int32_t least;
+  std::size_t count;  // sizes that are `least` or more
+};
+
+// Bisection from a bound that at least k sizes reach to one that k to k + slack reach, or to the k-th largest itself
+// where more equal it. What an element decides is only which of two numbers is taken: nothing to predict.
+inline Bound raise(Bound bound, const std::int32_t* sizes, std::size_t n, std::size_t k, std::size_t slack) {
+  std::int32_t high = bound.least;
+  for (std::size_t i = 0; i < n; ++i) high = sizes[i] > high ? sizes[i] : high;
+  while (bound.least < high && bound.count > k + slack) {
+    const std::int32_t middle = high - (high - bound.least) / 2;  // above the least
+    const std::size_t reached = count_from(sizes, n, middle);
+    const bool enough = reached >= k;
+    bound.least = enough ? middle : bound.least;
+    bound.count = enough ? reached : bound.count;
+    high = enough ? high : middle - 1;
+  }
+  return bound;
+}
+
+struct Candidates {
+  std::size_t count;
+  alignas(kLine) std::int32_t size[kSparseGranule + kSlack];
+  std::uint16_t position[kSparseGranule + kSlack];
+};
+
+#if defined(__AVX512F__)
+
+// First which sixteens hold a candidate, then those alone: again without a branch on the data.
+inline void find_reaching(const float* x, std::size_t n, std::int32_t least, const Ahead& ahead, Candidates& found) {
+  alignas(kLine) std::uint16_t masks[kSparseGranule / 16];
+  alignas(kLine) std::uint32_t hits[kSparseGranule / 16 + kSlack];
+  const __m512i bound = _mm512_set1_epi32(least), strip = _mm512_set1_epi32(0x7fffffff);
+  const __m512i count_up = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const auto sizes_at = [=](std::size_t i) { return _mm512_and_si512(_mm512_loadu_si512(x + 16 * i), strip); };
+  const auto reach = [=](std::size_t i) { return _mm512_cmpge_epi32_mask(sizes_at(i), bound); };
+  std::size_t hit = 0, count = 0;
+  for (std::size_t i = 0; i < n / 16; i += 4) {
+    fetch(ahead, 16 * i);
+    const __mmask32 low = _mm512_kunpackw(reach(i + 1), reach(i)), high = _mm512_kunpackw(reach(i + 3), reach(i + 2));
+    const std::uint64_t four = _mm512_kunpackd(high, low);
+    __builtin_memcpy(masks + i, &four, sizeof four);
+  }
+  for (std::size_t row = 0; row < n / 16; row += 16) {
+    const __m512i some =
+        _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_load_si256(reinterpret_cast<const __m256i*>(masks + row)));
+    const __mmask16 any = _mm512_test_epi32_mask(some, some);
+    const __m512i index = _mm512_add_epi32(count_up, _mm512_set1_epi32(static_cast<int>(row)));
+    _mm512_storeu_si512(hits + hit, _mm512_maskz_compress_epi32(any, index));
+    hit += static_cast<std::size_t>(__builtin_popcount(any));
+  }
+  for (std::size_t h = 0; h < hit; ++h) {
+    const std::size_t i = hits[h];
+    const __m512i position = _mm512_add_epi32(count_up, _mm512_set1_epi32(static_cast<int>(16 * i)));
+    _mm512_storeu_si512(found.size + count, _mm512_maskz_compress_epi32(masks[i], sizes_at(i)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(found.position + count),
+                        _mm512_maskz_cvtepi32_epi16(0xffff, _mm512_maskz_compress_epi32(masks[i], position)));
+    count += static_cast<std::size_t>(__builtin_popcount(masks[i]));
+  }
+  found.count = count;
+}
+
+#else
+
+// Which of x[0, 32) have a magnitude of `least` or more, a bit each.
+inline std::uint32_t reaching(const float* x, std::int32_t least) {
+  std::uint32_t mask = 0;
+#if defined(__AVX2__)
+  const __m256i below = _mm256_set1_epi32(least - 1), strip = _mm256_set1_epi32(0x7fffffff);
+  for (int i = 0; i < 4; ++i) {
+    const __m256i size = _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 8 * i)), strip);
+    const int eight = _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(size, below)));
+    mask |= static_cast<std::uint32_t>(eight) << (8 * i);
+  }
+#else
+  // Most have none: look at all before looking at each.
+  std::int32_t largest = 0;
+  for (int i = 0; i < 32; ++i) {
+    const auto size = static_cast<std::int32_t>(magnitude(cells<float>(x)[i].value));
+    largest = size > largest ? size : largest;
+  }
+  for (int i = 0; largest >= least && i < 32; ++i) {
+    const auto size = static_cast<std::int32_t>(magnitude(cells<float>(x)[i].value));
+    mask |= static_cast<std::uint32_t>(size >= least ? 1 : 0) << i;
+  }
+#endif
+  return mask;
+}
+
+inline void find_reaching(const float* x, std::size_t n, std::int32_t least, const Ahead& ahead, Candidates& found) {
+  std::size_t count = 0;
+  for (std::size_t at = 0; at < n; at += 32) {
+    if (at % 64 == 0) fetch(ahead, at);
+    for (std::uint32_t mask = reaching(x + at, least); mask; mask &= mask - 1) {
+      const std::size_t i = at + static_cast<std::size_t>(__builtin_ctz(mask));
+      found.size[count] = static_cast<std::int32_t>(magnitude(cells<float>(x)[i].value));
+      found.position[count++] = static_cast<std::uint16_t>(i);
+    }
+  }
+  found.count = count;
+}
+
+#endif
+
+typedef std::int32_t Sizes __attribute__((vector_size(kVector)));
+typedef std::int32_t LooseSizes __attribute__((vector_size(kVector), aligned(1), may_alias));
+
+// Maxima of `groups` (kRow or more) interleaved groups of the elements, a few registers of groups at a time.
+inline void group_maxima(const float* x, std::size_t n, std::size_t groups, std::int32_t* maxima) {
+  constexpr std::size_t kWide = 4;
+  const Sizes strip = Sizes{} + 0x7fffffff;
+  for (std::size_t g = 0; g < groups; g += kWide * kLanes) {
+    Sizes most[kWide] = {};
+    for (std::size_t at = g; at < n; at += groups) {
+      for (std::size_t i = 0; i < kWide; ++i) {
+        const Sizes size = *reinterpret_cast<const LooseSizes*>(x + at + i * kLanes) & strip;
+        most[i] = size > most[i] ? size : most[i];
+      }
+    }
+    for (std::size_t i = 0; i < kWide; ++i) *reinterpret_cast<LooseSizes*>(maxima + g + i * kLanes) = most[i];
+  }
+}
+
+// The same of x + residual, in kRow groups and in the order of memory, from which both terms come.
+template <class Element>
+inline void sum_maxima(const void* x, const float* residual, std::size_t n, std::int32_t* maxima) {
+  constexpr std::size_t kVectors = kRow / kLanes;
+  const Sizes strip = Sizes{} + 0x7fffffff;
+  Sizes most[kVectors] = {};
+  for (std::size_t at = 0; at < n; at += kRow) {
+#pragma GCC unroll 16
+    for (std::size_t i = 0; i < kVectors; ++i) {
+      const Floats sum = many<Element>(x, at + i * kLanes) + load(residual + at + i * kLanes);
+      const Sizes size = reinterpret_cast<Sizes>(sum) & strip;
+      most[i] = size > most[i] ? size : most[i];
+    }
+  }
+  for (std::size_t i = 0; i < kVectors; ++i) *reinterpret_cast<LooseSizes*>(maxima + i * kLanes) = most[i];
+}
+
+// residual += x; n is whole rows.
+template <class Element>
+inline void sum_in_place(const void* x, float* residual, std::size_t n, const Ahead& ahead) {
+  for (std::size_t at = 0; at < n; at += 64) {
+    fetch(ahead, at);
+    for (std::size_t i = at; i < at + 64; i += kLanes) {
+      store<false>(residual + i, many<Element>(x, i) + load(residual + i));
+    }
+  }
+}
+
+// A magnitude that at least k <= groups elements reach, and few more.
+inline std::int32_t reached_by(const std::int32_t* maxima, std::size_t groups, std::size_t k) {
+  Bound bound{maxima[0], groups};
+  for (std::size_t g = 0; g < groups; ++g) bound.least = maxima[g] < bound.least ? maxima[g] : bound.least;
+  return raise(bound, maxima, groups, k, k / 4).least;
+}
+
+inline std::int32_t reached_by(const float* x, std::size_t n, std::size_t k) {
+  // Groups of 16 where few elements are kept; else of 4; where most are, there is nothing to gain.
+  const std::size_t groups = 3 * k <= kRow ? kRow : kGroups;
+  if (2 * k > groups || n % groups != 0 || n == groups) return 0;
+  alignas(kLine) std::int32_t maxima[kGroups];
+  group_maxima(x, n, groups, maxima);
+  return reached_by(maxima, groups, k);
+}
+
+// The positions of the k largest of n elements, ascending; of equal ones the first are taken. n is whole rows, and at
+// least k elements reach `least`.
+inline void select_from(const float* x, std::size_t n, std::size_t k, std::int32_t least, const Ahead& ahead,
+                        std::uint16_t* positions) {
+  Candidates found;
+  find_reaching(x, n, least, ahead, found);
+  const std::size_t vectors = (found.count + kSlack - 1) / kSlack * kSlack;
+  for (std::size_t i = 0; i < kSlack; ++i) found.size[found.count + i] = -1;
+  const Bound bound = raise({least, found.count}, found.size, vectors, k, 0);
+  std::size_t ties = k;  // no limit, unless more elements than are wanted equal the last one
+  if (bound.count > k) {
+    for (std::size_t i = 0; i < found.count; ++i) ties -= found.size[i] > bound.least ? 1 : 0;
+  }
+  std::size_t taken = 0, equals = 0;
+  for (std::size_t i = 0; taken < k; ++i) {
+    const auto size = static_cast<std::uint32_t>(found.size[i]), threshold = static_cast<std::uint32_t>(bound.least);
+    positions[taken] = found.position[i];
+    taken += is_sent(size, threshold, equals, ties) ? 1 : 0;
+    equals += size == threshold ? 1 : 0;
+  }
+}
+
+inline void select(const float* x, std::size_t n, std::size_t k, const Ahead& ahead, std::uint16_t* positions) {
+  alignas(kLine) float padded[kSparseGranule];
+  const std::size_t whole = (n + kRow - 1) / kRow * kRow;
+  if (whole != n) {  // zeros at the end come after every element: k <= n, so that none of them is taken
+    __builtin_memcpy(padded, x, n * sizeof(float));
+    __builtin_memset(padded + n, 0, (whole - n) * sizeof(float));
+    x = padded;
+  }
+  select_from(x, whole, k, reached_by(x, whole, k), ahead, positions);
+}
+
+}  // namespace dtcomm::DTCOMM_ISA

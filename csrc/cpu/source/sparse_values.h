@@ -1,0 +1,77 @@
+// What both sparse codecs share: the kept values, which are a payload of a codec of their own, and their way back to
+// their positions.
+#pragma once
+
+#include "codec/sparse.h"
+#include "cpu/source/granule.h"
+
+namespace dtcomm::DTCOMM_ISA {
+
+// The elements of a granule that are sent.
+struct Kept {
+  std::size_t count;
+  alignas(kLine) float value[kSparseGranule];
+  std::uint16_t position[kSparseGranule];
+};
+
+// The values as granules of their own, the last one without its padding; `index`: of the first one's random number.
+inline void encode_values(const Plan& plan, const float* values, std::size_t count, std::uint64_t key,
+                          std::uint64_t index, std::uint8_t* to) {
+  const Plan nested(values_of(plan.codec), DType::f32);
+  const std::size_t granule = nested.layout.bytes(kGranule);
+  for (; count > kGranule; count -= kGranule, values += kGranule, index += kGranule, to += granule) {
+    encode_granule<false>(nested, values, kGranule, {key, index, false}, to);
+  }
+  std::uint8_t last[kGranule * sizeof(float) + kGranule];
+  encode_granule<false>(nested, values, count, {key, index, false}, last);
+  __builtin_memcpy(to, last, nested.layout.used(count));
+}
+
+inline void decode_values(const Plan& plan, const std::uint8_t* from, std::size_t count, float* values) {
+  const Plan nested(values_of(plan.codec), DType::f32);
+  const std::size_t granule = nested.layout.bytes(kGranule);
+  for (std::size_t at = 0; at < count; at += kGranule, from += granule) {
+    decode_granule<false>(nested, from, smaller(kGranule, count - at), values + at);
+  }
+  for (std::size_t i = 0; i < count; ++i) values[i] = canonical(values[i]);
+}
+
+// to = the values at their positions, zeros elsewhere. A streamed granule is made in L1 first: its lines are written
+// once, and whole.
+inline void scatter(const Kept& kept, std::size_t n, float* to, bool stream) {
+  alignas(kLine) float granule[kSparseGranule];
+  float* out = stream ? granule : to;
+  __builtin_memset(out, 0, n * sizeof(float));
+  for (std::size_t i = 0; i < kept.count; ++i) cells<float>(out)[kept.position[i]].value = kept.value[i];
+  if (stream) stream_copy(to, granule, n * sizeof(float));
+}
+
+// to = sum + the values, or + 0 where there is none; `to` may be `sum`.
+inline void scatter_add(Kept& kept, std::size_t n, const float* sum, float* to) {
+  for (std::size_t i = 0; i < kept.count; ++i) {
+    kept.value[i] = canonical(cells<float>(sum)[kept.position[i]].value + kept.value[i]);
+  }
+  each<Fp32>(sum, n, to, [](auto x, std::size_t) { return settled(x + 0.0f); });
+  for (std::size_t i = 0; i < kept.count; ++i) cells<float>(to)[kept.position[i]].value = kept.value[i];
+}
+
+// residual = (sum - the values) * divisor where that is finite, else as `old`, which `residual` may be.
+inline void scatter_lost(Kept& kept, std::size_t n, const float* sum, float divisor, const float* old,
+                         float* residual) {
+  auto* to = cells<float>(residual);
+  const auto* x = cells<float>(sum);
+  const auto* before = cells<float>(old);
+  for (std::size_t i = 0; i < kept.count; ++i) {
+    const std::size_t at = kept.position[i];
+    const float error = (x[at].value - kept.value[i]) * divisor;
+    kept.value[i] = finite(error) ? error : before[at].value;
+  }
+#pragma GCC ivdep
+  for (std::size_t i = 0; i < n; ++i) {
+    const float error = x[i].value * divisor, keep = before[i].value;
+    to[i].value = finite(error) ? error : keep;
+  }
+  for (std::size_t i = 0; i < kept.count; ++i) to[kept.position[i]].value = kept.value[i];
+}
+
+}  // namespace dtcomm::DTCOMM_ISA

@@ -1,0 +1,137 @@
+"""Sparse codecs: a part of the elements is sent, the rest is left out (and, with a residual, owed).
+
+`topk` sends the largest magnitudes of each granule of 4096 elements with their positions (Top-K sparsification; Lin
+et al., "Deep Gradient Compression", ICLR 2018; in chunks of 4096, so that a position has 12 bits, as DeMo and
+SparseLoCo do). `randk` sends elements at positions drawn from a key, which is all that is sent of them, scaled to be
+right on average (Wangni et al., "Gradient Sparsification for Communication-Efficient Distributed Optimization", and
+Stich et al., "Sparsified SGD with Memory", both NeurIPS 2018).
+
+The defaults are for gradients with error feedback. `ratio=0.01`: what Deep Gradient Compression calls safe without
+further tricks. `values=bf16`: with a position of 12 bits beside it a value of 16 is little, it needs no scale, and the
+largest elements are what one wants exact. Nested integers take blocks of 32 of the values, in which only the
+magnitudes beyond the threshold differ, so that few bits serve.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from dtcomm.codecs.base import (
+    ELEMENTS,
+    POSITION_BITS,
+    ROUNDINGS,
+    SCALES,
+    SPARSE_GRANULE,
+    Codec,
+    Layout,
+    option,
+    pack,
+)
+from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed
+from dtcomm.codecs.integer import Integer
+
+RANDK_HEAD = 8  # bytes: the key that a granule's positions come from
+INTEGERS = tuple(f"int{bits}" for bits in range(8, 1, -1))
+CASTS: dict[str, Codec] = {"bf16": Bf16(), "fp16": Fp16(), "fp32": Uncompressed()}
+VALUES = ", ".join((*CASTS, *INTEGERS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sparse(Codec):
+    """A granule of 4096 elements keeps ``round(ratio * 4096)``, at least one; a shorter one its share, rounded up."""
+
+    head: ClassVar[int] = 0
+    ratio: float = option(default=0.01, valid="a number above 0, at most 1")
+    values: str = option(default="bf16", valid=VALUES)
+    round: str = option(default="nearest", valid="nearest, stochastic (values int8 to int2)")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)):
+            raise self._refuse("ratio")
+        if not 0 < self.ratio <= 1:  # NaN is refused, too
+            raise self._refuse("ratio")
+        object.__setattr__(self, "ratio", float(self.ratio))  # so that 1 and 1.0 print alike
+        if self.values not in CASTS and self.values not in INTEGERS:
+            raise self._refuse("values")
+        if self.round not in ROUNDINGS:
+            raise self._refuse("round")
+        if self.round == "stochastic" and self.values in CASTS:
+            raise ValueError(
+                f"{self.name}: option 'round' is stochastic, but values={self.values} is a cast, which rounds to "
+                f"nearest; valid with stochastic: values={', '.join(INTEGERS)}"
+            )
+        self.value_codec()  # refuses what the integer codec refuses
+
+    def value_codec(self) -> Codec:
+        """The codec of the values that are kept."""
+        if self.values in CASTS:
+            return CASTS[self.values]
+        return Integer(bits=int(self.values.removeprefix("int")), round=self.round)
+
+    @property
+    def kept(self) -> int:
+        """Elements that a whole granule keeps: the ratio of them to the nearest, ties to even, at least one."""
+        return max(1, round(self.ratio * SPARSE_GRANULE))
+
+    def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
+        return replace(
+            self.value_codec().layout(),
+            granule=SPARSE_GRANULE,
+            kept=self.kept,
+            head=self.head,
+            position_bits=self._position_bits(),
+        )
+
+    def _position_bits(self) -> int:
+        return 0
+
+    def lossless(self, dtype: torch.dtype) -> bool:
+        return False
+
+    def native(self) -> bytes:
+        values = self.value_codec()
+        if not isinstance(values, Integer):
+            return pack(self.family, element=ELEMENTS[self.values], kept=self.kept)
+        return pack(
+            self.family,
+            bits=values.bits,
+            scale=SCALES[values.scale],
+            symmetric=values.symmetric,
+            stochastic=values.round == "stochastic",
+            element=ELEMENTS["integer"],
+            block=values.block,
+            kept=self.kept,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK(_Sparse):
+    """The largest magnitudes, of equals the first, and where they were: a list, or a bitmap where that is shorter."""
+
+    family: ClassVar[int] = 7
+
+    @property
+    def name(self) -> str:
+        return "topk"
+
+    def _position_bits(self) -> int:
+        return 1 if self.kept * POSITION_BITS > SPARSE_GRANULE else POSITION_BITS
+
+    def lossless(self, dtype: torch.dtype) -> bool:
+        return self.kept == SPARSE_GRANULE and self.value_codec().lossless(dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandK(_Sparse):
+    """Elements at random positions, multiplied by the granule's elements over the kept ones, unless the error is fed
+    back."""
+
+    family: ClassVar[int] = 8
+    head: ClassVar[int] = RANDK_HEAD
+
+    @property
+    def name(self) -> str:
+        return "randk"
