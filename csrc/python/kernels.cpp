@@ -6,6 +6,7 @@
 
 #include <pybind11/stl.h>
 
+#include "codec/corrupt.h"
 #include "codec/random.h"
 #include "cpu/kernels.h"
 #include "python/arguments.h"
@@ -90,6 +91,15 @@ void bind_kernels(py::module_& module) {
       py::arg("codec"), py::arg("numel"), py::arg("dtype"));
   module.def(
       "granule_elements", [](const py::bytes& codec) { return granule_elements(codec_of(codec)); }, py::arg("codec"));
+  module.def(
+      "why_corrupt",
+      [](const py::bytes& codec_bytes, std::uintptr_t payload, std::size_t numel) {
+        const Codec codec = codec_of(codec_bytes);
+        const py::gil_scoped_release release;
+        return why_corrupt(codec, pointer<const std::uint8_t>(payload), numel);
+      },
+      py::arg("codec"), py::arg("payload"), py::arg("numel"),
+      "The first granule of a payload that no encoder makes, and why; empty where there is none.");
   module.def(
       "mix_key", [](std::uint64_t seed, std::uint32_t rank, std::uint32_t step) { return mix_key(seed, rank, step); },
       py::arg("seed"), py::arg("rank"), py::arg("step"), "The key of one encoding, for stochastic rounding.");

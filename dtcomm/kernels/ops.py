@@ -18,7 +18,7 @@ import torch
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import FLOAT_TYPES
-from dtcomm.kernels import checks, dispatch, native, reference
+from dtcomm.kernels import checks, corrupt, dispatch, native, reference
 from dtcomm.kernels.call import Combine
 from dtcomm.kernels.dispatch import available, current, use
 
@@ -87,6 +87,7 @@ def decode(
     numel = checks.count("numel", numel)
     checks.element_type("dtype", codec, dtype)
     payload = checks.payload("payload", payload, codec, numel, dtype)
+    corrupt.refuse(codec, [payload], numel)
     if out is None:
         out = payload.new_empty(numel, dtype=dtype)
     else:
@@ -232,6 +233,7 @@ def _run(call: Combine, name: str, first: torch.Tensor) -> None:
     """Run `call` on the device of its argument `first`, called `name`."""
     if call.numel == 0:
         return
+    corrupt.refuse(call.codec, call.payloads, call.numel)
     kernel = dispatch.for_call(call.codec, name, first)
     if kernel == dispatch.REFERENCE:
         reference.combine(call)
