@@ -37,26 +37,36 @@ inline __attribute__((always_inline)) Words add_large(Floats t) {
   return reinterpret_cast<Words>(t + reinterpret_cast<Floats>(large));
 }
 
-// Codes out of the lower and the upper halves of the sums.
-template <class F, bool Saturate>
-inline __attribute__((always_inline)) Halves codes_of(Halves low, Halves high) {
-  constexpr std::uint16_t kSignBit = 1 << F::kSign, kTop = F::kTop;
-  const Halves code = low + (high >> (Large<F>::kShift - 16)), sign = (high >> (15 - F::kSign)) & kSignBit;
-  if constexpr (!Saturate) return (code & static_cast<std::uint16_t>(kSignBit - 1)) | sign;
-  const Halves size = code & 0xff, top = Halves{} + kTop;
-#if defined(__AVX512F__)
-  const auto held = _mm512_maskz_min_epu16(0xffffffff, reinterpret_cast<__m512i>(size), reinterpret_cast<__m512i>(top));
-#else
-  const auto held = _mm256_min_epu16(reinterpret_cast<__m256i>(size), reinterpret_cast<__m256i>(top));
-#endif
-  return reinterpret_cast<Halves>(held) | sign;
-}
-
 #if defined(__AVX512F__)
 typedef __m512i Bytes;
 #else
 typedef __m256i Bytes;
 #endif
+
+// Codes out of the lower and the upper halves of the sums.
+template <class F, bool Saturate>
+inline __attribute__((always_inline)) Bytes codes_of(Bytes low, Bytes high) {
+  constexpr std::uint16_t kSignBit = 1 << F::kSign, kSizes = kSignBit - 1;
+  const Halves above = reinterpret_cast<Halves>(high);
+  const Halves sign = above >> (15 - F::kSign);  // and, below it, what the select drops
+  Halves size = reinterpret_cast<Halves>(low) + (above >> (Large<F>::kShift - 16));
+  if constexpr (Saturate) {
+    size &= 0xff;
+    const Halves top = Halves{} + static_cast<std::uint16_t>(F::kTop);
+#if defined(__AVX512F__)
+    size = reinterpret_cast<Halves>(
+        _mm512_maskz_min_epu16(0xffffffff, reinterpret_cast<Bytes>(size), reinterpret_cast<Bytes>(top)));
+#else
+    size = reinterpret_cast<Halves>(_mm256_min_epu16(reinterpret_cast<Bytes>(size), reinterpret_cast<Bytes>(top)));
+#endif
+  }
+#if defined(__AVX512F__)
+  const Bytes sizes = reinterpret_cast<Bytes>(Halves{} + kSizes);
+  return _mm512_ternarylogic_epi32(sizes, reinterpret_cast<Bytes>(size), reinterpret_cast<Bytes>(sign), 0xca);  // ?:
+#else
+  return reinterpret_cast<Bytes>((size & kSizes) | (sign & kSignBit));
+#endif
+}
 
 // The codes of four rows of kLanes elements, a byte each; every row has an inverse of its own.
 template <class F, bool Saturate>
@@ -73,8 +83,7 @@ inline __attribute__((always_inline)) Bytes minifloats_of(const float* x, const 
   for (int j = 0; j < 2; ++j) {
     const Bytes low = _mm512_permutex2var_epi16(sums[2 * j], even, sums[2 * j + 1]);
     const Bytes high = _mm512_permutex2var_epi16(sums[2 * j], odd, sums[2 * j + 1]);
-    pairs[j] =
-        reinterpret_cast<Bytes>(codes_of<F, Saturate>(reinterpret_cast<Halves>(low), reinterpret_cast<Halves>(high)));
+    pairs[j] = codes_of<F, Saturate>(low, high);
   }
   // The pack works within quarters of the vector: put the groups of eight back in order.
   return _mm512_maskz_permutexvar_epi64(0xff, _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7),
@@ -83,8 +92,7 @@ inline __attribute__((always_inline)) Bytes minifloats_of(const float* x, const 
   for (int j = 0; j < 2; ++j) {
     const Bytes low = _mm256_blend_epi16(sums[2 * j], _mm256_slli_epi32(sums[2 * j + 1], 16), 0xaa);
     const Bytes high = _mm256_blend_epi16(_mm256_srli_epi32(sums[2 * j], 16), sums[2 * j + 1], 0xaa);
-    pairs[j] =
-        reinterpret_cast<Bytes>(codes_of<F, Saturate>(reinterpret_cast<Halves>(low), reinterpret_cast<Halves>(high)));
+    pairs[j] = codes_of<F, Saturate>(low, high);
   }
   // A double word holds one element of each row, in the order 0, 2, 1, 3: transpose.
   const Bytes mixed = _mm256_or_si256(pairs[0], _mm256_slli_epi16(pairs[1], 8));
