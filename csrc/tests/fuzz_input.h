@@ -86,15 +86,18 @@ struct Case {
   std::uint64_t key = 0, offset = 0;
 };
 
-// A payload's bytes: noise, a constant, or an encoding, whole or damaged.
-inline void make_payload(Random& random, const Case& at, const Kernels& kernels, const std::uint8_t* floats,
+// A payload's bytes: noise, a constant, or an encoding, whole (then true) or damaged.
+inline bool make_payload(Random& random, const Case& at, const Kernels& kernels, const std::uint8_t* floats,
                          std::uint8_t* to, std::size_t size) {
   const std::size_t kind = random.below(8);
-  if (kind < 3) return fill(random, to, size);
+  if (kind < 3) {
+    fill(random, to, size);
+    return false;
+  }
   if (kind == 3) {
     constexpr std::uint8_t kBytes[] = {0x00, 0xff, 0x7f, 0x80, 0x01, 0xf0, 0x88, 0x7e};
     std::memset(to, kBytes[random.below(sizeof kBytes)], size);
-    return;
+    return false;
   }
   Combine call;
   call.local = floats;
@@ -103,14 +106,16 @@ inline void make_payload(Random& random, const Case& at, const Kernels& kernels,
   call.key = at.key;
   call.payload_out = to;
   kernels.combine(at.codec, call);
-  if (kind == 4) return;
+  if (kind == 4) return true;
   if (kind == 5) {  // a stretch of noise
     const std::size_t begin = random.below(size), length = 1 + random.below(size - begin);
-    return fill(random, to + begin, length);
+    fill(random, to + begin, length);
+    return false;
   }
   for (std::size_t flips = 1 + random.below(4); flips > 0; --flips) {
     to[random.below(size)] ^= static_cast<std::uint8_t>(1u << random.below(8));
   }
+  return false;
 }
 
 // Floats of ordinary sizes with a few of every other kind, in the case's type.

@@ -38,13 +38,11 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 def usual() -> list[Codec]:
     """The rows of the table where the user names none."""
-    specs = []
-    for name, entry in CODECS.items():
-        specs.append(name)
-        for options in VARIANTS.get(name, ()):
-            if {option.partition("=")[0] for option in options.split(",")} <= set(entry.options()):
-                specs.append(f"{name}:{options}")
-    return [codec(spec) for spec in specs]
+    return [
+        codec(spec)
+        for name in CODECS
+        for spec in (name, *(f"{name}:{options}" for options in VARIANTS.get(name, ())))
+    ]
 
 
 def chosen(only: Sequence[Codec], also: Sequence[Codec]) -> list[Codec]:

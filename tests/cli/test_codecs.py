@@ -42,6 +42,7 @@ def test_every_codec_of_the_registry_has_a_row(capsys: pytest.CaptureFixture[str
 
 
 def test_every_option_but_rare_ones_is_shown() -> None:
+    assert set(codecs_choice.VARIANTS) <= set(CODECS)
     shown = {option for each in codecs_choice.usual() for option in each.options()}
     assert {option for entry in CODECS.values() for option in entry.options()} - shown <= {"scale"}
 

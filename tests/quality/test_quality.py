@@ -16,8 +16,7 @@ from dtcomm.cli import codecs_choice
 from dtcomm.cli.codecs_error import Error, measure
 from dtcomm.cli.codecs_report import bits_per_element
 from dtcomm.cli.codecs_samples import NUMEL, Sample, distributions
-from dtcomm.codecs import Codec, codec
-from dtcomm.codecs.spec import CODECS
+from dtcomm.codecs import Codec, codec, names
 from dtcomm.kernels import mixer
 from dtcomm.kernels.ops import decode, encode
 from tests.codecs.cases import everything
@@ -95,14 +94,14 @@ def test_simulated_blocks_agree_with_the_integral() -> None:
 # --- the codecs, held against the theory --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", [spec for spec in quality.EXPECTED if spec.partition(":")[0] in CODECS])
+@pytest.mark.parametrize("spec", quality.EXPECTED)
 def test_errors_are_the_expected_ones(spec: str) -> None:
     """Within 3 %: a scale in bf16 costs int8 about 1 %, the sample moves the rest by less (randk's by more)."""
     expected = quality.EXPECTED[spec][0]()
     assert relative(spec) == pytest.approx(expected, rel=0.1 if spec.startswith("randk") else 0.03)
 
 
-@pytest.mark.parametrize("bits", [bits for bits in range(2, 9) if f"int{bits}" in CODECS])
+@pytest.mark.parametrize("bits", range(2, 9))
 def test_integers_with_exact_scales_are_within_four_deviations(bits: int) -> None:
     """Of the sample's own scatter: blocks whose squared maxima vary by a third, in the root of their mean."""
     for block in (16, 32, 128, 1024):
@@ -123,15 +122,14 @@ def test_no_codec_beats_the_rate_distortion_bound(each: Codec) -> None:
 def test_stochastic_rounding_costs_the_square_root_of_two() -> None:
     """A uniform error of one step has a variance of 1/6 on average, where nearest has 1/12."""
     for name in ("int8", "int4"):
-        if name in CODECS:
-            plain = relative(f"{name}:scale=fp32,block=256")
-            ratio = relative(f"{name}:scale=fp32,block=256,round=stochastic") / plain
-            assert ratio == pytest.approx(math.sqrt(2), rel=0.02)
+        plain = relative(f"{name}:scale=fp32,block=256")
+        ratio = relative(f"{name}:scale=fp32,block=256,round=stochastic") / plain
+        assert ratio == pytest.approx(math.sqrt(2), rel=0.02)
 
 
 def test_more_bits_lose_less() -> None:
     for sample in SAMPLES:
-        ladder = [relative(f"int{bits}", sample) for bits in range(2, 9) if f"int{bits}" in CODECS]
+        ladder = [relative(f"int{bits}", sample) for bits in range(2, 9)]
         assert ladder == sorted(ladder, reverse=True)
 
 
@@ -245,7 +243,8 @@ def test_the_document_has_the_errors_of_today() -> None:
     for line in inside.split("\n\n")[0].splitlines()[2:]:
         cells = [cell.strip() for cell in line.strip("|\n").split("|")]
         rows[cells[0].strip("`")] = cells[1:]
-    for each in (each for each in USUAL if str(each) in rows):
+    assert set(rows) == {str(each) for each in USUAL} and set(names()) <= set(rows)
+    for each in USUAL:
         assert float(rows[str(each)][0]) == pytest.approx(bits_per_element(each), rel=1e-3)
         for column, sample in enumerate(SAMPLES, 1):
             assert float(rows[str(each)][column]) == pytest.approx(relative(each, sample), rel=6e-3)
