@@ -7,6 +7,7 @@
 #include "codec/layout.h"
 #include "cpu/source/blocks.h"
 #include "cpu/source/cast.h"
+#include "cpu/source/integer_lanes.h"
 #include "cpu/source/planes.h"
 
 namespace dtcomm::DTCOMM_ISA {
@@ -34,71 +35,146 @@ inline void load_fields(const Codec& codec, const Layout& layout, const std::uin
   }
 }
 
-#if defined(__AVX2__)
+// A granule's payload, taken apart.
+template <bool Symmetric>
+struct Granule {
+  Fields fields;
+  const std::uint8_t* planes;
+  std::size_t count;  // of stored codes
+  unsigned shift;     // from an element to its block
+
+  Granule(const Codec& codec, const Layout& layout, const std::uint8_t* from, std::size_t n)
+      : planes(from + layout.codes_at(n)),
+        count(layout.blocks(n) * codec.block),
+        shift(static_cast<unsigned>(__builtin_ctz(codec.block))) {
+    load_fields<Symmetric>(codec, layout, from, n, fields);
+  }
+
+  // The value of code q of block b.
+  template <class Q>
+  __attribute__((always_inline)) auto value(Q q, std::size_t b) const {
+    if constexpr (Symmetric) return q * fields.scale[b];
+    return fields.zero[b] + q * fields.scale[b];
+  }
+};
+
+#if defined(__AVX512F__)
+
+// `Vectors` of them from element i on, at a time, as long as they end at `end` or before.
+template <std::size_t Vectors, bool Stream, unsigned Bits, class Lanes, class Finish>
+inline __attribute__((always_inline)) void each_vector(const Lanes& lanes, PlanePointers& planes, std::size_t& i,
+                                                       std::size_t end, float* to, const Finish& finish) {
+  for (; i + Vectors * kLanes <= end; i += Vectors * kLanes) {
+    PlanePointers at = planes;
+#pragma GCC unroll 2
+    for (std::size_t j = i; j < i + Vectors * kLanes; j += kLanes, at.move(Bits, kLanes)) {
+      store<Stream>(to + j, finish(reinterpret_cast<Floats>(lanes.at(at)), j));
+    }
+    planes.move(Bits, Vectors * kLanes);
+  }
+}
+
+// Whole vectors of the first n elements; returns how many.
+template <unsigned Bits, bool Symmetric, bool Stream, class Finish>
+inline std::size_t each_vector(const Granule<Symmetric>& granule, const std::uint8_t* from, std::size_t n, float* to,
+                               const Finish& finish) {
+  const std::size_t whole = n / kLanes * kLanes, block = std::size_t{1} << granule.shift;
+  PlanePointers planes(from, Bits, granule.count);
+  for (std::size_t i = 0, b = 0; i < whole; ++b) {
+    const BlockLanes<Bits, Symmetric> lanes(granule.fields.scale[b], Symmetric ? 0.0f : granule.fields.zero[b]);
+    const std::size_t end = smaller(i + block, whole);
+    each_vector<2, Stream, Bits>(lanes, planes, i, end, to, finish);
+    each_vector<1, Stream, Bits>(lanes, planes, i, end, to, finish);
+  }
+  return whole;
+}
+
+template <bool Symmetric, bool Stream, class Finish>
+inline std::size_t each_vector(unsigned bits, const Granule<Symmetric>& granule, std::size_t n, float* to,
+                               const Finish& finish) {
+  if (bits == 6 || bits == 7) {
+    std::uint8_t codes[kLargestBlock];
+    spread_codes<Symmetric>(granule.planes, bits, granule.count, codes);
+    return each_vector<8, Symmetric, Stream>(granule, codes, n, to, finish);
+  }
+  switch (bits) {
+    case 2:
+      return each_vector<2, Symmetric, Stream>(granule, granule.planes, n, to, finish);
+    case 3:
+      return each_vector<3, Symmetric, Stream>(granule, granule.planes, n, to, finish);
+    case 4:
+      return each_vector<4, Symmetric, Stream>(granule, granule.planes, n, to, finish);
+    case 5:
+      return each_vector<5, Symmetric, Stream>(granule, granule.planes, n, to, finish);
+    default:
+      return each_vector<8, Symmetric, Stream>(granule, granule.planes, n, to, finish);
+  }
+}
+
+#elif defined(__AVX2__)
+
 // Lanes part * kLanes and on of a step's codes, as whole numbers.
 template <bool Symmetric>
 inline __attribute__((always_inline)) Floats widen_codes(Step codes, std::size_t part) {
-#if defined(__AVX512F__)
-  const __m128i raw = part == 0   ? _mm512_maskz_extracti32x4_epi32(0xf, codes, 0)
-                      : part == 1 ? _mm512_maskz_extracti32x4_epi32(0xf, codes, 1)
-                      : part == 2 ? _mm512_maskz_extracti32x4_epi32(0xf, codes, 2)
-                                  : _mm512_maskz_extracti32x4_epi32(0xf, codes, 3);
-  const __m512i wide = Symmetric ? _mm512_maskz_cvtepi8_epi32(0xffff, raw) : _mm512_maskz_cvtepu8_epi32(0xffff, raw);
-  return reinterpret_cast<Floats>(_mm512_maskz_cvtepi32_ps(0xffff, wide));
-#else
   const __m128i half = part < 2 ? _mm256_castsi256_si128(codes) : _mm256_extracti128_si256(codes, 1);
   const __m128i raw = part % 2 ? _mm_unpackhi_epi64(half, half) : half;
   const __m256i wide = Symmetric ? _mm256_cvtepi8_epi32(raw) : _mm256_cvtepu8_epi32(raw);
   return reinterpret_cast<Floats>(_mm256_cvtepi32_ps(wide));
-#endif
 }
+
+// Whole steps of the first n elements; returns how many.
+template <bool Symmetric, bool Stream, class Finish>
+inline std::size_t each_vector(unsigned bits, const Granule<Symmetric>& granule, std::size_t n, float* to,
+                               const Finish& finish) {
+  using Code = Codes<std::conditional_t<Symmetric, std::int8_t, std::uint8_t>>;
+  const std::size_t whole = n / kStep * kStep;
+  if (bits == 8) {
+    for (std::size_t i = 0; i < whole; i += kLanes) {
+      store<Stream>(to + i, finish(granule.value(Code::many(granule.planes, i), i >> granule.shift), i));
+    }
+    return whole;
+  }
+  for (std::size_t i = 0; i < whole; i += kStep) {
+    Step codes = load_planes(granule.planes, bits, granule.count, i);
+    if constexpr (Symmetric) codes = extend_sign(codes, bits);
+#pragma GCC unroll 4
+    for (std::size_t part = 0; part < kStep / kLanes; ++part) {
+      const std::size_t j = i + part * kLanes;
+      store<Stream>(to + j, finish(granule.value(widen_codes<Symmetric>(codes, part), j >> granule.shift), j));
+    }
+  }
+  return whole;
+}
+
+#else
+
+template <bool Symmetric, bool Stream, class Finish>
+inline std::size_t each_vector(unsigned, const Granule<Symmetric>&, std::size_t, float*, const Finish&) {
+  return 0;
+}
+
 #endif
 
 // to[i] = finish(value of element i, i).
-template <bool Symmetric, bool Whole, bool Stream, class Finish>
+template <bool Symmetric, bool Stream, class Finish>
 inline void each_value(const Codec& codec, const Layout& layout, const std::uint8_t* from, std::size_t n, float* to,
                        const Finish& finish) {
-  Fields fields;
-  load_fields<Symmetric>(codec, layout, from, n, fields);
-  const unsigned bits = Whole ? 8 : codec.bits, shift = static_cast<unsigned>(__builtin_ctz(codec.block));
-  const std::size_t count = layout.blocks(n) * codec.block;
-  const std::uint8_t* planes = from + layout.codes_at(n);
-  const auto value = [&](auto q, std::size_t b, std::size_t i) __attribute__((always_inline)) {
-    if constexpr (Symmetric) return finish(q * fields.scale[b], i);
-    return finish(fields.zero[b] + q * fields.scale[b], i);
-  };
-  std::size_t i = 0;
-#if defined(__AVX2__)
-  for (; i + kStep <= n; i += kStep) {
-    if constexpr (Whole) {
-      using Code = Codes<std::conditional_t<Symmetric, std::int8_t, std::uint8_t>>;
-#pragma GCC unroll 4
-      for (std::size_t j = i; j < i + kStep; j += kLanes)
-        store<Stream>(to + j, value(Code::many(planes, j), j >> shift, j));
-    } else {
-      Step codes = load_planes(planes, bits, count, i);
-      if constexpr (Symmetric) codes = extend_sign(codes, bits);
-#pragma GCC unroll 4
-      for (std::size_t part = 0; part < kStep / kLanes; ++part) {
-        const std::size_t j = i + part * kLanes;
-        store<Stream>(to + j, value(widen_codes<Symmetric>(codes, part), j >> shift, j));
-      }
-    }
-  }
-#endif
+  const Granule<Symmetric> granule(codec, layout, from, n);
+  const unsigned bits = codec.bits;
+  std::size_t i = each_vector<Symmetric, Stream>(bits, granule, n, to, finish);
   auto* out = cells<float>(to);
   for (; i < n; i += kSmallestBlock) {
-    const std::uint64_t groups[2] = {load_group(planes, bits, count, i / kGroup),
-                                     load_group(planes, bits, count, i / kGroup + 1)};
+    const std::uint64_t groups[2] = {load_group(granule.planes, bits, granule.count, i / kGroup),
+                                     load_group(granule.planes, bits, granule.count, i / kGroup + 1)};
     std::uint8_t codes[kSmallestBlock];
     __builtin_memcpy(codes, groups, sizeof codes);
     float values[kSmallestBlock];
     for (std::size_t j = 0; j < kSmallestBlock; ++j) {
       const std::int32_t q = Symmetric ? signed_code(codes[j], bits) : static_cast<std::int32_t>(codes[j]);
-      values[j] = static_cast<float>(q);
+      values[j] = granule.value(static_cast<float>(q), i >> granule.shift);
     }
     const std::size_t length = smaller(kSmallestBlock, n - i);
-    for (std::size_t j = 0; j < length; ++j) out[i + j].value = value(values[j], i >> shift, i + j);
+    for (std::size_t j = 0; j < length; ++j) out[i + j].value = finish(values[j], i + j);
   }
 }
 
@@ -106,11 +182,9 @@ template <bool Stream, class Finish>
 inline void each_value(const Codec& codec, const Layout& layout, const std::uint8_t* from, std::size_t n, float* to,
                        const Finish& finish) {
   if (codec.symmetric) {
-    codec.bits == 8 ? each_value<true, true, Stream>(codec, layout, from, n, to, finish)
-                    : each_value<true, false, Stream>(codec, layout, from, n, to, finish);
+    each_value<true, Stream>(codec, layout, from, n, to, finish);
   } else {
-    codec.bits == 8 ? each_value<false, true, Stream>(codec, layout, from, n, to, finish)
-                    : each_value<false, false, Stream>(codec, layout, from, n, to, finish);
+    each_value<false, Stream>(codec, layout, from, n, to, finish);
   }
 }
 

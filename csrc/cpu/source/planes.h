@@ -139,6 +139,26 @@ inline __attribute__((always_inline)) Step extend_sign(Step codes, unsigned bits
 
 #endif
 
+#if defined(__AVX2__)
+// All of `count` codes as bytes, with their sign where they have one.
+template <bool Symmetric>
+inline void spread_codes(const std::uint8_t* planes, unsigned bits, std::size_t count, std::uint8_t* codes) {
+  std::size_t i = 0;
+  for (; i + kStep <= count; i += kStep) {
+    Step step = load_planes(planes, bits, count, i);
+    if constexpr (Symmetric) step = extend_sign(step, bits);
+    __builtin_memcpy(codes + i, &step, sizeof step);
+  }
+  for (; i < count; i += kGroup) {
+    const std::uint64_t group = load_group(planes, bits, count, i / kGroup);
+    for (std::size_t j = 0; j < kGroup; ++j) {
+      const auto code = static_cast<std::uint8_t>(group >> 8 * j);
+      codes[i + j] = Symmetric ? static_cast<std::uint8_t>(signed_code(code, bits)) : code;
+    }
+  }
+}
+#endif
+
 // Codes of a block are zero bits.
 inline void clear_codes(unsigned bits, std::size_t count, std::size_t begin, std::size_t length, std::uint8_t* planes) {
   for (unsigned unit = 8; unit > 0; unit /= 2) {
