@@ -38,6 +38,7 @@ def all_verbs(codec: Codec, x: torch.Tensor, y: torch.Tensor) -> dict[str, bytes
         "its decoding": decoded[0],
         "decode": decode(codec, p, n, dtype),
         "reduce 1": reduce(codec, [q], n, dtype=dtype),
+        "reduce 2": reduce(codec, [p, q], n, dtype=dtype),
         "reduce 3": reduce(codec, [p, q], n, local=y, position=1, divisor=3),
         "reduce into fp32": reduce(codec, [p, q], n, local=y, position=0, out=running),
         "reduce_encode": reduce_encode(

@@ -141,6 +141,33 @@ def test_a_payload_and_nothing_else(each: Codec, kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", FAST)
 @pytest.mark.parametrize("each", few(), ids=str)
+def test_shorter_ways(each: Codec, kernel: str) -> None:
+    """The sum of two payloads and nothing else; an encoding of which only the residual is wanted besides."""
+    for n in (1, 33, 1024, 2 * each.granularity + 77):
+        x, old = floats("nonfinite", n, seed=1), floats("normal", n, seed=2)
+        with use("reference"):
+            p, q = encode(each, x, 5, 3), encode(each, floats("blocks_apart", n, seed=4))
+            summed = reduce(each, [p, q], n)
+            residual = old.clone()
+            alone = encode(each, x, 5, 3, residual)
+        for skew, streamed in itertools.product(SKEWS, (False, True)):
+            out, stream = Room(4 * n, skew), (streamed, streamed)
+            payloads = [Room(len(p), 1, p), Room(len(q), skew, q)]
+            combine(kernel, each, torch.float32, n, payloads=payloads, position=2, out=out, stream=stream)
+            assert out.intact() and torch.equal(out.bytes, summed.view(torch.uint8))
+
+            local, wire = Room(4 * n, 4, x), Room(len(alone), skew)
+            before, after = Room(4 * n, 1, old), Room(4 * n, skew)
+            combine(
+                kernel, each, torch.float32, n, payloads=[], local=local, residual_in=before, residual_out=after,
+                payload_out=wire, stream=stream,
+            )  # fmt: skip
+            assert wire.intact() and torch.equal(wire.bytes, alone)
+            assert after.intact() and torch.equal(after.bytes, residual.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kernel", FAST)
+@pytest.mark.parametrize("each", few(), ids=str)
 def test_decoding(each: Codec, kernel: str) -> None:
     for n in (1, 33, 1024, 2 * each.granularity + 77):
         p = encode(each, floats("blocks_apart", n))

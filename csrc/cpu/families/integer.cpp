@@ -49,8 +49,25 @@ void add(const Plan& plan, const std::uint8_t* from, std::size_t n, const float*
   add_integer(plan.codec, plan.layout, from, n, sum, to);
 }
 
+void lost(const Plan& plan, const std::uint8_t* from, std::size_t n, const float* sum, float divisor, const float* old,
+          float* residual) {
+  lost_integer(plan.codec, plan.layout, from, n, sum, divisor, old, residual);
+}
+
+#if defined(__AVX512F__)
+void pair(const Plan& plan, const std::uint8_t* first, const std::uint8_t* second, std::size_t n, float* to,
+          bool stream) {
+  const auto run = plan.codec.symmetric ? stream ? pair_integer<true, true> : pair_integer<true, false>
+                   : stream             ? pair_integer<false, true>
+                                        : pair_integer<false, false>;
+  run(plan.codec, plan.layout, first, second, n, to);
+}
+#else
+constexpr auto pair = nullptr;
+#endif
+
 }  // namespace
 
-const FamilyKernels kIntegerFamily{encode, decode, add};
+const FamilyKernels kIntegerFamily{encode, decode, add, lost, nullptr, pair};
 
 }  // namespace dtcomm::DTCOMM_ISA

@@ -140,6 +140,25 @@ inline __attribute__((always_inline)) Floats settled(Floats x) {
 }
 #endif
 
+// x where it is finite, else y.
+inline __attribute__((always_inline)) float finite_or(float x, float y) { return finite(x) ? x : y; }
+
+#if defined(__AVX512F__)
+inline __attribute__((always_inline)) Floats finite_or(Floats x, Floats y) {
+  constexpr int kNoNumber = 0x99;  // quiet and signalling NaN, both infinities
+  const auto value = reinterpret_cast<__m512>(x);
+  const __mmask16 bad = _mm512_fpclass_ps_mask(value, kNoNumber);
+  return reinterpret_cast<Floats>(_mm512_mask_mov_ps(value, bad, reinterpret_cast<__m512>(y)));
+}
+#elif defined(__AVX2__)
+inline __attribute__((always_inline)) Floats finite_or(Floats x, Floats y) {
+  const auto value = reinterpret_cast<__m256>(x);
+  const __m256 size = _mm256_and_ps(value, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)));
+  const __m256 number = _mm256_cmp_ps(size, _mm256_set1_ps(float_of(kInfinity32)), _CMP_LT_OQ);
+  return reinterpret_cast<Floats>(_mm256_blendv_ps(reinterpret_cast<__m256>(y), value, number));
+}
+#endif
+
 // to = sum + elements; `to` may be `sum`.
 inline void add_elements(DType dtype, float* to, const float* sum, const void* from, std::size_t n) {
   const Run run{sum};

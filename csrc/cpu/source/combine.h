@@ -109,6 +109,13 @@ inline Ahead ahead_of(const void* term, DType dtype, std::size_t at, std::size_t
   return {element(term, at, dtype), size_of(dtype), smaller(kLargestBlock, numel - at)};
 }
 
+// The sum of two payloads and nothing else, into fp32 that can be written as it comes.
+inline bool adds_two_payloads(const Combine& call) {
+  const bool only = call.count == 2 && !has_local(call) && !call.payload_out && !call.residual_out && call.out;
+  const bool writable = !call.stream_out || reinterpret_cast<std::uintptr_t>(call.out) % kLine == 0;
+  return only && writable && call.divisor == 1 && call.op == ReduceOp::sum && call.out_dtype == DType::f32;
+}
+
 inline void combine_granules(const Codec& codec, const Combine& call) {
   const Plan plan(codec, call.dtype);
   const auto* copied = static_cast<const std::uint8_t*>(verbatim(codec, call));
@@ -118,11 +125,19 @@ inline void combine_granules(const Codec& codec, const Combine& call) {
   // A sum that is mostly owed, as little of it is sent, is taken where the residual lies.
   const bool in_place = plan.family && plan.family->owe && call.payload_out && call.count == 0 && call.local &&
                         call.residual_in && call.residual_in == call.residual_out && call.divisor == 1 && !call.out;
+  const bool plain = plan.family && !codec.rotate && !codec.spikes;
+  const bool pair = plain && plan.family->pair && adds_two_payloads(call);
   Scratch scratch;
   std::size_t payload_at = 0;
   for (std::size_t at = 0; at < call.numel; at += plan.layout.granule) {
     const std::size_t n = smaller(plan.layout.granule, call.numel - at);
     const std::size_t bytes = plan.layout.bytes(n);
+    if (pair) {
+      plan.family->pair(plan, call.payloads[0] + payload_at, call.payloads[1] + payload_at, n,
+                        static_cast<float*>(call.out) + at, call.stream_out);
+      payload_at += bytes;
+      continue;
+    }
     const Encoding how{call.key, call.offset + at, call.residual_out != nullptr,
                        ahead_of(call.local, call.local_dtype, at + n, call.numel),
                        ahead_of(call.residual_in, DType::f32, at + n, call.numel)};
@@ -153,7 +168,7 @@ inline void combine_granules(const Codec& codec, const Combine& call) {
     } else {
       encode_granule<false>(plan, sum, plan.floats(n), how, payload);
     }
-    if (call.residual_out && plan.family && plan.family->lost) {
+    if (call.residual_out && plain && plan.family->lost) {
       const float* old = (call.residual_in ? call.residual_in : call.residual_out) + at;
       plan.family->lost(plan, payload, n, sum, static_cast<float>(call.divisor), old, call.residual_out + at);
       if (out) decode_into(plan, payload, n, call.out_dtype, out, call.stream_out, scratch.decoded, scratch.term);

@@ -47,12 +47,15 @@ struct FamilyKernels {
   // to = sum + the decoded floats, NaN canonical; `to` may be `sum`.
   void (*add)(const Plan& plan, const std::uint8_t* from, std::size_t n, const float* sum, float* to);
   // residual = (sum - the decoded floats) * divisor where that is finite, elsewhere as `old`; `from` encodes `sum`.
-  // `residual` may be `old`. For families that leave most of the sum as it is; nullptr: by way of the decoded floats.
+  // `residual` may be `old`. nullptr: by way of the decoded floats, as where a codec rotates or keeps spikes.
   void (*lost)(const Plan& plan, const std::uint8_t* from, std::size_t n, const float* sum, float divisor,
                const float* old, float* residual) = nullptr;
   // Encodes local + residual and leaves the error in the residual, in one go; false where it cannot, with nothing done.
   bool (*owe)(const Plan& plan, const void* local, DType dtype, std::size_t n, float* residual, const Encoding& how,
               std::uint8_t* to) = nullptr;
+  // to = the sum of two granules, NaN canonical; `stream` is a hint. nullptr: one after the other, as above.
+  void (*pair)(const Plan& plan, const std::uint8_t* first, const std::uint8_t* second, std::size_t n, float* to,
+               bool stream) = nullptr;
 };
 
 extern const FamilyKernels kIntegerFamily;

@@ -50,6 +50,13 @@ struct Granule {
     load_fields<Symmetric>(codec, layout, from, n, fields);
   }
 
+  // Element i alone.
+  float one(unsigned bits, std::size_t i) const {
+    const std::uint32_t code = load_code(planes, bits, count, i);
+    const std::int32_t q = Symmetric ? signed_code(code, bits) : static_cast<std::int32_t>(code);
+    return value(static_cast<float>(q), i >> shift);
+  }
+
   // The value of code q of block b.
   template <class Q>
   __attribute__((always_inline)) auto value(Q q, std::size_t b) const {
@@ -74,10 +81,10 @@ inline __attribute__((always_inline)) void each_vector(const Lanes& lanes, Plane
   }
 }
 
-// Whole vectors of the first n elements; returns how many.
+// Whole vectors of the first n elements.
 template <unsigned Bits, bool Symmetric, bool Stream, class Finish>
-inline std::size_t each_vector(const Granule<Symmetric>& granule, const std::uint8_t* from, std::size_t n, float* to,
-                               const Finish& finish) {
+inline void each_vector(const Granule<Symmetric>& granule, const std::uint8_t* from, std::size_t n, float* to,
+                        const Finish& finish) {
   const std::size_t whole = n / kLanes * kLanes, block = std::size_t{1} << granule.shift;
   PlanePointers planes(from, Bits, granule.count);
   for (std::size_t i = 0, b = 0; i < whole; ++b) {
@@ -86,29 +93,37 @@ inline std::size_t each_vector(const Granule<Symmetric>& granule, const std::uin
     each_vector<2, Stream, Bits>(lanes, planes, i, end, to, finish);
     each_vector<1, Stream, Bits>(lanes, planes, i, end, to, finish);
   }
-  return whole;
+}
+
+// Calls run(std::integral_constant<unsigned, bits>, the planes): codes of 6 and 7 bits have been spread to bytes.
+template <bool Symmetric, class Run>
+inline __attribute__((always_inline)) void with_width(unsigned bits, const Granule<Symmetric>& granule,
+                                                      const Run& run) {
+  switch (bits) {
+    case 2:
+      return run(std::integral_constant<unsigned, 2>{}, granule.planes);
+    case 3:
+      return run(std::integral_constant<unsigned, 3>{}, granule.planes);
+    case 4:
+      return run(std::integral_constant<unsigned, 4>{}, granule.planes);
+    case 5:
+      return run(std::integral_constant<unsigned, 5>{}, granule.planes);
+    case 8:
+      return run(std::integral_constant<unsigned, 8>{}, granule.planes);
+    default:
+      std::uint8_t codes[kLargestBlock];
+      spread_codes<Symmetric>(granule.planes, bits, granule.count, codes);
+      return run(std::integral_constant<unsigned, 8>{}, codes);
+  }
 }
 
 template <bool Symmetric, bool Stream, class Finish>
 inline std::size_t each_vector(unsigned bits, const Granule<Symmetric>& granule, std::size_t n, float* to,
                                const Finish& finish) {
-  if (bits == 6 || bits == 7) {
-    std::uint8_t codes[kLargestBlock];
-    spread_codes<Symmetric>(granule.planes, bits, granule.count, codes);
-    return each_vector<8, Symmetric, Stream>(granule, codes, n, to, finish);
-  }
-  switch (bits) {
-    case 2:
-      return each_vector<2, Symmetric, Stream>(granule, granule.planes, n, to, finish);
-    case 3:
-      return each_vector<3, Symmetric, Stream>(granule, granule.planes, n, to, finish);
-    case 4:
-      return each_vector<4, Symmetric, Stream>(granule, granule.planes, n, to, finish);
-    case 5:
-      return each_vector<5, Symmetric, Stream>(granule, granule.planes, n, to, finish);
-    default:
-      return each_vector<8, Symmetric, Stream>(granule, granule.planes, n, to, finish);
-  }
+  with_width(bits, granule, [&](auto width, const std::uint8_t* planes) {
+    each_vector<decltype(width)::value, Symmetric, Stream>(granule, planes, n, to, finish);
+  });
+  return n / kLanes * kLanes;
 }
 
 #elif defined(__AVX2__)
@@ -202,5 +217,45 @@ inline void add_integer(const Codec& codec, const Layout& layout, const std::uin
   each_value<false>(codec, layout, from, n, to,
                     [run](auto value, std::size_t i) { return settled(run.at(value, i) + value); });
 }
+
+// to = (sum - the granule's floats) * by where that is finite, else `old`, which `to` may be.
+inline void lost_integer(const Codec& codec, const Layout& layout, const std::uint8_t* from, std::size_t n,
+                         const float* sum, float by, const float* old, float* to) {
+  const Run run{sum}, before{old};
+  each_value<false>(codec, layout, from, n, to, [=](auto value, std::size_t i) {
+    return finite_or((run.at(value, i) - value) * by, before.at(value, i));
+  });
+}
+
+#if defined(__AVX512F__)
+// to = the sum of two granules' floats; a streamed `to` is aligned to a line.
+template <bool Symmetric, bool Stream>
+inline void pair_integer(const Codec& codec, const Layout& layout, const std::uint8_t* first,
+                         const std::uint8_t* second, std::size_t n, float* to) {
+  const Granule<Symmetric> a(codec, layout, first, n), b(codec, layout, second, n);
+  const std::size_t whole = n / kLanes * kLanes, block = codec.block;
+  with_width(codec.bits, a, [&](auto width, const std::uint8_t* planes) {
+    constexpr unsigned kBits = decltype(width)::value;
+    std::uint8_t codes[kLargestBlock];
+    const std::uint8_t* others = b.planes;
+    if (kBits == 8 && codec.bits != 8) {
+      spread_codes<Symmetric>(b.planes, codec.bits, b.count, codes);
+      others = codes;
+    }
+    PlanePointers left(planes, kBits, a.count), right(others, kBits, b.count);
+    for (std::size_t i = 0, at = 0; i < whole; ++at) {
+      const BlockLanes<kBits, Symmetric> x(a.fields.scale[at], Symmetric ? 0.0f : a.fields.zero[at]);
+      const BlockLanes<kBits, Symmetric> y(b.fields.scale[at], Symmetric ? 0.0f : b.fields.zero[at]);
+      for (const std::size_t end = smaller(i + block, whole); i < end; i += kLanes) {
+        store<Stream>(to + i, settled(reinterpret_cast<Floats>(_mm512_add_ps(x.at(left), y.at(right)))));
+        left.move(kBits, kLanes);
+        right.move(kBits, kLanes);
+      }
+    }
+  });
+  auto* out = cells<float>(to);
+  for (std::size_t i = whole; i < n; ++i) out[i].value = settled(a.one(codec.bits, i) + b.one(codec.bits, i));
+}
+#endif
 
 }  // namespace dtcomm::DTCOMM_ISA
