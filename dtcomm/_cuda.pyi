@@ -16,9 +16,29 @@ class Platform(TypedDict):
     error: str
     devices: list[Device]
 
+NEAR_PAYLOADS: int  # more than these need a table in the device's memory
+
 def platform() -> Platform: ...
-def encode(
-    codec: bytes, x: int, dtype: int, numel: int, key: int, offset: int, payload: int, stream: int
+def supports(codec: bytes) -> bool: ...
+def combine(
+    codec: bytes,
+    payloads: list[int],
+    table: int,
+    position: int,
+    local: int,
+    local_dtype: int,
+    residual_in: int,
+    residual_out: int,
+    numel: int,
+    divisor: int,
+    op: int,
+    key: int,
+    offset: int,
+    payload_out: int,
+    out: int,
+    dtype: int,
+    out_dtype: int,
+    stream: int,
 ) -> None: ...
 def decode(
     codec: bytes, payload: int, numel: int, dtype: int, out: int, out_dtype: int, stream: int

@@ -111,7 +111,7 @@ CXX_LAW: dict[str, frozenset[str]] = {
     "core": frozenset({"core"}),
     "codec": frozenset({"core", "codec"}),
     "cpu": frozenset({"core", "codec", "cpu"}),
-    "cuda": frozenset({"core", "codec", "cuda"}),
+    "cuda": frozenset({"core", "codec", "cuda", "cpu/kernels.h"}),
     "engine": frozenset({"core", "codec", "engine", "cpu/kernels.h"}),
     "python": frozenset({"core", "codec", "cpu", "cuda", "engine", "python", "build_info.h"}),
     "tests": frozenset({"core", "codec", "cpu", "cuda", "engine", "tests"}),

@@ -103,7 +103,7 @@ def test_lawful_python(path: str, text: str) -> None:
         ("cpu/x.cpp", '#include "engine/engine.h"'),
         ("cpu/x.cpp", "#include <torch/extension.h>"),
         ("cuda/x.cu", "#include <c10/cuda/CUDAStream.h>"),
-        ("cuda/x.cu", '#include "cpu/kernels.h"'),
+        ("cuda/x.cu", '#include "cpu/source/combine.h"'),
         ("cuda/x.cu", "#include <immintrin.h>"),
         ("engine/x.cpp", '#include "cpu/other.h"'),
         ("engine/x.cpp", "#include <pybind11/pybind11.h>"),

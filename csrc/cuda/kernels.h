@@ -1,6 +1,8 @@
 // The codecs on a CUDA device: the bytes of cpu/kernels.h, from the same scalar rules (csrc/codec). No CUDA type
 // appears here, so that the bindings need no toolkit header. All memory is the device's; tensors are aligned to
-// their elements and payloads to 16 bytes; work is queued on `stream` (a cudaStream_t) and nothing waits for it.
+// their elements and payloads to 16 bytes (tensors aligned to 16 bytes are faster). Work is queued on `stream` (a
+// cudaStream_t) of the current device as one kernel, or as copies: nothing is allocated, nothing waits, and a CUDA
+// graph may capture it.
 #pragma once
 
 #include <cstddef>
@@ -8,13 +10,20 @@
 
 #include "codec/codec.h"
 #include "core/types.h"
+#include "cpu/kernels.h"
 
 namespace dtcomm::cuda {
 
-// payload = the encoding of x[0, numel), elements of `dtype`: f32, f16 or bf16, for Family::none any.
-// Returns nullptr, or in CUDA's words why nothing was queued.
-const char* encode(const Codec& codec, const void* x, DType dtype, std::size_t numel, std::uint64_t key,
-                   std::uint64_t offset, std::uint8_t* payload, void* stream);
+// So many payloads travel as arguments of the kernel. For more their addresses must lie in the device's memory too.
+constexpr int kNearPayloads = 16;
+
+// The codecs that the functions below take.
+inline bool supports(const Codec& codec) { return codec.family != Family::topk && codec.family != Family::randk; }
+
+// One call as cpu/kernels.h describes it, except that `call.payloads` is host memory, read before this returns, and
+// that with more than kNearPayloads of them `table` is device memory that holds the same addresses until the work is
+// done. The hints to stream are ignored. Returns nullptr, or in CUDA's words why nothing was queued.
+const char* combine(const Codec& codec, const Combine& call, const std::uint8_t* const* table, void* stream);
 
 // out[0, numel) = the decoded payload, in out_dtype; `dtype` is the tensor's (wire dtype of Family::none).
 const char* decode(const Codec& codec, const std::uint8_t* payload, std::size_t numel, DType dtype, void* out,

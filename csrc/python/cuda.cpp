@@ -1,8 +1,10 @@
 // The `_cuda` module. Memory and streams come as integers (`tensor.data_ptr()`, `stream.cuda_stream`).
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "codec/layout.h"
 #include "cuda/device.h"
@@ -45,27 +47,87 @@ void raise_if(const char* error) {
   if (error) throw std::runtime_error(std::string("CUDA: ") + error);
 }
 
-void encode(const py::bytes& codec_bytes, std::uintptr_t x, int dtype_number, std::size_t numel, std::uint64_t key,
-            std::uint64_t offset, std::uintptr_t payload, std::uintptr_t stream) {
-  const Codec codec = codec_of(codec_bytes);
-  const DType dtype = dtype_of(dtype_number);
-  if (codec.family != Family::none && !floating(dtype)) throw py::value_error("dtype: must be fp32, fp16 or bf16");
-  check_aligned("x", x, size_of(dtype));
-  check_aligned("payload", payload, kAlign);
-  raise_if(cuda::encode(codec, pointer<const void>(x), dtype, numel, key, offset, pointer<std::uint8_t>(payload),
-                        pointer<void>(stream)));
+Codec runnable_codec(const py::bytes& bytes) {
+  const Codec codec = codec_of(bytes);
+  if (!cuda::supports(codec)) throw py::value_error("codec: topk and randk have no CUDA kernel");
+  return codec;
+}
+
+void check_floats(const char* name, DType dtype) {
+  if (!floating(dtype)) throw py::value_error(std::string(name) + ": must be fp32, fp16 or bf16");
+}
+
+// What a kernel would otherwise misread, or fault on: dtcomm/kernels/cuda.py checks tensors, here are only addresses.
+void check(const Codec& codec, const Combine& call, std::uintptr_t table) {
+  if (call.position < 0 || call.position > call.count) throw py::value_error("position: outside the payloads");
+  if (call.divisor == 0) throw py::value_error("divisor: must be at least 1");
+  if (call.numel != 0 && call.count == 0 && !call.local && !call.residual_in) {
+    throw py::value_error("combine: nothing to combine");
+  }
+  const bool exact = codec.family == Family::none && !floating(call.dtype);
+  if (!exact) {
+    check_floats("dtype", call.dtype);
+    check_floats("local_dtype", call.local_dtype);
+    check_floats("out_dtype", call.out_dtype);
+  } else if (call.local_dtype != call.dtype || call.out_dtype != call.dtype || call.residual_in || call.residual_out) {
+    throw py::value_error("dtype: is summed as itself, without a residual");
+  }
+  const bool cast = codec.family == Family::none || codec.family == Family::fp16 || codec.family == Family::bf16;
+  if (call.op != ReduceOp::sum && !cast) throw py::value_error("op: min and max need none, fp16 or bf16");
+  if (call.count > cuda::kNearPayloads && !table) {
+    throw py::value_error("table: more than " + std::to_string(cuda::kNearPayloads) +
+                          " payloads need their addresses on the device too");
+  }
+  for (int t = 0; t < call.count; ++t) {
+    check_aligned("payloads", reinterpret_cast<std::uintptr_t>(call.payloads[t]), kAlign);
+  }
+  check_aligned("local", reinterpret_cast<std::uintptr_t>(call.local), size_of(call.local_dtype));
+  check_aligned("residual_in", reinterpret_cast<std::uintptr_t>(call.residual_in), sizeof(float));
+  check_aligned("residual_out", reinterpret_cast<std::uintptr_t>(call.residual_out), sizeof(float));
+  check_aligned("payload_out", reinterpret_cast<std::uintptr_t>(call.payload_out), kAlign);
+  check_aligned("out", reinterpret_cast<std::uintptr_t>(call.out), size_of(call.out_dtype));
+}
+
+void combine(const py::bytes& codec_bytes, const std::vector<std::uintptr_t>& payloads, std::uintptr_t table,
+             int position, std::uintptr_t local, int local_dtype, std::uintptr_t residual_in,
+             std::uintptr_t residual_out, std::size_t numel, std::size_t divisor, int op, std::uint64_t key,
+             std::uint64_t offset, std::uintptr_t payload_out, std::uintptr_t out, int dtype, int out_dtype,
+             std::uintptr_t stream) {
+  const Codec codec = runnable_codec(codec_bytes);
+  if (op < 0 || op > static_cast<int>(ReduceOp::max)) throw py::value_error("op: unknown number");
+  Combine call;
+  call.payloads = reinterpret_cast<const std::uint8_t* const*>(payloads.data());
+  call.count = static_cast<int>(payloads.size());
+  call.position = position;
+  call.local = pointer<const void>(local);
+  call.local_dtype = dtype_of(local_dtype);
+  call.residual_in = pointer<const float>(residual_in);
+  call.residual_out = pointer<float>(residual_out);
+  call.numel = numel;
+  call.divisor = divisor;
+  call.op = static_cast<ReduceOp>(op);
+  call.key = key;
+  call.offset = offset;
+  call.payload_out = pointer<std::uint8_t>(payload_out);
+  call.out = pointer<void>(out);
+  call.dtype = dtype_of(dtype);
+  call.out_dtype = dtype_of(out_dtype);
+  check(codec, call, table);
+  const py::gil_scoped_release release;  // a full queue blocks
+  raise_if(cuda::combine(codec, call, pointer<const std::uint8_t* const>(table), pointer<void>(stream)));
 }
 
 void decode(const py::bytes& codec_bytes, std::uintptr_t payload, std::size_t numel, int dtype_number,
             std::uintptr_t out, int out_dtype_number, std::uintptr_t stream) {
-  const Codec codec = codec_of(codec_bytes);
+  const Codec codec = runnable_codec(codec_bytes);
   const DType dtype = dtype_of(dtype_number), out_dtype = dtype_of(out_dtype_number);
-  const bool copied = codec.family == Family::none && dtype == out_dtype;
-  if (!copied && !(floating(dtype) && floating(out_dtype))) {
-    throw py::value_error("out_dtype: must be fp32, fp16 or bf16");
+  if (!(codec.family == Family::none && dtype == out_dtype)) {
+    check_floats("dtype", dtype);
+    check_floats("out_dtype", out_dtype);
   }
   check_aligned("payload", payload, kAlign);
   check_aligned("out", out, size_of(out_dtype));
+  const py::gil_scoped_release release;
   raise_if(cuda::decode(codec, pointer<const std::uint8_t>(payload), numel, dtype, pointer<void>(out), out_dtype,
                         pointer<void>(stream)));
 }
@@ -76,9 +138,16 @@ PYBIND11_MODULE(_cuda, module) {
   module.doc() = "dtcomm's CUDA kernels";
   module.def("platform", &platform,
              "Driver and runtime versions (1000 * major + 10 * minor), devices, and why there are none. Never raises.");
-  module.def("encode", &encode, py::arg("codec"), py::arg("x"), py::arg("dtype"), py::arg("numel"), py::arg("key"),
-             py::arg("offset"), py::arg("payload"), py::arg("stream"),
-             "payload = the encoding of numel elements at x, queued on the stream; addresses are the device's.");
+  module.def(
+      "supports", [](const py::bytes& codec) { return cuda::supports(codec_of(codec)); }, py::arg("codec"),
+      "Whether the kernels below run the codec.");
+  module.attr("NEAR_PAYLOADS") = cuda::kNearPayloads;
+  module.def("combine", &combine, py::arg("codec"), py::arg("payloads"), py::arg("table"), py::arg("position"),
+             py::arg("local"), py::arg("local_dtype"), py::arg("residual_in"), py::arg("residual_out"),
+             py::arg("numel"), py::arg("divisor"), py::arg("op"), py::arg("key"), py::arg("offset"),
+             py::arg("payload_out"), py::arg("out"), py::arg("dtype"), py::arg("out_dtype"), py::arg("stream"),
+             "One call of cuda::combine, queued on the stream of the current device; addresses are the device's. "
+             "`table`: with more than NEAR_PAYLOADS payloads, where the device finds their addresses; else 0.");
   module.def("decode", &decode, py::arg("codec"), py::arg("payload"), py::arg("numel"), py::arg("dtype"),
              py::arg("out"), py::arg("out_dtype"), py::arg("stream"),
              "out = the decoded payload in out_dtype, queued on the stream; addresses are the device's.");

@@ -1,25 +1,26 @@
-"""`_cuda`: what it says of a machine, what it refuses, and, on a device, the CPU kernels' bytes."""
+"""`_cuda`: what it says of a machine, and what it refuses before anything is queued."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
 from dtcomm import codecs
+from dtcomm.kernels.call import Combine
 
 _cuda = pytest.importorskip("dtcomm._cuda", reason="_cuda was not built: no nvcc, or DTCOMM_CUDA=0")
 
-FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-SPECS = (
-    "none",
-    "fp16",
-    "bf16",
-    "int8",
-    "int8:round=stochastic",
-    "int8:block=64,scale=fp32,symmetric=false",
-    "int8:block=4096,symmetric=false,round=stochastic",
-)
-SIZES = (1, 2, 31, 32, 33, 1000, 1024, 1025, 4097, 70001)
+
+def combine(**change: Any) -> None:
+    """A call that is right but for `change`; its addresses are nowhere."""
+    right: dict[str, Any] = dict.fromkeys(
+        "table position local_dtype residual_in residual_out op key offset out dtype out_dtype stream".split(),
+        0,
+    )
+    right |= {"codec": codecs.codec("int8").native(), "payloads": [64], "local": 64, "numel": 8, "divisor": 1}
+    _cuda.combine(**(right | {"payload_out": 64} | change))
 
 
 def test_platform_describes_every_machine() -> None:
@@ -35,80 +36,73 @@ def test_platform_describes_every_machine() -> None:
     ("change", "message"),
     [
         ({"codec": b"short"}, "16 bytes"),
-        ({"codec": b"\xff" * 12}, "codec"),
-        ({"dtype": 99}, "dtype"),
-        ({"dtype": 6}, "fp32, fp16 or bf16"),
-        ({"x": 2}, "x: must be aligned to 4"),
-        ({"payload": 8}, "payload: must be aligned to 16"),
+        ({"codec": b"\xff" * 16}, "codec"),
+        ({"dtype": 99}, "dtype: unknown"),
+        ({"dtype": 6}, "dtype: must be fp32, fp16 or bf16"),
+        ({"local_dtype": 6}, "local_dtype: must be fp32, fp16 or bf16"),
+        ({"out_dtype": 3}, "out_dtype: must be fp32, fp16 or bf16"),
+        ({"position": 2}, "position"),
+        ({"position": -1}, "position"),
+        ({"divisor": 0}, "divisor"),
+        ({"op": 3}, "op: unknown"),
+        ({"op": 1}, "op: min and max"),
+        ({"payloads": [], "local": 0}, "nothing to combine"),
+        ({"payloads": [64] * 17}, "table: more than 16"),
+        ({"payloads": [64, 72]}, "payloads: must be aligned to 16"),
+        ({"local": 66}, "local: must be aligned to 4"),
+        ({"local": 65, "local_dtype": 1}, "local: must be aligned to 2"),
+        ({"residual_in": 66}, "residual_in: must be aligned to 4"),
+        ({"residual_out": 66}, "residual_out: must be aligned to 4"),
+        ({"payload_out": 8}, "payload_out: must be aligned to 16"),
+        ({"out": 66}, "out: must be aligned to 4"),
     ],
 )
-def test_encode_refuses_before_it_queues(change: dict[str, object], message: str) -> None:
-    arguments = {
-        "codec": codecs.codec("int8").native(),
-        "x": 64,
-        "dtype": 0,
-        "numel": 8,
-        "key": 0,
-        "offset": 0,
-    }
-    arguments |= {"payload": 64, "stream": 0} | change
+def test_combine_refuses_before_it_queues(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        _cuda.encode(**arguments)
+        combine(**change)
+
+
+@pytest.mark.parametrize("change", [{"local_dtype": 0}, {"out_dtype": 0}, {"residual_in": 64}])
+def test_exact_types_are_summed_as_themselves(change: dict[str, Any]) -> None:
+    arguments = {"codec": codecs.codec("none").native(), "dtype": 6, "local_dtype": 6, "out_dtype": 6}
+    with pytest.raises(ValueError, match="summed as itself"):
+        combine(**(arguments | change))
 
 
 def test_decode_refuses_before_it_queues() -> None:
     codec = codecs.codec("int8").native()
-    with pytest.raises(ValueError, match="out_dtype"):
-        _cuda.decode(codec=codec, payload=64, numel=8, dtype=0, out=64, out_dtype=6, stream=0)
-    with pytest.raises(ValueError, match="out: must be aligned to 4"):
-        _cuda.decode(codec=codec, payload=64, numel=8, dtype=0, out=66, out_dtype=0, stream=0)
+    for change, message in (
+        ({"out_dtype": 6}, "out_dtype: must be fp32, fp16 or bf16"),
+        ({"dtype": 6}, "dtype: must be fp32, fp16 or bf16"),
+        ({"payload": 8}, "payload: must be aligned to 16"),
+        ({"out": 66}, "out: must be aligned to 4"),
+    ):
+        right = {"payload": 64, "numel": 8, "dtype": 0, "out": 64, "out_dtype": 0, "stream": 0}
+        with pytest.raises(ValueError, match=message):
+            _cuda.decode(codec, **(right | change))
+
+
+def test_nothing_is_queued_for_nothing() -> None:
+    combine(numel=0)
+
+
+def test_tensors_must_be_on_one_device() -> None:
+    from dtcomm.kernels import cuda
+
+    x = torch.zeros(8)
+    with pytest.raises(ValueError, match="all on one CUDA device, got \\['cpu'\\]"):
+        cuda.combine(Combine(codec=codecs.codec("int8"), numel=8, dtype=x.dtype, local=x))
+    with pytest.raises(ValueError, match="all on one CUDA device"):
+        cuda.decode(codecs.codec("int8"), x.to("meta"), 8, x.dtype, x)
 
 
 @pytest.mark.skipif(bool(_cuda.platform()["devices"]), reason="there is a device")
-def test_without_a_device_cuda_says_so() -> None:
+# A kernel of each kind: a function for the device alone that the host calls on the way ends the process.
+@pytest.mark.parametrize(
+    "spec",
+    ["none", "fp16", "int8", "int4:block=128", "int8:round=stochastic", "int3:block=4096"]
+    + ["int4:rotate=hadamard", "int2:spikes=1", "fp8_e4m3", "fp8_e5m2", "mxfp8", "mxfp4", "sign"],
+)
+def test_without_a_device_cuda_says_so(spec: str) -> None:
     with pytest.raises(RuntimeError, match="CUDA"):
-        _cuda.encode(
-            codecs.codec("int8").native(), x=64, dtype=0, numel=8, key=0, offset=0, payload=64, stream=0
-        )
-
-
-def _hostile(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Ordinary numbers with the awkward ones strewn in: zero blocks, huge, tiny and subnormal, NaN, Inf."""
-    generator = torch.Generator().manual_seed(numel)
-    x = torch.randn(numel, generator=generator)
-    x[::7] *= 1e-30
-    x[3::97] = 1e30
-    x[5::89] = 1e-42
-    x[128:256] = 0.0
-    x[300::511] = float("inf")
-    x[400::513] = float("nan")
-    return x.to(dtype)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device that torch can use")
-@pytest.mark.parametrize("numel", SIZES)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("spec", SPECS)
-def test_same_bytes_as_the_cpu(spec: str, dtype: torch.dtype, numel: int) -> None:
-    from dtcomm.kernels import ops
-
-    codec = codecs.codec(spec)
-    x = _hostile(numel, dtype)
-    offset = 2**32 - 100  # the counter's high half changes inside the tensor
-    expected = ops.encode(codec, x, key=1234567, offset=offset)
-    stream = torch.cuda.current_stream().cuda_stream
-    device_x = x.cuda()
-    payload = torch.full_like(expected, 0xAA, device="cuda")
-    number = FLOATS[dtype]
-    _cuda.encode(
-        codec.native(), device_x.data_ptr(), number, numel, 1234567, offset, payload.data_ptr(), stream
-    )
-    assert torch.equal(payload.cpu(), expected)
-    for out_dtype, out_number in FLOATS.items():
-        if spec == "none" and out_dtype != dtype:
-            continue
-        out = torch.empty(numel, dtype=out_dtype, device="cuda")
-        _cuda.decode(codec.native(), payload.data_ptr(), numel, number, out.data_ptr(), out_number, stream)
-        wanted = ops.decode(codec, expected, numel, dtype=out_dtype)
-        assert torch.equal(out.cpu().view(torch.uint8), wanted.view(torch.uint8))
+        combine(codec=codecs.codec(spec).native())

@@ -1,0 +1,61 @@
+// What the families with a scale for each block share.
+#pragma once
+
+#include "codec/integer.h"
+#include "cuda/call.cuh"
+#include "cuda/codes.cuh"
+
+namespace dtcomm::cuda {
+
+DTCOMM_DEVICE void store_field(Scale type, float value, std::uint8_t* to, std::uint32_t block) {
+  if (type == Scale::fp32) {
+    reinterpret_cast<Word32*>(to)[block] = bits_of(value);
+  } else {
+    reinterpret_cast<Word16*>(to)[block] = static_cast<std::uint16_t>(bits_of(value) >> 16);
+  }
+}
+
+DTCOMM_DEVICE float load_field(Scale type, const std::uint8_t* from, std::uint32_t block) {
+  if (type == Scale::fp32) return float_of(reinterpret_cast<const Word32*>(from)[block]);
+  return float_from_bf16(reinterpret_cast<const Word16*>(from)[block]);
+}
+
+// The bits of the largest magnitude of a group's octets: NaN above Inf above every number.
+template <class Lanes>
+DTCOMM_DEVICE std::uint32_t top_of_group(const Lanes& lanes, unsigned group, const float (&x)[kOctet]) {
+  std::uint32_t top = magnitude(x[0]);
+  DTCOMM_UNROLL
+  for (int j = 1; j < kOctet; ++j) {
+    const std::uint32_t size = magnitude(x[j]);
+    top = size > top ? size : top;
+  }
+  return over_group(lanes, group, top, [](std::uint32_t a, std::uint32_t b) { return a > b ? a : b; });
+}
+
+// The random numbers of an octet.
+DTCOMM_DEVICE void uniform_octet(std::uint64_t key, std::uint64_t index, float (&random)[kOctet]) {
+  const auto low = static_cast<std::uint32_t>(index);
+  Stream stream = make_stream(key, index);
+  DTCOMM_UNROLL
+  for (int j = 0; j < kOctet; ++j) {
+    const std::uint32_t at = low + static_cast<std::uint32_t>(j);
+    if (j > 0 && at == 0) stream = make_stream(key, index + static_cast<std::uint64_t>(j));  // the next 2^32
+    random[j] = uniform(stream, at);
+  }
+}
+
+// What all of these families know of their blocks. Group (lanes of a block) is 0 where the compiler does not know it.
+template <unsigned Group>
+struct Blocks {
+  IntegerRules rules;
+  Codec codec;
+  unsigned block_shift;
+
+  DTCOMM_HD unsigned group() const { return Group ? Group : codec.block / kOctet; }
+  DTCOMM_DEVICE std::uint32_t block_of(std::uint32_t at) const {
+    return Group ? at / (Group * kOctet) : at >> block_shift;
+  }
+  DTCOMM_DEVICE bool leads(std::uint32_t at) const { return at % (group() * kOctet) == 0; }
+};
+
+}  // namespace dtcomm::cuda

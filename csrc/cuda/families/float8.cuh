@@ -1,0 +1,66 @@
+// e4m3 and e5m2 with a scale for each block.
+#pragma once
+
+#include "codec/float8.h"
+#include "cuda/families/blocks.cuh"
+
+namespace dtcomm::cuda {
+
+// Group is 0 where the compiler does not know it; Plain: to nearest.
+template <class F, unsigned Group, bool Plain>
+struct Float8 : Blocks<Group> {
+  static constexpr bool kHot = Plain, kOrdered = false, kRotates = false, kPads = true;
+  using Blocks<Group>::codec;
+  using Blocks<Group>::rules;
+  using Blocks<Group>::group;
+  using Blocks<Group>::block_of;
+
+  struct Raw {
+    Codes codes;
+    float scale;
+  };
+
+  DTCOMM_DEVICE bool rotates() const { return false; }
+
+  DTCOMM_DEVICE Raw load(const Shape& shape, const std::uint8_t* granule, std::uint32_t at) const {
+    Raw raw = {};
+    if (at >= shape.stored) return raw;
+    raw.codes = load_codes(8, shape.stored, at, granule + shape.codes_at);
+    raw.scale = load_field(codec.scale, granule, block_of(at));
+    return raw;
+  }
+
+  DTCOMM_DEVICE void decode(const Raw& raw, float (&x)[kOctet]) const {
+    DTCOMM_UNROLL
+    for (int j = 0; j < kOctet; ++j) x[j] = minifloat_value<F>(code_at(raw.codes, j)) * raw.scale;
+  }
+
+  template <bool Feedback, class Lanes>
+  DTCOMM_DEVICE void encode(const Lanes& lanes, const Call& call, const Shape& shape, const Place& place, int,
+                            float (&x)[kOctet], std::uint8_t* granule, float (&decoded)[kOctet]) const {
+    const float scale = scale_of(rules, top_of_group(lanes, group(), x)), inverse = inverse_of(scale);
+    float random[kOctet] = {};
+    if (!Plain && codec.stochastic) uniform_octet(call.key, call.offset + place.first, random);
+    std::int32_t code[kOctet];
+    DTCOMM_UNROLL
+    for (int j = 0; j < kOctet; ++j) {
+      const float t = x[j] * inverse;
+      const std::uint32_t made =
+          !Plain && codec.stochastic ? stochastic_minifloat<F>(t, random[j]) : nearest_minifloat<F>(t);
+      // Zero blocks may have signs, NaN blocks anything.
+      code[j] = inverse == 0.0f ? 0 : static_cast<std::int32_t>(made);
+    }
+    if (place.at < shape.stored) {
+      store_codes(codes_of(code), 8, shape.stored, place.at, granule + shape.codes_at);
+      if (this->leads(place.at)) store_field(codec.scale, scale, granule, block_of(place.at));
+    }
+    if constexpr (Feedback) {
+      DTCOMM_UNROLL
+      for (int j = 0; j < kOctet; ++j) {
+        decoded[j] = minifloat_value<F>(static_cast<std::uint32_t>(code[j])) * scale;
+      }
+    }
+  }
+};
+
+}  // namespace dtcomm::cuda

@@ -1,0 +1,95 @@
+"""The CUDA kernels: the bytes of the CPU's, from the same scalar rules (csrc/cuda, csrc/codec).
+
+Work is queued on the current stream of the tensors' device, as one kernel or as copies: nothing waits for it, and
+a CUDA graph may capture it. Tensors are checked by the caller (contiguous, of the right size, all on one device).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dtcomm import _cuda
+from dtcomm.codecs import Codec
+from dtcomm.codecs.base import ELEMENT_TYPES
+from dtcomm.kernels.call import OPERATIONS, Combine
+
+
+def supports(codec: Codec) -> bool:
+    """Whether the functions below run `codec`."""
+    return _cuda.supports(codec.native())
+
+
+def combine(call: Combine) -> None:
+    """Run one call (see :class:`Combine`) whose tensors are on a CUDA device.
+
+    Raises ValueError for a payload that is not aligned to 16 bytes, and for more than 16 payloads while a graph
+    is captured: their addresses have to be copied to the device, from memory that the graph could not keep.
+    """
+    device = _device_of(call.payload_out, call.out, call.local, *call.payloads, call.residual)
+    dtype = ELEMENT_TYPES[call.dtype]
+    residual = _address(call.residual)
+    payloads = [payload.data_ptr() for payload in call.payloads]
+    with torch.cuda.device(device):
+        table = _table(payloads, device)
+        _cuda.combine(
+            call.codec.native(),
+            payloads,
+            _address(table),
+            call.position,
+            _address(call.local),
+            dtype if call.local is None else ELEMENT_TYPES[call.local.dtype],
+            residual,
+            residual,
+            call.numel,
+            call.divisor,
+            OPERATIONS[call.op],
+            call.key,
+            call.offset,
+            _address(call.payload_out),
+            _address(call.out),
+            dtype,
+            dtype if call.out is None else ELEMENT_TYPES[call.out.dtype],
+            torch.cuda.current_stream(device).cuda_stream,
+        )
+
+
+def decode(codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, out: torch.Tensor) -> None:
+    """`out` <- the payload's `numel` elements, on their device; `dtype` is the wire type of `none`."""
+    device = _device_of(payload, out)
+    with torch.cuda.device(device):
+        _cuda.decode(
+            codec.native(),
+            payload.data_ptr(),
+            numel,
+            ELEMENT_TYPES[dtype],
+            out.data_ptr(),
+            ELEMENT_TYPES[out.dtype],
+            torch.cuda.current_stream(device).cuda_stream,
+        )
+
+
+def _table(payloads: list[int], device: torch.device) -> torch.Tensor | None:
+    """The payloads' addresses in the device's memory, where they are too many for a kernel's arguments.
+
+    The allocators of torch keep both ends of the copy, and the table, until the stream has used them.
+    """
+    if len(payloads) <= _cuda.NEAR_PAYLOADS:
+        return None
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            f"payloads: expected at most {_cuda.NEAR_PAYLOADS} while a graph is captured, got {len(payloads)}"
+        )
+    host = torch.tensor(payloads, dtype=torch.int64).pin_memory()
+    return host.to(device, non_blocking=True)
+
+
+def _device_of(*tensors: torch.Tensor | None) -> torch.device:
+    """The one device of `tensors`. Raises ValueError where they are on several, or not on a CUDA device."""
+    devices = {tensor.device for tensor in tensors if tensor is not None}
+    if len(devices) != 1 or any(device.type != "cuda" for device in devices):
+        raise ValueError(f"tensors: expected all on one CUDA device, got {sorted(map(str, devices))}")
+    return devices.pop()
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
