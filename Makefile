@@ -18,7 +18,7 @@ NATIVE := build/native.stamp
 INSTALLED := $(VENV)/.installed.stamp
 ASAN := build/asan/native.stamp
 
-.PHONY: help demo build test test-fast lint format bench asan tsan gpu-check gpu-bench clean distclean
+.PHONY: help demo build test test-fast lint format bench asan tsan device gpu-check gpu-bench clean distclean
 .DELETE_ON_ERROR:
 
 help:  ## say what there is
@@ -29,7 +29,7 @@ demo: build  ## build, then train a small language model on two ranks with compr
 
 build: $(NATIVE) $(INSTALLED)  ## make .venv and compile the native modules in place
 
-test: tsan asan build  ## everything: the core under sanitizers, then the whole test suite
+test: tsan asan device build  ## everything: the core under sanitizers, then the whole test suite
 	$(PYTEST) $(ARGS)
 
 test-fast: build  ## the test suite without what is marked slow
@@ -97,9 +97,28 @@ tsan: $(DEPS)  ## csrc/tests/*.cpp that have threads under ThreadSanitizer, with
 	cmake --build build/tsan
 	$(NO_ASLR) ctest --test-dir build/tsan --output-on-failure -E '^fuzz$$'
 
-gpu-check: build  ## the tests that need a CUDA device, with _cuda built for certain
+# The core of the in-place build serves, so only the test itself is compiled.
+INPLACE = build/inplace-$(shell $(PY) -c 'import sys; print(sys.implementation.cache_tag)')
+
+device: $(NATIVE)  ## the CUDA kernels' source on this CPU, byte for byte beside the CPU's kernels
+	cmake --build $(INPLACE) --target device_test
+	$(INPLACE)/device_test
+
+# compute-sanitizer comes with the CUDA toolkit (Debian and Ubuntu: apt install cuda-sanitizer-13-0). A few sizes of every
+# codec: it is some fifty times as slow.
+SANITIZER := $(shell command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
+
+gpu-check: build  ## the tests that need a CUDA device, with _cuda built for certain; also under compute-sanitizer
 	DTCOMM_CUDA=1 $(PY) setup.py -q build_ext --inplace
 	$(PYTEST) -m gpu $(ARGS)
+ifneq ($(SANITIZER),)
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck --error-exitcode 1 \
+		$(PYTEST) tests/cuda -m gpu -k "any_alignment and 1" --timeout 0 $(ARGS)
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool racecheck --error-exitcode 1 \
+		$(PYTEST) tests/cuda -m gpu -k "any_alignment and 1" --timeout 0 $(ARGS)
+else
+	@echo "compute-sanitizer was not found: install the CUDA toolkit's, then run this again" >&2
+endif
 
 gpu-bench: build  ## the CUDA kernels beside a device copy
 	$(PY) -m bench.gpu_kernels $(ARGS)
