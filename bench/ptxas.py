@@ -1,0 +1,140 @@
+"""Registers, spills and shared memory of every CUDA kernel: python -m bench.ptxas [--json PATH].
+
+Compiles csrc/cuda once more, with nvcc's report; no device is needed. Occupancy is what registers and shared memory
+allow of the threads that a multiprocessor can hold (CUDA's programming guide, table of compute capabilities). Ends with
+status 1 where a kernel of the first tier spills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypedDict
+
+ROOT = Path(__file__).resolve().parent.parent
+# compute capability → (registers, bytes of shared memory, threads) of a multiprocessor
+LIMITS = {80: (65536, 163840, 2048), 90: (65536, 232448, 2048), 100: (65536, 232448, 2048)}
+NEAR_THREADS, FAR_THREADS = 256, 512  # csrc/cuda/choose.h, lanes.cuh
+RESERVED_SHARED = 1024  # bytes that the system takes of each thread block's
+COUNTS = {"-1": "n", "0": "0", "1": "1", "2": "2", "4": "4", "8": "8"}
+
+
+class Resources(TypedDict):
+    kernel: str
+    architecture: int
+    registers: int
+    stack: int
+    spills: int
+    shared: int
+    occupancy: float
+    first_tier: bool
+
+
+def tool(name: str) -> str:
+    """A program of the CUDA toolkit. Raises SystemExit where there is none."""
+    homes = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
+    found = shutil.which(name, path=os.pathsep.join([os.environ["PATH"], *(f"{home}/bin" for home in homes)]))
+    if found is None:
+        raise SystemExit(f"bench.ptxas: {name} was not found; it comes with the CUDA toolkit")
+    return found
+
+
+def readable(name: str) -> str:
+    """`combine_near<Integer<8, 4u, true>, 1, true, false>(…)` as words."""
+    name = re.sub(r"\(.*", "", name.replace("dtcomm::cuda::", "").replace("(anonymous namespace)::", ""))
+    name = name.removeprefix("void ").replace("dtcomm::", "").replace("(DType)", "")
+    match = re.fullmatch(r"combine_(near|far)<(.*), (-?\d+), (true|false), (true|false)>", name)
+    if match is None:
+        return name
+    _, family, count, encodes, feedback = match.groups()
+    verb = "reduce" if encodes == "false" else "encode" if count == "0" else "reduce_encode"
+    if verb == "reduce" and count == "1":
+        verb = "decode"
+    return f"{family} {verb} {COUNTS[count]}{' with feedback' if feedback == 'true' else ''}"
+
+
+def occupancy(architecture: int, registers: int, shared: int, threads: int) -> float:
+    """Share of a multiprocessor's threads that fit at once."""
+    register_file, shared_memory, most = LIMITS[architecture]
+    of_warp = -(-registers * 32 // 256) * 256  # registers are given to warps by 256
+    blocks = min(register_file // (of_warp * threads // 32), most // threads)
+    if shared:
+        blocks = min(blocks, shared_memory // (shared + RESERVED_SHARED))
+    return blocks * threads / most
+
+
+def compile_one(source: Path, architecture: int) -> list[Resources]:
+    """The kernels of one file, as ptxas reports them."""
+    command = [
+        tool("nvcc"),
+        "-std=c++17",
+        "-O3",
+        "--fmad=false",
+        "--expt-relaxed-constexpr",
+        f"-I{ROOT / 'csrc'}",
+    ]
+    command += ["-cubin", f"-arch=sm_{architecture}", "-Xptxas", "-v", "-o", os.devnull, str(source)]
+    report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    report = subprocess.run(["c++filt"], input=report, check=True, capture_output=True, text=True).stdout
+    kernels = []
+    for entry in report.split("Compiling entry function ")[1:]:
+        name = entry[1 : entry.index("' for")]
+        used = {what: int(n) for n, what in re.findall(r"(\d+) (registers|bytes \w+ \w+|bytes smem)", entry)}
+        threads = NEAR_THREADS if "combine_near" in name else FAR_THREADS
+        shared = used.get("bytes smem", 0)
+        kernel: Resources = {
+            "kernel": readable(name),
+            "architecture": architecture,
+            "registers": used["registers"],
+            "stack": used.get("bytes stack frame", 0),
+            "spills": used.get("bytes spill stores", 0) + used.get("bytes spill loads", 0),
+            "shared": shared,
+            "occupancy": occupancy(architecture, used["registers"], shared, threads),
+            "first_tier": "combine_near" in name,
+        }
+        kernels.append(kernel)
+    return kernels
+
+
+def read() -> list[Resources]:
+    """Every kernel, for each architecture."""
+    sources = sorted((ROOT / "csrc" / "cuda").rglob("*.cu"))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        made = pool.map(
+            lambda job: compile_one(*job), [(source, arch) for arch in LIMITS for source in sources]
+        )
+        kernels = [kernel for each in made for kernel in each]
+    return sorted(kernels, key=lambda kernel: (kernel["architecture"], kernel["kernel"]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="also write the result here")
+    options = parser.parse_args()
+    kernels = read()
+    for kernel in kernels:
+        if kernel["architecture"] == 90 or kernel["spills"]:
+            spills = f"  {kernel['spills']} bytes spilled" if kernel["spills"] else ""
+            print(
+                f"sm_{kernel['architecture']:<4} {kernel['kernel']:<60} {kernel['registers']:>4} registers "
+                f"{kernel['shared']:>6} B shared  {kernel['occupancy']:>5.0%}{spills}"
+            )
+    if options.json:
+        options.json.write_text(json.dumps({"kernels": kernels}, indent=1) + "\n")
+    spilled = [kernel for kernel in kernels if kernel["first_tier"] and (kernel["spills"] or kernel["stack"])]
+    for kernel in spilled:
+        print(f"spills: {kernel['kernel']} on sm_{kernel['architecture']}", file=sys.stderr)
+    return 1 if spilled else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
