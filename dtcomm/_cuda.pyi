@@ -19,7 +19,6 @@ class Platform(TypedDict):
 NEAR_PAYLOADS: int  # more than these need a table in the device's memory
 
 def platform() -> Platform: ...
-def supports(codec: bytes) -> bool: ...
 def combine(
     codec: bytes,
     payloads: list[int],

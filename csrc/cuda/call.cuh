@@ -42,6 +42,7 @@ struct Call {
   ReduceOp op;
   bool has_local;                            // local or residual_in
   bool divides;                              // by `divisor`
+  bool joins;                                // the sum is more than one term as it was
   bool canonical;                            // floats are the result of arithmetic: NaN is written as the one NaN
   bool local_wide, residual_wide, out_wide;  // aligned to sixteen bytes
   float divisor;

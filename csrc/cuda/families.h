@@ -8,6 +8,7 @@
 #include "cuda/families/integer.cuh"
 #include "cuda/families/mx.cuh"
 #include "cuda/families/sign.cuh"
+#include "cuda/sparse.cuh"
 
 namespace dtcomm::cuda {
 
@@ -28,5 +29,6 @@ const char* launch(const Call& call, const Mx<E4m3>& family, void* stream);
 const char* launch(const Call& call, const Mx<E5m2>& family, void* stream);
 const char* launch(const Call& call, const Mx<E2m1>& family, void* stream);
 const char* launch(const Call& call, const Sign& family, void* stream);
+const char* launch(const Call& call, const Sparse& family, void* stream);
 
 }  // namespace dtcomm::cuda

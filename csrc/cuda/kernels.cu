@@ -29,6 +29,7 @@ const char* combine(const Codec& codec, const Combine& call, const std::uint8_t*
   if (const void* from = verbatim(codec, call)) return copy(call, from, static_cast<cudaStream_t>(stream));
   if (codec.family == Family::none && exact_type(call.dtype)) return combine_exact(call, table, stream);
   const Call planned = plan(codec, call, table);
+  if (is_sparse(codec)) return launch(planned, sparse_family(codec, planned), stream);
   return with_family(codec, call.dtype, [&](const auto& family) { return launch(planned, family, stream); });
 }
 

@@ -17,9 +17,6 @@ namespace dtcomm::cuda {
 // So many payloads travel as arguments of the kernel. For more their addresses must lie in the device's memory too.
 constexpr int kNearPayloads = 16;
 
-// The codecs that the functions below take.
-inline bool supports(const Codec& codec) { return codec.family != Family::topk && codec.family != Family::randk; }
-
 // One call as cpu/kernels.h describes it, except that `call.payloads` is host memory, read before this returns, and
 // that with more than kNearPayloads of them `table` is device memory that holds the same addresses until the work is
 // done. The hints to stream are ignored. Returns nullptr, or in CUDA's words why nothing was queued.

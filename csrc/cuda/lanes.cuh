@@ -50,6 +50,16 @@ struct BlockLanes : WarpLanes {
   __device__ __forceinline__ explicit BlockLanes(std::uint32_t* shared) : room(shared) {}
   __device__ __forceinline__ void barrier() const { __syncthreads(); }
 
+  // The sum over the thread block, of kMostThreads threads; `round` counts the calls that follow one another.
+  __device__ __forceinline__ std::uint32_t sum(std::uint32_t value, std::uint32_t round) const {
+    std::uint32_t* sums = room + round % 2 * kWarp;
+    const unsigned lane = threadIdx.x % kWarp;
+    value = __reduce_add_sync(0xffffffffU, value);
+    if (lane == 0) sums[threadIdx.x / kWarp] = value;
+    __syncthreads();
+    return __reduce_add_sync(0xffffffffU, lane < kMostThreads / kWarp ? sums[lane] : 0);
+  }
+
   __device__ __forceinline__ std::uint32_t far(std::uint32_t value, unsigned reach) const {
     room[threadIdx.x] = value;
     __syncthreads();

@@ -41,7 +41,7 @@ inline Call plan(const Codec& codec, const Combine& call, const std::uint8_t* co
   const bool has_local = call.local || call.residual_in;
   const int terms = call.count + (has_local ? 1 : 0);
   // Only a lone term that nothing happens to keeps its NaNs' bits: the local tensor, or a cast's payload.
-  const bool joined = terms > 1 || call.divisor != 1 || (call.local && call.residual_in) || call.payload_out;
+  const bool joins = terms > 1 || call.divisor != 1 || (call.local && call.residual_in);
   Call to = {};
   if (call.count <= kNearPayloads) {
     for (int t = 0; t < call.count; ++t) to.near[t] = call.payloads[t];
@@ -59,7 +59,8 @@ inline Call plan(const Codec& codec, const Combine& call, const std::uint8_t* co
   to.op = call.op;
   to.has_local = has_local;
   to.divides = call.divisor != 1;
-  to.canonical = joined || (!has_local && !is_cast(codec));
+  to.joins = joins;
+  to.canonical = joins || call.payload_out || (!has_local && !is_cast(codec));
   to.local_wide = is_wide(call.local);
   to.residual_wide = is_wide(call.residual_in) && is_wide(call.residual_out);
   to.out_wide = is_wide(call.out);
@@ -108,6 +109,31 @@ auto with_mx(const Codec& codec, const Use& use) {
   const bool rotated = codec.rotate != 0;
   if (codec.element == Element::e4m3) return use(Mx<E4m3>{rotated});
   return codec.element == Element::e5m2 ? use(Mx<E5m2>{rotated}) : use(Mx<E2m1>{rotated});
+}
+
+inline bool is_sparse(const Codec& codec) { return codec.family == Family::topk || codec.family == Family::randk; }
+
+inline Part part_of(const Layout& layout, const Layout& nested, std::size_t n) {
+  const std::size_t kept = layout.kept_of(n), last = (kept - 1) / kGranule * kGranule;
+  return {static_cast<std::uint32_t>(kept), static_cast<std::uint32_t>(last),
+          static_cast<std::uint32_t>(layout.head + layout.values(n)), shape_of(nested, kept - last)};
+}
+
+inline Sparse sparse_family(const Codec& codec, const Call& call) {
+  const Layout layout = layout_of(codec, DType::f32);
+  const Codec values = values_of(codec);
+  const Layout nested = layout_of(values, DType::f32);
+  Sparse family = {};
+  family.codec = codec;
+  family.integer = blocks_of<AnyInteger>(values, integer_rules(values));
+  family.wire = wire_of(values, DType::f32);
+  family.head = static_cast<std::uint32_t>(layout.head);
+  family.position_bits = static_cast<std::uint32_t>(layout.position_bits);
+  family.nested_bytes = static_cast<std::uint32_t>(nested.bytes(kGranule));
+  family.nested = shape_of(nested, kGranule);
+  family.whole = part_of(layout, nested, kSparseGranule);
+  family.tail = part_of(layout, nested, call.tail.n);
+  return family;
 }
 
 // use(family) for the family, as a type, that serves a dense codec.

@@ -47,12 +47,6 @@ void raise_if(const char* error) {
   if (error) throw std::runtime_error(std::string("CUDA: ") + error);
 }
 
-Codec runnable_codec(const py::bytes& bytes) {
-  const Codec codec = codec_of(bytes);
-  if (!cuda::supports(codec)) throw py::value_error("codec: topk and randk have no CUDA kernel");
-  return codec;
-}
-
 void check_floats(const char* name, DType dtype) {
   if (!floating(dtype)) throw py::value_error(std::string(name) + ": must be fp32, fp16 or bf16");
 }
@@ -93,7 +87,7 @@ void combine(const py::bytes& codec_bytes, const std::vector<std::uintptr_t>& pa
              std::uintptr_t residual_out, std::size_t numel, std::size_t divisor, int op, std::uint64_t key,
              std::uint64_t offset, std::uintptr_t payload_out, std::uintptr_t out, int dtype, int out_dtype,
              std::uintptr_t stream) {
-  const Codec codec = runnable_codec(codec_bytes);
+  const Codec codec = codec_of(codec_bytes);
   if (op < 0 || op > static_cast<int>(ReduceOp::max)) throw py::value_error("op: unknown number");
   Combine call;
   call.payloads = reinterpret_cast<const std::uint8_t* const*>(payloads.data());
@@ -119,7 +113,7 @@ void combine(const py::bytes& codec_bytes, const std::vector<std::uintptr_t>& pa
 
 void decode(const py::bytes& codec_bytes, std::uintptr_t payload, std::size_t numel, int dtype_number,
             std::uintptr_t out, int out_dtype_number, std::uintptr_t stream) {
-  const Codec codec = runnable_codec(codec_bytes);
+  const Codec codec = codec_of(codec_bytes);
   const DType dtype = dtype_of(dtype_number), out_dtype = dtype_of(out_dtype_number);
   if (!(codec.family == Family::none && dtype == out_dtype)) {
     check_floats("dtype", dtype);
@@ -138,9 +132,6 @@ PYBIND11_MODULE(_cuda, module) {
   module.doc() = "dtcomm's CUDA kernels";
   module.def("platform", &platform,
              "Driver and runtime versions (1000 * major + 10 * minor), devices, and why there are none. Never raises.");
-  module.def(
-      "supports", [](const py::bytes& codec) { return cuda::supports(codec_of(codec)); }, py::arg("codec"),
-      "Whether the kernels below run the codec.");
   module.attr("NEAR_PAYLOADS") = cuda::kNearPayloads;
   module.def("combine", &combine, py::arg("codec"), py::arg("payloads"), py::arg("table"), py::arg("position"),
              py::arg("local"), py::arg("local_dtype"), py::arg("residual_in"), py::arg("residual_out"),

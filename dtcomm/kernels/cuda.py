@@ -14,11 +14,6 @@ from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.kernels.call import OPERATIONS, Combine
 
 
-def supports(codec: Codec) -> bool:
-    """Whether the functions below run `codec`."""
-    return _cuda.supports(codec.native())
-
-
 def combine(call: Combine) -> None:
     """Run one call (see :class:`Combine`) whose tensors are on a CUDA device.
 

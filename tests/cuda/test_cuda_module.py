@@ -101,7 +101,17 @@ def test_tensors_must_be_on_one_device() -> None:
 @pytest.mark.parametrize(
     "spec",
     ["none", "fp16", "int8", "int4:block=128", "int8:round=stochastic", "int3:block=4096"]
-    + ["int4:rotate=hadamard", "int2:spikes=1", "fp8_e4m3", "fp8_e5m2", "mxfp8", "mxfp4", "sign"],
+    + [
+        "int4:rotate=hadamard",
+        "int2:spikes=1",
+        "fp8_e4m3",
+        "fp8_e5m2",
+        "mxfp8",
+        "mxfp4",
+        "sign",
+        "topk",
+        "randk",
+    ],
 )
 def test_without_a_device_cuda_says_so(spec: str) -> None:
     with pytest.raises(RuntimeError, match="CUDA"):

@@ -203,12 +203,29 @@ std::vector<Codec> codecs() {
       all.push_back(codec);
     }
   }
+  codec = Codec();
+  for (const Family family : {Family::topk, Family::randk}) {
+    const Element elements[] = {Element::bf16, Element::fp16, Element::fp32, Element::integer, Element::integer};
+    const std::uint32_t kept[] = {1, 41, 341, 342, 1500, 4096};
+    for (unsigned i = 0; i < 30; ++i) {
+      codec = Codec();
+      codec.family = family;
+      codec.element = elements[i % 5];
+      codec.kept = kept[i % 6];
+      if (codec.element == Element::integer) {
+        codec.bits = static_cast<std::uint8_t>(i % 5 == 3 ? 8 : 2 + i % 7);
+        codec.block = 32;
+        codec.stochastic = i % 2;
+      }
+      all.push_back(codec);
+    }
+  }
   return all;
 }
 
 std::vector<Case> cases(const Codec& codec) {
   std::vector<Case> all;
-  std::mt19937 random(codec.block * 8U + codec.bits);
+  std::mt19937 random(codec.block * 8U + codec.bits + codec.kept);
   const auto one_of = [&](unsigned n) { return static_cast<unsigned>(random() % n); };
   const DType floats[] = {DType::f32, DType::f16, DType::bf16};
   for (const std::size_t numel : {1, 3, 8, 17, 31, 100, 257, 1000, 1025, 2047, 4095, 4097, 9000}) {

@@ -19,6 +19,18 @@ bool combine_on_fibers(const Codec& codec, const Combine& call, const std::uint8
     return true;
   }
   const cuda::Call planned = cuda::plan(codec, call, table);
+  if (cuda::is_sparse(codec)) {
+    const cuda::Sparse family = cuda::sparse_family(codec, planned);
+    static float room[cuda::kSlots];
+    for (unsigned tile = 0; tile < cuda::tiles(planned, cuda::kMostThreads); ++tile) {
+      fibers.run(cuda::kMostThreads, [&](unsigned) {
+        const cuda::HostLanes lanes{fibers};
+        call.payload_out ? cuda::combine_sparse<true>(lanes, planned, family, tile, room)
+                         : cuda::combine_sparse<false>(lanes, planned, family, tile, room);
+      });
+    }
+    return true;
+  }
   cuda::with_family(codec, call.dtype, [&](const auto& family) {
     using F = std::decay_t<decltype(family)>;
     const unsigned threads = F::kHot ? cuda::kThreads : cuda::threads_of(family.group());

@@ -171,6 +171,11 @@ struct HostLanes {
     return other;
   }
 
+  std::uint32_t sum(std::uint32_t value, std::uint32_t) const {
+    for (unsigned reach = 1; reach < threads(); reach *= 2) value += swap(value, reach);
+    return value;
+  }
+
   void swap_octet(const float (&x)[kOctet], unsigned reach, float (&other)[kOctet]) const {
     for (int j = 0; j < kOctet; ++j) other[j] = swap(x[j], reach);
   }
