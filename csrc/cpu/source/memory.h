@@ -12,6 +12,16 @@
 
 namespace dtcomm::DTCOMM_ISA {
 
+#if defined(__AVX512F__)
+// A mask as a number. By a plain conversion gcc 12 may spill a mask by its 16 bits and read 32 back, the upper ones
+// being whatever was there before (seen in a build for the thread sanitizer).
+inline __attribute__((always_inline)) std::uint32_t word_of(__mmask16 mask) {
+  std::uint32_t word;
+  asm("kmovw %1, %0" : "=r"(word) : "k"(mask));
+  return word;
+}
+#endif
+
 // One element that may lie anywhere: loops over it vectorise to unaligned loads and stores.
 template <class T>
 struct __attribute__((packed, may_alias)) Cell {

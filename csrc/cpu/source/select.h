@@ -70,7 +70,7 @@ inline void find_reaching(const float* x, std::size_t n, std::int32_t least, con
     const __mmask16 any = _mm512_test_epi32_mask(some, some);
     const __m512i index = _mm512_add_epi32(count_up, _mm512_set1_epi32(static_cast<int>(row)));
     _mm512_storeu_si512(hits + hit, _mm512_maskz_compress_epi32(any, index));
-    hit += static_cast<std::size_t>(__builtin_popcount(any));
+    hit += static_cast<std::size_t>(__builtin_popcount(word_of(any)));
   }
   for (std::size_t h = 0; h < hit; ++h) {
     const std::size_t i = hits[h];

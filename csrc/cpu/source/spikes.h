@@ -64,7 +64,7 @@ inline void measure_ranges(const float* x, std::size_t blocks, std::size_t lengt
 // Which of 16 elements have these bits.
 inline __attribute__((always_inline)) std::uint32_t equal_bits(const float* x, std::int32_t bits) {
 #if defined(__AVX512F__)
-  return _mm512_cmpeq_epi32_mask(_mm512_loadu_si512(x), _mm512_set1_epi32(bits));
+  return word_of(_mm512_cmpeq_epi32_mask(_mm512_loadu_si512(x), _mm512_set1_epi32(bits)));
 #else
   const __m256i wanted = _mm256_set1_epi32(bits);
   const auto eight = [=](const float* from) {
