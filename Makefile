@@ -29,8 +29,12 @@ demo: build  ## build, then train a small language model on two ranks with compr
 
 build: $(NATIVE) $(INSTALLED)  ## make .venv and compile the native modules in place
 
+# Tests without rank processes, two at a time; those with ranks want the cores for themselves.
+ALONE = $(addprefix tests/,kernels codecs quality operators schedule algorithms)
+
 test: tsan asan device build  ## everything: the core under sanitizers, then the whole test suite
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -n 2 $(ALONE) $(ARGS)
+	$(PYTEST) $(addprefix --ignore=,$(ALONE)) $(ARGS)
 
 test-fast: build  ## the test suite without what is marked slow
 	$(PYTEST) -m "not slow" $(ARGS)
@@ -81,13 +85,17 @@ ASAN_ENV = DTCOMM_NATIVE_DIR=$(abspath build/asan/lib/dtcomm) \
 	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so.6)" \
 	PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 
+# Memory is what matters here: bytes and numbers are compared without sanitizers, thirty times as fast.
+ASAN_TESTS = $(addprefix tests/,kernels/test_memory.py kernels/test_golden.py kernels/test_corrupt.py kernels/test_fuzz.py \
+	kernels/test_lowrank.py test_native_build.py) $(wildcard tests/runtime/test_local*.py)
+
 # `make asan FUZZ=` leaves the fuzzer out.
 FUZZ ?= --seconds 60
 
 asan: $(ASAN)  ## kernels, a minute of damaged payloads and engine tests against a core built with ASan and UBSan
 	$(if $(FUZZ),UBSAN_OPTIONS=print_stacktrace=1 build/asan/cmake/wheel/fuzz_test $(FUZZ))
 	build/asan/cmake/wheel/rotate_test
-	$(ASAN_ENV) $(PYTEST) $(wildcard tests/kernels tests/runtime/test_local*.py tests/test_native_build.py) $(ARGS)
+	$(ASAN_ENV) $(PYTEST) $(ASAN_TESTS) $(ARGS)
 
 # ThreadSanitizer's shadow memory meets some kernels' address randomisation.
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)

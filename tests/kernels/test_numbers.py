@@ -21,7 +21,8 @@ PLAIN = [each for each in INTEGERS if each.rotate == "none" and not each.spikes]
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.fixture(params=KERNELS, autouse=True)
+# The others give the same bytes, which is test_bit_exact's to show.
+@pytest.fixture(params=(KERNELS[0], KERNELS[-1]), autouse=True)
 def kernel(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
     with use(request.param):
         yield request.param
