@@ -12,7 +12,6 @@ import argparse
 import os
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -54,17 +53,7 @@ class LinkRank:
     """One rank in a namespace of its own; models are built one at a time, as gigabytes of them would not fit."""
 
     def __init__(self, rank: int, ranks: int, rendezvous: str, namespaces: list[str]) -> None:
-        hosts.enter(namespaces[rank])
-        os.environ["GLOO_SOCKET_IFNAME"] = "dt0"
-        os.environ["DTCOMM_HOST_ID"] = namespaces[rank]
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{rendezvous}",
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=60),
-        )
+        hosts.join(rank, ranks, rendezvous, namespaces)
         self.rank = rank
         self.models: dict[str, torch.nn.Module] = {}
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 
 from dtcomm.codecs import Codec, codec
 from dtcomm.collectives import Work, all_gather, all_reduce, reduce_scatter
@@ -125,8 +125,8 @@ class State:
         self._residuals.load_state_dict(residuals)
 
 
-class _Gather(AllGather):
-    """One module's all-gather."""
+class _Collective(Comm):
+    """What FSDP2 asks of a collective besides moving bytes."""
 
     def __init__(self, state: State, module: str) -> None:
         self.state, self.module = state, module
@@ -135,6 +135,10 @@ class _Gather(AllGather):
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Collective, AllGather):
+    """One module's all-gather."""
 
     def __call__(
         self,
@@ -155,16 +159,8 @@ class _Gather(AllGather):
         return _finish(work, traffic, own.numel() * own.element_size() * (group.size() - 1), async_op)
 
 
-class _Scatter(ReduceScatter):
+class _Scatter(_Collective, ReduceScatter):
     """One module's reduce-scatter."""
-
-    def __init__(self, state: State, module: str) -> None:
-        self.state, self.module = state, module
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

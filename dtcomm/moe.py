@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtcomm.codecs import Codec, codec
+from dtcomm.codecs import Codec
+from dtcomm.codecs import codec as parse
 from dtcomm.collectives import all_to_all
 
 
@@ -165,8 +166,3 @@ def _exchanged(
 
 def _differentiable(function: Any, *arguments: Any) -> Any:
     return function.apply(*arguments)
-
-
-def parse(spec: str | Codec) -> Codec:
-    """What `spec` describes; here because the functions' own argument is called codec."""
-    return codec(spec)

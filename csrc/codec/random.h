@@ -40,19 +40,21 @@ DTCOMM_HD float uniform(Stream stream, std::uint32_t index) {
   return static_cast<float>(static_cast<std::int32_t>(h >> 8)) * 0x1p-24f;
 }
 
+// One step of a 64-bit hash (splitmix64's finaliser, Steele, Lea and Flood 2014).
+DTCOMM_HD std::uint64_t absorb(std::uint64_t h, std::uint64_t word) {
+  h += word;
+  h ^= h >> 30;
+  h *= 0xbf58476d1ce4e5b9ULL;
+  h ^= h >> 27;
+  h *= 0x94d049bb133111ebULL;
+  h ^= h >> 31;
+  return h;
+}
+constexpr std::uint64_t kGoldenRatio = 0x9e3779b97f4a7c15ULL;
+
 // The key of one encoding: which call (seed), whose (rank), and the how-manieth of that rank (step).
 DTCOMM_HD std::uint64_t mix_key(std::uint64_t seed, std::uint32_t rank, std::uint32_t step) {
-  std::uint64_t h = seed;
-  const std::uint64_t words[3] = {0x9e3779b97f4a7c15ULL, rank, step};
-  for (int i = 0; i < 3; ++i) {
-    h += words[i];
-    h ^= h >> 30;
-    h *= 0xbf58476d1ce4e5b9ULL;
-    h ^= h >> 27;
-    h *= 0x94d049bb133111ebULL;
-    h ^= h >> 31;
-  }
-  return h;
+  return absorb(absorb(absorb(seed, kGoldenRatio), rank), step);
 }
 
 }  // namespace dtcomm

@@ -38,17 +38,7 @@ DTCOMM_HD bool bit_at(const std::uint8_t* bitmap, std::size_t i) { return (bitma
 
 // randk. The key of the granule whose first element has `index` in the caller's tensor.
 DTCOMM_HD std::uint64_t granule_key(std::uint64_t key, std::uint64_t index) {
-  std::uint64_t h = key;
-  const std::uint64_t words[2] = {0x9e3779b97f4a7c15ULL, index};
-  for (int i = 0; i < 2; ++i) {
-    h += words[i];
-    h ^= h >> 30;
-    h *= 0xbf58476d1ce4e5b9ULL;
-    h ^= h >> 27;
-    h *= 0x94d049bb133111ebULL;
-    h ^= h >> 31;
-  }
-  return h;
+  return absorb(absorb(key, kGoldenRatio), index);
 }
 
 // A permutation of [0, count): rounds of multiplying, adding and folding the upper half of the bits onto the lower,

@@ -28,44 +28,39 @@ Matrix matrix_of(std::uintptr_t gradient, int dtype, std::uintptr_t residual, st
   return {pointer<const void>(gradient), pointer<const float>(residual), type, rows, columns, rank};
 }
 
+// One of the three passes over a matrix; what is read and what is written are the factors, in the pass's own order.
+template <class Pass>
+void bind_pass(py::module_& module, const char* name, const char* first, const char* second, const Pass& pass) {
+  module.def(
+      name,
+      [pass](const char* kernel, std::uintptr_t gradient, int dtype, std::uintptr_t residual, std::size_t rows,
+             std::size_t columns, std::size_t rank, std::uintptr_t one, std::uintptr_t two) {
+        const Matrix matrix = matrix_of(gradient, dtype, residual, rows, columns, rank);
+        const LowRank& passes = low_rank_of(kernel);
+        const py::gil_scoped_release release;
+        pass(passes, matrix, pointer<float>(one), pointer<float>(two));
+      },
+      py::arg("kernel"), py::arg("gradient"), py::arg("dtype"), py::arg("residual"), py::arg("rows"),
+      py::arg("columns"), py::arg("rank"), py::arg(first), py::arg(second));
+}
+
 }  // namespace
 
 void bind_lowrank(py::module_& module) {
-  module.def(
-      "project_rows",
-      [](const char* kernel, std::uintptr_t gradient, int dtype, std::uintptr_t residual, std::size_t rows,
-         std::size_t columns, std::size_t rank, std::uintptr_t right, std::uintptr_t left) {
-        const Matrix matrix = matrix_of(gradient, dtype, residual, rows, columns, rank);
-        const LowRank& passes = low_rank_of(kernel);
-        const py::gil_scoped_release release;
-        passes.project_rows(matrix, pointer<const float>(right), pointer<float>(left));
-      },
-      py::arg("kernel"), py::arg("gradient"), py::arg("dtype"), py::arg("residual"), py::arg("rows"),
-      py::arg("columns"), py::arg("rank"), py::arg("right"), py::arg("left"));
-  module.def(
-      "project_columns",
-      [](const char* kernel, std::uintptr_t gradient, int dtype, std::uintptr_t residual, std::size_t rows,
-         std::size_t columns, std::size_t rank, std::uintptr_t left, std::uintptr_t right) {
-        const Matrix matrix = matrix_of(gradient, dtype, residual, rows, columns, rank);
-        const LowRank& passes = low_rank_of(kernel);
-        const py::gil_scoped_release release;
-        passes.project_columns(matrix, pointer<const float>(left), pointer<float>(right));
-      },
-      py::arg("kernel"), py::arg("gradient"), py::arg("dtype"), py::arg("residual"), py::arg("rows"),
-      py::arg("columns"), py::arg("rank"), py::arg("left"), py::arg("right"));
-  module.def(
-      "expand",
-      [](const char* kernel, std::uintptr_t gradient, int dtype, std::uintptr_t residual, std::size_t rows,
-         std::size_t columns, std::size_t rank, std::uintptr_t left, std::uintptr_t right) {
-        const Matrix matrix = matrix_of(gradient, dtype, residual, rows, columns, rank);
-        const LowRank& passes = low_rank_of(kernel);
-        const py::gil_scoped_release release;
-        passes.expand(matrix, pointer<const float>(left), pointer<const float>(right), pointer<void>(gradient),
-                      pointer<float>(residual));
-      },
-      py::arg("kernel"), py::arg("gradient"), py::arg("dtype"), py::arg("residual"), py::arg("rows"),
-      py::arg("columns"), py::arg("rank"), py::arg("left"), py::arg("right"),
-      "The gradient becomes the factors' product and the residual, where given, what that lost.");
+  bind_pass(module, "project_rows", "right", "left",
+            [](const LowRank& passes, const Matrix& matrix, const float* right, float* left) {
+              passes.project_rows(matrix, right, left);
+            });
+  bind_pass(module, "project_columns", "left", "right",
+            [](const LowRank& passes, const Matrix& matrix, const float* left, float* right) {
+              passes.project_columns(matrix, left, right);
+            });
+  // The gradient becomes the factors' product and the residual, where given, what that lost.
+  bind_pass(module, "expand", "left", "right",
+            [](const LowRank& passes, const Matrix& matrix, const float* left, const float* right) {
+              passes.expand(matrix, left, right, const_cast<void*>(matrix.gradient),
+                            const_cast<float*>(matrix.residual));
+            });
   module.def(
       "orthonormalise",
       [](const char* kernel, std::uintptr_t vectors, std::size_t count, std::size_t n, std::uint64_t key) {

@@ -32,6 +32,7 @@ SMALLEST_BLOCK, LARGEST_BLOCK = 16, 4096
 BLOCKS = f"a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}"
 POSITION_BITS = 12  # of a position within a sparse granule
 SCALES = {"bf16": 0, "fp32": 1}
+SCALE_BYTES = {"bf16": 2, "fp32": 4}
 ROUNDINGS = ("nearest", "stochastic")
 ROTATIONS = ("none", "hadamard")
 # csrc/codec/codec.h's numbers
@@ -111,6 +112,20 @@ class Layout:
         return whole * self.bytes(self.granule) + (self.bytes(rest) if rest else 0)
 
 
+def block_layout(
+    block: int, field_bytes: int, code_bits: int, *, fields: int = 1, spike_bytes: int = 0
+) -> Layout:
+    """Of codecs with one or two fields per block."""
+    return Layout(
+        granule=max(GRANULE, block),
+        block=block,
+        field_bytes=field_bytes,
+        fields=fields,
+        spike_bytes=spike_bytes,
+        code_bits=code_bits,
+    )
+
+
 def option(*, default: Any, valid: str) -> Any:
     """A field that a spec string may set; `valid` says, in words for an error, what it takes."""
     return dataclasses.field(default=default, metadata={"valid": valid})
@@ -132,9 +147,9 @@ class Codec(abc.ABC):
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
         """The layout of a tensor of `dtype`, which matters to `none` alone."""
 
-    @abc.abstractmethod
     def lossless(self, dtype: torch.dtype) -> bool:
         """Does decoding give back every number of a tensor of `dtype`?"""
+        return False
 
     @property
     def granularity(self) -> int:

@@ -15,7 +15,17 @@ from typing import ClassVar
 
 import torch
 
-from dtcomm.codecs.base import BLOCKS, ELEMENTS, GRANULE, SCALES, Codec, Layout, option, pack
+from dtcomm.codecs.base import (
+    BLOCKS,
+    ELEMENTS,
+    SCALE_BYTES,
+    SCALES,
+    Codec,
+    Layout,
+    block_layout,
+    option,
+    pack,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,16 +48,7 @@ class Float8(Codec):
         return f"fp8_{self.element}"
 
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
-        return Layout(
-            granule=max(GRANULE, self.block),
-            block=self.block,
-            field_bytes=2 if self.scale == "bf16" else 4,
-            fields=1,
-            code_bits=8,
-        )
-
-    def lossless(self, dtype: torch.dtype) -> bool:
-        return False
+        return block_layout(self.block, SCALE_BYTES[self.scale], 8)
 
     def native(self) -> bytes:
         return pack(

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import torch
 
-from dtcomm.codecs.base import BLOCKS, GRANULE, SCALES, Codec, Layout, option, pack
+from dtcomm.codecs.base import BLOCKS, SCALE_BYTES, SCALES, Codec, Layout, block_layout, option, pack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +50,11 @@ class Integer(Codec):
         return (1 << (self.bits - 1 if self.symmetric else self.bits)) - 1
 
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
-        field_bytes = 2 if self.scale == "bf16" else 4
+        field_bytes = SCALE_BYTES[self.scale]
         place_bytes = 1 if self.block <= 256 else 2
-        return Layout(
-            granule=max(GRANULE, self.block),
-            block=self.block,
-            field_bytes=field_bytes,
-            fields=1 if self.symmetric else 2,
-            spike_bytes=2 * (field_bytes + place_bytes) if self.spikes else 0,
-            code_bits=self.bits,
-        )
-
-    def lossless(self, dtype: torch.dtype) -> bool:
-        return False
+        spike_bytes = 2 * (field_bytes + place_bytes) if self.spikes else 0
+        fields = 1 if self.symmetric else 2
+        return block_layout(self.block, field_bytes, self.bits, fields=fields, spike_bytes=spike_bytes)
 
     def native(self) -> bytes:
         return pack(

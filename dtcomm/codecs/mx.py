@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from dtcomm.codecs.base import ELEMENTS, Codec, Layout, option, pack
+from dtcomm.codecs.base import ELEMENTS, Codec, Layout, block_layout, option, pack
 
 MX_BLOCK = 32
 
@@ -28,10 +28,7 @@ class Mx(Codec):
     rotate: str = option(default="none", valid="none, hadamard")
 
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
-        return Layout(block=MX_BLOCK, field_bytes=1, fields=1, code_bits=self.code_bits)
-
-    def lossless(self, dtype: torch.dtype) -> bool:
-        return False
+        return block_layout(MX_BLOCK, 1, self.code_bits)
 
     def native(self) -> bytes:
         rotate = self.rotate == "hadamard"

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import torch
 
-from dtcomm.codecs.base import BLOCKS, GRANULE, SCALES, Codec, Layout, option, pack
+from dtcomm.codecs.base import BLOCKS, SCALE_BYTES, SCALES, Codec, Layout, block_layout, option, pack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +36,7 @@ class Sign(Codec):
         return "sign"
 
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
-        return Layout(
-            granule=max(GRANULE, self.block),
-            block=self.block,
-            field_bytes=2 if self.scale == "bf16" else 4,
-            fields=1,
-            code_bits=1,
-        )
-
-    def lossless(self, dtype: torch.dtype) -> bool:
-        return False
+        return block_layout(self.block, SCALE_BYTES[self.scale], 1)
 
     def native(self) -> bytes:
         rotate = self.rotate == "hadamard"

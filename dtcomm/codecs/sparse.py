@@ -88,9 +88,6 @@ class _Sparse(Codec):
     def _position_bits(self) -> int:
         return 0
 
-    def lossless(self, dtype: torch.dtype) -> bool:
-        return False
-
     def native(self) -> bytes:
         values = self.value_codec()
         if not isinstance(values, Integer):

@@ -9,21 +9,19 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 
-from dtcomm.codecs import Codec, codec
+from dtcomm.codecs import Codec
 from dtcomm.collectives import Work, all_reduce_coalesced
 from dtcomm.compress.checkpoint import VERSION, require_fit, share_of
 from dtcomm.compress.feedback import Residuals
 from dtcomm.compress.guard import Event, Guard, Sample, Watch, summary
-from dtcomm.compress.packing import Packing, pack
-from dtcomm.compress.policy import Choice, Policy, as_policy, choose
+from dtcomm.compress.packing import Packing
+from dtcomm.compress.policy import Policy, as_policy
 from dtcomm.compress.powersgd import Factors, PowerSGD, Task, stages
 from dtcomm.compress.report import Report, Tally, rows
 from dtcomm.compress.scheme import Scheme
 from dtcomm.compress.sequence import Sequencer
 from dtcomm.ddp.flight import Flight, is_zero
-
-NONE = codec("none")
-
+from dtcomm.ddp.packings import NONE, Packings
 
 _GUARD = Guard()
 
@@ -70,14 +68,8 @@ class State:
         self.algorithm = algorithm
         self.seed = seed
         self.sample_every = sample_every
-        self.warmup = warmup
         self.steps = 0
         self.error: Exception | None = None
-        # The parameters are kept so that an id is never reused; without names, they come with the buckets.
-        self._parameters: dict[int, tuple[str, torch.Tensor]] = {}
-        self._named = parameters is not None
-        for name, parameter in parameters or ():
-            self._parameters[id(parameter)] = (name, parameter)
         self._residuals = Residuals()
         self._factors = Factors()
         # Where buckets take several collectives, all of them start on one thread, in an order that ranks share.
@@ -87,8 +79,7 @@ class State:
         lossy = any(rule.codec != NONE for rule in self.policy.rules)
         self._watch = Watch(guard) if guard is not None and lossy else None
         self._told: Flight | None = None
-        self._packings: dict[int, Packing] = {}
-        self._retired: list[Packing] = []
+        self._packings = Packings(self.policy, self._watch, warmup, parameters)
         self._flights: list[Flight] = []
         self._in_backward = False
         # What `compress` finds out about the model: see `_end_backward` and `_launch`.
@@ -107,7 +98,7 @@ class State:
 
     def report(self) -> Report:
         """What was compressed, with what, and what it saved, up to the last finished backward."""
-        packings = [*self._retired, *self._packings.values()]
+        packings = [*self._packings.retired, *self._packings.current.values()]
         tallies: dict[str, Tally] = {}
         for packing in packings:
             packing.add_to(tallies)
@@ -156,8 +147,9 @@ class State:
         rank = dist.get_rank(self.group) if rank is None else rank
         world_size = dist.get_world_size(self.group) if world_size is None else world_size
         first, residuals = share_of(state, rank, world_size)
-        if self._named:
-            require_fit(residuals, {name: tensor.numel() for name, tensor in self._parameters.values()})
+        sizes = self._packings.sizes()
+        if sizes is not None:
+            require_fit(residuals, sizes)
         self._residuals.load_state_dict(residuals)
         self._factors.load_state_dict(first.get("factors", {}))
         if self._watch is not None:
@@ -253,7 +245,7 @@ class State:
             self._factors.forget(name)
 
     def _launch(self, bucket: GradBucket, buffer: torch.Tensor) -> Flight:
-        packing = self._packing(bucket, buffer)
+        packing = self._packings.of(bucket, buffer, self.steps)
         tensors = packing.cut(buffer)
         sampled = self.sample_every > 0 and self.steps % self.sample_every == 0
         residuals: list[torch.Tensor | None] = []
@@ -341,42 +333,3 @@ class State:
             seed=self.seed + self.steps,
         )
         return self._sequencer.submit(work, [buffer], last=last)
-
-    def _packing(self, bucket: GradBucket, buffer: torch.Tensor) -> Packing:
-        parameters = bucket.parameters()
-        layout = tuple(map(id, parameters))
-        revision = (self.steps < self.warmup, 0 if self._watch is None else self._watch.revision)
-        packing = self._packings.get(bucket.index())
-        if packing is not None:
-            alike = packing.layout == layout and packing.dtype == buffer.dtype
-            if alike and packing.revision == revision:
-                return packing
-            self._retired.append(packing)
-        if buffer.layout != torch.strided:
-            raise TypeError(
-                f"bucket {bucket.index()}: {buffer.layout} gradients cannot be compressed, only dense ones"
-            )
-        names = [self._name(parameter) for parameter in parameters]
-        packing = pack(buffer, zip(names, bucket.gradients(), strict=True), layout, self._choose)
-        packing.revision = revision
-        self._packings[bucket.index()] = packing
-        return packing
-
-    def _choose(self, name: str, gradient: torch.Tensor) -> Choice:
-        """What the policy says, unless training warms up or the guard knows better."""
-        choice = self.policy.choose(name, gradient)
-        if choice.codec == NONE:
-            return choice
-        if self.steps < self.warmup:
-            return Choice(codec=NONE, why=f"warm-up until step {self.warmup}")
-        scheme = choice.codec if self._watch is None else self._watch.scheme(name, choice.codec, self.steps)
-        if scheme == choice.codec:
-            return choice
-        if scheme == NONE:
-            return Choice(codec=NONE, why="guard")
-        return choose(scheme, gradient)
-
-    def _name(self, parameter: torch.Tensor) -> str:
-        if id(parameter) not in self._parameters:
-            self._parameters[id(parameter)] = (f"parameter.{len(self._parameters)}", parameter)
-        return self._parameters[id(parameter)][0]

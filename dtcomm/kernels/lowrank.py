@@ -25,33 +25,33 @@ def project_rows(
     gradient: torch.Tensor, residual: torch.Tensor | None, right: torch.Tensor, left: torch.Tensor
 ) -> None:
     """``left[k, i] = sum over j of matrix[i, j] * right[k, j]``."""
-    arguments = _matrix(gradient, residual, left, right)
+    matrix = _matrix(gradient, residual, left, right)
     if current() == REFERENCE:
         reference.project_rows(gradient, residual, right, left)
     else:
-        _C.project_rows(native.current_name(), *arguments, right.data_ptr(), left.data_ptr())
+        _C.project_rows(*matrix, right.data_ptr(), left.data_ptr())
 
 
 def project_columns(
     gradient: torch.Tensor, residual: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor
 ) -> None:
     """``right[k, j] = sum over i of matrix[i, j] * left[k, i]``."""
-    arguments = _matrix(gradient, residual, left, right)
+    matrix = _matrix(gradient, residual, left, right)
     if current() == REFERENCE:
         reference.project_columns(gradient, residual, left, right)
     else:
-        _C.project_columns(native.current_name(), *arguments, left.data_ptr(), right.data_ptr())
+        _C.project_columns(*matrix, left.data_ptr(), right.data_ptr())
 
 
 def expand(
     gradient: torch.Tensor, residual: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor
 ) -> None:
     """The gradient becomes the product of the factors, and the residual what gradient + residual had more."""
-    arguments = _matrix(gradient, residual, left, right)
+    matrix = _matrix(gradient, residual, left, right)
     if current() == REFERENCE:
         reference.expand(gradient, residual, left, right)
     else:
-        _C.expand(native.current_name(), *arguments, left.data_ptr(), right.data_ptr())
+        _C.expand(*matrix, left.data_ptr(), right.data_ptr())
 
 
 def orthonormalise(vectors: torch.Tensor, key: int = 0) -> None:
@@ -74,7 +74,8 @@ def orthonormalise(vectors: torch.Tensor, key: int = 0) -> None:
 
 def _matrix(
     gradient: torch.Tensor, residual: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor
-) -> tuple[int, int, int, int, int, int]:
+) -> tuple[str, int, int, int, int, int, int]:
+    """The matrix as the native passes take it, after everything was checked."""
     for name, factor in (("left", left), ("right", right)):
         checks.tensor(name, factor)
         if factor.ndim != 2 or factor.dtype != torch.float32:
@@ -86,4 +87,5 @@ def _matrix(
     if residual is not None:
         checks.floats("residual", residual, rows * columns, torch.float32)
     address = 0 if residual is None else residual.data_ptr()
-    return gradient.data_ptr(), ELEMENT_TYPES[gradient.dtype], address, rows, columns, rank
+    name = native.current_name()
+    return name, gradient.data_ptr(), ELEMENT_TYPES[gradient.dtype], address, rows, columns, rank

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_M = 0xFFFFFFFF
+_M, _M64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
+GOLDEN_RATIO = 0x9E3779B97F4A7C15
 
 
 def mix32(h: Any) -> Any:
@@ -37,15 +38,18 @@ def uniform(key: int, offset: int, count: int) -> npt.NDArray[np.float32]:
     return (h >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)
 
 
-def mix_key(seed: int, rank: int, step: int) -> int:
-    """The key of one encoding: which call, whose, and the how-manieth of that rank."""
-    mask = 0xFFFFFFFFFFFFFFFF
-    h = seed & mask
-    for word in (0x9E3779B97F4A7C15, rank, step):
-        h = (h + word) & mask
+def absorb(h: int, *words: int) -> int:
+    """A 64-bit hash of `h` and then of the words, one after the other."""
+    for word in words:
+        h = (h + word) & _M64
         h ^= h >> 30
-        h = (h * 0xBF58476D1CE4E5B9) & mask
+        h = (h * 0xBF58476D1CE4E5B9) & _M64
         h ^= h >> 27
-        h = (h * 0x94D049BB133111EB) & mask
+        h = (h * 0x94D049BB133111EB) & _M64
         h ^= h >> 31
     return h
+
+
+def mix_key(seed: int, rank: int, step: int) -> int:
+    """The key of one encoding: which call, whose, and the how-manieth of that rank."""
+    return absorb(seed, GOLDEN_RATIO, rank, step)

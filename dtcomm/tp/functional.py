@@ -16,6 +16,7 @@ Compression is straight-through: the backward pass is that of the uncompressed f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,38 +27,38 @@ from dtcomm.tp.wire import Wire
 
 def copy_to_ranks(x: torch.Tensor, wire: Wire) -> torch.Tensor:
     """The same tensor, used by all ranks: its gradient is the sum of theirs."""
-    copied: torch.Tensor = differentiable(_Copy, x, wire)
-    return copied
+    return _pair(x, _same, lambda gradient: summed(gradient, wire, backward=True))
 
 
 def reduce_from_ranks(x: torch.Tensor, wire: Wire) -> torch.Tensor:
     """The sum of all ranks' tensors."""
-    total: torch.Tensor = differentiable(_Reduce, x, wire)
-    return total
+    return _pair(x, lambda x: summed(x, wire), _same)
 
 
 def gather_from_ranks(x: torch.Tensor, wire: Wire, dim: int = -1) -> torch.Tensor:
     """All ranks' parts, joined along `dim`, where all ranks go on to compute the same."""
-    joined: torch.Tensor = differentiable(_Gather, x, wire, dim)
-    return joined
+    return _pair(x, lambda x: joined(x, wire, dim), lambda gradient: own_part(gradient, wire, dim))
 
 
 def split_to_ranks(x: torch.Tensor, wire: Wire, dim: int = -1) -> torch.Tensor:
     """This rank's part of a tensor that all ranks have."""
-    part: torch.Tensor = differentiable(_Split, x, wire, dim)
-    return part
+    return _pair(
+        x, lambda x: own_part(x, wire, dim), lambda gradient: joined(gradient, wire, dim, backward=True)
+    )
 
 
 def reduce_scatter_to_ranks(x: torch.Tensor, wire: Wire, dim: int = 0) -> torch.Tensor:
     """This rank's part of the sum of all ranks' tensors."""
-    part: torch.Tensor = differentiable(_ReduceScatter, x, wire, dim)
-    return part
+    return _pair(
+        x, lambda x: summed_part(x, wire, dim), lambda gradient: joined(gradient, wire, dim, backward=True)
+    )
 
 
 def all_gather_from_ranks(x: torch.Tensor, wire: Wire, dim: int = 0) -> torch.Tensor:
     """All ranks' parts, joined along `dim`, where each rank goes on to compute something else."""
-    joined: torch.Tensor = differentiable(_AllGather, x, wire, dim)
-    return joined
+    return _pair(
+        x, lambda x: joined(x, wire, dim), lambda gradient: summed_part(gradient, wire, dim, backward=True)
+    )
 
 
 def differentiable(function: Any, *arguments: Any) -> Any:
@@ -65,69 +66,29 @@ def differentiable(function: Any, *arguments: Any) -> Any:
     return function.apply(*arguments)
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, wire: Wire) -> torch.Tensor:
-        ctx.wire = wire
-        return x.view_as(x)
+Map = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _pair(x: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:
+    result: torch.Tensor = differentiable(_Pair, x, forward, backward)
+    return result
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x.view_as(x)
+
+
+class _Pair(torch.autograd.Function):
+    """A function of a tensor, and what makes its gradient of the result's."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return summed(gradient, ctx.wire, backward=True), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, wire: Wire) -> torch.Tensor:
-        return summed(x, wire)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, wire: Wire, dim: int) -> torch.Tensor:
-        ctx.wire, ctx.dim = wire, dim
-        return joined(x, wire, dim)
+    def forward(ctx: Any, x: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:
+        ctx.backward_map = backward
+        return forward(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return own_part(gradient, ctx.wire, ctx.dim), None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, wire: Wire, dim: int) -> torch.Tensor:
-        ctx.wire, ctx.dim = wire, dim
-        return own_part(x, wire, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return joined(gradient, ctx.wire, ctx.dim, backward=True), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, wire: Wire, dim: int) -> torch.Tensor:
-        ctx.wire, ctx.dim = wire, dim
-        return summed_part(x, wire, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return joined(gradient, ctx.wire, ctx.dim, backward=True), None, None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, wire: Wire, dim: int) -> torch.Tensor:
-        ctx.wire, ctx.dim = wire, dim
-        return joined(x, wire, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return summed_part(gradient, ctx.wire, ctx.dim, backward=True), None, None
+        return ctx.backward_map(gradient), None, None
 
 
 def summed(x: torch.Tensor, wire: Wire, *, backward: bool = False) -> torch.Tensor:

@@ -16,7 +16,24 @@ from dtcomm.tp.sharded import Sharded
 from dtcomm.tp.wire import Group, Wire, wire
 
 
-class ColumnParallelLinear(Sharded):
+class _Linear(Sharded):
+    """What both layers have in common."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    in_features: int
+    out_features: int
+
+    def reset_parameters(self) -> None:
+        """As nn.Linear's: with the same seed the ranks' parts are those of the dense layer."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        self.fill(lambda name, full: _fill(name, full, bound))
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, ranks={self.wire.ranks}, codec={self.wire.codec}"
+
+
+class ColumnParallelLinear(_Linear):
     """``y = x W' + b`` with the rows of W (the features of y) shared out; x is the same on all ranks.
 
     gather_output: join y on all ranks (compressed in `codec`), otherwise each rank keeps its features.
@@ -24,9 +41,6 @@ class ColumnParallelLinear(Sharded):
     backward_codec: of the gradient of x, which is summed over ranks. packed: y is so many outputs side by side
     (queries, keys and values), of each of which every rank has its part.
     """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -62,11 +76,6 @@ class ColumnParallelLinear(Sharded):
             self.bias = None
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """As nn.Linear's: with the same seed the ranks' parts are those of the dense layer."""
-        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        self.fill(lambda name, full: _fill(name, full, bound))
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] → [..., out_features / ranks], or all features where they are gathered."""
         if self.sequence_dim is None:
@@ -76,20 +85,14 @@ class ColumnParallelLinear(Sharded):
         y = F.linear(x, self.weight, self.bias)
         return functional.gather_from_ranks(y, self.wire) if self.gather_output else y
 
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, ranks={self.wire.ranks}, codec={self.wire.codec}"
 
-
-class RowParallelLinear(Sharded):
+class RowParallelLinear(_Linear):
     """``y = x W' + b`` with the columns of W (the features of x) shared out; the partial products are summed.
 
     The bias is added once, after the sum. input_is_parallel: x holds this rank's features; otherwise it holds all and
     is split. sequence_parallel: y is scattered along `sequence_dim`. chunks: tokens are multiplied in so many parts, so
     that one part's sum is on its way while the next is multiplied.
     """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -120,11 +123,6 @@ class RowParallelLinear(Sharded):
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """As nn.Linear's: with the same seed the ranks' parts are those of the dense layer."""
-        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        self.fill(lambda name, full: _fill(name, full, bound))
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features / ranks] (or all features) → [..., out_features]."""
         if not self.input_is_parallel:
@@ -134,9 +132,6 @@ class RowParallelLinear(Sharded):
         else:
             y = functional.differentiable(_RowLinear, x, self.weight, self.wire, self.chunks)
         return y if self.bias is None else y + self.bias
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, ranks={self.wire.ranks}, codec={self.wire.codec}"
 
 
 class _RowLinear(torch.autograd.Function):

@@ -18,16 +18,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.placement_types import Placement
 
-from dtcomm.codecs import Codec, codec
+from dtcomm.codecs import Codec
+from dtcomm.codecs import codec as parse
 from dtcomm.tp import functional
 from dtcomm.tp.wire import Wire, wire
 
 Layouts = Sequence[Placement]
 
 
-class RowwiseParallel(torch_styles.RowwiseParallel):
-    """torch's RowwiseParallel; the sum of the partial outputs travels in `codec`, its gradient, where the output is
-    scattered, in `backward_codec`."""
+class _Compressed:
+    """The arguments that the styles have besides torch's."""
 
     def __init__(
         self,
@@ -39,10 +39,18 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
         backward_codec: str | Codec = "none",
         algorithm: str = "direct",
     ) -> None:
-        super().__init__(
+        super().__init__(  # type: ignore[call-arg]
             input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output
         )
         self.codec, self.backward_codec, self.algorithm = parse(codec), parse(backward_codec), algorithm
+
+    def _wire(self, mesh: DeviceMesh) -> Wire:
+        return wire(self.codec, self.backward_codec, algorithm=self.algorithm, group=mesh)
+
+
+class RowwiseParallel(_Compressed, torch_styles.RowwiseParallel):
+    """torch's RowwiseParallel; the sum of the partial outputs travels in `codec`, its gradient, where the output is
+    scattered, in `backward_codec`."""
 
     def _prepare_output_fn(  # type: ignore[override]
         self,
@@ -52,7 +60,7 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
         outputs: Any,
         device_mesh: DeviceMesh,
     ) -> Any:
-        over = wire(self.codec, self.backward_codec, algorithm=self.algorithm, group=device_mesh)
+        over = self._wire(device_mesh)
         (wanted,), (placed,) = output_layouts, outputs.placements
         if not isinstance(placed, Partial) or not _possible(wanted, outputs.shape, over, "output_layouts"):
             # What travels here, if anything, is not ours.
@@ -71,24 +79,9 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
         return y if use_local_output else DTensor.from_local(y, device_mesh, [wanted], run_check=False)
 
 
-class ColwiseParallel(torch_styles.ColwiseParallel):
+class ColwiseParallel(_Compressed, torch_styles.ColwiseParallel):
     """torch's ColwiseParallel; a sharded input is gathered in `codec`, the sum of the gradients of a replicated one
     travels in `backward_codec`."""
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        codec: str | Codec = "none",
-        backward_codec: str | Codec = "none",
-        algorithm: str = "direct",
-    ) -> None:
-        super().__init__(
-            input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output
-        )
-        self.codec, self.backward_codec, self.algorithm = parse(codec), parse(backward_codec), algorithm
 
     def _prepare_input_fn(  # type: ignore[override]
         self,
@@ -98,7 +91,7 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
         inputs: Any,
         device_mesh: DeviceMesh,
     ) -> Any:
-        over = wire(self.codec, self.backward_codec, algorithm=self.algorithm, group=device_mesh)
+        over = self._wire(device_mesh)
         x = inputs[0]
         (given,) = x.placements if isinstance(x, DTensor) else input_layouts
         whole = list(x.shape)
@@ -148,11 +141,6 @@ class _Replicated(torch.autograd.Function):
         else:
             x = functional.summed_part(gradient.to_local(), ctx.over, ctx.dim, backward=True)
         return x, None, None, None
-
-
-def parse(spec: str | Codec) -> Codec:
-    """What `spec` describes; here because the styles' own argument is called codec."""
-    return codec(spec)
 
 
 def _possible(placement: Placement, shape: Sequence[int], over: Wire, argument: str) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +20,7 @@ class Rank:
     """One rank in a namespace of its own."""
 
     def __init__(self, rank: int, ranks: int, rendezvous: str, namespaces: list[str]) -> None:
-        hosts.enter(namespaces[rank])
-        os.environ["GLOO_SOCKET_IFNAME"] = "dt0"
-        os.environ["DTCOMM_HOST_ID"] = namespaces[rank]
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{rendezvous}",
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=30),
-        )
+        hosts.join(rank, ranks, rendezvous, namespaces)
         self.rank = rank
 
     def info(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def chosen(state: ddp.State) -> dict[str, str]:
     """What each parameter was compressed with last."""
     return {
         member.name: str(segment.codec)
-        for packing in state._packings.values()
+        for packing in state._packings.current.values()
         for segment in packing.segments
         for member in segment.members
     }

@@ -104,5 +104,13 @@ def constant(n: int, generator: torch.Generator) -> torch.Tensor:
     return torch.full((n,), 0.1)
 
 
+@kind
+def outlier(n: int, generator: torch.Generator) -> torch.Tensor:
+    """One element in about a hundred is ten thousand times as large as the rest."""
+    x = _normal(n, generator)
+    x[torch.rand(n, generator=generator) < 0.01] *= 1e4
+    return x
+
+
 # Around the limits of vectors (8, 16, 32, 64), blocks and granules.
 SIZES = (0, 1, 3, 15, 16, 17, 31, 32, 33, 63, 65, 127, 257, 1000, 1023, 1024, 1025, 2047, 4096, 4129)

@@ -3,6 +3,7 @@
 
 #include "codec/cast.h"
 #include "codec/layout.h"
+#include "cpu/source/lanes.h"
 #include "cpu/source/memory.h"
 
 namespace dtcomm::DTCOMM_ISA {
@@ -18,16 +19,8 @@ struct Blocks {
 
 #if defined(__AVX2__)
 // The largest lane of each of 8 vectors (unsigned), in their order.
-inline __m256i largest_lanes(const __m256i v[8]) {
-  const auto pairs = [](__m256i a, __m256i b) {
-    return _mm256_max_epu32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
-  };
-  const auto fours = [](__m256i a, __m256i b) {
-    return _mm256_max_epu32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
-  };
-  const __m256i low = fours(pairs(v[0], v[1]), pairs(v[2], v[3]));
-  const __m256i high = fours(pairs(v[4], v[5]), pairs(v[6], v[7]));
-  return _mm256_max_epu32(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31));
+inline __attribute__((always_inline)) __m256i largest_lanes(const __m256i (&v)[8]) {
+  return join_lanes(v, [](__m256i a, __m256i b) { return _mm256_max_epu32(a, b); });
 }
 #endif
 

@@ -4,6 +4,7 @@
 #include "codec/spikes.h"
 #include "cpu/source/cast.h"
 #include "cpu/source/family.h"
+#include "cpu/source/lanes.h"
 
 namespace dtcomm::DTCOMM_ISA {
 
@@ -23,15 +24,7 @@ struct Ranges {
 #if defined(__AVX2__)
 // The smallest lane of each of 8 vectors, in their order.
 inline __attribute__((always_inline)) __m256i least_lanes(const __m256i (&v)[8]) {
-  const auto pairs = [](__m256i a, __m256i b) {
-    return _mm256_min_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
-  };
-  const auto fours = [](__m256i a, __m256i b) {
-    return _mm256_min_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
-  };
-  const __m256i low = fours(pairs(v[0], v[1]), pairs(v[2], v[3]));
-  const __m256i high = fours(pairs(v[4], v[5]), pairs(v[6], v[7]));
-  return _mm256_min_epi32(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31));
+  return join_lanes(v, [](__m256i a, __m256i b) { return _mm256_min_epi32(a, b); });
 }
 
 // Up to 8 blocks at once, which share the shuffles that look for the smallest lane. Block == 0 stands for a block

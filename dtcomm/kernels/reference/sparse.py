@@ -52,7 +52,7 @@ def decode_topk(codec: TopK, granule: Bytes, n: int) -> Floats:
 def encode_randk(codec: RandK, x: Floats, key: int, index: int, feedback: bool) -> Bytes:
     """One granule, without its padding."""
     n, kept = len(x), codec.layout().kept_of(len(x))
-    granule_key = _mix64(_mix64(key + 0x9E3779B97F4A7C15) + index)
+    granule_key = mixer.absorb(key, mixer.GOLDEN_RATIO, index)
     values = x[positions(granule_key, n, kept)]
     if not feedback:
         values = values * (np.float32(n) / np.float32(kept))
@@ -90,13 +90,6 @@ def positions(granule_key: int, n: int, kept: int) -> Places:
         places[outside] = bijection(places[outside])
     turned: Places = (places + (words[ROUNDS] * n >> 32)) % n
     return turned
-
-
-def _mix64(h: int) -> int:
-    h &= _M64
-    h = (h ^ h >> 30) * 0xBF58476D1CE4E5B9 & _M64
-    h = (h ^ h >> 27) * 0x94D049BB133111EB & _M64
-    return h ^ h >> 31
 
 
 def _scatter(n: int, places: Places, values: Floats) -> Floats:

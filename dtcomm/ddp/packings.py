@@ -1,0 +1,80 @@
+"""How each of DDP's buckets is packed: which parameters lie in it, what they are called, what each gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
+
+from dtcomm.codecs import codec
+from dtcomm.compress.guard import Watch
+from dtcomm.compress.packing import Packing, pack
+from dtcomm.compress.policy import Choice, Policy, choose
+
+NONE = codec("none")
+
+
+class Packings:
+    """``current`` has the packing of each bucket, by its index; ``retired`` those that others took the place of."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        watch: Watch | None,
+        warmup: int,
+        parameters: Iterable[tuple[str, torch.Tensor]] | None,
+    ) -> None:
+        self.current: dict[int, Packing] = {}
+        self.retired: list[Packing] = []
+        self._policy, self._watch, self._warmup = policy, watch, warmup
+        # The parameters are kept so that an id is never reused; without names, they come with the buckets.
+        self._parameters = {id(parameter): (name, parameter) for name, parameter in parameters or ()}
+        self._named = parameters is not None
+
+    def sizes(self) -> dict[str, int] | None:
+        """Elements of each parameter; None where nobody has named them."""
+        if not self._named:
+            return None
+        return {name: parameter.numel() for name, parameter in self._parameters.values()}
+
+    def of(self, bucket: GradBucket, buffer: torch.Tensor, step: int) -> Packing:
+        """The packing of a bucket, made anew where its parameters, or what they get, have changed."""
+        parameters = bucket.parameters()
+        layout = tuple(map(id, parameters))
+        revision = (step < self._warmup, 0 if self._watch is None else self._watch.revision)
+        packing = self.current.get(bucket.index())
+        if packing is not None:
+            alike = packing.layout == layout and packing.dtype == buffer.dtype
+            if alike and packing.revision == revision:
+                return packing
+            self.retired.append(packing)
+        if buffer.layout != torch.strided:
+            raise TypeError(
+                f"bucket {bucket.index()}: {buffer.layout} gradients cannot be compressed, only dense ones"
+            )
+        names = [self._name(parameter) for parameter in parameters]
+        gradients = zip(names, bucket.gradients(), strict=True)
+        packing = pack(buffer, gradients, layout, lambda name, gradient: self._choose(name, gradient, step))
+        packing.revision = revision
+        self.current[bucket.index()] = packing
+        return packing
+
+    def _choose(self, name: str, gradient: torch.Tensor, step: int) -> Choice:
+        """What the policy says, unless training warms up or the guard knows better."""
+        choice = self._policy.choose(name, gradient)
+        if choice.codec == NONE:
+            return choice
+        if step < self._warmup:
+            return Choice(codec=NONE, why=f"warm-up until step {self._warmup}")
+        scheme = choice.codec if self._watch is None else self._watch.scheme(name, choice.codec, step)
+        if scheme == choice.codec:
+            return choice
+        if scheme == NONE:
+            return Choice(codec=NONE, why="guard")
+        return choose(scheme, gradient)
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        if id(parameter) not in self._parameters:
+            self._parameters[id(parameter)] = (f"parameter.{len(self._parameters)}", parameter)
+        return self._parameters[id(parameter)][0]
