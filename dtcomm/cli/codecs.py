@@ -22,7 +22,8 @@ from dtcomm.cli.sizes import parse_size
 from dtcomm.codecs import Codec, codec
 
 #: Columns of the table at least: a narrow terminal wraps its lines, which loses no figure.
-WIDTH = 116
+WIDTH = 112  # below it a line of the table has no room for its numbers
+FILE = 400  # where nobody looks at it in a terminal, nothing is folded
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
             Path(options.json).write_text(text)
     if options.json != "-":
         console = Console()
-        console = Console(width=max(console.width, WIDTH))
+        console = Console(width=max(console.width, WIDTH) if console.is_terminal else FILE)
         codecs_report.show(rows, console, size)
         if options.per_tensor and rows[0].tensors:
             codecs_report.show_tensors(rows, console)

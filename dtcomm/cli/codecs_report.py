@@ -103,7 +103,7 @@ def show(rows: Sequence[Row], console: Console, size: int | None) -> None:
     samples = list(rows[0].errors)
     detailed = samples[-1]  # the user's own where there is one, else the hardest
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("codec", no_wrap=True)
+    table.add_column("codec", overflow="fold")  # names give way to numbers where a terminal is narrow
     heads = ["bits per\nelement", "block"]
     heads += [] if size is None else ["encode\nGB/s", "decode\nGB/s"]
     heads += [f"error on\n{name}" for name in samples] + ["worst\nblock", "1 - cosine"]
@@ -132,8 +132,8 @@ def show(rows: Sequence[Row], console: Console, size: int | None) -> None:
 def show_tensors(rows: Sequence[Row], console: Console) -> None:
     """One line for each tensor of the user's file and each codec."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("tensor", no_wrap=True)
-    table.add_column("codec", no_wrap=True)
+    table.add_column("tensor", overflow="fold")
+    table.add_column("codec", overflow="fold")
     for head in ("elements", "bits per\nelement", "error", "worst\nblock", "1 - cosine"):
         table.add_column(head, justify="right", no_wrap=True)
     for name in rows[0].tensors:
