@@ -68,10 +68,14 @@ def codec(spec: str | Codec) -> Codec:
     entry = CODECS[name]
     if colon and not rest:
         raise ValueError(f"{name}: nothing follows the colon in {spec!r}")
+    return entry.make(**entry.fixed, **options_of(name, rest, entry.options()))
+
+
+def options_of(name: str, rest: str, options: Mapping[str, dataclasses.Field[Any]]) -> dict[str, Any]:
+    """The values in ``key=value,…`` for what a spec of this name may set; ValueError names the part that is wrong."""
     values: dict[str, Any] = {}
     for part in rest.split(",") if rest else ():
         key, equals, text = (piece.strip() for piece in part.partition("="))
-        options = entry.options()
         if key not in options:
             valid = f"valid options: {', '.join(options)}" if options else "it takes no options"
             raise ValueError(f"{name}: unknown option {key!r}; {valid}")
@@ -80,7 +84,7 @@ def codec(spec: str | Codec) -> Codec:
         if key in values:
             raise ValueError(f"{name}: option {key!r} is given twice")
         values[key] = _value(name, options[key], text)
-    return entry.make(**entry.fixed, **values)
+    return values
 
 
 def _value(name: str, field: dataclasses.Field[Any], text: str) -> Any:

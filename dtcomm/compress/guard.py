@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from dtcomm.codecs import Integer, codec
+from dtcomm.compress.dgc import DGC
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.scheme import Scheme
 from dtcomm.errors import DtcommError
@@ -98,13 +99,15 @@ class Sample:
     gradient: float  # |gradient|, of all elements
 
     @staticmethod
-    def take(name: str, scheme: Scheme, gradient: torch.Tensor, residual: torch.Tensor | None) -> Sample:
-        stride = max(1, gradient.numel() // SAMPLES)
-        offered = gradient[::stride].float()
+    def take(
+        name: str, scheme: Scheme, gradient: float, sent: torch.Tensor, residual: torch.Tensor | None
+    ) -> Sample:
+        """`gradient`: its norm; `sent` and `residual`: what is handed to the collective."""
+        stride = max(1, sent.numel() // SAMPLES)
+        offered = sent[::stride].float()
         if residual is not None:
             offered = offered + residual[::stride]
-        norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float32))
-        return Sample(name, scheme, stride, offered, norm)
+        return Sample(name, scheme, stride, offered, gradient)
 
     def measure(self, lost: torch.Tensor) -> tuple[float, float]:
         """The typical relative error and |lost| / |gradient|; zeros where there is nothing to compare."""
@@ -255,6 +258,8 @@ def finer(scheme: Scheme) -> Scheme:
         if scheme.rank >= 16:
             return codec("fp16")
         return PowerSGD(rank=2 * scheme.rank, alternate=scheme.alternate, factors=scheme.factors)
+    if isinstance(scheme, DGC):
+        return replace(scheme, ratio=4 * scheme.ratio) if scheme.ratio <= 0.0625 else codec("int8")
     if isinstance(scheme, Integer):
         return codec("int4" if scheme.bits < 4 else "int8" if scheme.bits < 8 else "fp16")
     name, ratio = scheme.name, getattr(scheme, "ratio", None)
@@ -268,8 +273,11 @@ def finer(scheme: Scheme) -> Scheme:
 def residual_limit(scheme: Scheme) -> float:
     """|residual| / |gradient| that error feedback with this scheme may come to, and some more.
 
-    With a share r of the elements sent, one waits about 1/r steps, in which gradients that agree add up to that.
+    With a share r of the elements sent, one waits about 1/r steps, in which gradients that agree add up to that, and
+    with momentum m 1/(1 - m) times as much.
     """
+    if isinstance(scheme, DGC):
+        return max(10.0, 4.0 / scheme.ratio) / (1 - scheme.momentum)
     if isinstance(scheme, PowerSGD):
         return 1000.0
     ratio = getattr(scheme, "ratio", None)
@@ -277,7 +285,7 @@ def residual_limit(scheme: Scheme) -> float:
 
 
 def _sends_most(scheme: Scheme) -> bool:
-    return not isinstance(scheme, PowerSGD) and not hasattr(scheme, "ratio") and scheme.name != "sign"
+    return not isinstance(scheme, PowerSGD | DGC) and not hasattr(scheme, "ratio") and scheme.name != "sign"
 
 
 def summary(events: Sequence[Event]) -> dict[str, int]:

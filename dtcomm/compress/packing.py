@@ -15,7 +15,7 @@ from dtcomm.codecs import Codec, codec
 from dtcomm.compress.policy import Choice
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.report import Tally
-from dtcomm.compress.scheme import Scheme, matrix_of
+from dtcomm.compress.scheme import Scheme, matrix_of, wire
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Segment:
     def payload_bytes(self) -> int:
         if isinstance(self.codec, PowerSGD):
             return self.codec.payload_bytes(*self.matrix)
-        return self.codec.wire_bytes(self.numel, self.dtype)
+        return wire(self.codec).wire_bytes(self.numel, self.dtype)
 
     @property
     def plain_bytes(self) -> int:
@@ -88,8 +88,8 @@ class Packing:
 
     @property
     def codecs(self) -> list[Codec]:
-        """Of a packing without compressors, one a segment."""
-        return [segment.codec for segment in self.segments if not isinstance(segment.codec, PowerSGD)]
+        """What travels, of every segment but PowerSGD's."""
+        return [wire(segment.codec) for segment in self.segments if not isinstance(segment.codec, PowerSGD)]
 
     def cut(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         if len(self.segments) == 1:
@@ -107,20 +107,15 @@ class Packing:
         )
 
     def add_to(self, tallies: dict[str, Tally]) -> None:
-        """Split what was counted among the parameters."""
+        """Split what was counted among the parameters; what they travel in now counts as theirs."""
         payload = sum(segment.payload_bytes for segment in self.segments)
         sent_per_byte = self.wire_bytes / payload if payload else 0.0
         for segment in self.segments:
             for member in segment.members:
-                tally = tallies.get(member.name)
-                if tally is None:
-                    tally = tallies[member.name] = Tally(
-                        codec=str(segment.codec),
-                        dtype=str(segment.dtype).removeprefix("torch."),
-                        why=member.why,
-                        numel=member.numel,
-                        lossless=segment.lossless,
-                    )
+                tally = tallies.setdefault(member.name, Tally(numel=member.numel))
+                tally.codec, tally.why = str(segment.codec), member.why
+                tally.dtype = str(segment.dtype).removeprefix("torch.")
+                tally.lossless = tally.lossless and segment.lossless
                 share = sent_per_byte * (member.numel / segment.numel if segment.numel else 0.0)
                 tally.wire_bytes += share * segment.payload_bytes
                 tally.plain_bytes += share * segment.plain_bytes

@@ -17,7 +17,7 @@ import torch
 
 from dtcomm.codecs import codec
 from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.compress.scheme import Scheme, matrix_of, scheme
+from dtcomm.compress.scheme import Scheme, matrix_of, scheme, wire
 
 #: Below one granule a payload is mostly scales and padding, and there is next to nothing to save.
 SMALL = 1024
@@ -127,7 +127,7 @@ def choose(chosen: Scheme, tensor: torch.Tensor) -> Choice:
         return Choice(codec=none, why=f"{chosen} does not take {dtype}")
     if isinstance(chosen, PowerSGD):
         return _low_rank(chosen, tensor)
-    if chosen.wire_bytes(tensor.numel(), tensor.dtype) >= none.wire_bytes(tensor.numel(), tensor.dtype):
+    if wire(chosen).wire_bytes(tensor.numel(), tensor.dtype) >= none.wire_bytes(tensor.numel(), tensor.dtype):
         return Choice(codec=none, why=f"{chosen} would not make {dtype} smaller")
     return Choice(codec=chosen)
 

@@ -10,7 +10,7 @@ et al. 2023, ICDCS): one all-reduce instead of two, and half the bytes.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -119,6 +119,9 @@ class Factors:
         self._left.pop(name, None)
         self._right.pop(name, None)
 
+    def nbytes(self) -> int:
+        return sum(4 * factor.numel() for factor in (*self._left.values(), *self._right.values()))
+
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Copies, by side and name."""
         return {
@@ -143,18 +146,19 @@ def stages(
     algorithm: str,
     group: object,
     seed: int,
+    reduce: Callable[..., Work | None] = all_reduce_coalesced,
 ) -> Stages:
     """Average one bucket: `tasks` by their factors, `others`, with codecs and residuals, in the first message."""
     lefts, rights = [factors.left(task) for task in tasks], [factors.right(task) for task in tasks]
 
     def average(sides: list[tuple[Task, torch.Tensor]], first: bool) -> Work:
         sent = [factor.view(-1) for _, factor in sides] + (list(others) if first else [])
-        work = all_reduce_coalesced(
+        work = reduce(
             sent,
             "avg",
             codec=[task.scheme.factors for task, _ in sides] + (list(codecs) if first else []),
             algorithm=algorithm,
-            group=group,  # type: ignore[arg-type]
+            group=group,
             async_op=True,
             seed=seed,
             residuals=[None] * len(sides) + (list(residuals) if first else []),

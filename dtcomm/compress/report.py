@@ -17,11 +17,11 @@ from typing import Any
 class Tally:
     """Running totals of one parameter; ``error`` and ``signal`` are sums of squares over sampled steps."""
 
-    codec: str
-    dtype: str
-    why: str
     numel: int
-    lossless: bool
+    codec: str = ""
+    dtype: str = ""
+    why: str = ""
+    lossless: bool = True
     wire_bytes: float = 0.0
     plain_bytes: float = 0.0
     error: float = 0.0
@@ -55,12 +55,12 @@ class Report:
     """``str()`` gives a table, ``to_dict()`` plain values.
 
     ``wire_bytes`` and ``seconds`` (start to finish of every collective, added up) are this rank's, over
-    ``steps`` steps in ``messages`` messages; ``residual_bytes`` is the memory that error feedback holds;
-    ``events`` counts what the guard saw and did.
+    ``steps`` steps in ``messages`` messages; ``residual_bytes`` is the memory that feedback and momentum hold between
+    the steps, and ``memory`` says by what, in bytes; ``events`` counts what the guard saw and did.
     """
 
     policy: str
-    feedback: bool
+    feedback: bool | str
     steps: int
     messages: int
     wire_bytes: int
@@ -69,6 +69,7 @@ class Report:
     residual_bytes: int
     rows: tuple[Row, ...] = field(default=())
     events: dict[str, int] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         values = asdict(self)
@@ -114,7 +115,7 @@ class Report:
         lines.append(
             f"{self.steps} steps, {self.messages} messages: sent {human(self.wire_bytes)} instead of "
             f"{human(self.plain_bytes)} in {self.seconds:.3f} s; "
-            f"feedback {'on' if self.feedback else 'off'}, {human(self.residual_bytes)} of residuals"
+            f"feedback {_kind(self.feedback)}, {_memory(self.memory) or human(self.residual_bytes) + ' of residuals'}"
         )
         if self.events:
             lines.append("guard: " + ", ".join(f"{kind} {count}x" for kind, count in self.events.items()))
@@ -161,3 +162,11 @@ def _relative_error(tallies: list[Tally]) -> float | None:
 
 def _names(names: tuple[str, ...]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+
+
+def _kind(feedback: bool | str) -> str:
+    return feedback if isinstance(feedback, str) else "on" if feedback else "off"
+
+
+def _memory(held: dict[str, int]) -> str:
+    return ", ".join(f"{human(size)} of {what}" for what, size in held.items())

@@ -1,16 +1,15 @@
-"""A bucket under way, and what is counted when it is done."""
+"""A bucket under way, and what is done and counted when the mean is there."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from dtcomm.collectives import Work
-from dtcomm.compress.feedback import Residuals
 from dtcomm.compress.guard import Sample, Watch
+from dtcomm.compress.memory import Handed, Memory
 from dtcomm.compress.packing import Packing, Segment
 
 LOOKED_AT = 8192  # elements of a reduced bucket that are searched for NaN and Inf
@@ -18,45 +17,43 @@ LOOKED_AT = 8192  # elements of a reduced bucket that are searched for NaN and I
 
 @dataclass
 class Flight:
-    """``residuals`` are those handed to the collective, one or None per lossy segment; ``deferred`` marks
-    those that are added to the stored ones afterwards; ``samples`` are there on sampled steps; ``told`` is
-    what the ranks tell each other about the step before, on its way with the last bucket."""
+    """``handed`` is what the collective was given of each lossy segment; ``samples`` are there on sampled steps;
+    ``told`` is what the ranks tell each other about the step before, on its way with the last bucket; ``key`` chooses
+    the random numbers of what is kept; ``done`` is what DDP waits for."""
 
     work: Work
     packing: Packing
     buffer: torch.Tensor
-    residuals: list[torch.Tensor | None]
-    deferred: list[bool]
+    handed: list[Handed]
     samples: list[Sample] | None
     told: torch.Tensor | None
+    key: int
+    done: torch.futures.Future[torch.Tensor] | None = None
 
-    def settle(self, stored: Residuals, watch: Watch | None) -> None:
-        """Count what was sent and lost; the work is done."""
+    def land(self, memory: Memory) -> None:
+        """Finish the gradients and keep what was lost of them; the work is done. Once, before DDP reads the buffer."""
+        for handed in self.handed:
+            memory.take(handed, self.key)
+        if self.samples is None:
+            self.handed = []  # what is kept in fewer bytes gives up its fp32 here
+
+    def settle(self, watch: Watch | None) -> None:
+        """Count what was sent and lost, after it has landed."""
         packing = self.packing
         packing.messages += 1
         packing.wire_bytes += self.work.wire_bytes
         packing.seconds += self.work.seconds
-        lossy: Sequence[Segment] = packing.lossy
-        for position, (segment, residual) in enumerate(zip(lossy, self.residuals, strict=True)):
-            if residual is None:
+        for handed, sample in zip(self.handed, self.samples or (), strict=True):
+            if handed.residual is None:
                 continue
-            if self.samples is not None:
-                sample = self.samples[position]
-                _count(segment, sample.gradient, float(torch.linalg.vector_norm(residual)))
-                if watch is not None:
-                    watch.measured(sample, residual)
-            if self.deferred[position]:
-                stored.get(segment.name, residual).add_(residual)
+            _count(handed.segment, sample.gradient, float(torch.linalg.vector_norm(handed.residual)))
+            if watch is not None:
+                watch.measured(sample, handed.residual)
         if watch is not None and not torch.isfinite(self.buffer[:: self._stride()]).all():
             watch.bad()
 
     def _stride(self) -> int:
         return max(1, self.buffer.numel() // LOOKED_AT)
-
-
-def is_zero(gradient: torch.Tensor) -> bool:
-    """Whether every element is 0, at next to no cost where the first or the last is not."""
-    return gradient.numel() == 0 or not (bool(gradient[0]) or bool(gradient[-1]) or bool(gradient.any()))
 
 
 def _count(segment: Segment, signal: float, error: float) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 
 from dtcomm.codecs import codec
+from dtcomm.compress.dgc import DGC
 from dtcomm.compress.guard import Watch
 from dtcomm.compress.packing import Packing, pack
 from dtcomm.compress.policy import Choice, Policy, choose
@@ -31,6 +32,7 @@ class Packings:
         # The parameters are kept so that an id is never reused; without names, they come with the buckets.
         self._parameters = {id(parameter): (name, parameter) for name, parameter in parameters or ()}
         self._named = parameters is not None
+        self._falling = [rule.codec for rule in policy.rules if isinstance(rule.codec, DGC)]
 
     def sizes(self) -> dict[str, int] | None:
         """Elements of each parameter; None where nobody has named them."""
@@ -42,7 +44,8 @@ class Packings:
         """The packing of a bucket, made anew where its parameters, or what they get, have changed."""
         parameters = bucket.parameters()
         layout = tuple(map(id, parameters))
-        revision = (step < self._warmup, 0 if self._watch is None else self._watch.revision)
+        ratios = [dgc.stage(step) for dgc in self._falling]
+        revision = (step < self._warmup, 0 if self._watch is None else self._watch.revision, ratios)
         packing = self.current.get(bucket.index())
         if packing is not None:
             alike = packing.layout == layout and packing.dtype == buffer.dtype
@@ -68,6 +71,8 @@ class Packings:
         if step < self._warmup:
             return Choice(codec=NONE, why=f"warm-up until step {self._warmup}")
         scheme = choice.codec if self._watch is None else self._watch.scheme(name, choice.codec, step)
+        if isinstance(scheme, DGC):
+            scheme = scheme.at(step)
         if scheme == choice.codec:
             return choice
         if scheme == NONE:

@@ -9,19 +9,18 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 
-from dtcomm.codecs import Codec
-from dtcomm.collectives import Work, all_reduce_coalesced
+from dtcomm.compress.average import NONE, Averager
 from dtcomm.compress.checkpoint import VERSION, require_fit, share_of
-from dtcomm.compress.feedback import Residuals
 from dtcomm.compress.guard import Event, Guard, Sample, Watch, summary
-from dtcomm.compress.packing import Packing
+from dtcomm.compress.memory import Handed, Memory
 from dtcomm.compress.policy import Policy, as_policy
-from dtcomm.compress.powersgd import Factors, PowerSGD, Task, stages
+from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.report import Report, Tally, rows
 from dtcomm.compress.scheme import Scheme
 from dtcomm.compress.sequence import Sequencer
-from dtcomm.ddp.flight import Flight, is_zero
-from dtcomm.ddp.packings import NONE, Packings
+from dtcomm.ddp.flight import Flight
+from dtcomm.ddp.packings import Packings
+from dtcomm.kernels import mixer
 
 _GUARD = Guard()
 
@@ -32,7 +31,9 @@ class State:
     spec: a codec or compressor (or its spec: "int8", "powersgd:rank=4"), which goes to matrices under
         `default_policy`; or a `Policy` (or its text).
     group: the process group of the model; None is the default group.
-    feedback: keep each rank's encoding errors and add them to the next gradient, fp32, per parameter.
+    feedback: keep each rank's encoding errors and add them to the next gradient, per parameter; or "ef21" or "diana":
+        send differences to what all ranks know already.
+    residual: how residuals are kept between the steps: "fp32", "bf16" or "int8".
     algorithm: of the all-reduce. With the direct ones a result does not depend on the bucket a parameter is
         in, so a run resumed from a checkpoint continues bit for bit though DDP starts with other buckets.
     seed: of stochastic rounding; mixed with the step.
@@ -49,8 +50,9 @@ class State:
         self,
         spec: str | Scheme | Policy = "int8",
         group: dist.ProcessGroup | None = None,
-        feedback: bool = True,
+        feedback: bool | str = True,
         *,
+        residual: str = "fp32",
         algorithm: str = "direct",
         seed: int = 0,
         parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
@@ -66,17 +68,17 @@ class State:
         self.group = group
         self.feedback = feedback
         self.algorithm = algorithm
-        self.seed = seed
         self.sample_every = sample_every
         self.steps = 0
         self.error: Exception | None = None
-        self._residuals = Residuals()
-        self._factors = Factors()
+        schemes = [rule.codec for rule in self.policy.rules]
+        self._memory = Memory(feedback, residual, schemes)
+        self._averager = Averager(algorithm, group, seed)
         # Where buckets take several collectives, all of them start on one thread, in an order that ranks share.
-        in_stages = any(isinstance(rule.codec, PowerSGD) for rule in self.policy.rules)
+        in_stages = any(isinstance(scheme, PowerSGD) for scheme in schemes)
         self._sequencer = Sequencer() if in_stages else None
         # Where nothing is lost nothing can be harmful.
-        lossy = any(rule.codec != NONE for rule in self.policy.rules)
+        lossy = any(scheme != NONE for scheme in schemes)
         self._watch = Watch(guard) if guard is not None and lossy else None
         self._told: Flight | None = None
         self._packings = Packings(self.policy, self._watch, warmup, parameters)
@@ -85,6 +87,11 @@ class State:
         # What `compress` finds out about the model: see `_end_backward` and `_launch`.
         self._wait_before_ddp = False
         self._may_leave_unused = True
+
+    @property
+    def seed(self) -> int:
+        """Of stochastic rounding."""
+        return self._averager.seed
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -100,6 +107,9 @@ class State:
         """What was compressed, with what, and what it saved, up to the last finished backward."""
         packings = [*self._packings.retired, *self._packings.current.values()]
         tallies: dict[str, Tally] = {}
+        memory = self._memory.nbytes()
+        if factors := self._averager.factors.nbytes():
+            memory["factors"] = factors
         for packing in packings:
             packing.add_to(tallies)
         return Report(
@@ -110,14 +120,15 @@ class State:
             wire_bytes=sum(packing.wire_bytes for packing in packings),
             plain_bytes=round(sum(packing.plain_bytes for packing in packings)),
             seconds=sum(packing.seconds for packing in packings),
-            residual_bytes=self._residuals.nbytes(),
+            residual_bytes=self._memory.held(),
+            memory=memory,
             events=summary(self.events),
             rows=rows(tallies.items()),
         )
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals by ``factor``: for a loss scale that changed by it between two steps."""
-        self._residuals.scale(factor)
+        self._memory.scale(factor)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals by parameter name, and the counters; every rank saves its own."""
@@ -127,8 +138,8 @@ class State:
             "seed": self.seed,
             "rank": dist.get_rank(self.group),
             "world_size": dist.get_world_size(self.group),
-            "residuals": self._residuals.state_dict(),
-            "factors": self._factors.state_dict(),
+            **self._memory.state_dict(),
+            "factors": self._averager.factors.state_dict(),
             "watch": {} if self._watch is None else self._watch.state_dict(),
         }
 
@@ -150,11 +161,11 @@ class State:
         sizes = self._packings.sizes()
         if sizes is not None:
             require_fit(residuals, sizes)
-        self._residuals.load_state_dict(residuals)
-        self._factors.load_state_dict(first.get("factors", {}))
+        self._memory.load(state, residuals, rank, world_size)
+        self._averager.factors.load_state_dict(first.get("factors", {}))
         if self._watch is not None:
             self._watch.load_state_dict(first.get("watch", {}))
-        self.steps, self.seed = first["steps"], first["seed"]
+        self.steps, self._averager.seed = first["steps"], first["seed"]
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start averaging the bucket in place; the future holds its buffer once that is done."""
@@ -181,13 +192,15 @@ class State:
         def finish(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             try:
                 future.value()
+                flight.land(self._memory)
             except Exception as error:
                 self.error = self.error or error
                 if carries_error:
                     raise
             return buffer
 
-        return flight.work.get_future().then(finish)
+        flight.done = flight.work.get_future().then(finish)
+        return flight.done
 
     def _begin_backward(self) -> None:
         # Left by a backward that some error cut short, or by DDP's join(), which reduces outside of one.
@@ -195,8 +208,8 @@ class State:
         if self._sequencer is not None:
             self._sequencer.restart()
         for flight in left:
-            if flight.work.is_completed():
-                flight.settle(self._residuals, self._watch)
+            if flight.done is not None and flight.done.done() and self.error is None:
+                flight.settle(self._watch)
         self._judge()
         try:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -220,7 +233,9 @@ class State:
         for flight in flights:
             try:
                 flight.work.wait()
-                flight.settle(self._residuals, self._watch)
+                if flight.done is not None:
+                    flight.done.wait()  # the mean is there a little before it has landed
+                flight.settle(self._watch)
             except Exception as error:
                 self.error = self.error or error
         if self.error is not None:
@@ -240,96 +255,43 @@ class State:
             self.error = self.error or error
         watch.begin(self.steps)
         for name in watch.take_resets():
-            self._residuals.reset(name)
+            self._memory.reset(name)
         for name in watch.take_changes():
-            self._factors.forget(name)
+            self._averager.factors.forget(name)
 
     def _launch(self, bucket: GradBucket, buffer: torch.Tensor) -> Flight:
         packing = self._packings.of(bucket, buffer, self.steps)
-        tensors = packing.cut(buffer)
         sampled = self.sample_every > 0 and self.steps % self.sample_every == 0
-        residuals: list[torch.Tensor | None] = []
-        deferred: list[bool] = []
+        ranks = dist.get_world_size(self.group)
         samples: list[Sample] | None = [] if sampled else None
-        handed: list[torch.Tensor | None] = []
-        for segment, tensor in zip(packing.segments, tensors, strict=True):
-            residual = None
-            if not segment.lossless:
-                postpone = False
-                if self.feedback:
-                    # For a parameter that no rank used DDP drops the result, and with it what the residuals
-                    # gave to it: where a gradient is all zeros its residual waits for one that is not.
-                    postpone = self._may_leave_unused and segment.name in self._residuals and is_zero(tensor)
-                    if not postpone:
-                        residual = self._residuals.get(segment.name, tensor)
-                if postpone or (sampled and residual is None):
-                    residual = torch.zeros(tensor.numel(), dtype=torch.float32, device=tensor.device)
-                if samples is not None:
-                    samples.append(Sample.take(segment.name, segment.codec, tensor, residual))
-                    if self._watch is not None:
-                        self._watch.sampled(segment.name, segment.codec)
-                residuals.append(residual)
-                deferred.append(postpone)
-            handed.append(residual)
-        told = None
-        if self._watch is not None and bucket.is_last():
+        handed: list[Handed] = []
+        tensors: list[torch.Tensor] = []
+        residuals: list[torch.Tensor | None] = []
+        for segment, tensor in zip(packing.segments, packing.cut(buffer), strict=True):
+            if segment.lossless:
+                self._memory.plain(segment, tensor)
+                tensors.append(tensor)
+                residuals.append(None)
+                continue
+            norm = float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) if sampled else 0.0
+            given = self._memory.hand(segment, tensor, ranks, unused=self._may_leave_unused, sampled=sampled)
+            if samples is not None:
+                samples.append(Sample.take(segment.name, segment.codec, norm, given.sent, given.residual))
+                if self._watch is not None:
+                    self._watch.sampled(segment.name, segment.codec)
+            handed.append(given)
+            tensors.append(given.sent)
+            residuals.append(given.residual)
+        last, told = bucket.is_last(), None
+        if self._watch is not None and last:
             told = self._watch.vector().to(buffer.device)
         if self._sequencer is None:
-            more = [] if told is None else [told]
-            work = all_reduce_coalesced(
-                [*tensors, *more],
-                "avg",
-                codec=[*packing.codecs, *(NONE for _ in more)],
-                algorithm=self.algorithm,
-                group=self.group,
-                async_op=True,
-                seed=self.seed + self.steps,
-                residuals=[*handed, *(None for _ in more)],
-                bucket_bytes=1 << 40,
-            )
+            work = self._averager.start(packing, tensors, residuals, told, self.steps)
         else:
-            work = self._in_stages(packing, tensors, handed, buffer, told, last=bucket.is_last())
-        assert work is not None  # it is with async_op
-        flight = Flight(work, packing, buffer, residuals, deferred, samples, told)
+            stages = self._averager.stages(packing, tensors, residuals, told, self.steps)
+            work = self._sequencer.submit(stages, [buffer], last=last)
+        key = mixer.mix_key(self.seed, dist.get_rank(self.group), self.steps)
+        flight = Flight(work, packing, buffer, handed, samples, told, key)
         if told is not None:
             self._told = flight
         return flight
-
-    def _in_stages(
-        self,
-        packing: Packing,
-        tensors: Sequence[torch.Tensor],
-        residuals: Sequence[torch.Tensor | None],
-        buffer: torch.Tensor,
-        told: torch.Tensor | None,
-        *,
-        last: bool,
-    ) -> Work:
-        assert self._sequencer is not None
-        tasks: list[Task] = []
-        others: list[torch.Tensor] = []
-        codecs: list[Codec] = []
-        kept: list[torch.Tensor | None] = []
-        for segment, tensor, residual in zip(packing.segments, tensors, residuals, strict=True):
-            if isinstance(segment.codec, PowerSGD):
-                tasks.append(Task(segment.name, segment.codec, *segment.matrix, tensor, residual))
-            else:
-                others.append(tensor)
-                codecs.append(segment.codec)
-                kept.append(residual)
-        if told is not None:
-            others.append(told)
-            codecs.append(NONE)
-            kept.append(None)
-        work = stages(
-            tasks,
-            others,
-            codecs,
-            kept,
-            factors=self._factors,
-            step=self.steps,
-            algorithm=self.algorithm,
-            group=self.group,
-            seed=self.seed + self.steps,
-        )
-        return self._sequencer.submit(work, [buffer], last=last)

@@ -1,0 +1,189 @@
+"""What one rank keeps from step to step, by parameter: residuals or references, and velocities.
+
+A parameter is handed to a collective by `Memory.hand`, which says what to average and what to add to it, and given
+back by `Memory.take`, once the mean is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dtcomm.compress.dgc import DGC, Velocities
+from dtcomm.compress.feedback import Residuals, averaged
+from dtcomm.compress.packing import Segment
+from dtcomm.compress.reference import References
+from dtcomm.compress.scheme import Scheme
+
+FEEDBACKS = ("residual", "ef21", "diana")
+DIANA_RATE = 0.5
+
+
+@dataclass
+class Handed:
+    """One lossy segment under way: `gradient` is to become the mean, `sent` (often itself) travels with `residual`
+    added to it, None without feedback. `postponed`: what is lost is added to what is kept afterwards. `before`: what
+    was offered, where that is asked for."""
+
+    segment: Segment
+    gradient: torch.Tensor
+    sent: torch.Tensor
+    residual: torch.Tensor | None
+    postponed: bool = False
+    before: torch.Tensor | None = None
+
+
+class Memory:
+    """feedback: True or "residual" (error feedback), "ef21", "diana", or False: nothing; form: how residuals are kept.
+
+    schemes: all that may be asked for; where DGC is one of them its momentum goes to every parameter. ValueError where
+    they do not go together.
+    """
+
+    def __init__(
+        self, feedback: bool | str = True, form: str = "fp32", schemes: Sequence[Scheme] = ()
+    ) -> None:
+        kind = "residual" if feedback is True else feedback
+        if kind is not False and kind not in FEEDBACKS:
+            raise ValueError(f"feedback: {feedback!r}; valid: True, False, {', '.join(map(repr, FEEDBACKS))}")
+        momenta = {scheme.momentum for scheme in schemes if isinstance(scheme, DGC)}
+        if len(momenta) > 1:
+            raise ValueError(f"dgc: momenta {sorted(momenta)} in one model; valid: one")
+        if momenta and kind != "residual":
+            raise ValueError(
+                f"feedback: {feedback!r} does not go with dgc, which keeps residuals; valid: True"
+            )
+        self.kind = kind
+        self._momentum = momenta.pop() if momenta else None
+        self._residuals = Residuals(form)
+        self._references = None
+        if kind in ("ef21", "diana"):
+            self._references = References(1.0 if kind == "ef21" else DIANA_RATE)
+        self._velocities = Velocities()
+
+    def hand(
+        self,
+        segment: Segment,
+        gradient: torch.Tensor,
+        ranks: int,
+        *,
+        unused: bool = False,
+        sampled: bool = False,
+    ) -> Handed:
+        """What to give to the collective of so many ranks for a lossy segment. `unused`: it may be that no rank has
+        used the parameter; `sampled`: what is lost is measured, even where it is not kept."""
+        name, scheme = segment.name, segment.codec
+        if self.kind is False:
+            lost = torch.zeros(gradient.numel(), dtype=torch.float32, device=gradient.device)
+            return Handed(segment, gradient, gradient, lost if sampled else None)
+        if self._references is not None:
+            return Handed(segment, gradient, *self._references.before(name, gradient))
+        # For a parameter that no rank used DDP drops the result, and with it what the residuals gave to it: where a
+        # gradient is all zeros its residual waits for one that is not.
+        if unused and name in self._residuals and is_zero(gradient):
+            lost = torch.zeros(gradient.numel(), dtype=torch.float32, device=gradient.device)
+            return Handed(segment, gradient, gradient, lost, postponed=True)
+        residual = self._residuals.get(name, gradient)
+        if not isinstance(scheme, DGC):
+            self.plain(segment, gradient)
+            return Handed(segment, gradient, gradient, residual)
+        bound = scheme.clip / ranks**0.5
+        velocity = self._velocities.step(name, gradient, scheme.momentum, bound)
+        if velocity is None:
+            return Handed(segment, gradient, gradient, residual)
+        gradient.zero_()  # all of it is in the residual, in fp32
+        return Handed(segment, gradient, gradient, residual.add_(velocity), before=residual.clone())
+
+    def plain(self, segment: Segment, gradient: torch.Tensor) -> None:
+        """What a segment needs that is not DGC's own, where others are: the same momentum."""
+        if self._momentum is None:
+            return
+        start = 0
+        for member in segment.members:
+            part = gradient[start : start + member.numel]
+            start += member.numel
+            if part.is_floating_point():
+                velocity = self._velocities.step(member.name, part, self._momentum)
+                if velocity is not None:
+                    part.copy_(velocity)
+
+    def take(self, handed: Handed, key: int) -> None:
+        """The mean is there. `key` chooses the random numbers of rounding what is kept."""
+        name, residual = handed.segment.name, handed.residual
+        if self.kind is False or residual is None:
+            return
+        if self._references is not None:
+            self._references.after(name, handed.gradient, handed.sent, residual)
+        elif handed.postponed:
+            self._residuals.add(name, residual, key)
+        else:
+            if handed.before is not None:
+                # Sent is what left this rank, and not what the encoding of a sum may have cost beside it.
+                self._velocities.mask(name, (handed.before - residual).abs() > handed.before.abs() / 2)
+            self._residuals.put(name, key)
+
+    def scale(self, factor: float) -> None:
+        """Multiply all of it, as the loss scale of mixed-precision training was."""
+        self._residuals.scale(factor)
+        self._velocities.scale(factor)
+        if self._references is not None:
+            self._references.scale(factor)
+
+    def reset(self, name: str) -> None:
+        """What was kept for ``name`` is given up; on all ranks at the same time."""
+        self._residuals.reset(name)
+        self._velocities.reset(name)
+        if self._references is not None:
+            self._references.reset(name)
+
+    def nbytes(self) -> dict[str, int]:
+        """What is held between the steps, and within one beside it, by what it is; nothing that is nothing."""
+        held = {
+            f"residuals in {self._residuals.form}": self._residuals.nbytes(),
+            "references": 0 if self._references is None else self._references.nbytes(),
+            "velocities": self._velocities.nbytes(),
+            "fp32 within a step": self._residuals.most_open,
+        }
+        return {what: size for what, size in held.items() if size}
+
+    def held(self) -> int:
+        """Bytes between the steps."""
+        references = 0 if self._references is None else self._references.nbytes()
+        return self._residuals.nbytes() + self._velocities.nbytes() + references
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's, as entries of a checkpoint; see ``compress.checkpoint``."""
+        references = {} if self._references is None else self._references.state_dict()
+        return {
+            "residuals": self._residuals.state_dict(),
+            "velocities": self._velocities.state_dict(),
+            "references": references,
+        }
+
+    def load(
+        self,
+        saved: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        residuals: Mapping[str, torch.Tensor],
+        rank: int,
+        world_size: int,
+    ) -> None:
+        """From the states that `share_of` took the residuals from.
+
+        With another number of ranks the sum of residuals is kept, and the mean of velocities and of references.
+        """
+        states = [saved] if isinstance(saved, Mapping) else list(saved)
+        same = states[0]["world_size"] == world_size
+        own = states[0] if isinstance(saved, Mapping) else states[rank if same else 0]
+        self._residuals.load_state_dict(residuals)
+        velocities = [state.get("velocities", {}) for state in states]
+        self._velocities.load_state_dict(own.get("velocities", {}) if same else averaged(velocities))
+        if self._references is not None:
+            self._references.load_state_dict(own.get("references", {}), same_world=same)
+
+
+def is_zero(gradient: torch.Tensor) -> bool:
+    """Whether every element is 0, at next to no cost where the first or the last is not."""
+    return gradient.numel() == 0 or not (bool(gradient[0]) or bool(gradient[-1]) or bool(gradient.any()))

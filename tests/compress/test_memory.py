@@ -1,0 +1,171 @@
+"""What is kept from step to step: in fewer bytes, as references, and across changes of world size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dtcomm.compress.feedback import FORMS, Residuals
+from dtcomm.compress.memory import FEEDBACKS, Memory
+from dtcomm.compress.scheme import scheme
+from dtcomm.testing.simulated import Simulated
+
+SHAPE = (64, 64)
+LAYER = [("layer", torch.zeros(SHAPE))]
+#: Of the largest element of a block, the most that keeping it may cost.
+ROUNDING = {"fp32": 1e-6, "bf16": 2**-8, "int8": 1 / 100}
+
+
+def gradients(ranks: int, step: int, dtype: torch.dtype = torch.float32) -> list[list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(step)
+    return [[torch.randn(SHAPE, generator=generator).to(dtype)] for _ in range(ranks)]
+
+
+def kept(run: Simulated) -> list[dict[str, Any]]:
+    """What every rank would save."""
+    states = []
+    for rank, memory in enumerate(run.memories):
+        own = {"version": 1, "rank": rank, "world_size": len(run.memories)}
+        states.append({**own, **memory.state_dict()})
+    return states
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("spec", ["int4", "topk:ratio=0.05", "powersgd:rank=2"])
+def test_nothing_is_lost_but_the_rounding_of_what_is_kept(spec: str, form: str) -> None:
+    run = Simulated(spec, 2, LAYER, residual=form)
+    old = torch.zeros(SHAPE, dtype=torch.float64)
+    for step in range(6):
+        given = gradients(2, step)
+        (result,) = run.average(given)
+        new = sum(state["residuals"]["layer"].double().view(SHAPE) for state in kept(run))
+        into = sum(each[0].double() for each in given) + old
+        assert isinstance(new, torch.Tensor)
+        gap = (into - 2 * result.double() - new).abs().max()
+        assert gap <= 4 * ROUNDING[form] * new.abs().max()
+        old = new
+
+
+@pytest.mark.parametrize(("form", "most"), [("fp32", 4.0), ("bf16", 2.01), ("int8", 1.1)])
+def test_memory_is_accounted_for(form: str, most: float) -> None:
+    run = Simulated("int4", 2, LAYER, residual=form)
+    run.average(gradients(2, 0))
+    numel = SHAPE[0] * SHAPE[1]
+    memory = run.memories[0]
+    assert memory.held() <= most * numel
+    assert memory.nbytes()[f"residuals in {form}"] == memory.held()
+    assert memory.nbytes().get("fp32 within a step", 0) == (0 if form == "fp32" else 4 * numel)
+
+
+def test_what_is_small_adds_up_in_eight_bits_too() -> None:
+    """Beside a residual of 100 kept in steps of 0.8, a thousand times 0.01 is 10, to the noise of rounding."""
+    residuals = Residuals("int8")
+    like = torch.zeros(1024)
+    for step in range(1000):
+        lost = torch.full((1024,), 0.01)
+        lost[::32] = 100.0 if step == 0 else 0.0
+        residuals.add("w", lost, key=step)
+    total = residuals.get("w", like).view(-1, 32)
+    torch.testing.assert_close(total[:, 0], torch.full((32,), 100.0), rtol=0.05, atol=0)
+    assert float(total[:, 1:].mean()) == pytest.approx(10.0, rel=0.1)
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8"])
+def test_a_state_continues_bit_for_bit_in_every_form(form: str) -> None:
+    whole = Simulated("int4", 2, LAYER, residual=form)
+    for step in range(3):
+        whole.average(gradients(2, step))
+    resumed = Simulated("int4", 2, LAYER, residual=form)
+    for rank, (memory, state) in enumerate(zip(resumed.memories, kept(whole), strict=True)):
+        memory.load(state, state["residuals"], rank, 2)
+    resumed.steps = 3
+    for step in range(3, 6):
+        assert torch.equal(whole.average(gradients(2, step))[0], resumed.average(gradients(2, step))[0])
+
+
+@pytest.mark.parametrize("feedback", ["ef21", "diana"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_shared_reference_is_the_mean_of_all(feedback: str, dtype: torch.dtype) -> None:
+    run = Simulated("int3", 3, [("layer", torch.zeros(SHAPE, dtype=dtype))], feedback=feedback)
+    for step in range(30):
+        run.average(gradients(3, step, dtype))
+    states = [state["references"] for state in kept(run)]
+    mean = torch.stack([state["local"]["layer"] for state in states]).mean(0)
+    for state in states:
+        torch.testing.assert_close(state["shared"]["layer"], mean, rtol=0, atol=1e-5)
+    assert mean.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("spec", ["int2", "topk:ratio=0.05", "powersgd:rank=1"])
+def test_differences_vanish_where_the_gradient_stays(spec: str) -> None:
+    """EF21's errors shrink with the differences: a gradient that stays arrives, ever better."""
+    run = Simulated(spec, 2, LAYER, feedback="ef21")
+    given = gradients(2, 0)
+    mean = torch.stack([each[0] for each in given]).mean(0)
+    errors = [float((run.average(given)[0] - mean).norm() / mean.norm()) for _ in range(60)]
+    assert errors[0] > 0.3
+    assert errors[-1] < 0.15
+
+
+@pytest.mark.parametrize("feedback", FEEDBACKS)
+@pytest.mark.parametrize("spec", ["int8", "topk", "powersgd:rank=2"])
+def test_one_rank_s_nan_reaches_all_and_is_gone_at_the_next_step(spec: str, feedback: str) -> None:
+    run = Simulated(spec, 2, LAYER, feedback=feedback)
+    run.average(gradients(2, 0))
+    bad = gradients(2, 1)
+    bad[1][0][3, 5] = float("nan")
+    assert not run.average(bad)[0].isfinite().all()
+    for step in range(2, 4):
+        assert run.average(gradients(2, step))[0].isfinite().all()
+
+
+def test_dgc_keeps_no_nan() -> None:
+    run = Simulated("dgc:ratio=0.01", 2, LAYER)
+    run.average(gradients(2, 0))
+    bad = gradients(2, 1)
+    bad[1][0][3, 5] = float("inf")
+    assert not run.average(bad)[0].isfinite().all()
+    assert run.average(gradients(2, 2))[0].isfinite().all()
+    assert all(memory.state_dict()["velocities"]["layer"].isfinite().all() for memory in run.memories)
+
+
+@pytest.mark.parametrize("after", [1, 2, 5])
+@pytest.mark.parametrize(("spec", "feedback"), [("int4", "ef21"), ("dgc:ratio=0.01", True)])
+def test_means_survive_a_change_of_world_size(spec: str, feedback: bool | str, after: int) -> None:
+    run = Simulated(spec, 3, LAYER, feedback=feedback)
+    for step in range(4):
+        run.average(gradients(3, step))
+    states = kept(run)
+    resumed = Simulated(spec, after, LAYER, feedback=feedback)
+    for rank, memory in enumerate(resumed.memories):
+        memory.load(states, {}, rank, after)
+    new = kept(resumed)
+    if feedback == "ef21":
+        for state in new:
+            assert torch.equal(
+                state["references"]["shared"]["layer"], states[0]["references"]["shared"]["layer"]
+            )
+            assert torch.equal(
+                state["references"]["local"]["layer"], states[0]["references"]["shared"]["layer"]
+            )
+    else:
+        before = torch.stack([state["velocities"]["layer"] for state in states]).mean(0)
+        for state in new:
+            torch.testing.assert_close(state["velocities"]["layer"], before)
+    assert resumed.average(gradients(after, 9))[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"feedback": "ef22"}, "feedback: 'ef22'; valid: True, False, 'residual', 'ef21', 'diana'"),
+        ({"form": "fp64"}, "residual: 'fp64'; valid: fp32, bf16, int8"),
+        ({"feedback": False, "schemes": [scheme("dgc")]}, "does not go with dgc"),
+        ({"schemes": [scheme("dgc:momentum=0.5"), scheme("dgc:momentum=0.9")]}, r"momenta \[0.5, 0.9\]"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Memory(**options)
