@@ -66,10 +66,16 @@ class NativeWork(Work):
         _hold(self)
 
     def wait(self) -> None:
-        self._native.wait()
+        try:
+            self._native.wait()
+        finally:
+            _let_go(self)
 
     def is_completed(self) -> bool:
-        return self._native.finished()
+        if not self._native.finished():
+            return False
+        _let_go(self)
+        return True
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         if self._future is None:
@@ -87,6 +93,7 @@ class NativeWork(Work):
 
     def complete(self) -> None:
         """Give the future its value; on the completion thread."""
+        _let_go(self)
         future = self._future
         if future is None:
             return
@@ -101,15 +108,21 @@ class NativeWork(Work):
 _lock = threading.Lock()
 _tickets = itertools.count(1)
 _waiting: dict[int, NativeWork] = {}
-_held: list[NativeWork] = []
+_held: dict[int, NativeWork] = {}
 _thread: threading.Thread | None = None
 
 
 def _hold(work: NativeWork) -> None:
     """Keep tensors whose operation is under way although the caller dropped its handle."""
-    if len(_held) > 64:
-        _held[:] = [held for held in _held if not held.is_completed()]
-    _held.append(work)
+    if len(_held) > 64:  # of which most were never waited for
+        for held in list(_held.values()):
+            held.is_completed()
+    _held[id(work)] = work
+
+
+def _let_go(work: NativeWork) -> None:
+    """Its operation has ended: whoever still needs the tensors has them."""
+    _held.pop(id(work), None)
 
 
 def _notify(work: NativeWork) -> None:

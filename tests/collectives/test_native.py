@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +179,29 @@ def groups(rank: int, n: int) -> None:
     dist.destroy_process_group(pair)
     with pytest.raises(ValueError, match="destroyed"):
         collectives.all_reduce(tensor, group=pair)
+
+
+def lifetimes(rank: int, n: int) -> None:
+    """An operation that has ended holds no tensor, whichever way one learned of its end."""
+    ends: list[Callable[[Any], Any]] = [
+        lambda work: work.wait(),
+        lambda work: work.get_future().wait(),
+        lambda work: [None for _ in iter(work.is_completed, True)],
+    ]
+    for end in ends:
+        tensor = torch.ones(1000)
+        seen = weakref.ref(tensor)
+        work = collectives.all_reduce(tensor, async_op=True)
+        end(work)
+        del work, tensor
+        deadline = time.monotonic() + 5  # the thread of futures may still be at its last line
+        while seen() is not None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert seen() is None
+
+
+def test_what_has_ended_holds_no_tensor() -> None:
+    run_ranks(lifetimes, 2)
 
 
 def test_subgroups_and_several_communicators_at_once() -> None:

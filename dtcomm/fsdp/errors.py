@@ -1,0 +1,117 @@
+"""What gradient encodings lost, kept from one reduce-scatter of a module to its next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from dtcomm.codecs import codec
+from dtcomm.compress.feedback import Residuals
+from dtcomm.kernels.ops import decode, encode
+
+BETA = 0.8
+RESET = 1024
+STORED = codec("int8:block=256")
+
+
+class Exact:
+    """The whole error, in fp32: nothing is lost, at 4 bytes an element of every module's whole gradient."""
+
+    def __init__(self) -> None:
+        self._residuals = Residuals()
+
+    def take(self, module: str, like: torch.Tensor) -> torch.Tensor:
+        """The fp32 residual that the next encoding adds and rewrites."""
+        return self._residuals.get(module, like)
+
+    def give(self, module: str, residual: torch.Tensor) -> None:
+        """The same tensor, rewritten."""
+
+    def scale(self, factor: float) -> None:
+        self._residuals.scale(factor)
+
+    def nbytes(self) -> int:
+        return self._residuals.nbytes()
+
+    counts: Mapping[str, int] = {}
+
+    def decoded(self) -> dict[str, torch.Tensor]:
+        """Every residual, fp32, on the CPU, copied."""
+        return self._residuals.state_dict()
+
+    def load(self, residuals: Mapping[str, torch.Tensor], counts: Mapping[str, int]) -> None:
+        """What `decoded` gave."""
+        self._residuals.load_state_dict(residuals)
+
+
+class MovingAverage:
+    """LoCo's error (Xie et al. 2024, arXiv:2407.04480): a moving average, in 8 bits, begun anew from time to time.
+
+    ``error = beta * error + (1 - beta) * what the encoding lost``; after `reset` calls of a module it is zero, so that
+    what 8 bits make of it does not pile up. About one byte an element.
+    """
+
+    def __init__(self, beta: float = BETA, reset: int = RESET) -> None:
+        self.beta, self.reset = beta, reset
+        self._payloads: dict[str, torch.Tensor] = {}
+        self._calls: dict[str, int] = {}
+        self._factors: dict[str, float] = {}
+        self._numels: dict[str, int] = {}
+
+    def take(self, module: str, like: torch.Tensor) -> torch.Tensor:
+        """The fp32 residual that the next encoding adds and rewrites."""
+        return self._decoded(module, like.numel(), like.device)
+
+    def give(self, module: str, residual: torch.Tensor) -> None:
+        """What the encoding left of it. A non-finite error is no error to go on with: the old one stays."""
+        calls = self._calls[module] = self._calls.get(module, 0) + 1
+        if calls % self.reset == 0:
+            self._payloads.pop(module, None)
+            return
+        old = self._decoded(module, residual.numel(), residual.device)
+        average = torch.lerp(residual, old, self.beta)
+        # A block of the gradient that was not finite left the residual as it was: old and new are equal there.
+        self._numels[module] = residual.numel()
+        self._payloads[module] = encode(STORED, average, out=self._payloads.get(module))
+        self._factors.pop(module, None)
+
+    def _decoded(self, module: str, numel: int, device: torch.device) -> torch.Tensor:
+        payload = self._payloads.get(module)
+        if payload is None:
+            return torch.zeros(numel, device=device)
+        if payload.numel() != STORED.wire_bytes(numel):
+            raise ValueError(
+                f"the residual of {module!r} has {payload.numel()} bytes, its gradient of {numel} elements "
+                f"{STORED.wire_bytes(numel)}: was the state saved from another model?"
+            )
+        decoded = decode(STORED, payload.to(device), numel)
+        factor = self._factors.get(module)
+        return decoded if factor is None else decoded.mul_(factor)
+
+    def scale(self, factor: float) -> None:
+        """Multiply every error, at its next use."""
+        for module in self._payloads:
+            self._factors[module] = self._factors.get(module, 1.0) * factor
+
+    def nbytes(self) -> int:
+        return sum(payload.numel() for payload in self._payloads.values())
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Calls of each module so far."""
+        return self._calls
+
+    def decoded(self) -> dict[str, torch.Tensor]:
+        """Every error, fp32, on the CPU."""
+        cpu = torch.device("cpu")
+        return {name: self._decoded(name, self._numels[name], cpu) for name in self._payloads}
+
+    def load(self, residuals: Mapping[str, torch.Tensor], counts: Mapping[str, int]) -> None:
+        """What `decoded` gave: encoding what was decoded gives the same bytes."""
+        self._calls, self._factors = dict(counts), {}
+        self._numels = {name: residual.numel() for name, residual in residuals.items()}
+        self._payloads = {name: encode(STORED, residual) for name, residual in residuals.items()}
+
+
+Errors = Exact | MovingAverage

@@ -1,0 +1,68 @@
+"""What the collectives of a sharded model did, by module."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dtcomm.collectives import Work
+from dtcomm.compress.report import human
+
+
+@dataclass
+class Traffic:
+    """What one module's collectives of a kind did on this rank: bytes sent, and what they were uncompressed.
+
+    ``saved_calls`` counts collectives that were not needed at all.
+    """
+
+    codec: str
+    calls: int = 0
+    saved_calls: int = 0
+    wire_bytes: int = 0
+    plain_bytes: int = 0
+    why: str = ""
+
+    def add(self, work: Work, plain: int) -> None:
+        """Count one call; ``plain`` bytes are what the tensor has that this rank sends."""
+        self.calls += 1
+        self.wire_bytes += work.wire_bytes
+        self.plain_bytes += plain
+
+    def save(self, plain: int) -> None:
+        """Count a call that sent nothing, where plain FSDP sends ``plain`` bytes."""
+        self.saved_calls += 1
+        self.plain_bytes += plain
+
+
+@dataclass
+class Report:
+    """``str()`` gives a table, ``to_dict()`` plain values; bytes are this rank's.
+
+    ``notes`` are what torch does beside us, uncompressed. ``reference_bytes`` are the peers' parameters as this rank
+    last knew them, which differences are taken to; ``buffer_bytes`` shared memory that is used again and again.
+    """
+
+    modules: dict[str, dict[str, Traffic]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    residual_bytes: int = 0
+    reference_bytes: int = 0
+    buffer_bytes: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Module name → "parameters" and "gradients" → counts."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{'module':<32} {'what':<10} {'codec':<28} {'calls':>6} {'sent':>10} {'instead of':>10}"]
+        for name, kinds in self.modules.items():
+            for kind, traffic in kinds.items():
+                lines.append(
+                    f"{name or '(root)':<32} {kind:<10} {traffic.codec:<28} {traffic.calls:>6} "
+                    f"{human(traffic.wire_bytes):>10} {human(traffic.plain_bytes):>10} {traffic.why}".rstrip()
+                )
+        lines.append(
+            f"{human(self.residual_bytes)} of residuals, {human(self.reference_bytes)} of references, "
+            f"{human(self.buffer_bytes)} of shared buffers"
+        )
+        return "\n".join([*lines, *self.notes])

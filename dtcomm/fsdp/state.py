@@ -1,0 +1,151 @@
+"""What the compressed collectives of a sharded model remember between calls, and count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dtcomm.codecs import Codec, codec
+from dtcomm.compress.checkpoint import VERSION, share_of
+from dtcomm.fsdp.buffers import Pool
+from dtcomm.fsdp.errors import Errors, Exact, MovingAverage
+from dtcomm.fsdp.flat import Flat
+from dtcomm.fsdp.recipe import Recipe
+from dtcomm.fsdp.report import Report, Traffic
+
+
+class State:
+    """Made by `dtcomm.fsdp.compress`; one for all modules of a model."""
+
+    def __init__(self, gradients: Recipe, parameters: Recipe, seed: int) -> None:
+        self.gradients, self.parameters = gradients, parameters
+        self.seed = seed
+        self.calls = 0
+        # Of the group that parameters are cut over, which in a mesh of two dimensions is not the world.
+        self.shards, self.shard = dist.get_world_size(), dist.get_rank()
+        self.pool = Pool()
+        self.references: dict[str, torch.Tensor] = {}
+        self._own_references: dict[str, torch.Tensor] = {}
+        self._flats: dict[str, Flat | None] = {}
+        self._errors: Errors | None = {"": None, "ef": Exact(), "loco": MovingAverage()}[gradients.word]
+        self._report = Report()
+
+    def report(self) -> Report:
+        """What was sent, by module, and for whatever was not compressed, why."""
+        self._report.residual_bytes = 0 if self._errors is None else self._errors.nbytes()
+        self._report.reference_bytes = sum(each.nbytes for each in self.references.values())
+        self._report.buffer_bytes = self.pool.nbytes()
+        if self.pool.why:
+            self.note(self.pool.why)
+        return self._report
+
+    def note(self, text: str) -> None:
+        """Something that torch does beside us, or that could not be done; said once."""
+        if text not in self._report.notes:
+            self._report.notes.append(text)
+
+    def traffic(self, module: str, kind: str, recipe: Recipe) -> Traffic:
+        """The counter of a module's "parameters" or "gradients"."""
+        return self._report.modules.setdefault(module, {}).setdefault(kind, Traffic(str(recipe)))
+
+    def know(self, module: str, flat: Flat | None) -> None:
+        """How a module's gradients lie in its flat tensor."""
+        self._flats[module] = flat
+
+    def next_seed(self) -> int:
+        """Of stochastic rounding: the same on all ranks, which call the same collectives in the same order."""
+        self.calls += 1
+        return self.seed + self.calls
+
+    def take_residual(self, module: str, like: torch.Tensor) -> torch.Tensor | None:
+        """What this rank's gradients of a module have left so far, fp32; None without feedback."""
+        return None if self._errors is None else self._errors.take(self._key(module, like), like)
+
+    def give_residual(self, module: str, residual: torch.Tensor | None) -> None:
+        """The same tensor, after the collective has rewritten it."""
+        if self._errors is not None and residual is not None:
+            self._errors.give(self._key(module, residual), residual)
+
+    def _key(self, module: str, like: torch.Tensor) -> str:
+        """Where some parameters got no gradient the flat tensor is another one, with errors of its own."""
+        flat = self._flats.get(module)
+        if flat is None or flat.numel(self.shards) == like.numel():
+            return module
+        return f"{module} [{like.numel()}]"
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the residuals by ``factor``: for a loss scale that changed by it between two steps."""
+        if self._errors is not None:
+            self._errors.scale(factor)
+
+    def resync(self) -> None:
+        """Send whole parameters at the next gather instead of differences: they were changed by something else than
+        the optimiser. Loading a state_dict into the model does this by itself.
+        """
+        self.references.clear()
+        self._own_references.clear()
+
+    def take_own_reference(self, module: str) -> torch.Tensor | None:
+        """This rank's part of the reference, from a checkpoint, once."""
+        return self._own_references.pop(module, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals by parameter name, its references, and the counters; every rank saves its own.
+
+        Plain values and CPU tensors, which torch.load takes with its defaults.
+        """
+        residuals: dict[str, torch.Tensor] = {}
+        whole = {} if self._errors is None else self._errors.decoded()
+        for module, flat in whole.items():
+            layout = self._flats.get(module)
+            known = layout is not None and layout.numel(self.shards) == flat.numel()
+            residuals |= layout.split(flat, self.shards) if layout and known else {f"[{module}]": flat}
+        return {
+            "version": VERSION,
+            "calls": self.calls,
+            "seed": self.seed,
+            "rank": dist.get_rank(),
+            "world_size": dist.get_world_size(),
+            "counts": {} if self._errors is None else dict(self._errors.counts),
+            "residuals": residuals,
+            "references": {
+                name: reference.view(self.shards, -1)[self.shard].detach().to("cpu", copy=True)
+                for name, reference in self.references.items()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Continue from `state_dict`: this rank's own, or those of all ranks of the run that saved them, in rank order.
+
+        With all of them the number of ranks may have changed: residuals keep their sum, and differences start from
+        whole parameters. ValueError where one alone comes from another number of ranks.
+        """
+        ranks = dist.get_world_size()
+        first, residuals = share_of(state, dist.get_rank(), ranks)
+        self.calls, self.seed = first["calls"], first["seed"]
+        self.resync()
+        same = first["world_size"] == ranks
+        if same:
+            own = state if isinstance(state, Mapping) else state[dist.get_rank()]
+            self._own_references = dict(own["references"])
+        if self._errors is None:
+            return
+        whole: dict[str, torch.Tensor] = {}
+        for module, layout in self._flats.items():
+            if layout and all(piece.name in residuals for piece in layout.pieces):
+                whole[module] = layout.join(residuals, self.shards)
+        if same:
+            whole |= {name[1:-1]: flat for name, flat in residuals.items() if name.startswith("[")}
+        self._errors.load(whole, first["counts"])
+
+
+def fitting(recipe: Recipe, tensor: torch.Tensor, traffic: Traffic) -> str | Codec:
+    """The recipe's codecs, or none where one does not take the tensor's type; the report says so."""
+    refused = next((each for each in recipe.codecs() if tensor.dtype not in each.dtypes), None)
+    if refused is None:
+        return recipe.spec
+    traffic.codec, traffic.why = "none", f"{refused} does not take {str(tensor.dtype).removeprefix('torch.')}"
+    return codec("none")
