@@ -31,6 +31,10 @@ class Choice:
     why: str = ""
 
 
+#: Of everything, where there is nobody to send it to.
+ALONE = Choice(codec=codec("none"), why="one rank alone")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """Tensors that meet every condition given get ``codec``; a rule without conditions matches everything.

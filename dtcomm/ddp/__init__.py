@@ -7,7 +7,7 @@ or, for a framework that registers the hook itself,
     model.register_comm_hook(dtcomm.ddp.State("int8"), dtcomm.ddp.hook)
 
 Each bucket becomes one message in which every parameter keeps blocks, codec and error feedback of its own.
-The gradients are averaged in place, as DDP itself does.
+The gradients are averaged in place, as DDP itself does. `LocalSGD` averages weights every so many steps instead.
 
 An error in a collective is raised from ``backward()`` with its own type (`PeerLost`, `CollectiveTimeout`,
 ...), kept as ``state.error``, and raised again by the next forward or backward; a future's exception DDP
@@ -24,9 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 from dtcomm.compress.guard import Guard
 from dtcomm.compress.policy import Policy
 from dtcomm.compress.scheme import Scheme
+from dtcomm.ddp.local import LocalSGD
 from dtcomm.ddp.state import State
 
-__all__ = ["Guard", "State", "compress", "hook"]
+__all__ = ["Guard", "LocalSGD", "State", "compress", "hook"]
 
 
 def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

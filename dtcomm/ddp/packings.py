@@ -11,7 +11,7 @@ from dtcomm.codecs import codec
 from dtcomm.compress.dgc import DGC
 from dtcomm.compress.guard import Watch
 from dtcomm.compress.packing import Packing, pack
-from dtcomm.compress.policy import Choice, Policy, choose
+from dtcomm.compress.policy import ALONE, Choice, Policy, choose
 
 NONE = codec("none")
 
@@ -40,7 +40,7 @@ class Packings:
             return None
         return {name: parameter.numel() for name, parameter in self._parameters.values()}
 
-    def of(self, bucket: GradBucket, buffer: torch.Tensor, step: int) -> Packing:
+    def of(self, bucket: GradBucket, buffer: torch.Tensor, step: int, ranks: int) -> Packing:
         """The packing of a bucket, made anew where its parameters, or what they get, have changed."""
         parameters = bucket.parameters()
         layout = tuple(map(id, parameters))
@@ -58,7 +58,12 @@ class Packings:
             )
         names = [self._name(parameter) for parameter in parameters]
         gradients = zip(names, bucket.gradients(), strict=True)
-        packing = pack(buffer, gradients, layout, lambda name, gradient: self._choose(name, gradient, step))
+        packing = pack(
+            buffer,
+            gradients,
+            layout,
+            lambda name, gradient: ALONE if ranks == 1 else self._choose(name, gradient, step),
+        )
         packing.revision = revision
         self.current[bucket.index()] = packing
         return packing

@@ -260,9 +260,9 @@ class State:
             self._averager.factors.forget(name)
 
     def _launch(self, bucket: GradBucket, buffer: torch.Tensor) -> Flight:
-        packing = self._packings.of(bucket, buffer, self.steps)
-        sampled = self.sample_every > 0 and self.steps % self.sample_every == 0
         ranks = dist.get_world_size(self.group)
+        packing = self._packings.of(bucket, buffer, self.steps, ranks)
+        sampled = self.sample_every > 0 and self.steps % self.sample_every == 0
         samples: list[Sample] | None = [] if sampled else None
         handed: list[Handed] = []
         tensors: list[torch.Tensor] = []

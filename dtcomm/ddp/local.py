@@ -1,0 +1,258 @@
+"""Local SGD: every rank trains on its own and, every so many steps, the ranks average how far they have come.
+
+Stich 2019, "Local SGD Converges Fast and Communicates Little" (arXiv:1805.09767); with synchronous steps at first,
+post-local SGD (Lin, Stich, Patel, Jaggi 2020, arXiv:1808.07217); with an outer optimiser, DiLoCo (Douillard et al.
+2023, arXiv:2311.08105). What is sent are the differences to the weights that all ranks had last, which are small and
+take compression well; what that loses is fed back as it is for gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from dtcomm.collectives import Work, broadcast
+from dtcomm.compress.average import NONE, Averager
+from dtcomm.compress.checkpoint import VERSION, require_fit, share_of
+from dtcomm.compress.dgc import DGC
+from dtcomm.compress.memory import Handed, Memory
+from dtcomm.compress.packing import Packing, pack
+from dtcomm.compress.policy import ALONE, Choice, Policy, as_policy
+from dtcomm.compress.report import Report, Tally, rows
+from dtcomm.compress.scheme import Scheme
+from dtcomm.kernels import mixer
+
+Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+
+
+class LocalSGD:
+    """Keeps the replicas of `model` (not wrapped in DDP) together; call `step` after each step of the optimiser.
+
+    every: steps between two averages. spec, feedback, residual, algorithm, seed: as `State` takes them.
+    outer: makes the optimiser that takes the averaged difference for a gradient, such as DiLoCo's ``lambda weights:
+        torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)``; None: weights are averaged.
+    warmup: steps at the start that are averaged every time.
+    bucket_bytes: of one message; they travel side by side.
+
+    All ranks start with rank 0's weights. Frozen parameters stay as they are; floating-point buffers (running means)
+    are averaged uncompressed. A rank keeps the common weights, fp32, beside the model's own.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        every: int = 16,
+        spec: str | Scheme | Policy = "int8",
+        group: dist.ProcessGroup | None = None,
+        feedback: bool | str = True,
+        *,
+        residual: str = "fp32",
+        outer: Outer | None = None,
+        warmup: int = 0,
+        algorithm: str = "direct",
+        seed: int = 0,
+        bucket_bytes: int = 25 * 2**20,
+    ) -> None:
+        if isinstance(model, DistributedDataParallel) or not isinstance(model, torch.nn.Module):
+            raise TypeError(
+                f"model: want a module that nothing else synchronises, got {type(model).__name__}"
+            )
+        for name, value, least in (
+            ("every", every, 1),
+            ("warmup", warmup, 0),
+            ("bucket_bytes", bucket_bytes, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name}={value}: want {least} or more")
+        self.policy = as_policy(spec)
+        schemes = [rule.codec for rule in self.policy.rules]
+        if any(isinstance(scheme, DGC) for scheme in schemes):
+            raise ValueError("spec: dgc has a momentum for gradients; here momentum is the outer optimiser's")
+        self.every, self.warmup, self.group = every, warmup, group
+        self.steps = self.syncs = 0
+        self._memory = Memory(feedback, residual, schemes)
+        self._averager = Averager(algorithm, group, seed)
+        self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self._weights:
+            raise ValueError("model: has no parameters that require gradients")
+        self._running = {name: b for name, b in model.named_buffers() if b.is_floating_point()}
+        root = 0 if group is None else dist.get_global_rank(group, 0)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                whole = tensor.contiguous()
+                broadcast(whole, root, group=group)
+                tensor.copy_(whole)
+        self._common = [weight.detach().float().clone() for weight in self._weights.values()]
+        self._outer = None if outer is None else outer(self._common)
+        self._buckets = list(self._packed(bucket_bytes))
+
+    def step(self) -> bool:
+        """A step of this rank is done; returns whether the ranks were brought together."""
+        self.steps += 1
+        due = self.steps <= self.warmup or (self.steps - self.warmup) % self.every == 0
+        if due:
+            self.sync()
+        return due
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Average now; on all ranks at the same time, before a checkpoint, say.
+
+        FloatingPointError on every rank where one brought NaN or Inf; all have the weights of the last average then.
+        """
+        starting = [self._bucket(names, packing) for names, packing in self._buckets]
+        running = [(stages, packing) for stages, packing, _ in starting]
+        while running:
+            under_way = [(next(stages, None), stages, packing) for stages, packing in running]
+            running = []
+            for work, stages, packing in under_way:
+                if work is not None:
+                    work.wait()
+                    packing.wire_bytes += work.wire_bytes
+                    packing.seconds += work.seconds
+                    running.append((stages, packing))
+        self.syncs += 1
+        key = mixer.mix_key(self._averager.seed, dist.get_rank(self.group), self.syncs)
+        means = [self._landed(landing, key) for _, _, landing in starting]
+        finite = all(bool(torch.isfinite(buffer).all()) for buffer in means)
+        if finite:
+            self._move(means)
+        for weight, common in zip(self._weights.values(), self._common, strict=True):
+            weight.copy_(common)
+        if not finite:
+            raise FloatingPointError(
+                f"average {self.syncs}, after {self.steps} steps: a rank brought NaN or Inf; "
+                "all ranks have the weights of the average before"
+            )
+
+    def report(self) -> Report:
+        """What was sent and saved, against uncompressed averages; the rest is saved by not averaging every step."""
+        tallies: dict[str, Tally] = {}
+        for _, packing in self._buckets:
+            packing.add_to(tallies)
+        packings = [packing for _, packing in self._buckets]
+        return Report(
+            policy=f"every {self.every} steps: {self.policy}",
+            feedback=self._memory.kind,
+            steps=self.steps,
+            messages=self.syncs * len(packings),
+            wire_bytes=sum(packing.wire_bytes for packing in packings),
+            plain_bytes=round(sum(packing.plain_bytes for packing in packings)),
+            seconds=sum(packing.seconds for packing in packings),
+            residual_bytes=self._memory.held(),
+            memory={
+                **self._memory.nbytes(),
+                "common weights": sum(4 * common.numel() for common in self._common),
+            },
+            rows=rows(tallies.items()),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's; every rank saves its own, and its model's weights beside it: between averages they differ."""
+        return {
+            "version": VERSION,
+            "steps": self.steps,
+            "syncs": self.syncs,
+            "seed": self._averager.seed,
+            "rank": dist.get_rank(self.group),
+            "world_size": dist.get_world_size(self.group),
+            **self._memory.state_dict(),
+            "factors": self._averager.factors.state_dict(),
+            "common": {
+                name: common.clone() for name, common in zip(self._weights, self._common, strict=True)
+            },
+            "outer": {} if self._outer is None else self._outer.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Continue from `state_dict`: this rank's own, or the list of every rank's, where their number has changed."""
+        rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        first, residuals = share_of(state, rank, world_size)
+        sizes = {name: weight.numel() for name, weight in self._weights.items()}
+        require_fit(residuals, sizes)
+        require_fit({name: common.flatten() for name, common in first["common"].items()}, sizes)
+        self._memory.load(state, residuals, rank, world_size)
+        self._averager.factors.load_state_dict(first["factors"])
+        self._averager.seed, self.steps, self.syncs = first["seed"], first["steps"], first["syncs"]
+        for name, common in zip(self._weights, self._common, strict=True):
+            common.copy_(first["common"][name])
+        if self._outer is not None:
+            self._outer.load_state_dict(first["outer"])
+
+    def _bucket(
+        self, names: Sequence[str], packing: Packing
+    ) -> tuple[Iterator[Work], Packing, tuple[torch.Tensor, list[Handed]]]:
+        """The stages of a bucket, of which none has begun, and what is needed when they are done."""
+        buffer, ranks = self._differences(names), dist.get_world_size(self.group)
+        tensors: list[torch.Tensor] = []
+        residuals: list[torch.Tensor | None] = []
+        handed: list[Handed] = []
+        for segment, tensor in zip(packing.segments, packing.cut(buffer), strict=True):
+            given = None if segment.lossless else self._memory.hand(segment, tensor, ranks)
+            if given is not None:
+                handed.append(given)
+            tensors.append(tensor if given is None else given.sent)
+            residuals.append(None if given is None else given.residual)
+        packing.messages += 1
+        stages = self._averager.stages(packing, tensors, residuals, None, self.syncs)
+        return stages, packing, (buffer, handed)
+
+    def _landed(self, landing: tuple[torch.Tensor, list[Handed]], key: int) -> torch.Tensor:
+        buffer, handed = landing
+        for each in handed:
+            self._memory.take(each, key)
+        return buffer
+
+    def _differences(self, names: Sequence[str]) -> torch.Tensor:
+        common = dict(zip(self._weights, self._common, strict=True))
+        return torch.cat(
+            [
+                (common[name] - self._weights[name] if name in common else self._running[name])
+                .flatten()
+                .float()
+                for name in names
+            ]
+        )
+
+    def _move(self, means: Iterable[torch.Tensor]) -> None:
+        """The common weights follow the averaged differences."""
+        common = dict(zip(self._weights, self._common, strict=True))
+        for (names, _), buffer in zip(self._buckets, means, strict=True):
+            tensors = [common[name] if name in common else self._running[name] for name in names]
+            for name, target, part in zip(
+                names, tensors, torch.split(buffer, [tensor.numel() for tensor in tensors]), strict=True
+            ):
+                if name not in common:
+                    target.copy_(part.view_as(target))
+                elif self._outer is None:
+                    target.sub_(part.view_as(target))
+                else:
+                    target.grad = part.view_as(target)
+        if self._outer is not None:
+            self._outer.step()
+            self._outer.zero_grad()
+
+    def _packed(self, bucket_bytes: int) -> Iterator[tuple[list[str], Packing]]:
+        """Names and packing of every bucket, weights first."""
+
+        def choose(name: str, tensor: torch.Tensor) -> Choice:
+            if name in self._running:
+                return Choice(codec=NONE, why="a buffer")
+            return ALONE if dist.get_world_size(self.group) == 1 else self.policy.choose(name, tensor)
+
+        groups: list[list[tuple[str, torch.Tensor]]] = [[]]
+        for named in {**self._weights, **self._running}.items():
+            if sum(4 * tensor.numel() for _, tensor in groups[-1]) >= bucket_bytes:
+                groups.append([])
+            groups[-1].append(named)
+        for members in groups:
+            sizes = [tensor.numel() for _, tensor in members]
+            buffer = torch.empty(sum(sizes))
+            parts = torch.split(buffer, sizes)
+            names = [name for name, _ in members]
+            views = [part.view(tensor.shape) for part, (_, tensor) in zip(parts, members, strict=True)]
+            yield names, pack(buffer, zip(names, views, strict=True), (), choose)
