@@ -28,8 +28,9 @@ from dtcomm.fsdp.flat import flat_of
 from dtcomm.fsdp.recipe import PRESETS
 from dtcomm.fsdp.report import Report, Traffic
 from dtcomm.fsdp.state import State, fitting
+from dtcomm.fsdp.zero import ShardedOptimizer
 
-__all__ = ["PRESETS", "Report", "State", "Traffic", "compress"]
+__all__ = ["PRESETS", "Report", "ShardedOptimizer", "State", "Traffic", "compress"]
 
 GRADIENTS, PARAMETERS = "int8", "none"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -28,6 +29,19 @@ class Piece:
     def numel(self, ranks: int) -> int:
         """Elements of each rank's part."""
         return self.rows(ranks) * self.shape[1:].numel()
+
+
+class Layout(Protocol):
+    """Where parameters lie in a flat tensor."""
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]: ...
+
+    def numel(self, ranks: int) -> int: ...
+
+    def split(self, flat: torch.Tensor, ranks: int) -> dict[str, torch.Tensor]: ...
+
+    def join(self, parameters: Mapping[str, torch.Tensor], ranks: int) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)

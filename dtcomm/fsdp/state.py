@@ -12,7 +12,7 @@ from dtcomm.codecs import Codec, codec
 from dtcomm.compress.checkpoint import VERSION, share_of
 from dtcomm.fsdp.buffers import Pool
 from dtcomm.fsdp.errors import Errors, Exact, MovingAverage
-from dtcomm.fsdp.flat import Flat
+from dtcomm.fsdp.flat import Layout
 from dtcomm.fsdp.recipe import Recipe
 from dtcomm.fsdp.report import Report, Traffic
 
@@ -29,7 +29,7 @@ class State:
         self.pool = Pool()
         self.references: dict[str, torch.Tensor] = {}
         self._own_references: dict[str, torch.Tensor] = {}
-        self._flats: dict[str, Flat | None] = {}
+        self._flats: dict[str, Layout | None] = {}
         self._errors: Errors | None = {"": None, "ef": Exact(), "loco": MovingAverage()}[gradients.word]
         self._report = Report()
 
@@ -51,7 +51,7 @@ class State:
         """The counter of a module's "parameters" or "gradients"."""
         return self._report.modules.setdefault(module, {}).setdefault(kind, Traffic(str(recipe)))
 
-    def know(self, module: str, flat: Flat | None) -> None:
+    def know(self, module: str, flat: Layout | None) -> None:
         """How a module's gradients lie in its flat tensor."""
         self._flats[module] = flat
 
