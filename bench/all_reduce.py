@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from bench.common import machine, mpi, native, output
+from bench.common import machine, native, output
 from bench.common.native import Segment, tuning
 from bench.common.pool import Pool
 from bench.common.stats import Timing, iterations
 from bench.common.targets import KB, MB, all_reduce_targets, judge
 from bench.common.torch_rank import TorchRank, rendezvous
 from bench.common.yard_rank import YardRank
+from dtcomm.testing import mpi
 
 SIZES = {2: [KB, 64 * KB, MB, 16 * MB, 64 * MB, 256 * MB], 4: [KB, 64 * KB, MB, 16 * MB, 64 * MB]}
 RING = 8 * MB

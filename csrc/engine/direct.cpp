@@ -7,11 +7,12 @@
 
 namespace dtcomm {
 
-// Direct operations take place where every rank's tensor can be mapped; otherwise the payloads go through the slots.
-// All ranks read the same headers, so all decide alike.
+// Direct operations take place where the tensors of all ranks that give something can be mapped; otherwise the
+// payloads go through the slots. All ranks read the same headers, so all decide alike.
 bool Machine::meet() {
   bool all = true;
   for (int peer = 0; peer < fabric_.ranks; ++peer) {
+    if (!program_.gives(peer)) continue;
     const OpHeader& header = fabric_.peers[static_cast<std::size_t>(peer)].head->ops[number_ % kOpRing];
     if (header.number.load(std::memory_order_acquire) != number_) {
       blocker_ = peer;
@@ -28,7 +29,7 @@ bool Machine::meet() {
   if (!all) return true;
   direct_ = true;
   for (int peer = 0; peer < fabric_.ranks; ++peer) {
-    if (peer == fabric_.rank) {
+    if (peer == fabric_.rank || !program_.gives(peer)) {
       peer_tensors_.push_back(const_cast<std::uint8_t*>(call_.segments[0].in));
       continue;
     }
@@ -63,9 +64,11 @@ Progress Machine::advance_direct(int budget) {
 }
 
 void Machine::run_direct(std::size_t piece) {
-  const bool pushes = plan_.geometry() == Geometry::whole;  // whoever sums a chunk writes it into every tensor
+  const bool pushes = program_.shares_sums;  // whoever sums a chunk writes it into every tensor
   for (const Instruction& instruction : program_.instructions) {
-    if (instruction.op == Op::send) {
+    if (instruction.op == Op::copy) {
+      copy(piece, instruction);
+    } else if (instruction.op == Op::send) {
       wire_bytes_ += plan_.payload_bytes(piece, instruction.chunk) * instruction.peers.size();
     } else if (instruction.op == Op::reduce) {
       reduce_direct(piece, instruction);
@@ -73,19 +76,18 @@ void Machine::run_direct(std::size_t piece) {
       const int owner = instruction.op == Op::adopt ? instruction.peer : fabric_.rank;
       for (const Slice* slice = plan_.begin(piece, instruction.chunk); slice != plan_.end(piece, instruction.chunk);
            ++slice) {
-        const std::size_t size = size_of(plan_.segments()[slice->segment].dtype);
-        const std::uint8_t* in = peer_tensors_[static_cast<std::size_t>(owner)] + slice->in_offset * size;
+        const DType dtype = plan_.segments()[slice->segment].dtype;
+        const std::uint8_t* in = peer_tensors_[static_cast<std::size_t>(owner)] + slice->in_offset * size_of(dtype);
         std::uint8_t* out = call_.segments[slice->segment].out;
         const bool wanted = instruction.op == Op::adopt || instruction.output;
-        if (!out || !wanted || out + slice->out_offset * size == in) continue;
-        std::memcpy(out + slice->out_offset * size, in, slice->numel * size);
+        if (out && wanted) put(instruction, in, slice->numel, dtype, out + slice->out_offset * size_of(dtype));
       }
     }
   }
 }
 
 void Machine::reduce_direct(std::size_t piece, const Instruction& instruction) {
-  const bool pushes = plan_.geometry() == Geometry::whole;
+  const bool pushes = program_.shares_sums;
   for (const Slice* slice = plan_.begin(piece, instruction.chunk); slice != plan_.end(piece, instruction.chunk);
        ++slice) {
     const Segment& segment = plan_.segments()[slice->segment];
@@ -101,6 +103,7 @@ void Machine::reduce_direct(std::size_t piece, const Instruction& instruction) {
     call.position = instruction.position;
     if (instruction.local == Local::input) call.local = call_.segments[slice->segment].in + offset;
     call.stream_payload = false;
+    if (pushes) call.stream_out = false;
     int first = -1;
     if (pushes && bytes == slice->wire_bytes) {  // no padding that would spill into the elements behind
       first = fabric_.rank == 0 ? 1 : 0;

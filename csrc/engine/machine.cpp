@@ -42,9 +42,9 @@ Machine::Machine(Fabric& fabric, Call call, std::uint64_t operation, std::uint64
       base_(fabric.next_piece),
       accumulators_(program_.accumulates ? kSlots : 0) {
   payloads_.reserve(static_cast<std::size_t>(fabric.ranks));
-  // Without a tensor of its own in shared memory a rank knows at once that the payloads go through the slots;
-  // otherwise all have to say so first.
-  met_ = !plan_.direct() || call_.region < 0;
+  // A rank that gives something, but not out of shared memory, knows at once that the payloads go through the slots;
+  // otherwise all that give have to say so first.
+  met_ = !plan_.direct() || (program_.gives(fabric.rank) && call_.region < 0);
   // Ranks run the same operations, so they probe in the same ones.
   if (fabric.probes && plan_.input_bytes() >= kProbeBytes && fabric.large_operations++ % kProbeEvery == 0) {
     probe_ = std::make_unique<Probe>(fabric.rank, fabric.peers, number);
@@ -203,7 +203,10 @@ Combine Machine::combine_for(const Instruction& instruction, const Slice& slice)
     if (instruction.takes_residual) call.residual_in = pointers.residual + slice.in_offset;
     if (instruction.leaves_residual) call.residual_out = pointers.residual + slice.in_offset;
   }
-  if (instruction.output && pointers.out) call.out = pointers.out + slice.out_offset * size_of(dtype);
+  if (instruction.output && pointers.out) {
+    call.out = pointers.out + slice.out_offset * size_of(dtype);
+    call.stream_out = plan_.streams(instruction.chunk);
+  }
   return call;
 }
 
@@ -247,6 +250,7 @@ void Machine::reduce(std::size_t piece, const Instruction& instruction) {
     kept += AreaLayout::round_up(slice->numel * size_of(wide), kLine);
     if (instruction.box >= 0) {
       call.payload_out = box(piece, fabric_.rank, instruction.box) + slice->wire_offset;
+      call.stream_out = call.stream_payload;  // one kind of store a pass
     }
     call_.kernels->combine(segment.codec, call);
   }
@@ -260,7 +264,8 @@ void Machine::adopt(std::size_t piece, const Instruction& instruction) {
     if (!out) continue;
     out += slice->out_offset * size_of(segment.dtype);
     const std::uint8_t* payload = box(piece, instruction.peer, instruction.box) + slice->wire_offset;
-    call_.kernels->decode(segment.codec, payload, slice->numel, segment.dtype, out, segment.dtype, false);
+    call_.kernels->decode(segment.codec, payload, slice->numel, segment.dtype, out, segment.dtype,
+                           plan_.streams(instruction.chunk));
   }
 }
 
@@ -269,14 +274,19 @@ void Machine::forward(std::size_t piece, const Instruction& instruction) {
               plan_.payload_bytes(piece, instruction.chunk));
 }
 
+// Elements as they are, into the output.
+void Machine::put(const Instruction& instruction, const std::uint8_t* in, std::size_t numel, DType dtype,
+                  std::uint8_t* out) {
+  if (out != in) call_.kernels->decode(Codec{}, in, numel, dtype, out, dtype, plan_.streams(instruction.chunk));
+}
+
 void Machine::copy(std::size_t piece, const Instruction& instruction) {
   for (const Slice* slice = plan_.begin(piece, instruction.chunk); slice != plan_.end(piece, instruction.chunk);
        ++slice) {
     const Pointers& pointers = call_.segments[slice->segment];
-    const std::size_t size = size_of(plan_.segments()[slice->segment].dtype);
-    const std::uint8_t* in = pointers.in + slice->in_offset * size;
-    std::uint8_t* out = pointers.out ? pointers.out + slice->out_offset * size : nullptr;
-    if (out && out != in) std::memcpy(out, in, slice->numel * size);
+    const DType dtype = plan_.segments()[slice->segment].dtype;
+    const std::uint8_t* in = pointers.in + slice->in_offset * size_of(dtype);
+    if (pointers.out) put(instruction, in, slice->numel, dtype, pointers.out + slice->out_offset * size_of(dtype));
   }
 }
 

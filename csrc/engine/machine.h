@@ -96,6 +96,7 @@ class Machine {
   void adopt(std::size_t piece, const Instruction& instruction);
   void forward(std::size_t piece, const Instruction& instruction);
   void copy(std::size_t piece, const Instruction& instruction);
+  void put(const Instruction& instruction, const std::uint8_t* in, std::size_t numel, DType dtype, std::uint8_t* out);
   std::uint8_t* box(std::size_t piece, int rank, int index) const;
   std::uint8_t* accumulator(std::size_t piece, int chunk);
   Combine combine_for(const Instruction& instruction, const Slice& slice) const;

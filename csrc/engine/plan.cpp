@@ -9,6 +9,9 @@
 namespace dtcomm {
 namespace {
 
+// What a rank reads and writes of so many bytes, with its peers doing the same, does not stay in the last cache.
+constexpr std::size_t kLargeBytes = 16 * 1024 * 1024;
+
 struct Run {
   std::uint32_t segment;
   std::size_t in_offset;
@@ -77,6 +80,8 @@ Plan::Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp o
   const auto ranks = static_cast<std::size_t>(program_->ranks);
   std::size_t largest = 1;
   std::size_t finest = SIZE_MAX;
+  std::size_t output_bytes = 0;
+  const bool gathers = geometry == Geometry::gather || geometry == Geometry::exchange;
   fingerprint_ = hash_bytes(static_cast<std::uint64_t>(geometry) * 257 + static_cast<std::uint64_t>(op), text_.data(),
                             text_.size());
   for (const Segment& segment : segments_) {
@@ -85,10 +90,15 @@ Plan::Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp o
     fingerprint_ = mix64(fingerprint_, segment.numel * 16 + static_cast<std::uint64_t>(segment.dtype));
     fingerprint_ = hash_bytes(fingerprint_, &segment.codec, sizeof(Codec));
     const bool shards = geometry == Geometry::scatter || geometry == Geometry::exchange;
+    output_bytes += segment.numel * size_of(segment.dtype) * (gathers ? ranks : 1);
     input_bytes_ += segment.numel * size_of(segment.dtype) * (shards ? ranks : 1);
   }
   fingerprint_ = hash_bytes(fingerprint_, splits_.data(), splits_.size() * sizeof(std::size_t));
   if (segments_.empty()) return;
+  const bool reads = std::find(program_->reads.begin(), program_->reads.end(), true) != program_->reads.end();
+  const bool writes = !program_->outputs.empty();
+  const bool apart = geometry != Geometry::whole;
+  large_ = writes && output_bytes + (reads && apart ? input_bytes_ : 0) >= kLargeBytes;
   const auto chunks = static_cast<std::size_t>(program_->chunks);
   // Fewer boxes than chunks never happens in a direct program; a ring needs nearly two per chunk.
   const std::size_t held = geometry == Geometry::exchange ? ranks : chunks;  // by one rank

@@ -67,6 +67,10 @@ class Plan {
   const std::string& text() const { return text_; }
   std::uint64_t fingerprint() const { return fingerprint_; }
   std::size_t input_bytes() const { return input_bytes_; }
+  // Whether what this rank writes of a chunk goes around the cache: large results that were not read just before.
+  bool streams(int chunk) const {
+    return large_ && (geometry_ != Geometry::whole || !program_->reads[static_cast<std::size_t>(chunk)]);
+  }
 
   const Slice* begin(std::size_t piece, int chunk) const { return slices_.data() + index(piece, chunk); }
   const Slice* end(std::size_t piece, int chunk) const { return slices_.data() + index(piece, chunk, 1); }
@@ -90,6 +94,7 @@ class Plan {
   std::size_t accumulator_bytes_ = 0;  // per chunk
   std::size_t input_bytes_ = 0;
   bool direct_;
+  bool large_ = false;
   std::string text_;
   std::uint64_t fingerprint_ = 0;
   std::vector<Slice> slices_;

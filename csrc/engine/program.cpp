@@ -66,6 +66,7 @@ Program Program::parse(int rank, int ranks, int chunks, std::vector<int> boxes, 
   program.ranks = ranks;
   program.chunks = chunks;
   program.boxes = boxes;
+  program.reads.assign(static_cast<std::size_t>(chunks), false);
   const auto own_boxes = boxes[static_cast<std::size_t>(rank)];
   const auto box_of = [&](Reader& reader, int peer, const char* what) {
     return reader.next(0, boxes[static_cast<std::size_t>(peer)], what);
@@ -135,6 +136,10 @@ Program Program::parse(int rank, int ranks, int chunks, std::vector<int> boxes, 
       }
     }
     if (reader.more()) throw std::invalid_argument("program: instruction with operands to spare");
+    if (instruction.op == Op::encode || instruction.op == Op::copy || instruction.local == Local::input) {
+      program.reads[static_cast<std::size_t>(instruction.chunk)] = true;
+    }
+    program.shares_sums |= instruction.op == Op::reduce && instruction.box >= 0;
     program.accumulates |= instruction.keep || instruction.local == Local::accumulator;
     if (instruction.output || instruction.op == Op::adopt || instruction.op == Op::copy) {
       program.outputs.push_back(instruction.chunk);

@@ -40,6 +40,11 @@ struct Program {
   std::vector<Instruction> instructions;
   bool accumulates = false;
   std::vector<int> outputs;  // chunks that have an output at this rank
+  std::vector<bool> reads;   // by chunk: this rank reads its own input of it
+  bool shares_sums = false;  // a rank sends on sums of its own making
+
+  // Whether a rank hands anything of its own to others.
+  bool gives(int peer) const { return boxes[static_cast<std::size_t>(peer)] > 0; }
 
   int max_boxes() const;
 

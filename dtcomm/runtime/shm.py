@@ -15,6 +15,7 @@ from dtcomm.schedule import Schedule, lower
 from dtcomm.schedule.ir import CUT_AT_GRANULES
 
 SLOT_BYTES = 512 * 1024
+LEAST_DIRECT = 128 * 1024  # bytes of a tensor that peers copy from the tensor itself
 LEAST_BOXES = 128  # of 4 KiB fill a slot: a user's own schedule may need as many
 
 
@@ -164,8 +165,12 @@ def _boxes(ranks: int) -> int:
 
 def is_direct(shape: Shape) -> bool:
     """Whether peers may work on the caller's tensor itself, if all of them lie in shared memory."""
-    if len(shape.parts) != 1 or shape.parts[0].codec.name != "none":
+    if len(shape.parts) != 1 or shape.parts[0].codec.name != "none" or shape.splits:
         return False
     if shape.collective == "all_reduce":
         return shape.algorithm == "two_shot"
-    return shape.collective in ("reduce_scatter", "all_gather") and shape.algorithm == "one_shot"
+    if shape.collective in ("reduce_scatter", "all_gather"):
+        return shape.algorithm == "one_shot"
+    # Who only gives has to wait for those who take, which pays where the copy that it saves is a large one.
+    part = shape.parts[0]
+    return shape.algorithm in ("one_shot", "send") and part.numel * part.dtype.itemsize >= LEAST_DIRECT

@@ -1,0 +1,203 @@
+"""Every collective of dtcomm beside Gloo and Open MPI's default, in one run.
+
+python -m bench.collectives [--ranks 2 4] [--sizes 1K 64M] [--collectives NAMES] [--quick] [--json FILE] [--add]
+
+fp32, sums, root 0; a size is that of all shards together where there is one for every rank, as in nccl-tests.
+all_reduce, broadcast and reduce in place, the others out of place; gather and scatter with one tensor for all
+shards (Gloo: a list, which is all it takes). sendrecv is every rank to the next; pingpong two ranks by turns.
+Contestants take turns within every repetition; figures are medians of the slowest rank. Exit status 1 where a
+result is wrong; a missed target is printed, not an error: machines differ. --add keeps the rows of other rank
+counts, collectives and sizes that the file has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.common import machine, output
+from bench.common.collective_rank import PINGPONG, CollectiveRank
+from bench.common.pool import Pool
+from bench.common.stats import Timing, iterations
+from bench.common.targets import KB, MB
+from bench.common.torch_rank import rendezvous
+from dtcomm.cli.perf_collectives import COLLECTIVES
+from dtcomm.testing import mpi
+
+SIZES = [KB, 8 * KB, 64 * KB, 512 * KB, MB, 4 * MB, 16 * MB, 64 * MB]
+NAMES = (*COLLECTIVES, PINGPONG)
+PEERS = ("gloo", "mpi")
+Measure = Callable[..., list[float]]
+
+
+def required(collective: str, size: int, ours: str, peer: str) -> float | None:
+    """How many times faster than the peer we must be, None where nothing is asked."""
+    if peer == "gloo":
+        return 5.0 if ours == "dtcomm" else None
+    if size < MB or ours != "dtcomm":
+        # Open MPI gathers by one copy, which leaves nothing to gain: without staging we are to be faster.
+        return 1.0 if collective == "all_gather" and size >= MB else None
+    return 1.0 if collective == "all_gather" else 1.5
+
+
+def start(stack: ExitStack, ranks: int) -> tuple[dict[str, Measure], dict[str, Measure]]:
+    """The contestants' ways to measure and to check, by name; ``stack`` ends their processes."""
+    measures: dict[str, Measure] = {}
+    checks: dict[str, Measure] = {}
+    for backend, pinned in (("native", True), ("gloo", False)):
+        # Bound to one core, Gloo's caller and its I/O thread get in each other's way.
+        pool = stack.enter_context(
+            Pool(CollectiveRank, ranks, rendezvous=rendezvous(), backend=backend, pinned=pinned)
+        )
+        for shared in (False, True) if backend == "native" else (False,):
+            name = "gloo" if backend == "gloo" else "dtcomm.empty" if shared else "dtcomm"
+            measures[name] = partial(pool.call, "measure", shared=shared)
+            checks[name] = partial(pool.call, "wrong", shared=shared)
+    absent = mpi.missing()
+    if absent:
+        print(absent)
+    else:
+        started = stack.enter_context(closing(mpi.MpiRanks("default", ranks)))
+        measures["mpi"] = partial(started.call, "measure")
+    return measures, checks
+
+
+def measure(
+    field: dict[str, Measure], collective: str, numel: int, repetitions: int, budget: float
+) -> dict[str, list[float]]:
+    """Seconds a call of the slowest rank, by contestant and repetition; contestants take turns."""
+    iters: dict[str, int] = {}
+    for name, call in field.items():
+        iters[name] = iterations(max(call(collective=collective, numel=numel, warm=2, iters=1)), budget)
+    times: dict[str, list[float]] = {name: [] for name in field}
+    for _ in range(repetitions):
+        for name, call in field.items():
+            times[name].append(max(call(collective=collective, numel=numel, warm=1, iters=iters[name])))
+    return times
+
+
+def row_of(
+    ranks: int,
+    collective: str,
+    size: int,
+    field: dict[str, Measure],
+    checks: dict[str, Measure],
+    quick: bool,
+) -> dict[str, Any]:
+    """One collective at one size: timings, ratios and verdicts."""
+    shards = collective in COLLECTIVES and COLLECTIVES[collective].shards
+    numel = size // 4 // (ranks if shards else 1)
+    wrong = {
+        name: max(check(collective=collective, numel=numel))
+        for name, check in checks.items()
+        if name != "gloo"
+    }
+    repetitions, budget = (5, 0.01) if quick else (7, 0.02)
+    times, conditions = machine.steady(
+        partial(measure, field, collective, numel, repetitions, budget), attempts=1 if quick else 2
+    )
+    timings = {name: Timing.of(series) for name, series in times.items()}
+    figures = []
+    for ours in ("dtcomm", "dtcomm.empty"):
+        for peer in PEERS:
+            if peer not in timings:
+                continue
+            ratio, least = (
+                timings[peer].median / timings[ours].median,
+                required(collective, size, ours, peer),
+            )
+            verdict = None if least is None else "PASS" if ratio >= least else "MISS"
+            figures.append(
+                {"ours": ours, "peer": peer, "ratio": round(ratio, 3), "target": least, "verdict": verdict}
+            )
+    return {
+        "ranks": ranks,
+        "collective": collective,
+        "bytes": size,
+        **conditions,
+        "wrong": wrong,
+        "contestants": {name: timing.as_dict() for name, timing in timings.items()},
+        "figures": figures,
+    }
+
+
+def show(rows: list[dict[str, Any]], ranks: int) -> None:
+    """One table: microseconds of everyone, then our ratios, those that miss marked."""
+    lines = []
+    for row in rows:
+        found = row["contestants"]
+        cells = [row["collective"], output.size_name(row["bytes"])]
+        cells += [
+            output.microseconds(found[name]["median_us"] / 1e6) if name in found else "-"
+            for name in ("dtcomm", "dtcomm.empty", *PEERS)
+        ]
+        ratios = {(f["ours"], f["peer"]): f for f in row["figures"]}
+        for key in (("dtcomm", "gloo"), ("dtcomm", "mpi"), ("dtcomm.empty", "mpi")):
+            figure = ratios.get(key)
+            missed = figure is not None and figure["verdict"] == "MISS"
+            cells.append("-" if figure is None else f"{figure['ratio']:.2f}x{' !' if missed else ''}")
+        lines.append(cells)
+    columns = ["collective", "size", "dtcomm µs", "empty µs", "gloo µs", "mpi µs"]
+    output.table(
+        f"fp32, {ranks} ranks (! misses its target)",
+        [*columns, "vs gloo", "vs mpi", "empty vs mpi"],
+        lines,
+    )
+
+
+def merged(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``rows`` and those of the file that are not measured again, in order."""
+
+    def key(row: dict[str, Any]) -> tuple[int, int, int]:
+        return row["ranks"], NAMES.index(row["collective"]), row["bytes"]
+
+    kept = {key(row): row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+    kept |= {key(row): row for row in rows}
+    return [kept[each] for each in sorted(kept)]
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Measures, prints the tables, writes the file; returns what it wrote."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--sizes", type=output.parse_size, nargs="+", default=SIZES)
+    parser.add_argument("--collectives", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter repetitions")
+    parser.add_argument("--add", action="store_true", help="keep the file's rows that are not measured now")
+    parser.add_argument("--json", help="where to write instead of bench/results/collectives.json")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    rows: list[dict[str, Any]] = []
+    for ranks in options.ranks:
+        here: list[dict[str, Any]] = []
+        with ExitStack() as stack:
+            field, checks = start(stack, ranks)
+            for collective in options.collectives:
+                for size in options.sizes:
+                    here.append(row_of(ranks, collective, size, field, checks, options.quick))
+        show(here, ranks)
+        rows += here
+    if options.add:
+        rows = merged(Path(options.json or output.RESULTS / "collectives.json"), rows)
+    figures = [figure for row in rows for figure in row["figures"] if figure["verdict"]]
+    missed = sum(figure["verdict"] == "MISS" for figure in figures)
+    print(f"{len(figures)} targets, {missed} missed")
+    result = {"machine": machine.describe(), "quick": options.quick, "rows": rows}
+    print(output.write("collectives", result, options.json))
+    return result
+
+
+if __name__ == "__main__":
+    bad = [row for row in main()["rows"] if any(row["wrong"].values())]
+    sys.exit(
+        f"wrong results: {[(row['collective'], row['bytes'], row['wrong']) for row in bad]}" if bad else 0
+    )

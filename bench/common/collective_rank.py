@@ -1,0 +1,119 @@
+"""One rank that can do every collective, on dtcomm or on Gloo, through what ``dtcomm perf`` calls them with."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.common.pool import pin
+from dtcomm.cli import perf_backends
+from dtcomm.cli.perf_collectives import COLLECTIVES
+from dtcomm.testing import exact
+
+PINGPONG = "pingpong"  # ranks 2k and 2k + 1 send each other a message by turns
+
+
+class CollectiveRank:
+    """``backend`` as in ``perf_backends``; ``pinned`` binds the calling thread to a core, Gloo's own float."""
+
+    def __init__(self, rank: int, ranks: int, rendezvous: str, backend: str, pinned: bool) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.set_num_threads(1)
+        self.rank, self.ranks, self.plain = rank, ranks, backend == "gloo"
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=120),
+        )
+        dist.barrier()
+        if pinned:
+            pin(rank)
+        self._backend = perf_backends.find(backend)(120)
+        self._made: tuple[Any, ...] = ()
+        self._run: Callable[[], Any] | None = None
+
+    def measure(self, collective: str, shared: bool, numel: int, warm: int, iters: int) -> float:
+        """Seconds a call on this rank, from ``iters`` back to back; the last warm-up aligns the ranks."""
+        run = self._operation(collective, shared, numel)
+        for _ in range(max(1, warm)):
+            run()
+        start = time.perf_counter()
+        for _ in range(iters):
+            run()
+        return (time.perf_counter() - start) / iters
+
+    def wrong(self, collective: str, shared: bool, numel: int) -> int:
+        """How many elements of a result that can be exact are not what they must be."""
+        if collective == PINGPONG:
+            return 0
+        run = self._operation(collective, shared, numel)
+        case: dict[str, Any] = {"rank": self.rank, "world_size": self.ranks, "seed": 1}
+        self._input.copy_(exact.inputs(collective, numel, **case))
+        run()
+        expected = exact.expected(collective, numel, **case)
+        wrong = int((self._output[: expected.numel()] != expected).sum())
+        self._input.fill_(1.0)
+        return wrong
+
+    def close(self) -> None:
+        """Ends the process group."""
+        dist.destroy_process_group()
+
+    def _operation(self, collective: str, shared: bool, numel: int) -> Callable[[], Any]:
+        """The call on tensors that stay for the next one like it."""
+        key = (collective, shared, numel)
+        if self._run is None or self._made != key:
+            self._run = None
+            self._input = self._output = torch.empty(0)  # let go before the next are made
+            self._run = self._make(collective, shared, numel)
+            self._made = key
+        return self._run
+
+    def _make(self, collective: str, shared: bool, numel: int) -> Callable[[], Any]:
+        known = COLLECTIVES.get(collective)
+        whole = numel * (self.ranks if known is not None and known.shards else 1)
+        inputs = whole if collective in exact.SHARDS_IN else numel
+        outputs = numel if collective in ("reduce_scatter", "scatter") else whole
+        self._output = self._tensor(outputs, shared)
+        alike = known is not None and known.whole_in_place
+        self._input = self._output if alike else self._tensor(inputs, shared)
+        self._input.fill_(1.0)
+        if known is None:
+            return self._pingpong()
+        call = perf_backends.Call(collective=collective, output=self._output, input=self._input, op="sum")
+        return self._backend.operation(call)
+
+    def _pingpong(self) -> Callable[[], Any]:
+        peer = self.rank ^ 1
+        send: Any = dist.send
+        receive: Any = dist.recv
+        if not self.plain:
+            import dtcomm
+
+            send, receive = dtcomm.send, dtcomm.recv
+        given, taken = self._input, self._output
+
+        def first() -> None:
+            send(given, peer)
+            receive(taken, peer)
+
+        def second() -> None:
+            receive(taken, peer)
+            send(given, peer)
+
+        return first if self.rank % 2 == 0 else second
+
+    def _tensor(self, numel: int, shared: bool) -> torch.Tensor:
+        if not shared:
+            return torch.empty(numel)
+        import dtcomm
+
+        return dtcomm.empty(numel, dtype=torch.float32)
