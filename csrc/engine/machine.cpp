@@ -12,9 +12,12 @@ namespace {
 // Pieces under way: one staged ahead, one summed, one written out. More of them and the slots in use outgrow the
 // second-level cache: 8 took 15 % longer at 1 and 64 MB.
 constexpr std::size_t kWindow = 3;
-constexpr std::uint64_t kProbeEvery = 8;         // operations
-constexpr std::size_t kProbeBytes = 512 * 1024;  // of input: smaller operations do not care
-constexpr double kFarNs = 250;                   // above it the cores share no cache, so staging past it pays
+// Cores move while a program runs. Of 64 KiB every 256th operation probes, of 2 MiB and more every 8th; the time of
+// smaller ones does not depend on where the cores are.
+constexpr std::size_t kProbeBytes = 64 * 1024;  // of input
+constexpr std::uint64_t kProbeEvery = 256;      // times kProbeBytes
+constexpr std::uint64_t kProbeMost = 32;        // of these in one operation
+constexpr double kFarNs = 250;                  // above it the cores share no cache, so staging past it pays
 
 }  // namespace
 
@@ -46,8 +49,13 @@ Machine::Machine(Fabric& fabric, Call call, std::uint64_t operation, std::uint64
   // otherwise all that give have to say so first.
   met_ = !plan_.direct() || (program_.gives(fabric.rank) && call_.region < 0);
   // Ranks run the same operations, so they probe in the same ones.
-  if (fabric.probes && plan_.input_bytes() >= kProbeBytes && fabric.large_operations++ % kProbeEvery == 0) {
-    probe_ = std::make_unique<Probe>(fabric.rank, fabric.peers, number);
+  if (fabric.probes && plan_.input_bytes() >= kProbeBytes) {
+    if (fabric.until_probe == 0) {
+      fabric.until_probe = kProbeEvery;
+      probe_ = std::make_unique<Probe>(fabric.rank, fabric.peers, number);
+    }
+    fabric.until_probe -=
+        std::min({fabric.until_probe, kProbeMost, static_cast<std::uint64_t>(plan_.input_bytes() / kProbeBytes)});
   }
 }
 
@@ -265,7 +273,7 @@ void Machine::adopt(std::size_t piece, const Instruction& instruction) {
     out += slice->out_offset * size_of(segment.dtype);
     const std::uint8_t* payload = box(piece, instruction.peer, instruction.box) + slice->wire_offset;
     call_.kernels->decode(segment.codec, payload, slice->numel, segment.dtype, out, segment.dtype,
-                           plan_.streams(instruction.chunk));
+                          plan_.streams(instruction.chunk));
   }
 }
 

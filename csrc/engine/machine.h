@@ -36,11 +36,11 @@ class Fabric {
   virtual ~Fabric() = default;
   int rank = 0;
   int ranks = 1;
-  std::vector<PeerView> peers;   // own included
-  std::uint64_t next_piece = 0;  // sequence number of the next operation's first piece
-  bool stream_staging = false;   // non-temporal stores into slots: cores without a common cache
-  bool probes = false;           // operations measure the round trip now and then and choose the staging by it
-  std::uint64_t large_operations = 0;
+  std::vector<PeerView> peers;    // own included
+  std::uint64_t next_piece = 0;   // sequence number of the next operation's first piece
+  bool stream_staging = false;    // non-temporal stores into slots: cores without a common cache
+  bool probes = false;            // operations measure the round trip now and then and choose the staging by it
+  std::uint64_t until_probe = 0;  // what may be moved before the next probe
   double round_trip_ns = 0;
   std::uint64_t seen_done = 0;  // every peer has finished at least this many pieces (may lag)
 

@@ -78,9 +78,8 @@ class NativeRuntime:
 
     def prepare(self, shape: Shape, schedule: Schedule) -> _C.NativePlan:
         """A plan for calls of this shape."""
-        return native_plan(
-            shape, schedule, self.rank, piece_bytes(shape, self.ranks), SLOT_BYTES, _boxes(self.ranks)
-        )
+        piece, direct = piece_bytes(shape, self.ranks), is_direct(shape, LEAST_DIRECT)
+        return native_plan(shape, schedule, self.rank, piece, SLOT_BYTES, _boxes(self.ranks), direct)
 
     def run(self, plan: Any, buffers: Sequence[Buffers], seed: int) -> int:
         """Run to the end; returns the bytes sent."""
@@ -127,8 +126,9 @@ def native_plan(
     piece_bytes: int,
     slot_bytes: int,
     max_boxes: int = 2**16,
+    direct: bool | None = None,
 ) -> _C.NativePlan:
-    """The schedule, lowered for ``rank`` and laid over the shape's parts."""
+    """The schedule, lowered for ``rank`` and laid over the shape's parts; ``direct`` None: wherever it can be."""
     if any(part.between for part in shape.parts) and any(t.level for t in schedule.transfers):
         raise ValueError("codec: one codec serves all levels of a schedule where the ranks share memory")
     program = lower(schedule, rank)
@@ -141,7 +141,7 @@ def native_plan(
         segments=[(part.numel, ELEMENT_TYPES[part.dtype], part.codec.native()) for part in shape.parts],
         piece_bytes=piece_bytes,
         slot_bytes=slot_bytes,
-        direct=is_direct(shape),
+        direct=is_direct(shape) if direct is None else direct,
         text=str(shape),
         max_boxes=max_boxes,
         splits=list(shape.splits),
@@ -163,14 +163,17 @@ def _boxes(ranks: int) -> int:
     return max(LEAST_BOXES, 2 * ranks + 2)
 
 
-def is_direct(shape: Shape) -> bool:
-    """Whether peers may work on the caller's tensor itself, if all of them lie in shared memory."""
+def is_direct(shape: Shape, least: int = 0) -> bool:
+    """Whether peers may work on the caller's tensor itself, if all of them lie in shared memory.
+
+    Tensors that are only copied are worked on from ``least`` bytes: who gives one has to wait for those who take it,
+    which pays where the copy that it saves is a large one.
+    """
     if len(shape.parts) != 1 or shape.parts[0].codec.name != "none" or shape.splits:
         return False
     if shape.collective == "all_reduce":
         return shape.algorithm == "two_shot"
     if shape.collective in ("reduce_scatter", "all_gather"):
         return shape.algorithm == "one_shot"
-    # Who only gives has to wait for those who take, which pays where the copy that it saves is a large one.
     part = shape.parts[0]
-    return shape.algorithm in ("one_shot", "send") and part.numel * part.dtype.itemsize >= LEAST_DIRECT
+    return shape.algorithm in ("one_shot", "send") and part.numel * part.dtype.itemsize >= least

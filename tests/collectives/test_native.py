@@ -287,6 +287,54 @@ def shared_tensors(rank: int, n: int) -> None:
     assert collectives.empty(0).numel() == 0
 
 
+def copied_from_shared(rank: int, n: int) -> None:
+    root, peer = n - 1, rank ^ 1
+    for count in (1000, 50_000, 300_001):
+        for mixed in (False, True):
+            make = torch.empty if mixed and rank == root else collectives.empty
+
+            def given(collective: str, shards: int, make: Any = make, count: int = count) -> torch.Tensor:
+                tensor = make(count * shards)
+                return tensor.copy_(exact.inputs(collective, count, rank=rank, world_size=n))
+
+            def check(collective: str, result: torch.Tensor, count: int = count) -> None:
+                expected = exact.expected(collective, count, rank=rank, world_size=n, root=root)
+                assert exact.wrong(result[: expected.numel()], expected) == 0, (collective, count)
+
+            tensor = given("broadcast", 1)
+            collectives.broadcast(tensor, root)
+            check("broadcast", tensor)
+            tensor = given("reduce", 1)
+            collectives.reduce(tensor, root)
+            check("reduce", tensor)
+            for collective in ("gather", "scatter", "all_to_all"):
+                source = given(collective, 1 if collective == "gather" else n)
+                output = torch.empty(count if collective == "scatter" else count * n)
+                if collective == "gather":
+                    collectives.gather(source, output if rank == root else None, root)
+                elif collective == "scatter":
+                    collectives.scatter(output, source if rank == root else None, root)
+                else:
+                    collectives.all_to_all(output, source)
+                source.zero_()  # nobody reads it any more
+                check(collective, output)
+            if peer < n:
+                source, output = given("sendrecv", 1), torch.empty(count)
+                for sends in (rank < peer, rank > peer):
+                    if sends:
+                        collectives.send(source, peer)
+                    else:
+                        collectives.recv(output, peer)
+                source.zero_()
+                expected = exact.inputs("sendrecv", count, rank=peer, world_size=n)
+                assert exact.wrong(output, expected) == 0
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_copies_are_made_from_shared_memory(n: int) -> None:
+    run_ranks(copied_from_shared, n)
+
+
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_tensors_in_shared_memory(n: int) -> None:
     run_ranks(shared_tensors, n)
