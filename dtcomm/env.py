@@ -38,6 +38,16 @@ VARIABLES: dict[str, Variable] = {
         choices=("0", "1"),
         shared=True,
     ),
+    "DTCOMM_CHECKSUM": Variable(
+        default="0",
+        meaning="1: every payload travels with its CRC32C, unless a call says checksum=False",
+        choices=("0", "1"),
+        shared=True,
+    ),
+    "DTCOMM_FLIGHT_DIR": Variable(
+        default="",
+        meaning="where ranks write their last operations when one fails, for dtcomm doctor --flight",
+    ),
     "DTCOMM_STAGING": Variable(
         default="auto",
         meaning="stores into shared memory: ordinary, or streaming past the cache; auto: by the round trip",

@@ -20,7 +20,9 @@ class CollectiveMismatch(DtcommError):
 
 
 class PayloadCorrupt(DtcommError):
-    """Bytes that no codec of ours could have written."""
+    """Bytes that no codec of ours could have written, or that arrived with another checksum than they were sent
+    with; the message then names sender, receiver, operation and chunk.
+    """
 
 
 class ScheduleError(DtcommError):

@@ -129,7 +129,7 @@ _RESERVED: tuple[tuple[re.Pattern[str], frozenset[str]], ...] = (
     (re.compile(r"(torch|ATen|c10|caffe2)/"), frozenset()),
     (re.compile(r"(Python\.h$|pybind11/|numpy/)"), frozenset({"python"})),
     (re.compile(r"(cuda|cooperative_groups|nccl|nvml|cub/|thrust/|mma\.h)"), frozenset({"cuda"})),
-    (re.compile(r"(\w+intrin|cpuid|arm_neon)\.h$"), frozenset({"cpu", "engine"})),
+    (re.compile(r"(\w+intrin|cpuid|arm_neon|arm_acle)\.h$"), frozenset({"cpu", "engine"})),
 )
 _INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]+)"|<([^>]+)>|(\S.*))', re.MULTILINE)
 

@@ -10,7 +10,7 @@
 
 namespace dtcomm {
 
-constexpr std::uint64_t kAreaMagic = 0x6474636f6d6d0004ull;
+constexpr std::uint64_t kAreaMagic = 0x6474636f6d6d0005ull;
 constexpr std::size_t kLine = 64;
 constexpr int kSlots = 8;     // pieces that can be in flight
 constexpr int kOpRing = 64;   // op headers kept: a peer can be at most kSlots operations behind
@@ -22,6 +22,7 @@ constexpr std::size_t kPage = 4096;
 struct alignas(kLine) Flag {
   std::atomic<std::uint64_t> seq{0};
   std::atomic<std::uint64_t> operation{0};
+  std::atomic<std::uint32_t> checksum{0};  // CRC32C of the payload, where the plan asks for it
 };
 
 // What a rank says about its operation `number`; `number` is stored last.

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -112,12 +113,15 @@ std::uint64_t Communicator::begin(const Call& call, std::uint64_t number) {
 
 std::uint64_t Communicator::run(Call call) {
   std::uint64_t number = 0;
+  const std::uint64_t issued = now_ns();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     require_usable();
     if (!busy_ && queue_.empty()) {
       busy_ = true;
       number = ++operations_;
+      flights_.issue(number, call.plan, issued);
+      flights_.start(number, issued);
     }
   }
   if (number == 0) {
@@ -127,11 +131,13 @@ std::uint64_t Communicator::run(Call call) {
   }
   std::exception_ptr failure;
   std::uint64_t sent = 0;
+  bool entered = false;
   try {
     check_failures();
     const std::uint64_t operation = begin(call, number);
+    entered = true;
     Machine machine(*this, std::move(call), operation, number);
-    if (machine.advance() != Progress::done) drive(machine, now_ns() + options_.timeout_ns);
+    if (machine.advance() != Progress::done) drive(machine, issued + options_.timeout_ns);
     sent = machine.wire_bytes();
   } catch (const Error& error) {
     fail(error, culprit_);
@@ -142,8 +148,11 @@ std::uint64_t Communicator::run(Call call) {
   }
   bool more = false;
   {
+    const std::uint64_t now = now_ns();
     const std::lock_guard<std::mutex> lock(mutex_);
     busy_ = false;
+    if (!entered) flights_.start(number, 0);  // it came when the others had given up
+    flights_.finish(number, failure != nullptr, now);
     total_wire_bytes_ += sent;
     more = !queue_.empty();
   }
@@ -165,6 +174,7 @@ std::shared_ptr<Work> Communicator::submit(Call call, std::shared_ptr<Work> work
     operation.call = std::move(call);
     operation.work = work;
     operation.number = ++operations_;
+    flights_.issue(operation.number, operation.call.plan, now_ns());
     queue_.push_back(std::move(operation));
   }
   ProgressThread::instance().wake();
@@ -175,13 +185,13 @@ void Communicator::drive(Machine& machine, std::uint64_t deadline) {
   Patience patience(options_.spins, options_.yield_ns);
   Bell& bell = Process::instance().page().bell;
   for (;;) {
-    if (machine.mismatch()) raise_mismatch(machine);
+    check_machine(machine);
     if (patience.exhausted()) {
       watch(machine, deadline);
       bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
       const std::uint32_t seen = bell.word.load(std::memory_order_acquire);
       const Progress progress = machine.advance();
-      if (progress == Progress::blocked && !machine.mismatch()) {
+      if (progress == Progress::blocked && !machine.mismatch() && !machine.damage()) {
         own_.head->waiting_for.store(machine.blocker(), std::memory_order_relaxed);
         own_.head->waiting_since.store(now_ns(), std::memory_order_release);
         bell.sleep(seen, suspect_ >= 0 ? 0 : kSleepNs);
@@ -221,10 +231,14 @@ Communicator::Look Communicator::drive_front(int budget) {
       const std::uint64_t operation = begin(front->call, front->number);
       front->work->started_ns = now_ns();
       front->deadline = front->work->started_ns + options_.timeout_ns;
+      {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        flights_.start(front->number, front->work->started_ns);
+      }
       front->machine = std::make_unique<Machine>(*this, front->call, operation, front->number);
     }
     const Progress progress = front->machine->advance(budget);
-    if (front->machine->mismatch()) raise_mismatch(*front->machine);
+    check_machine(*front->machine);
     if (progress != Progress::done) return progress == Progress::moved ? Look::moved : Look::blocked;
   } catch (const Error& error) {
     fail(error, culprit_);
@@ -263,6 +277,7 @@ void Communicator::finish_front(std::exception_ptr failure) {
     if (front.machine) work->wire_bytes = front.machine->wire_bytes();
     total_wire_bytes_ += work->wire_bytes;
     work->finished_ns = now_ns();
+    flights_.finish(front.number, failure != nullptr, work->finished_ns);
     queue_.pop_front();
     busy_ = false;
   }
@@ -276,6 +291,7 @@ void Communicator::fail_queue(std::exception_ptr failure) {
     const std::lock_guard<std::mutex> lock(mutex_);
     queue.swap(queue_);
     busy_ = false;
+    for (const Operation& operation : queue) flights_.finish(operation.number, true, now_ns());
   }
   for (Operation& operation : queue) operation.work->finish(failure);
 }
@@ -294,8 +310,12 @@ bool Communicator::dead(int peer) {
 
 // Decides whether a blocked operation can still end: the error that it raises otherwise names the rank at fault.
 void Communicator::watch(const Machine& machine, std::uint64_t deadline) {
-  check_failures();
   const std::uint64_t number = machine.number();
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    flights_.wait(number, machine.blocker());
+  }
+  check_failures();
   for (const PeerView& peer : peers) {
     const OpHeader& header = peer.head->ops[number % kOpRing];
     if (header.number.load(std::memory_order_acquire) == number &&
@@ -407,6 +427,17 @@ void Communicator::raise_timeout(const Machine& machine) {
   throw Error(ErrorKind::timeout, message);
 }
 
+void Communicator::raise_damage(const Machine& machine) {
+  const Damage& damage = *machine.damage();
+  char checksums[64];
+  std::snprintf(checksums, sizeof checksums, "checksum %08x when sent, %08x on arrival", damage.sent, damage.arrived);
+  culprit_ = damage.sender;
+  throw Error(ErrorKind::corrupt, "what " + who(damage.sender) + " sent to " + who(rank) + " arrived damaged: chunk " +
+                                      std::to_string(damage.chunk) + " of piece " + std::to_string(damage.piece) +
+                                      " of operation " + std::to_string(machine.number()) + ", " +
+                                      machine.call().plan->text() + " (" + checksums + ")");
+}
+
 // From here on every call raises; the peers read why in our area.
 void Communicator::fail(const Error& error, int culprit) {
   {
@@ -438,9 +469,10 @@ void Communicator::ring_peers() {
   }
 }
 
-void Communicator::publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation) {
+void Communicator::publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation, std::uint32_t checksum) {
   Flag& flag = own_.flags[index];
   flag.operation.store(operation, std::memory_order_relaxed);
+  flag.checksum.store(checksum, std::memory_order_relaxed);
   flag.seq.store(seq, std::memory_order_release);
   ring_peers();
 }
@@ -453,6 +485,31 @@ void Communicator::publish_done(std::uint64_t pieces) {
 std::uint8_t* Communicator::resolve(int peer, std::int64_t region, std::uint64_t id, std::uint64_t offset,
                                     std::size_t bytes) {
   return processes_[static_cast<std::size_t>(peer)]->resolve(region, id, offset, bytes);
+}
+
+std::vector<Flight> Communicator::flights() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return flights_.list();
+}
+
+std::vector<Sighting> Communicator::sightings() {
+  std::vector<Sighting> seen;
+  for (int peer = 0; peer < static_cast<int>(peers.size()); ++peer) {
+    const AreaHead& head = *peers[static_cast<std::size_t>(peer)].head;
+    Sighting sighting;
+    for (const OpHeader& header : head.ops) {
+      const std::uint64_t number = header.number.load(std::memory_order_acquire);
+      if (number <= sighting.last) continue;
+      sighting.last = number;
+      sighting.text.assign(header.text, strnlen(header.text, kOpText));
+    }
+    sighting.pieces = head.done.load(std::memory_order_relaxed);
+    sighting.waiting_for = head.waiting_for.load(std::memory_order_relaxed);
+    sighting.alive = !dead(peer);
+    sighting.closed = head.closed.load(std::memory_order_relaxed) != 0;
+    seen.push_back(std::move(sighting));
+  }
+  return seen;
 }
 
 std::string Communicator::failure() const {

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/flight.h"
 #include "engine/machine.h"
 #include "engine/process.h"
 #include "engine/work.h"
@@ -34,6 +35,16 @@ struct CommunicatorOptions {
   bool probes = true;  // choose staging by the cores' round trip; otherwise stream_staging is left alone
   int spins = 64;      // looks before the first yield
   std::uint64_t yield_ns = 50 * 1000;  // time spent yielding before sleeping
+};
+
+// What a rank sees of another one in the memory that they share.
+struct Sighting {
+  std::uint64_t last = 0;    // the last operation that it began
+  std::string text;          // what that is
+  std::uint64_t pieces = 0;  // finished
+  int waiting_for = -1;      // when it was last asleep
+  bool alive = true;
+  bool closed = false;
 };
 
 // Polls a blocked machine: quick looks first, then yields, then sleeps.
@@ -76,8 +87,11 @@ class Communicator final : public Fabric {
   std::string failure() const;
   std::uint64_t operations() const { return operations_; }
   std::uint64_t total_wire_bytes() const { return total_wire_bytes_; }
+  // The last operations, oldest first, and what is to be seen of every rank; for reports.
+  std::vector<Flight> flights() const;
+  std::vector<Sighting> sightings();
 
-  void publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation) override;
+  void publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation, std::uint32_t checksum) override;
   void publish_done(std::uint64_t pieces) override;
   void wake() override { ring_peers(); }
   std::uint8_t* resolve(int peer, std::int64_t region, std::uint64_t id, std::uint64_t offset,
@@ -104,6 +118,12 @@ class Communicator final : public Fabric {
   void watch(const Machine& machine, std::uint64_t deadline);
   [[noreturn]] void raise_mismatch(const Machine& machine);
   [[noreturn]] void raise_timeout(const Machine& machine);
+  [[noreturn]] void raise_damage(const Machine& machine);
+  // Raises what the machine found wrong with the others' words or bytes.
+  void check_machine(const Machine& machine) {
+    if (machine.mismatch()) raise_mismatch(machine);
+    if (machine.damage()) raise_damage(machine);
+  }
   void check_failures() const;
   bool dead(int peer);
   void fail(const Error& error, int culprit);
@@ -133,6 +153,7 @@ class Communicator final : public Fabric {
   ErrorKind failure_kind_ = ErrorKind::none;
   std::string failure_text_;
   std::uint64_t operations_ = 0;
+  FlightRing flights_;
   std::uint64_t total_wire_bytes_ = 0;
 };
 

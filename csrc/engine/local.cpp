@@ -14,6 +14,7 @@ struct Event {
   std::size_t index;
   std::uint64_t value;
   std::uint64_t operation;
+  std::uint32_t checksum;
 };
 
 struct Heap {
@@ -49,11 +50,13 @@ class LocalWorld::Rank final : public Fabric {
     peers.push_back(view);
   }
 
-  void publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation) override {
+  void publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation, std::uint32_t checksum) override {
+    const bool again = own.flags[index].seq == seq;  // sent in several steps: a flip falls before the first
     own.flags[index].operation.store(operation);
+    own.flags[index].checksum.store(checksum);
     own.flags[index].seq.store(seq);
-    log.push_back({false, index, seq, operation});
-    if (world_.published_++ == world_.options_.flip) {
+    log.push_back({false, index, seq, operation, checksum});
+    if (!again && world_.published_++ == world_.options_.flip) {
       std::uint8_t* slot = own.data + (index % kSlots) * own.slot_stride;
       const std::uint64_t bit = world_.random() % (machine->call().plan->box_stride() * 8);
       slot[index / kSlots * machine->call().plan->box_stride() + bit / 8] ^= static_cast<std::uint8_t>(1u << (bit % 8));
@@ -61,7 +64,7 @@ class LocalWorld::Rank final : public Fabric {
   }
   void publish_done(std::uint64_t pieces) override {
     own.head->done.store(pieces);
-    log.push_back({true, 0, pieces, 0});
+    log.push_back({true, 0, pieces, 0, 0});
   }
   std::uint8_t* resolve(int, std::int64_t, std::uint64_t, std::uint64_t offset, std::size_t) override {
     return reinterpret_cast<std::uint8_t*>(offset);  // one address space: the "region" is all of it
@@ -76,6 +79,7 @@ class LocalWorld::Rank final : public Fabric {
       seen.done.store(event.value);
     } else {
       seen.flags[event.index].operation.store(event.operation);
+      seen.flags[event.index].checksum.store(event.checksum);
       seen.flags[event.index].seq.store(event.value);
     }
     return true;
@@ -169,6 +173,10 @@ std::vector<LocalOutcome> LocalWorld::run(std::vector<std::vector<Call>> calls) 
           }
           rank->outcome.fate = dead || victim_somewhere ? Fate::peer_lost : disagree ? Fate::mismatch : Fate::stuck;
           rank->outcome.culprit = blocker;
+          for (auto& other : ranks_) {  // whose failure this rank would read
+            if (other->outcome.fate == Fate::corrupt)
+              rank->outcome = {Fate::corrupt, other->outcome.culprit, rank->outcome.finished, rank->outcome.wire_bytes};
+          }
         }
         break;
       }
@@ -196,7 +204,10 @@ std::vector<LocalOutcome> LocalWorld::run(std::vector<std::vector<Call>> calls) 
       flushed = false;
       for (auto& other : ranks_) other->blocked = false;
     }
-    if (rank.machine->mismatch()) {
+    if (const Damage* damage = rank.machine->damage()) {
+      rank.outcome.fate = Fate::corrupt;
+      rank.outcome.culprit = damage->sender;
+    } else if (rank.machine->mismatch()) {
       rank.outcome.fate = Fate::mismatch;
       rank.outcome.culprit = rank.machine->blocker();
     } else if (progress == Progress::done) {

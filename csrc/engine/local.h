@@ -22,11 +22,11 @@ struct LocalOptions {
   std::int64_t flip = -1;   // index (over all ranks) of the published box in which a bit is flipped
 };
 
-enum class Fate : std::uint8_t { done = 0, died = 1, peer_lost = 2, mismatch = 3, stuck = 4 };
+enum class Fate : std::uint8_t { done = 0, died = 1, peer_lost = 2, mismatch = 3, stuck = 4, corrupt = 5 };
 
 struct LocalOutcome {
   Fate fate = Fate::done;
-  int culprit = -1;            // peer_lost: the rank waited for
+  int culprit = -1;            // peer_lost: the rank waited for; corrupt: the rank whose payload was damaged
   std::uint64_t finished = 0;  // operations
   std::uint64_t wire_bytes = 0;
 };

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "codec/random.h"
+#include "engine/crc32c.h"
 #include "engine/mix.h"
 
 namespace dtcomm {
@@ -137,7 +138,9 @@ Machine::Step Machine::execute(std::size_t piece, const Instruction& instruction
   if (plan_.begin(piece, instruction.chunk) == plan_.end(piece, instruction.chunk)) return Step::moved;
   switch (instruction.op) {
     case Op::receive:
-      if (ready(piece, instruction.peer, instruction.box)) return Step::moved;
+      if (ready(piece, instruction.peer, instruction.box)) {
+        return !plan_.checksum() || intact(piece, instruction) ? Step::moved : Step::blocked;
+      }
       if (piece == oldest_ || mismatch_) blocker_ = instruction.peer;
       return Step::blocked;
     case Op::send:
@@ -175,10 +178,34 @@ bool Machine::ready(std::size_t piece, int peer, int index) {
   return true;
 }
 
+// The receiver's own computation over the bytes as it sees them, before anything is made of them.
+bool Machine::intact(std::size_t piece, const Instruction& instruction) {
+  const PeerView& view = fabric_.peers[static_cast<std::size_t>(instruction.peer)];
+  const Flag& flag = view.flags[static_cast<std::size_t>(instruction.box) * kSlots + (base_ + piece) % kSlots];
+  const std::uint32_t sent = flag.checksum.load(std::memory_order_relaxed);
+  const std::uint32_t arrived =
+      crc32c(box(piece, instruction.peer, instruction.box), plan_.payload_bytes(piece, instruction.chunk));
+  if (sent == arrived) return true;
+  damage_ = {instruction.peer, instruction.chunk, piece, sent, arrived};
+  blocker_ = instruction.peer;
+  return false;
+}
+
 void Machine::publish(std::size_t piece, const Instruction& instruction) {
   const std::uint64_t seq = base_ + piece;
-  fabric_.publish_flag(static_cast<std::size_t>(instruction.box) * kSlots + seq % kSlots, seq + 1, operation_);
-  wire_bytes_ += plan_.payload_bytes(piece, instruction.chunk) * instruction.peers.size();
+  const std::size_t index = static_cast<std::size_t>(instruction.box) * kSlots + seq % kSlots;
+  std::size_t bytes = plan_.payload_bytes(piece, instruction.chunk);
+  std::uint32_t checksum = 0;
+  if (plan_.checksum()) {
+    // What is sent in several steps has the checksum of the first: the bytes may have changed since.
+    const Flag& own = fabric_.peers[static_cast<std::size_t>(fabric_.rank)].flags[index];
+    const bool again = own.seq.load(std::memory_order_relaxed) == seq + 1;
+    checksum =
+        again ? own.checksum.load(std::memory_order_relaxed) : crc32c(box(piece, fabric_.rank, instruction.box), bytes);
+    bytes += kChecksumBytes;
+  }
+  fabric_.publish_flag(index, seq + 1, operation_, checksum);
+  wire_bytes_ += bytes * instruction.peers.size();
 }
 
 std::uint8_t* Machine::box(std::size_t piece, int rank, int index) const {

@@ -44,7 +44,7 @@ class Fabric {
   double round_trip_ns = 0;
   std::uint64_t seen_done = 0;  // every peer has finished at least this many pieces (may lag)
 
-  virtual void publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation) = 0;
+  virtual void publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation, std::uint32_t checksum) = 0;
   virtual void publish_done(std::uint64_t pieces) = 0;
   // Something else changed that a sleeping peer may wait for.
   virtual void wake() {}
@@ -57,6 +57,15 @@ class Fabric {
 std::uint64_t announce(AreaHead& own, const Call& call, std::uint64_t number);
 
 enum class Progress { moved, blocked, done };
+
+// A payload that arrived with other bytes than it was sent with.
+struct Damage {
+  int sender = -1;
+  int chunk = 0;
+  std::size_t piece = 0;
+  std::uint32_t sent = 0;  // checksums
+  std::uint32_t arrived = 0;
+};
 
 class Machine {
  public:
@@ -74,6 +83,8 @@ class Machine {
   int blocker() const { return blocker_; }
   // A flag or header of another operation was read; blocker() says whose.
   bool mismatch() const { return mismatch_; }
+  // A payload did not have its checksum; the operation cannot go on. Null where there is none.
+  const Damage* damage() const { return damage_.sender < 0 ? nullptr : &damage_; }
 
  private:
   struct Piece {
@@ -87,6 +98,7 @@ class Machine {
   bool can_start(std::size_t piece);
   Step execute(std::size_t piece, const Instruction& instruction);
   bool ready(std::size_t piece, int peer, int box);
+  bool intact(std::size_t piece, const Instruction& instruction);
   void publish(std::size_t piece, const Instruction& instruction);
   void encode(std::size_t piece, const Instruction& instruction);
   void reduce(std::size_t piece, const Instruction& instruction);
@@ -118,6 +130,7 @@ class Machine {
   bool met_ = false;
   bool direct_ = false;
   bool mismatch_ = false;
+  Damage damage_;
   int blocker_ = -1;
   std::uint64_t wire_bytes_ = 0;
 };

@@ -75,7 +75,9 @@ Plan::Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp o
       segments_(std::move(segments)),
       splits_(options.splits),
       direct_(options.direct),
-      text_(std::move(text)) {
+      checksum_(options.checksum),
+      text_(std::move(text)),
+      about_(options.about) {
   check(options);
   const auto ranks = static_cast<std::size_t>(program_->ranks);
   std::size_t largest = 1;

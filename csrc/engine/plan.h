@@ -44,9 +44,11 @@ struct PlanOptions {
   std::size_t piece_bytes = 256 * 1024;  // of the input, over all chunks
   std::size_t slot_bytes = 512 * 1024;   // what a rank's boxes of one piece may take
   bool direct = false;                   // peers may read and write tensors that lie in shared memory
+  bool checksum = false;                 // payloads travel with their CRC32C
   std::size_t max_boxes = SIZE_MAX;      // that the communicator has flags for
   // Exchange of unequal shards: elements of each chunk of the only segment; empty where all have `numel`.
   std::vector<std::size_t> splits;
+  std::string about;  // the call as JSON, for reports
 };
 
 class Plan {
@@ -64,7 +66,9 @@ class Plan {
   std::size_t box_stride() const { return box_stride_; }
   std::size_t accumulator_bytes() const { return accumulator_bytes_; }
   bool direct() const { return direct_; }
+  bool checksum() const { return checksum_; }
   const std::string& text() const { return text_; }
+  const std::string& about() const { return about_; }
   std::uint64_t fingerprint() const { return fingerprint_; }
   std::size_t input_bytes() const { return input_bytes_; }
   // Whether what this rank writes of a chunk goes around the cache: large results that were not read just before.
@@ -94,8 +98,10 @@ class Plan {
   std::size_t accumulator_bytes_ = 0;  // per chunk
   std::size_t input_bytes_ = 0;
   bool direct_;
+  bool checksum_;
   bool large_ = false;
   std::string text_;
+  std::string about_;
   std::uint64_t fingerprint_ = 0;
   std::vector<Slice> slices_;
   std::vector<std::size_t> first_;

@@ -7,6 +7,7 @@
 
 #include "cpu/kernels.h"
 #include "engine/communicator.h"
+#include "engine/crc32c.h"
 #include "engine/local.h"
 #include "engine/progress.h"
 #include "python/bind.h"
@@ -34,7 +35,7 @@ using PointerTuple = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t>;
 std::shared_ptr<Plan> make_plan(std::shared_ptr<Program> program, int geometry, int op, bool average,
                                 const std::vector<SegmentTuple>& segments, std::size_t piece_bytes,
                                 std::size_t slot_bytes, bool direct, const std::string& text, std::size_t max_boxes,
-                                std::vector<std::size_t> splits) {
+                                std::vector<std::size_t> splits, bool checksum, const std::string& about) {
   std::vector<Segment> parsed;
   for (const auto& [numel, dtype, codec] : segments) {
     if (codec.size() != sizeof(Codec)) throw py::value_error("segments: codec must be 16 bytes");
@@ -54,6 +55,8 @@ std::shared_ptr<Plan> make_plan(std::shared_ptr<Program> program, int geometry, 
   options.direct = direct;
   options.max_boxes = max_boxes;
   options.splits = std::move(splits);
+  options.checksum = checksum;
+  options.about = about;
   return std::make_shared<Plan>(std::move(program), static_cast<Geometry>(geometry), static_cast<ReduceOp>(op), average,
                                 std::move(parsed), options, text);
 }
@@ -170,6 +173,25 @@ void bind_communicator(py::module_& module) {
              place_region(call);
              return self.submit(std::move(call));
            })
+      .def("flights",
+           [](const Communicator& self) {
+             py::list list;
+             for (const Flight& flight : self.flights()) {
+               list.append(py::make_tuple(flight.number, flight.plan->text(), flight.plan->about(),
+                                          static_cast<int>(flight.stage), flight.issued_ns, flight.started_ns,
+                                          flight.finished_ns, flight.waiting_for, flight.waited_for()));
+             }
+             return list;
+           })
+      .def(
+          "sightings",
+          [](Communicator& self) {
+            py::list list;
+            for (const Sighting& seen : self.sightings()) {
+              list.append(py::make_tuple(seen.last, seen.text, seen.pieces, seen.waiting_for, seen.alive, seen.closed));
+            }
+            return list;
+          })
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("failure", &Communicator::failure)
       .def_property_readonly("operations", &Communicator::operations)
@@ -234,7 +256,7 @@ void bind_engine(py::module_& module) {
   py::class_<Plan, std::shared_ptr<Plan>>(module, "NativePlan")
       .def(py::init(&make_plan), py::kw_only(), py::arg("program"), py::arg("geometry"), py::arg("op"),
            py::arg("average"), py::arg("segments"), py::arg("piece_bytes"), py::arg("slot_bytes"), py::arg("direct"),
-           py::arg("text"), py::arg("max_boxes"), py::arg("splits"))
+           py::arg("text"), py::arg("max_boxes"), py::arg("splits"), py::arg("checksum") = false, py::arg("about") = "")
       .def_property_readonly("pieces", &Plan::pieces)
       .def_property_readonly("max_boxes", &Plan::max_boxes)
       .def_property_readonly("fingerprint", &Plan::fingerprint);
@@ -254,6 +276,15 @@ void bind_engine(py::module_& module) {
     const Kernels* kernels = engine_kernels.load(std::memory_order_relaxed);
     return std::string(kernels ? kernels->name : "reference");
   });
+  module.def(
+      "crc32c",
+      [](std::uintptr_t data, std::size_t bytes, bool hardware) {
+        const auto* begin = reinterpret_cast<const void*>(data);
+        const py::gil_scoped_release release;
+        return hardware ? crc32c(begin, bytes) : crc32c_by_table(begin, bytes);
+      },
+      py::arg("data"), py::arg("bytes"), py::arg("hardware") = true);
+  module.def("crc32c_in_hardware", &crc32c_in_hardware);
   module.def("notify", &Work::notify, py::arg("work"), py::arg("ticket"));
   module.def("next_completion", []() -> py::object {
     std::uint64_t ticket = 0;

@@ -96,9 +96,10 @@ void run_threads(int ranks, const std::function<void(int)>& body) {
 
 class ThreadFabric final : public Fabric {
  public:
-  void publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation) override {
+  void publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation, std::uint32_t checksum) override {
     Flag& flag = peers[static_cast<std::size_t>(rank)].flags[index];
     flag.operation.store(operation, std::memory_order_relaxed);
+    flag.checksum.store(checksum, std::memory_order_relaxed);
     flag.seq.store(seq, std::memory_order_release);
   }
   void publish_done(std::uint64_t pieces) override {

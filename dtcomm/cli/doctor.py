@@ -2,6 +2,9 @@
 
 One line per check: ``ok``, ``note`` (works, but something is worth knowing) or ``FAIL``. The exit status is 1 where
 a check failed. ``--json`` prints the same with all details.
+
+``dtcomm doctor --flight DIR`` reads what ranks wrote when an operation failed (DTCOMM_FLIGHT_DIR) and says in a
+sentence for each communicator who is missing what.
 """
 
 from __future__ import annotations
@@ -11,13 +14,15 @@ import json
 import textwrap
 from collections.abc import Callable
 
-from dtcomm.cli import doctor_engine, doctor_machine
+from dtcomm.cli import doctor_engine, doctor_flight, doctor_machine
 from dtcomm.cli.doctor_report import FAIL, Check
 
 
 def main(argv: list[str]) -> int:
     """Run every check and print the report; 0 where none failed, 1 otherwise."""
     options = _parser().parse_args(argv)
+    if options.flight is not None:
+        return doctor_flight.report(options.flight, as_json=options.json)
     checks = [
         _guarded("versions", doctor_machine.versions),
         _guarded("build", doctor_machine.build),
@@ -60,6 +65,7 @@ def _line(check: Check) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dtcomm doctor", description="Check this machine and the engine.")
     parser.add_argument("--nproc", type=_ranks, default=2, help="ranks of the self-test (default 2)")
+    parser.add_argument("--flight", metavar="DIR", help="read the flight records of a failed run instead")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 

@@ -7,11 +7,13 @@ Common arguments: ``codec`` is a spec string or a Codec (``"none/int4"``, with a
 the hosts, int4 between them); ``algorithm`` a name, "direct" or "auto"; ``group`` a
 process group or None for the default one; ``seed`` keys stochastic rounding (None: the call's number);
 ``residual`` an fp32 tensor like the input, which holds what earlier encodings lost: it is added to this
-rank's contribution and rewritten with what this call loses (error feedback). With ``async_op=True`` a
-``Work`` is returned and the tensors must not be touched until it is done; otherwise the call returns None
-when the result is there.
+rank's contribution and rewritten with what this call loses (error feedback). ``checksum`` True sends every
+payload with its CRC32C, which the receiver computes anew (None: as DTCOMM_CHECKSUM says); it is the same on all
+ranks. With ``async_op=True`` a ``Work`` is returned and the tensors must not be touched until it is done;
+otherwise the call returns None when the result is there.
 
-Raised by all: TypeError and ValueError naming the argument; CollectiveMismatch, CollectiveTimeout, PeerLost.
+Raised by all: TypeError and ValueError naming the argument; CollectiveMismatch, CollectiveTimeout, PeerLost,
+PayloadCorrupt.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections.abc import Callable
 from dtcomm.collectives.coalesced import all_reduce_coalesced
 from dtcomm.collectives.copying import all_gather, broadcast, gather, scatter
 from dtcomm.collectives.exchange import all_to_all
-from dtcomm.collectives.group import barrier, empty, info
+from dtcomm.collectives.group import barrier, empty, flight_record, info
 from dtcomm.collectives.own import run
 from dtcomm.collectives.point_to_point import recv, send
 from dtcomm.collectives.reducing import all_reduce, reduce, reduce_scatter
@@ -37,6 +39,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "empty",
+    "flight_record",
     "gather",
     "info",
     "recv",

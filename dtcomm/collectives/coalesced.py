@@ -25,6 +25,7 @@ def all_reduce_coalesced(
     seed: int | None = None,
     residuals: Sequence[torch.Tensor | None] | None = None,
     bucket_bytes: int = 25 * 2**20,
+    checksum: bool | None = None,
 ) -> Work | None:
     """Reduce several tensors in place, as one message for every ``bucket_bytes`` of them.
 
@@ -54,10 +55,12 @@ def all_reduce_coalesced(
         numels = tuple(tensor.numel() for tensor in part)
         dtypes = tuple(tensor.dtype for tensor in part)
         specs = tuple(listed[first:last])
-        key = ("all_reduce", numels, dtypes, op, specs, algorithm)
+        key = ("all_reduce", numels, dtypes, op, specs, algorithm, checksum)
         plan = communicator.plans.get(key)
         if plan is None:
-            plan = plan_for(communicator, key, "all_reduce", op, numels, dtypes, specs, algorithm)
+            plan = plan_for(
+                communicator, key, "all_reduce", op, numels, dtypes, specs, algorithm, checksum=checksum
+            )
         messages.append((plan, buffers[first:last], part))
     works = [start(communicator, plan, held, part, seed, async_op) for plan, held, part in messages]
     if not async_op:

@@ -36,6 +36,7 @@ def all_gather(
     async_op: bool = False,
     seed: int | None = None,
     residual: torch.Tensor | None = None,
+    checksum: bool | None = None,
 ) -> Work | None:
     """Gather every rank's ``input`` into ``output``, in rank order; both contiguous.
 
@@ -45,11 +46,19 @@ def all_gather(
     communicator = find(group)
     require_pair(output, input, "output", communicator.size)
     require_apart(output, input, input.numel() * communicator.rank, "input", "output")
-    key = ("all_gather", input.numel(), input.dtype, codec, algorithm)
+    key = ("all_gather", input.numel(), input.dtype, codec, algorithm, checksum)
     plan = communicator.plans.get(key)
     if plan is None:
         plan = plan_for(
-            communicator, key, "all_gather", "sum", [input.numel()], [input.dtype], [codec], algorithm
+            communicator,
+            key,
+            "all_gather",
+            "sum",
+            [input.numel()],
+            [input.dtype],
+            [codec],
+            algorithm,
+            checksum=checksum,
         )
     if residual is not None:
         require_residual(residual, input, "residual")
@@ -66,6 +75,7 @@ def broadcast(
     async_op: bool = False,
     seed: int | None = None,
     residual: torch.Tensor | None = None,
+    checksum: bool | None = None,
 ) -> Work | None:
     """Copy the tensor of ``src`` (a global rank) to every rank of the group.
 
@@ -73,13 +83,22 @@ def broadcast(
     """
     require_type(tensor, "tensor")
     communicator = find(group)
-    key = ("broadcast", tensor.numel(), tensor.dtype, src, codec, algorithm)
+    key = ("broadcast", tensor.numel(), tensor.dtype, src, codec, algorithm, checksum)
     plan = communicator.plans.get(key)
     if plan is None:
         require_tensor(tensor, "tensor")
         root = communicator.group_rank(src, "src")
         plan = plan_for(
-            communicator, key, "broadcast", "sum", [tensor.numel()], [tensor.dtype], [codec], algorithm, root
+            communicator,
+            key,
+            "broadcast",
+            "sum",
+            [tensor.numel()],
+            [tensor.dtype],
+            [codec],
+            algorithm,
+            root,
+            checksum=checksum,
         )
     tensor = in_memory(tensor, "tensor")
     if residual is not None:
@@ -98,6 +117,7 @@ def gather(
     async_op: bool = False,
     seed: int | None = None,
     residual: torch.Tensor | None = None,
+    checksum: bool | None = None,
 ) -> Work | None:
     """Gather every rank's ``tensor`` on ``dst`` (a global rank), where ``gather_list`` takes them in rank order.
 
@@ -114,11 +134,20 @@ def gather(
         require_shards(gather_list, tensor, "gather_list", communicator.size)
         output = _flat(gather_list, tensor, communicator.size)
         require_apart(output, tensor, tensor.numel() * root, "tensor", "gather_list")
-    key = ("gather", tensor.numel(), tensor.dtype, root, codec, algorithm)
+    key = ("gather", tensor.numel(), tensor.dtype, root, codec, algorithm, checksum)
     plan = communicator.plans.get(key)
     if plan is None:
         plan = plan_for(
-            communicator, key, "gather", "sum", [tensor.numel()], [tensor.dtype], [codec], algorithm, root
+            communicator,
+            key,
+            "gather",
+            "sum",
+            [tensor.numel()],
+            [tensor.dtype],
+            [codec],
+            algorithm,
+            root,
+            checksum=checksum,
         )
     if residual is not None:
         require_residual(residual, tensor, "residual")
@@ -148,6 +177,7 @@ def scatter(
     async_op: bool = False,
     seed: int | None = None,
     residual: torch.Tensor | None = None,
+    checksum: bool | None = None,
 ) -> Work | None:
     """Give every rank its shard of what ``src`` (a global rank) has in ``scatter_list``; it ends in ``tensor``.
 
@@ -168,11 +198,20 @@ def scatter(
         else:
             given = torch.cat([shard.reshape(-1) for shard in scatter_list])
         require_apart(given, tensor, tensor.numel() * root, "tensor", "scatter_list")
-    key = ("scatter", tensor.numel(), tensor.dtype, root, codec, algorithm)
+    key = ("scatter", tensor.numel(), tensor.dtype, root, codec, algorithm, checksum)
     plan = communicator.plans.get(key)
     if plan is None:
         plan = plan_for(
-            communicator, key, "scatter", "sum", [tensor.numel()], [tensor.dtype], [codec], algorithm, root
+            communicator,
+            key,
+            "scatter",
+            "sum",
+            [tensor.numel()],
+            [tensor.dtype],
+            [codec],
+            algorithm,
+            root,
+            checksum=checksum,
         )
     if residual is not None:
         if given is None:

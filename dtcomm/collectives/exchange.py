@@ -34,6 +34,7 @@ def all_to_all(
     async_op: bool = False,
     seed: int | None = None,
     residual: torch.Tensor | None = None,
+    checksum: bool | None = None,
 ) -> Work | None:
     """Send shard i of ``input`` to rank i, and take rank i's as shard i of ``output``; both contiguous.
 
@@ -61,11 +62,20 @@ def all_to_all(
         received = _elements(output, output_splits, "output", communicator.size)
         splits = _tell(communicator, sent, received, group)
         numel = max(splits)
-    key = ("all_to_all", numel, input.dtype, codec, algorithm)
+    key = ("all_to_all", numel, input.dtype, codec, algorithm, checksum)
     kept, plan = communicator.plans.get(key, (None, None))
     if kept != splits:  # sizes that change from call to call: one plan is enough
         plan = plan_for(
-            communicator, key, "all_to_all", "sum", [numel], [input.dtype], [codec], algorithm, splits=splits
+            communicator,
+            key,
+            "all_to_all",
+            "sum",
+            [numel],
+            [input.dtype],
+            [codec],
+            algorithm,
+            splits=splits,
+            checksum=checksum,
         )
         communicator.plans[key] = (splits, plan)
     return start(communicator, plan, [Buffers(input, output, residual)], [output], seed, async_op)

@@ -9,6 +9,7 @@ import torch
 
 from dtcomm.collectives.arguments import Group
 from dtcomm.collectives.reducing import all_reduce
+from dtcomm.runtime import flight
 from dtcomm.runtime.communicator import find
 from dtcomm.runtime.shm import empty_shared
 from dtcomm.runtime.work import Work
@@ -36,3 +37,14 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None, group: G
 def info(group: Group = None) -> dict[str, Any]:
     """How the group's ranks are served: runtime ("native" or "process_group"), why, kernels, hosts, bytes."""
     return find(group).info()
+
+
+def flight_record(directory: str | None = None) -> dict[str, Any]:
+    """The last operations of this process's communicators: what each was, how far it came, whom it waited for.
+
+    With ``directory`` it is also written there, as ``rank-<n>.json``, for ``dtcomm doctor --flight``. A rank whose
+    operation fails does that by itself where DTCOMM_FLIGHT_DIR is set. OSError where the file cannot be written.
+    """
+    if directory is not None:
+        flight.write(directory, "on demand")
+    return flight.record("on demand")

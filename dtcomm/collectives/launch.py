@@ -46,11 +46,16 @@ def plan_for(
     algorithm: Algorithm,
     root: int = 0,
     splits: tuple[int, ...] = (),
+    checksum: bool | None = None,
 ) -> Any:
     """Check what does not depend on the tensors' memory, choose the algorithm and keep the plan under ``key``.
 
-    Arguments as in ``Shape`` and ``Part``.
+    Arguments as in ``Shape`` and ``Part``; ``checksum`` None is what DTCOMM_CHECKSUM says.
     """
+    if checksum is None:
+        checksum = communicator.checksum
+    elif not isinstance(checksum, bool):
+        raise TypeError(f"checksum: expected True, False or None, got {checksum!r}")
     name = op_name(op)
     parts = []
     for numel, dtype, spec in zip(numels, dtypes, specs, strict=True):
@@ -62,7 +67,7 @@ def plan_for(
     plan: Any = chosen
     if communicator.runtime is not None:
         called = chosen.name if isinstance(chosen, Own) else chosen
-        shape = Shape(collective, name, tuple(parts), called, root, splits)
+        shape = Shape(collective, name, tuple(parts), called, root, splits, checksum)
         plan = communicator.runtime.prepare(shape, _schedule(communicator, chosen, collective, root))
     if len(communicator.plans) > MOST_PLANS:
         communicator.plans.clear()

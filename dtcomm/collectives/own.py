@@ -33,6 +33,7 @@ def run(
     async_op: bool = False,
     seed: int | None = None,
     residual: torch.Tensor | None = None,
+    checksum: bool | None = None,
 ) -> Work | None:
     """Run a schedule of one's own, or its text, once it is proved to do what its collective promises.
 
@@ -59,6 +60,7 @@ def run(
         "async_op": async_op,
         "seed": seed,
         "residual": residual,
+        "checksum": checksum,
     }
     root = communicator.ranks[schedule.root]
     in_place: Any = tensor

@@ -40,12 +40,13 @@ def send(
     async_op: bool = False,
     seed: int | None = None,
     residual: torch.Tensor | None = None,
+    checksum: bool | None = None,
 ) -> Work | None:
     """Send ``tensor`` to ``dst`` (a global rank), which must ``recv`` it with the same size, dtype and codec.
 
     Messages from one rank to another arrive in the order in which they were sent. ``tensor`` stays as it is.
     """
-    return _message(tensor, dst, "dst", True, codec, group, async_op, seed, residual)
+    return _message(tensor, dst, "dst", True, codec, group, async_op, seed, residual, checksum)
 
 
 def recv(
@@ -55,9 +56,10 @@ def recv(
     codec: str | Codec = "none",
     group: Group = None,
     async_op: bool = False,
+    checksum: bool | None = None,
 ) -> Work | None:
     """Receive what ``src`` (a global rank) sends into ``tensor``."""
-    return _message(tensor, src, "src", False, codec, group, async_op, None, None)
+    return _message(tensor, src, "src", False, codec, group, async_op, None, None, checksum)
 
 
 def _message(
@@ -70,6 +72,7 @@ def _message(
     async_op: bool,
     seed: int | None,
     residual: torch.Tensor | None,
+    checksum: bool | None,
 ) -> Work | None:
     require_tensor(tensor, "tensor")
     memory = in_memory(tensor, "tensor")
@@ -81,7 +84,7 @@ def _message(
 
     def begin(communicator: Communicator, asynchronous: bool) -> Work | None:
         root = communicator.rank if sends else 1 - communicator.rank
-        key = (tensor.numel(), tensor.dtype, codec)
+        key = (tensor.numel(), tensor.dtype, codec, checksum)
         plan: Any = communicator.plans.get(key)
         if plan is None:
             plan = plan_for(
@@ -94,6 +97,7 @@ def _message(
                 [codec],
                 _WAYS[root],
                 root,
+                checksum=checksum,
             )
         return start(communicator, plan, buffers, [tensor], seed, asynchronous)
 

@@ -31,6 +31,7 @@ def all_reduce(
     async_op: bool = False,
     seed: int | None = None,
     residual: torch.Tensor | None = None,
+    checksum: bool | None = None,
 ) -> Work | None:
     """Reduce ``tensor`` in place over the ranks of the group: sum, avg, min or max.
 
@@ -38,12 +39,20 @@ def all_reduce(
     """
     require_type(tensor, "tensor")
     communicator = find(group)
-    key = ("all_reduce", tensor.numel(), tensor.dtype, op, codec, algorithm)
+    key = ("all_reduce", tensor.numel(), tensor.dtype, op, codec, algorithm, checksum)
     plan = communicator.plans.get(key)
     if plan is None:
         require_tensor(tensor, "tensor")
         plan = plan_for(
-            communicator, key, "all_reduce", op, [tensor.numel()], [tensor.dtype], [codec], algorithm
+            communicator,
+            key,
+            "all_reduce",
+            op,
+            [tensor.numel()],
+            [tensor.dtype],
+            [codec],
+            algorithm,
+            checksum=checksum,
         )
     if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
         tensor = in_memory(tensor, "tensor")
@@ -63,17 +72,27 @@ def reduce(
     async_op: bool = False,
     seed: int | None = None,
     residual: torch.Tensor | None = None,
+    checksum: bool | None = None,
 ) -> Work | None:
     """Reduce ``tensor`` over the ranks, in place on ``dst`` (a global rank); on the others it stays as it is."""
     require_type(tensor, "tensor")
     communicator = find(group)
-    key = ("reduce", tensor.numel(), tensor.dtype, dst, op, codec, algorithm)
+    key = ("reduce", tensor.numel(), tensor.dtype, dst, op, codec, algorithm, checksum)
     plan = communicator.plans.get(key)
     if plan is None:
         require_tensor(tensor, "tensor")
         root = communicator.group_rank(dst, "dst")
         plan = plan_for(
-            communicator, key, "reduce", op, [tensor.numel()], [tensor.dtype], [codec], algorithm, root
+            communicator,
+            key,
+            "reduce",
+            op,
+            [tensor.numel()],
+            [tensor.dtype],
+            [codec],
+            algorithm,
+            root,
+            checksum=checksum,
         )
     tensor = in_memory(tensor, "tensor")
     if residual is not None:
@@ -93,6 +112,7 @@ def reduce_scatter(
     async_op: bool = False,
     seed: int | None = None,
     residual: torch.Tensor | None = None,
+    checksum: bool | None = None,
 ) -> Work | None:
     """Reduce ``input`` over the ranks and leave this rank's shard in ``output``.
 
@@ -101,11 +121,19 @@ def reduce_scatter(
     communicator = find(group)
     require_pair(output, input, "input", communicator.size)
     require_apart(input, output, output.numel() * communicator.rank, "output", "input")
-    key = ("reduce_scatter", output.numel(), output.dtype, op, codec, algorithm)
+    key = ("reduce_scatter", output.numel(), output.dtype, op, codec, algorithm, checksum)
     plan = communicator.plans.get(key)
     if plan is None:
         plan = plan_for(
-            communicator, key, "reduce_scatter", op, [output.numel()], [output.dtype], [codec], algorithm
+            communicator,
+            key,
+            "reduce_scatter",
+            op,
+            [output.numel()],
+            [output.dtype],
+            [codec],
+            algorithm,
+            checksum=checksum,
         )
     if residual is not None:
         require_residual(residual, input, "residual", op)

@@ -21,11 +21,13 @@ class Blame:
     ``names[rank]`` is how errors call a rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup, names: Sequence[str], timeout_s: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, names: Sequence[str], timeout_s: float, store: Any = None
+    ) -> None:
         self._rank = group.rank()
         self._names = names
         self._timeout_s = timeout_s
-        self._store = _store_of(group)
+        self._store = _store_of(group) if store is None else store
 
     def error(self, peer: int, cause: RuntimeError, doing: str) -> DtcommError:
         """What to raise for a ``cause`` that the backend gave for a message with ``peer``."""

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import env
 from dtcomm.errors import DtcommError
-from dtcomm.runtime import work
+from dtcomm.runtime import flight, work
 from dtcomm.runtime.groups import group_store, group_timeout, inherited, position, require_group
 from dtcomm.runtime.meeting import Meeting, host_id, require_equal
 from dtcomm.runtime.shape import Shape
@@ -50,6 +50,16 @@ class Runtime(Protocol):
     def info(self) -> dict[str, Any]:
         """For reports."""
 
+    @property
+    def failure(self) -> str:
+        """Why every call raises; empty where none does."""
+
+    def flights(self) -> list[flight.Flight]:
+        """The last operations, oldest first."""
+
+    def sightings(self) -> list[flight.Sighting]:
+        """What is to be seen of every rank, in rank order; empty where nothing is."""
+
 
 class Communicator:
     """The ranks of one process group, and the runtime that serves them.
@@ -73,6 +83,11 @@ class Communicator:
         self.ranks: list[int] = [everybody[member] for member in members]
         self.rank = members.index(dist.get_rank(group))
         self.size = len(self.ranks)
+        self.id = f"{getattr(group, 'group_name', '')}/{epoch}"
+        self.global_rank = self.ranks[self.rank]
+        self.names = [f"rank {rank}" for rank in self.ranks]
+        self.checksum = env.get("DTCOMM_CHECKSUM") == "1"
+        self._trouble = ""
         self._paired = store is not None
         self.calls = 0
         self.plans: dict[Hashable, Any] = {}
@@ -80,7 +95,13 @@ class Communicator:
         self.why = "one rank: nothing to move"
         self.groups: tuple[tuple[int, ...], ...] = ((0,),)
         if self.size > 1:
-            self._meet(group, epoch, group_store(group) if store is None else store)
+            flight.add(self)
+            try:
+                self._meet(group, epoch, group_store(group) if store is None else store)
+            except DtcommError as error:
+                self._trouble = f"the communicator could not be made: {error}"
+                flight.failed(error)
+                raise
 
     @property
     def hosts(self) -> int:
@@ -104,6 +125,7 @@ class Communicator:
             )
             require_equal(words, "protocol", "the version of dtcomm")
             require_equal(words, "variables", "DTCOMM_ variables")
+            self.names = [word["name"] for word in words]
             hosts: dict[str, list[int]] = {}
             for rank, word in enumerate(words):
                 hosts.setdefault(word["host"], []).append(rank)
@@ -125,9 +147,9 @@ class Communicator:
         if self.runtime is None:
             from dtcomm.runtime.process_group import ProcessGroupRuntime
 
-            names = [word["name"] for word in words]
             private = self._private_group(group, store, str(epoch))
-            self.runtime = ProcessGroupRuntime(private, names, timeout.total_seconds())
+            blames = c10d.PrefixStore(f"dtcomm/{PROTOCOL}/{epoch}", store)
+            self.runtime = ProcessGroupRuntime(private, self.names, timeout.total_seconds(), blames)
 
     def _attach(self, native: NativeRuntime, words: Sequence[dict[str, Any]]) -> str:
         """What keeps the ranks from sharing memory; empty where nothing does."""
@@ -144,8 +166,9 @@ class Communicator:
 
     def _private_group(self, group: dist.ProcessGroup, store: c10d.Store, epoch: str) -> Any:
         """A group of our own over the same ranks: our messages never mix with the user's."""
-        if self._paired and dist.get_backend(group) == "gloo":
-            # Pairs are made in threads, several at once: each over a store of its own, past torch's one registry.
+        if dist.get_backend(group) == "gloo":
+            # Past torch's registry: pairs are made in threads, several at once, and a second group of the same
+            # ranks would get the first one's name and read its addresses.
             return dist.ProcessGroupGloo(
                 c10d.PrefixStore(f"dtcomm/{PROTOCOL}/{epoch}/gloo", store),
                 self.rank,
@@ -175,8 +198,24 @@ class Communicator:
         base = {"runtime": "none", "why": self.why, "ranks": self.ranks, "hosts": self.hosts}
         return base if self.runtime is None else {**base, **self.runtime.info()}
 
+    def record(self) -> dict[str, Any]:
+        """For the flight recorder."""
+        runtime = self.runtime
+        said: dict[str, Any] = {
+            "id": self.id,
+            "ranks": self.ranks,
+            "names": self.names,
+            "runtime": "none" if runtime is None else runtime.name,
+            "failure": self._trouble if runtime is None else runtime.failure,
+            "operations": [] if runtime is None else flight.describe(runtime.flights(), self.ranks),
+        }
+        seen = [] if runtime is None else runtime.sightings()
+        said["seen"] = [{"rank": rank, **vars(each)} for rank, each in zip(self.ranks, seen, strict=False)]
+        return said
+
     def close(self) -> None:
         """Release the runtime; later calls on the group make a new communicator."""
+        flight.drop(self)
         self.plans.clear()
         if self.runtime is not None:
             self.runtime.close()

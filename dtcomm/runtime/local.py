@@ -14,7 +14,7 @@ from dtcomm.runtime.shape import Shape
 from dtcomm.runtime.shm import Buffers, native_plan
 from dtcomm.schedule import Schedule
 
-FATES = ("done", "died", "peer_lost", "mismatch", "stuck")
+FATES = ("done", "died", "peer_lost", "mismatch", "stuck", "corrupt")
 
 
 @dataclass(frozen=True, kw_only=True)

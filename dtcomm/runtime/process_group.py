@@ -25,10 +25,13 @@ from torch.distributed import distributed_c10d as c10d
 from dtcomm import env
 from dtcomm.errors import CollectiveMismatch, DtcommError
 from dtcomm.kernels import dispatch
+from dtcomm.runtime import flight
 from dtcomm.runtime.arithmetic import Arithmetic
 from dtcomm.runtime.blame import Blame
+from dtcomm.runtime.flight import Flight, Recorder, Sighting
 from dtcomm.runtime.plan import WINDOW, Plan
-from dtcomm.runtime.replay import Replay
+from dtcomm.runtime.replay import Messages, Replay
+from dtcomm.runtime.sealed import Sealed
 from dtcomm.runtime.shape import Shape
 from dtcomm.runtime.shm import Buffers
 from dtcomm.runtime.work import Work
@@ -89,23 +92,29 @@ class QueuedWork(Work):
 class ProcessGroupRuntime:
     """Moves bytes over ``group``, which nobody else may use: its messages are told apart by tags alone.
 
-    ``names[rank]`` is how errors call a rank; every wait ends after ``timeout_s`` seconds.
+    ``names[rank]`` is how errors call a rank; every wait ends after ``timeout_s`` seconds; ``store`` is where ranks
+    leave word of whom they gave up on (None: the group's own).
     """
 
     name = "process_group"
+    overhead = 0
 
-    def __init__(self, group: dist.ProcessGroup, names: Sequence[str], timeout_s: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, names: Sequence[str], timeout_s: float, store: Any = None
+    ) -> None:
         self.rank = group.rank()
         self.ranks = group.size()
         self._group: dist.ProcessGroup | None = group
         self._names = list(names)
         self._timeout = timedelta(seconds=timeout_s)
-        self._blame = Blame(group, self._names, timeout_s)
+        self._blame = Blame(group, self._names, timeout_s, store)
         self._check = env.get("DTCOMM_CHECK") == "1"
         self._slots: list[torch.Tensor] = []
         self._operations = 0
         self._wire_bytes = 0
         self._failure: DtcommError | None = None
+        self._recorder = Recorder()
+        self._current: Flight | None = None  # the operation under way
         self._pid = os.getpid()
         self._lock = threading.Lock()  # held while a call runs inline: calls run in issue order
         self._last: Future[Outcome] | None = None
@@ -121,7 +130,8 @@ class ProcessGroupRuntime:
         """Run to the end, inline where nothing is queued; returns the bytes sent."""
         with self._lock:
             if self._last is None or self._last.done():
-                return self._perform(plan, buffers, seed).wire_bytes
+                self._require_usable()
+                return self._perform(self._issue(plan), plan, buffers, seed).wire_bytes
             future = self._enqueue(plan, buffers, seed)
         return future.result().wire_bytes
 
@@ -152,6 +162,19 @@ class ProcessGroupRuntime:
             "wire_bytes": self._wire_bytes,
         }
 
+    @property
+    def failure(self) -> str:
+        """Why calls raise; empty where they do not."""
+        return "" if self._failure is None else str(self._failure)
+
+    def flights(self) -> list[Flight]:
+        """The last operations, oldest first."""
+        return self._recorder.list()
+
+    def sightings(self) -> list[Sighting]:
+        """Nothing: the ranks share no memory."""
+        return []
+
     def _enqueue(self, plan: Plan, buffers: Sequence[Buffers], seed: int) -> Future[Outcome]:
         self._require_usable()
         if self._thread is None:
@@ -159,8 +182,11 @@ class ProcessGroupRuntime:
             self._thread.start()
         future: Future[Outcome] = Future()
         self._last = future
-        self._queue.put((future, plan, buffers, seed))
+        self._queue.put((future, self._issue(plan), plan, buffers, seed))
         return future
+
+    def _issue(self, plan: Plan) -> Flight:
+        return self._recorder.issue(plan.text, plan.shape)
 
     def _serve(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -181,27 +207,41 @@ class ProcessGroupRuntime:
         if self._group is None:
             raise DtcommError("group: its communicator has been released")
 
-    def _perform(self, plan: Plan, buffers: Sequence[Buffers], seed: int) -> Outcome:
+    def _perform(self, noted: Flight, plan: Plan, buffers: Sequence[Buffers], seed: int) -> Outcome:
+        noted.stage = "failed"  # unless it comes to something
         self._require_usable()
         start = time.perf_counter()
+        noted.started_ns = time.monotonic_ns()
+        noted.stage = "started"
+        self._current = noted
         try:
             if self._check:
                 self._compare(plan)
             if plan.pieces:
                 self._reserve(plan, buffers[0].device)
             arithmetic = Arithmetic(plan, buffers, self._slots, seed)
-            sent = Replay(plan, arithmetic, self, self._operations).run()
+            sent = Replay(plan, arithmetic, self._messages(plan), self._operations).run()
         except BaseException as error:
             if isinstance(error, DtcommError):
                 self._failure = type(error)(str(error))
             else:
                 self._failure = DtcommError(f"a call broke off: {error!r}")
+            noted.stage = "failed"
+            noted.finished_ns = time.monotonic_ns()
             _let_go(error)
             self._leave()
+            flight.failed(error)
             raise
+        noted.stage = "done"
+        noted.finished_ns = time.monotonic_ns()
         self._operations += 1
         self._wire_bytes += sent
         return Outcome(sent, time.perf_counter() - start)
+
+    def _messages(self, plan: Plan) -> Messages:
+        if not plan.shape.checksum:
+            return self
+        return Sealed(self, self._names, self.rank)
 
     def _reserve(self, plan: Plan, device: torch.device) -> None:
         # One set of slots serves all plans, since calls do not overlap.
@@ -227,6 +267,11 @@ class ProcessGroupRuntime:
 
     def wait(self, handle: Any, peer: int, doing: str) -> None:
         """Until a message has left or arrived (``Messages``)."""
+        noted = self._current
+        if noted is not None and noted.waiting_for != peer:
+            noted.waiting_for = peer
+            if peer not in noted.waited_for:
+                noted.waited_for.append(peer)
         try:
             handle.wait(self._timeout)
         except RuntimeError as error:

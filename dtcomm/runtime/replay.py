@@ -17,6 +17,9 @@ TAGS = 2**31 - 1
 class Messages(Protocol):
     """Point-to-point messages between the ranks of a group; a tag names a message."""
 
+    overhead: int
+    """Bytes that each message takes beside its payload."""
+
     def send(self, payload: torch.Tensor, peer: int, tag: int) -> Any:
         """Start to send; the payload stays as it is until the handle was waited for."""
 
@@ -50,7 +53,7 @@ class Replay:
             receive = self._plan.instructions[at]
             assert isinstance(receive, Receive)
             handle = self._receives.pop((number, at))
-            self._messages.wait(handle, receive.peer, self._doing("receiving", number))
+            self._messages.wait(handle, receive.peer, self._doing("receiving", number, receive.chunk))
             self._go(number, at + 1)
             self._start()
         for number in list(self._sends):
@@ -87,7 +90,7 @@ class Replay:
                     for peer in peers:
                         handle = self._messages.send(payload, peer, self._tag(number, box))
                         self._sends.setdefault(number, []).append((handle, peer))
-                        self._sent_bytes += payload.numel()
+                        self._sent_bytes += payload.numel() + self._messages.overhead
                 case Forward():
                     pass  # the bytes are sent on from where they arrived
                 case _:
@@ -110,5 +113,6 @@ class Replay:
         # Two pieces of one slot may share a tag: messages of one tag keep their order. 0 is for headers.
         return 1 + (self._base + number % WINDOW + WINDOW * box) % (TAGS - 1)
 
-    def _doing(self, verb: str, number: int) -> str:
-        return f"{verb} piece {number} of call {self._number}, {self._plan.text}"
+    def _doing(self, verb: str, number: int, chunk: int | None = None) -> str:
+        what = f"piece {number}" if chunk is None else f"chunk {chunk} of piece {number}"
+        return f"{verb} {what} of call {self._number}, {self._plan.text}"

@@ -54,7 +54,7 @@ class Shape(NamedTuple):
     """Everything that ranks must agree on: it makes the plan and its fingerprint.
 
     ``splits`` are the elements that each rank sends to each in an all_to_all of unequal shards, sender * ranks +
-    receiver; empty where all are equal.
+    receiver; empty where all are equal. With ``checksum`` every payload travels with its CRC32C.
     """
 
     collective: str
@@ -63,6 +63,7 @@ class Shape(NamedTuple):
     algorithm: str
     root: int = 0
     splits: tuple[int, ...] = ()
+    checksum: bool = False
 
     def __str__(self) -> str:
         """As error messages show it: ``all_reduce(sum, 1024 float32, codec int8, two_shot)``."""
@@ -78,4 +79,6 @@ class Shape(NamedTuple):
             details.insert(1, "the most of unequal splits")
         if name in ROOTED:
             details.append(f"root {self.root}")
+        if self.checksum:
+            details.append("checksum")
         return f"{name}({', '.join(details)})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,9 @@ import torch
 
 from dtcomm import _C, env
 from dtcomm.codecs.base import ELEMENT_TYPES
+from dtcomm.errors import DtcommError
+from dtcomm.runtime import flight
+from dtcomm.runtime.flight import STAGES, Flight, Sighting
 from dtcomm.runtime.shape import GEOMETRY, OPS, Shape
 from dtcomm.runtime.work import NativeWork, Work
 from dtcomm.schedule import Schedule, lower
@@ -51,6 +55,7 @@ class NativeRuntime:
     def __init__(self, rank: int, ranks: int, timeout_s: float) -> None:
         self.rank = rank
         self.ranks = ranks
+        self._recorded = False
         self.native = _C.NativeCommunicator(
             rank=rank,
             ranks=ranks,
@@ -83,16 +88,46 @@ class NativeRuntime:
 
     def run(self, plan: Any, buffers: Sequence[Buffers], seed: int) -> int:
         """Run to the end; returns the bytes sent."""
-        if len(buffers) == 1:
-            return self.native.run(plan, *buffers[0].pointers(), seed)
-        return self.native.run_all(plan, [part.pointers() for part in buffers], seed)
+        try:
+            if len(buffers) == 1:
+                return self.native.run(plan, *buffers[0].pointers(), seed)
+            return self.native.run_all(plan, [part.pointers() for part in buffers], seed)
+        except DtcommError as error:
+            self.failed(error)
+            raise
 
     def submit(
         self, plan: Any, buffers: Sequence[Buffers], outputs: Sequence[torch.Tensor], seed: int
     ) -> Work:
         """Queue behind what runs already."""
-        native = self.native.submit(plan, [part.pointers() for part in buffers], seed)
-        return NativeWork(native, buffers, outputs)
+        try:
+            native = self.native.submit(plan, [part.pointers() for part in buffers], seed)
+        except DtcommError as error:
+            self.failed(error)
+            raise
+        return NativeWork(native, buffers, outputs, self.failed)
+
+    def failed(self, error: DtcommError) -> None:
+        """An operation raised: leave a record of it, once."""
+        if not self._recorded:
+            self._recorded = True
+            flight.failed(error)
+
+    @property
+    def failure(self) -> str:
+        """Why calls raise; empty where they do not."""
+        return self.native.failure
+
+    def flights(self) -> list[Flight]:
+        """The last operations, oldest first."""
+        return [
+            Flight(number, text, json.loads(about), STAGES[stage], issued, started, finished, peer, peers)
+            for number, text, about, stage, issued, started, finished, peer, peers in self.native.flights()
+        ]
+
+    def sightings(self) -> list[Sighting]:
+        """What is to be seen of every rank, in rank order."""
+        return [Sighting(*seen) for seen in self.native.sightings()]
 
     def close(self) -> None:
         """Let go of all shared memory; peers that still wait for this rank are told."""
@@ -145,6 +180,8 @@ def native_plan(
         text=str(shape),
         max_boxes=max_boxes,
         splits=list(shape.splits),
+        checksum=shape.checksum,
+        about=json.dumps(flight.about(shape)),
     )
 
 
@@ -169,7 +206,7 @@ def is_direct(shape: Shape, least: int = 0) -> bool:
     Tensors that are only copied are worked on from ``least`` bytes: who gives one has to wait for those who take it,
     which pays where the copy that it saves is a large one.
     """
-    if len(shape.parts) != 1 or shape.parts[0].codec.name != "none" or shape.splits:
+    if len(shape.parts) != 1 or shape.splits or shape.checksum or shape.parts[0].codec.name != "none":
         return False
     if shape.collective == "all_reduce":
         return shape.algorithm == "two_shot"

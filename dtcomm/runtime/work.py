@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,8 +58,15 @@ class Done(Work):
 class NativeWork(Work):
     """An operation of the native engine."""
 
-    def __init__(self, native: _C.NativeWork, held: Any, outputs: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        native: _C.NativeWork,
+        held: Any,
+        outputs: Sequence[torch.Tensor],
+        failed: Callable[[DtcommError], None],
+    ) -> None:
         super().__init__(outputs)
+        self._failed = failed
         self._native = native
         self._held = held
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
@@ -68,6 +75,9 @@ class NativeWork(Work):
     def wait(self) -> None:
         try:
             self._native.wait()
+        except DtcommError as error:
+            self._failed(error)
+            raise
         finally:
             _let_go(self)
 
@@ -100,6 +110,8 @@ class NativeWork(Work):
         try:
             self._native.raise_failure()
         except (DtcommError, RuntimeError) as error:
+            if isinstance(error, DtcommError):
+                self._failed(error)
             future.set_exception(error)  # type: ignore[arg-type]
         else:
             future.set_result(self._outputs)

@@ -51,7 +51,7 @@ class Port:
     """One rank's face of it."""
 
     def __init__(self, fabric: Rendezvous, rank: int) -> None:
-        self.fabric, self.rank, self.under_way = fabric, rank, 0
+        self.fabric, self.rank, self.under_way, self.overhead = fabric, rank, 0, 0
 
     def send(self, payload, peer, tag):
         return self.post(self.fabric.sent, (self.rank, peer, tag), payload)

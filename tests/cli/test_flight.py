@@ -1,0 +1,204 @@
+"""Flight records: what ranks leave when one dies, stops, stays away or calls something else, and what doctor reads."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dtcomm
+import dtcomm.collectives as C
+from dtcomm.cli import doctor
+from dtcomm.cli.flight_verdict import judge, listing, size
+from dtcomm.errors import DtcommError
+from dtcomm.testing.ranks import run_ranks, spawn_ranks, tell
+
+NUMEL = 25 * 2**20 // 4
+OVER_GLOO = {"DTCOMM_RUNTIME": "process_group", "DTCOMM_PIECE_KIB": "256"}
+
+
+def go_wrong(rank: int, world_size: int, kind: str) -> str:
+    """Two good calls, then the last rank goes wrong in the third."""
+    x = torch.ones(NUMEL)
+    for _ in range(2):
+        C.all_reduce(x)
+    odd = rank == world_size - 1
+    if odd and kind in ("SIGKILL", "SIGSTOP", "absent"):
+        tell("here")
+        time.sleep(30 if kind.startswith("SIG") else 4)
+    try:
+        if kind == "mismatch" and odd:
+            C.broadcast(x, 0)
+        else:
+            C.all_reduce(x)
+    except DtcommError as error:
+        return type(error).__name__
+    return ""
+
+
+def records(kind: str, tmp_path: Path, env: dict[str, str], timeout: float) -> None:
+    with spawn_ranks(
+        go_wrong, 3, kind, env={"DTCOMM_FLIGHT_DIR": str(tmp_path), **env}, group_timeout=timeout
+    ) as ranks:
+        if kind in ("SIGKILL", "SIGSTOP"):
+            assert ranks.hear(2) == "here"
+            ranks.kill(2, signal.Signals[kind])
+        if kind == "SIGSTOP":
+            time.sleep(timeout + 2)
+            ranks.kill(2, signal.SIGKILL)
+        ranks.join(30)
+
+
+def read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
+    assert doctor.main(["--flight", str(tmp_path), "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert doctor.main(["--flight", str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    (wrong,) = [each for each in said["communicators"] if each["kind"] != "healthy"]
+    assert wrong["sentence"] in text
+    return wrong, text
+
+
+MISSING = "rank 2 never entered all_reduce #3 of 25 MB that ranks 0-1 wait for (the last it entered is #2; "
+
+
+@pytest.mark.parametrize(
+    ("kind", "env", "timeout", "sentence"),
+    [
+        ("SIGKILL", {}, 20.0, MISSING + "its process is gone)"),
+        ("SIGSTOP", {}, 2.0, MISSING + "it left no record: stopped, killed or busy elsewhere)"),
+        ("SIGKILL", OVER_GLOO, 20.0, "rank 2 entered all_reduce #3 of 25 MB and does not go on; "),
+    ],
+    ids=["killed", "stopped", "killed over gloo"],
+)
+def test_a_rank_that_is_gone(
+    kind: str,
+    env: dict[str, str],
+    timeout: float,
+    sentence: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    records(kind, tmp_path, env, timeout)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.json", "rank-1.json"]
+    wrong, text = read(tmp_path, capsys)
+    if env:  # over sockets nobody sees how far another rank came
+        sentence = sentence.replace("entered", "never entered").partition(" and ")[0]
+    assert wrong["sentence"].startswith(sentence), wrong["sentence"]
+    assert wrong["culprits"] == [2] and wrong["operation"] == 3
+    assert "ranks 0-2" in text
+
+
+def test_a_rank_that_comes_too_late(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records("absent", tmp_path, {}, 2.0)
+    wrong, _ = read(tmp_path, capsys)
+    assert wrong["kind"] == "missing" and wrong["culprits"] == [2]
+    assert "s too late to all_reduce #3 of 25 MB that ranks 0-1 waited for" in wrong["sentence"]
+
+
+@pytest.mark.parametrize("env", [{}, {**OVER_GLOO, "DTCOMM_CHECK": "1"}], ids=["native", "process_group"])
+def test_a_rank_that_calls_something_else(
+    env: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records("mismatch", tmp_path, env, 20.0)
+    wrong, _ = read(tmp_path, capsys)
+    assert wrong["kind"] == "mismatch" and wrong["culprits"] == [2]
+    first, _, second = wrong["sentence"].partition(", but ")
+    assert first.startswith(
+        "the ranks disagree on operation #3: ranks 0-1 called all_reduce(sum, 6553600 float32"
+    )
+    assert second.startswith("rank 2 called broadcast(6553600 float32")
+
+
+def on_demand(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    for _ in range(300):
+        C.all_reduce(torch.ones(10), codec="int8")
+    work = C.all_reduce(torch.ones(5, dtype=torch.int64), async_op=True)
+    assert work is not None
+    work.wait()
+    return dtcomm.flight_record(folder)
+
+
+@pytest.mark.parametrize("env", [{}, OVER_GLOO], ids=["native", "process_group"])
+def test_on_demand(env: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank, said in enumerate(run_ranks(on_demand, 2, str(tmp_path), env=env)):
+        (communicator,) = said["communicators"]
+        operations = communicator["operations"]
+        assert said["rank"] == rank and communicator["ranks"] == [0, 1] and communicator["failure"] == ""
+        assert [each["number"] for each in operations] == list(range(46, 302)), "the last 256"
+        for each in operations:
+            assert each["state"] == "done" and each["issued"] <= each["started"] <= each["finished"]
+        assert abs(operations[-1]["finished"] - time.time()) < 30
+        first, last = operations[0], operations[-1]
+        assert (first["collective"], first["numel"], first["codec"], first["op"]) == (
+            "all_reduce",
+            10,
+            "int8",
+            "sum",
+        )
+        assert (last["dtype"], last["bytes"], last["codec"]) == ("int64", 40, "none")
+        assert first["algorithm"] in ("one_shot", "two_shot")
+    assert doctor.main(["--flight", str(tmp_path)]) == 0
+    assert "nothing is missing: ranks 0-1 finished all 301 operations" in capsys.readouterr().out
+
+
+def test_a_folder_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--flight", str(tmp_path)]) == 2
+    assert "no rank-*.json" in capsys.readouterr().err
+    (tmp_path / "rank-0.json").write_text("{")
+    assert doctor.main(["--flight", str(tmp_path)]) == 2
+    assert "rank-0.json" in capsys.readouterr().err
+
+
+def _record(rank: int, *operations: tuple[int, str, int | None], failure: str = "") -> dict[str, Any]:
+    listed = [
+        {
+            "number": number,
+            "text": "all_reduce(...)",
+            "collective": "all_reduce",
+            "bytes": 2**20,
+            "state": state,
+            "issued": 1.0,
+            "started": 1.0,
+            "finished": 2.0,
+            "waiting_for": waiting,
+            "waited_for": [],
+        }
+        for number, state, waiting in operations
+    ]
+    names = [f"rank {each} (host h, pid {each + 10})" for each in range(4)]
+    communicator = {"id": "0/1", "ranks": [0, 1, 2, 3], "names": names, "seen": [], "operations": listed}
+    return {"rank": rank, "communicators": [{**communicator, "failure": failure}]}
+
+
+def test_the_end_of_a_chain_of_waits_is_stuck() -> None:
+    said = [_record(r, (7, "failed", w)) for r, w in ((0, 1), (1, 2), (2, 3))]
+    said.append(_record(3, (7, "started", None)))
+    (verdict,) = judge(said)
+    assert (verdict.kind, verdict.culprits) == ("stuck", [3])
+    assert (
+        verdict.sentence == "rank 3 entered all_reduce #7 of 1 MB and does not go on; ranks 0-2 wait for it"
+    )
+
+
+def test_damage_is_told_as_it_was() -> None:
+    text = "what rank 2 (host h, pid 12) sent to rank 0 (host h, pid 10) arrived damaged: chunk 1 of piece 0"
+    (verdict,) = judge(
+        [_record(0, (7, "failed", 2), failure=text), _record(2, (7, "failed", 0), failure=text)]
+    )
+    assert (verdict.kind, verdict.culprits, verdict.sentence) == ("corrupt", [2], text)
+
+
+def test_words() -> None:
+    assert [listing(ranks) for ranks in ([], [3], [0, 1, 2], [5, 0, 1])] == [
+        "nobody",
+        "rank 3",
+        "ranks 0-2",
+        "ranks 0-1, 5",
+    ]
+    assert [size(count) for count in (12, 2048, 25 * 2**20, 3 * 2**30)] == ["12 B", "2 KB", "25 MB", "3 GB"]
