@@ -40,6 +40,11 @@ def share_of(
             raise ValueError(
                 f"this state is one of {before} ranks', the group has {world_size}: pass the list of all ranks' states"
             )
+        if first["rank"] != rank:
+            raise ValueError(
+                f"this state is rank {first['rank']}'s, this is rank {rank}: every rank saves and loads its own; in "
+                "torch.distributed.checkpoint wrap it in dtcomm.compress.distributed.Checkpointed"
+            )
         return first, dict(first["residuals"])
     if [state["rank"] for state in states] != list(range(before)):
         raise ValueError(
