@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,11 @@ VARIABLES: dict[str, Variable] = {
     "DTCOMM_YIELD_US": Variable(
         default="50", meaning="microseconds of yielding before sleeping", number=True
     ),
+    "DTCOMM_TUNE": Variable(
+        default="",
+        meaning="the table of `dtcomm tune` that algorithm=auto reads, rank 0's for all: a file; off; empty: the one "
+        "in the user's cache folder, where there is one",
+    ),
     "DTCOMM_NATIVE_DIR": Variable(
         default="", meaning="folder to load the native modules from (sanitizer builds)"
     ),
@@ -92,3 +99,25 @@ def get(name: str) -> str:
 def shared() -> dict[str, str]:
     """The variables that ranks must agree on, with their values here."""
     return {name: get(name) for name, variable in VARIABLES.items() if variable.shared}
+
+
+def tune_file() -> Path:
+    """Where `dtcomm tune` keeps what it measured on this host, and where it is looked for."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache) / "dtcomm" / f"tune-{platform.node() or 'host'}.json"
+
+
+def tune_text() -> str:
+    """The table that DTCOMM_TUNE names, or the user's own; empty where there is none. ValueError names a file that
+    cannot be read.
+    """
+    chosen = get("DTCOMM_TUNE")
+    if chosen == "off":
+        return ""
+    path = Path(chosen) if chosen else tune_file()
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        if not chosen and isinstance(error, FileNotFoundError):
+            return ""
+        raise ValueError(f"DTCOMM_TUNE={chosen}: {path}: {error.strerror}") from None

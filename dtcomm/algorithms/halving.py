@@ -11,6 +11,8 @@ instead of pairs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from dtcomm.algorithms import tree
 from dtcomm.algorithms.compose import backwards, then
 from dtcomm.schedule.ir import Schedule, Transfer
@@ -18,17 +20,22 @@ from dtcomm.schedule.ir import Schedule, Transfer
 
 def reduce_scatter(ranks: int) -> Schedule:
     """Every rank sends each shard but its own once, half of what is left in each step."""
-    transfers = []
-    step, far = 0, ranks
+    transfers = tuple(
+        Transfer(step, rank, (rank + near) % ranks, (rank + distance) % ranks, "reduce")
+        for step, (near, far) in enumerate(distances(ranks))
+        for rank in range(ranks)
+        for distance in range(near, far)
+    )
+    return Schedule(collective="reduce_scatter", ranks=ranks, chunks=ranks, transfers=transfers)
+
+
+def distances(ranks: int) -> Iterator[tuple[int, int]]:
+    """(near, far) of each step of the reduce-scatter."""
+    far = ranks
     while far > 1:
         near = (far + 1) // 2
-        transfers += [
-            Transfer(step, rank, (rank + near) % ranks, (rank + distance) % ranks, "reduce")
-            for rank in range(ranks)
-            for distance in range(near, far)
-        ]
-        step, far = step + 1, near
-    return Schedule(collective="reduce_scatter", ranks=ranks, chunks=ranks, transfers=tuple(transfers))
+        yield near, far
+        far = near
 
 
 def all_gather(ranks: int) -> Schedule:

@@ -137,6 +137,7 @@ def _choose(communicator: Communicator, collective: str, parts: Sequence[Part], 
         algorithm = levels
     scale = 1 if collective in CUT_AT_GRANULES else communicator.size
     numel = sum(part.numel for part in parts) * scale
+    table = planner.parse(communicator.table)
     names = [
         planner.select(
             collective,
@@ -145,6 +146,7 @@ def _choose(communicator: Communicator, collective: str, parts: Sequence[Part], 
             codec,
             communicator.size,
             hosts=communicator.hosts,
+            table=table,
             algorithm=algorithm,
         )
         for dtype, codec in dict.fromkeys((part.dtype, part.codec) for part in parts)

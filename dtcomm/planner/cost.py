@@ -1,8 +1,13 @@
-"""What a collective is expected to cost, read off its schedule."""
+"""What a collective is expected to cost, read off its schedule, or off what `dtcomm tune` measured."""
 
 from __future__ import annotations
 
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -10,6 +15,40 @@ from dtcomm.codecs.base import Codec
 from dtcomm.planner.topology import Topology
 from dtcomm.schedule.ir import Schedule
 from dtcomm.schedule.simulate import Link, Work, simulate
+
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Seconds of one algorithm with one codec on a group like this, as (uncompressed bytes, seconds) by size."""
+
+    collective: str
+    algorithm: str
+    codec: str
+    ranks: int
+    hosts: int
+    points: tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.points]
+        if not sizes or sizes != sorted(set(sizes)) or any(seconds <= 0 for _, seconds in self.points):
+            raise ValueError(f"points: expected rising sizes and times over 0, got {self.points}")
+
+    def seconds(self, nbytes: int) -> float:
+        """Between two sizes on a straight line of logarithms; below the least as long as it, above the largest in
+        proportion.
+        """
+        (low, first), (high, last) = self.points[0], self.points[-1]
+        if nbytes <= low:
+            return first
+        if nbytes >= high:
+            return last * nbytes / high
+        for (left, a), (right, b) in zip(self.points, self.points[1:]):
+            if nbytes <= right:
+                share = math.log(nbytes / left) / math.log(right / left)
+                return math.exp((1 - share) * math.log(a) + share * math.log(b))
+        raise AssertionError("sizes rise")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,17 +58,121 @@ class Table:
     ``one_shot_bytes``: the most bytes that a rank may send in one shot (payload times peers) before two shots
     are taken; higher saves a synchronisation, lower saves arithmetic, which one shot repeats on every rank.
     ``inside`` and ``between`` are the links within a host and between hosts: alpha is ``latency``, 1/beta
-    ``bandwidth``. ``work`` is gamma: encoding and decoding, in seconds an element.
+    ``bandwidth``. ``work`` is gamma: encoding and decoding, in seconds an element; ``rates`` the same by codec.
+    ``measured`` goes before all of these; ``source`` says where the table is from.
     """
 
     one_shot_bytes: int = 128 * 1024
     inside: Link = field(default=Link(latency=5e-7, bandwidth=1e10))
     between: Link = field(default=Link(latency=2e-5, bandwidth=1.25e9, overhead=2e-6))
     work: Work = field(default=Work(encode=2.5e-10, decode=2.5e-10))
+    rates: tuple[tuple[str, Work], ...] = ()
+    measured: tuple[Measured, ...] = ()
+    source: str = "dtcomm's own constants"
 
     def __post_init__(self) -> None:
         if self.one_shot_bytes < 0:
             raise ValueError(f"one_shot_bytes: must be at least 0, got {self.one_shot_bytes}")
+
+    def work_of(self, codec: Codec) -> Work:
+        """Of one codec."""
+        return next((work for spec, work in self.rates if spec == str(codec)), self.work)
+
+    def measurements(self, collective: str, codec: Codec, ranks: int, hosts: int) -> dict[str, Measured]:
+        """By algorithm, what was measured on a group of that many ranks and hosts."""
+        wanted = (collective, str(codec), ranks, hosts)
+        return {
+            each.algorithm: each
+            for each in self.measured
+            if (each.collective, each.codec, each.ranks, each.hosts) == wanted
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """Times in microseconds, bandwidths in GB/s; ``parse`` reads it back."""
+        return {
+            "version": VERSION,
+            "source": self.source,
+            "one_shot_bytes": self.one_shot_bytes,
+            "links": {"inside": _link(self.inside), "between": _link(self.between)},
+            "work": _work(self.work),
+            "rates": {spec: _work(work) for spec, work in self.rates},
+            "measured": [
+                {
+                    "collective": each.collective,
+                    "algorithm": each.algorithm,
+                    "codec": each.codec,
+                    "ranks": each.ranks,
+                    "hosts": each.hosts,
+                    "points_us": [[size, round(seconds * 1e6, 3)] for size, seconds in each.points],
+                }
+                for each in self.measured
+            ],
+        }
+
+
+def _link(link: Link) -> dict[str, float]:
+    return {
+        "latency_us": link.latency * 1e6,
+        "gbytes": link.bandwidth / 1e9,
+        "message_us": link.overhead * 1e6,
+    }
+
+
+def _work(work: Work) -> list[float]:
+    # GB/s of fp32: what goes in, what comes out.
+    return [4e-9 / work.encode if work.encode else 0.0, 4e-9 / work.decode if work.decode else 0.0]
+
+
+@functools.lru_cache(maxsize=16)
+def parse(text: str) -> Table:
+    """The table that ``as_dict`` makes, as JSON; an empty text is the default. ValueError says what is wrong."""
+    if not text:
+        return Table()
+    try:
+        found = json.loads(text)
+        if found["version"] != VERSION:
+            raise ValueError(f"version {found['version']}, expected {VERSION}: run `dtcomm tune` again")
+        return Table(
+            one_shot_bytes=int(found["one_shot_bytes"]),
+            inside=_to_link(found["links"]["inside"]),
+            between=_to_link(found["links"]["between"]),
+            work=_to_work(found["work"]),
+            rates=tuple((spec, _to_work(pair)) for spec, pair in found["rates"].items()),
+            measured=tuple(_to_measured(each) for each in found["measured"]),
+            source=str(found["source"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"the table of `dtcomm tune` (DTCOMM_TUNE) cannot be read: {what}") from None
+
+
+def _to_link(found: Mapping[str, float]) -> Link:
+    return Link(
+        latency=found["latency_us"] * 1e-6,
+        bandwidth=found["gbytes"] * 1e9,
+        overhead=found["message_us"] * 1e-6,
+    )
+
+
+def _to_work(pair: Sequence[float]) -> Work:
+    encode, decode = pair
+    return Work(encode=4e-9 / encode if encode else 0.0, decode=4e-9 / decode if decode else 0.0)
+
+
+def _to_measured(found: Mapping[str, Any]) -> Measured:
+    return Measured(
+        collective=found["collective"],
+        algorithm=found["algorithm"],
+        codec=found["codec"],
+        ranks=int(found["ranks"]),
+        hosts=int(found["hosts"]),
+        points=tuple((int(size), us * 1e-6) for size, us in found["points_us"]),
+    )
+
+
+def measured_bytes(numel: int, dtype: torch.dtype, codec: Codec) -> int:
+    """What measurements count: the tensor's bytes, or those of fp32 where a codec does the work."""
+    return numel * (dtype.itemsize if codec.name == "none" else 4)
 
 
 def predict(
@@ -43,4 +186,4 @@ def predict(
     if topology.ranks != schedule.ranks:
         raise ValueError(f"topology: has {topology.ranks} ranks, the schedule {schedule.ranks}")
     links = (table.inside, table.between)
-    return simulate(schedule, numel, codec, links, table.work, dtype, topology.level).seconds
+    return simulate(schedule, numel, codec, links, table.work_of(codec), dtype, topology.level).seconds

@@ -65,7 +65,8 @@ class Communicator:
     """The ranks of one process group, and the runtime that serves them.
 
     ``rank`` counts within the group; ``ranks`` lists the global ranks. ``why`` says why the runtime is the
-    one it is; ``groups`` the group's ranks on each host. ``plans`` belongs to ``dtcomm.collectives``.
+    one it is; ``groups`` the group's ranks on each host; ``table`` what rank 0 brought of `dtcomm tune`. ``plans``
+    belongs to ``dtcomm.collectives``.
 
     ``members``, group ranks in order, are those that take part, by default all; ``epoch`` tells one meeting of
     theirs from the next.
@@ -94,6 +95,7 @@ class Communicator:
         self.runtime: Runtime | None = None
         self.why = "one rank: nothing to move"
         self.groups: tuple[tuple[int, ...], ...] = ((0,),)
+        self.table = ""
         if self.size > 1:
             flight.add(self)
             try:
@@ -121,11 +123,13 @@ class Communicator:
                     "protocol": PROTOCOL,
                     "variables": env.shared(),
                     "cores": sorted(os.sched_getaffinity(0)),
+                    "table": env.tune_text() if self.rank == 0 else "",
                 }
             )
             require_equal(words, "protocol", "the version of dtcomm")
             require_equal(words, "variables", "DTCOMM_ variables")
             self.names = [word["name"] for word in words]
+            self.table = words[0]["table"]
             hosts: dict[str, list[int]] = {}
             for rank, word in enumerate(words):
                 hosts.setdefault(word["host"], []).append(rank)

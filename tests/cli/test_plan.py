@@ -1,0 +1,111 @@
+"""``dtcomm plan``."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dtcomm.cli.plan import main
+
+PLAN = "all_reduce --system h100 --hosts 2 --per-host 8 -b 1M -e 8G -f 8 --codec int8".split()
+
+
+def answer(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
+    assert main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, *PLAN)
+    assert [row["size"] for row in found["results"][::2]] == [2**20 * 8**at for at in range(5)]
+    for row in found["results"]:
+        assert row["collective"] == "all_reduce" and row["codec"] in ("none", "int8")
+        assert row["algbw"] == pytest.approx(row["size"] / row["time_us"] / 1e3, rel=1e-3)
+        assert row["busbw"] == pytest.approx(row["algbw"] * 15 / 8, rel=1e-3)
+    assert found["results"][-1]["speedup"] > 1.5
+    assert set(found["break_even_bytes"]) == {"int8"}
+    assert {row["algorithm"] for row in found["alternatives"]} > {"ring", "tree", "two_shot"}
+
+
+def test_tables_and_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--model", "params=7e9,step_ms=100"]) == 0
+    text = capsys.readouterr().out
+    assert "nvls_tree" in text and "scaling" in text and "on this system int8 pays from" in text
+    assert main(["-e", "1M"]) == 0
+    assert "on the local engine int8 is not faster than none" in capsys.readouterr().out
+
+
+def test_a_model_on_a_slow_link(capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ["--inside", "memory", "--between", "1gbit", "--hosts", "2", "--per-host", "1"]
+    none, int8 = answer(capsys, *ask, "--model", "params=1e7,step_ms=50,dtype=bf16")["model"]["rows"]
+    assert none["scaling_efficiency"] < int8["scaling_efficiency"] < 1
+    assert int8["speedup"] > 1.5
+    assert (none["residual_bytes"], int8["residual_bytes"]) == (0, 4e7)
+
+
+def test_a_record_is_replayed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "steps.json"
+    bucket = {"bytes": 2**20, "ready_ms": 5, "comm_ms": 2}
+    path.write_text(json.dumps({"ranks": 2, "step_ms": 8.4, "rest_ms": 1, "buckets": [bucket]}))
+    ask = [
+        "--inside",
+        "memory",
+        "--between",
+        "10gbit",
+        "--hosts",
+        "2",
+        "--per-host",
+        "1",
+        "--record",
+        str(path),
+    ]
+    found = answer(capsys, *ask)["record"]
+    assert found["replay_error"] == pytest.approx(8 / 8.4 - 1, abs=1e-4)
+    assert "an error of -4.8%" in found["words"][0]
+    assert found["rows"][1]["speedup"] >= 1
+
+
+def test_topologies_and_shapes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "rack.json"
+    path.write_text(
+        '{"device": "b200", "inside": "nvlink5", "between": "xdr", "hosts": 3, "per_host": 4, "nics": 4}'
+    )
+    assert answer(capsys, "--topology", str(path))["system"]["ranks"] == 12
+    assert (
+        answer(capsys, "--inside", "nvlink4", "--between", "400gbit", "--ranks", "32")["system"]["hosts"] == 4
+    )
+    assert answer(capsys, "--system", "a100", "--ranks", "64")["system"]["hosts"] == 8
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--system", "h300"], "invalid choice: 'h300'"),
+        (["--inside", "wet string"], "link: 'wet string' is not one of nvlink3"),
+        (["--system", "h100", "--inside", "nvlink4"], "--system and --inside: give one of them"),
+        (["--system", "h100", "--ranks", "12"], "--ranks 12: does not divide into hosts of 8"),
+        (["--codec", "int9"], "codec: unknown codec 'int9'"),
+        (["--model", "params=7e9"], "no step_ms="),
+        (["--model", "params=x,step_ms=1"], "'params=x': not a value for params"),
+        (["--record", "/nowhere.json"], "--record /nowhere.json: there is no such file"),
+        (["--plot", "/no/where.png"], "there is no folder /no"),
+        (["-b", "2M", "-e", "1M"], "-e 1048576: less than -b 2097152"),
+        (["-d", "quarter"], "-d quarter: want one of int8"),
+    ],
+)
+def test_refusals(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    assert words in capsys.readouterr().err
+
+
+def test_unknown_algorithms_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--algorithm", "rings"]) == 2
+    assert "'rings' is not one of auto, all, ring" in capsys.readouterr().err
+
+
+def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    assert main([*PLAN, "--model", "params=1e9,step_ms=100", "--plot", str(path), "--json"]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 20_000

@@ -1,0 +1,140 @@
+"""Systems, estimates and training steps."""
+
+import pytest
+import torch
+
+from dtcomm.codecs import codec
+from dtcomm.planner import Measured, Table, plan
+from dtcomm.planner.estimate import estimate
+from dtcomm.planner.links import PORTS, port
+from dtcomm.planner.system import SYSTEMS, from_dict, from_links, system
+from dtcomm.planner.training import Bucket, parse_record, record_of, replay, spread
+
+MB, GB = 2**20, 2**30
+
+
+@pytest.mark.parametrize("name", PORTS)
+def test_every_link_makes_a_system(name: str) -> None:
+    where = from_links(name, name)
+    made = estimate("all_reduce", "ring", codec("int8"), where.of(2, 2), MB)
+    assert made is not None
+    assert made.seconds > 0
+    assert made.busbw == pytest.approx(1.5 * made.algbw)
+
+
+def test_links_by_number_and_by_figures() -> None:
+    assert port("40gbit").kind == "tcp"
+    assert port("300Gbit").kind == "rdma"
+    assert port({"kind": "tcp", "gbytes": 1, "latency_us": 2}).bandwidth == 1e9
+    with pytest.raises(ValueError, match="link: 'nvlink9' is not one of nvlink3"):
+        port("nvlink9")
+    with pytest.raises(ValueError, match="link: 'speed' is not one of gbytes, kind"):
+        port({"speed": 1})
+    with pytest.raises(ValueError, match="gbytes: must be over 0"):
+        port({"kind": "tcp", "gbytes": 0, "latency_us": 2})
+    with pytest.raises(ValueError, match="system: 'h300' is not one of a100"):
+        system("h300")
+
+
+def test_topology_files() -> None:
+    found = from_dict(
+        {"system": "h100", "hosts": 4, "between": {"kind": "rdma", "gbytes": 20, "latency_us": 5}, "nics": 4}
+    )
+    assert (found.ranks, found.engine, found.host_bandwidth) == (32, "nccl", 80e9)
+    with pytest.raises(ValueError, match="topology: 'host' is not one of name"):
+        from_dict({"host": 4})
+    with pytest.raises(ValueError, match="hosts: expected a whole number, got 'two'"):
+        from_dict({"hosts": "two"})
+
+
+def test_compression_pays_on_slow_links_only() -> None:
+    slow = plan.make(from_links("memory", "1gbit").of(2, 1), "all_reduce", [64 * MB], ["int8", "int4"])
+    none, int8, int4 = slow.rows
+    assert none.speedup == 1
+    # 64 MB took Gloo 562 ms over such a link.
+    assert none.best.seconds == pytest.approx(0.562, rel=0.1)
+    assert int8.speedup > 3.5 and int4.speedup > 6
+    assert slow.words[0].startswith("on this system int8 pays from ")
+
+    for ranks in (2, 4):
+        here = plan.make(system("local").of(1, ranks), "all_reduce", [1024, 64 * MB, GB], ["int8"])
+        assert here.break_even == {"int8": None}
+        assert here.words[0].startswith("on the local engine int8 is not faster than none")
+
+
+def test_the_break_even_is_where_it_says() -> None:
+    where = system("h100").of(2, 8)
+    at = plan.make(where, "all_reduce", [], ["int8"]).break_even["int8"]
+    assert at is not None
+    before, after = plan.make(where, "all_reduce", [int(at * 0.9), at], ["int8"]).rows[1::2]
+    assert before.speedup < plan.WORTH <= after.speedup
+
+
+def test_algorithms_by_name() -> None:
+    where = system("h100").of(2, 8)
+    rows = plan.make(where, "all_reduce", [MB], ["int8"], ["ring", "tree"]).rows
+    assert {(row.best.codec, row.best.algorithm) for row in rows} == {
+        (spec, name) for spec in ("none", "int8") for name in ("ring", "tree")
+    }
+    only = plan.make(where, "all_reduce", [MB], ["int8"], ["nvls_tree"])
+    assert [row.best.codec for row in only.rows] == ["none"]
+    assert "no algorithm that was asked for can carry it" in only.words[0]
+    with pytest.raises(ValueError, match="'rings' is not one of auto, all, ring"):
+        plan.make(where, "all_reduce", [MB], [], ["rings"])
+
+
+def test_many_ranks() -> None:
+    made = plan.make(system("h100").of(1024, 8), "all_reduce", [GB], ["int4"])
+    assert [row.best.codec for row in made.rows] == ["none", "int4"]
+    assert all(row.best.ranks == 8192 for row in made.rows)
+
+
+def test_measured_times_go_first_on_cpus_alone() -> None:
+    point = Measured(
+        collective="all_reduce", algorithm="ring", codec="none", ranks=2, hosts=1, points=((MB, 1.0),)
+    )
+    table, none = Table(measured=(point,)), codec("none")
+    local = estimate("all_reduce", "ring", none, SYSTEMS["local"], MB, torch.float32, table)
+    gpus = estimate("all_reduce", "ring", none, system("h100").of(1, 2), MB, torch.float32, table)
+    assert local is not None and gpus is not None
+    assert (local.seconds, local.detail) == (1.0, "measured")
+    assert gpus.seconds < 1
+
+
+def test_a_step_hides_what_comes_early() -> None:
+    buckets = [Bucket(nbytes=1, ready=1.0), Bucket(nbytes=1, ready=2.0)]
+    fast = replay(buckets, 0.5, lambda _: 0.25)
+    assert (fast.seconds, fast.compute) == (2.75, 2.5)
+    assert fast.hidden == pytest.approx(0.5)
+    assert fast.efficiency == pytest.approx(2.5 / 2.75)
+    slow = replay(buckets, 0.5, lambda _: 2.0)
+    assert slow.seconds == 1 + 2 + 2 + 0.5
+    assert replay([], 1.0, lambda _: 1.0).hidden == 1
+
+
+def test_buckets_of_a_model() -> None:
+    buckets, rest = spread(1e8, 4, 0.9)
+    assert sum(bucket.nbytes for bucket in buckets) == 4e8
+    assert buckets[-1].ready == pytest.approx(0.9)
+    assert min(bucket.ready for bucket in buckets) > 0.3
+    assert rest == 0
+
+
+def test_records_are_replayed_and_checked() -> None:
+    # Three steps of 10 ms, two buckets each: ready after 4 and 6 ms, on their way for 1 and 3 ms, 1 ms of rest.
+    steps = [
+        [(100, 0.01 * n + 0.004, 0.01 * n + 0.005), (50, 0.01 * n + 0.006, 0.01 * n + 0.009)]
+        for n in range(3)
+    ]
+    record = parse_record(record_of(steps, [0.0, 0.01, 0.02], ranks=2, codec="none"))
+    assert [bucket.nbytes for bucket in record.buckets] == [100, 50]
+    assert record.rest == pytest.approx(0.001)
+    assert record.error == pytest.approx(0, abs=1e-6)
+    assert replay(record.buckets, record.rest, lambda _: 0.005).seconds == pytest.approx(0.015)
+    assert parse_record({"buckets": [{"bytes": 1, "ready_ms": 2}]}).error is None
+    with pytest.raises(ValueError, match=r"a\.json: no 'buckets'"):
+        parse_record({}, "a.json")
+    with pytest.raises(ValueError, match="want at least one"):
+        parse_record({"buckets": []})
+    with pytest.raises(ValueError, match="two whole steps"):
+        record_of(steps[:1], [0.0], ranks=2, codec="none")
