@@ -24,10 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from dtcomm.compress.guard import Guard
 from dtcomm.compress.policy import Policy
 from dtcomm.compress.scheme import Scheme
+from dtcomm.ddp import frameworks
+from dtcomm.ddp.frameworks import Attached
 from dtcomm.ddp.local import LocalSGD
 from dtcomm.ddp.state import State
 
-__all__ = ["Guard", "LocalSGD", "State", "compress", "hook"]
+__all__ = ["Attached", "Guard", "LocalSGD", "State", "attach", "compress", "hook"]
 
 
 def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -53,3 +55,16 @@ def compress(model: DistributedDataParallel, spec: str | Scheme | Policy = "int8
     model.register_comm_hook(state, hook)
     model.register_forward_pre_hook(refuse_after_failure)
     return state
+
+
+def attach(owner: Any, spec: str | Scheme | Policy = "int8", **options: Any) -> Attached:
+    """Compress where a framework wraps the model in DDP itself, later: a Hugging Face ``Trainer`` or ``Accelerator``,
+    a Lightning ``Trainer``.
+
+        attached = dtcomm.ddp.attach(trainer, "int8")
+        trainer.train()  # Lightning: trainer.fit(module)
+        print(attached.state.report())
+
+    TypeError where ``owner`` is none of these; ValueError where it has another communication hook.
+    """
+    return frameworks.attach(owner, lambda model: compress(model, spec, **options))

@@ -1,0 +1,197 @@
+"""Lightning, Accelerate and the Trainer of transformers, as installed, with the hook."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dtcomm import ddp
+from dtcomm.testing.ranks import run_ranks
+
+
+def need(package: str) -> Any:
+    found = importlib.util.find_spec(package) is not None
+    return pytest.mark.skipif(not found, reason=f"pip install {package}")
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+
+
+def data() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(64, 16, generator=generator)
+    return [{"x": x, "labels": x[:1] * 2} for x in inputs]
+
+
+def loss_of(model: nn.Module) -> float:
+    """Of the bare net, on everything."""
+    inputs, labels = (torch.stack([each[name] for each in data()]) for name in ("x", "labels"))
+    with torch.no_grad():
+        return float((model(inputs) - labels).square().mean())
+
+
+def require_alike(model: nn.Module) -> None:
+    """All ranks hold the same parameters."""
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    everybody = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, flat)
+    assert all(torch.equal(flat, each) for each in everybody)
+
+
+def environment(rank: int, n: int) -> None:
+    """What torchrun would have said."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(n),
+        "LOCAL_WORLD_SIZE": str(n),
+    }
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29511")
+
+
+def with_accelerate(rank: int, n: int) -> None:
+    environment(rank, n)
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    accelerator = Accelerator(
+        cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+    )
+    attached = ddp.attach(accelerator, "int8")
+    with pytest.raises(RuntimeError, match="not wrapped in DDP yet"):
+        attached.state  # noqa: B018
+    model = net()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
+    loader = torch.utils.data.DataLoader(data(), batch_size=8)
+    model, optimiser, loader = accelerator.prepare(model, optimiser, loader)
+    assert model.gradient_as_bucket_view
+    losses = []
+    for _ in range(6):
+        for batch in loader:
+            optimiser.zero_grad()
+            loss = (model(batch["x"]) - batch["labels"]).square().mean()
+            accelerator.backward(loss)
+            optimiser.step()
+            losses.append(float(loss))
+    assert losses[-1] < 0.5 * losses[0]
+    assert attached.state.report().steps == len(losses)
+    require_alike(model)
+    with pytest.raises(TypeError, match="got Sequential"):
+        ddp.attach(model.module)
+
+
+@need("accelerate")
+def test_accelerate() -> None:
+    run_ranks(with_accelerate, 2)
+
+
+class Regression(nn.Module):
+    """As the Trainer wants it: a loss and outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = self.net(x)
+        return {"loss": (out - labels).square().mean(), "logits": out}
+
+
+def with_trainer(rank: int, n: int, folder: Path) -> None:
+    environment(rank, n)
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        num_train_epochs=4,
+        per_device_train_batch_size=8,
+        learning_rate=0.02,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_strategy="no",
+        ddp_backend="gloo",
+    )
+    model = Regression()
+    trainer = Trainer(model=model, args=arguments, train_dataset=data())  # type: ignore[arg-type]
+    attached = ddp.attach(trainer, "int8")
+    before = loss_of(model.net)
+    trainer.train()
+    after = loss_of(model.net)
+    assert after < 0.7 * before
+    assert attached.state.report().steps == trainer.state.global_step == 16
+    require_alike(model)
+
+
+@need("accelerate")
+@need("transformers")
+def test_trainer(tmp_path: Path) -> None:
+    run_ranks(with_trainer, 2, tmp_path)
+
+
+def with_lightning(rank: int, n: int, folder: Path) -> None:
+    environment(rank, n)
+    import lightning
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+    from lightning.pytorch.strategies import DDPStrategy
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
+            return (self.net(batch["x"]) - batch["labels"]).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    class Here(LightningEnvironment):
+        """Ranks that somebody else has started, in a group that is there."""
+
+        creates_processes_externally = True
+
+        def world_size(self) -> int:
+            return n
+
+        def global_rank(self) -> int:
+            return rank
+
+        def local_rank(self) -> int:
+            return rank
+
+    strategy = DDPStrategy(cluster_environment=Here())
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=n,
+        strategy=strategy,
+        max_epochs=4,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    attached = ddp.attach(trainer, "int8")
+    module = Module()
+    before = loss_of(module.net)
+    trainer.fit(module, torch.utils.data.DataLoader(data(), batch_size=8))
+    after = loss_of(module.net)
+    assert after < 0.7 * before
+    assert attached.state.report().steps == trainer.global_step == 16
+
+
+@need("lightning")
+def test_lightning(tmp_path: Path) -> None:
+    run_ranks(with_lightning, 2, tmp_path)
