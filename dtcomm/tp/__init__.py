@@ -2,6 +2,7 @@
 
 from dtcomm.tp.embedding import VocabParallelEmbedding
 from dtcomm.tp.linear import ColumnParallelLinear, RowParallelLinear
+from dtcomm.tp.prepare import PrepareModuleInput, PrepareModuleOutput, SequenceParallel
 from dtcomm.tp.styles import ColwiseParallel, RowwiseParallel
 from dtcomm.tp.swap import KINDS, PLANS, Swapped, compress
 from dtcomm.tp.wire import Wire, wire
@@ -11,8 +12,11 @@ __all__ = [
     "PLANS",
     "ColumnParallelLinear",
     "ColwiseParallel",
+    "PrepareModuleInput",
+    "PrepareModuleOutput",
     "RowParallelLinear",
     "RowwiseParallel",
+    "SequenceParallel",
     "Swapped",
     "VocabParallelEmbedding",
     "Wire",

@@ -62,7 +62,7 @@ class RowwiseParallel(_Compressed, torch_styles.RowwiseParallel):
     ) -> Any:
         over = self._wire(device_mesh)
         (wanted,), (placed,) = output_layouts, outputs.placements
-        if not isinstance(placed, Partial) or not _possible(wanted, outputs.shape, over, "output_layouts"):
+        if not isinstance(placed, Partial) or not possible(wanted, outputs.shape, over, "output_layouts"):
             # What travels here, if anything, is not ours.
             return super()._prepare_output_fn(  # type: ignore[no-untyped-call]
                 output_layouts, use_local_output, mod, outputs, device_mesh
@@ -97,7 +97,7 @@ class ColwiseParallel(_Compressed, torch_styles.ColwiseParallel):
         whole = list(x.shape)
         if isinstance(given, Shard) and not isinstance(x, DTensor):
             whole[given.dim] *= over.ranks
-        ours = x.is_floating_point() and _possible(given, whole, over, "input_layouts")
+        ours = x.is_floating_point() and possible(given, whole, over, "input_layouts")
         if not ours:
             return super()._prepare_input_fn(  # type: ignore[no-untyped-call]
                 input_layouts, desired_input_layouts, mod, inputs, device_mesh
@@ -105,7 +105,12 @@ class ColwiseParallel(_Compressed, torch_styles.ColwiseParallel):
         if isinstance(x, DTensor):
             x = x.to_local(grad_placements=[given])
         dim = given.dim if isinstance(given, Shard) else None
-        return functional.differentiable(_Replicated, x, over, dim, device_mesh)
+        return replicated(x, over, dim, device_mesh)
+
+
+def replicated(x: torch.Tensor, over: Wire, dim: int | None, mesh: DeviceMesh) -> Any:
+    """A local tensor that all ranks have, or their parts joined along ``dim``, as a replicated DTensor."""
+    return functional.differentiable(_Replicated, x, over, dim, mesh)
 
 
 class _Masked(torch.autograd.Function):
@@ -143,7 +148,7 @@ class _Replicated(torch.autograd.Function):
         return x, None, None, None
 
 
-def _possible(placement: Placement, shape: Sequence[int], over: Wire, argument: str) -> bool:
+def possible(placement: Placement, shape: Sequence[int], over: Wire, argument: str) -> bool:
     """Can our collectives do it? ValueError where a codec asks for it and they cannot."""
     if isinstance(placement, Replicate):
         return True
