@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dtcomm import env
+from dtcomm import env, registration
 
 if TYPE_CHECKING:
     from dtcomm.codecs import codec
@@ -57,9 +57,21 @@ __all__ = [
 if env.get("DTCOMM_NATIVE_DIR"):
     __path__.insert(0, env.get("DTCOMM_NATIVE_DIR"))
 
+registration.register()
+
 # Names are looked up when they are first used, so that `dtcomm --help` need not import torch.
 _HOMES = {"codec": "dtcomm.codecs", "decode": "dtcomm.kernels.ops", "encode": "dtcomm.kernels.ops"}
-_SUBMODULES = ("codecs", "collectives", "compress", "ddp", "errors", "kernels", "schedule", "testing")
+_SUBMODULES = (
+    "backend",
+    "codecs",
+    "collectives",
+    "compress",
+    "ddp",
+    "errors",
+    "kernels",
+    "schedule",
+    "testing",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -37,7 +37,9 @@ PYTHON_LAW: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "fsdp": _FACE,
     "tp": _may("compress collectives codecs kernels", "torch transformers"),
     "moe": _FACE,
-    "backend": _FACE,
+    "backend": _may("compress collectives runtime codecs kernels", "torch"),
+    # Called by torch, before anything of it may be imported.
+    "registration": _may("backend"),
     "testing": (ANY, frozenset({"torch", "numpy"})),
     "cli": (ANY, frozenset({"torch", "numpy", "rich", "matplotlib"})),
     "__main__": _may("cli"),

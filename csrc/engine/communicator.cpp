@@ -22,6 +22,9 @@ namespace dtcomm {
 namespace {
 
 constexpr std::uint64_t kSleepNs = 20 * 1000 * 1000;
+// A queued operation of so few bytes is over sooner than another thread wakes: whoever queues it tries it first.
+constexpr std::size_t kTryBytes = 32 * 1024;
+constexpr int kTryBudget = 64;
 
 }  // namespace
 
@@ -39,7 +42,7 @@ bool Patience::exhausted() {
 }
 
 Communicator::Communicator(const CommunicatorOptions& options)
-    : options_(options), token_(random_token()), owner_(getpid()) {
+    : options_(options), token_(random_token()), owner_(getpid()), timeout_ns_(options.timeout_ns) {
   rank = options.rank;
   ranks = options.ranks;
   layout_ = {static_cast<std::uint32_t>(rank), static_cast<std::uint32_t>(ranks), options.max_boxes,
@@ -137,7 +140,7 @@ std::uint64_t Communicator::run(Call call) {
     const std::uint64_t operation = begin(call, number);
     entered = true;
     Machine machine(*this, std::move(call), operation, number);
-    if (machine.advance() != Progress::done) drive(machine, issued + options_.timeout_ns);
+    if (machine.advance() != Progress::done) drive(machine, issued + timeout_ns_.load(std::memory_order_relaxed));
     sent = machine.wire_bytes();
   } catch (const Error& error) {
     fail(error, culprit_);
@@ -167,6 +170,7 @@ std::uint64_t Communicator::run(Call call) {
 std::shared_ptr<Work> Communicator::submit(Call call) { return submit(std::move(call), std::make_shared<Work>()); }
 
 std::shared_ptr<Work> Communicator::submit(Call call, std::shared_ptr<Work> work) {
+  Operation* front = nullptr;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     require_usable();
@@ -176,9 +180,49 @@ std::shared_ptr<Work> Communicator::submit(Call call, std::shared_ptr<Work> work
     operation.number = ++operations_;
     flights_.issue(operation.number, operation.call.plan, now_ns());
     queue_.push_back(std::move(operation));
+    if (!busy_ && queue_.size() == 1 && queue_.front().call.plan->input_bytes() <= kTryBytes) {
+      busy_ = true;
+      front = &queue_.front();
+    }
   }
-  ProgressThread::instance().wake();
+  bool more = true;
+  if (front && advance_front(*front, kTryBudget)) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    more = !queue_.empty();
+  }
+  if (more) ProgressThread::instance().wake();
   return work;
+}
+
+bool Communicator::advance_front(Operation& front, int budget) {
+  std::exception_ptr failure;
+  try {
+    check_failures();
+    const std::uint64_t operation = begin(front.call, front.number);
+    front.work->started_ns = now_ns();
+    front.deadline = front.work->started_ns + timeout_ns_.load(std::memory_order_relaxed);
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      flights_.start(front.number, front.work->started_ns);
+    }
+    auto machine = std::make_unique<Machine>(*this, front.call, operation, front.number);
+    const Progress progress = machine->advance(budget);
+    check_machine(*machine);
+    if (progress != Progress::done) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      front.machine = std::move(machine);  // from here on the progress thread may take it on
+      return false;
+    }
+    front.machine = std::move(machine);
+  } catch (const Error& error) {
+    fail(error, culprit_);
+    failure = std::current_exception();
+  } catch (const std::exception& error) {
+    fail(Error(ErrorKind::internal, who(rank) + ": " + error.what()), rank);
+    failure = std::current_exception();
+  }
+  finish_front(failure);
+  return true;
 }
 
 void Communicator::drive(Machine& machine, std::uint64_t deadline) {
@@ -215,28 +259,19 @@ void Communicator::drive(Machine& machine, std::uint64_t deadline) {
 
 Communicator::Look Communicator::drive_front(int budget) {
   Operation* front = nullptr;
+  bool fresh = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (queue_.empty()) return Look::idle;
     front = &queue_.front();  // a deque's front stays where it is while others are pushed behind it
     if (!front->machine) {
       if (busy_) return Look::idle;  // an inline caller is at work; it wakes us when it is done
-      busy_ = true;
+      busy_ = fresh = true;
     }
   }
+  if (fresh) return advance_front(*front, budget) ? Look::moved : Look::blocked;
   std::exception_ptr failure;
   try {
-    if (!front->machine) {
-      check_failures();
-      const std::uint64_t operation = begin(front->call, front->number);
-      front->work->started_ns = now_ns();
-      front->deadline = front->work->started_ns + options_.timeout_ns;
-      {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        flights_.start(front->number, front->work->started_ns);
-      }
-      front->machine = std::make_unique<Machine>(*this, front->call, operation, front->number);
-    }
     const Progress progress = front->machine->advance(budget);
     check_machine(*front->machine);
     if (progress != Progress::done) return progress == Progress::moved ? Look::moved : Look::blocked;
@@ -412,9 +447,9 @@ void Communicator::raise_timeout(const Machine& machine) {
     culprit = next;
   }
   culprit_ = culprit;
-  std::string message = "operation " + std::to_string(machine.number()) + ", " + machine.call().plan->text() +
-                        ", did not end within " +
-                        std::to_string(static_cast<double>(options_.timeout_ns) * 1e-9).substr(0, 6) + " s";
+  std::string message =
+      "operation " + std::to_string(machine.number()) + ", " + machine.call().plan->text() + ", did not end within " +
+      std::to_string(static_cast<double>(timeout_ns_.load(std::memory_order_relaxed)) * 1e-9).substr(0, 6) + " s";
   if (culprit >= 0) {
     std::uint64_t latest = 0;
     for (const OpHeader& header : peers[static_cast<std::size_t>(culprit)].head->ops) {

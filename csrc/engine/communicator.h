@@ -2,6 +2,7 @@
 // done while one has to wait.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -82,6 +83,8 @@ class Communicator final : public Fabric {
 
   // Looks at a flag before the first yield; before the first operation.
   void set_spins(int spins) { options_.spins = spins; }
+  // Of the operations that start from now on.
+  void set_timeout(std::uint64_t timeout_ns) { timeout_ns_.store(timeout_ns, std::memory_order_relaxed); }
   void close();
   bool closed() const { return closed_; }
   std::string failure() const;
@@ -129,6 +132,8 @@ class Communicator final : public Fabric {
   void fail(const Error& error, int culprit);
   void fail_queue(std::exception_ptr failure);
   void finish_front(std::exception_ptr failure);
+  // Starts the front operation, and runs it as far as `budget` instructions go; true where it is over.
+  bool advance_front(Operation& front, int budget);
   void ring_peers();
   std::string who(int rank) const;
 
@@ -144,6 +149,7 @@ class Communicator final : public Fabric {
   std::vector<std::string> names_;
   int suspect_ = -1;  // a dead peer that this rank waits for: one more look, then it is lost
   int culprit_ = -1;  // of the error being raised
+  std::atomic<std::uint64_t> timeout_ns_{0};
 
   mutable std::mutex mutex_;
   std::deque<Operation> queue_;

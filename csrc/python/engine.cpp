@@ -148,6 +148,8 @@ void bind_communicator(py::module_& module) {
            })
       .def_readwrite("probes", &Communicator::probes)
       .def("set_spins", &Communicator::set_spins)
+      .def("set_timeout",
+           [](Communicator& self, double seconds) { self.set_timeout(static_cast<std::uint64_t>(seconds * 1e9)); })
       .def_readonly("round_trip_ns", &Communicator::round_trip_ns)
       .def_readwrite("stream_staging", &Communicator::stream_staging)
       .def("run",

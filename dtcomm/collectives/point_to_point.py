@@ -10,7 +10,7 @@ from dtcomm import codecs
 from dtcomm.codecs import Codec
 from dtcomm.collectives.arguments import Group, in_memory, require_dtype, require_residual, require_tensor
 from dtcomm.collectives.launch import own, plan_for, start
-from dtcomm.runtime.channel import pair_of
+from dtcomm.runtime.channel import Pair, pair_of
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.shm import Buffers
 from dtcomm.runtime.work import Work
@@ -83,25 +83,49 @@ def _message(
     buffers = [Buffers(memory if sends else None, None if sends else memory, residual)]
 
     def begin(communicator: Communicator, asynchronous: bool) -> Work | None:
-        root = communicator.rank if sends else 1 - communicator.rank
-        key = (tensor.numel(), tensor.dtype, codec, checksum)
-        plan: Any = communicator.plans.get(key)
-        if plan is None:
-            plan = plan_for(
-                communicator,
-                key,
-                "broadcast",
-                "sum",
-                [tensor.numel()],
-                [tensor.dtype],
-                [codec],
-                _WAYS[root],
-                root,
-                checksum=checksum,
-            )
-        return start(communicator, plan, buffers, [tensor], seed, asynchronous)
+        return _begin(communicator, buffers, [tensor], sends, codec, seed, asynchronous, checksum)
 
     if async_op:
         return pair.later(sends, lambda communicator: begin(communicator, True), [tensor])
     begin(pair.communicator(sends), False)
     return None
+
+
+def post(pair: Pair, memory: torch.Tensor, sends: bool) -> Work:
+    """Start a message of a pair, as it is: ``memory`` is contiguous and its dtype one that can be sent."""
+    buffers = [Buffers(memory if sends else None, None if sends else memory)]
+
+    def begin(communicator: Communicator) -> Work | None:
+        return _begin(communicator, buffers, [memory], sends, "none", None, True, None)
+
+    return pair.later(sends, begin, [memory])
+
+
+def _begin(
+    communicator: Communicator,
+    buffers: list[Buffers],
+    outputs: list[torch.Tensor],
+    sends: bool,
+    codec: str | Codec,
+    seed: int | None,
+    asynchronous: bool,
+    checksum: bool | None,
+) -> Work | None:
+    tensor = outputs[0]
+    root = communicator.rank if sends else 1 - communicator.rank
+    key = (tensor.numel(), tensor.dtype, codec, checksum)
+    plan: Any = communicator.plans.get(key)
+    if plan is None:
+        plan = plan_for(
+            communicator,
+            key,
+            "broadcast",
+            "sum",
+            [tensor.numel()],
+            [tensor.dtype],
+            [codec],
+            _WAYS[root],
+            root,
+            checksum=checksum,
+        )
+    return start(communicator, plan, buffers, outputs, seed, asynchronous)

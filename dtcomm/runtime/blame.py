@@ -29,6 +29,10 @@ class Blame:
         self._timeout_s = timeout_s
         self._store = _store_of(group) if store is None else store
 
+    def set_timeout(self, seconds: float) -> None:
+        """What errors give as the timeout."""
+        self._timeout_s = seconds
+
     def error(self, peer: int, cause: RuntimeError, doing: str) -> DtcommError:
         """What to raise for a ``cause`` that the backend gave for a message with ``peer``."""
         kind = "timeout" if "timed out" in str(cause).lower() else "lost"

@@ -74,10 +74,12 @@ class Pair:
         with self._lock:
             if self._closed:
                 self._let_go()
-            for work in self._waiting:
-                work.go(self._made, self._error)
-            self._waiting.clear()
+            waiting, self._waiting = self._waiting, []
+            for work in waiting:
+                work.begin(self._made, self._error)
             self._over.set()
+        for work in waiting:  # whoever is told may send again
+            work.announce()
 
     def close(self) -> None:
         """Release both communicators."""
@@ -105,19 +107,24 @@ class _Later(Work):
         self._error: BaseException | None = None
         self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
 
-    def go(self, made: tuple[Communicator, Communicator] | None, error: BaseException | None) -> None:
-        """Begin, or fail as the meeting did."""
+    def begin(self, made: tuple[Communicator, Communicator] | None, error: BaseException | None) -> None:
+        """Start, or fail as the meeting did."""
         try:
             if made is None:
                 assert error is not None
                 raise error
             self._work = self._start(made[0 if self._sends else 1])
             assert self._work is not None
-            self._work.get_future().add_done_callback(self._finish)
         except BaseException as failure:
             self._error = failure
-            self._future.set_exception(failure)  # type: ignore[arg-type]
         self._begun.set()
+
+    def announce(self) -> None:
+        """Let the future follow the message, once it has begun."""
+        if self._work is None:
+            self._future.set_exception(self._error)  # type: ignore[arg-type]
+        else:
+            self._work.get_future().add_done_callback(self._finish)
 
     def _finish(self, done: torch.futures.Future[list[torch.Tensor]]) -> None:
         try:
@@ -150,11 +157,14 @@ class _Later(Work):
         return self._started().seconds
 
 
-def pair_of(group: dist.ProcessGroup | None, peer: int, argument: str) -> Pair:
-    """The pair with a global rank of the group; ValueError where there can be none."""
+def pair_of(group: dist.ProcessGroup | None, peer: int, argument: str, purpose: str = "") -> Pair:
+    """The pair with a global rank of the group; ValueError where there can be none.
+
+    Messages of another ``purpose`` have a pair of their own.
+    """
     target = require_group(group)
     entry = entry_of(target)
-    found: Any = entry.pairs.get(peer)
+    found: Any = entry.pairs.get((peer, purpose))
     if found is not None:
         pair: Pair = found
         return pair
@@ -162,17 +172,17 @@ def pair_of(group: dist.ProcessGroup | None, peer: int, argument: str) -> Pair:
     mine, other = dist.get_rank(target), position(ranks, peer, argument)
     if mine == other:
         raise ValueError(f"{argument}: rank {peer} is this rank itself")
-    pair = Pair(lambda: _make(target, mine, other))
-    kept: Pair = entry.pairs.setdefault(peer, pair)
+    pair = Pair(lambda: _make(target, mine, other, purpose))
+    kept: Pair = entry.pairs.setdefault((peer, purpose), pair)
     return kept
 
 
-def _make(group: dist.ProcessGroup, mine: int, other: int) -> tuple[Communicator, Communicator]:
+def _make(group: dist.ProcessGroup, mine: int, other: int, purpose: str) -> tuple[Communicator, Communicator]:
     low, high = sorted((mine, other))
     store = group_store(group)
     if hasattr(store, "clone"):  # a connection of our own: a wait on the common one would hold up everybody
         store = store.clone()
-    name = f"{low}-{high}"
+    name = f"{purpose}{low}-{high}"
     epoch = store.add(f"dtcomm/{PROTOCOL}/made/{name}/{mine}", 1)
     made = [
         Communicator(group, f"{epoch}/{name}/{way}", members=(low, high), store=store)

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +44,9 @@ class Runtime(Protocol):
         self, plan: Any, buffers: Sequence[Buffers], outputs: Sequence[torch.Tensor], seed: int
     ) -> Work:
         """Queue behind what runs already."""
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long the calls from now on wait for the other ranks."""
 
     def close(self) -> None:
         """Release everything."""
@@ -170,7 +174,7 @@ class Communicator:
 
     def _private_group(self, group: dist.ProcessGroup, store: c10d.Store, epoch: str) -> Any:
         """A group of our own over the same ranks: our messages never mix with the user's."""
-        if dist.get_backend(group) == "gloo":
+        if dist.get_backend(group) in ("gloo", "dtcomm"):
             # Past torch's registry: pairs are made in threads, several at once, and a second group of the same
             # ranks would get the first one's name and read its addresses.
             return dist.ProcessGroupGloo(
@@ -216,6 +220,10 @@ class Communicator:
         seen = [] if runtime is None else runtime.sightings()
         said["seen"] = [{"rank": rank, **vars(each)} for rank, each in zip(self.ranks, seen, strict=False)]
         return said
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long the calls from now on wait for the other ranks."""
+        if self.runtime is not None:
+            self.runtime.set_timeout(timeout.total_seconds())
 
     def close(self) -> None:
         """Release the runtime; later calls on the group make a new communicator."""
@@ -234,11 +242,14 @@ class Closeable(Protocol):
 
 @dataclass
 class Entry:
-    """What is kept for a group: the communicator of all its ranks, and those of pairs by the peer's global rank."""
+    """What is kept for a group: the communicator of all its ranks, and those of pairs by the peer's global rank and
+    what they are for.
+    """
 
     reference: weakref.ref[dist.ProcessGroup]
     communicator: Communicator | None = None
-    pairs: dict[int, Any] = field(default_factory=dict)
+    pairs: dict[tuple[int, str], Any] = field(default_factory=dict)
+    making: threading.RLock = field(default_factory=threading.RLock)
 
     def close(self) -> None:
         kept: list[Closeable] = [*self.pairs.values(), *([self.communicator] if self.communicator else [])]
@@ -266,12 +277,21 @@ def find(group: dist.ProcessGroup | None) -> Communicator:
     return _make(require_group(group))
 
 
+def known(group: dist.ProcessGroup) -> Communicator | None:
+    """The group's communicator if it has been made: asking needs no other rank."""
+    entry = _cache.get(id(group))
+    return entry.communicator if entry is not None and entry.reference() is group else None
+
+
 def _make(group: dist.ProcessGroup) -> Communicator:
-    with _lock:
-        entry = entry_of(group)
-        # Counted in the store itself: an id of one that is gone may come again, and not on every rank.
-        epoch = group_store(group).add(f"dtcomm/{PROTOCOL}/made/{dist.get_rank(group)}", 1)
-        entry.communicator = Communicator(group, epoch)
+    entry = entry_of(group)
+    with (
+        entry.making
+    ):  # of this group alone: while its ranks gather, messages of other groups and pairs go on
+        if entry.communicator is None:
+            # Counted in the store itself: an id of one that is gone may come again, and not on every rank.
+            epoch = group_store(group).add(f"dtcomm/{PROTOCOL}/made/{dist.get_rank(group)}", 1)
+            entry.communicator = Communicator(group, epoch)
         return entry.communicator
 
 

@@ -55,6 +55,9 @@ def position(ranks: Sequence[int], global_rank: int, argument: str) -> int:
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """The timeout that the group was made with."""
+    own = getattr(group, "timeout", None)  # of a group of our own backend
+    if isinstance(own, timedelta):
+        return own
     for device in ("cpu", "cuda"):
         try:
             options = group._get_backend(torch.device(device)).options

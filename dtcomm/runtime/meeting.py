@@ -61,7 +61,7 @@ class Meeting:
                 self._store.wait([key], self._timeout)
             except RuntimeError as error:
                 raise CollectiveTimeout(
-                    f"rank {self._names[rank]} did not come to make a communicator within "
+                    f"rank {self._names[rank]} did not come to make a communicator before the timeout of "
                     f"{self._timeout.total_seconds():g} s: every rank of the group has to call"
                 ) from error
             words.append(json.loads(self._store.get(key)))

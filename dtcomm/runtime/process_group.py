@@ -142,6 +142,11 @@ class ProcessGroupRuntime:
         with self._lock:
             return QueuedWork(self._enqueue(plan, buffers, seed), outputs)
 
+    def set_timeout(self, seconds: float) -> None:
+        """How long the calls from now on wait for the other ranks."""
+        self._timeout = timedelta(seconds=seconds)
+        self._blame.set_timeout(seconds)
+
     def close(self) -> None:
         """Leave the group; peers that still wait for this rank are told by the closed connections."""
         if os.getpid() != self._pid:

@@ -129,6 +129,10 @@ class NativeRuntime:
         """What is to be seen of every rank, in rank order."""
         return [Sighting(*seen) for seen in self.native.sightings()]
 
+    def set_timeout(self, seconds: float) -> None:
+        """How long the calls from now on wait for the other ranks."""
+        self.native.set_timeout(seconds)
+
     def close(self) -> None:
         """Let go of all shared memory; peers that still wait for this rank are told."""
         self.native.close()

@@ -1,0 +1,197 @@
+"""The distributed tests that torch brings along, on Gloo and on this backend, side by side.
+
+    python -m bench.torch_distributed                 # all tests, a line each; --only PATTERN for some
+    python -m bench.torch_distributed --json          # also bench/results/torch_distributed.json
+
+The tests are ``torch.testing._internal.distributed.distributed_test``, 3 ranks. torch decides by the backend's name
+which of them apply; so that all that apply to Gloo run, they are told that they run on Gloo, and every group they
+make is one of this backend (``--serve`` is the process that does so). What Gloo passes and dtcomm does not is a
+difference; the ones that cannot pass stand in ``EXPECTED`` with the reason. Exit status 1 for any other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.common.machine import describe
+
+RESULT = Path(__file__).parent / "results" / "torch_distributed.json"
+BACKENDS = ("gloo", "dtcomm")
+RANKS = 3
+
+# Tests that Gloo passes and this backend cannot, and why.
+EXPECTED: dict[str, str] = {
+    "test_get_backend": "it asks for the backend's name, and that is dtcomm",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tests on both backends and print where they differ."""
+    parser = argparse.ArgumentParser(prog="python -m bench.torch_distributed", description=__doc__)
+    parser.add_argument("--only", default="*", help="a pattern of names, as in a shell")
+    parser.add_argument("--backends", default=",".join(BACKENDS), help="which to run")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one test")
+    parser.add_argument("--json", action="store_true", help=f"write {RESULT}")
+    parser.add_argument("--serve", choices=BACKENDS, help=argparse.SUPPRESS)
+    parser.add_argument("-v", "--verbose", action="store_true", help="what failed tests say")
+    args = parser.parse_args(argv)
+    if args.serve:
+        return serve(args.serve, args.only)
+    chosen = args.backends.split(",")
+    outcomes: dict[str, dict[str, dict[str, Any]]] = {}
+    for backend in chosen:
+        for found in run(backend, args.only, args.timeout):
+            outcomes.setdefault(found["test"], {})[backend] = found
+            print(f"{backend:8}{found['outcome']:8}{found['seconds']:6.1f} s  {found['test']}", flush=True)
+            if args.verbose and found["outcome"] == "fails":
+                print(found["said"], flush=True)
+    return conclude(outcomes, chosen, args.json)
+
+
+def run(backend: str, only: str, timeout: float) -> Iterator[dict[str, Any]]:
+    """Each test's outcome, from a process of its own; one that dies is started again behind the test it died in."""
+    command = [sys.executable, "-m", "bench.torch_distributed", "--serve", backend, "--only", only]
+    env = os.environ | {
+        "BACKEND": "gloo",
+        "WORLD_SIZE": str(RANKS),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(int(timeout)),
+        "TEMP_DIR": "",
+    }
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    with process:
+        for line in process.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+
+
+def serve(backend: str, only: str) -> int:
+    """Run the tests here; a line of JSON each on standard output."""
+    import unittest
+
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed import distributed_test as shipped
+
+    if backend == "dtcomm":
+        _stand_in(shipped)
+    fork: Any = torch.multiprocessing.get_context("fork").Process
+
+    class Shipped(shipped.TestDistBackend, shipped.DistributedTest._DistTestBase):  # type: ignore[misc,name-defined]
+        def setUp(self) -> None:
+            super().setUp()
+            self._start_processes(fork)
+
+    assert dist.is_available()
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what tests print is not ours
+    for name in unittest.TestLoader().getTestCaseNames(Shipped):
+        if not fnmatch.fnmatch(name, only):
+            continue
+        result = unittest.TestResult()
+        begun = time.perf_counter()
+        unittest.TestSuite([Shipped(name)]).run(result)
+        said = [text for _, text in (*result.errors, *result.failures)]
+        outcome = "fails" if said else "skips" if result.skipped else "passes"
+        found = {
+            "test": name,
+            "outcome": outcome,
+            "seconds": round(time.perf_counter() - begun, 2),
+            "said": "\n".join(said)[-6000:] or "; ".join(reason for _, reason in result.skipped),
+        }
+        print(json.dumps(found), file=out, flush=True)
+    return 0
+
+
+def _stand_in(shipped: Any) -> None:
+    """Groups that the tests make for Gloo are of the backend dtcomm, and its events count as Gloo's."""
+    import functools
+
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    import dtcomm  # noqa: F401
+
+    def instead(name: str) -> None:
+        original = getattr(c10d, name)
+
+        @functools.wraps(original)
+        def made(*args: Any, **kwargs: Any) -> Any:
+            if name == "init_process_group" and args and args[0] == "gloo":
+                args = ("dtcomm", *args[1:])
+            if kwargs.get("backend") == "gloo":
+                kwargs["backend"] = "dtcomm"
+            return original(*args, **kwargs)
+
+        setattr(c10d, name, made)
+        setattr(dist, name, made)
+
+    for name in ("init_process_group", "new_group"):
+        instead(name)
+    events = shipped.get_profiling_event
+
+    def get_profiling_event(event_name: str, *args: Any, **kwargs: Any) -> Any:
+        return events(event_name.replace("gloo:", "dtcomm:"), *args, **kwargs)
+
+    shipped.get_profiling_event = get_profiling_event
+
+
+def conclude(outcomes: dict[str, dict[str, dict[str, Any]]], chosen: list[str], write: bool) -> int:
+    """Print the sums and the differences."""
+    for backend in chosen:
+        counts = Counter(found[backend]["outcome"] for found in outcomes.values() if backend in found)
+        seconds = sum(found[backend]["seconds"] for found in outcomes.values() if backend in found)
+        listed = ", ".join(f"{outcome} {count}" for outcome, count in sorted(counts.items()))
+        print(f"{backend}: {listed} ({seconds:.0f} s)")
+    if len(chosen) < 2:
+        return 0
+    differences = {
+        test: {backend: found.get(backend, {"outcome": "did not run", "said": ""}) for backend in chosen}
+        for test, found in outcomes.items()
+        if len({found.get(backend, {}).get("outcome") for backend in chosen}) > 1
+    }
+    unexpected = 0
+    for test, found in differences.items():
+        known = EXPECTED.get(test, "")
+        worse = found["gloo"]["outcome"] == "passes"
+        unexpected += worse and not known
+        print(
+            f"{test}: Gloo {found['gloo']['outcome']}, dtcomm {found['dtcomm']['outcome']}"
+            + (f" ({known})" if known else "")
+        )
+    passed = sum(found.get("gloo", {}).get("outcome") == "passes" for found in outcomes.values())
+    print(
+        f"of {passed} tests that Gloo passes dtcomm fails {unexpected}, and {len(EXPECTED)} that it cannot pass"
+    )
+    if write:
+        record = {
+            "machine": describe(),
+            "ranks": RANKS,
+            "tests": {
+                test: {backend: found.get(backend, {}).get("outcome") for backend in chosen}
+                for test, found in sorted(outcomes.items())
+            },
+            "differences": {
+                test: {"outcomes": found, "expected": EXPECTED.get(test, "")}
+                for test, found in differences.items()
+            },
+        }
+        RESULT.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        print(f"written to {RESULT}")
+    return 1 if unexpected else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,159 @@
+"""Every collective of torch.distributed on the backend, beside Gloo with the same inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dtcomm.testing.ranks import run_ranks
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
+SHAPES = ((), (0,), (7, 3), (64, 33))
+
+
+def _values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    made = torch.randint(0, 7, shape, generator=torch.Generator().manual_seed(seed))
+    return made.to(dtype)
+
+
+def _all_reduce(shape: Any, dtype: Any, rank: int, group: Any, later: bool) -> Any:
+    results = []
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
+        tensor = _values(shape, dtype, rank)
+        _wait(dist.all_reduce(tensor, op, group=group, async_op=later))
+        results.append(tensor)
+    return results
+
+
+def _bitwise(shape: Any, dtype: Any, rank: int, group: Any, later: bool) -> Any:
+    if dtype.is_floating_point:
+        return []
+    results = []
+    for op in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR):
+        tensor = _values(shape, dtype, rank)
+        _wait(dist.all_reduce(tensor, op, group=group, async_op=later))
+        results.append(tensor)
+    return results
+
+
+def _broadcast(shape: Any, dtype: Any, rank: int, group: Any, later: bool) -> Any:
+    tensor = _values(shape, dtype, rank)
+    _wait(dist.broadcast(tensor, dist.get_world_size() - 1, group=group, async_op=later))
+    return tensor
+
+
+def _reduce(shape: Any, dtype: Any, rank: int, group: Any, later: bool) -> Any:
+    tensor = _values(shape, dtype, rank)
+    _wait(dist.reduce(tensor, 1, group=group, async_op=later))
+    return tensor if rank == 1 else []  # what the others hold is left open
+
+
+def _all_gather(shape: Any, dtype: Any, rank: int, group: Any, later: bool) -> Any:
+    tensor = _values(shape, dtype, rank)
+    apart = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    _wait(dist.all_gather(apart, tensor, group=group, async_op=later))
+    together = list(torch.empty((dist.get_world_size(), *shape), dtype=dtype).unbind())
+    _wait(dist.all_gather(together, tensor, group=group, async_op=later))
+    return apart + together
+
+
+def _all_gather_single(shape: Any, dtype: Any, rank: int, group: Any, later: bool) -> Any:
+    tensor = _values(shape, dtype, rank).reshape(-1)
+    output = torch.empty(tensor.numel() * dist.get_world_size(), dtype=dtype)
+    _wait(dist.all_gather_into_tensor(output, tensor, group=group, async_op=later))
+    return output
+
+
+def _gather(shape: Any, dtype: Any, rank: int, group: Any, later: bool) -> Any:
+    tensor = _values(shape, dtype, rank)
+    outputs = [torch.empty_like(tensor) for _ in range(dist.get_world_size())] if rank == 1 else None
+    _wait(dist.gather(tensor, outputs, 1, group=group, async_op=later))
+    return outputs or []
+
+
+def _scatter(shape: Any, dtype: Any, rank: int, group: Any, later: bool) -> Any:
+    inputs = [_values(shape, dtype, i) for i in range(dist.get_world_size())] if rank == 1 else None
+    output = torch.empty(shape, dtype=dtype)
+    _wait(dist.scatter(output, inputs, 1, group=group, async_op=later))
+    return output
+
+
+def _reduce_scatter(shape: Any, dtype: Any, rank: int, group: Any, later: bool) -> Any:
+    inputs = [_values(shape, dtype, 10 * rank + i) for i in range(dist.get_world_size())]
+    output = torch.empty(shape, dtype=dtype)
+    _wait(dist.reduce_scatter(output, inputs, group=group, async_op=later))
+    whole = torch.cat([each.reshape(-1) for each in inputs])
+    single = torch.empty(output.numel(), dtype=dtype)
+    _wait(dist.reduce_scatter_tensor(single, whole, group=group, async_op=later))
+    return [output, single]
+
+
+def _all_to_all(shape: Any, dtype: Any, rank: int, group: Any, later: bool) -> Any:
+    ranks = dist.get_world_size()
+    inputs = [_values(shape, dtype, 10 * rank + i) for i in range(ranks)]
+    outputs = [torch.empty(shape, dtype=dtype) for i in range(ranks)]
+    _wait(dist.all_to_all(outputs, inputs, group=group, async_op=later))
+    source = _values((ranks * 2, 3), dtype, rank)
+    equal = torch.empty_like(source)
+    _wait(dist.all_to_all_single(equal, source, group=group, async_op=later))
+    sent = [(rank + i) % 3 for i in range(ranks)]
+    got = [(rank + i) % 3 for i in range(ranks)]
+    uneven = torch.empty((sum(got), 2), dtype=dtype)
+    source = _values((sum(sent), 2), dtype, rank)
+    _wait(dist.all_to_all_single(uneven, source, got, sent, group=group, async_op=later))
+    return [*outputs, equal, uneven]
+
+
+def _strided(shape: Any, dtype: Any, rank: int, group: Any, later: bool) -> Any:
+    """Outputs with gaps and turned dimensions; Gloo takes such outputs of all_gather alone, so ours is the norm."""
+    tensor = _values((4, 6), dtype, rank)
+    outputs = [torch.empty((6, 4), dtype=dtype).t() for _ in range(dist.get_world_size())]
+    _wait(dist.all_gather(outputs, tensor.clone(), group=group, async_op=later))
+    return outputs
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "all_reduce": _all_reduce,
+    "bitwise": _bitwise,
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "all_gather": _all_gather,
+    "all_gather_single": _all_gather_single,
+    "gather": _gather,
+    "scatter": _scatter,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "strided": _strided,
+}
+
+
+def _wait(work: Any) -> None:
+    if work is not None:
+        work.wait()
+
+
+def compare(rank: int, world_size: int) -> list[str]:
+    """Differences between the backend and Gloo, named."""
+    gloo = dist.new_group(backend="gloo")
+    different = []
+    for name, operation in OPERATIONS.items():
+        for dtype in DTYPES:
+            for shape in SHAPES:
+                for later in (False, True):
+                    ours = operation(shape, dtype, rank, None, later)
+                    theirs = operation(shape, dtype, rank, gloo, later)
+                    ours, theirs = (each if isinstance(each, list) else [each] for each in (ours, theirs))
+                    if len(ours) != len(theirs) or not all(
+                        torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)
+                    ):
+                        different.append(f"{name} {dtype} {shape} async={later}")
+    return different
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_same_as_gloo(ranks: int) -> None:
+    assert run_ranks(compare, ranks, backend="dtcomm") == [[]] * ranks

@@ -1,0 +1,173 @@
+"""send and recv by tag, from any source, in any order."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dtcomm.errors import CollectiveMismatch, CollectiveTimeout
+from dtcomm.testing.ranks import run_ranks
+
+SIZES = (0, 1, 500, 507, 508, 100_000)  # in float32: about where a message no longer fits its note
+
+
+def _message(numel: int, key: int) -> torch.Tensor:
+    return torch.arange(numel, dtype=torch.float32) + 1000 * key
+
+
+def exchange(rank: int, world_size: int) -> None:
+    """Every rank sends to every other, blocking in turn and not blocking at all."""
+    for numel in SIZES:
+        for shift in range(1, world_size):
+            got = torch.empty(numel)
+            if rank < (rank + shift) % world_size:
+                dist.send(_message(numel, rank), (rank + shift) % world_size)
+                dist.recv(got, (rank - shift) % world_size)
+            else:
+                dist.recv(got, (rank - shift) % world_size)
+                dist.send(_message(numel, rank), (rank + shift) % world_size)
+            assert torch.equal(got, _message(numel, (rank - shift) % world_size))
+        others = [peer for peer in range(world_size) if peer != rank]
+        results = [torch.empty(numel) for _ in others]
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.irecv, result, peer) for peer, result in zip(others, results)]
+            + [dist.P2POp(dist.isend, _message(numel, rank), peer) for peer in others]
+        )
+        for work in works:
+            work.wait()
+        for peer, result in zip(others, results):
+            assert torch.equal(result, _message(numel, peer))
+
+
+def by_tag(rank: int, world_size: int) -> None:
+    """Messages are taken in another order than they were sent in, short and long ones among each other."""
+    tags = [3, 1, 4, 1, 5, 9, 2, 6]
+    sizes = [10, 5000, 20, 7000, 3, 100_000, 1, 0]
+    if rank == 0:
+        works = [dist.isend(_message(size, tag), 1, tag=tag) for tag, size in zip(tags, sizes)]
+        for work in works:
+            assert work is not None
+            work.wait()
+        return
+    first_of_tag: dict[int, list[int]] = {}
+    for tag, size in zip(tags, sizes):
+        first_of_tag.setdefault(tag, []).append(size)
+    for tag in sorted(first_of_tag, reverse=True):
+        for size in first_of_tag[tag]:
+            got = torch.empty(size)
+            assert dist.recv(got, 0, tag=tag) == 0
+            assert torch.equal(got, _message(size, tag))
+
+
+def any_source(rank: int, world_size: int) -> list[int]:
+    """Rank 0 takes whatever comes with a tag, the long messages first."""
+    if rank != 0:
+        for numel in (4, 4000):
+            dist.send(torch.full((numel,), float(rank)), 0, tag=numel)
+        return []
+    came = []
+    for numel in (4000, 4):
+        for _ in range(world_size - 1):
+            got = torch.empty(numel)
+            source = dist.recv(got, tag=numel)
+            assert torch.equal(got, torch.full((numel,), float(source)))
+            came.append(source)
+    return came
+
+
+def in_the_background(rank: int, world_size: int) -> None:
+    """A receive that was posted goes on although its rank does something else than to wait for it."""
+    if rank == 0:
+        got = torch.empty(300_000)
+        work = dist.irecv(got, 1)
+        dist.barrier()
+        assert work is not None
+        work.wait()
+        assert torch.equal(got, _message(300_000, 1))
+    else:
+        dist.send(_message(300_000, 1), 0)
+        dist.barrier()
+
+
+def to_itself(rank: int, world_size: int) -> None:
+    got = torch.empty(5)
+    receive = dist.irecv(got, rank)
+    send = dist.isend(_message(5, rank), rank)
+    assert send is not None and receive is not None
+    send.wait()
+    receive.wait()
+    assert torch.equal(got, _message(5, rank))
+
+
+def wrong(rank: int, world_size: int) -> None:
+    if rank == 0:
+        dist.send(torch.zeros(4), 1)
+        dist.send(torch.zeros(4000), 1)
+        dist.send(torch.ones(4), 1)
+        return
+    for numel in (3, 3000):
+        with pytest.raises(
+            CollectiveMismatch, match=r"rank 0 sends \d+ bytes with tag 0, rank 1 receives \d+"
+        ):
+            dist.recv(torch.empty(numel), 0)
+    got = torch.empty(4)
+    dist.recv(got, 0)  # the messages behind it are what they were
+    assert got.sum() == 4
+    begun = time.monotonic()
+    work = dist.irecv(got, 0)
+    assert work is not None
+    from datetime import timedelta
+
+    with pytest.raises(CollectiveTimeout, match="recv of 16 bytes from rank 0"):
+        work.wait(timedelta(seconds=0.2))
+    assert time.monotonic() - begun < 2
+
+
+def subgroup(rank: int, world_size: int) -> Any:
+    """Ranks are those of the world, and what a group sends stays in it."""
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return
+    other = 2 - rank
+    got, mine = torch.empty(3), torch.empty(3)
+    works = [
+        dist.isend(_message(3, rank), other, group=group),
+        dist.isend(_message(3, rank + 5), other),
+        dist.irecv(mine, other),
+        dist.irecv(got, other, group=group),
+    ]
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert torch.equal(got, _message(3, other)) and torch.equal(mine, _message(3, other + 5))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_rank_sends_to_every_other(ranks: int) -> None:
+    run_ranks(exchange, ranks, backend="dtcomm")
+
+
+def test_tags() -> None:
+    run_ranks(by_tag, 2, backend="dtcomm")
+
+
+def test_any_source() -> None:
+    came = run_ranks(any_source, 3, backend="dtcomm")[0]
+    assert sorted(came) == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("program", [in_the_background, to_itself, wrong])
+def test_two_ranks(program: Any) -> None:
+    run_ranks(program, 2, backend="dtcomm")
+
+
+def test_subgroup() -> None:
+    run_ranks(subgroup, 3, backend="dtcomm")
+
+
+def test_without_shared_memory() -> None:
+    run_ranks(exchange, 2, backend="dtcomm", env={"DTCOMM_RUNTIME": "process_group"})
