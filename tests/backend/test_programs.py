@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import dtcomm
 import dtcomm.ddp
@@ -14,18 +16,26 @@ from dtcomm.testing.ranks import run_ranks
 from tests.backend.programs import AGREE, PROGRAMS, train
 
 
-def run(rank: int, world_size: int, name: str, folder: str) -> Any:
-    results = PROGRAMS[name](rank, world_size, folder)
-    return results, str(dtcomm.backend.report())
+def run_all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    found = {}
+    for name, program in PROGRAMS.items():
+        (Path(folder) / name).mkdir(exist_ok=True)
+        found[name] = program(rank, world_size, str(Path(folder) / name)), str(dtcomm.backend.report())
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """By backend and rank. Fresh processes: torch keeps what it knows of a mesh, this rank's place in it included."""
+    return {
+        backend: run_ranks(run_all, 2, str(tmp_path_factory.mktemp(backend)), backend=backend, fresh=True)
+        for backend in ("gloo", "dtcomm")
+    }
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_same_as_on_gloo(name: str, tmp_path: Path) -> None:
-    found = {}
-    for backend in ("gloo", "dtcomm"):
-        folder = tmp_path / backend
-        folder.mkdir()
-        found[backend] = run_ranks(run, 2, name, str(folder), backend=backend)
+def test_the_same_as_on_gloo(name: str, results: dict[str, list[dict[str, Any]]]) -> None:
+    found = {backend: [rank[name] for rank in ranks] for backend, ranks in results.items()}
     for (ours, report), (theirs, _) in zip(found["dtcomm"], found["gloo"]):
         assert "native" in report, report
         assert "handed to" not in report, report
@@ -57,21 +67,17 @@ def test_compressed_gradients_over_the_backend() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dtensor", "fsdp2"])
-def test_on_four_ranks_of_two_hosts(name: str, tmp_path: Path) -> None:
+def test_on_four_ranks_of_two_hosts(tmp_path: Path) -> None:
     """Where ranks share no memory: hierarchical, over the store and Gloo's messages."""
-    results = run_ranks(on_two_hosts, 4, name, str(tmp_path), backend=None)
-    for values, report in results:
+    ranks = run_ranks(on_two_hosts, 4, str(tmp_path), backend=None, fresh=True)
+    for results, report in ranks:
         assert "the ranks are on 2 hosts" in report
-        for a, b in zip(values, results[0][0], strict=True):
+        for a, b in zip(results, ranks[0][0], strict=True):
             assert torch.equal(a, b)
 
 
-def on_two_hosts(rank: int, world_size: int, name: str, folder: str) -> Any:
-    import os
-
-    import torch.distributed as dist
-
+def on_two_hosts(rank: int, world_size: int, folder: str) -> Any:
     os.environ["DTCOMM_HOST_ID"] = f"host{rank // 2}"
     dist.init_process_group("dtcomm", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
-    return run(rank, world_size, name, folder)
+    results = [result for name in ("dtensor", "fsdp2") for result in PROGRAMS[name](rank, world_size, folder)]
+    return results, str(dtcomm.backend.report())
