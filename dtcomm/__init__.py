@@ -62,15 +62,21 @@ registration.register()
 # Names are looked up when they are first used, so that `dtcomm --help` need not import torch.
 _HOMES = {"codec": "dtcomm.codecs", "decode": "dtcomm.kernels.ops", "encode": "dtcomm.kernels.ops"}
 _SUBMODULES = (
+    "algorithms",
     "backend",
     "codecs",
     "collectives",
     "compress",
     "ddp",
     "errors",
+    "fsdp",
     "kernels",
+    "moe",
+    "pipeline",
+    "planner",
     "schedule",
     "testing",
+    "tp",
 )
 
 

@@ -40,6 +40,7 @@ PYTHON_LAW: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "backend": _may("compress collectives runtime codecs kernels", "torch"),
     # Called by torch, before anything of it may be imported.
     "registration": _may("backend"),
+    "pipeline": _FACE,
     "testing": (ANY, frozenset({"torch", "numpy"})),
     "cli": (ANY, frozenset({"torch", "numpy", "rich", "matplotlib"})),
     "__main__": _may("cli"),

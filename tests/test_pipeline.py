@@ -1,0 +1,119 @@
+"""Stages on ranks of their own beside the whole model in one process."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import dtcomm
+from dtcomm.errors import PeerLost
+from dtcomm.testing.ranks import run_ranks, spawn_ranks, tell
+
+WIDTH, BATCH = 48, 8
+
+
+def stages(n: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(n)]
+
+
+def inputs(number: int) -> torch.Tensor:
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def gradients(module: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+def pipelined(rank: int, n: int, codec: str, feedback: bool, micro: int, ahead: int) -> list[torch.Tensor]:
+    """The gradients of this rank's stage; `ahead` micro-batches go forward before the first one comes back."""
+    stage = stages(n)[rank]
+    before = dtcomm.pipeline.Receiver(rank - 1, codec, feedback=feedback) if rank else None
+    behind = dtcomm.pipeline.Sender(rank + 1, codec) if rank < n - 1 else None
+    waiting: list[torch.Tensor] = []
+
+    def back() -> None:
+        waiting.pop(0).backward()
+
+    for number in range(micro):
+        x = inputs(number) if before is None else before((BATCH, WIDTH))
+        y = stage(x)
+        waiting.append(y.square().mean() if behind is None else behind(y))
+        if len(waiting) > ahead * (n - 1 - rank):
+            back()
+    while waiting:
+        back()
+    for end in (before, behind):
+        if end is not None:
+            end.flush()
+            sent = 4 * BATCH * WIDTH * micro
+            assert end.sent_bytes == sent if codec == "none" else end.sent_bytes < 0.3 * sent
+    return gradients(stage)
+
+
+def whole(n: int, micro: int) -> list[list[torch.Tensor]]:
+    parts = stages(n)
+    for number in range(micro):
+        nn.Sequential(*parts)(inputs(number)).square().mean().backward()
+    return [gradients(part) for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("codec", "feedback", "tolerance"), [("none", False, 0.0), ("int8", False, 0.03), ("int8", True, 0.03)]
+)
+@pytest.mark.parametrize(("n", "micro", "ahead"), [(2, 1, 0), (3, 6, 1), (2, 70, 70)])
+def test_the_gradients_of_the_whole(
+    n: int, micro: int, ahead: int, codec: str, feedback: bool, tolerance: float
+) -> None:
+    got = run_ranks(pipelined, n, codec, feedback, micro, ahead)
+    for stage, (want, have) in enumerate(zip(whole(n, micro), got, strict=True)):
+        for a, b in zip(want, have, strict=True):
+            error = torch.linalg.vector_norm(a - b)
+            assert error <= tolerance * torch.linalg.vector_norm(a), (stage, float(error))
+
+
+def repeated(rank: int, n: int, feedback: bool) -> torch.Tensor:
+    """The same micro-batch again and again: what reaches the first stage, on average."""
+    if rank == 1:
+        end = dtcomm.pipeline.Receiver(0, "none", "int2", feedback=feedback)
+        for _ in range(40):
+            (end((BATCH, WIDTH)) * inputs(1)).sum().backward()
+        end.flush()
+        return torch.zeros(0)
+    link = dtcomm.pipeline.Sender(1, "none", "int2")
+    x = inputs(0).requires_grad_()
+    for _ in range(40):
+        link(x).backward()
+    assert x.grad is not None
+    return x.grad / 40
+
+
+def test_feedback_makes_up_for_what_was_lost() -> None:
+    errors = [
+        float(torch.linalg.vector_norm(run_ranks(repeated, 2, feedback)[0] - inputs(1)))
+        for feedback in (False, True)
+    ]
+    assert errors[1] < 0.1 * errors[0]
+
+
+def left_alone(rank: int, n: int) -> str:
+    if rank == 1:
+        dtcomm.pipeline.Receiver(0)((BATCH, WIDTH))
+        tell("running")
+        time.sleep(60)
+    link = dtcomm.pipeline.Sender(1)
+    sent = link(inputs(0).requires_grad_())
+    with pytest.raises(PeerLost) as error:
+        sent.backward()
+    return str(error.value)
+
+
+def test_a_killed_stage_is_named() -> None:
+    with spawn_ranks(left_alone, 2) as ranks:
+        assert ranks.hear(1, 60) == "running"
+        ranks.kill(1)
+        outcomes = ranks.join(20)
+    assert outcomes[0].ok and "rank 1" in outcomes[0].result
