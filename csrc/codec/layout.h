@@ -24,7 +24,8 @@ DTCOMM_HD std::size_t aligned(std::size_t bytes) { return (bytes + kAlign - 1) /
 
 struct Layout {
   std::size_t granule;      // elements
-  std::size_t block;        // elements that share a scale; 1 where there is no scale
+  std::size_t block;        // elements that share a scale, a power of two; 1 where there is no scale
+  unsigned block_shift;     // its logarithm: a division is a good part of what a granule may take
   std::size_t field_bytes;  // of one scale or zero point
   std::size_t fields;       // values per block: 0 casts, 1 symmetric, 2 asymmetric
   std::size_t code_bits;
@@ -33,7 +34,7 @@ struct Layout {
   std::size_t head;           // bytes before the values
   std::size_t position_bits;  // 12: a list of positions; 1: a bitmap of the granule; 0: they come from the head
 
-  DTCOMM_HD std::size_t blocks(std::size_t elements) const { return (elements + block - 1) / block; }
+  DTCOMM_HD std::size_t blocks(std::size_t elements) const { return (elements + block - 1) >> block_shift; }
   DTCOMM_HD std::size_t zeros_at(std::size_t elements) const { return blocks(elements) * field_bytes; }
   DTCOMM_HD std::size_t spikes_at(std::size_t elements) const { return blocks(elements) * field_bytes * fields; }
   DTCOMM_HD std::size_t codes_at(std::size_t elements) const {
@@ -44,7 +45,9 @@ struct Layout {
   }
 
   // Sparse codecs, of a granule of `elements` >= 1 elements: how many are kept, and the bytes of their values.
-  DTCOMM_HD std::size_t kept_of(std::size_t elements) const { return (kept * elements + granule - 1) / granule; }
+  DTCOMM_HD std::size_t kept_of(std::size_t elements) const {
+    return (kept * elements + kSparseGranule - 1) / kSparseGranule;
+  }
   DTCOMM_HD std::size_t values(std::size_t elements) const {
     const std::size_t count = kept_of(elements), whole = (count - 1) / kGranule;
     return whole * aligned(dense(kGranule)) + dense(count - whole * kGranule);
@@ -79,12 +82,15 @@ DTCOMM_HD Codec values_of(const Codec& codec) {
 
 DTCOMM_HD std::size_t scale_bytes(Scale scale) { return scale == Scale::bf16 ? 2 : 4; }
 
-DTCOMM_HD Layout cast_layout(std::size_t bits) { return {kGranule, 1, 0, 0, bits, 0, 0, 0, 0}; }
+DTCOMM_HD Layout cast_layout(std::size_t bits) { return {kGranule, 1, 0, 0, 0, bits, 0, 0, 0, 0}; }
 
 DTCOMM_HD Layout block_layout(const Codec& codec, std::size_t field_bytes, std::size_t fields, std::size_t bits) {
   const std::size_t positions = codec.block <= 256 ? 2 : 4;
-  return {codec.block > kGranule ? codec.block : kGranule, codec.block, field_bytes, fields, bits,
-          codec.spikes ? 2 * field_bytes + positions : 0,  0,           0,           0};
+  unsigned shift = 0;
+  while (codec.block >> shift > 1) ++shift;
+  const std::size_t granule = codec.block > kGranule ? codec.block : kGranule;
+  const std::size_t spike_bytes = codec.spikes ? 2 * field_bytes + positions : 0;
+  return {granule, codec.block, shift, field_bytes, fields, bits, spike_bytes, 0, 0, 0};
 }
 
 DTCOMM_HD Layout integer_layout(const Codec& codec) {

@@ -64,14 +64,18 @@ DTCOMM_HD std::uint32_t stochastic_minifloat(float t, float random) {
   return (units + ((exponent - F::kNormal) >> (23 - F::kMantissa))) | sign;
 }
 
+// What fp32 numbers with F's exponents are too small by.
+template <class F>
+DTCOMM_HD float rebias() {
+  return float_of(F::kNormal + (126U << 23));
+}
+
 // The number of any code; exact. NaN may have either sign.
 template <class F>
 DTCOMM_HD float minifloat_value(std::uint32_t code) {
   const std::uint32_t size = code & ((1U << F::kSign) - 1), sign = (code >> F::kSign) << 31;
-  const float unit = float_of(F::kNormal - (std::uint32_t{F::kMantissa} << 23));
-  const std::uint32_t normal = (size << (23 - F::kMantissa)) + (F::kNormal - (1U << 23));
-  const std::uint32_t subnormal = bits_of(static_cast<float>(static_cast<std::int32_t>(size)) * unit);
-  std::uint32_t bits = size < 1U << F::kMantissa ? subnormal : normal;
+  // Exponent and mantissa where fp32 has them: too small by the difference of the biases, subnormal numbers included.
+  std::uint32_t bits = bits_of(float_of(size << (23 - F::kMantissa)) * rebias<F>());
   bits = size > F::kTop ? (size == F::kInf ? kInfinity32 : kNaN32) : bits;
   return float_of(bits | sign);
 }

@@ -10,7 +10,7 @@ namespace dtcomm::DTCOMM_ISA {
 namespace {
 
 template <class F>
-inline void encode_blocks(const Plan& plan, const float* x, std::size_t blocks, std::uint64_t key, std::uint64_t index,
+inline void encode_blocks(const Plan& plan, const float* x, std::size_t blocks, const Encoding& how,
                           std::uint8_t* fields, std::uint8_t* codes) {
   const std::size_t block = plan.codec.block;
   float scales[kMostBlocks], inverse[kMostBlocks];
@@ -35,9 +35,9 @@ inline void encode_blocks(const Plan& plan, const float* x, std::size_t blocks, 
   }
   store_fields(plan.codec.scale, scales, blocks, fields);
   if (plan.codec.stochastic) {
-    minifloats_stochastic<F>(x, blocks, block, inverse, key, index, codes);
+    minifloats_stochastic<F>(x, blocks, block, inverse, how.key, how.index, codes);
   } else {
-    minifloats_nearest<F, false>(x, blocks, block, inverse, codes);
+    minifloats_nearest<F, false>(x, blocks, block, inverse, how, codes);
   }
 }
 
@@ -45,12 +45,12 @@ template <class F>
 void encode(const Plan& plan, const float* x, std::size_t n, const Encoding& how, std::uint8_t* to) {
   const Cut cut(plan.layout, n);
   const std::size_t block = plan.codec.block, done = cut.whole * block;
-  encode_blocks<F>(plan, x, cut.whole, how.key, how.index, to, to + cut.codes);
+  encode_blocks<F>(plan, x, cut.whole, how, to, to + cut.codes);
   if (cut.rest) {
     float last[kLargestBlock];
     __builtin_memcpy(last, x + done, cut.rest * sizeof(float));
     __builtin_memset(last + cut.rest, 0, (block - cut.rest) * sizeof(float));
-    encode_blocks<F>(plan, last, 1, how.key, how.index + done, to + cut.whole * plan.layout.field_bytes,
+    encode_blocks<F>(plan, last, 1, {how.key, how.index + done, how.feedback}, to + cut.whole * plan.layout.field_bytes,
                      to + cut.codes + done);
   }
   cut.pad(to);
@@ -80,9 +80,29 @@ void decode(const Plan& plan, const std::uint8_t* from, std::size_t n, float* to
 
 template <class F>
 void add(const Plan& plan, const std::uint8_t* from, std::size_t n, const float* sum, float* to) {
-  const Run run{sum};
-  decode_with<F, false>(plan, from, n, to,
-                        [run](auto value, std::size_t i) { return settled(run.at(value, i) + value); });
+  decode_with<F, false>(plan, from, n, to, added_to(sum));
+}
+
+template <class F>
+void lost(const Plan& plan, const std::uint8_t* from, std::size_t n, const float* sum, float divisor, const float* old,
+          float* residual) {
+  decode_with<F, false>(plan, from, n, residual, error_of(sum, divisor, old));
+}
+
+template <class F>
+bool pair(const Plan& plan, const std::uint8_t* first, const std::uint8_t* second, std::size_t n, float* to,
+          bool stream) {
+  const Cut cut(plan.layout, n);
+  float scales[kMostBlocks];
+  load_fields(plan.codec.scale, second, cut.blocks, scales);
+  const MinifloatRun<F> other(second + cut.codes, n, scales, cut.blocks, plan.codec.block);
+  if (!other.usable()) return false;
+  if (stream && kDirect) {
+    decode_with<F, true>(plan, first, n, to, plus(other));
+  } else {
+    decode_with<F, false>(plan, first, n, to, plus(other));
+  }
+  return true;
 }
 
 bool is_e4m3(const Plan& plan) { return plan.codec.element == Element::e4m3; }
@@ -99,8 +119,20 @@ void add_any(const Plan& plan, const std::uint8_t* from, std::size_t n, const fl
   is_e4m3(plan) ? add<E4m3>(plan, from, n, sum, to) : add<E5m2>(plan, from, n, sum, to);
 }
 
+void lost_any(const Plan& plan, const std::uint8_t* from, std::size_t n, const float* sum, float divisor,
+              const float* old, float* residual) {
+  const auto run = is_e4m3(plan) ? lost<E4m3> : lost<E5m2>;
+  run(plan, from, n, sum, divisor, old, residual);
+}
+
+bool pair_any(const Plan& plan, const std::uint8_t* first, const std::uint8_t* second, std::size_t n, float* to,
+              bool stream) {
+  return is_e4m3(plan) ? pair<E4m3>(plan, first, second, n, to, stream)
+                       : pair<E5m2>(plan, first, second, n, to, stream);
+}
+
 }  // namespace
 
-const FamilyKernels kFloat8Family{encode_any, decode_any, add_any};
+const FamilyKernels kFloat8Family{encode_any, decode_any, add_any, lost_any, nullptr, pair_any};
 
 }  // namespace dtcomm::DTCOMM_ISA

@@ -55,12 +55,13 @@ void lost(const Plan& plan, const std::uint8_t* from, std::size_t n, const float
 }
 
 #if defined(__AVX512F__)
-void pair(const Plan& plan, const std::uint8_t* first, const std::uint8_t* second, std::size_t n, float* to,
+bool pair(const Plan& plan, const std::uint8_t* first, const std::uint8_t* second, std::size_t n, float* to,
           bool stream) {
   const auto run = plan.codec.symmetric ? stream ? pair_integer<true, true> : pair_integer<true, false>
                    : stream             ? pair_integer<false, true>
                                         : pair_integer<false, false>;
   run(plan.codec, plan.layout, first, second, n, to);
+  return true;
 }
 #else
 constexpr auto pair = nullptr;

@@ -13,25 +13,26 @@ namespace {
 constexpr std::size_t kBlock = 32;
 
 template <class F>
-void encode_blocks(const float* x, std::size_t blocks, std::uint8_t* fields, std::uint8_t* codes) {
+inline void encode_blocks(const float* x, std::size_t blocks, const Encoding& how, std::uint8_t* fields,
+                          std::uint8_t* codes) {
   Blocks at;
   measure<kBlock>(x, blocks, kBlock, at);
   std::uint32_t scales[kMostBlocks];
   for (std::size_t b = 0; b < blocks; ++b) scales[b] = mx_scale<F>(at.top[b]);
   for (std::size_t b = 0; b < blocks; ++b) at.inverse[b] = mx_inverse(scales[b]);
   for (std::size_t b = 0; b < blocks; ++b) fields[b] = static_cast<std::uint8_t>(scales[b]);
-  minifloats_nearest<F, true>(x, blocks, kBlock, at.inverse, codes);
+  minifloats_nearest<F, true>(x, blocks, kBlock, at.inverse, how, codes);
 }
 
 template <class F>
-void encode(const Plan& plan, const float* x, std::size_t n, const Encoding&, std::uint8_t* to) {
+void encode(const Plan& plan, const float* x, std::size_t n, const Encoding& how, std::uint8_t* to) {
   const Cut cut(plan.layout, n);
   const std::size_t done = cut.whole * kBlock;
-  encode_blocks<F>(x, cut.whole, to, to + cut.codes);
+  encode_blocks<F>(x, cut.whole, how, to, to + cut.codes);
   if (cut.rest) {
     float last[kBlock] = {};
     __builtin_memcpy(last, x + done, cut.rest * sizeof(float));
-    encode_blocks<F>(last, 1, to + cut.whole, to + cut.codes + done * plan.layout.code_bits / 8);
+    encode_blocks<F>(last, 1, {}, to + cut.whole, to + cut.codes + done * plan.layout.code_bits / 8);
   }
   cut.pad(to);
 }
@@ -56,14 +57,34 @@ void decode(const Plan& plan, const std::uint8_t* from, std::size_t n, float* to
 
 template <class F>
 void add(const Plan& plan, const std::uint8_t* from, std::size_t n, const float* sum, float* to) {
-  const Run run{sum};
-  decode_with<F, false>(plan, from, n, to,
-                        [run](auto value, std::size_t i) { return settled(run.at(value, i) + value); });
+  decode_with<F, false>(plan, from, n, to, added_to(sum));
+}
+
+template <class F>
+void lost(const Plan& plan, const std::uint8_t* from, std::size_t n, const float* sum, float divisor, const float* old,
+          float* residual) {
+  decode_with<F, false>(plan, from, n, residual, error_of(sum, divisor, old));
+}
+
+template <class F>
+bool pair(const Plan& plan, const std::uint8_t* first, const std::uint8_t* second, std::size_t n, float* to,
+          bool stream) {
+  const Cut cut(plan.layout, n);
+  float scales[kGranule / kBlock];
+  for (std::size_t b = 0; b < cut.blocks; ++b) scales[b] = mx_value(second[b]);
+  const MinifloatRun<F> other(second + cut.codes, n, scales, cut.blocks, kBlock);
+  if (!other.usable()) return false;
+  if (stream && kDirect) {
+    decode_with<F, true>(plan, first, n, to, plus(other));
+  } else {
+    decode_with<F, false>(plan, first, n, to, plus(other));
+  }
+  return true;
 }
 
 // Calls run(F{}) for the codec's elements.
 template <class Run>
-inline void with_format(const Plan& plan, const Run& run) {
+inline auto with_format(const Plan& plan, const Run& run) {
   switch (plan.codec.element) {
     case Element::e4m3:
       return run(E4m3{});
@@ -86,8 +107,18 @@ void add_any(const Plan& plan, const std::uint8_t* from, std::size_t n, const fl
   with_format(plan, [&](auto form) { add<decltype(form)>(plan, from, n, sum, to); });
 }
 
+void lost_any(const Plan& plan, const std::uint8_t* from, std::size_t n, const float* sum, float divisor,
+              const float* old, float* residual) {
+  with_format(plan, [&](auto form) { lost<decltype(form)>(plan, from, n, sum, divisor, old, residual); });
+}
+
+bool pair_any(const Plan& plan, const std::uint8_t* first, const std::uint8_t* second, std::size_t n, float* to,
+              bool stream) {
+  return with_format(plan, [&](auto form) { return pair<decltype(form)>(plan, first, second, n, to, stream); });
+}
+
 }  // namespace
 
-const FamilyKernels kMxFamily{encode_any, decode_any, add_any};
+const FamilyKernels kMxFamily{encode_any, decode_any, add_any, lost_any, nullptr, pair_any};
 
 }  // namespace dtcomm::DTCOMM_ISA

@@ -63,12 +63,30 @@ void decode(const Plan& plan, const std::uint8_t* from, std::size_t n, float* to
 }
 
 void add(const Plan& plan, const std::uint8_t* from, std::size_t n, const float* sum, float* to) {
-  const Run run{sum};
-  decode_with<false>(plan, from, n, to, [run](auto value, std::size_t i) { return settled(run.at(value, i) + value); });
+  decode_with<false>(plan, from, n, to, added_to(sum));
+}
+
+void lost(const Plan& plan, const std::uint8_t* from, std::size_t n, const float* sum, float divisor, const float* old,
+          float* residual) {
+  decode_with<false>(plan, from, n, residual, error_of(sum, divisor, old));
+}
+
+bool pair(const Plan& plan, const std::uint8_t* first, const std::uint8_t* second, std::size_t n, float* to,
+          bool stream) {
+  const Cut cut(plan.layout, n);
+  float scales[kMostBlocks];
+  load_fields(plan.codec.scale, second, cut.blocks, scales);
+  const SignRun other{second + cut.codes, scales, __builtin_ctzll(plan.codec.block)};
+  if (stream && kDirect) {
+    decode_with<true>(plan, first, n, to, plus(other));
+  } else {
+    decode_with<false>(plan, first, n, to, plus(other));
+  }
+  return true;
 }
 
 }  // namespace
 
-const FamilyKernels kSignFamily{encode, decode, add};
+const FamilyKernels kSignFamily{encode, decode, add, lost, nullptr, pair};
 
 }  // namespace dtcomm::DTCOMM_ISA

@@ -159,12 +159,25 @@ inline __attribute__((always_inline)) Floats finite_or(Floats x, Floats y) {
 }
 #endif
 
+// What the families' hooks (family.h) do with a value: sum + value, both terms' sum, and the error of a sum's encoding.
+inline auto added_to(const float* sum) {
+  return [run = Run{sum}](auto value, std::size_t i) { return settled(run.at(value, i) + value); };
+}
+
+template <class Other>
+inline auto plus(const Other& other) {
+  return [other](auto value, std::size_t i) { return settled(value + other.at(value, i)); };
+}
+
+inline auto error_of(const float* sum, float by, const float* old) {
+  return [run = Run{sum}, before = Run{old}, by](auto value, std::size_t i) {
+    return finite_or((run.at(value, i) - value) * by, before.at(value, i));
+  };
+}
+
 // to = sum + elements; `to` may be `sum`.
 inline void add_elements(DType dtype, float* to, const float* sum, const void* from, std::size_t n) {
-  const Run run{sum};
-  with_element(dtype, [&](auto element) {
-    each<decltype(element)>(from, n, to, [&](auto x, std::size_t i) { return settled(run.at(x, i) + x); });
-  });
+  with_element(dtype, [&](auto element) { each<decltype(element)>(from, n, to, added_to(sum)); });
 }
 
 // NaN wins; of equals (+0 and -0 among them) the first stays.

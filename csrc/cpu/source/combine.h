@@ -132,9 +132,8 @@ inline void combine_granules(const Codec& codec, const Combine& call) {
   for (std::size_t at = 0; at < call.numel; at += plan.layout.granule) {
     const std::size_t n = smaller(plan.layout.granule, call.numel - at);
     const std::size_t bytes = plan.layout.bytes(n);
-    if (pair) {
-      plan.family->pair(plan, call.payloads[0] + payload_at, call.payloads[1] + payload_at, n,
-                        static_cast<float*>(call.out) + at, call.stream_out);
+    if (pair && plan.family->pair(plan, call.payloads[0] + payload_at, call.payloads[1] + payload_at, n,
+                                  static_cast<float*>(call.out) + at, call.stream_out)) {
       payload_at += bytes;
       continue;
     }

@@ -5,8 +5,7 @@
 
 namespace dtcomm::DTCOMM_ISA {
 
-// A granule of n elements as blocks. Blocks are powers of two: shifts, as the divisions of Layout would be a tenth of
-// the work.
+// A granule of n elements as blocks.
 struct Cut {
   std::size_t whole, rest;  // blocks, and elements beyond them
   std::size_t blocks;       // with the cut one
@@ -14,12 +13,11 @@ struct Cut {
   std::size_t used, bytes;  // without and with the padding
 
   Cut(const Layout& layout, std::size_t n) {
-    const int shift = __builtin_ctzll(layout.block);
-    whole = n >> shift;
+    whole = n >> layout.block_shift;
     rest = n & (layout.block - 1);
     blocks = whole + (rest ? 1 : 0);
     codes = blocks * layout.field_bytes;
-    used = codes + (blocks * layout.block * layout.code_bits >> 3);
+    used = codes + (blocks * layout.block * layout.code_bits / 8);
     bytes = (used + kAlign - 1) / kAlign * kAlign;
   }
 

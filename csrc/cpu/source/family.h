@@ -29,6 +29,12 @@ inline __attribute__((always_inline)) void fetch(const Ahead& ahead, std::size_t
   __builtin_prefetch(from + 48 * ahead.element, 0, 2);
 }
 
+// The same of both terms.
+inline __attribute__((always_inline)) void fetch(const Ahead& first, const Ahead& second, std::size_t at) {
+  fetch(first, at);
+  fetch(second, at);
+}
+
 // What an encoding depends on besides its floats.
 struct Encoding {
   std::uint64_t key;
@@ -53,8 +59,9 @@ struct FamilyKernels {
   // Encodes local + residual and leaves the error in the residual, in one go; false where it cannot, with nothing done.
   bool (*owe)(const Plan& plan, const void* local, DType dtype, std::size_t n, float* residual, const Encoding& how,
               std::uint8_t* to) = nullptr;
-  // to = the sum of two granules, NaN canonical; `stream` is a hint. nullptr: one after the other, as above.
-  void (*pair)(const Plan& plan, const std::uint8_t* first, const std::uint8_t* second, std::size_t n, float* to,
+  // to = the sum of two granules, NaN canonical; `stream` is a hint. false where it cannot, with nothing done, and
+  // nullptr: one after the other, as above.
+  bool (*pair)(const Plan& plan, const std::uint8_t* first, const std::uint8_t* second, std::size_t n, float* to,
                bool stream) = nullptr;
 };
 

@@ -213,18 +213,13 @@ inline void decode_integer(const Codec& codec, const Layout& layout, const std::
 // to = sum + the granule's floats; `to` may be `sum`.
 inline void add_integer(const Codec& codec, const Layout& layout, const std::uint8_t* from, std::size_t n,
                         const float* sum, float* to) {
-  const Run run{sum};
-  each_value<false>(codec, layout, from, n, to,
-                    [run](auto value, std::size_t i) { return settled(run.at(value, i) + value); });
+  each_value<false>(codec, layout, from, n, to, added_to(sum));
 }
 
 // to = (sum - the granule's floats) * by where that is finite, else `old`, which `to` may be.
 inline void lost_integer(const Codec& codec, const Layout& layout, const std::uint8_t* from, std::size_t n,
                          const float* sum, float by, const float* old, float* to) {
-  const Run run{sum}, before{old};
-  each_value<false>(codec, layout, from, n, to, [=](auto value, std::size_t i) {
-    return finite_or((run.at(value, i) - value) * by, before.at(value, i));
-  });
+  each_value<false>(codec, layout, from, n, to, error_of(sum, by, old));
 }
 
 #if defined(__AVX512F__)

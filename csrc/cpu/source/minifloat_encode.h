@@ -3,6 +3,7 @@
 
 #include "codec/minifloat.h"
 #include "codec/random.h"
+#include "cpu/source/family.h"
 #include "cpu/source/memory.h"
 
 namespace dtcomm::DTCOMM_ISA {
@@ -12,13 +13,16 @@ typedef std::uint32_t Words __attribute__((vector_size(kVector)));
 typedef std::uint16_t Halves __attribute__((vector_size(kVector)));
 
 // Adding a large number of the same sign to t leaves units of t's last place in the sum's low bits and nothing else
-// there but the large number's own: kOffset, such that units and exponent add up to the code modulo 256.
+// there but the large number's own: kOffset. Units, offset and exponent, in units, add up to kBase and the code's size.
 template <class F>
 struct Large {
   static constexpr int kShift = 23 - F::kMantissa;
   static constexpr std::uint32_t kExponent = static_cast<std::uint32_t>(kShift) << 23;
-  static constexpr std::uint32_t kOffset = (0U - (F::kNormal >> kShift) - (kExponent >> kShift)) & 0xff;
+  static constexpr std::uint32_t kLeast = (F::kNormal >> kShift) + (kExponent >> kShift);
+  static constexpr std::uint32_t kOffset = (0U - kLeast) & ((2U << F::kSign) - 1);
+  static constexpr std::uint32_t kBase = kLeast + kOffset;
   static_assert(kOffset % 2 == 0, "an odd one would turn ties");
+  static_assert((kBase + 2 * F::kTop) << (kShift - 16) < 0x8000, "and it is a positive word, kShift - 16 bits up");
 };
 
 // The sum, whose upper bits are sign and exponent of the large number.
@@ -43,16 +47,16 @@ typedef __m512i Bytes;
 typedef __m256i Bytes;
 #endif
 
-// Codes out of the lower and the upper halves of the sums.
+// Codes, a word each, out of kBase and size, above kShift - 16 other bits and below the sign.
 template <class F, bool Saturate>
-inline __attribute__((always_inline)) Bytes codes_of(Bytes low, Bytes high) {
+inline __attribute__((always_inline)) Bytes codes_of(Bytes words) {
   constexpr std::uint16_t kSignBit = 1 << F::kSign, kSizes = kSignBit - 1;
-  const Halves above = reinterpret_cast<Halves>(high);
-  const Halves sign = above >> (15 - F::kSign);  // and, below it, what the select drops
-  Halves size = reinterpret_cast<Halves>(low) + (above >> (Large<F>::kShift - 16));
+  constexpr int kUp = Large<F>::kShift - 16;
+  const Halves sign = reinterpret_cast<Halves>(words) >> (15 - F::kSign);  // and, below it, what the select drops
+  Halves size = reinterpret_cast<Halves>(words);
   if constexpr (Saturate) {
-    size &= 0xff;
-    const Halves top = Halves{} + static_cast<std::uint16_t>(F::kTop);
+    size &= 0x7fff;
+    const Halves top = Halves{} + static_cast<std::uint16_t>((Large<F>::kBase + F::kTop) << kUp);
 #if defined(__AVX512F__)
     size = reinterpret_cast<Halves>(
         _mm512_maskz_min_epu16(0xffffffff, reinterpret_cast<Bytes>(size), reinterpret_cast<Bytes>(top)));
@@ -60,6 +64,7 @@ inline __attribute__((always_inline)) Bytes codes_of(Bytes low, Bytes high) {
     size = reinterpret_cast<Halves>(_mm256_min_epu16(reinterpret_cast<Bytes>(size), reinterpret_cast<Bytes>(top)));
 #endif
   }
+  size = size >> kUp;
 #if defined(__AVX512F__)
   const Bytes sizes = reinterpret_cast<Bytes>(Halves{} + kSizes);
   return _mm512_ternarylogic_epi32(sizes, reinterpret_cast<Bytes>(size), reinterpret_cast<Bytes>(sign), 0xca);  // ?:
@@ -71,34 +76,27 @@ inline __attribute__((always_inline)) Bytes codes_of(Bytes low, Bytes high) {
 // The codes of four rows of kLanes elements, a byte each; every row has an inverse of its own.
 template <class F, bool Saturate>
 inline __attribute__((always_inline)) Bytes minifloats_of(const float* x, const Floats inverse[4]) {
+  // A multiply-add joins the halves of a sum: its units and its offset, and what stands above them with the sign. The
+  // packs work within quarters (halves) of the vectors: put the groups of four back in order.
+  constexpr int kJoin = 1 << 16 | 1 << (Large<F>::kShift - 16);
   Bytes sums[4];
-  for (std::size_t j = 0; j < 4; ++j) {
-    sums[j] = reinterpret_cast<Bytes>(add_large<F>(load(x + kLanes * j) * inverse[j]));
-  }
-  Bytes pairs[2];
 #if defined(__AVX512F__)
-  const Bytes even = _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32, 30, 28, 26, 24,
-                                      22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-  const Bytes odd = _mm512_or_si512(even, _mm512_set1_epi16(1));
-  for (int j = 0; j < 2; ++j) {
-    const Bytes low = _mm512_permutex2var_epi16(sums[2 * j], even, sums[2 * j + 1]);
-    const Bytes high = _mm512_permutex2var_epi16(sums[2 * j], odd, sums[2 * j + 1]);
-    pairs[j] = codes_of<F, Saturate>(low, high);
+  for (std::size_t j = 0; j < 4; ++j) {
+    const auto sum = reinterpret_cast<Bytes>(add_large<F>(load(x + kLanes * j) * inverse[j]));
+    sums[j] = _mm512_madd_epi16(sum, _mm512_set1_epi32(kJoin));
   }
-  // The pack works within quarters of the vector: put the groups of eight back in order.
-  return _mm512_maskz_permutexvar_epi64(0xff, _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7),
-                                        _mm512_packus_epi16(pairs[0], pairs[1]));
+  const Bytes words[2] = {_mm512_packs_epi32(sums[0], sums[1]), _mm512_packs_epi32(sums[2], sums[3])};
+  const Bytes bytes = _mm512_packus_epi16(codes_of<F, Saturate>(words[0]), codes_of<F, Saturate>(words[1]));
+  return _mm512_maskz_permutexvar_epi32(0xffff, _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
+                                        bytes);
 #else
-  for (int j = 0; j < 2; ++j) {
-    const Bytes low = _mm256_blend_epi16(sums[2 * j], _mm256_slli_epi32(sums[2 * j + 1], 16), 0xaa);
-    const Bytes high = _mm256_blend_epi16(_mm256_srli_epi32(sums[2 * j], 16), sums[2 * j + 1], 0xaa);
-    pairs[j] = codes_of<F, Saturate>(low, high);
+  for (std::size_t j = 0; j < 4; ++j) {
+    const auto sum = reinterpret_cast<Bytes>(add_large<F>(load(x + kLanes * j) * inverse[j]));
+    sums[j] = _mm256_madd_epi16(sum, _mm256_set1_epi32(kJoin));
   }
-  // A double word holds one element of each row, in the order 0, 2, 1, 3: transpose.
-  const Bytes mixed = _mm256_or_si256(pairs[0], _mm256_slli_epi16(pairs[1], 8));
-  const __m128i fours = _mm_setr_epi8(0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15);
-  return _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(mixed, _mm256_broadcastsi128_si256(fours)),
-                                     _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  const Bytes words[2] = {_mm256_packs_epi32(sums[0], sums[1]), _mm256_packs_epi32(sums[2], sums[3])};
+  const Bytes bytes = _mm256_packus_epi16(codes_of<F, Saturate>(words[0]), codes_of<F, Saturate>(words[1]));
+  return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 #endif
 }
 
@@ -138,19 +136,15 @@ inline void clear_unusable(const float* inverse, std::size_t blocks, std::size_t
 // an element rounds to more than the largest number.
 template <class F, bool Saturate>
 inline void minifloats_nearest(const float* x, std::size_t blocks, std::size_t block, const float* inverse,
-                               std::uint8_t* codes) {
+                               [[maybe_unused]] const Encoding& how, std::uint8_t* codes) {
   constexpr std::size_t kShare = F::kSign == 3 ? 2 : 1;  // codes in a byte
   std::size_t i = 0;
   const std::size_t n = blocks * block;
 #if defined(__AVX2__)
   const int shift = __builtin_ctzll(block);
-  // What is measured next: the next granule, where this one is the caller's.
-  const auto ahead = reinterpret_cast<std::uintptr_t>(x) + n * sizeof(float);
   const auto inverse_at = [&](std::size_t at) { return Floats{} + inverse[at >> shift]; };
   for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
-    for (std::size_t j = 0; j < 4 * kLanes; j += kLine / sizeof(float)) {
-      __builtin_prefetch(reinterpret_cast<const void*>(ahead + (i + j) * sizeof(float)));
-    }
+    if (i % 64 == 0) fetch(how.local, how.residual, i);
     const Floats first = inverse_at(i);
     Floats by[4] = {first, first, first, first};
     if (block < 4 * kLanes) {

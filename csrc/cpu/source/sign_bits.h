@@ -67,4 +67,16 @@ struct Signs {
 #endif
 };
 
+// A granule's values as `each` wants its operands: a term beside that of another granule.
+struct SignRun {
+  const std::uint8_t* codes;
+  const float* scales;  // of blocks of 1 << shift elements
+  int shift;
+
+  float at(float, std::size_t i) const { return Signs::one(codes, i) * scales[i >> shift]; }
+#if defined(__AVX2__)
+  Floats at(Floats, std::size_t i) const { return Signs::many(codes, i) * scales[i >> shift]; }
+#endif
+};
+
 }  // namespace dtcomm::DTCOMM_ISA
