@@ -57,7 +57,8 @@ void encode(const Plan& plan, const float* x, std::size_t n, const Encoding& how
 }
 
 template <class F, bool Stream, class Finish>
-inline void decode_with(const Plan& plan, const std::uint8_t* from, std::size_t n, float* to, const Finish& finish) {
+inline __attribute__((always_inline)) void decode_with(const Plan& plan, const std::uint8_t* from, std::size_t n,
+                                                       float* to, const Finish& finish) {
   const Cut cut(plan.layout, n);
   float scales[kMostBlocks];
   load_fields(plan.codec.scale, from, cut.blocks, scales);
@@ -93,16 +94,12 @@ template <class F>
 bool pair(const Plan& plan, const std::uint8_t* first, const std::uint8_t* second, std::size_t n, float* to,
           bool stream) {
   const Cut cut(plan.layout, n);
-  float scales[kMostBlocks];
-  load_fields(plan.codec.scale, second, cut.blocks, scales);
-  const MinifloatRun<F> other(second + cut.codes, n, scales, cut.blocks, plan.codec.block);
-  if (!other.usable()) return false;
-  if (stream && kDirect) {
-    decode_with<F, true>(plan, first, n, to, plus(other));
-  } else {
-    decode_with<F, false>(plan, first, n, to, plus(other));
-  }
-  return true;
+  const std::uint8_t* const from[2] = {first, second};
+  const std::uint8_t* const codes[2] = {first + cut.codes, second + cut.codes};
+  float scales[2][kMostBlocks];
+  for (int j = 0; j < 2; ++j) load_fields(plan.codec.scale, from[j], cut.blocks, scales[j]);
+  const auto run = stream ? add_minifloats<F, kDirect> : add_minifloats<F, false>;
+  return run(codes, scales, cut.blocks, plan.codec.block, n, to);
 }
 
 bool is_e4m3(const Plan& plan) { return plan.codec.element == Element::e4m3; }

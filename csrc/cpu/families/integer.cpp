@@ -16,9 +16,9 @@ void encode(const Plan& plan, const float* x, std::size_t n, const Encoding& how
     x = filled;
   }
   if (plan.codec.block == 32) {
-    encode_integer<32>(plan.codec, plan.rules, plan.layout, x, n, how.key, how.index, to);
+    encode_integer<32>(plan.codec, plan.rules, plan.layout, x, n, how, to);
   } else {
-    encode_integer<0>(plan.codec, plan.rules, plan.layout, x, n, how.key, how.index, to);
+    encode_integer<0>(plan.codec, plan.rules, plan.layout, x, n, how, to);
   }
 }
 

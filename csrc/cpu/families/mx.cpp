@@ -38,7 +38,8 @@ void encode(const Plan& plan, const float* x, std::size_t n, const Encoding& how
 }
 
 template <class F, bool Stream, class Finish>
-inline void decode_with(const Plan& plan, const std::uint8_t* from, std::size_t n, float* to, const Finish& finish) {
+inline __attribute__((always_inline)) void decode_with(const Plan& plan, const std::uint8_t* from, std::size_t n,
+                                                       float* to, const Finish& finish) {
   const Cut cut(plan.layout, n);
   float scales[kGranule / kBlock];
   for (std::size_t b = 0; b < cut.blocks; ++b) scales[b] = mx_value(from[b]);
@@ -70,16 +71,14 @@ template <class F>
 bool pair(const Plan& plan, const std::uint8_t* first, const std::uint8_t* second, std::size_t n, float* to,
           bool stream) {
   const Cut cut(plan.layout, n);
-  float scales[kGranule / kBlock];
-  for (std::size_t b = 0; b < cut.blocks; ++b) scales[b] = mx_value(second[b]);
-  const MinifloatRun<F> other(second + cut.codes, n, scales, cut.blocks, kBlock);
-  if (!other.usable()) return false;
-  if (stream && kDirect) {
-    decode_with<F, true>(plan, first, n, to, plus(other));
-  } else {
-    decode_with<F, false>(plan, first, n, to, plus(other));
+  const std::uint8_t* const from[2] = {first, second};
+  const std::uint8_t* const codes[2] = {first + cut.codes, second + cut.codes};
+  float scales[2][kMostBlocks];
+  for (int j = 0; j < 2; ++j) {
+    for (std::size_t b = 0; b < cut.blocks; ++b) scales[j][b] = mx_value(from[j][b]);
   }
-  return true;
+  const auto run = stream ? add_minifloats<F, kDirect> : add_minifloats<F, false>;
+  return run(codes, scales, cut.blocks, kBlock, n, to);
 }
 
 // Calls run(F{}) for the codec's elements.

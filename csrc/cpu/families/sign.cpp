@@ -10,37 +10,38 @@ namespace dtcomm::DTCOMM_ISA {
 namespace {
 
 // `share`: the part of each block that is there.
-void encode_blocks(const Codec& codec, const float* x, std::size_t blocks, float share, std::uint8_t* fields,
-                   std::uint8_t* codes) {
+void encode_blocks(const Codec& codec, const float* x, std::size_t blocks, float share, const Encoding& how,
+                   std::uint8_t* fields, std::uint8_t* codes) {
   const std::size_t block = codec.block;
   alignas(kLine) float room[kLargestBlock / 2];
   float scales[kMostBlocks];
   for (std::size_t b = 0; b < blocks; ++b) scales[b] = folded_parts(x + b * block, block, room);
   for (std::size_t b = 0; b < blocks; ++b) scales[b] = sign_scale(scales[b], share, codec.scale);
   store_fields(codec.scale, scales, blocks, fields);
-  sign_bits(x, blocks * block, codes);
+  sign_bits(x, blocks * block, how, codes);
   for (std::size_t b = 0; b < blocks; ++b) {
     const bool usable = scales[b] > 0.0f;  // neither a zero block nor a NaN block
     if (!usable) __builtin_memset(codes + b * block / 8, 0, block / 8);
   }
 }
 
-void encode(const Plan& plan, const float* x, std::size_t n, const Encoding&, std::uint8_t* to) {
+void encode(const Plan& plan, const float* x, std::size_t n, const Encoding& how, std::uint8_t* to) {
   const Cut cut(plan.layout, n);
   const std::size_t block = plan.codec.block, done = cut.whole * block;
-  encode_blocks(plan.codec, x, cut.whole, 1.0f, to, to + cut.codes);
+  encode_blocks(plan.codec, x, cut.whole, 1.0f, how, to, to + cut.codes);
   if (cut.rest) {
     float last[kLargestBlock];
     __builtin_memcpy(last, x + done, cut.rest * sizeof(float));
     __builtin_memset(last + cut.rest, 0, (block - cut.rest) * sizeof(float));
-    encode_blocks(plan.codec, last, 1, static_cast<float>(cut.rest) / static_cast<float>(block),
+    encode_blocks(plan.codec, last, 1, static_cast<float>(cut.rest) / static_cast<float>(block), {},
                   to + cut.whole * plan.layout.field_bytes, to + cut.codes + done / 8);
   }
   cut.pad(to);
 }
 
 template <bool Stream, class Finish>
-inline void decode_with(const Plan& plan, const std::uint8_t* from, std::size_t n, float* to, const Finish& finish) {
+inline __attribute__((always_inline)) void decode_with(const Plan& plan, const std::uint8_t* from, std::size_t n,
+                                                       float* to, const Finish& finish) {
   const Cut cut(plan.layout, n);
   const std::size_t block = plan.codec.block;
   const std::uint8_t* codes = from + cut.codes;

@@ -20,19 +20,15 @@ struct Ahead {
 
 // Asks for 64 elements, from element `at` on. Always in line and without a loop: compilers take a function or a loop
 // that does nothing but ask for one without effect, and leave it out.
+// Level: 3 for the first cache, 2 for the second.
+template <int Level>
 inline __attribute__((always_inline)) void fetch(const Ahead& ahead, std::size_t at) {
   if (at >= ahead.count) return;
   const std::uint8_t* const from = ahead.memory + at * ahead.element;
-  __builtin_prefetch(from, 0, 2);
-  __builtin_prefetch(from + 16 * ahead.element, 0, 2);
-  __builtin_prefetch(from + 32 * ahead.element, 0, 2);
-  __builtin_prefetch(from + 48 * ahead.element, 0, 2);
-}
-
-// The same of both terms.
-inline __attribute__((always_inline)) void fetch(const Ahead& first, const Ahead& second, std::size_t at) {
-  fetch(first, at);
-  fetch(second, at);
+  __builtin_prefetch(from, 0, Level);
+  __builtin_prefetch(from + 16 * ahead.element, 0, Level);
+  __builtin_prefetch(from + 32 * ahead.element, 0, Level);
+  __builtin_prefetch(from + 48 * ahead.element, 0, Level);
 }
 
 // What an encoding depends on besides its floats.
@@ -43,6 +39,12 @@ struct Encoding {
   Ahead local = {};     // of the next granule, as far as there are any
   Ahead residual = {};
 };
+
+// Asks for 64 elements of both terms: what is measured next.
+inline __attribute__((always_inline)) void fetch_next(const Encoding& how, std::size_t at) {
+  fetch<3>(how.local, at);
+  fetch<3>(how.residual, at);
+}
 
 // All memory may be unaligned, except that a streamed `to` is aligned to a line. 1 <= n <= layout.granule.
 struct FamilyKernels {

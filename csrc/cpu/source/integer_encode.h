@@ -5,6 +5,7 @@
 #include "codec/layout.h"
 #include "cpu/source/blocks.h"
 #include "cpu/source/cast.h"
+#include "cpu/source/family.h"
 #include "cpu/source/integer_decode.h"
 
 namespace dtcomm::DTCOMM_ISA {
@@ -42,10 +43,11 @@ inline void measure_ranges(const IntegerRules& rules, const float* x, std::size_
 // How elements become codes.
 struct Rounding {
   IntegerRules rules;
-  Stream stream;        // of the granule's elements, where `one_stream`
-  std::uint64_t key;    // stochastic
-  std::uint64_t index;  // of the granule's first element
-  bool one_stream;      // the index does not pass a multiple of 2^32 within the granule
+  Stream stream;         // of the granule's elements, where `one_stream`
+  std::uint64_t key;     // stochastic
+  std::uint64_t index;   // of the granule's first element
+  bool one_stream;       // the index does not pass a multiple of 2^32 within the granule
+  const Encoding& next;  // what is encoded after this granule
 };
 
 template <bool Symmetric, bool Stochastic>
@@ -150,6 +152,7 @@ inline void encode_codes(const Codec& codec, const Rounding& how, const float* x
 #if defined(__AVX2__)
   if (!Stochastic || how.one_stream) {
     for (; i + kStep <= n; i += kStep) {
+      if (i % 64 == 0) fetch_next(how.next, i);
       store_planes(step_codes<Symmetric, Stochastic>(how, x, i, shift, at), bits, count, i, planes);
     }
   }
@@ -187,10 +190,11 @@ inline void encode_codes(const Codec& codec, const Rounding& how, const float* x
 
 template <std::size_t Block>
 inline void encode_integer(const Codec& codec, const IntegerRules& rules, const Layout& layout, const float* x,
-                           std::size_t n, std::uint64_t key, std::uint64_t index, std::uint8_t* to) {
+                           std::size_t n, const Encoding& encoding, std::uint8_t* to) {
+  const std::uint64_t key = encoding.key, index = encoding.index;
   const std::size_t blocks = layout.blocks(n), count = blocks * codec.block;
   Blocks at;
-  const std::size_t whole = n / codec.block;
+  const std::size_t whole = n >> layout.block_shift;
   measure<Block>(x, whole, codec.block, at);
   if (whole < blocks) at.top[whole] = largest(x + whole * codec.block, n - whole * codec.block);
   if (codec.symmetric) {
@@ -209,7 +213,7 @@ inline void encode_integer(const Codec& codec, const IntegerRules& rules, const 
 
   std::uint8_t* planes = to + layout.codes_at(n);
   const bool one_stream = index >> 32 == (index + count) >> 32;
-  const Rounding how{rules, codec.stochastic ? make_stream(key, index) : Stream{}, key, index, one_stream};
+  const Rounding how{rules, codec.stochastic ? make_stream(key, index) : Stream{}, key, index, one_stream, encoding};
   const auto codes = !codec.stochastic ? codec.symmetric ? encode_codes<true, false> : encode_codes<false, false>
                      : codec.symmetric ? encode_codes<true, true>
                                        : encode_codes<false, true>;

@@ -112,35 +112,6 @@ inline bool all_numbers(const std::uint8_t* codes, std::size_t n) {
   return top <= F::kTop;
 }
 
-// A granule's numbers as `each` wants its operands, one or many at an index: a term beside that of another granule.
-template <class F>
-class MinifloatRun {
- public:
-  // `scales` become what the codes are multiplied by.
-  MinifloatRun(const std::uint8_t* codes, std::size_t n, float* scales, std::size_t blocks, std::size_t block)
-      : codes_(codes), by_(scales), shift_(__builtin_ctzll(block)), usable_(all_numbers<F>(codes, n)) {
-    for (std::size_t b = 0; b < blocks; ++b) {
-      const float by = scales[b] * Minifloat<F>::kScale;
-      usable_ = usable_ && (finite(by) || !finite(scales[b]));
-      scales[b] = by;
-    }
-  }
-
-  // False where these are not the numbers: codes are no numbers, or a scale is too large.
-  bool usable() const { return usable_; }
-
-  float at(float, std::size_t i) const { return Minifloat<F>::one(codes_, i) * by_[i >> shift_]; }
-#if defined(__AVX2__)
-  Floats at(Floats, std::size_t i) const { return Minifloat<F>::many(codes_, i) * by_[i >> shift_]; }
-#endif
-
- private:
-  const std::uint8_t* codes_;
-  const float* by_;
-  int shift_;
-  bool usable_;
-};
-
 #if defined(__AVX2__)
 // Numbers of 8 bits by a shift alone, in units of 1 / rebias. Not for subnormal ones, on which some processors'
 // products take a hundred times as long.
@@ -178,6 +149,65 @@ inline __attribute__((always_inline)) bool all_normal(const std::uint8_t* codes)
 #endif
 }
 #endif
+
+// to = the sum of two granules' numbers. False where a scale is so large that the general way is needed: nothing was
+// done. The loops over blocks are a good part of the work: they stay simple.
+template <class F, bool Stream>
+inline bool add_minifloats(const std::uint8_t* const (&codes)[2], const float (&scales)[2][kMostBlocks],
+                           std::size_t blocks, std::size_t block, std::size_t n, float* to) {
+  const int shift = __builtin_ctzll(block);
+  [[maybe_unused]] float up[2][kMostBlocks];
+  std::uint32_t worst = 0;
+  for (int j = 0; j < 2; ++j) {
+#pragma GCC unroll 1
+    for (std::size_t b = 0; b < blocks; ++b) {
+      const std::uint32_t size = magnitude(scales[j][b]);
+      worst = size > worst ? size : worst;
+      up[j][b] = scales[j][b] * (F::kSign == 7 ? rebias<F>() : 1.0f);
+    }
+  }
+  // From here on no number is Inf, and no sum of numbers NaN.
+  if (!finite(float_of(worst) * rebias<F>())) return false;
+  std::size_t i = 0;
+#if defined(__AVX2__)
+  const auto half = [&](int j, std::size_t at) __attribute__((always_inline)) {
+    return Minifloat<F>::many(codes[j] + (F::kSign == 3 ? at / 2 : at), 0) *
+           (scales[j][at >> shift] * Minifloat<F>::kScale);
+  };
+  for (; i + kCodes <= n; i += kCodes) {
+    if constexpr (F::kSign == 7) {
+      if (__builtin_expect(all_normal<F>(codes[0] + i) && all_normal<F>(codes[1] + i), 1)) {
+#pragma GCC unroll 4
+        for (std::size_t at = i; at < i + kCodes; at += kLanes) {
+          const std::size_t b = at >> shift;
+          store<Stream>(to + at, shifted<F>(codes[0] + at) * up[0][b] + shifted<F>(codes[1] + at) * up[1][b]);
+        }
+        continue;
+      }
+      if (!all_numbers<F>(codes[0] + i, kCodes) || !all_numbers<F>(codes[1] + i, kCodes)) {
+        for (std::size_t at = i; at < i + kCodes; at += kLanes) {
+          Floats sum;
+          for (std::size_t lane = 0; lane < kLanes; ++lane) {
+            const std::size_t k = at + lane;
+            sum[lane] = canonical(minifloat_value<F>(codes[0][k]) * scales[0][k >> shift] +
+                                  minifloat_value<F>(codes[1][k]) * scales[1][k >> shift]);
+          }
+          store<Stream>(to + at, sum);
+        }
+        continue;
+      }
+    }
+#pragma GCC unroll 4
+    for (std::size_t at = i; at < i + kCodes; at += kLanes) store<Stream>(to + at, half(0, at) + half(1, at));
+  }
+#endif
+  auto* out = cells<float>(to);
+  for (; i < n; ++i) {
+    const float a = Minifloat<F>::one(codes[0], i) * Minifloat<F>::kScale * scales[0][i >> shift];
+    out[i].value = canonical(a + Minifloat<F>::one(codes[1], i) * Minifloat<F>::kScale * scales[1][i >> shift]);
+  }
+  return true;
+}
 
 // to[i] = finish(value of element i, i) for i < n. Block is the block's length where compilers know it, else 0.
 template <class F, std::size_t Block, bool Stream, class Finish>

@@ -144,7 +144,7 @@ inline void minifloats_nearest(const float* x, std::size_t blocks, std::size_t b
   const int shift = __builtin_ctzll(block);
   const auto inverse_at = [&](std::size_t at) { return Floats{} + inverse[at >> shift]; };
   for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
-    if (i % 64 == 0) fetch(how.local, how.residual, i);
+    if (i % 64 == 0) fetch_next(how, i);
     const Floats first = inverse_at(i);
     Floats by[4] = {first, first, first, first};
     if (block < 4 * kLanes) {

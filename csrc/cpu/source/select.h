@@ -59,7 +59,7 @@ inline void find_reaching(const float* x, std::size_t n, std::int32_t least, con
   const auto reach = [=](std::size_t i) { return _mm512_cmpge_epi32_mask(sizes_at(i), bound); };
   std::size_t hit = 0, count = 0;
   for (std::size_t i = 0; i < n / 16; i += 4) {
-    fetch(ahead, 16 * i);
+    fetch<2>(ahead, 16 * i);
     const __mmask32 low = _mm512_kunpackw(reach(i + 1), reach(i)), high = _mm512_kunpackw(reach(i + 3), reach(i + 2));
     const std::uint64_t four = _mm512_kunpackd(high, low);
     __builtin_memcpy(masks + i, &four, sizeof four);
@@ -113,7 +113,7 @@ inline std::uint32_t reaching(const float* x, std::int32_t least) {
 inline void find_reaching(const float* x, std::size_t n, std::int32_t least, const Ahead& ahead, Candidates& found) {
   std::size_t count = 0;
   for (std::size_t at = 0; at < n; at += 32) {
-    if (at % 64 == 0) fetch(ahead, at);
+    if (at % 64 == 0) fetch<2>(ahead, at);
     for (std::uint32_t mask = reaching(x + at, least); mask; mask &= mask - 1) {
       const std::size_t i = at + static_cast<std::size_t>(__builtin_ctz(mask));
       found.size[count] = static_cast<std::int32_t>(magnitude(cells<float>(x)[i].value));
@@ -165,7 +165,7 @@ inline void sum_maxima(const void* x, const float* residual, std::size_t n, std:
 template <class Element>
 inline void sum_in_place(const void* x, float* residual, std::size_t n, const Ahead& ahead) {
   for (std::size_t at = 0; at < n; at += 64) {
-    fetch(ahead, at);
+    fetch<2>(ahead, at);
     for (std::size_t i = at; i < at + 64; i += kLanes) {
       store<false>(residual + i, many<Element>(x, i) + load(residual + i));
     }

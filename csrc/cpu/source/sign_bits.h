@@ -3,6 +3,7 @@
 
 #include "codec/sign.h"
 #include "cpu/source/cast.h"
+#include "cpu/source/family.h"
 
 namespace dtcomm::DTCOMM_ISA {
 
@@ -27,17 +28,22 @@ inline float folded_parts(const float* x, std::size_t block, float* room) {
 }
 
 // Bit i of the string is the sign of x[i]; 8 divides n.
-inline void sign_bits(const float* x, std::size_t n, std::uint8_t* to) {
+inline void sign_bits(const float* x, std::size_t n, const Encoding& how, std::uint8_t* to) {
   std::size_t i = 0;
 #if defined(__AVX512F__)
   for (; i + 16 <= n; i += 16) {
+    if (i % 64 == 0) fetch_next(how, i);
     const __mmask16 bits = _mm512_movepi32_mask(_mm512_castps_si512(_mm512_loadu_ps(x + i)));
     __builtin_memcpy(to + i / 8, &bits, 2);
   }
 #elif defined(__AVX2__)
-  for (; i + 8 <= n; i += 8) to[i / 8] = static_cast<std::uint8_t>(_mm256_movemask_ps(_mm256_loadu_ps(x + i)));
+  for (; i + 8 <= n; i += 8) {
+    if (i % 64 == 0) fetch_next(how, i);
+    to[i / 8] = static_cast<std::uint8_t>(_mm256_movemask_ps(_mm256_loadu_ps(x + i)));
+  }
 #endif
   for (; i < n; i += 8) {
+    if (i % 64 == 0) fetch_next(how, i);
     std::uint32_t bits = 0;
     for (std::size_t j = 0; j < 8; ++j) bits |= bits_of(cells<float>(x)[i + j].value) >> 31 << j;
     to[i / 8] = static_cast<std::uint8_t>(bits);
