@@ -1,0 +1,137 @@
+"""What a call through the backend costs: ``dist.all_reduce`` on "dtcomm" beside ``dtcomm.all_reduce`` and Gloo.
+
+    python -m bench.backend            # 2 ranks, one line a size and operation; --json keeps the result
+
+The three take turns in batches on the same ranks, and medians are compared. The target is at most 8 microseconds
+more than ``dtcomm.all_reduce``; exit status 1 where that is missed. The other operations are beside Gloo alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import dtcomm
+from bench.common.machine import describe, steady
+from dtcomm.testing.ranks import run_ranks
+
+RESULT = Path(__file__).parent / "results" / "backend.json"
+MOST_US = 8.0
+SIZES = (1024, 65536, 1 << 20)
+BATCHES = 15
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.backend", description=__doc__)
+    parser.add_argument("-n", "--nproc", type=int, default=2, help="ranks")
+    parser.add_argument("--json", action="store_true", help=f"write {RESULT}")
+    args = parser.parse_args(argv)
+    rows, where = steady(lambda: run_ranks(measure, args.nproc, backend="dtcomm", timeout=200)[0])
+    misses = 0
+    print(
+        f"{'operation':20}{'bytes':>9}{'backend us':>12}{'dtcomm us':>11}{'more us':>9}{'gloo us':>9}"
+        f"{'gloo / backend':>16}"
+    )
+    for row in rows:
+        own, more = "", ""
+        if row["dtcomm_us"] is not None:
+            own, more = f"{row['dtcomm_us']:.1f}", f"{row['more_us']:.1f}"
+            misses += row["more_us"] > MOST_US
+        print(
+            f"{row['operation']:20}{row['bytes']:>9}{row['backend_us']:>12.1f}{own:>11}{more:>9}"
+            f"{row['gloo_us']:>9.1f}{row['gloo_us'] / row['backend_us']:>15.1f}x"
+        )
+    verdict = "MISS" if misses else "PASS"
+    print(
+        f"{verdict}: dist.all_reduce through the backend costs at most {MOST_US:g} us over dtcomm.all_reduce"
+    )
+    if args.json:
+        record = {
+            "machine": describe(),
+            "measured": where,
+            "ranks": args.nproc,
+            "most_us": MOST_US,
+            "rows": rows,
+        }
+        RESULT.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return 1 if misses else 0
+
+
+def measure(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """A row for every operation and size."""
+    gloo = dist.new_group(backend="gloo")
+    rows = []
+    for size in SIZES:
+        for name, calls in _operations(size, rank, world_size, gloo).items():
+            medians = _medians(calls, 20 if size > 100_000 else 100)
+            own = medians.get("dtcomm")
+            rows.append(
+                {
+                    "operation": name,
+                    "bytes": size,
+                    "backend_us": medians["backend"],
+                    "dtcomm_us": own,
+                    "more_us": None if own is None else medians["backend"] - own,
+                    "gloo_us": medians["gloo"],
+                }
+            )
+    return rows
+
+
+def _operations(size: int, rank: int, world_size: int, gloo: Any) -> dict[str, dict[str, Callable[[], Any]]]:
+    tensor = torch.ones(size // 4)
+    whole = torch.ones(size // 4 // world_size * world_size)
+    part = whole[: whole.numel() // world_size].clone()
+    listed = [torch.empty_like(part) for _ in range(world_size)]
+    peer = rank ^ 1
+
+    def both(call: Callable[[Any], Any]) -> dict[str, Callable[[], Any]]:
+        return {"backend": lambda: call(None), "gloo": lambda: call(gloo)}
+
+    def ping(group: Any) -> None:
+        if rank == 0:
+            dist.send(tensor, peer, group=group)
+            dist.recv(tensor, peer, group=group)
+        elif rank == 1:
+            dist.recv(tensor, peer, group=group)
+            dist.send(tensor, peer, group=group)
+
+    operations = {
+        "all_reduce": {
+            **both(lambda group: dist.all_reduce(tensor, group=group)),
+            "dtcomm": lambda: dtcomm.all_reduce(tensor),
+        },
+        "all_reduce async": both(lambda group: dist.all_reduce(tensor, group=group, async_op=True).wait()),
+        "all_gather": both(lambda group: dist.all_gather(listed, part, group=group)),
+        "broadcast": both(lambda group: dist.broadcast(tensor, 0, group=group)),
+        "send and back": both(ping),
+    }
+    if size == SIZES[0]:
+        operations["barrier"] = both(lambda group: dist.barrier(group))
+    return operations
+
+
+def _medians(calls: dict[str, Callable[[], Any]], each: int) -> dict[str, float]:
+    """Microseconds a call."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for batch in range(BATCHES + 1):
+        for name, call in calls.items():
+            begun = time.perf_counter()
+            for _ in range(each):
+                call()
+            if batch:  # the first one makes plans and connections
+                taken[name].append((time.perf_counter() - begun) / each * 1e6)
+    return {name: statistics.median(values) for name, values in taken.items()}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
