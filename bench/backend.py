@@ -2,7 +2,8 @@
 
     python -m bench.backend            # 2 ranks, one line a size and operation; --json keeps the result
 
-The three take turns in batches on the same ranks, and medians are compared. The target is at most 8 microseconds
+The three take turns in batches on the same ranks, and medians are compared; "at best", the difference of the fastest
+batches, is what to look at on a machine that others use too. The target is at most 8 microseconds
 more than ``dtcomm.all_reduce``; exit status 1 where that is missed. The other operations are beside Gloo alone.
 """
 
@@ -38,16 +39,17 @@ def main(argv: list[str] | None = None) -> int:
     rows, where = steady(lambda: run_ranks(measure, args.nproc, backend="dtcomm", timeout=200)[0])
     misses = 0
     print(
-        f"{'operation':20}{'bytes':>9}{'backend us':>12}{'dtcomm us':>11}{'more us':>9}{'gloo us':>9}"
+        f"{'operation':20}{'bytes':>9}{'backend us':>12}{'dtcomm us':>11}{'more us':>9}{'at best':>9}{'gloo us':>9}"
         f"{'gloo / backend':>16}"
     )
     for row in rows:
-        own, more = "", ""
+        own, more, best = "", "", ""
         if row["dtcomm_us"] is not None:
             own, more = f"{row['dtcomm_us']:.1f}", f"{row['more_us']:.1f}"
+            best = f"{row['more_at_best_us']:.1f}"
             misses += row["more_us"] > MOST_US
         print(
-            f"{row['operation']:20}{row['bytes']:>9}{row['backend_us']:>12.1f}{own:>11}{more:>9}"
+            f"{row['operation']:20}{row['bytes']:>9}{row['backend_us']:>12.1f}{own:>11}{more:>9}{best:>9}"
             f"{row['gloo_us']:>9.1f}{row['gloo_us'] / row['backend_us']:>15.1f}x"
         )
     verdict = "MISS" if misses else "PASS"
@@ -72,7 +74,9 @@ def measure(rank: int, world_size: int) -> list[dict[str, Any]]:
     rows = []
     for size in SIZES:
         for name, calls in _operations(size, rank, world_size, gloo).items():
-            medians = _medians(calls, 20 if size > 100_000 else 100)
+            taken = _batches(calls, 20 if size > 100_000 else 100)
+            medians = {called: statistics.median(values) for called, values in taken.items()}
+            least = {called: min(values) for called, values in taken.items()}
             own = medians.get("dtcomm")
             rows.append(
                 {
@@ -81,6 +85,7 @@ def measure(rank: int, world_size: int) -> list[dict[str, Any]]:
                     "backend_us": medians["backend"],
                     "dtcomm_us": own,
                     "more_us": None if own is None else medians["backend"] - own,
+                    "more_at_best_us": None if own is None else least["backend"] - least["dtcomm"],
                     "gloo_us": medians["gloo"],
                 }
             )
@@ -120,8 +125,8 @@ def _operations(size: int, rank: int, world_size: int, gloo: Any) -> dict[str, d
     return operations
 
 
-def _medians(calls: dict[str, Callable[[], Any]], each: int) -> dict[str, float]:
-    """Microseconds a call."""
+def _batches(calls: dict[str, Callable[[], Any]], each: int) -> dict[str, list[float]]:
+    """Microseconds a call, batch by batch."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for batch in range(BATCHES + 1):
         for name, call in calls.items():
@@ -130,7 +135,7 @@ def _medians(calls: dict[str, Callable[[], Any]], each: int) -> dict[str, float]
                 call()
             if batch:  # the first one makes plans and connections
                 taken[name].append((time.perf_counter() - begun) / each * 1e6)
-    return {name: statistics.median(values) for name, values in taken.items()}
+    return taken
 
 
 if __name__ == "__main__":
