@@ -196,7 +196,10 @@ def conclude(outcomes: dict[str, dict[str, dict[str, Any]]], chosen: list[str], 
                 for test, found in sorted(outcomes.items())
             },
             "differences": {
-                test: {"outcomes": found, "expected": EXPECTED.get(test, "")}
+                test: {
+                    "outcomes": {backend: each["outcome"] for backend, each in found.items()},
+                    "expected": EXPECTED.get(test, ""),
+                }
                 for test, found in differences.items()
             },
         }
