@@ -6,6 +6,7 @@ import itertools
 import random
 import zlib
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,25 @@ import torch
 import torch.distributed as dist
 
 import dtcomm
+from dtcomm.codecs import codec as parse
+from dtcomm.codecs.base import ELEMENT_TYPES
+from dtcomm.codecs.spec import CODECS as NAMES
+from dtcomm.collectives.launch import Several
 
-CODECS = ("none", "none", "fp16", "bf16", "int8", "int8:block=32,round=stochastic")
+# Every codec there is, and options that change how bytes are made.
+OPTIONS = (
+    "int8:block=32,round=stochastic",
+    "int4:symmetric=false",
+    "int4:rotate=hadamard",
+    "int3:spikes=1",
+    "int2:scale=fp32",
+    "fp8_e4m3:round=stochastic",
+    "topk:ratio=0.2,values=int4",
+    "randk:ratio=0.1",
+)
+CODECS = (*["none"] * 8, *(name for name in NAMES if name != "none"), *OPTIONS)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-DTYPES = (*FLOATS, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8)
+DTYPES = tuple(ELEMENT_TYPES)
 COLLECTIVES = (
     "all_reduce",
     "all_reduce",
@@ -28,12 +44,16 @@ COLLECTIVES = (
     "gather",
     "scatter",
     "all_to_all",
+    "sendrecv",  # every member to the next
+    "barrier",
 )
 REDUCING = ("all_reduce", "all_reduce_coalesced", "reduce_scatter", "reduce")
 ALIKE = ("all_reduce", "all_reduce_coalesced", "all_gather", "broadcast")  # all ranks end with the same
 LARGEST = 200_000
 WINDOW = 3  # asynchronous operations in flight
 WHOLE = -1
+MOST_GROUPS = 12
+LARGE_CHECK = 8  # one of so many large results is worked out, which costs more than the operation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +73,24 @@ class Operation:
     def input(self, rank: int, numel: int) -> torch.Tensor:
         """Small integers, so that every order of summing, and every codec's cast, gives the same values."""
         generator = torch.Generator().manual_seed(self.index * 64 + rank)
-        return torch.randint(0, 8, (numel,), generator=generator).to(self.dtype)
+        values = torch.randint(0, 8, (numel,), generator=generator).to(self.dtype)
+        return self.memory(values) if self.shared else values
+
+    @property
+    def shared(self) -> bool:
+        """Whether inputs lie in memory that the other ranks can map."""
+        return self.index % 5 == 0
+
+    def memory(self, values: torch.Tensor) -> torch.Tensor:
+        """``values`` in such memory."""
+        return dtcomm.empty(values.numel(), dtype=values.dtype).copy_(values)
+
+    @property
+    def feedback(self) -> bool:
+        """Whether what encodings lose is kept."""
+        lossy = "/" in self.codec or not parse(self.codec).lossless(self.dtype)
+        ops = self.op in ("sum", "avg") and self.collective in ("all_reduce", "reduce", "reduce_scatter")
+        return self.index % 3 == 0 and ops and lossy and self.dtype in FLOATS
 
     def splits(self, src: int, shares: int) -> list[int] | None:
         """What the member at ``src`` sends to each in an all_to_all; None, for equal shards, every other time."""
@@ -64,33 +101,50 @@ class Operation:
     @property
     def exact(self) -> bool:
         """Whether the result must equal Gloo's: no codec between, and no rounding of the average."""
-        return self.codec == "none" and (self.op != "avg" or self.dtype in FLOATS)
+        if self.codec != "none" or (self.op == "avg" and self.dtype not in FLOATS):
+            return False
+        return self.numel <= LARGEST // 10 or self.index % LARGE_CHECK == 0
 
 
-def draw(chance: random.Random, index: int, groups: int, algorithms: dict[str, list[str]]) -> Operation:
-    """The next operation of a seeded sequence."""
+def draw(
+    chance: random.Random,
+    index: int,
+    groups: list[tuple[int, ...]],
+    algorithms: dict[str, list[str]],
+    hosts: Sequence[int],
+) -> Operation:
+    """The next operation of a seeded sequence; ``hosts[rank]`` is the host of a rank."""
     collective = chance.choice(COLLECTIVES)
+    group = chance.randrange(-1, len(groups)) if groups else WHOLE
+    members = range(len(hosts)) if group == WHOLE else groups[group]
     codec = chance.choice(CODECS)
     reduces = collective in REDUCING
-    dtype = chance.choice(DTYPES if codec == "none" else FLOATS)
-    ops = ["sum", "sum", *(["avg"] if dtype.is_floating_point else [])]
-    ops += [] if codec.startswith("int8") else ["min", "max"]
+    dtype = chance.choice([dtype for dtype in parse(codec).dtypes if dtype in DTYPES])
+    if reduces and dtype is torch.bool:
+        dtype = torch.uint8
+    names = ["auto", *algorithms.get(collective.removesuffix("_coalesced"), [])]
+    levels = "hierarchical" in names and len({hosts[member] for member in members}) > 1
+    if levels and collective != "all_reduce_coalesced" and codec != "none" and chance.random() < 0.3:
+        codec, names = f"none/{codec}", ["auto", "hierarchical"]
+    valid = [op for op in parse(codec.rpartition("/")[2]).operations if op in ("min", "max")]
+    ops = ["sum", "sum", *(["avg"] if dtype.is_floating_point else []), *valid]
     return Operation(
         index=index,
         collective=collective,
         numel=min(LARGEST, int(2 ** chance.uniform(0, 17.7)) - 1),
         dtype=dtype,
         codec=codec,
-        algorithm=chance.choice(["auto", *algorithms[collective.removesuffix("_coalesced")]]),
+        algorithm=chance.choice(names),
         op=chance.choice(ops) if reduces else "sum",
-        group=chance.randrange(-1, groups) if groups else WHOLE,
+        group=group,
         overlap=chance.random() < 0.5,
     )
 
 
 def memberships(ranks: int) -> list[tuple[int, ...]]:
-    """Every subgroup of two or more ranks that is not all of them."""
-    return [g for size in range(2, ranks) for g in itertools.combinations(range(ranks), size)]
+    """Every subgroup of two or more ranks that is not all of them, or some of them where there are too many."""
+    found = [g for size in range(2, ranks) for g in itertools.combinations(range(ranks), size)]
+    return found if len(found) <= MOST_GROUPS else random.Random(ranks).sample(found, MOST_GROUPS)
 
 
 class Runner:
@@ -133,6 +187,13 @@ class Runner:
             "async_op": operation.overlap,
         }
         n, shares = operation.numel, len(members)
+        if operation.collective == "barrier":
+            return dtcomm.barrier(group=common["group"], async_op=operation.overlap), torch.empty(0)
+        if operation.collective == "sendrecv":
+            return self._pass_on(operation, members)
+        if operation.feedback:
+            whole = n * shares if operation.collective == "reduce_scatter" else n
+            common["residual"] = torch.zeros(whole)
         if operation.collective == "all_reduce":
             output = operation.input(self.rank, n)
             return dtcomm.all_reduce(output, operation.op, **common), output
@@ -165,6 +226,17 @@ class Runner:
             return dtcomm.reduce(output, root, operation.op, **common), output
         return dtcomm.broadcast(output, root, **common), output
 
+    def _pass_on(self, operation: Operation, members: tuple[int, ...]) -> tuple[Any, torch.Tensor]:
+        mine, n = members.index(self.rank), operation.numel
+        common: dict[str, Any] = {"codec": operation.codec, "group": self.groups[operation.group]}
+        given, output = operation.input(self.rank, n), torch.empty(n, dtype=operation.dtype)
+        following, before = members[(mine + 1) % len(members)], members[mine - 1]
+        works = [
+            dtcomm.send(given, following, async_op=True, **common),
+            dtcomm.recv(output, before, async_op=True, **common),
+        ]
+        return Several([work for work in works if work is not None], [output]), output
+
     def _exchange(
         self, operation: Operation, members: tuple[int, ...], common: dict[str, Any]
     ) -> tuple[Any, torch.Tensor]:
@@ -192,13 +264,18 @@ class Runner:
     def expected(self, operation: Operation) -> torch.Tensor:
         """Gloo's result for all_reduce over the whole group; elsewhere worked out from the inputs."""
         members = self.members[operation.group]
-        if operation.collective == "all_reduce" and operation.group == WHOLE and operation.op != "avg":
+        simple = operation.op != "avg" and operation.dtype is not torch.int16
+        if operation.collective == "all_reduce" and operation.group == WHOLE and simple:
             output = operation.input(self.rank, operation.numel)
             kinds = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
             dist.all_reduce(output, kinds[operation.op])
             return output
         n, shares = operation.numel, len(members)
         mine, root = members.index(self.rank), members[operation.index % shares]
+        if operation.collective == "barrier":
+            return torch.empty(0)
+        if operation.collective == "sendrecv":
+            return operation.input(members[mine - 1], n)
         if operation.collective == "broadcast":
             return operation.input(root, n)
         if operation.collective == "scatter":
