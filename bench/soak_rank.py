@@ -1,0 +1,105 @@
+"""One rank of the soak, under torchrun: rounds of random operations until it is time, or until a rank is killed.
+
+What it sees goes to one file of JSON lines a rank and incarnation; ``bench.soak`` reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import dtcomm
+from bench.bit_identity import sequence
+from bench.random_ops import Runner
+
+POOL, ROUND = 400, 40  # different operations, so that plans stop being new; operations of one round
+SHORTEST, LONGEST = 20.0, 180.0  # seconds that an incarnation lives before one of its ranks is killed
+TIMEOUT = 60.0
+
+
+def held() -> dict[str, int]:
+    """Resident memory in KiB, descriptors and threads of this process."""
+    with open("/proc/self/status") as lines:
+        fields = dict(line.split(":", 1) for line in lines)
+    return {
+        "rss_kib": int(fields["VmRSS"].split()[0]),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": int(fields["Threads"]),
+    }
+
+
+def main(folder: str, until: float, pause: float) -> int:
+    """0 when it is time; 1 after the loss of a peer, which torchrun answers with a new incarnation."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    incarnation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    chance = random.Random(incarnation)
+    life, victim = chance.uniform(SHORTEST, LONGEST), chance.randrange(ranks)
+    started = time.time()
+    if rank == victim and started + life < until:
+        timer = threading.Timer(life, os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+    operations = sequence(incarnation, ranks, POOL)
+    with open(Path(folder) / f"{incarnation:04d}.{rank}.jsonl", "w", buffering=1) as log:
+
+        def say(**words: Any) -> None:
+            log.write(json.dumps({"at": round(time.time(), 3), **words}) + "\n")
+
+        say(event="start", pid=os.getpid(), victim=victim, life=life)
+        try:
+            _rounds(rank, ranks, until, pause, operations, say)
+        except (dtcomm.errors.DtcommError, RuntimeError) as error:
+            say(event="lost", error=type(error).__name__, message=str(error)[:300])
+            log.flush()
+            os._exit(1)  # peers that wait for this rank see it go
+        say(event="end")
+    dist.destroy_process_group()
+    return 0
+
+
+def _rounds(
+    rank: int, ranks: int, until: float, pause: float, operations: list[Any], say: Callable[..., None]
+) -> None:
+    done = 0
+    while True:
+        late = torch.tensor([float(time.time() >= until)])
+        dtcomm.all_reduce(late, "max")
+        if late.item():
+            return
+        runner = Runner(rank, ranks)  # makes every subgroup
+        for nth in range(ROUND):
+            runner.start(operations[(done + nth) % len(operations)])
+        runner.drain()
+        done += ROUND
+        # One collective compares the round: a digest is equal on all members, and absent elsewhere.
+        everyone: list[Any] = [None] * ranks
+        dist.all_gather_object(everyone, runner.digests)
+        unequal = [
+            index
+            for index in set().union(*everyone)
+            if len({theirs[index] for theirs in everyone if index in theirs}) > 1
+        ]
+        for group in runner.groups[:-1]:
+            if group is not None and group != dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
+        say(event="round", operations=done, unequal=unequal, differs=runner.differs, **held())
+        time.sleep(pause)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], float(sys.argv[2]), float(sys.argv[3])))
