@@ -1,8 +1,8 @@
 """``dtcomm perf all_reduce …``: nccl-tests for dtcomm, and for what it is compared with.
 
 To read on: perf_flags and perf_options (the flags), perf_run (what a rank does), perf_measure (the clock),
-perf_check (right or wrong), perf_backends (who does the work), perf_host (where), perf_table, perf_json and
-perf_progress (what is shown).
+perf_check (right or wrong), perf_backends and perf_mpi (who does the work), perf_host (where), perf_table, perf_json,
+perf_plot, perf_live and perf_progress (what is shown).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from dtcomm.cli.perf_json import to_csv, to_json
 from dtcomm.cli.perf_options import Options, parse
+from dtcomm.cli.perf_plot import plot
 from dtcomm.cli.perf_progress import Printer
 from dtcomm.cli.perf_run import Listener, Report, run
 from dtcomm.errors import DtcommError
@@ -42,6 +43,9 @@ def main(argv: list[str]) -> int:
     if not launched or os.environ["RANK"] == "0":
         _write(options.json, lambda: to_json(report, argv))
         _write(options.csv, lambda: to_csv(report))
+        if options.plot is not None:
+            plot(report, Path(options.plot))
+            print(f"# {options.plot}", file=sys.stderr)
     return 1 if report.wrong else 0
 
 

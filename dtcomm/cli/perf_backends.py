@@ -43,9 +43,11 @@ class Call:
 
 
 class Backend(abc.ABC):
-    """``plain``: it knows neither codecs nor algorithms."""
+    """``plain``: it knows neither codecs nor algorithms. ``measures``: it has processes and a clock of its own
+    (``times``), and what it computes is not seen."""
 
     plain: ClassVar[bool] = True
+    measures: ClassVar[bool] = False
 
     def __init__(self, timeout: float) -> None:
         self.group = dist.new_group(timeout=timedelta(seconds=timeout))
@@ -67,9 +69,16 @@ class Backend(abc.ABC):
 
         return copied
 
+    def times(self, case: Any, iters: int, warmup: int) -> list[list[float]]:
+        """Seconds of each call of a ``perf_check.Case``, by rank, where it ``measures``."""
+        raise TypeError("abstract")
+
     def describe(self) -> str:
         """A few words for the header."""
         return ""
+
+    def close(self) -> None:  # noqa: B027 - most start nothing
+        """End what it started."""
 
 
 class TorchDistributed(Backend):
@@ -223,16 +232,23 @@ BACKENDS: dict[str, type[Backend]] = {
     "process_group": ProcessGroup,
     "gloo": TorchDistributed,
 }
-HELP = f"{', '.join(BACKENDS)}, or module:Class of your own; repeated or a,b compares in one table (native)"
+PEERS = ("gloo", "mpi")
+HELP = (
+    f"{', '.join(BACKENDS)}, mpi, or module:Class of your own; repeated or a,b compares in one table (native)"
+)
 
 
 def find(name: str) -> type[Backend]:
     """The backend of that name; ValueError lists the valid ones."""
     if name in BACKENDS:
         return BACKENDS[name]
+    if name == "mpi":
+        from dtcomm.cli.perf_mpi import OpenMpi
+
+        return OpenMpi
     module, colon, attribute = name.partition(":")
     if not colon:
-        raise ValueError(f"--backend {name!r} is not one of {', '.join(BACKENDS)}, module:Class")
+        raise ValueError(f"--backend {name!r} is not one of {', '.join(BACKENDS)}, mpi, module:Class")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:

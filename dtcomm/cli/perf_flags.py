@@ -24,7 +24,8 @@ reading the table
   #wrong counts elements that differ from the exact result, on all ranks; under a lossy codec, those outside the
   codec's error bound (all of them if the mean error is too large, or if ranks differ in a bit). maxerr is
   max|error| / max|result|, meanerr is mean|error| / mean|result|. ratio is the median time of the reference
-  (gloo, or else the last row of a size) over this row's, in place.
+  (gloo, or else the last row of a size) over this row's, in place; with --compare, "vs gloo" and "vs mpi" are that
+  peer's median over this row's. Open MPI is called from C, by processes of its own, and its results are not checked.
 differences from nccl-tests: -w is 5, -a is 3 (max), -g and -t are --nproc; -G is for GPUs.
 exit status: 0, or 1 where a value is wrong, or 2 where the arguments are, or a rank failed.
 """
@@ -94,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
         "--codec",
         action="append",
         metavar="SPEC",
-        help="none, fp16, int8:block=64, ...; may be repeated (none)",
+        help="none, fp16, int8:block=64, ...; repeated or a,b (none)",
     )
     add(
         "--algorithm", action="append", metavar="NAME", help="auto, direct, ring, ...; repeated or a,b (auto)"
@@ -105,6 +106,12 @@ def parser() -> argparse.ArgumentParser:
         help="a schedule of your own, as `print(schedule)` writes it: proved, then measured",
     )
     add("--backend", action="append", metavar="NAME", help=perf_backends.HELP)
+    add(
+        "--compare",
+        action="append",
+        metavar="NAME",
+        help="gloo, mpi or both (a,b): measured beside ours in turn, with a column of ratios each",
+    )
     add(
         "--nproc",
         type=_count(1),
@@ -119,6 +126,11 @@ def parser() -> argparse.ArgumentParser:
     )
     add("-J", "--json", metavar="FILE", help="also write JSON; - writes only that, to stdout")
     add("--csv", metavar="FILE", help="also write CSV; - writes only that, to stdout")
+    add(
+        "--plot",
+        metavar="FILE",
+        help="also draw busbw against size, a line for each variant, and the time up to 64K (needs matplotlib)",
+    )
     return made
 
 

@@ -92,6 +92,7 @@ def _result(report: Report, row: Row) -> dict[str, Any]:
         "algorithm": row.variant.algorithm,
         "wire_bytes": row.wire_bytes,
         "ratio": _finite(row.ratio),
+        "ratios": row.ratios,
     }
     for place, measured in (("out_of_place", row.out_of_place), ("in_place", row.in_place)):
         result[place] = None if measured is None else _measured(report, row, measured)

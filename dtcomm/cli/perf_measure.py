@@ -104,6 +104,11 @@ def together(times: list[float], per_iteration: int, average: int) -> Timing:
     """
     everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, times)
+    return summary(everyone, per_iteration, average)
+
+
+def summary(everyone: list[list[float]], per_iteration: int, average: int) -> Timing:
+    """The times of all ranks, each a list, as one; ``average`` as in ``together``."""
     means = [statistics.fmean(theirs) / per_iteration for theirs in everyone]
     seconds = (means[0], statistics.fmean(means), min(means), max(means))[average]
     return Timing(

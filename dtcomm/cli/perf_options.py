@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from dtcomm.algorithms import collectives, require
-from dtcomm.cli import perf_backends, perf_flags, sizes
+from dtcomm.cli import perf_backends, perf_flags, perf_mpi, sizes
 from dtcomm.cli.perf_collectives import ALIASES, COLLECTIVES, DTYPES
 from dtcomm.codecs import codec
 from dtcomm.errors import ScheduleError
 from dtcomm.schedule import Schedule, verify
 from dtcomm.schedule import parse as parse_schedule
+from dtcomm.testing import mpi
 from dtcomm.testing.exact import OPS
 
 CHOOSERS = ("auto", "direct")
@@ -32,6 +34,8 @@ class Variant:
 
     def refusal(self, datatype: str, op: str) -> str | None:
         """Why this cannot do ``op`` on ``datatype``, or None."""
+        if self.backend == "mpi":
+            return perf_mpi.refusal(datatype, op)
         layout = codec(self.codec)
         if DTYPES[datatype] not in layout.dtypes:
             takes = ", ".join(name for name, dtype in DTYPES.items() if dtype in layout.dtypes)
@@ -66,12 +70,14 @@ class Options:
     per_iter: bool
     out_of_place: bool
     variants: tuple[Variant, ...]
+    compare: tuple[str, ...]
     nproc: int
     pin: bool | None
     timeout: float
     quiet: bool
     json: str | None
     csv: str | None
+    plot: str | None
 
     @property
     def backends(self) -> list[str]:
@@ -105,7 +111,12 @@ def _options(given: argparse.Namespace) -> Options:
     schedule = None if given.schedule is None else _schedule(given)
     if given.nproc is None:
         given.nproc = 2 if schedule is None else schedule.ranks
-    variants = tuple(_variants(given, schedule))
+    compare = tuple(dict.fromkeys(name for part in given.compare or [] for name in part.split(",")))
+    if strangers := set(compare) - set(perf_backends.PEERS):
+        raise ValueError(f"--compare {sorted(strangers)[0]!r} is not one of {', '.join(perf_backends.PEERS)}")
+    variants = tuple(_variants(given, schedule, compare))
+    if any(variant.backend == "mpi" for variant in variants):
+        _require_mpi(given)
     ops = OPS if given.op == "all" else tuple(given.op.split(","))
     if unknown := set(ops) - set(OPS):
         raise ValueError(f"-o {sorted(unknown)[0]!r} is not one of {', '.join(OPS)}, all")
@@ -126,6 +137,7 @@ def _options(given: argparse.Namespace) -> Options:
         "out_of_place": bool(given.out_of_place),
         "quiet": "-" in (given.json, given.csv),
         "variants": variants,
+        "compare": compare,
     }
     return Options(**fields)
 
@@ -148,9 +160,35 @@ def _root_of(given: argparse.Namespace, schedule: Schedule | None) -> int | None
     return None if given.root == "all" else int(given.root)
 
 
-def _variants(given: argparse.Namespace, schedule: Schedule | None) -> list[Variant]:
+def _require_mpi(given: argparse.Namespace) -> None:
+    if absent := mpi.missing():
+        raise ValueError(f"mpi: {absent}")
+    if given.agg_iters != 1 or given.report_cputime or given.blocking:
+        raise ValueError("mpi: Open MPI is measured without -m, -z and -C")
+
+
+def _codecs(given: list[str]) -> list[str]:
+    """Specs, several of which may stand in one text: a comma also separates a codec's options, ``name=value``."""
+    found: list[str] = []
+    for text in given:
+        for number, part in enumerate(text.split(",")):
+            if number and re.match(r"\w+=", part):
+                found[-1] += f",{part}"
+            else:
+                found.append(part)
+    return [str(codec(spec)) for spec in found]
+
+
+def _variants(
+    given: argparse.Namespace, schedule: Schedule | None, compare: tuple[str, ...]
+) -> list[Variant]:
     backends = [name for part in given.backend or ["native"] for name in part.split(",")]
-    codecs = [str(codec(spec)) for spec in given.codec or ["none"]]
+    if given.compare and all(perf_backends.find(name).plain for name in backends):
+        raise ValueError(
+            f"--compare {given.compare[0]}: nothing of ours is measured by --backend {','.join(backends)}"
+        )
+    backends += [name for name in compare if name not in backends]
+    codecs = _codecs(given.codec or ["none"])
     named = given.algorithm or (["auto"] if schedule is None else [])
     algorithms = [name for part in named for name in part.split(",")]
     for name in algorithms:

@@ -1,11 +1,14 @@
-"""What rank 0 shows while the benchmark runs: the table on stdout, a bar on stderr where that is a terminal."""
+"""What rank 0 shows while the benchmark runs: a live table where stdout is a terminal, else the table's lines as they
+come and a bar on stderr where that is one.
+"""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
-from dtcomm.cli import perf_table
+from dtcomm.cli import perf_live, perf_table
+from dtcomm.cli.perf_live import LiveTable
 from dtcomm.cli.perf_options import Options
 from dtcomm.cli.perf_run import Listener, Report, Row
 
@@ -15,21 +18,28 @@ class Printer(Listener):
 
     def __init__(self, options: Options) -> None:
         self._options = options
+        self._live: LiveTable | None = None
         self._bar: Any = None
         self._task: Any = None
 
     def begin(self, report: Report, steps: int) -> None:
         self._print(perf_table.header(report))
-        self._bar = _bar() if steps != 1 else None
+        self._live = perf_live.make(report, steps) if steps != 1 and not self._options.quiet else None
+        self._bar = _bar() if steps != 1 and self._live is None else None
         if self._bar is not None:
             self._task = self._bar.add_task("", total=steps or None)
             self._bar.start()
 
     def step(self, what: str) -> None:
+        if self._live is not None:
+            self._live.step(what)
         if self._bar is not None:
             self._bar.update(self._task, description=what, refresh=True)
 
     def rows(self, report: Report, rows: list[Row]) -> None:
+        if self._live is not None:
+            self._live.draw()
+            return
         lines = [perf_table.row(self._options, row, len(report.ranks)) for row in rows]
         if self._bar is None:
             self._print(lines)
@@ -40,9 +50,18 @@ class Printer(Listener):
         self._bar.start()
 
     def end(self, report: Report) -> None:
+        live = self._live
+        self.stop()
+        if live is not None:
+            self._print([perf_table.row(self._options, row, len(report.ranks)) for row in report.rows])
+        self._print(perf_table.footer(report))
+
+    def stop(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-        self._print(perf_table.footer(report))
+        if self._live is not None:
+            self._live.stop()
+        self._bar = self._live = None
 
     def _print(self, lines: list[str]) -> None:
         if not self._options.quiet:

@@ -45,6 +45,9 @@ class Row:
     out_of_place: Measurement | None
     in_place: Measurement | None
     ratio: float | None = None
+    ratios: dict[str, float] = field(
+        default_factory=dict
+    )  # by --compare's names: their median time over this one's
 
     @property
     def compared(self) -> Measurement:
@@ -87,6 +90,9 @@ class Listener:
     def end(self, report: Report) -> None:
         """After the last row."""
 
+    def stop(self) -> None:
+        """Whatever happened, nothing will follow."""
+
 
 def run(options: Options, listener: Listener) -> Report:
     """Measure on this rank, with all others; torch.distributed is initialised."""
@@ -102,6 +108,16 @@ def run(options: Options, listener: Listener) -> Report:
     device = perf_host.pin(options.pin)
     backends |= _backends(options, plain=False)
     report = Report(options=options, ranks=perf_host.ranks(device))
+    try:
+        return _run(options, listener, report, backends)
+    finally:
+        listener.stop()
+        for backend in backends.values():
+            backend.close()
+
+
+def _run(options: Options, listener: Listener, report: Report, backends: dict[str, Backend]) -> Report:
+    ranks = len(report.ranks)
     report.backends = {name: backends[name].describe() for name in options.backends}
     limit = _limit(options, report)
     groups = list(_groups(options, ranks, limit))
@@ -114,7 +130,7 @@ def run(options: Options, listener: Listener) -> Report:
             for variant in variants:
                 listener.step(f"{size} {datatype} {variant}")
                 rows.append(_row(options, backends[variant.backend], variant, size, datatype, op, root))
-            rows = _compared(rows)
+            rows = _compared(rows, options.compare)
             report.rows += rows
             listener.rows(report, rows)
     report.ended = time.time()
@@ -165,9 +181,18 @@ def _row(
         rank=rank,
         ranks=ranks,
     )
-    bench = _Bench(options, backend, variant, case)
-    out_of_place = bench.measure(in_place=False) if options.out_of_place or collective.separate else None
-    in_place = None if collective.separate else bench.measure(in_place=True)
+    out_of_place = in_place = wire_bytes = None
+    if backend.measures:
+        times = backend.times(case, options.iters, options.warmup_iters)
+        measured = Measurement(timing=perf_measure.summary(times, 1, options.average), verdict=None)
+        # One of the two is what its API is for.
+        out_of_place, in_place = (None, measured) if collective.whole_in_place else (measured, None)
+    else:
+        bench = _Bench(options, backend, variant, case)
+        if options.out_of_place or collective.separate:
+            out_of_place = bench.measure(in_place=False)
+        in_place = None if collective.separate else bench.measure(in_place=True)
+        wire_bytes = bench.wire_bytes()
     return Row(
         size=collective.size(count, dtype, ranks),
         count=count,
@@ -175,7 +200,7 @@ def _row(
         op=op,
         root=root,
         variant=variant,
-        wire_bytes=bench.wire_bytes(),
+        wire_bytes=wire_bytes,
         out_of_place=out_of_place,
         in_place=in_place,
     )
@@ -287,14 +312,24 @@ def _combined(mine: list[Verdict]) -> Verdict:
     )
 
 
-def _compared(rows: list[Row]) -> list[Row]:
-    """With each row's ratio: the reference's median time over its own."""
+def _compared(rows: list[Row], peers: tuple[str, ...]) -> list[Row]:
+    """With each row's ratios: the reference's and every peer's median time over its own."""
     if len(rows) < 2:
         return rows
     reference = next((row for row in rows if row.variant.backend == "gloo"), rows[-1])
-    median = reference.compared.timing.statistics.p50
+    beside = {peer: next((row for row in rows if row.variant.backend == peer), None) for peer in peers}
     compared = []
     for row in rows:
-        own = row.compared.timing.statistics.p50
-        compared.append(replace(row, ratio=median / own if own > 0 else None))
+        ratios = {peer: _ratio(theirs, row) for peer, theirs in beside.items() if theirs is not None}
+        known = {peer: ratio for peer, ratio in ratios.items() if ratio is not None}
+        compared.append(replace(row, ratio=_ratio(reference, row), ratios=known))
     return compared
+
+
+def _ratio(reference: Row, row: Row) -> float | None:
+    """Of what both were measured in: in place where they can be."""
+    for theirs, ours in ((reference.in_place, row.in_place), (reference.out_of_place, row.out_of_place)):
+        if theirs is not None and ours is not None:
+            own = ours.timing.statistics.p50
+            return theirs.timing.statistics.p50 / own if own > 0 else None
+    return None

@@ -64,7 +64,8 @@ def _own_heads(options: Options) -> list[tuple[str, str]]:
         heads += [("   maxerr", "         "), ("  meanerr", "         ")]
     if len(options.variants) > 1:
         width = _variant_width(options)
-        heads += [("  ratio", "       "), ("variant".ljust(width), " " * width)]
+        ratios = [(f"vs {peer}".rjust(7), "       ") for peer in options.compare]
+        heads += [*(ratios or [("  ratio", "       ")]), ("variant".ljust(width), " " * width)]
     return heads
 
 
@@ -76,8 +77,9 @@ def row(options: Options, row: Row, ranks: int) -> str:
     if _lossy(options):
         cells += [f"{_error(row, 'max_error'):>9}", f"{_error(row, 'mean_error'):>9}"]
     if len(options.variants) > 1:
-        ratio = "N/A" if row.ratio is None else fixed(row.ratio, 7)
-        cells += [f"{ratio:>7}", f"{row.variant!s:<{_variant_width(options)}}"]
+        ratios = [row.ratios.get(peer) for peer in options.compare] or [row.ratio]
+        cells += [f"{'N/A' if ratio is None else fixed(ratio, 7):>7}" for ratio in ratios]
+        cells.append(f"{row.variant!s:<{_variant_width(options)}}")
     return "  ".join(cells).rstrip()
 
 

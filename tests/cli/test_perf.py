@@ -14,7 +14,9 @@ from dtcomm.cli.main import main
 from dtcomm.cli.perf import measure
 from dtcomm.cli.perf_collectives import COLLECTIVES, DTYPES
 from dtcomm.cli.perf_options import parse
+from dtcomm.cli.perf_plot import lines
 from dtcomm.cli.perf_run import Report, Row
+from dtcomm.testing import mpi
 from dtcomm.testing.ranks import run_ranks
 
 QUICK = ["-n", "3", "-w", "1"]
@@ -208,3 +210,26 @@ def test_under_torchrun_its_ranks_are_used(tmp_path: Path) -> None:
     document = json.loads(file.read_text())
     assert document["config"]["ranks"] == 3 and document["results"][0]["size"] == 3072
     assert done.stdout.count("Collective test starting") == 1
+
+
+def test_beside_its_peers_with_a_picture(tmp_path: Path) -> None:
+    peers = "gloo" if mpi.missing() else "gloo,mpi"
+    file = tmp_path / "picture.png"
+    document = perf(
+        tmp_path, f"broadcast -b 4K -e 32K -f 8 --codec none,int8:block=64 --compare {peers} --plot {file}"
+    )
+    for row in document["results"]:
+        assert set(row["ratios"]) == set(peers.split(",")) and all(row["ratios"].values())
+    mine = [row for row in document["results"] if row["backend"] == "mpi"]
+    assert len(mine) == 2 * peers.count("mpi")
+    assert all(row["out_of_place"] is None and row["in_place"]["time"] > 0 for row in mine)
+    assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 10_000
+
+
+def test_lines_of_a_picture_bear_what_differs() -> None:
+    report = measured("all_reduce -b 1K -e 2K -f 2 --codec none,int8 --backend native,gloo")
+    assert [(name, len(rows)) for name, rows in lines(report).items()] == [
+        ("dtcomm none", 2),
+        ("dtcomm int8", 2),
+        ("gloo", 2),
+    ]

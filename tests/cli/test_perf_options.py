@@ -48,6 +48,14 @@ def test_variants_are_backends_times_codecs_times_algorithms() -> None:
         "gloo none own",
     ]
     assert parse("all_reduce --codec int8:block=32".split()).variants[0].codec == "int8"
+    several = parse("all_reduce --codec none,int8:block=64,round=stochastic,int4 --compare gloo".split())
+    assert [variant.codec for variant in several.variants] == [
+        "none",
+        "int8:block=64,round=stochastic",
+        "int4",
+        "none",
+    ]
+    assert several.compare == ("gloo",) and several.variants[-1].backend == "gloo"
 
 
 def test_all_types_and_ops_leave_out_what_does_not_go_together() -> None:
@@ -67,6 +75,8 @@ def test_a_gather_has_no_operator() -> None:
     [
         ("alltoall", "invalid choice: 'alltoall'"),
         ("all_reduce -b 1Q", "'1Q' is not a size"),
+        ("all_reduce --compare nccl", "--compare 'nccl' is not one of gloo, mpi"),
+        ("all_reduce --compare gloo --backend gloo", "nothing of ours is measured by --backend gloo"),
         ("all_reduce -b 2K -e 1K", "-b 2048 is larger than -e 1024"),
         ("all_reduce -b 0 -e 1K -f 2", "do not grow"),
         ("all_reduce -n 0", "whole number of 1 or more"),
