@@ -220,6 +220,7 @@ class Communicator:
         seen = [] if runtime is None else runtime.sightings()
         said["seen"] = [{"rank": rank, **vars(each)} for rank, each in zip(self.ranks, seen, strict=False)]
         return said
+
     def set_timeout(self, timeout: timedelta) -> None:
         """How long the calls from now on wait for the other ranks."""
         if self.runtime is not None:
