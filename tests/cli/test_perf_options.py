@@ -96,7 +96,7 @@ def test_a_gather_has_no_operator() -> None:
         ("sendrecv --algorithm ring", "--algorithm sendrecv has no algorithms"),
         ("all_reduce --schedule /no/such/file", "No such file"),
         ("broadcast -r x", "'x' is neither a rank nor all"),
-        ("all_reduce --backend mpi", "'mpi' is not one of native, process_group, gloo, module:Class"),
+        ("all_reduce --backend nccl", "'nccl' is not one of native, process_group, gloo, mpi, module:Class"),
         ("all_reduce --backend os:getpid", "is not a subclass of"),
         ("all_reduce --backend no_such_module:X", "No module named 'no_such_module'"),
         ("all_reduce -G 1", "need a GPU"),
