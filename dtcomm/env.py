@@ -50,6 +50,11 @@ VARIABLES: dict[str, Variable] = {
         default="",
         meaning="where ranks write their last operations when one fails, for dtcomm doctor --flight",
     ),
+    "DTCOMM_LINK": Variable(
+        default="",
+        meaning="emulate a link: '10gbit,50us', or 'inside=400gbit,2us;between=10gbit,50us'; empty: none",
+        shared=True,
+    ),
     "DTCOMM_STAGING": Variable(
         default="auto",
         meaning="stores into shared memory: ordinary, or streaming past the cache; auto: by the round trip",

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "core/error.h"
+#include "engine/link.h"
 
 namespace dtcomm {
 
@@ -69,10 +70,13 @@ struct AreaLayout {
   std::uint32_t ranks = 0;
   std::uint32_t max_boxes = 0;
   std::size_t slot_bytes = 0;
+  bool link = false;  // an emulated one: every box has a stamp for each reader
 
   std::size_t flags_offset() const { return round_up(sizeof(AreaHead), kLine); }
+  std::size_t stamps_offset() const { return flags_offset() + sizeof(Flag) * kSlots * max_boxes; }
+  std::size_t stamps() const { return link ? std::size_t{kSlots} * max_boxes * ranks : 0; }
   std::size_t data_offset() const {
-    return round_up(flags_offset() + sizeof(Flag) * kSlots * max_boxes, kPage) + kSkew * (rank % 16);
+    return round_up(stamps_offset() + sizeof(Stamp) * stamps(), kPage) + kSkew * (rank % 16);
   }
   std::size_t slot_stride() const { return slot_bytes + kSlotSkew; }
   std::size_t bytes() const { return round_up(data_offset() + slot_stride() * kSlots, kPage); }
@@ -89,6 +93,7 @@ struct PeerView {
   AreaHead* head = nullptr;
   Flag* flags = nullptr;
   std::atomic<std::uint64_t>* done = nullptr;
+  Stamp* stamps = nullptr;  // by flag and reader; null without a link
   std::uint8_t* data = nullptr;
   std::size_t slot_stride = 0;
 
@@ -101,6 +106,7 @@ inline PeerView view_of(void* base, const AreaLayout& layout) {
   view.head = reinterpret_cast<AreaHead*>(bytes);
   view.flags = reinterpret_cast<Flag*>(bytes + layout.flags_offset());
   view.done = &view.head->done;
+  if (layout.link) view.stamps = reinterpret_cast<Stamp*>(bytes + layout.stamps_offset());
   view.data = bytes + layout.data_offset();
   view.slot_stride = layout.slot_stride();
   return view;

@@ -2,6 +2,7 @@
 
 #include <poll.h>
 #include <sched.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -26,6 +27,13 @@ constexpr std::uint64_t kSleepNs = 20 * 1000 * 1000;
 constexpr std::size_t kTryBytes = 32 * 1024;
 constexpr int kTryBudget = 64;
 
+// The kernel ends this thread's sleeps up to 50 us late otherwise, as long as many a link's latency.
+void wake_on_time() {
+  thread_local bool set = false;
+  if (!set) prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0);
+  set = true;
+}
+
 }  // namespace
 
 bool Patience::exhausted() {
@@ -45,12 +53,17 @@ Communicator::Communicator(const CommunicatorOptions& options)
     : options_(options), token_(random_token()), owner_(getpid()), timeout_ns_(options.timeout_ns) {
   rank = options.rank;
   ranks = options.ranks;
-  layout_ = {static_cast<std::uint32_t>(rank), static_cast<std::uint32_t>(ranks), options.max_boxes,
-             options.slot_bytes};
+  layout_ = {static_cast<std::uint32_t>(rank), static_cast<std::uint32_t>(ranks), options.max_boxes, options.slot_bytes,
+             options.link.on()};
   area_ = Mapping::create("dtcomm-area", layout_.bytes());
   own_ = view_of(area_.data(), layout_);
   new (own_.head) AreaHead;
   for (std::size_t i = 0; i < std::size_t{options.max_boxes} * kSlots; ++i) new (own_.flags + i) Flag;
+  for (std::size_t i = 0; i < layout_.stamps(); ++i) new (own_.stamps + i) Stamp;
+  if (layout_.link) {
+    link_ = std::make_unique<Link>(options.link, Nic::instance(0), ranks, std::size_t{options.max_boxes} * kSlots);
+    link = link_.get();
+  }
   own_.head->magic = kAreaMagic;
   own_.head->bytes = layout_.bytes();
   own_.head->rank = static_cast<std::uint32_t>(rank);
@@ -198,14 +211,8 @@ bool Communicator::advance_front(Operation& front, int budget) {
   std::exception_ptr failure;
   try {
     check_failures();
-    const std::uint64_t operation = begin(front.call, front.number);
-    front.work->started_ns = now_ns();
-    front.deadline = front.work->started_ns + timeout_ns_.load(std::memory_order_relaxed);
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      flights_.start(front.number, front.work->started_ns);
-    }
-    auto machine = std::make_unique<Machine>(*this, front.call, operation, front.number);
+    std::unique_ptr<Machine> machine = make_machine(front);
+    if (link_) link_->look();
     const Progress progress = machine->advance(budget);
     check_machine(*machine);
     if (progress != Progress::done) {
@@ -226,25 +233,31 @@ bool Communicator::advance_front(Operation& front, int budget) {
 }
 
 void Communicator::drive(Machine& machine, std::uint64_t deadline) {
+  if (link_) wake_on_time();
   Patience patience(options_.spins, options_.yield_ns);
   Bell& bell = Process::instance().page().bell;
   for (;;) {
     check_machine(machine);
-    if (patience.exhausted()) {
+    // Where it is known when the next payload comes in, sleep till then.
+    const bool tired = patience.exhausted();
+    const std::uint64_t rest = nap(kSleepNs);
+    if (rest == kSleepNs ? tired : rest > 0) {
       watch(machine, deadline);
       bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
       const std::uint32_t seen = bell.word.load(std::memory_order_acquire);
+      if (link_) link_->look();
       const Progress progress = machine.advance();
       if (progress == Progress::blocked && !machine.mismatch() && !machine.damage()) {
         own_.head->waiting_for.store(machine.blocker(), std::memory_order_relaxed);
         own_.head->waiting_since.store(now_ns(), std::memory_order_release);
-        bell.sleep(seen, suspect_ >= 0 ? 0 : kSleepNs);
+        bell.sleep(seen, suspect_ >= 0 ? 0 : nap(kSleepNs));
       }
       bell.sleepers.fetch_sub(1, std::memory_order_release);
       if (progress == Progress::done) return;
       if (progress == Progress::moved) patience.moved();
       continue;
     }
+    if (link_) link_->look();
     switch (machine.advance()) {
       case Progress::done:
         return;
@@ -272,9 +285,16 @@ Communicator::Look Communicator::drive_front(int budget) {
   if (fresh) return advance_front(*front, budget) ? Look::moved : Look::blocked;
   std::exception_ptr failure;
   try {
+    if (link_) {
+      wake_on_time();
+      link_->look();
+    }
     const Progress progress = front->machine->advance(budget);
     check_machine(*front->machine);
-    if (progress != Progress::done) return progress == Progress::moved ? Look::moved : Look::blocked;
+    if (progress != Progress::done) {
+      const bool moved = drive_ahead(*front, budget) || progress == Progress::moved;
+      return moved ? Look::moved : Look::blocked;
+    }
   } catch (const Error& error) {
     fail(error, culprit_);
     failure = std::current_exception();
@@ -284,6 +304,37 @@ Communicator::Look Communicator::drive_front(int budget) {
   }
   finish_front(failure);
   return Look::moved;
+}
+
+std::unique_ptr<Machine> Communicator::make_machine(Operation& operation) {
+  const std::uint64_t name = begin(operation.call, operation.number);
+  const std::uint64_t now = now_ns();
+  operation.work->started_ns = now;
+  operation.deadline = now + timeout_ns_.load(std::memory_order_relaxed);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    flights_.start(operation.number, now);
+  }
+  return std::make_unique<Machine>(*this, operation.call, name, operation.number);
+}
+
+// While the last pieces of the front operation are on their way the next one encodes and sends its first, unless the
+// two touch the same memory. True where it moved.
+bool Communicator::drive_ahead(const Operation& front, int budget) {
+  if (!front.machine->launched()) return false;
+  Operation* next = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (queue_.size() < 2) return false;
+    next = &queue_[1];
+  }
+  if (next->alone) return false;
+  if (!next->machine) {
+    next->alone = next->call.plan->direct() || !disjoint(front.call, next->call);
+    if (next->alone) return false;
+    next->machine = make_machine(*next);
+  }
+  return next->machine->independent() && next->machine->advance(budget, true) == Progress::moved;
 }
 
 void Communicator::watch_front() {
@@ -314,7 +365,8 @@ void Communicator::finish_front(std::exception_ptr failure) {
     work->finished_ns = now_ns();
     flights_.finish(front.number, failure != nullptr, work->finished_ns);
     queue_.pop_front();
-    busy_ = false;
+    busy_ = !queue_.empty() && queue_.front().machine;  // the next one may be under way
+    if (busy_) queue_.front().deadline = work->finished_ns + timeout_ns_.load(std::memory_order_relaxed);
   }
   work->finish(failure);
   if (failure) fail_queue(failure);

@@ -33,6 +33,7 @@ struct CommunicatorOptions {
   std::uint32_t max_boxes = 0;
   std::size_t slot_bytes = 512 * 1024;
   std::uint64_t timeout_ns = 0;
+  LinkRate link;       // to emulate; off by default
   bool probes = true;  // choose staging by the cores' round trip; otherwise stream_staging is left alone
   int spins = 64;      // looks before the first yield
   std::uint64_t yield_ns = 50 * 1000;  // time spent yielding before sleeping
@@ -105,6 +106,8 @@ class Communicator final : public Fabric {
   Look drive_front(int budget);
   // While asleep for the front operation: what it waits for, and whether to give up.
   void watch_front();
+  // How long a thread that is blocked on this communicator may sleep.
+  std::uint64_t nap(std::uint64_t most) const { return link_ ? link_->nap(most) : most; }
 
  private:
   struct Operation {
@@ -113,10 +116,13 @@ class Communicator final : public Fabric {
     std::uint64_t number = 0;
     std::unique_ptr<Machine> machine;
     std::uint64_t deadline = 0;
+    bool alone = false;  // it shares memory with the operation before it
   };
 
   void require_usable() const;
   std::uint64_t begin(const Call& call, std::uint64_t number);
+  std::unique_ptr<Machine> make_machine(Operation& operation);
+  bool drive_ahead(const Operation& front, int budget);
   void drive(Machine& machine, std::uint64_t deadline);
   void watch(const Machine& machine, std::uint64_t deadline);
   [[noreturn]] void raise_mismatch(const Machine& machine);
@@ -139,6 +145,7 @@ class Communicator final : public Fabric {
 
   CommunicatorOptions options_;
   AreaLayout layout_;
+  std::unique_ptr<Link> link_;
   Mapping area_;
   std::uint64_t token_;
   int owner_;  // pid: a forked child's copy is dead

@@ -59,7 +59,6 @@ Progress Machine::advance_direct(int budget) {
       return moved ? Progress::moved : Progress::blocked;
     }
   }
-  fabric_.next_piece = base_ + pieces;
   return Progress::done;
 }
 

@@ -13,6 +13,8 @@ namespace {
 // Pieces under way: one staged ahead, one summed, one written out. More of them and the slots in use outgrow the
 // second-level cache: 8 took 15 % longer at 1 and 64 MB.
 constexpr std::size_t kWindow = 3;
+constexpr std::size_t kLinkWindow = 4;  // over an emulated link, which has to be kept busy
+static_assert(2 * kLinkWindow <= kSlots, "the operation behind begins when this one has all its pieces under way");
 // Cores move while a program runs. Of 64 KiB every 256th operation probes, of 2 MiB and more every 8th; the time of
 // smaller ones does not depend on where the cores are.
 constexpr std::size_t kProbeBytes = 64 * 1024;  // of input
@@ -36,6 +38,53 @@ std::uint64_t announce(AreaHead& own, const Call& call, std::uint64_t number) {
   return operation;
 }
 
+namespace {
+
+struct Range {
+  const std::uint8_t* begin;
+  const std::uint8_t* end;
+};
+
+// What a call reads and writes, in order.
+std::vector<Range> ranges_of(const Call& call) {
+  const auto ranks = static_cast<std::size_t>(call.plan->program().ranks);
+  const Geometry geometry = call.plan->geometry();
+  const bool shards_in = geometry == Geometry::scatter || geometry == Geometry::exchange;
+  const bool shards_out = geometry == Geometry::gather || geometry == Geometry::exchange;
+  std::vector<Range> ranges;
+  const auto add = [&](const void* data, std::size_t bytes) {
+    const auto* begin = static_cast<const std::uint8_t*>(data);
+    if (begin && bytes > 0) ranges.push_back({begin, begin + bytes});
+  };
+  for (std::size_t i = 0; i < call.segments.size(); ++i) {
+    const Segment& segment = call.plan->segments()[i];
+    const std::size_t numel_in = segment.numel * (shards_in ? ranks : 1);
+    add(call.segments[i].in, numel_in * size_of(segment.dtype));
+    add(call.segments[i].out, segment.numel * (shards_out ? ranks : 1) * size_of(segment.dtype));
+    add(call.segments[i].residual, numel_in * sizeof(float));
+  }
+  std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  return ranges;
+}
+
+}  // namespace
+
+bool disjoint(const Call& one, const Call& other) {
+  const std::vector<Range> a = ranges_of(one);
+  const std::vector<Range> b = ranges_of(other);
+  // The end of everything in `a` that begins before the range of `b` at hand, and the other way round.
+  const auto apart = [](const std::vector<Range>& lower, const std::vector<Range>& upper) {
+    const std::uint8_t* end = nullptr;
+    std::size_t at = 0;
+    for (const Range& range : upper) {
+      for (; at < lower.size() && lower[at].begin <= range.begin; ++at) end = std::max(end, lower[at].end);
+      if (end > range.begin) return false;
+    }
+    return true;
+  };
+  return apart(a, b) && apart(b, a);
+}
+
 Machine::Machine(Fabric& fabric, Call call, std::uint64_t operation, std::uint64_t number)
     : fabric_(fabric),
       call_(std::move(call)),
@@ -45,6 +94,7 @@ Machine::Machine(Fabric& fabric, Call call, std::uint64_t operation, std::uint64
       number_(number),
       base_(fabric.next_piece),
       accumulators_(program_.accumulates ? kSlots : 0) {
+  fabric.next_piece += plan_.pieces();
   payloads_.reserve(static_cast<std::size_t>(fabric.ranks));
   // A rank that gives something, but not out of shared memory, knows at once that the payloads go through the slots;
   // otherwise all that give have to say so first.
@@ -76,31 +126,31 @@ bool Machine::probe() {
   return true;
 }
 
-Progress Machine::advance(int budget) {
+Progress Machine::advance(int budget, bool ahead) {
   const std::size_t pieces = plan_.pieces();
   if (probe_ && !probe()) return Progress::blocked;
   if (!met_ && pieces > 0 && !meet()) return Progress::blocked;
   if (direct_) return advance_direct(budget);
+  const std::size_t window = fabric_.link ? kLinkWindow : kWindow;
   bool moved = false;
   for (;;) {
     bool any = false;
-    if (budget > 0 && started_ < pieces && started_ - oldest_ < kWindow && can_start(started_)) {
+    if (budget > 0 && started_ < pieces && started_ - oldest_ < window && can_start(started_)) {
       window_[started_ % kSlots] = Piece{};
       ++started_;
       any = true;
       run_piece(started_ - 1, budget);  // first: a peer can go on with what is staged here
     }
     for (std::size_t piece = oldest_; piece < started_ && budget > 0; ++piece) any |= run_piece(piece, budget);
-    while (oldest_ < started_ && window_[oldest_ % kSlots].pc == program_.instructions.size()) {
+    while (!ahead && oldest_ < started_ && window_[oldest_ % kSlots].pc == program_.instructions.size()) {
       ++oldest_;
       any = true;
       fabric_.publish_done(base_ + oldest_);
     }
-    if (oldest_ == pieces) break;
+    if (oldest_ == pieces && !ahead) break;
     if (!any || budget <= 0) return moved || any ? Progress::moved : Progress::blocked;
     moved = true;
   }
-  fabric_.next_piece = base_ + pieces;
   return Progress::done;
 }
 
@@ -138,7 +188,7 @@ Machine::Step Machine::execute(std::size_t piece, const Instruction& instruction
   if (plan_.begin(piece, instruction.chunk) == plan_.end(piece, instruction.chunk)) return Step::moved;
   switch (instruction.op) {
     case Op::receive:
-      if (ready(piece, instruction.peer, instruction.box)) {
+      if (ready(piece, instruction)) {
         return !plan_.checksum() || intact(piece, instruction) ? Step::moved : Step::blocked;
       }
       if (piece == oldest_ || mismatch_) blocker_ = instruction.peer;
@@ -165,17 +215,22 @@ Machine::Step Machine::execute(std::size_t piece, const Instruction& instruction
   return Step::moved;
 }
 
-bool Machine::ready(std::size_t piece, int peer, int index) {
-  const PeerView& view = fabric_.peers[static_cast<std::size_t>(peer)];
+bool Machine::ready(std::size_t piece, const Instruction& instruction) {
+  const PeerView& view = fabric_.peers[static_cast<std::size_t>(instruction.peer)];
   const std::uint64_t seq = base_ + piece;
-  const Flag& flag = view.flags[static_cast<std::size_t>(index) * kSlots + seq % kSlots];
+  const std::size_t index = static_cast<std::size_t>(instruction.box) * kSlots + seq % kSlots;
+  const Flag& flag = view.flags[index];
   const std::uint64_t seen = flag.seq.load(std::memory_order_acquire);
   if (seen < seq + 1) return false;
   if (seen > seq + 1 || flag.operation.load(std::memory_order_relaxed) != operation_) {
     mismatch_ = true;
     return false;
   }
-  return true;
+  return !fabric_.link ||
+         fabric_.link->arrived(
+             instruction.peer, index, seq + 1,
+             view.stamps[index * static_cast<std::size_t>(fabric_.ranks) + static_cast<std::size_t>(fabric_.rank)],
+             plan_.payload_bytes(piece, instruction.chunk));
 }
 
 // The receiver's own computation over the bytes as it sees them, before anything is made of them.
@@ -203,6 +258,13 @@ void Machine::publish(std::size_t piece, const Instruction& instruction) {
     checksum =
         again ? own.checksum.load(std::memory_order_relaxed) : crc32c(box(piece, fabric_.rank, instruction.box), bytes);
     bytes += kChecksumBytes;
+  }
+  if (fabric_.link) {
+    Stamp* stamps = fabric_.peers[static_cast<std::size_t>(fabric_.rank)].stamps;
+    for (const int peer : instruction.peers) {
+      fabric_.link->send(stamps[index * static_cast<std::size_t>(fabric_.ranks) + static_cast<std::size_t>(peer)],
+                         seq + 1, plan_.payload_bytes(piece, instruction.chunk));
+    }
   }
   fabric_.publish_flag(index, seq + 1, operation_, checksum);
   wire_bytes_ += bytes * instruction.peers.size();

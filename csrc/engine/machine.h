@@ -30,6 +30,9 @@ struct Call {
   std::uint64_t region_offset = 0;
 };
 
+// Whether two calls touch no byte in common.
+bool disjoint(const Call& one, const Call& other);
+
 // What a machine sees of its communicator, and how it makes itself seen.
 class Fabric {
  public:
@@ -42,6 +45,7 @@ class Fabric {
   bool probes = false;            // operations measure the round trip now and then and choose the staging by it
   std::uint64_t until_probe = 0;  // what may be moved before the next probe
   double round_trip_ns = 0;
+  Link* link = nullptr;         // emulated: payloads arrive when they could have come over it
   std::uint64_t seen_done = 0;  // every peer has finished at least this many pieces (may lag)
 
   virtual void publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation, std::uint32_t checksum) = 0;
@@ -72,8 +76,13 @@ class Machine {
   // `operation` identifies the operation among the ranks (plan and call number), `number` is its call number + 1.
   Machine(Fabric& fabric, Call call, std::uint64_t operation, std::uint64_t number);
 
-  // Runs at most `budget` instructions.
-  Progress advance(int budget = 1 << 30);
+  // Runs at most `budget` instructions. Ahead of the operation before it a machine does everything but say that it is
+  // done with pieces, since peers count them in order.
+  Progress advance(int budget = 1 << 30, bool ahead = false);
+  // All pieces are on their way: what follows may begin, as far as the slots go.
+  bool launched() const { return !direct_ && met_ && !probe_ && started_ == plan_.pieces(); }
+  // May advance ahead.
+  bool independent() const { return met_ && !direct_ && !probe_; }
 
   const Call& call() const { return call_; }
   std::uint64_t operation() const { return operation_; }
@@ -97,7 +106,7 @@ class Machine {
   bool run_piece(std::size_t piece, int& budget);
   bool can_start(std::size_t piece);
   Step execute(std::size_t piece, const Instruction& instruction);
-  bool ready(std::size_t piece, int peer, int box);
+  bool ready(std::size_t piece, const Instruction& instruction);
   bool intact(std::size_t piece, const Instruction& instruction);
   void publish(std::size_t piece, const Instruction& instruction);
   void encode(std::size_t piece, const Instruction& instruction);

@@ -73,10 +73,12 @@ bool ProgressThread::look_around(bool& blocked) {
   const std::lock_guard<std::mutex> lock(mutex_);
   bool moved = false;
   blocked = false;
+  nap_ = kSleepNs;
   for (Communicator* communicator : communicators_) {
     const Communicator::Look look = communicator->drive_front(kBudget);
     moved |= look == Communicator::Look::moved;
     blocked |= look == Communicator::Look::blocked;
+    if (look == Communicator::Look::blocked) nap_ = std::min(nap_, communicator->nap(kSleepNs));
   }
   return moved;
 }
@@ -98,14 +100,15 @@ void ProgressThread::loop() {
       patience.moved();
       continue;
     }
-    if (!patience.exhausted()) continue;
+    const bool tired = patience.exhausted();
+    if (nap_ == kSleepNs ? !tired : nap_ == 0) continue;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       for (Communicator* communicator : communicators_) communicator->watch_front();
     }
     bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
     const std::uint32_t seen = bell.word.load(std::memory_order_acquire);
-    if (!look_around(blocked) && blocked && !work_.load(std::memory_order_acquire)) bell.sleep(seen, kSleepNs);
+    if (!look_around(blocked) && blocked && !work_.load(std::memory_order_acquire)) bell.sleep(seen, nap_);
     bell.sleepers.fetch_sub(1, std::memory_order_release);
   }
 }

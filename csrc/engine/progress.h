@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -34,6 +35,7 @@ class ProgressThread {
 
   std::mutex idle_mutex_;
   std::condition_variable idle_;
+  std::uint64_t nap_ = 0;  // how long what is blocked allows to sleep
   std::atomic<bool> work_{false};
   std::atomic<bool> stopping_{false};
 };

@@ -119,8 +119,9 @@ void bind_communicator(py::module_& module) {
 
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "NativeCommunicator")
       .def(py::init([](int rank, int ranks, std::uint32_t max_boxes, std::size_t slot_bytes, double timeout_s,
-                       double yield_us) {
+                       double yield_us, double latency_us, double ns_per_byte) {
              CommunicatorOptions options;
+             options.link = {static_cast<std::uint64_t>(latency_us * 1e3), ns_per_byte};
              options.rank = rank;
              options.ranks = ranks;
              options.max_boxes = max_boxes;
@@ -130,7 +131,7 @@ void bind_communicator(py::module_& module) {
              return std::make_shared<Communicator>(options);
            }),
            py::kw_only(), py::arg("rank"), py::arg("ranks"), py::arg("max_boxes"), py::arg("slot_bytes"),
-           py::arg("timeout_s"), py::arg("yield_us"))
+           py::arg("timeout_s"), py::arg("yield_us"), py::arg("latency_us") = 0.0, py::arg("ns_per_byte") = 0.0)
       .def("address",
            [](const Communicator& self) {
              const PeerAddress address = self.address();
@@ -278,6 +279,10 @@ void bind_engine(py::module_& module) {
     const Kernels* kernels = engine_kernels.load(std::memory_order_relaxed);
     return std::string(kernels ? kernels->name : "reference");
   });
+  py::class_<Nic, std::unique_ptr<Nic, py::nodelete>>(module, "Nic")
+      .def(py::init([](int level) { return &Nic::instance(level); }), py::arg("level"))
+      .def("send", &Nic::send, py::arg("now"), py::arg("busy_ns"))
+      .def("receive", &Nic::receive, py::arg("first"), py::arg("busy_ns"));
   module.def(
       "crc32c",
       [](std::uintptr_t data, std::size_t bytes, bool hardware) {

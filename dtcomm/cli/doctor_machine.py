@@ -134,6 +134,7 @@ def cores(ranks: int) -> Check:
 def variables() -> Check:
     """The DTCOMM_ variables that are set, and whether dtcomm knows them and their values."""
     from dtcomm import env
+    from dtcomm.runtime import link
 
     given = {name: value for name, value in sorted(os.environ.items()) if name.startswith("DTCOMM_")}
     unknown = [name for name in given if name not in env.VARIABLES]
@@ -141,6 +142,8 @@ def variables() -> Check:
     for name in set(given) - set(unknown):
         try:
             env.get(name)
+            if name == "DTCOMM_LINK":
+                link.links()
         except ValueError as error:
             wrong.append(str(error))
     text = ", ".join(f"{name}={value}" for name, value in given.items()) or "none set"

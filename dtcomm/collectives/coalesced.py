@@ -29,6 +29,7 @@ def all_reduce_coalesced(
 ) -> Work | None:
     """Reduce several tensors in place, as one message for every ``bucket_bytes`` of them.
 
+    Messages overlap: one begins to encode and send while the last pieces of the one before are on their way.
     Each tensor keeps its own blocks and may have its own codec (``codec`` a sequence) and residual, so with
     the direct algorithms its result does not depend on what it is sent with.
     """
@@ -62,8 +63,12 @@ def all_reduce_coalesced(
                 communicator, key, "all_reduce", op, numels, dtypes, specs, algorithm, checksum=checksum
             )
         messages.append((plan, buffers[first:last], part))
-    works = [start(communicator, plan, held, part, seed, async_op) for plan, held, part in messages]
+    queued = async_op or len(messages) > 1  # only what is queued is begun ahead
+    works = [start(communicator, plan, held, part, seed, queued) for plan, held, part in messages]
     if not async_op:
+        for work in works:
+            if work is not None:
+                work.wait()
         return None
     if len(works) == 1:
         return works[0]

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtcomm import env
+from dtcomm import _C, env
 from dtcomm.errors import DtcommError
-from dtcomm.runtime import flight, work
+from dtcomm.runtime import flight, link, work
 from dtcomm.runtime.groups import group_store, group_timeout, inherited, position, require_group
 from dtcomm.runtime.meeting import Meeting, host_id, require_equal
+from dtcomm.runtime.sealed import Wire
 from dtcomm.runtime.shape import Shape
 from dtcomm.runtime.shm import Buffers, NativeRuntime
 from dtcomm.runtime.work import Work
@@ -126,12 +127,18 @@ class Communicator:
                     "name": f"rank {self.ranks[self.rank]} (host {socket.gethostname()}, pid {os.getpid()})",
                     "protocol": PROTOCOL,
                     "variables": env.shared(),
+                    "machine": link.machine(),
                     "cores": sorted(os.sched_getaffinity(0)),
                     "table": env.tune_text() if self.rank == 0 else "",
                 }
             )
             require_equal(words, "protocol", "the version of dtcomm")
             require_equal(words, "variables", "DTCOMM_ variables")
+            links = link.links()
+            if links and len({word["machine"] for word in words}) > 1:
+                raise DtcommError(
+                    "DTCOMM_LINK: emulated links join processes of one machine; these ranks are on more"
+                )
             self.names = [word["name"] for word in words]
             self.table = words[0]["table"]
             hosts: dict[str, list[int]] = {}
@@ -157,7 +164,9 @@ class Communicator:
 
             private = self._private_group(group, store, str(epoch))
             blames = c10d.PrefixStore(f"dtcomm/{PROTOCOL}/{epoch}", store)
-            self.runtime = ProcessGroupRuntime(private, self.names, timeout.total_seconds(), blames)
+            self.runtime = ProcessGroupRuntime(
+                private, self.names, timeout.total_seconds(), blames, self._wires(links)
+            )
 
     def _attach(self, native: NativeRuntime, words: Sequence[dict[str, Any]]) -> str:
         """What keeps the ranks from sharing memory; empty where nothing does."""
@@ -171,6 +180,16 @@ class Communicator:
         except (OSError, RuntimeError) as error:
             return f"cannot map a peer's memory: {error}"
         return ""
+
+    def _wires(self, links: link.Links) -> list[Wire | None]:
+        """The emulated link to each rank."""
+        inside = next(group for group in self.groups if self.rank in group)
+        wires: list[Wire | None] = []
+        for rank in range(self.size):
+            level = 0 if rank in inside else 1
+            found = links.between if level else links.inside
+            wires.append(None if found is None or rank == self.rank else Wire(_C.Nic(level), found))
+        return wires
 
     def _private_group(self, group: dist.ProcessGroup, store: c10d.Store, epoch: str) -> Any:
         """A group of our own over the same ranks: our messages never mix with the user's."""

@@ -7,6 +7,7 @@ which that is.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import queue
@@ -16,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,11 +31,11 @@ from dtcomm.runtime.arithmetic import Arithmetic
 from dtcomm.runtime.blame import Blame
 from dtcomm.runtime.flight import Flight, Recorder, Sighting
 from dtcomm.runtime.plan import WINDOW, Plan
+from dtcomm.runtime.queued import Item, Outcome, QueuedWork, disjoint
 from dtcomm.runtime.replay import Messages, Replay
-from dtcomm.runtime.sealed import Sealed
+from dtcomm.runtime.sealed import Sealed, Wire
 from dtcomm.runtime.shape import Shape
 from dtcomm.runtime.shm import Buffers
-from dtcomm.runtime.work import Work
 from dtcomm.schedule import Schedule
 from dtcomm.schedule.ir import CUT_AT_GRANULES
 
@@ -45,62 +46,23 @@ HEADER_BYTES = 512
 HEADER_TAG = 0
 
 
-class Outcome(NamedTuple):
-    """What a finished call cost."""
-
-    wire_bytes: int
-    seconds: float
-
-
-class QueuedWork(Work):
-    """A call that the runtime's thread makes."""
-
-    def __init__(self, future: Future[Outcome], outputs: Sequence[torch.Tensor]) -> None:
-        super().__init__(outputs)
-        self._done = future
-        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
-
-    def wait(self) -> None:
-        self._done.result()
-
-    def is_completed(self) -> bool:
-        return self._done.done()
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        if self._future is None:
-            self._future = torch.futures.Future()
-            self._done.add_done_callback(self._complete)
-        return self._future
-
-    def _complete(self, done: Future[Outcome]) -> None:
-        assert self._future is not None
-        failure = done.exception()
-        if isinstance(failure, Exception):
-            self._future.set_exception(failure)  # type: ignore[arg-type]
-        else:
-            self._future.set_result(self._outputs)
-
-    @property
-    def wire_bytes(self) -> int:  # type: ignore[override]
-        return self._done.result().wire_bytes
-
-    @property
-    def seconds(self) -> float:  # type: ignore[override]
-        return self._done.result().seconds
-
-
 class ProcessGroupRuntime:
     """Moves bytes over ``group``, which nobody else may use: its messages are told apart by tags alone.
 
     ``names[rank]`` is how errors call a rank; every wait ends after ``timeout_s`` seconds; ``store`` is where ranks
-    leave word of whom they gave up on (None: the group's own).
+    leave word of whom they gave up on (None: the group's own); ``wires`` are emulated links, by rank.
     """
 
     name = "process_group"
     overhead = 0
 
     def __init__(
-        self, group: dist.ProcessGroup, names: Sequence[str], timeout_s: float, store: Any = None
+        self,
+        group: dist.ProcessGroup,
+        names: Sequence[str],
+        timeout_s: float,
+        store: Any = None,
+        wires: Sequence[Wire | None] = (),
     ) -> None:
         self.rank = group.rank()
         self.ranks = group.size()
@@ -109,12 +71,17 @@ class ProcessGroupRuntime:
         self._timeout = timedelta(seconds=timeout_s)
         self._blame = Blame(group, self._names, timeout_s, store)
         self._check = env.get("DTCOMM_CHECK") == "1"
-        self._slots: list[torch.Tensor] = []
+        self._slots: list[list[torch.Tensor]] = [[], []]
+        self._turn = 0  # which of the slots the call under way has
+        self._ahead: list[
+            Item | None
+        ] = []  # what was taken from the queue, and may have begun, before its turn
         self._operations = 0
         self._wire_bytes = 0
         self._failure: DtcommError | None = None
         self._recorder = Recorder()
         self._current: Flight | None = None  # the operation under way
+        self._wires = list(wires) if any(wires) else []
         self._pid = os.getpid()
         self._lock = threading.Lock()  # held while a call runs inline: calls run in issue order
         self._last: Future[Outcome] | None = None
@@ -131,7 +98,7 @@ class ProcessGroupRuntime:
         with self._lock:
             if self._last is None or self._last.done():
                 self._require_usable()
-                return self._perform(self._issue(plan), plan, buffers, seed).wire_bytes
+                return self._perform(Item(self._issue(plan), plan, buffers, seed)).wire_bytes
             future = self._enqueue(plan, buffers, seed)
         return future.result().wire_bytes
 
@@ -185,24 +152,50 @@ class ProcessGroupRuntime:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="dtcomm-process-group", daemon=True)
             self._thread.start()
-        future: Future[Outcome] = Future()
-        self._last = future
-        self._queue.put((future, self._issue(plan), plan, buffers, seed))
-        return future
+        item = Item(self._issue(plan), plan, buffers, seed)
+        self._last = item.future
+        self._queue.put(item)
+        return item.future
 
     def _issue(self, plan: Plan) -> Flight:
         return self._recorder.issue(plan.text, plan.shape)
 
     def _serve(self) -> None:
-        while (item := self._queue.get()) is not None:
-            future, *call = item
+        while (item := self._take()) is not None:
             try:
-                outcome = self._perform(*call)
+                outcome = self._perform(item)
             except BaseException as error:
-                future.set_exception(error)
+                item.future.set_exception(error)
             else:
-                future.set_result(outcome)
-            del item, future, call
+                item.future.set_result(outcome)
+            del item
+
+    def _take(self) -> Item | None:
+        return self._ahead.pop() if self._ahead else self._queue.get()
+
+    def _begin_next(self, item: Item) -> None:
+        """While the last messages of ``item`` are on their way, encode and send the first of what is queued behind
+        it, unless the two touch the same memory.
+        """
+        if self._ahead or self._check:
+            return
+        try:
+            following = self._queue.get_nowait()
+        except queue.Empty:
+            return
+        self._ahead.append(following)
+        if following is None or not disjoint(item, following):
+            return
+        following.noted.started_ns = time.monotonic_ns()
+        following.noted.stage = "started"
+        following.replay = self._replay(following, 1 - self._turn, self._operations + 1)
+        following.replay.begin()
+
+    def _replay(self, item: Item, turn: int, number: int) -> Replay:
+        if item.plan.pieces:
+            self._reserve(turn, item.plan, item.buffers[0].device)
+        arithmetic = Arithmetic(item.plan, item.buffers, self._slots[turn], item.seed)
+        return Replay(item.plan, arithmetic, self._messages(item.plan), number)
 
     def _require_usable(self) -> None:
         if os.getpid() != self._pid:
@@ -212,20 +205,23 @@ class ProcessGroupRuntime:
         if self._group is None:
             raise DtcommError("group: its communicator has been released")
 
-    def _perform(self, noted: Flight, plan: Plan, buffers: Sequence[Buffers], seed: int) -> Outcome:
+    def _perform(self, item: Item) -> Outcome:
+        noted = item.noted
         noted.stage = "failed"  # unless it comes to something
+        replay, item.replay = item.replay, None
         self._require_usable()
         start = time.perf_counter()
-        noted.started_ns = time.monotonic_ns()
+        noted.started_ns = noted.started_ns or time.monotonic_ns()
         noted.stage = "started"
         self._current = noted
         try:
-            if self._check:
-                self._compare(plan)
-            if plan.pieces:
-                self._reserve(plan, buffers[0].device)
-            arithmetic = Arithmetic(plan, buffers, self._slots, seed)
-            sent = Replay(plan, arithmetic, self._messages(plan), self._operations).run()
+            if replay is not None:
+                self._turn = 1 - self._turn
+            else:
+                if self._check:
+                    self._compare(item.plan)
+                replay = self._replay(item, self._turn, self._operations)
+            sent = replay.run(functools.partial(self._begin_next, item))
         except BaseException as error:
             if isinstance(error, DtcommError):
                 self._failure = type(error)(str(error))
@@ -244,17 +240,16 @@ class ProcessGroupRuntime:
         return Outcome(sent, time.perf_counter() - start)
 
     def _messages(self, plan: Plan) -> Messages:
-        if not plan.shape.checksum:
+        if not plan.shape.checksum and not self._wires:
             return self
-        return Sealed(self, self._names, self.rank)
+        return Sealed(self, self._names, self.rank, plan.shape.checksum, self._wires)
 
-    def _reserve(self, plan: Plan, device: torch.device) -> None:
-        # One set of slots serves all plans, since calls do not overlap.
-        if not self._slots or self._slots[0].numel() < plan.slot_bytes or self._slots[0].device != device:
-            self._slots = []
-            self._slots = [
-                torch.empty(plan.slot_bytes, dtype=torch.uint8, device=device) for _ in range(WINDOW)
-            ]
+    def _reserve(self, turn: int, plan: Plan, device: torch.device) -> None:
+        # One set of slots serves all plans, since calls do not overlap; a call that begins ahead takes the other one.
+        slots = self._slots[turn]
+        if not slots or slots[0].numel() < plan.slot_bytes or slots[0].device != device:
+            slots.clear()
+            slots += [torch.empty(plan.slot_bytes, dtype=torch.uint8, device=device) for _ in range(WINDOW)]
 
     def send(self, payload: torch.Tensor, peer: int, tag: int) -> Any:
         """Start to send (``Messages``)."""

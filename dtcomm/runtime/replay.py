@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -46,10 +47,20 @@ class Replay:
         self._finished: set[int] = set()
         self._sent_bytes = 0
 
-    def run(self) -> int:
-        """To the end; returns the bytes sent. See ``Plan.order`` for why this cannot deadlock."""
+    def begin(self) -> None:
+        """Encode and send the first pieces; nothing waits here."""
         self._start()
+
+    def run(self, launched: Callable[[], None] = lambda: None) -> int:
+        """To the end; returns the bytes sent. ``launched`` is called once all pieces are on their way: what follows
+        may begin. See ``Plan.order`` for why this cannot deadlock.
+        """
+        self._start()
+        told = False
         for number, at in self._plan.order:
+            if not told and self._started == len(self._plan.pieces):
+                told = True
+                launched()
             receive = self._plan.instructions[at]
             assert isinstance(receive, Receive)
             handle = self._receives.pop((number, at))

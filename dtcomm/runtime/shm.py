@@ -13,12 +13,14 @@ from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.errors import DtcommError
 from dtcomm.runtime import flight
 from dtcomm.runtime.flight import STAGES, Flight, Sighting
+from dtcomm.runtime.link import Link, links
 from dtcomm.runtime.shape import GEOMETRY, OPS, Shape
 from dtcomm.runtime.work import NativeWork, Work
 from dtcomm.schedule import Schedule, lower
 from dtcomm.schedule.ir import CUT_AT_GRANULES
 
 SLOT_BYTES = 512 * 1024
+LARGEST_SLOT_BYTES = 8 * 2**20
 LEAST_DIRECT = 128 * 1024  # bytes of a tensor that peers copy from the tensor itself
 LEAST_BOXES = 128  # of 4 KiB fill a slot: a user's own schedule may need as many
 
@@ -56,13 +58,17 @@ class NativeRuntime:
         self.rank = rank
         self.ranks = ranks
         self._recorded = False
+        self._link = links().inside
+        self._slot_bytes = SLOT_BYTES if self._link is None else _slot_bytes(self._link)
         self.native = _C.NativeCommunicator(
             rank=rank,
             ranks=ranks,
             max_boxes=_boxes(ranks),
-            slot_bytes=SLOT_BYTES,
+            slot_bytes=self._slot_bytes,
             timeout_s=timeout_s,
             yield_us=float(env.get("DTCOMM_YIELD_US")),
+            latency_us=0.0 if self._link is None else self._link.latency_s * 1e6,
+            ns_per_byte=0.0 if self._link is None else self._link.ns_per_byte,
         )
 
     def address(self) -> list[int]:
@@ -78,13 +84,15 @@ class NativeRuntime:
         # Ranks that share a core must give it away to get on.
         self.native.set_spins(int(env.get("DTCOMM_SPINS")) or (64 if cores < self.ranks else 1000))
         # A probe whose partner is not running gives up: also ranks that share cores can have it.
-        self.native.probes = env.get("DTCOMM_STAGING") == "auto"
+        self.native.probes = env.get("DTCOMM_STAGING") == "auto" and self._link is None
         self.native.stream_staging = env.get("DTCOMM_STAGING") == "streaming"
 
     def prepare(self, shape: Shape, schedule: Schedule) -> _C.NativePlan:
         """A plan for calls of this shape."""
-        piece, direct = piece_bytes(shape, self.ranks), is_direct(shape, LEAST_DIRECT)
-        return native_plan(shape, schedule, self.rank, piece, SLOT_BYTES, _boxes(self.ranks), direct)
+        # What ranks read in each other's tensors would come over no link.
+        direct = self._link is None and is_direct(shape, LEAST_DIRECT)
+        piece = piece_bytes(shape, self.ranks) * (self._slot_bytes // SLOT_BYTES)
+        return native_plan(shape, schedule, self.rank, piece, self._slot_bytes, _boxes(self.ranks), direct)
 
     def run(self, plan: Any, buffers: Sequence[Buffers], seed: int) -> int:
         """Run to the end; returns the bytes sent."""
@@ -198,6 +206,14 @@ def piece_bytes(shape: Shape, ranks: int) -> int:
     if shape.collective not in CUT_AT_GRANULES:
         total *= ranks
     return 512 * 1024 if total <= 4 * 2**20 else 256 * 1024
+
+
+def _slot_bytes(link: Link) -> int:
+    """Pieces so large that those under way at once fill the link for as long as an answer takes."""
+    slot = SLOT_BYTES
+    while slot < LARGEST_SLOT_BYTES and slot * link.ns_per_byte < 2 * link.latency_ns:
+        slot *= 2
+    return slot
 
 
 def _boxes(ranks: int) -> int:

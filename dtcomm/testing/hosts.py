@@ -31,8 +31,12 @@ def available() -> str:
 
 
 @contextmanager
-def two_hosts(gbit: float) -> Iterator[list[str]]:
-    """The names of two namespaces whose interface ``dt0`` runs at so many Gbit/s each way."""
+def two_hosts(gbit: float, *, burst_ms: float = 4.0) -> Iterator[list[str]]:
+    """The names of two namespaces whose interface ``dt0`` runs at so many Gbit/s each way.
+
+    After a rest it carries what takes ``burst_ms`` milliseconds at once (128 KiB at least). 4: enough for the kernel's
+    ticks, too little to hide the rate.
+    """
     names = [_name(0), _name(1)]
     ends = [f"{name}v" for name in names]
     try:
@@ -46,8 +50,7 @@ def two_hosts(gbit: float) -> Iterator[list[str]]:
             _run(*inside, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "dt0")
             _run(*inside, "link", "set", "lo", "up")
             _run(*inside, "link", "set", "dt0", "up")
-            # A bucket of 4 ms: enough for the kernel's ticks, too little to hide the rate.
-            burst = max(128 * 1024, int(gbit * 1e9 / 8 * 0.004))
+            burst = max(128 * 1024, int(gbit * 1e9 / 8 * burst_ms * 1e-3))
             shape = ("rate", f"{int(gbit * 1000)}mbit", "burst", str(burst), "latency", "100ms")
             _run("tc", "-n", name, "qdisc", "add", "dev", "dt0", "root", "tbf", *shape)
         yield names

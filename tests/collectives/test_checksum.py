@@ -202,7 +202,7 @@ class Wire:
 
 @pytest.mark.parametrize("damage", [None, 0, 63, 64, 67])
 def test_a_message_with_a_seal(damage: int | None) -> None:
-    sealed = Sealed(Wire(damage), ["rank 0 (pid 7)", "rank 1 (pid 8)"], 1)
+    sealed = Sealed(Wire(damage), ["rank 0 (pid 7)", "rank 1 (pid 8)"], 1, checksum=True)
     payload, arrived = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
     sealed.send(payload, 0, 5)
     handle = sealed.receive(arrived, 0, 5)

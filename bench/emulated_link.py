@@ -1,0 +1,151 @@
+"""An emulated link beside a real one of the same rate: the same steps over both, in turn, in one run.
+
+python -m bench.emulated_link [--gbit 1 10] [--only CODECS] [--repetitions N] [--json FILE]
+
+The real link joins two network namespaces (veth, `tc tbf`; needs root and iproute2) and runs the process-group
+runtime. A step is an all_reduce_coalesced of 101 MB of
+gradients in buckets of 25 MiB behind a matrix product, as a training step would be; the emulated one
+runs twice, over the backend's messages ("sockets") and over shared memory ("memory").
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.common import machine, output
+from bench.common.pool import Pool
+from bench.common.stats import Timing
+from dtcomm.testing import hosts
+
+CODECS = ("none", "fp16", "int8", "int4")
+NUMELS = [2896 * 2896, 2896] * 3
+TARGET = 0.1
+LATENCY_US = 20  # of a packet from one namespace to the other
+BURST_MS = 0.2  # of the real link: what it carries at once after a rest, which a cable would not
+
+
+class Stepper:
+    """One rank, over a real link where it has namespaces, over an emulated one where it has ``link``."""
+
+    def __init__(
+        self, rank: int, ranks: int, rendezvous: str, namespaces: list[str], link: str, way: str
+    ) -> None:
+        os.environ["DTCOMM_LINK"] = link
+        os.environ["DTCOMM_RUNTIME"] = "native" if way == "memory" else "process_group"
+        if namespaces:
+            hosts.join(rank, ranks, rendezvous, namespaces)
+        else:
+            if way == "sockets":
+                os.environ["DTCOMM_HOST_ID"] = f"emulated {rank}"
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+        self.tensors = [torch.randn(numel) for numel in NUMELS]
+        self.weight = torch.randn(1024, 1024)
+
+    def step(self, codec: str) -> float:
+        """Seconds of a step."""
+        import dtcomm
+
+        dist.barrier()
+        started = time.perf_counter()
+        torch.mm(self.weight, self.weight)
+        dtcomm.all_reduce_coalesced(self.tensors, "avg", codec=codec, algorithm="two_shot")
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        """Leaves the group."""
+        dist.destroy_process_group()
+
+
+def measure(gbit: float, codecs: list[str], repetitions: int) -> list[dict[str, Any]]:
+    """A row for each codec and way of emulation: the slower rank's milliseconds over either link."""
+    times: dict[tuple[str, str], list[float]] = {}
+    with hosts.two_hosts(gbit, burst_ms=BURST_MS) as namespaces, TemporaryDirectory() as folder:
+
+        def pool(name: str, link: str = "", inside: list[str] | None = None) -> Pool:
+            meeting = str(Path(folder) / name)
+            return Pool(
+                Stepper, 2, timeout=120, rendezvous=meeting, namespaces=inside or [], link=link, way=name
+            )
+
+        with pool("real", inside=namespaces) as real:
+            link = f"{gbit:g}gbit,{LATENCY_US}us"
+            with pool("sockets", link) as sockets, pool("memory", link) as memory:
+                pools = {"real": real, "sockets": sockets, "memory": memory}
+                for repetition in range(repetitions + 1):
+                    for codec in codecs:
+                        for name, each in pools.items():
+                            seconds = max(each.call("step", codec=codec))
+                            if repetition:  # the first one connects and makes its plans
+                                times.setdefault((codec, name), []).append(seconds)
+    rows = []
+    for codec in codecs:
+        real_time = Timing.of(times[codec, "real"])
+        for way in ("sockets", "memory"):
+            timing = Timing.of(times[codec, way])
+            ratio = timing.median / real_time.median
+            rows.append(
+                {
+                    "gbit": gbit,
+                    "link": link,
+                    "codec": codec,
+                    "way": way,
+                    "real_ms": round(real_time.median * 1e3, 1),
+                    "emulated_ms": round(timing.median * 1e3, 1),
+                    "ratio": round(ratio, 3),
+                    "verdict": "PASS" if abs(ratio - 1) <= TARGET else "MISS",
+                    "real": real_time.as_dict(),
+                    "emulated": timing.as_dict(),
+                }
+            )
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Measures, prints, writes the file; returns what it wrote."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gbit", type=float, nargs="+", default=[1, 10])
+    parser.add_argument("--only", nargs="+", choices=CODECS, default=list(CODECS))
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--json", help="where to write instead of bench/results/emulated_link.json")
+    options = parser.parse_args(arguments)
+    if why := hosts.available():
+        sys.exit(f"bench.emulated_link: {why}")
+    rows: list[dict[str, Any]] = []
+    for gbit in options.gbit:
+        rows += measure(gbit, options.only, options.repetitions)
+        found = [row for row in rows if row["gbit"] == gbit]
+        output.table(
+            f"a step of {sum(NUMELS) * 4 / 1e6:.0f} MB of gradients, 2 ranks, {found[0]['link']}, real and emulated",
+            ["codec", "over", "real ms", "emulated ms", "ratio", "target", "verdict"],
+            [
+                [
+                    row["codec"],
+                    row["way"],
+                    f"{row['real_ms']:,.0f}",
+                    f"{row['emulated_ms']:,.0f}",
+                    f"{row['ratio']:.3f}",
+                    f"1 ± {TARGET:g}",
+                    row["verdict"],
+                ]
+                for row in found
+            ],
+        )
+    result = {"machine": machine.describe(), "load": os.getloadavg(), "rows": rows}
+    print(output.write("emulated_link", result, options.json))
+    return result
+
+
+if __name__ == "__main__":
+    main()

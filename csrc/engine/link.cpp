@@ -1,0 +1,85 @@
+#include "engine/link.h"
+
+#include <algorithm>
+
+#include "engine/process.h"
+
+namespace dtcomm {
+namespace {
+
+constexpr std::size_t kBusyKept = 512;        // intervals; what came in before them counts as free again
+constexpr std::uint64_t kWakeNs = 30 * 1000;  // to wake up takes about as long
+
+}  // namespace
+
+Nic& Nic::instance(int level) {
+  static Nic nics[2];
+  return nics[level == 0 ? 0 : 1];
+}
+
+std::uint64_t Nic::send(std::uint64_t now, std::uint64_t busy_ns) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::uint64_t begin = std::max(now, free_);
+  free_ = begin + busy_ns;
+  return begin;
+}
+
+std::uint64_t Nic::receive(std::uint64_t first, std::uint64_t busy_ns) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto at = std::lower_bound(busy_.begin(), busy_.end(), first,
+                             [](const Busy& busy, std::uint64_t time) { return busy.end < time; });
+  const auto merged = at - busy_.begin();
+  std::uint64_t begin = first;
+  std::uint64_t end = first;
+  if (at != busy_.end() && at->begin <= first) {
+    begin = at->begin;
+    end = at->end;
+    ++at;
+  }
+  for (std::uint64_t left = busy_ns; left > 0;) {
+    if (at == busy_.end() || at->begin - end >= left) {
+      end += left;
+      break;
+    }
+    left -= at->begin - end;
+    end = at->end;
+    ++at;
+  }
+  const std::uint64_t there = end;
+  if (at != busy_.end() && at->begin == end) {
+    end = at->end;
+    ++at;
+  }
+  const auto place = busy_.erase(busy_.begin() + merged, at);
+  busy_.insert(place, {begin, end});
+  if (busy_.size() > kBusyKept) busy_.erase(busy_.begin(), busy_.begin() + kBusyKept / 2);
+  return there;
+}
+
+Link::Link(LinkRate rate, Nic& nic, int ranks, std::size_t flags)
+    : rate_(rate), nic_(nic), flags_(flags), due_(static_cast<std::size_t>(ranks) * flags) {}
+
+void Link::send(Stamp& stamp, std::uint64_t seq, std::size_t bytes) {
+  stamp.first.store(nic_.send(now_ns(), rate_.busy_ns(bytes)) + rate_.latency_ns, std::memory_order_relaxed);
+  stamp.seq.store(seq, std::memory_order_release);
+}
+
+bool Link::arrived(int peer, std::size_t flag, std::uint64_t seq, const Stamp& stamp, std::size_t bytes) {
+  if (stamp.seq.load(std::memory_order_acquire) != seq) return false;  // it was sent to others first
+  Due& due = due_[static_cast<std::size_t>(peer) * flags_ + flag];
+  if (due.seq != seq) {
+    due = {seq, nic_.receive(stamp.first.load(std::memory_order_relaxed), rate_.busy_ns(bytes))};
+  }
+  if (due.at <= now_ns()) return true;
+  if (due.at < next_.load(std::memory_order_relaxed)) next_.store(due.at, std::memory_order_relaxed);
+  return false;
+}
+
+std::uint64_t Link::nap(std::uint64_t most) const {
+  const std::uint64_t next = next_.load(std::memory_order_relaxed);
+  if (next == ~0ull) return most;
+  const std::uint64_t now = now_ns();
+  return next <= now + kWakeNs ? 0 : std::min(most, next - now - kWakeNs);
+}
+
+}  // namespace dtcomm

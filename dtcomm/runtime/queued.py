@@ -1,0 +1,90 @@
+"""Calls that wait for their turn on a thread of the process-group runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from dtcomm.runtime.flight import Flight
+from dtcomm.runtime.plan import Plan
+from dtcomm.runtime.replay import Replay
+from dtcomm.runtime.shm import Buffers
+from dtcomm.runtime.work import Work
+
+
+class Outcome(NamedTuple):
+    """What a finished call cost."""
+
+    wire_bytes: int
+    seconds: float
+
+
+@dataclass
+class Item:
+    """One call; ``replay`` is there where it has begun ahead of its turn."""
+
+    noted: Flight
+    plan: Plan
+    buffers: Sequence[Buffers]
+    seed: int
+    future: Future[Outcome] = field(default_factory=Future)
+    replay: Replay | None = None
+
+
+def disjoint(one: Item, other: Item) -> bool:
+    """Whether two calls touch no byte in common."""
+    events = sorted([(*span, 0) for span in _spans(one)] + [(*span, 1) for span in _spans(other)])
+    ends = [0, 0]  # of everything so far, by call
+    for begin, end, whose in events:
+        if ends[1 - whose] > begin:
+            return False
+        ends[whose] = max(ends[whose], end)
+    return True
+
+
+def _spans(item: Item) -> Iterator[tuple[int, int]]:
+    for part in item.buffers:
+        for tensor in part:
+            if tensor is not None and tensor.numel():
+                yield tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+
+class QueuedWork(Work):
+    """A call that the runtime's thread makes."""
+
+    def __init__(self, future: Future[Outcome], outputs: Sequence[torch.Tensor]) -> None:
+        super().__init__(outputs)
+        self._done = future
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+
+    def wait(self) -> None:
+        self._done.result()
+
+    def is_completed(self) -> bool:
+        return self._done.done()
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        if self._future is None:
+            self._future = torch.futures.Future()
+            self._done.add_done_callback(self._complete)
+        return self._future
+
+    def _complete(self, done: Future[Outcome]) -> None:
+        assert self._future is not None
+        failure = done.exception()
+        if isinstance(failure, Exception):
+            self._future.set_exception(failure)  # type: ignore[arg-type]
+        else:
+            self._future.set_result(self._outputs)
+
+    @property
+    def wire_bytes(self) -> int:  # type: ignore[override]
+        return self._done.result().wire_bytes
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        return self._done.result().seconds

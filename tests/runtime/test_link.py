@@ -1,0 +1,152 @@
+"""Emulated links: what DTCOMM_LINK says, one end of a cable, and runtimes that deliver no earlier than it would."""
+
+from __future__ import annotations
+
+import random
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+import dtcomm.collectives as C
+from dtcomm import _C
+from dtcomm.runtime.link import FRAME, PAYLOAD, Link, Links, parse
+from dtcomm.testing.ranks import run_ranks
+
+RUNTIMES = ["native", "process_group"]
+
+
+def test_what_is_said() -> None:
+    ten = Link(bits_per_second=10e9, latency_s=50e-6)
+    assert parse("") == Links() and not parse("")
+    assert parse("10gbit,50us") == Links(inside=ten, between=ten) == parse(" 10Gbit , 50µs ")
+    assert parse("between=10gbit,50us") == Links(between=ten)
+    assert parse("inside=1.5tbit; between=10gbit,0.05ms") == Links(
+        inside=Link(bits_per_second=1.5e12), between=ten
+    )
+    assert Link(bits_per_second=8e9).ns_per_byte == pytest.approx(FRAME / PAYLOAD)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("10", "'10' is not a rate"),
+        ("0gbit", "'0gbit' is not a rate"),
+        ("10gbit,50", "'50' is not a latency"),
+        ("10gbit,50us,1500", "more than a rate and a latency"),
+        ("outside=1gbit", "'outside' is not one of inside, between"),
+        ("inside=1gbit;inside=2gbit", "each at most once"),
+        ("inside=1gbit;", "'' is not one of"),
+    ],
+)
+def test_what_is_refused(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=r"DTCOMM_LINK=.*valid are '10gbit,50us' and") as refused:
+        parse(text)
+    assert why in str(refused.value)
+
+
+def test_a_wire_is_shared_whoever_asks_first() -> None:
+    """Messages of all orders: each is there no earlier than alone, and all together when the wire has carried them."""
+    nic = _C.Nic(1)
+    base = time.monotonic_ns() + 10**12
+    assert [nic.send(base, 100), nic.send(base, 50), nic.send(base + 500, 10)] == [
+        base,
+        base + 100,
+        base + 500,
+    ]
+    dice = random.Random(3)
+    for _ in range(200):
+        base += 10**6
+        messages = [
+            (base + dice.randrange(2000), dice.randrange(1, 300)) for _ in range(dice.randrange(1, 12))
+        ]
+        ends = [nic.receive(first, busy) for first, busy in messages]
+        for (first, busy), end in zip(messages, ends, strict=True):
+            assert end >= first + busy
+        free = 0
+        for first, busy in sorted(messages):
+            free = max(free, first) + busy
+        assert max(ends) == free
+
+
+def timed(rank: int, world_size: int, numel: int, repeats: int) -> tuple[float, float, str]:
+    """Seconds a call, CPU seconds for each of them, the runtime.
+
+    A rank that is late finds the others' bytes there, but not in two calls in a row: over all of them it cannot gain.
+    """
+    x = torch.ones(numel)
+    C.all_reduce(x)
+    cpu, started = time.process_time(), time.perf_counter()
+    for _ in range(repeats):
+        C.all_reduce(x)
+    seconds = time.perf_counter() - started
+    return seconds / (repeats - 1), (time.process_time() - cpu) / seconds, str(C.info()["runtime"])
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_nothing_comes_before_it_could(runtime: str, ranks: int) -> None:
+    env = {"DTCOMM_RUNTIME": runtime, "DTCOMM_LINK": "1gbit,2ms"}
+    for seconds, cpu, served in run_ranks(timed, ranks, 1_000_000, 4, env=env):
+        assert served == runtime
+        least = 2 * (ranks - 1) / ranks * 4e6 * 8e-9 * FRAME / PAYLOAD + 2e-3
+        assert least <= seconds < 2 * least + 0.1
+        assert cpu < 0.8, "waiting gives the core away"
+
+
+@pytest.mark.parametrize(
+    ("env", "slow"),
+    [
+        ({"DTCOMM_LINK": "between=1gbit,20ms"}, False),
+        ({"DTCOMM_LINK": "inside=1gbit,20ms"}, True),
+        ({"DTCOMM_LINK": "between=1gbit,20ms", "DTCOMM_RUNTIME": "process_group"}, False),
+    ],
+)
+def test_levels(env: dict[str, str], slow: bool) -> None:
+    for seconds, _, _ in run_ranks(timed, 2, 1000, 4, env=env):
+        assert (seconds >= 0.02) == slow
+
+
+def between_hosts(rank: int, world_size: int) -> tuple[float, float, str]:
+    import os
+
+    os.environ["DTCOMM_HOST_ID"] = f"host {rank}"
+    return timed(rank, world_size, 1000, 4)
+
+
+def test_ranks_that_count_as_other_hosts() -> None:
+    for seconds, _, served in run_ranks(
+        between_hosts, 2, env={"DTCOMM_LINK": "inside=1kbit;between=1gbit,20ms"}
+    ):
+        assert served == "process_group" and 0.02 <= seconds < 0.5
+
+
+def bucketed(rank: int, world_size: int, same: bool) -> list[tuple[bool, list[dict[str, Any]]]]:
+    found = []
+    for spec in ("none", "int8"):
+        tensors = [torch.full((300_000,), float(rank + i)) for i in range(5)]
+        if same:
+            tensors = [tensors[0]] * 5
+        C.all_reduce_coalesced(tensors, codec=spec, bucket_bytes=10**6)
+        if same:
+            want = [torch.full((300_000,), 16.0)] * 5  # (0 + 1) doubled by every further message
+        else:
+            want = [torch.full((300_000,), float(1 + 2 * i)) for i in range(5)]
+        right = all((a - b).abs().max() < 0.2 for a, b in zip(tensors, want, strict=True))
+        operations = [each for one in C.flight_record()["communicators"] for each in one["operations"]]
+        found.append((bool(right), operations[-5:]))
+    return found
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("same", [False, True], ids=["other tensors", "the same tensor"])
+def test_a_bucket_begins_while_the_one_before_is_on_its_way(runtime: str, same: bool) -> None:
+    env = {"DTCOMM_RUNTIME": runtime, "DTCOMM_LINK": "500mbit,10ms"}
+    for found in run_ranks(bucketed, 2, same, env=env):
+        for right, operations in found:
+            assert right
+            assert [each["numel"] for each in operations] == [300_000] * 5
+            early = sum(after["started"] < before["finished"] for before, after in pairwise(operations))
+            assert early == 0 if same else early >= 2, "only one tensor keeps them apart"
