@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
@@ -163,7 +163,7 @@ class ProcessGroupRuntime:
     def _serve(self) -> None:
         while (item := self._take()) is not None:
             try:
-                outcome = self._perform(item)
+                outcome = self._perform(item, functools.partial(self._begin_next, item))
             except BaseException as error:
                 item.future.set_exception(error)
             else:
@@ -205,7 +205,7 @@ class ProcessGroupRuntime:
         if self._group is None:
             raise DtcommError("group: its communicator has been released")
 
-    def _perform(self, item: Item) -> Outcome:
+    def _perform(self, item: Item, launched: Callable[[], None] = lambda: None) -> Outcome:
         noted = item.noted
         noted.stage = "failed"  # unless it comes to something
         replay, item.replay = item.replay, None
@@ -221,7 +221,7 @@ class ProcessGroupRuntime:
                 if self._check:
                     self._compare(item.plan)
                 replay = self._replay(item, self._turn, self._operations)
-            sent = replay.run(functools.partial(self._begin_next, item))
+            sent = replay.run(launched)
         except BaseException as error:
             if isinstance(error, DtcommError):
                 self._failure = type(error)(str(error))
