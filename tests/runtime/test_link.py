@@ -92,8 +92,8 @@ def test_nothing_comes_before_it_could(runtime: str, ranks: int) -> None:
     for seconds, cpu, served in run_ranks(timed, ranks, 1_000_000, 4, env=env):
         assert served == runtime
         least = 2 * (ranks - 1) / ranks * 4e6 * 8e-9 * FRAME / PAYLOAD + 2e-3
-        assert least <= seconds < 2 * least + 0.1
-        assert cpu < 0.8, "waiting gives the core away"
+        assert least <= seconds < 4 * least + 0.5
+        assert cpu < 0.9, "waiting gives the core away"
 
 
 @pytest.mark.parametrize(
