@@ -17,13 +17,13 @@ from dtcomm.codecs import Integer, codec
 from dtcomm.compress.dgc import DGC
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.scheme import Scheme
+from dtcomm.compress.usual import Usual
 from dtcomm.errors import DtcommError
 
 ACTIONS = ("ignore", "warn", "raise", "none", "reset", "stop")
 SAMPLES = 8192  # elements of a gradient that are looked at
 ORDINARY = 0.9  # the share of elements, the smallest ones, that the typical error is taken over
-DECAY = 0.9
-SETTLED = 5  # values that a running mean wants before anything is compared with it
+LASTING = 2  # steps in a row for which a loss must be out of line
 
 _log = logging.getLogger("dtcomm")
 
@@ -36,11 +36,12 @@ class CompressionHarmful(DtcommError):
 class Guard:
     """Limits, and what happens beyond them.
 
-    error: of what a codec loses of the 90 % smallest elements, relative to them, in one encoding. With 1 nothing of
-        them arrives: a few outliers rule every block. Schemes that send only a part of the elements are not held to it.
+    error: the share of the 90 % smallest elements that does not arrive in one encoding: 1 less their projection on what
+        does. Near 1 a few outliers rule every block. Schemes that send only a part of the elements are not held to it.
     residual: |residual| over |gradient|; None: 10, for schemes that keep most elements waiting what they are bound
         to reach.
-    spike: |gradient| over its running mean. loss: what `State.observe` was told, over its running mean.
+    spike: |gradient| over its running mean. loss: what `State.observe` was told, over its running mean, in two steps
+        in a row. Both means are geometric, and what varies much is allowed four times its usual deviation.
     nonfinite: steps in a row whose gradients had NaN or Inf.
     on_*: "ignore"; "warn"; "raise" the precision of the parameter, a step each time; "none": send everything
         uncompressed for `steps` steps; "reset" the parameter's residual; "stop" with `CompressionHarmful`.
@@ -110,14 +111,14 @@ class Sample:
         return Sample(name, scheme, stride, offered, gradient)
 
     def measure(self, lost: torch.Tensor) -> tuple[float, float]:
-        """The typical relative error and |lost| / |gradient|; zeros where there is nothing to compare."""
+        """The share of the typical elements that is missing, and |lost| / |gradient|; zeros where there is nothing."""
         size = self.offered.abs()
         if not size.numel():
             return 0.0, 0.0
         ordinary = size <= torch.quantile(size, ORDINARY)
-        offered = float(torch.linalg.vector_norm(self.offered[ordinary]))
-        error = float(torch.linalg.vector_norm(lost[:: self.stride][ordinary]))
-        typical = error / offered if offered > 0 else 0.0
+        offered = self.offered[ordinary]
+        square = float(offered @ offered)
+        typical = max(0.0, float(offered @ lost[:: self.stride][ordinary]) / square) if square > 0 else 0.0
         kept = float(torch.linalg.vector_norm(lost)) / self.gradient if self.gradient > 0 else 0.0
         return (typical if math.isfinite(typical) else 0.0, kept if math.isfinite(kept) else 0.0)
 
@@ -140,7 +141,7 @@ class Watch:
     _loss: float = math.nan
     _square: float = 0.0  # of the gradients' norm
     _bad: float = 0.0
-    _means: dict[str, tuple[float, int]] = field(default_factory=dict)
+    _usual: dict[str, Usual] = field(default_factory=dict)
     _bad_steps: int = 0
 
     def observe(self, loss: float) -> None:
@@ -177,7 +178,7 @@ class Watch:
         if self._bad_steps >= self.guard.nonfinite:
             self._act(step, "nonfinite", "", self._bad_steps, self.guard.nonfinite)
         if untold < 1:
-            self._compare(step, "loss", loss / (1 - untold), self.guard.loss)
+            self._compare(step, "loss", loss / (1 - untold), self.guard.loss, LASTING)
         if square > 0:
             self._compare(step, "spike", math.sqrt(square), self.guard.spike)
         for name, error, kept in zip(self._told, rest[::2], rest[1::2], strict=True):
@@ -222,13 +223,14 @@ class Watch:
         self._finer, self._plain_until = dict(finer), until
         self.revision += 1
 
-    def _compare(self, step: int, kind: str, value: float, limit: float) -> None:
-        mean, count = self._means.get(kind, (0.0, 0))
-        if count >= SETTLED and value > limit * mean > 0:
-            self._act(step, kind, "", value / mean, limit)
-            return  # what is out of line does not move the mean
-        mean = value if count == 0 else DECAY * mean + (1 - DECAY) * value
-        self._means[kind] = mean, count + 1
+    def _compare(self, step: int, kind: str, value: float, limit: float, lasting: int = 1) -> None:
+        if not value > 0:
+            return
+        usual = self._usual.setdefault(kind, Usual())
+        over = usual.take(math.log(value), math.log(limit), lasting)
+        if over is not None:
+            del self._usual[kind]  # whatever comes next is compared with what there is now
+            self._act(step, kind, "", math.exp(over), limit)
 
     def _act(self, step: int, kind: str, name: str, value: float, limit: float) -> None:
         action = getattr(self.guard, f"on_{kind}")
@@ -280,6 +282,8 @@ def residual_limit(scheme: Scheme) -> float:
         return max(10.0, 4.0 / scheme.ratio) / (1 - scheme.momentum)
     if isinstance(scheme, PowerSGD):
         return 1000.0
+    if scheme.name == "sign":
+        return 100.0  # one magnitude a block: its largest elements wait many steps
     ratio = getattr(scheme, "ratio", None)
     return 10.0 if ratio is None else max(10.0, 4.0 / float(ratio))
 

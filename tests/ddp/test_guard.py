@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp
 from dtcomm.codecs import codec
-from dtcomm.compress.guard import CompressionHarmful, Guard, finer, residual_limit
+from dtcomm.compress.guard import CompressionHarmful, Guard, Sample, Watch, finer, residual_limit
 from dtcomm.compress.powersgd import PowerSGD
+from dtcomm.kernels import ops
 from dtcomm.testing.ranks import run_ranks
 from tests.ddp.models import SMALL_BUCKETS, WIDTH, backward, gradients, train, wrapped
 
@@ -139,7 +140,7 @@ def diverging(rank: int, world_size: int) -> tuple[Seen, set[str], set[str]]:
     state = ddp.compress(model, "int8", guard=Guard(steps=4))
     during: set[str] = set()
     for step in range(20):
-        state.observe(1.0 if step < 8 or step > 9 else 50.0)
+        state.observe(1.0 if step < 8 or step > 10 else 50.0)
         model.zero_grad()
         backward(model, rank, step)
         if step == 11:
@@ -149,8 +150,39 @@ def diverging(rank: int, world_size: int) -> tuple[Seen, set[str], set[str]]:
 
 def test_a_loss_that_jumps_switches_compression_off_for_a_while() -> None:
     for events, during, after in run_ranks(diverging, 2):
-        assert events[0] == (9, "loss", "", "none")
+        assert events == [(10, "loss", "", "none")]  # told of in 8 and 9, judged when 9 and 10 begin
         assert during == {"none"} and after == {"none", "int8"}
+
+
+def test_losses_near_zero_may_differ_by_factors() -> None:
+    """Minibatch losses of a model that has almost learnt its data, and then one that diverges."""
+    generator = torch.Generator().manual_seed(0)
+    watch = Watch(Guard())
+    for step in range(400):
+        loss = math.exp(-step / 100 + float(torch.randn((), generator=generator)))
+        watch.judge(step, torch.tensor([0.0, loss, 0.0, 0.0]))
+    assert watch.events == []
+    for step in range(400, 410):
+        watch.judge(step, torch.tensor([0.0, 3.0 * 2 ** (step - 400), 0.0, 0.0]))
+    assert [event.kind for event in watch.events][:1] == ["loss"]
+    assert watch.events[0].step < 406
+
+
+@pytest.mark.parametrize("spec", ["int8", "int4", "int3", "int2", "int2:symmetric=false", "mxfp4"])
+@pytest.mark.parametrize("tails", [None, 3.0])
+def test_outliers_are_told_from_few_bits(spec: str, tails: float | None) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8192) if tails is None else torch.distributions.StudentT(tails).sample((8192,))
+    spiky = x.clone()
+    spiky[::16] = 1e6
+    missing = []
+    for gradient in (x, spiky):
+        sample = Sample.take("w", codec(spec), 1.0, gradient, None)
+        lost = torch.zeros_like(gradient)
+        ops.encode(spec, gradient, residual=lost)
+        missing.append(sample.measure(lost)[0])
+    assert missing[0] < 0.85
+    assert missing[1] > 0.9
 
 
 def one_rank_s_loss(rank: int, world_size: int) -> Seen:
