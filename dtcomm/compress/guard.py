@@ -275,9 +275,8 @@ def finer(scheme: Scheme) -> Scheme:
 def residual_limit(scheme: Scheme) -> float:
     """|residual| / |gradient| that error feedback with this scheme may come to, and some more.
 
-    With a share r of the elements sent, one waits about 1/r steps, in which gradients that agree add up to that, and
-    with momentum m 1/(1 - m) times as much.
-    """
+    With a share r of the elements sent, one waits about 1/r steps, in which gradients that agree add up to that; with
+    momentum m to 1/(1 - m) times as much."""
     if isinstance(scheme, DGC):
         return max(10.0, 4.0 / scheme.ratio) / (1 - scheme.momentum)
     if isinstance(scheme, PowerSGD):

@@ -1,0 +1,131 @@
+"""What compression does to training: every method, with and without error feedback, against uncompressed gradients.
+
+python -m bench.convergence [--tasks mlp cnn gpt] [--methods int8 …] [--seeds 3] [--seconds S] [--fresh] [--quick]
+
+Digits (scikit-learn's) with a perceptron and a small convolutional network, Python's source with a small GPT, four
+ranks in a loop in one process (bench/training/runs.py says why that is exact), then the perceptron as DDP.
+Runs that bench/results/convergence.json has are not repeated; `--fresh` repeats them, ``--seconds`` stops after so many
+and goes on at the next call. Table and plot go to docs/convergence.md and docs/convergence.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.common import machine, output
+from bench.common.native import BUILD
+from bench.training import page
+from bench.training.runs import METHODS, Method, as_ddp, in_a_loop
+from bench.training.tasks import RANKS, TASKS, Task, Unavailable
+from dtcomm.testing.ranks import run_ranks
+
+DDP_TASK = "mlp"
+
+
+def wanted(tasks: list[str], methods: list[str], seeds: int) -> list[tuple[str, Task, Method, bool, int]]:
+    """(key, task, method, feedback, seed) of every run in a loop, seed by seed, so that what there is compares."""
+    found = []
+    for seed in range(seeds):
+        for task in map(TASKS.__getitem__, tasks):
+            for method in map(METHODS.__getitem__, methods):
+                if method.sgd and task.adam:
+                    continue  # a momentum before compression and Adam's after it would be two
+                for feedback in (True, False):
+                    if feedback or not method.alone:
+                        found.append(
+                            (page.key(task.name, method.name, feedback, seed), task, method, feedback, seed)
+                        )
+    return found
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Runs that were made before; none where the file is missing."""
+    return json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else {}
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Runs, prints, writes the files; returns what it wrote."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many")
+    parser.add_argument("--fresh", action="store_true", help="repeat runs that were made before")
+    parser.add_argument("--quick", action="store_true", help="perceptron, one seed; writes under build/bench")
+    parser.add_argument("--json", type=Path, help="where to write instead of bench/results/convergence.json")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.tasks, options.seeds = ["mlp"], 1
+    default = (BUILD if options.quick else output.RESULTS.parent) / "results" / "convergence.json"
+    path = options.json or default
+    torch.set_num_threads(1)
+    runs = {} if options.fresh else load(path)
+    end = time.monotonic() + options.seconds
+    plan = wanted(options.tasks, options.methods, options.seeds)
+    complete = True
+    for number, (key, task, method, feedback, seed) in enumerate(plan, 1):
+        if key in runs:
+            continue
+        if time.monotonic() > end:
+            complete = False
+            break
+        try:
+            runs[key] = in_a_loop(task, method, feedback, seed)
+        except Unavailable as error:
+            parser.error(str(error))
+        print(f"{number}/{len(plan)} {key}: {runs[key]['metric']} in {runs[key]['seconds']} s", flush=True)
+        _write(runs, path)
+    for method in map(METHODS.__getitem__, options.methods):
+        key = page.ddp_key(DDP_TASK, method.name)
+        if DDP_TASK not in options.tasks or key in runs:
+            continue
+        if time.monotonic() > end:
+            complete = False
+            break
+        runs[key] = _as_ddp(TASKS[DDP_TASK], method)
+        print(f"{key}: {runs[key]['metric']}, guard {runs[key]['guard'] or 'silent'}", flush=True)
+        _write(runs, path)
+    result = _write(runs, path)
+    if not complete:
+        print("stopped in time; call again to go on")
+    for title, columns, rows in page.tables(runs):
+        output.table(title, columns, rows)
+    print("\n".join(page.verdicts(runs)))
+    if complete and path == output.RESULTS / "convergence.json":
+        print(*page.write(runs))
+    return result
+
+
+def _as_ddp(task: Task, method: Method) -> dict[str, Any]:
+    results = run_ranks(as_ddp, RANKS, task.name, method.name, 0, timeout=300)
+    metrics = {result["metric"] for result in results}
+    if len(metrics) > 1:
+        raise AssertionError(f"{method.name}: ranks ended with different weights, metrics {sorted(metrics)}")
+    curve = [
+        round(sum(losses) / RANKS, 4) for losses in zip(*(result["curve"] for result in results), strict=True)
+    ]
+    return {**results[0], "curve": curve, "seconds": round(sum(result["seconds"] for result in results), 2)}
+
+
+def _write(runs: dict[str, Any], path: Path) -> dict[str, Any]:
+    result = {
+        "machine": machine.describe(),
+        "ranks": RANKS,
+        "core_seconds": round(sum(run["seconds"] for run in runs.values())),
+        "verdicts": page.verdicts(runs),
+        "runs": runs,
+    }
+    output.write("convergence", result, str(path))
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""docs/convergence.md: tables, verdicts and the plot, from the runs."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from bench.training.runs import METHODS
+from bench.training.tasks import TASKS
+from dtcomm.cli.demo_plot import COLOURS, INK, STYLE
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+BEGIN, END = "<!-- convergence:begin -->", "<!-- convergence:end -->"
+#: What must be as good as uncompressed.
+HELD_TO_IT = ("fp16", "bf16", "fp8_e4m3", "int8", "int4")
+
+Runs = dict[str, dict[str, Any]]
+Table = tuple[str, list[str], list[list[str]]]
+
+
+def key(task: str, method: str, feedback: bool, seed: int) -> str:
+    """Of a run in a loop."""
+    return f"{task} | {method} | {'feedback' if feedback else 'no feedback'} | seed {seed}"
+
+
+def ddp_key(task: str, method: str) -> str:
+    """Of a run as DDP."""
+    return f"{task} | {method} | DDP"
+
+
+def metrics(runs: Runs, task: str, method: str, feedback: bool = True) -> list[float]:
+    """Of every seed that has run."""
+    start = key(task, method, feedback, 0)[:-1]
+    return [run["metric"] for name, run in runs.items() if name.startswith(start)]
+
+
+def cell(values: list[float]) -> str:
+    """Mean and half of the range over seeds."""
+    if not values:
+        return "–"
+    return f"{statistics.fmean(values):.3g} ± {(max(values) - min(values)) / 2:.2g}"
+
+
+def tables(runs: Runs) -> list[Table]:
+    """The methods on all tasks, and as DDP."""
+    tasks = [task for task in TASKS.values() if metrics(runs, task.name, "none")]
+    columns = ["method"]
+    for task in tasks:
+        columns += [f"{task.name}: sent", "with feedback", "without"]
+    rows = []
+    for method in METHODS.values():
+        row = [method.name]
+        for task in tasks:
+            sent = [
+                run["sent"]
+                for name, run in runs.items()
+                if name.startswith(f"{task.name} | {method.name} | f")
+            ]
+            row.append(f"{100 * sent[0]:.3g} %" if sent else "–")
+            row.append(cell(metrics(runs, task.name, method.name)))
+            row.append("" if method.alone else cell(metrics(runs, task.name, method.name, False)))
+        rows.append(row)
+    made = [("final metric, mean ± half of the range over seeds", columns, rows)]
+    ddp = []
+    for method in METHODS.values():
+        run = runs.get(ddp_key("mlp", method.name))
+        loop = runs.get(key("mlp", method.name, True, 0))
+        if run and loop:
+            guard = ", ".join(f"{kind} {count}x" for kind, count in run["guard"].items()) or "silent"
+            if method.every or method.name == "none":
+                guard = "–"
+            final = f"{run['curve'][-1]:.4f}", f"{loop['curve'][-1]:.4f}"
+            ddp.append([method.name, *final, f"{run['metric']:.3g}", f"{loop['metric']:.3g}", guard])
+    if ddp:
+        head = ["method", "DDP: training loss", "in a loop", "DDP: held-out error, %", "in a loop", "guard"]
+        made.append(("perceptron, seed 0, as DDP in four processes", head, ddp))
+    return made
+
+
+def verdicts(runs: Runs) -> list[str]:
+    """Whether what must be as good as uncompressed is: its mean no worse than uncompressed's worst seed."""
+    lines = []
+    for task in TASKS.values():
+        plain = metrics(runs, task.name, "none")
+        if len(plain) < 2:
+            continue
+        for method in HELD_TO_IT:
+            values = metrics(runs, task.name, method)
+            if values:
+                mean = statistics.fmean(values)
+                verdict = "PASS" if mean <= max(plain) else "MISS"
+                lines.append(
+                    f"{verdict} {task.name} {method}: {mean:.4g}; uncompressed {min(plain):.4g} to {max(plain):.4g}"
+                )
+    return lines
+
+
+def write(runs: Runs) -> list[Path]:
+    """The generated part of the page, and the plot; returns both paths."""
+    page, picture = DOCS / "convergence.md", DOCS / "convergence.png"
+    parts = []
+    for title, columns, rows in tables(runs):
+        lines = [
+            f"| {' | '.join(row)} |" for row in (columns, ["---"] + ["---:"] * (len(columns) - 1), *rows)
+        ]
+        parts.append("\n".join([f"{title[0].upper()}{title[1:]}:", "", *lines]))
+    parts.append(
+        "\n".join(["Within the spread of uncompressed:", "", *(f"- {line}" for line in verdicts(runs))])
+    )
+    text = page.read_text(encoding="utf-8")
+    head, tail = text.split(BEGIN)[0], text.split(END)[1]
+    page.write_text(head + BEGIN + "\n" + "\n\n".join(parts) + "\n" + END + tail, encoding="utf-8")
+    plot(runs, picture)
+    return [page, picture]
+
+
+def plot(runs: Runs, path: Path) -> None:
+    """A row a method, a panel a task: filled with feedback, hollow without, the band is uncompressed's range."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    tasks = [task for task in TASKS.values() if metrics(runs, task.name, "none")]
+    methods = list(METHODS.values())
+    with pyplot.rc_context(STYLE):
+        figure, panels = pyplot.subplots(
+            1,
+            len(tasks),
+            figsize=(4.1 * len(tasks) + 1.5, 5.6),
+            sharey=True,
+            layout="constrained",
+            squeeze=False,
+        )
+        for axes, task in zip(panels[0], tasks, strict=True):
+            plain = metrics(runs, task.name, "none")
+            axes.axvspan(min(plain), max(plain), color=COLOURS[0], alpha=0.3, linewidth=0)
+            for place, method in enumerate(methods):
+                for feedback, colour in ((True, COLOURS[1]), (False, COLOURS[3])):
+                    values = metrics(runs, task.name, method.name, feedback)
+                    if not values:
+                        continue
+                    row = place + (-0.13 if feedback else 0.13) * (not method.alone)
+                    mean = statistics.fmean(values)
+                    axes.plot([min(values), max(values)], [row, row], color=colour, linewidth=1.3)
+                    axes.scatter(
+                        [mean],
+                        [row],
+                        s=30,
+                        zorder=3,
+                        edgecolors=colour,
+                        facecolors=colour if feedback else "white",
+                    )
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+            axes.xaxis.set_minor_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+            axes.tick_params(axis="x", which="both", labelsize=8.5)
+            axes.set_title(task.title)
+            axes.set_xlabel(task.metric, color=INK)
+            axes.grid(axis="y")
+        panels[0][0].set_yticks(range(len(methods)), [method.name for method in methods])
+        panels[0][0].invert_yaxis()
+        panels[0][0].tick_params(axis="y", length=0)
+        figure.suptitle(
+            "Filled: with feedback. Hollow: without. Band: uncompressed, three seeds.",
+            fontsize=11,
+            x=0.01,
+            ha="left",
+        )
+        figure.savefig(path, dpi=110)
+        pyplot.close(figure)

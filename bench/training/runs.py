@@ -1,0 +1,181 @@
+"""One run: a task, a method, with or without feedback, a seed; its ranks in a loop, or as DDP.
+
+In the loop every rank's gradient is taken in turn and averaged by `dtcomm.testing.simulated`, whose bits are those of
+DDP with one-shot all-reduces (a test holds that). DDP's default, two shots, also encodes the sums.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.training.tasks import RANKS, TASKS, Task
+from dtcomm import ddp
+from dtcomm.testing.simulated import Simulated, plain_bytes
+
+CURVE = 40  # points that are kept of a loss curve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """`spec` as users write it; `every`: steps between two averages of weights, 0: gradients are averaged. `alone`:
+    there is no version without feedback. `sgd`: for optimisers whose momentum the method takes over."""
+
+    name: str
+    spec: str
+    feedback: str = "residual"
+    every: int = 0
+    alone: bool = False
+    sgd: bool = False
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method(name="none", spec="none", alone=True),
+        Method(name="fp16", spec="fp16"),
+        Method(name="bf16", spec="bf16"),
+        Method(name="fp8_e4m3", spec="fp8_e4m3"),
+        Method(name="int8", spec="int8"),
+        Method(name="int4", spec="int4"),
+        Method(name="int2", spec="int2"),
+        Method(name="sign", spec="sign"),
+        Method(name="topk 1 %", spec="topk:ratio=0.01"),
+        Method(name="topk 1 %, EF21", spec="topk:ratio=0.01", feedback="ef21", alone=True),
+        Method(name="randk 1 %", spec="randk:ratio=0.01"),
+        Method(name="DGC 1 %", spec="dgc:ratio=0.01,warmup=100", alone=True, sgd=True),
+        Method(name="PowerSGD rank 1", spec="powersgd:rank=1"),
+        Method(name="PowerSGD rank 2", spec="powersgd:rank=2"),
+        Method(name="PowerSGD rank 4", spec="powersgd:rank=4"),
+        Method(name="PowerSGD rank 4, alternating", spec="powersgd:rank=4,alternate=true"),
+        Method(name="local SGD, every 8, none", spec="none", every=8, alone=True),
+        Method(name="local SGD, every 8, int4", spec="int4", every=8),
+    )
+}
+
+
+def in_a_loop(task: Task, method: Method, feedback: bool, seed: int) -> dict[str, Any]:
+    """The metric, the loss curve, the bytes against uncompressed gradients, and the processor's seconds it took."""
+    begin = time.process_time()
+    torch.manual_seed(seed)
+    first = task.model()
+    names = list(first.named_parameters())
+    run = Simulated(method.spec, RANKS, names, feedback=method.feedback if feedback else False, seed=seed)
+    losses = (_local if method.every else _synchronous)(task, method, first, run, seed)
+    sent = run.meeting.payload_bytes / (plain_bytes(names) * task.steps)
+    return _result(task, first, losses, sent, time.process_time() - begin)
+
+
+def _synchronous(task: Task, method: Method, model: nn.Module, run: Simulated, seed: int) -> list[float]:
+    parameters = list(model.parameters())
+    optimizer = task.optimizer(parameters, momentum=not method.sgd)
+    losses = []
+    for step in range(task.steps):
+        gradients, total = [], 0.0
+        for rank in range(RANKS):
+            loss = task.loss(model, task.batch(seed, step, rank))
+            gradients.append(torch.autograd.grad(loss, parameters))
+            total += float(loss.detach()) / RANKS
+        for parameter, mean in zip(parameters, run.average(gradients), strict=True):
+            parameter.grad = mean
+        _update(task, optimizer, parameters, step)
+        losses.append(total)
+    return losses
+
+
+def _local(task: Task, method: Method, model: nn.Module, run: Simulated, seed: int) -> list[float]:
+    """`dtcomm.ddp.LocalSGD`, without an outer optimiser."""
+    replicas = [task.model() for _ in range(RANKS)]
+    optimizers = []
+    for replica in replicas:
+        replica.load_state_dict(model.state_dict())
+        optimizers.append(task.optimizer(list(replica.parameters())))
+    losses = []
+    for step in range(task.steps):
+        total = 0.0
+        for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
+            loss = task.loss(replica, task.batch(seed, step, rank))
+            optimizer.zero_grad()
+            loss.backward()
+            _update(task, optimizer, list(replica.parameters()), step)
+            total += float(loss.detach()) / RANKS
+        losses.append(total)
+        if (step + 1) % method.every == 0 or step + 1 == task.steps:
+            _meet(model, replicas, run)
+    return losses
+
+
+@torch.no_grad()
+def _meet(model: nn.Module, replicas: Sequence[nn.Module], run: Simulated) -> None:
+    common = list(model.parameters())
+    ways = [
+        [start - now for start, now in zip(common, replica.parameters(), strict=True)] for replica in replicas
+    ]
+    for start, mean in zip(common, run.average(ways), strict=True):
+        start -= mean
+    for replica in replicas:
+        replica.load_state_dict(model.state_dict())
+
+
+def as_ddp(rank: int, world_size: int, task_name: str, method_name: str, seed: int) -> dict[str, Any]:
+    """The same as a rank of DDP (or of LocalSGD) with feedback and everything else at its defaults, the guard too."""
+    task, method = TASKS[task_name], METHODS[method_name]
+    torch.set_num_threads(1)
+    begin = time.process_time()
+    torch.manual_seed(seed)
+    module = task.model()
+    optimizer = task.optimizer(list(module.parameters()), momentum=not method.sgd)
+    model: nn.Module = module
+    local = state = None
+    if method.every:
+        local = ddp.LocalSGD(module, method.every, method.spec, feedback=method.feedback)
+    else:
+        model = DistributedDataParallel(module)
+        state = ddp.compress(model, method.spec, feedback=method.feedback, seed=seed)
+    losses = []
+    for step in range(task.steps):
+        loss = task.loss(model, task.batch(seed, step, rank))
+        if state is not None:
+            state.observe(loss.detach())
+        optimizer.zero_grad()
+        loss.backward()
+        _update(task, optimizer, list(module.parameters()), step)
+        losses.append(float(loss.detach()))
+        if local is not None:
+            local.step()
+    if local is not None:
+        local.sync()
+    keeper = local if state is None else state
+    assert keeper is not None
+    report = keeper.report()
+    share = report.wire_bytes / report.plain_bytes / (method.every or 1)
+    result = _result(task, module, losses, share, time.process_time() - begin)
+    return {**result, "guard": report.events}
+
+
+def _update(task: Task, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], step: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = task.rate_at(step)
+    if task.adam:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
+
+
+def _result(task: Task, model: nn.Module, losses: list[float], sent: float, seconds: float) -> dict[str, Any]:
+    width = max(1, len(losses) // CURVE)
+    curve = [
+        round(sum(losses[at : at + width]) / len(losses[at : at + width]), 4)
+        for at in range(0, len(losses), width)
+    ]
+    return {
+        "metric": round(task.evaluate(model), 4),
+        "curve": curve,
+        "sent": round(sent, 5),
+        "seconds": round(seconds, 2),
+    }

@@ -1,0 +1,175 @@
+"""What is trained: handwritten digits with a perceptron and a convolutional network, Python's source with a GPT.
+
+The data come with scikit-learn and with Python. A task is small enough for hundreds of runs and large enough that most
+of its parameters are compressed under the default policy.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from dtcomm.cli import demo_data, demo_model
+
+RANKS = 4
+HELD_OUT_DIGITS = 450
+INSTALL = "the digits come with scikit-learn: pip install scikit-learn"
+
+
+class Unavailable(Exception):
+    """A task's data are not on this machine; the message says what to install."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """`batch(seed, step, rank)`: inputs and targets; `loss(model, batch)`: their mean loss; `evaluate(model)`: the
+    final metric, smaller is better; `optimizer`: as it is, or without its momentum, which DGC brings along."""
+
+    name: str
+    title: str
+    metric: str
+    steps: int
+    rate: float
+    model: Callable[[], nn.Module]
+    batch: Callable[[int, int, int], tuple[torch.Tensor, torch.Tensor]]
+    loss: Callable[[nn.Module, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
+    evaluate: Callable[[nn.Module], float]
+    adam: bool = False
+
+    def optimizer(self, parameters: list[torch.Tensor], *, momentum: bool = True) -> torch.optim.Optimizer:
+        """SGD with momentum, or AdamW."""
+        if self.adam:
+            return torch.optim.AdamW(parameters, lr=self.rate, betas=(0.9, 0.95), weight_decay=0.05)
+        return torch.optim.SGD(parameters, lr=self.rate, momentum=0.9 if momentum else 0.0)
+
+    def rate_at(self, step: int) -> float:
+        """A short warm-up, then a straight line to a hundredth."""
+        warm = max(1, self.steps // 20)
+        if step < warm:
+            return self.rate * (step + 1) / warm
+        return self.rate * (1 - 0.99 * (step - warm) / (self.steps - warm))
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10)
+    )
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(512, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+@functools.cache
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """Images [1797, 1, 8, 8] of mean 0 and labels, in an order of their own; the last ones are held out."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise Unavailable(INSTALL) from error
+    data = load_digits()
+    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
+    images = torch.from_numpy(data.images).float()[order, None] / 8 - 1
+    return images, torch.from_numpy(data.target).long()[order]
+
+
+def _digit_batch(seed: int, step: int, rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's part of the step's batch: every epoch is one permutation, which the ranks share out."""
+    images, labels = digits()
+    training = len(labels) - HELD_OUT_DIGITS
+    steps = training // (size * RANKS)
+    epoch, nth = divmod(step, steps)
+    order = torch.randperm(training, generator=torch.Generator().manual_seed(seed * 1009 + epoch))
+    chosen = order[(nth * RANKS + rank) * size :][:size]
+    return images[chosen], labels[chosen]
+
+
+def _digit_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+@torch.no_grad()
+def _digit_error(model: nn.Module) -> float:
+    """Per cent of the held-out digits that are taken for another."""
+    images, labels = (part[-HELD_OUT_DIGITS:] for part in digits())
+    return 100 * float((model(images).argmax(1) != labels).float().mean())
+
+
+SHAPE = demo_model.Shape(vocabulary=demo_data.VOCABULARY, context=48, layers=2, width=64, heads=4)
+
+
+@functools.cache
+def corpus() -> demo_data.Corpus:
+    return demo_data.load(limit=2_000_000)
+
+
+def _text_batch(seed: int, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return demo_data.batch(corpus(), seed=seed, step=step, rank=rank, size=6, length=SHAPE.context)
+
+
+def _text_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return demo_model.loss(model, *batch)
+
+
+@torch.no_grad()
+def _text_held_out(model: nn.Module) -> float:
+    batches = demo_data.held_out_batches(
+        corpus(), windows=192, size=64, length=SHAPE.context, rank=0, ranks=1
+    )
+    return sum(float(_text_loss(model, batch)) for batch in batches) / len(batches)
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task(
+            name="mlp",
+            title="perceptron, digits",
+            metric="held-out error, %",
+            steps=300,
+            rate=0.05,
+            model=perceptron,
+            batch=_digit_batch,
+            loss=_digit_loss,
+            evaluate=_digit_error,
+        ),
+        Task(
+            name="cnn",
+            title="convolutional network, digits",
+            metric="held-out error, %",
+            steps=200,
+            rate=0.05,
+            model=convolutional,
+            batch=_digit_batch,
+            loss=_digit_loss,
+            evaluate=_digit_error,
+        ),
+        Task(
+            name="gpt",
+            title="GPT, Python's source",
+            metric="held-out loss, nats a character",
+            steps=160,
+            rate=4e-3,
+            model=lambda: demo_model.GPT(SHAPE),
+            batch=_text_batch,
+            loss=_text_loss,
+            evaluate=_text_held_out,
+            adam=True,
+        ),
+    )
+}
