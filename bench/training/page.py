@@ -39,7 +39,7 @@ def cell(values: list[float]) -> str:
     """Mean and half of the range over seeds."""
     if not values:
         return "–"
-    return f"{statistics.fmean(values):.3g} ± {(max(values) - min(values)) / 2:.2g}"
+    return f"{statistics.fmean(values):.4g} ± {(max(values) - min(values)) / 2:.2g}"
 
 
 def tables(runs: Runs) -> list[Table]:
@@ -152,10 +152,12 @@ def plot(runs: Runs, path: Path) -> None:
                         edgecolors=colour,
                         facecolors=colour if feedback else "white",
                     )
-            axes.set_xscale("log")
-            axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-            axes.xaxis.set_minor_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-            axes.tick_params(axis="x", which="both", labelsize=8.5)
+            low, high = axes.get_xlim()
+            if high > 3 * low:  # what does not learn is far away
+                axes.set_xscale("log")
+                axes.xaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+                axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+                axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
             axes.set_title(task.title)
             axes.set_xlabel(task.metric, color=INK)
             axes.grid(axis="y")
