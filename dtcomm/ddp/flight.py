@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,6 +12,7 @@ from dtcomm.collectives import Work
 from dtcomm.compress.guard import Sample, Watch
 from dtcomm.compress.memory import Handed, Memory
 from dtcomm.compress.packing import Packing, Segment
+from dtcomm.compress.record import Sent
 
 LOOKED_AT = 8192  # elements of a reduced bucket that are searched for NaN and Inf
 
@@ -19,7 +21,8 @@ LOOKED_AT = 8192  # elements of a reduced bucket that are searched for NaN and I
 class Flight:
     """``handed`` is what the collective was given of each lossy segment; ``samples`` are there on sampled steps;
     ``told`` is what the ranks tell each other about the step before, on its way with the last bucket; ``key`` chooses
-    the random numbers of what is kept; ``done`` is what DDP waits for."""
+    the random numbers of what is kept; ``done`` is what DDP waits for; ``ready`` is when
+    it left."""
 
     work: Work
     packing: Packing
@@ -29,6 +32,12 @@ class Flight:
     told: torch.Tensor | None
     key: int
     done: torch.futures.Future[torch.Tensor] | None = None
+    ready: float = field(default_factory=time.perf_counter)
+
+    @property
+    def sent(self) -> Sent:
+        """For a record; the work is done."""
+        return Sent(self.buffer.numel() * self.buffer.element_size(), self.ready, self.work.seconds)
 
     def land(self, memory: Memory) -> None:
         """Finish the gradients and keep what was lost of them; the work is done. Once, before DDP reads the buffer."""

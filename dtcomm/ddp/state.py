@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from dtcomm.compress.guard import Event, Guard, Sample, Watch, summary
 from dtcomm.compress.memory import Handed, Memory
 from dtcomm.compress.policy import Policy, as_policy
 from dtcomm.compress.powersgd import PowerSGD
+from dtcomm.compress.record import Recorder
 from dtcomm.compress.report import Report, Tally, rows
 from dtcomm.compress.scheme import Scheme
 from dtcomm.compress.sequence import Sequencer
@@ -83,6 +85,7 @@ class State:
         self._told: Flight | None = None
         self._packings = Packings(self.policy, self._watch, warmup, parameters)
         self._flights: list[Flight] = []
+        self._recorder: Recorder | None = None
         self._in_backward = False
         # What `compress` finds out about the model: see `_end_backward` and `_launch`.
         self._wait_before_ddp = False
@@ -125,6 +128,14 @@ class State:
             events=summary(self.events),
             rows=rows(tallies.items()),
         )
+
+    def record(self, path: str | os.PathLike[str], steps: int = 20) -> None:
+        """Write when the buckets of the next ``steps`` steps were ready and how long each was under way, for
+        `dtcomm plan --record`. Rank 0 of the group writes, once the step after them has begun.
+        """
+        first = dist.get_rank(self.group) == 0
+        ranks = dist.get_world_size(self.group)
+        self._recorder = Recorder(path, steps, ranks, str(self.policy), first)
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals by ``factor``: for a loss scale that changed by it between two steps."""
@@ -240,6 +251,8 @@ class State:
                 self.error = self.error or error
         if self.error is not None:
             raise self.error
+        if self._recorder is not None and self._recorder.step([flight.sent for flight in flights]):
+            self._recorder = None
 
     def _judge(self) -> None:
         """Decide, on what all ranks told each other in the step before; the same on all of them."""

@@ -7,10 +7,8 @@ backward pass begins).
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 MIB = 2**20
@@ -126,35 +124,3 @@ def parse_record(found: Mapping[str, Any], source: str = "") -> Record:
         raise ValueError(f"{source or 'record'}: no {error}") from None
     except (TypeError, ValueError) as error:
         raise ValueError(f"{source or 'record'}: {error}") from None
-
-
-def record_of(
-    steps: Sequence[Sequence[tuple[int, float, float]]], starts: Sequence[float], ranks: int, codec: str
-) -> dict[str, Any]:
-    """What ``parse_record`` reads, of several steps' (bytes, ready, arrived) in seconds and their beginnings: medians
-    over all steps but the last, whose end is not known.
-    """
-    whole = [(sorted(step, key=lambda each: each[1]), at) for step, at in zip(steps, starts)]
-    usual = statistics.mode(len(step) for step, _ in whole)
-    kept = [(step, begin, end) for (step, begin), (_, end) in pairwise(whole) if len(step) == usual]
-    if not kept:
-        raise ValueError("record: two whole steps at least are needed")
-    buckets = []
-    for at in range(usual):
-        ready = [step[at][1] - begin for step, begin, _ in kept]
-        took = [step[at][2] - max([step[at][1], *([step[at - 1][2]] if at else [])]) for step, _, _ in kept]
-        buckets.append(
-            {
-                "bytes": kept[0][0][at][0],
-                "ready_ms": round(statistics.median(ready) * 1e3, 4),
-                "comm_ms": round(max(1e-6, statistics.median(took)) * 1e3, 4),
-            }
-        )
-    rest = [end - max(arrived for _, _, arrived in step) for step, _, end in kept]
-    return {
-        "ranks": ranks,
-        "codec": codec,
-        "step_ms": round(statistics.median(end - begin for _, begin, end in kept) * 1e3, 4),
-        "rest_ms": round(max(0.0, statistics.median(rest)) * 1e3, 4),
-        "buckets": buckets,
-    }

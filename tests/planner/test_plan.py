@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from dtcomm.codecs import codec
+from dtcomm.compress.record import Sent, summary
 from dtcomm.planner import Measured, Table, plan
 from dtcomm.planner.estimate import estimate
 from dtcomm.planner.links import PORTS, port
 from dtcomm.planner.system import SYSTEMS, from_dict, from_links, system
-from dtcomm.planner.training import Bucket, parse_record, record_of, replay, spread
+from dtcomm.planner.training import Bucket, parse_record, replay, spread
 
 MB, GB = 2**20, 2**30
 
@@ -121,14 +122,11 @@ def test_buckets_of_a_model() -> None:
 
 
 def test_records_are_replayed_and_checked() -> None:
-    # Three steps of 10 ms, two buckets each: ready after 4 and 6 ms, on their way for 1 and 3 ms, 1 ms of rest.
-    steps = [
-        [(100, 0.01 * n + 0.004, 0.01 * n + 0.005), (50, 0.01 * n + 0.006, 0.01 * n + 0.009)]
-        for n in range(3)
-    ]
-    record = parse_record(record_of(steps, [0.0, 0.01, 0.02], ranks=2, codec="none"))
+    # Steps of 10 ms, two buckets each: ready after 0 and 2 ms, on their way for 1 and 3 ms.
+    steps = [[Sent(100, 0.01 * n, 0.001), Sent(50, 0.01 * n + 0.002, 0.003)] for n in range(3)]
+    record = parse_record(summary(steps, ranks=2, codec="none"))
     assert [bucket.nbytes for bucket in record.buckets] == [100, 50]
-    assert record.rest == pytest.approx(0.001)
+    assert record.rest == pytest.approx(0.005)
     assert record.error == pytest.approx(0, abs=1e-6)
     assert replay(record.buckets, record.rest, lambda _: 0.005).seconds == pytest.approx(0.015)
     assert parse_record({"buckets": [{"bytes": 1, "ready_ms": 2}]}).error is None
@@ -136,5 +134,5 @@ def test_records_are_replayed_and_checked() -> None:
         parse_record({}, "a.json")
     with pytest.raises(ValueError, match="want at least one"):
         parse_record({"buckets": []})
-    with pytest.raises(ValueError, match="two whole steps"):
-        record_of(steps[:1], [0.0], ranks=2, codec="none")
+    with pytest.raises(ValueError, match="no two steps in a row"):
+        summary(steps[:1], ranks=2, codec="none")

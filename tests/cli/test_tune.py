@@ -1,0 +1,109 @@
+"""``dtcomm tune``, and what comes of its table."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import dtcomm
+from dtcomm import env, planner
+from dtcomm.cli import tune
+from dtcomm.runtime.communicator import find
+from dtcomm.testing.ranks import run_ranks
+
+QUICK = ["--nproc", "2", "--seconds", "0.5", "--collective", "all_reduce", "-e", "16K"]
+
+
+def test_a_table_is_written_merged_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "deep" / "tune.json"
+    assert tune.main([*QUICK, "--codec", "none", "--output", str(path)]) == 0
+    assert f"Wrote {path}" in capsys.readouterr().out
+    found = json.loads(path.read_text())
+    assert {each["algorithm"] for each in found["measured"]} >= {"ring", "tree", "one_shot", "two_shot"}
+    assert all(us > 0 for each in found["measured"] for _, us in each["points_us"])
+    assert found["rates"]["int8"][0] > 0 and found["links"]["inside"]["gbytes"] > 0
+
+    # Another group's times stay, this one's are replaced.
+    other = {**found["measured"][0], "ranks": 7}
+    path.write_text(json.dumps({**found, "measured": [*found["measured"], other]}))
+    assert tune.main([*QUICK, "--codec", "none", "--output", str(path), "--json"]) == 0
+    merged = json.loads(capsys.readouterr().out)["measured"]
+    assert other in merged and len(merged) == len(found["measured"]) + 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--nproc", "1"], "--nproc 1: want at least 2 ranks"),
+        (["--seconds", "0"], "--seconds 0: want more than 0"),
+        (["--codec", "int9"], "unknown codec 'int9'"),
+        (["-e", "12"], "12: want at least 1K"),
+    ],
+)
+def test_refusals(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        tune.main(argv)
+    assert words in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_table_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "notes.json"
+    path.write_text('{"version": 0}')
+    assert tune.main([*QUICK, "--codec", "none", "--output", str(path)]) == 2
+    assert "cannot be read: version 0" in capsys.readouterr().err
+    assert path.read_text() == '{"version": 0}'
+
+
+def table(path: Path, fastest: str) -> Path:
+    """In which ``fastest`` is a second ahead of everybody."""
+    points = {
+        name: ((1024, 1.0 if name == fastest else 2.0),) for name in ("ring", "tree", "one_shot", "two_shot")
+    }
+    found = planner.Table(
+        source="a test",
+        measured=tuple(
+            planner.Measured(
+                collective="all_reduce", algorithm=name, codec="none", ranks=2, hosts=1, points=pairs
+            )
+            for name, pairs in points.items()
+        ),
+    )
+    path.write_text(json.dumps(found.as_dict()))
+    return path
+
+
+def chosen(rank: int, world_size: int, own: dict[int, str]) -> tuple[str, float]:
+    os.environ["DTCOMM_TUNE"] = own[rank]
+    tensor = torch.full((512,), rank + 1.0)
+    dtcomm.all_reduce(tensor, algorithm="auto")
+    communicator = find(None)
+    dtcomm.release()
+    decision = planner.explain(
+        "all_reduce", 512, torch.float32, dtcomm.codec("none"), 2, table=planner.parse(communicator.table)
+    )
+    return decision.algorithm, float(tensor[0])
+
+
+def test_rank_zero_brings_the_table(tmp_path: Path) -> None:
+    first, second = table(tmp_path / "a.json", "tree"), table(tmp_path / "b.json", "ring")
+    assert run_ranks(chosen, 2, {0: str(first), 1: str(second)}) == [("tree", 3.0)] * 2
+    assert run_ranks(chosen, 2, {0: "off", 1: str(second)}) == [("one_shot", 3.0)] * 2
+
+
+def test_which_table_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("DTCOMM_TUNE")
+    assert env.tune_file().parent == tmp_path / "dtcomm"
+    assert env.tune_text() == ""
+    env.tune_file().parent.mkdir()
+    env.tune_file().write_text("a table")
+    assert env.tune_text() == "a table"
+    monkeypatch.setenv("DTCOMM_TUNE", "off")
+    assert env.tune_text() == ""
+    monkeypatch.setenv("DTCOMM_TUNE", str(tmp_path / "none.json"))
+    with pytest.raises(ValueError, match=r"DTCOMM_TUNE=.*none\.json: .*No such file"):
+        env.tune_text()
