@@ -29,7 +29,7 @@ def test_a_run_is_recorded_and_replayed(tmp_path: Path, capsys: pytest.CaptureFi
     found = json.loads(path.read_text())
     assert (found["ranks"], found["steps"]) == (2, 5)
     assert len(found["buckets"]) > 1 and found["buckets"][0]["ready_ms"] == 0
-    assert 0 < found["rest_ms"] <= found["step_ms"]
+    assert found["step_ms"] > 0 and found["rest_ms"] >= 0
     ask = [
         "--inside",
         "memory",
