@@ -46,8 +46,7 @@ DEVICES = {
         Device(name="h100", memory_gbytes=3350, generation="hopper", launch_us=3.0, kernel_us=4.0),
         Device(name="h200", memory_gbytes=4800, generation="hopper", launch_us=3.0, kernel_us=4.0),
         Device(name="b200", memory_gbytes=8000, generation="blackwell", launch_us=10.0, kernel_us=4.0),
-        # One core, half in its cache: what two of an EPYC reach (bench/results/planner.json). `dtcomm tune` measures
-        # yours.
+        # One core, half in its cache: about what one of an EPYC reaches. `dtcomm tune` measures yours.
         Device(
             name="cpu",
             memory_gbytes=40.0,
