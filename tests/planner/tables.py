@@ -1,7 +1,8 @@
 """Published nccl-tests tables of all_reduce: microseconds by size, to hold `dtcomm plan` against.
 
 Calibrated on: the first, and the 8-byte rows (`Device.launch_us`). The others were seen while constants
-were chosen, but never fitted one by one; the constants that are ours (`nccl.FILL`, `LL_REACHED`, `LANES_REACH`) are the same for all.
+were chosen, but never fitted one by one; the constants that are ours (`nccl.FILL`, `LL_REACHED`,
+`LANES_REACH`) are the same for all.
 """
 
 from __future__ import annotations
