@@ -46,7 +46,11 @@ def main(folder: str, until: float, pause: float) -> int:
     incarnation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    # The agent's store outlives the ranks: what those of an earlier incarnation left in it must not be read.
+    limit = timedelta(seconds=TIMEOUT)
+    agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=limit)
+    store = dist.PrefixStore(f"incarnation {incarnation}", agent)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
     chance = random.Random(incarnation)
     life, victim = chance.uniform(SHORTEST, LONGEST), chance.randrange(ranks)
     started = time.time()
