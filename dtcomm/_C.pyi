@@ -82,6 +82,64 @@ def expand(
 ) -> None: ...
 def orthonormalise(kernel: str, vectors: int, count: int, n: int, key: int) -> None: ...
 
+# csrc/python/steps.cpp
+SOUND: int
+AUDIT_RUN: int
+
+class NativeStep:
+    def run(self, kernel: str) -> None: ...
+
+def step_measure(
+    codec: bytes, local: int, dtype: int, residual: int, numel: int, exponents: int
+) -> NativeStep: ...
+def step_put(
+    codec: bytes,
+    ranks: int,
+    local: int,
+    dtype: int,
+    residual: int,
+    numel: int,
+    exponents: int,
+    codes: int,
+) -> NativeStep: ...
+def step_take(
+    codec: bytes,
+    ranks: int,
+    codes: int,
+    exponents: int,
+    numel: int,
+    divisor: int,
+    dtype: int,
+    out: int,
+    sound: int = 0,
+) -> NativeStep: ...
+def step_audit(bits: int, codes: int, numel: int, sums: int) -> NativeStep: ...
+def step_verdict(
+    sums: int, found: int, exponents: int, again: int, numel: int, block: int, out: int
+) -> NativeStep: ...
+def step_gather(
+    codec: bytes,
+    key: int,
+    offset: int,
+    local: int,
+    dtype: int,
+    residual: int,
+    numel: int,
+    values: int,
+    owed: int,
+) -> NativeStep: ...
+def step_scatter(
+    codec: bytes,
+    key: int,
+    offset: int,
+    scaled: bool,
+    values: int,
+    numel: int,
+    dtype: int,
+    out: int,
+) -> NativeStep: ...
+def step_settle(codec: bytes, key: int, offset: int, owed: int, numel: int, residual: int) -> NativeStep: ...
+
 # csrc/python/engine.cpp
 class NativeProgram:
     def __init__(self, rank: int, ranks: int, chunks: int, boxes: list[int], flat: list[int]) -> None: ...
@@ -142,8 +200,24 @@ class NativeCommunicator:
     def address(self) -> tuple[int, int, int, int, int]: ...
     def attach(self, addresses: Sequence[tuple[Any, ...]]) -> None: ...
     def run(self, plan: NativePlan, input: int, output: int, residual: int, seed: int) -> int: ...
-    def run_all(self, plan: NativePlan, pointers: list[tuple[int, int, int]], seed: int) -> int: ...
-    def submit(self, plan: NativePlan, pointers: list[tuple[int, int, int]], seed: int) -> NativeWork: ...
+    def run_all(
+        self,
+        plan: NativePlan,
+        pointers: list[tuple[int, int, int]],
+        seed: int,
+        before: list[NativeStep] = ...,
+        after: list[NativeStep] = ...,
+        agreed: int = 0,
+    ) -> int: ...
+    def submit(
+        self,
+        plan: NativePlan,
+        pointers: list[tuple[int, int, int]],
+        seed: int,
+        before: list[NativeStep] = ...,
+        after: list[NativeStep] = ...,
+        agreed: int = 0,
+    ) -> NativeWork: ...
     def set_spins(self, spins: int) -> None: ...
     def flights(self) -> list[tuple[int, str, str, int, int, int, int, int, list[int]]]: ...
     def sightings(self) -> list[tuple[int, str, int, int, bool, bool]]: ...
@@ -172,7 +246,7 @@ def run_local(
     victim: int,
     death: int,
     flip: int,
-    calls: list[list[tuple[NativePlan, list[tuple[int, int, int]], int, bool]]],
+    calls: list[list[Any]],
 ) -> list[tuple[int, int, int, int]]: ...
 def set_engine_kernels(name: str) -> None: ...
 def engine_kernels() -> str: ...

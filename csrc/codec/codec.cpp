@@ -28,6 +28,11 @@ const char* why_bad_integer(const Codec& codec) {
   return why_bad_block(codec);
 }
 
+const char* why_bad_exact(const Codec& codec) {
+  if (codec.bits != 16 && codec.bits != 32) return "codec: exact integers have 16 or 32 bits";
+  return why_bad_block(codec);
+}
+
 const char* why_bad_mx(const Codec& codec) {
   if (codec.element != Element::e4m3 && codec.element != Element::e5m2 && codec.element != Element::e2m1) {
     return "codec: elements of mx are e4m3, e5m2 or e2m1";
@@ -78,6 +83,8 @@ const char* why_invalid(const Codec& codec) {
       return why_bad_mx(codec);
     case Family::sign:
       return why_bad_block(codec);
+    case Family::exact:
+      return why_bad_exact(codec);
     case Family::topk:
     case Family::randk:
       return why_bad_sparse(codec);

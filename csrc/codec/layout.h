@@ -120,6 +120,8 @@ DTCOMM_HD Layout layout_of(const Codec& codec, DType dtype) {
       return block_layout(codec, 1, 1, codec.element == Element::e2m1 ? 4 : 8);
     case Family::sign:
       return block_layout(codec, scale_bytes(codec.scale), 1, 1);
+    case Family::exact:
+      return block_layout(codec, 1, 1, codec.bits);
     case Family::topk:
     case Family::randk:
       return sparse_layout(codec);

@@ -1,6 +1,8 @@
 // The kernels for CPUs with AVX2, FMA and F16C.
 #include "cpu/source/combine.h"
+#include "cpu/source/grid.h"
 #include "cpu/source/lowrank.h"
+#include "cpu/source/shared.h"
 
 namespace dtcomm {
 
@@ -15,6 +17,8 @@ const Kernels kAvx2Kernels{"avx2",
                            supported,
                            avx2::combine,
                            avx2::decode,
-                           {avx2::project_rows, avx2::project_columns, avx2::expand, avx2::orthonormalise}};
+                           {avx2::project_rows, avx2::project_columns, avx2::expand, avx2::orthonormalise},
+                           {avx2::measure_grid, avx2::put_on_grid, avx2::take_off_grid, avx2::audit_codes,
+                            avx2::gather_values, avx2::scatter_values, avx2::settle_owed}};
 
 }  // namespace dtcomm

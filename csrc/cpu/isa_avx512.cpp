@@ -1,6 +1,8 @@
 // The kernels for CPUs with AVX-512 F, BW, VL and DQ.
 #include "cpu/source/combine.h"
+#include "cpu/source/grid.h"
 #include "cpu/source/lowrank.h"
+#include "cpu/source/shared.h"
 
 namespace dtcomm {
 
@@ -16,6 +18,8 @@ const Kernels kAvx512Kernels{"avx512",
                              supported,
                              avx512::combine,
                              avx512::decode,
-                             {avx512::project_rows, avx512::project_columns, avx512::expand, avx512::orthonormalise}};
+                             {avx512::project_rows, avx512::project_columns, avx512::expand, avx512::orthonormalise},
+                             {avx512::measure_grid, avx512::put_on_grid, avx512::take_off_grid, avx512::audit_codes,
+                              avx512::gather_values, avx512::scatter_values, avx512::settle_owed}};
 
 }  // namespace dtcomm

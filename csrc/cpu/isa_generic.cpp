@@ -1,6 +1,8 @@
 // The kernels for any CPU that the compiler's default target runs on.
 #include "cpu/source/combine.h"
+#include "cpu/source/grid.h"
 #include "cpu/source/lowrank.h"
+#include "cpu/source/shared.h"
 
 namespace dtcomm {
 
@@ -10,6 +12,8 @@ const Kernels kGenericKernels{
     [] { return true; },
     generic::combine,
     generic::decode,
-    {generic::project_rows, generic::project_columns, generic::expand, generic::orthonormalise}};
+    {generic::project_rows, generic::project_columns, generic::expand, generic::orthonormalise},
+    {generic::measure_grid, generic::put_on_grid, generic::take_off_grid, generic::audit_codes, generic::gather_values,
+     generic::scatter_values, generic::settle_owed}};
 
 }  // namespace dtcomm

@@ -67,6 +67,42 @@ struct LowRank {
   void (*orthonormalise)(float* vectors, std::size_t count, std::size_t n, std::uint64_t key);
 };
 
+// What a rank adds to a sum, in fp32: `numel` elements of `dtype` (f32, f16 or bf16) and, where given, a residual.
+struct Contribution {
+  const void* local;
+  DType dtype;
+  float* residual;
+  std::size_t numel;
+};
+
+// What ranks do on their own before and after a sum whose terms they bring to common ground first.
+//
+// exact (codec/grid.h): `exponents` are one per block, `codes` integers of codec.bits with room for `ranks` ranks.
+// randk: the values of a tensor are those that each of its granules keeps, in order, at positions that come from `key`
+// and the index of the granule's first element in the caller's tensor, `offset` being that of element 0.
+struct Common {
+  void (*measure)(const Codec& codec, const Contribution& from, std::uint8_t* exponents);
+  // The residual, where given, becomes what the integers lose; in NaN blocks, whose integers are 0, it stays.
+  void (*put)(const Codec& codec, std::size_t ranks, const Contribution& from, const std::uint8_t* exponents,
+              void* codes);
+  // out = codes * unit / divisor, rounded to fp32, then to `dtype`.
+  void (*take)(const Codec& codec, std::size_t ranks, const void* codes, const std::uint8_t* exponents,
+               std::size_t numel, std::size_t divisor, DType dtype, void* out);
+  // One checksum for each kAuditRun integers; those of a sum of integers are the sums of theirs.
+  void (*audit)(int bits, const void* codes, std::size_t numel, std::uint64_t* sums);
+  // Values of the local tensor; `owed` becomes the residual's, where there is one, and what is not among the values
+  // is added to the residual. In a granule that is not finite all values are NaN and the residual stays.
+  void (*gather)(const Codec& codec, std::uint64_t key, std::uint64_t offset, const Contribution& from, float* values,
+                 float* owed);
+  // out = the values, times randk_factor where `scaled`, at their positions and zeros elsewhere; NaN in granules whose
+  // first value is NaN.
+  void (*scatter)(const Codec& codec, std::uint64_t key, std::uint64_t offset, bool scaled, const float* values,
+                  std::size_t numel, DType dtype, void* out);
+  // The residual's elements at the positions become `owed`.
+  void (*settle)(const Codec& codec, std::uint64_t key, std::uint64_t offset, const float* owed, std::size_t numel,
+                 float* residual);
+};
+
 struct Kernels {
   const char* name;     // "generic", "avx2", "avx512"
   bool (*supported)();  // by this CPU
@@ -75,6 +111,7 @@ struct Kernels {
   void (*decode)(const Codec& codec, const std::uint8_t* payload, std::size_t numel, DType dtype, void* out,
                  DType out_dtype, bool stream);
   LowRank low_rank;
+  Common common;
 };
 
 // All builds, best first; null-terminated. Entries may be unsupported by this CPU.

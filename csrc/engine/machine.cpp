@@ -25,14 +25,17 @@ constexpr double kFarNs = 250;                  // above it the cores share no c
 }  // namespace
 
 std::uint64_t announce(AreaHead& own, const Call& call, std::uint64_t number) {
-  const std::uint64_t operation = mix64(call.plan->fingerprint(), number) | 1;  // never the zero of an unused flag
+  std::uint64_t fingerprint = call.plan->fingerprint();
+  if (call.agreed) fingerprint = mix64(fingerprint, call.agreed);
+  const std::uint64_t operation = mix64(fingerprint, number) | 1;  // never the zero of an unused flag
   OpHeader& header = own.ops[number % kOpRing];
   header.number.store(0, std::memory_order_release);
   header.fingerprint.store(operation, std::memory_order_relaxed);
   header.region.store(call.region, std::memory_order_relaxed);
   header.region_id.store(call.region_id, std::memory_order_relaxed);
   header.region_offset.store(call.region_offset, std::memory_order_relaxed);
-  const std::string& text = call.plan->text();
+  std::string text = call.plan->text();
+  if (call.agreed) text += " with number " + std::to_string(call.agreed);
   header.text[text.copy(header.text, kOpText - 1)] = 0;
   header.number.store(number, std::memory_order_release);
   return operation;
@@ -70,6 +73,7 @@ std::vector<Range> ranges_of(const Call& call) {
 }  // namespace
 
 bool disjoint(const Call& one, const Call& other) {
+  if (!one.after.empty() || !other.before.empty()) return false;  // steps touch what they like
   const std::vector<Range> a = ranges_of(one);
   const std::vector<Range> b = ranges_of(other);
   // The end of everything in `a` that begins before the range of `b` at hand, and the other way round.
@@ -127,6 +131,18 @@ bool Machine::probe() {
 }
 
 Progress Machine::advance(int budget, bool ahead) {
+  if (!begun_) {
+    for (const Task& task : call_.before) task(*call_.kernels);
+    begun_ = true;
+  }
+  const Progress progress = run(budget, ahead);
+  if (progress == Progress::done) {
+    for (const Task& task : call_.after) task(*call_.kernels);
+  }
+  return progress;
+}
+
+Progress Machine::run(int budget, bool ahead) {
   const std::size_t pieces = plan_.pieces();
   if (probe_ && !probe()) return Progress::blocked;
   if (!met_ && pieces > 0 && !meet()) return Progress::blocked;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -19,11 +20,16 @@ struct Pointers {
   float* residual = nullptr;
 };
 
+// What a rank does on its own, in the order of the operations: no other rank waits for it but by way of the operation.
+using Task = std::function<void(const Kernels&)>;
+
 struct Call {
   std::shared_ptr<const Plan> plan;
   std::vector<Pointers> segments;
   std::uint64_t seed = 0;
   const Kernels* kernels = nullptr;
+  std::vector<Task> before, after;  // the operation's first instruction and its last one
+  std::uint64_t agreed = 0;         // a number besides the plan that has to be the same on all ranks
   // Set where the (only) input lies in memory that peers can map: slot, id and byte offset in this process's regions.
   std::int64_t region = -1;
   std::uint64_t region_id = 0;
@@ -101,6 +107,7 @@ class Machine {
   };
   enum class Step { moved, blocked };
 
+  Progress run(int budget, bool ahead);
   bool meet();
   bool probe();
   bool run_piece(std::size_t piece, int& budget);
@@ -136,6 +143,7 @@ class Machine {
   std::vector<const std::uint8_t*> payloads_;
   std::vector<std::uint8_t*> peer_tensors_;  // direct: every rank's tensor
   std::unique_ptr<Probe> probe_;
+  bool begun_ = false;
   bool met_ = false;
   bool direct_ = false;
   bool mismatch_ = false;

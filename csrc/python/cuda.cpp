@@ -51,6 +51,12 @@ void check_floats(const char* name, DType dtype) {
   if (!floating(dtype)) throw py::value_error(std::string(name) + ": must be fp32, fp16 or bf16");
 }
 
+Codec device_codec_of(const py::bytes& bytes) {
+  const Codec codec = codec_of(bytes);
+  if (codec.family == Family::exact) throw py::value_error("codec: exact has no CUDA kernel");
+  return codec;
+}
+
 // What a kernel would otherwise misread, or fault on: dtcomm/kernels/cuda.py checks tensors, here are only addresses.
 void check(const Codec& codec, const Combine& call, std::uintptr_t table) {
   if (call.position < 0 || call.position > call.count) throw py::value_error("position: outside the payloads");
@@ -87,7 +93,7 @@ void combine(const py::bytes& codec_bytes, const std::vector<std::uintptr_t>& pa
              std::uintptr_t residual_out, std::size_t numel, std::size_t divisor, int op, std::uint64_t key,
              std::uint64_t offset, std::uintptr_t payload_out, std::uintptr_t out, int dtype, int out_dtype,
              std::uintptr_t stream) {
-  const Codec codec = codec_of(codec_bytes);
+  const Codec codec = device_codec_of(codec_bytes);
   if (op < 0 || op > static_cast<int>(ReduceOp::max)) throw py::value_error("op: unknown number");
   Combine call;
   call.payloads = reinterpret_cast<const std::uint8_t* const*>(payloads.data());
@@ -113,7 +119,7 @@ void combine(const py::bytes& codec_bytes, const std::vector<std::uintptr_t>& pa
 
 void decode(const py::bytes& codec_bytes, std::uintptr_t payload, std::size_t numel, int dtype_number,
             std::uintptr_t out, int out_dtype_number, std::uintptr_t stream) {
-  const Codec codec = codec_of(codec_bytes);
+  const Codec codec = device_codec_of(codec_bytes);
   const DType dtype = dtype_of(dtype_number), out_dtype = dtype_of(out_dtype_number);
   if (!(codec.family == Family::none && dtype == out_dtype)) {
     check_floats("dtype", dtype);

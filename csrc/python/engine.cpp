@@ -11,6 +11,7 @@
 #include "engine/local.h"
 #include "engine/progress.h"
 #include "python/bind.h"
+#include "python/steps.h"
 
 namespace py = pybind11;
 
@@ -64,6 +65,15 @@ std::shared_ptr<Plan> make_plan(std::shared_ptr<Program> program, int geometry, 
 Pointers unpack(std::uintptr_t in, std::uintptr_t out, std::uintptr_t residual) {
   return {reinterpret_cast<const std::uint8_t*>(in), reinterpret_cast<std::uint8_t*>(out),
           reinterpret_cast<float*>(residual)};
+}
+
+// What is done before and after the operation.
+using Steps = std::vector<NativeStep>;
+
+void add_steps(Call& call, const Steps& before, const Steps& after, std::uint64_t agreed) {
+  for (const NativeStep& step : before) call.before.push_back(step.run);
+  for (const NativeStep& step : after) call.after.push_back(step.run);
+  call.agreed = agreed;
 }
 
 Call make_call(std::shared_ptr<const Plan> plan, std::vector<Pointers> pointers, std::uint64_t seed) {
@@ -161,21 +171,30 @@ void bind_communicator(py::module_& module) {
              place_region(call);
              return self.run(std::move(call));
            })
-      .def("run_all",
-           [](Communicator& self, std::shared_ptr<Plan> plan, const std::vector<PointerTuple>& tuples,
-              std::uint64_t seed) {
-             Call call = make_call(std::move(plan), unpack_all(tuples), seed);
-             const py::gil_scoped_release release;
-             return self.run(std::move(call));
-           })
-      .def("submit",
-           [](Communicator& self, std::shared_ptr<Plan> plan, const std::vector<PointerTuple>& tuples,
-              std::uint64_t seed) {
-             Call call = make_call(std::move(plan), unpack_all(tuples), seed);
-             const py::gil_scoped_release release;
-             place_region(call);
-             return self.submit(std::move(call));
-           })
+      .def(
+          "run_all",
+          [](Communicator& self, std::shared_ptr<Plan> plan, const std::vector<PointerTuple>& tuples,
+             std::uint64_t seed, const Steps& before, const Steps& after, std::uint64_t agreed) {
+            Call call = make_call(std::move(plan), unpack_all(tuples), seed);
+            add_steps(call, before, after, agreed);
+            const py::gil_scoped_release release;
+            return self.run(std::move(call));
+          },
+          py::arg("plan"), py::arg("pointers"), py::arg("seed"), py::arg("before") = Steps(),
+          py::arg("after") = Steps(), py::arg("agreed") = 0)
+      .def(
+          "submit",
+          [](Communicator& self, std::shared_ptr<Plan> plan, const std::vector<PointerTuple>& tuples,
+             std::uint64_t seed, const Steps& before, const Steps& after, std::uint64_t agreed) {
+            Call call = make_call(std::move(plan), unpack_all(tuples), seed);
+            add_steps(call, before, after, agreed);
+            const py::gil_scoped_release release;
+            // Peers read a tensor in shared memory as soon as the operation is announced: before any step.
+            if (before.empty()) place_region(call);
+            return self.submit(std::move(call));
+          },
+          py::arg("plan"), py::arg("pointers"), py::arg("seed"), py::arg("before") = Steps(),
+          py::arg("after") = Steps(), py::arg("agreed") = 0)
       .def("flights",
            [](const Communicator& self) {
              py::list list;
@@ -206,8 +225,8 @@ void bind_local(py::module_& module) {
       "run_local",
       [](int ranks, std::uint64_t seed, std::uint32_t max_boxes, std::size_t slot_bytes, double delay, int victim,
          std::uint64_t death, std::int64_t flip,
-         const std::vector<
-             std::vector<std::tuple<std::shared_ptr<Plan>, std::vector<PointerTuple>, std::uint64_t, bool>>>& calls) {
+         const std::vector<std::vector<std::tuple<std::shared_ptr<Plan>, std::vector<PointerTuple>, std::uint64_t, bool,
+                                                  Steps, Steps, std::uint64_t>>>& calls) {
         LocalOptions options;
         options.ranks = ranks;
         options.seed = seed;
@@ -220,8 +239,9 @@ void bind_local(py::module_& module) {
         std::vector<std::vector<Call>> parsed;
         for (const auto& list : calls) {
           parsed.emplace_back();
-          for (const auto& [plan, pointers, call_seed, shared] : list) {
+          for (const auto& [plan, pointers, call_seed, shared, before, after, agreed] : list) {
             Call call = make_call(plan, unpack_all(pointers), call_seed);
+            add_steps(call, before, after, agreed);
             if (shared) {
               call.region = 0;
               call.region_offset = reinterpret_cast<std::uintptr_t>(call.segments[0].in);

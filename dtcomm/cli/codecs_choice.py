@@ -32,7 +32,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "mxfp4": ("rotate=hadamard",),
     "sign": ("rotate=hadamard",),
     "topk": ("ratio=0.1", "ratio=0.1,values=int8"),
-    "randk": ("ratio=0.1",),
+    "randk": ("ratio=0.1", "positions=shared"),
+    "exact": ("bits=16",),
 }
 
 

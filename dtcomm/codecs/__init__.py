@@ -2,6 +2,7 @@
 
 from dtcomm.codecs.base import Codec, Layout
 from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed
+from dtcomm.codecs.exact import Exact
 from dtcomm.codecs.float8 import Float8
 from dtcomm.codecs.integer import Integer
 from dtcomm.codecs.mx import Mxfp4, Mxfp8
@@ -12,6 +13,7 @@ from dtcomm.codecs.spec import codec, names
 __all__ = [
     "Bf16",
     "Codec",
+    "Exact",
     "Float8",
     "Fp16",
     "Integer",

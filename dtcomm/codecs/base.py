@@ -157,6 +157,11 @@ class Codec(abc.ABC):
         return self.layout().granule
 
     @property
+    def on_common_ground(self) -> bool:
+        """Do ranks bring what they add to common ground first, and then add that? See `terms`."""
+        return False
+
+    @property
     def operations(self) -> tuple[str, ...]:
         """The reductions that make sense on this codec's values."""
         return ("sum",)
@@ -173,6 +178,13 @@ class Codec(abc.ABC):
         if numel < 0:
             raise ValueError(f"numel: expected 0 or more, got {numel}")
         return self.layout(dtype).payload_bytes(numel)
+
+    def terms(self, numel: int) -> list[tuple[int, Codec, torch.dtype]]:
+        """The messages that a sum of `numel` elements takes: (elements, codec, dtype) of each, in order.
+
+        One of the tensor itself, unless the ranks add on common ground.
+        """
+        return [(numel, self, torch.float32)]
 
     def native(self) -> bytes:
         """The 16 bytes of csrc/codec/codec.h's ``Codec``."""

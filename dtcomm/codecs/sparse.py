@@ -33,6 +33,7 @@ from dtcomm.codecs.base import (
 from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed
 from dtcomm.codecs.integer import Integer
 
+POSITIONS = ("own", "shared")
 RANDK_HEAD = 8  # bytes: the key that a granule's positions come from
 INTEGERS = tuple(f"int{bits}" for bits in range(8, 1, -1))
 CASTS: dict[str, Codec] = {"bf16": Bf16(), "fp16": Fp16(), "fp32": Uncompressed()}
@@ -124,10 +125,35 @@ class TopK(_Sparse):
 @dataclass(frozen=True, kw_only=True)
 class RandK(_Sparse):
     """Elements at random positions, multiplied by the granule's elements over the kept ones, unless the error is fed
-    back."""
+    back.
+
+    `positions=own`: every encoding draws its own. `shared`: in a collective that adds up all ranks draw the same ones,
+    from the call's seed, and add the values alone. Payloads are the same, so native() is.
+    """
 
     family: ClassVar[int] = 8
     head: ClassVar[int] = RANDK_HEAD
+    positions: str = option(default="own", valid="own, shared")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.positions not in POSITIONS:
+            raise self._refuse("positions")
+
+    @property
+    def on_common_ground(self) -> bool:
+        return self.positions == "shared"
+
+    def kept_in(self, numel: int) -> int:
+        """How many of a tensor's elements are sent."""
+        layout = self.layout()
+        whole, rest = divmod(numel, layout.granule)
+        return whole * layout.kept + (layout.kept_of(rest) if rest else 0)
+
+    def terms(self, numel: int) -> list[tuple[int, Codec, torch.dtype]]:
+        if not self.on_common_ground:
+            return super().terms(numel)
+        return [(self.kept_in(numel), self.value_codec(), torch.float32)]
 
     @property
     def name(self) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from dtcomm.codecs.base import Codec
 from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed
+from dtcomm.codecs.exact import Exact
 from dtcomm.codecs.float8 import Float8
 from dtcomm.codecs.integer import Integer
 from dtcomm.codecs.mx import Mxfp4, Mxfp8
@@ -41,6 +42,7 @@ CODECS: dict[str, Entry] = {
     "sign": Entry(make=Sign),
     "topk": Entry(make=TopK),
     "randk": Entry(make=RandK),
+    "exact": Entry(make=Exact),
 }
 
 # What `repr` prints of a float that an option may hold, and what people write.

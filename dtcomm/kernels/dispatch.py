@@ -1,8 +1,8 @@
 """Which kernel runs: the best for the tensors' device, unless DTCOMM_KERNEL or :func:`use` forces another.
 
 Tensors on the CPU go to the native build that is best for it. Tensors on a CUDA device go to `cuda` where the module
-`_cuda` was built and knows the codec, otherwise to `triton`. What is forced runs or raises: nothing falls back in
-silence. The engine has native kernels only: forcing `cuda` or `triton` leaves it the best one.
+`_cuda` was built, otherwise to `triton`, if that knows the codec (none knows `exact`). What is forced runs or raises:
+nothing falls back in silence. The engine has native kernels only: forcing `cuda` or `triton` leaves it the best one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dtcomm import _C, env
-from dtcomm.codecs import Codec
+from dtcomm.codecs import Codec, Exact
 from dtcomm.kernels import triton
 
 REFERENCE, CUDA, TRITON = "reference", "cuda", "triton"
@@ -96,9 +96,9 @@ def module(name: str) -> Any:
 
 def _best_of_device(codec: Codec, argument: str, device: torch.device) -> str:
     for name in _for_devices():
-        if _runs(name, codec):
+        if runs_on(name, codec):
             return name
-    missing = [f"for every codec build {_INSTALL[CUDA]}"] if not _installed(CUDA) else []
+    missing = [] if _installed(CUDA) or not runs_on(CUDA, codec) else [f"for it build {_INSTALL[CUDA]}"]
     if triton.supports(codec):
         missing.append(f"for this one install {_INSTALL[TRITON]}")
     here = ", ".join(_for_devices()) or "none"
@@ -109,14 +109,14 @@ def _best_of_device(codec: Codec, argument: str, device: torch.device) -> str:
 
 
 def _able(name: str, codec: Codec) -> str:
-    if not _runs(name, codec):
+    if not runs_on(name, codec):
         raise ValueError(f"codec: the kernel that is forced, {name!r}, does not run {str(codec)!r}")
     return name
 
 
-def _runs(name: str, codec: Codec) -> bool:
-    """Does `cuda`, which has every codec, or `triton` run this one?"""
-    return name == CUDA or triton.supports(codec)
+def runs_on(name: str, codec: Codec) -> bool:
+    """Does `cuda`, which has every codec but `exact`, or `triton` run this one?"""
+    return not isinstance(codec, Exact) if name == CUDA else triton.supports(codec)
 
 
 def _force() -> str:

@@ -18,6 +18,8 @@ VALUES: dict[str, tuple[object, ...]] = {
     "round": ("nearest", "stochastic"),
     "rotate": ("none", "hadamard"),
     "spikes": (0, 1),
+    "bits": (16, 32),
+    "positions": ("own", "shared"),
     "ratio": (0.01, 0.0833, 0.25, 1.0),
     "values": ("bf16", "fp16", "fp32", "int8", "int3"),
 }

@@ -11,9 +11,9 @@ import torch
 
 from dtcomm.codecs import Codec, codec
 from dtcomm.codecs.base import FLOAT_TYPES
-from dtcomm.kernels import native
+from dtcomm.kernels import dispatch, native
 from dtcomm.kernels.call import Combine
-from tests.codecs.cases import everything, few
+from tests.codecs import cases
 from tests.kernels.inputs import KINDS, SIZES, floats
 
 pytest.importorskip("dtcomm._cuda", reason="_cuda was not built: no nvcc, or DTCOMM_CUDA=0")
@@ -23,6 +23,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device that torch can use"),
 ]
+EVERYTHING = [each for each in cases.everything() if dispatch.runs_on("cuda", each)]
+FEW = [each for each in cases.few() if dispatch.runs_on("cuda", each)]
 FIELDS = ("local", "residual", "payload_out", "out")
 
 
@@ -98,14 +100,14 @@ def calls(each: Codec, x: torch.Tensor, counts: tuple[int, ...] = (1, 2, 3, 4, 8
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("each", everything(), ids=str)
+@pytest.mark.parametrize("each", EVERYTHING, ids=str)
 def test_inputs(each: Codec, kind: str) -> None:
     for call in calls(each, floats(kind, 2 * each.granularity + 37, seed=1)):
         compare(call)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES, ids=str)
-@pytest.mark.parametrize("each", few(), ids=str)
+@pytest.mark.parametrize("each", FEW, ids=str)
 def test_types_and_sizes(each: Codec, dtype: torch.dtype) -> None:
     for n in SIZES[1:]:
         for call in calls(each, floats("nonfinite", n, seed=n).to(dtype), counts=(1, 3)):
@@ -113,7 +115,7 @@ def test_types_and_sizes(each: Codec, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("shift", [1, 2, 3])
-@pytest.mark.parametrize("each", few(), ids=str)
+@pytest.mark.parametrize("each", FEW, ids=str)
 def test_tensors_of_any_alignment(each: Codec, shift: int) -> None:
     for call in calls(each, floats("normal", 5000, seed=shift), counts=(1, 2)):
         compare(call, shift)
@@ -160,7 +162,7 @@ def test_runs_on_the_current_stream() -> None:
     assert torch.equal(out, torch.ones_like(out))
 
 
-@pytest.mark.parametrize("each", few(), ids=str)
+@pytest.mark.parametrize("each", FEW, ids=str)
 def test_can_be_captured(each: Codec) -> None:
     """A graph replays the work on what its tensors hold then."""
     n = 5000

@@ -61,6 +61,9 @@ SPECS = {
     "randk": "randk",
     "randk-int8": "randk:ratio=0.3,values=int8",
     "randk-fp32": "randk:ratio=1.0,values=fp32",
+    "exact": "exact",
+    "exact-16": "exact:bits=16",
+    "exact-long-blocks": "exact:block=2048",
 }
 NUMEL, KEY, OFFSET = 1107, 0x0123456789ABCDEF, 2**32 - 500
 

@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 
 NAN = 0x7FC00000
-CASTS, INTEGER, FLOAT8, MX, SIGN, TOPK, RANDK = (0, 1, 2), 3, 4, 5, 6, 7, 8
+CASTS, INTEGER, FLOAT8, MX, SIGN, TOPK, RANDK, EXACT = (0, 1, 2), 3, 4, 5, 6, 7, 8, 9
 E4M3, E5M2, E2M1, BF16, FP16, FP32, NESTED = 1, 2, 3, 4, 5, 6, 7
 MASK = 0xFFFFFFFF
 
@@ -106,7 +106,7 @@ def _used(codec: Codec, n: int) -> int:
 
 
 def _field_bytes(codec: Codec) -> int:
-    if codec.family == MX:
+    if codec.family in (MX, EXACT):
         return 1
     return 4 if codec.scale else 2
 
@@ -124,7 +124,7 @@ def _spike_bytes(codec: Codec) -> int:
 def _code_bits(codec: Codec) -> int:
     if codec.family == MX:
         return 4 if codec.element == E2M1 else 8
-    return {0: 32, 1: 16, 2: 16, INTEGER: codec.bits, FLOAT8: 8, SIGN: 1}[codec.family]
+    return {0: 32, 1: 16, 2: 16, INTEGER: codec.bits, FLOAT8: 8, SIGN: 1, EXACT: codec.bits}[codec.family]
 
 
 # --- one granule --------------------------------------------------------------------------------------------------
@@ -139,7 +139,20 @@ def _granule(codec: Codec, raw: bytes, n: int) -> list[int]:
         return [half << 16 for half in _words(raw[: 2 * n], 2)]
     if codec.family in (TOPK, RANDK):
         return [_bits(x) for x in _sparse(codec, raw, n)]
+    if codec.family == EXACT:
+        return [_bits(x) for x in _integers(codec, raw, n)]
     return [_bits(x) for x in _dense(codec, raw, n)]
+
+
+def _integers(codec: Codec, raw: bytes, n: int) -> list[float]:
+    blocks = -(-n // codec.block)
+    out = []
+    for i in range(n):
+        exponent = raw[i // codec.block]
+        at = blocks + i * codec.bits // 8
+        code = int.from_bytes(raw[at : at + codec.bits // 8], "little", signed=True)
+        out.append(math.nan if exponent == 255 else code * 2.0 ** (exponent - 126 - (codec.bits - 1)))
+    return out
 
 
 def _dense(codec: Codec, raw: bytes, n: int) -> list[float]:

@@ -1,5 +1,6 @@
 // topk: the largest elements of a granule. randk: elements at positions that come from a key.
 #include "cpu/source/family.h"
+#include "cpu/source/places.h"
 #include "cpu/source/select.h"
 #include "cpu/source/sparse_values.h"
 
@@ -90,17 +91,6 @@ void read_topk(const Plan& plan, const std::uint8_t* from, std::size_t n, Kept& 
     }
   }
   kept.count = count;
-}
-
-void draw(std::uint64_t granule_key, std::size_t n, Kept& kept) {
-  const Shuffle shuffle = make_shuffle(granule_key, n);
-  if (n == shuffle.mask + std::size_t{1}) {  // every output is a position
-    for (std::uint32_t i = 0; i < kept.count; ++i) {
-      kept.position[i] = static_cast<std::uint16_t>(turned(shuffle, shuffled_once(shuffle, i)));
-    }
-  } else {
-    for (std::uint32_t i = 0; i < kept.count; ++i) kept.position[i] = static_cast<std::uint16_t>(shuffled(shuffle, i));
-  }
 }
 
 void encode_randk(const Plan& plan, const float* x, std::size_t n, const Encoding& how, std::uint8_t* to) {

@@ -73,6 +73,7 @@ extern const FamilyKernels kMxFamily;
 extern const FamilyKernels kSignFamily;
 extern const FamilyKernels kTopkFamily;
 extern const FamilyKernels kRandkFamily;
+extern const FamilyKernels kExactFamily;
 
 // nullptr: a cast, which cast.h does in line.
 inline const FamilyKernels* family_kernels(Family family) {
@@ -89,6 +90,8 @@ inline const FamilyKernels* family_kernels(Family family) {
       return &kTopkFamily;
     case Family::randk:
       return &kRandkFamily;
+    case Family::exact:
+      return &kExactFamily;
     default:
       return nullptr;
   }

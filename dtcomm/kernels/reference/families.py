@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtcomm.codecs import Bf16, Codec, Float8, Fp16, Integer, Mxfp8, RandK, Sign, TopK
-from dtcomm.kernels.reference import float8, integer, mx, sign, sparse
+from dtcomm.codecs import Bf16, Codec, Exact, Float8, Fp16, Integer, Mxfp8, RandK, Sign, TopK
+from dtcomm.kernels.reference import exact, float8, integer, mx, sign, sparse
 from dtcomm.kernels.reference.floats import Bytes, Floats, narrow, widen
 
 
@@ -31,6 +31,7 @@ FAMILIES: dict[int, Family] = {
     Sign.family: Family(encode=sign.encode, decode=sign.decode),
     TopK.family: Family(encode=sparse.encode_topk, decode=sparse.decode_topk),
     RandK.family: Family(encode=sparse.encode_randk, decode=sparse.decode_randk),
+    Exact.family: Family(encode=exact.encode, decode=exact.decode),
 }
 
 

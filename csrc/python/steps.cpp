@@ -1,0 +1,156 @@
+// What ranks do on their own around a sum on common ground, for Python: raw pointers in. dtcomm/kernels/common.py
+// checks the arguments.
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <string>
+
+#include "python/arguments.h"
+#include "python/bind.h"
+#include "python/steps.h"
+
+#include "codec/grid.h"
+
+namespace dtcomm::python {
+
+namespace py = pybind11;
+
+namespace {
+
+constexpr std::int64_t kSound = INT64_MAX;  // of a verdict: no run is wrong
+
+Contribution contribution(std::uintptr_t local, int dtype, std::uintptr_t residual, std::size_t numel) {
+  return {pointer<const void>(local), dtype_of(dtype), pointer<float>(residual), numel};
+}
+
+// The first run of kAuditRun integers whose checksums differ, or one of whose blocks does in its exponent: twice its
+// number, and one more where it is the exponents.
+std::int64_t verdict(const std::uint64_t* sums, const std::uint64_t* found, const std::uint8_t* exponents,
+                     const std::uint8_t* again, std::size_t numel, std::size_t block) {
+  for (std::size_t run = 0; run * kAuditRun < numel; ++run) {
+    const std::size_t end = std::min(numel, (run + 1) * kAuditRun);
+    const std::size_t first = run * kAuditRun / block, last = (end + block - 1) / block;
+    if (!std::equal(exponents + first, exponents + last, again + first)) return static_cast<std::int64_t>(2 * run + 1);
+    if (sums[run] != found[run]) return static_cast<std::int64_t>(2 * run);
+  }
+  return kSound;
+}
+
+void bind_grid(py::module_& module) {
+  module.def(
+      "step_measure",
+      [](const py::bytes& bytes, std::uintptr_t local, int dtype, std::uintptr_t residual, std::size_t numel,
+         std::uintptr_t exponents) {
+        const Codec codec = codec_of(bytes);
+        const Contribution from = contribution(local, dtype, residual, numel);
+        return NativeStep{
+            [=](const Kernels& kernels) { kernels.common.measure(codec, from, pointer<std::uint8_t>(exponents)); }};
+      },
+      py::arg("codec"), py::arg("local"), py::arg("dtype"), py::arg("residual"), py::arg("numel"),
+      py::arg("exponents"));
+  module.def(
+      "step_put",
+      [](const py::bytes& bytes, std::size_t ranks, std::uintptr_t local, int dtype, std::uintptr_t residual,
+         std::size_t numel, std::uintptr_t exponents, std::uintptr_t codes) {
+        const Codec codec = codec_of(bytes);
+        const Contribution from = contribution(local, dtype, residual, numel);
+        return NativeStep{[=](const Kernels& kernels) {
+          kernels.common.put(codec, ranks, from, pointer<const std::uint8_t>(exponents), pointer<void>(codes));
+        }};
+      },
+      py::arg("codec"), py::arg("ranks"), py::arg("local"), py::arg("dtype"), py::arg("residual"), py::arg("numel"),
+      py::arg("exponents"), py::arg("codes"));
+  module.def(
+      "step_take",
+      [](const py::bytes& bytes, std::size_t ranks, std::uintptr_t codes, std::uintptr_t exponents, std::size_t numel,
+         std::size_t divisor, int dtype, std::uintptr_t out, std::uintptr_t sound) {
+        const Codec codec = codec_of(bytes);
+        const DType type = dtype_of(dtype);
+        return NativeStep{[=](const Kernels& kernels) {
+          if (sound && *pointer<const std::int64_t>(sound) != kSound) return;
+          kernels.common.take(codec, ranks, pointer<const void>(codes), pointer<const std::uint8_t>(exponents), numel,
+                              divisor, type, pointer<void>(out));
+        }};
+      },
+      py::arg("codec"), py::arg("ranks"), py::arg("codes"), py::arg("exponents"), py::arg("numel"), py::arg("divisor"),
+      py::arg("dtype"), py::arg("out"), py::arg("sound") = 0, "Nothing is taken where the verdict `sound` is another.");
+  module.def(
+      "step_audit",
+      [](int bits, std::uintptr_t codes, std::size_t numel, std::uintptr_t sums) {
+        return NativeStep{[=](const Kernels& kernels) {
+          kernels.common.audit(bits, pointer<const void>(codes), numel, pointer<std::uint64_t>(sums));
+        }};
+      },
+      py::arg("bits"), py::arg("codes"), py::arg("numel"), py::arg("sums"));
+  module.def(
+      "step_verdict",
+      [](std::uintptr_t sums, std::uintptr_t found, std::uintptr_t exponents, std::uintptr_t again, std::size_t numel,
+         std::size_t block, std::uintptr_t out) {
+        return NativeStep{[=](const Kernels&) {
+          *pointer<std::int64_t>(out) =
+              verdict(pointer<const std::uint64_t>(sums), pointer<const std::uint64_t>(found),
+                      pointer<const std::uint8_t>(exponents), pointer<const std::uint8_t>(again), numel, block);
+        }};
+      },
+      py::arg("sums"), py::arg("found"), py::arg("exponents"), py::arg("again"), py::arg("numel"), py::arg("block"),
+      py::arg("out"));
+}
+
+void bind_shared(py::module_& module) {
+  module.def(
+      "step_gather",
+      [](const py::bytes& bytes, std::uint64_t key, std::uint64_t offset, std::uintptr_t local, int dtype,
+         std::uintptr_t residual, std::size_t numel, std::uintptr_t values, std::uintptr_t owed) {
+        const Codec codec = codec_of(bytes);
+        const Contribution from = contribution(local, dtype, residual, numel);
+        return NativeStep{[=](const Kernels& kernels) {
+          kernels.common.gather(codec, key, offset, from, pointer<float>(values), pointer<float>(owed));
+        }};
+      },
+      py::arg("codec"), py::arg("key"), py::arg("offset"), py::arg("local"), py::arg("dtype"), py::arg("residual"),
+      py::arg("numel"), py::arg("values"), py::arg("owed"));
+  module.def(
+      "step_scatter",
+      [](const py::bytes& bytes, std::uint64_t key, std::uint64_t offset, bool scaled, std::uintptr_t values,
+         std::size_t numel, int dtype, std::uintptr_t out) {
+        const Codec codec = codec_of(bytes);
+        const DType type = dtype_of(dtype);
+        return NativeStep{[=](const Kernels& kernels) {
+          kernels.common.scatter(codec, key, offset, scaled, pointer<const float>(values), numel, type,
+                                 pointer<void>(out));
+        }};
+      },
+      py::arg("codec"), py::arg("key"), py::arg("offset"), py::arg("scaled"), py::arg("values"), py::arg("numel"),
+      py::arg("dtype"), py::arg("out"));
+  module.def(
+      "step_settle",
+      [](const py::bytes& bytes, std::uint64_t key, std::uint64_t offset, std::uintptr_t owed, std::size_t numel,
+         std::uintptr_t residual) {
+        const Codec codec = codec_of(bytes);
+        return NativeStep{[=](const Kernels& kernels) {
+          kernels.common.settle(codec, key, offset, pointer<const float>(owed), numel, pointer<float>(residual));
+        }};
+      },
+      py::arg("codec"), py::arg("key"), py::arg("offset"), py::arg("owed"), py::arg("numel"), py::arg("residual"));
+}
+
+}  // namespace
+
+void bind_steps(py::module_& module) {
+  py::class_<NativeStep>(module, "NativeStep")
+      .def(
+          "run",
+          [](const NativeStep& self, const char* name) {
+            const Kernels* kernels = find_kernels(name);
+            if (!kernels) throw py::value_error(std::string("kernel: this CPU has no kernel named ") + name);
+            const py::gil_scoped_release release;
+            self.run(*kernels);
+          },
+          py::arg("kernel"), "Now, by the kernels of that name.");
+  module.attr("SOUND") = kSound;
+  module.attr("AUDIT_RUN") = kAuditRun;
+  bind_grid(module);
+  bind_shared(module);
+}
+
+}  // namespace dtcomm::python

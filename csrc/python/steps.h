@@ -1,0 +1,13 @@
+// A task of an operation (engine/machine.h) as a value that Python makes, runs by itself or hands to the engine.
+#pragma once
+
+#include "engine/machine.h"
+
+namespace dtcomm::python {
+
+// Keeps no memory: whoever makes one holds the tensors.
+struct NativeStep {
+  Task run;
+};
+
+}  // namespace dtcomm::python
