@@ -36,7 +36,7 @@ struct Call {
   std::uint64_t region_offset = 0;
 };
 
-// Whether two calls touch no byte in common.
+// Whether two calls, in this order, touch no byte in common.
 bool disjoint(const Call& one, const Call& other);
 
 // What a machine sees of its communicator, and how it makes itself seen.

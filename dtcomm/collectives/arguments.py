@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtcomm.codecs import Codec
+from dtcomm.codecs import Codec, Exact
+from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.runtime.shape import OPS
 
@@ -44,6 +45,15 @@ def require_dtype(op: str, dtype: torch.dtype, codec: Codec) -> None:
         raise ValueError(
             f"op: avg needs a floating-point tensor, got {str(dtype).removeprefix('torch.')}; use sum"
         )
+
+
+def require_auditable(codec: str | Codec) -> None:
+    """A codec whose sums can be checked: integers add up without loss, floats do not."""
+    if not (isinstance(codec, str) and "/" in codec) and isinstance(parse(codec), Exact):
+        return
+    raise ValueError(
+        f"audit: needs a codec whose sums are exact, got {codec}; valid: exact, exact:bits=16, exact:bits=32"
+    )
 
 
 def require_type(tensor: Any, argument: str) -> None:

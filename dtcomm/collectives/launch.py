@@ -10,14 +10,17 @@ from typing import Any, NamedTuple
 import torch
 
 from dtcomm import algorithms, codecs, planner
-from dtcomm.codecs import Codec
+from dtcomm.codecs import Codec, Exact
 from dtcomm.collectives.arguments import op_name, require_dtype
+from dtcomm.collectives.exactly import ExactSum
+from dtcomm.collectives.ground import GroundPlan, Groups, Message
+from dtcomm.collectives.positions import SharedSum
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.shape import Part, Shape
 from dtcomm.runtime.shm import Buffers
 from dtcomm.runtime.work import Done, Work
 from dtcomm.schedule import Schedule
-from dtcomm.schedule.ir import CUT_AT_GRANULES
+from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
 
 MOST_PLANS = 4096  # a program of ever new sizes must not grow without end
 
@@ -47,6 +50,7 @@ def plan_for(
     root: int = 0,
     splits: tuple[int, ...] = (),
     checksum: bool | None = None,
+    audit: bool = False,
 ) -> Any:
     """Check what does not depend on the tensors' memory, choose the algorithm and keep the plan under ``key``.
 
@@ -63,16 +67,62 @@ def plan_for(
         for codec in (inside, between or inside):
             require_dtype(name, dtype, codec)
         parts.append(Part(numel, dtype, inside, between))
-    chosen = algorithm if isinstance(algorithm, Own) else _choose(communicator, collective, parts, algorithm)
-    plan: Any = chosen
-    if communicator.runtime is not None:
-        called = chosen.name if isinstance(chosen, Own) else chosen
-        shape = Shape(collective, name, tuple(parts), called, root, splits, checksum)
-        plan = communicator.runtime.prepare(shape, _schedule(communicator, chosen, collective, root))
+    message = Message(collective, name, tuple(parts), algorithm, root, "", checksum)
+    if collective in REDUCING and any(_on_common_ground(part) for part in parts):
+        plan: Any = _on_ground(communicator, message, audit)
+    else:
+        plan = _prepare(communicator, message, splits)
     if len(communicator.plans) > MOST_PLANS:
         communicator.plans.clear()
     communicator.plans[key] = plan
     return plan
+
+
+def _prepare(communicator: Communicator, message: Message, splits: tuple[int, ...] = ()) -> Any:
+    """The runtime's plan of one operation; where there is no runtime, the algorithm."""
+    algorithm = message.algorithm
+    collective, root = message.collective, message.root
+    chosen = algorithm
+    if not isinstance(algorithm, Own):
+        chosen = _choose(communicator, collective, message.parts, algorithm)
+    if communicator.runtime is None:
+        return chosen
+    called = chosen.name if isinstance(chosen, Own) else chosen
+    shape = Shape(
+        collective, message.op, message.parts, called, root, splits, message.checksum, message.purpose
+    )
+    return communicator.runtime.prepare(shape, _schedule(communicator, chosen, collective, root))
+
+
+def _on_common_ground(part: Part) -> bool:
+    found = [codec for codec in (part.codec, part.between) if codec is not None and codec.on_common_ground]
+    if found and part.between is not None:
+        raise ValueError(
+            f"codec: {part.spec}: {found[0]} adds on the same ground on all levels of a hierarchy; give it alone"
+        )
+    return bool(found)
+
+
+def _on_ground(communicator: Communicator, message: Message, audit: bool) -> GroundPlan:
+    """The plan of a sum in which some parts are added on common ground."""
+    make = functools.partial(_prepare, communicator)
+    rank, ranks = communicator.rank, communicator.size
+    exact = [i for i, part in enumerate(message.parts) if isinstance(part.codec, Exact)]
+    other = [i for i in range(len(message.parts)) if i not in exact]
+
+    def only(positions: list[int]) -> Message:
+        return message._replace(parts=tuple(message.parts[i] for i in positions))
+
+    if not other:
+        return ExactSum(make, message, rank, ranks, audit=audit)
+    if not exact:
+        return SharedSum(make, message, rank, ranks)
+    return Groups(
+        [
+            (exact, ExactSum(make, only(exact), rank, ranks)),
+            (other, SharedSum(make, only(other), rank, ranks)),
+        ]
+    )
 
 
 def start(
@@ -91,9 +141,33 @@ def start(
             if part.input is not None and part.output is not None and part.output is not part.input:
                 part.output.copy_(part.input.view_as(part.output))
         return Done(outputs) if async_op else None
+    if isinstance(plan, GroundPlan):
+        return _start_stages(communicator, plan, buffers, outputs, key, async_op)
     if async_op:
         return runtime.submit(plan, buffers, outputs, key)
     runtime.run(plan, buffers, key)
+    return None
+
+
+def _start_stages(
+    communicator: Communicator,
+    plan: GroundPlan,
+    buffers: Sequence[Buffers],
+    outputs: Sequence[torch.Tensor],
+    key: int,
+    async_op: bool,
+) -> Work | None:
+    runtime = communicator.runtime
+    assert runtime is not None
+    stages, check = plan.stages(buffers, key, communicator.scratch)
+    if async_op:
+        works = [runtime.submit(stage.plan, stage.buffers, outputs, key, stage.around) for stage in stages]
+        work = Several(works, outputs)
+        return work if check is None else Then(work, check, outputs)
+    for stage in stages:
+        runtime.run(stage.plan, stage.buffers, key, stage.around)
+    if check is not None:
+        check()
     return None
 
 

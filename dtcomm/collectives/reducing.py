@@ -10,6 +10,7 @@ from dtcomm.collectives.arguments import (
     Op,
     in_memory,
     require_apart,
+    require_auditable,
     require_pair,
     require_residual,
     require_tensor,
@@ -32,17 +33,23 @@ def all_reduce(
     seed: int | None = None,
     residual: torch.Tensor | None = None,
     checksum: bool | None = None,
+    audit: bool = False,
 ) -> Work | None:
     """Reduce ``tensor`` in place over the ranks of the group: sum, avg, min or max.
 
     ``avg`` divides the fp32 sum once, before its final encoding; min and max take codecs none, fp16 and bf16.
+
+    ``audit`` (codec ``exact`` alone): the checksums of the ranks' integers must add up to the result's. Otherwise all
+    ranks raise PayloadCorrupt, which names the elements; the tensor is then as it was, and the call may be repeated.
     """
     require_type(tensor, "tensor")
     communicator = find(group)
-    key = ("all_reduce", tensor.numel(), tensor.dtype, op, codec, algorithm, checksum)
+    key = ("all_reduce", tensor.numel(), tensor.dtype, op, codec, algorithm, checksum, audit)
     plan = communicator.plans.get(key)
     if plan is None:
         require_tensor(tensor, "tensor")
+        if audit:
+            require_auditable(codec)
         plan = plan_for(
             communicator,
             key,
@@ -53,6 +60,7 @@ def all_reduce(
             [codec],
             algorithm,
             checksum=checksum,
+            audit=audit,
         )
     if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
         tensor = in_memory(tensor, "tensor")

@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from dtcomm import _C, env
 from dtcomm.errors import DtcommError
 from dtcomm.runtime import flight, link, work
+from dtcomm.runtime.around import Around
 from dtcomm.runtime.groups import group_store, group_timeout, inherited, position, require_group
 from dtcomm.runtime.meeting import Meeting, host_id, require_equal
 from dtcomm.runtime.sealed import Wire
@@ -38,11 +39,16 @@ class Runtime(Protocol):
     def prepare(self, shape: Shape, schedule: Schedule) -> Any:
         """A plan for calls of this shape, to be kept and reused."""
 
-    def run(self, plan: Any, buffers: Sequence[Buffers], seed: int) -> int:
+    def run(self, plan: Any, buffers: Sequence[Buffers], seed: int, around: Around | None = None) -> int:
         """Run to the end; returns the bytes this rank sent."""
 
     def submit(
-        self, plan: Any, buffers: Sequence[Buffers], outputs: Sequence[torch.Tensor], seed: int
+        self,
+        plan: Any,
+        buffers: Sequence[Buffers],
+        outputs: Sequence[torch.Tensor],
+        seed: int,
+        around: Around | None = None,
     ) -> Work:
         """Queue behind what runs already."""
 
@@ -73,6 +79,8 @@ class Communicator:
     one it is; ``groups`` the group's ranks on each host; ``table`` what rank 0 brought of `dtcomm tune`. ``plans``
     belongs to ``dtcomm.collectives``.
 
+    ``scratch`` serves calls whose terms are made before they are sent.
+
     ``members``, group ranks in order, are those that take part, by default all; ``epoch`` tells one meeting of
     theirs from the next.
     """
@@ -97,6 +105,7 @@ class Communicator:
         self._paired = store is not None
         self.calls = 0
         self.plans: dict[Hashable, Any] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         self.runtime: Runtime | None = None
         self.why = "one rank: nothing to move"
         self.groups: tuple[tuple[int, ...], ...] = ((0,),)
@@ -219,6 +228,12 @@ class Communicator:
         """The seed of a call: the caller's, or the call's number."""
         self.calls += 1
         return self.calls if seed is None else seed & (2**64 - 1)
+
+    def scratch(self, size: int) -> torch.Tensor:
+        """At least `size` bytes that every call may use from its first operation to its last: calls run in order."""
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+        return self._scratch
 
     def info(self) -> dict[str, Any]:
         """Runtime, why, and what the runtime tells of itself."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from dtcomm import _C
+from dtcomm.runtime.around import NOTHING, Around
 from dtcomm.runtime.shape import Shape
 from dtcomm.runtime.shm import Buffers, native_plan
 from dtcomm.schedule import Schedule
@@ -19,13 +21,14 @@ FATES = ("done", "died", "peer_lost", "mismatch", "stuck", "corrupt")
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One collective of one rank; ``shared``: its tensor counts as lying in shared memory."""
+    """One collective of one rank; ``shared``: its tensor counts as lying in shared memory; ``around``: its steps."""
 
     shape: Shape
     schedule: Schedule
     buffers: Sequence[Buffers]
     seed: int = 0
     shared: bool = False
+    around: Around = NOTHING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +62,13 @@ class Outcome:
 
 def run(world: World, operations: Sequence[Sequence[Operation]]) -> list[Outcome]:
     """Run ``operations[rank]`` in order on every rank; ranks run ahead of each other as the engine lets them."""
-    calls: list[list[tuple[_C.NativePlan, list[tuple[int, int, int]], int, bool]]] = []
+    calls: list[list[Any]] = []
     for rank, mine in enumerate(operations):
         calls.append([])
         for operation in mine:
             plan = _plan(operation.shape, operation.schedule, rank, world.piece_bytes, world.slot_bytes)
             pointers = [buffers.pointers() for buffers in operation.buffers]
-            calls[rank].append((plan, pointers, operation.seed, operation.shared))
+            calls[rank].append((plan, pointers, operation.seed, operation.shared, *operation.around.native()))
     outcomes = _C.run_local(
         ranks=world.ranks,
         seed=world.seed,

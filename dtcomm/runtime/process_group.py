@@ -28,6 +28,7 @@ from dtcomm.errors import CollectiveMismatch, DtcommError
 from dtcomm.kernels import dispatch
 from dtcomm.runtime import flight
 from dtcomm.runtime.arithmetic import Arithmetic
+from dtcomm.runtime.around import NOTHING, Around
 from dtcomm.runtime.blame import Blame
 from dtcomm.runtime.flight import Flight, Recorder, Sighting
 from dtcomm.runtime.plan import WINDOW, Plan
@@ -93,21 +94,26 @@ class ProcessGroupRuntime:
         chosen = int(env.get("DTCOMM_PIECE_KIB")) * 1024
         return Plan(shape, schedule, self.rank, chosen or _message_bytes(shape, schedule))
 
-    def run(self, plan: Plan, buffers: Sequence[Buffers], seed: int) -> int:
+    def run(self, plan: Plan, buffers: Sequence[Buffers], seed: int, around: Around | None = None) -> int:
         """Run to the end, inline where nothing is queued; returns the bytes sent."""
         with self._lock:
             if self._last is None or self._last.done():
                 self._require_usable()
-                return self._perform(Item(self._issue(plan), plan, buffers, seed)).wire_bytes
-            future = self._enqueue(plan, buffers, seed)
+                return self._perform(self._item(plan, buffers, seed, around)).wire_bytes
+            future = self._enqueue(plan, buffers, seed, around)
         return future.result().wire_bytes
 
     def submit(
-        self, plan: Plan, buffers: Sequence[Buffers], outputs: Sequence[torch.Tensor], seed: int
+        self,
+        plan: Plan,
+        buffers: Sequence[Buffers],
+        outputs: Sequence[torch.Tensor],
+        seed: int,
+        around: Around | None = None,
     ) -> QueuedWork:
         """Queue behind what runs already."""
         with self._lock:
-            return QueuedWork(self._enqueue(plan, buffers, seed), outputs)
+            return QueuedWork(self._enqueue(plan, buffers, seed, around), outputs)
 
     def set_timeout(self, seconds: float) -> None:
         """How long the calls from now on wait for the other ranks."""
@@ -147,18 +153,20 @@ class ProcessGroupRuntime:
         """Nothing: the ranks share no memory."""
         return []
 
-    def _enqueue(self, plan: Plan, buffers: Sequence[Buffers], seed: int) -> Future[Outcome]:
+    def _enqueue(
+        self, plan: Plan, buffers: Sequence[Buffers], seed: int, around: Around | None
+    ) -> Future[Outcome]:
         self._require_usable()
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="dtcomm-process-group", daemon=True)
             self._thread.start()
-        item = Item(self._issue(plan), plan, buffers, seed)
+        item = self._item(plan, buffers, seed, around)
         self._last = item.future
         self._queue.put(item)
         return item.future
 
-    def _issue(self, plan: Plan) -> Flight:
-        return self._recorder.issue(plan.text, plan.shape)
+    def _item(self, plan: Plan, buffers: Sequence[Buffers], seed: int, around: Around | None) -> Item:
+        return Item(self._recorder.issue(plan.text, plan.shape), plan, buffers, seed, around or NOTHING)
 
     def _serve(self) -> None:
         while (item := self._take()) is not None:
@@ -195,7 +203,7 @@ class ProcessGroupRuntime:
         if item.plan.pieces:
             self._reserve(turn, item.plan, item.buffers[0].device)
         arithmetic = Arithmetic(item.plan, item.buffers, self._slots[turn], item.seed)
-        return Replay(item.plan, arithmetic, self._messages(item.plan), number)
+        return Replay(item.plan, arithmetic, self._messages(item.plan), number, item.around.agreed)
 
     def _require_usable(self) -> None:
         if os.getpid() != self._pid:
@@ -219,9 +227,13 @@ class ProcessGroupRuntime:
                 self._turn = 1 - self._turn
             else:
                 if self._check:
-                    self._compare(item.plan)
+                    self._compare(item.plan, item.around.agreed)
+                for step in item.around.before:
+                    step()
                 replay = self._replay(item, self._turn, self._operations)
             sent = replay.run(launched)
+            for step in item.around.after:
+                step()
         except BaseException as error:
             if isinstance(error, DtcommError):
                 self._failure = type(error)(str(error))
@@ -277,10 +289,12 @@ class ProcessGroupRuntime:
         except RuntimeError as error:
             raise self._blame.error(peer, error, doing) from error
 
-    def _compare(self, plan: Plan) -> None:
+    def _compare(self, plan: Plan, agreed: int) -> None:
         # Every rank sees every header, so all that take part raise, and say the same.
-        text = f"call {self._operations}: {plan.text}"
-        digest = hashlib.blake2b(repr((plan.shape, self._operations)).encode(), digest_size=8).digest()
+        text = f"call {self._operations}: {plan.text}" + (f" with number {agreed}" if agreed else "")
+        digest = hashlib.blake2b(
+            repr((plan.shape, self._operations, agreed)).encode(), digest_size=8
+        ).digest()
         said = text.encode()[: HEADER_BYTES - len(digest)].ljust(HEADER_BYTES - len(digest), b"\0") + digest
         own = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         headers = {peer: torch.empty_like(own) for peer in range(self.ranks) if peer != self.rank}

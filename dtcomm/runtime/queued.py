@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from dtcomm.runtime.around import NOTHING, Around
 from dtcomm.runtime.flight import Flight
 from dtcomm.runtime.plan import Plan
 from dtcomm.runtime.replay import Replay
@@ -31,12 +32,15 @@ class Item:
     plan: Plan
     buffers: Sequence[Buffers]
     seed: int
+    around: Around = NOTHING
     future: Future[Outcome] = field(default_factory=Future)
     replay: Replay | None = None
 
 
 def disjoint(one: Item, other: Item) -> bool:
-    """Whether two calls touch no byte in common."""
+    """Whether two calls, in this order, touch no byte in common; steps between them touch what they like."""
+    if one.around.after or other.around.before:
+        return False
     events = sorted([(*span, 0) for span in _spans(one)] + [(*span, 1) for span in _spans(other)])
     ends = [0, 0]  # of everything so far, by call
     for begin, end, whose in events:

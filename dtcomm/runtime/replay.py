@@ -32,14 +32,16 @@ class Messages(Protocol):
 
 
 class Replay:
-    """The state of one call; ``number`` is the call's, equal on all ranks."""
+    """The state of one call; ``number`` is the call's, equal on all ranks, as is what they ``agreed`` on."""
 
-    def __init__(self, plan: Plan, arithmetic: Arithmetic, messages: Messages, number: int) -> None:
+    def __init__(
+        self, plan: Plan, arithmetic: Arithmetic, messages: Messages, number: int, agreed: int = 0
+    ) -> None:
         self._plan = plan
         self._arithmetic = arithmetic
         self._messages = messages
         self._number = number
-        self._base = plan.fingerprint + number * 0x9E3779B1
+        self._base = plan.fingerprint + number * 0x9E3779B1 + agreed
         self._receives: dict[tuple[int, int], Any] = {}  # (piece, position in the program) -> handle
         self._sends: dict[int, list[tuple[Any, int]]] = {}  # piece -> (handle, peer)
         self._started = 0

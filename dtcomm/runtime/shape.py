@@ -54,7 +54,8 @@ class Shape(NamedTuple):
     """Everything that ranks must agree on: it makes the plan and its fingerprint.
 
     ``splits`` are the elements that each rank sends to each in an all_to_all of unequal shards, sender * ranks +
-    receiver; empty where all are equal. With ``checksum`` every payload travels with its CRC32C.
+    receiver; empty where all are equal. With ``checksum`` every payload travels with its CRC32C. ``purpose`` says
+    what of a larger operation this is.
     """
 
     collective: str
@@ -64,6 +65,7 @@ class Shape(NamedTuple):
     root: int = 0
     splits: tuple[int, ...] = ()
     checksum: bool = False
+    purpose: str = ""
 
     def __str__(self) -> str:
         """As error messages show it: ``all_reduce(sum, 1024 float32, codec int8, two_shot)``."""
@@ -73,6 +75,8 @@ class Shape(NamedTuple):
         codecs = " ".join(dict.fromkeys(part.spec for part in self.parts))
         what = f"{numel} {dtypes}" + (f" in {len(self.parts)} tensors" if len(self.parts) != 1 else "")
         details = [what, f"codec {codecs}", self.algorithm]
+        if self.purpose:
+            details.insert(1, self.purpose)
         if name in REDUCING:
             details.insert(0, self.op)
         if self.splits:

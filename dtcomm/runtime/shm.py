@@ -12,6 +12,7 @@ from dtcomm import _C, env
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.errors import DtcommError
 from dtcomm.runtime import flight
+from dtcomm.runtime.around import Around
 from dtcomm.runtime.flight import STAGES, Flight, Sighting
 from dtcomm.runtime.link import Link, links
 from dtcomm.runtime.shape import GEOMETRY, OPS, Shape
@@ -94,9 +95,13 @@ class NativeRuntime:
         piece = piece_bytes(shape, self.ranks) * (self._slot_bytes // SLOT_BYTES)
         return native_plan(shape, schedule, self.rank, piece, self._slot_bytes, _boxes(self.ranks), direct)
 
-    def run(self, plan: Any, buffers: Sequence[Buffers], seed: int) -> int:
+    def run(self, plan: Any, buffers: Sequence[Buffers], seed: int, around: Around | None = None) -> int:
         """Run to the end; returns the bytes sent."""
         try:
+            if around is not None:
+                return self.native.run_all(
+                    plan, [part.pointers() for part in buffers], seed, *around.native()
+                )
             if len(buffers) == 1:
                 return self.native.run(plan, *buffers[0].pointers(), seed)
             return self.native.run_all(plan, [part.pointers() for part in buffers], seed)
@@ -105,15 +110,21 @@ class NativeRuntime:
             raise
 
     def submit(
-        self, plan: Any, buffers: Sequence[Buffers], outputs: Sequence[torch.Tensor], seed: int
+        self,
+        plan: Any,
+        buffers: Sequence[Buffers],
+        outputs: Sequence[torch.Tensor],
+        seed: int,
+        around: Around | None = None,
     ) -> Work:
         """Queue behind what runs already."""
+        steps = () if around is None else around.native()
         try:
-            native = self.native.submit(plan, [part.pointers() for part in buffers], seed)
+            native = self.native.submit(plan, [part.pointers() for part in buffers], seed, *steps)
         except DtcommError as error:
             self.failed(error)
             raise
-        return NativeWork(native, buffers, outputs, self.failed)
+        return NativeWork(native, (buffers, around), outputs, self.failed)
 
     def failed(self, error: DtcommError) -> None:
         """An operation raised: leave a record of it, once."""

@@ -168,11 +168,25 @@ class Schedule:
         ``numel`` counts the whole tensor: the input of reduce_scatter and scatter, the output of all_gather
         and gather, one rank's input of all_to_all. ``codec`` may be one per level. ``dtype`` is handed to
         ``codec.wire_bytes`` where given. A payload sent to two peers counts twice.
+
+        A codec whose terms are added on common ground (``exact``, ``randk:positions=shared``) says itself what
+        messages a sum takes. The exponents of ``exact`` are counted as running through this schedule: right for
+        all_reduce; those of the others are agreed by an all_reduce of their own.
         """
+        if self.collective in REDUCING and getattr(codec, "on_common_ground", False):
+            return self._bytes_of_terms(numel, codec)
         sent = [0] * self.ranks
         for transfer, level in self._levels():
             sent[transfer.src] += self.payload_bytes(transfer.chunk, numel, codec, level, dtype)
         return tuple(sent)
+
+    def _bytes_of_terms(self, numel: int, codec: Any) -> tuple[int, ...]:
+        shards = 1 if self.collective in CUT_AT_GRANULES else self.ranks
+        sent = [
+            self.bytes_on_wire(count * shards, each, dtype)
+            for count, each, dtype in codec.terms(numel // shards)
+        ]
+        return tuple(map(sum, zip(*sent, strict=True)))
 
     def payload_bytes(
         self,
