@@ -124,7 +124,12 @@ def draw(
         dtype = torch.uint8
     names = ["auto", *algorithms.get(collective.removesuffix("_coalesced"), [])]
     levels = "hierarchical" in names and len({hosts[member] for member in members}) > 1
-    if levels and collective != "all_reduce_coalesced" and codec != "none" and chance.random() < 0.3:
+    if (
+        levels
+        and collective != "all_reduce_coalesced"
+        and codec not in ("none", "exact")
+        and chance.random() < 0.3
+    ):
         codec, names = f"none/{codec}", ["auto", "hierarchical"]
     valid = [op for op in parse(codec.rpartition("/")[2]).operations if op in ("min", "max")]
     ops = ["sum", "sum", *(["avg"] if dtype.is_floating_point else []), *valid]
