@@ -220,7 +220,8 @@ bool Communicator::advance_front(Operation& front, int budget) {
       front.machine = std::move(machine);  // from here on the progress thread may take it on
       return false;
     }
-    front.machine = std::move(machine);
+    // Not into the operation: the progress thread would take it on while it is finished here.
+    front.work->wire_bytes = machine->wire_bytes();
   } catch (const Error& error) {
     fail(error, culprit_);
     failure = std::current_exception();

@@ -140,25 +140,51 @@ void machines_over_shared_areas(int ranks) {
   for (void* area : areas) ::operator delete(area, std::align_val_t{kPage});
 }
 
+using Group = std::vector<std::unique_ptr<Communicator>>;
+
+Group group_of(int ranks) {
+  Group group;
+  std::vector<PeerAddress> addresses;
+  for (int rank = 0; rank < ranks; ++rank) {
+    CommunicatorOptions options;
+    options.rank = rank;
+    options.ranks = ranks;
+    options.max_boxes = static_cast<std::uint32_t>(ranks);
+    options.slot_bytes = kSlotBytes;
+    options.timeout_ns = 60ull * 1000 * 1000 * 1000;
+    group.push_back(std::make_unique<Communicator>(options));
+    addresses.push_back(group.back()->address());
+    addresses.back().name = "rank " + std::to_string(rank);
+  }
+  for (auto& communicator : group) communicator->attach(addresses);
+  return group;
+}
+
+// Small queued calls are tried by the thread that queues them, while the progress thread looks at the same queue.
+void tried_by_the_caller(int ranks) {
+  constexpr int kCalls = 2000;
+  Group group = group_of(ranks);
+  run_threads(ranks, [&](int rank) {
+    Communicator& communicator = *group[static_cast<std::size_t>(rank)];
+    for (int operation = 0; operation < kCalls; ++operation) {
+      std::vector<float> tensor(16, static_cast<float>(rank));
+      const auto work = communicator.submit(call_for(rank, ranks, tensor));
+      if (operation % 3) work->wait();
+      std::vector<float> second(16, static_cast<float>(rank));
+      communicator.submit(call_for(rank, ranks, second))->wait();
+      const auto sum = static_cast<float>(ranks * (ranks - 1) / 2);
+      if (tensor[7] != sum || second[7] != sum) fail("small operation " + std::to_string(operation));
+    }
+  });
+  for (auto& communicator : group) communicator->close();
+  ProgressThread::instance().stop();
+}
+
 // Queued and inline calls from two threads per rank, over one communicator per thread.
 void communicators(int ranks) {
   constexpr int kGroups = 2;
-  std::vector<std::vector<std::unique_ptr<Communicator>>> all(kGroups);
-  for (auto& group : all) {
-    std::vector<PeerAddress> addresses;
-    for (int rank = 0; rank < ranks; ++rank) {
-      CommunicatorOptions options;
-      options.rank = rank;
-      options.ranks = ranks;
-      options.max_boxes = static_cast<std::uint32_t>(ranks);
-      options.slot_bytes = kSlotBytes;
-      options.timeout_ns = 60ull * 1000 * 1000 * 1000;
-      group.push_back(std::make_unique<Communicator>(options));
-      addresses.push_back(group.back()->address());
-      addresses.back().name = "rank " + std::to_string(rank);
-    }
-    for (auto& communicator : group) communicator->attach(addresses);
-  }
+  std::vector<Group> all;
+  for (int group = 0; group < kGroups; ++group) all.push_back(group_of(ranks));
   run_threads(ranks * kGroups, [&](int thread) {
     const int rank = thread / kGroups;
     Communicator& communicator = *all[static_cast<std::size_t>(thread % kGroups)][static_cast<std::size_t>(rank)];
@@ -186,6 +212,7 @@ int main() {
   for (int ranks = 2; ranks <= 4; ++ranks) {
     machines_over_shared_areas(ranks);
     communicators(ranks);
+    tried_by_the_caller(ranks);
     std::printf("%d ranks: ok\n", ranks);
   }
   return 0;
