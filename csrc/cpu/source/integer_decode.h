@@ -67,17 +67,24 @@ struct Granule {
 
 #if defined(__AVX512F__)
 
-// `Vectors` of them from element i on, at a time, as long as they end at `end` or before.
+// `Vectors` of them, at most two, from element i on.
+template <std::size_t Vectors, bool Stream, unsigned Bits, class Lanes, class Finish>
+inline __attribute__((always_inline)) void some_vectors(const Lanes& lanes, PlanePointers& planes, std::size_t i,
+                                                        float* to, const Finish& finish) {
+  PlanePointers at = planes;
+#pragma GCC unroll 2
+  for (std::size_t j = 0; j < Vectors * kLanes; j += kLanes, at.move(Bits, kLanes)) {
+    store<Stream>(to + i + j, finish(reinterpret_cast<Floats>(lanes.at(at)), i + j));
+  }
+  planes.move(Bits, Vectors * kLanes);
+}
+
+// `Vectors` of them at a time, as long as they end at `end` or before.
 template <std::size_t Vectors, bool Stream, unsigned Bits, class Lanes, class Finish>
 inline __attribute__((always_inline)) void each_vector(const Lanes& lanes, PlanePointers& planes, std::size_t& i,
                                                        std::size_t end, float* to, const Finish& finish) {
   for (; i + Vectors * kLanes <= end; i += Vectors * kLanes) {
-    PlanePointers at = planes;
-#pragma GCC unroll 2
-    for (std::size_t j = i; j < i + Vectors * kLanes; j += kLanes, at.move(Bits, kLanes)) {
-      store<Stream>(to + j, finish(reinterpret_cast<Floats>(lanes.at(at)), j));
-    }
-    planes.move(Bits, Vectors * kLanes);
+    some_vectors<Vectors, Stream, Bits>(lanes, planes, i, to, finish);
   }
 }
 
@@ -87,8 +94,18 @@ inline void each_vector(const Granule<Symmetric>& granule, const std::uint8_t* f
                         const Finish& finish) {
   const std::size_t whole = n / kLanes * kLanes, block = std::size_t{1} << granule.shift;
   PlanePointers planes(from, Bits, granule.count);
-  for (std::size_t i = 0, b = 0; i < whole; ++b) {
-    const BlockLanes<Bits, Symmetric> lanes(granule.fields.scale[b], Symmetric ? 0.0f : granule.fields.zero[b]);
+  const auto lanes_of = [&](std::size_t b) __attribute__((always_inline)) {
+    return BlockLanes<Bits, Symmetric>(granule.fields.scale[b], Symmetric ? 0.0f : granule.fields.zero[b]);
+  };
+  std::size_t i = 0, b = 0;
+  // The usual block is two vectors: without loops within it, whose branches would be a good part of the work.
+  if (block == 2 * kLanes) {
+    for (const std::size_t blocks = whole / block; b < blocks; ++b, i += 2 * kLanes) {
+      some_vectors<2, Stream, Bits>(lanes_of(b), planes, i, to, finish);
+    }
+  }
+  for (; i < whole; ++b) {
+    const auto lanes = lanes_of(b);
     const std::size_t end = smaller(i + block, whole);
     each_vector<2, Stream, Bits>(lanes, planes, i, end, to, finish);
     each_vector<1, Stream, Bits>(lanes, planes, i, end, to, finish);
