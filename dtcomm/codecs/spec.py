@@ -70,7 +70,8 @@ def codec(spec: str | Codec) -> Codec:
     entry = CODECS[name]
     if colon and not rest:
         raise ValueError(f"{name}: nothing follows the colon in {spec!r}")
-    return entry.make(**entry.fixed, **options_of(name, rest, entry.options()))
+    # Compilers cannot look into a dataclass, so a spec without options does not.
+    return entry.make(**entry.fixed, **(options_of(name, rest, entry.options()) if rest else {}))
 
 
 def options_of(name: str, rest: str, options: Mapping[str, dataclasses.Field[Any]]) -> dict[str, Any]:
