@@ -88,7 +88,9 @@ def test_corruptions_that_change_the_outcome_are_refused(corrupt, data: st.DataO
         try:
             verify(corrupted)
         except ScheduleError as error:
-            assert "no progress" in str(error), "refused, though nothing is wrong with it"
+            # Or one encoding would have to be in the codecs of two levels, which shows in no sum.
+            known = ("no progress", "the same version is first sent at level")
+            assert any(why in str(error) for why in known), "refused, though nothing is wrong with it"
         return
     event("harmful")
     with pytest.raises(ScheduleError) as caught:
