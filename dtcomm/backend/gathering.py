@@ -13,7 +13,6 @@ from dtcomm import collectives
 from dtcomm.backend.base import Base, asynchronous, elsewhere
 from dtcomm.backend.memory import flat, is_own, joined, movable, put, require_alike
 from dtcomm.codecs.base import ELEMENT_TYPES
-from dtcomm.collectives.launch import Several
 
 Tensors = Sequence[torch.Tensor]
 
@@ -108,22 +107,14 @@ class Gathering(Base):
                 outputs[0].device,
                 lambda to: to.allgather_into_tensor_coalesced(outputs, inputs, opts),
             )
-        runs = [flat(output) for output in outputs]
-        works = [
-            collectives.all_gather(
-                movable(run), movable(flat(input)), group=self, async_op=asynchronous(opts)
-            )
-            for run, input in zip(runs, inputs, strict=True)
-        ]
-        copied = [(output, run) for output, run in zip(outputs, runs) if not is_own(run, output)]
-
-        def last() -> None:
-            for output, run in copied:
-                put([output], run)
-
-        started = [work for work in works if work is not None]
-        joint = Several(started, list(outputs)) if asynchronous(opts) else None
-        return self._handle(joint, outputs, last=last if copied else None)
+        return self._each(
+            outputs,
+            inputs,
+            lambda run, input, later: collectives.all_gather(
+                movable(run), movable(flat(input)), group=self, async_op=later
+            ),
+            opts,
+        )
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 

@@ -13,7 +13,6 @@ from dtcomm import collectives
 from dtcomm.backend.base import Base, asynchronous, elsewhere
 from dtcomm.backend.memory import flat, is_own, joined, put, require_alike
 from dtcomm.codecs.base import ELEMENT_TYPES
-from dtcomm.collectives.launch import Several
 
 Tensors = Sequence[torch.Tensor]
 
@@ -192,21 +191,13 @@ class Reducing(Base):
                 outputs[0].device,
                 lambda to: to.reduce_scatter_tensor_coalesced(outputs, inputs, opts),
             )
-        runs = [flat(output) for output in outputs]
-        works = [
-            collectives.reduce_scatter(
-                run, flat(input), _NATIVE[hash(op)], group=self, async_op=asynchronous(opts)
-            )
-            for run, input in zip(runs, inputs, strict=True)
-        ]
-        copied = [(output, run) for output, run in zip(outputs, runs) if not is_own(run, output)]
-
-        def last() -> None:
-            for output, run in copied:
-                put([output], run)
-
-        started = [work for work in works if work is not None]
-        joint = Several(started, list(outputs)) if asynchronous(opts) else None
-        return self._handle(joint, outputs, last=last if copied else None)
+        return self._each(
+            outputs,
+            inputs,
+            lambda run, input, later: collectives.reduce_scatter(
+                run, flat(input), _NATIVE[hash(op)], group=self, async_op=later
+            ),
+            opts,
+        )
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtcomm import fsdp
 from dtcomm.fsdp import recipe
+from dtcomm.fsdp.errors import MovingAverage
 from dtcomm.testing.ranks import run_ranks
 from tests.fsdp.models import WIDTH, sharded, train
 
@@ -112,10 +113,8 @@ def test_differences_send_what_changed() -> None:
     run_ranks(differences, 2)
 
 
-def moving_average(rank: int, ranks: int) -> None:
-    from dtcomm.fsdp.errors import MovingAverage
-
-    torch.manual_seed(rank)
+def test_the_moving_average_is_the_papers() -> None:
+    torch.manual_seed(0)
     errors = MovingAverage(beta=0.8, reset=4)
     like = torch.randn(1000)
     assert not errors.take("m", like).any()
@@ -132,10 +131,6 @@ def moving_average(rank: int, ranks: int) -> None:
     assert torch.equal(errors.take("m", like), 0.5 * expected)
     errors.give("m", torch.randn(1000))
     assert not errors.take("m", like).any()
-
-
-def test_the_moving_average_is_the_papers() -> None:
-    moving_average(0, 1)
 
 
 RESUMED: list[dict[str, Any]] = [
