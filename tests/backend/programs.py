@@ -164,6 +164,10 @@ def functions(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
     results = [program(ones)]
     results.append(functional.all_gather_tensor(results[0] * (rank + 1), 0, group) + 0)
     results += functional.all_reduce_coalesced([ones, ones * 2], "max", group)
+    several = [ones, ones[:2] * 5]
+    results += functional.all_gather_into_tensor_coalesced(several, group)
+    wide = [each.repeat(world_size, 1) for each in several]
+    results += functional.reduce_scatter_tensor_coalesced(wide, "sum", [0, 0], group)
     results.append(functional.broadcast(ones, 0, group) + 0)
     splits = [1] * world_size
     exchanged = (
