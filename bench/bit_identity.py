@@ -1,11 +1,14 @@
 """Random operations end with the same bits on every rank, and feedback loses no mass.
 
-python -m bench.bit_identity [--operations 10000] [--ranks 2 3 4 5 8] [--seed 0] [--quick] [--add] [--json FILE]
+python -m bench.bit_identity [--operations 100000] [--ranks 2 3 4 5 8] [--minutes M] [--seed 0] [--new] [--json FILE]
 
-Collective, size, dtype, codec, algorithm, operator, subgroup, memory, feedback and overlap are drawn from the seed.
-Inputs are small integers, so that without a codec the result must also equal Gloo's. Of each rank count one
-operation in ten runs with the ranks on two hosts (as DTCOMM_HOST_ID says): messages over Gloo, hierarchies, a codec
-for each level. Writes bench/results/bit_identity.json; exit status 1 where anything differs.
+Collective, size, dtype, codec, algorithm, operator, subgroup, memory, feedback, checksums and overlap are drawn from
+the seed. Inputs are small integers, so that without a codec the result must also be the sum itself, and Gloo's. The
+operations of a rank count come in pieces of 1000, each in one of the ways of WAYS: mostly ranks of one host; also two
+and three hosts (as DTCOMM_HOST_ID says: messages over Gloo, hierarchies, a codec for each level), torch.distributed's
+own calls on the backend "dtcomm", emulated links. Every piece is written to bench/results/bit_identity.json when it is
+over, and the next run goes on behind it, until each rank count has had --operations, or for --minutes in all. Exit
+status 1 where anything differs.
 """
 
 from __future__ import annotations
@@ -13,45 +16,59 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import dtcomm
 from bench.common import machine, output
-from bench.random_ops import CODECS, Operation, Runner, draw, memberships
-from dtcomm.algorithms import available, collectives
-from dtcomm.testing.ranks import run_ranks
+from bench.random_ops import CODECS, host_of, sequence
+from bench.random_run import Runner
+from dtcomm import algorithms
+from dtcomm.testing.ranks import RankError, run_ranks
 
 STEPS = 5
 LOSSY = tuple(dict.fromkeys(spec for spec in CODECS if spec != "none"))
-BETWEEN_HOSTS = 0.1
+PIECE = 1000
+PIECE_SECONDS = 1200.0  # after which a piece counts as hung
+MOST_LOSS = 1e-5  # of mass, relative to the largest sum
+RANKS = (2, 3, 4, 5, 8)
 
 
-def algorithms() -> dict[str, list[str]]:
-    """The algorithms there are for each collective."""
-    return {name: list(available(name)) for name in collectives()}
+class Way(NamedTuple):
+    """How the ranks of a piece are joined."""
+
+    name: str
+    hosts: int = 1
+    backend: str = "gloo"
+    env: tuple[tuple[str, str], ...] = ()
 
 
-def sequence(seed: int, ranks: int, count: int, hosts: int = 1) -> list[Operation]:
-    """The operations of one run; the same on every rank."""
-    chance, names, groups = random.Random(seed * 100 + ranks + hosts - 1), algorithms(), memberships(ranks)
-    where = [rank * hosts // ranks for rank in range(ranks)]
-    return [draw(chance, index, groups, names, where) for index in range(count)]
+ONE_HOST = Way("one host")
+WAYS = (
+    ONE_HOST,
+    ONE_HOST,
+    Way("two hosts", hosts=2),
+    ONE_HOST,
+    Way("backend dtcomm", backend="dtcomm"),
+    ONE_HOST,
+    Way("three hosts", hosts=3),
+    ONE_HOST,
+    Way("emulated link", env=(("DTCOMM_LINK", "100gbit,2us"),)),
+    ONE_HOST,
+)
+Found = tuple[dict[int, int], list[str]]
 
 
-def identical(
-    rank: int, ranks: int, seed: int, count: int, hosts: int = 1
-) -> tuple[dict[int, int], list[str]]:
-    """Runs the sequence on one rank: each result's digest, and the operations that differ from Gloo's."""
+def identical(rank: int, ranks: int, seed: str, count: int, hosts: int = 1) -> Found:
+    """Runs a sequence on one rank: each result's digest, and the operations whose results are wrong."""
     if hosts > 1:
-        os.environ["DTCOMM_HOST_ID"] = f"host {rank * hosts // ranks}"
+        os.environ["DTCOMM_HOST_ID"] = f"host {host_of(rank, ranks, hosts)}"
     runner = Runner(rank, ranks)
     for operation in sequence(seed, ranks, count, hosts):
         runner.start(operation)
@@ -59,8 +76,16 @@ def identical(
     return runner.digests, runner.differs
 
 
-def conserve(rank: int, ranks: int, codec: str, algorithm: str) -> float:
-    """Largest |result + new residuals - inputs - old residuals| over a few calls, relative to the inputs."""
+def conserve(rank: int, ranks: int) -> dict[str, float]:
+    """By codec and algorithm, the largest |result + new residuals - inputs - old residuals| relative to the inputs."""
+    found = {}
+    for codec in LOSSY:
+        for algorithm in algorithms.available("all_reduce"):
+            found[f"{codec}, {algorithm}"] = _conserve(rank, codec, algorithm)
+    return found
+
+
+def _conserve(rank: int, codec: str, algorithm: str) -> float:
     numel, worst = 10_007, 0.0
     residual = torch.zeros(numel)
     generator = torch.Generator().manual_seed(rank)
@@ -75,92 +100,124 @@ def conserve(rank: int, ranks: int, codec: str, algorithm: str) -> float:
     return worst
 
 
-def compare(found: list[tuple[dict[int, int], list[str]]]) -> tuple[int, list[int]]:
+def compare(found: list[Found]) -> tuple[int, list[int]]:
     """How many results two or more ranks hold, and the indices of those that are not the same on all."""
-    seen: dict[int, set[int]] = defaultdict(set)
+    seen: dict[int, list[int]] = defaultdict(list)
     for digests, _ in found:
         for index, digest in digests.items():
-            seen[index].add(digest)
-    return len(seen), sorted(index for index, digests in seen.items() if len(digests) > 1)
+            seen[index].append(digest)
+    several = {index: digests for index, digests in seen.items() if len(digests) > 1}
+    return len(several), sorted(index for index, digests in several.items() if len(set(digests)) > 1)
 
 
-def campaign(ranks: int, seed: int, count: int, hosts: int) -> dict[str, Any]:
-    """The random operations of one rank count, compared; prints what it found."""
-    operations = sequence(seed, ranks, count, hosts)
-    started = time.monotonic()
-    found = run_ranks(identical, ranks, seed, count, hosts, timeout=7200, fresh=True)
+def piece(ranks: int, seed: str, count: int, way: Way) -> dict[str, Any]:
+    """``count`` operations in one way: what was compared and what is wrong with them, in words."""
+    operations = sequence(seed, ranks, count, way.hosts)
+    try:
+        found = run_ranks(
+            identical,
+            ranks,
+            seed,
+            count,
+            way.hosts,
+            timeout=PIECE_SECONDS,
+            backend=way.backend,
+            env=dict(way.env),
+        )
+    except (RankError, RuntimeError) as error:
+        return {"compared": 0, "exact": 0, "wrong": [f"did not end: {str(error)[:4000]}"]}
     compared, unequal = compare(found)
     unlike = sorted({text for _, differs in found for text in differs})
-    for text in [*(str(operations[index]) for index in unequal[:5]), *unlike[:5]]:
-        print(f"    {text}")
+    wrong = [f"not the same on all ranks: {operations[index]}" for index in unequal]
+    wrong += [f"not the sum: {text}" for text in unlike]
     exact = sum(operation.exact for operation in operations)
+    return {"compared": compared, "exact": exact, "wrong": [f"seed {seed}: {each}" for each in wrong]}
+
+
+def blank(ranks: int) -> dict[str, Any]:
+    """The row of a rank count that has not begun."""
+    sums = {"pieces": 0, "operations": 0, "compared": 0, "exact": 0, "seconds": 0.0}
+    return {"ranks": ranks, **sums, "ways": {}, "commits": [], "wrong": [], "mass": {}}
+
+
+def advance(row: dict[str, Any], seed: int, count: int) -> None:
+    """The row's next piece, of ``count`` operations; prints a line."""
+    ranks, nth = row["ranks"], row["pieces"]
+    way = WAYS[nth % len(WAYS)]
+    started = time.monotonic()
+    if not row["mass"] and ranks <= 4:
+        listed = run_ranks(conserve, ranks, timeout=PIECE_SECONDS)
+        row["mass"] = {name: max(each[name] for each in listed) for name in listed[0]}
+        lost = {name: error for name, error in row["mass"].items() if not error < MOST_LOSS}
+        row["wrong"] += [f"mass: {name}: {error:.1e} of the largest sum" for name, error in lost.items()]
+        worst = max(row["mass"].values())
+        print(f"{ranks} ranks: mass conserved to {worst:.1e} of the largest sum; lost: {lost or None}")
+    found = piece(ranks, f"{seed}/{nth}", count, way)
+    row["pieces"] += 1
+    row["operations"] += count
+    row["compared"] += found["compared"]
+    row["exact"] += found["exact"]
+    row["wrong"] += found["wrong"]
+    row["seconds"] = round(row["seconds"] + time.monotonic() - started, 1)
+    row["ways"] = dict(Counter(row["ways"]) + Counter({way.name: count}))
+    commit = str(machine.describe()["commit"])
+    if commit not in row["commits"]:
+        row["commits"].append(commit)
+    for text in found["wrong"][:5]:
+        print(f"    {text}")
     print(
-        f"{ranks} ranks on {hosts} host{'s' if hosts > 1 else ''}: {count} operations; {compared} compared among "
-        f"ranks, {len(unequal)} unequal; {exact} with Gloo or the exact result, {len(unlike)} unlike",
+        f"{ranks} ranks, {way.name}: {row['operations']} operations; {row['compared']} compared among ranks, "
+        f"{row['exact']} with the sum itself; {len(row['wrong'])} wrong; {row['seconds']:.0f} s",
         flush=True,
     )
-    return {
-        "ranks": ranks,
-        "hosts": hosts,
-        "operations": count,
-        "compared": compared,
-        "exact": exact,
-        "seconds": round(time.monotonic() - started, 1),
-        "not_identical": [str(operations[index]) for index in unequal],
-        "unlike_exact": unlike,
-    }
-
-
-def feedback(ranks: int) -> dict[str, float]:
-    """By codec and algorithm, the largest part of the mass that was lost; prints the worst."""
-    mass = {
-        f"{codec}, {algorithm}": max(run_ranks(conserve, ranks, codec, algorithm))
-        for codec in LOSSY
-        for algorithm in algorithms()["all_reduce"]
-    }
-    lost = {name: error for name, error in mass.items() if not error < 1e-5}
-    print(
-        f"{ranks} ranks: mass conserved to {max(mass.values()):.1e} of the largest sum; lost: {lost or None}"
-    )
-    return mass
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Runs both parts, prints, writes the file; returns what it wrote."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--operations", type=int, default=10_000, help="in all, shared among rank counts")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 5, 8])
+    """Runs what is missing, prints, writes the file after each piece; returns what it wrote."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--operations", type=int, default=10_000, help="of each rank count")
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no piece after so long")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="600 operations")
-    parser.add_argument("--add", action="store_true", help="keep the file's rows of other rank counts")
+    parser.add_argument("--new", action="store_true", help="do not go on where the file stands")
     parser.add_argument("--json", help="where to write instead of bench/results/bit_identity.json")
     options = parser.parse_args(arguments)
-    total = 600 if options.quick else options.operations
     path = Path(options.json or output.RESULTS / "bit_identity.json")
-    rows: list[dict[str, Any]] = []
-    if options.add and path.exists():
-        rows = [row for row in json.loads(path.read_text())["rows"] if row["ranks"] not in options.ranks]
+    rows: dict[int, dict[str, Any]] = {}
+    if path.exists() and not options.new:
+        before = json.loads(path.read_text())
+        if before["seed"] != options.seed:
+            parser.error(f"--seed: {path} has operations of seed {before['seed']}; give that, or --new")
+        rows = {row["ranks"]: row for row in before["rows"]}
     for ranks in options.ranks:
-        count = -(-total // len(options.ranks))
-        between = int(count * BETWEEN_HOSTS)
-        rows.append(campaign(ranks, options.seed, count - between, 1))
-        rows.append(campaign(ranks, options.seed, between, 2))
-        if ranks <= 4:
-            rows[-2]["mass"] = feedback(ranks)
-    bad = sum(
-        len(row["not_identical"])
-        + len(row["unlike_exact"])
-        + sum(not error < 1e-5 for error in row.get("mass", {}).values())
-        for row in rows
-    )
-    result = {
-        "machine": machine.describe(),
-        "seed": options.seed,
-        "rows": rows,
-        "verdict": "PASS" if bad == 0 else "MISS",
-    }
-    print(output.write("bit_identity", result, options.json), result["verdict"])
+        rows.setdefault(ranks, blank(ranks))
+    deadline = time.monotonic() + options.minutes * 60
+    while time.monotonic() < deadline:
+        # In turn, so that all of them have had some when the time is over.
+        behind = [rows[ranks] for ranks in options.ranks if rows[ranks]["operations"] < options.operations]
+        if not behind:
+            break
+        row = min(behind, key=lambda each: each["operations"])
+        advance(row, options.seed, min(PIECE, options.operations - row["operations"]))
+        result = summary(rows, options.seed)
+        output.write("bit_identity", result, str(path))
+    result = summary(rows, options.seed)
+    print(output.write("bit_identity", result, str(path)), result["verdict"])
     return result
+
+
+def summary(rows: dict[int, dict[str, Any]], seed: int) -> dict[str, Any]:
+    """What the file holds."""
+    listed = [rows[ranks] for ranks in sorted(rows)]
+    return {
+        "machine": machine.describe(),
+        "seed": seed,
+        "operations": sum(row["operations"] for row in listed),
+        "rows": listed,
+        "verdict": "MISS" if any(row["wrong"] for row in listed) else "PASS",
+    }
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import dtcomm
-from bench.bit_identity import sequence
-from bench.random_ops import Runner
+from bench.random_ops import sequence
+from bench.random_run import Runner
 
 POOL, ROUND = 400, 40  # different operations, so that plans stop being new; operations of one round
 SHORTEST, LONGEST = 20.0, 180.0  # seconds that an incarnation lives before one of its ranks is killed

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from bench.bit_identity import compare, sequence
+from bench.bit_identity import compare
 from bench.fault_ranks import Fault, Seen, excess
 from bench.faults import GROUP_TIMEOUT, LIMIT_SECONDS, judge
-from bench.random_ops import COLLECTIVES, WHOLE, memberships
+from bench.random_ops import COLLECTIVES, WHOLE, memberships, sequence
 from dtcomm.testing.ranks import Outcome
 
 FAULT = Fault(kind="SIGKILL", victim=1, numel=16)
