@@ -39,7 +39,9 @@ COLLECTIVES = (
     "all_reduce_coalesced",
     "run",  # an all-reduce by a schedule of one's own
     "reduce_scatter",
+    "reduce_scatter_coalesced",
     "all_gather",
+    "all_gather_coalesced",
     "broadcast",
     "reduce",
     "gather",
@@ -109,6 +111,16 @@ class Operation:
     def audit(self) -> bool:
         """Whether the sum is checked by the integers that it is made of."""
         return self.index % 2 == 0 and self.collective == "all_reduce" and self.codec.startswith("exact")
+
+    @property
+    def parts(self) -> list[int]:
+        """Elements of the uneven tensors of a coalesced call, of each share."""
+        return [self.numel // 7, self.numel // 2, self.numel - self.numel // 7 - self.numel // 2]
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Of a coalesced call: from a message a tensor to one for all."""
+        return (1, 4096, 25 * 2**20)[self.index % 3]
 
     def splits(self, src: int, shares: int) -> list[int] | None:
         """What the member at ``src`` sends to each in an all_to_all; None, for equal shards, every other time."""

@@ -79,10 +79,23 @@ class Runner:
             return dtcomm.run(schedule, output, op=operation.op, **common), output
         if operation.collective == "all_reduce_coalesced":
             output = operation.input(self.rank, n)
-            # Uneven tensors, the middle one with a codec of its own.
-            tensors = list(output.split([n // 7, n // 2, n - n // 7 - n // 2]))
-            common["codec"] = [operation.codec, "none", operation.codec]
+            tensors = list(output.split(operation.parts))
+            self._mix(operation, common)
             return dtcomm.all_reduce_coalesced(tensors, operation.op, **common), output
+        if operation.collective == "all_gather_coalesced":
+            output = torch.empty(n * shares, dtype=operation.dtype)
+            wholes = list(output.split([part * shares for part in operation.parts]))
+            given = list(operation.input(self.rank, n).split(operation.parts))
+            self._mix(operation, common)
+            return dtcomm.all_gather_coalesced(wholes, given, **common), output
+        if operation.collective == "reduce_scatter_coalesced":
+            output = torch.empty(n, dtype=operation.dtype)
+            wholes = list(
+                operation.input(self.rank, n * shares).split([part * shares for part in operation.parts])
+            )
+            mine = list(output.split(operation.parts))
+            self._mix(operation, common)
+            return dtcomm.reduce_scatter_coalesced(mine, wholes, operation.op, **common), output
         if operation.collective == "reduce_scatter":
             output = torch.empty(n, dtype=operation.dtype)
             whole = operation.input(self.rank, n * shares)
@@ -105,6 +118,11 @@ class Runner:
         if operation.collective == "reduce":
             return dtcomm.reduce(output, root, operation.op, **common), output
         return dtcomm.broadcast(output, root, **common), output
+
+    def _mix(self, operation: Operation, common: dict[str, Any]) -> None:
+        """The middle one of three tensors has a codec of its own; there may be several messages."""
+        common["codec"] = [operation.codec, "none", operation.codec]
+        common["bucket_bytes"] = operation.bucket_bytes
 
     def _pass_on(self, operation: Operation, members: tuple[int, ...]) -> tuple[Any, torch.Tensor]:
         mine, n = members.index(self.rank), operation.numel
@@ -176,11 +194,17 @@ class Runner:
             return torch.cat(shards)
         if operation.collective == "reduce" and self.rank != root:
             return operation.input(self.rank, n)
-        scattered = operation.collective == "reduce_scatter"
+        if operation.collective == "all_gather_coalesced":
+            given = [operation.input(member, n).split(operation.parts) for member in members]
+            return torch.cat([each[part] for part in range(3) for each in given])
+        scattered = operation.collective in ("reduce_scatter", "reduce_scatter_coalesced")
         inputs = torch.stack([operation.input(member, n * shares if scattered else n) for member in members])
         if operation.op in ("min", "max"):
             whole = inputs.amin(0) if operation.op == "min" else inputs.amax(0)
         else:
             wide = inputs.to(torch.float32 if operation.dtype in FLOATS else operation.dtype).sum(0)
             whole = (wide / shares if operation.op == "avg" else wide).to(operation.dtype)
+        if operation.collective == "reduce_scatter_coalesced":
+            wholes = whole.split([part * shares for part in operation.parts])
+            return torch.cat([each.chunk(shares)[mine] if each.numel() else each for each in wholes])
         return whole[mine * n : (mine + 1) * n] if scattered else whole

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from dtcomm.collectives import (
         Work,
         all_gather,
+        all_gather_coalesced,
         all_reduce,
         all_reduce_coalesced,
         all_to_all,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         recv,
         reduce,
         reduce_scatter,
+        reduce_scatter_coalesced,
         release,
         run,
         scatter,
@@ -33,6 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Work",
     "all_gather",
+    "all_gather_coalesced",
     "all_reduce",
     "all_reduce_coalesced",
     "all_to_all",
@@ -47,6 +50,7 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_coalesced",
     "release",
     "run",
     "scatter",

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from dtcomm import collectives
 from dtcomm.backend.children import Children
-from dtcomm.backend.memory import Staging, flat, is_own, put
+from dtcomm.backend.memory import Staging, flat, is_own, movable, put
 from dtcomm.backend.work import Finished, Pending
-from dtcomm.collectives.launch import Several, Then
+from dtcomm.collectives.launch import Then
 
 
 class Base(dist.ProcessGroup):
@@ -65,22 +65,24 @@ class Base(dist.ProcessGroup):
         self,
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
-        move: Callable[[torch.Tensor, torch.Tensor, bool], collectives.Work | None],
+        move: Callable[..., collectives.Work | None],
         opts: Any,
     ) -> dist.Work:
-        """An operation a tensor, under one handle: ``move`` starts one from an input to an output without gaps."""
-        later = asynchronous(opts)
+        """A coalesced operation: ``move`` is one of dtcomm's, on tensors without gaps in dtypes that can be moved."""
         runs = [flat(output) for output in outputs]
-        works = [move(run, input, later) for run, input in zip(runs, inputs, strict=True)]
+        work = move(
+            [movable(run) for run in runs],
+            [movable(flat(each)) for each in inputs],
+            group=self,
+            async_op=asynchronous(opts),
+        )
         copied = [(output, run) for output, run in zip(outputs, runs) if not is_own(run, output)]
 
         def last() -> None:
             for output, run in copied:
                 put([output], run)
 
-        started = [work for work in works if work is not None]
-        joint = Several(started, list(outputs)) if later else None
-        return self._handle(joint, outputs, last=last if copied else None)
+        return self._handle(work, outputs, last=last if copied else None)
 
 
 def asynchronous(opts: Any) -> bool:

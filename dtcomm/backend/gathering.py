@@ -107,14 +107,7 @@ class Gathering(Base):
                 outputs[0].device,
                 lambda to: to.allgather_into_tensor_coalesced(outputs, inputs, opts),
             )
-        return self._each(
-            outputs,
-            inputs,
-            lambda run, input, later: collectives.all_gather(
-                movable(run), movable(flat(input)), group=self, async_op=later
-            ),
-            opts,
-        )
+        return self._each(outputs, inputs, collectives.all_gather_coalesced, opts)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
@@ -130,20 +123,25 @@ class Gathering(Base):
                 inputs[0].device,
                 lambda to: to.allgather_coalesced(output_lists, inputs, opts),
             )
-        packed = torch.cat([flat(each).view(torch.uint8) for each in inputs])
-        staged = torch.empty(packed.numel() * self.size(), dtype=torch.uint8)
-        work = collectives.all_gather(staged, packed, group=self, async_op=asynchronous(opts))
         outputs = [tensor for listed in output_lists for tensor in listed]
+        counts = [each.numel() for each in inputs]
+        for rank, listed in enumerate(output_lists):
+            if [each.numel() for each in listed] != counts:
+                raise ValueError(
+                    f"all_gather_coalesced: output_tensor_lists[{rank}] has tensors of "
+                    f"{[each.numel() for each in listed]} elements, expected {counts}"
+                )
+        staged = [torch.empty(each.numel() * self.size(), dtype=each.dtype) for each in inputs]
+        work = collectives.all_gather_coalesced(
+            [movable(each) for each in staged],
+            [movable(flat(each)) for each in inputs],
+            group=self,
+            async_op=asynchronous(opts),
+        )
 
         def last() -> None:
-            at = 0
-            for tensor in outputs:
-                size = tensor.numel() * tensor.element_size()
-                shard = (
-                    staged[at : at + size].clone().view(tensor.dtype)
-                )  # an offset that no alignment forbids
-                put([tensor], shard)
-                at += size
+            for at, whole in enumerate(staged):
+                put([listed[at] for listed in output_lists], whole)
 
         return self._handle(work, outputs, last=last)
 

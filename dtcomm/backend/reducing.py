@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -191,13 +192,7 @@ class Reducing(Base):
                 outputs[0].device,
                 lambda to: to.reduce_scatter_tensor_coalesced(outputs, inputs, opts),
             )
-        return self._each(
-            outputs,
-            inputs,
-            lambda run, input, later: collectives.reduce_scatter(
-                run, flat(input), _NATIVE[hash(op)], group=self, async_op=later
-            ),
-            opts,
-        )
+        move = functools.partial(collectives.reduce_scatter_coalesced, op=_NATIVE[hash(op)])
+        return self._each(outputs, inputs, move, opts)
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dtcomm.collectives.coalesced import all_reduce_coalesced
+from dtcomm.collectives.coalesced import all_gather_coalesced, all_reduce_coalesced, reduce_scatter_coalesced
 from dtcomm.collectives.copying import all_gather, broadcast, gather, scatter
 from dtcomm.collectives.exchange import all_to_all
 from dtcomm.collectives.group import barrier, empty, flight_record, info
@@ -33,6 +33,7 @@ from dtcomm.runtime.work import Work
 __all__ = [
     "Work",
     "all_gather",
+    "all_gather_coalesced",
     "all_reduce",
     "all_reduce_coalesced",
     "all_to_all",
@@ -45,6 +46,7 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_coalesced",
     "release",
     "run",
     "scatter",

@@ -108,23 +108,24 @@ def require_contiguous(tensor: torch.Tensor, argument: str) -> None:
         raise ValueError(f"{argument}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")
 
 
-def require_pair(output: Any, input: Any, whole: str, ranks: int) -> None:
-    """``output`` and ``input`` are contiguous and alike; the one named ``whole`` holds a shard of every rank."""
-    require_tensor(output, "output")
-    require_tensor(input, "input")
-    part = "input" if whole == "output" else "output"
-    given = {"output": output, "input": input}
+def require_pair(
+    output: Any, input: Any, whole: str, ranks: int, names: tuple[str, str] = ("output", "input")
+) -> None:
+    """``output`` and ``input`` are contiguous and alike; ``whole``, one of the two words, says which holds a shard of
+    every rank; errors call them by ``names``.
+    """
+    require_tensor(output, names[0])
+    require_tensor(input, names[1])
+    large, small = (output, input) if whole == "output" else (input, output)
+    holder, part = names if whole == "output" else names[::-1]
     if input.dtype != output.dtype:
-        raise TypeError(
-            f"{whole}: is {given[whole].dtype}, {part} is {given[part].dtype}; they must be equal"
-        )
-    if given[whole].numel() != given[part].numel() * ranks:
+        raise TypeError(f"{holder}: is {large.dtype}, {part} is {small.dtype}; they must be equal")
+    if large.numel() != small.numel() * ranks:
         raise ValueError(
-            f"{whole}: has {given[whole].numel()} elements; expected world size x {part} = "
-            f"{ranks} x {given[part].numel()}"
+            f"{holder}: has {large.numel()} elements; expected world size x {part} = {ranks} x {small.numel()}"
         )
-    require_contiguous(output, "output")
-    require_contiguous(input, "input")
+    require_contiguous(output, names[0])
+    require_contiguous(input, names[1])
 
 
 def require_residual(residual: Any, tensor: torch.Tensor, argument: str, op: Any = "sum") -> None:

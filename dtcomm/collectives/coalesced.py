@@ -1,4 +1,4 @@
-"""Several tensors in one message."""
+"""Several tensors in one call: bucketed and pipelined."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from dtcomm.codecs import Codec
 from dtcomm.collectives.arguments import Group, Op, in_memory, require_residual, require_tensor
-from dtcomm.collectives.launch import Several, plan_for, start
+from dtcomm.collectives.buckets import BUCKET_BYTES, Call, Item, Residuals, Specs, kept, one_each, paired
 from dtcomm.runtime.communicator import find
 from dtcomm.runtime.shm import Buffers
 from dtcomm.runtime.work import Work
@@ -18,13 +17,13 @@ def all_reduce_coalesced(
     tensors: Sequence[torch.Tensor],
     op: Op = "sum",
     *,
-    codec: str | Codec | Sequence[str | Codec] = "none",
+    codec: Specs = "none",
     algorithm: str = "auto",
     group: Group = None,
     async_op: bool = False,
     seed: int | None = None,
-    residuals: Sequence[torch.Tensor | None] | None = None,
-    bucket_bytes: int = 25 * 2**20,
+    residuals: Residuals = None,
+    bucket_bytes: int = BUCKET_BYTES,
     checksum: bool | None = None,
 ) -> Work | None:
     """Reduce several tensors in place, as one message for every ``bucket_bytes`` of them.
@@ -35,56 +34,65 @@ def all_reduce_coalesced(
     """
     tensors = list(tensors)
     communicator = find(group)
-    listed = [codec] * len(tensors) if isinstance(codec, str | Codec) else list(codec)
-    if len(listed) != len(tensors):
-        raise ValueError(f"codec: {len(listed)} codecs for {len(tensors)} tensors; give one, or one a tensor")
-    kept = [None] * len(tensors) if residuals is None else list(residuals)
-    if len(kept) != len(tensors):
-        raise ValueError(f"residuals: {len(kept)} for {len(tensors)} tensors; give one (or None) a tensor")
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes: must be at least 1, got {bucket_bytes}")
-    buffers = []
-    for index, (tensor, residual) in enumerate(zip(tensors, kept, strict=True)):
+    specs, losses = one_each(codec, len(tensors)), kept(residuals, len(tensors))
+    items = []
+    for index, (tensor, spec, residual) in enumerate(zip(tensors, specs, losses, strict=True)):
         require_tensor(tensor, f"tensors[{index}]")
-        tensor = in_memory(tensor, f"tensors[{index}]")
+        memory = in_memory(tensor, f"tensors[{index}]")
         if residual is not None:
-            require_residual(residual, tensor, f"residuals[{index}]", op)
-        buffers.append(Buffers(tensor, tensor, residual))
-    messages = []
-    for first, last in _buckets(tensors, bucket_bytes):
-        part = tensors[first:last]
-        numels = tuple(tensor.numel() for tensor in part)
-        dtypes = tuple(tensor.dtype for tensor in part)
-        specs = tuple(listed[first:last])
-        key = ("all_reduce", numels, dtypes, op, specs, algorithm, checksum)
-        plan = communicator.plans.get(key)
-        if plan is None:
-            plan = plan_for(
-                communicator, key, "all_reduce", op, numels, dtypes, specs, algorithm, checksum=checksum
-            )
-        messages.append((plan, buffers[first:last], part))
-    queued = async_op or len(messages) > 1  # only what is queued is begun ahead
-    works = [start(communicator, plan, held, part, seed, queued) for plan, held, part in messages]
-    if not async_op:
-        for work in works:
-            if work is not None:
-                work.wait()
-        return None
-    if len(works) == 1:
-        return works[0]
-    return Several([work for work in works if work is not None], tensors)
+            require_residual(residual, memory, f"residuals[{index}]", op)
+        nbytes = tensor.numel() * tensor.element_size()
+        buffers = Buffers(memory, memory, residual)
+        items.append(Item(tensor.numel(), tensor.dtype, spec, buffers, tensor, nbytes))
+    call = Call(communicator, "all_reduce", op, algorithm, checksum, seed, async_op)
+    return call.run(items, bucket_bytes)
 
 
-def _buckets(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> list[tuple[int, int]]:
-    """Ranges of neighbours, each of at most ``bucket_bytes`` unless a single tensor is larger."""
-    ranges: list[tuple[int, int]] = []
-    start = held = 0
-    for index, tensor in enumerate(tensors):
-        size = tensor.numel() * tensor.element_size()
-        if index > start and held + size > bucket_bytes:
-            ranges.append((start, index))
-            start, held = index, 0
-        held += size
-    if len(tensors) > start or not tensors:
-        ranges.append((start, len(tensors)))
-    return ranges
+def all_gather_coalesced(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    *,
+    codec: Specs = "none",
+    algorithm: str = "auto",
+    group: Group = None,
+    async_op: bool = False,
+    seed: int | None = None,
+    residuals: Residuals = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    checksum: bool | None = None,
+) -> Work | None:
+    """Gather every rank's ``inputs[i]`` into ``outputs[i]``, in rank order, as one message for every
+    ``bucket_bytes`` of outputs; messages overlap as in ``all_reduce_coalesced``.
+
+    Sizes, dtypes, codecs and residuals may differ from tensor to tensor; each ends as by an ``all_gather`` of its own.
+    """
+    communicator = find(group)
+    items = paired(communicator, outputs, inputs, "output", codec, residuals)
+    call = Call(communicator, "all_gather", "sum", algorithm, checksum, seed, async_op)
+    return call.run(items, bucket_bytes)
+
+
+def reduce_scatter_coalesced(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    op: Op = "sum",
+    *,
+    codec: Specs = "none",
+    algorithm: str = "auto",
+    group: Group = None,
+    async_op: bool = False,
+    seed: int | None = None,
+    residuals: Residuals = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    checksum: bool | None = None,
+) -> Work | None:
+    """Reduce every ``inputs[i]`` over the ranks and leave this rank's shard in ``outputs[i]``, as one message for
+    every ``bucket_bytes`` of inputs; messages overlap as in ``all_reduce_coalesced``.
+
+    Sizes, dtypes, codecs and residuals (each like its input) may differ from tensor to tensor; with the direct
+    algorithms each ends as by a ``reduce_scatter`` of its own.
+    """
+    communicator = find(group)
+    items = paired(communicator, outputs, inputs, "input", codec, residuals, op)
+    call = Call(communicator, "reduce_scatter", op, algorithm, checksum, seed, async_op)
+    return call.run(items, bucket_bytes)

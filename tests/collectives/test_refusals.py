@@ -46,6 +46,11 @@ REFUSED: list[tuple[type[Exception], str, Any]] = [
     (ValueError, r"residuals: 1 for 2", lambda: collectives.all_reduce_coalesced([x, x.clone()], residuals=[None])),
     (ValueError, r"bucket_bytes: must be", lambda: collectives.all_reduce_coalesced([x], bucket_bytes=0)),
     (TypeError, r"tensors\[1\]: expected a torch.Tensor", lambda: collectives.all_reduce_coalesced([x, None])),  # type: ignore[list-item]
+    (ValueError, r"outputs: 1 tensors for 2 inputs", lambda: collectives.all_gather_coalesced([torch.ones(16)], [x, x])),
+    (ValueError, r"outputs\[1\]: has 8 elements; expected world size x inputs\[1\] = 2 x 8", lambda: collectives.all_gather_coalesced([torch.ones(16), torch.ones(8)], [x, x])),
+    (TypeError, r"inputs\[0\]: is torch.float32, outputs\[0\] is torch.int32", lambda: collectives.reduce_scatter_coalesced([torch.ones(4, dtype=torch.int32)], [x])),
+    (ValueError, r"outputs\[0\]: overlaps the memory of inputs\[0\]", lambda: collectives.reduce_scatter_coalesced([x[2:6]], [x])),
+    (ValueError, r"codec: 1 codecs for 2 tensors", lambda: collectives.all_gather_coalesced([torch.ones(16)] * 2, [x, x], codec=["none"])),
     (TypeError, r"group: expected a ProcessGroup or None, got str", lambda: collectives.all_reduce(x, group="world")),  # type: ignore[arg-type]
 ]  # fmt: skip
 

@@ -1,0 +1,81 @@
+"""Many tensors in one call end as by calls of their own, in however many messages, on both runtimes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from dtcomm import algorithms, collectives
+from dtcomm.codecs import codec
+from dtcomm.testing.ranks import run_ranks
+
+SIZES = (3, 1024, 0, 5000, 300_000, 70_001)  # of a shard; the fifth is large enough to travel alone
+SPECS = ("none", "int8", "fp16", "topk:ratio=0.1", "none", "int4:round=stochastic")
+DTYPES = (torch.int64, torch.float32, torch.bfloat16, torch.float32, torch.float32, torch.float16)
+
+
+def _given(rank: int, scale: int) -> list[torch.Tensor]:
+    dice = torch.Generator().manual_seed(rank)
+    sizes_of = zip(SIZES, DTYPES, strict=True)
+    return [torch.randint(-50, 50, (size * scale,), generator=dice).to(dtype) for size, dtype in sizes_of]
+
+
+def _residuals(given: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    lossy = [not codec(spec).lossless(each.dtype) for spec, each in zip(SPECS, given, strict=True)]
+    return [torch.zeros(each.numel()) if some else None for each, some in zip(given, lossy, strict=True)]
+
+
+def _once(name: str, rank: int, ranks: int, algorithm: str, bucket_bytes: int | None) -> list[torch.Tensor]:
+    """Two calls with feedback, one tensor at a time where ``bucket_bytes`` is None; outputs and residuals."""
+    scale_in, scale_out = (1, ranks) if name == "all_gather" else (ranks, 1)
+    given = _given(rank, scale_in)
+    kept = _residuals(given)
+    outputs = [torch.zeros(size * scale_out, dtype=dtype) for size, dtype in zip(SIZES, DTYPES, strict=True)]
+    single: Any = getattr(collectives, name)
+    several: Any = getattr(collectives, f"{name}_coalesced")
+    for turn in range(2):
+        common: dict[str, Any] = {"algorithm": algorithm, "seed": 7 + turn}
+        if bucket_bytes is None:
+            for output, each, spec, residual in zip(outputs, given, SPECS, kept, strict=True):
+                single(output, each, codec=spec, residual=residual, **common)
+            continue
+        common |= {"codec": SPECS, "residuals": kept, "bucket_bytes": bucket_bytes, "async_op": turn == 1}
+        work = several(outputs, given, **common)
+        if turn:
+            shown = work.get_future().wait()
+            assert [each.data_ptr() for each in shown] == [each.data_ptr() for each in outputs]
+            assert work.is_completed() and work.wire_bytes > 0
+    return [*outputs, *(each for each in kept if each is not None)]
+
+
+def compare(rank: int, ranks: int, over_gloo: bool) -> list[str]:
+    """Where a coalesced call differs from calls one by one, in words."""
+    if over_gloo:
+        os.environ["DTCOMM_RUNTIME"] = "process_group"
+    different = []
+    for name in ("all_gather", "reduce_scatter"):
+        for algorithm in (*algorithms.available(name), "auto"):
+            alone = _once(name, rank, ranks, algorithm, None)
+            for bucket_bytes in (100_000, 25 * 2**20):
+                found = _once(name, rank, ranks, algorithm, bucket_bytes)
+                same = [torch.equal(a, b) for a, b in zip(found, alone, strict=True)]
+                if not all(same):
+                    different.append(f"{name} {algorithm} buckets of {bucket_bytes}: {same}")
+    before = collectives.info()["operations"]
+    collectives.all_gather_coalesced(
+        [torch.empty(100 * ranks) for _ in range(10)],
+        [torch.ones(100) for _ in range(10)],
+        bucket_bytes=800 * ranks,
+    )
+    assert collectives.info()["operations"] == before + 5  # two tensors a bucket
+    collectives.all_gather_coalesced([], [])
+    collectives.reduce_scatter_coalesced([], [])
+    return different
+
+
+@pytest.mark.parametrize(("ranks", "over_gloo"), [(3, False), (2, True)], ids=["native", "process_group"])
+def test_tensors_together_end_as_alone(ranks: int, over_gloo: bool) -> None:
+    assert run_ranks(compare, ranks, over_gloo) == [[]] * ranks
