@@ -74,6 +74,7 @@ _SUBMODULES = (
     "ddp",
     "errors",
     "fsdp",
+    "insight",
     "kernels",
     "moe",
     "pipeline",

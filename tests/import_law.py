@@ -19,7 +19,7 @@ def _may(parts: str = "", libraries: str = "") -> tuple[frozenset[str], frozense
     return frozenset(parts.split()), frozenset(libraries.split())
 
 
-_FACE = _may("compress collectives codecs kernels", "torch")
+_FACE = _may("insight compress collectives codecs kernels", "torch")
 
 # part of dtcomm → (parts it may import besides itself and the leaves, libraries besides the standard one)
 PYTHON_LAW: dict[str, tuple[frozenset[str], frozenset[str]]] = {
@@ -32,10 +32,12 @@ PYTHON_LAW: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "runtime": _may("schedule codecs kernels _C _cuda", "torch numpy"),
     "planner": _may("schedule algorithms codecs", "torch"),
     "collectives": _may("planner runtime algorithms schedule codecs kernels", "torch"),
-    "compress": _may("collectives kernels codecs", "torch"),
+    # What steps looked like; whoever sends something may show it.
+    "insight": _may("collectives runtime", "torch rich"),
+    "compress": _may("insight collectives kernels codecs", "torch"),
     "ddp": _FACE,
     "fsdp": _FACE,
-    "tp": _may("compress collectives codecs kernels", "torch transformers"),
+    "tp": _may("insight compress collectives codecs kernels", "torch transformers"),
     "moe": _FACE,
     "backend": _may("compress collectives runtime codecs kernels", "torch"),
     # Called by torch, before anything of it may be imported.

@@ -361,7 +361,10 @@ void Communicator::finish_front(std::exception_ptr failure) {
     const std::lock_guard<std::mutex> lock(mutex_);
     Operation& front = queue_.front();
     work = front.work;
-    if (front.machine) work->wire_bytes = front.machine->wire_bytes();
+    if (front.machine) {
+      work->wire_bytes = front.machine->wire_bytes();
+      work->times = front.machine->times();
+    }
     total_wire_bytes_ += work->wire_bytes;
     work->finished_ns = now_ns();
     flights_.finish(front.number, failure != nullptr, work->finished_ns);

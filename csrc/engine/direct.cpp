@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "engine/machine.h"
+#include "engine/process.h"
 
 namespace dtcomm {
 
@@ -47,7 +48,9 @@ Progress Machine::advance_direct(int budget) {
   const std::size_t pieces = plan_.pieces();
   bool moved = false;
   for (; oldest_ < pieces && budget > 0; --budget) {
+    const std::uint64_t begin = timed_ ? now_ns() : 0;
     run_direct(oldest_++);
+    if (timed_) times_.add(Phase::reduce, begin, now_ns());
     moved = true;
     if (oldest_ == pieces) fabric_.publish_done(base_ + pieces);
   }

@@ -6,6 +6,7 @@
 #include "codec/random.h"
 #include "engine/crc32c.h"
 #include "engine/mix.h"
+#include "engine/process.h"
 
 namespace dtcomm {
 namespace {
@@ -21,6 +22,8 @@ constexpr std::size_t kProbeBytes = 64 * 1024;  // of input
 constexpr std::uint64_t kProbeEvery = 256;      // times kProbeBytes
 constexpr std::uint64_t kProbeMost = 32;        // of these in one operation
 constexpr double kFarNs = 250;                  // above it the cores share no cache, so staging past it pays
+
+Phase phase_of(Op op) { return op == Op::encode ? Phase::encode : op == Op::reduce ? Phase::reduce : Phase::decode; }
 
 }  // namespace
 
@@ -212,23 +215,34 @@ Machine::Step Machine::execute(std::size_t piece, const Instruction& instruction
     case Op::send:
       publish(piece, instruction);
       break;
-    case Op::encode:
-      encode(piece, instruction);
-      break;
-    case Op::reduce:
-      reduce(piece, instruction);
-      break;
-    case Op::adopt:
-      adopt(piece, instruction);
-      break;
-    case Op::forward:
-      forward(piece, instruction);
-      break;
-    case Op::copy:
-      copy(piece, instruction);
-      break;
+    default:
+      if (!timed_) {
+        compute(piece, instruction);
+        break;
+      }
+      const std::uint64_t begin = now_ns();
+      compute(piece, instruction);
+      times_.add(phase_of(instruction.op), begin, now_ns());
   }
   return Step::moved;
+}
+
+void Machine::compute(std::size_t piece, const Instruction& instruction) {
+  switch (instruction.op) {
+    case Op::encode:
+      return encode(piece, instruction);
+    case Op::reduce:
+      return reduce(piece, instruction);
+    case Op::adopt:
+      return adopt(piece, instruction);
+    case Op::forward:
+      return forward(piece, instruction);
+    case Op::copy:
+      return copy(piece, instruction);
+    case Op::receive:
+    case Op::send:
+      return;
+  }
 }
 
 bool Machine::ready(std::size_t piece, const Instruction& instruction) {

@@ -11,6 +11,7 @@
 #include "engine/area.h"
 #include "engine/plan.h"
 #include "engine/probe.h"
+#include "engine/times.h"
 
 namespace dtcomm {
 
@@ -100,6 +101,8 @@ class Machine {
   bool mismatch() const { return mismatch_; }
   // A payload did not have its checksum; the operation cannot go on. Null where there is none.
   const Damage* damage() const { return damage_.sender < 0 ? nullptr : &damage_; }
+  // All zero unless they were wanted when the operation started.
+  const Times& times() const { return times_; }
 
  private:
   struct Piece {
@@ -113,6 +116,7 @@ class Machine {
   bool run_piece(std::size_t piece, int& budget);
   bool can_start(std::size_t piece);
   Step execute(std::size_t piece, const Instruction& instruction);
+  void compute(std::size_t piece, const Instruction& instruction);
   bool ready(std::size_t piece, const Instruction& instruction);
   bool intact(std::size_t piece, const Instruction& instruction);
   void publish(std::size_t piece, const Instruction& instruction);
@@ -150,6 +154,8 @@ class Machine {
   Damage damage_;
   int blocker_ = -1;
   std::uint64_t wire_bytes_ = 0;
+  const bool timed_ = Times::wanted().load(std::memory_order_relaxed);
+  Times times_;
 };
 
 }  // namespace dtcomm

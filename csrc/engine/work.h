@@ -8,6 +8,8 @@
 #include <memory>
 #include <mutex>
 
+#include "engine/times.h"
+
 namespace dtcomm {
 
 class Work {
@@ -21,6 +23,7 @@ class Work {
   std::uint64_t wire_bytes = 0;
   std::uint64_t started_ns = 0;
   std::uint64_t finished_ns = 0;
+  Times times;
 
   void finish(std::exception_ptr failure);
   // Asks for this work to be handed to Completions::next when it is finished (at once if it is).

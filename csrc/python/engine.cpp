@@ -125,7 +125,14 @@ void bind_communicator(py::module_& module) {
            })
       .def_readonly("wire_bytes", &Work::wire_bytes)
       .def_readonly("started_ns", &Work::started_ns)
-      .def_readonly("finished_ns", &Work::finished_ns);
+      .def_readonly("finished_ns", &Work::finished_ns)
+      .def("times", [](const Work& work) {
+        py::list list;
+        for (const Busy& busy : work.times.phases()) {
+          list.append(py::make_tuple(busy.begin_ns, busy.end_ns, busy.ns));
+        }
+        return list;
+      });
 
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "NativeCommunicator")
       .def(py::init([](int rank, int ranks, std::uint32_t max_boxes, std::size_t slot_bytes, double timeout_s,
@@ -311,6 +318,7 @@ void bind_engine(py::module_& module) {
         return hardware ? crc32c(begin, bytes) : crc32c_by_table(begin, bytes);
       },
       py::arg("data"), py::arg("bytes"), py::arg("hardware") = true);
+  module.def("want_times", [](bool wanted) { Times::wanted().store(wanted); });
   module.def("crc32c_in_hardware", &crc32c_in_hardware);
   module.def("notify", &Work::notify, py::arg("work"), py::arg("ticket"));
   module.def("next_completion", []() -> py::object {

@@ -17,6 +17,7 @@ COMMANDS = {
     "demo": "train a small language model on two ranks with compressed gradients",
     "codecs": "what each codec costs and what error it makes",
     "plan": "what a codec and an algorithm would gain on a given link",
+    "trace": "the ranks' timelines of a training run as one, with a table and a picture",
     "tune": "measure this machine and write the table that algorithm=auto reads",
     "doctor": "what dtcomm found on this machine, and whether its engine works",
 }

@@ -28,9 +28,11 @@ from dtcomm.collectives.own import run
 from dtcomm.collectives.point_to_point import recv, send
 from dtcomm.collectives.reducing import all_reduce, reduce, reduce_scatter
 from dtcomm.runtime.communicator import release
+from dtcomm.runtime.times import Span
 from dtcomm.runtime.work import Work
 
 __all__ = [
+    "Span",
     "Work",
     "all_gather",
     "all_gather_coalesced",

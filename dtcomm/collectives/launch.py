@@ -18,6 +18,7 @@ from dtcomm.collectives.positions import SharedSum
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.shape import Part, Shape
 from dtcomm.runtime.shm import Buffers
+from dtcomm.runtime.times import Span
 from dtcomm.runtime.work import Done, Work
 from dtcomm.schedule import Schedule
 from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
@@ -263,6 +264,17 @@ class Several(Work):
     def seconds(self) -> float:  # type: ignore[override]
         return sum(work.seconds for work in self._works)
 
+    @property
+    def started_ns(self) -> int:  # type: ignore[override]
+        return min((work.started_ns for work in self._works if work.started_ns), default=0)
+
+    @property
+    def finished_ns(self) -> int:  # type: ignore[override]
+        return max((work.finished_ns for work in self._works), default=0)
+
+    def spans(self) -> list[Span]:
+        return [span for work in self._works for span in work.spans()]
+
 
 class Then(Work):
     """A message and what is to be done once with what it brought, before anybody sees it."""
@@ -294,3 +306,14 @@ class Then(Work):
     @property
     def seconds(self) -> float:  # type: ignore[override]
         return self._work.seconds
+
+    @property
+    def started_ns(self) -> int:  # type: ignore[override]
+        return self._work.started_ns
+
+    @property
+    def finished_ns(self) -> int:  # type: ignore[override]
+        return self._work.finished_ns
+
+    def spans(self) -> list[Span]:
+        return self._work.spans()

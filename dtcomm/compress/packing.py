@@ -6,7 +6,9 @@ neighbour's; only neighbours that go uncompressed are merged, since nothing can 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +16,7 @@ import torch
 from dtcomm.codecs import Codec, codec
 from dtcomm.compress.policy import Choice
 from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.compress.report import Tally
+from dtcomm.compress.report import BucketRow, Tally
 from dtcomm.compress.scheme import Scheme, matrix_of, wire
 
 
@@ -104,6 +106,38 @@ class Packing:
             self.wire_bytes * sum(segment.plain_bytes for segment in self.segments) / payload
             if payload
             else 0.0
+        )
+
+    @property
+    def spec(self) -> str:
+        """What its segments travel in, in words."""
+        return ", ".join(dict.fromkeys(str(segment.codec) for segment in self.segments))
+
+    @property
+    def relative_error(self) -> float | None:
+        """Of sampled steps; None before the first, where something is lost."""
+        signal = sum(segment.signal for segment in self.lossy)
+        if not self.lossy:
+            return 0.0
+        return math.sqrt(sum(segment.error for segment in self.lossy) / signal) if signal else None
+
+    def row(self, index: int, events: Mapping[str, Mapping[str, int]]) -> BucketRow:
+        """For a report; ``events`` counts the guard's, by parameter."""
+        counted: Counter[str] = Counter()
+        members = [member for segment in self.segments for member in segment.members]
+        for member in members:
+            counted.update(events.get(member.name, {}))
+        return BucketRow(
+            index=index,
+            codec=self.spec,
+            parameters=len(members),
+            nbytes=sum(segment.numel for segment in self.segments) * self.dtype.itemsize,
+            messages=self.messages,
+            wire_bytes=self.wire_bytes,
+            plain_bytes=round(self.plain_bytes),
+            seconds=self.seconds,
+            relative_error=self.relative_error,
+            events=dict(counted),
         )
 
     def add_to(self, tallies: dict[str, Tally]) -> None:

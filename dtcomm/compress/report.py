@@ -7,10 +7,20 @@ payloads.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from dtcomm.insight.metrics import Metric
+from dtcomm.insight.table import human, lined, rich_group, rich_table
+
+SHOWN = 16  # buckets in a table
+_HEAD = ("codec", "dtype", "params", "elements", "sent", "saved", "rel. error", "note")
+_LEFT = {0, 1, len(_HEAD) - 1}
+_BUCKET_HEAD = ("bucket", "codec", "params", "bytes", "sent", "ratio", "rel. error", "ms", "guard")
+_BUCKET_LEFT = {0, 1, len(_BUCKET_HEAD) - 1}
 
 
 @dataclass
@@ -51,8 +61,49 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BucketRow:
+    """One message, as it has been since its bucket's parameters and codecs last changed.
+
+    ``nbytes`` are its gradients', uncompressed; ``wire_bytes`` and ``plain_bytes`` (uncompressed by the same schedule)
+    this rank's, over ``messages`` of them, which took ``seconds``, start to finish; ``events`` the guard's about its
+    parameters, as long as there has been one.
+    """
+
+    index: int
+    codec: str
+    parameters: int
+    nbytes: int
+    messages: int
+    wire_bytes: int
+    plain_bytes: int
+    seconds: float
+    relative_error: float | None
+    events: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float | None:
+        """Uncompressed over sent; None before the first message."""
+        return self.plain_bytes / self.wire_bytes if self.wire_bytes else None
+
+    def cells(self) -> tuple[str, ...]:
+        """As the tables have it, sizes and time of one message."""
+        count = max(1, self.messages)
+        return (
+            str(self.index),
+            self.codec,
+            str(self.parameters),
+            human(self.nbytes),
+            human(self.wire_bytes / count),
+            "-" if self.ratio is None else f"{self.ratio:.2f}",
+            _error(self.relative_error),
+            f"{self.seconds / count * 1e3:.2f}",
+            _counted(self.events),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
-    """``str()`` gives a table, ``to_dict()`` plain values.
+    """``str()`` gives tables, as does rich's print; ``to_dict()`` plain values and ``to_json()`` their text.
 
     ``wire_bytes`` and ``seconds`` (start to finish of every collective, added up) are this rank's, over
     ``steps`` steps in ``messages`` messages; ``residual_bytes`` is the memory that feedback and momentum hold between
@@ -70,6 +121,7 @@ class Report:
     rows: tuple[Row, ...] = field(default=())
     events: dict[str, int] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
+    buckets: tuple[BucketRow, ...] = field(default=())
 
     def to_dict(self) -> dict[str, Any]:
         values = asdict(self)
@@ -77,49 +129,93 @@ class Report:
             values_row["names"] = list(row.names)
             values_row["saved_bytes"] = row.saved_bytes
         values["rows"] = list(values["rows"])
+        values["buckets"] = [
+            bucket | {"ratio": row.ratio} for bucket, row in zip(values["buckets"], self.buckets)
+        ]
         return values
 
+    def to_json(self, indent: int | None = None) -> str:
+        return json.dumps(self.to_dict(), indent=indent)
+
     def __str__(self) -> str:
-        head = ("codec", "dtype", "params", "elements", "sent", "saved", "rel. error", "note")
-        table = [head]
+        lines = lined(_HEAD, self._cells(), _LEFT)
+        if self.buckets:
+            lines += ["", *lined(_BUCKET_HEAD, self._bucket_cells(), _BUCKET_LEFT)]
+            if len(self.buckets) > SHOWN:
+                lines.append(f"… {len(self.buckets) - SHOWN} more buckets in to_dict()")
+            lines.append("")
+        return "\n".join([*lines, *self._tail()])
+
+    def __rich__(self) -> Any:
+        tables = [rich_table(f"dtcomm: {self.policy}", _HEAD, self._cells(), _LEFT)]
+        if self.buckets:
+            tables.append(rich_table("", _BUCKET_HEAD, self._bucket_cells(), _BUCKET_LEFT))
+        return rich_group(*tables, *self._tail())
+
+    def metrics(self) -> list[Metric]:
+        """For Prometheus and TensorBoard."""
+        counters = {
+            "steps_total": (self.steps, "steps of training"),
+            "messages_total": (self.messages, "messages sent"),
+            "wire_bytes_total": (self.wire_bytes, "bytes that this rank sent"),
+            "plain_bytes_total": (self.plain_bytes, "bytes that it would have sent uncompressed"),
+            "collective_seconds_total": (self.seconds, "start to finish of all collectives, added up"),
+        }
+        found = [Metric(f"dtcomm_{name}", value, text, "counter") for name, (value, text) in counters.items()]
+        found.append(Metric("dtcomm_residual_bytes", self.residual_bytes, "memory of feedback and momentum"))
+        said = "what encodings dropped over the gradient, of sampled steps"
         for row in self.rows:
-            error = (
-                "-"
-                if row.relative_error is None
-                else f"{row.relative_error:.1e}"
-                if row.relative_error
-                else "0"
+            if row.relative_error is not None:
+                labels = {"codec": row.codec, "dtype": row.dtype, "note": row.why}
+                found.append(Metric("dtcomm_relative_error", row.relative_error, said, labels=labels))
+        for kind, count in self.events.items():
+            found.append(
+                Metric("dtcomm_guard_events_total", count, "what the guard saw", "counter", {"kind": kind})
             )
-            saved = f"{row.saved_bytes / row.plain_bytes:.1%}" if row.plain_bytes else "-"
-            table.append(
-                (
-                    row.codec,
-                    row.dtype,
-                    str(len(row.names)),
-                    f"{row.numel:,}",
-                    human(row.wire_bytes),
-                    saved,
-                    error,
-                    row.why or _names(row.names),
+        for bucket in self.buckets:
+            labels = {"bucket": str(bucket.index), "codec": bucket.codec}
+            text = "mean time of a bucket's message, start to finish"
+            found.append(
+                Metric("dtcomm_bucket_seconds", bucket.seconds / max(1, bucket.messages), text, labels=labels)
+            )
+            if bucket.relative_error is not None:
+                found.append(
+                    Metric(
+                        "dtcomm_bucket_relative_error",
+                        bucket.relative_error,
+                        f"{said}, by bucket",
+                        labels=labels,
+                    )
                 )
+        return found
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                row.codec,
+                row.dtype,
+                str(len(row.names)),
+                f"{row.numel:,}",
+                human(row.wire_bytes),
+                f"{row.saved_bytes / row.plain_bytes:.1%}" if row.plain_bytes else "-",
+                _error(row.relative_error),
+                row.why or _names(row.names),
             )
-        widths = [max(len(line[column]) for line in table) for column in range(len(head))]
-        left = {0, 1, len(head) - 1}
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column in left else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in table
+            for row in self.rows
         ]
-        lines.append(
+
+    def _bucket_cells(self) -> list[tuple[str, ...]]:
+        return [bucket.cells() for bucket in self.buckets[:SHOWN]]
+
+    def _tail(self) -> list[str]:
+        lines = [
             f"{self.steps} steps, {self.messages} messages: sent {human(self.wire_bytes)} instead of "
             f"{human(self.plain_bytes)} in {self.seconds:.3f} s; "
             f"feedback {_kind(self.feedback)}, {_memory(self.memory) or human(self.residual_bytes) + ' of residuals'}"
-        )
+        ]
         if self.events:
-            lines.append("guard: " + ", ".join(f"{kind} {count}x" for kind, count in self.events.items()))
-        return "\n".join(lines)
+            lines.append("guard: " + _counted(self.events))
+        return lines
 
 
 def rows(tallies: Iterable[tuple[str, Tally]]) -> tuple[Row, ...]:
@@ -143,13 +239,12 @@ def rows(tallies: Iterable[tuple[str, Tally]]) -> tuple[Row, ...]:
     return tuple(sorted(made, key=lambda row: -row.numel))
 
 
-def human(count: float) -> str:
-    """Bytes with a binary unit: ``1.5 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError("unreachable")
+def _error(relative: float | None) -> str:
+    return "-" if relative is None else f"{relative:.1e}" if relative else "0"
+
+
+def _counted(events: dict[str, int]) -> str:
+    return ", ".join(f"{kind} {count}x" for kind, count in events.items())
 
 
 def _relative_error(tallies: list[Tally]) -> float | None:

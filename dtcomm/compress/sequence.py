@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Generator, Sequence
 
 import torch
 
-from dtcomm.collectives import Work
+from dtcomm.collectives import Span, Work
 
 #: Stages of one bucket: each yields the collective that it started, and goes on when that is done.
 Stages = Generator[Work, None, None]
@@ -32,6 +33,7 @@ class Sequenced(Work):
         self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         self.wire_bytes = 0
         self.seconds = 0.0
+        self._spans: list[Span] = []
 
     def advance(self) -> bool:
         """Wait for the collective under way and run the next stage; False once that was the last."""
@@ -40,7 +42,13 @@ class Sequenced(Work):
                 self._pending.wait()
                 self.wire_bytes += self._pending.wire_bytes
                 self.seconds += self._pending.seconds
+                self.started_ns = self.started_ns or self._pending.started_ns
+                self.finished_ns = self._pending.finished_ns
+                self._spans += self._pending.spans()
+            begin = time.monotonic_ns()
             self._pending = next(self._stages, None)
+            end = time.monotonic_ns()
+            self._spans.append(Span("factors", begin, end, end - begin))
             if self._pending is not None:
                 return True
         except Exception as error:
@@ -67,6 +75,10 @@ class Sequenced(Work):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         return self._future
+
+    def spans(self) -> list[Span]:
+        """The collectives', and what the stages compute."""
+        return self._spans
 
 
 class Sequencer:

@@ -54,6 +54,7 @@ def compress(model: DistributedDataParallel, spec: str | Scheme | Policy = "int8
     state._may_leave_unused = model.find_unused_parameters or model.static_graph
     model.register_comm_hook(state, hook)
     model.register_forward_pre_hook(refuse_after_failure)
+    state.timeline.watch(model)
     return state
 
 

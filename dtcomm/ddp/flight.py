@@ -13,6 +13,7 @@ from dtcomm.compress.guard import Sample, Watch
 from dtcomm.compress.memory import Handed, Memory
 from dtcomm.compress.packing import Packing, Segment
 from dtcomm.compress.record import Sent
+from dtcomm.insight import Message
 
 LOOKED_AT = 8192  # elements of a reduced bucket that are searched for NaN and Inf
 
@@ -22,7 +23,7 @@ class Flight:
     """``handed`` is what the collective was given of each lossy segment; ``samples`` are there on sampled steps;
     ``told`` is what the ranks tell each other about the step before, on its way with the last bucket; ``key`` chooses
     the random numbers of what is kept; ``done`` is what DDP waits for; ``ready`` is when
-    it left."""
+    it left; ``*_ns`` are for timelines: the hook's beginning and end, and when the mean had landed."""
 
     work: Work
     packing: Packing
@@ -33,11 +34,31 @@ class Flight:
     key: int
     done: torch.futures.Future[torch.Tensor] | None = None
     ready: float = field(default_factory=time.perf_counter)
+    index: int = 0
+    ready_ns: int = 0
+    launched_ns: int = 0
+    done_ns: int = 0
 
     @property
     def sent(self) -> Sent:
         """For a record; the work is done."""
         return Sent(self.buffer.numel() * self.buffer.element_size(), self.ready, self.work.seconds)
+
+    @property
+    def message(self) -> Message:
+        """For a timeline; the work is done."""
+        return Message(
+            label=f"bucket {self.index}",
+            codec=self.packing.spec,
+            plain_bytes=self.buffer.numel() * self.buffer.element_size(),
+            wire_bytes=self.work.wire_bytes,
+            ready=self.ready_ns,
+            launched=self.launched_ns,
+            started=self.work.started_ns,
+            finished=self.work.finished_ns,
+            done=self.done_ns,
+            spans=self.work.spans(),
+        )
 
     def land(self, memory: Memory) -> None:
         """Finish the gradients and keep what was lost of them; the work is done. Once, before DDP reads the buffer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from dtcomm.compress.scheme import Scheme
 from dtcomm.compress.sequence import Sequencer
 from dtcomm.ddp.flight import Flight
 from dtcomm.ddp.packings import Packings
+from dtcomm.insight import Metric, Timeline
+from dtcomm.insight.ranges import UnderWay
 from dtcomm.kernels import mixer
 
 _GUARD = Guard()
@@ -46,6 +49,8 @@ class State:
     guard: limits beyond which compression counts as harmful, and what is done then; None: nothing is watched.
         What happened is in ``state.events`` and the report.
     warmup: steps at the start of training that are sent uncompressed.
+    timeline: keep the times of so many last steps, for ``timeline.summary()`` and `trace`; 0: look at no clock
+        (``timeline.start()`` begins at any step).
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class State:
         sample_every: int = 50,
         guard: Guard | None = _GUARD,
         warmup: int = 0,
+        timeline: int = 0,
     ) -> None:
         if sample_every < 0:
             raise ValueError(f"sample_every={sample_every}: want 0 (never) or more")
@@ -86,6 +92,10 @@ class State:
         self._packings = Packings(self.policy, self._watch, warmup, parameters)
         self._flights: list[Flight] = []
         self._recorder: Recorder | None = None
+        self.timeline = Timeline("ddp")
+        if timeline:
+            self.timeline.start(timeline)
+        self._waiting = UnderWay("")
         self._in_backward = False
         # What `compress` finds out about the model: see `_end_backward` and `_launch`.
         self._wait_before_ddp = False
@@ -108,6 +118,10 @@ class State:
 
     def report(self) -> Report:
         """What was compressed, with what, and what it saved, up to the last finished backward."""
+        events = {
+            name: summary([event for event in self.events if event.name == name])
+            for name in {event.name for event in self.events}
+        }
         packings = [*self._packings.retired, *self._packings.current.values()]
         tallies: dict[str, Tally] = {}
         memory = self._memory.nbytes()
@@ -127,7 +141,22 @@ class State:
             memory=memory,
             events=summary(self.events),
             rows=rows(tallies.items()),
+            buckets=tuple(
+                packing.row(index, events) for index, packing in sorted(self._packings.current.items())
+            ),
         )
+
+    def metrics(self) -> list[Metric]:
+        """The report's, and the timeline's where one is kept, for `dtcomm.insight.write_prometheus` and
+        `write_tensorboard`.
+        """
+        return self.report().metrics() + self.timeline.metrics()
+
+    def trace(self, path: str | os.PathLike[str]) -> str:
+        """Write this rank's kept steps for Perfetto or chrome://tracing: ``trace.json`` becomes ``trace.rank0.json``,
+        whose path is returned. ``dtcomm trace`` merges the ranks' files. ValueError where no step was kept.
+        """
+        return self.timeline.trace(path, dist.get_rank(self.group))
 
     def record(self, path: str | os.PathLike[str], steps: int = 20) -> None:
         """Write when the buckets of the next ``steps`` steps were ready and how long each was under way, for
@@ -181,8 +210,10 @@ class State:
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start averaging the bucket in place; the future holds its buffer once that is done."""
         buffer = bucket.buffer()
+        ready_ns = time.monotonic_ns()
         if bucket.index() == 0:
             self._begin_backward()
+        under_way = UnderWay(f"bucket {bucket.index()}")
         done: torch.futures.Future[torch.Tensor]
         try:
             if self.error is not None:
@@ -192,6 +223,7 @@ class State:
             if not self._in_backward:
                 raise
             self.error = error
+            under_way.end()
             done = torch.futures.Future()
             done.set_result(buffer)
             return done
@@ -204,13 +236,15 @@ class State:
             try:
                 future.value()
                 flight.land(self._memory)
+                flight.done_ns = time.monotonic_ns()
             except Exception as error:
                 self.error = self.error or error
                 if carries_error:
                     raise
             return buffer
 
-        flight.done = flight.work.get_future().then(finish)
+        flight.done = under_way.until(flight.work.get_future().then(finish))
+        flight.index, flight.ready_ns, flight.launched_ns = bucket.index(), ready_ns, time.monotonic_ns()
         return flight.done
 
     def _begin_backward(self) -> None:
@@ -225,6 +259,8 @@ class State:
         try:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             self._in_backward = True
+            if self.timeline.on:
+                self.timeline.backward_begins()
         except RuntimeError:  # called by hand, outside of a backward: the future must carry an error itself
             self._in_backward = False
 
@@ -234,6 +270,9 @@ class State:
         So DDP's timers see the waiting, and DDP is through with its step when the error comes. Only where DDP
         itself reduces a map of unused parameters would it trip over a lost peer before we could say so.
         """
+        if self.timeline.on:
+            self.timeline.backward_ends()
+        self._waiting = UnderWay("waiting for communication")
         if self._wait_before_ddp:
             self._settle_all()
         else:
@@ -249,8 +288,11 @@ class State:
                 flight.settle(self._watch)
             except Exception as error:
                 self.error = self.error or error
+        self._waiting.end()
         if self.error is not None:
             raise self.error
+        if self.timeline.on:
+            self.timeline.close([flight.message for flight in flights], at_end=True)
         if self._recorder is not None and self._recorder.step([flight.sent for flight in flights]):
             self._recorder = None
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dtcomm.collectives import Work
-from dtcomm.compress.report import human
+from dtcomm.insight.table import human
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -13,18 +14,26 @@ from dtcomm.kernels import ops
 from dtcomm.runtime.layout import Chunk, Piece, Slice, payload_bytes
 from dtcomm.runtime.plan import Plan, accumulator_dtype
 from dtcomm.runtime.shm import Buffers
+from dtcomm.runtime.times import Stopwatch
 from dtcomm.schedule.program import Adopt, Copy, Encode, Instruction, Local, Reduce
 
 NONE = parse("none")
+_PHASE: dict[type, str] = {Encode: "encode", Reduce: "reduce"}
 
 
 class Arithmetic:
     """One call's tensors; ``slots[i]`` is the memory of the boxes of the pieces that use slot i."""
 
     def __init__(
-        self, plan: Plan, buffers: Sequence[Buffers], slots: Sequence[torch.Tensor], seed: int
+        self,
+        plan: Plan,
+        buffers: Sequence[Buffers],
+        slots: Sequence[torch.Tensor],
+        seed: int,
+        watch: Stopwatch | None = None,
     ) -> None:
         self._plan = plan
+        self._watch = watch
         self._slots = slots
         self._seed = seed
         self._op = "sum" if plan.shape.op == "avg" else plan.shape.op
@@ -41,6 +50,14 @@ class Arithmetic:
 
     def do(self, slot: int, piece: Piece, at: int, instruction: Instruction) -> None:
         """Instruction number ``at``, which neither sends nor receives, for the piece that uses ``slot``."""
+        if self._watch is None:
+            self._do(slot, piece, at, instruction)
+            return
+        begin = time.monotonic_ns()
+        self._do(slot, piece, at, instruction)
+        self._watch.add(_PHASE.get(type(instruction), "decode"), begin)
+
+    def _do(self, slot: int, piece: Piece, at: int, instruction: Instruction) -> None:
         chunk = piece[instruction.chunk]
         for nth, each in enumerate(chunk):
             match instruction:

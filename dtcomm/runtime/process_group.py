@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 from dtcomm import env
 from dtcomm.errors import CollectiveMismatch, DtcommError
 from dtcomm.kernels import dispatch
-from dtcomm.runtime import flight
+from dtcomm.runtime import flight, times
 from dtcomm.runtime.arithmetic import Arithmetic
 from dtcomm.runtime.around import NOTHING, Around
 from dtcomm.runtime.blame import Blame
@@ -37,6 +37,7 @@ from dtcomm.runtime.replay import Messages, Replay
 from dtcomm.runtime.sealed import Sealed, Wire
 from dtcomm.runtime.shape import Shape
 from dtcomm.runtime.shm import Buffers
+from dtcomm.runtime.times import Stopwatch
 from dtcomm.schedule import Schedule
 from dtcomm.schedule.ir import CUT_AT_GRANULES
 
@@ -202,7 +203,8 @@ class ProcessGroupRuntime:
     def _replay(self, item: Item, turn: int, number: int) -> Replay:
         if item.plan.pieces:
             self._reserve(turn, item.plan, item.buffers[0].device)
-        arithmetic = Arithmetic(item.plan, item.buffers, self._slots[turn], item.seed)
+        item.watch = Stopwatch() if times.wanted() else None
+        arithmetic = Arithmetic(item.plan, item.buffers, self._slots[turn], item.seed, item.watch)
         return Replay(item.plan, arithmetic, self._messages(item.plan), number, item.around.agreed)
 
     def _require_usable(self) -> None:
@@ -249,7 +251,13 @@ class ProcessGroupRuntime:
         noted.finished_ns = time.monotonic_ns()
         self._operations += 1
         self._wire_bytes += sent
-        return Outcome(sent, time.perf_counter() - start)
+        return Outcome(
+            sent,
+            time.perf_counter() - start,
+            noted.started_ns,
+            noted.finished_ns,
+            item.watch.spans() if item.watch is not None else (),
+        )
 
     def _messages(self, plan: Plan) -> Messages:
         if not plan.shape.checksum and not self._wires:

@@ -14,6 +14,7 @@ from dtcomm.runtime.flight import Flight
 from dtcomm.runtime.plan import Plan
 from dtcomm.runtime.replay import Replay
 from dtcomm.runtime.shm import Buffers
+from dtcomm.runtime.times import Span, Stopwatch
 from dtcomm.runtime.work import Work
 
 
@@ -22,11 +23,14 @@ class Outcome(NamedTuple):
 
     wire_bytes: int
     seconds: float
+    started_ns: int = 0
+    finished_ns: int = 0
+    spans: Sequence[Span] = ()
 
 
 @dataclass
 class Item:
-    """One call; ``replay`` is there where it has begun ahead of its turn."""
+    """One call; ``replay`` is there where it has begun ahead of its turn, ``watch`` where its times are taken."""
 
     noted: Flight
     plan: Plan
@@ -35,6 +39,7 @@ class Item:
     around: Around = NOTHING
     future: Future[Outcome] = field(default_factory=Future)
     replay: Replay | None = None
+    watch: Stopwatch | None = None
 
 
 def disjoint(one: Item, other: Item) -> bool:
@@ -92,3 +97,14 @@ class QueuedWork(Work):
     @property
     def seconds(self) -> float:  # type: ignore[override]
         return self._done.result().seconds
+
+    @property
+    def started_ns(self) -> int:  # type: ignore[override]
+        return self._done.result().started_ns
+
+    @property
+    def finished_ns(self) -> int:  # type: ignore[override]
+        return self._done.result().finished_ns
+
+    def spans(self) -> list[Span]:
+        return list(self._done.result().spans)

@@ -11,6 +11,8 @@ import torch
 
 from dtcomm import _C
 from dtcomm.errors import DtcommError
+from dtcomm.runtime import times
+from dtcomm.runtime.times import Span
 
 
 class Work:
@@ -20,6 +22,13 @@ class Work:
     """Bytes this rank put on the wire, counted; valid once completed."""
     seconds: float
     """From the operation's start (not its queueing) to its end; valid once completed."""
+    started_ns: int = 0
+    """Its start and its end by ``time.monotonic_ns``, 0 where nothing had to be done; valid once completed."""
+    finished_ns: int = 0
+
+    def spans(self) -> list[Span]:
+        """Where the time went, for operations that started while a timeline was kept; valid once completed."""
+        return []
 
     def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
         self._outputs = list(outputs)
@@ -100,6 +109,17 @@ class NativeWork(Work):
     @property
     def seconds(self) -> float:  # type: ignore[override]
         return (self._native.finished_ns - self._native.started_ns) * 1e-9
+
+    @property
+    def started_ns(self) -> int:  # type: ignore[override]
+        return self._native.started_ns
+
+    @property
+    def finished_ns(self) -> int:  # type: ignore[override]
+        return self._native.finished_ns
+
+    def spans(self) -> list[Span]:
+        return times.of_native(self._native)
 
     def complete(self) -> None:
         """Give the future its value; on the completion thread."""

@@ -1,0 +1,122 @@
+"""The picture of ``dtcomm trace``: one step of all ranks, a row for each thing that takes time."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dtcomm.cli.demo_plot import COLOURS, GREY, INK, STYLE
+from dtcomm.insight.step import Message, Step
+
+COMPUTE = {"forward": "#b9c4d6", "backward": "#7d8fb0"}
+PHASES = dict(zip(("encode", "reduce", "decode", "factors"), COLOURS[1:]))
+MOST_BUCKETS = 24
+Ranks = Sequence[tuple[dict[str, Any], list[Step]]]
+
+
+def plot(ranks: Ranks, path: Path, number: int | None = None) -> None:
+    """Write it, in the format that ``path`` ends with. ValueError where the step is not on all ranks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    chosen = usual_step(ranks) if number is None else number
+    rows: list[tuple[str, Step, Message | None]] = []
+    for about, steps in ranks:
+        step = next((each for each in steps if each.number == chosen and each.length), None)
+        if step is None:
+            raise ValueError(f"step {chosen} of rank {about['rank']} is not in its trace, or not whole")
+        rows.append((f"rank {about['rank']}: computing", step, None))
+        rows += [(message.label, step, message) for message in step.messages[:MOST_BUCKETS]]
+    origin = min(step.begin for _, step, _ in rows)
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(figsize=(11, 1.6 + 0.32 * len(rows)), layout="constrained")
+        for at, (_, step, message) in enumerate(rows):
+            if message is None:
+                _computing(axes, at, step, origin)
+            else:
+                _sending(axes, at, message, origin)
+        axes.set_yticks(range(len(rows)), [label for label, _, _ in rows])
+        axes.invert_yaxis()
+        axes.set_xlabel("milliseconds")
+        axes.set_title(f"step {chosen}: {_said(rows)}", loc="left")
+        seen = {span.phase for _, _, message in rows if message for span in message.spans}
+        legend = {
+            **COMPUTE,
+            "waiting for communication": "#d6453d",
+            "queued": "white",
+            "under way": "#e4e7ec",
+            **{phase: colour for phase, colour in PHASES.items() if phase in seen},
+        }
+        axes.legend(
+            handles=[Patch(facecolor=colour, edgecolor=GREY, label=name) for name, colour in legend.items()],
+            loc="upper left",
+            bbox_to_anchor=(1.0, 1.0),
+            frameon=False,
+        )
+        figure.savefig(path, dpi=140)
+        pyplot.close(figure)
+
+
+def usual_step(ranks: Ranks) -> int:
+    """Of those that all ranks have whole, the one whose length on the first is the median's."""
+    common = set.intersection(*({step.number for step in steps if step.length} for _, steps in ranks))
+    if not common:
+        raise ValueError("the ranks have no whole step in common")
+    lengths = {step.number: step.length for step in ranks[0][1] if step.number in common}
+    middle = statistics.median_low(lengths.values())
+    return next(number for number, length in lengths.items() if length == middle)
+
+
+def _computing(axes: Any, at: int, step: Step, origin: int) -> None:
+    for kind, intervals in (("forward", step.forward), ("backward", step.backward)):
+        for interval in intervals:
+            _bar(axes, at, interval, origin, color=COMPUTE[kind])
+    for message in step.messages:
+        _bar(axes, at, message.waited, origin, color="#d6453d")
+
+
+def _sending(axes: Any, at: int, message: Message, origin: int) -> None:
+    _bar(axes, at, (message.ready, message.started), origin, color="white", edgecolor=GREY, linewidth=0.6)
+    _bar(axes, at, (message.started, message.done), origin, color="#e4e7ec", edgecolor=GREY, linewidth=0.6)
+    # Phases of the pieces overlap: one above the other, as high as the share of its time that each was at work.
+    lanes = list(dict.fromkeys(span.phase for span in message.spans))
+    height = 0.8 / max(3, len(lanes))
+    for span in message.spans:
+        width = span.end_ns - span.begin_ns
+        top = -0.4 + lanes.index(span.phase) * height
+        if width > 0:
+            colour = PHASES.get(span.phase, INK)
+            axes.barh(
+                at + top + height / 2,
+                width * 1e-6,
+                left=(span.begin_ns - origin) * 1e-6,
+                height=height,
+                color=colour,
+                alpha=0.25,
+            )
+            axes.barh(
+                at + top + height / 2,
+                span.busy_ns * 1e-6,
+                left=(span.begin_ns - origin) * 1e-6,
+                height=height,
+                color=colour,
+            )
+
+
+def _bar(axes: Any, at: int, interval: tuple[int, int], origin: int, **style: Any) -> None:
+    begin, end = interval
+    if begin and end > begin:
+        axes.barh(at, (end - begin) * 1e-6, left=(begin - origin) * 1e-6, height=0.8, **style)
+
+
+def _said(rows: Sequence[tuple[str, Step, Message | None]]) -> str:
+    steps = [step for _, step, message in rows if message is None]
+    length = statistics.median(step.length for step in steps) * 1e-6
+    exposed = max(step.exposed for step in steps) * 1e-6
+    hidden = max(step.hidden for step in steps) * 1e-6
+    return f"{length:.1f} ms; communication hidden for {hidden:.1f} ms, exposed for {exposed:.1f} ms"

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from dtcomm.insight import Metric, prometheus, write_prometheus, write_tensorboard
+
+SAMPLE = re.compile(
+    r'^[a-z_]+(\{[a-z]+="(\\.|[^"\\\n])*"(,[a-z]+="(\\.|[^"\\\n])*")*\})? (-?[0-9.e+-]+|NaN|[+-]Inf)$'
+)
+
+
+class Something:
+    def __init__(self, *metrics: Metric) -> None:
+        self._metrics = list(metrics)
+
+    def metrics(self) -> list[Metric]:
+        return self._metrics
+
+
+STATE = Something(
+    Metric("dtcomm_bytes_total", 2**40, "bytes\nsent", "counter"),
+    Metric("dtcomm_error", 0.25, "lost", labels={"codec": "int8", "note": 'a "name" \\ of\nmine'}),
+    Metric("dtcomm_share", math.nan, "shared"),
+    Metric("dtcomm_error", 1e-9, "lost", labels={"codec": "topk"}),
+)
+
+
+def test_prometheus_text_is_well_formed_and_families_stay_together() -> None:
+    text = prometheus(STATE, {"rank": "0"})
+    assert text.endswith("\n")
+    for line in text.splitlines():
+        assert line.startswith("# ") or SAMPLE.match(line), line
+    assert text.count("# TYPE dtcomm_error gauge") == 1
+    assert "# HELP dtcomm_bytes_total bytes\\nsent\n# TYPE dtcomm_bytes_total counter\n" in text
+    assert f'dtcomm_bytes_total{{rank="0"}} {2**40}' in text
+    assert 'note="a \\"name\\" \\\\ of\\nmine"} 0.25\ndtcomm_error{rank="0",codec="topk"} 1e-09\n' in text
+    assert 'dtcomm_share{rank="0"} NaN' in text
+
+
+def test_the_textfile_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "dtcomm.prom"
+    path.write_text("old")
+    reader = path.open()
+    write_prometheus(STATE, path)
+    assert reader.read() == "old"  # whoever was reading goes on with the old one
+    assert path.read_text() == prometheus(STATE)
+    assert [file.name for file in tmp_path.iterdir()] == ["dtcomm.prom"]
+    with pytest.raises(ValueError, match=r"\.prom"):
+        write_prometheus(STATE, tmp_path / "dtcomm.txt")
+
+
+def test_tensorboard_gets_every_number_there_is() -> None:
+    class Writer:
+        scalars: list[tuple[str, float, int | None]] = []  # noqa: RUF012
+
+        def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> None:
+            self.scalars.append((tag, scalar_value, global_step))
+
+    writer = Writer()
+    write_tensorboard(Something(STATE.metrics()[0], STATE.metrics()[2], STATE.metrics()[3]), writer, 12)
+    assert writer.scalars == [("dtcomm/bytes_total", 2**40, 12), ("dtcomm/error/topk", 1e-9, 12)]
