@@ -35,10 +35,11 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
-        qkv = self.qkv(self.before_attention(x)).view(batch, length, 3, self.heads, width // self.heads)
+        # As many heads as there are: shared out among ranks, the layer has its part of them.
+        qkv = self.qkv(self.before_attention(x)).view(batch, length, 3, -1, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.projection(attended.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.projection(attended.transpose(1, 2).flatten(2))
         x = x + self.down(functional.gelu(self.up(self.before_mlp(x))))
         return x
 

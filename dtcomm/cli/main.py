@@ -18,6 +18,7 @@ COMMANDS = {
     "codecs": "what each codec costs and what error it makes",
     "plan": "what a codec and an algorithm would gain on a given link",
     "trace": "the ranks' timelines of a training run as one, with a table and a picture",
+    "tp": "tensor parallelism: which codec each layer of a model can bear (dtcomm tp calibrate)",
     "tune": "measure this machine and write the table that algorithm=auto reads",
     "doctor": "what dtcomm found on this machine, and whether its engine works",
 }

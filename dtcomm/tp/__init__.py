@@ -2,9 +2,10 @@
 
 from dtcomm.tp.embedding import VocabParallelEmbedding
 from dtcomm.tp.linear import ColumnParallelLinear, RowParallelLinear
+from dtcomm.tp.plan import KINDS, PLANS
 from dtcomm.tp.prepare import PrepareModuleInput, PrepareModuleOutput, SequenceParallel
 from dtcomm.tp.styles import ColwiseParallel, RowwiseParallel
-from dtcomm.tp.swap import KINDS, PLANS, Swapped, compress
+from dtcomm.tp.swap import Swapped, compress
 from dtcomm.tp.wire import Wire, wire
 
 __all__ = [

@@ -2,51 +2,19 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from dtcomm.codecs import Codec
 from dtcomm.tp.embedding import VocabParallelEmbedding
 from dtcomm.tp.linear import ColumnParallelLinear, RowParallelLinear
+from dtcomm.tp.plan import Plan, dense, packed, resolve
 from dtcomm.tp.sharded import Sharded
 from dtcomm.tp.wire import Group, wire
-
-Plan = Mapping[str, str]
-#: What a plan may say of a module. packed3: three outputs side by side, each shared out (queries, keys, values).
-KINDS = ("column", "column_gather", "column_packed3", "row", "vocabulary")
-
-_GATED = {
-    "*.self_attn.[qkv]_proj": "column",
-    "*.self_attn.o_proj": "row",
-    "*.mlp.gate_proj": "column",
-    "*.mlp.up_proj": "column",
-    "*.mlp.down_proj": "row",
-}
-#: Plans for models of these shapes, by transformers' ``config.model_type``.
-PLANS: dict[str, Plan] = {
-    "llama": _GATED,
-    "mistral": _GATED,
-    "qwen2": _GATED,
-    "qwen3": _GATED,
-    "gpt_neox": {
-        # Queries, keys and values of a head lie together, so whole heads are shared out.
-        "*.attention.query_key_value": "column",
-        "*.attention.dense": "row",
-        "*.mlp.dense_h_to_4h": "column",
-        "*.mlp.dense_4h_to_h": "row",
-    },
-    "gpt2": {
-        "*.attn.c_attn": "column_packed3",
-        "*.attn.c_proj": "row",
-        "*.mlp.c_fc": "column",
-        "*.mlp.c_proj": "row",
-    },
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,19 +24,25 @@ class Swapped:
     codec: str
     backward_codec: str
     layers: dict[str, str] = field(default_factory=dict)
+    #: Of those layers whose codec the plan says: name → codec.
+    codecs: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        counts = {
-            kind: list(self.layers.values()).count(kind) for kind in dict.fromkeys(self.layers.values())
-        }
-        kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-        return f"{len(self.layers)} layers ({kinds}): forward {self.codec}, backward {self.backward_codec}"
+        kinds = _counted(self.layers)
+        own = f" ({_counted(self.codecs)} by the plan)" if self.codecs else ""
+        return (
+            f"{len(self.layers)} layers ({kinds}): forward {self.codec}{own}, backward {self.backward_codec}"
+        )
+
+
+def _counted(named: dict[str, str]) -> str:
+    return ", ".join(f"{count} {each}" for each, count in Counter(named.values()).items())
 
 
 def compress(
     model: nn.Module,
     mesh: Group,
-    plan: Plan | str | None = None,
+    plan: Plan | str | Path | None = None,
     codec: str | Codec = "int8",
     *,
     backward_codec: str | Codec = "none",
@@ -77,17 +51,17 @@ def compress(
 ) -> Swapped:
     """Share the model's layers out among the ranks of `mesh`, in place; every rank starts with the whole model.
 
-    plan: name pattern → one of `KINDS`, the name of one of `PLANS`, or None: the plan of ``model.config.model_type``.
+    plan: name pattern → one of `KINDS`, the name of one of `PLANS`, a file that `dtcomm tp calibrate` wrote (.json),
+    whose layers have codecs of their own, or None: the plan of ``model.config.model_type``.
     codec, backward_codec, algorithm, chunks: as of the layers. Attention heads must divide among the ranks.
     ValueError where a pattern matches nothing, a kind is unknown, or something does not divide; the model is
     unchanged then.
     """
     over = wire(codec, backward_codec, algorithm=algorithm, group=mesh)
-    found = _matches(model, _plan(model, plan))
-    _require_heads(model, over.ranks)
+    found = resolve(model, plan, over.ranks)
     made = {
-        name: _shared(module, kind, codec, backward_codec, algorithm, chunks, mesh, name)
-        for name, (module, kind) in found.items()
+        name: _shared(module, entry.kind, entry.codec or codec, backward_codec, algorithm, chunks, mesh, name)
+        for name, (module, entry) in found.items()
     }
     for name, layer in made.items():
         parent, _, child = name.rpartition(".")
@@ -100,41 +74,9 @@ def compress(
     return Swapped(
         codec=str(over.codec),
         backward_codec=str(over.backward_codec),
-        layers={name: kind for name, (_, kind) in found.items()},
+        layers={name: entry.kind for name, (_, entry) in found.items()},
+        codecs={name: entry.codec for name, (_, entry) in found.items() if entry.codec is not None},
     )
-
-
-def _plan(model: nn.Module, plan: Plan | str | None) -> Plan:
-    if plan is None:
-        plan = str(getattr(getattr(model, "config", None), "model_type", None))
-        if plan not in PLANS:
-            raise ValueError(f"plan: none for models of type {plan}; give one, or a name: {', '.join(PLANS)}")
-    if isinstance(plan, str):
-        if plan not in PLANS:
-            raise ValueError(f"plan: unknown {plan!r}; valid: {', '.join(PLANS)}, or patterns")
-        return PLANS[plan]
-    return plan
-
-
-def _matches(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, str]]:
-    modules = dict(model.named_modules())
-    found: dict[str, tuple[nn.Module, str]] = {}
-    for pattern, kind in plan.items():
-        if kind not in KINDS:
-            raise ValueError(f"plan: {pattern!r} is {kind!r}; valid: {', '.join(KINDS)}")
-        names = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
-        if not names:
-            raise ValueError(f"plan: {pattern!r} matches no module of {type(model).__name__}")
-        found |= {name: (modules[name], kind) for name in names}
-    return found
-
-
-def _require_heads(model: nn.Module, ranks: int) -> None:
-    config = getattr(model, "config", None)
-    for what in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, what, None)
-        if isinstance(heads, int) and heads % ranks:
-            raise ValueError(f"mesh: the model's {what}, {heads}, do not divide among {ranks} ranks")
 
 
 def _shared(
@@ -156,7 +98,7 @@ def _shared(
         )
         layer.take({"weight": module.weight})
         return layer
-    weight, bias = _dense(module, name)
+    weight, bias = dense(module, name)
     options: dict[str, Any] = {
         "codec": codec,
         "backward_codec": backward_codec,
@@ -168,26 +110,10 @@ def _shared(
     if kind == "row":
         layer = RowParallelLinear(in_features, out_features, bias is not None, chunks=chunks, **options)
     else:
-        packed = 3 if kind == "column_packed3" else 1
         gather = kind == "column_gather"
         layer = ColumnParallelLinear(
-            in_features, out_features, bias is not None, gather_output=gather, packed=packed, **options
+            in_features, out_features, bias is not None, gather_output=gather, packed=packed(kind), **options
         )
     layer.take({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
     layer.train(module.training)
     return layer
-
-
-def _dense(module: nn.Module, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight [out, in] and bias of a linear layer; GPT-2's Conv1D keeps its weight the other way round."""
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if isinstance(weight, nn.Parameter) and weight.ndim == 2 and (bias is None or bias.ndim == 1):
-        if isinstance(module, nn.Linear):
-            return weight, bias
-        if type(module).__name__ == "Conv1D":
-            turned = weight.detach().t()
-            turned.requires_grad_(weight.requires_grad)
-            return turned, bias
-    raise ValueError(
-        f"plan: {name} is a {type(module).__name__}; columns and rows are a Linear's or Conv1D's"
-    )

@@ -7,8 +7,10 @@ plan = {"model.layers.*.mlp.down_proj": "rowwise_int8", …}
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from dtcomm.codecs import Codec, codec
@@ -53,3 +55,32 @@ def register(spec: str | Codec, name: str = "", *, algorithm: str = "direct") ->
     full = f"rowwise_{name or which}"
     styles.register(full, Rowwise())
     return full
+
+
+def from_folder(
+    folder: str | Path, text: str, *, batches: int, size: int, length: int
+) -> tuple[Any, list[torch.Tensor]]:
+    """A causal language model of a local folder, and so many batches [size, length + 1] of tokens of the text.
+
+    RuntimeError where transformers is not installed; ValueError where the folder has no such model or tokenizer, or the
+    text is too short.
+    """
+    try:
+        module: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise RuntimeError(f"transformers: {error}; pip install transformers") from None
+    try:
+        model = module.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+        tokenizer = module.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder}: no causal language model with a tokenizer: {error}") from None
+    return model, cut(torch.tensor(tokenizer(text)["input_ids"]), batches=batches, size=size, length=length)
+
+
+def cut(tokens: torch.Tensor, *, batches: int, size: int, length: int) -> list[torch.Tensor]:
+    """Evenly spaced windows of a run of tokens, [size, length + 1] each. ValueError where it is too short."""
+    if len(tokens) < length + 1:
+        raise ValueError(f"text: {len(tokens)} tokens are less than one window of {length + 1}")
+    starts = torch.linspace(0, len(tokens) - length - 1, batches * size).long()
+    windows = tokens[starts[:, None] + torch.arange(length + 1)]
+    return [windows[at : at + size] for at in range(0, len(windows), size)]

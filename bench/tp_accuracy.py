@@ -1,0 +1,147 @@
+"""What compressed tensor parallelism does to a model: perplexity at every width, with and without rotation and spikes.
+
+python -m bench.tp_accuracy [--ranks 2 4] [--codecs int8 …] [--windows N] [--seconds S] [--fresh] [--json FILE]
+
+A small GPT learns Python's source once (minutes; its weights stay under build/bench). Then the outputs of its attention
+and perceptron blocks are summed over n ranks in a codec, the ranks in one process (dtcomm.tp.emulate; a test holds that
+to the bytes of the collectives), on held-out text. Results that the file has are not repeated; `--fresh` repeats them,
+`--seconds` stops after so many and goes on at the next call. Table and plot go to docs/tensor-parallel.md and .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.common import machine, output
+from bench.training import gpt
+from bench.training.tp_page import write_page
+from dtcomm.codecs import codec
+from dtcomm.tp.emulate import emulate, restore
+
+WIDTHS = ("int8", "int6", "int5", "int4", "int3", "int2")
+ADDED = ("", "rotate=hadamard", "spikes=1", "rotate=hadamard,spikes=1")
+OTHERS = ("fp8_e4m3", "mxfp4", "mxfp4:rotate=hadamard")
+#: The most that perplexity may rise, as a fraction.
+TARGETS = {"int8": 0.001, "int6": 0.001, "int4": 0.01}
+
+
+def specs() -> list[str]:
+    """Every codec that is measured."""
+    return [*(f"{width}:{added}" if added else width for width in WIDTHS for added in ADDED), *OTHERS]
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Measures, prints, writes the files; returns what it wrote."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--codecs", nargs="+", default=specs())
+    parser.add_argument("--windows", type=int, default=128, help="of held-out text")
+    parser.add_argument("--steps", type=int, default=gpt.STEPS, help="of training")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many")
+    parser.add_argument("--fresh", action="store_true", help="repeat what was measured before")
+    parser.add_argument(
+        "--json", help="where to write instead of bench/results/tp_accuracy.json (then no page)"
+    )
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    model, corpus = gpt.trained(options.steps, say=lambda line: print(line, flush=True))
+    path = Path(options.json or output.RESULTS / "tp_accuracy.json")
+    rows: dict[str, dict[str, Any]] = {}
+    plain = gpt.held_out_loss(model, corpus, options.windows)
+    setting = {"windows": options.windows, "steps": options.steps, "loss": round(plain, 9)}
+    if path.exists() and not options.fresh:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["setting"] == setting:
+            rows = {f"{row['codec']} {row['ranks']}": row for row in kept["rows"]}
+    end = time.monotonic() + options.seconds
+    complete = True
+    for spec in options.codecs:
+        for ranks in options.ranks:
+            if f"{spec} {ranks}" in rows:
+                continue
+            if time.monotonic() > end:
+                complete = False
+                continue
+            layers = emulate(model, ranks, gpt.PLAN, spec)
+            loss = gpt.held_out_loss(model, corpus, options.windows)
+            restore(model, layers)
+            rows[f"{spec} {ranks}"] = row = _row(spec, ranks, loss, plain)
+            print(f"{spec} on {ranks} ranks: {100 * row['change']:+.3f} %", flush=True)
+    kept_rows = [
+        rows[key] for key in (f"{s} {n}" for s in options.codecs for n in options.ranks) if key in rows
+    ]
+    result = {
+        "machine": machine.describe(),
+        "setting": setting,
+        "rows": kept_rows,
+        "verdicts": verdicts(kept_rows),
+    }
+    written = output.write("tp_accuracy", result, options.json)
+    output.table(
+        f"perplexity a character, uncompressed {math.exp(plain):.4f}", *table(kept_rows, options.ranks)
+    )
+    print("\n".join(result["verdicts"]))
+    print(written if complete else f"{written}; stopped in time: call again to go on")
+    if complete and options.json is None:
+        print(*write_page(result, *table(kept_rows, options.ranks)))
+    return result
+
+
+def _row(spec: str, ranks: int, loss: float, plain: float) -> dict[str, Any]:
+    numel = 1 << 20
+    return {
+        "codec": spec,
+        "ranks": ranks,
+        "bits": round(8 * codec(spec).wire_bytes(numel) / numel, 4),
+        "perplexity": round(math.exp(loss), 5),
+        "change": round(math.expm1(loss - plain), 7),
+    }
+
+
+def table(rows: list[dict[str, Any]], ranks: list[int]) -> tuple[list[str], list[list[str]]]:
+    """Columns, and a line a codec."""
+    found = {(row["codec"], row["ranks"]): row for row in rows}
+    lines = []
+    for spec in dict.fromkeys(row["codec"] for row in rows):
+        line = [spec, f"{next(row['bits'] for row in rows if row['codec'] == spec):g}"]
+        for count in ranks:
+            row = found.get((spec, count))
+            line += (
+                ["–", ""] if row is None else [f"{row['perplexity']:.4f}", f"{100 * row['change']:+.3f} %"]
+            )
+        lines.append(line)
+    columns = ["codec", "bits an element"]
+    for count in ranks:
+        columns += [f"TP={count}", "change"]
+    return columns, lines
+
+
+def verdicts(rows: list[dict[str, Any]]) -> list[str]:
+    """Against the targets, and whether spikes help at 2 bits."""
+    found = {(row["codec"], row["ranks"]): row["change"] for row in rows}
+    lines = []
+    for (spec, ranks), change in found.items():
+        if spec in TARGETS:
+            most = TARGETS[spec]
+            passed = "PASS" if change <= most else "MISS"
+            lines.append(f"{passed} {spec}, TP={ranks}: {100 * change:+.3f} %, at most {100 * most:g} %")
+        spiked = found.get((f"{spec}:spikes=1", ranks))
+        if spec == "int2" and spiked is not None:
+            passed = "PASS" if spiked < change else "MISS"
+            lines.append(
+                f"{passed} int2, TP={ranks}: {100 * spiked:+.1f} % with spikes, {100 * change:+.1f} % without"
+            )
+    return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The generated parts of docs/tensor-parallel.md and its plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dtcomm.cli.demo_plot import COLOURS, INK, STYLE
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def insert(part: str, text: str) -> Path:
+    """Replaces what stands between the page's marks of that part."""
+    page = DOCS / "tensor-parallel.md"
+    begin, end = f"<!-- {part}:begin -->", f"<!-- {part}:end -->"
+    whole = page.read_text(encoding="utf-8")
+    head, rest = whole.split(begin)
+    page.write_text(f"{head}{begin}\n{text}\n{end}{rest.split(end)[1]}", encoding="utf-8")
+    return page
+
+
+def markdown(columns: list[str], rows: list[list[str]]) -> str:
+    """A table."""
+    ruler = ["---"] + ["---:"] * (len(columns) - 1)
+    return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ruler, *rows))
+
+
+def write_page(result: dict[str, Any], columns: list[str], rows: list[list[str]]) -> list[Path]:
+    """The accuracy table and the plot; returns both paths."""
+    picture = DOCS / "tensor-parallel.png"
+    plot(result["rows"], picture)
+    told = "\n".join(f"- {line}" for line in result["verdicts"])
+    return [insert("accuracy", f"{markdown(columns, rows)}\n\n{told}"), picture]
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Change of perplexity over bits an element: a panel a number of ranks, a line a treatment."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    counts = list(dict.fromkeys(row["ranks"] for row in rows))
+    with pyplot.rc_context(STYLE):
+        figure, panels = pyplot.subplots(
+            1, len(counts), figsize=(5.2 * len(counts), 4.2), sharey=True, layout="constrained", squeeze=False
+        )
+        for axes, ranks in zip(panels[0], counts, strict=True):
+            series: dict[str, list[dict[str, Any]]] = {}
+            for row in rows:
+                if row["ranks"] == ranks:
+                    name, _, added = row["codec"].partition(":")
+                    kind = f"int2 to int8 {_words(added)}".strip() if name.startswith("int") else row["codec"]
+                    series.setdefault(kind, []).append(row)
+            for colour, (kind, found) in zip(COLOURS * 2, series.items()):
+                found = sorted(found, key=lambda row: float(row["bits"]))
+                axes.plot(
+                    [row["bits"] for row in found],
+                    [max(100 * row["change"], 1e-3) for row in found],
+                    marker="o",
+                    markersize=4,
+                    color=colour,
+                    label=kind,
+                )
+            for limit in (0.1, 1.0):
+                axes.axhline(limit, color=INK, linewidth=0.7, linestyle=":")
+            axes.set_yscale("log")
+            axes.set_title(f"{ranks} ranks")
+            axes.set_xlabel("bits an element, all overheads counted")
+            axes.grid(visible=True)
+        panels[0][0].set_ylabel("perplexity above uncompressed, %")
+        panels[0][-1].legend(frameon=False, fontsize=8.5)
+        figure.savefig(path, dpi=110)
+        pyplot.close(figure)
+
+
+def _words(added: str) -> str:
+    return added.replace("rotate=hadamard", "rotated").replace("spikes=1", "with spikes").replace(",", ", ")

@@ -1,0 +1,118 @@
+"""Many ranks in one process against the engine, and against ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dtcomm import algorithms, tp
+from dtcomm.cli import demo_model
+from dtcomm.codecs import codec
+from dtcomm.codecs.spec import CODECS
+from dtcomm.runtime.local import Operation, World, run
+from dtcomm.runtime.shape import Part, Shape
+from dtcomm.runtime.shm import Buffers
+from dtcomm.testing.ranks import run_ranks
+from dtcomm.tp.emulate import emulate, restore, summed
+
+SPECS = [
+    # randk's positions come from keys that an engine's messages number.
+    *(name for name in CODECS if not codec(name).on_common_ground and name != "randk"),
+    "int4:rotate=hadamard",
+    "int2:spikes=1",
+    "int4:symmetric=false,block=128",
+]
+PLAN = {
+    "blocks.*.qkv": "column_packed3",
+    "blocks.*.projection": "row",
+    "blocks.*.up": "column",
+    "blocks.*.down": "row",
+}
+SHAPE = demo_model.Shape(vocabulary=20, context=16, layers=1, width=64, heads=4)
+
+
+def collective(parts: list[torch.Tensor], spec: str, algorithm: str) -> torch.Tensor:
+    ranks = len(parts)
+    shape = Shape("all_reduce", "sum", (Part(parts[0].numel(), parts[0].dtype, codec(spec)),), algorithm)
+    schedule = algorithms.build(algorithm, "all_reduce", ranks)
+    tensors = [part.clone() for part in parts]
+    outcomes = run(
+        World(ranks=ranks, seed=1, delay=0.1),
+        [[Operation(shape=shape, schedule=schedule, buffers=[Buffers(t, t, None)])] for t in tensors],
+    )
+    assert {outcome.fate for outcome in outcomes} == {"done"}
+    assert all(torch.equal(tensors[0], tensor) for tensor in tensors)
+    return tensors[0]
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_sums_are_the_engines_to_the_bit(spec: str, algorithm: str) -> None:
+    for ranks, numel, dtype in (
+        (2, 5000, torch.float32),
+        (3, 12 * 1024, torch.bfloat16),
+        (4, 700, torch.float32),
+    ):
+        generator = torch.Generator().manual_seed(numel)
+        parts = [torch.randn(numel, generator=generator).to(dtype) for _ in range(ranks)]
+        expected = collective(parts, spec, algorithm)
+        assert torch.equal(summed(parts, spec, algorithm), expected), (ranks, numel)
+
+
+def test_uncompressed_it_is_the_dense_model_and_comes_out_again() -> None:
+    torch.manual_seed(0)
+    model, dense = demo_model.GPT(SHAPE), demo_model.GPT(SHAPE)
+    dense.load_state_dict(model.state_dict())
+    tokens = torch.arange(32).view(2, 16) % 20
+    for kinds in (PLAN, {**PLAN, "symbols": "vocabulary", "head": "column_gather"}):
+        layers = emulate(model, 4, kinds, "none")
+        torch.testing.assert_close(model(tokens), dense(tokens), rtol=1e-5, atol=1e-6)
+        model(tokens).square().mean().backward()
+        dense(tokens).square().mean().backward()
+        restore(model, layers)
+        for mine, theirs in zip(model.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-7)
+    assert type(model.blocks[0].down) is nn.Linear
+
+
+def real(rank: int, ranks: int) -> list[torch.Tensor]:
+    model = _model()
+    tp.compress(model, None, PLAN, "int4", backward_codec="int8")
+    return _results(model)
+
+
+def _model() -> demo_model.GPT:
+    torch.manual_seed(0)
+    return demo_model.GPT(SHAPE)
+
+
+def _results(model: nn.Module) -> list[torch.Tensor]:
+    tokens = torch.arange(32).view(2, 16) % 20
+    logits = model(tokens)
+    logits.square().mean().backward()
+    gradient = model.get_parameter("symbols.weight").grad
+    assert gradient is not None
+    return [logits.detach(), gradient]
+
+
+def test_a_compressed_model_is_that_of_real_ranks() -> None:
+    model = _model()
+    emulate(model, 2, PLAN, "int4", backward_codec="int8")
+    expected = _results(model)
+    for got in run_ranks(real, 2):
+        for mine, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    model = _model()
+    with pytest.raises(ValueError, match=r"blocks\.0\.qkv: 192 output features do not divide among 5 ranks"):
+        emulate(model, 5, PLAN)
+    with pytest.raises(ValueError, match="ranks: expected 1 or more, got 0"):
+        emulate(model, 0, PLAN)
+    with pytest.raises(ValueError, match="algorithm: 'ring'; valid: direct"):
+        summed([torch.zeros(4)] * 2, "int8", "ring")
+    with pytest.raises(ValueError, match=r"codec: exact.* needs ranks that talk"):
+        summed([torch.zeros(4)] * 2, "exact")
+    assert type(model.blocks[0].down) is nn.Linear
