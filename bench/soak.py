@@ -1,9 +1,10 @@
 """Random operations for a long time: subgroups made and destroyed, ranks killed and restarted under torchrun.
 
-python -m bench.soak [--minutes 30] [--ranks 3] [--pause 0.5] [--json FILE]
+python -m bench.soak [--minutes 30 | --kills K] [--ranks 3] [--life 20 180] [--pause 0.5] [--json FILE]
 
 torchrun --max-restarts keeps the ranks alive; of each incarnation one rank kills itself (SIGKILL) after a random
-time, and the others must raise an error that names it. Results are compared among ranks and with the exact ones.
+time, and the others must raise an error that names it. Incarnations take turns with Gloo and dtcomm as the group's
+backend. Results are compared among ranks and with the exact ones.
 Memory and descriptors must be flat over each incarnation that lived long enough to tell. Exit status 1 otherwise.
 """
 
@@ -20,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.common import machine, output
-from bench.soak_rank import POOL, ROUND
+from bench.soak_rank import POOL, ROUND, Life
 
 SETTLED = POOL // ROUND + 2  # rounds after which every plan has been made
 MOST_GROWTH = {"rss_kib": 24 * 1024, "descriptors": 3, "threads": 2}
@@ -55,6 +56,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
                 "rank": rank,
                 "pid": start.get("pid"),
                 "victim": start.get("victim"),
+                "backend": start.get("backend"),
                 "operations": rounds[-1]["operations"] if rounds else 0,
                 "wrong": [each for line in rounds for each in (*line["unequal"], *line["differs"])],
                 "last": rounds[-1] if rounds else None,
@@ -96,7 +98,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--kills", type=int, help="end when so many incarnations were killed, instead")
     parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument(
+        "--life", type=float, nargs=2, default=[20.0, 180.0], help="least and most seconds of one"
+    )
     parser.add_argument("--pause", type=float, default=0.5, help="seconds between rounds")
     parser.add_argument("--json", help="where to write instead of bench/results/soak.json")
     options = parser.parse_args(arguments)
@@ -104,7 +110,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     with TemporaryDirectory(prefix="dtcomm-soak-") as name:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=100000"]
         command += ["--monitor-interval=0.5", f"--nproc-per-node={options.ranks}", "-m", "bench.soak_rank"]
-        command += [name, str(started + options.minutes * 60), str(options.pause)]
+        life = Life(
+            until=started + options.minutes * 60,
+            kills=options.kills,
+            pause=options.pause,
+            shortest=options.life[0],
+            longest=options.life[1],
+        )
+        command += [name, json.dumps(vars(life))]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         with open(Path(name) / "log", "w") as log:
             done = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False)

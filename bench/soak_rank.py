@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from bench.random_ops import sequence
 from bench.random_run import Runner
 
 POOL, ROUND = 400, 40  # different operations, so that plans stop being new; operations of one round
-SHORTEST, LONGEST = 20.0, 180.0  # seconds that an incarnation lives before one of its ranks is killed
 TIMEOUT = 60.0
 
 
@@ -40,8 +40,35 @@ def held() -> dict[str, int]:
     }
 
 
-def main(folder: str, until: float, pause: float) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Life:
+    """When it is over: at ``until``, or with ``kills`` when so many incarnations were killed and one more has done two
+    rounds. An incarnation lives ``shortest`` to ``longest`` seconds; ``pause`` seconds pass between its rounds.
+    """
+
+    until: float
+    kills: int | None
+    pause: float
+    shortest: float
+    longest: float
+
+    def kill_after(self, incarnation: int, chance: random.Random) -> float | None:
+        """Seconds after which one rank of an incarnation dies; None: it lives to the end."""
+        life = chance.uniform(self.shortest, self.longest)
+        if self.kills is not None:
+            return life if incarnation < self.kills else None
+        return life if time.time() + life < self.until else None
+
+    def over(self, incarnation: int, rounds: int) -> bool:
+        """Whether this rank has done enough."""
+        if self.kills is not None:
+            return incarnation >= self.kills and rounds >= 2
+        return time.time() >= self.until
+
+
+def main(folder: str, settings: str) -> int:
     """0 when it is time; 1 after the loss of a peer, which torchrun answers with a new incarnation."""
+    life = Life(**json.loads(settings))
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     incarnation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     torch.set_num_threads(1)
@@ -50,12 +77,13 @@ def main(folder: str, until: float, pause: float) -> int:
     limit = timedelta(seconds=TIMEOUT)
     agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=limit)
     store = dist.PrefixStore(f"incarnation {incarnation}", agent)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+    # By turns, the calls of torch.distributed go through the backend too.
+    backend = ("gloo", "dtcomm")[incarnation % 2]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
     chance = random.Random(incarnation)
-    life, victim = chance.uniform(SHORTEST, LONGEST), chance.randrange(ranks)
-    started = time.time()
-    if rank == victim and started + life < until:
-        timer = threading.Timer(life, os.kill, (os.getpid(), signal.SIGKILL))
+    victim, after = chance.randrange(ranks), life.kill_after(incarnation, chance)
+    if rank == victim and after is not None:
+        timer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL))
         timer.daemon = True
         timer.start()
     operations = sequence(incarnation, ranks, POOL)
@@ -64,9 +92,9 @@ def main(folder: str, until: float, pause: float) -> int:
         def say(**words: Any) -> None:
             log.write(json.dumps({"at": round(time.time(), 3), **words}) + "\n")
 
-        say(event="start", pid=os.getpid(), victim=victim, life=life)
+        say(event="start", pid=os.getpid(), victim=victim, life=after, backend=backend)
         try:
-            _rounds(rank, ranks, until, pause, operations, say)
+            _rounds(rank, ranks, incarnation, life, operations, say)
         except (dtcomm.errors.DtcommError, RuntimeError) as error:
             say(event="lost", error=type(error).__name__, message=str(error)[:300])
             log.flush()
@@ -77,11 +105,11 @@ def main(folder: str, until: float, pause: float) -> int:
 
 
 def _rounds(
-    rank: int, ranks: int, until: float, pause: float, operations: list[Any], say: Callable[..., None]
+    rank: int, ranks: int, incarnation: int, life: Life, operations: list[Any], say: Callable[..., None]
 ) -> None:
     done = 0
     while True:
-        late = torch.tensor([float(time.time() >= until)])
+        late = torch.tensor([float(life.over(incarnation, done // ROUND))])
         dtcomm.all_reduce(late, "max")
         if late.item():
             return
@@ -102,8 +130,8 @@ def _rounds(
             if group is not None and group != dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(group)
         say(event="round", operations=done, unequal=unequal, differs=runner.differs, **held())
-        time.sleep(pause)
+        time.sleep(life.pause)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], float(sys.argv[2]), float(sys.argv[3])))
+    sys.exit(main(sys.argv[1], sys.argv[2]))

@@ -228,7 +228,10 @@ def _choose(communicator: Communicator, collective: str, parts: Sequence[Part], 
     ]
     if not names:
         names = [planner.select(collective, 0, torch.float32, codecs.codec("none"), communicator.size)]
-    return "two_shot" if len(set(names)) > 1 else names[0]
+    if len(set(names)) == 1:
+        return names[0]
+    # Parts that would go different ways alone go together by the shots, which suit all codecs.
+    return next(shots for shots in ("two_shot", "one_shot") if shots in algorithms.available(collective))
 
 
 class Several(Work):
