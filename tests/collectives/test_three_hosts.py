@@ -1,0 +1,99 @@
+"""Three hosts of 2, 1 and 1 ranks, made of network namespaces: every collective and algorithm over real links."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dtcomm import algorithms, collectives
+from dtcomm.testing import exact, hosts
+from dtcomm.testing.ranks import run_ranks
+
+WHY = hosts.available()
+pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY or "-")
+HOST_OF = (0, 0, 1, 2)
+HIERARCHIES = ("hierarchical", "hierarchical:ring/tree", "hierarchical:one_shot/ring")
+
+
+def digest(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def sums(rank: int, ranks: int, numel: int) -> dict[str, int]:
+    """All-reduce by every algorithm and codec: digests, which must be the same on all ranks."""
+    found = {}
+    codecs = ("none", "int8", "topk:ratio=0.1", "exact:bits=32")
+    for algorithm in ("auto", *algorithms.available("all_reduce"), *HIERARCHIES):
+        levels = ("none/int4", "fp16/sign") if algorithm.startswith("hierarchical") else ()
+        for codec in (*codecs, *levels):
+            tensor = (torch.arange(numel) % 11 + rank).float()
+            collectives.all_reduce(tensor, codec=codec, algorithm=algorithm)
+            if codec in ("none", "exact:bits=32"):
+                assert tensor.equal((torch.arange(numel) % 11 * ranks + 6).float()), (algorithm, codec)
+            found[f"{algorithm} {codec}"] = digest(tensor)
+    return found
+
+
+def others(rank: int, ranks: int, numel: int) -> list[str]:
+    """Every collective by every algorithm, without loss: what is wrong, in words."""
+    wrong = []
+    calls: dict[str, Callable[..., Any]] = {
+        "reduce_scatter": lambda given, out, how: collectives.reduce_scatter(out, given, algorithm=how),
+        "all_gather": lambda given, out, how: collectives.all_gather(out, given, algorithm=how),
+        "broadcast": lambda given, out, how: collectives.broadcast(out.copy_(given), 3, algorithm=how),
+        "reduce": lambda given, out, how: collectives.reduce(out.copy_(given), 3, algorithm=how),
+        "all_to_all": lambda given, out, how: collectives.all_to_all(out, given, algorithm=how),
+    }
+    for name, call in calls.items():
+        for how in ("auto", *algorithms.available(name)):
+            given = exact.inputs(name, numel, rank=rank, world_size=ranks)
+            expected = exact.expected(name, numel, rank=rank, world_size=ranks, root=3)
+            out = torch.empty(given.numel() if name in ("broadcast", "reduce") else expected.numel())
+            call(given, out, how)
+            if expected.numel() and exact.wrong(out, expected):
+                wrong.append(f"{name} {how}")
+    return wrong
+
+
+def everything(
+    rank: int, ranks: int, rendezvous: str, namespaces: list[str]
+) -> tuple[dict[str, int], list[str]]:
+    with hosts.visit(rank, ranks, rendezvous, [namespaces[host] for host in HOST_OF]):
+        found = {size: sums(rank, ranks, size) for size in (1, 20_000)}
+        wrong = others(rank, ranks, 5000)
+        info = collectives.info()
+        assert info["runtime"] == "process_group" and info["hosts"] == 3, info
+        # Ranks of one host share its memory, whatever the whole group has to do.
+        for members, runtime in (([0, 1], "native"), ([1, 2], "process_group")):
+            group = dist.new_group(members)
+            if rank in members:
+                tensor = torch.full((1000,), rank + 1.0)
+                collectives.all_reduce(tensor, group=group)
+                assert tensor.eq(sum(member + 1 for member in members)).all()
+                assert collectives.info(group)["runtime"] == runtime
+        # Messages between hosts and inside one, around the circle.
+        taken = torch.empty(70_000)
+        works = [
+            collectives.send(torch.full((70_000,), float(rank)), (rank + 1) % ranks, async_op=True),
+            collectives.recv(taken, (rank - 1) % ranks, async_op=True),
+        ]
+        for work in works:
+            assert work is not None
+            work.wait()
+        assert taken.eq((rank - 1) % ranks).all()
+        flat = {f"{size} {what}": each for size, digests in found.items() for what, each in digests.items()}
+    return flat, wrong
+
+
+def test_every_collective_on_three_uneven_hosts(tmp_path: Path) -> None:
+    with hosts.many_hosts(3, 10) as namespaces:
+        ranks = run_ranks(everything, 4, str(tmp_path / "meet"), namespaces, backend=None)
+    for rank, (digests, wrong) in enumerate(ranks):
+        assert wrong == [], rank
+        assert {what for what, each in digests.items() if each != ranks[0][0][what]} == set(), rank
