@@ -57,7 +57,6 @@ class _End:
             seed=self.seed + self._calls,
             residual=residual,
         )
-        assert work is not None  # it is with async_op
         self._under_way.append(work)
         # A residual is rewritten by the encoding, so the next one has to find it done.
         while len(self._under_way) > (0 if residual is not None else AT_ONCE):

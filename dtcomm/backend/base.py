@@ -90,6 +90,11 @@ def asynchronous(opts: Any) -> bool:
     return bool(getattr(opts, "asyncOp", True))
 
 
+def root_of(opts: Any) -> int:
+    """The root in torch's options, or given in their place (``pg.gather(outputs, input, root)``)."""
+    return int(getattr(opts, "rootRank", opts) or 0)
+
+
 def elsewhere(*tensors: torch.Tensor) -> str:
     """Why tensors are none of the engine's business; empty where they are."""
     for tensor in tensors:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import collectives
-from dtcomm.backend.base import Base, asynchronous, elsewhere
+from dtcomm.backend.base import Base, asynchronous, elsewhere, root_of
 from dtcomm.backend.memory import flat, is_own, joined, movable, put, require_alike
 from dtcomm.codecs.base import ELEMENT_TYPES
 
@@ -24,10 +24,8 @@ class Gathering(Base):
         self, tensors: torch.Tensor | Tensors, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         if isinstance(tensors, torch.Tensor):  # (tensor, root, timeout)
-            tensors, root = [tensors], int(opts or 0)
-        else:
-            root = opts.rootRank if opts is not None else 0
-        tensor = tensors[0]
+            tensors = [tensors]
+        tensor, root = tensors[0], root_of(opts)
         why = elsewhere(tensor)
         if why:
             return self._hand("broadcast", why, tensor.device, lambda to: to.broadcast(tensors, opts))
@@ -153,10 +151,8 @@ class Gathering(Base):
         timeout: timedelta | None = None,
     ) -> dist.Work:
         if isinstance(input_tensors, torch.Tensor):  # (output_tensors, input_tensor, root, timeout)
-            output_tensors, input_tensors, root = [output_tensors], [input_tensors], int(opts or 0)
-        else:
-            root = opts.rootRank if opts is not None else 0
-        tensor = input_tensors[0]
+            output_tensors, input_tensors = [output_tensors], [input_tensors]
+        tensor, root = input_tensors[0], root_of(opts)
         why = elsewhere(tensor)
         if why:
             return self._hand(
@@ -186,10 +182,8 @@ class Gathering(Base):
         timeout: timedelta | None = None,
     ) -> dist.Work:
         if isinstance(output_tensors, torch.Tensor):  # (output_tensor, input_tensors, root, timeout)
-            output_tensors, input_tensors, root = [output_tensors], [input_tensors], int(opts or 0)
-        else:
-            root = opts.rootRank if opts is not None else 0
-        output = output_tensors[0]
+            output_tensors, input_tensors = [output_tensors], [input_tensors]
+        output, root = output_tensors[0], root_of(opts)
         why = elsewhere(output)
         if why:
             return self._hand(

@@ -6,6 +6,7 @@ without any C++ between; C++ callers (DDP's reducer, functional collectives) thr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -47,6 +48,7 @@ class Group(Reducing, Gathering):
         self.over = False
         self._name, self._desc = name, "undefined"
         self._monitored = 0
+        self._splits: Counter[str] = Counter()  # by the ranks in them
         self._own_store = store
         self._ledger = ledger.Ledger(name)
         self._children = Children(store, rank, size, timeout, self._ledger, lambda e: lost(known(self), e))
@@ -148,8 +150,12 @@ class Group(Reducing, Gathering):
         ranks = sorted(new_ranks)
         if self.rank() not in ranks:
             return None
-        name = group_name or f"{self._name}:split:{'-'.join(map(str, ranks))}"
-        store = c10d.PrefixStore(f"{name}/", self._own_store)
+        # Not told apart by the name: torch's may differ from rank to rank where splits were split before. How often
+        # these ranks were split off is the same on all of them.
+        listed = "-".join(map(str, ranks))
+        self._splits[listed] += 1
+        store = c10d.PrefixStore(f"split/{listed}/{self._splits[listed]}/", self._own_store)
+        name = group_name or f"{self._name}:split:{listed}"
         group = Group(store, ranks.index(self.rank()), len(ranks), timeout or self.timeout, name)
         group._set_group_name(name)
         group._set_group_desc(group_desc or "undefined")
@@ -177,7 +183,6 @@ class Group(Reducing, Gathering):
             collectives.barrier(group=self)
             return Finished(())
         work = collectives.barrier(group=self, async_op=True)
-        assert work is not None
         pending = Pending(work, (), limit)
         if opts is not None and not opts.asyncOp:
             pending.wait()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import collectives
-from dtcomm.backend.base import Base, asynchronous, elsewhere
+from dtcomm.backend.base import Base, asynchronous, elsewhere, root_of
 from dtcomm.backend.memory import flat, is_own, joined, put, require_alike
 from dtcomm.codecs.base import ELEMENT_TYPES
 
@@ -115,10 +115,10 @@ class Reducing(Base):
         timeout: timedelta | None = None,
     ) -> dist.Work:
         if isinstance(tensors, torch.Tensor):  # (tensor, root, op, timeout)
-            tensors, root = [tensors], int(opts)
+            tensors = [tensors]
         else:
-            op, root = _op_of(opts), opts.rootRank if opts is not None else 0
-        tensor = tensors[0]
+            op = _op_of(opts)
+        tensor, root = tensors[0], root_of(opts)
         why = _why_not(op, tensors)
         if why:
             return self._hand("reduce", why, tensor.device, lambda to: to.reduce(tensors, opts))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,30 @@ from dtcomm.runtime.shape import OPS
 
 Group = dist.ProcessGroup | None
 Op = str | dist.ReduceOp | dist.ReduceOp.RedOpType
+
+
+class Options(TypedDict, total=False):
+    """What every collective takes by keyword, for the overloads that tell ``async_op=True`` from the rest."""
+
+    codec: str | Codec
+    algorithm: Any
+    group: Group
+    seed: int | None
+    residual: torch.Tensor | None
+    checksum: bool | None
+
+
+class CoalescedOptions(TypedDict, total=False):
+    """The same of the coalesced forms."""
+
+    codec: str | Codec | Sequence[str | Codec]
+    algorithm: str
+    group: Group
+    seed: int | None
+    residuals: Sequence[torch.Tensor | None] | None
+    bucket_bytes: int
+    checksum: bool | None
+
 
 _TORCH_OPS: dict[Any, str] = {
     dist.ReduceOp.SUM: "sum",

@@ -3,14 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
-from dtcomm.collectives.arguments import Group, Op, in_memory, require_residual, require_tensor
+from dtcomm.collectives.arguments import (
+    CoalescedOptions,
+    Group,
+    Op,
+    in_memory,
+    require_residual,
+    require_tensor,
+)
 from dtcomm.collectives.buckets import BUCKET_BYTES, Call, Item, Residuals, Specs, kept, one_each, paired
 from dtcomm.runtime.communicator import find
 from dtcomm.runtime.shm import Buffers
 from dtcomm.runtime.work import Work
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@overload
+def all_reduce_coalesced(
+    tensors: Sequence[torch.Tensor],
+    op: Op = "sum",
+    *,
+    async_op: Literal[True],
+    **options: Unpack[CoalescedOptions],
+) -> Work: ...
+
+
+@overload
+def all_reduce_coalesced(
+    tensors: Sequence[torch.Tensor],
+    op: Op = "sum",
+    *,
+    async_op: bool = False,
+    **options: Unpack[CoalescedOptions],
+) -> Work | None: ...
 
 
 def all_reduce_coalesced(
@@ -48,6 +79,26 @@ def all_reduce_coalesced(
     return call.run(items, bucket_bytes)
 
 
+@overload
+def all_gather_coalesced(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    *,
+    async_op: Literal[True],
+    **options: Unpack[CoalescedOptions],
+) -> Work: ...
+
+
+@overload
+def all_gather_coalesced(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    *,
+    async_op: bool = False,
+    **options: Unpack[CoalescedOptions],
+) -> Work | None: ...
+
+
 def all_gather_coalesced(
     outputs: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
@@ -70,6 +121,28 @@ def all_gather_coalesced(
     items = paired(communicator, outputs, inputs, "output", codec, residuals)
     call = Call(communicator, "all_gather", "sum", algorithm, checksum, seed, async_op)
     return call.run(items, bucket_bytes)
+
+
+@overload
+def reduce_scatter_coalesced(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    op: Op = "sum",
+    *,
+    async_op: Literal[True],
+    **options: Unpack[CoalescedOptions],
+) -> Work: ...
+
+
+@overload
+def reduce_scatter_coalesced(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    op: Op = "sum",
+    *,
+    async_op: bool = False,
+    **options: Unpack[CoalescedOptions],
+) -> Work | None: ...
 
 
 def reduce_scatter_coalesced(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives.arguments import (
     Group,
+    Options,
     in_memory,
     require_apart,
     require_contiguous,
@@ -23,7 +25,22 @@ from dtcomm.runtime.communicator import Communicator, find
 from dtcomm.runtime.shm import Buffers
 from dtcomm.runtime.work import Work
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 Shards = torch.Tensor | Sequence[torch.Tensor]
+
+
+@overload
+def all_gather(
+    output: torch.Tensor, input: torch.Tensor, *, async_op: Literal[True], **options: Unpack[Options]
+) -> Work: ...
+
+
+@overload
+def all_gather(
+    output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, **options: Unpack[Options]
+) -> Work | None: ...
 
 
 def all_gather(
@@ -65,6 +82,18 @@ def all_gather(
     return start(communicator, plan, [Buffers(input, output, residual)], [output], seed, async_op)
 
 
+@overload
+def broadcast(
+    tensor: torch.Tensor, src: int, *, async_op: Literal[True], **options: Unpack[Options]
+) -> Work: ...
+
+
+@overload
+def broadcast(
+    tensor: torch.Tensor, src: int, *, async_op: bool = False, **options: Unpack[Options]
+) -> Work | None: ...
+
+
 def broadcast(
     tensor: torch.Tensor,
     src: int,
@@ -104,6 +133,28 @@ def broadcast(
     if residual is not None:
         require_residual(residual, tensor, "residual")
     return start(communicator, plan, [Buffers(tensor, tensor, residual)], [tensor], seed, async_op)
+
+
+@overload
+def gather(
+    tensor: torch.Tensor,
+    gather_list: Shards | None = None,
+    dst: int = 0,
+    *,
+    async_op: Literal[True],
+    **options: Unpack[Options],
+) -> Work: ...
+
+
+@overload
+def gather(
+    tensor: torch.Tensor,
+    gather_list: Shards | None = None,
+    dst: int = 0,
+    *,
+    async_op: bool = False,
+    **options: Unpack[Options],
+) -> Work | None: ...
 
 
 def gather(
@@ -164,6 +215,28 @@ def gather(
         return Then(work, deal, outputs)
     deal()
     return None
+
+
+@overload
+def scatter(
+    tensor: torch.Tensor,
+    scatter_list: Shards | None = None,
+    src: int = 0,
+    *,
+    async_op: Literal[True],
+    **options: Unpack[Options],
+) -> Work: ...
+
+
+@overload
+def scatter(
+    tensor: torch.Tensor,
+    scatter_list: Shards | None = None,
+    src: int = 0,
+    *,
+    async_op: bool = False,
+    **options: Unpack[Options],
+) -> Work | None: ...
 
 
 def scatter(

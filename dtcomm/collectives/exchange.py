@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives.arguments import (
     Group,
+    Options,
     require_apart,
     require_contiguous,
     require_residual,
@@ -20,6 +22,33 @@ from dtcomm.errors import CollectiveMismatch
 from dtcomm.runtime.communicator import Communicator, find
 from dtcomm.runtime.shm import Buffers
 from dtcomm.runtime.work import Work
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@overload
+def all_to_all(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+    *,
+    async_op: Literal[True],
+    **options: Unpack[Options],
+) -> Work: ...
+
+
+@overload
+def all_to_all(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+    *,
+    async_op: bool = False,
+    **options: Unpack[Options],
+) -> Work | None: ...
 
 
 def all_to_all(

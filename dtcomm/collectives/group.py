@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -13,6 +13,14 @@ from dtcomm.runtime import flight
 from dtcomm.runtime.communicator import find
 from dtcomm.runtime.shm import empty_shared
 from dtcomm.runtime.work import Work
+
+
+@overload
+def barrier(*, async_op: Literal[True], group: Group = None) -> Work: ...
+
+
+@overload
+def barrier(*, async_op: bool = False, group: Group = None) -> Work | None: ...
 
 
 def barrier(*, group: Group = None, async_op: bool = False) -> Work | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -20,6 +20,38 @@ from dtcomm.schedule.verify import Proof
 MOST_PROOFS = 64
 # By identity: comparing schedules, transfer by transfer, would cost more than running them.
 _proved: dict[int, tuple[Schedule | str, Own, Proof]] = {}
+
+
+@overload
+def run(
+    schedule: Schedule | str,
+    tensor: torch.Tensor | None,
+    input: torch.Tensor | None = None,
+    op: Op = "sum",
+    *,
+    async_op: Literal[True],
+    codec: str | Codec = "none",
+    group: Group = None,
+    seed: int | None = None,
+    residual: torch.Tensor | None = None,
+    checksum: bool | None = None,
+) -> Work: ...
+
+
+@overload
+def run(
+    schedule: Schedule | str,
+    tensor: torch.Tensor | None,
+    input: torch.Tensor | None = None,
+    op: Op = "sum",
+    *,
+    async_op: bool = False,
+    codec: str | Codec = "none",
+    group: Group = None,
+    seed: int | None = None,
+    residual: torch.Tensor | None = None,
+    checksum: bool | None = None,
+) -> Work | None: ...
 
 
 def run(
@@ -67,23 +99,25 @@ def run(
     if schedule.collective in ("all_reduce", "broadcast", "reduce") and input is not None:
         raise ValueError(f"input: {schedule.collective} works on tensor in place; pass None")
     given: Any = input
+    work: Work | None
     match schedule.collective:
         case "all_reduce":
-            return all_reduce(in_place, op, **options)
+            work = all_reduce(in_place, op, **options)
         case "broadcast":
-            return broadcast(in_place, root, **options)
+            work = broadcast(in_place, root, **options)
         case "reduce":
-            return reduce(in_place, root, op, **options)
+            work = reduce(in_place, root, op, **options)
         case "reduce_scatter":
-            return reduce_scatter(in_place, given, op, **options)
+            work = reduce_scatter(in_place, given, op, **options)
         case "all_gather":
-            return all_gather(in_place, given, **options)
+            work = all_gather(in_place, given, **options)
         case "gather":
-            return gather(given, tensor, root, **options)
+            work = gather(given, tensor, root, **options)
         case "scatter":
-            return scatter(in_place, given, root, **options)
+            work = scatter(in_place, given, root, **options)
         case _:
-            return all_to_all(in_place, given, **options)
+            work = all_to_all(in_place, given, **options)
+    return work
 
 
 def prove(schedule: Schedule | str) -> tuple[Own, Proof]:

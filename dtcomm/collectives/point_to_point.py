@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -31,6 +31,34 @@ _WAYS = [
 ]
 
 
+@overload
+def send(
+    tensor: torch.Tensor,
+    dst: int,
+    *,
+    async_op: Literal[True],
+    codec: str | Codec = "none",
+    group: Group = None,
+    seed: int | None = None,
+    residual: torch.Tensor | None = None,
+    checksum: bool | None = None,
+) -> Work: ...
+
+
+@overload
+def send(
+    tensor: torch.Tensor,
+    dst: int,
+    *,
+    async_op: bool = False,
+    codec: str | Codec = "none",
+    group: Group = None,
+    seed: int | None = None,
+    residual: torch.Tensor | None = None,
+    checksum: bool | None = None,
+) -> Work | None: ...
+
+
 def send(
     tensor: torch.Tensor,
     dst: int,
@@ -47,6 +75,30 @@ def send(
     Messages from one rank to another arrive in the order in which they were sent. ``tensor`` stays as it is.
     """
     return _message(tensor, dst, "dst", True, codec, group, async_op, seed, residual, checksum)
+
+
+@overload
+def recv(
+    tensor: torch.Tensor,
+    src: int,
+    *,
+    async_op: Literal[True],
+    codec: str | Codec = "none",
+    group: Group = None,
+    checksum: bool | None = None,
+) -> Work: ...
+
+
+@overload
+def recv(
+    tensor: torch.Tensor,
+    src: int,
+    *,
+    async_op: bool = False,
+    codec: str | Codec = "none",
+    group: Group = None,
+    checksum: bool | None = None,
+) -> Work | None: ...
 
 
 def recv(

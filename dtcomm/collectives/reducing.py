@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Literal, overload
+
 import torch
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives.arguments import (
     Group,
     Op,
+    Options,
     in_memory,
     require_apart,
     require_auditable,
@@ -20,6 +23,31 @@ from dtcomm.collectives.launch import Algorithm, plan_for, start
 from dtcomm.runtime.communicator import find
 from dtcomm.runtime.shm import Buffers
 from dtcomm.runtime.work import Work
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@overload
+def all_reduce(
+    tensor: torch.Tensor,
+    op: Op = "sum",
+    *,
+    async_op: Literal[True],
+    audit: bool = False,
+    **options: Unpack[Options],
+) -> Work: ...
+
+
+@overload
+def all_reduce(
+    tensor: torch.Tensor,
+    op: Op = "sum",
+    *,
+    async_op: bool = False,
+    audit: bool = False,
+    **options: Unpack[Options],
+) -> Work | None: ...
 
 
 def all_reduce(
@@ -69,6 +97,18 @@ def all_reduce(
     return start(communicator, plan, [Buffers(tensor, tensor, residual)], [tensor], seed, async_op)
 
 
+@overload
+def reduce(
+    tensor: torch.Tensor, dst: int, op: Op = "sum", *, async_op: Literal[True], **options: Unpack[Options]
+) -> Work: ...
+
+
+@overload
+def reduce(
+    tensor: torch.Tensor, dst: int, op: Op = "sum", *, async_op: bool = False, **options: Unpack[Options]
+) -> Work | None: ...
+
+
 def reduce(
     tensor: torch.Tensor,
     dst: int,
@@ -107,6 +147,28 @@ def reduce(
         require_residual(residual, tensor, "residual", op)
     output = tensor if communicator.ranks[communicator.rank] == dst else None
     return start(communicator, plan, [Buffers(tensor, output, residual)], [tensor], seed, async_op)
+
+
+@overload
+def reduce_scatter(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Op = "sum",
+    *,
+    async_op: Literal[True],
+    **options: Unpack[Options],
+) -> Work: ...
+
+
+@overload
+def reduce_scatter(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Op = "sum",
+    *,
+    async_op: bool = False,
+    **options: Unpack[Options],
+) -> Work | None: ...
 
 
 def reduce_scatter(

@@ -116,7 +116,6 @@ def _fsdp1_hook(state: State, gradient: torch.Tensor, shard: torch.Tensor | None
         work = all_reduce(gradient, "avg", **options)
     else:
         work = reduce_scatter(shard, gradient, "avg", **options)
-    assert work is not None  # it is with async_op
     work.wait()
     ranks = dist.get_world_size()
     traffic.add(work, gradient.numel() * gradient.element_size() * (ranks - 1) // ranks)

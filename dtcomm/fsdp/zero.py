@@ -146,7 +146,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             residual=residual,
             async_op=True,
         )
-        assert work is not None  # it is with async_op
         plain = gradient.nbytes * (self._codecs.shards - 1) // self._codecs.shards
         self._started[number] = (work, gradient, shard, residual, plain)
         if self.stage == 2:
@@ -216,7 +215,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             own = bucket.exact.detach().to(bucket.dtype)
             output = bucket.flat
         work = all_gather(output, own, codec=which, **options)
-        assert work is not None  # it is with async_op
         plain = own.nbytes * (self._codecs.shards - 1)
 
         def finish() -> None:

@@ -1,0 +1,97 @@
+"""CUDA tensors go to NCCL by name. There need be no GPU: tensors that only claim to be on one, and a child that notes
+what it is asked for in NCCL's place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dtcomm.backend import children
+from dtcomm.backend.group import Group
+
+CUDA = torch.device("cuda", 0)
+
+
+class Child:
+    """Stands for the torch group around NCCL: notes its calls, whose names are torch's."""
+
+    BackendType = dist.ProcessGroup.BackendType
+
+    def __init__(self) -> None:
+        self.registered: list[tuple[str, Any]] = []
+        self.called: list[str] = []
+
+    def _set_default_backend(self, kind: Any) -> None:
+        return None
+
+    def _register_backend(self, device: torch.device, kind: Any, backend: Any) -> None:
+        self.registered.append((device.type, kind))
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*_: Any) -> Any:
+            self.called.append(name)
+            return dist.Work()
+
+        return call
+
+
+def _calls(group: Group, tensor: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """Every operation of a group, by the name of the child's method that must be called."""
+    pair = [tensor, tensor]
+    barrier = dist.BarrierOptions()
+    barrier.device = CUDA
+    scattering = dist.ReduceScatterOptions()
+    return {
+        "allreduce": lambda: group.allreduce([tensor], dist.AllreduceOptions()),
+        "allreduce_coalesced": lambda: group.allreduce_coalesced(pair),
+        "reduce": lambda: group.reduce([tensor], dist.ReduceOptions()),
+        "broadcast": lambda: group.broadcast([tensor], dist.BroadcastOptions()),
+        "allgather": lambda: group.allgather([pair], [tensor]),
+        "_allgather_base": lambda: group._allgather_base(tensor, tensor),
+        "allgather_coalesced": lambda: group.allgather_coalesced([pair, pair], pair),
+        "allgather_into_tensor_coalesced": lambda: group.allgather_into_tensor_coalesced(pair, pair),
+        "gather": lambda: group.gather([pair], [tensor], dist.GatherOptions()),
+        "scatter": lambda: group.scatter([tensor], [pair], dist.ScatterOptions()),
+        "reduce_scatter": lambda: group.reduce_scatter([tensor], [pair], scattering),
+        "_reduce_scatter_base": lambda: group._reduce_scatter_base(tensor, tensor, scattering),
+        "reduce_scatter_tensor_coalesced": lambda: group.reduce_scatter_tensor_coalesced(pair, pair),
+        "alltoall": lambda: group.alltoall(pair, pair),
+        "alltoall_base": lambda: group.alltoall_base(tensor, tensor),
+        "barrier": lambda: group.barrier(barrier),
+        "send": lambda: group.send([tensor], 1),
+        "recv": lambda: group.recv([tensor], 1),
+        "recv_anysource": lambda: group.recv_anysource([tensor]),
+    }
+
+
+@pytest.mark.parametrize("nccl", [True, False])
+def test_every_operation_on_a_gpu_is_handed_on_and_named(monkeypatch: pytest.MonkeyPatch, nccl: bool) -> None:
+    made = Child()
+
+    def process_group(*_: Any) -> Child:
+        return made
+
+    process_group.BackendType = Child.BackendType  # type: ignore[attr-defined]
+    stand_in = SimpleNamespace(ProcessGroup=process_group, is_nccl_available=lambda: nccl)
+    monkeypatch.setattr(children, "dist", stand_in)
+    monkeypatch.setattr(children.Children, "_nccl", lambda *_: "nccl")
+    monkeypatch.setattr(children.Children, "_gloo", lambda *_: "gloo")
+    group = Group(dist.HashStore(), 0, 2, timedelta(seconds=5), "devices")
+    with FakeTensorMode():
+        tensor = torch.empty(8, device=CUDA)
+        calls = _calls(group, tensor)
+        for call in calls.values():
+            call()
+    kind = Child.BackendType.NCCL if nccl else Child.BackendType.GLOO
+    assert made.registered == [("cuda", kind)]
+    assert made.called == list(calls)
+    handed = [(to, why, times) for (_, to, why), times in group._ledger.handed.items()]
+    assert len(handed) == len(calls)
+    assert set(handed) == {("nccl" if nccl else "gloo", "on cuda", 1)}
