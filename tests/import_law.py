@@ -31,7 +31,8 @@ PYTHON_LAW: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "kernels": _may("codecs _C _cuda", "torch numpy triton"),
     "runtime": _may("schedule codecs kernels _C _cuda", "torch numpy"),
     "planner": _may("schedule algorithms codecs", "torch"),
-    "collectives": _may("planner runtime algorithms schedule codecs kernels", "torch"),
+    # typing_extensions, which torch needs too, for types alone.
+    "collectives": _may("planner runtime algorithms schedule codecs kernels", "torch typing_extensions"),
     # What steps looked like; whoever sends something may show it.
     "insight": _may("collectives runtime", "torch rich"),
     "compress": _may("insight collectives kernels codecs", "torch"),

@@ -15,9 +15,12 @@ from tests.planner.tables import GB, KB, MB, TABLES, Published, errors
 
 def test_calibrated_on_eight_a100() -> None:
     found = errors(TABLES[0])
+    for size, error in found.items():
+        print(f"{size >> 10:>9} KB: predicted {error:+.1%} off {TABLES[0].name}")
+    # 1 MB is the one size that the model misses.
+    most = {size: 0.27 if size == MB else 0.15 for size in found}
+    assert {size: error for size, error in found.items() if abs(error) > most[size]} == {}
     assert statistics.median(map(abs, found.values())) < 0.05
-    assert {size for size, error in found.items() if abs(error) > 0.15} <= {MB}
-    assert abs(found[MB]) < 0.27
 
 
 @pytest.mark.parametrize("table", TABLES[1:], ids=lambda table: table.name)
