@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--codecs", nargs="+", default=specs())
-    parser.add_argument("--windows", type=int, default=128, help="of held-out text")
+    parser.add_argument("--windows", type=int, default=64, help="of held-out text")
     parser.add_argument("--steps", type=int, default=gpt.STEPS, help="of training")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many")
     parser.add_argument("--fresh", action="store_true", help="repeat what was measured before")
