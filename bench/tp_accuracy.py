@@ -27,9 +27,11 @@ from dtcomm.tp.emulate import emulate, restore
 
 WIDTHS = ("int8", "int6", "int5", "int4", "int3", "int2")
 ADDED = ("", "rotate=hadamard", "spikes=1", "rotate=hadamard,spikes=1")
-OTHERS = ("fp8_e4m3", "mxfp4", "mxfp4:rotate=hadamard")
+#: A zero point a block: activations are not centred.
+ASYMMETRIC = tuple(f"int4:symmetric=false{added}" for added in ("", ",rotate=hadamard", ",spikes=1"))
+OTHERS = (*ASYMMETRIC, "fp8_e4m3", "mxfp4", "mxfp4:rotate=hadamard")
 #: The most that perplexity may rise, as a fraction.
-TARGETS = {"int8": 0.001, "int6": 0.001, "int4": 0.01}
+TARGETS = {"int8": 0.001, "int6": 0.001, "int4": 0.01, ASYMMETRIC[2]: 0.01}
 
 
 def specs() -> list[str]:
