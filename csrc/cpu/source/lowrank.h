@@ -56,6 +56,49 @@ inline void add_multiple(float* __restrict__ sum, float by, const float* __restr
   for (std::size_t i = 0; i < n; ++i) to[i].value = to[i].value + by * from[i].value;
 }
 
+// Rows whose products are added to the sums of columns at once, one after the other: the sums are read and written
+// once.
+constexpr std::size_t kRows = 4;
+constexpr std::size_t kShortStrip = 1024;  // of so many rows
+
+// sum[i] += by[0] * x[0][i], and so on
+inline void add_multiples(float* __restrict__ sum, const float* by, const float* const* x, std::size_t n) {
+  static_assert(kRows == 4);
+  auto* to = cells<float>(sum);
+  const auto *a = cells<float>(x[0]), *b = cells<float>(x[1]), *c = cells<float>(x[2]), *d = cells<float>(x[3]);
+#pragma GCC ivdep
+  for (std::size_t i = 0; i < n; ++i) {
+    to[i].value = (((to[i].value + by[0] * a[i].value) + by[1] * b[i].value) + by[2] * c[i].value) + by[3] * d[i].value;
+  }
+}
+
+// The same of rows of gradient + residual, `stride` apart, that nobody else reads.
+inline void add_multiples_of_sums(float* __restrict__ sum, const float* by, const float* gradient,
+                                  const float* residual, std::size_t stride, std::size_t n) {
+  static_assert(kRows == 4);
+  auto* to = cells<float>(sum);
+  const auto *a = cells<float>(gradient), *e = cells<float>(residual);
+  const auto *b = a + stride, *c = b + stride, *d = c + stride;
+  const auto *f = e + stride, *g = f + stride, *h = g + stride;
+#pragma GCC ivdep
+  for (std::size_t i = 0; i < n; ++i) {
+    float total = to[i].value + by[0] * (a[i].value + e[i].value);
+    total = total + by[1] * (b[i].value + f[i].value);
+    total = total + by[2] * (c[i].value + g[i].value);
+    to[i].value = total + by[3] * (d[i].value + h[i].value);
+  }
+}
+
+// sums += (a + b) * c, element i to lane i mod 16; `n` is a multiple of 16.
+inline void add_products_of_sums(Wide& sums, const float* a, const float* b, const float* c, std::size_t n) {
+  Wide total = sums;
+  for (std::size_t i = 0; i < n; i += kWide) {
+    const Wide term = *reinterpret_cast<const LooseWide*>(a + i) + *reinterpret_cast<const LooseWide*>(b + i);
+    total = total + term * *reinterpret_cast<const LooseWide*>(c + i);
+  }
+  sums = total;
+}
+
 // gradient + residual of columns [column, column + n) of a row: in place where that is fp32 alone, else in `scratch`.
 inline const float* strip_of(const Matrix& matrix, std::size_t row, std::size_t column, std::size_t n, float* scratch) {
   const std::size_t at = row * matrix.columns + column;
@@ -70,13 +113,24 @@ inline const float* strip_of(const Matrix& matrix, std::size_t row, std::size_t 
   return scratch;
 }
 
+// Whether gradient + residual is read but once, by one vector: then it need not be kept, even for a moment.
+inline bool is_read_once(const Matrix& matrix) {
+  return matrix.rank == 1 && matrix.residual && matrix.dtype == DType::f32;
+}
+
 inline void project_rows(const Matrix& matrix, const float* right, float* left) {
   const Environment environment;
   alignas(kLine) float scratch[kStrip];
   Wide sums[kMostRank];
+  const std::size_t direct = is_read_once(matrix) ? matrix.columns / kWide * kWide : 0;
   for (std::size_t row = 0; row < matrix.rows; ++row) {
     for (std::size_t k = 0; k < matrix.rank; ++k) sums[k] = Wide{};
-    for (std::size_t column = 0; column < matrix.columns; column += kStrip) {
+    if (direct) {
+      const std::size_t at = row * matrix.columns;
+      add_products_of_sums(sums[0], static_cast<const float*>(matrix.gradient) + at, matrix.residual + at, right,
+                           direct);
+    }
+    for (std::size_t column = direct; column < matrix.columns; column += kStrip) {
       const std::size_t n = smaller(kStrip, matrix.columns - column);
       const float* strip = strip_of(matrix, row, column, n, scratch);
       for (std::size_t k = 0; k < matrix.rank; ++k) {
@@ -89,12 +143,27 @@ inline void project_rows(const Matrix& matrix, const float* right, float* left) 
 
 inline void project_columns(const Matrix& matrix, const float* left, float* right) {
   const Environment environment;
-  alignas(kLine) float scratch[kStrip];
+  alignas(kLine) float scratch[kRows][kShortStrip];
   __builtin_memset(right, 0, matrix.rank * matrix.columns * sizeof(float));
-  for (std::size_t column = 0; column < matrix.columns; column += kStrip) {
-    const std::size_t n = smaller(kStrip, matrix.columns - column);
-    for (std::size_t row = 0; row < matrix.rows; ++row) {
-      const float* strip = strip_of(matrix, row, column, n, scratch);
+  const bool direct = is_read_once(matrix);
+  for (std::size_t column = 0; column < matrix.columns; column += kShortStrip) {
+    const std::size_t n = smaller(kShortStrip, matrix.columns - column);
+    std::size_t row = 0;
+    for (; row + kRows <= matrix.rows; row += kRows) {
+      if (direct) {
+        const std::size_t at = row * matrix.columns + column;
+        add_multiples_of_sums(right + column, left + row, static_cast<const float*>(matrix.gradient) + at,
+                              matrix.residual + at, matrix.columns, n);
+        continue;
+      }
+      const float* strips[kRows];
+      for (std::size_t i = 0; i < kRows; ++i) strips[i] = strip_of(matrix, row + i, column, n, scratch[i]);
+      for (std::size_t k = 0; k < matrix.rank; ++k) {
+        add_multiples(right + k * matrix.columns + column, left + k * matrix.rows + row, strips, n);
+      }
+    }
+    for (; row < matrix.rows; ++row) {
+      const float* strip = strip_of(matrix, row, column, n, scratch[0]);
       for (std::size_t k = 0; k < matrix.rank; ++k) {
         add_multiple(right + k * matrix.columns + column, left[k * matrix.rows + row], strip, n);
       }
