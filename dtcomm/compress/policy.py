@@ -11,7 +11,8 @@ that would not be smaller than the tensor, both go uncompressed, and the choice 
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -21,6 +22,8 @@ from dtcomm.compress.scheme import Scheme, matrix_of, scheme, wire
 
 #: Below one granule a payload is mostly scales and padding, and there is next to nothing to save.
 SMALL = 1024
+#: How a condition begins, and the field of `Rule` that it sets.
+CONDITIONS = {"ndim<": "ndim_below", "numel<": "numel_below", "name=": "name", "module=": "module"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,19 +42,22 @@ ALONE = Choice(codec=codec("none"), why="one rank alone")
 class Rule:
     """Tensors that meet every condition given get ``codec``; a rule without conditions matches everything.
 
-    ``ndim_below`` and ``numel_below`` are exclusive bounds; ``name`` is a shell pattern (``*.bias``).
+    ``ndim_below`` and ``numel_below`` are exclusive bounds; ``name`` is a shell pattern (``*.bias``), ``module`` one
+    for the type of the module that holds the parameter (``Conv*``, ``Embedding``).
     """
 
     codec: Scheme
     ndim_below: int | None = None
     numel_below: int | None = None
     name: str | None = None
+    module: str | None = None
 
-    def matches(self, name: str, tensor: torch.Tensor) -> bool:
+    def matches(self, name: str, tensor: torch.Tensor, module: str = "") -> bool:
         return (
             (self.ndim_below is None or tensor.ndim < self.ndim_below)
             and (self.numel_below is None or tensor.numel() < self.numel_below)
             and (self.name is None or fnmatch.fnmatchcase(name, self.name))
+            and (self.module is None or fnmatch.fnmatchcase(module, self.module))
         )
 
     def condition(self) -> str:
@@ -62,6 +68,8 @@ class Rule:
             parts.append(f"numel<{self.numel_below}")
         if self.name is not None:
             parts.append(f"name={self.name}")
+        if self.module is not None:
+            parts.append(f"module={self.module}")
         return " ".join(parts) or "*"
 
     def __str__(self) -> str:
@@ -74,37 +82,64 @@ class Rule:
             raise ValueError(f"policy rule {text.strip()!r}: want 'condition -> codec'")
         conditions: dict[str, str] = {}
         for part in left.split():
-            for prefix, field in (("ndim<", "ndim_below"), ("numel<", "numel_below"), ("name=", "name")):
+            for prefix, what in CONDITIONS.items():
                 if part.startswith(prefix):
-                    conditions[field] = part[len(prefix) :]
+                    conditions[what] = part[len(prefix) :]
                     break
             else:
                 if part != "*":
                     raise ValueError(
-                        f"policy condition {part!r}: want one of 'ndim<N', 'numel<N', 'name=PATTERN', '*'"
+                        f"policy condition {part!r}: want one of 'ndim<N', 'numel<N', 'name=PATTERN', "
+                        "'module=PATTERN', '*'"
                     )
         try:
             ndim, numel = (
-                int(conditions[field]) if field in conditions else None
-                for field in ("ndim_below", "numel_below")
+                int(conditions[bound]) if bound in conditions else None
+                for bound in ("ndim_below", "numel_below")
             )
         except ValueError:
             raise ValueError(f"policy rule {text.strip()!r}: the bound must be an integer") from None
         return Rule(
-            codec=scheme(right.strip()), ndim_below=ndim, numel_below=numel, name=conditions.get("name")
+            codec=scheme(right.strip()),
+            ndim_below=ndim,
+            numel_below=numel,
+            name=conditions.get("name"),
+            module=conditions.get("module"),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """An ordered tuple of rules; `a | b` asks ``a`` first. What no rule matches stays uncompressed."""
+    """An ordered tuple of rules; `a | b` asks ``a`` first. What no rule matches stays uncompressed.
+
+    ``modules`` says which type of module holds each parameter, by name; `of` looks it up.
+    """
 
     rules: tuple[Rule, ...]
+    modules: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def of(self, model: torch.nn.Module) -> Policy:
+        """This policy, knowing the model's parameters."""
+        held = {
+            f"{path}.{name}" if path else name: type(module).__name__
+            for path, module in model.named_modules()
+            for name, _ in module.named_parameters(recurse=False)
+        }
+        return replace(self, modules=held)
 
     def choose(self, name: str, tensor: torch.Tensor) -> Choice:
-        """The codec for the gradient of ``tensor``, whose dtype and shape are the gradient's."""
+        """The codec for the gradient of ``tensor``, whose dtype and shape are the gradient's.
+
+        ValueError where a rule asks for a module's type and nobody has said which model it is (`of`).
+        """
         none = codec("none")
-        rule = next((rule for rule in self.rules if rule.matches(name, tensor)), None)
+        if not self.modules and (asks := [rule for rule in self.rules if rule.module is not None]):
+            raise ValueError(
+                f"policy: '{asks[0]}' wants the types of modules: compress(model, …) knows them, elsewhere give "
+                "Policy.parse(…).of(model)"
+            )
+        module = self.modules.get(name, "")
+        rule = next((rule for rule in self.rules if rule.matches(name, tensor, module)), None)
         if rule is None:
             return Choice(codec=none, why="no rule matches")
         if rule.codec == none:
@@ -112,7 +147,7 @@ class Policy:
         return choose(rule.codec, tensor)
 
     def __or__(self, other: Policy) -> Policy:
-        return Policy(rules=self.rules + other.rules)
+        return Policy(rules=self.rules + other.rules, modules={**other.modules, **self.modules})
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.rules))

@@ -68,7 +68,7 @@ class LocalSGD:
         ):
             if value < least:
                 raise ValueError(f"{name}={value}: want {least} or more")
-        self.policy = as_policy(spec)
+        self.policy = as_policy(spec).of(model)
         schemes = [rule.codec for rule in self.policy.rules]
         if any(isinstance(scheme, DGC) for scheme in schemes):
             raise ValueError("spec: dgc has a momentum for gradients; here momentum is the outer optimiser's")

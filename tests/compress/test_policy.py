@@ -77,3 +77,14 @@ def test_text_parses_back(text: str) -> None:
 def test_errors_name_the_part_that_is_wrong(text: str, names: str) -> None:
     with pytest.raises(ValueError, match=names.replace("*", r"\*")):
         Policy.parse(text)
+
+
+def test_types_of_modules_decide() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(64, 64), torch.nn.Linear(64, 64))
+    policy = Policy.parse("module=Embed* -> fp16; ndim<2 -> none; * -> int8")
+    assert str(Policy.parse(str(policy))) == "module=Embed* -> fp16; ndim<2 -> none; * -> int8"
+    known = policy.of(model)
+    chosen = {name: str(known.choose(name, parameter).codec) for name, parameter in model.named_parameters()}
+    assert chosen == {"0.weight": "fp16", "1.weight": "int8", "1.bias": "none"}
+    with pytest.raises(ValueError, match=r"'module=Embed\* -> fp16' wants the types of modules"):
+        policy.choose("0.weight", model[0].weight)
