@@ -35,7 +35,7 @@ PYTHON_LAW: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "collectives": _may("planner runtime algorithms schedule codecs kernels", "torch typing_extensions"),
     # What steps looked like; whoever sends something may show it.
     "insight": _may("collectives runtime", "torch rich"),
-    "compress": _may("insight collectives kernels codecs", "torch"),
+    "compress": _may("insight collectives planner kernels codecs", "torch"),
     "ddp": _FACE,
     "fsdp": _FACE,
     "tp": _may("insight compress collectives codecs kernels", "torch transformers"),

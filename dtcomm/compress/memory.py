@@ -18,6 +18,7 @@ from dtcomm.compress.packing import Segment
 from dtcomm.compress.reference import References
 from dtcomm.compress.scheme import Scheme
 
+REPAID = 32  # steps over which what is owed to a parameter that is no longer compressed is given back
 FEEDBACKS = ("residual", "ef21", "diana")
 DIANA_RATE = 0.5
 
@@ -63,6 +64,15 @@ class Memory:
         if kind in ("ef21", "diana"):
             self._references = References(1.0 if kind == "ef21" else DIANA_RATE)
         self._velocities = Velocities()
+        self._repaying: dict[str, int] = {}  # steps that are left
+
+    def repay(self, name: str) -> None:
+        """A parameter is no longer compressed: give back what is owed to it with its next gradients, in equal parts.
+
+        All at once it would be a leap: sparse schemes may owe a hundred gradients.
+        """
+        if name in self._residuals:
+            self._repaying[name] = REPAID
 
     def hand(
         self,
@@ -76,6 +86,7 @@ class Memory:
         """What to give to the collective of so many ranks for a lossy segment. `unused`: it may be that no rank has
         used the parameter; `sampled`: what is lost is measured, even where it is not kept."""
         name, scheme = segment.name, segment.codec
+        self._repaying.pop(name, None)
         if self.kind is False:
             lost = torch.zeros(gradient.numel(), dtype=torch.float32, device=gradient.device)
             return Handed(segment, gradient, gradient, lost if sampled else None)
@@ -98,17 +109,29 @@ class Memory:
         return Handed(segment, gradient, gradient, residual.add_(velocity), before=residual.clone())
 
     def plain(self, segment: Segment, gradient: torch.Tensor) -> None:
-        """What a segment needs that is not DGC's own, where others are: the same momentum."""
-        if self._momentum is None:
+        """What a segment needs that is not DGC's own, where others are: the same momentum; and what it is owed."""
+        if self._momentum is None and not self._repaying:
             return
         start = 0
         for member in segment.members:
             part = gradient[start : start + member.numel]
             start += member.numel
-            if part.is_floating_point():
+            if left := self._repaying.pop(member.name, 0):
+                self._repay(member.name, part, left)
+            if self._momentum is not None and part.is_floating_point():
                 velocity = self._velocities.step(member.name, part, self._momentum)
                 if velocity is not None:
                     part.copy_(velocity)
+
+    def _repay(self, name: str, gradient: torch.Tensor, left: int) -> None:
+        residual = self._residuals.get(name, gradient)
+        due = (residual / left).to(gradient.dtype)
+        gradient.add_(due)
+        if left > 1:
+            residual.sub_(due)
+            self._repaying[name] = left - 1
+        else:
+            self._residuals.reset(name)
 
     def take(self, handed: Handed, key: int) -> None:
         """The mean is there. `key` chooses the random numbers of rounding what is kept."""

@@ -107,7 +107,9 @@ class Report:
 
     ``wire_bytes`` and ``seconds`` (start to finish of every collective, added up) are this rank's, over
     ``steps`` steps in ``messages`` messages; ``residual_bytes`` is the memory that feedback and momentum hold between
-    the steps, and ``memory`` says by what, in bytes; ``events`` counts what the guard saw and did.
+    the steps, and ``memory`` says by what, in bytes; ``events`` counts what the guard saw and did. ``auto`` is
+    what "auto" decided and why, and ``plans`` what it compared last: predicted and measured milliseconds of a step from
+    its first bucket to its last.
     """
 
     policy: str
@@ -122,6 +124,8 @@ class Report:
     events: dict[str, int] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
     buckets: tuple[BucketRow, ...] = field(default=())
+    auto: tuple[str, ...] = ()
+    plans: tuple[dict[str, Any], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         values = asdict(self)
@@ -213,6 +217,7 @@ class Report:
             f"{human(self.plain_bytes)} in {self.seconds:.3f} s; "
             f"feedback {_kind(self.feedback)}, {_memory(self.memory) or human(self.residual_bytes) + ' of residuals'}"
         ]
+        lines += self.auto
         if self.events:
             lines.append("guard: " + _counted(self.events))
         return lines

@@ -21,8 +21,9 @@ import torch
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 from torch.nn.parallel import DistributedDataParallel
 
+from dtcomm.compress.auto import NAME as AUTO
 from dtcomm.compress.guard import Guard
-from dtcomm.compress.policy import Policy
+from dtcomm.compress.policy import Policy, as_policy
 from dtcomm.compress.scheme import Scheme
 from dtcomm.ddp import frameworks
 from dtcomm.ddp.frameworks import Attached
@@ -44,6 +45,8 @@ def compress(model: DistributedDataParallel, spec: str | Scheme | Policy = "int8
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"model: want a DistributedDataParallel, got {type(model).__name__}")
+    if spec != AUTO:
+        spec = as_policy(spec).of(model.module)
     state = State(spec, group=model.process_group, parameters=model.module.named_parameters(), **options)
 
     def refuse_after_failure(module: torch.nn.Module, args: Any) -> None:

@@ -12,6 +12,7 @@ from dtcomm.compress.dgc import DGC
 from dtcomm.compress.guard import Watch
 from dtcomm.compress.packing import Packing, pack
 from dtcomm.compress.policy import ALONE, Choice, Policy, choose
+from dtcomm.ddp.tuner import Tuner
 
 NONE = codec("none")
 
@@ -25,10 +26,11 @@ class Packings:
         watch: Watch | None,
         warmup: int,
         parameters: Iterable[tuple[str, torch.Tensor]] | None,
+        tuner: Tuner | None = None,
     ) -> None:
         self.current: dict[int, Packing] = {}
         self.retired: list[Packing] = []
-        self._policy, self._watch, self._warmup = policy, watch, warmup
+        self._policy, self._watch, self._warmup, self._tuner = policy, watch, warmup, tuner
         # The parameters are kept so that an id is never reused; without names, they come with the buckets.
         self._parameters = {id(parameter): (name, parameter) for name, parameter in parameters or ()}
         self._named = parameters is not None
@@ -45,7 +47,12 @@ class Packings:
         parameters = bucket.parameters()
         layout = tuple(map(id, parameters))
         ratios = [dgc.stage(step) for dgc in self._falling]
-        revision = (step < self._warmup, 0 if self._watch is None else self._watch.revision, ratios)
+        revision = (
+            step < self._warmup,
+            0 if self._watch is None else self._watch.revision,
+            0 if self._tuner is None else self._tuner.revision,
+            ratios,
+        )
         packing = self.current.get(bucket.index())
         if packing is not None:
             alike = packing.layout == layout and packing.dtype == buffer.dtype
@@ -56,7 +63,7 @@ class Packings:
             raise TypeError(
                 f"bucket {bucket.index()}: {buffer.layout} gradients cannot be compressed, only dense ones"
             )
-        names = [self._name(parameter) for parameter in parameters]
+        names = self.names(bucket)
         gradients = zip(names, bucket.gradients(), strict=True)
         packing = pack(
             buffer,
@@ -68,9 +75,13 @@ class Packings:
         self.current[bucket.index()] = packing
         return packing
 
+    def names(self, bucket: GradBucket) -> list[str]:
+        """Of its parameters, in order."""
+        return [self._name(parameter) for parameter in bucket.parameters()]
+
     def _choose(self, name: str, gradient: torch.Tensor, step: int) -> Choice:
         """What the policy says, unless training warms up or the guard knows better."""
-        choice = self._policy.choose(name, gradient)
+        choice = (self._policy if self._tuner is None else self._tuner).choose(name, gradient)
         if choice.codec == NONE:
             return choice
         if step < self._warmup:

@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 
+from dtcomm.collectives import Work
+from dtcomm.compress.auto import NAME as AUTO
+from dtcomm.compress.auto import Auto
 from dtcomm.compress.average import NONE, Averager
 from dtcomm.compress.checkpoint import VERSION, require_fit, share_of
 from dtcomm.compress.guard import Event, Guard, Sample, Watch, summary
@@ -22,7 +25,10 @@ from dtcomm.compress.report import Report, Tally, rows
 from dtcomm.compress.scheme import Scheme
 from dtcomm.compress.sequence import Sequencer
 from dtcomm.ddp.flight import Flight
+from dtcomm.ddp.meet import Group
+from dtcomm.ddp.own import OwnWork
 from dtcomm.ddp.packings import Packings
+from dtcomm.ddp.tuner import Timed, Tuner
 from dtcomm.insight import Metric, Timeline
 from dtcomm.insight.ranges import UnderWay
 from dtcomm.kernels import mixer
@@ -34,7 +40,7 @@ class State:
     """What the hook remembers: which codec each parameter gets, the residuals, and what was counted.
 
     spec: a codec or compressor (or its spec: "int8", "powersgd:rank=4"), which goes to matrices under
-        `default_policy`; or a `Policy` (or its text).
+        `default_policy`; or a `Policy` (or its text). "auto": measured in the first steps, and chosen by what pays.
     group: the process group of the model; None is the default group.
     feedback: keep each rank's encoding errors and add them to the next gradient, per parameter; or "ef21" or "diana":
         send differences to what all ranks know already.
@@ -51,6 +57,9 @@ class State:
     warmup: steps at the start of training that are sent uncompressed.
     timeline: keep the times of so many last steps, for ``timeline.summary()`` and `trace`; 0: look at no clock
         (``timeline.start()`` begins at any step).
+    budget, candidates, check_every: of "auto": the largest relative error of an encoding (0.2 by default), the schemes
+        to choose from (none, fp16, int8, int4 by default; naming them allows them whatever their error), and the steps
+        after which the link is looked at again.
     """
 
     def __init__(
@@ -67,12 +76,21 @@ class State:
         guard: Guard | None = _GUARD,
         warmup: int = 0,
         timeline: int = 0,
+        budget: float | None = None,
+        candidates: Sequence[str | Scheme] | None = None,
+        check_every: int = 500,
     ) -> None:
         if sample_every < 0:
             raise ValueError(f"sample_every={sample_every}: want 0 (never) or more")
         if warmup < 0:
             raise ValueError(f"warmup={warmup}: want 0 or more steps")
-        self.policy = as_policy(spec)
+        self._tuner: Tuner | None = None
+        if spec == AUTO:
+            auto = Auto(budget=budget, candidates=candidates, every=check_every)
+            self._tuner = Tuner(auto, Group(group))
+        elif budget is not None or candidates is not None:
+            raise ValueError(f"spec: budget and candidates go with {AUTO!r}, got {spec!r}")
+        self.policy = as_policy(NONE if self._tuner is not None else spec)
         self.group = group
         self.feedback = feedback
         self.algorithm = algorithm
@@ -80,6 +98,8 @@ class State:
         self.steps = 0
         self.error: Exception | None = None
         schemes = [rule.codec for rule in self.policy.rules]
+        if self._tuner is not None:
+            schemes = list(self._tuner.auto.schemes)
         self._memory = Memory(feedback, residual, schemes)
         self._averager = Averager(algorithm, group, seed)
         # Where buckets take several collectives, all of them start on one thread, in an order that ranks share.
@@ -89,8 +109,9 @@ class State:
         lossy = any(scheme != NONE for scheme in schemes)
         self._watch = Watch(guard) if guard is not None and lossy else None
         self._told: Flight | None = None
-        self._packings = Packings(self.policy, self._watch, warmup, parameters)
+        self._packings = Packings(self.policy, self._watch, warmup, parameters, self._tuner)
         self._flights: list[Flight] = []
+        self._begun = 0.0  # this step's first bucket
         self._recorder: Recorder | None = None
         self.timeline = Timeline("ddp")
         if timeline:
@@ -108,8 +129,9 @@ class State:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """What the guard saw and did, in order; the same on all ranks."""
-        return () if self._watch is None else tuple(self._watch.events)
+        """What the guard saw and did, and what "auto" chose, each in order; the same on all ranks."""
+        seen = [] if self._watch is None else self._watch.events
+        return (*seen, *(() if self._tuner is None else self._tuner.decisions))
 
     def observe(self, loss: float | torch.Tensor) -> None:
         """Tell the guard this step's loss, once a step and before its backward, on every rank."""
@@ -130,7 +152,7 @@ class State:
         for packing in packings:
             packing.add_to(tallies)
         return Report(
-            policy=str(self.policy),
+            policy=AUTO if self._tuner is not None else str(self.policy),
             feedback=self.feedback,
             steps=self.steps,
             messages=sum(packing.messages for packing in packings),
@@ -139,7 +161,9 @@ class State:
             seconds=sum(packing.seconds for packing in packings),
             residual_bytes=self._memory.held(),
             memory=memory,
-            events=summary(self.events),
+            events={} if self._watch is None else summary(self._watch.events),
+            auto=() if self._tuner is None else tuple(map(str, self._tuner.decisions)),
+            plans=() if self._tuner is None else tuple(self._tuner.rows),
             rows=rows(tallies.items()),
             buckets=tuple(
                 packing.row(index, events) for index, packing in sorted(self._packings.current.items())
@@ -181,6 +205,7 @@ class State:
             **self._memory.state_dict(),
             "factors": self._averager.factors.state_dict(),
             "watch": {} if self._watch is None else self._watch.state_dict(),
+            "auto": {} if self._tuner is None else self._tuner.state_dict(),
         }
 
     def load_state_dict(
@@ -205,6 +230,10 @@ class State:
         self._averager.factors.load_state_dict(first.get("factors", {}))
         if self._watch is not None:
             self._watch.load_state_dict(first.get("watch", {}))
+        if self._tuner is not None:
+            # Another number of ranks makes another link of it.
+            same = first["world_size"] == world_size
+            self._tuner.load_state_dict(first.get("auto", {}) if same else {})
         self.steps, self._averager.seed = first["steps"], first["seed"]
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -256,6 +285,9 @@ class State:
             if flight.done is not None and flight.done.done() and self.error is None:
                 flight.settle(self._watch)
         self._judge()
+        self._begun = time.perf_counter()
+        if self._tuner is not None and self.error is None:
+            self._tune(self._tuner)
         try:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             self._in_backward = True
@@ -263,6 +295,19 @@ class State:
                 self.timeline.backward_begins()
         except RuntimeError:  # called by hand, outside of a backward: the future must carry an error itself
             self._in_backward = False
+
+    def _tune(self, tuner: Tuner) -> None:
+        """On all ranks before the first bucket of a step, when nothing is under way."""
+        try:
+            tuner.begin(self.steps)
+        except Exception as error:
+            self.error = error
+            return
+        for name in tuner.take_changes():
+            self._averager.factors.forget(name)
+        for name in tuner.take_plain():
+            self._memory.repay(name)
+        self._begun = time.perf_counter()
 
     def _end_backward(self) -> None:
         """Runs before DDP's own callback, which waits for the futures; another, after it, raises the errors.
@@ -293,6 +338,13 @@ class State:
             raise self.error
         if self.timeline.on:
             self.timeline.close([flight.message for flight in flights], at_end=True)
+        if self._tuner is not None:
+            sent = [flight.sent for flight in flights]
+            buckets = [
+                Timed(each.ready - self._begun, each.took, flight.work.wire_bytes)
+                for each, flight in zip(sent, flights, strict=True)
+            ]
+            self._tuner.end(self.steps - 1, time.perf_counter() - self._begun, buckets)
         if self._recorder is not None and self._recorder.step([flight.sent for flight in flights]):
             self._recorder = None
 
@@ -317,6 +369,8 @@ class State:
     def _launch(self, bucket: GradBucket, buffer: torch.Tensor) -> Flight:
         ranks = dist.get_world_size(self.group)
         packing = self._packings.of(bucket, buffer, self.steps, ranks)
+        if self._tuner is not None and self._tuner.wants(self.steps):
+            self._tuner.look(bucket.index(), self._packings.names(bucket), bucket.gradients())
         sampled = self.sample_every > 0 and self.steps % self.sample_every == 0
         samples: list[Sample] | None = [] if sampled else None
         handed: list[Handed] = []
@@ -338,9 +392,12 @@ class State:
             tensors.append(given.sent)
             residuals.append(given.residual)
         last, told = bucket.is_last(), None
-        if self._watch is not None and last:
+        own = self._tuner is not None and self._tuner.own  # then nothing is lost, and nobody watches
+        if self._watch is not None and last and not own:
             told = self._watch.vector().to(buffer.device)
-        if self._sequencer is None:
+        if own:
+            work: Work = OwnWork(buffer, self.group)
+        elif self._sequencer is None or (self._tuner is not None and not self._tuner.in_stages):
             work = self._averager.start(packing, tensors, residuals, told, self.steps)
         else:
             stages = self._averager.stages(packing, tensors, residuals, told, self.steps)

@@ -1,0 +1,352 @@
+"""``compress(model, "auto")`` while training goes on: measure, try, choose, and look again.
+
+The first steps go uncompressed and are timed. What `compress.auto` then finds promising is tried for a few steps each,
+since what a step really takes is the only proof, and what was best stays. Every so many steps the link is probed: where
+it has changed, or steps have become slow, all of it begins again.
+
+Whatever decides is agreed upon by all ranks first, in the same step, as the largest of their figures.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dtcomm.compress.auto import (
+    NONE,
+    PLAIN,
+    SAMPLE,
+    Auto,
+    Costs,
+    Load,
+    Plan,
+    kernel_seconds,
+    pick,
+    plans,
+    relative_error,
+)
+from dtcomm.compress.guard import Event
+from dtcomm.compress.policy import SMALL, Choice, default_policy
+from dtcomm.compress.powersgd import PowerSGD
+from dtcomm.compress.scheme import Scheme, matrix_of, scheme
+from dtcomm.ddp.meet import Meet
+
+FIRST, AGAIN = (
+    3,
+    1,
+)  # steps before measuring counts: DDP makes its buckets anew, memory is touched for the first time
+COUNTED = 3  # steps that count, of every plan
+CHANGED = 1.5  # times a link must have become faster or slower
+SLOWER = 1.25  # times a step must have become longer
+
+_log = logging.getLogger("dtcomm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision(Event):
+    """The choice ``action`` of "auto": a step's communication then takes ``value`` seconds where plain DDP's
+    takes ``limit``; ``why`` names what else was tried."""
+
+    why: str
+
+    def __str__(self) -> str:
+        times = f"{self.value * 1e3:.1f} ms (plain DDP {self.limit * 1e3:.1f}); " if self.limit else ""
+        return f"step {self.step}: auto: {self.action}; {times}{self.why}"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One bucket of a step: when it was ready, seconds after the first, how long it was under way, bytes sent."""
+
+    ready: float
+    took: float
+    sent: int
+
+
+@dataclass
+class Seen:
+    """One bucket's gradients: shapes of the matrices, elements of the rest, rows of the largest matrix."""
+
+    names: list[str]
+    matrices: tuple[tuple[int, int], ...]
+    rest: int
+    sample: torch.Tensor
+    dtype: torch.dtype
+
+
+class Tuner:
+    """What "auto" has measured and chosen. `begin` opens a step, `end` closes it; `look` sees each bucket between."""
+
+    def __init__(self, auto: Auto, meet: Meet) -> None:
+        self.auto, self._meet = auto, meet
+        self.revision = 0
+        self.decisions: list[Decision] = []
+        self.rows: list[dict[str, Any]] = []  # of the last choice: what was predicted and what it took
+        self.own = False  # the group's own backend reduces, as without a hook
+        self._by_name: dict[str, Scheme] = {}
+        self._changed: list[str] = []
+        self._plain: list[str] = []
+        self._measuring = True
+        self._start = self._until = -1  # of the steps that count; -1: not begun
+        self._times: deque[float] = deque(maxlen=20)
+        self._buckets: list[list[Timed]] = []
+        self._seen: dict[int, Seen] = {}
+        self._plans: list[Plan] = []
+        self._tried: list[float] = []
+        self._usual = 0.0  # a step with the choice, when it was made
+        self._link = 0.0  # seconds a byte of the probe then
+        self._alone = False  # there is no link to save
+        self._refused: list[str] = []
+        self._speed = 0.0  # Gbit/s
+
+    @property
+    def settled(self) -> bool:
+        """A choice is in force and nothing is being tried."""
+        return not self._measuring and not self._plans
+
+    @property
+    def in_stages(self) -> bool:
+        """Whether PowerSGD is in force."""
+        return any(isinstance(each, PowerSGD) for each in self._by_name.values())
+
+    def choose(self, name: str, gradient: torch.Tensor) -> Choice:
+        """What a parameter gets now."""
+        chosen = self._by_name.get(name, NONE)
+        if chosen != NONE:
+            return default_policy(chosen).choose(name, gradient)
+        return Choice(
+            codec=NONE, why="auto: measuring" if self._measuring else f"auto: {PLAIN}" if self.own else "auto"
+        )
+
+    def take_changes(self) -> list[str]:
+        """Parameters that get something else from now on."""
+        taken, self._changed = self._changed, []
+        return taken
+
+    def take_plain(self) -> list[str]:
+        """Parameters that a choice has left uncompressed: what is owed to them is due."""
+        taken, self._plain = self._plain, []
+        return taken
+
+    def begin(self, step: int) -> None:
+        """A step begins, on all ranks."""
+        if self._until < 0:
+            self._start, self._until = step + FIRST, step + FIRST + COUNTED
+            if self._meet.ranks > 1 and self._meet.in_memory():
+                self._leave_alone(step)
+        if step < self._until or self._meet.ranks == 1 or self._alone:
+            return
+        if self._measuring:
+            self._predict(step)
+        elif self._plans:
+            self._next(step)
+        else:
+            self._check(step)
+
+    def wants(self, step: int) -> bool:
+        """Whether `look` is to be called for the buckets of this step."""
+        return self._measuring and step == self._until - 1
+
+    def look(self, index: int, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
+        """A bucket before it is reduced."""
+        shapes, rest = [], 0
+        largest = torch.empty(0, 0)
+        for gradient in gradients:
+            if gradient.ndim < 2 or gradient.numel() < SMALL:
+                rest += gradient.numel()
+                continue
+            shapes.append(matrix_of(gradient))
+            if gradient.numel() > largest.numel():
+                largest = gradient
+        rows, columns = matrix_of(largest)
+        some = largest.reshape(rows, columns)[: max(1, SAMPLE // max(1, columns))]
+        self._seen[index] = Seen(
+            list(names), tuple(shapes), rest, some.detach().cpu().clone(), gradients[0].dtype
+        )
+
+    def end(self, step: int, seconds: float, buckets: Sequence[Timed]) -> None:
+        """A step is over: seconds from its first bucket to the last one's arrival."""
+        if step < self._start:
+            return
+        self._times.append(seconds)
+        if self._measuring:
+            self._buckets.append(list(buckets))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The choice in force, and when it is looked at again; nothing while there is none."""
+        if not self.settled:
+            return {}
+        chosen = {name: str(each) for name, each in self._by_name.items()}
+        times = {"until": self._until, "usual": self._usual, "link": self._link}
+        return {"chosen": chosen, "own": self.own, **times}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with a saved choice; without one, with measuring."""
+        if not state:
+            self._again(-1)
+            return
+        self._alone = False
+        self._by_name = {name: scheme(spec) for name, spec in state["chosen"].items()}
+        self._measuring, self._plans = False, []
+        self._start, self._until = 0, state["until"]
+        self._usual, self._link, self.own = state["usual"], state["link"], state["own"]
+        self._times.clear()
+        self.revision += 1
+
+    def _again(self, step: int) -> None:
+        """Measure from this step on; -1: from the next one."""
+        self._measuring, self._plans, self._tried = True, [], []
+        self._start, self._until = (step + AGAIN, step + AGAIN + COUNTED) if step >= 0 else (-1, -1)
+        self._times.clear()
+        self._buckets, self._seen = [], {}
+        self._by_name, self.own = {}, False
+        self.revision += 1
+
+    def _predict(self, step: int) -> None:
+        """The first steps are over: agree on their figures, and on what to try."""
+        seen = [self._seen[index] for index in sorted(self._seen)]
+        schemes = self.auto.schemes
+        latency, alone = self._meet.probe()
+        steps = [each for each in self._buckets if len(each) == len(seen)]
+        medians = [
+            (
+                statistics.median(each.ready for each in column),
+                min(each.took for each in column),
+                column[0].sent,
+            )
+            for column in zip(*steps, strict=True)
+        ] or [(0.0, 0.0, 0)] * len(seen)
+        _, took, sent = max(medians, key=lambda each: each[2], default=(0.0, 0.0, 0))
+        per_byte = max(0.0, took - latency) / sent if sent else 0.0
+        # Buckets come while backward computes, the probe comes alone: what is slower than both is neither's link.
+        per_byte = min(per_byte, alone) if per_byte else alone
+        mine = [latency, alone, per_byte, self._median(), float(self._meet.crowded())]
+        mine += [ready for ready, _, _ in medians]
+        for each in schemes:
+            mine += [*kernel_seconds(each), max((_error(each, one) for one in seen), default=0.0)]
+        agreed = self._meet.agree(mine)
+        latency, self._link, per_byte, plain, busy, *rest = agreed
+        ready, figures = rest[: len(seen)], rest[len(seen) :]
+        work = {each: (figures[3 * at], figures[3 * at + 1]) for at, each in enumerate(schemes)}
+        errors = {each: figures[3 * at + 2] for at, each in enumerate(schemes)}
+        costs = Costs(
+            ranks=self._meet.ranks, latency=latency, per_byte=per_byte, work=work, crowded=bool(busy)
+        )
+        loads = [
+            Load(ready=at, matrices=one.matrices, rest=one.rest, dtype=one.dtype)
+            for at, one in zip(ready, seen, strict=True)
+        ]
+        self._measuring = False
+        self._plans = plans(costs, loads, errors, self.auto.limit) if seen else []
+        if self._meet.emulated():
+            self._plans = [plan for plan in self._plans if not plan.own]
+        self._refused = [
+            f"{each} (error {errors[each]:.2g})" for each in schemes if errors[each] > self.auto.limit
+        ]
+        self._speed = 8e-9 / per_byte if per_byte else 0.0
+        self._usual = plain
+        self._tried = []
+        if len(self._plans) > 1:
+            self._install(self._plans[0])
+            self._count(step)
+        else:
+            self._decide(step)
+
+    def _next(self, step: int) -> None:
+        """The trial of one plan is over."""
+        self._tried.append(self._median())
+        if len(self._tried) < len(self._plans) - 1:
+            self._install(self._plans[len(self._tried)])
+            self._count(step)
+            return
+        self._tried = self._meet.agree(self._tried)
+        self._decide(step)
+
+    def _decide(self, step: int) -> None:
+        tried = list(zip(self._plans, [*self._tried, self._usual], strict=True))
+        chosen = pick(tried) if tried else Plan(schemes=(), seconds=self._usual, error=0.0)
+        plain = next((seconds for plan, seconds in tried if plan.own), self._usual)
+        self._usual = next((seconds for plan, seconds in tried if plan is chosen), plain)
+        self.rows = [
+            {
+                "plan": str(plan),
+                "predicted_ms": round(plan.seconds * 1e3, 3),
+                "measured_ms": round(seconds * 1e3, 3),
+                "error": round(plan.error, 6),
+                "chosen": plan is chosen,
+            }
+            for plan, seconds in tried
+        ]
+        others = [f"{plan} {seconds * 1e3:.1f} ms" for plan, seconds in tried if plan is not chosen]
+        why = f"{self._speed:.3g} Gbit/s a rank; tried {', '.join(others) or 'nothing else'}"
+        if self._refused:
+            why += f"; over the budget: {', '.join(self._refused)}"
+        text = str(chosen) if chosen.schemes else str(NONE)
+        made = Decision(step=step, kind="auto", name="", value=self._usual, limit=plain, action=text, why=why)
+        _log.info("%s", made)
+        self.decisions.append(made)
+        self._install(chosen)
+        self._plain = [name for name, each in self._by_name.items() if each == NONE]
+        self._plans = []
+        self._times.clear()
+        self._start, self._until = step + AGAIN, step + self.auto.every
+
+    def _leave_alone(self, step: int) -> None:
+        self._alone, self._measuring = True, False
+        self._plain, self._by_name, self.own = list(self._by_name), {}, False
+        why = "all ranks share this host's memory, where bytes cost less than encoding them"
+        made = Decision(step=step, kind="auto", name="", value=0.0, limit=0.0, action=str(NONE), why=why)
+        _log.info("%s", made)
+        self.decisions.append(made)
+        self.revision += 1
+
+    def _check(self, step: int) -> None:
+        """Whether link and steps are what they were."""
+        if self._meet.in_memory():  # a choice that was loaded comes from a job with a link
+            self._leave_alone(step)
+            return
+        _, alone, mine = self._meet.agree([*self._meet.probe(), self._median()])
+        self._until = step + self.auto.every
+        self._times.clear()
+        changed = self._link / alone if alone > 0 and self._link > 0 else 1.0
+        slower = mine / self._usual if self._usual > 0 else 1.0
+        if 1 / CHANGED < changed < CHANGED and slower < SLOWER:
+            return
+        why = (
+            f"the link is {changed:.2g} times as fast as it was"
+            if not 1 / CHANGED < changed < CHANGED
+            else f"steps take {slower:.2g} times as long"
+        )
+        made = Decision(
+            step=step, kind="auto", name="", value=mine, limit=self._usual, action="measure again", why=why
+        )
+        _log.info("%s", made)
+        self.decisions.append(made)
+        self._again(step)
+
+    def _install(self, plan: Plan) -> None:
+        seen = [self._seen[index] for index in sorted(self._seen)]
+        before = self._by_name
+        self._by_name = {
+            name: each for one, each in zip(seen, plan.schemes, strict=False) for name in one.names
+        }
+        self.own = plan.own
+        self._changed += [name for name, each in self._by_name.items() if before.get(name, NONE) != each]
+        self.revision += 1
+
+    def _count(self, step: int) -> None:
+        self._times.clear()
+        self._start, self._until = step + AGAIN, step + AGAIN + COUNTED
+
+    def _median(self) -> float:
+        return statistics.median(self._times) if self._times else 0.0
+
+
+def _error(chosen: Scheme, seen: Seen) -> float:
+    return relative_error(chosen, seen.sample) if seen.sample.numel() else 0.0
