@@ -49,6 +49,7 @@ METHODS = {
         Method(name="topk 1 %", spec="topk:ratio=0.01"),
         Method(name="topk 1 %, EF21", spec="topk:ratio=0.01", feedback="ef21", alone=True),
         Method(name="randk 1 %", spec="randk:ratio=0.01"),
+        Method(name="randk 1 %, shared positions", spec="randk:ratio=0.01,positions=shared"),
         Method(name="DGC 1 %", spec="dgc:ratio=0.01,warmup=100", alone=True, sgd=True),
         Method(name="PowerSGD rank 1", spec="powersgd:rank=1"),
         Method(name="PowerSGD rank 2", spec="powersgd:rank=2"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dtcomm.codecs import codec
+from dtcomm.codecs import RandK, codec
 from dtcomm.collectives import Work
 from dtcomm.compress.average import Averager
 from dtcomm.compress.dgc import DGC
@@ -20,7 +20,7 @@ from dtcomm.compress.memory import Handed, Memory
 from dtcomm.compress.packing import Packing, pack
 from dtcomm.compress.policy import Choice, Policy, as_policy
 from dtcomm.compress.scheme import Scheme
-from dtcomm.kernels import mixer, ops
+from dtcomm.kernels import common, mixer, ops
 
 
 @dataclass
@@ -66,6 +66,9 @@ class Meeting:
     def _run(self, calls: list[_Call]) -> None:
         first = calls[0]
         for position, (tensor, which) in enumerate(zip(first.tensors, first.codecs, strict=True)):
+            if which.on_common_ground:
+                self._run_shared(which, calls, position)
+                continue
             payloads = [
                 ops.encode(
                     which,
@@ -79,6 +82,26 @@ class Meeting:
             mean = ops.reduce(which, payloads, tensor.numel(), divisor=self.ranks, dtype=tensor.dtype)
             for call in calls:
                 call.tensors[position].copy_(mean)
+
+    def _run_shared(self, which: RandK, calls: list[_Call], position: int) -> None:
+        """One tensor whose values are added at positions that all ranks draw."""
+        numel, seed = calls[0].tensors[position].numel(), calls[0].seed
+        key, kept, values = common.shared_key(seed), which.kept_in(numel), which.value_codec()
+        payloads, owed = [], []
+        for rank, call in enumerate(calls):
+            x, residual = call.tensors[position], call.residuals[position]
+            found = torch.empty(kept)
+            owed.append(None if residual is None else torch.empty(kept))
+            common.gather(which, key, 0, x, residual, found, owed[-1])()
+            rounding = mixer.mix_key(seed, rank, 0)
+            payloads.append(ops.encode(values, found, key=rounding, residual=owed[-1]))
+        self.payload_bytes += payloads[0].numel()
+        mean = ops.reduce(values, payloads, kept, divisor=self.ranks)
+        for call, debt in zip(calls, owed, strict=True):
+            residual = call.residuals[position]
+            if residual is not None and debt is not None:
+                common.settle(which, key, 0, debt, residual)()
+            common.scatter(which, key, 0, residual is None, mean, call.tensors[position])()
 
 
 class Simulated:

@@ -23,6 +23,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "EF21": ("topk:ratio=0.05", {"feedback": "ef21"}),
     "DIANA": ("int4:round=stochastic", {"feedback": "diana"}),
     "EF21 of factors": ("powersgd:rank=2/int8", {"feedback": "ef21"}),
+    "shared positions": ("randk:ratio=0.05,positions=shared", {"seed": 3}),
     "DGC": ("dgc:ratio=0.02,clip=0.5,warmup=4", {}),
     "DGC in bf16": ("dgc:ratio=0.02,warmup=3/int4", {"residual": "bf16"}),
 }
