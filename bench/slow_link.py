@@ -1,14 +1,17 @@
 """A DDP step over a slow link: dtcomm's schemes beside plain Gloo and torch's own hooks, in turn, in one run.
 
-python -m bench.slow_link [--gbit 1 10] [--batch 4 256] [--only NAMES] [--repetitions N] [--json FILE]
+python -m bench.slow_link [--gbit 1 10] [--batch 4 256] [--only NAMES] [--seconds S] [--add] [--docs] [--json FILE]
 
 Two ranks in two network namespaces joined by a link of a given rate (needs root and iproute2). The model is a wide
-MLP of 25.2 M parameters, 101 MB of gradients a step; "compute" is the step without communication.
+MLP of 25.2 M parameters, 101 MB of gradients a step; "compute" is the step without communication. "auto" may choose
+from none, fp16, int8 and int4, "auto, all" from everything else here too; what they chose is printed. Under 4 minutes
+for 1 Gbit/s, 3 for 10. `--docs` writes the table of docs/ddp.md from what is in the result file, measuring nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -38,6 +41,12 @@ OURS = {
     "powersgd 4": "powersgd:rank=4",
     "powersgd 4 alternating": "powersgd:rank=4,alternate=true",
 }
+# What "auto" may take: nothing means its default.
+AUTO: dict[str, list[str] | None] = {
+    "auto": None,
+    "auto, all": ["fp16", "int8", "int4", "topk:ratio=0.01", "powersgd:rank=1", "powersgd:rank=4"],
+}
+AMONG = {"auto": ("none", "fp16", "int8", "int4"), "auto, all": tuple(OURS)}
 # How many times faster than no hook, by (Gbit/s, batch).
 TARGETS: dict[str, dict[tuple[float, int], float]] = {
     "fp16": {(1, 4): 1.92, (1, 256): 1.5, (10, 4): 1.2, (10, 256): 0.98},
@@ -49,6 +58,10 @@ TARGETS: dict[str, dict[tuple[float, int], float]] = {
 }
 
 
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "ddp.md"
+BEGIN, END = "<!-- slow_link:begin -->", "<!-- slow_link:end -->"
+
+
 class LinkRank:
     """One rank in a namespace of its own; models are built one at a time, as gigabytes of them would not fit."""
 
@@ -56,6 +69,7 @@ class LinkRank:
         hosts.join(rank, ranks, rendezvous, namespaces)
         self.rank = rank
         self.models: dict[str, torch.nn.Module] = {}
+        self.states: dict[str, Any] = {}
 
     def build(self, name: str) -> str:
         """Makes the model that `name` trains; returns what carries its gradients."""
@@ -72,6 +86,7 @@ class LinkRank:
         # torch's PowerSGD chains collectives of several buckets in any order: it wants a single one.
         one_bucket = name.startswith("torch: powersgd")
         model = DistributedDataParallel(net, bucket_cap_mb=400 if one_bucket else 25)
+        self.models[name] = model
         if name == "torch: fp16":
             model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif one_bucket:
@@ -81,8 +96,15 @@ class LinkRank:
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         elif name in OURS:
             dtcomm.ddp.compress(model, OURS[name], sample_every=0)
-        self.models[name] = model
-        return str(dtcomm.collectives.info()["runtime"]) if name in OURS else "torch"
+        elif kind(name) in AUTO:
+            candidates = AUTO[kind(name)]
+            # Turns of others lie between the steps: a look at the link in the middle would cost one of them a second.
+            self.states[name] = dtcomm.ddp.compress(
+                model, "auto", sample_every=0, candidates=candidates, check_every=100_000
+            )
+        else:
+            return "torch"
+        return str(dtcomm.collectives.info()["runtime"])
 
     def step(self, name: str, batch: int) -> float:
         """Seconds of a forward and a backward pass."""
@@ -94,9 +116,14 @@ class LinkRank:
         model(x).square().mean().backward()
         return time.perf_counter() - start
 
-    def drop(self, name: str) -> None:
-        """Frees the model."""
-        del self.models[name]
+    def chosen(self, name: str) -> str:
+        """What "auto" has settled on; empty while it has not."""
+        events = self.states[name].events
+        return events[-1].action if events and events[-1].action != "measure again" else ""
+
+    def why(self, name: str) -> str:
+        """Its reasons."""
+        return str(self.states[name].events[-1])
 
     def close(self) -> None:
         """Leaves the group."""
@@ -104,53 +131,100 @@ class LinkRank:
         dist.destroy_process_group()
 
 
-def measure(gbit: float, batches: list[int], names: list[str], repetitions: int) -> list[dict[str, Any]]:
+def kind(name: str) -> str:
+    """A contestant's name without the batch that it is made for."""
+    return name.partition(" @")[0]
+
+
+def for_batch(name: str, batch: int) -> str:
+    """The model of a contestant: "auto" has one for each batch, since that is what it chooses for."""
+    return f"{name} @{batch}" if name in AUTO else name
+
+
+def prepare(pool: Pool, gbit: float, names: list[str], batches: list[int]) -> dict[str, dict[str, str]]:
+    """All models, warm; by their names what carries their gradients, and what "auto" chose and why."""
+    facts: dict[str, dict[str, str]] = {}
+    for batch in batches:
+        for name in names:
+            model = for_batch(name, batch)
+            if model in facts:
+                continue
+            print(f"{gbit:g} Gbit/s: {model}", file=sys.stderr, flush=True)
+            facts[model] = {"runtime": pool.call("build", name=model)[0]}
+            for _ in range(3):  # DDP rebuilds its buckets after the first
+                pool.call("step", name=model, batch=batch)
+            if name in AUTO:
+                for _ in range(60):
+                    if chosen := pool.call("chosen", name=model)[0]:
+                        facts[model] |= {"chosen": chosen, "why": pool.call("why", name=model)[0]}
+                        print(facts[model]["why"], file=sys.stderr, flush=True)
+                        break
+                    pool.call("step", name=model, batch=batch)
+    return facts
+
+
+def measure(
+    gbit: float, batches: list[int], names: list[str], repetitions: int, seconds: float
+) -> list[dict[str, Any]]:
     """Milliseconds a step of the slower rank: one row a batch size, contestants by turns."""
     times: dict[int, dict[str, list[float]]] = {batch: {name: [] for name in names} for batch in batches}
-    runtimes: dict[str, str] = {}
     with hosts.two_hosts(gbit) as namespaces, TemporaryDirectory() as folder:
         with Pool(
             LinkRank, 2, timeout=300, rendezvous=str(Path(folder) / "meet"), namespaces=namespaces
         ) as pool:
-            # Everybody's models at once are 5 GB a rank; a contestant's turn comes in every repetition.
-            for name in names:
-                runtimes[name] = pool.call("build", name=name)[0]
-                for _ in range(3):  # DDP rebuilds its buckets after the first
-                    pool.call("step", name=name, batch=batches[0])
+            begin = time.monotonic()
+            facts = prepare(pool, gbit, names, batches)
+            last = 0.0
             for _ in range(repetitions):
+                if last and time.monotonic() - begin + last > seconds:
+                    break
+                last = -time.monotonic()
                 for batch in batches:
                     for name in names:
-                        times[batch][name].append(max(pool.call("step", name=name, batch=batch)))
+                        took = pool.call("step", name=for_batch(name, batch), batch=batch)
+                        times[batch][name].append(max(took))
+                last += time.monotonic()
     rows = []
     for batch in batches:
-        base = Timing.of(times[batch]["torch: no hook"]).median
+        medians = {name: Timing.of(times[batch][name]).median for name in names}
+        base = medians["torch: no hook"]
         for name in names:
             timing = Timing.of(times[batch][name])
-            target = TARGETS.get(name, {}).get((gbit, batch))
+            least = target(gbit, batch, name, medians)
+            faster = base / timing.median
             rows.append(
                 {
                     "gbit": gbit,
                     "batch": batch,
                     "name": name,
-                    "runtime": runtimes[name],
+                    **facts[for_batch(name, batch)],
                     "ms": round(timing.median * 1e3, 1),
-                    "faster": round(base / timing.median, 3),
-                    "target": target,
-                    "verdict": "" if target is None else "PASS" if base / timing.median >= target else "MISS",
+                    "faster": round(faster, 3),
+                    "target": None if least is None else round(least, 3),
+                    "verdict": "" if least is None else "PASS" if faster >= least else "MISS",
                     **timing.as_dict(),
                 }
             )
     return rows
 
 
+def target(gbit: float, batch: int, name: str, medians: dict[str, float]) -> float | None:
+    """How many times faster than no hook; of "auto": the best that it might have chosen, within 5 %, or no hook."""
+    if name not in AUTO:
+        return TARGETS.get(name, {}).get((gbit, batch))
+    base = medians["torch: no hook"]
+    best = max(base / medians[each] for each in AMONG[name] if each in medians)
+    return 0.98 if best < 1 else max(0.98, 0.95 * best)
+
+
 def show(gbit: float, batch: int, rows: list[dict[str, Any]]) -> None:
     """One table."""
     lines = [
         [
-            row["name"],
+            row["name"] + (f": {row['chosen']}" if "chosen" in row else ""),
             f"{row['ms']:,.0f}",
             f"{row['faster']:.2f}x",
-            "" if row["target"] is None else f"{row['target']:g}x",
+            "" if row["target"] is None else f"{row['target']:.3g}x",
             row["verdict"],
         ]
         for row in rows
@@ -163,6 +237,37 @@ def show(gbit: float, batch: int, rows: list[dict[str, Any]]) -> None:
     )
 
 
+def page(rows: list[dict[str, Any]]) -> str:
+    """The rows as the table of docs/ddp.md: milliseconds, times faster than no hook, and what was to be reached."""
+    cases = sorted({(row["gbit"], row["batch"]) for row in rows})
+    found = {(row["gbit"], row["batch"], row["name"]): row for row in rows}
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    lines = [
+        "| ms a step | " + " | ".join(f"{gbit:g} Gbit/s, batch {batch}" for gbit, batch in cases) + " |",
+        "|---" * (len(cases) + 1) + "|",
+    ]
+    for name in names:
+        cells = []
+        for case in cases:
+            row = found.get((*case, name))
+            if row is None:
+                cells.append("")
+                continue
+            least = row["target"]
+            asked = "" if least is None else f", {'≥' if row['verdict'] == 'PASS' else 'not'} {least:.3g}×"
+            choice = f" ({row['chosen']})" if "chosen" in row else ""
+            cells.append(f"{row['ms']:.0f} ({row['faster']:.2f}×{asked}){choice}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def write_page(rows: list[dict[str, Any]]) -> None:
+    """Between its marks in docs/ddp.md."""
+    text = DOCS.read_text(encoding="utf-8")
+    head, rest = text.split(BEGIN)
+    DOCS.write_text(f"{head}{BEGIN}\n{page(rows)}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+
+
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Measures, prints, writes the file; returns what it wrote."""
     parser = argparse.ArgumentParser(
@@ -170,18 +275,32 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--gbit", type=float, nargs="+", default=[1, 10])
     parser.add_argument("--batch", type=int, nargs="+", default=[4, 256])
-    parser.add_argument("--only", nargs="+", choices=list(OURS), default=list(OURS), help="of ours")
+    parser.add_argument("--only", nargs="+", choices=[*OURS, *AUTO], default=[*OURS, *AUTO], help="of ours")
     parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--seconds", type=float, help="for one rate: 200 up to 1 Gbit/s, else 150")
+    parser.add_argument("--add", action="store_true", help="keep the file's rows of other rates and batches")
+    parser.add_argument("--docs", action="store_true", help="only write docs/ddp.md from the file")
     parser.add_argument("--json", help="where to write instead of bench/results/slow_link.json")
     options = parser.parse_args(arguments)
+    path = Path(options.json or output.RESULTS / "slow_link.json")
+    if options.docs:
+        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        write_page(result["rows"])
+        print(DOCS)
+        return result
     if why := hosts.available():
         sys.exit(f"bench.slow_link: {why}")
     names = ["compute", *TORCH, *options.only]
     rows: list[dict[str, Any]] = []
     for gbit in options.gbit:
-        rows += measure(gbit, options.batch, names, options.repetitions)
+        seconds = options.seconds or (200 if gbit <= 1 else 150)
+        rows += measure(gbit, options.batch, names, options.repetitions, seconds)
         for batch in options.batch:
             show(gbit, batch, rows)
+    measured = {(row["gbit"], row["batch"]) for row in rows}
+    if options.add and path.exists():
+        kept = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        rows = [row for row in kept if (row["gbit"], row["batch"]) not in measured] + rows
     result = {"machine": machine.describe(), "load": os.getloadavg(), "rows": rows}
     print(output.write("slow_link", result, options.json))
     return result
