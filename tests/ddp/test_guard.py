@@ -16,7 +16,7 @@ from dtcomm.compress.guard import CompressionHarmful, Guard, Sample, Watch, fine
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.kernels import ops
 from dtcomm.testing.ranks import run_ranks
-from tests.ddp.models import SMALL_BUCKETS, WIDTH, backward, gradients, train, wrapped
+from tests.ddp.models import SMALL_BUCKETS, WIDTH, backward, batch, gradients, train, wrapped
 
 Seen = list[tuple[int, str, str, str]]
 
@@ -95,6 +95,25 @@ def test_an_action_may_be_to_ignore_or_only_to_warn() -> None:
     assert events and codecs["layer.weight"] == "int8"
 
 
+def outliers_at_two_bits(rank: int, world_size: int) -> tuple[Seen, dict[str, str]]:
+    """With the guard as it comes."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Spiky())
+    state = ddp.compress(model, "int2", sample_every=2)
+    for step in range(12):
+        model.zero_grad()
+        backward_spiky(model, rank, step)
+    return seen(state), chosen(state)
+
+
+def test_a_layer_with_outliers_at_two_bits_gets_more_of_them_and_no_other_does() -> None:
+    results = run_ranks(outliers_at_two_bits, 2)
+    assert results[0] == results[1]
+    events, codecs = results[0]
+    assert {(kind, name, action) for _, kind, name, action in events} == {("error", "layer.weight", "raise")}
+    assert codecs["layer.weight"] not in ("int2", "none") and codecs["other.weight"] == "int2"
+
+
 def nans(rank: int, world_size: int) -> tuple[str, int]:
     model = wrapped(**SMALL_BUCKETS)
     ddp.compress(model, "int8", guard=Guard(nonfinite=3))
@@ -152,6 +171,34 @@ def test_a_loss_that_jumps_switches_compression_off_for_a_while() -> None:
     for events, during, after in run_ranks(diverging, 2):
         assert events == [(10, "loss", "", "none")]  # told of in 8 and 9, judged when 9 and 10 begin
         assert during == {"none"} and after == {"none", "int8"}
+
+
+def learning_too_fast(rank: int, world_size: int) -> tuple[Seen, set[str], list[float]]:
+    """A rate that is right for 15 steps and then a hundred times that."""
+    model = wrapped(**SMALL_BUCKETS)
+    state = ddp.compress(model, "int8")
+    losses = []
+    during: set[str] = set()
+    for step in range(22):
+        model.zero_grad()
+        loss = (model(batch(rank, step)) - 1).square().mean()
+        state.observe(loss.detach())
+        loss.backward()
+        losses.append(float(loss.detach()))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter -= (0.05 if step < 15 else 5.0) * parameter.grad
+        during |= set(chosen(state).values()) if step == 21 else set()
+    return seen(state), during, losses
+
+
+def test_a_diverging_learning_rate_switches_compression_off() -> None:
+    """So that one sees what compression has to do with it: nothing, here."""
+    for events, during, losses in run_ranks(learning_too_fast, 2):
+        assert losses[18] > 10 * losses[14]
+        assert events[0][0] in (19, 20, 21) and events[0][1:] == ("loss", "", "none"), (events, losses)
+        assert during == {"none"}
 
 
 def test_losses_near_zero_may_differ_by_factors() -> None:
