@@ -1,0 +1,22 @@
+"""The example of DDP, FSDP2, DTensor and checkpoints ends with Gloo's losses on the backend."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed.device_mesh import init_device_mesh
+
+from dtcomm.testing.ranks import run_ranks
+
+
+def losses(rank: int, world_size: int) -> dict[str, float]:
+    from examples.backend_everything import PARTS
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    return {part.__name__: part(mesh, 4) for part in PARTS}
+
+
+def test_the_example_does_not_depend_on_the_backend() -> None:
+    ours, theirs = (run_ranks(losses, 2, backend=backend) for backend in ("dtcomm", "gloo"))
+    for mine, its in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(its, rel=1e-5)
+        assert len(mine) == 4
