@@ -27,9 +27,11 @@ from dtcomm.tp.emulate import emulate, restore
 
 WIDTHS = ("int8", "int6", "int5", "int4", "int3", "int2")
 ADDED = ("", "rotate=hadamard", "spikes=1", "rotate=hadamard,spikes=1")
-OTHERS = ("fp8_e4m3", "mxfp4", "mxfp4:rotate=hadamard")
+#: A zero point a block: activations are not centred.
+ASYMMETRIC = tuple(f"int4:symmetric=false{added}" for added in ("", ",rotate=hadamard", ",spikes=1"))
+OTHERS = (*ASYMMETRIC, "fp8_e4m3", "mxfp4", "mxfp4:rotate=hadamard")
 #: The most that perplexity may rise, as a fraction.
-TARGETS = {"int8": 0.001, "int6": 0.001, "int4": 0.01}
+TARGETS = {"int8": 0.001, "int6": 0.001, "int4": 0.01, ASYMMETRIC[2]: 0.01}
 
 
 def specs() -> list[str]:
@@ -44,7 +46,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--codecs", nargs="+", default=specs())
-    parser.add_argument("--windows", type=int, default=128, help="of held-out text")
+    parser.add_argument("--windows", type=int, default=64, help="of held-out text")
     parser.add_argument("--steps", type=int, default=gpt.STEPS, help="of training")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many")
     parser.add_argument("--fresh", action="store_true", help="repeat what was measured before")

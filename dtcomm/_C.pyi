@@ -46,6 +46,21 @@ def decode(
     repeats: int = 1,
 ) -> None: ...
 
+# csrc/python/epilogue.cpp
+def epilogue(
+    kernel: str,
+    codec: bytes,
+    runs: list[tuple[int, int]],
+    features: int,
+    dtype: int,
+    bias: int,
+    residual: int,
+    out: int,
+    weight: int,
+    eps: float,
+    normed: int,
+) -> None: ...
+
 # csrc/python/lowrank.cpp
 def project_rows(
     kernel: str,

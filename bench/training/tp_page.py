@@ -51,7 +51,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             for row in rows:
                 if row["ranks"] == ranks:
                     name, _, added = row["codec"].partition(":")
-                    kind = f"int2 to int8 {_words(added)}".strip() if name.startswith("int") else row["codec"]
+                    line = name.startswith("int") and "symmetric" not in added
+                    kind = f"int2 to int8 {_words(added)}".strip() if line else row["codec"]
                     series.setdefault(kind, []).append(row)
             for colour, (kind, found) in zip(COLOURS * 2, series.items()):
                 found = sorted(found, key=lambda row: float(row["bits"]))

@@ -7,6 +7,7 @@ namespace dtcomm::python {
 
 void bind_kernels(pybind11::module_& module);
 void bind_lowrank(pybind11::module_& module);
+void bind_epilogue(pybind11::module_& module);
 void bind_steps(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
 void bind_build_info(pybind11::module_& module);

@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=_Help,
     )
     add = made.add_argument
-    add("collective", choices=tuple(COLLECTIVES))
+    add("collective", nargs="?", choices=tuple(COLLECTIVES), help="with --schedule: what that does")
     size = _named(sizes.parse_size)
     add("-b", "--minbytes", type=size, default="32M", metavar="SIZE", help="smallest size (1K, 64M, ...)")
     add("-e", "--maxbytes", type=size, default="32M", metavar="SIZE", help="largest size")

@@ -100,6 +100,11 @@ def parse(argv: list[str]) -> Options:
 
 
 def _options(given: argparse.Namespace) -> Options:
+    schedule = None if given.schedule is None else _schedule(given)
+    if given.collective is None:
+        if schedule is None:
+            raise ValueError(f"collective: want one of {', '.join(COLLECTIVES)}, or --schedule")
+        given.collective = schedule.collective
     collective = COLLECTIVES[given.collective]
     if given.minbytes > given.maxbytes:
         raise ValueError(f"-b {given.minbytes} is larger than -e {given.maxbytes}")
@@ -108,7 +113,6 @@ def _options(given: argparse.Namespace) -> Options:
     sizes.series(
         given.minbytes, given.maxbytes, given.stepbytes, given.stepfactor
     )  # raises where they are odd
-    schedule = None if given.schedule is None else _schedule(given)
     if given.nproc is None:
         given.nproc = 2 if schedule is None else schedule.ranks
     compare = tuple(dict.fromkeys(name for part in given.compare or [] for name in part.split(",")))
@@ -149,7 +153,9 @@ def _schedule(given: argparse.Namespace) -> Schedule:
         verify(schedule)
     except ScheduleError as error:
         raise ScheduleError(f"--schedule {given.schedule}: {error}") from error
-    if schedule.collective != given.collective:
+    except OSError as error:
+        raise OSError(f"--schedule {given.schedule}: {error.strerror}") from error
+    if given.collective not in (None, schedule.collective):
         raise ValueError(f"--schedule {given.schedule}: is for {schedule.collective}, not {given.collective}")
     return schedule
 

@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,12 @@ def measure(rank: int, world_size: int, options: Options) -> list[dict[str, Any]
 
 def _own_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    for ranks in options.nproc:
-        asked = _options(options, options.seconds / len(options.nproc))
+    begun = time.time()
+    for at, ranks in enumerate(options.nproc):
+        # What one group left over or overran is the next one's.
+        left = max(0.0, options.seconds - (time.time() - begun)) / (len(options.nproc) - at)
+        least = 0.5 * options.seconds / len(options.nproc)
+        asked = replace(_options(options, max(left, least)), begun=time.time())
         first = run_ranks(measure, ranks, asked, timeout=None, fresh=True, env={"DTCOMM_TUNE": "off"})[0]
         found += first
     return found

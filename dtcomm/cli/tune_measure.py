@@ -23,18 +23,20 @@ SMALLEST = 1024
 ROUNDS = 5  # in which the algorithms take turns
 CALLS = 30  # of a small message, at most, in each
 RATED = ("none", "fp16", "bf16", "int8", "int4", "fp8_e4m3")
+LEAST_SHARE = 0.3  # of the time asked for that is spent measuring, however long the ranks took to start
 GROWTH = 100  # powers of two that a sum may grow by before its input is made anew
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """``largest`` in bytes, ``seconds`` for everything."""
+    """``largest`` in bytes, ``seconds`` for everything since ``begun`` (of the machine's clock; None: the call)."""
 
     collectives: tuple[str, ...]
     codecs: tuple[str, ...]
     largest: int
     seconds: float
     quiet: bool = True
+    begun: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +54,19 @@ def group(options: Options) -> list[Rank0] | None:
     perf_host.pin(None)
     ranks, hosts = dist.get_world_size(), _hosts()
     everything = list(contests(options, ranks, hosts))
+    seconds = options.seconds
+    if options.begun is not None:  # ranks that were slow to start have less, but enough to measure something
+        seconds = max(seconds * LEAST_SHARE, seconds - (time.time() - options.begun))
     begin = time.perf_counter()
     times: dict[tuple[str, str, str], list[tuple[int, float]]] = {}
     for at, contest in enumerate(everything):
-        left = options.seconds - (time.perf_counter() - begin)
+        left = seconds - (time.perf_counter() - begin)
         budget = _agree(left / (len(everything) - at))
         if not options.quiet and dist.get_rank() == 0:
             print(f"\r{ranks} ranks: {at}/{len(everything)}  ", end="", file=sys.stderr, flush=True)
-        for name, seconds in run(contest, budget).items():
+        for name, took in run(contest, budget).items():
             times.setdefault((contest.collective, name, str(contest.codec)), []).append(
-                (contest.nbytes, seconds)
+                (contest.nbytes, took)
             )
     if not options.quiet and dist.get_rank() == 0:
         print("\r" + " " * 40 + "\r", end="", file=sys.stderr)

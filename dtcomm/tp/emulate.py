@@ -21,7 +21,7 @@ from dtcomm.kernels import mixer, ops
 from dtcomm.tp.functional import differentiable
 from dtcomm.tp.plan import SENDING, Plan, dense, packed, resolve
 
-SHOTS = ("direct", "two_shot", "one_shot")
+SHOTS = ("direct", "two_shot", "one_shot", "two_step")
 
 
 def summed(
@@ -30,7 +30,8 @@ def summed(
     """The all-reduce of ``parts[rank]`` as every rank ends with it.
 
     algorithm: "one_shot" or "two_shot" ("direct" takes one shot where the codec loses nothing, as the planner does;
-    the bits are the same). The codec must not add on common ground (exact, randk with a shared seed). ValueError.
+    the bits are the same), or "two_step", in which the owner's share is encoded too. The codec must not add on common
+    ground (exact, randk with a shared seed). ValueError.
     """
     which = parse(spec)
     if algorithm not in SHOTS:
@@ -57,14 +58,15 @@ def summed(
         payloads = [
             ops.encode(which, mine[start:stop], key=mixer.mix_key(seed, rank, owner), offset=start)
             for rank, mine in enumerate(flat)
-            if rank != owner
+            if rank != owner or algorithm == "two_step"
         ]
         ops.reduce_encode(
             which,
             payloads,
             stop - start,
-            local=flat[owner][start:stop],
-            position=owner,
+            local=None if algorithm == "two_step" else flat[owner][start:stop],
+            position=None if algorithm == "two_step" else owner,
+            dtype=first.dtype,
             key=mixer.mix_key(seed, owner, ranks),
             offset=start,
             decoded=total[start:stop],

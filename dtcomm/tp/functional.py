@@ -17,21 +17,28 @@ Compression is straight-through: the backward pass is that of the uncompressed f
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dtcomm.collectives import all_gather, all_reduce, reduce_scatter
+from dtcomm.tp import compiled
+from dtcomm.tp.two_step import two_step
 from dtcomm.tp.wire import Wire
 
 
 def copy_to_ranks(x: torch.Tensor, wire: Wire) -> torch.Tensor:
     """The same tensor, used by all ranks: its gradient is the sum of theirs."""
+    if torch.compiler.is_compiling():
+        return compiled.copy(x, wire.specs[1], wire.algorithm, wire.name, wire.latency)
     return _pair(x, _same, lambda gradient: summed(gradient, wire, backward=True))
 
 
 def reduce_from_ranks(x: torch.Tensor, wire: Wire) -> torch.Tensor:
     """The sum of all ranks' tensors."""
+    if torch.compiler.is_compiling():
+        return compiled.reduce(x, wire.specs[0], wire.algorithm, wire.name, wire.latency)
     return _pair(x, lambda x: summed(x, wire), _same)
 
 
@@ -93,10 +100,21 @@ class _Pair(torch.autograd.Function):
 
 def summed(x: torch.Tensor, wire: Wire, *, backward: bool = False) -> torch.Tensor:
     """A new tensor: the sum over ranks."""
+    if wire.algorithm == "two_step":
+        over = wire if not backward else replace(wire, codec=wire.backward_codec)
+        if x.is_floating_point() and not over.codec.lossless(x.dtype):
+            return two_step(x.detach(), over).y
     total = x.detach().clone(memory_format=torch.contiguous_format)
-    codec = wire.backward_codec if backward else wire.codec
-    all_reduce(total, codec=codec, algorithm=wire.algorithm, group=wire.group)
+    codec = wire.codec_for(x.numel(), x.dtype, backward=backward)
+    if not backward:
+        wire.traffic.count(x.numel(), codec.wire_bytes(x.numel(), x.dtype))
+    all_reduce(total, codec=codec, algorithm=shots(wire), group=wire.group)
     return total
+
+
+def shots(wire: Wire) -> str:
+    """The collectives' algorithm; the two-step sum of what loses nothing is any."""
+    return "direct" if wire.algorithm == "two_step" else wire.algorithm
 
 
 def joined(x: torch.Tensor, wire: Wire, dim: int, *, backward: bool = False) -> torch.Tensor:

@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from dtcomm.codecs import Codec
-from dtcomm.collectives import all_reduce
 from dtcomm.tp import functional
+from dtcomm.tp.overlap import row_linear
 from dtcomm.tp.sharded import Sharded
+from dtcomm.tp.two_step import Epilogue, Norm, Result
 from dtcomm.tp.wire import Group, Wire, wire
 
 
@@ -55,11 +56,12 @@ class ColumnParallelLinear(_Linear):
         sequence_dim: int = 1,
         packed: int = 1,
         algorithm: str = "direct",
+        latency: bool = True,
         group: Group = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(wire(codec, backward_codec, algorithm=algorithm, group=group))
+        super().__init__(wire(codec, backward_codec, algorithm=algorithm, group=group, latency=latency))
         if gather_output and sequence_parallel:
             raise ValueError("gather_output: with sequence_parallel the output stays shared out; choose one")
         self.in_features, self.out_features = in_features, out_features
@@ -91,7 +93,8 @@ class RowParallelLinear(_Linear):
 
     The bias is added once, after the sum. input_is_parallel: x holds this rank's features; otherwise it holds all and
     is split. sequence_parallel: y is scattered along `sequence_dim`. chunks: tokens are multiplied in so many parts, so
-    that one part's sum is on its way while the next is multiplied.
+    that one part's sum is on its way while the next is multiplied; "auto": see `dtcomm.tp.overlap`. latency: small
+    messages travel uncompressed where the planner finds that faster (`wire.traffic` says how many did, and why).
     """
 
     def __init__(
@@ -105,15 +108,18 @@ class RowParallelLinear(_Linear):
         input_is_parallel: bool = True,
         sequence_parallel: bool = False,
         sequence_dim: int = 1,
-        chunks: int = 1,
+        chunks: int | str = 1,
         algorithm: str = "direct",
+        latency: bool = True,
         group: Group = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(wire(codec, backward_codec, algorithm=algorithm, group=group))
-        if chunks < 1 or (chunks > 1 and sequence_parallel):
-            raise ValueError(f"chunks: {chunks}; valid: 1 or more, and 1 with sequence_parallel")
+        super().__init__(wire(codec, backward_codec, algorithm=algorithm, group=group, latency=latency))
+        if chunks != "auto" and (
+            not isinstance(chunks, int) or chunks < 1 or (chunks > 1 and sequence_parallel)
+        ):
+            raise ValueError(f"chunks: {chunks}; valid: 1 or more, 'auto', and 1 with sequence_parallel")
         self.in_features, self.out_features = in_features, out_features
         self.input_is_parallel = input_is_parallel
         self.sequence_dim = sequence_dim if sequence_parallel else None
@@ -123,41 +129,60 @@ class RowParallelLinear(_Linear):
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features / ranks] (or all features) → [..., out_features]."""
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., in_features / ranks] (or all features) → [..., out_features], plus the residual stream where given.
+
+        Where nothing needs a gradient, bias and residual are added in the pass that decodes the sum.
+        """
+        return self._added(x, residual, None).y
+
+    def with_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float = 1e-6
+    ) -> Result:
+        """`forward`, and the RMS norm of its result; where nothing needs a gradient in the same pass over memory."""
+        return self._added(x, residual, Norm(weight, eps))
+
+    def _added(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None) -> Result:
         if not self.input_is_parallel:
             x = functional.split_to_ranks(x, self.wire)
         if self.sequence_dim is not None:
             y = functional.reduce_scatter_to_ranks(F.linear(x, self.weight), self.wire, self.sequence_dim)
+        elif torch.compiler.is_compiling():
+            y = functional.reduce_from_ranks(F.linear(x, self.weight), self.wire)
         else:
+            after = Epilogue(self.bias, residual, norm)
+            if after and not _differentiable(x, self.weight, *after[:2], norm and norm.weight):
+                return row_linear(x, self.weight, self.wire, self.chunks, after)
+            if torch.is_autocast_enabled(x.device.type):
+                x = x.to(torch.get_autocast_dtype(x.device.type))
             y = functional.differentiable(_RowLinear, x, self.weight, self.wire, self.chunks)
-        return y if self.bias is None else y + self.bias
+        if self.bias is not None:
+            y = y + self.bias.to(y.dtype)
+        if residual is not None:
+            y = y + residual
+        if norm is None:
+            return Result(y, None)
+        return Result(y, F.rms_norm(y, (y.shape[-1],), norm.weight, norm.eps))
+
+
+def _differentiable(*tensors: torch.Tensor | None) -> bool:
+    """Must autograd see what becomes of these, or autocast?"""
+    given = [tensor for tensor in tensors if tensor is not None]
+    needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+    alike = len({tensor.dtype for tensor in given}) == 1 and all(tensor.is_cpu for tensor in given)
+    return needed or not alike or torch.is_autocast_enabled("cpu")
 
 
 class _RowLinear(torch.autograd.Function):
     """Multiply and sum over ranks, part by part."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, wire: Wire, chunks: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, wire: Wire, chunks: int | str
+    ) -> torch.Tensor:
+        weight = weight.to(x.dtype)
         ctx.save_for_backward(x, weight)
-        tokens = x.reshape(-1, x.shape[-1])
-        y = torch.empty((len(tokens), len(weight)), dtype=x.dtype, device=x.device)
-        works = []
-        for start, stop in _parts(len(tokens), chunks):
-            torch.mm(tokens[start:stop], weight.t(), out=y[start:stop])
-            works.append(
-                all_reduce(
-                    y[start:stop],
-                    codec=wire.codec,
-                    algorithm=wire.algorithm,
-                    group=wire.group,
-                    async_op=chunks > 1,
-                )
-            )
-        for work in works:
-            if work is not None:
-                work.wait()
-        return y.view(*x.shape[:-1], len(weight))
+        return row_linear(x, weight, wire, chunks, Epilogue()).y
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -166,11 +191,6 @@ class _RowLinear(torch.autograd.Function):
         dx = (flat @ weight).view_as(x) if ctx.needs_input_grad[0] else None
         dw = flat.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
         return dx, dw, None, None
-
-
-def _parts(tokens: int, chunks: int) -> list[tuple[int, int]]:
-    length = max(1, -(-tokens // chunks))
-    return [(start, min(start + length, tokens)) for start in range(0, tokens, length)] or [(0, 0)]
 
 
 def _fill(name: str, full: torch.Tensor, bound: float) -> None:

@@ -103,3 +103,17 @@ class Sharded(nn.Module):
         for name, full in state.items():
             part = self.part(name, full).detach().clone(memory_format=torch.contiguous_format)
             self.register_parameter(name, nn.Parameter(part, requires_grad=full.requires_grad))
+
+
+@torch.no_grad()
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state of the dense model that ``model``'s layers are parts of, on every rank; a collective.
+
+    What is not shared out is this rank's own: the same on all ranks, as long as they train in step.
+    """
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    for prefix, module in model.named_modules():
+        if isinstance(module, Sharded):
+            for name, tensor in module.full_state_dict().items():
+                state[f"{prefix}.{name}" if prefix else name] = tensor
+    return state

@@ -38,14 +38,18 @@ class _Compressed:
         codec: str | Codec = "none",
         backward_codec: str | Codec = "none",
         algorithm: str = "direct",
+        latency: bool = True,
     ) -> None:
         super().__init__(  # type: ignore[call-arg]
             input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output
         )
         self.codec, self.backward_codec, self.algorithm = parse(codec), parse(backward_codec), algorithm
+        self.latency = latency
 
     def _wire(self, mesh: DeviceMesh) -> Wire:
-        return wire(self.codec, self.backward_codec, algorithm=self.algorithm, group=mesh)
+        return wire(
+            self.codec, self.backward_codec, algorithm=self.algorithm, group=mesh, latency=self.latency
+        )
 
 
 class RowwiseParallel(_Compressed, torch_styles.RowwiseParallel):

@@ -47,20 +47,23 @@ def compress(
     *,
     backward_codec: str | Codec = "none",
     algorithm: str = "direct",
-    chunks: int = 1,
+    chunks: int | str = 1,
+    latency: bool = True,
 ) -> Swapped:
     """Share the model's layers out among the ranks of `mesh`, in place; every rank starts with the whole model.
 
     plan: name pattern → one of `KINDS`, the name of one of `PLANS`, a file that `dtcomm tp calibrate` wrote (.json),
     whose layers have codecs of their own, or None: the plan of ``model.config.model_type``.
-    codec, backward_codec, algorithm, chunks: as of the layers. Attention heads must divide among the ranks.
+    codec, backward_codec, algorithm, chunks, latency: as of the layers. Attention heads must divide among the ranks.
     ValueError where a pattern matches nothing, a kind is unknown, or something does not divide; the model is
     unchanged then.
     """
     over = wire(codec, backward_codec, algorithm=algorithm, group=mesh)
     found = resolve(model, plan, over.ranks)
     made = {
-        name: _shared(module, entry.kind, entry.codec or codec, backward_codec, algorithm, chunks, mesh, name)
+        name: _shared(
+            module, entry.kind, entry.codec or codec, backward_codec, algorithm, chunks, latency, mesh, name
+        )
         for name, (module, entry) in found.items()
     }
     for name, layer in made.items():
@@ -85,7 +88,8 @@ def _shared(
     codec: str | Codec,
     backward_codec: str | Codec,
     algorithm: str,
-    chunks: int,
+    chunks: int | str,
+    latency: bool,
     group: Group,
     name: str,
 ) -> Sharded:
@@ -103,6 +107,7 @@ def _shared(
         "codec": codec,
         "backward_codec": backward_codec,
         "algorithm": algorithm,
+        "latency": latency,
         "group": group,
         "device": "meta",
     }

@@ -2,28 +2,58 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtcomm.codecs import Codec, codec
+from dtcomm.collectives.worth import worth
 
 Group = dist.ProcessGroup | DeviceMesh | None
+#: Messages up to so many uncompressed bytes (a token or a few) travel uncompressed where the planner finds that faster.
+SMALL_BYTES = 64 * 1024
+NONE = codec("none")
+#: Algorithms under which no result depends on where in the message an element is.
+INVARIANT = ("one_shot", "two_step")
+
+
+@dataclass(kw_only=True)
+class Traffic:
+    """What a layer's forward pass has sent since it was made: calls, elements, bytes of their payloads; how many of the
+    calls took the latency path, and why the last of them did."""
+
+    calls: int = 0
+    elements: int = 0
+    payload_bytes: int = 0
+    uncompressed: int = 0
+    why: str = ""
+
+    def count(self, numel: int, payload: int) -> None:
+        self.calls += 1
+        self.elements += numel
+        self.payload_bytes += payload
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
     """`codec` is for what the forward pass sends, `backward_codec` for gradients.
 
-    algorithm: as of the collectives; with "one_shot" every rank's contribution is encoded where it lies in the
-    tensor, so that an element's result depends on its block alone (see `invariant`).
+    algorithm: as of the collectives, or "two_step" (`dtcomm.tp.two_step`); with "one_shot" and "two_step" every rank's
+    contribution is encoded where it lies in the tensor, so that an element's result depends on its block alone (see
+    `invariant`). latency: small messages may travel uncompressed; never with those two.
     """
 
     codec: Codec
     backward_codec: Codec
     algorithm: str = "direct"
     group: dist.ProcessGroup | None = None
+    latency: bool = True
+    traffic: Traffic = field(default_factory=Traffic, compare=False)
+    #: codec, backward_codec and the group's name, for compiled code.
+    specs: tuple[str, str] = ("none", "none")
+    name: str = ""
 
     @property
     def ranks(self) -> int:
@@ -38,12 +68,27 @@ class Wire:
     def invariant(self, features: int) -> bool:
         """Does a token's result not depend on what else is in the batch? `features` is the last dimension.
 
-        So it is where each token has blocks of its own, rounded to nearest, and one shot sums the decoded blocks
-        of all ranks in rank order.
+        So it is where each token has blocks of its own (sparse codecs choose
+        among many tokens), unrotated and rounded to nearest, and where all ranks' decoded
+        blocks are added in rank order: in one shot, or in the two-step sum.
         """
-        block = self.codec.layout().block
+        layout = self.codec.layout()
+        own = layout.kept == 0 and not self.codec.on_common_ground and features % layout.block == 0
         rounds = getattr(self.codec, "round", "nearest") == "nearest"
-        return self.algorithm == "one_shot" and rounds and features % block == 0
+        plain = getattr(self.codec, "rotate", "none") == "none"
+        return self.algorithm in INVARIANT and rounds and plain and own
+
+    def codec_for(self, numel: int, dtype: torch.dtype, *, backward: bool = False) -> Codec:
+        """What a sum of so many elements travels in: none where the message is small and the planner says so."""
+        which = self.backward_codec if backward else self.codec
+        small = numel * dtype.itemsize <= SMALL_BYTES
+        if self.latency and small and self.algorithm not in INVARIANT and not which.lossless(dtype):
+            verdict = worth(which, numel, dtype, self.group)
+            if not verdict.pays:
+                self.traffic.uncompressed += 1
+                self.traffic.why = verdict.why
+                return NONE
+        return which
 
     def parts(self, features: int, what: str) -> int:
         """`features` over the ranks; ValueError where it does not divide."""
@@ -58,9 +103,20 @@ def wire(
     *,
     algorithm: str = "direct",
     group: Group = None,
+    latency: bool = True,
 ) -> Wire:
     """A `Wire` from what users write; a mesh must have one dimension."""
-    return Wire(codec=codec(spec), backward_codec=codec(backward), algorithm=algorithm, group=group_of(group))
+    own = group_of(group)
+    forward, back = codec(spec), codec(backward)
+    return Wire(
+        codec=forward,
+        backward_codec=back,
+        algorithm=algorithm,
+        group=own,
+        latency=latency,
+        specs=(str(forward), str(back)),
+        name=(dist.group.WORLD if own is None else own).group_name,  # type: ignore[union-attr]
+    )
 
 
 def group_of(group: Group) -> dist.ProcessGroup | None:

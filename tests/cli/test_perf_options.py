@@ -74,6 +74,7 @@ def test_a_gather_has_no_operator() -> None:
     ("line", "told"),
     [
         ("alltoall", "invalid choice: 'alltoall'"),
+        ("-b 1K", "collective: want one of all_reduce, "),
         ("all_reduce -b 1Q", "'1Q' is not a size"),
         ("all_reduce --compare nccl", "--compare 'nccl' is not one of gloo, mpi"),
         ("all_reduce --compare gloo --backend gloo", "nothing of ours is measured by --backend gloo"),
@@ -94,7 +95,7 @@ def test_a_gather_has_no_operator() -> None:
             "--algorithm 'rign' in 'hierarchical:rign' is not one of ring",
         ),
         ("sendrecv --algorithm ring", "--algorithm sendrecv has no algorithms"),
-        ("all_reduce --schedule /no/such/file", "No such file"),
+        ("all_reduce --schedule /no/such/file", "--schedule /no/such/file: No such file"),
         ("broadcast -r x", "'x' is neither a rank nor all"),
         ("all_reduce --backend nccl", "'nccl' is not one of native, process_group, gloo, mpi, module:Class"),
         ("all_reduce --backend os:getpid", "is not a subclass of"),
@@ -116,6 +117,7 @@ def test_a_schedule_of_ones_own_is_proved_first(tmp_path: Path, capsys: pytest.C
     options = parse(["reduce", "--schedule", str(file), "--codec", "int8"])
     assert (options.nproc, options.root) == (3, 2)
     assert [str(variant) for variant in options.variants] == ["native int8 mine"]
+    assert parse(["--schedule", str(file), "--codec", "int8"]) == options
     beside = parse(["reduce", "--schedule", str(file), "--algorithm", "tree,halving", "--nproc", "3"])
     assert [variant.algorithm for variant in beside.variants] == ["tree", "halving", "mine"]
     for text, collective, told in (

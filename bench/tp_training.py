@@ -1,0 +1,121 @@
+"""A GPT trained with tensor parallelism, uncompressed and with int8 activations and gradients, and on DP x TP = 2 x 2.
+
+python -m bench.tp_training [--steps N] [--codec int8] [--backward-codec int8] [--only NAMES] [--json FILE]
+
+Python's source, ranks as processes that share memory; held-out loss at the end, in nats a character. Small messages are
+compressed too. With DP x TP two pairs of ranks take half of each batch each and average their gradients with DDP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.common import machine, output
+from bench.training import gpt
+from dtcomm import tp
+from dtcomm.cli import demo_data, demo_model
+from dtcomm.testing.ranks import run_ranks
+
+SHAPE = demo_model.Shape(vocabulary=demo_data.VOCABULARY, context=48, layers=2, width=64, heads=4)
+SIZE, RATE = 12, 4e-3
+#: (data-parallel, tensor-parallel) ranks, and whether activations and gradients are compressed.
+RUNS = {
+    "TP=2, none": (1, 2, False),
+    "TP=2, compressed": (1, 2, True),
+    "DP x TP = 2 x 2, none": (2, 2, False),
+    "DP x TP = 2 x 2, compressed": (2, 2, True),
+}
+WITHIN = 0.01
+
+
+def train(
+    rank: int, world_size: int, shape: tuple[int, int], codecs: tuple[str, str], steps: int
+) -> dict[str, Any]:
+    """One rank's part of a run; its curve, the held-out loss, seconds."""
+    torch.set_num_threads(1)
+    replicas = shape[0]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    corpus = demo_data.load(limit=2_000_000)
+    torch.manual_seed(0)
+    model = demo_model.GPT(SHAPE)
+    tp.compress(model, mesh["tp"], gpt.PLAN, codecs[0], backward_codec=codecs[1], latency=False)
+    runner: nn.Module = model
+    if replicas > 1:
+        runner = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.05)
+    begin, curve = time.monotonic(), []
+    warm, mine = max(1, steps // 20), mesh["dp"].get_local_rank()
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * (
+                (step + 1) / warm if step < warm else 1 - 0.99 * (step - warm) / (steps - warm)
+            )
+        whole = demo_data.batch(corpus, seed=0, step=step, rank=0, size=SIZE, length=SHAPE.context)
+        inputs, targets = (part.chunk(replicas)[mine] for part in whole)
+        loss = demo_model.loss(runner, inputs, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        mean = loss.detach()
+        if step % 20 == 0 or step + 1 == steps:
+            if replicas > 1:
+                dist.all_reduce(mean, group=mesh["dp"].get_group())
+            curve.append(round(float(mean) / replicas, 4))
+    batches = demo_data.held_out_batches(corpus, windows=192, size=64, length=SHAPE.context, rank=0, ranks=1)
+    with torch.no_grad():
+        held_out = sum(float(demo_model.loss(model, *batch)) for batch in batches) / len(batches)
+    return {"held_out": round(held_out, 5), "curve": curve, "seconds": round(time.monotonic() - begin, 1)}
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Trains, prints, writes the file; returns what it wrote."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--codec", default="int8", help="of activations")
+    parser.add_argument("--backward-codec", default="int8", help="of their gradients")
+    parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS))
+    parser.add_argument("--json", help="where to write instead of bench/results/tp_training.json")
+    options = parser.parse_args(arguments)
+    runs: dict[str, dict[str, Any]] = {}
+    for name in options.only:
+        replicas, sharers, compressed = RUNS[name]
+        codecs = (options.codec, options.backward_codec) if compressed else ("none", "none")
+        results = run_ranks(
+            train, replicas * sharers, (replicas, sharers), codecs, options.steps, timeout=600
+        )
+        if len({result["held_out"] for result in results[:sharers]}) > 1:
+            raise AssertionError(f"{name}: the ranks of a model disagree: {results}")
+        runs[name] = {**results[0], "codec": codecs[0], "backward_codec": codecs[1]}
+        print(f"{name}: {runs[name]['held_out']} in {runs[name]['seconds']} s", flush=True)
+    lines, verdicts = [], []
+    for name, run in runs.items():
+        plain = runs.get(f"{name.split(', ')[0]}, none")
+        change = None if plain is None or plain is run else run["held_out"] / plain["held_out"] - 1
+        if change is not None:
+            passed = "PASS" if change <= WITHIN else "MISS"
+            verdicts.append(
+                f"{passed} {name}: held-out loss {100 * change:+.2f} %, at most {100 * WITHIN:g} %"
+            )
+        codecs_used = f"{run['codec']} / {run['backward_codec']}"
+        shown = "" if change is None else f"{100 * change:+.2f} %"
+        lines.append([name, codecs_used, f"{run['curve'][-1]:.4f}", f"{run['held_out']:.4f}", shown])
+    columns = ["run", "forward / backward", "training loss", "held-out loss", "against none"]
+    output.table(f"a GPT of {SHAPE.layers} layers, {options.steps} steps", columns, lines)
+    print("\n".join(verdicts))
+    result = {"machine": machine.describe(), "steps": options.steps, "runs": runs, "verdicts": verdicts}
+    print(output.write("tp_training", result, options.json))
+    return result
+
+
+if __name__ == "__main__":
+    main()

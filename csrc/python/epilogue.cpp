@@ -1,0 +1,50 @@
+// The epilogue of a summed activation for Python: raw pointers in, the GIL released. dtcomm/kernels/epilogue.py checks
+// the arguments.
+#include "cpu/epilogue.h"
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <pybind11/stl.h>
+
+#include "python/arguments.h"
+#include "python/bind.h"
+
+namespace dtcomm::python {
+
+namespace py = pybind11;
+
+void bind_epilogue(py::module_& module) {
+  module.def(
+      "epilogue",
+      [](const char* kernel, const py::bytes& codec_bytes,
+         const std::vector<std::pair<std::uintptr_t, std::size_t>>& given, std::size_t features, int dtype,
+         std::uintptr_t bias, std::uintptr_t residual, std::uintptr_t out, std::uintptr_t weight, float eps,
+         std::uintptr_t normed) {
+        const Kernels* kernels = find_kernels(kernel);
+        if (!kernels) throw py::value_error(std::string("kernel: this CPU has no kernel named ") + kernel);
+        const Codec codec = codec_of(codec_bytes);
+        std::vector<Run> runs;
+        for (const auto& [payload, numel] : given) runs.push_back({pointer<const std::uint8_t>(payload), numel});
+        Epilogue call;
+        call.features = features;
+        call.dtype = dtype_of(dtype);
+        if (call.dtype != DType::f32 && call.dtype != DType::f16 && call.dtype != DType::bf16) {
+          throw py::value_error("dtype: must be fp32, fp16 or bf16");
+        }
+        call.bias = pointer<const void>(bias);
+        call.residual = pointer<const void>(residual);
+        call.out = pointer<void>(out);
+        call.weight = pointer<const void>(weight);
+        call.eps = eps;
+        call.normed = pointer<void>(normed);
+        const py::gil_scoped_release release;
+        epilogue(*kernels, codec, runs, call);
+      },
+      py::arg("kernel"), py::arg("codec"), py::arg("runs"), py::arg("features"), py::arg("dtype"), py::arg("bias"),
+      py::arg("residual"), py::arg("out"), py::arg("weight"), py::arg("eps"), py::arg("normed"),
+      "One call of dtcomm::epilogue on raw addresses; runs are (address, elements).");
+}
+
+}  // namespace dtcomm::python

@@ -1,0 +1,101 @@
+"""A product of shared columns and the sum of its parts over ranks, overlapped: chunks of tokens in turn.
+
+While one chunk's sum is on its way the next is multiplied. ``chunks="auto"``: inside a host, whose cores move the bytes
+themselves, there is nothing to overlap with, so one; between hosts as many as leave each chunk's payload at least
+`CHUNK_BYTES`, so that a message's fixed cost stays small beside its bytes, and at most `MOST_CHUNKS`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dtcomm.codecs import Codec
+from dtcomm.collectives import Work, all_reduce, info
+from dtcomm.kernels.epilogue import epilogue
+from dtcomm.tp.functional import shots
+from dtcomm.tp.two_step import Epilogue, Result, TwoStep
+from dtcomm.tp.wire import Wire
+
+CHUNK_BYTES, MOST_CHUNKS = 128 * 1024, 8
+
+
+def row_linear(
+    x: torch.Tensor, weight: torch.Tensor, wire: Wire, chunks: int | str, after: Epilogue
+) -> Result:
+    """``x weight'`` [..., features] summed over ranks, with what follows. Nothing here has a gradient."""
+    tokens = x.detach().reshape(-1, x.shape[-1])
+    features = len(weight)
+    y = torch.empty((len(tokens), features), dtype=x.dtype, device=x.device)
+    normed = None if after.norm is None else torch.empty_like(y)
+    codec = wire.codec_for(y.numel(), y.dtype)
+    count = automatic(wire, y, codec) if isinstance(chunks, str) else chunks
+    wire.traffic.count(y.numel(), codec.wire_bytes(y.numel(), y.dtype))
+    parts = _parts(len(tokens), count)
+    if wire.algorithm == "two_step" and not codec.lossless(y.dtype) and y.is_cpu:
+        steps = [
+            TwoStep(tokens[start:stop] @ weight.detach().t(), wire) for start, stop in parts if start < stop
+        ]
+        for step in steps:
+            step.gather()
+        for step, (start, stop) in zip(steps, parts, strict=False):
+            step.finish(
+                y[start:stop], None if normed is None else normed[start:stop], after.rows(start, stop)
+            )
+    else:
+        _all_reduced(tokens, weight, wire, codec, parts, y, normed, after)
+    shape = (*x.shape[:-1], features)
+    return Result(y.view(shape), None if normed is None else normed.view(shape))
+
+
+def _all_reduced(
+    tokens: torch.Tensor,
+    weight: torch.Tensor,
+    wire: Wire,
+    codec: Codec,
+    parts: list[tuple[int, int]],
+    y: torch.Tensor,
+    normed: torch.Tensor | None,
+    after: Epilogue,
+) -> None:
+    works: list[Work | None] = []
+    for start, stop in parts:
+        mine = y[start:stop]
+        torch.mm(tokens[start:stop], weight.detach().t(), out=mine)
+        works.append(
+            all_reduce(mine, codec=codec, algorithm=shots(wire), group=wire.group, async_op=len(parts) > 1)
+        )
+    for work, (start, stop) in zip(works, parts, strict=True):
+        if work is not None:
+            work.wait()
+        if after and start < stop:
+            # While this chunk is in the cache and others are on their way.
+            mine = y[start:stop]
+            add(mine, None if normed is None else normed[start:stop], after.rows(start, stop))
+
+
+def add(y: torch.Tensor, normed: torch.Tensor | None, after: Epilogue) -> None:
+    """What follows a sum that is there already, in one pass over it."""
+    payload = y.view(-1).view(torch.uint8)  # what none makes of it: itself
+    norm = after.norm
+    epilogue(
+        "none",
+        [(payload, y.numel())],
+        y,
+        bias=after.bias,
+        residual=after.residual,
+        weight=None if norm is None else norm.weight,
+        eps=0.0 if norm is None else norm.eps,
+        normed=normed,
+    )
+
+
+def automatic(wire: Wire, y: torch.Tensor, codec: Codec) -> int:
+    """How many chunks of tokens."""
+    if info(wire.group)["hosts"] == 1:
+        return 1
+    return max(1, min(MOST_CHUNKS, len(y), codec.wire_bytes(y.numel(), y.dtype) // CHUNK_BYTES))
+
+
+def _parts(tokens: int, chunks: int) -> list[tuple[int, int]]:
+    length = max(1, -(-tokens // chunks))
+    return [(start, min(start + length, tokens)) for start in range(0, tokens, length)] or [(0, 0)]

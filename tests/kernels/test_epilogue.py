@@ -1,0 +1,71 @@
+"""Decode, bias, residual and RMS norm in one verb: every kernel gives the reference's bytes, and they are right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dtcomm.codecs import codec
+from dtcomm.codecs.spec import CODECS
+from dtcomm.kernels import available, ops, use
+from dtcomm.kernels.epilogue import epilogue
+
+CASES = [*CODECS, "int4:rotate=hadamard,block=64", "int3:spikes=1,symmetric=false", "int8:block=2048"]
+KERNELS = [name for name in available() if name != "reference"]
+
+
+@pytest.mark.parametrize("spec", CASES)
+def test_every_kernel_gives_the_references_bytes(spec: str) -> None:
+    which = codec(spec)
+    for rows, features, dtype in ((7, 96, torch.float32), (3, 1000, torch.bfloat16), (5, 33, torch.float16)):
+        if dtype not in which.dtypes:
+            continue
+        generator = torch.Generator().manual_seed(features)
+
+        def random(*shape: int, of: torch.dtype = dtype, by: torch.Generator = generator) -> torch.Tensor:
+            return torch.randn(*shape, generator=by).to(of)
+
+        numel = rows * features
+        cut = min(numel, which.granularity * max(1, numel // which.granularity // 2))
+        x = random(numel)
+        runs = [(ops.encode(which, part), part.numel()) for part in (x[:cut], x[cut:])]
+        bias, residual, weight = random(features), random(rows, features), random(features)
+        plain = torch.cat([ops.decode(which, payload, count, dtype) for payload, count in runs]).view(
+            rows, features
+        )
+        results = {}
+        for kernel in ["reference", *KERNELS]:
+            out, normed = (torch.empty(rows, features, dtype=dtype) for _ in range(2))
+            with use(kernel):
+                epilogue(
+                    which, runs, out, bias=bias, residual=residual, weight=weight, eps=1e-5, normed=normed
+                )
+                alone = epilogue(which, runs, torch.empty_like(out))
+            results[kernel] = out, normed, alone
+        for kernel, found in results.items():
+            for mine, theirs in zip(found, results["reference"], strict=True):
+                assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)), (kernel, rows, features)
+        out, normed, alone = results["reference"]
+        assert torch.equal(alone, plain)
+        tolerance = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+        expected = plain.float() + bias.float() + residual.float()
+        torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance * 4)
+        expected = torch.nn.functional.rms_norm(out.float(), (features,), weight.float(), 1e-5)
+        torch.testing.assert_close(normed.float(), expected, rtol=tolerance, atol=tolerance * 4)
+
+
+def test_the_residual_may_be_the_result() -> None:
+    x, stream = torch.randn(4, 64), torch.randn(4, 64)
+    payload = ops.encode("int8", x)
+    expected = epilogue("int8", [(payload, 256)], torch.empty(4, 64), residual=stream)
+    assert torch.equal(epilogue("int8", [(payload, 256)], stream, residual=stream), expected)
+
+
+def test_what_is_wrong_is_named() -> None:
+    payload = ops.encode("int8", torch.zeros(64))
+    with pytest.raises(ValueError, match=r"runs: hold 64 elements, out \(3, 64\) has 192"):
+        epilogue("int8", [(payload, 64)], torch.empty(3, 64))
+    with pytest.raises(ValueError, match="bias: expected 64 elements"):
+        epilogue("int8", [(payload, 64)], torch.empty(1, 64), bias=torch.zeros(3))
+    with pytest.raises(ValueError, match="weight: belongs to normed"):
+        epilogue("int8", [(payload, 64)], torch.empty(1, 64), weight=torch.zeros(64))

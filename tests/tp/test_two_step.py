@@ -1,0 +1,163 @@
+"""The two-step sum: its bytes, what follows it in the same pass, and that a token's result is its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dtcomm
+from dtcomm import tp
+from dtcomm.codecs import codec
+from dtcomm.codecs.spec import CODECS
+from dtcomm.testing.ranks import run_ranks
+from dtcomm.tp import functional, overlap
+from dtcomm.tp.emulate import summed
+from dtcomm.tp.two_step import Epilogue, TwoStep, two_step
+from dtcomm.tp.wire import Wire
+
+SPECS = [
+    *(name for name in CODECS if name not in ("none", "exact", "randk")),
+    "int4:rotate=hadamard",
+    "int2:spikes=1",
+]
+FEATURES = 96
+
+
+def given(rank: int, tokens: int = 50, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(tokens, FEATURES, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def sums(rank: int, ranks: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        parts = [given(each, dtype=dtype) for each in range(ranks)]
+        for spec in SPECS:
+            over = tp.wire(spec, algorithm="two_step")
+            got = two_step(parts[rank], over).y
+            assert torch.equal(got, summed(parts, spec, "two_step")), (spec, dtype)
+        assert two_step(parts[rank][:0], tp.wire("int8")).y.shape == (0, FEATURES)
+        # What loses nothing is the plain sum, whatever the algorithm.
+        plain = functional.summed(parts[rank], tp.wire("none", algorithm="two_step"))
+        assert torch.equal(plain, summed(parts, "none", "one_shot"))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_are_those_of_the_emulation(ranks: int) -> None:
+    run_ranks(sums, ranks)
+
+
+def invariant(rank: int, ranks: int) -> None:
+    """The sum over ranks; a matrix product by itself need not be invariant, so sums of equal products."""
+    tokens = given(rank, 40)
+    for spec in (
+        "int8",
+        "int4",
+        "int2:spikes=1",
+        "fp8_e4m3:block=32",
+        "mxfp4",
+        "int4:symmetric=false",
+        "fp16",
+    ):
+        for algorithm in ("one_shot", "two_step"):
+            over = tp.wire(spec, algorithm=algorithm)
+            assert over.invariant(FEATURES)
+            alone = torch.cat([functional.summed(tokens[at : at + 1], over) for at in range(40)])
+            for start, stop in ((0, 40), (3, 9), (7, 40)):
+                together = functional.summed(tokens[start:stop], over)
+                assert torch.equal(together, alone[start:stop]), (spec, algorithm, start, stop)
+    for spec, algorithm, features in (
+        ("int8", "direct", 96),
+        ("int8:rotate=hadamard", "two_step", 96),
+        ("int8:round=stochastic", "one_shot", 96),
+        ("int8", "two_step", 100),
+        ("topk:ratio=0.1", "two_step", 96),
+    ):
+        assert not tp.wire(spec, algorithm=algorithm).invariant(features)
+
+
+def test_a_token_does_not_depend_on_its_batch() -> None:
+    run_ranks(invariant, 3)
+
+
+def followed(rank: int, ranks: int) -> None:
+    """Bias, residual and norm in the pass that decodes, beside the same one after the other."""
+    stream = torch.randn(5, 10, FEATURES, generator=torch.Generator().manual_seed(9))
+    weight = torch.linspace(0.5, 1.5, FEATURES)
+    for spec, algorithm, chunks in (
+        ("int8", "two_step", 1),
+        ("int4", "two_step", 3),
+        ("int8", "direct", 1),
+        ("none", "direct", 4),
+        ("none", "two_step", "auto"),
+    ):
+        torch.manual_seed(1)
+        layer = tp.RowParallelLinear(64 * ranks, FEATURES, codec=spec, algorithm=algorithm, chunks=chunks)
+        x = torch.randn(5, 10, 64, generator=torch.Generator().manual_seed(rank))
+        slow, normed = layer.with_norm(x, stream, weight, 1e-5)
+        assert slow.requires_grad
+        with torch.no_grad():
+            fused, fused_norm = layer.with_norm(x, stream, weight, 1e-5)
+            torch.testing.assert_close(fused, slow, rtol=1e-6, atol=1e-5)
+            torch.testing.assert_close(fused_norm, normed, rtol=1e-5, atol=1e-5)
+            assert torch.equal(layer(x, stream), fused)
+            torch.testing.assert_close(layer(x) + stream, fused, rtol=1e-6, atol=1e-5)
+            half = layer.to(torch.bfloat16)(x.bfloat16(), stream.bfloat16()).float()
+            assert (half - fused).norm() < 0.05 * fused.norm()
+
+
+def test_what_follows_in_the_same_pass() -> None:
+    run_ranks(followed, 2)
+
+
+def latency(rank: int, ranks: int) -> None:
+    """A token travels uncompressed where that is faster, many are compressed, and it is told."""
+    torch.manual_seed(0)
+    layer = tp.RowParallelLinear(64, FEATURES, codec="int8")
+    always = tp.RowParallelLinear(64, FEATURES, codec="int8", latency=False)
+    always.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        for each in (layer, always):
+            each(torch.ones(1, 32))
+            each(torch.ones(1000, 32))
+    traffic = layer.wire.traffic
+    assert (traffic.calls, traffic.elements, traffic.uncompressed) == (2, 1001 * FEATURES, 1)
+    assert traffic.why.startswith("int8 ") and f"none {traffic.why.split('none ')[1]}" in traffic.why
+    assert traffic.payload_bytes == FEATURES * 4 + 1000 * FEATURES * 34 // 32
+    assert always.wire.traffic.uncompressed == 0 and always.wire.traffic.why == ""
+
+
+def test_the_latency_path_is_chosen_and_told() -> None:
+    run_ranks(latency, 2)
+
+
+def test_chunks_are_chosen_between_hosts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = Wire(codec=codec("int4"), backward_codec=codec("none"))
+    y = torch.empty(512, 4096)
+    for hosts, expected in ((1, 1), (2, 8)):
+        monkeypatch.setattr(overlap, "info", lambda group, hosts=hosts: {"hosts": hosts})
+        assert overlap.automatic(over, y, over.codec) == expected
+    assert overlap.automatic(over, y[:4], over.codec) == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "least"), [("int8", 1.88), ("int4", 3.5), ("int4:block=128", 3.8), ("int2", 6.3)]
+)
+def test_wire_bytes_against_bf16(spec: str, least: float) -> None:
+    counted = run_ranks(wire_bytes, 2, spec)
+    for ours, theirs, stepped in counted:
+        assert theirs / ours >= least
+        assert theirs / stepped >= least
+
+
+def wire_bytes(rank: int, ranks: int, spec: str) -> tuple[int, int, int]:
+    """What a rank sends of 512 tokens' sum in the codec, in bf16, and in two steps: all overheads counted."""
+    sent = []
+    for each in (spec, "none"):
+        work = dtcomm.all_reduce(
+            torch.zeros(512, 1024, dtype=torch.bfloat16), codec=each, algorithm="two_shot", async_op=True
+        )
+        work.wait()
+        sent.append(work.wire_bytes)
+    step = TwoStep(torch.zeros(512, 1024, dtype=torch.bfloat16), tp.wire(spec))
+    step.gather()
+    step.finish(torch.empty(512, 1024, dtype=torch.bfloat16), None, Epilogue())
+    return sent[0], sent[1], step.sent_bytes
