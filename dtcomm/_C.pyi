@@ -169,7 +169,7 @@ class NativePlan:
         geometry: int,
         op: int,
         average: bool,
-        segments: list[tuple[int, int, bytes]],
+        segments: list[tuple[int, int, bytes, bytes]],
         piece_bytes: int,
         slot_bytes: int,
         direct: bool,
@@ -210,8 +210,8 @@ class NativeCommunicator:
         slot_bytes: int,
         timeout_s: float,
         yield_us: float,
-        latency_us: float = 0.0,
-        ns_per_byte: float = 0.0,
+        inside: tuple[float, float] = ...,
+        between: tuple[float, float] = ...,
     ) -> None: ...
     def address(self) -> tuple[int, int, int, int, int]: ...
     def attach(self, addresses: Sequence[tuple[Any, ...]]) -> None: ...

@@ -29,8 +29,14 @@ VARIABLES: dict[str, Variable] = {
     ),
     "DTCOMM_RUNTIME": Variable(
         default="auto",
-        meaning="what moves the bytes: shared memory or the group's own backend; auto: memory if shared",
+        meaning="what moves the bytes: the native engine or the group's own backend; auto: the engine if it can",
         choices=("auto", "native", "process_group"),
+        shared=True,
+    ),
+    "DTCOMM_TRANSPORT": Variable(
+        default="auto",
+        meaning="how the native engine reaches peers: shared memory, sockets; auto: memory in a host, sockets between",
+        choices=("auto", "memory", "sockets"),
         shared=True,
     ),
     "DTCOMM_HOST_ID": Variable(default="", meaning="which host this rank counts as (for tests)"),

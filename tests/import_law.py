@@ -118,9 +118,10 @@ CXX_LAW: dict[str, frozenset[str]] = {
     "codec": frozenset({"core", "codec"}),
     "cpu": frozenset({"core", "codec", "cpu"}),
     "cuda": frozenset({"core", "codec", "cuda", "cpu/kernels.h"}),
-    "engine": frozenset({"core", "codec", "engine", "cpu/kernels.h"}),
+    "net": frozenset({"core", "net"}),
+    "engine": frozenset({"core", "codec", "net", "engine", "cpu/kernels.h"}),
     "python": frozenset({"core", "codec", "cpu", "cuda", "engine", "python", "build_info.h"}),
-    "tests": frozenset({"core", "codec", "cpu", "cuda", "engine", "tests"}),
+    "tests": frozenset({"core", "codec", "cpu", "cuda", "net", "engine", "tests"}),
 }
 
 _STANDARD = frozenset(

@@ -54,16 +54,15 @@ Communicator::Communicator(const CommunicatorOptions& options)
   rank = options.rank;
   ranks = options.ranks;
   layout_ = {static_cast<std::uint32_t>(rank), static_cast<std::uint32_t>(ranks), options.max_boxes, options.slot_bytes,
-             options.link.on()};
+             options.inside.on() || options.between.on()};
   area_ = Mapping::create("dtcomm-area", layout_.bytes());
   own_ = view_of(area_.data(), layout_);
   new (own_.head) AreaHead;
   for (std::size_t i = 0; i < std::size_t{options.max_boxes} * kSlots; ++i) new (own_.flags + i) Flag;
   for (std::size_t i = 0; i < layout_.stamps(); ++i) new (own_.stamps + i) Stamp;
-  if (layout_.link) {
-    link_ = std::make_unique<Link>(options.link, Nic::instance(0), ranks, std::size_t{options.max_boxes} * kSlots);
-    link = link_.get();
-  }
+  const std::size_t flags = std::size_t{options.max_boxes} * kSlots;
+  if (options.inside.on()) inside_ = std::make_unique<Link>(options.inside, Nic::instance(0), ranks, flags);
+  if (options.between.on()) between_ = std::make_unique<Link>(options.between, Nic::instance(1), ranks, flags);
   own_.head->magic = kAreaMagic;
   own_.head->bytes = layout_.bytes();
   own_.head->rank = static_cast<std::uint32_t>(rank);
@@ -77,13 +76,25 @@ Communicator::~Communicator() { close(); }
 
 PeerAddress Communicator::address() const {
   Process& process = Process::instance();
-  return {static_cast<int>(getpid()), process.fd(), process.page().token, area_.fd(), token_, ""};
+  return {static_cast<int>(getpid()), process.fd(), process.page().token, area_.fd(), token_, -1, false, ""};
 }
 
 void Communicator::attach(const std::vector<PeerAddress>& addresses) {
   if (addresses.size() != static_cast<std::size_t>(ranks)) throw std::invalid_argument("attach: one address per rank");
-  for (int peer = 0; peer < ranks; ++peer) {
+  for (int peer = 0; peer < ranks; ++peer) {  // first of all: they own their sockets
     const PeerAddress& address = addresses[static_cast<std::size_t>(peer)];
+    if (address.socket < 0) continue;
+    AreaLayout layout = layout_;
+    layout.rank = static_cast<std::uint32_t>(peer);
+    remotes_.resize(addresses.size());
+    remotes_[static_cast<std::size_t>(peer)] = std::make_unique<Remote>(address.socket, layout, rank);
+    wire_.add(address.socket, peer);
+  }
+  links.assign(layout_.link ? addresses.size() : 0, nullptr);
+  wired = !remotes_.empty();
+  for (int peer = 0; peer < ranks; ++peer) {
+    const auto index = static_cast<std::size_t>(peer);
+    const PeerAddress& address = addresses[index];
     names_.push_back(address.name);
     peer_areas_.emplace_back();
     processes_.emplace_back();
@@ -92,6 +103,15 @@ void Communicator::attach(const std::vector<PeerAddress>& addresses) {
       peers.push_back(own_);
       continue;
     }
+    if (layout_.link) {
+      links[index] = address.between ? between_.get() : inside_.get();
+      wired |= links[index] != nullptr;
+    }
+    if (address.socket >= 0) {
+      peers.push_back(remotes_[index]->view());
+      continue;
+    }
+    mixed_ = !remotes_.empty();
     AreaLayout layout = layout_;
     layout.rank = static_cast<std::uint32_t>(peer);
     // Open the process first: the tokens then tell that it is the one we mean, and not a later one with its pid.
@@ -107,7 +127,7 @@ void Communicator::attach(const std::vector<PeerAddress>& addresses) {
     processes_.back() = std::make_unique<Peer>(address.pid, address.page_fd, address.page_token);
     peers.push_back(view);
   }
-  probes = options_.probes;
+  probes = options_.probes && remotes_.empty();
   ProgressThread::instance().add(this);
 }
 
@@ -123,6 +143,7 @@ void Communicator::require_usable() const {
 
 std::uint64_t Communicator::begin(const Call& call, std::uint64_t number) {
   const std::uint64_t operation = announce(*own_.head, call, number);
+  announced_ = number;
   if (call.plan->direct()) ring_peers();
   return operation;
 }
@@ -162,7 +183,7 @@ std::uint64_t Communicator::run(Call call) {
     fail(Error(ErrorKind::internal, who(rank) + ": " + error.what()), rank);
     failure = std::current_exception();
   }
-  bool more = false;
+  bool more = push_out();
   {
     const std::uint64_t now = now_ns();
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -170,7 +191,7 @@ std::uint64_t Communicator::run(Call call) {
     if (!entered) flights_.start(number, 0);  // it came when the others had given up
     flights_.finish(number, failure != nullptr, now);
     total_wire_bytes_ += sent;
-    more = !queue_.empty();
+    more |= !queue_.empty();
   }
   if (more) ProgressThread::instance().wake();
   if (failure) {
@@ -212,7 +233,7 @@ bool Communicator::advance_front(Operation& front, int budget) {
   try {
     check_failures();
     std::unique_ptr<Machine> machine = make_machine(front);
-    if (link_) link_->look();
+    look();
     const Progress progress = machine->advance(budget);
     check_machine(*machine);
     if (progress != Progress::done) {
@@ -234,7 +255,7 @@ bool Communicator::advance_front(Operation& front, int budget) {
 }
 
 void Communicator::drive(Machine& machine, std::uint64_t deadline) {
-  if (link_) wake_on_time();
+  if (wired) wake_on_time();
   Patience patience(options_.spins, options_.yield_ns);
   Bell& bell = Process::instance().page().bell;
   for (;;) {
@@ -246,19 +267,19 @@ void Communicator::drive(Machine& machine, std::uint64_t deadline) {
       watch(machine, deadline);
       bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
       const std::uint32_t seen = bell.word.load(std::memory_order_acquire);
-      if (link_) link_->look();
+      look();
       const Progress progress = machine.advance();
       if (progress == Progress::blocked && !machine.mismatch() && !machine.damage()) {
         own_.head->waiting_for.store(machine.blocker(), std::memory_order_relaxed);
         own_.head->waiting_since.store(now_ns(), std::memory_order_release);
-        bell.sleep(seen, suspect_ >= 0 ? 0 : nap(kSleepNs));
+        doze(bell, seen, suspect_ >= 0 ? 0 : nap(kSleepNs));
       }
       bell.sleepers.fetch_sub(1, std::memory_order_release);
       if (progress == Progress::done) return;
       if (progress == Progress::moved) patience.moved();
       continue;
     }
-    if (link_) link_->look();
+    look();
     switch (machine.advance()) {
       case Progress::done:
         return;
@@ -276,7 +297,7 @@ Communicator::Look Communicator::drive_front(int budget) {
   bool fresh = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (queue_.empty()) return Look::idle;
+    if (queue_.empty()) return !busy_ && push_out() ? Look::blocked : Look::idle;
     front = &queue_.front();  // a deque's front stays where it is while others are pushed behind it
     if (!front->machine) {
       if (busy_) return Look::idle;  // an inline caller is at work; it wakes us when it is done
@@ -286,10 +307,8 @@ Communicator::Look Communicator::drive_front(int budget) {
   if (fresh) return advance_front(*front, budget) ? Look::moved : Look::blocked;
   std::exception_ptr failure;
   try {
-    if (link_) {
-      wake_on_time();
-      link_->look();
-    }
+    if (wired) wake_on_time();
+    look();
     const Progress progress = front->machine->advance(budget);
     check_machine(*front->machine);
     if (progress != Progress::done) {
@@ -395,6 +414,9 @@ void Communicator::check_failures() const {
 }
 
 bool Communicator::dead(int peer) {
+  if (const Remote* const remote = remote_of(peer)) {
+    return remote->stream().ended() && !remote->view().head->closed.load(std::memory_order_acquire);
+  }
   pollfd watched{pidfds_[static_cast<std::size_t>(peer)], POLLIN, 0};
   return peer != rank && watched.fd >= 0 && poll(&watched, 1, 0) > 0;
 }
@@ -406,6 +428,7 @@ void Communicator::watch(const Machine& machine, std::uint64_t deadline) {
     const std::lock_guard<std::mutex> lock(mutex_);
     flights_.wait(number, machine.blocker());
   }
+  tell(machine);
   check_failures();
   for (const PeerView& peer : peers) {
     const OpHeader& header = peer.head->ops[number % kOpRing];
@@ -418,7 +441,9 @@ void Communicator::watch(const Machine& machine, std::uint64_t deadline) {
   if (blocker >= 0 && dead(blocker)) {
     if (suspect_ == blocker) {
       culprit_ = blocker;
-      throw Error(ErrorKind::peer_lost, who(blocker) + " is gone: its process ended during operation " +
+      const Remote* const remote = remote_of(blocker);
+      const std::string how = remote ? "its connection ended (" + remote->stream().why() + ")" : "its process ended";
+      throw Error(ErrorKind::peer_lost, who(blocker) + " is gone: " + how + " during operation " +
                                             std::to_string(number) + ", " + machine.call().plan->text());
     }
     suspect_ = blocker;  // it may have sent what we need with its last breath
@@ -444,7 +469,10 @@ void Communicator::raise_mismatch(const Machine& machine) {
   std::vector<std::pair<std::string, std::vector<int>>> statements;
   std::vector<std::uint64_t> fingerprints;
   std::vector<int> silent;
+  told_ = 0;
+  tell(machine);
   for (;;) {
+    pump();
     check_failures();
     statements.clear();
     fingerprints.clear();
@@ -551,6 +579,7 @@ void Communicator::fail(const Error& error, int culprit) {
     failure.state.store(2, std::memory_order_release);
   }
   ring_peers();
+  tell_failure();
 }
 
 void Communicator::ring_peers() {
@@ -558,6 +587,22 @@ void Communicator::ring_peers() {
   for (const auto& process : processes_) {
     if (process) process->page().bell.ring();
   }
+}
+
+const Remote* Communicator::remote_of(int peer) const {
+  return remotes_.empty() ? nullptr : remotes_[static_cast<std::size_t>(peer)].get();
+}
+
+void Communicator::look() {
+  pump();
+  if (inside_) inside_->look();
+  if (between_) between_->look();
+}
+
+std::uint64_t Communicator::nap(std::uint64_t most) const {
+  if (inside_) most = inside_->nap(most);
+  if (between_) most = between_->nap(most);
+  return most;
 }
 
 void Communicator::publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation, std::uint32_t checksum) {
@@ -571,6 +616,11 @@ void Communicator::publish_flag(std::size_t index, std::uint64_t seq, std::uint6
 void Communicator::publish_done(std::uint64_t pieces) {
   own_.head->done.store(pieces, std::memory_order_release);
   ring_peers();
+  if (remotes_.empty()) return;
+  const std::lock_guard<std::mutex> lock(remotes_mutex_);
+  for (const auto& remote : remotes_) {
+    if (remote) remote->send_done(pieces);
+  }
 }
 
 std::uint8_t* Communicator::resolve(int peer, std::int64_t region, std::uint64_t id, std::uint64_t offset,
@@ -619,6 +669,7 @@ void Communicator::close() {
     fail_queue(std::make_exception_ptr(std::logic_error("the communicator was destroyed before this operation ended")));
     own_.head->closed.store(1, std::memory_order_release);
     ring_peers();
+    take_leave();
   }
   for (const int pidfd : pidfds_) {
     if (pidfd >= 0) ::close(pidfd);
@@ -627,6 +678,8 @@ void Communicator::close() {
   peers.clear();
   peer_areas_.clear();
   processes_.clear();
+  remotes_.clear();
+  wire_.close();
   area_.reset();
 }
 

@@ -13,7 +13,9 @@
 #include "engine/flight.h"
 #include "engine/machine.h"
 #include "engine/process.h"
+#include "engine/remote.h"
 #include "engine/work.h"
+#include "net/watch.h"
 
 namespace dtcomm {
 
@@ -24,7 +26,9 @@ struct PeerAddress {
   std::uint64_t page_token = 0;
   int area_fd = -1;
   std::uint64_t area_token = 0;
-  std::string name;  // "rank 3 (host a, pid 17)"
+  int socket = -1;       // connected to it, where its memory cannot be shared; belongs to the communicator
+  bool between = false;  // it is on another host
+  std::string name;      // "rank 3 (host a, pid 17)"
 };
 
 struct CommunicatorOptions {
@@ -33,9 +37,9 @@ struct CommunicatorOptions {
   std::uint32_t max_boxes = 0;
   std::size_t slot_bytes = 512 * 1024;
   std::uint64_t timeout_ns = 0;
-  LinkRate link;       // to emulate; off by default
-  bool probes = true;  // choose staging by the cores' round trip; otherwise stream_staging is left alone
-  int spins = 64;      // looks before the first yield
+  LinkRate inside, between;  // links to emulate, in the host and between hosts; off by default
+  bool probes = true;        // choose staging by the cores' round trip; otherwise stream_staging is left alone
+  int spins = 64;            // looks before the first yield
   std::uint64_t yield_ns = 50 * 1000;  // time spent yielding before sleeping
 };
 
@@ -97,6 +101,8 @@ class Communicator final : public Fabric {
 
   void publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation, std::uint32_t checksum) override;
   void publish_done(std::uint64_t pieces) override;
+  void send_box(const std::vector<int>& to, std::size_t index, std::size_t slot_offset, const std::uint8_t* data,
+                std::size_t bytes) override;
   void wake() override { ring_peers(); }
   std::uint8_t* resolve(int peer, std::int64_t region, std::uint64_t id, std::uint64_t offset,
                         std::size_t bytes) override;
@@ -107,7 +113,11 @@ class Communicator final : public Fabric {
   // While asleep for the front operation: what it waits for, and whether to give up.
   void watch_front();
   // How long a thread that is blocked on this communicator may sleep.
-  std::uint64_t nap(std::uint64_t most) const { return link_ ? link_->nap(most) : most; }
+  std::uint64_t nap(std::uint64_t most) const;
+  // Readable while peers have something to say that was not read; -1 where all share memory.
+  int wire() const { return wire_.fd(); }
+  // Peers ring in shared memory too, which wakes nobody who looks at sockets.
+  bool mixed() const { return mixed_; }
 
  private:
   struct Operation {
@@ -135,17 +145,27 @@ class Communicator final : public Fabric {
   }
   void check_failures() const;
   bool dead(int peer);
+  // Before a machine advances: takes in what came over sockets and links.
+  void look();
   void fail(const Error& error, int culprit);
   void fail_queue(std::exception_ptr failure);
   void finish_front(std::exception_ptr failure);
   // Starts the front operation, and runs it as far as `budget` instructions go; true where it is over.
   bool advance_front(Operation& front, int budget);
   void ring_peers();
+  // Of the peers behind sockets (sockets.cpp); nothing is to be done where all share memory.
+  const Remote* remote_of(int peer) const;
+  void pump();
+  bool push_out();
+  void doze(Bell& bell, std::uint32_t seen, std::uint64_t timeout_ns);
+  void tell(const Machine& machine);
+  void tell_failure();
+  void take_leave();
   std::string who(int rank) const;
 
   CommunicatorOptions options_;
   AreaLayout layout_;
-  std::unique_ptr<Link> link_;
+  std::unique_ptr<Link> inside_, between_;
   Mapping area_;
   std::uint64_t token_;
   int owner_;  // pid: a forked child's copy is dead
@@ -153,6 +173,12 @@ class Communicator final : public Fabric {
   std::vector<Mapping> peer_areas_;
   std::vector<std::unique_ptr<Peer>> processes_;
   std::vector<int> pidfds_;
+  std::mutex remotes_mutex_;                      // whoever drives an operation, and whoever fails or closes
+  std::vector<std::unique_ptr<Remote>> remotes_;  // by peer; null where memory is shared, empty where all share it
+  Watch wire_;                                    // over their sockets
+  bool mixed_ = false;
+  std::uint64_t announced_ = 0;  // operations
+  std::uint64_t told_ = 0;       // when the peers were told last whom this rank waits for
   std::vector<std::string> names_;
   int suspect_ = -1;  // a dead peer that this rank waits for: one more look, then it is lost
   int culprit_ = -1;  // of the error being raised

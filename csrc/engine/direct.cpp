@@ -71,7 +71,7 @@ void Machine::run_direct(std::size_t piece) {
     if (instruction.op == Op::copy) {
       copy(piece, instruction);
     } else if (instruction.op == Op::send) {
-      wire_bytes_ += plan_.payload_bytes(piece, instruction.chunk) * instruction.peers.size();
+      wire_bytes_ += plan_.payload_bytes(piece, instruction.chunk, 0) * instruction.peers.size();
     } else if (instruction.op == Op::reduce) {
       reduce_direct(piece, instruction);
     } else if (!pushes && (instruction.op == Op::adopt || instruction.op == Op::encode)) {
@@ -107,7 +107,7 @@ void Machine::reduce_direct(std::size_t piece, const Instruction& instruction) {
     call.stream_payload = false;
     if (pushes) call.stream_out = false;
     int first = -1;
-    if (pushes && bytes == slice->wire_bytes) {  // no padding that would spill into the elements behind
+    if (pushes && bytes == slice->inside.bytes) {  // no padding that would spill into the elements behind
       first = fabric_.rank == 0 ? 1 : 0;
       call.payload_out = peer_tensors_[static_cast<std::size_t>(first)] + offset;
     }

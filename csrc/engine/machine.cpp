@@ -14,7 +14,7 @@ namespace {
 // Pieces under way: one staged ahead, one summed, one written out. More of them and the slots in use outgrow the
 // second-level cache: 8 took 15 % longer at 1 and 64 MB.
 constexpr std::size_t kWindow = 3;
-constexpr std::size_t kLinkWindow = 4;  // over an emulated link, which has to be kept busy
+constexpr std::size_t kLinkWindow = 4;  // over a link, which has to be kept busy
 static_assert(2 * kLinkWindow <= kSlots, "the operation behind begins when this one has all its pieces under way");
 // Cores move while a program runs. Of 64 KiB every 256th operation probes, of 2 MiB and more every 8th; the time of
 // smaller ones does not depend on where the cores are.
@@ -150,7 +150,7 @@ Progress Machine::run(int budget, bool ahead) {
   if (probe_ && !probe()) return Progress::blocked;
   if (!met_ && pieces > 0 && !meet()) return Progress::blocked;
   if (direct_) return advance_direct(budget);
-  const std::size_t window = fabric_.link ? kLinkWindow : kWindow;
+  const std::size_t window = fabric_.wired ? kLinkWindow : kWindow;
   bool moved = false;
   for (;;) {
     bool any = false;
@@ -256,11 +256,12 @@ bool Machine::ready(std::size_t piece, const Instruction& instruction) {
     mismatch_ = true;
     return false;
   }
-  return !fabric_.link ||
-         fabric_.link->arrived(
+  Link* const link = fabric_.link_to(instruction.peer);
+  return !link ||
+         link->arrived(
              instruction.peer, index, seq + 1,
              view.stamps[index * static_cast<std::size_t>(fabric_.ranks) + static_cast<std::size_t>(fabric_.rank)],
-             plan_.payload_bytes(piece, instruction.chunk));
+             plan_.payload_bytes(piece, instruction.chunk, instruction.level));
 }
 
 // The receiver's own computation over the bytes as it sees them, before anything is made of them.
@@ -268,8 +269,8 @@ bool Machine::intact(std::size_t piece, const Instruction& instruction) {
   const PeerView& view = fabric_.peers[static_cast<std::size_t>(instruction.peer)];
   const Flag& flag = view.flags[static_cast<std::size_t>(instruction.box) * kSlots + (base_ + piece) % kSlots];
   const std::uint32_t sent = flag.checksum.load(std::memory_order_relaxed);
-  const std::uint32_t arrived =
-      crc32c(box(piece, instruction.peer, instruction.box), plan_.payload_bytes(piece, instruction.chunk));
+  const std::uint32_t arrived = crc32c(box(piece, instruction.peer, instruction.box),
+                                       plan_.payload_bytes(piece, instruction.chunk, instruction.level));
   if (sent == arrived) return true;
   damage_ = {instruction.peer, instruction.chunk, piece, sent, arrived};
   blocker_ = instruction.peer;
@@ -279,7 +280,7 @@ bool Machine::intact(std::size_t piece, const Instruction& instruction) {
 void Machine::publish(std::size_t piece, const Instruction& instruction) {
   const std::uint64_t seq = base_ + piece;
   const std::size_t index = static_cast<std::size_t>(instruction.box) * kSlots + seq % kSlots;
-  std::size_t bytes = plan_.payload_bytes(piece, instruction.chunk);
+  const std::size_t bytes = plan_.payload_bytes(piece, instruction.chunk, instruction.level);
   std::uint32_t checksum = 0;
   if (plan_.checksum()) {
     // What is sent in several steps has the checksum of the first: the bytes may have changed since.
@@ -287,17 +288,18 @@ void Machine::publish(std::size_t piece, const Instruction& instruction) {
     const bool again = own.seq.load(std::memory_order_relaxed) == seq + 1;
     checksum =
         again ? own.checksum.load(std::memory_order_relaxed) : crc32c(box(piece, fabric_.rank, instruction.box), bytes);
-    bytes += kChecksumBytes;
   }
-  if (fabric_.link) {
-    Stamp* stamps = fabric_.peers[static_cast<std::size_t>(fabric_.rank)].stamps;
-    for (const int peer : instruction.peers) {
-      fabric_.link->send(stamps[index * static_cast<std::size_t>(fabric_.ranks) + static_cast<std::size_t>(peer)],
-                         seq + 1, plan_.payload_bytes(piece, instruction.chunk));
+  Stamp* stamps = fabric_.peers[static_cast<std::size_t>(fabric_.rank)].stamps;
+  for (const int peer : instruction.peers) {
+    if (Link* const link = fabric_.link_to(peer)) {
+      link->send(stamps[index * static_cast<std::size_t>(fabric_.ranks) + static_cast<std::size_t>(peer)], seq + 1,
+                 bytes);
     }
   }
   fabric_.publish_flag(index, seq + 1, operation_, checksum);
-  wire_bytes_ += bytes * instruction.peers.size();
+  fabric_.send_box(instruction.peers, index, static_cast<std::size_t>(instruction.box) * plan_.box_stride(),
+                   box(piece, fabric_.rank, instruction.box), bytes);
+  wire_bytes_ += (bytes + (plan_.checksum() ? kChecksumBytes : 0)) * instruction.peers.size();
 }
 
 std::uint8_t* Machine::box(std::size_t piece, int rank, int index) const {
@@ -344,8 +346,8 @@ void Machine::encode(std::size_t piece, const Instruction& instruction) {
     const std::uint8_t* in = call_.segments[slice->segment].in + slice->in_offset * size_of(segment.dtype);
     Combine call = combine_for(instruction, *slice);
     call.local = in;
-    call.payload_out = box(piece, fabric_.rank, instruction.box) + slice->wire_offset;
-    call_.kernels->combine(segment.codec, call);
+    call.payload_out = box(piece, fabric_.rank, instruction.box) + slice->at(instruction.level).offset;
+    call_.kernels->combine(segment.at(instruction.level), call);
   }
 }
 
@@ -358,8 +360,11 @@ void Machine::reduce(std::size_t piece, const Instruction& instruction) {
     Combine call = combine_for(instruction, *slice);
     payloads_.clear();
     for (const BoxRef& input : instruction.inputs) {
-      payloads_.push_back(box(piece, input.rank, input.box) + slice->wire_offset);
+      payloads_.push_back(box(piece, input.rank, input.box) + slice->at(input.level).offset);
     }
+    const Codec& codec = segment.at(instruction.box >= 0         ? instruction.level
+                                    : instruction.inputs.empty() ? 0
+                                                                 : instruction.inputs[0].level);
     call.payloads = payloads_.data();
     call.count = static_cast<int>(payloads_.size());
     call.position = instruction.position;
@@ -375,12 +380,54 @@ void Machine::reduce(std::size_t piece, const Instruction& instruction) {
       call.out_dtype = wide;
     }
     kept += AreaLayout::round_up(slice->numel * size_of(wide), kLine);
+    const bool mixed = std::any_of(instruction.inputs.begin(), instruction.inputs.end(), [&](const BoxRef& input) {
+      return std::memcmp(&segment.at(input.level), &codec, sizeof codec) != 0;
+    });
+    if (mixed) add_up(instruction, *slice, call);
     if (instruction.box >= 0) {
-      call.payload_out = box(piece, fabric_.rank, instruction.box) + slice->wire_offset;
+      call.payload_out = box(piece, fabric_.rank, instruction.box) + slice->at(instruction.level).offset;
       call.stream_out = call.stream_payload;  // one kind of store a pass
     }
-    call_.kernels->combine(segment.codec, call);
+    call_.kernels->combine(codec, call);
   }
+}
+
+// Terms of another codec than the sum's: their fp32 sum, in rank order, is all that its encoding sees of them.
+void Machine::add_up(const Instruction& instruction, const Slice& slice, Combine& call) {
+  const Segment& segment = plan_.segments()[slice.segment];
+  const DType wide = accumulator_dtype(segment.dtype);
+  const std::size_t stride = AreaLayout::round_up(slice.numel * size_of(wide), kLine);
+  const std::size_t count = payloads_.size();
+  terms_.resize((count + 2) * stride + kLine);
+  std::uint8_t* const terms = terms_.data() + (kLine - reinterpret_cast<std::uintptr_t>(terms_.data()) % kLine);
+  for (std::size_t i = 0; i < count; ++i) {
+    std::uint8_t* const term = terms + i * stride;
+    call_.kernels->decode(segment.at(instruction.inputs[i].level), payloads_[i], slice.numel, segment.dtype, term, wide,
+                          false);
+    payloads_[i] = term;
+  }
+  Combine sum = call;
+  if (call.local && call.local_dtype != wide) {
+    std::uint8_t* const local = terms + (count + 1) * stride;
+    call_.kernels->decode(Codec{}, static_cast<const std::uint8_t*>(call.local), slice.numel, call.local_dtype, local,
+                          wide, false);
+    sum.local = local;
+    sum.local_dtype = wide;
+  }
+  sum.payloads = payloads_.data();
+  sum.divisor = 1;
+  sum.dtype = sum.out_dtype = wide;
+  sum.out = terms + count * stride;
+  sum.stream_out = false;
+  const bool settles = instruction.leaves_residual && instruction.box >= 0;  // its encoding's error
+  if (settles) sum.residual_in = sum.residual_out = nullptr;
+  call_.kernels->combine(Codec{}, sum);
+  call.payloads = nullptr;
+  call.count = 0;
+  call.position = 0;
+  call.local = sum.out;
+  call.local_dtype = wide;
+  if (!settles) call.residual_in = call.residual_out = nullptr;
 }
 
 void Machine::adopt(std::size_t piece, const Instruction& instruction) {
@@ -390,15 +437,15 @@ void Machine::adopt(std::size_t piece, const Instruction& instruction) {
     std::uint8_t* out = call_.segments[slice->segment].out;
     if (!out) continue;
     out += slice->out_offset * size_of(segment.dtype);
-    const std::uint8_t* payload = box(piece, instruction.peer, instruction.box) + slice->wire_offset;
-    call_.kernels->decode(segment.codec, payload, slice->numel, segment.dtype, out, segment.dtype,
+    const std::uint8_t* payload = box(piece, instruction.peer, instruction.box) + slice->at(instruction.level).offset;
+    call_.kernels->decode(segment.at(instruction.level), payload, slice->numel, segment.dtype, out, segment.dtype,
                           plan_.streams(instruction.chunk));
   }
 }
 
 void Machine::forward(std::size_t piece, const Instruction& instruction) {
   std::memcpy(box(piece, fabric_.rank, instruction.box), box(piece, instruction.peer, instruction.source),
-              plan_.payload_bytes(piece, instruction.chunk));
+              plan_.payload_bytes(piece, instruction.chunk, instruction.level));
 }
 
 // Elements as they are, into the output.

@@ -52,13 +52,19 @@ class Fabric {
   bool probes = false;            // operations measure the round trip now and then and choose the staging by it
   std::uint64_t until_probe = 0;  // what may be moved before the next probe
   double round_trip_ns = 0;
-  Link* link = nullptr;         // emulated: payloads arrive when they could have come over it
+  std::vector<Link*> links;     // emulated, by peer: payloads arrive when they could have come over it; or empty
+  bool wired = false;           // payloads take their time to arrive: more pieces are under way
   std::uint64_t seen_done = 0;  // every peer has finished at least this many pieces (may lag)
 
   virtual void publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation, std::uint32_t checksum) = 0;
   virtual void publish_done(std::uint64_t pieces) = 0;
+  // A box whose flag has been published, for those peers that do not see this rank's memory; it lies
+  // `slot_offset` bytes into its slot.
+  virtual void send_box(const std::vector<int>& /*to*/, std::size_t /*index*/, std::size_t /*slot_offset*/,
+                        const std::uint8_t* /*data*/, std::size_t /*bytes*/) {}
   // Something else changed that a sleeping peer may wait for.
   virtual void wake() {}
+  Link* link_to(int peer) const { return links.empty() ? nullptr : links[static_cast<std::size_t>(peer)]; }
   // Bytes of a peer's region, mapped on first use.
   virtual std::uint8_t* resolve(int peer, std::int64_t region, std::uint64_t id, std::uint64_t offset,
                                 std::size_t bytes) = 0;
@@ -132,6 +138,7 @@ class Machine {
   std::uint8_t* box(std::size_t piece, int rank, int index) const;
   std::uint8_t* accumulator(std::size_t piece, int chunk);
   Combine combine_for(const Instruction& instruction, const Slice& slice) const;
+  void add_up(const Instruction& instruction, const Slice& slice, Combine& call);
 
   Fabric& fabric_;
   Call call_;
@@ -145,6 +152,7 @@ class Machine {
   Piece window_[kSlots];
   std::vector<std::vector<std::uint8_t>> accumulators_;  // per slot, all chunks
   std::vector<const std::uint8_t*> payloads_;
+  std::vector<std::uint8_t> terms_;          // of sums over several codecs, decoded
   std::vector<std::uint8_t*> peer_tensors_;  // direct: every rank's tensor
   std::unique_ptr<Probe> probe_;
   bool begun_ = false;

@@ -1,6 +1,7 @@
 #include "engine/plan.h"
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
 
 #include "engine/area.h"
@@ -20,9 +21,15 @@ struct Run {
 };
 
 std::size_t granules(const Segment& segment) {
-  const std::size_t unit = granule_elements(segment.codec);
+  const std::size_t unit = segment.granule();
   return (segment.numel + unit - 1) / unit;
 }
+
+}  // namespace
+
+std::size_t Segment::granule() const { return std::lcm(granule_elements(codec), granule_elements(between)); }
+
+namespace {
 
 // Where a chunk of an exchange lies: behind the sender's shards for lower receivers, and in the receiver's output
 // behind the shards of lower senders.
@@ -46,7 +53,7 @@ std::vector<Run> runs_of(const std::vector<Segment>& segments, Geometry geometry
     const Segment& segment = segments[i];
     Run run{static_cast<std::uint32_t>(i), 0, 0, segment.numel};
     if (geometry == Geometry::whole) {
-      const std::size_t unit = granule_elements(segment.codec);
+      const std::size_t unit = segment.granule();
       const std::size_t total = granules(segment);
       const std::size_t from = std::min(segment.numel, total * chunk / chunks * unit);
       const std::size_t to = std::min(segment.numel, total * (chunk + 1) / chunks * unit);
@@ -88,9 +95,10 @@ Plan::Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp o
                             text_.size());
   for (const Segment& segment : segments_) {
     largest = std::max(largest, size_of(segment.dtype));
-    finest = std::min(finest, granule_elements(segment.codec));
+    finest = std::min(finest, segment.granule());
     fingerprint_ = mix64(fingerprint_, segment.numel * 16 + static_cast<std::uint64_t>(segment.dtype));
     fingerprint_ = hash_bytes(fingerprint_, &segment.codec, sizeof(Codec));
+    fingerprint_ = hash_bytes(fingerprint_, &segment.between, sizeof(Codec));
     const bool shards = geometry == Geometry::scatter || geometry == Geometry::exchange;
     output_bytes += segment.numel * size_of(segment.dtype) * (gathers ? ranks : 1);
     input_bytes_ += segment.numel * size_of(segment.dtype) * (shards ? ranks : 1);
@@ -141,7 +149,7 @@ void Plan::cut(std::size_t elements) {
     std::size_t room = 0;
     for (Run run : runs_of(segments_, geometry_, splits_, chunk, chunks, static_cast<std::size_t>(program_->ranks))) {
       const Segment& segment = segments_[run.segment];
-      const std::size_t unit = granule_elements(segment.codec);
+      const std::size_t unit = segment.granule();
       while (run.numel > 0) {
         if (room == 0) {
           cuts[chunk].emplace_back();
@@ -149,9 +157,13 @@ void Plan::cut(std::size_t elements) {
         }
         const std::size_t take = std::min(run.numel, (room + unit - 1) / unit * unit);
         auto& piece = cuts[chunk].back();
-        const std::size_t at = piece.empty() ? 0 : piece.back().wire_offset + piece.back().wire_bytes;
-        piece.push_back(
-            {run.segment, run.in_offset, run.out_offset, take, at, wire_bytes(segment.codec, take, segment.dtype)});
+        Place inside{0, wire_bytes(segment.codec, take, segment.dtype)};
+        Place between{0, wire_bytes(segment.between, take, segment.dtype)};
+        if (!piece.empty()) {
+          inside.offset = piece.back().inside.offset + piece.back().inside.bytes;
+          between.offset = piece.back().between.offset + piece.back().between.bytes;
+        }
+        piece.push_back({run.segment, run.in_offset, run.out_offset, take, inside, between});
         run.in_offset += take;
         run.out_offset += take;
         run.numel -= take;
@@ -172,8 +184,9 @@ void Plan::cut(std::size_t elements) {
           slices_.push_back(slice);
           kept += AreaLayout::round_up(slice.numel * size_of(accumulator_dtype(segments_[slice.segment].dtype)), kLine);
         }
-        const Slice& last = slices_.back();
-        box_stride_ = std::max(box_stride_, AreaLayout::round_up(last.wire_offset + last.wire_bytes, kLine));
+        for (const Place& last : {slices_.back().inside, slices_.back().between}) {
+          box_stride_ = std::max(box_stride_, AreaLayout::round_up(last.offset + last.bytes, kLine));
+        }
         accumulator_bytes_ = std::max(accumulator_bytes_, kept);
       }
       first_.push_back(slices_.size());
@@ -181,9 +194,9 @@ void Plan::cut(std::size_t elements) {
   }
 }
 
-std::size_t Plan::payload_bytes(std::size_t piece, int chunk) const {
+std::size_t Plan::payload_bytes(std::size_t piece, int chunk, int level) const {
   const Slice* last = end(piece, chunk);
-  return last == begin(piece, chunk) ? 0 : last[-1].wire_offset + last[-1].wire_bytes;
+  return last == begin(piece, chunk) ? 0 : last[-1].at(level).offset + last[-1].at(level).bytes;
 }
 
 }  // namespace dtcomm

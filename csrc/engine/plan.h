@@ -23,21 +23,34 @@ enum class Geometry : std::uint8_t {
 };
 
 // One tensor of the message. `numel` counts the whole tensor for Geometry::whole, one shard otherwise (the largest
-// where an exchange has splits).
+// where an exchange has splits). What crosses hosts has the codec `between`.
 struct Segment {
   std::size_t numel = 0;
   DType dtype = DType::f32;
   Codec codec;
+  Codec between;
+
+  const Codec& at(int level) const { return level == 0 ? codec : between; }
+  // Elements: where the payloads of both may be cut.
+  std::size_t granule() const;
 };
 
-// A run of elements of one segment in one chunk of one piece: encoded on its own, at `wire_offset` in the box.
+// Where a slice lies in a box.
+struct Place {
+  std::size_t offset;  // bytes
+  std::size_t bytes;
+};
+
+// A run of elements of one segment in one chunk of one piece: encoded on its own, at its place in the box.
 struct Slice {
   std::uint32_t segment;
   std::size_t in_offset;   // elements
   std::size_t out_offset;  // elements
   std::size_t numel;
-  std::size_t wire_offset;  // bytes
-  std::size_t wire_bytes;
+  Place inside;
+  Place between;
+
+  const Place& at(int level) const { return level == 0 ? inside : between; }
 };
 
 struct PlanOptions {
@@ -78,7 +91,7 @@ class Plan {
 
   const Slice* begin(std::size_t piece, int chunk) const { return slices_.data() + index(piece, chunk); }
   const Slice* end(std::size_t piece, int chunk) const { return slices_.data() + index(piece, chunk, 1); }
-  std::size_t payload_bytes(std::size_t piece, int chunk) const;
+  std::size_t payload_bytes(std::size_t piece, int chunk, int level) const;
 
  private:
   std::size_t index(std::size_t piece, int chunk, std::size_t next = 0) const {

@@ -71,7 +71,7 @@ Program Program::parse(int rank, int ranks, int chunks, std::vector<int> boxes, 
   const auto box_of = [&](Reader& reader, int peer, const char* what) {
     return reader.next(0, boxes[static_cast<std::size_t>(peer)], what);
   };
-  constexpr int kLevels = 8;  // of a hierarchy; inside a host one codec serves them all
+  constexpr int kLevels = 8;  // of a hierarchy
   std::size_t at = 0;
   while (at < flat.size()) {
     if (at + 3 > flat.size()) throw std::invalid_argument("program: truncated instruction");
@@ -91,24 +91,24 @@ Program Program::parse(int rank, int ranks, int chunks, std::vector<int> boxes, 
       case Op::encode:
         instruction.box = reader.next(0, own_boxes, "box");
         instruction.output = reader.next(0, 2, "output") != 0;
-        reader.next(0, kLevels, "level");
+        instruction.level = reader.next(0, kLevels, "level");
         break;
       case Op::send:
         instruction.box = reader.next(0, own_boxes, "box");
-        reader.next(0, kLevels, "level");
+        instruction.level = reader.next(0, kLevels, "level");
         while (reader.more()) instruction.peers.push_back(reader.next(0, ranks, "peer"));
         break;
       case Op::receive:
       case Op::adopt:
         instruction.peer = reader.next(0, ranks, "peer");
         instruction.box = box_of(reader, instruction.peer, "box");
-        reader.next(0, kLevels, "level");
+        instruction.level = reader.next(0, kLevels, "level");
         break;
       case Op::forward:
         instruction.peer = reader.next(0, ranks, "peer");
         instruction.source = box_of(reader, instruction.peer, "source");
         instruction.box = reader.next(0, own_boxes, "box");
-        reader.next(0, kLevels, "level");
+        instruction.level = reader.next(0, kLevels, "level");
         break;
       case Op::copy:
         break;
@@ -119,14 +119,14 @@ Program Program::parse(int rank, int ranks, int chunks, std::vector<int> boxes, 
         instruction.output = reader.next(0, 2, "output") != 0;
         instruction.keep = reader.next(0, 2, "keep") != 0;
         instruction.divide = reader.next(0, 2, "divide") != 0;
-        reader.next(0, kLevels, "level");
+        instruction.level = reader.next(0, kLevels, "level");
         const int count = reader.next(0, ranks + 1, "input count");
         if (instruction.position > count) throw std::invalid_argument("program: position beyond the inputs");
         for (int i = 0; i < count; ++i) {
           BoxRef input{};
           input.rank = reader.next(0, ranks, "input rank");
           input.box = box_of(reader, input.rank, "input box");
-          reader.next(0, kLevels, "input level");
+          input.level = reader.next(0, kLevels, "input level");
           instruction.inputs.push_back(input);
         }
         if (instruction.keep && (instruction.box >= 0 || instruction.output)) {

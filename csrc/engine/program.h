@@ -13,6 +13,7 @@ enum class Local : std::uint8_t { none = 0, input = 1, accumulator = 2 };
 struct BoxRef {
   int rank;
   int box;
+  int level;
 };
 
 struct Instruction {
@@ -21,6 +22,7 @@ struct Instruction {
   int box = -1;     // encode, send, reduce (or -1), forward: own box; receive, adopt: the peer's
   int peer = -1;    // receive, adopt, forward
   int source = -1;  // forward: the peer's box
+  int level = 0;    // of the box: 0 inside the hosts, more between them
   Local local = Local::none;
   int position = 0;
   bool output = false;

@@ -1,11 +1,15 @@
 #include "engine/progress.h"
 
+#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <system_error>
 
 #include "engine/communicator.h"
 #include "engine/pause.h"
+#include "net/watch.h"
 
 namespace dtcomm {
 namespace {
@@ -14,8 +18,13 @@ constexpr int kBudget = 64;  // instructions per look, so that one long operatio
 constexpr int kSpins = 64;
 constexpr std::uint64_t kYieldNs = 50 * 1000;
 constexpr std::uint64_t kSleepNs = 20 * 1000 * 1000;
+constexpr std::uint64_t kMixedNs = 200 * 1000;  // over sockets, while peers in shared memory may ring too
 
 }  // namespace
+
+ProgressThread::ProgressThread() : call_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (call_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+}
 
 ProgressThread& ProgressThread::instance() {
   static std::mutex mutex;
@@ -54,6 +63,7 @@ void ProgressThread::wake() {
   // It may be asleep over another communicator's operation.
   full_fence();
   Process::instance().page().bell.ring();
+  if (over_sockets_.load(std::memory_order_relaxed)) eventfd_write(call_, 1);
 }
 
 void ProgressThread::stop() {
@@ -65,6 +75,7 @@ void ProgressThread::stop() {
     idle_.notify_one();
   }
   Process::instance().page().bell.ring();
+  eventfd_write(call_, 1);
   if (thread.joinable()) thread.join();
 }
 
@@ -74,12 +85,19 @@ bool ProgressThread::look_around(bool& blocked) {
   bool moved = false;
   blocked = false;
   nap_ = kSleepNs;
+  wires_.assign(1, call_);
+  bool rings = false;
   for (Communicator* communicator : communicators_) {
     const Communicator::Look look = communicator->drive_front(kBudget);
     moved |= look == Communicator::Look::moved;
     blocked |= look == Communicator::Look::blocked;
-    if (look == Communicator::Look::blocked) nap_ = std::min(nap_, communicator->nap(kSleepNs));
+    if (look != Communicator::Look::blocked) continue;
+    nap_ = std::min(nap_, communicator->nap(kSleepNs));
+    const int wire = communicator->wire();
+    if (wire >= 0) wires_.push_back(wire);
+    rings |= wire < 0 || communicator->mixed();
   }
+  if (wires_.size() > 1 && rings) nap_ = std::min(nap_, kMixedNs);
   return moved;
 }
 
@@ -101,14 +119,24 @@ void ProgressThread::loop() {
       continue;
     }
     const bool tired = patience.exhausted();
-    if (nap_ == kSleepNs ? !tired : nap_ == 0) continue;
+    if (nap_ == kSleepNs || wires_.size() > 1 ? !tired : nap_ == 0) continue;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       for (Communicator* communicator : communicators_) communicator->watch_front();
     }
     bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    over_sockets_.store(true, std::memory_order_seq_cst);
     const std::uint32_t seen = bell.word.load(std::memory_order_acquire);
-    if (!look_around(blocked) && blocked && !work_.load(std::memory_order_acquire)) bell.sleep(seen, nap_);
+    if (!look_around(blocked) && blocked && !work_.load(std::memory_order_acquire)) {
+      if (wires_.size() > 1) {
+        sleep_on(wires_.data(), wires_.size(), nap_);
+        eventfd_t calls = 0;
+        eventfd_read(call_, &calls);
+      } else {
+        bell.sleep(seen, nap_);
+      }
+    }
+    over_sockets_.store(false, std::memory_order_relaxed);
     bell.sleepers.fetch_sub(1, std::memory_order_release);
   }
 }

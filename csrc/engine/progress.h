@@ -26,6 +26,7 @@ class ProgressThread {
   void stop();
 
  private:
+  ProgressThread();
   void loop();
   bool look_around(bool& blocked);
 
@@ -35,7 +36,10 @@ class ProgressThread {
 
   std::mutex idle_mutex_;
   std::condition_variable idle_;
-  std::uint64_t nap_ = 0;  // how long what is blocked allows to sleep
+  std::uint64_t nap_ = 0;   // how long what is blocked allows to sleep
+  std::vector<int> wires_;  // what is blocked over sockets, behind `call_`
+  int call_;                // an eventfd: wake() ends a sleep over sockets by it
+  std::atomic<bool> over_sockets_{false};
   std::atomic<bool> work_{false};
   std::atomic<bool> stopping_{false};
 };

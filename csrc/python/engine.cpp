@@ -28,8 +28,8 @@ const Kernels* current_kernels() {
   return kernels;
 }
 
-// (numel, dtype, codec as csrc/codec/codec.h lays it out)
-using SegmentTuple = std::tuple<std::size_t, int, std::string>;
+// (numel, dtype, codec as csrc/codec/codec.h lays it out, that of what crosses hosts)
+using SegmentTuple = std::tuple<std::size_t, int, std::string, std::string>;
 // (input address, output address or 0, residual address or 0)
 using PointerTuple = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t>;
 
@@ -38,12 +38,17 @@ std::shared_ptr<Plan> make_plan(std::shared_ptr<Program> program, int geometry, 
                                 std::size_t slot_bytes, bool direct, const std::string& text, std::size_t max_boxes,
                                 std::vector<std::size_t> splits, bool checksum, const std::string& about) {
   std::vector<Segment> parsed;
-  for (const auto& [numel, dtype, codec] : segments) {
-    if (codec.size() != sizeof(Codec)) throw py::value_error("segments: codec must be 16 bytes");
+  for (const auto& [numel, dtype, codec, between] : segments) {
+    if (codec.size() != sizeof(Codec) || between.size() != sizeof(Codec)) {
+      throw py::value_error("segments: codec must be 16 bytes");
+    }
     if (dtype < 0 || dtype > static_cast<int>(DType::boolean)) throw py::value_error("segments: unknown dtype");
-    Segment segment{numel, static_cast<DType>(dtype), {}};
+    Segment segment{numel, static_cast<DType>(dtype), {}, {}};
     std::memcpy(&segment.codec, codec.data(), sizeof(Codec));
-    if (const char* why = why_invalid(segment.codec)) throw py::value_error(why);
+    std::memcpy(&segment.between, between.data(), sizeof(Codec));
+    for (const Codec& each : {segment.codec, segment.between}) {
+      if (const char* why = why_invalid(each)) throw py::value_error(why);
+    }
     parsed.push_back(segment);
   }
   if (geometry < 0 || geometry > 3) {
@@ -136,9 +141,10 @@ void bind_communicator(py::module_& module) {
 
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "NativeCommunicator")
       .def(py::init([](int rank, int ranks, std::uint32_t max_boxes, std::size_t slot_bytes, double timeout_s,
-                       double yield_us, double latency_us, double ns_per_byte) {
+                       double yield_us, std::pair<double, double> inside, std::pair<double, double> between) {
              CommunicatorOptions options;
-             options.link = {static_cast<std::uint64_t>(latency_us * 1e3), ns_per_byte};
+             options.inside = {static_cast<std::uint64_t>(inside.first * 1e3), inside.second};
+             options.between = {static_cast<std::uint64_t>(between.first * 1e3), between.second};
              options.rank = rank;
              options.ranks = ranks;
              options.max_boxes = max_boxes;
@@ -148,7 +154,8 @@ void bind_communicator(py::module_& module) {
              return std::make_shared<Communicator>(options);
            }),
            py::kw_only(), py::arg("rank"), py::arg("ranks"), py::arg("max_boxes"), py::arg("slot_bytes"),
-           py::arg("timeout_s"), py::arg("yield_us"), py::arg("latency_us") = 0.0, py::arg("ns_per_byte") = 0.0)
+           py::arg("timeout_s"), py::arg("yield_us"), py::arg("inside") = std::pair<double, double>(),
+           py::arg("between") = std::pair<double, double>())
       .def("address",
            [](const Communicator& self) {
              const PeerAddress address = self.address();
@@ -157,10 +164,11 @@ void bind_communicator(py::module_& module) {
            })
       .def("attach",
            [](Communicator& self,
-              const std::vector<std::tuple<int, int, std::uint64_t, int, std::uint64_t, std::string>>& tuples) {
+              const std::vector<std::tuple<int, int, std::uint64_t, int, std::uint64_t, int, bool, std::string>>&
+                  tuples) {
              std::vector<PeerAddress> addresses;
-             for (const auto& [pid, page_fd, page_token, area_fd, area_token, name] : tuples) {
-               addresses.push_back({pid, page_fd, page_token, area_fd, area_token, name});
+             for (const auto& [pid, page_fd, page_token, area_fd, area_token, socket, between, name] : tuples) {
+               addresses.push_back({pid, page_fd, page_token, area_fd, area_token, socket, between, name});
              }
              self.attach(addresses);
            })
@@ -212,15 +220,15 @@ void bind_communicator(py::module_& module) {
              }
              return list;
            })
-      .def(
-          "sightings",
-          [](Communicator& self) {
-            py::list list;
-            for (const Sighting& seen : self.sightings()) {
-              list.append(py::make_tuple(seen.last, seen.text, seen.pieces, seen.waiting_for, seen.alive, seen.closed));
-            }
-            return list;
-          })
+      .def("sightings",
+           [](Communicator& self) {
+             py::list list;
+             for (const Sighting& seen : self.sightings()) {
+               list.append(
+                   py::make_tuple(seen.last, seen.text, seen.pieces, seen.waiting_for, seen.alive, seen.closed));
+             }
+             return list;
+           })
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("failure", &Communicator::failure)
       .def_property_readonly("operations", &Communicator::operations)

@@ -61,7 +61,7 @@ std::shared_ptr<const Program> two_shot(int rank, int ranks) {
 }
 
 Call call_for(int rank, int ranks, std::vector<float>& tensor) {
-  Segment segment{tensor.size(), DType::f32, {}};
+  Segment segment{tensor.size(), DType::f32, {}, {}};
   PlanOptions options;
   options.piece_bytes = 8 * 1024;
   options.slot_bytes = kSlotBytes;

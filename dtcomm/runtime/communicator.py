@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import _C, env
 from dtcomm.errors import DtcommError
+from dtcomm.kernels import dispatch
 from dtcomm.runtime import flight, link, work
 from dtcomm.runtime.around import Around
 from dtcomm.runtime.groups import group_store, group_timeout, inherited, position, require_group
@@ -25,6 +26,7 @@ from dtcomm.runtime.meeting import Meeting, host_id, require_equal
 from dtcomm.runtime.sealed import Wire
 from dtcomm.runtime.shape import Shape
 from dtcomm.runtime.shm import Buffers, NativeRuntime
+from dtcomm.runtime.sockets import Door
 from dtcomm.runtime.work import Work
 from dtcomm.schedule import Schedule
 
@@ -128,10 +130,12 @@ class Communicator:
         timeout = group_timeout(group)
         meeting = Meeting(store, f"dtcomm/{PROTOCOL}/{epoch}", self.rank, self.ranks, timeout)
         native = NativeRuntime(self.rank, self.size, timeout.total_seconds())
+        door, closed = _door()
         try:
             words = meeting.exchange(
                 {
                     "address": native.address(),
+                    "door": {"closed": closed} if door is None else door.word(),
                     "host": host_id(),
                     "name": f"rank {self.ranks[self.rank]} (host {socket.gethostname()}, pid {os.getpid()})",
                     "protocol": PROTOCOL,
@@ -154,17 +158,19 @@ class Communicator:
             for rank, word in enumerate(words):
                 hosts.setdefault(word["host"], []).append(rank)
             self.groups = tuple(map(tuple, hosts.values()))
-            trouble = self._attach(native, words)
+            trouble = self._attach(native, words, door, timeout.total_seconds())
             said = [word["trouble"] for word in meeting.exchange({"trouble": trouble})]
             found = [f"{words[rank]['name']}: {what}" for rank, what in enumerate(said) if what]
             if not found:
                 self.runtime = native
-                self.why = "all ranks share this host's memory"
-            elif env.get("DTCOMM_RUNTIME") == "native":
-                raise DtcommError(f"DTCOMM_RUNTIME=native, but {found[0]}")
+                self.why = self._how()
+            elif forced := _forced():
+                raise DtcommError(f"{forced}, but {found[0]}")
             else:
                 self.why = found[0]
         finally:
+            if door is not None:
+                door.close()
             if self.runtime is None:
                 native.close()
         meeting.close()
@@ -177,18 +183,45 @@ class Communicator:
                 private, self.names, timeout.total_seconds(), blames, self._wires(links)
             )
 
-    def _attach(self, native: NativeRuntime, words: Sequence[dict[str, Any]]) -> str:
-        """What keeps the ranks from sharing memory; empty where nothing does."""
+    def _attach(
+        self, native: NativeRuntime, words: Sequence[dict[str, Any]], door: Door | None, timeout_s: float
+    ) -> str:
+        """What keeps the engine from serving the ranks; empty where nothing does."""
         if env.get("DTCOMM_RUNTIME") == "process_group":
             return "DTCOMM_RUNTIME=process_group"
-        if self.hosts > 1:
+        inside = next(group for group in self.groups if self.rank in group)
+        near = () if env.get("DTCOMM_TRANSPORT") == "sockets" else inside
+        far = {
+            rank: word["door"] for rank, word in enumerate(words) if rank != self.rank and rank not in near
+        }
+        if self.hosts > 1 and env.get("DTCOMM_TRANSPORT") == "memory":
             return f"the ranks are on {self.hosts} hosts"
-        cores = len(set[int]().union(*(word["cores"] for word in words)))
+        if far and dispatch.current() == "reference":
+            return "the reference kernels are in force, which the engine does not run"
+        sockets: dict[int, int] = {}
         try:
-            native.attach([word["address"] for word in words], [word["name"] for word in words], cores=cores)
+            if far:
+                for rank, word in [(self.rank, words[self.rank]["door"]), *far.items()]:
+                    if "closed" in word:
+                        return f"{words[rank]['name']} cannot be connected to: {word['closed']}"
+                assert door is not None
+                sockets = door.connect(self.rank, far, self.names, timeout_s)
+            cores = len(set[int]().union(*(words[rank]["cores"] for rank in inside)))
+            native.attach(
+                [word["address"] for word in words], self.names, cores=cores, sockets=sockets, inside=inside
+            )
         except (OSError, RuntimeError) as error:
-            return f"cannot map a peer's memory: {error}"
+            return f"cannot {'connect to' if far and not sockets else 'map the memory of'} a peer: {error}"
         return ""
+
+    def _how(self) -> str:
+        assert self.runtime is not None
+        transport = self.runtime.info()["transport"]
+        if transport == "memory":
+            return "all ranks share this host's memory"
+        if self.hosts > 1:
+            return f"the ranks are on {self.hosts} hosts: {transport}"
+        return f"DTCOMM_TRANSPORT={env.get('DTCOMM_TRANSPORT')}"
 
     def _wires(self, links: link.Links) -> list[Wire | None]:
         """The emulated link to each rank."""
@@ -266,6 +299,24 @@ class Communicator:
         self.plans.clear()
         if self.runtime is not None:
             self.runtime.close()
+
+
+def _door() -> tuple[Door | None, str]:
+    """Where ranks of other hosts connect to, or why they cannot."""
+    if env.get("DTCOMM_RUNTIME") == "process_group" or env.get("DTCOMM_TRANSPORT") == "memory":
+        return None, "its variables say so"
+    try:
+        return Door(), ""
+    except OSError as error:
+        return None, str(error)
+
+
+def _forced() -> str:
+    """The variable that rules the group's own backend out; empty where none does."""
+    for name, choices in (("DTCOMM_RUNTIME", ("native",)), ("DTCOMM_TRANSPORT", ("memory", "sockets"))):
+        if env.get(name) in choices and env.get("DTCOMM_RUNTIME") != "process_group":
+            return f"{name}={env.get(name)}"
+    return ""
 
 
 class Closeable(Protocol):

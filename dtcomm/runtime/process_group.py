@@ -136,6 +136,7 @@ class ProcessGroupRuntime:
         """For reports."""
         return {
             "runtime": self.name,
+            "transport": "messages of the group's backend",
             "kernels": dispatch.current(),
             "operations": self._operations,
             "wire_bytes": self._wire_bytes,

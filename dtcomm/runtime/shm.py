@@ -1,9 +1,9 @@
-"""The native engine as a runtime: ranks of one host over shared memory."""
+"""The native engine as a runtime: ranks of one host over shared memory, those of several over sockets."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from dtcomm.schedule.ir import CUT_AT_GRANULES
 
 SLOT_BYTES = 512 * 1024
 LARGEST_SLOT_BYTES = 8 * 2**20
+LARGEST_MESSAGE_PIECE = 2 * 2**20
 LEAST_DIRECT = 128 * 1024  # bytes of a tensor that peers copy from the tensor itself
 LEAST_BOXES = 128  # of 4 KiB fill a slot: a user's own schedule may need as many
 
@@ -51,7 +52,7 @@ class Buffers(NamedTuple):
 
 
 class NativeRuntime:
-    """Shared memory areas of all ranks of the group, mapped and ready."""
+    """Shared memory areas of the ranks of this host, and connections to those of other hosts."""
 
     name = "native"
 
@@ -59,7 +60,9 @@ class NativeRuntime:
         self.rank = rank
         self.ranks = ranks
         self._recorded = False
-        self._link = links().inside
+        self.transport = "memory"
+        found = links()
+        self._link = found.inside
         self._slot_bytes = SLOT_BYTES if self._link is None else _slot_bytes(self._link)
         self.native = _C.NativeCommunicator(
             rank=rank,
@@ -68,31 +71,53 @@ class NativeRuntime:
             slot_bytes=self._slot_bytes,
             timeout_s=timeout_s,
             yield_us=float(env.get("DTCOMM_YIELD_US")),
-            latency_us=0.0 if self._link is None else self._link.latency_s * 1e6,
-            ns_per_byte=0.0 if self._link is None else self._link.ns_per_byte,
+            inside=_rate(found.inside),
+            between=_rate(found.between),
         )
 
     def address(self) -> list[int]:
         """What a peer needs to map this rank's area: plain numbers."""
         return list(self.native.address())
 
-    def attach(self, addresses: Sequence[Sequence[int]], names: Sequence[str], cores: int) -> None:
-        """Map the areas of all ranks; OSError or RuntimeError where one cannot be reached.
+    def attach(
+        self,
+        addresses: Sequence[Sequence[int]],
+        names: Sequence[str],
+        cores: int,
+        sockets: Mapping[int, int] | None = None,
+        inside: Sequence[int] | None = None,
+    ) -> None:
+        """Map the areas of all ranks but those that ``sockets`` are connected to, by rank; they belong to the engine
+        from here on. OSError or RuntimeError where one cannot be reached.
 
-        ``cores``, the same on all ranks: how many the ranks may run on together.
+        ``cores``, the same on all ranks: how many the ranks of a host may run on together; ``inside`` are the ranks
+        of this host (None: all).
         """
-        self.native.attach([(*address, name) for address, name in zip(addresses, names, strict=True)])
-        # Ranks that share a core must give it away to get on.
-        self.native.set_spins(int(env.get("DTCOMM_SPINS")) or (64 if cores < self.ranks else 1000))
+        sockets = sockets or {}
+        here = range(self.ranks) if inside is None else inside
+        self.native.attach(
+            [
+                (*address, sockets.get(rank, -1), rank not in here, name)
+                for rank, (address, name) in enumerate(zip(addresses, names, strict=True))
+            ]
+        )
+        if sockets:
+            self.transport = "sockets" if len(sockets) == self.ranks - 1 else "memory and sockets"
+        # Ranks that share a core must give it away to get on; a look at sockets costs as much as many at memory.
+        few = cores < len(here) or bool(sockets)
+        self.native.set_spins(int(env.get("DTCOMM_SPINS")) or (64 if few else 1000))
         # A probe whose partner is not running gives up: also ranks that share cores can have it.
-        self.native.probes = env.get("DTCOMM_STAGING") == "auto" and self._link is None
+        self.native.probes = env.get("DTCOMM_STAGING") == "auto" and self._link is None and not sockets
         self.native.stream_staging = env.get("DTCOMM_STAGING") == "streaming"
 
     def prepare(self, shape: Shape, schedule: Schedule) -> _C.NativePlan:
         """A plan for calls of this shape."""
         # What ranks read in each other's tensors would come over no link.
-        direct = self._link is None and is_direct(shape, LEAST_DIRECT)
+        shared = self.transport == "memory"
+        direct = shared and self._link is None and is_direct(shape, LEAST_DIRECT)
         piece = piece_bytes(shape, self.ranks) * (self._slot_bytes // SLOT_BYTES)
+        if not shared:
+            piece = message_piece(shape, piece)
         return native_plan(shape, schedule, self.rank, piece, self._slot_bytes, _boxes(self.ranks), direct)
 
     def run(self, plan: Any, buffers: Sequence[Buffers], seed: int, around: Around | None = None) -> int:
@@ -160,6 +185,7 @@ class NativeRuntime:
         """For reports."""
         return {
             "runtime": self.name,
+            "transport": self.transport,
             "kernels": _C.engine_kernels(),
             "round_trip_ns": self.native.round_trip_ns,
             "staging": "streaming" if self.native.stream_staging else "ordinary",
@@ -187,8 +213,6 @@ def native_plan(
     direct: bool | None = None,
 ) -> _C.NativePlan:
     """The schedule, lowered for ``rank`` and laid over the shape's parts; ``direct`` None: wherever it can be."""
-    if any(part.between for part in shape.parts) and any(t.level for t in schedule.transfers):
-        raise ValueError("codec: one codec serves all levels of a schedule where the ranks share memory")
     program = lower(schedule, rank)
     native = _C.NativeProgram(rank, schedule.ranks, program.chunks, list(program.boxes), program.flat())
     return _C.NativePlan(
@@ -196,7 +220,10 @@ def native_plan(
         geometry=GEOMETRY[shape.collective],
         op=OPS[shape.op],
         average=shape.op == "avg",
-        segments=[(part.numel, ELEMENT_TYPES[part.dtype], part.codec.native()) for part in shape.parts],
+        segments=[
+            (part.numel, ELEMENT_TYPES[part.dtype], part.codec.native(), part.at(1).native())
+            for part in shape.parts
+        ],
         piece_bytes=piece_bytes,
         slot_bytes=slot_bytes,
         direct=is_direct(shape) if direct is None else direct,
@@ -217,6 +244,20 @@ def piece_bytes(shape: Shape, ranks: int) -> int:
     if shape.collective not in CUT_AT_GRANULES:
         total *= ranks
     return 512 * 1024 if total <= 4 * 2**20 else 256 * 1024
+
+
+def message_piece(shape: Shape, piece: int) -> int:
+    """Bytes of input that a piece takes where its messages go through sockets: more of what shrinks on the way."""
+    if env.get("DTCOMM_PIECE_KIB") != "0":
+        return piece
+    raw = sum(part.numel * part.dtype.itemsize for part in shape.parts)
+    sent = sum(part.at(1).wire_bytes(part.numel, part.dtype) for part in shape.parts)
+    return min(LARGEST_MESSAGE_PIECE, max(SLOT_BYTES, SLOT_BYTES * raw // max(1, sent)))
+
+
+def _rate(link: Link | None) -> tuple[float, float]:
+    """Microseconds of latency and nanoseconds a byte, as the engine takes them."""
+    return (0.0, 0.0) if link is None else (link.latency_s * 1e6, link.ns_per_byte)
 
 
 def _slot_bytes(link: Link) -> int:

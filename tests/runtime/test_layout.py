@@ -144,7 +144,10 @@ def test_the_engine_cuts_alike(shape: Shape, ranks: int, elements: int) -> None:
         geometry=GEOMETRY[shape.collective],
         op=OPS[shape.op],
         average=False,
-        segments=[(part.numel, ELEMENT_TYPES[part.dtype], part.codec.native()) for part in shape.parts],
+        segments=[
+            (part.numel, ELEMENT_TYPES[part.dtype], part.codec.native(), part.at(1).native())
+            for part in shape.parts
+        ],
         piece_bytes=elements * largest * (ranks if shape.collective == "all_to_all" else program.chunks),
         slot_bytes=2**40,
         direct=False,

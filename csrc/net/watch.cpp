@@ -1,0 +1,71 @@
+#include "net/watch.h"
+
+#include <poll.h>
+#include <sys/epoll.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+
+#include "net/stream.h"
+
+namespace dtcomm {
+namespace {
+
+constexpr std::size_t kMost = 64;
+
+}  // namespace
+
+void Watch::add(int fd, int number) {
+  if (fd_ < 0) {
+    fd_ = epoll_create1(EPOLL_CLOEXEC);
+    if (fd_ < 0) throw std::system_error(errno, std::generic_category(), "epoll_create1");
+    close_in_children(fd_);
+  }
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u32 = static_cast<std::uint32_t>(number);
+  if (epoll_ctl(fd_, EPOLL_CTL_ADD, fd, &event) != 0) {
+    throw std::system_error(errno, std::generic_category(), "epoll_ctl");
+  }
+  wants_room_.resize(std::max(wants_room_.size(), static_cast<std::size_t>(number) + 1));
+}
+
+void Watch::want_room(int fd, int number, bool wanted) {
+  if (wants_room_[static_cast<std::size_t>(number)] == wanted) return;
+  wants_room_[static_cast<std::size_t>(number)] = wanted;
+  epoll_event event{};
+  event.events = wanted ? EPOLLIN | EPOLLOUT : EPOLLIN;
+  event.data.u32 = static_cast<std::uint32_t>(number);
+  epoll_ctl(fd_, EPOLL_CTL_MOD, fd, &event);
+}
+
+void Watch::remove(int fd) {
+  epoll_event event{};
+  epoll_ctl(fd_, EPOLL_CTL_DEL, fd, &event);
+}
+
+void Watch::close() {
+  if (fd_ < 0) return;
+  if (forget_in_children(fd_)) ::close(fd_);
+  fd_ = -1;
+}
+
+std::size_t Watch::ready(int* numbers, std::size_t most) const {
+  epoll_event events[kMost];
+  const int count = epoll_wait(fd_, events, static_cast<int>(std::min(most, kMost)), 0);
+  for (int i = 0; i < count; ++i) numbers[i] = static_cast<int>(events[i].data.u32);
+  return count > 0 ? static_cast<std::size_t>(count) : 0;
+}
+
+void sleep_on(const int* fds, std::size_t count, std::uint64_t timeout_ns) {
+  pollfd watched[kMost];
+  count = std::min(count, kMost);
+  for (std::size_t i = 0; i < count; ++i) watched[i] = {fds[i], POLLIN, 0};
+  timespec timeout{static_cast<time_t>(timeout_ns / 1000000000ull), static_cast<long>(timeout_ns % 1000000000ull)};
+  ppoll(watched, count, &timeout, nullptr);
+}
+
+}  // namespace dtcomm
