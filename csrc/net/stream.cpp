@@ -116,6 +116,7 @@ void Stream::end(std::string why) {
   ended_ = true;
   why_ = std::move(why);
   queue_.clear();
+  ::shutdown(fd_, SHUT_RDWR);  // the peer finds out too
 }
 
 void Stream::shut() { ::shutdown(fd_, SHUT_WR); }

@@ -146,7 +146,9 @@ def with_and_without(rank: int, world_size: int) -> tuple[bool, int]:
     return all(torch.equal(a, b) for a, b in zip(plain, checked, strict=True)), after - before
 
 
-@pytest.mark.parametrize("env", [{}, OVER_GLOO], ids=["native", "process_group"])
+@pytest.mark.parametrize(
+    "env", [{}, {"DTCOMM_TRANSPORT": "sockets"}, OVER_GLOO], ids=["native", "sockets", "process_group"]
+)
 def test_the_variable_turns_it_on_and_changes_no_result(env: dict[str, str]) -> None:
     for same, more in run_ranks(with_and_without, 3, env=env):
         assert same

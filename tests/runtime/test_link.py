@@ -117,10 +117,10 @@ def between_hosts(rank: int, world_size: int) -> tuple[float, float, str]:
 
 
 def test_ranks_that_count_as_other_hosts() -> None:
-    for seconds, _, served in run_ranks(
-        between_hosts, 2, env={"DTCOMM_LINK": "inside=1kbit;between=1gbit,20ms"}
-    ):
-        assert served == "process_group" and 0.02 <= seconds < 0.5
+    for runtime in RUNTIMES:
+        env = {"DTCOMM_LINK": "inside=1kbit;between=1gbit,20ms", "DTCOMM_RUNTIME": runtime}
+        for seconds, _, served in run_ranks(between_hosts, 2, env=env):
+            assert served == runtime and 0.02 <= seconds < 0.5
 
 
 def bucketed(rank: int, world_size: int, same: bool) -> list[tuple[bool, list[dict[str, Any]]]]:
