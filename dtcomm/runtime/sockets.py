@@ -66,9 +66,7 @@ class Door:
         """Nobody is let in any more."""
         self._socket.close()
 
-    def _answer(
-        self, expected: set[int], names: Sequence[str], deadline: float
-    ) -> tuple[int, socket.socket]:
+    def _answer(self, expected: set[int], names: Sequence[str], deadline: float) -> tuple[int, socket.socket]:
         while True:
             self._socket.settimeout(max(0.001, deadline - time.monotonic()))
             try:

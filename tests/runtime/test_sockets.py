@@ -162,7 +162,9 @@ def test_a_door_lets_only_those_in_who_were_told_its_token() -> None:
 
 def over_wires(numel: int, tamper: Any, checksum: bool) -> tuple[list[torch.Tensor], list[BaseException]]:
     """An all-reduce of two communicators of this process, whose bytes go through ``tamper``."""
-    shape = Shape("all_reduce", "sum", (Part(numel, torch.float32, codec("none")),), "two_shot", 0, (), checksum)
+    shape = Shape(
+        "all_reduce", "sum", (Part(numel, torch.float32, codec("none")),), "two_shot", 0, (), checksum
+    )
     schedule = algorithms.build("two_shot", "all_reduce", 2)
     near = [socket.socketpair() for _ in range(2)]
 
