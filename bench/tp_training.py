@@ -25,7 +25,7 @@ from dtcomm.cli import demo_data, demo_model
 from dtcomm.testing.ranks import run_ranks
 
 SHAPE = demo_model.Shape(vocabulary=demo_data.VOCABULARY, context=48, layers=2, width=64, heads=4)
-SIZE, RATE = 12, 4e-3
+SIZE, RATE = 12, 3e-3
 #: (data-parallel, tensor-parallel) ranks, and whether activations and gradients are compressed.
 RUNS = {
     "TP=2, none": (1, 2, False),
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--codec", default="int8", help="of activations")
     parser.add_argument("--backward-codec", default="int8", help="of their gradients")
     parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS))

@@ -44,7 +44,12 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     counts = list(dict.fromkeys(row["ranks"] for row in rows))
     with pyplot.rc_context(STYLE):
         figure, panels = pyplot.subplots(
-            1, len(counts), figsize=(5.2 * len(counts), 4.2), sharey=True, layout="constrained", squeeze=False
+            1,
+            len(counts),
+            figsize=(4.4 * len(counts) + 2.6, 4.2),
+            sharey=True,
+            layout="constrained",
+            squeeze=False,
         )
         for axes, ranks in zip(panels[0], counts, strict=True):
             series: dict[str, list[dict[str, Any]]] = {}
@@ -54,13 +59,15 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
                     line = name.startswith("int") and "symmetric" not in added
                     kind = f"int2 to int8 {_words(added)}".strip() if line else row["codec"]
                     series.setdefault(kind, []).append(row)
+            alone = 0
             for colour, (kind, found) in zip(COLOURS * 2, series.items()):
+                alone += len(found) == 1
                 found = sorted(found, key=lambda row: float(row["bits"]))
                 axes.plot(
                     [row["bits"] for row in found],
                     [max(100 * row["change"], 1e-3) for row in found],
-                    marker="o",
-                    markersize=4,
+                    marker="o" if len(found) > 1 else "DsP^v*X"[alone % 7],
+                    markersize=4 if len(found) > 1 else 6,
                     color=colour,
                     label=kind,
                 )
@@ -71,7 +78,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             axes.set_xlabel("bits an element, all overheads counted")
             axes.grid(visible=True)
         panels[0][0].set_ylabel("perplexity above uncompressed, %")
-        panels[0][-1].legend(frameon=False, fontsize=8.5)
+        handles, labels = panels[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8.5)
         figure.savefig(path, dpi=110)
         pyplot.close(figure)
 

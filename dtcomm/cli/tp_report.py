@@ -30,6 +30,10 @@ def words(found: Calibration) -> list[str]:
         f"{change.divergence:.3g} nats a token.",
         f"{found.mean_bits:.2f} bits an element on the wire, mean over layers; {found.bits['none']:g} uncompressed.",
     ]
+    spent = {name: found.bits[str(found.layers[name].codec)] for name in found.errors}
+    widest = [name for name, bits in spent.items() if bits == max(spent.values())]
+    if not found.high and len(widest) < len(spent):
+        said.append(f"Widest, because most sensitive: {', '.join(widest)}.")
     if found.high:
         said.append(f"Stay at high precision: {', '.join(found.high)}.")
     return said
@@ -85,6 +89,6 @@ def plot(found: Calibration, path: Path) -> None:
         axes.grid(visible=True)
         axes.set_xlabel("divergence of the logits, nats a token, that layer alone compressed")
         axes.set_title(f"rings: the plan within {100 * found.budget:g} % of perplexity, {found.ranks} ranks")
-        axes.legend(frameon=False, fontsize=8.5, ncols=3)
+        figure.legend(loc="outside right upper", frameon=False, fontsize=8.5)
         figure.savefig(path, dpi=130)
         pyplot.close(figure)

@@ -1,0 +1,40 @@
+"""Whether a codec pays at a size: by the planner's constants, and by what was measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import torch
+
+from dtcomm.codecs import codec
+from dtcomm.collectives.worth import _worth
+from dtcomm.planner.cost import Measured, Table
+
+INT8 = codec("int8")
+
+
+def test_small_messages_do_not_pay_and_large_ones_between_hosts_do() -> None:
+    for hosts in (1, 2):
+        verdict = _worth(INT8, 1024, torch.float32, 2, hosts, "")
+        assert not verdict.pays
+        assert verdict.why.startswith("int8 ") and "(predicted, dtcomm's own constants)" in verdict.why
+    assert _worth(INT8, 1 << 20, torch.float32, 2, 2, "").pays
+    assert not _worth(
+        codec("fp16"), 1 << 20, torch.float16, 2, 2, ""
+    ).pays  # it loses nothing and saves nothing
+    assert not _worth(INT8, 1 << 20, torch.float32, 1, 1, "").pays
+
+
+def test_what_was_measured_decides() -> None:
+    def points(*us: float) -> tuple[tuple[int, float], ...]:
+        return tuple((size, each * 1e-6) for size, each in zip((4096, 65536), us, strict=True))
+
+    plain = Measured(
+        collective="all_reduce", algorithm="one_shot", codec="none", ranks=2, hosts=1, points=points(10, 90)
+    )
+    coded = replace(plain, algorithm="two_shot", codec="int8", points=points(20, 30))
+    text = json.dumps(Table(measured=(plain, coded), source="a test").as_dict())
+    assert not _worth(INT8, 1024, torch.float32, 2, 1, text).pays
+    verdict = _worth(INT8, 16384, torch.float32, 2, 1, text)
+    assert verdict == (True, "int8 30 us, none 90 us for 16384 elements (measured, a test)")
