@@ -36,8 +36,9 @@ class Measured:
             raise ValueError(f"points: expected rising sizes and times over 0, got {self.points}")
 
     def seconds(self, nbytes: int) -> float:
-        """Between two sizes on a straight line of logarithms; below the least as long as it, above the largest in
-        proportion.
+        """Between two sizes the less of two lines: a constant and so much a byte, which small messages keep to, and
+        one of logarithms, which those keep to that leave the caches. Below the least size as long as that, above the
+        largest in proportion.
         """
         (low, first), (high, last) = self.points[0], self.points[-1]
         if nbytes <= low:
@@ -47,7 +48,8 @@ class Measured:
         for (left, a), (right, b) in zip(self.points, self.points[1:]):
             if nbytes <= right:
                 share = math.log(nbytes / left) / math.log(right / left)
-                return math.exp((1 - share) * math.log(a) + share * math.log(b))
+                curved = math.exp((1 - share) * math.log(a) + share * math.log(b))
+                return min(curved, a + (b - a) * (nbytes - left) / (right - left))
         raise AssertionError("sizes rise")
 
 

@@ -204,3 +204,21 @@ def test_cost_by_hand() -> None:
     assert cost(2) == pytest.approx(1e-5 + 2 * (1e-6 + 4096e-9))
     with pytest.raises(ValueError, match="topology: has 2 ranks, the schedule 4"):
         predict(schedule, 1024, torch.float32, none, Topology.even(2), table)
+
+
+def test_times_between_measured_sizes() -> None:
+    # Small messages take a constant and so much a byte; from where they leave a cache, more and more a byte.
+    sizes = [1024 << at for at in range(0, 17, 4)]
+    for law in (lambda size: 5e-6 + size / 1e10, lambda size: 1e-12 * size**1.2):
+        measured = Measured(
+            collective="all_gather",
+            algorithm="ring",
+            codec="none",
+            ranks=2,
+            hosts=1,
+            points=tuple((size, law(size)) for size in sizes),
+        )
+        for size in (1500, 5000, 100_000, 3_000_000):
+            assert measured.seconds(size) == pytest.approx(law(size), rel=1e-6)
+        assert measured.seconds(10) == law(sizes[0])
+        assert measured.seconds(2 * sizes[-1]) == pytest.approx(2 * law(sizes[-1]))
