@@ -5,10 +5,10 @@ python -m bench.bit_identity [--operations 100000] [--ranks 2 3 4 5 8] [--minute
 Collective, size, dtype, codec, algorithm, operator, subgroup, memory, feedback, checksums and overlap are drawn from
 the seed. Inputs are small integers, so that without a codec the result must also be the sum itself, and Gloo's. The
 operations of a rank count come in pieces of 1000, each in one of the ways of WAYS: mostly ranks of one host; also two
-and three hosts (as DTCOMM_HOST_ID says: messages over Gloo, hierarchies, a codec for each level), torch.distributed's
-own calls on the backend "dtcomm", emulated links. Every piece is written to bench/results/bit_identity.json when it is
-over, and the next run goes on behind it, until each rank count has had --operations, or for --minutes in all. Exit
-status 1 where anything differs.
+and three hosts (as DTCOMM_HOST_ID says: sockets or messages of Gloo, hierarchies, a codec for each level),
+torch.distributed's own calls on the backend "dtcomm", emulated links. Every piece is written to
+bench/results/bit_identity.json when it is over, and the next run goes on behind it, until each rank count has had
+--operations, or for --minutes in all. Exit status 1 where anything differs.
 """
 
 from __future__ import annotations
@@ -50,17 +50,19 @@ class Way(NamedTuple):
 
 
 ONE_HOST = Way("one host")
+TWO_HOSTS = Way("two hosts", hosts=2)
+THREE_HOSTS = Way("three hosts", hosts=3)
 WAYS = (
     ONE_HOST,
-    ONE_HOST,
-    Way("two hosts", hosts=2),
+    TWO_HOSTS,
+    THREE_HOSTS,
     ONE_HOST,
     Way("backend dtcomm", backend="dtcomm"),
     ONE_HOST,
-    Way("three hosts", hosts=3),
-    ONE_HOST,
+    TWO_HOSTS,
+    THREE_HOSTS._replace(name="messages of Gloo", env=(("DTCOMM_RUNTIME", "process_group"),)),
     Way("emulated link", env=(("DTCOMM_LINK", "100gbit,2us"),)),
-    ONE_HOST,
+    Way("sockets on one host", env=(("DTCOMM_TRANSPORT", "sockets"),)),
 )
 Found = tuple[dict[int, int], list[str]]
 
