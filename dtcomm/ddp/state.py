@@ -24,11 +24,12 @@ from dtcomm.compress.record import Recorder
 from dtcomm.compress.report import Report, Tally, rows
 from dtcomm.compress.scheme import Scheme
 from dtcomm.compress.sequence import Sequencer
+from dtcomm.ddp.figures import Timed
 from dtcomm.ddp.flight import Flight
 from dtcomm.ddp.meet import Group
 from dtcomm.ddp.own import OwnWork
 from dtcomm.ddp.packings import Packings
-from dtcomm.ddp.tuner import Timed, Tuner
+from dtcomm.ddp.tuner import Tuner
 from dtcomm.insight import Metric, Timeline
 from dtcomm.insight.ranges import UnderWay
 from dtcomm.kernels import mixer

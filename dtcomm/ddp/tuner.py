@@ -18,23 +18,12 @@ from typing import Any
 
 import torch
 
-from dtcomm.compress.auto import (
-    NONE,
-    PLAIN,
-    SAMPLE,
-    Auto,
-    Costs,
-    Load,
-    Plan,
-    kernel_seconds,
-    pick,
-    plans,
-    relative_error,
-)
+from dtcomm.compress.auto import NONE, PLAIN, Auto, Plan, pick, plans
 from dtcomm.compress.guard import Event
-from dtcomm.compress.policy import SMALL, Choice, default_policy
+from dtcomm.compress.policy import Choice, default_policy
 from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.compress.scheme import Scheme, matrix_of, scheme
+from dtcomm.compress.scheme import Scheme, scheme
+from dtcomm.ddp.figures import Figures, Timed
 from dtcomm.ddp.meet import Meet
 
 FIRST, AGAIN = (
@@ -60,26 +49,6 @@ class Decision(Event):
         return f"step {self.step}: auto: {self.action}; {times}{self.why}"
 
 
-@dataclass(frozen=True)
-class Timed:
-    """One bucket of a step: when it was ready, seconds after the first, how long it was under way, bytes sent."""
-
-    ready: float
-    took: float
-    sent: int
-
-
-@dataclass
-class Seen:
-    """One bucket's gradients: shapes of the matrices, elements of the rest, rows of the largest matrix."""
-
-    names: list[str]
-    matrices: tuple[tuple[int, int], ...]
-    rest: int
-    sample: torch.Tensor
-    dtype: torch.dtype
-
-
 class Tuner:
     """What "auto" has measured and chosen. `begin` opens a step, `end` closes it; `look` sees each bucket between."""
 
@@ -95,8 +64,7 @@ class Tuner:
         self._measuring = True
         self._start = self._until = -1  # of the steps that count; -1: not begun
         self._times: deque[float] = deque(maxlen=20)
-        self._buckets: list[list[Timed]] = []
-        self._seen: dict[int, Seen] = {}
+        self._figures = Figures()
         self._plans: list[Plan] = []
         self._tried: list[float] = []
         self._usual = 0.0  # a step with the choice, when it was made
@@ -155,20 +123,7 @@ class Tuner:
 
     def look(self, index: int, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
         """A bucket before it is reduced."""
-        shapes, rest = [], 0
-        largest = torch.empty(0, 0)
-        for gradient in gradients:
-            if gradient.ndim < 2 or gradient.numel() < SMALL:
-                rest += gradient.numel()
-                continue
-            shapes.append(matrix_of(gradient))
-            if gradient.numel() > largest.numel():
-                largest = gradient
-        rows, columns = matrix_of(largest)
-        some = largest.reshape(rows, columns)[: max(1, SAMPLE // max(1, columns))]
-        self._seen[index] = Seen(
-            list(names), tuple(shapes), rest, some.detach().cpu().clone(), gradients[0].dtype
-        )
+        self._figures.look(index, names, gradients)
 
     def end(self, step: int, seconds: float, buckets: Sequence[Timed]) -> None:
         """A step is over: seconds from its first bucket to the last one's arrival."""
@@ -176,7 +131,7 @@ class Tuner:
             return
         self._times.append(seconds)
         if self._measuring:
-            self._buckets.append(list(buckets))
+            self._figures.add(buckets)
 
     def state_dict(self) -> dict[str, Any]:
         """The choice in force, and when it is looked at again; nothing while there is none."""
@@ -204,53 +159,23 @@ class Tuner:
         self._measuring, self._plans, self._tried = True, [], []
         self._start, self._until = (step + AGAIN, step + AGAIN + COUNTED) if step >= 0 else (-1, -1)
         self._times.clear()
-        self._buckets, self._seen = [], {}
+        self._figures = Figures()
         self._by_name, self.own = {}, False
         self.revision += 1
 
     def _predict(self, step: int) -> None:
         """The first steps are over: agree on their figures, and on what to try."""
-        seen = [self._seen[index] for index in sorted(self._seen)]
-        schemes = self.auto.schemes
-        latency, alone = self._meet.probe()
-        steps = [each for each in self._buckets if len(each) == len(seen)]
-        medians = [
-            (
-                statistics.median(each.ready for each in column),
-                min(each.took for each in column),
-                column[0].sent,
-            )
-            for column in zip(*steps, strict=True)
-        ] or [(0.0, 0.0, 0)] * len(seen)
-        _, took, sent = max(medians, key=lambda each: each[2], default=(0.0, 0.0, 0))
-        per_byte = max(0.0, took - latency) / sent if sent else 0.0
-        # Buckets come while backward computes, the probe comes alone: what is slower than both is neither's link.
-        per_byte = min(per_byte, alone) if per_byte else alone
-        mine = [latency, alone, per_byte, self._median(), float(self._meet.crowded())]
-        mine += [ready for ready, _, _ in medians]
-        for each in schemes:
-            mine += [*kernel_seconds(each), max((_error(each, one) for one in seen), default=0.0)]
-        agreed = self._meet.agree(mine)
-        latency, self._link, per_byte, plain, busy, *rest = agreed
-        ready, figures = rest[: len(seen)], rest[len(seen) :]
-        work = {each: (figures[3 * at], figures[3 * at + 1]) for at, each in enumerate(schemes)}
-        errors = {each: figures[3 * at + 2] for at, each in enumerate(schemes)}
-        costs = Costs(
-            ranks=self._meet.ranks, latency=latency, per_byte=per_byte, work=work, crowded=bool(busy)
-        )
-        loads = [
-            Load(ready=at, matrices=one.matrices, rest=one.rest, dtype=one.dtype)
-            for at, one in zip(ready, seen, strict=True)
-        ]
+        found = self._figures.agree(self._meet, self.auto.schemes, self._median())
+        self._link, self._usual = found.link, found.plain
         self._measuring = False
-        self._plans = plans(costs, loads, errors, self.auto.limit) if seen else []
+        self._plans = plans(found.costs, found.loads, found.errors, self.auto.limit) if found.loads else []
         if self._meet.emulated():
             self._plans = [plan for plan in self._plans if not plan.own]
+        limit = self.auto.limit
         self._refused = [
-            f"{each} (error {errors[each]:.2g})" for each in schemes if errors[each] > self.auto.limit
+            f"{each} (error {error:.2g})" for each, error in found.errors.items() if error > limit
         ]
-        self._speed = 8e-9 / per_byte if per_byte else 0.0
-        self._usual = plain
+        self._speed = 8e-9 / found.costs.per_byte if found.costs.per_byte else 0.0
         self._tried = []
         if len(self._plans) > 1:
             self._install(self._plans[0])
@@ -331,10 +256,11 @@ class Tuner:
         self._again(step)
 
     def _install(self, plan: Plan) -> None:
-        seen = [self._seen[index] for index in sorted(self._seen)]
         before = self._by_name
         self._by_name = {
-            name: each for one, each in zip(seen, plan.schemes, strict=False) for name in one.names
+            name: each
+            for names, each in zip(self._figures.names(), plan.schemes, strict=False)
+            for name in names
         }
         self.own = plan.own
         self._changed += [name for name, each in self._by_name.items() if before.get(name, NONE) != each]
@@ -346,7 +272,3 @@ class Tuner:
 
     def _median(self) -> float:
         return statistics.median(self._times) if self._times else 0.0
-
-
-def _error(chosen: Scheme, seen: Seen) -> float:
-    return relative_error(chosen, seen.sample) if seen.sample.numel() else 0.0

@@ -18,7 +18,8 @@ from dtcomm.compress.memory import REPAID, Memory
 from dtcomm.compress.packing import Member, Segment
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.scheme import scheme
-from dtcomm.ddp.tuner import COUNTED, FIRST, Timed, Tuner
+from dtcomm.ddp.figures import Timed
+from dtcomm.ddp.tuner import COUNTED, FIRST, Tuner
 from dtcomm.testing.ranks import run_ranks
 from tests.ddp.models import SMALL_BUCKETS, backward, gradients, wrapped
 
