@@ -59,6 +59,7 @@ def main() -> None:
         "--checkpoint", type=Path, default=Path("char_gpt"), help="prefix: each rank adds its own"
     )
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--trace", help="write a timeline of the last 100 steps, one file a rank")
     options = parser.parse_args()
 
     dist.init_process_group("gloo")
@@ -68,7 +69,7 @@ def main() -> None:
     data, context = text(), 96
 
     model = DistributedDataParallel(GPT(context=context))
-    compression = dtcomm.ddp.compress(model, options.codec)  # +
+    compression = dtcomm.ddp.compress(model, options.codec, timeline=100 if options.trace else 0)  # +
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     # Residuals differ from rank to rank, so every rank keeps a checkpoint of its own.
@@ -102,6 +103,8 @@ def main() -> None:
         },
         path,
     )
+    if options.trace:
+        compression.trace(options.trace)  # +
     if rank == 0:
         print(compression.report())  # +
     dist.destroy_process_group()

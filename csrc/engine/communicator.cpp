@@ -243,6 +243,7 @@ bool Communicator::advance_front(Operation& front, int budget) {
     }
     // Not into the operation: the progress thread would take it on while it is finished here.
     front.work->wire_bytes = machine->wire_bytes();
+    front.work->times = machine->times();
   } catch (const Error& error) {
     fail(error, culprit_);
     failure = std::current_exception();

@@ -62,6 +62,7 @@ def compress(
     if feedback and not for_gradients.word:
         for_gradients = recipe.Recipe(for_gradients.inside, for_gradients.between, "ef")
     state = State(for_gradients, recipe.parse(parameters, ("", "delta"), "parameters"), seed)
+    state.timeline.watch(model)
     if isinstance(model, FullyShardedDataParallel):
         if str(state.parameters) != "none":
             raise TypeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, Reduc
 from dtcomm.collectives import Work, all_gather, reduce_scatter
 from dtcomm.fsdp.report import Traffic
 from dtcomm.fsdp.state import State, fitting
+from dtcomm.insight import Message, Timeline
+from dtcomm.insight.ranges import during
+from dtcomm.insight.step import Waited
 
 _OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg"}
 
@@ -21,11 +25,30 @@ class _Collective(Comm):
 
     def __init__(self, state: State, module: str) -> None:
         self.state, self.module = state, module
+        self._called_ns = 0  # the last time; FSDP calls one of them after the other
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         return self.state.pool.take([int(extent) for extent in size], dtype, device)
+
+    def finish(
+        self,
+        kind: str,
+        work: Work | None,
+        traffic: Traffic,
+        plain: int,
+        async_op: bool,
+        then: Callable[[], None] | None = None,
+    ) -> dist.Work | None:
+        """Hand the started collective to FSDP, or wait for it; ``then`` runs once it is done."""
+        assert work is not None  # it is with async_op
+        label = f"{self.module or '(root)'} {kind}"
+        later = _Later(work, traffic, plain, then, self.state.timeline, label, self._called_ns)
+        if async_op:
+            return later
+        later.wait()
+        return None
 
 
 class Gather(_Collective, AllGather):
@@ -38,6 +61,7 @@ class Gather(_Collective, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
+        self._called_ns = time.monotonic_ns()
         recipe = self.state.parameters
         traffic = self.state.traffic(self.module, "parameters", recipe)
         plain = input_tensor.numel() * input_tensor.element_size() * (group.size() - 1)
@@ -46,13 +70,13 @@ class Gather(_Collective, AllGather):
             work = all_gather(output_tensor, input_tensor, group=group, async_op=True)
             traffic = self.state.traffic(self.module, "kept copies", recipe)
             traffic.codec, traffic.why = "none", "decoded parameters, gathered again from this host's ranks"
-            return _finish(work, traffic, plain, async_op)
+            return self.finish("parameters", work, traffic, plain, async_op)
         if recipe.word == "delta":
             return self._difference(output_tensor, input_tensor, group, traffic, plain, async_op)
         which = fitting(recipe, input_tensor, traffic)
         seed = self.state.next_seed()
         work = all_gather(output_tensor, input_tensor, codec=which, group=group, seed=seed, async_op=True)
-        return _finish(work, traffic, plain, async_op)
+        return self.finish("parameters", work, traffic, plain, async_op)
 
     def _difference(
         self,
@@ -90,7 +114,7 @@ class Gather(_Collective, AllGather):
             reference.add_(differences)
             output.copy_(reference)
 
-        return _finish(work, traffic, plain, async_op, then)
+        return self.finish("parameters", work, traffic, plain, async_op, then)
 
     def _whole(
         self,
@@ -113,7 +137,7 @@ class Gather(_Collective, AllGather):
         def then() -> None:
             self.state.references[self.module] = output.clone()
 
-        return _finish(work, traffic, plain, async_op, then)
+        return self.finish("parameters", work, traffic, plain, async_op, then)
 
 
 class Scatter(_Collective, ReduceScatter):
@@ -127,6 +151,7 @@ class Scatter(_Collective, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
+        self._called_ns = time.monotonic_ns()
         recipe = self.state.gradients
         traffic = self.state.traffic(self.module, "gradients", recipe)
         which = fitting(recipe, input_tensor, traffic)
@@ -143,25 +168,63 @@ class Scatter(_Collective, ReduceScatter):
             async_op=True,
         )
         sent = input_tensor.numel() * input_tensor.element_size() * (group.size() - 1) // group.size()
-        return _finish(work, traffic, sent, async_op, lambda: self.state.give_residual(self.module, residual))
+        return self.finish(
+            "gradients",
+            work,
+            traffic,
+            sent,
+            async_op,
+            lambda: self.state.give_residual(self.module, residual),
+        )
 
 
 class _Later(dist.Work):
     """A started collective, as FSDP waits for it."""
 
-    def __init__(self, work: Work, traffic: Traffic, plain: int, then: Callable[[], None] | None) -> None:
+    def __init__(
+        self,
+        work: Work,
+        traffic: Traffic,
+        plain: int,
+        then: Callable[[], None] | None,
+        timeline: Timeline,
+        label: str,
+        ready_ns: int,
+    ) -> None:
         super().__init__()
         self._work, self._traffic, self._plain, self._then = work, traffic, plain, then
+        self._timeline, self._label = timeline, label
+        self._ready_ns, self._launched_ns = ready_ns, time.monotonic_ns()
         self._waited = False
 
     def wait(self, timeout: Any = None) -> bool:
-        self._work.wait()
+        begin = time.monotonic_ns()
+        with during(self._label):
+            self._work.wait()
         if not self._waited:
             self._waited = True
             self._traffic.add(self._work, self._plain)
+            end = time.monotonic_ns()
             if self._then is not None:
                 self._then()
+            if self._timeline.on:
+                self._timeline.begin().messages.append(self._message(Waited(begin, end)))
         return True
+
+    def _message(self, waited: Waited) -> Message:
+        return Message(
+            label=self._label,
+            codec=self._traffic.codec,
+            plain_bytes=self._plain,
+            wire_bytes=self._work.wire_bytes,
+            ready=self._ready_ns,
+            launched=self._launched_ns,
+            started=self._work.started_ns,
+            finished=self._work.finished_ns,
+            done=self._work.finished_ns,
+            spans=self._work.spans(),
+            waited=waited,
+        )
 
 
 class _Done(dist.Work):
@@ -169,17 +232,6 @@ class _Done(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         return True
-
-
-def _finish(
-    work: Work | None, traffic: Traffic, plain: int, async_op: bool, then: Callable[[], None] | None = None
-) -> dist.Work | None:
-    assert work is not None  # it is with async_op
-    later = _Later(work, traffic, plain, then)
-    if async_op:
-        return later
-    later.wait()
-    return None
 
 
 def op_name(op: Any) -> str:

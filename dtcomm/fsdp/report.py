@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dtcomm.collectives import Work
+from dtcomm.insight import Metric
 from dtcomm.insight.table import human
 
 
@@ -48,6 +49,20 @@ class Report:
     residual_bytes: int = 0
     reference_bytes: int = 0
     buffer_bytes: int = 0
+
+    def metrics(self) -> list[Metric]:
+        """For Prometheus and TensorBoard, by kind of collective, over all modules."""
+        found = [Metric("dtcomm_residual_bytes", self.residual_bytes, "memory of feedback")]
+        kinds = dict.fromkeys(kind for traffic in self.modules.values() for kind in traffic)
+        for name, text in (
+            ("wire_bytes", "bytes that this rank sent"),
+            ("plain_bytes", "bytes that it would have sent uncompressed"),
+            ("calls", "collectives"),
+        ):
+            for kind in kinds:
+                total = sum(getattr(t[kind], name) for t in self.modules.values() if kind in t)
+                found.append(Metric(f"dtcomm_{name}_total", total, text, "counter", {"what": kind}))
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Module name → "parameters" and "gradients" → counts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from dtcomm.fsdp.errors import Errors, Exact, MovingAverage
 from dtcomm.fsdp.flat import Layout
 from dtcomm.fsdp.recipe import Recipe
 from dtcomm.fsdp.report import Report, Traffic
+from dtcomm.insight import Metric, Timeline
 
 
 class State:
@@ -32,6 +34,7 @@ class State:
         self._flats: dict[str, Layout | None] = {}
         self._errors: Errors | None = {"": None, "ef": Exact(), "loco": MovingAverage()}[gradients.word]
         self._report = Report()
+        self.timeline = Timeline("fsdp")
 
     def report(self) -> Report:
         """What was sent, by module, and for whatever was not compressed, why."""
@@ -41,6 +44,16 @@ class State:
         if self.pool.why:
             self.note(self.pool.why)
         return self._report
+
+    def metrics(self) -> list[Metric]:
+        """The report's, and the timeline's where one is kept, for `dtcomm.insight.write_prometheus` and
+        `write_tensorboard`.
+        """
+        return self.report().metrics() + self.timeline.metrics()
+
+    def trace(self, path: str | os.PathLike[str]) -> str:
+        """Write this rank's kept steps for Perfetto; see `dtcomm.ddp.State.trace`. ``timeline.start()`` comes first."""
+        return self.timeline.trace(path, dist.get_rank())
 
     def note(self, text: str) -> None:
         """Something that torch does beside us, or that could not be done; said once."""

@@ -126,7 +126,7 @@ class Timeline:
         if module is None or self._handles:
             return
         self._handles = [
-            module.register_forward_pre_hook(self._forward_begins),
+            module.register_forward_pre_hook(self._forward_begins, prepend=True),
             module.register_forward_hook(self._forward_ends),
         ]
 

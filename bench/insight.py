@@ -1,0 +1,120 @@
+"""What a timeline costs, and a picture of one: python -m bench.insight [--json FILE] [--picture docs/timeline.png].
+
+Two ranks train a perceptron with int8 gradients; steps with a timeline, with a profiler, and with neither take turns
+within every repetition, in blocks, so that a machine that moves moves for all of them. The cost is the ratio of the
+medians over blocks. The picture is of the same ranks over an emulated link (DTCOMM_LINK), where there is something to
+see.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.common import machine
+from bench.common.output import table, write
+from dtcomm import ddp
+from dtcomm.cli.trace import main as draw
+from dtcomm.testing.ranks import run_ranks
+
+STEPS = 10  # of a block
+KINDS = ("off", "timeline", "profiler")
+WIDTH, DEPTH = 384, 6
+TARGET = 1.01  # of the time of a step
+
+
+def trained(spec: str) -> tuple[DistributedDataParallel, ddp.State, Any]:
+    """A perceptron of several buckets."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=1)
+    x = torch.randn(64, WIDTH)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        model.zero_grad()
+
+    return model, ddp.compress(model, spec), step
+
+
+def blocks(rank: int, ranks: int, repetitions: int) -> dict[str, list[float]]:
+    """Seconds a step of every block, by kind."""
+    _, state, step = trained("int8")
+    for _ in range(2 * STEPS):
+        step()
+    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for repetition in range(repetitions):
+        for kind in KINDS[repetition % len(KINDS) :] + KINDS[: repetition % len(KINDS)]:
+            if kind == "timeline":
+                state.timeline.start(STEPS)
+            profile = torch.profiler.profile() if kind == "profiler" else None
+            if profile is not None:
+                profile.start()
+            begin = time.perf_counter()
+            for _ in range(STEPS):
+                step()
+            found[kind].append((time.perf_counter() - begin) / STEPS)
+            if profile is not None:
+                profile.stop()
+            state.timeline.stop()
+    return found
+
+
+def pictured(rank: int, ranks: int, folder: str) -> str:
+    """A trace of some steps."""
+    _, state, step = trained("int8")
+    for _ in range(STEPS):
+        step()
+    state.timeline.start(2 * STEPS)
+    for _ in range(2 * STEPS + 1):
+        step()
+    return state.trace(f"{folder}/steps.json")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repetitions", type=int, default=40)
+    parser.add_argument("--json", metavar="FILE", help="write the result there")
+    parser.add_argument("--picture", type=Path, help="draw a step there, and measure nothing")
+    parser.add_argument("--link", default="1gbit,50us", help="of the picture, as DTCOMM_LINK")
+    options = parser.parse_args()
+    if options.picture:
+        with tempfile.TemporaryDirectory() as folder:
+            traces = run_ranks(pictured, 2, folder, env={"DTCOMM_LINK": options.link}, fresh=True)
+            return draw([*traces, "--plot", str(options.picture)])
+    found = run_ranks(blocks, 2, options.repetitions, timeout=200, fresh=True)
+    # A repetition is as slow as its slower rank.
+    times = {
+        kind: [max(pair) for pair in zip(*(each[kind] for each in found), strict=True)] for kind in KINDS
+    }
+    rows, result = [], {}
+    for kind in KINDS:
+        ratios = [one / off for one, off in zip(times[kind], times["off"], strict=True)]
+        quarters = statistics.quantiles(ratios, n=4)
+        result[kind] = {
+            "step_ms": statistics.median(times[kind]) * 1e3,
+            "ratio": statistics.median(times[kind]) / statistics.median(times["off"]),
+            "ratio_quartiles": [quarters[0], quarters[2]],
+        }
+        spread = f"{quarters[0]:.3f} to {quarters[2]:.3f}"
+        rows.append((kind, f"{result[kind]['step_ms']:.3f}", f"{result[kind]['ratio']:.3f}", spread))
+    table("what keeping a timeline costs", ("kept", "ms a step", "ratio", "its quartiles"), rows)
+    met = result["timeline"]["ratio"] <= TARGET
+    print(f"{'PASS' if met else 'MISS'}: a timeline costs at most {TARGET - 1:.0%} of a step")
+    if options.json:
+        verdict = {"target": TARGET, "met": met}
+        print(write("insight", {"machine": machine.describe(), "steps": result, **verdict}, options.json))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
