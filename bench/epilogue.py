@@ -1,0 +1,103 @@
+"""What follows a summed activation in one pass, beside the same in torch's own operations after a decode, in turn.
+
+python -m bench.epilogue [--codecs int8 int4] [--tokens 1 16 512] [--features 4096] [--dtypes bfloat16] [--json FILE]
+
+One thread. Decode, bias, residual stream, RMS norm; both write the sum and the norm. A ratio over 1: the one pass is
+faster by so much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from bench.common import machine, output
+from bench.common.stats import Timing, iterations
+from dtcomm.kernels import ops
+from dtcomm.kernels.epilogue import epilogue
+
+EPS = 1e-6
+
+
+def contestants(spec: str, tokens: int, features: int, dtype: torch.dtype) -> dict[str, Callable[[], None]]:
+    """The two of them, on the same payload and the same buffers."""
+    x, residual = (torch.randn(tokens, features).to(dtype) for _ in range(2))
+    bias, weight = (torch.randn(features).to(dtype) for _ in range(2))
+    payload = ops.encode(spec, x)
+    out, normed = torch.empty_like(x), torch.empty_like(x)
+
+    def together() -> None:
+        runs = [(payload, x.numel())]
+        epilogue(spec, runs, out, bias=bias, residual=residual, weight=weight, eps=EPS, normed=normed)
+
+    def apart() -> None:
+        ops.decode(spec, payload, x.numel(), dtype, out.view(-1))
+        torch.add(out, bias, out=out)
+        torch.add(out, residual, out=out)
+        normed.copy_(F.rms_norm(out, (features,), weight, EPS))
+
+    return {"one pass": together, "apart": apart}
+
+
+def measure(calls: dict[str, Callable[[], None]], repetitions: int) -> dict[str, Timing]:
+    """Seconds a call, contestants by turns."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    rounds = {name: iterations(_seconds(call, 3), 0.02) for name, call in calls.items()}
+    for _ in range(repetitions):
+        for name, call in calls.items():
+            times[name].append(_seconds(call, rounds[name]))
+    return {name: Timing.of(series) for name, series in times.items()}
+
+
+def _seconds(call: Callable[[], None], iters: int) -> float:
+    start = time.perf_counter()
+    for _ in range(iters):
+        call()
+    return (time.perf_counter() - start) / iters
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Measures, prints, writes the file; returns what it wrote."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--codecs", nargs="+", default=["none", "int8", "int4"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 512, 4096])
+    parser.add_argument("--features", type=int, default=4096)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--json", help="where to write instead of bench/results/epilogue.json")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    rows, lines = [], []
+    for name in options.dtypes:
+        for spec in options.codecs:
+            for tokens in options.tokens:
+                found = measure(
+                    contestants(spec, tokens, options.features, getattr(torch, name)), options.repetitions
+                )
+                ratio = found["apart"].median / found["one pass"].median
+                timings = {each: timing.as_dict() for each, timing in found.items()}
+                rows.append(
+                    {"dtype": name, "codec": spec, "tokens": tokens, "ratio": round(ratio, 3), **timings}
+                )
+                each = [output.microseconds(found[which].median) for which in ("one pass", "apart")]
+                lines.append([f"{name} {spec}, {tokens} tokens", *each, f"{ratio:.2f}x"])
+    output.table(f"sums of {options.features} features", ["", "one pass us", "apart us", "faster"], lines)
+    result = {
+        "machine": machine.describe(),
+        "features": options.features,
+        "load": machine.load(),
+        "rows": rows,
+    }
+    print(output.write("epilogue", result, options.json))
+    return result
+
+
+if __name__ == "__main__":
+    main()
