@@ -104,7 +104,7 @@ def _attach(state: State, name: str, module: FSDPModule) -> None:
     module.set_custom_reduce_scatter(Scatter(state, name))
     state.know(name, flat_of(name, module))
     # Whoever writes parameters from outside makes them differ from what the peers hold by more than a difference says.
-    module.register_load_state_dict_post_hook(lambda *_: state.resync())  # type: ignore[attr-defined]
+    module.register_load_state_dict_post_hook(lambda *_: state.overwritten())  # type: ignore[attr-defined]
 
 
 def _fsdp1_hook(state: State, gradient: torch.Tensor, shard: torch.Tensor | None = None) -> None:

@@ -101,6 +101,12 @@ class State:
         self.references.clear()
         self._own_references.clear()
 
+    def overwritten(self) -> None:
+        """The same after a state_dict was loaded into the model; references that were loaded beside it stay, since
+        what peers held when it was saved is what the differences after it were taken to.
+        """
+        self.references.clear()
+
     def take_own_reference(self, module: str) -> torch.Tensor | None:
         """This rank's part of the reference, from a checkpoint, once."""
         return self._own_references.pop(module, None)

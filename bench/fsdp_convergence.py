@@ -1,0 +1,130 @@
+"""What FSDP's recipes do to training: a small GPT on Python's source, three seeds, beside uncompressed.
+
+python -m bench.fsdp_convergence [--methods defaults qwZ …] [--seeds 3] [--steps N] [--fresh] [--quick] [--json FILE]
+
+Four ranks in a loop in one process, on the native engine (bench/training/shards.py says why that is exact). Runs that
+bench/results/fsdp_convergence.json has are not repeated; `--fresh` repeats them. A full run writes the table of
+docs/fsdp.md and docs/fsdp_convergence.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.common import machine, output
+from bench.common.native import BUILD
+from bench.training import shards_page
+from bench.training.runs import CURVE
+from bench.training.shards import METHODS, Method, Shards
+from bench.training.tasks import RANKS, TASKS, Task
+from dtcomm.cli.demo_model import GPT
+
+STEPS = 600
+
+
+def train(task: Task, method: Method, seed: int) -> dict[str, Any]:
+    """The metric, the loss curve, the bytes beside uncompressed, and the processor's seconds it took."""
+    begin = time.process_time()
+    torch.manual_seed(seed)
+    model = task.model()
+    assert isinstance(model, GPT)
+    blocks = [f"blocks.{number}" for number in range(len(model.blocks))]
+    shards = Shards(model, blocks, method, RANKS)
+    exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = task.optimizer(list(exact.values()))
+    curve: list[float] = []
+    for step in range(task.steps):
+        told = shards.gather(exact)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(told[name])
+        gradients, total = [], 0.0
+        for rank in range(RANKS):
+            loss = task.loss(model, task.batch(seed, step, rank))
+            mine = torch.autograd.grad(loss, list(model.parameters()))
+            gradients.append(dict(zip(exact, mine, strict=True)))
+            total += float(loss.detach()) / RANKS
+        for name, mean in shards.scatter(gradients).items():
+            exact[name].grad = mean
+        for group in optimizer.param_groups:
+            group["lr"] = task.rate_at(step)
+        torch.nn.utils.clip_grad_norm_(list(exact.values()), 1.0)
+        optimizer.step()
+        curve.append(total)
+    with torch.no_grad():
+        # As FSDP's forward would: what is gathered, and not what the optimiser has.
+        for name, value in shards.gather(exact).items():
+            model.get_parameter(name).copy_(value)
+    width = max(1, len(curve) // CURVE)
+    means = [sum(curve[at : at + width]) / len(curve[at : at + width]) for at in range(0, len(curve), width)]
+    return {
+        "metric": round(task.evaluate(model), 5),
+        "curve": [round(mean, 4) for mean in means],
+        "sent": round(shards.wire_bytes / shards.plain_bytes, 5),
+        "seconds": round(time.process_time() - begin, 2),
+    }
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Runs, prints, writes the files; returns what it wrote."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--fresh", action="store_true", help="repeat runs that were made before")
+    parser.add_argument("--quick", action="store_true", help="one seed, 20 steps; writes under build/bench")
+    parser.add_argument("--json", type=Path, help="where to write instead of bench/results")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.seeds, options.steps = 1, 20
+    default = (BUILD if options.quick else output.RESULTS.parent) / "results" / "fsdp_convergence.json"
+    path = options.json or default
+    torch.set_num_threads(1)
+    task = replace(TASKS["gpt"], steps=options.steps)
+    runs: dict[str, Any] = {}
+    if path.exists() and not options.fresh:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        runs = kept["runs"] if kept["steps"] == options.steps else {}
+    for seed in range(options.seeds):
+        for name in options.methods:
+            key = shards_page.key(name, seed)
+            if key not in runs:
+                runs[key] = train(task, METHODS[name], seed)
+                print(f"{key}: {runs[key]['metric']} in {runs[key]['seconds']} s", flush=True)
+                _write(runs, options.steps, path)
+    result = _write(runs, options.steps, path)
+    output.table(*shards_page.table(runs))
+    print("\n".join(shards_page.verdicts(runs)))
+    if path == output.RESULTS / "fsdp_convergence.json":
+        print(*shards_page.write(runs))
+    return result
+
+
+def _write(runs: dict[str, Any], steps: int, path: Path) -> dict[str, Any]:
+    result = {
+        "machine": machine.describe(),
+        "ranks": RANKS,
+        "steps": steps,
+        "core_seconds": round(sum(run["seconds"] for run in runs.values())),
+        "verdicts": shards_page.verdicts(runs),
+        "runs": runs,
+    }
+    output.write("fsdp_convergence", result, str(path))
+    kept = json.loads(path.read_text(encoding="utf-8"))  # a line a run
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(run)}" for key, run in kept.pop("runs").items())
+    head = json.dumps(kept, indent=1).removesuffix("\n}")
+    path.write_text(f'{head},\n "runs": {{\n{lines}\n }}\n}}\n', encoding="utf-8")
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""FSDP's ranks in one thread: the same flat tensors, the same engine, the same bytes as in processes.
+
+Every rank's gradients are taken in turn, and what `fully_shard` and `dtcomm.fsdp` would do with them and with the
+parameters is done by the native machines of all ranks, stepped one after the other (a test holds it to be the same to
+the bit). Recipes for two levels run on two hosts of half of the ranks each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dtcomm import algorithms
+from dtcomm.codecs import Codec
+from dtcomm.fsdp import recipe
+from dtcomm.fsdp.errors import Errors, Exact, MovingAverage
+from dtcomm.fsdp.flat import Flat, Piece
+from dtcomm.fsdp.recipe import Recipe
+from dtcomm.kernels.ops import encode, reduce, reduce_encode
+from dtcomm.runtime.local import Operation, World, run
+from dtcomm.runtime.shape import Part, Shape
+from dtcomm.runtime.shm import Buffers
+
+Tensors = dict[str, torch.Tensor]
+PIECE = 256 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """What `dtcomm.fsdp.compress` is given; `name` is what the page calls it."""
+
+    name: str
+    gradients: str = "none"
+    parameters: str = "none"
+
+
+def _preset(name: str, called: str) -> Method:
+    found = recipe.PRESETS[name]
+    return Method(name=called, gradients=found.gradients, parameters=found.parameters)
+
+
+ZERO = recipe.PRESETS["zero++"]
+METHODS = {
+    method.name: method
+    for method in (
+        Method(name="uncompressed"),
+        Method(name="defaults", gradients="int8"),
+        Method(name="int8, fp8", gradients="int8", parameters="fp8_e4m3"),
+        Method(name="qwZ", parameters=ZERO.parameters),
+        Method(name="qgZ", gradients=ZERO.gradients),
+        Method(name="ZeRO++", gradients=ZERO.gradients, parameters=ZERO.parameters),
+        Method(name="int4, feedback", gradients="ef:int4:block=128"),
+        _preset("loco", "LoCo"),
+        _preset("sdp4bit", "SDP4Bit"),
+    )
+}
+
+
+class Shards:
+    """A model whose units (each module of `blocks`, and what is left) are cut over `ranks` ranks."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[str], method: Method, ranks: int) -> None:
+        self.ranks = ranks
+        self.gradients = recipe.parse(method.gradients, recipe.FEEDBACKS, "gradients")
+        self.parameters = recipe.parse(method.parameters, ("", "delta"), "parameters")
+        self.wire_bytes = self.plain_bytes = 0  # of all ranks
+        kinds = {"": None, "ef": Exact, "loco": MovingAverage}
+        kind = kinds[self.gradients.word]
+        self._errors: list[Errors | None] = [kind() if kind else None for _ in range(ranks)]
+        self._references: Tensors = {}
+        self._last = 0
+        units: dict[str, list[Piece]] = {}
+        for name, parameter in model.named_parameters():
+            unit = next((block for block in blocks if name.startswith(f"{block}.")), "")
+            units.setdefault(unit, []).append(Piece(name, parameter.shape))
+        self._flats = {unit: Flat(tuple(pieces)) for unit, pieces in units.items()}
+
+    def gather(self, exact: Mapping[str, torch.Tensor]) -> Tensors:
+        """What every rank computes with, from exact parameters by name."""
+        found: Tensors = {}
+        for unit, flat in self._flats.items():
+            whole = flat.join(exact, self.ranks)
+            reference = self._references.get(unit)
+            if self.parameters.word != "delta":
+                told = self._all_gather(whole, self.parameters)
+            elif reference is None:
+                told = self._all_gather(whole, recipe.parse("none", (), "parameters"))
+            else:
+                told = reference + self._all_gather(whole - reference, self.parameters)
+            if self.parameters.word == "delta":
+                self._references[unit] = told
+            if (
+                unit
+            ):  # backward gathers again what forward did, all but the root's; differences are known by then
+                self.plain_bytes += 4 * whole.numel() * (self.ranks - 1)
+                self.wire_bytes += 0 if self.parameters.word == "delta" else self._last
+            found |= flat.split(told, self.ranks)
+        return {name: value.view(exact[name].shape) for name, value in found.items()}
+
+    def scatter(self, gradients: Sequence[Mapping[str, torch.Tensor]]) -> Tensors:
+        """The mean of ``gradients[rank]``, as the shards of all ranks have it."""
+        found: Tensors = {}
+        for unit, flat in self._flats.items():
+            inputs = [flat.join(mine, self.ranks) for mine in gradients]
+            residuals = [
+                None if errors is None else errors.take(unit, given)
+                for errors, given in zip(self._errors, inputs, strict=True)
+            ]
+            outputs = [each.new_empty(each.numel() // self.ranks) for each in inputs]
+            if self.gradients.between is None:
+                self._run("reduce_scatter", "avg", self.gradients.inside, inputs, outputs, residuals)
+            else:
+                self._by_levels(inputs, outputs, residuals)
+            for errors, residual in zip(self._errors, residuals, strict=True):
+                if errors is not None and residual is not None:
+                    errors.give(unit, residual)
+            found |= flat.split(torch.cat(outputs), self.ranks)
+        return {name: value.view(gradients[0][name].shape) for name, value in found.items()}
+
+    def _all_gather(self, whole: torch.Tensor, codecs: Recipe) -> torch.Tensor:
+        inputs = list(whole.clone().view(self.ranks, -1))
+        outputs = [torch.empty_like(whole) for _ in inputs]
+        self._run("all_gather", "sum", codecs.inside, inputs, outputs, [None] * self.ranks)
+        if not all(torch.equal(outputs[0], each) for each in outputs):
+            raise AssertionError(f"{codecs}: ranks hold different parameters")
+        return outputs[0]
+
+    def _run(
+        self,
+        collective: str,
+        op: str,
+        codec: Codec,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        residuals: Sequence[torch.Tensor | None],
+    ) -> None:
+        """On the native engine, which has one codec for all levels."""
+        numel = min(inputs[0].numel(), outputs[0].numel())
+        schedule = algorithms.build("one_shot", collective, self.ranks)
+        shape = Shape(collective, op, (Part(numel, inputs[0].dtype, codec),), "one_shot")
+        operations = [
+            [Operation(shape=shape, schedule=schedule, buffers=[Buffers(given, output, residual)])]
+            for given, output, residual in zip(inputs, outputs, residuals, strict=True)
+        ]
+        world = World(ranks=self.ranks, seed=0, delay=0.0, piece_bytes=PIECE, slot_bytes=2 * PIECE)
+        outcomes = run(world, operations)
+        if any(outcome.fate != "done" for outcome in outcomes):
+            raise AssertionError(f"{collective}: {outcomes}")
+        self._last = sum(outcome.wire_bytes for outcome in outcomes)
+        self.wire_bytes += self._last
+        self.plain_bytes += 4 * numel * self.ranks * (self.ranks - 1)
+
+    def _by_levels(
+        self,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        residuals: Sequence[torch.Tensor | None],
+    ) -> None:
+        """The hierarchical reduce-scatter over two hosts, transfer by transfer."""
+        numel, half = outputs[0].numel(), self.ranks // 2
+        schedule = algorithms.build(
+            "hierarchical", "reduce_scatter", self.ranks, hosts=(half, self.ranks - half)
+        )
+        levels = (self.gradients.inside, self.gradients.between or self.gradients.inside)
+        now = [list(given.view(self.ranks, -1)) for given in inputs]
+        last = schedule.transfers[-1].step
+        passed: dict[tuple[int, int], torch.Tensor] = {}  # sums that were encoded where they were made
+
+        def slot(rank: int, chunk: int) -> torch.Tensor | None:
+            residual = residuals[rank]
+            return None if residual is None else residual.view(self.ranks, -1)[chunk]
+
+        for number, step in itertools.groupby(schedule.transfers, key=lambda transfer: transfer.step):
+            arriving: dict[tuple[int, int, int], dict[int, torch.Tensor]] = {}
+            for transfer in step:
+                source, chunk = transfer.src, transfer.chunk
+                payload = passed.get((source, chunk))
+                if payload is None:
+                    payload = encode(levels[transfer.level], now[source][chunk], residual=slot(source, chunk))
+                self.wire_bytes += payload.numel()
+                arriving.setdefault((transfer.dst, chunk, transfer.level), {})[source] = payload
+            for (rank, chunk, level), given in arriving.items():
+                payloads = [given[source] for source in sorted(given)]
+                place = sum(source < rank for source in given)
+                local = now[rank][chunk]
+                if number == last:
+                    outputs[rank].copy_(
+                        reduce(
+                            levels[level], payloads, numel, local=local, position=place, divisor=self.ranks
+                        )
+                    )
+                elif levels[0] == levels[1] and chunk != rank:  # added and encoded in one pass
+                    passed[rank, chunk] = reduce_encode(
+                        levels[0], payloads, numel, local=local, position=place, residual=slot(rank, chunk)
+                    )
+                else:
+                    now[rank][chunk] = reduce(levels[level], payloads, numel, local=local, position=place)
+        self.plain_bytes += 4 * numel * self.ranks * (self.ranks - 1)

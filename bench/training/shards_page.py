@@ -1,0 +1,125 @@
+"""The convergence part of docs/fsdp.md: table, verdict and plot, from the runs of bench.fsdp_convergence."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from bench.training.shards import METHODS
+from dtcomm.cli.demo_plot import COLOURS, INK, STYLE
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+BEGIN, END = "<!-- convergence:begin -->", "<!-- convergence:end -->"
+NEAR = 0.01  # of the uncompressed loss: where the defaults must end
+
+Runs = dict[str, dict[str, Any]]
+
+
+def key(method: str, seed: int) -> str:
+    """Of a run."""
+    return f"{method} | seed {seed}"
+
+
+def metrics(runs: Runs, method: str) -> list[float]:
+    """Held-out losses of every seed that has run."""
+    return [run["metric"] for name, run in runs.items() if name.startswith(f"{method} | ")]
+
+
+def behind(runs: Runs, method: str) -> list[float]:
+    """By how much each seed ends worse than the same seed uncompressed, as a fraction of that."""
+    found = []
+    for name, run in runs.items():
+        given, _, seed = name.partition(" | ")
+        plain = runs.get(f"uncompressed | {seed}")
+        if given == method and plain is not None:
+            found.append(run["metric"] / plain["metric"] - 1)
+    return found
+
+
+def table(runs: Runs) -> tuple[str, list[str], list[list[str]]]:
+    """A row a method."""
+    rows = []
+    for method in METHODS.values():
+        values = metrics(runs, method.name)
+        if not values:
+            continue
+        sent = statistics.fmean(
+            run["sent"] for name, run in runs.items() if name.startswith(f"{method.name} | ")
+        )
+        gaps = behind(runs, method.name)
+        spread = (max(values) - min(values)) / 2
+        rows.append(
+            [
+                method.name,
+                method.gradients,
+                method.parameters,
+                f"{100 * sent:.3g} %",
+                f"{statistics.fmean(values):.4f} ± {spread:.2g}",
+                f"{100 * statistics.fmean(gaps):+.2f} % ({100 * min(gaps):+.2f} to {100 * max(gaps):+.2f})",
+            ]
+        )
+    columns = ["method", "gradients", "parameters", "sent", "held-out loss", "beside uncompressed"]
+    return "held-out loss in nats a character, mean ± half of the range over seeds", columns, rows
+
+
+def verdicts(runs: Runs) -> list[str]:
+    """Whether the defaults end within `NEAR` of uncompressed, in the mean over seeds."""
+    lines = []
+    for name in ("defaults", "int8, fp8"):
+        gaps = behind(runs, name)
+        if gaps:
+            mean = statistics.fmean(gaps)
+            word = "PASS" if mean <= NEAR else "MISS"
+            lines.append(
+                f"{word} {name}: {100 * mean:+.2f} % of uncompressed, at most {100 * NEAR:g} % is asked"
+            )
+    return lines
+
+
+def write(runs: Runs) -> list[Path]:
+    """The generated part of the page, and the plot; returns both paths."""
+    page, picture = DOCS / "fsdp.md", DOCS / "fsdp_convergence.png"
+    title, columns, rows = table(runs)
+    cells = [[cell.replace("none", "`none`") if cell == "none" else cell for cell in row] for row in rows]
+    for row in cells:
+        row[1:3] = [cell if cell.startswith("`") else f"`{cell}`" for cell in row[1:3]]
+    head = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    body = [f"| {' | '.join(row)} |" for row in cells]
+    text = page.read_text(encoding="utf-8")
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    made = "\n".join([f"{title[0].upper()}{title[1:]}:", "", *head, *body, "", *verdicts(runs)])
+    page.write_text(before + BEGIN + "\n" + made + "\n" + END + after, encoding="utf-8")
+    plot(runs, picture)
+    return [page, picture]
+
+
+def plot(runs: Runs, path: Path) -> None:
+    """Left the training loss of the first seed, right where each seed ends, beside the same seed uncompressed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    there = [name for name in METHODS if metrics(runs, name)]
+    with pyplot.rc_context(STYLE):
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, 4.2), layout="constrained")
+        for number, name in enumerate(there):
+            curve = runs[key(name, 0)]["curve"]
+            colour = COLOURS[number % len(COLOURS)]
+            line = "-" if number < len(COLOURS) else "--"
+            left.plot(range(len(curve)), curve, line, color=colour, linewidth=1.2, label=name)
+        left.set_title("training loss, first seed")
+        left.set_xlabel("steps, in fortieths of the run", color=INK)
+        left.legend(frameon=False, fontsize=8)
+        right.axvspan(-100 * NEAR, 100 * NEAR, color=COLOURS[0], alpha=0.2, linewidth=0)
+        for row, name in enumerate(there):
+            gaps = [100 * gap for gap in behind(runs, name)]
+            right.scatter(gaps, [row] * len(gaps), s=26, color=COLOURS[1], zorder=3)
+        right.set_yticks(range(len(there)), there)
+        right.invert_yaxis()
+        right.set_title("held-out loss beside the same seed uncompressed, %")
+        right.grid(axis="x")
+        figure.suptitle("Band: 1 %, where the defaults must end.", fontsize=10, x=0.01, ha="left")
+        figure.savefig(path, dpi=110)
+        pyplot.close(figure)
