@@ -1,6 +1,7 @@
 """``dtcomm plan``: what a collective would take on a system that you do not have yet, and whether a codec would pay.
 
-To read on: plan_options (the flags), dtcomm.planner (the answers), plan_report and plan_plot (what is shown).
+To read on: plan_options (the flags), dtcomm.planner (the answers), plan_report and plan_plot (what is shown), and
+plan_memory (``--memory``: what a model takes on a rank).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dtcomm import env
-from dtcomm.cli import plan_plot, plan_report
+from dtcomm.cli import plan_memory, plan_plot, plan_report
 from dtcomm.cli.plan_options import Options, parse
 from dtcomm.cli.plan_training import Training, of_model, of_record
 from dtcomm.planner import parse as parse_table
@@ -26,6 +27,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         print("dtcomm plan: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
         return 2
+    if options.memory is not None:
+        return plan_memory.main(options)
     try:
         table = _table(options)
         plan = make(

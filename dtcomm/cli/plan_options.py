@@ -13,7 +13,7 @@ import torch
 from dtcomm import algorithms, codecs
 from dtcomm.cli.perf_collectives import ALIASES, DTYPES
 from dtcomm.cli.sizes import parse_size, series
-from dtcomm.planner import links, system
+from dtcomm.planner import links, memory, system
 from dtcomm.planner.system import System
 
 EPILOG = """\
@@ -21,6 +21,7 @@ examples
   dtcomm plan all_reduce --system h100 --hosts 2 --per-host 8 -b 1M -e 8G -f 8 --codec int8
   dtcomm plan all_reduce --inside nvlink4 --between 400gbit --hosts 4 --codec int8 --codec int4 --plot plan.png
   dtcomm plan all_reduce --system a100 --hosts 16 --model params=7e9,step_ms=900 --codec int4
+  dtcomm plan --system h100 --hosts 2 --memory params=7e9,layers=32,dtype=bf16
   dtcomm plan all_reduce --inside memory --between 1gbit --hosts 2 --per-host 1 --record steps.json --codec int8
 
 Without a codec GPUs run NCCL, which is modelled with its own published constants; payloads of a codec travel along
@@ -49,6 +50,7 @@ class Options:
     algorithms: list[str]
     dtype: torch.dtype
     model: Model | None
+    memory: memory.Model | None
     record: Path | None
     table: Path | None
     plot: Path | None
@@ -112,6 +114,8 @@ def parse(argv: list[str] | None) -> Options:
         help="auto: the fastest of each codec; all: a row each; or names, repeated or a,b (default auto)")  # fmt: skip
     ask("--model", metavar="K=V,…", type=_model,
         help="a training step: params=7e9,step_ms=900[,dtype=bf16][,bucket=25M]: overlap, scaling")  # fmt: skip
+    ask("--memory", metavar="K=V,…", type=_memory,
+        help="instead: what a model takes on a rank: params=7e9[,layers=32][,dtype=bf16][,states=2]")  # fmt: skip
     ask("--record", metavar="FILE", type=Path,
         help="bucket-ready times that a run wrote (dtcomm.ddp: state.record), replayed on this system")  # fmt: skip
     out = parser.add_argument_group("output")
@@ -159,6 +163,7 @@ def _checked(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Opti
         algorithms=[name for text in given.algorithm or ["auto"] for name in text.split(",")],
         dtype=DTYPES[dtype],
         model=given.model,
+        memory=given.memory,
         record=given.record,
         table=given.table,
         plot=given.plot,
@@ -222,6 +227,35 @@ def _model(text: str) -> Model:
     if missing := {"params", "step_ms"} - set(fields):
         raise argparse.ArgumentTypeError(f"no {sorted(missing)[0]}=")
     return Model(**fields)
+
+
+def _memory(text: str) -> memory.Model:
+    fields: dict[str, Any] = {}
+    for part in text.split(","):
+        key, _, value = part.strip().partition("=")
+        try:
+            match key:
+                case "params":
+                    fields[key] = float(value)
+                    if not 0 < fields[key] < 1e18:
+                        raise ValueError
+                case "layers":
+                    fields[key] = _count(value)
+                case "states":
+                    fields[key] = 0 if value == "0" else _count(value)
+                case "dtype":
+                    fields["itemsize"] = DTYPES[ALIASES.get(value, value)].itemsize
+                case "bucket":
+                    fields["bucket_bytes"] = max(1, parse_size(value))
+                case _:
+                    raise argparse.ArgumentTypeError(
+                        f"{key!r} is not one of params, layers, dtype, states, bucket"
+                    )
+        except (ValueError, KeyError):
+            raise argparse.ArgumentTypeError(f"{part!r}: not a value for {key}") from None
+    if "params" not in fields:
+        raise argparse.ArgumentTypeError("no params=")
+    return memory.Model(**fields)
 
 
 def _size(text: str) -> int:

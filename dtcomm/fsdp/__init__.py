@@ -17,13 +17,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_reduce, reduce_scatter
+from dtcomm.compress.guard import Guard
 from dtcomm.fsdp import recipe
-from dtcomm.fsdp.comm import Gather, Scatter
+from dtcomm.fsdp.comm import Average, Gather, Scatter
 from dtcomm.fsdp.flat import flat_of
 from dtcomm.fsdp.recipe import PRESETS
 from dtcomm.fsdp.report import Report, Traffic
@@ -33,6 +35,7 @@ from dtcomm.fsdp.zero import ShardedOptimizer
 __all__ = ["PRESETS", "Report", "ShardedOptimizer", "State", "Traffic", "compress"]
 
 GRADIENTS, PARAMETERS = "int8", "none"
+_GUARD = Guard()
 
 
 def compress(
@@ -42,6 +45,10 @@ def compress(
     *,
     preset: str | None = None,
     feedback: bool = False,
+    residual: str = "fp32",
+    replicas: DeviceMesh | dist.ProcessGroup | None = None,
+    guard: Guard | None = _GUARD,
+    sample_every: int = 50,
     seed: int = 0,
 ) -> State:
     """Compress the collectives of every FSDP module in `model`.
@@ -51,9 +58,17 @@ def compress(
     int8 and none. preset: ``"zero++"``, ``"loco"`` or ``"sdp4bit"`` give both; what is passed besides goes first.
     feedback: as ``ef:``, keep what each rank's gradient encodings lose and add it to the next ones; that is a fp32 copy
     of every module's whole gradient on every rank, so it is off by default; ``loco:`` takes a quarter of it.
-    Of HSDP the all-reduce between replicas stays torch's: there is no hook, and the report says so.
+    residual: the form of ``ef:``'s residuals between steps: fp32, bf16 or int8 (`dtcomm.compress.feedback`).
+    replicas: copies of this model, cut over one dimension only, whose gradients are averaged as well, with the codec
+    of `gradients`: the dimension of the mesh, or its group. That is HSDP with both of its collectives compressed; of
+    torch's own (a mesh of two dimensions in `fully_shard`) the all-reduce between replicas stays torch's, since its
+    hook runs after it, and the report says so.
+    guard, sample_every: every so many training steps what encodings lose is measured, for the report and for the
+    guard, which raises a module's precision or stops compressing where it does harm (`dtcomm.compress.guard`; None: it
+    does not); `State.observe` tells it the loss.
 
-    TypeError where `model` has no FSDP module, or FSDP1 is asked to compress parameters, which it has no hook for.
+    ValueError where `replicas` come with a mesh that has them already. TypeError where `model` has no FSDP module, or
+    FSDP1 is asked to compress parameters, which it has no hook for.
     """
     chosen = None if preset is None else recipe.preset(preset)
     gradients = gradients if gradients is not None else chosen.gradients if chosen else GRADIENTS
@@ -61,7 +76,14 @@ def compress(
     for_gradients = recipe.parse(gradients, recipe.FEEDBACKS, "gradients")
     if feedback and not for_gradients.word:
         for_gradients = recipe.Recipe(for_gradients.inside, for_gradients.between, "ef")
-    state = State(for_gradients, recipe.parse(parameters, ("", "delta"), "parameters"), seed)
+    state = State(
+        for_gradients,
+        recipe.parse(parameters, ("", "delta"), "parameters"),
+        seed,
+        residual,
+        guard,
+        sample_every,
+    )
     state.timeline.watch(model)
     if isinstance(model, FullyShardedDataParallel):
         if str(state.parameters) != "none":
@@ -73,17 +95,25 @@ def compress(
             raise TypeError(
                 f"gradients: {for_gradients.word}: is not for FSDP1; valid: a codec, or fully_shard"
             )
+        if replicas is not None:
+            raise ValueError(
+                "replicas: FSDP1 has strategies of its own for them; valid: None, or fully_shard"
+            )
         model.register_comm_hook(state, _fsdp1_hook)
         return state
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     if not found:
         raise TypeError(f"model: {type(model).__name__} has no module that fully_shard was applied to")
     for name, module in found:
-        _attach(state, name, module)
+        _attach(state, name, module, replicas.get_group() if isinstance(replicas, DeviceMesh) else replicas)
+    # Before FSDP's own hook, which gathers.
+    model.register_forward_pre_hook(
+        lambda *_: state.begin() if torch.is_grad_enabled() else None, prepend=True
+    )
     return state
 
 
-def _attach(state: State, name: str, module: FSDPModule) -> None:
+def _attach(state: State, name: str, module: FSDPModule, replicas: dist.ProcessGroup | None) -> None:
     groups = module._get_fsdp_state()._fsdp_param_groups
     if len(groups) > 1:
         state.note(
@@ -95,13 +125,22 @@ def _attach(state: State, name: str, module: FSDPModule) -> None:
         mesh = group.mesh_info
         if isinstance(mesh, FSDPMeshInfo):
             state.shards, state.shard = mesh.shard_mesh_size, mesh.shard_mesh_rank
+            state.group = mesh.shard_process_group
         if isinstance(mesh, DDPMeshInfo) and mesh.replicate_mesh_size > 1:
+            if replicas is not None:
+                raise ValueError(
+                    "replicas: the mesh of fully_shard has a dimension of replicas already, whose all-reduce is "
+                    "torch's; give fully_shard the dimension of shards alone"
+                )
             state.note(
                 f"{name or '(root)'}: the all-reduce of gradients between {mesh.replicate_mesh_size} replicas is "
-                "torch's, uncompressed: it has no hook"
+                "torch's, uncompressed: its hook runs after it; give fully_shard the shards' dimension of the mesh "
+                "alone, and compress(replicas=) the other"
             )
     module.set_custom_all_gather(Gather(state, name))
     module.set_custom_reduce_scatter(Scatter(state, name))
+    if replicas is not None:
+        module.set_all_reduce_hook(Average(state, name, replicas))
     state.know(name, flat_of(name, module))
     # Whoever writes parameters from outside makes them differ from what the peers hold by more than a difference says.
     module.register_load_state_dict_post_hook(lambda *_: state.overwritten())  # type: ignore[attr-defined]

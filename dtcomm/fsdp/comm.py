@@ -1,4 +1,4 @@
-"""The two collectives that FSDP2 lets a module bring along."""
+"""The collectives that FSDP2 lets a module bring along."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 
-from dtcomm.collectives import Work, all_gather, reduce_scatter
+from dtcomm.collectives import Work, all_gather, all_reduce, reduce_scatter
 from dtcomm.fsdp.report import Traffic
 from dtcomm.fsdp.state import State, fitting
 from dtcomm.insight import Message, Timeline
@@ -20,17 +20,12 @@ from dtcomm.insight.step import Waited
 _OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg"}
 
 
-class _Collective(Comm):
-    """What FSDP2 asks of a collective besides moving bytes."""
+class _Timed:
+    """One module's collective of a kind, counted and timed."""
 
     def __init__(self, state: State, module: str) -> None:
         self.state, self.module = state, module
         self._called_ns = 0  # the last time; FSDP calls one of them after the other
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return self.state.pool.take([int(extent) for extent in size], dtype, device)
 
     def finish(
         self,
@@ -51,8 +46,21 @@ class _Collective(Comm):
         return None
 
 
+class _Collective(_Timed, Comm):
+    """What FSDP2 asks of a collective besides moving bytes."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return self.state.pool.take([int(extent) for extent in size], dtype, device)
+
+
 class Gather(_Collective, AllGather):
-    """One module's all-gather."""
+    """One module's all-gather.
+
+    It is always handed back under way, whatever ``async_op`` says: FSDP waits for whatever it is given when it takes
+    the parameters out, so what it prefetches moves while the module before computes, on CPUs too.
+    """
 
     def __call__(
         self,
@@ -70,13 +78,13 @@ class Gather(_Collective, AllGather):
             work = all_gather(output_tensor, input_tensor, group=group, async_op=True)
             traffic = self.state.traffic(self.module, "kept copies", recipe)
             traffic.codec, traffic.why = "none", "decoded parameters, gathered again from this host's ranks"
-            return self.finish("parameters", work, traffic, plain, async_op)
+            return self.finish("parameters", work, traffic, plain, True)
         if recipe.word == "delta":
-            return self._difference(output_tensor, input_tensor, group, traffic, plain, async_op)
-        which = fitting(recipe, input_tensor, traffic)
+            return self._difference(output_tensor, input_tensor, group, traffic, plain)
+        which = fitting(self.state.watching.in_force(self.module, recipe), input_tensor, traffic)
         seed = self.state.next_seed()
         work = all_gather(output_tensor, input_tensor, codec=which, group=group, seed=seed, async_op=True)
-        return self.finish("parameters", work, traffic, plain, async_op)
+        return self.finish("parameters", work, traffic, plain, True)
 
     def _difference(
         self,
@@ -85,20 +93,19 @@ class Gather(_Collective, AllGather):
         group: dist.ProcessGroup,
         traffic: Traffic,
         plain: int,
-        async_op: bool,
     ) -> dist.Work | None:
         """Everybody's reference, which all hold alike, moves by the decoded difference: what one encoding loses is
         part of the next difference.
         """
         reference = self.state.references.get(self.module)
         if reference is None or reference.numel() != output.numel() or reference.dtype != output.dtype:
-            return self._whole(output, own, group, traffic, plain, async_op)
+            return self._whole(output, own, group, traffic, plain)
         if torch._C._current_graph_task_id() != -1:
             # In backward nothing has changed since forward, so no rank has anything to tell.
             output.copy_(reference)
             traffic.save(plain)
-            return _Done() if async_op else None
-        which = fitting(self.state.parameters, own, traffic)
+            return _Done()
+        which = fitting(self.state.watching.in_force(self.module, self.state.parameters), own, traffic)
         mine = reference.view(group.size(), -1)[group.rank()]
         differences = self.state.pool.take(output.shape, output.dtype, output.device)
         work = all_gather(
@@ -114,7 +121,7 @@ class Gather(_Collective, AllGather):
             reference.add_(differences)
             output.copy_(reference)
 
-        return self.finish("parameters", work, traffic, plain, async_op, then)
+        return self.finish("parameters", work, traffic, plain, True, then)
 
     def _whole(
         self,
@@ -123,7 +130,6 @@ class Gather(_Collective, AllGather):
         group: dist.ProcessGroup,
         traffic: Traffic,
         plain: int,
-        async_op: bool,
     ) -> dist.Work | None:
         """The first time, all of it, uncompressed; after a checkpoint what peers held then, and a difference to it."""
         saved = self.state.take_own_reference(self.module)
@@ -131,13 +137,13 @@ class Gather(_Collective, AllGather):
             reference = output.new_empty(output.shape)
             all_gather(reference, saved.to(output.device, output.dtype), group=group)
             self.state.references[self.module] = reference
-            return self._difference(output, own, group, traffic, plain, async_op)
+            return self._difference(output, own, group, traffic, plain)
         work = all_gather(output, own, group=group, async_op=True)
 
         def then() -> None:
             self.state.references[self.module] = output.clone()
 
-        return self.finish("parameters", work, traffic, plain, async_op, then)
+        return self.finish("parameters", work, traffic, plain, True, then)
 
 
 class Scatter(_Collective, ReduceScatter):
@@ -152,30 +158,57 @@ class Scatter(_Collective, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         self._called_ns = time.monotonic_ns()
-        recipe = self.state.gradients
-        traffic = self.state.traffic(self.module, "gradients", recipe)
+        state = self.state
+        traffic = state.traffic(self.module, "gradients", state.gradients)
+        recipe = state.watching.in_force(self.module, state.gradients)
+        traffic.codec = str(recipe)
         which = fitting(recipe, input_tensor, traffic)
         lossy = not all(each.lossless(input_tensor.dtype) for each in recipe.codecs()) and not traffic.why
-        residual = self.state.take_residual(self.module, input_tensor) if lossy else None
+        kept = state.take_residual(self.module, input_tensor) if lossy else None
+        residual, sample = kept, None
+        if lossy and state.watching.sampling:
+            if residual is None:  # into which what is lost is written
+                residual = torch.zeros(input_tensor.numel(), dtype=torch.float32, device=input_tensor.device)
+            sample = state.watching.take(self.module, recipe, input_tensor, residual)
         work = reduce_scatter(
             output_tensor,
             input_tensor,
             op_name(op),
             codec=which,
             group=group,
-            seed=self.state.next_seed(),
+            seed=state.next_seed(),
             residual=residual,
             async_op=True,
         )
+
+        def then() -> None:
+            if sample is not None and residual is not None:
+                traffic.relative_error = state.watching.measured(sample, residual)
+            state.give_residual(self.module, kept)
+
         sent = input_tensor.numel() * input_tensor.element_size() * (group.size() - 1) // group.size()
-        return self.finish(
-            "gradients",
-            work,
-            traffic,
-            sent,
-            async_op,
-            lambda: self.state.give_residual(self.module, residual),
-        )
+        return self.finish("gradients", work, traffic, sent, async_op, then)
+
+
+class Average(_Timed):
+    """One module's all-reduce between replicas, after its reduce-scatter."""
+
+    def __init__(self, state: State, module: str, group: dist.ProcessGroup) -> None:
+        super().__init__(state, module)
+        self.group = group
+
+    def __call__(self, shard: torch.Tensor) -> None:
+        self._called_ns = time.monotonic_ns()
+        recipe = self.state.gradients
+        traffic = self.state.traffic(self.module, "replicas", recipe)
+        which = fitting(recipe, shard, traffic)
+        lossy = not all(each.lossless(shard.dtype) for each in recipe.codecs()) and not traffic.why
+        name = f"{self.module}, replicas"
+        residual = self.state.take_residual(name, shard) if lossy else None
+        options: dict[str, Any] = {"group": self.group, "seed": self.state.next_seed(), "residual": residual}
+        work = all_reduce(shard, "avg", codec=which, async_op=True, **options)
+        sent = 2 * shard.nbytes * (self.group.size() - 1) // self.group.size()
+        self.finish("replicas", work, traffic, sent, False, lambda: self.state.give_residual(name, residual))
 
 
 class _Later(dist.Work):

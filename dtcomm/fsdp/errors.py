@@ -16,20 +16,27 @@ STORED = codec("int8:block=256")
 
 
 class Exact:
-    """The whole error, in fp32: nothing is lost, at 4 bytes an element of every module's whole gradient."""
+    """The whole error, kept in a form of `dtcomm.compress.feedback`: fp32, where nothing is lost, at 4 bytes an element
+    of every module's whole gradient; bf16 at 2, int8 at about 1.
+    """
 
-    def __init__(self) -> None:
-        self._residuals = Residuals()
+    def __init__(self, form: str = "fp32") -> None:
+        self._residuals = Residuals(form)
 
     def take(self, module: str, like: torch.Tensor) -> torch.Tensor:
         """The fp32 residual that the next encoding adds and rewrites."""
         return self._residuals.get(module, like)
 
-    def give(self, module: str, residual: torch.Tensor) -> None:
-        """The same tensor, rewritten."""
+    def give(self, module: str, residual: torch.Tensor, key: int = 0) -> None:
+        """The same tensor, rewritten; ``key`` chooses the random numbers of rounding it to its form."""
+        self._residuals.put(module, key)
 
     def scale(self, factor: float) -> None:
         self._residuals.scale(factor)
+
+    def forget(self, module: str) -> None:
+        """What was kept for ``module`` is given up."""
+        self._residuals.reset(module)
 
     def nbytes(self) -> int:
         return self._residuals.nbytes()
@@ -58,41 +65,56 @@ class MovingAverage:
         self._calls: dict[str, int] = {}
         self._factors: dict[str, float] = {}
         self._numels: dict[str, int] = {}
+        self._free: list[torch.Tensor] = []
 
     def take(self, module: str, like: torch.Tensor) -> torch.Tensor:
-        """The fp32 residual that the next encoding adds and rewrites."""
-        return self._decoded(module, like.numel(), like.device)
+        """The fp32 residual that the next encoding adds and rewrites; `give` takes its memory back."""
+        return self._decoded(module, self._scratch(like.numel(), like.device))
 
-    def give(self, module: str, residual: torch.Tensor) -> None:
+    def give(self, module: str, residual: torch.Tensor, key: int = 0) -> None:
         """What the encoding left of it. A non-finite error is no error to go on with: the old one stays."""
         calls = self._calls[module] = self._calls.get(module, 0) + 1
         if calls % self.reset == 0:
             self._payloads.pop(module, None)
-            return
-        old = self._decoded(module, residual.numel(), residual.device)
-        average = torch.lerp(residual, old, self.beta)
-        # A block of the gradient that was not finite left the residual as it was: old and new are equal there.
-        self._numels[module] = residual.numel()
-        self._payloads[module] = encode(STORED, average, out=self._payloads.get(module))
-        self._factors.pop(module, None)
+        else:
+            old = self._decoded(module, self._scratch(residual.numel(), residual.device))
+            # A block of the gradient that was not finite left the residual as it was: old and new are equal there.
+            average = old.lerp_(residual, 1 - self.beta)
+            self._numels[module] = residual.numel()
+            self._payloads[module] = encode(STORED, average, out=self._payloads.get(module))
+            self._factors.pop(module, None)
+            self._free.append(old)
+        self._free.append(residual)
 
-    def _decoded(self, module: str, numel: int, device: torch.device) -> torch.Tensor:
-        payload = self._payloads.get(module)
+    def _scratch(self, numel: int, device: torch.device) -> torch.Tensor:
+        """Memory that was used before, where there is some: fresh pages cost more than the arithmetic on them."""
+        for place, tensor in enumerate(self._free):
+            if tensor.numel() == numel and tensor.device == device:
+                return self._free.pop(place)
+        del self._free[:-3]  # of other modules, which come again; no more of them
+        return torch.empty(numel, device=device)
+
+    def _decoded(self, module: str, out: torch.Tensor) -> torch.Tensor:
+        numel, payload = out.numel(), self._payloads.get(module)
         if payload is None:
-            return torch.zeros(numel, device=device)
+            return out.zero_()
         if payload.numel() != STORED.wire_bytes(numel):
             raise ValueError(
                 f"the residual of {module!r} has {payload.numel()} bytes, its gradient of {numel} elements "
                 f"{STORED.wire_bytes(numel)}: was the state saved from another model?"
             )
-        decoded = decode(STORED, payload.to(device), numel)
+        decode(STORED, payload.to(out.device), numel, out=out)
         factor = self._factors.get(module)
-        return decoded if factor is None else decoded.mul_(factor)
+        return out if factor is None else out.mul_(factor)
 
     def scale(self, factor: float) -> None:
         """Multiply every error, at its next use."""
         for module in self._payloads:
             self._factors[module] = self._factors.get(module, 1.0) * factor
+
+    def forget(self, module: str) -> None:
+        """What was kept for ``module`` is given up."""
+        self._payloads.pop(module, None)
 
     def nbytes(self) -> int:
         return sum(payload.numel() for payload in self._payloads.values())
@@ -104,8 +126,7 @@ class MovingAverage:
 
     def decoded(self) -> dict[str, torch.Tensor]:
         """Every error, fp32, on the CPU."""
-        cpu = torch.device("cpu")
-        return {name: self._decoded(name, self._numels[name], cpu) for name in self._payloads}
+        return {name: self._decoded(name, torch.empty(self._numels[name])) for name in self._payloads}
 
     def load(self, residuals: Mapping[str, torch.Tensor], counts: Mapping[str, int]) -> None:
         """What `decoded` gave: encoding what was decoded gives the same bytes."""

@@ -14,7 +14,8 @@ from dtcomm.insight.table import human
 class Traffic:
     """What one module's collectives of a kind did on this rank: bytes sent, and what they were uncompressed.
 
-    ``saved_calls`` counts collectives that were not needed at all.
+    ``saved_calls`` counts collectives that were not needed at all; ``relative_error`` is what the last measured
+    encoding lost, |lost| over |gradient + residual| on this rank.
     """
 
     codec: str
@@ -23,6 +24,7 @@ class Traffic:
     wire_bytes: int = 0
     plain_bytes: int = 0
     why: str = ""
+    relative_error: float | None = None
 
     def add(self, work: Work, plain: int) -> None:
         """Count one call; ``plain`` bytes are what the tensor has that this rank sends."""
@@ -42,6 +44,7 @@ class Report:
 
     ``notes`` are what torch does beside us, uncompressed. ``reference_bytes`` are the peers' parameters as this rank
     last knew them, which differences are taken to; ``buffer_bytes`` shared memory that is used again and again.
+    ``events``: how often the guard saw what, and what it did then.
     """
 
     modules: dict[str, dict[str, Traffic]] = field(default_factory=dict)
@@ -49,6 +52,7 @@ class Report:
     residual_bytes: int = 0
     reference_bytes: int = 0
     buffer_bytes: int = 0
+    events: dict[str, int] = field(default_factory=dict)
 
     def metrics(self) -> list[Metric]:
         """For Prometheus and TensorBoard, by kind of collective, over all modules."""
@@ -69,15 +73,21 @@ class Report:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [f"{'module':<32} {'what':<10} {'codec':<28} {'calls':>6} {'sent':>10} {'instead of':>10}"]
+        lines = [
+            f"{'module':<32} {'what':<10} {'codec':<28} {'calls':>6} {'sent':>10} {'instead of':>10} {'rel. error':>10}"
+        ]
         for name, kinds in self.modules.items():
             for kind, traffic in kinds.items():
+                error = "-" if traffic.relative_error is None else f"{traffic.relative_error:.1e}"
                 lines.append(
                     f"{name or '(root)':<32} {kind:<10} {traffic.codec:<28} {traffic.calls:>6} "
-                    f"{human(traffic.wire_bytes):>10} {human(traffic.plain_bytes):>10} {traffic.why}".rstrip()
+                    f"{human(traffic.wire_bytes):>10} {human(traffic.plain_bytes):>10} {error:>10} "
+                    f"{traffic.why}".rstrip()
                 )
         lines.append(
             f"{human(self.residual_bytes)} of residuals, {human(self.reference_bytes)} of references, "
             f"{human(self.buffer_bytes)} of shared buffers"
         )
+        if self.events:
+            lines.append("guard: " + ", ".join(f"{kind} {count}x" for kind, count in self.events.items()))
         return "\n".join([*lines, *self.notes])

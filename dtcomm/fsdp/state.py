@@ -11,18 +11,29 @@ import torch.distributed as dist
 
 from dtcomm.codecs import Codec, codec
 from dtcomm.compress.checkpoint import VERSION, share_of
+from dtcomm.compress.guard import Event, Guard, summary
 from dtcomm.fsdp.buffers import Pool
 from dtcomm.fsdp.errors import Errors, Exact, MovingAverage
 from dtcomm.fsdp.flat import Layout
 from dtcomm.fsdp.recipe import Recipe
 from dtcomm.fsdp.report import Report, Traffic
+from dtcomm.fsdp.watching import Watching
 from dtcomm.insight import Metric, Timeline
+from dtcomm.kernels import mixer
 
 
 class State:
     """Made by `dtcomm.fsdp.compress`; one for all modules of a model."""
 
-    def __init__(self, gradients: Recipe, parameters: Recipe, seed: int) -> None:
+    def __init__(
+        self,
+        gradients: Recipe,
+        parameters: Recipe,
+        seed: int,
+        residual: str = "fp32",
+        guard: Guard | None = None,
+        sample_every: int = 0,
+    ) -> None:
         self.gradients, self.parameters = gradients, parameters
         self.seed = seed
         self.calls = 0
@@ -32,15 +43,18 @@ class State:
         self.references: dict[str, torch.Tensor] = {}
         self._own_references: dict[str, torch.Tensor] = {}
         self._flats: dict[str, Layout | None] = {}
-        self._errors: Errors | None = {"": None, "ef": Exact(), "loco": MovingAverage()}[gradients.word]
+        self._errors: Errors | None = _errors(gradients.word, residual)
         self._report = Report()
         self.timeline = Timeline("fsdp")
+        self.watching = Watching(guard, sample_every)
+        self.group: dist.ProcessGroup | None = None  # of the shards; None: all ranks
 
     def report(self) -> Report:
         """What was sent, by module, and for whatever was not compressed, why."""
         self._report.residual_bytes = 0 if self._errors is None else self._errors.nbytes()
         self._report.reference_bytes = sum(each.nbytes for each in self.references.values())
         self._report.buffer_bytes = self.pool.nbytes()
+        self._report.events = summary(self.events)
         if self.pool.why:
             self.note(self.pool.why)
         return self._report
@@ -54,6 +68,21 @@ class State:
     def trace(self, path: str | os.PathLike[str]) -> str:
         """Write this rank's kept steps for Perfetto; see `dtcomm.ddp.State.trace`. ``timeline.start()`` comes first."""
         return self.timeline.trace(path, dist.get_rank())
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """What the guard saw and did, in order."""
+        return self.watching.events
+
+    def observe(self, loss: float | torch.Tensor) -> None:
+        """Tell the guard this step's loss, once a step and before its backward, on every rank."""
+        self.watching.observe(float(loss))
+
+    def begin(self) -> None:
+        """A training step begins; called by the model's forward."""
+        for module in self.watching.begin(self.group):
+            if self._errors is not None:
+                self._errors.forget(module)
 
     def note(self, text: str) -> None:
         """Something that torch does beside us, or that could not be done; said once."""
@@ -80,7 +109,8 @@ class State:
     def give_residual(self, module: str, residual: torch.Tensor | None) -> None:
         """The same tensor, after the collective has rewritten it."""
         if self._errors is not None and residual is not None:
-            self._errors.give(self._key(module, residual), residual)
+            key = mixer.mix_key(self.seed, dist.get_rank(), self.calls)
+            self._errors.give(self._key(module, residual), residual, key)
 
     def _key(self, module: str, like: torch.Tensor) -> str:
         """Where some parameters got no gradient the flat tensor is another one, with errors of its own."""
@@ -128,6 +158,7 @@ class State:
             "seed": self.seed,
             "rank": dist.get_rank(),
             "world_size": dist.get_world_size(),
+            "watching": self.watching.state_dict(),
             "counts": {} if self._errors is None else dict(self._errors.counts),
             "residuals": residuals,
             "references": {
@@ -145,6 +176,7 @@ class State:
         ranks = dist.get_world_size()
         first, residuals = share_of(state, dist.get_rank(), ranks)
         self.calls, self.seed = first["calls"], first["seed"]
+        self.watching.load_state_dict(first.get("watching", {}))
         self.resync()
         same = first["world_size"] == ranks
         if same:
@@ -159,6 +191,17 @@ class State:
         if same:
             whole |= {name[1:-1]: flat for name, flat in residuals.items() if name.startswith("[")}
         self._errors.load(whole, first["counts"])
+
+
+def _errors(word: str, residual: str) -> Errors | None:
+    """What keeps errors under the word of a recipe. ValueError where ``residual`` is no form, or has no use."""
+    if word == "ef":
+        return Exact(residual)
+    if residual != "fp32":
+        raise ValueError(
+            f"residual: {residual!r} goes with ef: gradients alone; {word or 'without a word'}: has its own"
+        )
+    return MovingAverage() if word else None
 
 
 def fitting(recipe: Recipe, tensor: torch.Tensor, traffic: Traffic) -> str | Codec:

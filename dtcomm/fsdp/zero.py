@@ -34,8 +34,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     parameters: named parameters, or groups of them: dicts with "params" (named) and options. optimizer: a class of
     torch.optim that works element by element (SGD, Adam, AdamW, RMSprop). gradients, parameters_codec: recipes, as
     `dtcomm.fsdp.compress` takes them (``delta:`` costs no memory here: the model itself is the reference). stage: 1
-    keeps whole gradients in ``parameter.grad``, 2 gives them up bucket by bucket. The remaining options are the
-    optimiser's.
+    keeps whole gradients in ``parameter.grad``, 2 gives them up bucket by bucket. residual: the form of ``ef:``'s
+    residuals, fp32, bf16 or int8. The remaining options are the optimiser's.
 
     Gradients are averaged over the ranks. `clip_grad_norm_` clips by the norm of all shards. Raises ValueError or
     TypeError naming the argument.
@@ -52,6 +52,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         bucket_bytes: int = 25 * MIB,
         group: dist.ProcessGroup | None = None,
         seed: int = 0,
+        residual: str = "fp32",
         **options: Any,
     ) -> None:
         if stage not in (1, 2):
@@ -63,6 +64,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             recipe.parse(gradients, recipe.FEEDBACKS, "gradients"),
             recipe.parse(parameters_codec, ("", "delta"), "parameters_codec"),
             seed,
+            residual,
         )
         self._codecs.shards, self._codecs.shard = dist.get_world_size(group), dist.get_rank(group)
         self._buckets: list[Bucket] = []

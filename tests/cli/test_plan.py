@@ -109,3 +109,30 @@ def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.png"
     assert main([*PLAN, "--model", "params=1e9,step_ms=100", "--plot", str(path), "--json"]) == 0
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 20_000
+
+
+def test_memory_of_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ["--system", "h100", "--hosts", "2", "--memory", "params=1e9,layers=10,dtype=bf16"]
+    found = answer(capsys, *ask)
+    assert (found["ranks"], found["itemsize"], found["layers"]) == (16, 2, 10)
+    rows = {(row["stage"], row["feedback"], row["delta"]): row for row in found["results"]}
+    assert len(rows) == len(found["results"]) > 15
+    plain = [rows[stage, "none", False]["total"] for stage in ("ddp", "zero-1", "zero-2", "fsdp")]
+    assert plain == sorted(plain, reverse=True)
+    sharded = rows["fsdp", "none", False]
+    assert (sharded["parameters"], sharded["optimizer"]) == (4e9 / 16, 8e9 / 16)
+    for stage in ("zero-1", "zero-2", "fsdp"):
+        kept = [rows[stage, form, False]["residuals"] for form in ("none", "loco", "int8", "bf16", "fp32")]
+        assert kept == sorted(kept) and kept[-1] == 4e9
+    assert rows["fsdp", "loco", True]["references"] == 2e9
+    assert main(ask) == 0
+    text = capsys.readouterr().out
+    assert "zero-2" in text and "delta:" in text and "bytes/parameter" in text
+    for wrong, said in (
+        ("layers=3", "no params="),
+        ("params=0", "not a value"),
+        ("params=1,x=2", "is not one of"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["--memory", wrong])
+        assert said in capsys.readouterr().err

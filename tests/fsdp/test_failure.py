@@ -1,4 +1,4 @@
-"""A rank dies while a sharded model trains: the others name it, wherever they were, and say so again when asked again."""
+"""A rank dies while a sharded model trains: the others name it, wherever they were, and say so again."""
 
 from __future__ import annotations
 

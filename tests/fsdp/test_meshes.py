@@ -57,6 +57,31 @@ def test_copies_kept_inside_a_host(codecs: dict[str, str], tolerance: float) -> 
     run_ranks(kept, 4, codecs, tolerance)
 
 
+def averaged(rank: int, ranks: int, codecs: dict[str, Any], tolerance: float) -> None:
+    """Shards over one dimension, replicas over the other by us, beside torch's own HSDP."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(mesh["shard"])
+    state = fsdp.compress(model, **codecs, replicas=mesh["replicate"])
+    same(model, sharded(mesh), rank, tolerance)  # type: ignore[arg-type]
+    report = state.report()
+    assert not report.notes
+    for kinds in report.modules.values():
+        assert kinds["replicas"].calls == kinds["gradients"].calls == 3
+    if tolerance:
+        traffic = report.modules["blocks.0"]["replicas"]
+        assert traffic.wire_bytes < 0.35 * traffic.plain_bytes
+        assert any(name.endswith("replicas]") for name in state.state_dict()["residuals"])
+    with pytest.raises(ValueError, match="replicas: the mesh of fully_shard has a dimension of replicas"):
+        fsdp.compress(sharded(mesh), replicas=mesh["replicate"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("codecs", "tolerance"), [(NONE, 0.0), ({"gradients": "ef:int8", "residual": "bf16"}, 0.1)], ids=str
+)
+def test_replicas_are_averaged_compressed(codecs: dict[str, Any], tolerance: float) -> None:
+    run_ranks(averaged, 4, codecs, tolerance)
+
+
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()

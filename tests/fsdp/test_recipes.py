@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtcomm import fsdp
 from dtcomm.fsdp import recipe
-from dtcomm.fsdp.errors import MovingAverage
+from dtcomm.fsdp.errors import Exact, MovingAverage
 from dtcomm.testing.ranks import run_ranks
 from tests.fsdp.models import WIDTH, sharded, train
 
@@ -42,6 +42,13 @@ def test_words_that_do_not_fit_are_refused() -> None:
         recipe.preset("zero")
     with pytest.raises(TypeError, match="gradients: expected a spec or a Codec, got int"):
         recipe.parse(8, recipe.FEEDBACKS, "gradients")  # type: ignore[arg-type]
+    for gradients, argument in (("int8", "int8"), ("loco:int8", "bf16"), ("ef:int8", "int4")):
+        with pytest.raises(ValueError, match=r"^residual: "):
+            run_ranks(refused, 1, gradients, argument)
+
+
+def refused(rank: int, ranks: int, gradients: str, residual: str) -> None:
+    fsdp.compress(sharded(init_device_mesh("cpu", (ranks,))), gradients, residual=residual)
 
 
 def near(rank: int, ranks: int, options: dict[str, Any], tolerance: float) -> None:
@@ -136,6 +143,7 @@ def test_the_moving_average_is_the_papers() -> None:
 RESUMED: list[dict[str, Any]] = [
     {"gradients": "ef:int8:round=stochastic"},
     {"gradients": "loco:int4:block=128", "parameters": "delta:int4"},
+    {"gradients": "ef:int4", "residual": "int8"},
 ]
 
 
@@ -170,6 +178,19 @@ def resumed(rank: int, ranks: int, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", RESUMED, ids=str)
 def test_a_resumed_run_continues_bit_for_bit(options: dict[str, Any]) -> None:
     run_ranks(resumed, 2, options)
+
+
+def test_residuals_have_a_form() -> None:
+    like, sizes = torch.randn(4096), {}
+    for form in ("fp32", "bf16", "int8"):
+        errors = Exact(form)
+        residual = errors.take("m", like)
+        residual.copy_(like)
+        errors.give("m", residual, key=1)
+        sizes[form] = errors.nbytes() / like.numel()
+        gap = torch.linalg.vector_norm(errors.take("m", like) - like) / torch.linalg.vector_norm(like)
+        assert gap <= {"fp32": 0, "bf16": 4e-3, "int8": 1e-2}[form]
+    assert (sizes["fp32"], sizes["bf16"]) == (4, 2) and sizes["int8"] < 1.07
 
 
 def states(rank: int, ranks: int) -> dict[str, Any]:

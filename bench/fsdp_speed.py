@@ -1,0 +1,239 @@
+"""A step of a small GPT under FSDP2: dtcomm's codecs beside Gloo in fp32 and bf16, in turn, in one run.
+
+python -m bench.fsdp_speed [--links 1 10 memory] [--only NAMES] [--repetitions N] [--json FILE]
+
+Two ranks in two network namespaces joined by a link of so many Gbit/s (needs root and iproute2), then two ranks that
+share memory. A step is forward, backward and AdamW on so few symbols that communication dominates; bytes are those
+that the link itself counted. "alone" is the step without communication: every rank gathers from itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from bench.common import machine, output
+from bench.common.pool import Pool
+from bench.common.stats import Timing
+from dtcomm.cli.demo_model import GPT, Shape, loss
+from dtcomm.testing import hosts
+
+SHAPE = Shape(vocabulary=97, context=16, layers=4, width=512, heads=8)
+MEMORY = "memory"
+FP32, BF16, ALONE = "gloo fp32", "gloo bf16", "alone"
+OURS: dict[str, dict[str, str]] = {
+    "none": {"gradients": "none"},
+    "bf16": {"gradients": "bf16", "parameters": "bf16"},
+    "int8, fp8": {"gradients": "int8", "parameters": "fp8_e4m3"},
+    "int4": {"gradients": "int4", "parameters": "int4"},
+    "zero++": {"preset": "zero++"},
+    "loco": {"preset": "loco"},
+    "sdp4bit": {"preset": "sdp4bit"},
+}
+# How many times the step rate of Gloo in fp32, and of Gloo in bf16.
+TARGETS: dict[str, dict[str, tuple[float, float]]] = {
+    "1": {"int8, fp8": (3.0, 1.7), "int4": (4.5, 2.6)},
+    MEMORY: {"none": (1.3, 0.0), **{name: (1.0, 0.0) for name in OURS if name != "none"}},
+}
+
+
+class ShardedRank:
+    """One rank with a model for each contestant."""
+
+    def __init__(self, rank: int, ranks: int, rendezvous: str, namespaces: list[str] | None) -> None:
+        if namespaces is not None:
+            hosts.join(rank, ranks, rendezvous, namespaces)
+        else:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+        self.rank = rank
+        self.models: dict[str, tuple[torch.nn.Module, torch.optim.Optimizer, Any]] = {}
+        self.mesh = init_device_mesh("cpu", (ranks,))
+        self.single = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("all", "self"))["self"]
+
+    def build(self, name: str) -> str:
+        """Makes the model that ``name`` trains; what carries its bytes."""
+        import dtcomm.fsdp
+
+        torch.manual_seed(0)
+        model = GPT(SHAPE)
+        half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        options: dict[str, Any] = {"mesh": self.single if name == ALONE else self.mesh}
+        if name == BF16:
+            options["mp_policy"] = half
+        for block in model.blocks:
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+        blocks = list(model.blocks)
+        for block, following in pairwise(blocks):
+            block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+        state = dtcomm.fsdp.compress(model, **OURS[name]) if name in OURS else None  # type: ignore[arg-type]
+        self.models[name] = model, torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True), state
+        return "torch" if state is None else str(dtcomm.collectives.info()["runtime"])
+
+    def step(self, name: str) -> float:
+        """Seconds of a training step."""
+        model, optimizer, _ = self.models[name]
+        generator = torch.Generator().manual_seed(self.rank)
+        symbols = torch.randint(SHAPE.vocabulary, (1, SHAPE.context + 1), generator=generator)
+        dist.barrier()
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        value = loss(model, symbols[:, :-1], symbols[:, 1:])
+        value.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if not bool(torch.isfinite(value)):
+            raise AssertionError(f"{name}: the loss is {float(value)}")
+        return time.perf_counter() - start
+
+    def sent(self, name: str) -> tuple[int, int]:
+        """Bytes that this rank has sent so far by dtcomm's own count, and what plain FSDP sends."""
+        state = self.models[name][2]
+        if state is None:
+            return 0, 0
+        kinds = [traffic for kinds in state.report().modules.values() for traffic in kinds.values()]
+        return sum(each.wire_bytes for each in kinds), sum(each.plain_bytes for each in kinds)
+
+    def why(self, name: str) -> list[str]:
+        """What was not compressed, and why."""
+        state = self.models[name][2]
+        if state is None:
+            return []
+        report = state.report()
+        modules = [t.why for kinds in report.modules.values() for t in kinds.values() if t.why]
+        return [*report.notes, *modules]
+
+    def close(self) -> None:
+        """Leaves the group."""
+        self.models.clear()
+        dist.destroy_process_group()
+
+
+def on_the_link(namespaces: list[str] | None) -> int:
+    """Bytes that the first host's interface has sent."""
+    if namespaces is None:
+        return 0
+    command = ["ip", "-n", namespaces[0], "-s", "-j", "link", "show", "dt0"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
+
+
+def measure(link: str, names: list[str], repetitions: int) -> list[dict[str, Any]]:
+    """One row a contestant: seconds a step of the slower rank, by turns, and the bytes of a step."""
+    times: dict[str, list[float]] = {name: [] for name in names}
+    wire: dict[str, int] = dict.fromkeys(names, 0)
+    counted: dict[str, int] = dict.fromkeys(names, 0)
+    runtimes: dict[str, str] = {}
+    place: Any = contextlib.nullcontext() if link == MEMORY else hosts.two_hosts(float(link))
+    with place as namespaces, TemporaryDirectory() as folder:
+        meeting = str(Path(folder) / "meet")
+        with Pool(ShardedRank, 2, timeout=200, rendezvous=meeting, namespaces=namespaces) as pool:
+            for name in names:
+                runtimes[name] = pool.call("build", name=name)[0]
+                for _ in range(2):  # communicators, buffers, and the first whole parameters of differences
+                    pool.call("step", name=name)
+            for _ in range(repetitions):
+                for name in names:
+                    before, own = on_the_link(namespaces), pool.call("sent", name=name)[0][0]
+                    times[name].append(max(pool.call("step", name=name)))
+                    wire[name] += on_the_link(namespaces) - before
+                    counted[name] += pool.call("sent", name=name)[0][0] - own
+            excuses = {name: pool.call("why", name=name)[0] for name in names}
+    timings = {name: Timing.of(series) for name, series in times.items()}
+    rows = []
+    for name in names:
+        faster = [round(timings[peer].median / timings[name].median, 3) for peer in (FP32, BF16)]
+        targets = TARGETS.get(link, {}).get(name)
+        verdict = ""
+        if targets is not None:
+            verdict = "PASS" if all(a >= b for a, b in zip(faster, targets, strict=True)) else "MISS"
+        rows.append(
+            {
+                "link": link,
+                "name": name,
+                **OURS.get(name, {}),
+                "runtime": runtimes[name],
+                "ms": round(timings[name].median * 1e3, 1),
+                "faster_than_fp32": faster[0],
+                "faster_than_bf16": faster[1],
+                "targets": targets,
+                "verdict": verdict,
+                "link_bytes": wire[name] // repetitions,
+                "counted_bytes": counted[name] // repetitions,
+                "uncompressed": excuses[name],
+                **timings[name].as_dict(),
+            }
+        )
+    return rows
+
+
+def show(link: str, rows: list[dict[str, Any]]) -> None:
+    """One table."""
+    lines = []
+    for row in rows:
+        targets = (
+            "" if row["targets"] is None else " / ".join(f"{each:g}x" for each in row["targets"] if each)
+        )
+        lines.append(
+            [
+                row["name"],
+                f"{row['ms']:,.0f}",
+                f"{row['faster_than_fp32']:.2f}x",
+                f"{row['faster_than_bf16']:.2f}x",
+                targets,
+                row["verdict"],
+                f"{row['link_bytes'] / 1e6:.1f}",
+                f"{row['counted_bytes'] / 1e6:.1f}",
+            ]
+        )
+    parameters = sum(p.numel() for p in GPT(SHAPE).parameters())
+    where = "shared memory" if link == MEMORY else f"{link} Gbit/s"
+    columns = ["", "ms", "fp32's rate", "bf16's rate", "targets", "verdict", "MB on the link", "MB counted"]
+    output.table(f"an FSDP2 step of {parameters / 1e6:.1f} M parameters, 2 ranks, {where}", columns, lines)
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Measures, prints, writes the file; returns what it wrote."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--links", nargs="+", default=["1", "10", MEMORY], help="Gbit/s, or memory")
+    parser.add_argument("--only", nargs="+", choices=list(OURS), default=list(OURS), help="of ours")
+    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--add", action="store_true", help="keep the file's rows of other links")
+    parser.add_argument("--json", help="where to write instead of bench/results/fsdp_speed.json")
+    options = parser.parse_args(arguments)
+    if any(link != MEMORY for link in options.links) and (why := hosts.available()):
+        sys.exit(f"bench.fsdp_speed: {why}")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    rows: list[dict[str, Any]] = []
+    for link in options.links:
+        here = measure(link, [FP32, BF16, ALONE, *options.only], options.repetitions)
+        show(link, here)
+        rows += here
+    path = Path(options.json or output.RESULTS / "fsdp_speed.json")
+    if options.add and path.exists():
+        kept = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        rows = [row for row in kept if row["link"] not in options.links] + rows
+    result = {"machine": machine.describe(), "load": os.getloadavg(), "rows": rows}
+    print(output.write("fsdp_speed", result, options.json))
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The guard of a sharded model: what DDP's looks for (`dtcomm.compress.guard`), module by module.
+
+Every so many steps each rank measures what its gradients' encodings lose; before the next forward pass the ranks
+average a few floats of it, and all act on the mean alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dtcomm.codecs import Codec
+from dtcomm.collectives import all_reduce
+from dtcomm.compress.guard import Event, Guard, Sample, Watch
+from dtcomm.fsdp.recipe import Recipe
+
+ROOT = "(root)"  # a guard takes no name for all modules
+
+
+class Watching:
+    """guard: limits and actions, None: errors are measured for the report alone. every: steps from one measurement to
+    the next; 0: nothing is measured. ValueError where `every` is negative.
+    """
+
+    def __init__(self, guard: Guard | None, every: int) -> None:
+        if every < 0:
+            raise ValueError(f"sample_every: expected 0 (never) or more, got {every!r}")
+        self._watch = None if guard is None else Watch(guard)
+        self._every = every
+        self._pending = False
+        self.steps = 0
+        self.sampling = False
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """What the guard saw and did, in order; the same on all ranks of the group."""
+        return () if self._watch is None else tuple(self._watch.events)
+
+    def observe(self, loss: float) -> None:
+        """This step's loss on this rank."""
+        if self._watch is not None:
+            self._watch.observe(loss)
+
+    def begin(self, group: dist.ProcessGroup | None) -> list[str]:
+        """A forward pass begins, on every rank of ``group``: judge what the last one told.
+
+        Returns the modules whose residuals are to be given up. CompressionHarmful where the guard says stop.
+        """
+        watch, resets = self._watch, []
+        if watch is not None and self._every:
+            if self._pending:
+                watch.begin(self.steps)
+                told = watch.vector()
+                all_reduce(told, "avg", group=group)
+                watch.judge(self.steps, told)
+                resets = ["" if name == ROOT else name for name in watch.take_resets()]
+            self._pending = self.steps % self._every == 0
+        self.sampling = self._every > 0 and self.steps % self._every == 0
+        self.steps += 1
+        return resets
+
+    def in_force(self, module: str, recipe: Recipe) -> Recipe:
+        """What `module` is compressed with now, where `recipe` was asked for."""
+        if self._watch is None:
+            return recipe
+        step = max(0, self.steps - 1)  # which has begun
+        inside, between = (
+            each and self._watch.scheme(module or ROOT, each, step)
+            for each in (recipe.inside, recipe.between)
+        )
+        assert isinstance(inside, Codec) and (between is None or isinstance(between, Codec))
+        return Recipe(inside, between, recipe.word)
+
+    def take(
+        self, module: str, recipe: Recipe, gradient: torch.Tensor, residual: torch.Tensor
+    ) -> Sample | None:
+        """Some of a gradient that is about to be encoded; None where there is nothing to measure."""
+        norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+        if self._watch is not None:
+            self._watch.sampled(module or ROOT, recipe.inside)
+        if not math.isfinite(norm):
+            if self._watch is not None:
+                self._watch.bad()
+            return None
+        return Sample.take(module or ROOT, recipe.inside, norm, gradient, residual)
+
+    def measured(self, sample: Sample, lost: torch.Tensor) -> float:
+        """What was lost of it: |lost| over |offered|, of the elements that were looked at."""
+        if self._watch is not None:
+            self._watch.measured(sample, lost)
+        offered = float(torch.linalg.vector_norm(sample.offered))
+        return float(torch.linalg.vector_norm(lost[:: sample.stride])) / offered if offered > 0 else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values: the step, and decisions that are in force."""
+        return {"steps": self.steps, "watch": {} if self._watch is None else self._watch.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What `state_dict` gave; nothing where a state has none."""
+        self.steps, self._pending = state.get("steps", 0), False
+        if self._watch is not None:
+            self._watch.load_state_dict(state.get("watch", {}))

@@ -1,0 +1,64 @@
+"""The training runs of bench.fsdp_convergence, shortened: every recipe learns, and the page says what was run."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.fsdp_convergence import train
+from bench.training import shards_page
+from bench.training.shards import METHODS
+from bench.training.tasks import TASKS
+from dtcomm.cli import demo_model
+
+SHAPE = demo_model.Shape(vocabulary=11, context=8, layers=2, width=16, heads=2)
+
+
+def drawn(seed: int, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symbols that count up, so that no text is needed."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + seed)
+    first = torch.randint(11, (4, 1), generator=generator)
+    symbols = (first + torch.arange(9)) % 11
+    return symbols[:, :-1], symbols[:, 1:]
+
+
+SHORT = dataclasses.replace(
+    TASKS["gpt"],
+    steps=12,
+    rate=2e-2,
+    batch=drawn,
+    evaluate=lambda model: 1.0,
+    model=lambda: demo_model.GPT(SHAPE),
+)
+
+
+def test_every_recipe_learns_and_sends_less() -> None:
+    runs: dict[str, Any] = {}
+    for name, method in METHODS.items():
+        found = runs[shards_page.key(name, 0)] = train(SHORT, method, 0)
+        assert found["curve"][-1] < found["curve"][0] - 0.2, name
+        assert found["sent"] == pytest.approx(1.0) if name == "uncompressed" else found["sent"] < 0.9, name
+    _, columns, rows = shards_page.table(runs)
+    assert [row[0] for row in rows] == list(METHODS) and len(columns) == len(rows[0])
+    assert len(shards_page.verdicts(runs)) == 2
+
+
+def test_verdicts_and_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    runs = {
+        shards_page.key(name, seed): {
+            "metric": 2.0 + 0.05 * (name == "defaults"),
+            "curve": [3.0, 2.0],
+            "sent": 0.5,
+        }
+        for name in METHODS
+        for seed in range(2)
+    }
+    missed, passed = shards_page.verdicts(runs)
+    assert missed.startswith("MISS defaults: +2.50 %") and passed.startswith("PASS int8, fp8: +0.00 %")
+    shards_page.plot(runs, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000

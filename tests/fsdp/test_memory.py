@@ -1,0 +1,128 @@
+"""What a sharded model takes, by category and at its peak, beside what `dtcomm plan --memory` says."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from dtcomm import fsdp
+from dtcomm.planner.memory import Model, need
+from dtcomm.testing.ranks import run_ranks
+
+WIDTH, LAYERS = 768, 6
+NUMEL = LAYERS * WIDTH * (WIDTH + 1)
+UNIT = 4 * WIDTH * (WIDTH + 1)
+SEGMENT = 24 * 2**20  # of the engine: what it shares with the peers, once a process group
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 2) -> None:
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.ones(1, WIDTH)).square().mean().backward()
+        optimizer.step()
+
+
+def made(
+    mesh: Any, codecs: dict[str, Any] | None
+) -> tuple[nn.Module, torch.optim.Optimizer, fsdp.State | None]:
+    model = Deep()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    state = None if codecs is None else fsdp.compress(model, **codecs)
+    return model, torch.optim.AdamW(model.parameters()), state
+
+
+def highest(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes that the process has in memory at most while it trains."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    steps(model, optimizer)
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")
+    )
+    return int(line.split()[1]) * 1024
+
+
+def peak(rank: int, ranks: int, codecs: dict[str, Any]) -> tuple[int, int, dict[str, float]]:
+    """The peak beside plain FSDP's, its bound, and what lasts, by category."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    model, optimizer, _ = made(mesh, None)
+    steps(model, optimizer, 1)
+    plain = highest(model, optimizer)
+    del model, optimizer
+    model, optimizer, state = made(mesh, codecs)
+    assert state is not None
+    steps(model, optimizer, 1)
+    extra = highest(model, optimizer) - plain
+    report = state.report()
+    local = [parameter.to_local() for parameter in model.parameters()]
+    held = {
+        "parameters": float(sum(each.nbytes for each in local)),
+        "gradients": float(sum(p.grad.to_local().nbytes for p in model.parameters() if p.grad is not None)),
+        "optimizer": float(
+            sum(
+                value.to_local().nbytes
+                for s in optimizer.state.values()
+                for value in s.values()
+                if value.ndim
+            )
+        ),
+        "residuals": float(report.residual_bytes),
+        "references": float(report.reference_bytes),
+    }
+    # Shared buffers are mapped by every rank of a host; beside them two units in fp32, while they are encoded.
+    bound = report.residual_bytes + report.reference_bytes + ranks * report.buffer_bytes + 2 * UNIT + SEGMENT
+    return extra, bound, held
+
+
+CASES: list[tuple[dict[str, Any], str, bool]] = [
+    ({"gradients": "int8", "parameters": "fp8_e4m3"}, "none", False),
+    ({"gradients": "ef:int4", "residual": "bf16"}, "bf16", False),
+    ({"preset": "loco", "parameters": "delta:int8"}, "loco", True),
+]
+
+
+@pytest.mark.parametrize(("codecs", "feedback", "delta"), CASES, ids=str)
+def test_peak_and_what_lasts(codecs: dict[str, Any], feedback: str, delta: bool) -> None:
+    planned = need(Model(params=NUMEL, layers=LAYERS), 2, "fsdp", feedback, delta)
+    for extra, bound, held in run_ranks(peak, 2, codecs):
+        assert extra <= bound, (extra / 2**20, bound / 2**20)
+        for name, size in held.items():
+            assert size == pytest.approx(getattr(planned, name), rel=0.01), name
+
+
+def stages(rank: int, ranks: int) -> None:
+    for stage in (1, 2):
+        model = Deep()
+        optimizer = fsdp.ShardedOptimizer(
+            model.named_parameters(), torch.optim.AdamW, stage=stage, gradients="ef:int8", residual="int8"
+        )
+        steps(model, optimizer, 1)
+        held = optimizer.memory()
+        planned = need(Model(params=NUMEL, layers=LAYERS), ranks, f"zero-{stage}", "int8")
+        assert held["parameters"] + held["shards"] == pytest.approx(planned.parameters, rel=0.01)
+        assert held["optimizer"] == pytest.approx(planned.optimizer, rel=0.01)
+        assert held["residuals"] == pytest.approx(planned.residuals, rel=0.01)
+
+
+def test_the_sharded_optimizer_takes_what_is_planned() -> None:
+    run_ranks(stages, 2)
