@@ -108,9 +108,12 @@ tsan: $(DEPS)  ## csrc/tests/*.cpp that have threads under ThreadSanitizer, with
 # The core of the in-place build serves, so only the test itself is compiled.
 INPLACE = build/inplace-$(shell $(PY) -c 'import sys; print(sys.implementation.cache_tag)')
 
+# `make device ORDERS="fused 100000"`: only the fused collectives, in so many orders.
+ORDERS ?=
+
 device: $(NATIVE)  ## the CUDA kernels' source on this CPU, byte for byte beside the CPU's kernels
 	cmake --build $(INPLACE) --target device_test
-	$(INPLACE)/device_test
+	$(INPLACE)/device_test $(ORDERS)
 
 # compute-sanitizer comes with the CUDA toolkit (Debian and Ubuntu: apt install cuda-sanitizer-13-0). A few sizes of every
 # codec: it is some fifty times as slow.

@@ -21,7 +21,7 @@ from typing import TypedDict
 ROOT = Path(__file__).resolve().parent.parent
 # compute capability → (registers, bytes of shared memory, threads) of a multiprocessor
 LIMITS = {80: (65536, 163840, 2048), 90: (65536, 232448, 2048), 100: (65536, 232448, 2048)}
-NEAR_THREADS, FAR_THREADS = 256, 512  # csrc/cuda/choose.h, lanes.cuh
+NEAR_THREADS, FAR_THREADS = 256, 512  # csrc/cuda/choose.h and peers.cuh, lanes.cuh
 RESERVED_SHARED = 1024  # bytes that the system takes of each thread block's
 COUNTS = {"-1": "n", "0": "0", "1": "1", "2": "2", "4": "4", "8": "8"}
 
@@ -50,6 +50,11 @@ def readable(name: str) -> str:
     """`combine_near<Integer<8, 4u, true>, 1, true, false>(…)` as words."""
     name = re.sub(r"\(.*", "", name.replace("dtcomm::cuda::", "").replace("(anonymous namespace)::", ""))
     name = name.removeprefix("void ").replace("dtcomm::", "").replace("(DType)", "")
+    match = re.fullmatch(r"all_reduce_fused<(.*), \(?Algorithm\)?(\d), (-?\d+), (true|false)>", name)
+    if match is not None:
+        family, algorithm, count, feedback = match.groups()
+        shots = "two_shot" if algorithm == "0" else "one_shot"
+        return f"{family} {shots} {COUNTS[count]}{' with feedback' if feedback == 'true' else ''}"
     match = re.fullmatch(r"combine_(near|far)<(.*), (-?\d+), (true|false), (true|false)>", name)
     if match is None:
         return name
@@ -87,7 +92,8 @@ def compile_one(source: Path, architecture: int) -> list[Resources]:
     for entry in report.split("Compiling entry function ")[1:]:
         name = entry[1 : entry.index("' for")]
         used = {what: int(n) for n, what in re.findall(r"(\d+) (registers|bytes \w+ \w+|bytes smem)", entry)}
-        threads = NEAR_THREADS if "combine_near" in name else FAR_THREADS
+        first_tier = "combine_near" in name or "all_reduce_fused" in name
+        threads = NEAR_THREADS if first_tier else FAR_THREADS
         shared = used.get("bytes smem", 0)
         kernel: Resources = {
             "kernel": readable(name),
@@ -97,7 +103,7 @@ def compile_one(source: Path, architecture: int) -> list[Resources]:
             "spills": used.get("bytes spill stores", 0) + used.get("bytes spill loads", 0),
             "shared": shared,
             "occupancy": occupancy(architecture, used["registers"], shared, threads),
-            "first_tier": "combine_near" in name,
+            "first_tier": first_tier,
         }
         kernels.append(kernel)
     return kernels

@@ -31,7 +31,7 @@ set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 # --fmad=false, as -ffp-contract=off on the host: the same bytes from every kernel.
 set(CUDA_FLAGS --fmad=false --expt-relaxed-constexpr "SHELL:-Xcompiler -Wall,-Wextra")
 
-file(GLOB CUDA_SOURCES CONFIGURE_DEPENDS csrc/cuda/*.cu csrc/cuda/families/*.cu)
+file(GLOB CUDA_SOURCES CONFIGURE_DEPENDS csrc/cuda/*.cu csrc/cuda/families/*.cu csrc/cuda/fused/*.cu)
 file(GLOB CUDA_BINDING_SOURCES CONFIGURE_DEPENDS csrc/python/cuda*.cpp)
 add_library(dtcomm_cuda STATIC ${CUDA_SOURCES})
 target_include_directories(dtcomm_cuda PUBLIC csrc)

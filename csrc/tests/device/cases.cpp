@@ -44,6 +44,8 @@ float value_of(unsigned kind, std::size_t i, std::mt19937& random) {
   }
 }
 
+}  // namespace
+
 void fill(DType dtype, unsigned seed, std::size_t numel, std::uint8_t* to) {
   std::mt19937 random(seed);
   const unsigned kind = seed % 9;
@@ -70,8 +72,6 @@ void fill(DType dtype, unsigned seed, std::size_t numel, std::uint8_t* to) {
     }
   }
 }
-
-}  // namespace
 
 std::uint8_t* Memory::room(std::vector<std::uint8_t>& bytes, std::size_t size, std::size_t shift) {
   bytes.assign(size + 2 * kGuard + kAlign, 0xA5);

@@ -14,6 +14,9 @@ namespace dtcomm::device_tests {
 // Every family with options such that the kernels of each kind are met.
 std::vector<Codec> codecs();
 
+// Numbers of all kinds that `seed` decides: one of nine kinds by its remainder.
+void fill(DType dtype, unsigned seed, std::size_t numel, std::uint8_t* to);
+
 struct Case {
   std::size_t numel = 1;
   DType dtype = DType::f32, local_dtype = DType::f32, out_dtype = DType::f32;

@@ -3,53 +3,43 @@
 // left theirs. A lane that skips an exchange, or takes another one, is found out.
 #pragma once
 
-#include <setjmp.h>
-#include <ucontext.h>
-
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <memory>
 #include <vector>
 
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/common_interface_defs.h>
-#endif
-
 #include "cuda/lanes.cuh"
+#include "tests/device/stacks.h"
 
 namespace dtcomm::cuda {
 
-// The first switch to a fiber is a swapcontext; all others are longjmps, which cost no system call.
 class Fibers {
  public:
-  Fibers() : lanes_(kMostThreads), stacks_(new char[kMostThreads * kStack]) {}
+  Fibers() : lanes_(kMostThreads), stacks_(kMostThreads) {}
 
-  // body(thread) for `threads` (a multiple of a warp) threads, together.
+  // body(thread) for `threads` (a multiple of a warp) threads, together. Lanes end in their order, as they came.
   void run(unsigned threads, const std::function<void(unsigned)>& body) {
     threads_ = threads;
-    body_ = &body;
-    for (unsigned lane = 0; lane < threads; ++lane) lanes_[lane].started = false;
-    current_ = 0;
-    if (_setjmp(home_) == 0) enter(0);
-    arrive();
+    for (unsigned lane = 0; lane < threads; ++lane) lanes_[lane].turn = 0;
+    stacks_.run(threads, 0, body, [&](unsigned lane) { return lane + 1 < threads ? lane + 1 : Stacks::kNobody; });
   }
 
-  unsigned thread() const { return current_; }
+  unsigned thread() const { return stacks_.current(); }
   unsigned threads() const { return threads_; }
 
   // Returns when all lanes of the warp have left a value; `what` must be the same for all.
   template <class T>
   T exchange(T value, unsigned from, int what) {
     static_assert(sizeof(T) <= sizeof(std::uint64_t), "fits a slot");
-    Lane& lane = lanes_[current_];
+    const unsigned current = thread();
+    Lane& lane = lanes_[current];
     const unsigned side = lane.turn++ % 2;
     std::memcpy(&lane.slot[side], &value, sizeof value);
     lane.what[side] = what;
-    const unsigned warp = current_ / kWarp * kWarp;
-    hand_on(warp + (current_ + 1) % kWarp);
+    const unsigned warp = current / kWarp * kWarp;
+    stacks_.hand_on(warp + (current + 1) % kWarp);
     const Lane& other = lanes_[from];
     // Lanes before this one may have come to the next exchange already, but not further.
     if (from / kWarp * kWarp != warp || other.what[side] != what || other.turn - lane.turn > 1) fail("exchange");
@@ -59,96 +49,25 @@ class Fibers {
   }
 
   // All lanes of the thread block meet.
-  void barrier() { hand_on((current_ + 1) % threads_); }
+  void barrier() { stacks_.hand_on((thread() + 1) % threads_); }
 
  private:
-  static constexpr std::size_t kStack = 64 << 10;
+  using Stacks = device_tests::Stacks;
 
   struct Lane {
-    bool started = false;
     unsigned turn = 0;
     std::uint64_t slot[2] = {};
     int what[2] = {};
-    jmp_buf at;
   };
 
   [[noreturn]] void fail(const char* what) {
-    std::fprintf(stderr, "lane %u: not all lanes of its warp came to the same %s\n", current_, what);
+    std::fprintf(stderr, "lane %u: not all lanes of its warp came to the same %s\n", thread(), what);
     std::abort();
   }
-
-  static void start() {
-    Fibers& self = *here();
-    self.arrive();
-    (*self.body_)(self.current_);
-    self.finish();
-  }
-
-  static Fibers*& here() {
-    static Fibers* fibers;
-    return fibers;
-  }
-
-  // Lanes end in their order, as they came.
-  [[noreturn]] void finish() {
-    if (current_ + 1 == threads_) {
-      leave_for(home_stack_, home_size_);
-      _longjmp(home_, 1);
-    }
-    ++current_;
-    resume();
-  }
-
-  __attribute__((noinline)) void hand_on(unsigned to) {
-    if (to == current_) return;
-    if (_setjmp(lanes_[current_].at) != 0) return arrive();
-    current_ = to;
-    resume();
-  }
-
-  [[noreturn]] void resume() {
-    if (!lanes_[current_].started) enter(current_);
-    leave_for(stacks_.get() + current_ * kStack, kStack);
-    _longjmp(lanes_[current_].at, 1);
-  }
-
-  // Not instrumented: nobody would clear the traces of a frame that is left for good.
-  __attribute__((noinline, no_sanitize_address)) [[noreturn]] void enter(unsigned lane) {
-    lanes_[lane].started = true;
-    lanes_[lane].turn = 0;
-    here() = this;
-    ucontext_t context;
-    getcontext(&context);
-    context.uc_stack.ss_sp = stacks_.get() + lane * kStack;
-    context.uc_stack.ss_size = kStack;
-    context.uc_link = nullptr;
-    makecontext(&context, start, 0);
-    leave_for(context.uc_stack.ss_sp, kStack);
-    setcontext(&context);
-    std::abort();
-  }
-
-  // AddressSanitizer wants to know on which stack the program is.
-#if defined(__SANITIZE_ADDRESS__)
-  void leave_for(const void* stack, std::size_t size) { __sanitizer_start_switch_fiber(nullptr, stack, size); }
-  void arrive() {
-    const void* from = nullptr;
-    std::size_t size = 0;
-    __sanitizer_finish_switch_fiber(nullptr, &from, &size);
-    if (!home_stack_) home_stack_ = from, home_size_ = size;
-  }
-#else
-  void leave_for(const void*, std::size_t) {}
-  void arrive() {}
-#endif
 
   std::vector<Lane> lanes_;
-  std::unique_ptr<char[]> stacks_;
-  jmp_buf home_;
-  const void* home_stack_ = nullptr;
-  std::size_t home_size_ = 0;
-  unsigned threads_ = 0, current_ = 0;
-  const std::function<void(unsigned)>* body_ = nullptr;
+  Stacks stacks_;
+  unsigned threads_ = 0;
 };
 
 // What lanes.cuh's WarpLanes and BlockLanes are on a device.

@@ -3,9 +3,11 @@
 // (launches, streams, graphs) is tests/cuda's part.
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 
 #include "tests/device/cases.h"
 #include "tests/device/device.h"
+#include "tests/device/fused.h"
 
 namespace {
 
@@ -30,7 +32,12 @@ bool same(const Kernels& cpu, const Codec& codec, const Case& which, long& calls
 
 }  // namespace
 
-int main() {
+// Arguments: `fused N`: only the fused collectives, in N orders.
+int main(int count, char** arguments) {
+  const bool alone = count > 1 && std::strcmp(arguments[1], "fused") == 0;
+  const unsigned orders = alone && count > 2 ? static_cast<unsigned>(std::atoi(arguments[2])) : 2000;
+  if (!fused_tests(orders)) return EXIT_FAILURE;
+  if (alone) return EXIT_SUCCESS;
   const Kernels& cpu = *find_kernels("generic");
   long calls = 0;
   for (const Codec& codec : codecs()) {

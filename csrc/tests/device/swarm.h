@@ -1,0 +1,220 @@
+// All thread blocks of a launch on one CPU thread: their lanes take turns in an order that a seed decides. A lane runs
+// until it has to wait (for its warp, its block or a signal), so every order of what lies between two such points can
+// come about, and extreme ones do: warps have priorities, now and then drawn anew, and the first that can go on does.
+// Memory is as the CPU's: what an earlier lane has stored, a later one reads. Time stands still: a wait ends without
+// its signal where nobody can go on otherwise.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#include "codec/random.h"
+#include "cuda/peers.cuh"
+#include "tests/device/stacks.h"
+
+namespace dtcomm::device_tests {
+
+class Swarm {
+ public:
+  static constexpr unsigned kThreads = 64;  // of a block: two warps
+
+  explicit Swarm(unsigned most_blocks)
+      : lanes_(most_blocks * kThreads),
+        stacks_(most_blocks * kThreads),
+        warps_(lanes_.size() / cuda::kWarp),
+        blocks_(most_blocks) {}
+
+  // body(block) for all threads of `blocks` blocks.
+  void run(unsigned blocks, std::uint64_t seed, const std::function<void(unsigned)>& body) {
+    random_ = mix_key(seed, 0, 0) | 1;
+    best_ = nullptr;
+    running_ = blocks * kThreads;
+    waiting_.clear();
+    for (unsigned lane = 0; lane < running_; ++lane) lanes_[lane] = Lane();
+    for (unsigned block = 0; block < blocks; ++block) blocks_[block].clear();
+    used_ = running_ / cuda::kWarp;
+    for (unsigned warp = 0; warp < used_; ++warp) {
+      warps_[warp] = Warp();
+      warps_[warp].priority = draw();
+      std::vector<unsigned>& ready = warps_[warp].ready;
+      for (unsigned lane = 0; lane < cuda::kWarp; ++lane) ready.push_back(warp * cuda::kWarp + lane);
+      for (unsigned lane = 1; lane < cuda::kWarp; ++lane) std::swap(ready[lane], ready[draw() % (lane + 1)]);
+    }
+    const unsigned count = running_;
+    stacks_.run(
+        count, next(), [&](unsigned lane) { body(lane / kThreads); },
+        [&](unsigned) { return --running_ ? next() : Stacks::kNobody; });
+  }
+
+  unsigned thread() const { return stacks_.current() % kThreads; }
+
+  // Returns when all lanes of the warp have left a value; `what` must be the same for all.
+  template <class T>
+  T exchange(T value, unsigned reach, int what) {
+    const unsigned current = stacks_.current();
+    Lane& lane = lanes_[current];
+    const unsigned side = lane.turn++ % 2;
+    std::memcpy(&lane.slot[side], &value, sizeof value);
+    lane.what[side] = what;
+    Warp& warp = warps_[current / cuda::kWarp];
+    meet(warp.met, cuda::kWarp);
+    const Lane& other = lanes_[current ^ reach];
+    if (other.what[side] != what) fail("lanes of a warp came to different exchanges");
+    T result;
+    std::memcpy(&result, &other.slot[side], sizeof result);
+    return result;
+  }
+
+  void barrier() { meet(blocks_[stacks_.current() / kThreads], kThreads); }
+
+  void signal(std::uint32_t* word, std::uint32_t value) {
+    *word = value;
+    for (std::size_t i = 0; i < waiting_.size();) {
+      if (come(waiting_[i])) {
+        make_ready(waiting_[i].lane);
+        waiting_[i] = waiting_.back();
+        waiting_.pop_back();
+      } else {
+        ++i;
+      }
+    }
+    // Whoever waited for it may overtake.
+    if (draw() % 2) give_way();
+  }
+
+  bool wait(const std::uint32_t* word, std::uint32_t value) {
+    const Wait wait{stacks_.current(), word, value};
+    if (come(wait)) return true;
+    waiting_.push_back(wait);
+    stacks_.hand_on(next());
+    return come(wait);
+  }
+
+ private:
+  struct Lane {
+    unsigned turn = 0;
+    std::uint64_t slot[2] = {};
+    int what[2] = {};
+  };
+  struct Warp {
+    std::vector<unsigned> ready, met;
+    std::uint64_t priority = 0;
+  };
+  struct Wait {
+    unsigned lane;
+    const std::uint32_t* word;
+    std::uint32_t value;
+  };
+
+  static bool come(const Wait& wait) { return static_cast<std::int32_t>(*wait.word - wait.value) >= 0; }
+
+  [[noreturn]] static void fail(const char* what) {
+    std::fprintf(stderr, "%s\n", what);
+    std::abort();
+  }
+
+  void make_ready(unsigned lane) {
+    Warp& warp = warps_[lane / cuda::kWarp];
+    warp.ready.push_back(lane);
+    prefer(warp);
+  }
+
+  void meet(std::vector<unsigned>& met, std::size_t all) {
+    const unsigned current = stacks_.current();
+    met.push_back(current);
+    if (met.size() < all) return stacks_.hand_on(next());
+    for (const unsigned lane : met) {
+      if (lane != current) make_ready(lane);
+    }
+    met.clear();
+    // The last to come may go on at once.
+    if (all == cuda::kWarp || draw() % 2) return;
+    give_way();
+  }
+
+  void give_way() {
+    make_ready(stacks_.current());
+    stacks_.hand_on(next());
+  }
+
+  // Takes the lane that goes on out of its warp's ready ones.
+  unsigned next() {
+    if (draw() % 256 == 0) {
+      warps_[draw() % used_].priority = draw();
+      best_ = nullptr;
+    }
+    if (!best_ || best_->ready.empty()) {
+      best_ = nullptr;
+      for (unsigned warp = 0; warp < used_; ++warp) prefer(warps_[warp]);
+    }
+    if (!best_) {
+      if (waiting_.empty()) fail("a barrier that not all lanes come to");
+      for (const Wait& wait : waiting_) make_ready(wait.lane);  // their time is up
+      waiting_.clear();
+    }
+    const unsigned lane = best_->ready.back();
+    best_->ready.pop_back();
+    return lane;
+  }
+
+  void prefer(Warp& warp) {
+    if (!warp.ready.empty() && (!best_ || warp.priority > best_->priority)) best_ = &warp;
+  }
+
+  // xorshift (Marsaglia 2003)
+  std::uint64_t draw() {
+    random_ ^= random_ << 13;
+    random_ ^= random_ >> 7;
+    return random_ ^= random_ << 17;
+  }
+
+  std::uint64_t random_ = 1;
+  Warp* best_ = nullptr;  // of those that can go on
+  std::vector<Lane> lanes_;
+  Stacks stacks_;
+  std::vector<Warp> warps_;
+  std::vector<std::vector<unsigned>> blocks_;  // the lanes that have come to its barrier
+  std::vector<Wait> waiting_;
+  unsigned running_ = 0, used_ = 0;
+};
+
+// What is left out of a launch, to see whether that is found.
+struct Fault {
+  int point = -1;      // a Point at which threads meet the first time only
+  bool waits = true;   // for signals
+  bool halves = true;  // of one_shot's slots take turns
+};
+
+// What cuda/peers.cuh's DeviceBlock is on a device.
+struct HostBlock {
+  Swarm& swarm;
+  cuda::Shared& shared_;
+  const Fault& fault;
+  mutable unsigned met = 0;  // by this lane
+
+  cuda::Shared& shared() const { return shared_; }
+  unsigned thread() const { return swarm.thread(); }
+  unsigned threads() const { return Swarm::kThreads; }
+
+  template <class T>
+  T swap(T value, unsigned reach) const {
+    return swarm.exchange(value, reach, static_cast<int>(reach));
+  }
+  void swap_octet(const float (&x)[cuda::kOctet], unsigned reach, float (&other)[cuda::kOctet]) const {
+    for (int j = 0; j < cuda::kOctet; ++j) other[j] = swap(x[j], reach);
+  }
+  void meet(cuda::Point point) const {
+    if (static_cast<int>(point) != fault.point || met++ == 0) swarm.barrier();
+  }
+  unsigned half(std::uint32_t epoch) const { return fault.halves ? epoch & 1 : 0; }
+  void signal(std::uint32_t* word, std::uint32_t epoch) const { swarm.signal(word, epoch); }
+  bool wait(const std::uint32_t* word, std::uint32_t epoch, std::uint64_t) const {
+    return !fault.waits || swarm.wait(word, epoch);
+  }
+};
+
+}  // namespace dtcomm::device_tests
