@@ -48,9 +48,10 @@ def tool(name: str) -> str:
 
 def readable(name: str) -> str:
     """`combine_near<Integer<8, 4u, true>, 1, true, false>(…)` as words."""
-    name = re.sub(r"\(.*", "", name.replace("dtcomm::cuda::", "").replace("(anonymous namespace)::", ""))
-    name = name.removeprefix("void ").replace("dtcomm::", "").replace("(DType)", "")
-    match = re.fullmatch(r"all_reduce_fused<(.*), \(?Algorithm\)?(\d), (-?\d+), (true|false)>", name)
+    name = name.replace("dtcomm::cuda::", "").replace("dtcomm::", "").replace("(anonymous namespace)::", "")
+    name = re.sub(r"\(\w+\)(?=\d)", "", name)  # enumerators are numbers with their type before them
+    name = re.sub(r"\(.*", "", name).removeprefix("void ")
+    match = re.fullmatch(r"all_reduce_fused<(.*), (\d), (-?\d+), (true|false)>", name)
     if match is not None:
         family, algorithm, count, feedback = match.groups()
         shots = "two_shot" if algorithm == "0" else "one_shot"

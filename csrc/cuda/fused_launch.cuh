@@ -22,27 +22,24 @@ __global__ void __launch_bounds__(kFusedThreads, kFusedBlocks)
   }
 }
 
-// `seats`: ranks that are here.
 template <class Family, Algorithm Which, int Ranks, bool Feedback>
-const char* queue_fused(const Fused& fused, const Family& family, unsigned seats, void* stream) {
+const char* queue_fused(const Fused& fused, const Family& family, void* stream) {
   auto* kernel = all_reduce_fused<Family, Which, Ranks, Feedback>;
   void* arguments[] = {const_cast<Fused*>(&fused), const_cast<Family*>(&family)};
   // Cooperative: refused where the blocks do not fit on the device together.
-  const cudaError_t status =
-      cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), dim3(seats * fused.blocks),
-                                  dim3(kFusedThreads), arguments, 0, static_cast<cudaStream_t>(stream));
+  const cudaError_t status = cudaLaunchCooperativeKernel(
+      reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(fused.here) * fused.blocks),
+      dim3(kFusedThreads), arguments, 0, static_cast<cudaStream_t>(stream));
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }
 
 // Eight ranks, a host's usual number, have kernels of their own.
 template <class Family, Algorithm Which, bool Feedback>
 const char* choose_fused(const Fused& fused, const Family& family, void* stream) {
-  unsigned seats = 0;
-  while (seats < kMostRanks && fused.seats[seats].encode.payload_out) ++seats;
   if (fused.ranks == kMostRanks && fused.seats[0].reduce.op == ReduceOp::sum) {
-    return queue_fused<Family, Which, kMostRanks, Feedback>(fused, family, seats, stream);
+    return queue_fused<Family, Which, kMostRanks, Feedback>(fused, family, stream);
   }
-  return queue_fused<Family, Which, kAnyCount, Feedback>(fused, family, seats, stream);
+  return queue_fused<Family, Which, kAnyCount, Feedback>(fused, family, stream);
 }
 
 template <class Family>

@@ -32,11 +32,11 @@ inline bool fusible(const Codec& codec, DType dtype) {
   return with_family(codec, dtype, [](const auto& family) { return std::decay_t<decltype(family)>::kHot; });
 }
 
-// Everything but seats and peers.
+// Everything but seats and peers, for virtual ranks.
 inline Fused fused_of(const Codec& codec, const AllReduce& sum) {
   const Layout layout = layout_of(codec, sum.dtype);
   Fused fused = {};
-  fused.ranks = sum.ranks;
+  fused.ranks = fused.here = sum.ranks;
   fused.blocks = sum.blocks;
   fused.section = sum.section;
   fused.granules = (sum.numel + layout.granule - 1) / layout.granule;

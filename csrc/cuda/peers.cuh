@@ -47,9 +47,9 @@ enum class Point : unsigned {
   done,      // the section is read, before its calls point at the next one
 };
 
-// One launch. Ranks first .. first + seats are here: one in a process of its own, all of them as virtual ranks.
+// One launch. Ranks first .. first + here - 1 are in it: one in a process of its own, all of them as virtual ranks.
 struct Fused {
-  int ranks, first;
+  int ranks, first, here;
   unsigned blocks;           // of a rank
   std::uint32_t section;     // granules of a chunk (of the tensor, in one shot) that a block takes at a time
   std::uint32_t sections;    // of the largest chunk
