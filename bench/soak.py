@@ -23,21 +23,22 @@ from typing import Any
 from bench.common import machine, output
 from bench.soak_rank import POOL, ROUND, Life
 
-SETTLED = POOL // ROUND + 2  # rounds after which every plan has been made
+CYCLE = POOL // ROUND  # rounds after which the same operations come again
+SETTLED = CYCLE + 2  # rounds after which every plan has been made
 MOST_GROWTH = {"rss_kib": 24 * 1024, "descriptors": 3, "threads": 2}
 
 
 def growth(rounds: list[dict[str, Any]]) -> dict[str, float] | None:
-    """By what is held, the most in the last third of the settled rounds less that in the first; None: too few.
+    """By what is held, the most in the last cycle of rounds less that in the first settled one; None: too few rounds.
 
-    The most, since a round holds what it needs: pairs of ranks that never talked have no communicators.
+    The most of a whole cycle, since a round holds what its operations need: pairs of ranks that never talked in it
+    have no communicators.
     """
     settled = rounds[SETTLED:]
-    third = len(settled) // 3
-    if third < 3:
+    if len(settled) < 2 * CYCLE:
         return None
     return {
-        name: max(each[name] for each in settled[-third:]) - max(each[name] for each in settled[:third])
+        name: max(each[name] for each in settled[-CYCLE:]) - max(each[name] for each in settled[:CYCLE])
         for name in MOST_GROWTH
     }
 

@@ -10,6 +10,7 @@ from bench.bit_identity import compare
 from bench.fault_ranks import Fault, Seen, excess
 from bench.faults import GROUP_TIMEOUT, LIMIT_SECONDS, judge
 from bench.random_ops import COLLECTIVES, WHOLE, memberships, sequence
+from bench.soak import CYCLE, SETTLED, growth
 from dtcomm.testing.ranks import Outcome
 
 FAULT = Fault(kind="SIGKILL", victim=1, numel=16)
@@ -79,3 +80,17 @@ def test_operations_are_the_same_for_every_rank_and_cover_everything() -> None:
 
 def test_two_ranks_have_no_subgroups() -> None:
     assert {o.group for o in sequence(0, 2, 100)} == {WHOLE}
+
+
+def test_growth_is_told_from_rounds_that_hold_different_things() -> None:
+    def rounds(count: int, leak: float) -> list[dict[str, float]]:
+        # One round of a cycle holds more than the others.
+        held = [40 + 4 * (at % CYCLE == 3) + leak * at for at in range(count)]
+        return [{"rss_kib": each, "descriptors": each, "threads": 3} for each in held]
+
+    enough = SETTLED + 2 * CYCLE
+    assert growth(rounds(enough - 1, 0)) is None
+    for more in range(CYCLE):
+        assert growth(rounds(enough + more, 0)) == {"rss_kib": 0, "descriptors": 0, "threads": 0}
+    leaking = growth(rounds(enough, 0.5))
+    assert leaking is not None and leaking["descriptors"] >= 0.5 * CYCLE
