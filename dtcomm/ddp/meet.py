@@ -66,7 +66,8 @@ class Group:
         return crowded(self.ranks // max(1, int(info(self._group)["hosts"])))
 
     def in_memory(self) -> bool:
-        return not self.emulated() and info(self._group)["runtime"] == "native"
+        how = info(self._group)
+        return not self.emulated() and how["runtime"] == "native" and how["hosts"] == 1
 
     def emulated(self) -> bool:
         return bool(env.get("DTCOMM_LINK"))

@@ -19,6 +19,7 @@ from dtcomm.compress.packing import Member, Segment
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.scheme import scheme
 from dtcomm.ddp.figures import Timed
+from dtcomm.ddp.meet import Group
 from dtcomm.ddp.tuner import COUNTED, FIRST, Tuner
 from dtcomm.testing.ranks import run_ranks
 from tests.ddp.models import SMALL_BUCKETS, backward, gradients, wrapped
@@ -228,6 +229,20 @@ def test_ranks_that_share_memory_are_left_alone() -> None:
     results = run_ranks(automatic, 2, 24, 256)
     assert results[0] == results[1]
     assert results[0] == ("none", ["none"], [])
+
+
+def on_two_hosts(rank: int, world_size: int) -> tuple[bool, bool]:
+    """The native engine serves several hosts too, over sockets."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DTCOMM_HOST_ID", f"host {rank}")
+        apart = Group(None)
+        per_byte = apart.probe()[1]
+        return apart.in_memory(), per_byte > 0
+
+
+def test_ranks_on_two_hosts_share_no_memory() -> None:
+    for together, measured in run_ranks(on_two_hosts, 2):
+        assert measured and not together
 
 
 def saved_over_a_link(rank: int, world_size: int) -> dict[str, Any]:
