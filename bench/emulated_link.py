@@ -2,10 +2,10 @@
 
 python -m bench.emulated_link [--gbit 1 10] [--only CODECS] [--repetitions N] [--json FILE]
 
-The real link joins two network namespaces (veth, `tc tbf`; needs root and iproute2) and runs the process-group
-runtime. A step is an all_reduce_coalesced of 101 MB of
-gradients in buckets of 25 MiB behind a matrix product, as a training step would be; the emulated one
-runs twice, over the backend's messages ("sockets") and over shared memory ("memory").
+The real link joins two network namespaces (veth, `tc tbf`; needs root and iproute2), which the engine's sockets
+cross. A step is an all_reduce_coalesced of 101 MB of gradients in buckets of 25 MiB behind a matrix product, as a
+training step would be; the emulated one runs twice, over sockets of this host, which take the CPU time that a network
+takes ("sockets"), and over shared memory, which does not ("memory").
 """
 
 from __future__ import annotations
@@ -40,12 +40,10 @@ class Stepper:
         self, rank: int, ranks: int, rendezvous: str, namespaces: list[str], link: str, way: str
     ) -> None:
         os.environ["DTCOMM_LINK"] = link
-        os.environ["DTCOMM_RUNTIME"] = "native" if way == "memory" else "process_group"
+        os.environ["DTCOMM_TRANSPORT"] = "memory" if way == "memory" else "sockets"
         if namespaces:
             hosts.join(rank, ranks, rendezvous, namespaces)
         else:
-            if way == "sockets":
-                os.environ["DTCOMM_HOST_ID"] = f"emulated {rank}"
             torch.set_num_threads(1)
             dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
         self.tensors = [torch.randn(numel) for numel in NUMELS]

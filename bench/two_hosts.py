@@ -3,7 +3,8 @@
 python -m bench.two_hosts [--gbit 1 10] [--sizes 1K 64M] [--codecs none int8 int4] [--quick] [--add] [--json FILE]
 
 Two ranks in two network namespaces joined by a rate-limited link (needs root and iproute2). fp32 sum in place;
-figures are medians of the slower rank. Exit status 1 where a result is wrong; a missed target is printed.
+figures are medians of the slower rank, ratios those of the rounds with the quartiles around them. Exit status 1 where a
+result is wrong; a missed target is printed.
 """
 
 from __future__ import annotations
@@ -40,6 +41,12 @@ class HostRank:
         hosts.join(rank, ranks, rendezvous, namespaces)
         self.rank, self.ranks = rank, ranks
         self._tensor = torch.empty(0)
+
+    def info(self) -> dict[str, Any]:
+        """How the ranks are served, once they have met."""
+        import dtcomm
+
+        return dtcomm.collectives.info()
 
     def measure(self, codec: str, numel: int, warm: int, iters: int) -> float:
         """Seconds a call on this rank, from ``iters`` back to back; ``codec`` may be "gloo"."""
@@ -108,15 +115,23 @@ def measure(gbit: float, sizes: list[int], codecs: list[str], quick: bool) -> li
                 errors = {name: max(pool.call("wrong", codec=name, numel=numel)) for name in codecs}
                 figures = []
                 for name in codecs:
+                    rounds = Timing.of([g / own for g, own in zip(times[GLOO], times[name], strict=True)])
                     ratio, least = timings[GLOO].median / timings[name].median, target(gbit, size, name)
                     verdict = None if least is None else "PASS" if ratio >= least else "MISS"
                     figures.append(
-                        {"codec": name, "ratio": round(ratio, 3), "target": least, "verdict": verdict}
+                        {
+                            "codec": name,
+                            "ratio": round(ratio, 3),
+                            "quartiles": [round(rounds.low, 3), round(rounds.high, 3)],
+                            "target": least,
+                            "verdict": verdict,
+                        }
                     )
                 rows.append(
                     {
                         "gbit": gbit,
                         "bytes": size,
+                        "transport": pool.call("info")[0]["transport"],
                         "load": machine.load(),
                         "contestants": {name: timing.as_dict() for name, timing in timings.items()},
                         "errors": errors,
@@ -134,7 +149,10 @@ def show(gbit: float, rows: list[dict[str, Any]], codecs: list[str]) -> None:
         cells += [
             output.microseconds(row["contestants"][name]["median_us"] / 1e6) for name in (GLOO, *codecs)
         ]
-        cells += [f"{f['ratio']:.2f}x{' !' if f['verdict'] == 'MISS' else ''}" for f in row["figures"]]
+        cells += [
+            f"{f['ratio']:.2f}x ({f['quartiles'][0]:.2f}–{f['quartiles'][1]:.2f}){' !' if f['verdict'] == 'MISS' else ''}"
+            for f in row["figures"]
+        ]
         lines.append(cells)
     columns = ["size", *(f"{name} µs" for name in (GLOO, *codecs)), *(f"{name} vs gloo" for name in codecs)]
     output.table(f"all_reduce, fp32, 2 hosts, {gbit:g} Gbit/s (! misses its target)", columns, lines)

@@ -92,6 +92,8 @@ void Communicator::attach(const std::vector<PeerAddress>& addresses) {
   }
   links.assign(layout_.link ? addresses.size() : 0, nullptr);
   wired = !remotes_.empty();
+  // What comes over a socket wakes its sleeper at once; who yields on a busy core is away for a whole time slice.
+  if (wired) options_.yield_ns = 0;
   for (int peer = 0; peer < ranks; ++peer) {
     const auto index = static_cast<std::size_t>(peer);
     const PeerAddress& address = addresses[index];

@@ -16,6 +16,7 @@ namespace {
 
 constexpr int kBudget = 64;  // instructions per look, so that one long operation does not starve the others
 constexpr int kSpins = 64;
+constexpr int kSocketSpins = 32;
 constexpr std::uint64_t kYieldNs = 50 * 1000;
 constexpr std::uint64_t kSleepNs = 20 * 1000 * 1000;
 constexpr std::uint64_t kMixedNs = 200 * 1000;  // over sockets, while peers in shared memory may ring too
@@ -103,12 +104,14 @@ bool ProgressThread::look_around(bool& blocked) {
 
 void ProgressThread::loop() {
   Patience patience(kSpins, kYieldNs);
+  Patience over_sockets(kSocketSpins, 0);  // they wake their sleeper
   Bell& bell = Process::instance().page().bell;
   while (!stopping_.load(std::memory_order_relaxed)) {
     bool blocked = false;
     const bool called = work_.exchange(false, std::memory_order_acquire);
     if (look_around(blocked)) {
       patience.moved();
+      over_sockets.moved();
       continue;
     }
     if (!blocked) {
@@ -116,9 +119,10 @@ void ProgressThread::loop() {
       std::unique_lock<std::mutex> lock(idle_mutex_);
       idle_.wait(lock, [&] { return work_.load(std::memory_order_relaxed) || stopping_.load(); });
       patience.moved();
+      over_sockets.moved();
       continue;
     }
-    const bool tired = patience.exhausted();
+    const bool tired = (wires_.size() > 1 ? over_sockets : patience).exhausted();
     if (nap_ == kSleepNs || wires_.size() > 1 ? !tired : nap_ == 0) continue;
     {
       const std::lock_guard<std::mutex> lock(mutex_);

@@ -25,7 +25,7 @@ from dtcomm.runtime.groups import group_store, group_timeout, inherited, positio
 from dtcomm.runtime.meeting import Meeting, host_id, require_equal
 from dtcomm.runtime.sealed import Wire
 from dtcomm.runtime.shape import Shape
-from dtcomm.runtime.shm import Buffers, NativeRuntime
+from dtcomm.runtime.shm import MESSAGE_SLOT_BYTES, Buffers, NativeRuntime
 from dtcomm.runtime.sockets import Door
 from dtcomm.runtime.work import Work
 from dtcomm.schedule import Schedule
@@ -158,6 +158,11 @@ class Communicator:
             for rank, word in enumerate(words):
                 hosts.setdefault(word["host"], []).append(rank)
             self.groups = tuple(map(tuple, hosts.values()))
+            if self._crosses_sockets():  # pieces of another size
+                native.close()
+                native = NativeRuntime(self.rank, self.size, timeout.total_seconds(), MESSAGE_SLOT_BYTES)
+                for word, more in zip(words, meeting.exchange({"address": native.address()}), strict=True):
+                    word.update(more)
             trouble = self._attach(native, words, door, timeout.total_seconds())
             said = [word["trouble"] for word in meeting.exchange({"trouble": trouble})]
             found = [f"{words[rank]['name']}: {what}" for rank, what in enumerate(said) if what]
@@ -182,6 +187,12 @@ class Communicator:
             self.runtime = ProcessGroupRuntime(
                 private, self.names, timeout.total_seconds(), blames, self._wires(links)
             )
+
+    def _crosses_sockets(self) -> bool:
+        """Whether some ranks are to reach others through sockets: the same answer on all."""
+        if env.get("DTCOMM_RUNTIME") == "process_group":
+            return False
+        return self.hosts > 1 or env.get("DTCOMM_TRANSPORT") == "sockets"
 
     def _attach(
         self, native: NativeRuntime, words: Sequence[dict[str, Any]], door: Door | None, timeout_s: float

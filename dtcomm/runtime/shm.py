@@ -22,7 +22,8 @@ from dtcomm.schedule.ir import CUT_AT_GRANULES
 
 SLOT_BYTES = 512 * 1024
 LARGEST_SLOT_BYTES = 8 * 2**20
-LARGEST_MESSAGE_PIECE = 2 * 2**20
+# Through sockets more has to be under way: a peer whose core is busy otherwise answers milliseconds later.
+MESSAGE_SLOT_BYTES = 2 * 2**20
 LEAST_DIRECT = 128 * 1024  # bytes of a tensor that peers copy from the tensor itself
 LEAST_BOXES = 128  # of 4 KiB fill a slot: a user's own schedule may need as many
 
@@ -56,14 +57,14 @@ class NativeRuntime:
 
     name = "native"
 
-    def __init__(self, rank: int, ranks: int, timeout_s: float) -> None:
+    def __init__(self, rank: int, ranks: int, timeout_s: float, slot_bytes: int = SLOT_BYTES) -> None:
         self.rank = rank
         self.ranks = ranks
         self._recorded = False
         self.transport = "memory"
         found = links()
         self._link = found.inside
-        self._slot_bytes = SLOT_BYTES if self._link is None else _slot_bytes(self._link)
+        self._slot_bytes = slot_bytes if self._link is None else max(slot_bytes, _slot_bytes(self._link))
         self.native = _C.NativeCommunicator(
             rank=rank,
             ranks=ranks,
@@ -104,8 +105,8 @@ class NativeRuntime:
         if sockets:
             self.transport = "sockets" if len(sockets) == self.ranks - 1 else "memory and sockets"
         # Ranks that share a core must give it away to get on; a look at sockets costs as much as many at memory.
-        few = cores < len(here) or bool(sockets)
-        self.native.set_spins(int(env.get("DTCOMM_SPINS")) or (64 if few else 1000))
+        spins = 32 if sockets else 64 if cores < len(here) else 1000
+        self.native.set_spins(int(env.get("DTCOMM_SPINS")) or spins)
         # A probe whose partner is not running gives up: also ranks that share cores can have it.
         self.native.probes = env.get("DTCOMM_STAGING") == "auto" and self._link is None and not sockets
         self.native.stream_staging = env.get("DTCOMM_STAGING") == "streaming"
@@ -116,8 +117,8 @@ class NativeRuntime:
         shared = self.transport == "memory"
         direct = shared and self._link is None and is_direct(shape, LEAST_DIRECT)
         piece = piece_bytes(shape, self.ranks) * (self._slot_bytes // SLOT_BYTES)
-        if not shared:
-            piece = message_piece(shape, piece)
+        if not shared and env.get("DTCOMM_PIECE_KIB") == "0":
+            piece = message_piece(shape, self.ranks)
         return native_plan(shape, schedule, self.rank, piece, self._slot_bytes, _boxes(self.ranks), direct)
 
     def run(self, plan: Any, buffers: Sequence[Buffers], seed: int, around: Around | None = None) -> int:
@@ -246,13 +247,15 @@ def piece_bytes(shape: Shape, ranks: int) -> int:
     return 512 * 1024 if total <= 4 * 2**20 else 256 * 1024
 
 
-def message_piece(shape: Shape, piece: int) -> int:
-    """Bytes of input that a piece takes where its messages go through sockets: more of what shrinks on the way."""
-    if env.get("DTCOMM_PIECE_KIB") != "0":
-        return piece
+def message_piece(shape: Shape, ranks: int) -> int:
+    """Bytes of input that a piece takes where its messages go through sockets: a sixteenth of the whole, more of what
+    shrinks on the way, but never so much that pieces would not overlap.
+    """
     raw = sum(part.numel * part.dtype.itemsize for part in shape.parts)
     sent = sum(part.at(1).wire_bytes(part.numel, part.dtype) for part in shape.parts)
-    return min(LARGEST_MESSAGE_PIECE, max(SLOT_BYTES, SLOT_BYTES * raw // max(1, sent)))
+    whole = raw if shape.collective in CUT_AT_GRANULES else raw * ranks
+    piece = min(max(whole // 16, SLOT_BYTES), MESSAGE_SLOT_BYTES) * raw // max(1, sent)
+    return max(SLOT_BYTES, min(piece, 2 * MESSAGE_SLOT_BYTES, whole // 8))
 
 
 def _rate(link: Link | None) -> tuple[float, float]:
