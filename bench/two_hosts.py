@@ -149,10 +149,10 @@ def show(gbit: float, rows: list[dict[str, Any]], codecs: list[str]) -> None:
         cells += [
             output.microseconds(row["contestants"][name]["median_us"] / 1e6) for name in (GLOO, *codecs)
         ]
-        cells += [
-            f"{f['ratio']:.2f}x ({f['quartiles'][0]:.2f}–{f['quartiles'][1]:.2f}){' !' if f['verdict'] == 'MISS' else ''}"
-            for f in row["figures"]
-        ]
+        for figure in row["figures"]:
+            low, high = figure["quartiles"]
+            missed = " !" if figure["verdict"] == "MISS" else ""
+            cells.append(f"{figure['ratio']:.2f}x ({low:.2f}–{high:.2f}){missed}")
         lines.append(cells)
     columns = ["size", *(f"{name} µs" for name in (GLOO, *codecs)), *(f"{name} vs gloo" for name in codecs)]
     output.table(f"all_reduce, fp32, 2 hosts, {gbit:g} Gbit/s (! misses its target)", columns, lines)
