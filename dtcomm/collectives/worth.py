@@ -16,7 +16,7 @@ from dtcomm.runtime.communicator import find
 
 #: Seconds that a codec costs a call whatever its size, inside a host and between hosts: more calls of kernels, more
 #: buffers. A gain below this is none.
-FIXED = (2e-6, 4e-5)
+FIXED = (2e-6, 5e-6)
 
 
 class Verdict(NamedTuple):
