@@ -1,5 +1,9 @@
 // The engine with one thread per rank, for ThreadSanitizer: machines over areas at the same addresses, so that the
 // sanitizer sees every pair of accesses, and communicators with callers, queues and the progress thread.
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -142,7 +146,26 @@ void machines_over_shared_areas(int ranks) {
 
 using Group = std::vector<std::unique_ptr<Communicator>>;
 
-Group group_of(int ranks) {
+// Two ends of a TCP connection.
+void connect_pair(int (&ends)[2]) {
+  const int door = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in here{};
+  here.sin_family = AF_INET;
+  here.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof here;
+  auto* const address = reinterpret_cast<sockaddr*>(&here);
+  if (door < 0 || bind(door, address, size) != 0 || listen(door, 1) != 0) fail("listen");
+  if (getsockname(door, address, &size) != 0) fail("getsockname");
+  ends[0] = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (ends[0] < 0 || connect(ends[0], address, size) != 0) fail("connect");
+  ends[1] = accept4(door, nullptr, nullptr, SOCK_CLOEXEC);
+  if (ends[1] < 0) fail("accept");
+  close(door);
+}
+
+enum class Reach { memory, sockets, both };  // both: to every second rank
+
+Group group_of(int ranks, Reach reach = Reach::memory) {
   Group group;
   std::vector<PeerAddress> addresses;
   for (int rank = 0; rank < ranks; ++rank) {
@@ -156,17 +179,26 @@ Group group_of(int ranks) {
     addresses.push_back(group.back()->address());
     addresses.back().name = "rank " + std::to_string(rank);
   }
-  for (auto& communicator : group) communicator->attach(addresses);
+  std::vector<std::vector<PeerAddress>> seen(addresses.size(), addresses);  // by who sees them
+  for (std::size_t low = 0; low < addresses.size(); ++low) {
+    for (std::size_t high = low + 1; high < addresses.size(); ++high) {
+      if (reach == Reach::memory || (reach == Reach::both && (high - low) % 2 == 0)) continue;
+      int ends[2];
+      connect_pair(ends);
+      seen[low][high].socket = ends[0];
+      seen[high][low].socket = ends[1];
+    }
+  }
+  for (std::size_t rank = 0; rank < group.size(); ++rank) group[rank]->attach(seen[rank]);
   return group;
 }
 
 // Small queued calls are tried by the thread that queues them, while the progress thread looks at the same queue.
-void tried_by_the_caller(int ranks) {
-  constexpr int kCalls = 2000;
-  Group group = group_of(ranks);
+void tried_by_the_caller(int ranks, Reach reach, int calls) {
+  Group group = group_of(ranks, reach);
   run_threads(ranks, [&](int rank) {
     Communicator& communicator = *group[static_cast<std::size_t>(rank)];
-    for (int operation = 0; operation < kCalls; ++operation) {
+    for (int operation = 0; operation < calls; ++operation) {
       std::vector<float> tensor(16, static_cast<float>(rank));
       const auto work = communicator.submit(call_for(rank, ranks, tensor));
       if (operation % 3) work->wait();
@@ -181,14 +213,14 @@ void tried_by_the_caller(int ranks) {
 }
 
 // Queued and inline calls from two threads per rank, over one communicator per thread.
-void communicators(int ranks) {
+void communicators(int ranks, Reach reach, int operations) {
   constexpr int kGroups = 2;
   std::vector<Group> all;
-  for (int group = 0; group < kGroups; ++group) all.push_back(group_of(ranks));
+  for (int group = 0; group < kGroups; ++group) all.push_back(group_of(ranks, reach));
   run_threads(ranks * kGroups, [&](int thread) {
     const int rank = thread / kGroups;
     Communicator& communicator = *all[static_cast<std::size_t>(thread % kGroups)][static_cast<std::size_t>(rank)];
-    for (int operation = 0; operation < kOperations; operation += 4) {
+    for (int operation = 0; operation < operations; operation += 4) {
       std::vector<std::vector<float>> tensors;
       for (int i = 0; i < 4; ++i) tensors.push_back(input(rank, operation + i));
       std::vector<std::shared_ptr<Work>> works;
@@ -211,8 +243,12 @@ void communicators(int ranks) {
 int main() {
   for (int ranks = 2; ranks <= 4; ++ranks) {
     machines_over_shared_areas(ranks);
-    communicators(ranks);
-    tried_by_the_caller(ranks);
+    communicators(ranks, Reach::memory, kOperations);
+    tried_by_the_caller(ranks, Reach::memory, 2000);
+    for (const Reach reach : {Reach::sockets, Reach::both}) {
+      communicators(ranks, reach, kOperations / 4);
+      tried_by_the_caller(ranks, reach, 100);
+    }
     std::printf("%d ranks: ok\n", ranks);
   }
   return 0;
