@@ -248,14 +248,13 @@ def piece_bytes(shape: Shape, ranks: int) -> int:
 
 
 def message_piece(shape: Shape, ranks: int) -> int:
-    """Bytes of input that a piece takes where its messages go through sockets: a sixteenth of the whole, more of what
-    shrinks on the way, but never so much that pieces would not overlap.
+    """Bytes of input that a piece takes where its messages go through sockets: enough of them to overlap, few enough
+    that a peer whose core is busy otherwise does not hold up the link.
     """
-    raw = sum(part.numel * part.dtype.itemsize for part in shape.parts)
-    sent = sum(part.at(1).wire_bytes(part.numel, part.dtype) for part in shape.parts)
-    whole = raw if shape.collective in CUT_AT_GRANULES else raw * ranks
-    piece = min(max(whole // 16, SLOT_BYTES), MESSAGE_SLOT_BYTES) * raw // max(1, sent)
-    return max(SLOT_BYTES, min(piece, 2 * MESSAGE_SLOT_BYTES, whole // 8))
+    whole = sum(part.numel * part.dtype.itemsize for part in shape.parts)
+    if shape.collective not in CUT_AT_GRANULES:
+        whole *= ranks
+    return min(max(whole // 64, SLOT_BYTES), MESSAGE_SLOT_BYTES)
 
 
 def _rate(link: Link | None) -> tuple[float, float]:
