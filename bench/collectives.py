@@ -31,7 +31,7 @@ from bench.common.torch_rank import rendezvous
 from dtcomm.cli.perf_collectives import COLLECTIVES
 from dtcomm.testing import mpi
 
-SIZES = [KB, 8 * KB, 64 * KB, 512 * KB, MB, 4 * MB, 16 * MB, 64 * MB]
+SIZES = [KB, 64 * KB, MB, 16 * MB, 64 * MB]
 NAMES = (*COLLECTIVES, PINGPONG)
 PEERS = ("gloo", "mpi")
 Measure = Callable[..., list[float]]

@@ -67,6 +67,13 @@ VARIABLES: dict[str, Variable] = {
         choices=("auto", "ordinary", "streaming"),
         shared=True,
     ),
+    "DTCOMM_SINGLE_COPY": Variable(
+        default="auto",
+        meaning="receivers copy out of the sender's own memory (process_vm_readv): auto, where it pays and the kernel "
+        "permits it; on: wherever it can be, an error where it is not permitted; off: never",
+        choices=("auto", "on", "off"),
+        shared=True,
+    ),
     "DTCOMM_PIECE_KIB": Variable(
         default="0", meaning="size of a pipelined piece in KiB; 0: chosen by size", shared=True, number=True
     ),

@@ -11,7 +11,7 @@
 
 namespace dtcomm {
 
-constexpr std::uint64_t kAreaMagic = 0x6474636f6d6d0005ull;
+constexpr std::uint64_t kAreaMagic = 0x6474636f6d6d0006ull;
 constexpr std::size_t kLine = 64;
 constexpr int kSlots = 8;     // pieces that can be in flight
 constexpr int kOpRing = 64;   // op headers kept: a peer can be at most kSlots operations behind
@@ -34,6 +34,7 @@ struct alignas(kLine) OpHeader {
   std::atomic<std::int64_t> region{-1};
   std::atomic<std::uint64_t> region_id{0};
   std::atomic<std::uint64_t> region_offset{0};
+  std::atomic<std::uint64_t> address{0};  // of the tensor in its owner, where peers may pull it from there
   char text[kOpText] = {};
 };
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -19,11 +20,14 @@
 
 namespace dtcomm {
 
+constexpr std::uint64_t kSleepNs = 20 * 1000 * 1000;  // between two looks whether what one waits for can still come
+
 // How a rank is found and named.
 struct PeerAddress {
   int pid = 0;
   int page_fd = -1;
   std::uint64_t page_token = 0;
+  std::uint64_t page = 0;  // where it lies in that process
   int area_fd = -1;
   std::uint64_t area_token = 0;
   int socket = -1;       // connected to it, where its memory cannot be shared; belongs to the communicator
@@ -81,11 +85,17 @@ class Communicator final : public Fabric {
   // Maps every peer's area and page. After it the communicator can run; std::system_error where a peer cannot be
   // reached.
   void attach(const std::vector<PeerAddress>& addresses);
-  // Runs inline where nothing is queued, through the progress thread otherwise. Returns the bytes sent.
+  // What keeps this rank from reading its peers' memory; empty where nothing does.
+  std::string why_no_pulls() const;
+  // Runs inline where nothing is queued, behind what is queued otherwise. Returns the bytes sent.
   std::uint64_t run(Call call);
+  // Queues: the progress thread runs it, or whoever waits for it.
   std::shared_ptr<Work> submit(Call call);
-  std::shared_ptr<Work> submit(Call call, std::shared_ptr<Work> work);
+  // Runs what is queued up to this, unless somebody else does. Rethrows its failure.
+  void wait(const std::shared_ptr<Work>& work);
 
+  // Whether threads that wait also do what the progress thread would: fewer cores than threads.
+  bool relieves = false;
   // Looks at a flag before the first yield; before the first operation.
   void set_spins(int spins) { options_.spins = spins; }
   // Of the operations that start from now on.
@@ -95,6 +105,8 @@ class Communicator final : public Fabric {
   std::string failure() const;
   std::uint64_t operations() const { return operations_; }
   std::uint64_t total_wire_bytes() const { return total_wire_bytes_; }
+  // What this rank copied out of its peers' own memory.
+  std::uint64_t pulled_bytes() const { return pulled_bytes_.load(std::memory_order_relaxed); }
   // The last operations, oldest first, and what is to be seen of every rank; for reports.
   std::vector<Flight> flights() const;
   std::vector<Sighting> sightings();
@@ -106,12 +118,16 @@ class Communicator final : public Fabric {
   void wake() override { ring_peers(); }
   std::uint8_t* resolve(int peer, std::int64_t region, std::uint64_t id, std::uint64_t offset,
                         std::size_t bytes) override;
+  void pull(int peer, std::uint64_t address, std::uint8_t* out, std::size_t bytes) override;
+  void confirm(int peer) override;
 
   // For the progress thread: one look at the front of the queue. `idle` where there is nothing to drive.
   enum class Look { idle, moved, blocked };
   Look drive_front(int budget);
   // While asleep for the front operation: what it waits for, and whether to give up.
   void watch_front();
+  // Whether there is something that nobody drives.
+  bool has_work() const;
   // How long a thread that is blocked on this communicator may sleep.
   std::uint64_t nap(std::uint64_t most) const;
   // Readable while peers have something to say that was not read; -1 where all share memory.
@@ -132,8 +148,17 @@ class Communicator final : public Fabric {
   void require_usable() const;
   std::uint64_t begin(const Call& call, std::uint64_t number);
   std::unique_ptr<Machine> make_machine(Operation& operation);
+  Look advance_queue(int budget);
   bool drive_ahead(const Operation& front, int budget);
   void drive(Machine& machine, std::uint64_t deadline);
+  void drive_until(const Work& work);
+  template <class Looks, class Rests>
+  void persist(Looks look, Rests rest);
+  bool release();
+  void leave();
+  void evict_driver();
+  std::exception_ptr caught();
+  void watch_queue();
   void watch(const Machine& machine, std::uint64_t deadline);
   [[noreturn]] void raise_mismatch(const Machine& machine);
   [[noreturn]] void raise_timeout(const Machine& machine);
@@ -144,14 +169,13 @@ class Communicator final : public Fabric {
     if (machine.damage()) raise_damage(machine);
   }
   void check_failures() const;
-  bool dead(int peer);
+  bool dead(int peer, int wait_ms = 0);
+  [[noreturn]] void raise_gone(int peer);
   // Before a machine advances: takes in what came over sockets and links.
   void look();
   void fail(const Error& error, int culprit);
   void fail_queue(std::exception_ptr failure);
   void finish_front(std::exception_ptr failure);
-  // Starts the front operation, and runs it as far as `budget` instructions go; true where it is over.
-  bool advance_front(Operation& front, int budget);
   void ring_peers();
   // Of the peers behind sockets (sockets.cpp); nothing is to be done where all share memory.
   const Remote* remote_of(int peer) const;
@@ -186,7 +210,10 @@ class Communicator final : public Fabric {
 
   mutable std::mutex mutex_;
   std::deque<Operation> queue_;
-  bool busy_ = false;  // somebody drives the front operation
+  bool driven_ = false;         // somebody runs operations: he alone touches their machines, and the front's place
+  std::vector<Work*> waiting_;  // for which threads wait that would drive
+  std::condition_variable left_;
+  std::atomic<bool> closing_{false};
   bool closed_ = false;
   bool failed_ = false;
   ErrorKind failure_kind_ = ErrorKind::none;
@@ -194,6 +221,7 @@ class Communicator final : public Fabric {
   std::uint64_t operations_ = 0;
   FlightRing flights_;
   std::uint64_t total_wire_bytes_ = 0;
+  std::atomic<std::uint64_t> pulled_bytes_{0};
 };
 
 }  // namespace dtcomm

@@ -8,8 +8,8 @@
 
 namespace dtcomm {
 
-// Direct operations take place where the tensors of all ranks that give something can be mapped; otherwise the
-// payloads go through the slots. All ranks read the same headers, so all decide alike.
+// Direct operations take place where the peers can reach the tensors of all ranks that give something, mapped or by
+// pulling; otherwise the payloads go through the slots. All ranks read the same headers, so all decide alike.
 bool Machine::meet() {
   bool all = true;
   for (int peer = 0; peer < fabric_.ranks; ++peer) {
@@ -24,26 +24,35 @@ bool Machine::meet() {
       mismatch_ = true;
       return false;
     }
-    all = all && header.region.load(std::memory_order_relaxed) >= 0;
+    all = all &&
+          (header.region.load(std::memory_order_relaxed) >= 0 || header.address.load(std::memory_order_relaxed) != 0);
   }
   met_ = true;
   if (!all) return true;
   direct_ = true;
   for (int peer = 0; peer < fabric_.ranks; ++peer) {
-    if (peer == fabric_.rank || !program_.gives(peer)) {
-      peer_tensors_.push_back(const_cast<std::uint8_t*>(call_.segments[0].in));
-      continue;
-    }
+    peer_tensors_.push_back(const_cast<std::uint8_t*>(call_.segments[0].in));
+    pulled_.push_back(0);
+    // Of others it knows nothing: one whose readers are done may have let go of its tensor.
+    const bool touches = program_.shares_sums || program_.takes[static_cast<std::size_t>(peer)];
+    if (peer == fabric_.rank || !program_.gives(peer) || !touches) continue;
     const OpHeader& header = fabric_.peers[static_cast<std::size_t>(peer)].head->ops[number_ % kOpRing];
-    peer_tensors_.push_back(fabric_.resolve(peer, header.region.load(std::memory_order_relaxed),
-                                            header.region_id.load(std::memory_order_relaxed),
-                                            header.region_offset.load(std::memory_order_relaxed), plan_.input_bytes()));
+    const std::int64_t region = header.region.load(std::memory_order_relaxed);
+    if (region >= 0) {
+      peer_tensors_.back() =
+          fabric_.resolve(peer, region, header.region_id.load(std::memory_order_relaxed),
+                          header.region_offset.load(std::memory_order_relaxed), plan_.given_bytes(peer));
+    } else {
+      peer_tensors_.back() = nullptr;
+      pulled_.back() = header.address.load(std::memory_order_relaxed);
+    }
   }
   return true;
 }
 
 // Every input is there once its rank has announced the operation, so nothing waits between the pieces: a rank that
-// is held up for a moment does not hold up the others. A rank may touch its tensors again when all are done.
+// is held up for a moment does not hold up the others. A rank may touch its tensor again when those that read it, or
+// write into it, are done.
 Progress Machine::advance_direct(int budget) {
   const std::size_t pieces = plan_.pieces();
   bool moved = false;
@@ -52,17 +61,40 @@ Progress Machine::advance_direct(int budget) {
     run_direct(oldest_++);
     if (timed_) times_.add(Phase::reduce, begin, now_ns());
     moved = true;
-    if (oldest_ == pieces) fabric_.publish_done(base_ + pieces);
+    if (oldest_ < pieces) continue;
+    for (int peer = 0; peer < fabric_.ranks; ++peer) {
+      if (pulled_[static_cast<std::size_t>(peer)] != 0) fabric_.confirm(peer);
+    }
+    fabric_.publish_done(base_ + pieces);
   }
   if (oldest_ < pieces) return Progress::moved;
   for (int peer = 0; peer < fabric_.ranks; ++peer) {
+    if (!read_by_peers(peer)) continue;
     const auto& done = *fabric_.peers[static_cast<std::size_t>(peer)].done;
-    if (peer != fabric_.rank && done.load(std::memory_order_acquire) < base_ + pieces) {
+    if (done.load(std::memory_order_acquire) < base_ + pieces) {
       blocker_ = peer;
       return moved ? Progress::moved : Progress::blocked;
     }
   }
   return Progress::done;
+}
+
+// Whether the peer touches this rank's tensor in a direct operation.
+bool Machine::read_by_peers(int peer) const {
+  if (peer == fabric_.rank) return false;
+  return program_.shares_sums || program_.feeds[static_cast<std::size_t>(peer)];
+}
+
+// What the owner has of a slice, as it is, into the output.
+void Machine::take(int owner, const Slice& slice, const Instruction& instruction, std::uint8_t* out) {
+  const DType dtype = plan_.segments()[slice.segment].dtype;
+  const std::size_t offset = slice.in_offset * size_of(dtype);
+  const auto index = static_cast<std::size_t>(owner);
+  if (pulled_[index] != 0) {
+    fabric_.pull(owner, pulled_[index] + offset, out, slice.numel * size_of(dtype));
+  } else {
+    put(instruction, peer_tensors_[index] + offset, slice.numel, dtype, out);
+  }
 }
 
 void Machine::run_direct(std::size_t piece) {
@@ -78,11 +110,10 @@ void Machine::run_direct(std::size_t piece) {
       const int owner = instruction.op == Op::adopt ? instruction.peer : fabric_.rank;
       for (const Slice* slice = plan_.begin(piece, instruction.chunk); slice != plan_.end(piece, instruction.chunk);
            ++slice) {
-        const DType dtype = plan_.segments()[slice->segment].dtype;
-        const std::uint8_t* in = peer_tensors_[static_cast<std::size_t>(owner)] + slice->in_offset * size_of(dtype);
         std::uint8_t* out = call_.segments[slice->segment].out;
         const bool wanted = instruction.op == Op::adopt || instruction.output;
-        if (out && wanted) put(instruction, in, slice->numel, dtype, out + slice->out_offset * size_of(dtype));
+        if (!out || !wanted) continue;
+        take(owner, *slice, instruction, out + slice->out_offset * size_of(plan_.segments()[slice->segment].dtype));
       }
     }
   }

@@ -75,4 +75,7 @@ class Link {
   std::atomic<std::uint64_t> next_{~0ull};
 };
 
+// Lets this thread's sleeps end when they should.
+void wake_on_time();
+
 }  // namespace dtcomm

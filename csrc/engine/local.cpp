@@ -69,6 +69,9 @@ class LocalWorld::Rank final : public Fabric {
   std::uint8_t* resolve(int, std::int64_t, std::uint64_t, std::uint64_t offset, std::size_t) override {
     return reinterpret_cast<std::uint8_t*>(offset);  // one address space: the "region" is all of it
   }
+  void pull(int, std::uint64_t address, std::uint8_t* out, std::size_t bytes) override {
+    std::memcpy(out, reinterpret_cast<const std::uint8_t*>(address), bytes);
+  }
 
   // Shows this reader one more event of `source`; false where it has seen all.
   bool see_next(const Rank& source) {

@@ -35,6 +35,8 @@ struct Call {
   std::int64_t region = -1;
   std::uint64_t region_id = 0;
   std::uint64_t region_offset = 0;
+  // Set where peers may pull the (only) input from this process's memory: its address.
+  std::uint64_t address = 0;
 };
 
 // Whether two calls, in this order, touch no byte in common.
@@ -68,6 +70,10 @@ class Fabric {
   // Bytes of a peer's region, mapped on first use.
   virtual std::uint8_t* resolve(int peer, std::int64_t region, std::uint64_t id, std::uint64_t offset,
                                 std::size_t bytes) = 0;
+  // Copies from a peer's own memory, which is nobody's but his; Error where he or it is gone.
+  virtual void pull(int peer, std::uint64_t address, std::uint8_t* out, std::size_t bytes) = 0;
+  // Whether the peer is there still, so that what was pulled came from him.
+  virtual void confirm(int peer) { static_cast<void>(peer); }
 };
 
 // Says to the peers what this rank is about to do. Returns the operation's fingerprint.
@@ -134,6 +140,8 @@ class Machine {
   void adopt(std::size_t piece, const Instruction& instruction);
   void forward(std::size_t piece, const Instruction& instruction);
   void copy(std::size_t piece, const Instruction& instruction);
+  void take(int owner, const Slice& slice, const Instruction& instruction, std::uint8_t* out);
+  bool read_by_peers(int peer) const;
   void put(const Instruction& instruction, const std::uint8_t* in, std::size_t numel, DType dtype, std::uint8_t* out);
   std::uint8_t* box(std::size_t piece, int rank, int index) const;
   std::uint8_t* accumulator(std::size_t piece, int chunk);
@@ -154,6 +162,7 @@ class Machine {
   std::vector<const std::uint8_t*> payloads_;
   std::vector<std::uint8_t> terms_;          // of sums over several codecs, decoded
   std::vector<std::uint8_t*> peer_tensors_;  // direct: every rank's tensor
+  std::vector<std::uint64_t> pulled_;        // direct: its address in its owner, 0 where it is mapped here
   std::unique_ptr<Probe> probe_;
   bool begun_ = false;
   bool met_ = false;

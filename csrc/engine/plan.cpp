@@ -81,7 +81,8 @@ Plan::Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp o
       divisor_(average ? static_cast<std::size_t>(program_->ranks) : 1),
       segments_(std::move(segments)),
       splits_(options.splits),
-      direct_(options.direct),
+      direct_(options.direct || options.pulls),
+      pulls_(options.pulls),
       checksum_(options.checksum),
       text_(std::move(text)),
       about_(options.about) {
@@ -104,7 +105,10 @@ Plan::Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp o
     input_bytes_ += segment.numel * size_of(segment.dtype) * (shards ? ranks : 1);
   }
   fingerprint_ = hash_bytes(fingerprint_, splits_.data(), splits_.size() * sizeof(std::size_t));
-  if (segments_.empty()) return;
+  if (segments_.empty()) {
+    cut(1);
+    return;
+  }
   const bool reads = std::find(program_->reads.begin(), program_->reads.end(), true) != program_->reads.end();
   const bool writes = !program_->outputs.empty();
   const bool apart = geometry != Geometry::whole;
@@ -126,6 +130,12 @@ Plan::Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp o
 }
 
 void Plan::check(const PlanOptions& options) const {
+  if (direct_ && segments_.size() != 1) throw std::invalid_argument("direct: the call must have one tensor");
+  for (const Instruction& instruction : program_->instructions) {
+    if (pulls_ && (instruction.op == Op::reduce || instruction.op == Op::forward)) {
+      throw std::invalid_argument("pulls: only what its owner hands to all that get it can be pulled");
+    }
+  }
   if (!splits_.empty() && (geometry_ != Geometry::exchange || segments_.size() != 1 ||
                            splits_.size() != static_cast<std::size_t>(program_->chunks))) {
     throw std::invalid_argument("splits: one for each chunk of an exchange of one tensor");
@@ -172,6 +182,8 @@ void Plan::cut(std::size_t elements) {
     }
     pieces_ = std::max(pieces_, cuts[chunk].size());
   }
+  // Also what moves nothing takes a piece: nobody may be further ahead than there are slots.
+  pieces_ = std::max<std::size_t>(pieces_, 1);
   slices_.clear();
   first_.assign(1, 0);
   box_stride_ = kLine;
@@ -192,6 +204,14 @@ void Plan::cut(std::size_t elements) {
       first_.push_back(slices_.size());
     }
   }
+}
+
+std::size_t Plan::given_bytes(int rank) const {
+  if (splits_.empty()) return input_bytes_;
+  const auto ranks = static_cast<std::size_t>(program_->ranks);
+  const auto first = splits_.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(rank) * ranks);
+  return std::accumulate(first, first + static_cast<std::ptrdiff_t>(ranks), std::size_t{0}) *
+         size_of(segments_[0].dtype);
 }
 
 std::size_t Plan::payload_bytes(std::size_t piece, int chunk, int level) const {

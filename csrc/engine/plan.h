@@ -57,6 +57,7 @@ struct PlanOptions {
   std::size_t piece_bytes = 256 * 1024;  // of the input, over all chunks
   std::size_t slot_bytes = 512 * 1024;   // what a rank's boxes of one piece may take
   bool direct = false;                   // peers may read and write tensors that lie in shared memory
+  bool pulls = false;                    // ... and pull what one rank hands on from any memory of that rank
   bool checksum = false;                 // payloads travel with their CRC32C
   std::size_t max_boxes = SIZE_MAX;      // that the communicator has flags for
   // Exchange of unequal shards: elements of each chunk of the only segment; empty where all have `numel`.
@@ -79,11 +80,14 @@ class Plan {
   std::size_t box_stride() const { return box_stride_; }
   std::size_t accumulator_bytes() const { return accumulator_bytes_; }
   bool direct() const { return direct_; }
+  bool pulls() const { return pulls_; }
   bool checksum() const { return checksum_; }
   const std::string& text() const { return text_; }
   const std::string& about() const { return about_; }
   std::uint64_t fingerprint() const { return fingerprint_; }
   std::size_t input_bytes() const { return input_bytes_; }
+  // What a rank has for the others and itself: its input, which splits make larger or smaller than another's.
+  std::size_t given_bytes(int rank) const;
   // Whether what this rank writes of a chunk goes around the cache: large results that were not read just before.
   bool streams(int chunk) const {
     return large_ && (geometry_ != Geometry::whole || !program_->reads[static_cast<std::size_t>(chunk)]);
@@ -111,6 +115,7 @@ class Plan {
   std::size_t accumulator_bytes_ = 0;  // per chunk
   std::size_t input_bytes_ = 0;
   bool direct_;
+  bool pulls_;
   bool checksum_;
   bool large_ = false;
   std::string text_;

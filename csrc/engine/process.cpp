@@ -2,14 +2,18 @@
 
 #include <linux/futex.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <climits>
+#include <cstddef>
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 #include "engine/area.h"
 
@@ -107,10 +111,36 @@ Region::~Region() {
   process.page_->retired.fetch_add(1, std::memory_order_release);
 }
 
-Peer::Peer(int pid, int page_fd, std::uint64_t token)
-    : pid_(pid), mapping_(Mapping::attach(pid, page_fd, AreaLayout::round_up(sizeof(ProcessPage), kPage))) {
+Peer::Peer(int pid, int page_fd, std::uint64_t token, std::uint64_t page_at)
+    : pid_(pid),
+      at_(page_at),
+      mapping_(Mapping::attach(pid, page_fd, AreaLayout::round_up(sizeof(ProcessPage), kPage))) {
   if (page().token != token)
     throw std::runtime_error("process " + std::to_string(pid) + " is not the peer it claims to be");
+}
+
+int Peer::pull(std::uint64_t address, void* out, std::size_t bytes) const {
+  auto* to = static_cast<std::uint8_t*>(out);
+  while (bytes > 0) {
+    const iovec here{to, bytes};
+    const iovec there{reinterpret_cast<void*>(static_cast<std::uintptr_t>(address)), bytes};
+    const ssize_t got = process_vm_readv(pid_, &here, 1, &there, 1, 0);
+    if (got < 0) return errno;
+    if (got == 0) return EFAULT;
+    to += got;
+    address += static_cast<std::uint64_t>(got);
+    bytes -= static_cast<std::size_t>(got);
+  }
+  return 0;
+}
+
+std::string Peer::why_no_pulls() const {
+  std::uint64_t token = 0;
+  if (const int error = pull(at_ + offsetof(ProcessPage, token), &token, sizeof token); error != 0) {
+    const std::string what = std::generic_category().message(error);
+    return error == EPERM ? what + " (kernel.yama.ptrace_scope, or the container's capabilities)" : what;
+  }
+  return token == page().token ? "" : "its memory is not what its page says";
 }
 
 std::uint8_t* Peer::resolve(std::int64_t slot, std::uint64_t id, std::uint64_t offset, std::size_t bytes) {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -97,10 +98,15 @@ class Process {
 // A peer process: its page, and those of its regions that were used.
 class Peer {
  public:
-  Peer(int pid, int page_fd, std::uint64_t token);
+  // `page` is where the peer itself has its page.
+  Peer(int pid, int page_fd, std::uint64_t token, std::uint64_t page);
 
   ProcessPage& page() const { return *static_cast<ProcessPage*>(mapping_.data()); }
   std::uint8_t* resolve(std::int64_t slot, std::uint64_t id, std::uint64_t offset, std::size_t bytes);
+  // Copies from the peer's own memory: 0, or errno.
+  int pull(std::uint64_t address, void* out, std::size_t bytes) const;
+  // What keeps this process from reading the peer's memory; empty where nothing does.
+  std::string why_no_pulls() const;
 
  private:
   struct Mapped {
@@ -109,6 +115,7 @@ class Peer {
     Mapping mapping;
   };
   int pid_;
+  std::uint64_t at_;  // the page, in the peer
   Mapping mapping_;
   std::uint64_t retired_ = 0;
   std::vector<Mapped> regions_;

@@ -67,6 +67,8 @@ Program Program::parse(int rank, int ranks, int chunks, std::vector<int> boxes, 
   program.chunks = chunks;
   program.boxes = boxes;
   program.reads.assign(static_cast<std::size_t>(chunks), false);
+  program.feeds.assign(static_cast<std::size_t>(ranks), false);
+  program.takes.assign(static_cast<std::size_t>(ranks), false);
   const auto own_boxes = boxes[static_cast<std::size_t>(rank)];
   const auto box_of = [&](Reader& reader, int peer, const char* what) {
     return reader.next(0, boxes[static_cast<std::size_t>(peer)], what);
@@ -139,6 +141,8 @@ Program Program::parse(int rank, int ranks, int chunks, std::vector<int> boxes, 
     if (instruction.op == Op::encode || instruction.op == Op::copy || instruction.local == Local::input) {
       program.reads[static_cast<std::size_t>(instruction.chunk)] = true;
     }
+    if (instruction.op == Op::receive) program.takes[static_cast<std::size_t>(instruction.peer)] = true;
+    for (const int peer : instruction.peers) program.feeds[static_cast<std::size_t>(peer)] = true;
     program.shares_sums |= instruction.op == Op::reduce && instruction.box >= 0;
     program.accumulates |= instruction.keep || instruction.local == Local::accumulator;
     if (instruction.output || instruction.op == Op::adopt || instruction.op == Op::copy) {

@@ -43,6 +43,8 @@ struct Program {
   bool accumulates = false;
   std::vector<int> outputs;  // chunks that have an output at this rank
   std::vector<bool> reads;   // by chunk: this rank reads its own input of it
+  std::vector<bool> feeds;   // by rank: this rank sends it something
+  std::vector<bool> takes;   // by rank: this rank receives something from it
   bool shares_sums = false;  // a rank sends on sums of its own making
 
   // Whether a rank hands anything of its own to others.

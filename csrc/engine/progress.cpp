@@ -18,7 +18,6 @@ constexpr int kBudget = 64;  // instructions per look, so that one long operatio
 constexpr int kSpins = 64;
 constexpr int kSocketSpins = 32;
 constexpr std::uint64_t kYieldNs = 50 * 1000;
-constexpr std::uint64_t kSleepNs = 20 * 1000 * 1000;
 constexpr std::uint64_t kMixedNs = 200 * 1000;  // over sockets, while peers in shared memory may ring too
 
 }  // namespace
@@ -44,16 +43,21 @@ ProgressThread& ProgressThread::instance() {
 void ProgressThread::add(Communicator* communicator) {
   const std::lock_guard<std::mutex> lock(mutex_);
   communicators_.push_back(communicator);
+  if (communicator->wired) wired_.fetch_add(1, std::memory_order_relaxed);
 }
 
 void ProgressThread::remove(Communicator* communicator) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  communicators_.erase(std::remove(communicators_.begin(), communicators_.end(), communicator), communicators_.end());
+  const auto found = std::find(communicators_.begin(), communicators_.end(), communicator);
+  if (found == communicators_.end()) return;
+  communicators_.erase(found);
+  if (communicator->wired) wired_.fetch_sub(1, std::memory_order_relaxed);
 }
 
 void ProgressThread::wake() {
   work_.store(true, std::memory_order_release);
-  {
+  full_fence();  // whoever relieves this thread looks for work after he has said that he does not any more
+  if (!rests()) {
     const std::lock_guard<std::mutex> lock(idle_mutex_);
     if (!thread_.joinable()) {
       stopping_ = false;
@@ -61,8 +65,7 @@ void ProgressThread::wake() {
     }
     idle_.notify_one();
   }
-  // It may be asleep over another communicator's operation.
-  full_fence();
+  // It, or who relieves it, may be asleep over another communicator's operation.
   Process::instance().page().bell.ring();
   if (over_sockets_.load(std::memory_order_relaxed)) eventfd_write(call_, 1);
 }
@@ -78,6 +81,34 @@ void ProgressThread::stop() {
   Process::instance().page().bell.ring();
   eventfd_write(call_, 1);
   if (thread.joinable()) thread.join();
+}
+
+ProgressThread::Relief::Relief(const Communicator* own) : thread_(ProgressThread::instance()), own_(own) {
+  thread_.reliefs_.fetch_add(1, std::memory_order_seq_cst);
+}
+
+ProgressThread::Relief::~Relief() {
+  thread_.reliefs_.fetch_sub(1, std::memory_order_seq_cst);
+  bool more = false;
+  {
+    const std::lock_guard<std::mutex> lock(thread_.mutex_);
+    for (Communicator* communicator : thread_.communicators_) more |= communicator->has_work();
+  }
+  if (more || (thread_.wired() && thread_.work_.load(std::memory_order_relaxed))) thread_.wake();
+}
+
+bool ProgressThread::Relief::look() {
+  const std::lock_guard<std::mutex> lock(thread_.mutex_);
+  bool moved = false;
+  for (Communicator* communicator : thread_.communicators_) {
+    if (communicator != own_) moved |= communicator->drive_front(kBudget) == Communicator::Look::moved;
+  }
+  return moved;
+}
+
+void ProgressThread::Relief::watch() {
+  const std::lock_guard<std::mutex> lock(thread_.mutex_);
+  for (Communicator* communicator : thread_.communicators_) communicator->watch_front();
 }
 
 // One look at every communicator; true where any moved.
@@ -109,15 +140,15 @@ void ProgressThread::loop() {
   while (!stopping_.load(std::memory_order_relaxed)) {
     bool blocked = false;
     const bool called = work_.exchange(false, std::memory_order_acquire);
-    if (look_around(blocked)) {
+    if (!rests() && look_around(blocked)) {
       patience.moved();
       over_sockets.moved();
       continue;
     }
     if (!blocked) {
-      if (called) continue;
+      if (called && !rests()) continue;
       std::unique_lock<std::mutex> lock(idle_mutex_);
-      idle_.wait(lock, [&] { return work_.load(std::memory_order_relaxed) || stopping_.load(); });
+      idle_.wait(lock, [&] { return (work_.load(std::memory_order_relaxed) && !rests()) || stopping_.load(); });
       patience.moved();
       over_sockets.moved();
       continue;

@@ -8,9 +8,16 @@ void Work::wait() {
   if (failure_) std::rethrow_exception(failure_);
 }
 
-bool Work::finished() const {
+void Work::await_call() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [&] { return finished_ || called_; });
+  called_ = false;
+}
+
+void Work::call() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return finished_;
+  called_ = true;
+  changed_.notify_all();
 }
 
 std::exception_ptr Work::failure() const {
@@ -24,6 +31,7 @@ void Work::finish(std::exception_ptr failure) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     finished_ = true;
+    over_.store(true, std::memory_order_release);
     failure_ = std::move(failure);
     notify = notify_;
     ticket = ticket_;
@@ -40,6 +48,13 @@ void Work::notify(const std::shared_ptr<Work>& work, std::uint64_t ticket) {
     if (!work->finished_) return;
   }
   Completions::instance().put(ticket);
+}
+
+bool Work::unnotify() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (finished_ || !notify_) return false;
+  notify_ = false;
+  return true;
 }
 
 Completions& Completions::instance() {

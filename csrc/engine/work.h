@@ -1,6 +1,7 @@
 // The outcome of one operation, for whoever waits for it.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -12,12 +13,19 @@
 
 namespace dtcomm {
 
+class Communicator;
+
 class Work {
  public:
   // Waits without limit: the operation itself has a deadline. Rethrows its failure.
   void wait();
-  bool finished() const;
+  bool finished() const { return over_.load(std::memory_order_acquire); }
+  // A thread that would rather drive than wait: until it is called to, or the work is finished.
+  void await_call();
+  void call();
   std::exception_ptr failure() const;
+
+  std::weak_ptr<Communicator> communicator;  // that runs it; set by whoever hands the work on
 
   // Valid once finished.
   std::uint64_t wire_bytes = 0;
@@ -28,11 +36,15 @@ class Work {
   void finish(std::exception_ptr failure);
   // Asks for this work to be handed to Completions::next when it is finished (at once if it is).
   static void notify(const std::shared_ptr<Work>& work, std::uint64_t ticket);
+  // Takes that back; false where it is too late, and the ticket comes or has come.
+  bool unnotify();
 
  private:
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool finished_ = false;
+  std::atomic<bool> over_{false};  // the same, for looks without the lock
+  bool called_ = false;
   std::exception_ptr failure_;
   bool notify_ = false;
   std::uint64_t ticket_ = 0;

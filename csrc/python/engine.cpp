@@ -36,7 +36,7 @@ using PointerTuple = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t>;
 std::shared_ptr<Plan> make_plan(std::shared_ptr<Program> program, int geometry, int op, bool average,
                                 const std::vector<SegmentTuple>& segments, std::size_t piece_bytes,
                                 std::size_t slot_bytes, bool direct, const std::string& text, std::size_t max_boxes,
-                                std::vector<std::size_t> splits, bool checksum, const std::string& about) {
+                                std::vector<std::size_t> splits, bool checksum, const std::string& about, bool pulls) {
   std::vector<Segment> parsed;
   for (const auto& [numel, dtype, codec, between] : segments) {
     if (codec.size() != sizeof(Codec) || between.size() != sizeof(Codec)) {
@@ -63,6 +63,7 @@ std::shared_ptr<Plan> make_plan(std::shared_ptr<Program> program, int geometry, 
   options.splits = std::move(splits);
   options.checksum = checksum;
   options.about = about;
+  options.pulls = pulls;
   return std::make_shared<Plan>(std::move(program), static_cast<Geometry>(geometry), static_cast<ReduceOp>(op), average,
                                 std::move(parsed), options, text);
 }
@@ -93,10 +94,12 @@ Call make_call(std::shared_ptr<const Plan> plan, std::vector<Pointers> pointers,
 
 void place_region(Call& call) {
   if (!call.plan->direct()) return;
-  const RegionPlace place = Process::instance().find(call.segments[0].in, call.plan->input_bytes());
+  const std::size_t bytes = call.plan->given_bytes(call.plan->program().rank);
+  const RegionPlace place = Process::instance().find(call.segments[0].in, bytes);
   call.region = place.slot;
   call.region_id = place.id;
   call.region_offset = place.offset;
+  if (call.plan->pulls()) call.address = reinterpret_cast<std::uintptr_t>(call.segments[0].in);
 }
 
 std::vector<Pointers> unpack_all(const std::vector<PointerTuple>& tuples) {
@@ -122,8 +125,15 @@ void translate(std::exception_ptr pointer) {
 
 void bind_communicator(py::module_& module) {
   py::class_<Work, std::shared_ptr<Work>>(module, "NativeWork")
-      .def("wait", &Work::wait, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "wait",
+          [](const std::shared_ptr<Work>& self) {
+            const auto communicator = self->finished() ? nullptr : self->communicator.lock();
+            communicator ? communicator->wait(self) : self->wait();
+          },
+          py::call_guard<py::gil_scoped_release>())
       .def("finished", &Work::finished)
+      .def("unnotify", &Work::unnotify)
       .def("raise_failure",
            [](const Work& work) {
              if (const auto failure = work.failure()) std::rethrow_exception(failure);
@@ -159,20 +169,21 @@ void bind_communicator(py::module_& module) {
       .def("address",
            [](const Communicator& self) {
              const PeerAddress address = self.address();
-             return py::make_tuple(address.pid, address.page_fd, address.page_token, address.area_fd,
+             return py::make_tuple(address.pid, address.page_fd, address.page_token, address.page, address.area_fd,
                                    address.area_token);
            })
       .def("attach",
-           [](Communicator& self,
-              const std::vector<std::tuple<int, int, std::uint64_t, int, std::uint64_t, int, bool, std::string>>&
-                  tuples) {
+           [](Communicator& self, const std::vector<std::tuple<int, int, std::uint64_t, std::uint64_t, int,
+                                                               std::uint64_t, int, bool, std::string>>& tuples) {
              std::vector<PeerAddress> addresses;
-             for (const auto& [pid, page_fd, page_token, area_fd, area_token, socket, between, name] : tuples) {
-               addresses.push_back({pid, page_fd, page_token, area_fd, area_token, socket, between, name});
+             for (const auto& [pid, page_fd, page_token, page, area_fd, area_token, socket, between, name] : tuples) {
+               addresses.push_back({pid, page_fd, page_token, page, area_fd, area_token, socket, between, name});
              }
              self.attach(addresses);
            })
+      .def("why_no_pulls", &Communicator::why_no_pulls)
       .def_readwrite("probes", &Communicator::probes)
+      .def_readwrite("relieves", &Communicator::relieves)
       .def("set_spins", &Communicator::set_spins)
       .def("set_timeout",
            [](Communicator& self, double seconds) { self.set_timeout(static_cast<std::uint64_t>(seconds * 1e9)); })
@@ -199,14 +210,17 @@ void bind_communicator(py::module_& module) {
           py::arg("after") = Steps(), py::arg("agreed") = 0)
       .def(
           "submit",
-          [](Communicator& self, std::shared_ptr<Plan> plan, const std::vector<PointerTuple>& tuples,
-             std::uint64_t seed, const Steps& before, const Steps& after, std::uint64_t agreed) {
+          [](const std::shared_ptr<Communicator>& self, std::shared_ptr<Plan> plan,
+             const std::vector<PointerTuple>& tuples, std::uint64_t seed, const Steps& before, const Steps& after,
+             std::uint64_t agreed) {
             Call call = make_call(std::move(plan), unpack_all(tuples), seed);
             add_steps(call, before, after, agreed);
             const py::gil_scoped_release release;
             // Peers read a tensor in shared memory as soon as the operation is announced: before any step.
             if (before.empty()) place_region(call);
-            return self.submit(std::move(call));
+            const auto work = self->submit(std::move(call));
+            work->communicator = self;
+            return work;
           },
           py::arg("plan"), py::arg("pointers"), py::arg("seed"), py::arg("before") = Steps(),
           py::arg("after") = Steps(), py::arg("agreed") = 0)
@@ -232,7 +246,8 @@ void bind_communicator(py::module_& module) {
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("failure", &Communicator::failure)
       .def_property_readonly("operations", &Communicator::operations)
-      .def_property_readonly("wire_bytes", &Communicator::total_wire_bytes);
+      .def_property_readonly("wire_bytes", &Communicator::total_wire_bytes)
+      .def_property_readonly("pulled_bytes", &Communicator::pulled_bytes);
 }
 
 void bind_local(py::module_& module) {
@@ -260,6 +275,8 @@ void bind_local(py::module_& module) {
             if (shared) {
               call.region = 0;
               call.region_offset = reinterpret_cast<std::uintptr_t>(call.segments[0].in);
+            } else if (call.plan->pulls()) {
+              call.address = reinterpret_cast<std::uintptr_t>(call.segments[0].in);
             }
             parsed.back().push_back(std::move(call));
           }
@@ -294,7 +311,8 @@ void bind_engine(py::module_& module) {
   py::class_<Plan, std::shared_ptr<Plan>>(module, "NativePlan")
       .def(py::init(&make_plan), py::kw_only(), py::arg("program"), py::arg("geometry"), py::arg("op"),
            py::arg("average"), py::arg("segments"), py::arg("piece_bytes"), py::arg("slot_bytes"), py::arg("direct"),
-           py::arg("text"), py::arg("max_boxes"), py::arg("splits"), py::arg("checksum") = false, py::arg("about") = "")
+           py::arg("text"), py::arg("max_boxes"), py::arg("splits"), py::arg("checksum") = false, py::arg("about") = "",
+           py::arg("pulls") = false)
       .def_property_readonly("pieces", &Plan::pieces)
       .def_property_readonly("max_boxes", &Plan::max_boxes)
       .def_property_readonly("fingerprint", &Plan::fingerprint);

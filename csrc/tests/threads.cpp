@@ -4,13 +4,16 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <new>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -78,6 +81,33 @@ Call call_for(int rank, int ranks, std::vector<float>& tensor) {
   return call;
 }
 
+// Every rank hands its whole tensor to all others (all_gather), which pull it from where it lies.
+Call pulled_call(int rank, int ranks, std::vector<float>& given, std::vector<float>& taken) {
+  std::vector<std::int64_t> flat{1, rank, 3, 0, 1, 0, 2, rank, ranks + 1, 0, 0};
+  for (int peer = 0; peer < ranks; ++peer) {
+    if (peer != rank) flat.push_back(peer);
+  }
+  for (int peer = 0; peer < ranks; ++peer) {
+    if (peer == rank) continue;
+    for (const std::int64_t code : {3, 5}) flat.insert(flat.end(), {code, peer, 3, peer, 0, 0});
+  }
+  const auto program = std::make_shared<Program>(
+      Program::parse(rank, ranks, ranks, std::vector<int>(static_cast<std::size_t>(ranks), 1), flat));
+  PlanOptions options;
+  options.piece_bytes = 8 * 1024;
+  options.slot_bytes = kSlotBytes;
+  options.pulls = true;
+  Call call;
+  call.plan = std::make_shared<Plan>(program, Geometry::gather, ReduceOp::sum, false,
+                                     std::vector<Segment>{{given.size(), DType::f32, {}, {}}}, options, "pulled");
+  taken.assign(given.size() * static_cast<std::size_t>(ranks), -1.0f);
+  call.segments.push_back(
+      {reinterpret_cast<std::uint8_t*>(given.data()), reinterpret_cast<std::uint8_t*>(taken.data()), nullptr});
+  call.address = reinterpret_cast<std::uintptr_t>(given.data());
+  call.kernels = find_kernels("generic");
+  return call;
+}
+
 std::vector<float> input(int rank, int operation) {
   std::vector<float> tensor(static_cast<std::size_t>(1 + operation * 997 % 9000));
   for (std::size_t i = 0; i < tensor.size(); ++i) tensor[i] = static_cast<float>((i + 1) % 64 * (rank + 1) + operation);
@@ -89,6 +119,16 @@ void check(const std::vector<float>& tensor, int ranks, int operation) {
     float expected = 0;
     for (int rank = 0; rank < ranks; ++rank) expected += static_cast<float>((i + 1) % 64 * (rank + 1) + operation);
     if (tensor[i] != expected) fail("operation " + std::to_string(operation) + ", element " + std::to_string(i));
+  }
+}
+
+void check_pulled(std::vector<float>& given, const std::vector<float>& taken, int ranks, int operation) {
+  std::fill(given.begin(), given.end(), -2.0f);  // nobody reads it any more
+  for (int rank = 0; rank < ranks; ++rank) {
+    const std::vector<float> expected = input(rank, operation);
+    if (!std::equal(expected.begin(), expected.end(),
+                    taken.begin() + static_cast<std::ptrdiff_t>(expected.size()) * rank))
+      fail("pulled operation " + std::to_string(operation));
   }
 }
 
@@ -110,6 +150,9 @@ class ThreadFabric final : public Fabric {
     peers[static_cast<std::size_t>(rank)].done->store(pieces, std::memory_order_release);
   }
   std::uint8_t* resolve(int, std::int64_t, std::uint64_t, std::uint64_t, std::size_t) override { std::abort(); }
+  void pull(int, std::uint64_t address, std::uint8_t* out, std::size_t bytes) override {
+    std::memcpy(out, reinterpret_cast<const std::uint8_t*>(address), bytes);
+  }
 };
 
 void machines_over_shared_areas(int ranks) {
@@ -130,7 +173,9 @@ void machines_over_shared_areas(int ranks) {
     fabric.peers = views;
     for (int operation = 0; operation < kOperations; ++operation) {
       std::vector<float> tensor = input(rank, operation);
-      Call call = call_for(rank, ranks, tensor);
+      std::vector<float> taken;
+      const bool pulls = operation % 3 == 2;
+      Call call = pulls ? pulled_call(rank, ranks, tensor, taken) : call_for(rank, ranks, tensor);
       const auto number = static_cast<std::uint64_t>(operation) + 1;
       const std::uint64_t name = announce(*fabric.peers[static_cast<std::size_t>(rank)].head, call, number);
       Machine machine(fabric, std::move(call), name, number);
@@ -138,7 +183,7 @@ void machines_over_shared_areas(int ranks) {
         if (machine.mismatch()) fail("mismatch");
         std::this_thread::yield();
       }
-      check(tensor, ranks, operation);
+      pulls ? check_pulled(tensor, taken, ranks, operation) : check(tensor, ranks, operation);
     }
   });
   for (void* area : areas) ::operator delete(area, std::align_val_t{kPage});
@@ -176,6 +221,7 @@ Group group_of(int ranks, Reach reach = Reach::memory) {
     options.slot_bytes = kSlotBytes;
     options.timeout_ns = 60ull * 1000 * 1000 * 1000;
     group.push_back(std::make_unique<Communicator>(options));
+    group.back()->relieves = rank % 2 == 1;
     addresses.push_back(group.back()->address());
     addresses.back().name = "rank " + std::to_string(rank);
   }
@@ -203,7 +249,8 @@ void tried_by_the_caller(int ranks, Reach reach, int calls) {
       const auto work = communicator.submit(call_for(rank, ranks, tensor));
       if (operation % 3) work->wait();
       std::vector<float> second(16, static_cast<float>(rank));
-      communicator.submit(call_for(rank, ranks, second))->wait();
+      const auto last = communicator.submit(call_for(rank, ranks, second));
+      operation % 2 ? communicator.wait(last) : last->wait();  // drives it, or leaves it to the progress thread
       const auto sum = static_cast<float>(ranks * (ranks - 1) / 2);
       if (tensor[7] != sum || second[7] != sum) fail("small operation " + std::to_string(operation));
     }
@@ -238,13 +285,66 @@ void communicators(int ranks, Reach reach, int operations) {
   ProgressThread::instance().stop();
 }
 
+// Two threads wait for different operations of one communicator, the later one first: one of them drives, and the other
+// learns of its own as soon as it is over.
+void waited_by_two(int ranks) {
+  Group group = group_of(ranks);
+  run_threads(ranks, [&](int rank) {
+    Communicator& communicator = *group[static_cast<std::size_t>(rank)];
+    for (int operation = 0; operation < kOperations; operation += 2) {
+      std::vector<float> first = input(rank, operation);
+      std::vector<float> second = input(rank, operation + 1);
+      std::vector<float> taken;
+      const auto one = communicator.submit(pulled_call(rank, ranks, first, taken));
+      const auto two = communicator.submit(call_for(rank, ranks, second));
+      std::thread other([&] { communicator.wait(two); });
+      communicator.wait(one);
+      check_pulled(first, taken, ranks, operation);
+      other.join();
+      check(second, ranks, operation + 1);
+    }
+  });
+  for (auto& communicator : group) communicator->close();
+  ProgressThread::instance().stop();
+}
+
+// A communicator that is closed while somebody waits in it lets him go with an error.
+void closed_under_a_waiter() {
+  for (const bool queued : {false, true}) {
+    Group group = group_of(2);
+    std::vector<float> tensor = input(0, 3);
+    bool refused = false;
+    std::thread waiter([&] {
+      try {
+        Call call = call_for(0, 2, tensor);
+        if (queued) {
+          group[0]->wait(group[0]->submit(std::move(call)));
+        } else {
+          group[0]->run(std::move(call));
+        }
+      } catch (const std::logic_error&) {
+        refused = true;
+      }
+    });
+    while (group[0]->flights().empty()) std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    group[0]->close();
+    waiter.join();
+    if (!refused) fail("a waiter survived its communicator");
+    group[1]->close();
+  }
+  ProgressThread::instance().stop();
+}
+
 }  // namespace
 
 int main() {
+  closed_under_a_waiter();
   for (int ranks = 2; ranks <= 4; ++ranks) {
     machines_over_shared_areas(ranks);
     communicators(ranks, Reach::memory, kOperations);
     tried_by_the_caller(ranks, Reach::memory, 2000);
+    waited_by_two(ranks);
     for (const Reach reach : {Reach::sockets, Reach::both}) {
       communicators(ranks, reach, kOperations / 4);
       tried_by_the_caller(ranks, reach, 100);

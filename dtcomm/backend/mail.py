@@ -300,8 +300,9 @@ class Mail:
                 inbox = self._inbox(receive.wanted)
                 inbox.go_on()
                 work = inbox.work
-            if work is None:
-                return
+                if work is None:
+                    return
+                work.drop_future()  # which would have another thread do what is done here
             try:
                 work.wait()
             except BaseException:  # which go_on will find and hand out

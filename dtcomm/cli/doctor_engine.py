@@ -36,6 +36,7 @@ def engine(ranks: int) -> Check:
     summary = (
         f"{ranks} ranks, {served}: sums exact with none, within int8's bound, the same bits on all ranks; "
         f"1 MiB all_reduce: {times}; {placement(first['round_trip_ns'])}"
+        f"; {single_copy(first['single_copy'])}"
     )
     return Check(name="engine", status=OK if native else NOTE, summary=summary, details=details)
 
@@ -49,6 +50,13 @@ def placement(nanoseconds: float) -> str:
     else:
         where = "one L3" if nanoseconds < 250 else "different L3 caches or sockets"
     return f"cache-line round trip {nanoseconds:.0f} ns ({where})"
+
+
+def single_copy(said: str) -> str:
+    """Whether receivers read the senders' memory."""
+    if said == "process_vm_readv":
+        return "large tensors are copied once, out of the sender's memory"
+    return f"every tensor is staged ({said})"
 
 
 def self_test(rank: int, world_size: int) -> dict[str, Any]:
@@ -81,6 +89,7 @@ def self_test(rank: int, world_size: int) -> dict[str, Any]:
         "median_us": {codec: _median_us(noise[rank], codec) for codec in ("none", "int8")},
         "runtime": info["runtime"],
         "why": info["why"],
+        "single_copy": str(info.get("single_copy", "ranks share no memory")),
         "round_trip_ns": float(info.get("round_trip_ns", 0.0)),
     }
 

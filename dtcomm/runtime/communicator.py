@@ -30,7 +30,7 @@ from dtcomm.runtime.sockets import Door
 from dtcomm.runtime.work import Work
 from dtcomm.schedule import Schedule
 
-PROTOCOL = 1  # what ranks say to each other when they meet, and the layout of shared areas
+PROTOCOL = 2  # what ranks say to each other when they meet, and the layout of shared areas
 
 
 class Runtime(Protocol):
@@ -164,9 +164,14 @@ class Communicator:
                 for word, more in zip(words, meeting.exchange({"address": native.address()}), strict=True):
                     word.update(more)
             trouble = self._attach(native, words, door, timeout.total_seconds())
-            said = [word["trouble"] for word in meeting.exchange({"trouble": trouble})]
+            pulls = trouble or native.why_no_single_copy()
+            answers = meeting.exchange({"trouble": trouble, "pulls": pulls})
+            said = [word["trouble"] for word in answers]
             found = [f"{words[rank]['name']}: {what}" for rank, what in enumerate(said) if what]
             if not found:
+                native.single_copy = next((word["pulls"] for word in answers if word["pulls"]), "")
+                if native.single_copy and env.get("DTCOMM_SINGLE_COPY") == "on":
+                    raise DtcommError(f"DTCOMM_SINGLE_COPY=on, but {native.single_copy}")
                 self.runtime = native
                 self.why = self._how()
             elif forced := _forced():

@@ -13,7 +13,7 @@ from typing import Any
 from dtcomm import _C
 from dtcomm.runtime.around import NOTHING, Around
 from dtcomm.runtime.shape import Shape
-from dtcomm.runtime.shm import Buffers, native_plan
+from dtcomm.runtime.shm import Buffers, may_be_pulled, native_plan
 from dtcomm.schedule import Schedule
 
 FATES = ("done", "died", "peer_lost", "mismatch", "stuck", "corrupt")
@@ -21,13 +21,16 @@ FATES = ("done", "died", "peer_lost", "mismatch", "stuck", "corrupt")
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One collective of one rank; ``shared``: its tensor counts as lying in shared memory; ``around``: its steps."""
+    """One collective of one rank; ``shared``: its tensor counts as lying in shared memory; ``pulled``: peers read it
+    where it lies; ``around``: its steps.
+    """
 
     shape: Shape
     schedule: Schedule
     buffers: Sequence[Buffers]
     seed: int = 0
     shared: bool = False
+    pulled: bool = False
     around: Around = NOTHING
 
 
@@ -66,7 +69,10 @@ def run(world: World, operations: Sequence[Sequence[Operation]]) -> list[Outcome
     for rank, mine in enumerate(operations):
         calls.append([])
         for operation in mine:
-            plan = _plan(operation.shape, operation.schedule, rank, world.piece_bytes, world.slot_bytes)
+            shape, sizes = operation.shape, (world.piece_bytes, world.slot_bytes)
+            plan = _plan(
+                shape, operation.schedule, rank, *sizes, pulls=operation.pulled and may_be_pulled(shape)
+            )
             pointers = [buffers.pointers() for buffers in operation.buffers]
             calls[rank].append((plan, pointers, operation.seed, operation.shared, *operation.around.native()))
     outcomes = _C.run_local(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +20,17 @@ from dtcomm.runtime.link import Link, links
 from dtcomm.runtime.shape import GEOMETRY, OPS, Shape
 from dtcomm.runtime.work import NativeWork, Work
 from dtcomm.schedule import Schedule, lower
-from dtcomm.schedule.ir import CUT_AT_GRANULES
+from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
 
 SLOT_BYTES = 512 * 1024
 LARGEST_SLOT_BYTES = 8 * 2**20
 # Through sockets more has to be under way: a peer whose core is busy otherwise answers milliseconds later.
 MESSAGE_SLOT_BYTES = 2 * 2**20
 LEAST_DIRECT = 128 * 1024  # bytes of a tensor that peers copy from the tensor itself
+# Bytes of a tensor that peers copy out of its owner's memory. The kernel copies page by page: huge ones at up to
+# 28 GB/s, those of 4 KiB at 13, which is more work than to stage them and copy again.
+LEAST_PULLED = 4 * 2**20
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 LEAST_BOXES = 128  # of 4 KiB fill a slot: a user's own schedule may need as many
 
 
@@ -62,6 +68,7 @@ class NativeRuntime:
         self.ranks = ranks
         self._recorded = False
         self.transport = "memory"
+        self.single_copy = "not asked for yet"  # why there is none; empty where there is
         found = links()
         self._link = found.inside
         self._slot_bytes = slot_bytes if self._link is None else max(slot_bytes, _slot_bytes(self._link))
@@ -107,19 +114,39 @@ class NativeRuntime:
         # Ranks that share a core must give it away to get on; a look at sockets costs as much as many at memory.
         spins = 32 if sockets else 64 if cores < len(here) else 1000
         self.native.set_spins(int(env.get("DTCOMM_SPINS")) or spins)
+        # Otherwise the progress thread has a core of its own, and both get on at once.
+        self.native.relieves = cores < 2 * len(here)
         # A probe whose partner is not running gives up: also ranks that share cores can have it.
         self.native.probes = env.get("DTCOMM_STAGING") == "auto" and self._link is None and not sockets
         self.native.stream_staging = env.get("DTCOMM_STAGING") == "streaming"
+
+    def why_no_single_copy(self) -> str:
+        """Why receivers should not copy out of this rank's memory, or it not out of theirs; empty where they may."""
+        chosen = env.get("DTCOMM_SINGLE_COPY")
+        if chosen == "off":
+            return "DTCOMM_SINGLE_COPY=off"
+        if self._link is not None:
+            return "a link is emulated"
+        if self.transport != "memory":
+            return "not all ranks share memory"
+        why = self.native.why_no_pulls()
+        if not why and chosen == "auto" and not _has_huge_pages():
+            return "tensors lie in small pages, which take longer to read than to stage; see THP_MEM_ALLOC_ENABLE=1"
+        return why
 
     def prepare(self, shape: Shape, schedule: Schedule) -> _C.NativePlan:
         """A plan for calls of this shape."""
         # What ranks read in each other's tensors would come over no link.
         shared = self.transport == "memory"
+        least = 0 if env.get("DTCOMM_SINGLE_COPY") == "on" else LEAST_PULLED
+        pulls = not self.single_copy and may_be_pulled(shape) and _bytes(shape) >= least
         direct = shared and self._link is None and is_direct(shape, LEAST_DIRECT)
         piece = piece_bytes(shape, self.ranks) * (self._slot_bytes // SLOT_BYTES)
         if not shared and env.get("DTCOMM_PIECE_KIB") == "0":
             piece = message_piece(shape, self.ranks)
-        return native_plan(shape, schedule, self.rank, piece, self._slot_bytes, _boxes(self.ranks), direct)
+        return native_plan(
+            shape, schedule, self.rank, piece, self._slot_bytes, _boxes(self.ranks), direct, pulls
+        )
 
     def run(self, plan: Any, buffers: Sequence[Buffers], seed: int, around: Around | None = None) -> int:
         """Run to the end; returns the bytes sent."""
@@ -190,6 +217,8 @@ class NativeRuntime:
             "kernels": _C.engine_kernels(),
             "round_trip_ns": self.native.round_trip_ns,
             "staging": "streaming" if self.native.stream_staging else "ordinary",
+            "single_copy": self.single_copy or "process_vm_readv",
+            "pulled_bytes": self.native.pulled_bytes,
             "operations": self.native.operations,
             "wire_bytes": self.native.wire_bytes,
         }
@@ -212,6 +241,7 @@ def native_plan(
     slot_bytes: int,
     max_boxes: int = 2**16,
     direct: bool | None = None,
+    pulls: bool = False,
 ) -> _C.NativePlan:
     """The schedule, lowered for ``rank`` and laid over the shape's parts; ``direct`` None: wherever it can be."""
     program = lower(schedule, rank)
@@ -233,6 +263,7 @@ def native_plan(
         splits=list(shape.splits),
         checksum=shape.checksum,
         about=json.dumps(flight.about(shape)),
+        pulls=pulls,
     )
 
 
@@ -241,7 +272,7 @@ def piece_bytes(shape: Shape, ranks: int) -> int:
     chosen = int(env.get("DTCOMM_PIECE_KIB"))
     if chosen:
         return chosen * 1024
-    total = sum(part.numel * part.dtype.itemsize for part in shape.parts)
+    total = _bytes(shape)
     if shape.collective not in CUT_AT_GRANULES:
         total *= ranks
     return 512 * 1024 if total <= 4 * 2**20 else 256 * 1024
@@ -251,7 +282,7 @@ def message_piece(shape: Shape, ranks: int) -> int:
     """Bytes of input that a piece takes where its messages go through sockets: enough of them to overlap, few enough
     that a peer whose core is busy otherwise does not hold up the link.
     """
-    whole = sum(part.numel * part.dtype.itemsize for part in shape.parts)
+    whole = _bytes(shape)
     if shape.collective not in CUT_AT_GRANULES:
         whole *= ranks
     return min(max(whole // 64, SLOT_BYTES), MESSAGE_SLOT_BYTES)
@@ -260,6 +291,10 @@ def message_piece(shape: Shape, ranks: int) -> int:
 def _rate(link: Link | None) -> tuple[float, float]:
     """Microseconds of latency and nanoseconds a byte, as the engine takes them."""
     return (0.0, 0.0) if link is None else (link.latency_s * 1e6, link.ns_per_byte)
+
+
+def _bytes(shape: Shape) -> int:
+    return sum(part.numel * part.dtype.itemsize for part in shape.parts)
 
 
 def _slot_bytes(link: Link) -> int:
@@ -274,17 +309,32 @@ def _boxes(ranks: int) -> int:
     return max(LEAST_BOXES, 2 * ranks + 2)
 
 
+def _has_huge_pages() -> bool:
+    """Whether the kernel gives torch's large tensors huge pages."""
+    try:
+        chosen = HUGE_PAGES.read_text()
+    except OSError:
+        return False
+    return "[always]" in chosen or (
+        "[madvise]" in chosen and os.environ.get("THP_MEM_ALLOC_ENABLE", "0") == "1"
+    )
+
+
+def may_be_pulled(shape: Shape) -> bool:
+    """Whether receivers could copy from the senders' own memory: what is handed on as it is, by those who have it."""
+    return shape.collective not in REDUCING and is_direct(shape)
+
+
 def is_direct(shape: Shape, least: int = 0) -> bool:
     """Whether peers may work on the caller's tensor itself, if all of them lie in shared memory.
 
     Tensors that are only copied are worked on from ``least`` bytes: who gives one has to wait for those who take it,
     which pays where the copy that it saves is a large one.
     """
-    if len(shape.parts) != 1 or shape.splits or shape.checksum or shape.parts[0].codec.name != "none":
+    if len(shape.parts) != 1 or shape.checksum or shape.parts[0].codec.name != "none":
         return False
     if shape.collective == "all_reduce":
         return shape.algorithm == "two_shot"
     if shape.collective in ("reduce_scatter", "all_gather"):
         return shape.algorithm == "one_shot"
-    part = shape.parts[0]
-    return shape.algorithm in ("one_shot", "send") and part.numel * part.dtype.itemsize >= least
+    return shape.algorithm in ("one_shot", "send") and _bytes(shape) >= least

@@ -45,6 +45,9 @@ class Work:
         """A future of the output tensors; completed, or given the error, from another thread."""
         raise TypeError("abstract")
 
+    def drop_future(self) -> None:
+        """Whoever asked for the future waits himself: it need not be completed, which spares waking a thread."""
+
 
 class Done(Work):
     """An operation that had nothing to wait for."""
@@ -79,6 +82,7 @@ class NativeWork(Work):
         self._native = native
         self._held = held
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._ticket = 0
         _hold(self)
 
     def wait(self) -> None:
@@ -99,8 +103,14 @@ class NativeWork(Work):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         if self._future is None:
             self._future = torch.futures.Future()
-            _notify(self)
+            self._ticket = _notify(self)
         return self._future
+
+    def drop_future(self) -> None:
+        if self._future is not None and self._native.unnotify():
+            self._future = None
+            with _lock:
+                _waiting.pop(self._ticket, None)
 
     @property
     def wire_bytes(self) -> int:  # type: ignore[override]
@@ -157,7 +167,7 @@ def _let_go(work: NativeWork) -> None:
     _held.pop(id(work), None)
 
 
-def _notify(work: NativeWork) -> None:
+def _notify(work: NativeWork) -> int:
     global _thread
     with _lock:
         ticket = next(_tickets)
@@ -166,6 +176,7 @@ def _notify(work: NativeWork) -> None:
             _thread = threading.Thread(target=_complete_futures, name="dtcomm-futures", daemon=True)
             _thread.start()
     _C.notify(work._native, ticket)
+    return ticket
 
 
 def _complete_futures() -> None:

@@ -155,7 +155,8 @@ def test_the_engine_cuts_alike(shape: Shape, ranks: int, elements: int) -> None:
         max_boxes=64,
         splits=list(shape.splits),
     )
-    assert plan.pieces == len(lay_out(shape, program.chunks, max(finest, elements // finest * finest)))
+    pieces = lay_out(shape, program.chunks, max(finest, elements // finest * finest))
+    assert plan.pieces == max(1, len(pieces))  # what is empty takes a turn: nobody runs away
 
 
 @pytest.mark.parametrize("spec", ["none", "fp16", "int8"])

@@ -61,7 +61,7 @@ def make(
     op: str = "sum",
     dtype: torch.dtype = torch.float32,
     feedback: bool = False,
-    shared: bool = False,
+    place: str = "slots",
     integers: bool = True,
 ) -> Case:
     root = rng.randrange(ranks) if collective in ROOTED else 0
@@ -92,7 +92,11 @@ def make(
         case.inputs.append(kept)
         case.residuals.append([None if part.residual is None else part.residual.clone() for part in buffers])
         case.outputs.append([part.output for part in buffers])
-        operation = Operation(shape=shape, schedule=schedule, buffers=buffers, seed=7, shared=shared)
+        # Of the ranks whose tensors are pulled some have theirs in shared memory.
+        shared = place == "shared" or (place == "pulled" and rng.random() < 0.3)
+        operation = Operation(
+            shape=shape, schedule=schedule, buffers=buffers, seed=7, shared=shared, pulled=place == "pulled"
+        )
         case.operations.append(operation)
     return case
 
@@ -149,8 +153,8 @@ def test_exact_in_every_order(collective: str, algorithm: str) -> None:
         for _ in range(rng.randint(1, 4)):
             numels = [rng.choice([0, 1, 31, 1000, 4096, 9001]) for _ in range(rng.randint(1, 3))]
             specs = [rng.choice(["none", "fp16", "bf16"]) for _ in numels]
-            shared = rng.random() < 0.5
-            cases.append(make(rng, world.ranks, collective, algorithm, specs, numels, shared=shared))
+            place = rng.choice(["slots", "shared", "pulled"])
+            cases.append(make(rng, world.ranks, collective, algorithm, specs, numels, place=place))
         outcomes = run(world, together(cases))
         finished(outcomes, world)
         for case in cases:
@@ -314,7 +318,16 @@ def test_unequal_splits() -> None:
         given = [torch.randn(sum(row)) for row in sizes]
         taken = [torch.full((sum(row[rank] for row in sizes),), torch.nan) for rank in range(n)]
         calls = [
-            [Operation(shape=shape, schedule=schedule, buffers=[Buffers(given[r], taken[r])], seed=3)] * 2
+            [
+                Operation(
+                    shape=shape,
+                    schedule=schedule,
+                    buffers=[Buffers(given[r], taken[r])],
+                    seed=3,
+                    pulled=world.seed % 3 == 0,
+                )
+            ]
+            * 2
             for r in range(n)
         ]
         outcomes = run(world, calls)

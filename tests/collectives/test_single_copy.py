@@ -1,0 +1,188 @@
+"""Receivers that read the senders' own memory: results, how long a sender waits, deaths, what the kernel refuses."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import struct
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from dtcomm import collectives
+from dtcomm.errors import DtcommError, PeerLost
+from dtcomm.testing import exact
+from dtcomm.testing.ranks import run_ranks, spawn_ranks, tell
+
+ON = {"DTCOMM_SINGLE_COPY": "on"}
+
+
+def pulled(rank: int, n: int) -> int:
+    root, peer = n - 1, rank ^ 1
+    for count in (0, 1, 1000, 50_001, 300_000):
+
+        def given(collective: str, shards: int, count: int = count) -> torch.Tensor:
+            return exact.inputs(collective, count, rank=rank, world_size=n).clone().view(shards, count)
+
+        def check(collective: str, result: torch.Tensor, *sources: torch.Tensor, count: int = count) -> None:
+            for source in sources:
+                source.fill_(float("nan"))  # whoever reads it now reads it too late
+            expected = exact.expected(collective, count, rank=rank, world_size=n, root=root)
+            assert exact.wrong(result.reshape(-1)[: expected.numel()], expected) == 0, (collective, count)
+
+        tensor = given("broadcast", 1)
+        collectives.broadcast(tensor, root)
+        check("broadcast", tensor)
+        source, output = given("gather", 1), torch.empty(count * n)
+        collectives.gather(source, output if rank == root else None, root)
+        if rank == root:
+            check("gather", output, source)
+        source, output = given("scatter", n), torch.empty(count)
+        collectives.scatter(output, source.view(-1) if rank == root else None, root)
+        check("scatter", output, source)
+        source, output = given("all_to_all", n), torch.empty(n, count)
+        work = collectives.all_to_all(output, source, async_op=True)
+        assert work is not None
+        work.wait()
+        check("all_to_all", output, source)
+        whole = torch.empty(count * n)
+        mine = whole[count * rank : count * (rank + 1)].copy_(given("all_gather", 1)[0])
+        collectives.all_gather(whole, mine)  # in place
+        check("all_gather", whole)
+        rows = [[(src * 7 + dst * 3) % 5 * count // 4 for dst in range(n)] for src in range(n)]
+        taken = [row[rank] for row in rows]
+        source, output = torch.full((sum(rows[rank]),), float(rank)), torch.empty(sum(taken))
+        collectives.all_to_all(output, source, taken, rows[rank])
+        source.fill_(-1.0)
+        for src, part in enumerate(output.split(taken)):
+            assert part.eq(src).all()
+        if peer < n:
+            source, output = given("sendrecv", 1), torch.empty(count)
+            for sends in (rank < peer, rank > peer):
+                collectives.send(source, peer) if sends else collectives.recv(output, peer)
+            source.zero_()
+            expected = exact.inputs("sendrecv", count, rank=peer, world_size=n)
+            assert exact.wrong(output, expected) == 0
+    info = collectives.info()
+    assert info["single_copy"] == "process_vm_readv"
+    bytes: int = info["pulled_bytes"]
+    return bytes
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_ordinary_tensors_are_read_where_they_lie(n: int) -> None:
+    assert min(run_ranks(pulled, n, env=ON)) > 300_000 * 4
+
+
+def not_pulled(rank: int, n: int) -> dict[str, Any]:
+    out, x = torch.empty(2_000_000 * n), torch.full((2_000_000,), float(rank))
+    collectives.all_gather(out, x)
+    collectives.all_gather(out, x, codec="fp16")
+    assert out.view(n, -1)[1].eq(1).all()
+    return collectives.info()
+
+
+@pytest.mark.parametrize(
+    ("variables", "why"),
+    [
+        ({"DTCOMM_SINGLE_COPY": "off"}, "DTCOMM_SINGLE_COPY=off"),
+        ({"DTCOMM_LINK": "100gbit,1us"}, "a link is emulated"),
+    ],
+)
+def test_what_is_staged_says_why(variables: dict[str, str], why: str) -> None:
+    for info in run_ranks(not_pulled, 2, env=variables):
+        assert (info["single_copy"], info["pulled_bytes"]) == (why, 0)
+
+
+def forced_over_a_link(rank: int, n: int) -> None:
+    with pytest.raises(DtcommError, match="DTCOMM_SINGLE_COPY=on, but a link is emulated"):
+        collectives.barrier()
+
+
+def test_what_cannot_be_forced_is_refused() -> None:
+    run_ranks(forced_over_a_link, 2, env={**ON, "DTCOMM_LINK": "10gbit,5us"})
+
+
+def slow_reader(rank: int, n: int) -> float:
+    x = torch.full((300_000,), 3.0)
+    collectives.barrier()
+    began = time.monotonic()
+    if rank == 0:
+        collectives.send(x, 1)
+        x.zero_()
+    else:
+        time.sleep(0.4)
+        collectives.recv(x.zero_(), 0)
+        assert x.eq(3).all()
+    return time.monotonic() - began
+
+
+def test_a_sender_returns_when_it_has_been_read() -> None:
+    assert run_ranks(slow_reader, 2, env=ON)[0] >= 0.3
+
+
+def gathers(rank: int, n: int) -> str:
+    x, out = torch.ones(1_000_000), torch.empty(1_000_000 * n)
+    collectives.all_gather(out, x)
+    tell("running")
+    try:
+        while True:
+            collectives.all_gather(out, x)
+    except PeerLost as error:
+        return str(error)
+
+
+def test_a_death_while_memory_is_read_is_named() -> None:
+    with spawn_ranks(gathers, 3, env=ON, group_timeout=20.0) as ranks:
+        for rank in range(3):
+            assert ranks.hear(rank) == "running"
+        time.sleep(0.1)
+        ranks.kill(1)
+        outcomes = ranks.join(30)
+    for rank in (0, 2):
+        assert "rank 1 (host" in outcomes[rank].result and "is gone" in outcomes[rank].result, outcomes[rank]
+
+
+def forbid() -> bool:
+    """Has the kernel refuse process_vm_readv to this thread, as a container may; False where it cannot be asked to."""
+    number = {"x86_64": 310, "aarch64": 270}.get(platform.machine())
+    if number is None:
+        return False
+    load, compare, answer = 0x20, 0x15, 0x06
+    rules = [(load, 0, 0, 0), (compare, 0, 1, number), (answer, 0, 0, 0x00050001), (answer, 0, 0, 0x7FFF0000)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *rule) for rule in rules))
+    program = ctypes.create_string_buffer(struct.pack("@HP", len(rules), ctypes.addressof(code)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    no_new_privileges, seccomp, by_filter = 38, 22, 2
+    if libc.prctl(no_new_privileges, 1, 0, 0, 0):
+        return False
+    return not libc.prctl(seccomp, by_filter, program, 0, 0)
+
+
+def refused(rank: int, n: int) -> str:
+    said = []
+
+    def meet() -> None:  # rules hold for a thread
+        if rank == 1 and not forbid():
+            said.append("cannot be forbidden")
+        try:
+            collectives.barrier()
+        except DtcommError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=meet)
+    thread.start()
+    thread.join()
+    return "; ".join(said)
+
+
+def test_what_one_rank_may_not_no_rank_does() -> None:
+    said = run_ranks(refused, 3, env=ON)
+    if "cannot be forbidden" in said[1]:
+        pytest.skip("no seccomp filters here")
+    for text in said:
+        assert text.startswith("DTCOMM_SINGLE_COPY=on, but process_vm_readv of rank 0 (host"), text
+        assert "Operation not permitted (kernel.yama.ptrace_scope" in text
