@@ -30,7 +30,7 @@ demo: build  ## build, then train a small language model on two ranks with compr
 build: $(NATIVE) $(INSTALLED)  ## make .venv and compile the native modules in place
 
 # Tests without rank processes, two at a time; those with ranks want the cores for themselves.
-ALONE = $(addprefix tests/,kernels codecs quality operators schedule algorithms)
+ALONE = $(addprefix tests/,kernels codecs quality operators schedule algorithms triton insight planner)
 
 test: tsan asan device build  ## everything: the core under sanitizers, then the whole test suite
 	$(PYTEST) -n 2 $(ALONE) $(ARGS)

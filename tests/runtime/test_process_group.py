@@ -331,8 +331,7 @@ def until_failure(rank: int, world_size: int, algorithm: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["two_shot", "ring"])
-@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("sig", "algorithm"), [(signal.SIGKILL, "two_shot"), (signal.SIGSTOP, "ring")])
 def test_a_lost_rank_is_named(sig: signal.Signals, algorithm: str) -> None:
     victim, kind = 1, PeerLost if sig == signal.SIGKILL else CollectiveTimeout
     with spawn_ranks(until_failure, 4, algorithm, env=OVER_GLOO, group_timeout=3.0) as ranks:
