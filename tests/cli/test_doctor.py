@@ -41,7 +41,7 @@ def test_text_has_a_line_per_check(
 
 def _finding(**change: Any) -> dict[str, Any]:
     found = {"problems": [], "digest": "d", "median_us": {"none": 1.0}, "runtime": "native", "why": "w"}
-    return {**found, "round_trip_ns": 100.0, **change}
+    return {**found, "round_trip_ns": 100.0, "single_copy": "switched off", **change}
 
 
 @pytest.mark.parametrize(
