@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 from dtcomm.errors import DtcommError, PeerLost
+from dtcomm.runtime.blame import GRACE_SECONDS
 from dtcomm.runtime.communicator import Communicator
 
 _PID = re.compile(r"pid (\d+)")
@@ -29,5 +31,10 @@ def lost(communicator: Communicator | None, cause: RuntimeError) -> DtcommError:
     """PeerLost that names who can be named."""
     reason = str(cause).splitlines()[0]
     names = [] if communicator is None else gone(communicator)
+    # The kernel closes a dying process's connections a moment before it counts the process as ended.
+    deadline = time.monotonic() + GRACE_SECONDS
+    while communicator is not None and communicator.hosts == 1 and not names and time.monotonic() < deadline:
+        time.sleep(0.01)
+        names = gone(communicator)
     who = " and ".join(names) if names else "a rank of the group"
     return PeerLost(f"{who} is gone ({reason})")
