@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from bench.random_ops import Operation
+from dtcomm.testing import exact
 
 OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -16,18 +17,7 @@ OPS: dict[str, Any] = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
-COLLECTIVES = (
-    "all_reduce",
-    "reduce_scatter",
-    "all_gather",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "sendrecv",
-    "barrier",
-)
+COLLECTIVES = (*exact.COLLECTIVES, "barrier")
 
 
 class Both:

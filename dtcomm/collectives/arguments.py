@@ -17,15 +17,25 @@ Group = dist.ProcessGroup | None
 Op = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
-class Options(TypedDict, total=False):
-    """What every collective takes by keyword, for the overloads that tell ``async_op=True`` from the rest."""
+class ReceiveOptions(TypedDict, total=False):
+    """What every call takes by keyword, for the overloads that tell ``async_op=True`` from the rest."""
 
     codec: str | Codec
-    algorithm: Any
     group: Group
+    checksum: bool | None
+
+
+class SendOptions(ReceiveOptions, total=False):
+    """The same where this rank encodes, by a way that is given."""
+
     seed: int | None
     residual: torch.Tensor | None
-    checksum: bool | None
+
+
+class Options(SendOptions, total=False):
+    """The same of every collective."""
+
+    algorithm: Any
 
 
 class CoalescedOptions(TypedDict, total=False):

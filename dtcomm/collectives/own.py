@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from dtcomm.codecs import Codec
-from dtcomm.collectives.arguments import Group, Op
+from dtcomm.collectives.arguments import Group, Op, SendOptions
 from dtcomm.collectives.copying import all_gather, broadcast, gather, scatter
 from dtcomm.collectives.exchange import all_to_all
 from dtcomm.collectives.launch import Own, own
@@ -16,6 +16,9 @@ from dtcomm.runtime.communicator import find
 from dtcomm.runtime.work import Work
 from dtcomm.schedule import Schedule, parse, verify
 from dtcomm.schedule.verify import Proof
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 MOST_PROOFS = 64
 # By identity: comparing schedules, transfer by transfer, would cost more than running them.
@@ -30,11 +33,7 @@ def run(
     op: Op = "sum",
     *,
     async_op: Literal[True],
-    codec: str | Codec = "none",
-    group: Group = None,
-    seed: int | None = None,
-    residual: torch.Tensor | None = None,
-    checksum: bool | None = None,
+    **options: Unpack[SendOptions],
 ) -> Work: ...
 
 
@@ -46,11 +45,7 @@ def run(
     op: Op = "sum",
     *,
     async_op: bool = False,
-    codec: str | Codec = "none",
-    group: Group = None,
-    seed: int | None = None,
-    residual: torch.Tensor | None = None,
-    checksum: bool | None = None,
+    **options: Unpack[SendOptions],
 ) -> Work | None: ...
 
 

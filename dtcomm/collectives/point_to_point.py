@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from dtcomm import codecs
 from dtcomm.codecs import Codec
-from dtcomm.collectives.arguments import Group, in_memory, require_dtype, require_residual, require_tensor
+from dtcomm.collectives.arguments import (
+    Group,
+    ReceiveOptions,
+    SendOptions,
+    in_memory,
+    require_dtype,
+    require_residual,
+    require_tensor,
+)
 from dtcomm.collectives.launch import own, plan_for, start
 from dtcomm.runtime.channel import Pair, pair_of
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.shm import Buffers
 from dtcomm.runtime.work import Work
 from dtcomm.schedule import Schedule, Transfer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # A message is a broadcast over two ranks of which only the receiver has an output.
 _WAYS = [
@@ -37,11 +48,7 @@ def send(
     dst: int,
     *,
     async_op: Literal[True],
-    codec: str | Codec = "none",
-    group: Group = None,
-    seed: int | None = None,
-    residual: torch.Tensor | None = None,
-    checksum: bool | None = None,
+    **options: Unpack[SendOptions],
 ) -> Work: ...
 
 
@@ -51,11 +58,7 @@ def send(
     dst: int,
     *,
     async_op: bool = False,
-    codec: str | Codec = "none",
-    group: Group = None,
-    seed: int | None = None,
-    residual: torch.Tensor | None = None,
-    checksum: bool | None = None,
+    **options: Unpack[SendOptions],
 ) -> Work | None: ...
 
 
@@ -83,9 +86,7 @@ def recv(
     src: int,
     *,
     async_op: Literal[True],
-    codec: str | Codec = "none",
-    group: Group = None,
-    checksum: bool | None = None,
+    **options: Unpack[ReceiveOptions],
 ) -> Work: ...
 
 
@@ -95,9 +96,7 @@ def recv(
     src: int,
     *,
     async_op: bool = False,
-    codec: str | Codec = "none",
-    group: Group = None,
-    checksum: bool | None = None,
+    **options: Unpack[ReceiveOptions],
 ) -> Work | None: ...
 
 

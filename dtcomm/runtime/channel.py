@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.errors import DtcommError
-from dtcomm.runtime.communicator import PROTOCOL, Communicator, entry_of
+from dtcomm.runtime.communicator import Communicator, entry_of
 from dtcomm.runtime.groups import group_store, position, require_group
+from dtcomm.runtime.joining import PROTOCOL
 from dtcomm.runtime.work import Work
 
 Start = Callable[[Communicator], Work | None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import threading
 import weakref
 from collections.abc import Hashable, Sequence
@@ -16,62 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtcomm import _C, env
+from dtcomm import env
 from dtcomm.errors import DtcommError
-from dtcomm.kernels import dispatch
-from dtcomm.runtime import flight, link, work
-from dtcomm.runtime.around import Around
-from dtcomm.runtime.groups import group_store, group_timeout, inherited, position, require_group
-from dtcomm.runtime.meeting import Meeting, host_id, require_equal
-from dtcomm.runtime.sealed import Wire
-from dtcomm.runtime.shape import Shape
-from dtcomm.runtime.shm import MESSAGE_SLOT_BYTES, Buffers, NativeRuntime
-from dtcomm.runtime.sockets import Door
-from dtcomm.runtime.work import Work
-from dtcomm.schedule import Schedule
-
-PROTOCOL = 2  # what ranks say to each other when they meet, and the layout of shared areas
-
-
-class Runtime(Protocol):
-    """What moves the bytes of one group."""
-
-    name: str
-
-    def prepare(self, shape: Shape, schedule: Schedule) -> Any:
-        """A plan for calls of this shape, to be kept and reused."""
-
-    def run(self, plan: Any, buffers: Sequence[Buffers], seed: int, around: Around | None = None) -> int:
-        """Run to the end; returns the bytes this rank sent."""
-
-    def submit(
-        self,
-        plan: Any,
-        buffers: Sequence[Buffers],
-        outputs: Sequence[torch.Tensor],
-        seed: int,
-        around: Around | None = None,
-    ) -> Work:
-        """Queue behind what runs already."""
-
-    def set_timeout(self, seconds: float) -> None:
-        """How long the calls from now on wait for the other ranks."""
-
-    def close(self) -> None:
-        """Release everything."""
-
-    def info(self) -> dict[str, Any]:
-        """For reports."""
-
-    @property
-    def failure(self) -> str:
-        """Why every call raises; empty where none does."""
-
-    def flights(self) -> list[flight.Flight]:
-        """The last operations, oldest first."""
-
-    def sightings(self) -> list[flight.Sighting]:
-        """What is to be seen of every rank, in rank order; empty where nothing is."""
+from dtcomm.runtime import flight, work
+from dtcomm.runtime.groups import group_store, inherited, position, require_group
+from dtcomm.runtime.joining import PROTOCOL, Joining, Runtime
 
 
 class Communicator:
@@ -104,7 +52,6 @@ class Communicator:
         self.names = [f"rank {rank}" for rank in self.ranks]
         self.checksum = env.get("DTCOMM_CHECKSUM") == "1"
         self._trouble = ""
-        self._paired = store is not None
         self.calls = 0
         self.plans: dict[Hashable, Any] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -115,7 +62,12 @@ class Communicator:
         if self.size > 1:
             flight.add(self)
             try:
-                self._meet(group, epoch, group_store(group) if store is None else store)
+                joining = Joining(self.rank, self.ranks, group, epoch, store)
+                try:
+                    joining.meet()
+                finally:  # what is known by then, the flight record says too
+                    self.names, self.groups, self.table = joining.names, joining.groups, joining.table
+                    self.runtime, self.why = joining.runtime, joining.why
             except DtcommError as error:
                 self._trouble = f"the communicator could not be made: {error}"
                 flight.failed(error)
@@ -125,149 +77,6 @@ class Communicator:
     def hosts(self) -> int:
         """How many hosts the ranks are on."""
         return len(self.groups)
-
-    def _meet(self, group: dist.ProcessGroup, epoch: int | str, store: c10d.Store) -> None:
-        timeout = group_timeout(group)
-        meeting = Meeting(store, f"dtcomm/{PROTOCOL}/{epoch}", self.rank, self.ranks, timeout)
-        native = NativeRuntime(self.rank, self.size, timeout.total_seconds())
-        door, closed = _door()
-        try:
-            words = meeting.exchange(
-                {
-                    "address": native.address(),
-                    "door": {"closed": closed} if door is None else door.word(),
-                    "host": host_id(),
-                    "name": f"rank {self.ranks[self.rank]} (host {socket.gethostname()}, pid {os.getpid()})",
-                    "protocol": PROTOCOL,
-                    "variables": env.shared(),
-                    "machine": link.machine(),
-                    "cores": sorted(os.sched_getaffinity(0)),
-                    "table": env.tune_text() if self.rank == 0 else "",
-                }
-            )
-            require_equal(words, "protocol", "the version of dtcomm")
-            require_equal(words, "variables", "DTCOMM_ variables")
-            links = link.links()
-            if links and len({word["machine"] for word in words}) > 1:
-                raise DtcommError(
-                    "DTCOMM_LINK: emulated links join processes of one machine; these ranks are on more"
-                )
-            self.names = [word["name"] for word in words]
-            self.table = words[0]["table"]
-            hosts: dict[str, list[int]] = {}
-            for rank, word in enumerate(words):
-                hosts.setdefault(word["host"], []).append(rank)
-            self.groups = tuple(map(tuple, hosts.values()))
-            if self._crosses_sockets():  # pieces of another size
-                native.close()
-                native = NativeRuntime(self.rank, self.size, timeout.total_seconds(), MESSAGE_SLOT_BYTES)
-                for word, more in zip(words, meeting.exchange({"address": native.address()}), strict=True):
-                    word.update(more)
-            trouble = self._attach(native, words, door, timeout.total_seconds())
-            pulls = trouble or native.why_no_single_copy()
-            answers = meeting.exchange({"trouble": trouble, "pulls": pulls})
-            said = [word["trouble"] for word in answers]
-            found = [f"{words[rank]['name']}: {what}" for rank, what in enumerate(said) if what]
-            if not found:
-                native.single_copy = next((word["pulls"] for word in answers if word["pulls"]), "")
-                if native.single_copy and env.get("DTCOMM_SINGLE_COPY") == "on":
-                    raise DtcommError(f"DTCOMM_SINGLE_COPY=on, but {native.single_copy}")
-                self.runtime = native
-                self.why = self._how()
-            elif forced := _forced():
-                raise DtcommError(f"{forced}, but {found[0]}")
-            else:
-                self.why = found[0]
-        finally:
-            if door is not None:
-                door.close()
-            if self.runtime is None:
-                native.close()
-        meeting.close()
-        if self.runtime is None:
-            from dtcomm.runtime.process_group import ProcessGroupRuntime
-
-            private = self._private_group(group, store, str(epoch))
-            blames = c10d.PrefixStore(f"dtcomm/{PROTOCOL}/{epoch}", store)
-            self.runtime = ProcessGroupRuntime(
-                private, self.names, timeout.total_seconds(), blames, self._wires(links)
-            )
-
-    def _crosses_sockets(self) -> bool:
-        """Whether some ranks are to reach others through sockets: the same answer on all."""
-        if env.get("DTCOMM_RUNTIME") == "process_group":
-            return False
-        return self.hosts > 1 or env.get("DTCOMM_TRANSPORT") == "sockets"
-
-    def _attach(
-        self, native: NativeRuntime, words: Sequence[dict[str, Any]], door: Door | None, timeout_s: float
-    ) -> str:
-        """What keeps the engine from serving the ranks; empty where nothing does."""
-        if env.get("DTCOMM_RUNTIME") == "process_group":
-            return "DTCOMM_RUNTIME=process_group"
-        inside = next(group for group in self.groups if self.rank in group)
-        near = () if env.get("DTCOMM_TRANSPORT") == "sockets" else inside
-        far = {
-            rank: word["door"] for rank, word in enumerate(words) if rank != self.rank and rank not in near
-        }
-        if self.hosts > 1 and env.get("DTCOMM_TRANSPORT") == "memory":
-            return f"the ranks are on {self.hosts} hosts"
-        if far and dispatch.current() == "reference":
-            return "the reference kernels are in force, which the engine does not run"
-        sockets: dict[int, int] = {}
-        try:
-            if far:
-                for rank, word in [(self.rank, words[self.rank]["door"]), *far.items()]:
-                    if "closed" in word:
-                        return f"{words[rank]['name']} cannot be connected to: {word['closed']}"
-                assert door is not None
-                sockets = door.connect(self.rank, far, self.names, timeout_s)
-            cores = len(set[int]().union(*(words[rank]["cores"] for rank in inside)))
-            native.attach(
-                [word["address"] for word in words], self.names, cores=cores, sockets=sockets, inside=inside
-            )
-        except (OSError, RuntimeError) as error:
-            return f"cannot {'connect to' if far and not sockets else 'map the memory of'} a peer: {error}"
-        return ""
-
-    def _how(self) -> str:
-        assert self.runtime is not None
-        transport = self.runtime.info()["transport"]
-        if transport == "memory":
-            return "all ranks share this host's memory"
-        if self.hosts > 1:
-            return f"the ranks are on {self.hosts} hosts: {transport}"
-        return f"DTCOMM_TRANSPORT={env.get('DTCOMM_TRANSPORT')}"
-
-    def _wires(self, links: link.Links) -> list[Wire | None]:
-        """The emulated link to each rank."""
-        inside = next(group for group in self.groups if self.rank in group)
-        wires: list[Wire | None] = []
-        for rank in range(self.size):
-            level = 0 if rank in inside else 1
-            found = links.between if level else links.inside
-            wires.append(None if found is None or rank == self.rank else Wire(_C.Nic(level), found))
-        return wires
-
-    def _private_group(self, group: dist.ProcessGroup, store: c10d.Store, epoch: str) -> Any:
-        """A group of our own over the same ranks: our messages never mix with the user's."""
-        if dist.get_backend(group) in ("gloo", "dtcomm"):
-            # Past torch's registry: pairs are made in threads, several at once, and a second group of the same
-            # ranks would get the first one's name and read its addresses.
-            return dist.ProcessGroupGloo(
-                c10d.PrefixStore(f"dtcomm/{PROTOCOL}/{epoch}/gloo", store),
-                self.rank,
-                self.size,
-                group_timeout(group),
-            )
-        made: dist.ProcessGroup = dist.new_group(
-            self.ranks,
-            timeout=group_timeout(group),
-            backend=dist.get_backend(group),
-            use_local_synchronization=True,
-            group_desc="dtcomm",
-        )
-        return made
 
     def group_rank(self, global_rank: int, argument: str) -> int:
         """Position of a global rank in the group; ValueError that lists the ranks where it is not in it."""
@@ -315,24 +124,6 @@ class Communicator:
         self.plans.clear()
         if self.runtime is not None:
             self.runtime.close()
-
-
-def _door() -> tuple[Door | None, str]:
-    """Where ranks of other hosts connect to, or why they cannot."""
-    if env.get("DTCOMM_RUNTIME") == "process_group" or env.get("DTCOMM_TRANSPORT") == "memory":
-        return None, "its variables say so"
-    try:
-        return Door(), ""
-    except OSError as error:
-        return None, str(error)
-
-
-def _forced() -> str:
-    """The variable that rules the group's own backend out; empty where none does."""
-    for name, choices in (("DTCOMM_RUNTIME", ("native",)), ("DTCOMM_TRANSPORT", ("memory", "sockets"))):
-        if env.get(name) in choices and env.get("DTCOMM_RUNTIME") != "process_group":
-            return f"{name}={env.get(name)}"
-    return ""
 
 
 class Closeable(Protocol):
