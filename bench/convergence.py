@@ -123,12 +123,7 @@ def _write(runs: dict[str, Any], path: Path) -> dict[str, Any]:
         "verdicts": page.verdicts(runs),
         "runs": runs,
     }
-    output.write("convergence", result, str(path))
-    # A line a run: indented, the curves would be ten thousand.
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(run)}" for key, run in kept.pop("runs").items())
-    head = json.dumps(kept, indent=1).removesuffix("\n}")
-    path.write_text(f'{head},\n "runs": {{\n{lines}\n }}\n}}\n', encoding="utf-8")
+    output.write("convergence", result, path, lines="runs")
     return result
 
 

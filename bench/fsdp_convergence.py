@@ -118,11 +118,7 @@ def _write(runs: dict[str, Any], steps: int, path: Path) -> dict[str, Any]:
         "verdicts": shards_page.verdicts(runs),
         "runs": runs,
     }
-    output.write("fsdp_convergence", result, str(path))
-    kept = json.loads(path.read_text(encoding="utf-8"))  # a line a run
-    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(run)}" for key, run in kept.pop("runs").items())
-    head = json.dumps(kept, indent=1).removesuffix("\n}")
-    path.write_text(f'{head},\n "runs": {{\n{lines}\n }}\n}}\n', encoding="utf-8")
+    output.write("fsdp_convergence", result, path, lines="runs")
     return result
 
 

@@ -1,10 +1,11 @@
 """A step of a small GPT under FSDP2: dtcomm's codecs beside Gloo in fp32 and bf16, in turn, in one run.
 
-python -m bench.fsdp_speed [--links 1 10 memory] [--only NAMES] [--repetitions N] [--json FILE]
+python -m bench.fsdp_speed [--links 1 10 memory] [--only NAMES] [--repetitions N] [--add] [--docs] [--json FILE]
 
 Two ranks in two network namespaces joined by a link of so many Gbit/s (needs root and iproute2), then two ranks that
 share memory. A step is forward, backward and AdamW on so few symbols that communication dominates; bytes are those
 that the link itself counted. "alone" is the step without communication: every rank gathers from itself.
+`--docs` writes the table of docs/fsdp.md from what is in the result file, measuring nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from bench.common import machine, output
+from bench.common import machine, output, pages
 from bench.common.pool import Pool
 from bench.common.stats import Timing
 from dtcomm.cli.demo_model import GPT, Shape, loss
@@ -42,6 +43,7 @@ OURS: dict[str, dict[str, str]] = {
     "int4": {"gradients": "int4", "parameters": "int4"},
     "zero++": {"preset": "zero++"},
     "loco": {"preset": "loco"},
+    "loco, fp8": {"preset": "loco", "parameters": "fp8_e4m3"},
     "sdp4bit": {"preset": "sdp4bit"},
 }
 # How many times the step rate of Gloo in fp32, and of Gloo in bf16.
@@ -207,6 +209,31 @@ def show(link: str, rows: list[dict[str, Any]]) -> None:
     output.table(f"an FSDP2 step of {parameters / 1e6:.1f} M parameters, 2 ranks, {where}", columns, lines)
 
 
+def page(result: dict[str, Any]) -> str:
+    """The rows as the table of docs/fsdp.md: milliseconds, times the step rates of Gloo, and what was to be reached."""
+    found = {(row["link"], row["name"]): row for row in result["rows"]}
+    links = list(dict.fromkeys(link for link, _ in found))
+    lines = []
+    for name in dict.fromkeys(name for _, name in found):
+        row = [name]
+        for link in links:
+            each = found.get((link, name))
+            if each is None:
+                row.append("")
+                continue
+            asked = " and ".join(f"{least:g}×" for least in each["targets"] or () if least)
+            said = f", {'≥' if each['verdict'] == 'PASS' else 'not'} {asked}" if asked else ""
+            row.append(
+                f"{each['ms']:.0f} ({each['faster_than_fp32']:.2f}×, {each['faster_than_bf16']:.2f}×{said})"
+            )
+        sent = next((found[link, name]["link_bytes"] for link in links if link != MEMORY), 0)
+        lines.append([*row, f"{sent / 1e6:.1f}"])
+    heads = ["shared memory" if link == MEMORY else f"{link} Gbit/s" for link in links]
+    about = result["machine"]
+    where = f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}, {result['time'][:10]}"
+    return f"{pages.markdown(['ms a step', *heads, 'MB on the link'], lines)}\n\n{where}"
+
+
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Measures, prints, writes the file; returns what it wrote."""
     parser = argparse.ArgumentParser(
@@ -216,8 +243,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--only", nargs="+", choices=list(OURS), default=list(OURS), help="of ours")
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--add", action="store_true", help="keep the file's rows of other links")
+    parser.add_argument("--docs", action="store_true", help="only write docs/fsdp.md from the file")
     parser.add_argument("--json", help="where to write instead of bench/results/fsdp_speed.json")
     options = parser.parse_args(arguments)
+    path = Path(options.json or output.RESULTS / "fsdp_speed.json")
+    if options.docs:
+        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        print(pages.fill(pages.DOCS / "fsdp.md", "fsdp_speed", page(result)))
+        return result
     if any(link != MEMORY for link in options.links) and (why := hosts.available()):
         sys.exit(f"bench.fsdp_speed: {why}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -226,7 +259,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         here = measure(link, [FP32, BF16, ALONE, *options.only], options.repetitions)
         show(link, here)
         rows += here
-    path = Path(options.json or output.RESULTS / "fsdp_speed.json")
     if options.add and path.exists():
         kept = json.loads(path.read_text(encoding="utf-8"))["rows"]
         rows = [row for row in kept if row["link"] not in options.links] + rows

@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from bench.common import machine, output, theory
+from bench.common import machine, output, pages, theory
 from dtcomm.cli import codecs_choice, codecs_report, codecs_samples
 from dtcomm.codecs import Codec
 
-DOCS = Path(__file__).resolve().parents[1] / "docs" / "codecs.md"
-BEGIN, END = "<!-- quality:begin -->", "<!-- quality:end -->"
 SPEED_BYTES = 4 << 20
 
 
@@ -95,15 +92,6 @@ def tables(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def insert(document: str, tables: str) -> str:
-    """The document with `tables` between its markers. ValueError where it has none."""
-    before, begin, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the document lacks {BEGIN} or {END}")
-    return f"{before}{BEGIN}\n{tables}\n{END}{after}"
-
-
 def _number(value: float | None) -> str:
     """Three significant digits."""
     if value is None:
@@ -124,8 +112,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if options.json is not None:
         print(output.write("quality", result, options.json or None))
     if options.docs:
-        DOCS.write_text(insert(DOCS.read_text(encoding="utf-8"), tables(result)), encoding="utf-8")
-        print(DOCS)
+        print(pages.fill(pages.DOCS / "codecs.md", "quality", tables(result)))
     return result
 
 

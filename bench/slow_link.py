@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.common import machine, output
+from bench.common import machine, output, pages
 from bench.common.pool import Pool
 from bench.common.stats import Timing
 from dtcomm.testing import hosts
@@ -59,8 +59,6 @@ TARGETS: dict[str, dict[tuple[float, int], float]] = {
 
 
 USUAL = [name for name in (*OURS, *AUTO) if "alternating" not in name]  # all at once are 13 GB
-DOCS = Path(__file__).resolve().parents[1] / "docs" / "ddp.md"
-BEGIN, END = "<!-- slow_link:begin -->", "<!-- slow_link:end -->"
 
 
 class LinkRank:
@@ -243,10 +241,7 @@ def page(rows: list[dict[str, Any]]) -> str:
     cases = sorted({(row["gbit"], row["batch"]) for row in rows})
     found = {(row["gbit"], row["batch"], row["name"]): row for row in rows}
     names = list(dict.fromkeys(row["name"] for row in rows))
-    lines = [
-        "| ms a step | " + " | ".join(f"{gbit:g} Gbit/s, batch {batch}" for gbit, batch in cases) + " |",
-        "|---" * (len(cases) + 1) + "|",
-    ]
+    lines = []
     for name in names:
         cells = []
         for case in cases:
@@ -258,15 +253,8 @@ def page(rows: list[dict[str, Any]]) -> str:
             asked = "" if least is None else f", {'≥' if row['verdict'] == 'PASS' else 'not'} {least:.3g}×"
             choice = f" ({row['chosen']})" if "chosen" in row else ""
             cells.append(f"{row['ms']:.0f} ({row['faster']:.2f}×{asked}){choice}")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def write_page(rows: list[dict[str, Any]]) -> None:
-    """Between its marks in docs/ddp.md."""
-    text = DOCS.read_text(encoding="utf-8")
-    head, rest = text.split(BEGIN)
-    DOCS.write_text(f"{head}{BEGIN}\n{page(rows)}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+        lines.append([name, *cells])
+    return pages.markdown(["ms a step", *(f"{gbit:g} Gbit/s, batch {batch}" for gbit, batch in cases)], lines)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -286,8 +274,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     path = Path(options.json or output.RESULTS / "slow_link.json")
     if options.docs:
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        write_page(result["rows"])
-        print(DOCS)
+        print(pages.fill(pages.DOCS / "ddp.md", "slow_link", page(result["rows"])))
         return result
     if why := hosts.available():
         sys.exit(f"bench.slow_link: {why}")

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
-def write(name: str, result: dict[str, object], path: str | None = None) -> Path:
-    """Writes ``bench/results/<name>.json``, or ``path``, with the time of writing; returns where."""
+def write(
+    name: str, result: dict[str, Any], path: str | os.PathLike[str] | None = None, *, lines: str = ""
+) -> Path:
+    """Writes ``bench/results/<name>.json``, or ``path``, with the time of writing; returns where.
+
+    ``lines`` names the mapping in ``result`` whose entries get a line each, however long: curves, that would be ten
+    thousand lines if they were indented.
+    """
     out = Path(path) if path else RESULTS / f"{name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     stamped = {"program": name, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **result}
-    out.write_text(json.dumps(stamped, indent=1) + "\n", encoding="utf-8")
+    entries = stamped.pop(lines) if lines else {}
+    text = json.dumps(stamped, indent=1)
+    if lines:
+        each = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items())
+        head = text.removesuffix("\n}")
+        text = f'{head},\n "{lines}": {{\n{each}\n }}\n}}'
+    out.write_text(text + "\n", encoding="utf-8")
     return out
 
 

@@ -6,12 +6,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from bench.common.pages import DOCS, fill, markdown
 from bench.training.runs import METHODS
 from bench.training.tasks import TASKS
 from dtcomm.cli.demo_plot import COLOURS, INK, STYLE
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-BEGIN, END = "<!-- convergence:begin -->", "<!-- convergence:end -->"
 #: What must be as good as uncompressed.
 HELD_TO_IT = ("fp16", "bf16", "fp8_e4m3", "int8", "int4")
 
@@ -101,16 +100,11 @@ def write(runs: Runs) -> list[Path]:
     page, picture = DOCS / "convergence.md", DOCS / "convergence.png"
     parts = []
     for title, columns, rows in tables(runs):
-        lines = [
-            f"| {' | '.join(row)} |" for row in (columns, ["---"] + ["---:"] * (len(columns) - 1), *rows)
-        ]
-        parts.append("\n".join([f"{title[0].upper()}{title[1:]}:", "", *lines]))
+        parts.append(f"{title[0].upper()}{title[1:]}:\n\n{markdown(columns, rows, aligned=True)}")
     parts.append(
         "\n".join(["Within the spread of uncompressed:", "", *(f"- {line}" for line in verdicts(runs))])
     )
-    text = page.read_text(encoding="utf-8")
-    head, tail = text.split(BEGIN)[0], text.split(END)[1]
-    page.write_text(head + BEGIN + "\n" + "\n\n".join(parts) + "\n" + END + tail, encoding="utf-8")
+    fill(page, "convergence", "\n\n".join(parts))
     plot(runs, picture)
     return [page, picture]
 

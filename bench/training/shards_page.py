@@ -6,11 +6,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from bench.common.pages import DOCS, fill, markdown
 from bench.training.shards import METHODS
 from dtcomm.cli.demo_plot import COLOURS, INK, STYLE
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-BEGIN, END = "<!-- convergence:begin -->", "<!-- convergence:end -->"
 NEAR = 0.01  # of the uncompressed loss: where the defaults must end
 
 Runs = dict[str, dict[str, Any]]
@@ -84,12 +83,8 @@ def write(runs: Runs) -> list[Path]:
     cells = [[cell.replace("none", "`none`") if cell == "none" else cell for cell in row] for row in rows]
     for row in cells:
         row[1:3] = [cell if cell.startswith("`") else f"`{cell}`" for cell in row[1:3]]
-    head = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    body = [f"| {' | '.join(row)} |" for row in cells]
-    text = page.read_text(encoding="utf-8")
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    made = "\n".join([f"{title[0].upper()}{title[1:]}:", "", *head, *body, "", *verdicts(runs)])
-    page.write_text(before + BEGIN + "\n" + made + "\n" + END + after, encoding="utf-8")
+    parts = [f"{title[0].upper()}{title[1:]}:", "", markdown(columns, cells), "", *verdicts(runs)]
+    fill(page, "convergence", "\n".join(parts))
     plot(runs, picture)
     return [page, picture]
 
