@@ -1,4 +1,4 @@
-"""The processes behind :mod:`dtcomm.testing.ranks`: started, heard and ended; and the warm pool."""
+"""The processes behind :mod:`dtcomm.testing.ranks`: forked off the nursery, heard and ended; and the warm pool."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import atexit
 import contextlib
 import os
 import select
-import signal
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -17,12 +14,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-STARTUP_SECONDS = 120.0  # importing torch on a busy machine; not part of anyone's deadline
+from dtcomm.testing.nursery import STARTUP_SECONDS, Nursery, NurseryError
+
 POOL_SIZE = 8
-_START = (
-    "import sys; sys.path[:] = sys.argv[3:]; "
-    "from dtcomm.testing.worker import serve; serve(*map(int, sys.argv[1:3]))"
-)
+_FLEETING = "PYTEST_CURRENT_TEST"  # pytest's own; nobody's setting
 
 
 class RankError(RuntimeError):
@@ -38,18 +33,17 @@ def environment(env: Mapping[str, str | None] | None) -> dict[str, str]:
 class RankProcess:
     """One rank process, seen from the parent; it leads a process group, so that its children go with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, nursery: Nursery) -> None:
         self.connection, theirs = Pipe()
-        arguments = [str(theirs.fileno()), str(os.getpid()), *sys.path]
-        self._popen = subprocess.Popen(
-            [sys.executable, "-c", _START, *arguments],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=environment(None),
-            start_new_session=True,
-        )
-        theirs.close()
-        self.pid = self._popen.pid
+        self._nursery = nursery
+        self._ended: int | None = None
+        try:
+            self.pid = nursery.fork(theirs.fileno())
+        except BaseException:
+            self.connection.close()
+            raise
+        finally:
+            theirs.close()
         # A socket shows no end while a forked child of the rank holds it; a pidfd does.
         self.pidfd = os.pidfd_open(self.pid)
         self.events: list[Any] = [self.connection, self.pidfd]  # what to wait for
@@ -98,28 +92,24 @@ class RankProcess:
 
     def exitcode(self) -> int:
         """The exit code of a rank that is dead, which stays unreaped: its children may be wanted alive."""
-        status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        assert status is not None
-        return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+        return self._nursery.exitcode(self.pid) if self._ended is None else self._ended
 
     def end(self) -> int:
         """Kill what is left of the process group, reap, and return the exit code."""
-        if self._popen.returncode is None:
-            # Before reaping: until then neither the pid nor the group's number can belong to somebody else.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-            self._popen.wait()
+        if self._ended is None:
+            self._ended = self._nursery.end(self.pid)
             os.close(self.pidfd)
             self.connection.close()
-        return self._popen.returncode
+        return self._ended
 
 
 class Pool:
-    """Idle processes that have imported torch and dtcomm."""
+    """Idle processes that have imported torch and dtcomm, and the nursery they come from."""
 
     def __init__(self) -> None:
         self._owner = os.getpid()
         self._idle: list[RankProcess] = []
+        self._nursery: Nursery | None = None
         atexit.register(self.close)
 
     def take(self, count: int, fresh: bool) -> list[RankProcess]:
@@ -130,13 +120,33 @@ class Pool:
                 taken.append(process)
             else:
                 process.end()
-        started = [RankProcess() for _ in range(count - len(taken))]
-        deadline = time.monotonic() + STARTUP_SECONDS
-        if not all(process.expect("ready", deadline) for process in started):
+        started: list[RankProcess] = []
+        try:
+            while len(taken) + len(started) < count:
+                started.append(RankProcess(self._source(fresh)))
+            deadline = time.monotonic() + STARTUP_SECONDS
+            if not all(process.expect("ready", deadline) for process in started):
+                raise NurseryError("a rank process did not start; its error is above, on stderr")
+        except NurseryError as error:
             for process in taken + started:
                 process.end()
-            raise RankError("a rank process did not start; its error is above, on stderr")
+            self._retire()
+            raise RankError(str(error)) from error
         return taken + started
+
+    def _source(self, fresh: bool) -> Nursery:
+        """The nursery; for fresh processes one that was started in the environment of now."""
+        now = {name: value for name, value in environment(None).items() if name != _FLEETING}
+        if fresh and self._nursery is not None and self._nursery.environment != now:
+            self._retire()
+        if self._nursery is None:
+            self._nursery = Nursery(now)
+        return self._nursery
+
+    def _retire(self) -> None:
+        nursery, self._nursery = self._nursery, None
+        if nursery is not None:
+            nursery.retire()
 
     def give(self, process: RankProcess) -> None:
         if len(self._idle) < POOL_SIZE:
@@ -151,3 +161,5 @@ class Pool:
     def close(self) -> None:
         while self.mine() and self._idle:
             self._idle.pop().end()
+        if self.mine():
+            self._retire()

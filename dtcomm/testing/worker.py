@@ -7,7 +7,6 @@ parent in a read.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -24,7 +23,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-PR_SET_PDEATHSIG = 1
 STACK_SIGNAL = signal.SIGUSR2
 
 _parent: Connection | None = None
@@ -60,20 +58,11 @@ def tell(message: object) -> None:
     _parent.send(("tell", message))
 
 
-def serve(fd: int, parent_pid: int) -> None:
-    """The life of a rank process: socket ``fd`` to the parent, until it closes or asks for the end."""
+def serve(fd: int) -> None:
+    """The life of a rank process: socket ``fd`` to the test, until it closes or asks for the end."""
     global _parent
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != parent_pid:  # the parent died before the line above
-        os._exit(1)
-    os.set_inheritable(fd, False)
+    faulthandler.enable()  # a rank that crashes says where
     _parent = Connection(fd)
-
-    import torch.distributed
-
-    import dtcomm  # noqa: F401  (warm: the task should not pay for it)
-
-    torch.set_num_threads(1)
     _parent.send(("ready", None))
     while True:
         try:
