@@ -1,11 +1,10 @@
 """A step of a small GPT under FSDP2: dtcomm's codecs beside Gloo in fp32 and bf16, in turn, in one run.
 
-python -m bench.fsdp_speed [--links 1 10 memory] [--only NAMES] [--repetitions N] [--add] [--docs] [--json FILE]
+python -m bench.fsdp_speed [--links 1 10 memory] [--only NAMES] [--repetitions N] [--add] [--json FILE]
 
 Two ranks in two network namespaces joined by a link of so many Gbit/s (needs root and iproute2), then two ranks that
 share memory. A step is forward, backward and AdamW on so few symbols that communication dominates; bytes are those
 that the link itself counted. "alone" is the step without communication: every rank gathers from itself.
-`--docs` writes the table of docs/fsdp.md from what is in the result file, measuring nothing.
 """
 
 from __future__ import annotations
@@ -243,14 +242,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--only", nargs="+", choices=list(OURS), default=list(OURS), help="of ours")
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--add", action="store_true", help="keep the file's rows of other links")
-    parser.add_argument("--docs", action="store_true", help="only write docs/fsdp.md from the file")
     parser.add_argument("--json", help="where to write instead of bench/results/fsdp_speed.json")
     options = parser.parse_args(arguments)
     path = Path(options.json or output.RESULTS / "fsdp_speed.json")
-    if options.docs:
-        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        print(pages.fill(pages.DOCS / "fsdp.md", "fsdp_speed", page(result)))
-        return result
     if any(link != MEMORY for link in options.links) and (why := hosts.available()):
         sys.exit(f"bench.fsdp_speed: {why}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")

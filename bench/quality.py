@@ -1,10 +1,9 @@
 """What error every codec makes, beside what it must make: the table of docs/codecs.md.
 
-python -m bench.quality [--json [FILE]] [--docs]
+python -m bench.quality [--json [FILE]]
 
 The codecs, the samples and the measurement are those of `dtcomm codecs`; every kernel gives the same errors. Expected
-errors on Gaussian data are integrated from the formats' definitions (bench/common/theory.py). ``--docs`` writes the
-tables between the markers of docs/codecs.md.
+errors on Gaussian data are integrated from the formats' definitions (bench/common/theory.py).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench.common import machine, output, pages, theory
+from bench.common import machine, output, theory
 from dtcomm.cli import codecs_choice, codecs_report, codecs_samples
 from dtcomm.codecs import Codec
 
@@ -67,7 +66,7 @@ def measure(
     return {"numel": numel, **result}
 
 
-def tables(result: dict[str, Any]) -> str:
+def page(result: dict[str, Any]) -> str:
     """Markdown: what every codec costs and loses, then expected against measured errors."""
     lines = [
         "| codec | bits per element | error, Gaussian | error, Laplace | error, Student-t | worst block "
@@ -105,14 +104,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", nargs="?", const="", help="write bench/results/quality.json, or this file")
-    parser.add_argument("--docs", action="store_true", help="rewrite the tables of docs/codecs.md")
     options = parser.parse_args(arguments)
     result = {"machine": machine.describe(), "load": machine.load(), **measure(codecs_choice.usual())}
-    print(tables(result))
+    print(page(result))
     if options.json is not None:
         print(output.write("quality", result, options.json or None))
-    if options.docs:
-        print(pages.fill(pages.DOCS / "codecs.md", "quality", tables(result)))
     return result
 
 

@@ -1,11 +1,11 @@
 """A DDP step over a slow link: dtcomm's schemes beside plain Gloo and torch's own hooks, in turn, in one run.
 
-python -m bench.slow_link [--gbit 1 10] [--batch 4 256] [--only NAMES] [--seconds S] [--add] [--docs] [--json FILE]
+python -m bench.slow_link [--gbit 1 10] [--batch 4 256] [--only NAMES] [--seconds S] [--add] [--json FILE]
 
 Two ranks in two network namespaces joined by a link of a given rate (needs root and iproute2). The model is a wide
 MLP of 25.2 M parameters, 101 MB of gradients a step; "compute" is the step without communication. "auto" may choose
 from none, fp16, int8 and int4, "auto, all" from everything else here too; what they chose is printed. Under 4 minutes
-for 1 Gbit/s, 3 for 10. `--docs` writes the table of docs/ddp.md from what is in the result file, measuring nothing.
+for 1 Gbit/s, 3 for 10.
 """
 
 from __future__ import annotations
@@ -236,8 +236,9 @@ def show(gbit: float, batch: int, rows: list[dict[str, Any]]) -> None:
     )
 
 
-def page(rows: list[dict[str, Any]]) -> str:
+def page(result: dict[str, Any]) -> str:
     """The rows as the table of docs/ddp.md: milliseconds, times faster than no hook, and what was to be reached."""
+    rows = result["rows"]
     cases = sorted({(row["gbit"], row["batch"]) for row in rows})
     found = {(row["gbit"], row["batch"], row["name"]): row for row in rows}
     names = list(dict.fromkeys(row["name"] for row in rows))
@@ -268,14 +269,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--seconds", type=float, help="for one rate: 200 up to 1 Gbit/s, else 150")
     parser.add_argument("--add", action="store_true", help="keep the file's rows of other rates and batches")
-    parser.add_argument("--docs", action="store_true", help="only write docs/ddp.md from the file")
     parser.add_argument("--json", help="where to write instead of bench/results/slow_link.json")
     options = parser.parse_args(arguments)
     path = Path(options.json or output.RESULTS / "slow_link.json")
-    if options.docs:
-        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        print(pages.fill(pages.DOCS / "ddp.md", "slow_link", page(result["rows"])))
-        return result
     if why := hosts.available():
         sys.exit(f"bench.slow_link: {why}")
     names = ["compute", *TORCH, *options.only]

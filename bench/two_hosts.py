@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.common import machine, output
+from bench.common import machine, output, pages
 from bench.common.pool import Pool
 from bench.common.stats import Timing, iterations
 from bench.common.targets import KB, MB
@@ -156,6 +156,27 @@ def show(gbit: float, rows: list[dict[str, Any]], codecs: list[str]) -> None:
         lines.append(cells)
     columns = ["size", *(f"{name} µs" for name in (GLOO, *codecs)), *(f"{name} vs gloo" for name in codecs)]
     output.table(f"all_reduce, fp32, 2 hosts, {gbit:g} Gbit/s (! misses its target)", columns, lines)
+
+
+def page(result: dict[str, Any]) -> str:
+    """The rows as the table of docs/hosts.md: microseconds, and times faster than Gloo."""
+    lines = []
+    for row in result["rows"]:
+        times = row["contestants"]
+        cells = [f"{row['gbit']:g} Gbit/s, {output.size_name(row['bytes'])}"]
+        cells.append(output.microseconds(times[GLOO]["median_us"] / 1e6))
+        for figure in row["figures"]:
+            least = (
+                ""
+                if figure["target"] is None
+                else f", {'≥' if figure['verdict'] == 'PASS' else 'not'} {figure['target']:g}×"
+            )
+            cells.append(
+                f"{output.microseconds(times[figure['codec']]['median_us'] / 1e6)} ({figure['ratio']:.2f}×{least})"
+            )
+        lines.append(cells)
+    codecs = [figure["codec"] for figure in result["rows"][0]["figures"]]
+    return pages.markdown(["µs", "Gloo", *(f"`{codec}`" for codec in codecs)], lines, aligned=True)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""The README's table, from a result of ``bench.all_reduce``."""
+"""The README's tables, from kept results."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from bench.common.output import microseconds, size_name
+from bench.common.pages import markdown
 
 PEERS = {"gloo": "Gloo", "mpi": "Open MPI (best of 3 settings)"}
 
@@ -14,7 +15,7 @@ def readme(result: dict[str, Any]) -> str:
     rows = [(row, medians(row)) for row in result["rows"]]
     peers = [peer for peer in PEERS if any(peer in found for _, found in rows)]
     heads = ["all_reduce, fp32", "dtcomm", "`dtcomm.empty`", *(PEERS[peer] for peer in peers)]
-    lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
+    lines = []
     for row, found in rows:
         if "dtcomm" not in found:
             continue
@@ -26,13 +27,46 @@ def readme(result: dict[str, Any]) -> str:
                 if peer in found
                 else ""
             )
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(cells)
     trips = [trip for row, _ in rows for trip in row["round_trip_ns"] if trip is not None]
     machine = result["machine"]
-    lines += ["", f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}"]
+    where = f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}"
     if trips:
-        lines[-1] += f", cache line to the other core and back in {min(trips):.0f} to {max(trips):.0f} ns"
-    return "\n".join(lines)
+        where += f", cache line to the other core and back in {min(trips):.0f} to {max(trips):.0f} ns"
+    return f"{markdown(heads, lines, aligned=True)}\n\n{where}"
+
+
+def between_hosts(two_hosts: dict[str, Any], slow_link: dict[str, Any], fsdp_speed: dict[str, Any]) -> str:
+    """Markdown: how many times faster than Gloo uncompressed, by link, from the results of the programs so called."""
+    links = ("1", "10")
+    sums = {
+        (f"{row['gbit']:g}", figure["codec"]): figure["ratio"]
+        for row in two_hosts["rows"]
+        if row["bytes"] == 64 * 2**20
+        for figure in row["figures"]
+    }
+    steps = {(f"{row['gbit']:g}", str(row["batch"]), row["name"]): row["faster"] for row in slow_link["rows"]}
+    shards = {(row["link"], row["name"]): row["faster_than_fp32"] for row in fsdp_speed["rows"]}
+    lines = []
+    for codec in ("none", "int8", "int4"):
+        lines.append(["all_reduce, 64 MB", f"`{codec}`", *(f"{sums[link, codec]:.2f}x" for link in links)])
+    shown = {"torch: fp16": "torch's fp16 hook", "torch: powersgd 1": "torch's PowerSGD hook, rank 1"}
+    shown |= {name: f"`{name}`" for name in ("fp16", "int8", "int4", "auto")}
+    shown |= {"topk 1%": "`topk:ratio=0.01`", "powersgd 1": "`powersgd:rank=1`"}
+    for name, label in shown.items():
+        cells = [" and ".join(f"{steps[link, batch, name]:.2f}x" for batch in ("4", "256")) for link in links]
+        lines.append(["DDP, 25 M parameters", label, *cells])
+    shown = {
+        "gloo bf16": "Gloo, bf16 throughout",
+        "none": "`none`",
+        "int8, fp8": "gradients `int8`, parameters `fp8_e4m3`",
+    }
+    shown |= {"int4": "both `int4`"}
+    for name, label in shown.items():
+        lines.append(
+            ["FSDP2, a GPT of 12.7 M parameters", label, *(f"{shards[link, name]:.2f}x" for link in links)]
+        )
+    return markdown(["2 hosts", "what travels", *(f"{link} Gbit/s" for link in links)], lines, aligned=True)
 
 
 def medians(row: dict[str, Any]) -> dict[str, float]:

@@ -1,0 +1,42 @@
+"""Writes what the results kept in bench/results say into the README and the pages of docs/; measures nothing.
+
+python -m bench.pages
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench import fsdp_speed, quality, slow_link, two_hosts
+from bench.common import pages, readme
+from bench.common.output import RESULTS
+
+README = pages.DOCS.parent / "README.md"
+# Page and marks, what makes the text between them, and the programs whose results it takes.
+PAGES: list[tuple[Path, str, Callable[..., str], tuple[str, ...]]] = [
+    (README, "bench", readme.readme, ("all_reduce",)),
+    (README, "hosts", readme.between_hosts, ("two_hosts", "slow_link", "fsdp_speed")),
+    (pages.DOCS / "hosts.md", "two_hosts", two_hosts.page, ("two_hosts",)),
+    (pages.DOCS / "ddp.md", "slow_link", slow_link.page, ("slow_link",)),
+    (pages.DOCS / "fsdp.md", "fsdp_speed", fsdp_speed.page, ("fsdp_speed",)),
+    (pages.DOCS / "codecs.md", "quality", quality.page, ("quality",)),
+]
+
+
+def kept(program: str) -> dict[str, Any]:
+    """The result that ``bench/results`` holds of a program."""
+    result: dict[str, Any] = json.loads((RESULTS / f"{program}.json").read_text(encoding="utf-8"))
+    return result
+
+
+def main() -> None:
+    """Writes them all."""
+    for page, marks, text, programs in PAGES:
+        print(pages.fill(page, marks, text(*map(kept, programs))))
+
+
+if __name__ == "__main__":
+    main()
