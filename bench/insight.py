@@ -25,7 +25,7 @@ from dtcomm import ddp
 from dtcomm.cli.trace import main as draw
 from dtcomm.testing.ranks import run_ranks
 
-STEPS = 10  # of a block
+STEPS = 5  # of a block: short ones, so that what the machine does meanwhile falls to all kinds
 KINDS = ("off", "timeline", "profiler")
 WIDTH, DEPTH = 384, 6
 TARGET = 1.01  # of the time of a step
@@ -49,7 +49,7 @@ def trained(spec: str) -> tuple[DistributedDataParallel, ddp.State, Any]:
 def blocks(rank: int, ranks: int, repetitions: int) -> dict[str, list[float]]:
     """Seconds a step of every block, by kind."""
     _, state, step = trained("int8")
-    for _ in range(2 * STEPS):
+    for _ in range(20):
         step()
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for repetition in range(repetitions):
@@ -72,17 +72,17 @@ def blocks(rank: int, ranks: int, repetitions: int) -> dict[str, list[float]]:
 def pictured(rank: int, ranks: int, folder: str) -> str:
     """A trace of some steps."""
     _, state, step = trained("int8")
-    for _ in range(STEPS):
+    for _ in range(10):
         step()
-    state.timeline.start(2 * STEPS)
-    for _ in range(2 * STEPS + 1):
+    state.timeline.start(20)
+    for _ in range(21):
         step()
     return state.trace(f"{folder}/steps.json")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repetitions", type=int, default=40)
+    parser.add_argument("--repetitions", type=int, default=100)
     parser.add_argument("--json", metavar="FILE", help="write the result there")
     parser.add_argument("--picture", type=Path, help="draw a step there, and measure nothing")
     parser.add_argument("--link", default="1gbit,50us", help="of the picture, as DTCOMM_LINK")

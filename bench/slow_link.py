@@ -115,10 +115,11 @@ class LinkRank:
         model(x).square().mean().backward()
         return time.perf_counter() - start
 
-    def chosen(self, name: str) -> str:
-        """What "auto" has settled on; empty while it has not."""
+    def chosen(self, name: str) -> tuple[str, bool]:
+        """What "auto" has settled on, empty while it has not; whether it is still giving back what trials left."""
         events = self.states[name].events
-        return events[-1].action if events and events[-1].action != "measure again" else ""
+        chosen = events[-1].action if events and events[-1].action != "measure again" else ""
+        return chosen, chosen in ("none", "plain DDP") and self.states[name].report().residual_bytes > 0
 
     def why(self, name: str) -> str:
         """Its reasons."""
@@ -153,8 +154,9 @@ def prepare(pool: Pool, gbit: float, names: list[str], batches: list[int]) -> di
             for _ in range(3):  # DDP rebuilds its buckets after the first
                 pool.call("step", name=model, batch=batch)
             if name in AUTO:
-                for _ in range(60):
-                    if chosen := pool.call("chosen", name=model)[0]:
+                for _ in range(120):
+                    chosen, owes = pool.call("chosen", name=model)[0]
+                    if chosen and not owes:
                         facts[model] |= {"chosen": chosen, "why": pool.call("why", name=model)[0]}
                         print(facts[model]["why"], file=sys.stderr, flush=True)
                         break

@@ -11,7 +11,7 @@ a block, rounded stochastically, since gradients far smaller than what waits bes
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -81,9 +81,11 @@ class Residuals:
     def names(self) -> list[str]:
         return [*self._packed, *self._open]
 
-    def scale(self, factor: float) -> None:
-        """Multiply every residual, as the loss scale of mixed-precision training was; fp32 until its next step."""
-        for name in self.names():
+    def scale(self, factor: float, names: Iterable[str] | None = None) -> None:
+        """Multiply every residual, or those of ``names``, as the loss scale of mixed-precision training was; fp32 until
+        its next step.
+        """
+        for name in self.names() if names is None else names:
             residual = self._open[name] if name in self._open else self._expanded(name)
             self._open[name] = residual.mul_(factor)
             self._packed.pop(name, None)

@@ -21,7 +21,7 @@ from dtcomm.compress.usual import Usual
 from dtcomm.errors import DtcommError
 
 ACTIONS = ("ignore", "warn", "raise", "none", "reset", "stop")
-SAMPLES = 8192  # elements of a gradient that are looked at
+SAMPLES = 8192  # elements of a gradient or a mean that are looked at
 ORDINARY = 0.9  # the share of elements, the smallest ones, that the typical error is taken over
 LASTING = 2  # steps in a row for which a loss must be out of line
 
@@ -158,6 +158,11 @@ class Watch:
         self._square += sample.gradient**2
         typical, kept = sample.measure(lost)
         self._measured[sample.name] = typical, kept
+
+    def arrived(self, mean: torch.Tensor) -> None:
+        """A bucket's mean, some of whose elements are searched for NaN and Inf."""
+        if not torch.isfinite(mean[:: max(1, mean.numel() // SAMPLES)]).all():
+            self.bad()
 
     def bad(self) -> None:
         """This step's gradients had NaN or Inf."""

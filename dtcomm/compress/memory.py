@@ -64,7 +64,9 @@ class Memory:
         if kind in ("ef21", "diana"):
             self._references = References(1.0 if kind == "ef21" else DIANA_RATE)
         self._velocities = Velocities()
-        self._repaying: dict[str, int] = {}  # steps that are left
+        self._repaying: dict[
+            str, int
+        ] = {}  # steps that are left; the residual stays whole until the last one
 
     def repay(self, name: str) -> None:
         """A parameter is no longer compressed: give back what is owed to it with its next gradients, in equal parts.
@@ -86,7 +88,7 @@ class Memory:
         """What to give to the collective of so many ranks for a lossy segment. `unused`: it may be that no rank has
         used the parameter; `sampled`: what is lost is measured, even where it is not kept."""
         name, scheme = segment.name, segment.codec
-        self._repaying.pop(name, None)
+        self._keep_the_rest(name)
         if self.kind is False:
             lost = torch.zeros(gradient.numel(), dtype=torch.float32, device=gradient.device)
             return Handed(segment, gradient, gradient, lost if sampled else None)
@@ -116,22 +118,25 @@ class Memory:
         for member in segment.members:
             part = gradient[start : start + member.numel]
             start += member.numel
-            if left := self._repaying.pop(member.name, 0):
-                self._repay(member.name, part, left)
+            if member.name in self._repaying:
+                self._repay(member.name, part)
             if self._momentum is not None and part.is_floating_point():
                 velocity = self._velocities.step(member.name, part, self._momentum)
                 if velocity is not None:
                     part.copy_(velocity)
 
-    def _repay(self, name: str, gradient: torch.Tensor, left: int) -> None:
-        residual = self._residuals.get(name, gradient)
-        due = (residual / left).to(gradient.dtype)
-        gradient.add_(due)
-        if left > 1:
-            residual.sub_(due)
-            self._repaying[name] = left - 1
-        else:
+    def _repay(self, name: str, gradient: torch.Tensor) -> None:
+        # One pass over memory: what is left is not written down, it is a share of the whole.
+        gradient.add_(self._residuals.get(name, gradient), alpha=1 / REPAID)
+        self._repaying[name] -= 1
+        if not self._repaying[name]:
+            del self._repaying[name]
             self._residuals.reset(name)
+
+    def _keep_the_rest(self, name: str) -> None:
+        """Repaying ends before its time: what is still owed is the residual."""
+        if left := self._repaying.pop(name, 0):
+            self._residuals.scale(left / REPAID, [name])
 
     def take(self, handed: Handed, key: int) -> None:
         """The mean is there. `key` chooses the random numbers of rounding what is kept."""
@@ -158,6 +163,7 @@ class Memory:
     def reset(self, name: str) -> None:
         """What was kept for ``name`` is given up; on all ranks at the same time."""
         self._residuals.reset(name)
+        self._repaying.pop(name, None)
         self._velocities.reset(name)
         if self._references is not None:
             self._references.reset(name)
@@ -178,10 +184,15 @@ class Memory:
         return self._residuals.nbytes() + self._velocities.nbytes() + references
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's, as entries of a checkpoint; see ``compress.checkpoint``."""
+        """This rank's, as entries of a checkpoint; see ``compress.checkpoint``. What is being given back is in it as
+        far as it is still owed.
+        """
+        residuals = self._residuals.state_dict()
+        for name, left in self._repaying.items():
+            residuals[name] *= left / REPAID
         references = {} if self._references is None else self._references.state_dict()
         return {
-            "residuals": self._residuals.state_dict(),
+            "residuals": residuals,
             "velocities": self._velocities.state_dict(),
             "references": references,
         }
@@ -201,6 +212,7 @@ class Memory:
         same = states[0]["world_size"] == world_size
         own = states[0] if isinstance(saved, Mapping) else states[rank if same else 0]
         self._residuals.load_state_dict(residuals)
+        self._repaying.clear()
         velocities = [state.get("velocities", {}) for state in states]
         self._velocities.load_state_dict(own.get("velocities", {}) if same else averaged(velocities))
         if self._references is not None:

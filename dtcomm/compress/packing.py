@@ -6,6 +6,7 @@ neighbour's; only neighbours that go uncompressed are merged, since nothing can 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -108,7 +109,7 @@ class Packing:
             else 0.0
         )
 
-    @property
+    @functools.cached_property
     def spec(self) -> str:
         """What its segments travel in, in words."""
         return ", ".join(dict.fromkeys(str(segment.codec) for segment in self.segments))

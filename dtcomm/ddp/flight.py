@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 import torch
 
 from dtcomm.collectives import Work
-from dtcomm.compress.guard import Sample, Watch
+from dtcomm.compress.guard import Sample
 from dtcomm.compress.memory import Handed, Memory
 from dtcomm.compress.packing import Packing, Segment
 from dtcomm.compress.record import Sent
+from dtcomm.compress.unwatched import Watcher
 from dtcomm.insight import Message
-
-LOOKED_AT = 8192  # elements of a reduced bucket that are searched for NaN and Inf
 
 
 @dataclass
@@ -67,7 +66,7 @@ class Flight:
         if self.samples is None:
             self.handed = []  # what is kept in fewer bytes gives up its fp32 here
 
-    def settle(self, watch: Watch | None) -> None:
+    def settle(self, watch: Watcher) -> None:
         """Count what was sent and lost, after it has landed."""
         packing = self.packing
         packing.messages += 1
@@ -77,13 +76,8 @@ class Flight:
             if handed.residual is None:
                 continue
             _count(handed.segment, sample.gradient, float(torch.linalg.vector_norm(handed.residual)))
-            if watch is not None:
-                watch.measured(sample, handed.residual)
-        if watch is not None and not torch.isfinite(self.buffer[:: self._stride()]).all():
-            watch.bad()
-
-    def _stride(self) -> int:
-        return max(1, self.buffer.numel() // LOOKED_AT)
+            watch.measured(sample, handed.residual)
+        watch.arrived(self.buffer)
 
 
 def _count(segment: Segment, signal: float, error: float) -> None:

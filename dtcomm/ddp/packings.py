@@ -9,10 +9,10 @@ from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type
 
 from dtcomm.codecs import codec
 from dtcomm.compress.dgc import DGC
-from dtcomm.compress.guard import Watch
 from dtcomm.compress.packing import Packing, pack
-from dtcomm.compress.policy import ALONE, Choice, Policy, choose
-from dtcomm.ddp.tuner import Tuner
+from dtcomm.compress.policy import ALONE, Choice, choose
+from dtcomm.compress.unwatched import Watcher
+from dtcomm.ddp.fixed import Chooser
 
 NONE = codec("none")
 
@@ -22,19 +22,18 @@ class Packings:
 
     def __init__(
         self,
-        policy: Policy,
-        watch: Watch | None,
+        chooser: Chooser,
+        watch: Watcher,
         warmup: int,
         parameters: Iterable[tuple[str, torch.Tensor]] | None,
-        tuner: Tuner | None = None,
     ) -> None:
         self.current: dict[int, Packing] = {}
         self.retired: list[Packing] = []
-        self._policy, self._watch, self._warmup, self._tuner = policy, watch, warmup, tuner
+        self._chooser, self._watch, self._warmup = chooser, watch, warmup
         # The parameters are kept so that an id is never reused; without names, they come with the buckets.
         self._parameters = {id(parameter): (name, parameter) for name, parameter in parameters or ()}
         self._named = parameters is not None
-        self._falling = [rule.codec for rule in policy.rules if isinstance(rule.codec, DGC)]
+        self._falling = [each for each in chooser.schemes if isinstance(each, DGC)]
 
     def sizes(self) -> dict[str, int] | None:
         """Elements of each parameter; None where nobody has named them."""
@@ -47,12 +46,7 @@ class Packings:
         parameters = bucket.parameters()
         layout = tuple(map(id, parameters))
         ratios = [dgc.stage(step) for dgc in self._falling]
-        revision = (
-            step < self._warmup,
-            0 if self._watch is None else self._watch.revision,
-            0 if self._tuner is None else self._tuner.revision,
-            ratios,
-        )
+        revision = step < self._warmup, self._watch.revision, self._chooser.revision, ratios
         packing = self.current.get(bucket.index())
         if packing is not None:
             alike = packing.layout == layout and packing.dtype == buffer.dtype
@@ -80,13 +74,13 @@ class Packings:
         return [self._name(parameter) for parameter in bucket.parameters()]
 
     def _choose(self, name: str, gradient: torch.Tensor, step: int) -> Choice:
-        """What the policy says, unless training warms up or the guard knows better."""
-        choice = (self._policy if self._tuner is None else self._tuner).choose(name, gradient)
+        """What was chosen, unless training warms up or the guard knows better."""
+        choice = self._chooser.choose(name, gradient)
         if choice.codec == NONE:
             return choice
         if step < self._warmup:
             return Choice(codec=NONE, why=f"warm-up until step {self._warmup}")
-        scheme = choice.codec if self._watch is None else self._watch.scheme(name, choice.codec, step)
+        scheme = self._watch.scheme(name, choice.codec, step)
         if isinstance(scheme, DGC):
             scheme = scheme.at(step)
         if scheme == choice.codec:

@@ -1,8 +1,9 @@
 """``compress(model, "auto")`` while training goes on: measure, try, choose, and look again.
 
-The first steps go uncompressed and are timed. What `compress.auto` then finds promising is tried for a few steps each,
-since what a step really takes is the only proof, and what was best stays. Every so many steps the link is probed: where
-it has changed, or steps have become slow, all of it begins again.
+The first steps go uncompressed and are timed. What `compress.auto` then finds promising is tried, and plain DDP beside
+it, since what a step really takes is the only proof, and what was best stays. Every so many steps the link is probed:
+where it has changed, or steps have become slow, all of it begins again. At the first of these looks what had come near
+the choice is tried once more beside it.
 
 Whatever decides is agreed upon by all ranks first, in the same step, as the largest of their figures.
 """
@@ -18,19 +19,18 @@ from typing import Any
 
 import torch
 
-from dtcomm.compress.auto import NONE, PLAIN, Auto, Plan, pick, plans
+from dtcomm.compress.auto import NAME, NONE, PLAIN, Auto, Plan, pick, plans
 from dtcomm.compress.guard import Event
 from dtcomm.compress.policy import Choice, default_policy
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.scheme import Scheme, scheme
 from dtcomm.ddp.figures import Figures, Timed
 from dtcomm.ddp.meet import Meet
+from dtcomm.ddp.trials import Trials, rivals
 
-FIRST, AGAIN = (
-    3,
-    1,
-)  # steps before measuring counts: DDP makes its buckets anew, memory is touched for the first time
-COUNTED = 3  # steps that count, of every plan
+FIRST = 3  # steps before measuring counts: DDP makes its buckets anew, memory is touched for the first time
+AGAIN = 1  # the same after every change
+COUNTED = 3  # steps that count, at every turn of a plan
 CHANGED = 1.5  # times a link must have become faster or slower
 SLOWER = 1.25  # times a step must have become longer
 
@@ -65,8 +65,9 @@ class Tuner:
         self._start = self._until = -1  # of the steps that count; -1: not begun
         self._times: deque[float] = deque(maxlen=20)
         self._figures = Figures()
-        self._plans: list[Plan] = []
-        self._tried: list[float] = []
+        self._trials: Trials | None = None
+        self._rivals: list[Plan] = []  # of the choice, until they have been tried beside it once more
+        self._chosen: Plan | None = None
         self._usual = 0.0  # a step with the choice, when it was made
         self._link = 0.0  # seconds a byte of the probe then
         self._alone = False  # there is no link to save
@@ -76,7 +77,15 @@ class Tuner:
     @property
     def settled(self) -> bool:
         """A choice is in force and nothing is being tried."""
-        return not self._measuring and not self._plans
+        return not self._measuring and self._trials is None
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """All that may be asked for."""
+        return self.auto.schemes
+
+    def __str__(self) -> str:
+        return NAME
 
     @property
     def in_stages(self) -> bool:
@@ -112,8 +121,8 @@ class Tuner:
             return
         if self._measuring:
             self._predict(step)
-        elif self._plans:
-            self._next(step)
+        elif self._trials is not None:
+            self._next(step, self._trials)
         else:
             self._check(step)
 
@@ -148,7 +157,7 @@ class Tuner:
             return
         self._alone = False
         self._by_name = {name: scheme(spec) for name, spec in state["chosen"].items()}
-        self._measuring, self._plans = False, []
+        self._measuring, self._trials, self._rivals = False, None, []
         self._start, self._until = 0, state["until"]
         self._usual, self._link, self.own = state["usual"], state["link"], state["own"]
         self._times.clear()
@@ -156,11 +165,11 @@ class Tuner:
 
     def _again(self, step: int) -> None:
         """Measure from this step on; -1: from the next one."""
-        self._measuring, self._plans, self._tried = True, [], []
+        self._measuring, self._trials, self._rivals = True, None, []
         self._start, self._until = (step + AGAIN, step + AGAIN + COUNTED) if step >= 0 else (-1, -1)
         self._times.clear()
         self._figures = Figures()
-        self._by_name, self.own = {}, False
+        self._by_name, self.own, self._chosen = {}, False, None
         self.revision += 1
 
     def _predict(self, step: int) -> None:
@@ -168,36 +177,50 @@ class Tuner:
         found = self._figures.agree(self._meet, self.auto.schemes, self._median())
         self._link, self._usual = found.link, found.plain
         self._measuring = False
-        self._plans = plans(found.costs, found.loads, found.errors, self.auto.limit) if found.loads else []
+        worth = plans(found.costs, found.loads, found.errors, self.auto.limit) if found.loads else []
         if self._meet.emulated():
-            self._plans = [plan for plan in self._plans if not plan.own]
+            worth = [plan for plan in worth if not plan.own]
         limit = self.auto.limit
         self._refused = [
             f"{each} (error {error:.2g})" for each, error in found.errors.items() if error > limit
         ]
         self._speed = 8e-9 / found.costs.per_byte if found.costs.per_byte else 0.0
-        self._tried = []
-        if len(self._plans) > 1:
-            self._install(self._plans[0])
-            self._count(step)
+        # Ours uncompressed is the last one, and has been measured.
+        untried: list[list[float]] = [[] for _ in worth[:-1]]
+        self._try(step, Trials(worth, [*untried, list(self._times)] if worth else []))
+
+    def _try(self, step: int, trials: Trials) -> None:
+        """The next turn, or the choice where none is left."""
+        if trials.running:
+            self._trials = trials
+            self._install(trials.now)
+            self._times.clear()
+            self._start, self._until = step + AGAIN, step + AGAIN + COUNTED
         else:
-            self._decide(step)
+            self._decide(step, list(zip(trials.plans, trials.agreed(self._meet), strict=True)))
 
-    def _next(self, step: int) -> None:
-        """The trial of one plan is over."""
-        self._tried.append(self._median())
-        if len(self._tried) < len(self._plans) - 1:
-            self._install(self._plans[len(self._tried)])
-            self._count(step)
-            return
-        self._tried = self._meet.agree(self._tried)
-        self._decide(step)
+    def _next(self, step: int, trials: Trials) -> None:
+        """A turn of one plan is over."""
+        trials.took(self._times)
+        if not trials.running:
+            trials.again(trials.agreed(self._meet))
+        self._try(step, trials)
 
-    def _decide(self, step: int) -> None:
-        tried = list(zip(self._plans, [*self._tried, self._usual], strict=True))
+    def _decide(self, step: int, tried: list[tuple[Plan, float]]) -> None:
         chosen = pick(tried) if tried else Plan(schemes=(), seconds=self._usual, error=0.0)
+        once_more = self._chosen is chosen
         plain = next((seconds for plan, seconds in tried if plan.own), self._usual)
         self._usual = next((seconds for plan, seconds in tried if plan is chosen), plain)
+        self._rivals = [] if self._chosen is not None or not tried else rivals(tried, chosen)
+        self._chosen, self._trials = chosen, None
+        if not once_more:
+            self._tell(step, chosen, tried, plain)
+        self._install(chosen)
+        self._plain = [name for name, each in self._by_name.items() if each == NONE]
+        self._times.clear()
+        self._start, self._until = step + AGAIN, step + self.auto.every
+
+    def _tell(self, step: int, chosen: Plan, tried: Sequence[tuple[Plan, float]], plain: float) -> None:
         self.rows = [
             {
                 "plan": str(plan),
@@ -213,22 +236,18 @@ class Tuner:
         if self._refused:
             why += f"; over the budget: {', '.join(self._refused)}"
         text = str(chosen) if chosen.schemes else str(NONE)
-        made = Decision(step=step, kind="auto", name="", value=self._usual, limit=plain, action=text, why=why)
+        self._note(step, text, why, self._usual, plain)
+
+    def _note(self, step: int, action: str, why: str, value: float = 0.0, limit: float = 0.0) -> None:
+        made = Decision(step=step, kind="auto", name="", value=value, limit=limit, action=action, why=why)
         _log.info("%s", made)
         self.decisions.append(made)
-        self._install(chosen)
-        self._plain = [name for name, each in self._by_name.items() if each == NONE]
-        self._plans = []
-        self._times.clear()
-        self._start, self._until = step + AGAIN, step + self.auto.every
 
     def _leave_alone(self, step: int) -> None:
         self._alone, self._measuring = True, False
         self._plain, self._by_name, self.own = list(self._by_name), {}, False
         why = "all ranks share this host's memory, where bytes cost less than encoding them"
-        made = Decision(step=step, kind="auto", name="", value=0.0, limit=0.0, action=str(NONE), why=why)
-        _log.info("%s", made)
-        self.decisions.append(made)
+        self._note(step, str(NONE), why)
         self.revision += 1
 
     def _check(self, step: int) -> None:
@@ -238,21 +257,18 @@ class Tuner:
             return
         _, alone, mine = self._meet.agree([*self._meet.probe(), self._median()])
         self._until = step + self.auto.every
-        self._times.clear()
         changed = self._link / alone if alone > 0 and self._link > 0 else 1.0
         slower = mine / self._usual if self._usual > 0 else 1.0
-        if 1 / CHANGED < changed < CHANGED and slower < SLOWER:
+        if not 1 / CHANGED < changed < CHANGED:
+            why = f"the link is {changed:.2g} times as fast as it was"
+        elif slower >= SLOWER:
+            why = f"steps take {slower:.2g} times as long"
+        else:
+            if self._rivals and self._chosen is not None:
+                self._try(step, Trials([*self._rivals, self._chosen]))
+            self._times.clear()
             return
-        why = (
-            f"the link is {changed:.2g} times as fast as it was"
-            if not 1 / CHANGED < changed < CHANGED
-            else f"steps take {slower:.2g} times as long"
-        )
-        made = Decision(
-            step=step, kind="auto", name="", value=mine, limit=self._usual, action="measure again", why=why
-        )
-        _log.info("%s", made)
-        self.decisions.append(made)
+        self._note(step, "measure again", why, mine, self._usual)
         self._again(step)
 
     def _install(self, plan: Plan) -> None:
@@ -265,10 +281,6 @@ class Tuner:
         self.own = plan.own
         self._changed += [name for name, each in self._by_name.items() if before.get(name, NONE) != each]
         self.revision += 1
-
-    def _count(self, step: int) -> None:
-        self._times.clear()
-        self._start, self._until = step + AGAIN, step + AGAIN + COUNTED
 
     def _median(self) -> float:
         return statistics.median(self._times) if self._times else 0.0

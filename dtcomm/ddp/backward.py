@@ -1,0 +1,229 @@
+"""What happens to the buckets of a backward pass, from the hook's call to the gradients' arrival."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
+
+from dtcomm.collectives import Work
+from dtcomm.compress.average import Averager
+from dtcomm.compress.guard import Sample
+from dtcomm.compress.memory import Handed, Memory
+from dtcomm.compress.powersgd import PowerSGD
+from dtcomm.compress.record import Recorder
+from dtcomm.compress.sequence import Sequencer
+from dtcomm.compress.unwatched import Watcher
+from dtcomm.ddp.figures import Timed
+from dtcomm.ddp.fixed import Chooser
+from dtcomm.ddp.flight import Flight
+from dtcomm.ddp.own import OwnWork
+from dtcomm.ddp.packings import Packings
+from dtcomm.insight import Timeline
+from dtcomm.insight.ranges import UnderWay
+from dtcomm.kernels import mixer
+
+
+class Backward:
+    """``steps`` are over; ``error`` is the first one that any of them had. `wait_before_ddp`: DDP reduces a map of
+    unused parameters after the pass; `may_leave_unused`: it may be that no rank uses some parameter.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        chooser: Chooser,
+        watch: Watcher,
+        packings: Packings,
+        memory: Memory,
+        averager: Averager,
+        timeline: Timeline,
+        sample_every: int,
+    ) -> None:
+        self.steps = 0
+        self.error: Exception | None = None
+        self.wait_before_ddp = False
+        self.may_leave_unused = True
+        self.recorder: Recorder | None = None
+        self._group, self._sample_every = group, sample_every
+        self._chooser, self._watch, self._packings = chooser, watch, packings
+        self._memory, self._averager, self._timeline = memory, averager, timeline
+        # Where buckets take several collectives, all of them start on one thread, in an order that ranks share.
+        in_stages = any(isinstance(scheme, PowerSGD) for scheme in chooser.schemes)
+        self._sequencer = Sequencer() if in_stages else None
+        self._told: Flight | None = None
+        self._flights: list[Flight] = []
+        self._begun = 0.0  # this step's first bucket
+        self._waiting = UnderWay("")
+        self._in_backward = False
+
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start averaging the bucket in place; the future holds its buffer once that is done."""
+        ready_ns = time.monotonic_ns()
+        if bucket.index() == 0:
+            self._begin()
+        buffer, under_way = bucket.buffer(), UnderWay(f"bucket {bucket.index()}")
+        try:
+            if self.error is not None:
+                raise self.error
+            flight = self._launch(bucket, buffer)
+        except Exception as error:
+            if not self._in_backward:
+                raise
+            self.error = error
+            under_way.end()
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(buffer)
+            return done
+        self._flights.append(flight)
+        if bucket.is_last():
+            self.steps += 1
+        flight.done = under_way.until(flight.work.get_future().then(self._landing(flight)))
+        flight.index, flight.ready_ns, flight.launched_ns = bucket.index(), ready_ns, time.monotonic_ns()
+        return flight.done
+
+    def _landing(self, flight: Flight) -> Callable[[torch.futures.Future[Any]], torch.Tensor]:
+        carries_error = not self._in_backward
+
+        def land(future: torch.futures.Future[Any]) -> torch.Tensor:
+            try:
+                future.value()
+                flight.land(self._memory)
+                flight.done_ns = time.monotonic_ns()
+            except Exception as error:
+                self.error = self.error or error
+                if carries_error:
+                    raise
+            return flight.buffer
+
+        return land
+
+    def _begin(self) -> None:
+        """The first bucket of a step is there: nothing is under way on any rank."""
+        # Left by a backward that some error cut short, or by DDP's join(), which reduces outside of one.
+        left, self._flights = self._flights, []
+        if self._sequencer is not None:
+            self._sequencer.restart()
+        for flight in left:
+            if flight.done is not None and flight.done.done() and self.error is None:
+                flight.settle(self._watch)
+        self._judge()
+        self._begun = time.perf_counter()
+        if self.error is None:
+            self._choose()
+        try:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            self._in_backward = True
+            if self._timeline.on:
+                self._timeline.backward_begins()
+        except RuntimeError:  # called by hand, outside of a backward: the future must carry an error itself
+            self._in_backward = False
+
+    def _judge(self) -> None:
+        """Decide, on what all ranks told each other in the step before; the same on all of them."""
+        told, self._told = self._told, None
+        try:
+            if told is not None and told.told is not None:
+                told.work.wait()
+                self._watch.judge(self.steps, told.told)
+        except Exception as error:
+            self.error = self.error or error
+        self._watch.begin(self.steps)
+        for name in self._watch.take_resets():
+            self._memory.reset(name)
+        for name in self._watch.take_changes():
+            self._averager.factors.forget(name)
+
+    def _choose(self) -> None:
+        try:
+            self._chooser.begin(self.steps)
+        except Exception as error:
+            self.error = error
+            return
+        for name in self._chooser.take_changes():
+            self._averager.factors.forget(name)
+        for name in self._chooser.take_plain():
+            self._memory.repay(name)
+        self._begun = time.perf_counter()
+
+    def _launch(self, bucket: GradBucket, buffer: torch.Tensor) -> Flight:
+        ranks = dist.get_world_size(self._group)
+        packing = self._packings.of(bucket, buffer, self.steps, ranks)
+        if self._chooser.wants(self.steps):
+            self._chooser.look(bucket.index(), self._packings.names(bucket), bucket.gradients())
+        sampled = self._sample_every > 0 and self.steps % self._sample_every == 0
+        samples: list[Sample] | None = [] if sampled else None
+        handed: list[Handed] = []
+        tensors: list[torch.Tensor] = []
+        residuals: list[torch.Tensor | None] = []
+        for segment, tensor in zip(packing.segments, packing.cut(buffer), strict=True):
+            if segment.lossless:
+                self._memory.plain(segment, tensor)
+                tensors.append(tensor)
+                residuals.append(None)
+                continue
+            norm = float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) if sampled else 0.0
+            given = self._memory.hand(segment, tensor, ranks, unused=self.may_leave_unused, sampled=sampled)
+            if samples is not None:
+                samples.append(Sample.take(segment.name, segment.codec, norm, given.sent, given.residual))
+                self._watch.sampled(segment.name, segment.codec)
+            handed.append(given)
+            tensors.append(given.sent)
+            residuals.append(given.residual)
+        last, told = bucket.is_last(), None
+        if last and not self._chooser.own and (found := self._watch.vector()) is not None:
+            told = found.to(buffer.device)
+        if self._chooser.own:  # nothing is lost, and nobody watches
+            work: Work = OwnWork(buffer, self._group)
+        elif self._sequencer is not None and self._chooser.in_stages:
+            stages = self._averager.stages(packing, tensors, residuals, told, self.steps)
+            work = self._sequencer.submit(stages, [buffer], last=last)
+        else:
+            work = self._averager.start(packing, tensors, residuals, told, self.steps)
+        key = mixer.mix_key(self._averager.seed, dist.get_rank(self._group), self.steps)
+        flight = Flight(work, packing, buffer, handed, samples, told, key)
+        if told is not None:
+            self._told = flight
+        return flight
+
+    def _end(self) -> None:
+        """Runs before DDP's own callback, which waits for the futures; another, after it, raises the errors.
+
+        So DDP's timers see the waiting, and DDP is through with its step when the error comes. Only where DDP
+        itself reduces a map of unused parameters would it trip over a lost peer before we could say so.
+        """
+        if self._timeline.on:
+            self._timeline.backward_ends()
+        self._waiting = UnderWay("waiting for communication")
+        if self.wait_before_ddp:
+            self._settle()
+        else:
+            torch.autograd.Variable._execution_engine.queue_callback(self._settle)
+
+    def _settle(self) -> None:
+        flights, self._flights = self._flights, []
+        for flight in flights:
+            try:
+                flight.work.wait()
+                if flight.done is not None:
+                    flight.done.wait()  # the mean is there a little before it has landed
+                flight.settle(self._watch)
+            except Exception as error:
+                self.error = self.error or error
+        self._waiting.end()
+        if self.error is not None:
+            raise self.error
+        if self._timeline.on:
+            self._timeline.close([flight.message for flight in flights], at_end=True)
+        sent = [flight.sent for flight in flights]
+        buckets = [
+            Timed(each.ready - self._begun, each.took, flight.work.wire_bytes)
+            for each, flight in zip(sent, flights, strict=True)
+        ]
+        self._chooser.end(self.steps - 1, time.perf_counter() - self._begun, buckets)
+        if self.recorder is not None and self.recorder.step(sent):
+            self.recorder = None
