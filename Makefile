@@ -113,7 +113,8 @@ ORDERS ?=
 
 device: $(NATIVE)  ## the CUDA kernels' source on this CPU, byte for byte beside the CPU's kernels
 	cmake --build $(INPLACE) --target device_test
-	$(INPLACE)/device_test $(ORDERS)
+	$(PY) -m tests.cuda.lowered $(INPLACE)/programs.txt
+	$(INPLACE)/device_test $(INPLACE)/programs.txt $(ORDERS)
 
 # compute-sanitizer comes with the CUDA toolkit (Debian and Ubuntu: apt install cuda-sanitizer-13-0). A few sizes of every
 # codec: it is some fifty times as slow.

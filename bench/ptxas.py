@@ -21,8 +21,11 @@ from typing import TypedDict
 ROOT = Path(__file__).resolve().parent.parent
 # compute capability → (registers, bytes of shared memory, threads) of a multiprocessor
 LIMITS = {80: (65536, 163840, 2048), 90: (65536, 232448, 2048), 100: (65536, 232448, 2048)}
-NEAR_THREADS, FAR_THREADS = 256, 512  # csrc/cuda/choose.h and peers.cuh, lanes.cuh
+NEAR_THREADS, FAR_THREADS = 256, 512  # csrc/cuda/choose.h and fused/peers.cuh, lanes.cuh
 RESERVED_SHARED = 1024  # bytes that the system takes of each thread block's
+# as csrc/cuda/fused.h numbers them
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+ALGORITHMS = ("two_shot", "one_shot", "program")
 COUNTS = {"-1": "n", "0": "0", "1": "1", "2": "2", "4": "4", "8": "8"}
 
 
@@ -51,11 +54,11 @@ def readable(name: str) -> str:
     name = name.replace("dtcomm::cuda::", "").replace("dtcomm::", "").replace("(anonymous namespace)::", "")
     name = re.sub(r"\(\w+\)(?=\d)", "", name)  # enumerators are numbers with their type before them
     name = re.sub(r"\(.*", "", name).removeprefix("void ")
-    match = re.fullmatch(r"all_reduce_fused<(.*), (\d), (-?\d+), (true|false)>", name)
+    match = re.fullmatch(r"fused_kernel<FusedKernel<(\d), (\d), (-?\d+), (true|false)>, (.*)>", name)
     if match is not None:
-        family, algorithm, count, feedback = match.groups()
-        shots = "two_shot" if algorithm == "0" else "one_shot"
-        return f"{family} {shots} {COUNTS[count]}{' with feedback' if feedback == 'true' else ''}"
+        collective, algorithm, count, feedback, family = match.groups()
+        what = f"{COLLECTIVES[int(collective)]} {ALGORITHMS[int(algorithm)]} {COUNTS[count]}"
+        return f"{family} {what}{' with feedback' if feedback == 'true' else ''}"
     match = re.fullmatch(r"combine_(near|far)<(.*), (-?\d+), (true|false), (true|false)>", name)
     if match is None:
         return name
@@ -93,7 +96,7 @@ def compile_one(source: Path, architecture: int) -> list[Resources]:
     for entry in report.split("Compiling entry function ")[1:]:
         name = entry[1 : entry.index("' for")]
         used = {what: int(n) for n, what in re.findall(r"(\d+) (registers|bytes \w+ \w+|bytes smem)", entry)}
-        first_tier = "combine_near" in name or "all_reduce_fused" in name
+        first_tier = "combine_near" in name or "fused_kernel" in name
         threads = NEAR_THREADS if first_tier else FAR_THREADS
         shared = used.get("bytes smem", 0)
         kernel: Resources = {

@@ -31,11 +31,12 @@ set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 # --fmad=false, as -ffp-contract=off on the host: the same bytes from every kernel.
 set(CUDA_FLAGS --fmad=false --expt-relaxed-constexpr "SHELL:-Xcompiler -Wall,-Wextra")
 
-file(GLOB CUDA_SOURCES CONFIGURE_DEPENDS csrc/cuda/*.cu csrc/cuda/families/*.cu csrc/cuda/fused/*.cu)
+file(GLOB CUDA_SOURCES CONFIGURE_DEPENDS csrc/cuda/*.cu csrc/cuda/families/*.cu csrc/cuda/fused/*.cu
+     csrc/cuda/fused/codecs/*.cu)
 file(GLOB CUDA_BINDING_SOURCES CONFIGURE_DEPENDS csrc/python/cuda*.cpp)
 add_library(dtcomm_cuda STATIC ${CUDA_SOURCES})
 target_include_directories(dtcomm_cuda PUBLIC csrc)
 target_compile_options(dtcomm_cuda PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${CUDA_FLAGS}>")
 pybind11_add_module(_cuda MODULE ${CUDA_BINDING_SOURCES})
-target_link_libraries(_cuda PRIVATE dtcomm_cuda dtcomm_core)
+target_link_libraries(_cuda PRIVATE dtcomm_cuda dtcomm_fused dtcomm_core)
 set_target_properties(_cuda PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${DTCOMM_OUTPUT_DIR}")

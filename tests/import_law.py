@@ -117,7 +117,7 @@ CXX_LAW: dict[str, frozenset[str]] = {
     "core": frozenset({"core"}),
     "codec": frozenset({"core", "codec"}),
     "cpu": frozenset({"core", "codec", "cpu"}),
-    "cuda": frozenset({"core", "codec", "cuda", "cpu/kernels.h"}),
+    "cuda": frozenset({"core", "codec", "cuda", "cpu/kernels.h", "engine/program.h"}),
     "net": frozenset({"core", "net"}),
     "engine": frozenset({"core", "codec", "net", "engine", "cpu/kernels.h"}),
     "python": frozenset({"core", "codec", "cpu", "cuda", "engine", "python", "build_info.h"}),

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "codec/scalar.h"
+
 namespace dtcomm {
 
 namespace {
@@ -129,6 +131,9 @@ void epilogue(const Kernels& kernels, const Codec& codec, const std::vector<Run>
     if (call.residual) {
       cast.widen(call.residual, at, features, other.data());
       for (std::size_t i = 0; i < features; ++i) row[i] += other[i];
+    }
+    if (call.bias || call.residual) {
+      for (float& x : row) x = canonical(x);
     }
     cast.narrow(row.data(), features, call.out, at);
     if (!call.normed) continue;

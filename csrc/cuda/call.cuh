@@ -17,7 +17,7 @@ struct Shape {
   std::uint32_t used, bytes;  // without and with the padding
 };
 
-inline Shape shape_of(const Layout& layout, std::size_t n) {
+DTCOMM_HD Shape shape_of(const Layout& layout, std::size_t n) {
   const auto word = [](std::size_t value) { return static_cast<std::uint32_t>(value); };
   return {word(n),
           word(layout.blocks(n)),

@@ -10,8 +10,8 @@
 #include <functional>
 #include <vector>
 
+#include "cuda/fused/host/stacks.h"
 #include "cuda/lanes.cuh"
-#include "tests/device/stacks.h"
 
 namespace dtcomm::cuda {
 
@@ -52,8 +52,6 @@ class Fibers {
   void barrier() { stacks_.hand_on((thread() + 1) % threads_); }
 
  private:
-  using Stacks = device_tests::Stacks;
-
   struct Lane {
     unsigned turn = 0;
     std::uint64_t slot[2] = {};

@@ -1,29 +1,42 @@
-// csrc/cuda's fused all-reduce on this CPU, n virtual ranks in one launch, beside the CPU's kernels.
+// csrc/cuda's fused collectives on this CPU, n virtual ranks in one launch, beside csrc/engine's programs.
 #pragma once
 
 #include <string>
 
-#include "cuda/fused_plan.h"
-#include "tests/device/swarm.h"
+#include "cuda/fused/host/emulator.h"
+#include "cuda/fused/host/swarm.h"
+#include "tests/device/programs.h"
 
 namespace dtcomm::device_tests {
 
-struct Collective {
-  Codec codec;
-  cuda::AllReduce sum;
+// A collective without its memory.
+struct Trial {
+  cuda::FusedCall call;   // its shape
+  std::string algorithm;  // of call.collective, as dtcomm/algorithms names it
   bool residual = false, in_place = false;
-  unsigned calls = 1;  // one after the other, on the same pads
-  unsigned seed = 0;   // of the data
+  bool bias = false, addend = false;  // of the epilogue
+  unsigned calls = 1;                 // one after the other, on the same pads
+  unsigned seed = 0;                  // of the data
 };
 
-// Runs it in the order of `order`; what differs from the CPU's kernels, or is not the same on all ranks; empty:
+// A trial with the kernel that serves `algorithm`.
+Trial trial(cuda::Collective collective, const std::string& algorithm, int ranks);
+
+// What every test here works with.
+struct Bench {
+  cuda::Emulator emulator;
+  Programs programs;
+};
+
+// Runs it in the order of `order`; what differs from the engine's results, or is not the same on all ranks; empty:
 // nothing. `absent`: a rank whose blocks never start; then the ranks that miss it must say so, and nothing is compared.
-std::string differs(Swarm& swarm, const Collective& which, std::uint64_t order, const Fault& fault = {},
+std::string differs(Bench& bench, const Trial& trial, std::uint64_t order, const cuda::Fault& fault = {},
                     int absent = -1);
 
-std::string describe(const Collective& which);
+std::string describe(const Trial& trial);
+const char* name_of(cuda::Collective collective);
 
 // False where a test failed; it has said so.
-bool fused_tests(unsigned orders);
+bool fused_tests(const std::string& programs, unsigned orders);
 
 }  // namespace dtcomm::device_tests

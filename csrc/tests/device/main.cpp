@@ -32,11 +32,12 @@ bool same(const Kernels& cpu, const Codec& codec, const Case& which, long& calls
 
 }  // namespace
 
-// Arguments: `fused N`: only the fused collectives, in N orders.
+// Arguments: the file of tests/cuda/lowered.py. After it `fused N`: only the fused collectives, in N orders.
 int main(int count, char** arguments) {
-  const bool alone = count > 1 && std::strcmp(arguments[1], "fused") == 0;
-  const unsigned orders = alone && count > 2 ? static_cast<unsigned>(std::atoi(arguments[2])) : 2000;
-  if (!fused_tests(orders)) return EXIT_FAILURE;
+  if (count < 2) return EXIT_FAILURE;
+  const bool alone = count > 2 && std::strcmp(arguments[2], "fused") == 0;
+  const unsigned orders = alone && count > 3 ? static_cast<unsigned>(std::atoi(arguments[3])) : 2000;
+  if (!fused_tests(arguments[1], orders)) return EXIT_FAILURE;
   if (alone) return EXIT_SUCCESS;
   const Kernels& cpu = *find_kernels("generic");
   long calls = 0;

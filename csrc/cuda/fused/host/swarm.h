@@ -13,10 +13,10 @@
 #include <vector>
 
 #include "codec/random.h"
-#include "cuda/peers.cuh"
-#include "tests/device/stacks.h"
+#include "cuda/fused/host/stacks.h"
+#include "cuda/fused/peers.cuh"
 
-namespace dtcomm::device_tests {
+namespace dtcomm::cuda {
 
 class Swarm {
  public:
@@ -25,7 +25,7 @@ class Swarm {
   explicit Swarm(unsigned most_blocks)
       : lanes_(most_blocks * kThreads),
         stacks_(most_blocks * kThreads),
-        warps_(lanes_.size() / cuda::kWarp),
+        warps_(lanes_.size() / kWarp),
         blocks_(most_blocks) {}
 
   // body(block) for all threads of `blocks` blocks.
@@ -36,13 +36,13 @@ class Swarm {
     waiting_.clear();
     for (unsigned lane = 0; lane < running_; ++lane) lanes_[lane] = Lane();
     for (unsigned block = 0; block < blocks; ++block) blocks_[block].clear();
-    used_ = running_ / cuda::kWarp;
+    used_ = running_ / kWarp;
     for (unsigned warp = 0; warp < used_; ++warp) {
       warps_[warp] = Warp();
       warps_[warp].priority = draw();
       std::vector<unsigned>& ready = warps_[warp].ready;
-      for (unsigned lane = 0; lane < cuda::kWarp; ++lane) ready.push_back(warp * cuda::kWarp + lane);
-      for (unsigned lane = 1; lane < cuda::kWarp; ++lane) std::swap(ready[lane], ready[draw() % (lane + 1)]);
+      for (unsigned lane = 0; lane < kWarp; ++lane) ready.push_back(warp * kWarp + lane);
+      for (unsigned lane = 1; lane < kWarp; ++lane) std::swap(ready[lane], ready[draw() % (lane + 1)]);
     }
     const unsigned count = running_;
     stacks_.run(
@@ -60,8 +60,8 @@ class Swarm {
     const unsigned side = lane.turn++ % 2;
     std::memcpy(&lane.slot[side], &value, sizeof value);
     lane.what[side] = what;
-    Warp& warp = warps_[current / cuda::kWarp];
-    meet(warp.met, cuda::kWarp);
+    Warp& warp = warps_[current / kWarp];
+    meet(warp.met, kWarp);
     const Lane& other = lanes_[current ^ reach];
     if (other.what[side] != what) fail("lanes of a warp came to different exchanges");
     T result;
@@ -118,7 +118,7 @@ class Swarm {
   }
 
   void make_ready(unsigned lane) {
-    Warp& warp = warps_[lane / cuda::kWarp];
+    Warp& warp = warps_[lane / kWarp];
     warp.ready.push_back(lane);
     prefer(warp);
   }
@@ -132,7 +132,7 @@ class Swarm {
     }
     met.clear();
     // The last to come may go on at once.
-    if (all == cuda::kWarp || draw() % 2) return;
+    if (all == kWarp || draw() % 2) return;
     give_way();
   }
 
@@ -189,14 +189,14 @@ struct Fault {
   bool halves = true;  // of one_shot's slots take turns
 };
 
-// What cuda/peers.cuh's DeviceBlock is on a device.
+// What cuda/fused/peers.cuh's DeviceBlock is on a device.
 struct HostBlock {
   Swarm& swarm;
-  cuda::Shared& shared_;
+  Shared& shared_;
   const Fault& fault;
   mutable unsigned met = 0;  // by this lane
 
-  cuda::Shared& shared() const { return shared_; }
+  Shared& shared() const { return shared_; }
   unsigned thread() const { return swarm.thread(); }
   unsigned threads() const { return Swarm::kThreads; }
 
@@ -204,10 +204,10 @@ struct HostBlock {
   T swap(T value, unsigned reach) const {
     return swarm.exchange(value, reach, static_cast<int>(reach));
   }
-  void swap_octet(const float (&x)[cuda::kOctet], unsigned reach, float (&other)[cuda::kOctet]) const {
-    for (int j = 0; j < cuda::kOctet; ++j) other[j] = swap(x[j], reach);
+  void swap_octet(const float (&x)[kOctet], unsigned reach, float (&other)[kOctet]) const {
+    for (int j = 0; j < kOctet; ++j) other[j] = swap(x[j], reach);
   }
-  void meet(cuda::Point point) const {
+  void meet(Point point) const {
     if (static_cast<int>(point) != fault.point || met++ == 0) swarm.barrier();
   }
   unsigned half(std::uint32_t epoch) const { return fault.halves ? epoch & 1 : 0; }
@@ -217,4 +217,4 @@ struct HostBlock {
   }
 };
 
-}  // namespace dtcomm::device_tests
+}  // namespace dtcomm::cuda

@@ -14,7 +14,7 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
-namespace dtcomm::device_tests {
+namespace dtcomm::cuda {
 
 // The first switch to a lane is a setcontext; all others are longjmps, which cost no system call.
 class Stacks {
@@ -61,7 +61,7 @@ class Stacks {
   }
 
   static Stacks*& here() {
-    static Stacks* stacks;
+    static thread_local Stacks* stacks;
     return stacks;
   }
 
@@ -120,4 +120,4 @@ class Stacks {
   const std::function<unsigned(unsigned)>* after_ = nullptr;
 };
 
-}  // namespace dtcomm::device_tests
+}  // namespace dtcomm::cuda

@@ -6,34 +6,21 @@
 #pragma once
 
 #include "cuda/call.cuh"
+#include "cuda/fused.h"
 
 namespace dtcomm::cuda {
 
-constexpr int kMostRanks = 8;            // of a host
-constexpr unsigned kMostBlocks = 64;     // thread blocks of a rank
 constexpr unsigned kFusedThreads = 256;  // of a thread block
 constexpr unsigned kFusedBlocks = 2;     // that a multiprocessor has registers for: they wait more than they compute
 
-enum class Stage : unsigned { scattered = 0, gathered = 1, shot = 2 };
-enum class Algorithm : unsigned { two_shot = 0, one_shot = 1 };
-constexpr unsigned kStages = 3, kAlgorithms = 2;
-
-// Of one rank. Zero at first.
-struct Pad {
-  std::uint32_t signals[kStages][kMostBlocks][kMostRanks];  // the last index: who says so
-  std::uint32_t epoch[kAlgorithms][kMostBlocks];            // own: sections that are over, of all calls
-  std::uint32_t missing;                                    // own: 0, or 1 + the rank that did not come in time
-};
-
-// What others reach of a rank.
-struct Peer {
-  std::uint8_t* room;  // room_bytes() of it
-  Pad* pad;
-};
+// What a signal says: of two_shot, of the collectives in one shot, and of programs.
+enum class Stage : unsigned { scattered = 0, gathered = 1, shot = 2, entered = 3, stepped = 4 };
 
 // What a rank does to its own tensors: the calls over all of them, as plan() makes them.
 struct Seat {
   Call encode, reduce, decode;
+  const void* bias;    // of the epilogue, which is in the last of the calls
+  const void* addend;  // in the output's place
 };
 
 // Points at which all threads of a block meet. Each stands for what goes wrong without it.
@@ -49,22 +36,30 @@ enum class Point : unsigned {
 
 // One launch. Ranks first .. first + here - 1 are in it: one in a process of its own, all of them as virtual ranks.
 struct Fused {
+  Collective collective;
+  Algorithm algorithm;
   int ranks, first, here;
   unsigned blocks;           // of a rank
+  unsigned stride;           // blocks that the room has slots for
   std::uint32_t section;     // granules of a chunk (of the tensor, in one shot) that a block takes at a time
   std::uint32_t sections;    // of the largest chunk
   std::uint64_t granules;    // of the tensor
+  std::uint64_t numel;       // of the tensor, or of a shard
   std::uint64_t slot_bytes;  // of a section's payload
+  std::uint64_t budget;      // of one wait, nanoseconds
+  std::uint64_t features;    // of the epilogue
   std::uint32_t element_bytes, granule_elements;
-  std::uint64_t budget;  // of one wait, nanoseconds
+  bool feedback;     // there are residuals
+  bool after;        // there is an epilogue
+  bool encodes_own;  // two_shot: the owner's contribution, too
+  bool verbatim;     // payloads are the elements' bytes
+  bool uneven;       // shards are as large as `splits` says: sender * ranks + receiver
+  Layout layout;
   Peer peers[kMostRanks];
   Seat seats[kMostRanks];
+  std::uint64_t splits[kMostRanks * kMostRanks];
 };
-
-// Of a rank: inbox and outbox of two_shot, and two halves of one_shot's, a slot for each block and rank.
-inline std::uint64_t room_bytes(const Fused& fused) {
-  return std::uint64_t{4} * fused.blocks * static_cast<unsigned>(fused.ranks) * fused.slot_bytes;
-}
+static_assert(sizeof(Fused) < 16384, "an argument of a kernel, beside the family");
 
 // What a block's threads share.
 struct Shared {

@@ -1,0 +1,99 @@
+// All-reduce in one launch over memory that peers write into: the direct algorithms (two_shot, one_shot) with any codec
+// of the first tier. Payloads are stored where the receiver reads them; sums are in rank order and a sum is encoded
+// once by its owner, whose own contribution is not encoded, so the bytes are those of csrc/engine's programs.
+//
+// Why a slot may be written again. two_shot: a block writes a peer's inbox of its next section after that peer has said
+// `gathered` for this one, which it does when its sum is made; and its outbox after the peer has said `scattered` for
+// the next section, which it does when it has decoded this one. one_shot has one signal a section, so slots take turns:
+// the other half is written meanwhile, and this one only after the peer's signal for that.
+#pragma once
+
+#include "cuda/fused/after.cuh"
+#include "cuda/fused/sections.cuh"
+
+namespace dtcomm::cuda {
+
+// Thread block `index` of a rank. `Count` is ranks - 1 where that is known, else kAnyCount; `Feedback`: residuals.
+template <int Count, bool Feedback, class Family, class Block>
+DTCOMM_DEVICE void two_shot(const Block& block, const Fused& fused, const Family& family, int rank, unsigned index) {
+  Shared& shared = block.shared();
+  const Seat& seat = fused.seats[rank - fused.first];
+  const bool own = Count == kAnyCount && fused.encodes_own, after = Count == kAnyCount && fused.after;
+  std::uint32_t epoch = enter(block, fused, rank, index, Algorithm::two_shot);
+  DTCOMM_LOOP
+  for (std::uint32_t section = index; section < fused.sections; section += fused.blocks) {
+    ++epoch;
+    if (block.thread() < static_cast<unsigned>(fused.ranks)) {
+      const auto peer = static_cast<int>(block.thread());
+      const Run run = section_of(fused, chunk_of(fused, peer), section);
+      aim(fused, seat.encode, run, shared.encode[peer]);
+      shared.encode[peer].payload_out = slot(fused, fused.peers[peer], kInbox, index, rank);
+      aim(fused, seat.decode, run, shared.decode[peer]);
+      shared.decode[peer].near[0] = slot(fused, fused.peers[rank], kOutbox, index, peer);
+      if (peer == rank) {
+        aim(fused, seat.reduce, run, shared.reduce);
+        int term = 0;
+        for (int r = 0; r < fused.ranks; ++r) {
+          if (own || r != rank) shared.reduce.near[term++] = slot(fused, fused.peers[rank], kInbox, index, r);
+        }
+        shared.reduce.payload_out = slot(fused, fused.peers[rank], kOutbox, index, rank);
+      }
+    }
+    block.meet(Point::aimed);
+    for (int k = own ? 0 : 1; k < fused.ranks; ++k) {
+      const int peer = (rank + k) % fused.ranks;
+      every_tile<0, true, Feedback>(block, shared.encode[peer], family);
+    }
+    if (!exchange(block, fused, rank, index, Stage::scattered, epoch, Point::stored, Point::arrived)) return;
+    every_tile<Count, true, true>(block, shared.reduce, family);
+    block.meet(Point::reduced);
+    push(block, fused, rank, kOutbox, index, shared.reduce);
+    if (!exchange(block, fused, rank, index, Stage::gathered, epoch, Point::pushed, Point::gathered)) return;
+    // The own sum is written with its encoding, unless more follows.
+    for (int k = after ? 0 : 1; k < fused.ranks; ++k) {
+      const int peer = (rank + k) % fused.ranks;
+      if (after) {
+        const Run run = section_of(fused, chunk_of(fused, peer), section);
+        finish<1>(block, fused, seat, run.out, shared.decode[peer], family);
+      } else {
+        every_tile<1, false, false>(block, shared.decode[peer], family);
+      }
+    }
+    block.meet(Point::done);
+  }
+  leave(block, fused, rank, index, Algorithm::two_shot, epoch);
+}
+
+// The same in one: everybody encodes everything once, and sums up everything. `Count` is ranks, or kAnyCount.
+template <int Count, bool Feedback, class Family, class Block>
+DTCOMM_DEVICE void one_shot(const Block& block, const Fused& fused, const Family& family, int rank, unsigned index) {
+  Shared& shared = block.shared();
+  const Seat& seat = fused.seats[rank - fused.first];
+  std::uint32_t epoch = enter(block, fused, rank, index, Algorithm::one_shot);
+  DTCOMM_LOOP
+  for (std::uint32_t section = index; section < fused.sections; section += fused.blocks) {
+    ++epoch;
+    const unsigned half = kHalves + block.half(epoch);
+    const Run run = section_of(fused, {0, 0, fused.numel}, section);
+    if (static_cast<int>(block.thread()) == rank) {
+      aim(fused, seat.encode, run, shared.encode[rank]);
+      shared.encode[rank].payload_out = slot(fused, fused.peers[rank], half, index, rank);
+      aim(fused, seat.reduce, run, shared.reduce);
+      for (int r = 0; r < fused.ranks; ++r) shared.reduce.near[r] = slot(fused, fused.peers[rank], half, index, r);
+    }
+    block.meet(Point::aimed);
+    every_tile<0, true, Feedback>(block, shared.encode[rank], family);
+    block.meet(Point::reduced);
+    push(block, fused, rank, half, index, shared.encode[rank]);
+    if (!exchange(block, fused, rank, index, Stage::shot, epoch, Point::pushed, Point::gathered)) return;
+    if (Count == kAnyCount && fused.after) {
+      finish<kAnyCount>(block, fused, seat, run.out, shared.reduce, family);
+    } else {
+      every_tile<Count, false, false>(block, shared.reduce, family);
+    }
+    block.meet(Point::done);
+  }
+  leave(block, fused, rank, index, Algorithm::one_shot, epoch);
+}
+
+}  // namespace dtcomm::cuda

@@ -1,0 +1,60 @@
+// Which fused kernel serves a launch. Host code alone, for the device's launch and for the emulator.
+#pragma once
+
+#include "cuda/fused/all_reduce.cuh"
+#include "cuda/fused/shards.cuh"
+
+namespace dtcomm::cuda {
+
+// `Ranks` where they are known, else kAnyCount.
+template <Collective What, Algorithm Which, int Ranks, bool Feedback>
+struct FusedKernel {
+  template <class Family, class Block>
+  DTCOMM_DEVICE static void run(const Block& block, const Fused& fused, const Family& family, int rank,
+                                unsigned index) {
+    if constexpr (What == Collective::reduce_scatter) {
+      reduce_scatter<Feedback>(block, fused, family, rank, index);
+    } else if constexpr (What == Collective::all_gather) {
+      all_gather<Feedback>(block, fused, family, rank, index);
+    } else if constexpr (What == Collective::all_to_all) {
+      all_to_all<Feedback>(block, fused, family, rank, index);
+    } else if constexpr (Which == Algorithm::two_shot) {
+      two_shot<Ranks == kAnyCount ? kAnyCount : Ranks - 1, Feedback>(block, fused, family, rank, index);
+    } else {
+      one_shot<Ranks, Feedback>(block, fused, family, rank, index);
+    }
+  }
+};
+
+// Sums of eight ranks, a host's usual number, have kernels of their own.
+template <Algorithm Which, bool Feedback, class Run>
+auto choose_all_reduce(const Fused& fused, const Run& run) {
+  const bool plain = fused.seats[0].reduce.op == ReduceOp::sum && !fused.after && !fused.encodes_own;
+  if (fused.ranks == kMostRanks && plain) {
+    return run(FusedKernel<Collective::all_reduce, Which, kMostRanks, Feedback>());
+  }
+  return run(FusedKernel<Collective::all_reduce, Which, kAnyCount, Feedback>());
+}
+
+template <bool Feedback, class Run>
+auto choose_fused(const Fused& fused, const Run& run) {
+  switch (fused.collective) {
+    case Collective::reduce_scatter:
+      return run(FusedKernel<Collective::reduce_scatter, Algorithm::one_shot, kAnyCount, Feedback>());
+    case Collective::all_gather:
+      return run(FusedKernel<Collective::all_gather, Algorithm::one_shot, kAnyCount, Feedback>());
+    case Collective::all_to_all:
+      return run(FusedKernel<Collective::all_to_all, Algorithm::one_shot, kAnyCount, Feedback>());
+    default:
+      return fused.algorithm == Algorithm::two_shot ? choose_all_reduce<Algorithm::two_shot, Feedback>(fused, run)
+                                                    : choose_all_reduce<Algorithm::one_shot, Feedback>(fused, run);
+  }
+}
+
+// run(FusedKernel<...>())
+template <class Run>
+auto choose_fused(const Fused& fused, const Run& run) {
+  return fused.feedback ? choose_fused<true>(fused, run) : choose_fused<false>(fused, run);
+}
+
+}  // namespace dtcomm::cuda

@@ -1,0 +1,9 @@
+#include "cuda/fused/launch.cuh"
+
+namespace dtcomm::cuda {
+
+const char* queue(const Fused& fused, const Float8<E4m3, 16, true>& family, void* stream) {
+  return queue_family(fused, family, stream);
+}
+
+}  // namespace dtcomm::cuda

@@ -1,0 +1,38 @@
+// The fused kernels of a family, queued.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "cuda/fused/choose.h"
+#include "cuda/fused/queue.h"
+
+namespace dtcomm::cuda {
+
+template <class Kernel, class Family>
+__global__ void __launch_bounds__(kFusedThreads, kFusedBlocks)
+    fused_kernel(const __grid_constant__ Fused fused, const __grid_constant__ Family family) {
+  __shared__ Shared shared;
+  Kernel::run(DeviceBlock(shared), fused, family, fused.first + static_cast<int>(blockIdx.x / fused.blocks),
+              blockIdx.x % fused.blocks);
+}
+
+// Cooperative: refused where the blocks do not fit on the device together.
+template <class Argument, class Family>
+const char* queue_kernel(void (*kernel)(Argument, Family), const Argument& argument, const Family& family,
+                         unsigned blocks, void* stream) {
+  void* arguments[] = {const_cast<Argument*>(&argument), const_cast<Family*>(&family)};
+  const cudaError_t status =
+      cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), dim3(blocks), dim3(kFusedThreads), arguments,
+                                  0, static_cast<cudaStream_t>(stream));
+  return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
+}
+
+template <class Family>
+const char* queue_family(const Fused& fused, const Family& family, void* stream) {
+  return choose_fused(fused, [&](auto kernel) {
+    return queue_kernel<Fused, Family>(fused_kernel<decltype(kernel), Family>, fused, family,
+                                       static_cast<unsigned>(fused.here) * fused.blocks, stream);
+  });
+}
+
+}  // namespace dtcomm::cuda

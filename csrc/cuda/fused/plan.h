@@ -1,0 +1,26 @@
+// From a collective as it is stated to what a launch is handed. Host code alone, for the device's launch and for the
+// emulator.
+#pragma once
+
+#include "cuda/fused/peers.cuh"
+#include "cuda/plan.h"
+
+namespace dtcomm::cuda {
+
+// Of a call that why_not() has nothing against, and that is not a program.
+Fused plan_fused(const FusedCall& call);
+
+// Granules of a chunk that a block takes at a time.
+std::uint32_t section_of(const FusedCall& call, const Layout& layout);
+
+// use(family) with the family of a fusible codec.
+template <class Use>
+auto with_fused_family(const Codec& codec, DType dtype, const Use& use) {
+  using Result = decltype(use(Cast<DType::f32>()));
+  return with_family(codec, dtype, [&](const auto& family) -> Result {
+    if constexpr (std::decay_t<decltype(family)>::kHot) return use(family);
+    return Result();
+  });
+}
+
+}  // namespace dtcomm::cuda

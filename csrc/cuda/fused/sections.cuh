@@ -1,0 +1,132 @@
+// What the fused collectives are made of: runs of a tensor, slots in peers' rooms, calls that are set to a section, and
+// the exchange of signals.
+#pragma once
+
+#include "cuda/fused/peers.cuh"
+#include "cuda/tile.cuh"
+
+namespace dtcomm::cuda {
+
+// Elements of the input and of the output, on a grid of granules that begins with the first of them.
+struct Run {
+  std::uint64_t in, out, numel;
+};
+
+// What `rank` sums up of an all-reduced tensor: its granules cut evenly, as csrc/engine/plan.cpp cuts them.
+DTCOMM_DEVICE Run chunk_of(const Fused& fused, int rank) {
+  const auto ranks = static_cast<std::uint64_t>(fused.ranks);
+  const std::uint64_t from = fused.granules * static_cast<std::uint64_t>(rank) / ranks * fused.granule_elements;
+  const std::uint64_t to = fused.granules * static_cast<std::uint64_t>(rank + 1) / ranks * fused.granule_elements;
+  return {from, from, (to < fused.numel ? to : fused.numel) - (from < fused.numel ? from : fused.numel)};
+}
+
+// The n-th section of a run; empty behind its end.
+DTCOMM_DEVICE Run section_of(const Fused& fused, const Run& run, std::uint64_t index) {
+  const std::uint64_t most = std::uint64_t{fused.section} * fused.granule_elements;
+  const std::uint64_t from = index * most;
+  const std::uint64_t left = from < run.numel ? run.numel - from : 0;
+  return {run.in + from, run.out + from, left < most ? left : most};
+}
+
+// The slot of block `block` and rank `whose` in the n-th quarter of a room. It lies where it lies for every call.
+DTCOMM_DEVICE std::uint8_t* slot(const Fused& fused, const Peer& peer, unsigned quarter, unsigned block, int whose) {
+  const std::uint64_t at = (quarter * fused.stride + block) * static_cast<std::uint64_t>(fused.ranks);
+  return peer.room + (at + static_cast<unsigned>(whose)) * fused.slot_bytes;
+}
+
+constexpr unsigned kInbox = 0, kOutbox = 1, kHalves = 2;
+
+// Sets a copy of a seat's call to a run: everything but where payloads lie. The copy was made before; only what differs
+// from section to section is written.
+DTCOMM_DEVICE void aim(const Fused& fused, const Call& base, const Run& run, Call& call) {
+  const auto past = [&](const void* tensor, std::uint64_t elements) {
+    return tensor ? static_cast<const std::uint8_t*>(tensor) + elements * fused.element_bytes : nullptr;
+  };
+  call.local = past(base.local, run.in);
+  call.out = const_cast<std::uint8_t*>(past(base.out, run.out));
+  call.residual_in = base.residual_in ? base.residual_in + run.in : nullptr;
+  call.residual_out = base.residual_out ? base.residual_out + run.in : nullptr;
+  call.local_wide = aligned_to(call.local, kAlign);
+  call.out_wide = aligned_to(call.out, kAlign);
+  call.residual_wide = aligned_to(call.residual_in, kAlign) && aligned_to(call.residual_out, kAlign);
+  call.offset = base.offset + run.in;
+  call.last = run.numel ? (run.numel - 1) >> base.granule_shift : 0;
+  const std::uint64_t tail = run.numel - (call.last << base.granule_shift);
+  call.tail = tail == fused.granule_elements ? base.whole : shape_of(fused.layout, tail);
+}
+
+DTCOMM_DEVICE std::uint64_t elements_of(const Call& call) { return (call.last << call.granule_shift) + call.tail.n; }
+
+// So that a section's payload is copied whole.
+DTCOMM_DEVICE std::uint64_t bytes_of(const Call& call) {
+  return call.tail.n ? call.last * call.granule_bytes + call.tail.bytes : 0;
+}
+
+template <class Block>
+DTCOMM_DEVICE std::uint64_t tiles_of(const Block& block, const Call& call) {
+  const std::uint64_t of_tile = std::uint64_t{block.threads()} * kOctet;
+  return (elements_of(call) + of_tile - 1) / of_tile;
+}
+
+template <int Count, bool Encodes, bool Feedback, class Family, class Block>
+DTCOMM_DEVICE void every_tile(const Block& block, const Call& call, const Family& family) {
+  const std::uint64_t tiles = tiles_of(block, call);
+  DTCOMM_LOOP
+  for (std::uint64_t tile = 0; tile < tiles; ++tile) combine_tile<Count, Encodes, Feedback>(block, call, family, tile);
+}
+
+// A section's payload to the same slot of every peer.
+template <class Block>
+DTCOMM_DEVICE void push(const Block& block, const Fused& fused, int rank, unsigned quarter, unsigned index,
+                        const Call& call) {
+  const std::uint8_t* from = slot(fused, fused.peers[rank], quarter, index, rank);
+  const std::uint64_t bytes = bytes_of(call);
+  for (std::uint64_t at = block.thread() * sizeof(Quad); at < bytes; at += block.threads() * sizeof(Quad)) {
+    const Quad quad = load_quad(from + at);
+    for (int k = 1; k < fused.ranks; ++k) {
+      const int peer = (rank + k) % fused.ranks;
+      store_quad(quad, slot(fused, fused.peers[peer], quarter, index, rank) + at);
+    }
+  }
+}
+
+// Tells every peer that this block has come so far, and waits until they have; false where one did not come.
+template <class Block>
+DTCOMM_DEVICE bool exchange(const Block& block, const Fused& fused, int rank, unsigned index, Stage stage,
+                            std::uint32_t epoch, Point before, Point after) {
+  block.meet(before);
+  const auto at = static_cast<unsigned>(stage);
+  const unsigned peer = block.thread();
+  if (peer < static_cast<unsigned>(fused.ranks) && static_cast<int>(peer) != rank) {
+    block.signal(&fused.peers[peer].pad->signals[at][index][rank], epoch);
+    if (!block.wait(&fused.peers[rank].pad->signals[at][index][peer], epoch, fused.budget)) {
+      block.shared().missing = 1 + peer;
+      fused.peers[rank].pad->missing = 1 + peer;
+    }
+  }
+  block.meet(after);
+  return block.shared().missing == 0;
+}
+
+// Where a block begins: its calls as the seat has them, and how far it has counted. Whoever copies a call aims it, too.
+template <class Block>
+DTCOMM_DEVICE std::uint32_t enter(const Block& block, const Fused& fused, int rank, unsigned index, Algorithm which) {
+  Shared& shared = block.shared();
+  const Seat& seat = fused.seats[rank - fused.first];
+  const unsigned thread = block.thread();
+  if (thread < static_cast<unsigned>(fused.ranks)) {
+    shared.encode[thread] = seat.encode;
+    shared.decode[thread] = seat.decode;
+    if (static_cast<int>(thread) == rank) shared.reduce = seat.reduce;
+  }
+  if (thread == 0) shared.missing = 0;
+  return fused.peers[rank].pad->epoch[static_cast<unsigned>(which)][index];
+}
+
+template <class Block>
+DTCOMM_DEVICE void leave(const Block& block, const Fused& fused, int rank, unsigned index, Algorithm which,
+                         std::uint32_t epoch) {
+  if (block.thread() == 0) fused.peers[rank].pad->epoch[static_cast<unsigned>(which)][index] = epoch;
+}
+
+}  // namespace dtcomm::cuda

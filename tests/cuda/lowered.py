@@ -1,0 +1,42 @@
+"""Lowered programs as text, for csrc/tests/device: python -m tests.cuda.lowered FILE.
+
+A line for each schedule: collective algorithm ranks chunks steps; then two for each rank: the boxes of all ranks and
+the flat instructions (their number first), and the steps of the instructions.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from dtcomm.algorithms import build
+from dtcomm.schedule import lower
+from dtcomm.schedule.lower import steps
+
+WANTED = {
+    "all_reduce": ("one_shot", "two_shot", "ring", "tree", "double_tree", "halving"),
+    "reduce_scatter": ("one_shot", "ring", "tree", "halving"),
+    "all_gather": ("one_shot", "ring", "tree", "halving"),
+    "all_to_all": ("one_shot", "tree"),
+}
+RANKS = (2, 3, 4, 8)
+
+
+def lines() -> list[str]:
+    """The programs of every schedule that is wanted."""
+    out = []
+    for collective, algorithms in WANTED.items():
+        for algorithm in algorithms:
+            for ranks in RANKS:
+                schedule = build(algorithm, collective, ranks)
+                out.append(f"{collective} {algorithm} {ranks} {schedule.chunks} {schedule.steps}")
+                for rank in range(ranks):
+                    program = lower(schedule, rank)
+                    flat, step_of = program.flat(), steps(schedule, rank)
+                    out.append(" ".join(map(str, [*program.boxes, len(flat), *flat])))
+                    out.append(" ".join(map(str, [len(step_of), *step_of])))
+    return out
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text("\n".join(lines()) + "\n")
