@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -12,7 +12,7 @@ from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.kernels import ops
 from dtcomm.runtime.layout import Chunk, Piece, Slice, payload_bytes
-from dtcomm.runtime.plan import Plan, accumulator_dtype
+from dtcomm.runtime.plan import Box, Plan, accumulator_dtype
 from dtcomm.runtime.shm import Buffers
 from dtcomm.runtime.times import Stopwatch
 from dtcomm.schedule.program import Adopt, Copy, Encode, Instruction, Local, Reduce
@@ -22,7 +22,10 @@ _PHASE: dict[type, str] = {Encode: "encode", Reduce: "reduce"}
 
 
 class Arithmetic:
-    """One call's tensors; ``slots[i]`` is the memory of the boxes of the pieces that use slot i."""
+    """One call's tensors; ``slots[i]`` is the memory of the boxes of the pieces that use slot i.
+
+    ``places`` are those of the boxes in each slot, where they are not the plan's.
+    """
 
     def __init__(
         self,
@@ -31,10 +34,12 @@ class Arithmetic:
         slots: Sequence[torch.Tensor],
         seed: int,
         watch: Stopwatch | None = None,
+        places: Sequence[Mapping[Box, int]] = (),
     ) -> None:
         self._plan = plan
         self._watch = watch
         self._slots = slots
+        self._places = places
         self._seed = seed
         self._op = "sum" if plan.shape.op == "avg" else plan.shape.op
         self._inputs = [None if part.input is None else _flat(part.input) for part in buffers]
@@ -45,7 +50,7 @@ class Arithmetic:
 
     def payload(self, slot: int, rank: int, box: int, chunk: Chunk, level: int) -> torch.Tensor:
         """The bytes of a box, which holds an encoding of ``level``."""
-        at = self._plan.places[rank, box]
+        at = self._place(slot, rank, box)
         return self._slots[slot][at : at + payload_bytes(chunk, level)]
 
     def do(self, slot: int, piece: Piece, at: int, instruction: Instruction) -> None:
@@ -178,8 +183,11 @@ class Arithmetic:
 
     def _bytes(self, slot: int, rank: int, box: int, each: Slice, level: int) -> torch.Tensor:
         offset, size = each.place(level)
-        at = self._plan.places[rank, box] + offset
+        at = self._place(slot, rank, box) + offset
         return self._slots[slot][at : at + size]
+
+    def _place(self, slot: int, rank: int, box: int) -> int:
+        return (self._places[slot] if self._places else self._plan.places)[rank, box]
 
     def _input(self, each: Slice) -> torch.Tensor:
         given = self._inputs[each.part]
