@@ -29,8 +29,9 @@ VARIABLES: dict[str, Variable] = {
     ),
     "DTCOMM_RUNTIME": Variable(
         default="auto",
-        meaning="what moves the bytes: the native engine or the group's own backend; auto: the engine if it can",
-        choices=("auto", "native", "process_group"),
+        meaning="what moves the bytes: the native engine (CPU tensors), fused kernels over peer memory (CUDA tensors; "
+        "CPU tensors then go as with auto), or the group's own backend; auto: the first two where they can",
+        choices=("auto", "native", "peer", "process_group"),
         shared=True,
     ),
     "DTCOMM_TRANSPORT": Variable(

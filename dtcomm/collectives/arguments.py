@@ -111,10 +111,8 @@ def in_memory(tensor: torch.Tensor, argument: str) -> torch.Tensor:
     if tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous():
         return tensor
     require_tensor(tensor, argument)
-    if tensor.device.type != "cpu":
-        raise ValueError(
-            f"{argument}: is on {tensor.device}; this build moves CPU tensors only, copy it to the CPU first"
-        )
+    if not tensor.is_cpu and not tensor.is_cuda:
+        raise ValueError(f"{argument}: is on {tensor.device}; valid: tensors on the CPU and on CUDA devices")
     if not _is_dense(tensor):
         raise ValueError(
             f"{argument}: expected a dense, non-overlapping tensor, got strides {tuple(tensor.stride())} "
@@ -135,8 +133,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def require_contiguous(tensor: torch.Tensor, argument: str) -> None:
-    """Elements in their order, on the CPU."""
-    if tensor.device.type != "cpu":
+    """Elements in their order, where tensors can be sent from."""
+    if not tensor.is_cpu:
         in_memory(tensor, argument)
     if not tensor.is_contiguous():
         raise ValueError(f"{argument}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")
@@ -160,6 +158,15 @@ def require_pair(
         )
     require_contiguous(output, names[0])
     require_contiguous(input, names[1])
+    require_beside(large, small, holder, part)
+
+
+def require_beside(tensor: torch.Tensor, other: torch.Tensor, argument: str, name: str) -> None:
+    """Both on the same device."""
+    if not (tensor.is_cpu and other.is_cpu) and tensor.device != other.device:
+        raise ValueError(
+            f"{argument}: is on {tensor.device}, {name} is on {other.device}; they must be on one device"
+        )
 
 
 def require_residual(residual: Any, tensor: torch.Tensor, argument: str, op: Any = "sum") -> None:
@@ -174,6 +181,7 @@ def require_residual(residual: Any, tensor: torch.Tensor, argument: str, op: Any
     if not tensor.is_floating_point():
         raise TypeError(f"{argument}: error feedback needs a floating-point tensor, got {tensor.dtype}")
     require_contiguous(residual, argument)
+    require_beside(residual, tensor, argument, "the tensor")
     require_apart(tensor, residual, None, argument, "the tensor")
 
 
@@ -208,3 +216,4 @@ def require_shards(shards: Any, tensor: torch.Tensor, argument: str, ranks: int)
         if shard.numel() != expected:
             raise ValueError(f"{name}: has {shard.numel()} elements, expected {expected}")
         require_contiguous(shard, name)
+        require_beside(shard, tensor, name, "tensor")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dtcomm.codecs import Codec
-from dtcomm.collectives.arguments import require_apart, require_pair, require_residual
+from dtcomm.collectives.arguments import require_apart, require_beside, require_pair, require_residual
 from dtcomm.collectives.launch import Several, plan_for, start
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.shm import Buffers
@@ -109,6 +109,7 @@ def paired(
     for index, (output, given, spec, residual) in enumerate(zip(outputs, inputs, specs, losses, strict=True)):
         names = (f"outputs[{index}]", f"inputs[{index}]")
         require_pair(output, given, whole, communicator.size, names)
+        require_beside(output, outputs[0], names[0], "outputs[0]")
         large, small = (output, given) if whole == "output" else (given, output)
         holder, part = names if whole == "output" else names[::-1]
         require_apart(large, small, small.numel() * communicator.rank, part, holder)

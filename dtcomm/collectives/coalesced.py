@@ -12,11 +12,12 @@ from dtcomm.collectives.arguments import (
     Group,
     Op,
     in_memory,
+    require_beside,
     require_residual,
     require_tensor,
 )
 from dtcomm.collectives.buckets import BUCKET_BYTES, Call, Item, Residuals, Specs, kept, one_each, paired
-from dtcomm.runtime.communicator import find
+from dtcomm.runtime.communicator import find_for
 from dtcomm.runtime.shm import Buffers
 from dtcomm.runtime.work import Work
 
@@ -64,12 +65,13 @@ def all_reduce_coalesced(
     the direct algorithms its result does not depend on what it is sent with.
     """
     tensors = list(tensors)
-    communicator = find(group)
+    communicator = find_for(group, tensors[0] if tensors else None, "tensors[0]")
     specs, losses = one_each(codec, len(tensors)), kept(residuals, len(tensors))
     items = []
     for index, (tensor, spec, residual) in enumerate(zip(tensors, specs, losses, strict=True)):
         require_tensor(tensor, f"tensors[{index}]")
         memory = in_memory(tensor, f"tensors[{index}]")
+        require_beside(tensor, tensors[0], f"tensors[{index}]", "tensors[0]")
         if residual is not None:
             require_residual(residual, memory, f"residuals[{index}]", op)
         nbytes = tensor.numel() * tensor.element_size()
@@ -117,7 +119,7 @@ def all_gather_coalesced(
 
     Sizes, dtypes, codecs and residuals may differ from tensor to tensor; each ends as by an ``all_gather`` of its own.
     """
-    communicator = find(group)
+    communicator = find_for(group, outputs[0] if outputs else None, "outputs[0]")
     items = paired(communicator, outputs, inputs, "output", codec, residuals)
     call = Call(communicator, "all_gather", "sum", algorithm, checksum, seed, async_op)
     return call.run(items, bucket_bytes)
@@ -165,7 +167,7 @@ def reduce_scatter_coalesced(
     Sizes, dtypes, codecs and residuals (each like its input) may differ from tensor to tensor; with the direct
     algorithms each ends as by a ``reduce_scatter`` of its own.
     """
-    communicator = find(group)
+    communicator = find_for(group, outputs[0] if outputs else None, "outputs[0]")
     items = paired(communicator, outputs, inputs, "input", codec, residuals, op)
     call = Call(communicator, "reduce_scatter", op, algorithm, checksum, seed, async_op)
     return call.run(items, bucket_bytes)

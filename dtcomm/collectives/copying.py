@@ -21,7 +21,7 @@ from dtcomm.collectives.arguments import (
     require_type,
 )
 from dtcomm.collectives.launch import Algorithm, Then, plan_for, start
-from dtcomm.runtime.communicator import Communicator, find
+from dtcomm.runtime.communicator import Communicator, find_for
 from dtcomm.runtime.shm import Buffers
 from dtcomm.runtime.work import Work
 
@@ -60,7 +60,7 @@ def all_gather(
     With a lossy codec a rank's own shard in ``output`` holds the decoded values too; ``input`` is left as it
     is, unless it is that part of ``output``.
     """
-    communicator = find(group)
+    communicator = find_for(group, output, "output")
     require_pair(output, input, "output", communicator.size)
     require_apart(output, input, input.numel() * communicator.rank, "input", "output")
     key = ("all_gather", input.numel(), input.dtype, codec, algorithm, checksum)
@@ -111,7 +111,7 @@ def broadcast(
     With a lossy codec the source ends with the decoded values too, so that all ranks hold the same.
     """
     require_type(tensor, "tensor")
-    communicator = find(group)
+    communicator = find_for(group, tensor, "tensor")
     key = ("broadcast", tensor.numel(), tensor.dtype, src, codec, algorithm, checksum)
     plan = communicator.plans.get(key)
     if plan is None:
@@ -175,7 +175,7 @@ def gather(
     ``gather_list`` is a list of one tensor a rank, or, which saves a copy, one tensor that holds them all; None
     on the other ranks. The destination's own shard is never sent, so it arrives as it is with every codec.
     """
-    communicator = find(group)
+    communicator = find_for(group, tensor, "tensor")
     require_tensor(tensor, "tensor")
     require_contiguous(tensor, "tensor")
     root = communicator.group_rank(dst, "dst")
@@ -258,7 +258,7 @@ def scatter(
     on the other ranks. ``residual``, on the source, is as large as all shards together. The source's own shard is
     never sent, so it arrives as it is with every codec.
     """
-    communicator = find(group)
+    communicator = find_for(group, tensor, "tensor")
     require_tensor(tensor, "tensor")
     require_contiguous(tensor, "tensor")
     root = communicator.group_rank(src, "src")
@@ -306,7 +306,7 @@ def _is_root(communicator: Communicator, root: int, shards: Shards | None, argum
 def _flat(shards: Shards, like: torch.Tensor, ranks: int) -> torch.Tensor:
     if isinstance(shards, torch.Tensor):
         return shards
-    return torch.empty(like.numel() * ranks, dtype=like.dtype)
+    return torch.empty(like.numel() * ranks, dtype=like.dtype, device=like.device)
 
 
 def _listed(shards: Shards) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ from dtcomm.collectives.arguments import (
     Group,
     Options,
     require_apart,
+    require_beside,
     require_contiguous,
     require_residual,
     require_tensor,
@@ -19,7 +20,7 @@ from dtcomm.collectives.arguments import (
 from dtcomm.collectives.copying import all_gather
 from dtcomm.collectives.launch import Algorithm, plan_for, start
 from dtcomm.errors import CollectiveMismatch
-from dtcomm.runtime.communicator import Communicator, find
+from dtcomm.runtime.communicator import Communicator, find_for
 from dtcomm.runtime.shm import Buffers
 from dtcomm.runtime.work import Work
 
@@ -73,13 +74,14 @@ def all_to_all(
     made it, ``async_op`` or not. A rank's shard for itself is never sent, so it arrives as it is with every codec.
     Raises CollectiveMismatch, on all ranks, where a rank expects another size than is sent.
     """
-    communicator = find(group)
+    communicator = find_for(group, output, "output")
     require_tensor(output, "output")
     require_tensor(input, "input")
     if input.dtype != output.dtype:
         raise TypeError(f"output: is {output.dtype}, input is {input.dtype}; they must be equal")
     require_contiguous(output, "output")
     require_contiguous(input, "input")
+    require_beside(output, input, "output", "input")
     require_apart(input, output, None, "output", "input")
     if residual is not None:
         require_residual(residual, input, "residual")

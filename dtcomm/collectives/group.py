@@ -10,7 +10,8 @@ import torch
 from dtcomm.collectives.arguments import Group
 from dtcomm.collectives.reducing import all_reduce
 from dtcomm.runtime import flight
-from dtcomm.runtime.communicator import find
+from dtcomm.runtime.communicator import devices_of, find, known
+from dtcomm.runtime.groups import require_group
 from dtcomm.runtime.shm import empty_shared
 from dtcomm.runtime.work import Work
 
@@ -43,8 +44,17 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None, group: G
 
 
 def info(group: Group = None) -> dict[str, Any]:
-    """How the group's ranks are served: runtime ("native" or "process_group"), why, kernels, hosts, bytes."""
-    return find(group).info()
+    """How the group's ranks are served: runtime ("native", "peer" or "process_group"), why, kernels, hosts, bytes.
+
+    ``devices`` says the same of tensors on CUDA devices, by device, once there was a call on some; where there were
+    none on the CPU, all of it is about them.
+    """
+    devices = {name: made.info() for name, made in devices_of(group).items()}
+    if not devices:
+        return find(group).info()
+    made = known(require_group(group))
+    said = next(iter(devices.values())) if made is None else made.info()
+    return {**said, "devices": devices}
 
 
 def flight_record(directory: str | None = None) -> dict[str, Any]:

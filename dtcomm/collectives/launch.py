@@ -70,6 +70,12 @@ def plan_for(
         parts.append(Part(numel, dtype, inside, between))
     message = Message(collective, name, tuple(parts), algorithm, root, "", checksum)
     if collective in REDUCING and any(_on_common_ground(part) for part in parts):
+        if communicator.device is not None:
+            spec = next(part.spec for part in parts if part.codec.on_common_ground)
+            raise ValueError(
+                f"codec: {spec} adds on common ground, which only CPU kernels make; the tensors are on "
+                f"{communicator.device}"
+            )
         plan: Any = _on_ground(communicator, message, audit)
     else:
         plan = _prepare(communicator, message, splits)

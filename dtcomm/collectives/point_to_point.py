@@ -21,6 +21,7 @@ from dtcomm.collectives.launch import own, plan_for, start
 from dtcomm.runtime.channel import Pair, pair_of
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.shm import Buffers
+from dtcomm.runtime.streams import streams_of
 from dtcomm.runtime.work import Work
 from dtcomm.schedule import Schedule, Transfer
 
@@ -130,12 +131,23 @@ def _message(
     require_dtype("sum", tensor.dtype, codecs.codec(codec))
     if residual is not None:
         require_residual(residual, memory, "residual")
-    pair = pair_of(group, peer, argument)
+    device = None if tensor.is_cpu else tensor.device
+    pair = pair_of(group, peer, argument, device=device)
     buffers = [Buffers(memory if sends else None, None if sends else memory, residual)]
 
     def begin(communicator: Communicator, asynchronous: bool) -> Work | None:
         return _begin(communicator, buffers, [tensor], sends, codec, seed, asynchronous, checksum)
 
+    if async_op and device is not None:
+        # It may begin on another thread: after what this one has given its stream.
+        streams = streams_of(device)
+        stream = streams.current()
+
+        def begin_there(communicator: Communicator) -> Work | None:
+            with streams.on(stream):
+                return begin(communicator, True)
+
+        return pair.later(sends, begin_there, [tensor])
     if async_op:
         return pair.later(sends, lambda communicator: begin(communicator, True), [tensor])
     begin(pair.communicator(sends), False)

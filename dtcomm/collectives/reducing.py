@@ -20,7 +20,7 @@ from dtcomm.collectives.arguments import (
     require_type,
 )
 from dtcomm.collectives.launch import Algorithm, plan_for, start
-from dtcomm.runtime.communicator import find
+from dtcomm.runtime.communicator import find_for
 from dtcomm.runtime.shm import Buffers
 from dtcomm.runtime.work import Work
 
@@ -71,7 +71,7 @@ def all_reduce(
     ranks raise PayloadCorrupt, which names the elements; the tensor is then as it was, and the call may be repeated.
     """
     require_type(tensor, "tensor")
-    communicator = find(group)
+    communicator = find_for(group, tensor, "tensor")
     key = ("all_reduce", tensor.numel(), tensor.dtype, op, codec, algorithm, checksum, audit)
     plan = communicator.plans.get(key)
     if plan is None:
@@ -124,7 +124,7 @@ def reduce(
 ) -> Work | None:
     """Reduce ``tensor`` over the ranks, in place on ``dst`` (a global rank); on the others it stays as it is."""
     require_type(tensor, "tensor")
-    communicator = find(group)
+    communicator = find_for(group, tensor, "tensor")
     key = ("reduce", tensor.numel(), tensor.dtype, dst, op, codec, algorithm, checksum)
     plan = communicator.plans.get(key)
     if plan is None:
@@ -188,7 +188,7 @@ def reduce_scatter(
 
     ``input`` holds world size shards of ``output.numel()`` elements, in rank order; both contiguous.
     """
-    communicator = find(group)
+    communicator = find_for(group, output, "output")
     require_pair(output, input, "input", communicator.size)
     require_apart(input, output, output.numel() * communicator.rank, "output", "input")
     key = ("reduce_scatter", output.numel(), output.dtype, op, codec, algorithm, checksum)

@@ -158,11 +158,18 @@ class _Later(Work):
         return self._started().seconds
 
 
-def pair_of(group: dist.ProcessGroup | None, peer: int, argument: str, purpose: str = "") -> Pair:
+def pair_of(
+    group: dist.ProcessGroup | None,
+    peer: int,
+    argument: str,
+    purpose: str = "",
+    device: torch.device | None = None,
+) -> Pair:
     """The pair with a global rank of the group; ValueError where there can be none.
 
-    Messages of another ``purpose`` have a pair of their own.
+    Messages of another ``purpose``, and of tensors on another ``device`` (None: the CPU), have a pair of their own.
     """
+    purpose += "" if device is None else f"{device.type}/"
     target = require_group(group)
     entry = entry_of(target)
     found: Any = entry.pairs.get((peer, purpose))
@@ -173,12 +180,14 @@ def pair_of(group: dist.ProcessGroup | None, peer: int, argument: str, purpose: 
     mine, other = dist.get_rank(target), position(ranks, peer, argument)
     if mine == other:
         raise ValueError(f"{argument}: rank {peer} is this rank itself")
-    pair = Pair(lambda: _make(target, mine, other, purpose))
+    pair = Pair(lambda: _make(target, mine, other, purpose, device))
     kept: Pair = entry.pairs.setdefault((peer, purpose), pair)
     return kept
 
 
-def _make(group: dist.ProcessGroup, mine: int, other: int, purpose: str) -> tuple[Communicator, Communicator]:
+def _make(
+    group: dist.ProcessGroup, mine: int, other: int, purpose: str, device: torch.device | None
+) -> tuple[Communicator, Communicator]:
     low, high = sorted((mine, other))
     store = group_store(group)
     if hasattr(store, "clone"):  # a connection of our own: a wait on the common one would hold up everybody
@@ -186,7 +195,7 @@ def _make(group: dist.ProcessGroup, mine: int, other: int, purpose: str) -> tupl
     name = f"{purpose}{low}-{high}"
     epoch = store.add(f"dtcomm/{PROTOCOL}/made/{name}/{mine}", 1)
     made = [
-        Communicator(group, f"{epoch}/{name}/{way}", members=(low, high), store=store)
+        Communicator(group, f"{epoch}/{name}/{way}", members=(low, high), store=store, device=device)
         for way in ("up", "down")
     ]
     return (made[0], made[1]) if mine == low else (made[1], made[0])

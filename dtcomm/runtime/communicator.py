@@ -32,7 +32,7 @@ class Communicator:
     ``scratch`` serves calls whose terms are made before they are sent.
 
     ``members``, group ranks in order, are those that take part, by default all; ``epoch`` tells one meeting of
-    theirs from the next.
+    theirs from the next. ``device`` is where the tensors are, by default the CPU.
     """
 
     def __init__(
@@ -41,7 +41,9 @@ class Communicator:
         epoch: int | str,
         members: Sequence[int] | None = None,
         store: c10d.Store | None = None,
+        device: torch.device | None = None,
     ) -> None:
+        self.device = device
         everybody = dist.get_process_group_ranks(group)
         members = range(len(everybody)) if members is None else members
         self.ranks: list[int] = [everybody[member] for member in members]
@@ -62,7 +64,7 @@ class Communicator:
         if self.size > 1:
             flight.add(self)
             try:
-                joining = Joining(self.rank, self.ranks, group, epoch, store)
+                joining = _joining(self.rank, self.ranks, group, epoch, store, device)
                 try:
                     joining.meet()
                 finally:  # what is known by then, the flight record says too
@@ -126,6 +128,21 @@ class Communicator:
             self.runtime.close()
 
 
+def _joining(
+    rank: int,
+    ranks: list[int],
+    group: dist.ProcessGroup,
+    epoch: int | str,
+    store: c10d.Store | None,
+    device: torch.device | None,
+) -> Joining:
+    if device is None:
+        return Joining(rank, ranks, group, epoch, store)
+    from dtcomm.runtime.joining_devices import DeviceJoining
+
+    return DeviceJoining(device, rank, ranks, group, epoch, store)
+
+
 class Closeable(Protocol):
     """What goes with a group."""
 
@@ -135,17 +152,19 @@ class Closeable(Protocol):
 
 @dataclass
 class Entry:
-    """What is kept for a group: the communicator of all its ranks, and those of pairs by the peer's global rank and
-    what they are for.
+    """What is kept for a group: the communicator of all its ranks, those for tensors on devices, and those of pairs by
+    the peer's global rank and what they are for.
     """
 
     reference: weakref.ref[dist.ProcessGroup]
     communicator: Communicator | None = None
+    devices: dict[torch.device, Communicator] = field(default_factory=dict)
     pairs: dict[tuple[int, str], Any] = field(default_factory=dict)
     making: threading.RLock = field(default_factory=threading.RLock)
 
     def close(self) -> None:
-        kept: list[Closeable] = [*self.pairs.values(), *([self.communicator] if self.communicator else [])]
+        kept: list[Closeable] = [*self.pairs.values(), *self.devices.values()]
+        kept += [self.communicator] if self.communicator else []
         for each in kept:
             each.close()
 
@@ -168,6 +187,38 @@ def find(group: dist.ProcessGroup | None) -> Communicator:
         if communicator is not None:
             return communicator
     return _make(require_group(group))
+
+
+def find_for(group: dist.ProcessGroup | None, tensor: Any, argument: str) -> Communicator:
+    """The group's communicator for tensors like this one; ValueError where there is none for its device."""
+    if (
+        not isinstance(tensor, torch.Tensor) or tensor.is_cpu
+    ):  # what is no tensor is refused by whoever looks at it
+        return find(group)
+    device = tensor.device
+    if device.type != "cuda":
+        raise ValueError(f"{argument}: is on {device}; valid: tensors on the CPU and on CUDA devices")
+    return _on_device(require_group(group), device)
+
+
+def devices_of(group: dist.ProcessGroup | None) -> dict[str, Communicator]:
+    """The communicators that were made for tensors on devices."""
+    entry = _cache.get(id(require_group(group)))
+    return {} if entry is None else {str(device): made for device, made in entry.devices.items()}
+
+
+def _on_device(group: dist.ProcessGroup, device: torch.device) -> Communicator:
+    entry = entry_of(group)
+    found = entry.devices.get(device)
+    if found is None:
+        with entry.making:
+            if device not in entry.devices:
+                made = group_store(group).add(
+                    f"dtcomm/{PROTOCOL}/made/{device.type}/{dist.get_rank(group)}", 1
+                )
+                entry.devices[device] = Communicator(group, f"{made}/{device.type}", device=device)
+            found = entry.devices[device]
+    return found
 
 
 def known(group: dist.ProcessGroup) -> Communicator | None:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+from torch._C import _distributed_c10d as _c10d
 
 Letter = tuple[torch.Tensor, int, int]  # bytes, the peer, a tag where the backend knows tags
 
@@ -37,37 +36,40 @@ class Exchange(Protocol):
 
 
 class GroupExchange:
-    """Over ``group``, which nobody else may use, with tensors of ``device``."""
+    """Over the backend called ``name``, which nobody else may use, with tensors of ``device``."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
-        self._device = device
-        self.name = str(group._get_backend(device).name())
+    def __init__(self, backend: Any, name: str, device: torch.device) -> None:
+        self._group = backend
+        self.name = name
         # As one launch: a group of several messages, not of one after the other that could wait for each other.
         self._together = device.type != "cpu"
 
     def all_to_all(
         self, out: torch.Tensor, out_parts: Sequence[int], given: torch.Tensor, given_parts: Sequence[int]
     ) -> list[Any]:
-        options = c10d.AllToAllOptions()
+        options = _c10d.AllToAllOptions()
         _on_its_own_stream(options)
         return [self._group.alltoall_base(out, given, list(out_parts), list(given_parts), options)]
 
     def all_gather(self, out: torch.Tensor, given: torch.Tensor) -> list[Any]:
-        options = c10d.AllgatherOptions()
+        options = _c10d.AllgatherOptions()
         _on_its_own_stream(options)
         return [self._group._allgather_base(out, given, options)]
 
     def letters(self, sends: Sequence[Letter], receives: Sequence[Letter]) -> list[Any]:
         if self._together:
-            self._group._start_coalescing(self._device)
+            self._group._start_coalescing()
         works = [self._group.recv([into], peer, tag) for into, peer, tag in receives]
         works += [self._group.send([bytes], peer, tag) for bytes, peer, tag in sends]
-        return [self._group._end_coalescing(self._device)] if self._together else works
+        return [self._group._end_coalescing()] if self._together else works
 
     def wait(self, handle: list[Any]) -> None:
         for work in handle:
             work.wait()  # without a timeout: with one, NCCL would hold the host
+
+    def close(self) -> None:
+        """End it, and what it still does."""
+        (getattr(self._group, "shutdown", None) or self._group._shutdown)()
 
 
 def _on_its_own_stream(options: Any) -> None:

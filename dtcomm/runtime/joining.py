@@ -232,12 +232,7 @@ class Joining:
         if dist.get_backend(group) in ("gloo", "dtcomm"):
             # Past torch's registry: pairs are made in threads, several at once, and a second group of the same
             # ranks would get the first one's name and read its addresses.
-            return dist.ProcessGroupGloo(
-                c10d.PrefixStore(f"dtcomm/{PROTOCOL}/{self._epoch}/gloo", self._store),
-                self.rank,
-                self.size,
-                self._timeout,
-            )
+            return self._private_backend("gloo")
         made: dist.ProcessGroup = dist.new_group(
             self.ranks,
             timeout=self._timeout,
@@ -246,6 +241,16 @@ class Joining:
             group_desc="dtcomm",
         )
         return made
+
+    def _private_backend(self, name: str) -> Any:
+        """The same as a backend by itself: ``gloo``, or ``nccl``."""
+        store = c10d.PrefixStore(f"dtcomm/{PROTOCOL}/{self._epoch}/{name}", self._store)
+        if name == "gloo":
+            return dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        options.is_high_priority_stream = False
+        return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
 
 
 def _door() -> tuple[Door | None, str]:

@@ -34,12 +34,21 @@ from dtcomm.schedule import Schedule
 
 
 class StreamRuntime:
-    """Calls on tensors of ``streams.device`` over ``exchange``; ``leave`` gives the group back."""
+    """Calls on tensors of ``streams.device`` over ``exchange``; ``leave`` gives the group back.
+
+    ``compare`` is told what each call is before it begins, and raises where ranks differ.
+    """
 
     name = "process_group"
 
     def __init__(
-        self, exchange: Exchange, streams: Streams, rank: int, leave: Callable[[], None], piece_bytes: int = 0
+        self,
+        exchange: Exchange,
+        streams: Streams,
+        rank: int,
+        leave: Callable[[], None],
+        piece_bytes: int = 0,
+        compare: Callable[[str], None] | None = None,
     ) -> None:
         self.rank = rank
         self._exchange = exchange
@@ -47,6 +56,7 @@ class StreamRuntime:
         self._fence = Fence(streams)
         self._leave: Callable[[], None] | None = leave
         self._piece_bytes = piece_bytes
+        self._compare = compare
         self._operations = 0
         self._wire_bytes = 0
         self._failure: DtcommError | None = None
@@ -134,6 +144,8 @@ class StreamRuntime:
         noted.stage = "failed"  # unless it comes to something
         self._fence.enter()
         try:
+            if self._compare is not None:
+                self._compare(f"call {self._operations}: {plan.text}")
             _Call(plan, buffers, seed, self._exchange, self._streams).run()
         except BaseException as error:
             self._failure = error if isinstance(error, DtcommError) else _broken(self._exchange.name, error)

@@ -1,8 +1,8 @@
 """Programs over the point-to-point messages of a torch.distributed group: between hosts, and wherever ranks share
 no memory.
 
-Messages are matched by tag, as Gloo does it. Tensors stay on the caller's device; only the kernels' verbs know
-which that is.
+Messages are matched by tag, as Gloo does it. Tensors stay on the caller's device, where the kernels' verbs run; from a
+device and to it, payloads go through the host's memory.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from dtcomm.runtime.replay import Messages, Replay
 from dtcomm.runtime.sealed import Sealed, Wire
 from dtcomm.runtime.shape import Shape
 from dtcomm.runtime.shm import Buffers
+from dtcomm.runtime.staged import Staged
+from dtcomm.runtime.streams import Fence, HostStreams, Streams
 from dtcomm.runtime.times import Stopwatch
 from dtcomm.schedule import Schedule
 from dtcomm.schedule.ir import CUT_AT_GRANULES
@@ -52,7 +54,8 @@ class ProcessGroupRuntime:
     """Moves bytes over ``group``, which nobody else may use: its messages are told apart by tags alone.
 
     ``names[rank]`` is how errors call a rank; every wait ends after ``timeout_s`` seconds; ``store`` is where ranks
-    leave word of whom they gave up on (None: the group's own); ``wires`` are emulated links, by rank.
+    leave word of whom they gave up on (None: the group's own); ``wires`` are emulated links, by rank; ``streams`` those
+    of the device that the tensors are on.
     """
 
     name = "process_group"
@@ -65,6 +68,7 @@ class ProcessGroupRuntime:
         timeout_s: float,
         store: Any = None,
         wires: Sequence[Wire | None] = (),
+        streams: Streams | None = None,
     ) -> None:
         self.rank = group.rank()
         self.ranks = group.size()
@@ -84,6 +88,9 @@ class ProcessGroupRuntime:
         self._recorder = Recorder()
         self._current: Flight | None = None  # the operation under way
         self._wires = list(wires) if any(wires) else []
+        self._streams = HostStreams() if streams is None else streams
+        self._on_device = streams is not None
+        self._fence = Fence(self._streams)
         self._pid = os.getpid()
         self._lock = threading.Lock()  # held while a call runs inline: calls run in issue order
         self._last: Future[Outcome] | None = None
@@ -101,8 +108,10 @@ class ProcessGroupRuntime:
             if self._last is None or self._last.done():
                 self._require_usable()
                 return self._perform(self._item(plan, buffers, seed, around)).wire_bytes
-            future = self._enqueue(plan, buffers, seed, around)
-        return future.result().wire_bytes
+            item = self._enqueue(plan, buffers, seed, around)
+        outcome = item.future.result()
+        self._streams.wait(item.done)
+        return outcome.wire_bytes
 
     def submit(
         self,
@@ -114,7 +123,7 @@ class ProcessGroupRuntime:
     ) -> QueuedWork:
         """Queue behind what runs already."""
         with self._lock:
-            return QueuedWork(self._enqueue(plan, buffers, seed, around), outputs)
+            return QueuedWork(self._enqueue(plan, buffers, seed, around), outputs, self._streams)
 
     def set_timeout(self, seconds: float) -> None:
         """How long the calls from now on wait for the other ranks."""
@@ -136,8 +145,9 @@ class ProcessGroupRuntime:
         """For reports."""
         return {
             "runtime": self.name,
-            "transport": "messages of the group's backend",
-            "kernels": dispatch.current(),
+            "transport": "messages of the group's backend"
+            + (f", through the host's memory from and to {self._streams.device}" if self._on_device else ""),
+            "kernels": ", ".join(dispatch.available("cuda")) if self._on_device else dispatch.current(),
             "operations": self._operations,
             "wire_bytes": self._wire_bytes,
         }
@@ -155,24 +165,39 @@ class ProcessGroupRuntime:
         """Nothing: the ranks share no memory."""
         return []
 
-    def _enqueue(
-        self, plan: Plan, buffers: Sequence[Buffers], seed: int, around: Around | None
-    ) -> Future[Outcome]:
+    def _enqueue(self, plan: Plan, buffers: Sequence[Buffers], seed: int, around: Around | None) -> Item:
         self._require_usable()
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="dtcomm-process-group", daemon=True)
             self._thread.start()
         item = self._item(plan, buffers, seed, around)
+        if self._on_device:
+            self._lend(item)
         self._last = item.future
         self._queue.put(item)
-        return item.future
+        return item
+
+    def _lend(self, item: Item) -> None:
+        # Our own stream uses the caller's tensors, once they are ready.
+        item.ready = self._streams.record()
+        with self._streams.on(self._streams.side()):
+            for part in item.buffers:
+                for tensor in part:
+                    if tensor is not None:
+                        self._streams.hold(tensor)
 
     def _item(self, plan: Plan, buffers: Sequence[Buffers], seed: int, around: Around | None) -> Item:
         return Item(self._recorder.issue(plan.text, plan.shape), plan, buffers, seed, around or NOTHING)
 
     def _serve(self) -> None:
+        with self._streams.on(self._streams.side()):
+            self._serve_queue()
+
+    def _serve_queue(self) -> None:
         while (item := self._take()) is not None:
             try:
+                if item.replay is None and item.ready is not None:
+                    self._streams.wait(item.ready)
                 outcome = self._perform(item, functools.partial(self._begin_next, item))
             except BaseException as error:
                 item.future.set_exception(error)
@@ -198,6 +223,8 @@ class ProcessGroupRuntime:
             return
         following.noted.started_ns = time.monotonic_ns()
         following.noted.stage = "started"
+        if following.ready is not None:
+            self._streams.wait(following.ready)
         following.replay = self._replay(following, 1 - self._turn, self._operations + 1)
         following.replay.begin()
 
@@ -221,10 +248,16 @@ class ProcessGroupRuntime:
         noted.stage = "failed"  # unless it comes to something
         replay, item.replay = item.replay, None
         self._require_usable()
+        if self._streams.capturing():
+            noted.stage = "issued"
+            raise DtcommError(
+                "group: a graph cannot capture what goes through the host's memory; NCCL groups can"
+            )
         start = time.perf_counter()
         noted.started_ns = noted.started_ns or time.monotonic_ns()
         noted.stage = "started"
         self._current = noted
+        self._fence.enter()
         try:
             if replay is not None:
                 self._turn = 1 - self._turn
@@ -237,6 +270,7 @@ class ProcessGroupRuntime:
             sent = replay.run(launched)
             for step in item.around.after:
                 step()
+            item.done = self._fence.leave()
         except BaseException as error:
             if isinstance(error, DtcommError):
                 self._failure = type(error)(str(error))
@@ -261,14 +295,17 @@ class ProcessGroupRuntime:
         )
 
     def _messages(self, plan: Plan) -> Messages:
-        if not plan.shape.checksum and not self._wires:
-            return self
-        return Sealed(self, self._names, self.rank, plan.shape.checksum, self._wires)
+        messages: Messages = self
+        if plan.shape.checksum or self._wires:
+            messages = Sealed(self, self._names, self.rank, plan.shape.checksum, self._wires)
+        return Staged(messages, self._streams) if self._on_device else messages
 
     def _reserve(self, turn: int, plan: Plan, device: torch.device) -> None:
         # One set of slots serves all plans, since calls do not overlap; a call that begins ahead takes the other one.
         slots = self._slots[turn]
         if not slots or slots[0].numel() < plan.slot_bytes or slots[0].device != device:
+            for slot in slots:
+                self._streams.hold(slot)
             slots.clear()
             slots += [torch.empty(plan.slot_bytes, dtype=torch.uint8, device=device) for _ in range(WINDOW)]
 

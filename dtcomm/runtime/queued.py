@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from dtcomm.runtime.flight import Flight
 from dtcomm.runtime.plan import Plan
 from dtcomm.runtime.replay import Replay
 from dtcomm.runtime.shm import Buffers
+from dtcomm.runtime.streams import Streams
 from dtcomm.runtime.times import Span, Stopwatch
 from dtcomm.runtime.work import Work
 
@@ -30,7 +31,10 @@ class Outcome(NamedTuple):
 
 @dataclass
 class Item:
-    """One call; ``replay`` is there where it has begun ahead of its turn, ``watch`` where its times are taken."""
+    """One call; ``replay`` is there where it has begun ahead of its turn, ``watch`` where its times are taken.
+
+    On a device, ``ready`` is the event that its tensors are ready at, ``done`` the one behind it.
+    """
 
     noted: Flight
     plan: Plan
@@ -40,6 +44,8 @@ class Item:
     future: Future[Outcome] = field(default_factory=Future)
     replay: Replay | None = None
     watch: Stopwatch | None = None
+    ready: Any = None
+    done: Any = None
 
 
 def disjoint(one: Item, other: Item) -> bool:
@@ -65,20 +71,23 @@ def _spans(item: Item) -> Iterator[tuple[int, int]]:
 class QueuedWork(Work):
     """A call that the runtime's thread makes."""
 
-    def __init__(self, future: Future[Outcome], outputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, item: Item, outputs: Sequence[torch.Tensor], streams: Streams) -> None:
         super().__init__(outputs)
-        self._done = future
+        self._item = item
+        self._done = item.future
+        self._streams = streams
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
 
     def wait(self) -> None:
         self._done.result()
+        self._streams.wait(self._item.done)
 
     def is_completed(self) -> bool:
         return self._done.done()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         if self._future is None:
-            self._future = torch.futures.Future()
+            self._future = self._streams.future()
             self._done.add_done_callback(self._complete)
         return self._future
 
@@ -88,7 +97,9 @@ class QueuedWork(Work):
         if isinstance(failure, Exception):
             self._future.set_exception(failure)  # type: ignore[arg-type]
         else:
-            self._future.set_result(self._outputs)
+            with self._streams.on(self._streams.side()):
+                self._streams.wait(self._item.done)
+                self._future.set_result(self._outputs)
 
     @property
     def wire_bytes(self) -> int:  # type: ignore[override]

@@ -64,14 +64,14 @@ class CudaStreams:
 
     def side(self) -> torch.cuda.Stream:
         if self._side is None:
-            self._side = torch.cuda.Stream(self.device)
+            self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         return self._side
 
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
 
     def record(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self.current())
         return event
 
@@ -79,7 +79,7 @@ class CudaStreams:
         self.current().wait_event(event)
 
     def passed(self, event: torch.cuda.Event) -> bool:
-        return bool(event.query())
+        return bool(event.query())  # type: ignore[no-untyped-call]
 
     def settle(self, event: torch.cuda.Event) -> None:
         event.synchronize()

@@ -190,12 +190,20 @@ def test_a_block_that_is_no_number_keeps_its_residual() -> None:
     assert (residuals[0][32:].abs() < 0.25).all() and residuals[0][32:].count_nonzero()
 
 
-def calls(rank: int, world_size: int, timed: bool = True) -> list[torch.Tensor]:
-    """A round of everything; the results of two runtimes must be equal bit for bit. `timed`: who works knows how long."""
+def calls(
+    rank: int,
+    world_size: int,
+    timed: bool = True,
+    specs: tuple[str, ...] = ("none", "fp16", "int8", "int8:round=stochastic"),
+    sizes: tuple[int, ...] = (1, 5000, 200_001),
+) -> list[torch.Tensor]:
+    """A round of everything; the results of two runtimes must be equal bit for bit. With `timed` works know how
+    long they took.
+    """
     results = []
     dice = torch.Generator().manual_seed(rank)
-    for spec in ("none", "fp16", "int8", "int8:round=stochastic"):
-        for numel in (1, 5000, 200_001):
+    for spec in specs:
+        for numel in sizes:
             for name in algorithms.available("all_reduce"):
                 x = torch.randn(numel, generator=dice)
                 residual = torch.randn(numel, generator=dice)
