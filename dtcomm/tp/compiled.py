@@ -1,7 +1,7 @@
-"""The pair of tensor parallelism as torch operators, for torch.compile: copy / all-reduce.
+"""The conjugate pairs of tensor parallelism as one torch operator, for torch.compile.
 
-`dtcomm::tp_reduce` sums over ranks and lets the gradient through; `dtcomm::tp_copy` lets a tensor through and sums its
-gradient. A codec is its spec string, a group its name.
+`dtcomm::tp_move` does one of `functional.MOVES`; its gradient is its conjugate's. Codecs are spec strings, a group its
+name.
 """
 
 from __future__ import annotations
@@ -11,54 +11,68 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from dtcomm.tp.wire import Wire, wire
 
-def reduce(x: torch.Tensor, spec: str, algorithm: str, group: str, latency: bool) -> torch.Tensor:
-    """`functional.reduce_from_ranks`."""
-    result: torch.Tensor = torch.ops.dtcomm.tp_reduce(x, spec, algorithm, group, latency)
+
+def move(x: torch.Tensor, which: str, conjugate: str, over: Wire, dim: int) -> torch.Tensor:
+    """One of `functional.MOVES`, and what its gradient takes."""
+    how = (over.algorithm, over.name, over.latency)
+    result: torch.Tensor = torch.ops.dtcomm.tp_move(x, which, conjugate, *over.specs, *how, dim)
     return result
 
 
-def copy(x: torch.Tensor, spec: str, algorithm: str, group: str, latency: bool) -> torch.Tensor:
-    """`functional.copy_to_ranks`; the spec is the gradient's."""
-    result: torch.Tensor = torch.ops.dtcomm.tp_copy(x, spec, algorithm, group, latency)
-    return result
+@torch.library.custom_op("dtcomm::tp_move", mutates_args=())
+def _move(
+    x: torch.Tensor,
+    which: str,
+    conjugate: str,
+    spec: str,
+    backward: str,
+    algorithm: str,
+    group: str,
+    latency: bool,
+    dim: int,
+) -> torch.Tensor:
+    from dtcomm.tp.functional import MOVES
+
+    over = wire(spec, backward, algorithm=algorithm, group=_group(group), latency=latency)
+    return MOVES[which](x, over, dim, False)
 
 
-def _summed(x: torch.Tensor, spec: str, algorithm: str, group: str, latency: bool) -> torch.Tensor:
-    from dtcomm.tp.functional import summed
-    from dtcomm.tp.wire import wire
-
-    resolve: Any = vars(c10d)["_resolve_process_group"]
-    return summed(x, wire(spec, algorithm=algorithm, group=resolve(group), latency=latency))
-
-
-@torch.library.custom_op("dtcomm::tp_reduce", mutates_args=())
-def _reduce(x: torch.Tensor, spec: str, algorithm: str, group: str, latency: bool) -> torch.Tensor:
-    return _summed(x, spec, algorithm, group, latency)
-
-
-@torch.library.custom_op("dtcomm::tp_copy", mutates_args=())
-def _copy(x: torch.Tensor, spec: str, algorithm: str, group: str, latency: bool) -> torch.Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-@_reduce.register_fake
-@_copy.register_fake
-def _(x: torch.Tensor, spec: str, algorithm: str, group: str, latency: bool) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+@_move.register_fake
+def _(
+    x: torch.Tensor,
+    which: str,
+    conjugate: str,
+    spec: str,
+    backward: str,
+    algorithm: str,
+    group: str,
+    latency: bool,
+    dim: int,
+) -> torch.Tensor:
+    shape = list(x.shape)
+    ranks = _group(group).size()
+    if which == "joined":
+        shape[dim] *= ranks
+    elif which in ("own part", "summed part"):
+        shape[dim] //= ranks
+    return x.new_empty(shape)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.how = inputs[1:]
 
 
-def _let_through(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-    return gradient, None, None, None, None
+def _conjugate(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    which, conjugate, spec, backward, *rest = ctx.how
+    back = torch.ops.dtcomm.tp_move(gradient, conjugate, which, backward, spec, *rest)
+    return (back, *(None for _ in ctx.how))
 
 
-def _sum(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-    return reduce(gradient, *ctx.how), None, None, None, None
+def _group(name: str) -> Any:
+    resolve: Any = vars(c10d)["_resolve_process_group"]
+    return resolve(name)
 
 
-_reduce.register_autograd(_let_through, setup_context=_setup)
-_copy.register_autograd(_sum, setup_context=_setup)
+_move.register_autograd(_conjugate, setup_context=_setup)

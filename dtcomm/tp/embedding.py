@@ -46,7 +46,10 @@ class VocabParallelEmbedding(Sharded):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """[...] → [..., embedding_dim]. IndexError where a token is outside the vocabulary."""
-        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.num_embeddings:
+        if torch.compiler.is_compiling():  # which cannot raise for what a tensor holds, but can end
+            inside = (tokens >= 0) & (tokens < self.num_embeddings)
+            torch._assert_async(inside.all(), f"tokens: expected 0 to {self.num_embeddings - 1}")
+        elif tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.num_embeddings:
             raise IndexError(f"tokens: expected 0 to {self.num_embeddings - 1}")
         local = tokens - self.first
         mine = (local >= 0) & (local < len(self.weight))

@@ -30,42 +30,32 @@ from dtcomm.tp.wire import Wire
 
 def copy_to_ranks(x: torch.Tensor, wire: Wire) -> torch.Tensor:
     """The same tensor, used by all ranks: its gradient is the sum of theirs."""
-    if torch.compiler.is_compiling():
-        return compiled.copy(x, wire.specs[1], wire.algorithm, wire.name, wire.latency)
-    return _pair(x, _same, lambda gradient: summed(gradient, wire, backward=True))
+    return _pair(x, "same", "summed", wire, 0)
 
 
 def reduce_from_ranks(x: torch.Tensor, wire: Wire) -> torch.Tensor:
     """The sum of all ranks' tensors."""
-    if torch.compiler.is_compiling():
-        return compiled.reduce(x, wire.specs[0], wire.algorithm, wire.name, wire.latency)
-    return _pair(x, lambda x: summed(x, wire), _same)
+    return _pair(x, "summed", "same", wire, 0)
 
 
 def gather_from_ranks(x: torch.Tensor, wire: Wire, dim: int = -1) -> torch.Tensor:
     """All ranks' parts, joined along `dim`, where all ranks go on to compute the same."""
-    return _pair(x, lambda x: joined(x, wire, dim), lambda gradient: own_part(gradient, wire, dim))
+    return _pair(x, "joined", "own part", wire, dim)
 
 
 def split_to_ranks(x: torch.Tensor, wire: Wire, dim: int = -1) -> torch.Tensor:
     """This rank's part of a tensor that all ranks have."""
-    return _pair(
-        x, lambda x: own_part(x, wire, dim), lambda gradient: joined(gradient, wire, dim, backward=True)
-    )
+    return _pair(x, "own part", "joined", wire, dim)
 
 
 def reduce_scatter_to_ranks(x: torch.Tensor, wire: Wire, dim: int = 0) -> torch.Tensor:
     """This rank's part of the sum of all ranks' tensors."""
-    return _pair(
-        x, lambda x: summed_part(x, wire, dim), lambda gradient: joined(gradient, wire, dim, backward=True)
-    )
+    return _pair(x, "summed part", "joined", wire, dim)
 
 
 def all_gather_from_ranks(x: torch.Tensor, wire: Wire, dim: int = 0) -> torch.Tensor:
     """All ranks' parts, joined along `dim`, where each rank goes on to compute something else."""
-    return _pair(
-        x, lambda x: joined(x, wire, dim), lambda gradient: summed_part(gradient, wire, dim, backward=True)
-    )
+    return _pair(x, "joined", "summed part", wire, dim)
 
 
 def differentiable(function: Any, *arguments: Any) -> Any:
@@ -73,29 +63,26 @@ def differentiable(function: Any, *arguments: Any) -> Any:
     return function.apply(*arguments)
 
 
-Map = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _pair(x: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:
-    result: torch.Tensor = differentiable(_Pair, x, forward, backward)
+def _pair(x: torch.Tensor, which: str, conjugate: str, wire: Wire, dim: int) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return compiled.move(x, which, conjugate, wire, dim)
+    result: torch.Tensor = differentiable(_Pair, x, which, conjugate, wire, dim)
     return result
 
 
-def _same(x: torch.Tensor) -> torch.Tensor:
-    return x.view_as(x)
-
-
 class _Pair(torch.autograd.Function):
-    """A function of a tensor, and what makes its gradient of the result's."""
+    """One of `MOVES`, and what its gradient takes."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:
-        ctx.backward_map = backward
-        return forward(x)
+    def forward(ctx: Any, x: torch.Tensor, which: str, conjugate: str, wire: Wire, dim: int) -> torch.Tensor:
+        ctx.back = conjugate, wire, dim
+        return x.view_as(x) if which == "same" else MOVES[which](x, wire, dim, False)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.backward_map(gradient), None, None
+        conjugate, wire, dim = ctx.back
+        back = gradient if conjugate == "same" else MOVES[conjugate](gradient, wire, dim, True)
+        return back, None, None, None, None
 
 
 def summed(x: torch.Tensor, wire: Wire, *, backward: bool = False) -> torch.Tensor:
@@ -142,3 +129,13 @@ def summed_part(x: torch.Tensor, wire: Wire, dim: int, *, backward: bool = False
     part = torch.empty(parts.shape[1:], dtype=x.dtype, device=x.device)
     reduce_scatter(part, parts, codec=wire.backward_codec if backward else wire.codec, group=wire.group)
     return part
+
+
+#: What happens to a tensor [of x, over, along, for a gradient]: each makes a new one.
+MOVES: dict[str, Callable[[torch.Tensor, Wire, int, bool], torch.Tensor]] = {
+    "same": lambda x, wire, dim, back: x.detach().clone(memory_format=torch.contiguous_format),
+    "summed": lambda x, wire, dim, back: summed(x, wire, backward=back),
+    "joined": lambda x, wire, dim, back: joined(x, wire, dim, backward=back),
+    "own part": lambda x, wire, dim, back: own_part(x, wire, dim),
+    "summed part": lambda x, wire, dim, back: summed_part(x, wire, dim, backward=back),
+}

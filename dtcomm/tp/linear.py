@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from dtcomm.codecs import Codec
 from dtcomm.tp import functional
-from dtcomm.tp.overlap import row_linear
+from dtcomm.tp.multiplied import multiplied
 from dtcomm.tp.sharded import Sharded
 from dtcomm.tp.two_step import Epilogue, Norm, Result
-from dtcomm.tp.wire import Group, Wire, wire
+from dtcomm.tp.wire import Group, wire
 
 
 class _Linear(Sharded):
@@ -24,11 +24,22 @@ class _Linear(Sharded):
     bias: nn.Parameter | None
     in_features: int
     out_features: int
+    transposed: bool
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        """The weight as [out, in]."""
+        return self.weight.t() if self.transposed else self.weight
 
     def reset_parameters(self) -> None:
-        """As nn.Linear's: with the same seed the ranks' parts are those of the dense layer."""
+        """As nn.Linear's (or Conv1D's): with the same seed the ranks' parts are those of the dense layer."""
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        self.fill(lambda name, full: _fill(name, full, bound))
+        self.fill(_fill_conv1d if self.transposed else lambda name, full: _fill(name, full, bound))
+
+    def _share(self, rows: int, columns: int, dim: int, device: Any, dtype: torch.dtype | None) -> None:
+        """The weight, [rows, columns], cut along ``dim`` of that, as it is kept."""
+        shape = (columns, rows) if self.transposed else (rows, columns)
+        self.share("weight", shape, 1 - dim if self.transposed else dim, device, dtype)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, ranks={self.wire.ranks}, codec={self.wire.codec}"
@@ -40,7 +51,8 @@ class ColumnParallelLinear(_Linear):
     gather_output: join y on all ranks (compressed in `codec`), otherwise each rank keeps its features.
     sequence_parallel: x is this rank's part of the sequence (dimension `sequence_dim`) and is gathered first.
     backward_codec: of the gradient of x, which is summed over ranks. packed: y is so many outputs side by side
-    (queries, keys and values), of each of which every rank has its part.
+    (queries, keys and values), of each of which every rank has its part. transposed: the weight is kept as [in, out],
+    as GPT-2's Conv1D keeps it.
     """
 
     def __init__(
@@ -55,6 +67,7 @@ class ColumnParallelLinear(_Linear):
         sequence_parallel: bool = False,
         sequence_dim: int = 1,
         packed: int = 1,
+        transposed: bool = False,
         algorithm: str = "direct",
         latency: bool = True,
         group: Group = None,
@@ -70,8 +83,8 @@ class ColumnParallelLinear(_Linear):
         rows = self.wire.parts(out_features, "out_features")
         if packed < 1 or rows % packed:
             raise ValueError(f"packed: {packed} does not divide the {rows} output features of a rank")
-        self.packed = packed
-        self.share("weight", (rows, in_features), 0, device, dtype)
+        self.packed, self.transposed = packed, transposed
+        self._share(rows, in_features, 0, device, dtype)
         if bias:
             self.share("bias", (rows,), 0, device, dtype)
         else:
@@ -84,7 +97,7 @@ class ColumnParallelLinear(_Linear):
             x = functional.copy_to_ranks(x, self.wire)
         else:
             x = functional.all_gather_from_ranks(x, self.wire, self.sequence_dim)
-        y = F.linear(x, self.weight, self.bias)
+        y = F.linear(x, self.matrix, self.bias)
         return functional.gather_from_ranks(y, self.wire) if self.gather_output else y
 
 
@@ -95,6 +108,8 @@ class RowParallelLinear(_Linear):
     is split. sequence_parallel: y is scattered along `sequence_dim`. chunks: tokens are multiplied in so many parts, so
     that one part's sum is on its way while the next is multiplied; "auto": see `dtcomm.tp.overlap`. latency: small
     messages travel uncompressed where the planner finds that faster (`wire.traffic` says how many did, and why).
+    transposed: the weight is kept as [in, out], as GPT-2's Conv1D keeps it. Compiled, a sum is one operation: neither
+    chunks nor what follows go into it.
     """
 
     def __init__(
@@ -109,6 +124,7 @@ class RowParallelLinear(_Linear):
         sequence_parallel: bool = False,
         sequence_dim: int = 1,
         chunks: int | str = 1,
+        transposed: bool = False,
         algorithm: str = "direct",
         latency: bool = True,
         group: Group = None,
@@ -123,39 +139,39 @@ class RowParallelLinear(_Linear):
         self.in_features, self.out_features = in_features, out_features
         self.input_is_parallel = input_is_parallel
         self.sequence_dim = sequence_dim if sequence_parallel else None
-        self.chunks = chunks
+        self.chunks, self.transposed = chunks, transposed
         columns = self.wire.parts(in_features, "in_features")
-        self.share("weight", (out_features, columns), 1, device, dtype)
+        self._share(out_features, columns, 1, device, dtype)
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """[..., in_features / ranks] (or all features) → [..., out_features], plus the residual stream where given.
 
-        Where nothing needs a gradient, bias and residual are added in the pass that decodes the sum.
+        Bias and residual are added in the pass that decodes the sum.
         """
         return self._added(x, residual, None).y
 
     def with_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float = 1e-6
     ) -> Result:
-        """`forward`, and the RMS norm of its result; where nothing needs a gradient in the same pass over memory."""
+        """`forward`, and the RMS norm of its result in the same pass over memory."""
         return self._added(x, residual, Norm(weight, eps))
 
     def _added(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None) -> Result:
         if not self.input_is_parallel:
             x = functional.split_to_ranks(x, self.wire)
+        after = Epilogue(self.bias, residual, norm)
         if self.sequence_dim is not None:
-            y = functional.reduce_scatter_to_ranks(F.linear(x, self.weight), self.wire, self.sequence_dim)
+            y = functional.reduce_scatter_to_ranks(F.linear(x, self.matrix), self.wire, self.sequence_dim)
         elif torch.compiler.is_compiling():
-            y = functional.reduce_from_ranks(F.linear(x, self.weight), self.wire)
+            y = functional.reduce_from_ranks(F.linear(x, self.matrix), self.wire)
+        elif _alike(x, self.weight, self.bias, residual, norm and norm.weight):
+            return multiplied(x, self.matrix, self.wire, self.chunks, after)
         else:
-            after = Epilogue(self.bias, residual, norm)
-            if after and not _differentiable(x, self.weight, *after[:2], norm and norm.weight):
-                return row_linear(x, self.weight, self.wire, self.chunks, after)
             if torch.is_autocast_enabled(x.device.type):
                 x = x.to(torch.get_autocast_dtype(x.device.type))
-            y = functional.differentiable(_RowLinear, x, self.weight, self.wire, self.chunks)
+            y = multiplied(x, self.matrix, self.wire, self.chunks, Epilogue()).y
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         if residual is not None:
@@ -165,32 +181,11 @@ class RowParallelLinear(_Linear):
         return Result(y, F.rms_norm(y, (y.shape[-1],), norm.weight, norm.eps))
 
 
-def _differentiable(*tensors: torch.Tensor | None) -> bool:
-    """Must autograd see what becomes of these, or autocast?"""
+def _alike(*tensors: torch.Tensor | None) -> bool:
+    """Can one pass take them all? Not where types are to be promoted, by torch or by autocast."""
     given = [tensor for tensor in tensors if tensor is not None]
-    needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
     alike = len({tensor.dtype for tensor in given}) == 1 and all(tensor.is_cpu for tensor in given)
-    return needed or not alike or torch.is_autocast_enabled("cpu")
-
-
-class _RowLinear(torch.autograd.Function):
-    """Multiply and sum over ranks, part by part."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, wire: Wire, chunks: int | str
-    ) -> torch.Tensor:
-        weight = weight.to(x.dtype)
-        ctx.save_for_backward(x, weight)
-        return row_linear(x, weight, wire, chunks, Epilogue()).y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        flat = gradient.reshape(-1, gradient.shape[-1])
-        dx = (flat @ weight).view_as(x) if ctx.needs_input_grad[0] else None
-        dw = flat.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
-        return dx, dw, None, None
+    return alike and not torch.is_autocast_enabled("cpu")
 
 
 def _fill(name: str, full: torch.Tensor, bound: float) -> None:
@@ -198,3 +193,10 @@ def _fill(name: str, full: torch.Tensor, bound: float) -> None:
         nn.init.kaiming_uniform_(full, a=math.sqrt(5))
     else:
         nn.init.uniform_(full, -bound, bound)
+
+
+def _fill_conv1d(name: str, full: torch.Tensor) -> None:
+    if name == "weight":
+        nn.init.normal_(full, std=0.02)
+    else:
+        nn.init.zeros_(full)

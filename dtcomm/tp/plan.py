@@ -136,13 +136,18 @@ def packed(kind: str) -> int:
     return 3 if kind == "column_packed3" else 1
 
 
+def transposed(module: nn.Module) -> bool:
+    """Does it keep its weight as [in, out]? GPT-2's Conv1D does."""
+    return type(module).__name__ == "Conv1D"
+
+
 def dense(module: nn.Module, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight [out, in] and bias of a linear layer; GPT-2's Conv1D keeps its weight the other way round."""
+    """Weight [out, in] and bias of a linear layer."""
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if isinstance(weight, nn.Parameter) and weight.ndim == 2 and (bias is None or bias.ndim == 1):
         if isinstance(module, nn.Linear):
             return weight, bias
-        if type(module).__name__ == "Conv1D":
+        if transposed(module):
             return weight.t(), bias
     raise ValueError(
         f"plan: {name} is a {type(module).__name__}; columns and rows are a Linear's or Conv1D's"

@@ -12,7 +12,7 @@ from torch import nn
 from dtcomm.codecs import Codec
 from dtcomm.tp.embedding import VocabParallelEmbedding
 from dtcomm.tp.linear import ColumnParallelLinear, RowParallelLinear
-from dtcomm.tp.plan import Plan, dense, packed, resolve
+from dtcomm.tp.plan import Plan, dense, packed, resolve, transposed
 from dtcomm.tp.sharded import Sharded
 from dtcomm.tp.wire import Group, wire
 
@@ -108,6 +108,7 @@ def _shared(
         "backward_codec": backward_codec,
         "algorithm": algorithm,
         "latency": latency,
+        "transposed": transposed(module),
         "group": group,
         "device": "meta",
     }
@@ -119,6 +120,7 @@ def _shared(
         layer = ColumnParallelLinear(
             in_features, out_features, bias is not None, gather_output=gather, packed=packed(kind), **options
         )
-    layer.take({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
+    kept = weight.t() if transposed(module) else weight
+    layer.take({"weight": kept} if bias is None else {"weight": kept, "bias": bias})
     layer.train(module.training)
     return layer

@@ -172,19 +172,3 @@ def refusals(rank: int, ranks: int) -> None:
 
 def test_what_cannot_be_is_refused_with_the_reason() -> None:
     run_ranks(refusals, 2)
-
-
-@pytest.mark.parametrize("codec", ["none", "int8", "fp16"])
-def test_batch_invariance(codec: str) -> None:
-    """The sum over ranks; a matrix product by itself need not be invariant, so compare sums of equal products."""
-    assert run_ranks(invariant_sum, 2, codec) == [True, True]
-
-
-def invariant_sum(rank: int, ranks: int, codec: str) -> bool:
-    over = tp.wire(codec, algorithm="one_shot")
-    tokens = torch.randn(40, 96, generator=torch.Generator().manual_seed(rank))
-    alone = torch.cat([functional.summed(tokens[i : i + 1], over) for i in range(40)])
-    return all(
-        torch.equal(functional.summed(tokens[start:stop], over), alone[start:stop])
-        for start, stop in ((0, 40), (3, 9), (7, 40))
-    )

@@ -10,6 +10,7 @@ from torch import nn
 
 from dtcomm import tp
 from dtcomm.testing.ranks import run_ranks
+from dtcomm.tp import functional
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers")
 
@@ -56,8 +57,8 @@ def test_a_plain_model() -> None:
     run_ranks(plain, 2)
 
 
-def tiny(kind: str) -> Any:
-    torch.manual_seed(0)
+def tiny(kind: str, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
     common: dict[str, Any] = {"vocab_size": 64, "max_position_embeddings": 32}
     if kind == "gpt2":
         config = transformers.GPT2Config(
@@ -86,6 +87,17 @@ def swapped(rank: int, ranks: int, kind: str) -> None:
         assert error < tolerance, (codec, float(error))
         got.square().mean().backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
+        # The state is a dense model's: the plain model loads it, and this one the plain model's.
+        state = tp.full_state_dict(model)
+        again = tiny(kind, seed=1).eval()
+        again.load_state_dict(state)
+        with torch.no_grad():
+            assert torch.equal(again(tokens).logits, expected)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model.load_state_dict(tiny(kind, seed=1).state_dict())
+        assert not all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+        model.load_state_dict(dense.state_dict())
+        assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_neox", "gpt2"])
@@ -101,16 +113,23 @@ def named_styles(rank: int, ranks: int) -> None:
 
     tokens = torch.arange(24).view(2, 12) * 5 % 64
     mesh = init_device_mesh("cpu", (ranks,))
-    with torch.no_grad():
-        expected = tiny("llama").eval()(tokens).logits
-    for codec, tolerance in (("none", 1e-4), ("int8", 0.05)):
-        rowwise = register(codec)
-        assert rowwise == f"rowwise_{codec}"
+    dense = tiny("llama").eval()
+    expected = dense(tokens).logits
+    expected.square().mean().backward()
+    counted = []
+    summed = functional.summed
+    functional.summed = lambda x, over, backward=False: (
+        counted.append(str(over.backward_codec)) if backward else None,
+        summed(x, over, backward=backward),
+    )[1]
+    for codec, back, tolerance in (("none", "none", 1e-4), ("int8", "int6", 0.05)):
+        rowwise, colwise = register(codec, backward_codec=back, latency=False)
+        assert (rowwise, colwise) == (f"rowwise_{codec}", f"colwise_{codec}")
         model = tiny("llama").eval()
         plan = {}
         for name, _ in model.named_modules():
             if name.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
-                plan |= {f"{name}.weight": "colwise", name: "colwise"}
+                plan |= {f"{name}.weight": colwise, name: colwise}
             elif name.endswith(("o_proj", "down_proj")):
                 plan |= {f"{name}.weight": rowwise, name: rowwise}
         apply_tensor_parallelism(model, mesh, plan)
@@ -120,6 +139,11 @@ def named_styles(rank: int, ranks: int) -> None:
             error = torch.linalg.vector_norm(got - expected) / torch.linalg.vector_norm(expected)
             assert error < tolerance, (codec, grad, float(error))
         got.square().mean().backward()
+        # Five inputs' gradients in each of two layers; those before all layers have them all.
+        assert counted == [back] * 10
+        counted.clear()
+        mine, whole = model.model.embed_tokens.weight.grad, dense.model.embed_tokens.weight.grad
+        assert (mine - whole).norm() < tolerance * whole.norm()
 
 
 def test_styles_for_a_tp_plan() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,17 +64,64 @@ def run_through(rank: int, ranks: int, how: str, codec: str) -> None:
         assert all(parameter.grad.dtype == torch.float32 for parameter in block.parameters())
     else:
         torch._dynamo.reset()
-        got = gradients(block, torch.compile(block, fullgraph=True, backend="aot_eager"))
+        got = gradients(
+            block,
+            torch.compile(block, fullgraph=True, backend="inductor" if how == "inductor" else "aot_eager"),
+        )
     for mine, wanted in zip(got, expected, strict=True):
         # The gradient of the keys' bias is zero but for rounding.
         error = (mine.float() - wanted).norm() / wanted.norm().clamp(min=1e-3)
         assert error <= tolerance, (how, codec, float(error))
 
 
-@pytest.mark.parametrize("codec", ["none", "int8"])
-@pytest.mark.parametrize("how", ["checkpoint", "autocast", "compile"])
+@pytest.mark.parametrize(
+    ("how", "codec"),
+    [("checkpoint", "none"), ("checkpoint", "int8"), ("autocast", "int8"), ("compile", "int8")],
+)
 def test_through(how: str, codec: str) -> None:
     run_ranks(run_through, 2, how, codec)
+
+
+class Rest(nn.Module):
+    """The layers that a block has not: sequence parallel, gathered, split, and an embedding."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.embedding = tp.VocabParallelEmbedding(32, WIDTH, codec=options["codec"])
+        self.into = tp.RowParallelLinear(
+            WIDTH, WIDTH, input_is_parallel=False, sequence_parallel=True, **options
+        )
+        self.up = tp.ColumnParallelLinear(WIDTH, 2 * WIDTH, sequence_parallel=True, **options)
+        self.down = tp.RowParallelLinear(2 * WIDTH, WIDTH, **options)
+        self.head = tp.ColumnParallelLinear(WIDTH, 32, gather_output=True, **options)
+
+    def forward(self, symbols: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(symbols)
+        y: torch.Tensor = self.head(x + self.down(torch.relu(self.up(self.into(x)))))
+        return y
+
+
+def compiled(rank: int, ranks: int, backend: str, codec: str) -> None:
+    torch.manual_seed(0)
+    model = Rest(codec=codec, backward_codec=codec, latency=False)
+    symbols = torch.arange(12).view(2, 6)
+    expected = gradients(model, lambda _: model(symbols))
+    whole = torch.compile(model, fullgraph=True, backend=backend)
+    got = gradients(model, lambda _: whole(symbols))
+    for mine, wanted in zip(got, expected, strict=True):
+        assert (mine - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+def test_the_other_layers_compile_too() -> None:
+    run_ranks(compiled, 2, "aot_eager", "int8")
+
+
+@pytest.mark.slow
+def test_inductor_makes_code_of_a_whole_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("Inductor needs g++ on this machine")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    run_ranks(run_through, 2, "inductor", "int8", timeout=300)
 
 
 def two_dimensions(rank: int, ranks: int, codec: str) -> list[float]:

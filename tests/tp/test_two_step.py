@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from torch.nn import functional as F
 
 import dtcomm
 from dtcomm import tp
@@ -49,6 +52,7 @@ def invariant(rank: int, ranks: int) -> None:
     """The sum over ranks; a matrix product by itself need not be invariant, so sums of equal products."""
     tokens = given(rank, 40)
     for spec in (
+        "none",
         "int8",
         "int4",
         "int2:spikes=1",
@@ -78,30 +82,58 @@ def test_a_token_does_not_depend_on_its_batch() -> None:
     run_ranks(invariant, 3)
 
 
+FOLLOWED = (
+    ("int8", "two_step", 1),
+    ("int4", "two_step", 3),
+    ("int8", "direct", 1),
+    ("none", "direct", 4),
+    ("none", "two_step", "auto"),
+)
+
+
 def followed(rank: int, ranks: int) -> None:
-    """Bias, residual and norm in the pass that decodes, beside the same one after the other."""
-    stream = torch.randn(5, 10, FEATURES, generator=torch.Generator().manual_seed(9))
-    weight = torch.linspace(0.5, 1.5, FEATURES)
-    for spec, algorithm, chunks in (
-        ("int8", "two_step", 1),
-        ("int4", "two_step", 3),
-        ("int8", "direct", 1),
-        ("none", "direct", 4),
-        ("none", "two_step", "auto"),
-    ):
+    """Bias, residual and norm in the pass that decodes, beside torch's operations one after the other."""
+    for (spec, algorithm, chunks), dtype in itertools.product(FOLLOWED, (torch.float32, torch.bfloat16)):
+        generator = torch.Generator().manual_seed(9)
+        stream = torch.randn(5, 10, FEATURES, generator=generator).to(dtype).requires_grad_()
+        weight = torch.linspace(0.5, 1.5, FEATURES).to(dtype).requires_grad_()
         torch.manual_seed(1)
-        layer = tp.RowParallelLinear(64 * ranks, FEATURES, codec=spec, algorithm=algorithm, chunks=chunks)
-        x = torch.randn(5, 10, 64, generator=torch.Generator().manual_seed(rank))
-        slow, normed = layer.with_norm(x, stream, weight, 1e-5)
-        assert slow.requires_grad
+        layer = tp.RowParallelLinear(
+            64 * ranks, FEATURES, codec=spec, algorithm=algorithm, chunks=chunks, dtype=dtype, latency=False
+        )
+        plain = tp.RowParallelLinear(
+            64 * ranks, FEATURES, bias=False, codec=spec, algorithm=algorithm, chunks=chunks, latency=False
+        )
+        plain.take({"weight": layer.full_state_dict()["weight"].requires_grad_()})
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randn(5, 10, 64, generator=generator).to(dtype).requires_grad_()
+        parameters = [x, stream, weight, layer.bias]
+
+        def close(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype = dtype) -> None:
+            error = float((got - expected).float().norm() / expected.float().norm())
+            assert error < (1e-5 if dtype == torch.float32 else 0.02), error
+
+        y = plain(x) + layer.bias + stream
+        expected = [y, F.rms_norm(y, (FEATURES,), weight, 1e-5)]
+        made = list(layer.with_norm(x, stream, weight, 1e-5))
         with torch.no_grad():
-            fused, fused_norm = layer.with_norm(x, stream, weight, 1e-5)
-            torch.testing.assert_close(fused, slow, rtol=1e-6, atol=1e-5)
-            torch.testing.assert_close(fused_norm, normed, rtol=1e-5, atol=1e-5)
-            assert torch.equal(layer(x, stream), fused)
-            torch.testing.assert_close(layer(x) + stream, fused, rtol=1e-6, atol=1e-5)
-            half = layer.to(torch.bfloat16)(x.bfloat16(), stream.bfloat16()).float()
-            assert (half - fused).norm() < 0.05 * fused.norm()
+            assert all(
+                torch.equal(*pair)
+                for pair in zip(layer.with_norm(x, stream, weight, 1e-5), made, strict=True)
+            )
+            assert torch.equal(layer(x, stream), made[0])
+        gradients = []
+        for results, matrix in ((expected, plain.weight), (made, layer.weight)):
+            for sums in ((0, 1), (1,)):  # both go on, or the norm alone does
+                loss = torch.stack([(results[at].float() - 1).pow(3).sum() for at in sums]).sum()
+                gradients.append(torch.autograd.grad(loss, [*parameters, matrix], retain_graph=True))
+        for got, wanted in zip(
+            [*made, *gradients[2], *gradients[3]], [*expected, *gradients[0], *gradients[1]]
+        ):
+            close(got, wanted)
+        (by_itself,) = torch.autograd.grad(layer(x, stream).float().pow(2).sum(), x)
+        (wanted,) = torch.autograd.grad(y.float().pow(2).sum(), x)
+        close(by_itself, wanted)
 
 
 def test_what_follows_in_the_same_pass() -> None:
