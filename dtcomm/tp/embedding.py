@@ -28,7 +28,7 @@ class VocabParallelEmbedding(Sharded):
         embedding_dim: int,
         *,
         codec: str | Codec = "none",
-        algorithm: str = "direct",
+        algorithm: str = "auto",
         group: Group = None,
         device: Any = None,
         dtype: torch.dtype | None = None,

@@ -20,18 +20,19 @@ from dtcomm.codecs import codec as parse
 from dtcomm.kernels import mixer, ops
 from dtcomm.tp.functional import differentiable
 from dtcomm.tp.plan import SENDING, Plan, dense, packed, resolve
+from dtcomm.tp.wire import algorithm as automatic
 
-SHOTS = ("direct", "two_shot", "one_shot", "two_step")
+SHOTS = ("auto", "direct", "two_shot", "one_shot", "two_step")
 
 
 def summed(
-    parts: Sequence[torch.Tensor], spec: str | Codec, algorithm: str = "direct", seed: int = 0
+    parts: Sequence[torch.Tensor], spec: str | Codec, algorithm: str = "auto", seed: int = 0
 ) -> torch.Tensor:
     """The all-reduce of ``parts[rank]`` as every rank ends with it.
 
-    algorithm: "one_shot" or "two_shot" ("direct" takes one shot where the codec loses nothing, as the planner does;
-    the bits are the same), or "two_step", in which the owner's share is encoded too. The codec must not add on common
-    ground (exact, randk with a shared seed). ValueError.
+    algorithm: "auto" as of `Wire`, "one_shot" or "two_shot" ("direct" takes one shot where the codec loses nothing, as
+    the planner does; the bits are the same), or "two_step", in which the owner's share is encoded too. The codec must
+    not add on common ground (exact, randk with a shared seed). ValueError.
     """
     which = parse(spec)
     if algorithm not in SHOTS:
@@ -39,6 +40,8 @@ def summed(
     if which.on_common_ground:
         raise ValueError(f"codec: {which} needs ranks that talk before they encode; it is not emulated")
     first = parts[0]
+    if algorithm == "auto":
+        algorithm = automatic(len(parts), which, first.dtype)
     flat = [part.detach().reshape(-1) for part in parts]
     numel, ranks = first.numel(), len(parts)
     total = torch.empty_like(flat[0])
@@ -212,7 +215,7 @@ def emulate(
     codec: str | Codec = "int8",
     *,
     backward_codec: str | Codec = "none",
-    algorithm: str = "direct",
+    algorithm: str = "auto",
 ) -> dict[str, Emulated]:
     """Put `Emulated` layers in place, as `compress` would the layers of ``ranks`` ranks; returns them by name.
 

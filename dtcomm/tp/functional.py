@@ -95,13 +95,8 @@ def summed(x: torch.Tensor, wire: Wire, *, backward: bool = False) -> torch.Tens
     codec = wire.codec_for(x.numel(), x.dtype, backward=backward)
     if not backward:
         wire.traffic.count(x.numel(), codec.wire_bytes(x.numel(), x.dtype))
-    all_reduce(total, codec=codec, algorithm=shots(wire), group=wire.group)
+    all_reduce(total, codec=codec, algorithm=wire.shots(codec, x.dtype), group=wire.group)
     return total
-
-
-def shots(wire: Wire) -> str:
-    """The collectives' algorithm; the two-step sum of what loses nothing is any."""
-    return "direct" if wire.algorithm == "two_step" else wire.algorithm
 
 
 def joined(x: torch.Tensor, wire: Wire, dim: int, *, backward: bool = False) -> torch.Tensor:

@@ -12,7 +12,6 @@ import torch
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Work, all_reduce, info
 from dtcomm.kernels.epilogue import epilogue
-from dtcomm.tp.functional import shots
 from dtcomm.tp.two_step import Epilogue, Result, TwoStep
 from dtcomm.tp.wire import Wire
 
@@ -62,7 +61,13 @@ def _all_reduced(
         mine = y[start:stop]
         torch.mm(tokens[start:stop], weight.detach().t(), out=mine)
         works.append(
-            all_reduce(mine, codec=codec, algorithm=shots(wire), group=wire.group, async_op=len(parts) > 1)
+            all_reduce(
+                mine,
+                codec=codec,
+                algorithm=wire.shots(codec, y.dtype),
+                group=wire.group,
+                async_op=len(parts) > 1,
+            )
         )
     for work, (start, stop) in zip(works, parts, strict=True):
         if work is not None:

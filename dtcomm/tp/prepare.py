@@ -32,7 +32,7 @@ class _Laid:
         *arguments: Any,
         codec: str | Codec = "none",
         backward_codec: str | Codec = "none",
-        algorithm: str = "direct",
+        algorithm: str = "auto",
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)

@@ -37,7 +37,7 @@ class _Compressed:
         use_local_output: bool = True,
         codec: str | Codec = "none",
         backward_codec: str | Codec = "none",
-        algorithm: str = "direct",
+        algorithm: str = "auto",
         latency: bool = True,
     ) -> None:
         super().__init__(  # type: ignore[call-arg]

@@ -46,7 +46,7 @@ def compress(
     codec: str | Codec = "int8",
     *,
     backward_codec: str | Codec = "none",
-    algorithm: str = "direct",
+    algorithm: str = "auto",
     chunks: int | str = 1,
     latency: bool = True,
 ) -> Swapped:

@@ -32,7 +32,7 @@ def register(
     name: str = "",
     *,
     backward_codec: str | Codec = "none",
-    algorithm: str = "direct",
+    algorithm: str = "auto",
     latency: bool = True,
 ) -> Styles:
     """Register the styles ``rowwise_<name>`` and ``colwise_<name>`` (by default the codec's spec); returns the names.

@@ -40,14 +40,15 @@ class Traffic:
 class Wire:
     """`codec` is for what the forward pass sends, `backward_codec` for gradients.
 
-    algorithm: as of the collectives, or "two_step" (`dtcomm.tp.two_step`); with "one_shot" and "two_step" every rank's
-    contribution is encoded where it lies in the tensor, so that an element's result depends on its block alone (see
-    `invariant`). latency: small messages may travel uncompressed; never with those two.
+    algorithm: as of the collectives, "two_step" (`dtcomm.tp.two_step`) or "auto": one shot on two ranks, which send no
+    more in it than in two and encode an activation once instead of twice, and direct on others. With "one_shot" and
+    "two_step" every rank's contribution is encoded where it lies in the tensor, so that an element's result depends on
+    its block alone (see `invariant`). latency: small messages may travel uncompressed; never with those two.
     """
 
     codec: Codec
     backward_codec: Codec
-    algorithm: str = "direct"
+    algorithm: str = "auto"
     group: dist.ProcessGroup | None = None
     latency: bool = True
     traffic: Traffic = field(default_factory=Traffic, compare=False)
@@ -90,6 +91,12 @@ class Wire:
                 return NONE
         return which
 
+    def shots(self, codec: Codec, dtype: torch.dtype) -> str:
+        """The collectives' algorithm for a sum in this codec; the two-step sum of what loses nothing is any."""
+        if self.algorithm not in ("auto", "two_step"):
+            return self.algorithm
+        return algorithm(self.ranks, codec, dtype) if self.algorithm == "auto" else "direct"
+
     def parts(self, features: int, what: str) -> int:
         """`features` over the ranks; ValueError where it does not divide."""
         if features % self.ranks:
@@ -97,11 +104,17 @@ class Wire:
         return features // self.ranks
 
 
+def algorithm(ranks: int, codec: Codec, dtype: torch.dtype) -> str:
+    """What "auto" is."""
+    own_blocks = not codec.on_common_ground and codec.layout().kept == 0
+    return "one_shot" if ranks == 2 and own_blocks and not codec.lossless(dtype) else "direct"
+
+
 def wire(
     spec: str | Codec = "none",
     backward: str | Codec = "none",
     *,
-    algorithm: str = "direct",
+    algorithm: str = "auto",
     group: Group = None,
     latency: bool = True,
 ) -> Wire:

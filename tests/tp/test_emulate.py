@@ -111,7 +111,7 @@ def test_what_cannot_be_is_refused() -> None:
         emulate(model, 5, PLAN)
     with pytest.raises(ValueError, match="ranks: expected 1 or more, got 0"):
         emulate(model, 0, PLAN)
-    with pytest.raises(ValueError, match="algorithm: 'ring'; valid: direct"):
+    with pytest.raises(ValueError, match="algorithm: 'ring'; valid: auto, direct"):
         summed([torch.zeros(4)] * 2, "int8", "ring")
     with pytest.raises(ValueError, match=r"codec: exact.* needs ranks that talk"):
         summed([torch.zeros(4)] * 2, "exact")
