@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import mmap
 import os
@@ -23,10 +24,11 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 STARTUP_SECONDS = 120.0  # importing torch on a busy machine; not part of anyone's deadline
+MODULES = ["torch.distributed", "dtcomm"]  # what it imports; a program that runs many ranks may add to them
 _MESSAGE_BYTES = 65536
 _START = (
-    "import sys; sys.path[:] = sys.argv[3:]; "
-    "from dtcomm.testing.nursery import main; main(*map(int, sys.argv[1:3]))"
+    "import sys; sys.path[:] = sys.argv[4:]; "
+    "from dtcomm.testing.nursery import main; main(*map(int, sys.argv[1:3]), sys.argv[3].split())"
 )
 
 
@@ -45,7 +47,15 @@ class Nursery:
         self._ranks: set[int] = set()
         self._retired = False
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, str(theirs.fileno()), str(os.getpid()), *sys.path],
+            [
+                sys.executable,
+                "-c",
+                _START,
+                str(theirs.fileno()),
+                str(os.getpid()),
+                " ".join(MODULES),
+                *sys.path,
+            ],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             # One thread: those of a BLAS that is loaded would not be in the ranks.
@@ -98,13 +108,13 @@ class Nursery:
         return int(json.loads(said)[1]) if said else None
 
 
-def main(fd: int, parent_pid: int) -> None:
+def main(fd: int, parent_pid: int, modules: list[str]) -> None:
     """The life of a nursery, and in its children that of a rank."""
     die_with_the_parent(parent_pid)
     os.set_inheritable(fd, False)
-    import torch.distributed
-
-    import dtcomm  # noqa: F401
+    for module in modules:
+        importlib.import_module(module)
+    import torch
 
     torch.set_num_threads(1)
     gc.collect()
