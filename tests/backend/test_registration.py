@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,10 +18,23 @@ ORDERS = {
 }
 
 
+@pytest.fixture(scope="module")
+def programs() -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """All at once: what they do is import torch."""
+    before = "import os; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'; "
+    started = {
+        order: subprocess.Popen(
+            [sys.executable, "-c", before + code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for order, code in ORDERS.items()
+    }
+    yield started
+    for program in started.values():
+        program.kill()
+        program.communicate()
+
+
 @pytest.mark.parametrize("order", ORDERS)
-def test_known(order: str) -> None:
-    code = f"import os; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'; {ORDERS[order]}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.stdout.strip().endswith("known"), done.stderr
+def test_known(order: str, programs: dict[str, subprocess.Popen[str]]) -> None:
+    said, error = programs[order].communicate()
+    assert said.strip().endswith("known"), error

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from dtcomm.cli import demo, demo_data, demo_model
+from dtcomm.cli.demo_train import Settings
 from dtcomm.codecs import codec
 
 
@@ -77,7 +79,11 @@ def test_the_model_cannot_see_the_future() -> None:
     assert not torch.equal(before[:, 9:], after[:, 9:])
 
 
-def test_demo_trains_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_trains_measures_and_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # By default eight steps would be looked at eight times, which takes far longer than they do.
+    monkeypatch.setattr(demo, "Settings", functools.partial(Settings, evaluations=2, windows=8))
     code = demo.main(["--steps", "8", "--codecs", "none,int8", "--out", str(tmp_path), "--json"])
     captured = capsys.readouterr()
     assert code == 0

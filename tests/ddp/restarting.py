@@ -1,6 +1,6 @@
 """A training script as a user would write it, for torchrun; rank 1 is killed in a backward pass of its first life.
 
-argv: folder for the checkpoints, the step that kills. Prints the weights' sum, and what a survivor was told.
+argv: folder for the checkpoints, the step that kills. Writes the weights' sum, and what a survivor was told, there.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ def train(folder: Path, killed_at: int) -> tuple[int, float]:
 
 
 if __name__ == "__main__":
+    # The agent ends the survivor as soon as it sees the death; it is to speak before, however busy the machine.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # The agent's store outlives the ranks: what those of the first life left in it must not be read.
     agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     store = dist.PrefixStore(f"life {os.environ['TORCHELASTIC_RESTART_COUNT']}", agent)

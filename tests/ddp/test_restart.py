@@ -23,13 +23,12 @@ def uninterrupted(rank: int, world_size: int, folder: str) -> tuple[int, float]:
 
 def torchrun(folder: Path, killed_at: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    # The survivor is to speak before it is ended.
-    command += ["--max-restarts", "1", "--monitor-interval", "2"]
+    command += ["--max-restarts", "1", "--monitor-interval", "0.1"]
     done = subprocess.run(
         [*command, "-m", "tests.ddp.restarting", str(folder), str(killed_at)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         check=False,

@@ -75,7 +75,7 @@ def test_the_variable_forces(name: str) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=True,
     )
     assert done.stdout.split() == [name, name]
