@@ -79,6 +79,7 @@ void Communicator::attach(const std::vector<PeerAddress>& addresses) {
     if (layout_.link) {
       links[index] = address.between ? between_.get() : inside_.get();
       wired |= links[index] != nullptr;
+      if (links[index] && address.socket >= 0) links[index]->spare(peer);
     }
     if (address.socket >= 0) {
       peers.push_back(remotes_[index]->view());

@@ -1,6 +1,7 @@
 // An emulated link: bytes that lie in shared memory at once count as delivered when they could have come over a cable
 // of a given rate and latency. Every rank has one full-duplex end of its own, as a network card is; times are those of
-// now_ns(), which all processes of a machine share.
+// now_ns(), which all processes of a machine share. Who sends or receives spends the CPU time on it that a kernel's
+// network stack would.
 #pragma once
 
 #include <atomic>
@@ -14,6 +15,7 @@ namespace dtcomm {
 struct LinkRate {
   std::uint64_t latency_ns = 0;
   double ns_per_byte = 0;
+  double cpu_ns_per_byte = 0;  // of either end
 
   bool on() const { return latency_ns > 0 || ns_per_byte > 0; }
   std::uint64_t busy_ns(std::size_t bytes) const {
@@ -58,6 +60,11 @@ class Link {
   // Whether the box is there by now; asks for its bytes at the first look.
   bool arrived(int peer, std::size_t flag, std::uint64_t seq, const Stamp& stamp, std::size_t bytes);
 
+  // This end of the way to `peer` costs CPU time of its own: nothing is added.
+  void spare(int peer) { spared_[static_cast<std::size_t>(peer)] = true; }
+  // After a box was sent to `peer`.
+  void sent(int peer, std::size_t bytes) { toil(peer, bytes); }
+
   // Before a round of looks.
   void look() { next_.store(~0ull, std::memory_order_relaxed); }
   // Until shortly before the next box that was looked for comes in; 0: it is about to, `most`: none is known.
@@ -67,11 +74,16 @@ class Link {
   struct Due {
     std::uint64_t seq = 0;
     std::uint64_t at = 0;
+    bool taken = false;  // its bytes have cost what they cost
   };
+  void toil(int peer, std::size_t bytes);
+
   LinkRate rate_;
   Nic& nic_;
   std::size_t flags_;
   std::vector<Due> due_;  // by peer and flag
+  std::vector<bool> spared_;
+  double owed_ns_ = 0;
   std::atomic<std::uint64_t> next_{~0ull};
 };
 

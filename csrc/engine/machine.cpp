@@ -213,6 +213,9 @@ void Machine::publish(std::size_t piece, const Instruction& instruction) {
   fabric_.publish_flag(index, seq + 1, operation_, checksum);
   fabric_.send_box(instruction.peers, index, static_cast<std::size_t>(instruction.box) * plan_.box_stride(),
                    box(piece, fabric_.rank, instruction.box), bytes);
+  for (const int peer : instruction.peers) {
+    if (Link* const link = fabric_.link_to(peer)) link->sent(peer, bytes);
+  }
   wire_bytes_ += (bytes + (plan_.checksum() ? kChecksumBytes : 0)) * instruction.peers.size();
 }
 

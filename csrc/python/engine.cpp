@@ -28,6 +28,14 @@ const Kernels* current_kernels() {
   return kernels;
 }
 
+// (latency in us, ns a byte, ns of CPU time a byte)
+using LinkFields = std::tuple<double, double, double>;
+
+LinkRate rate_of(const LinkFields& fields) {
+  const auto& [latency_us, ns_per_byte, cpu_ns_per_byte] = fields;
+  return {static_cast<std::uint64_t>(latency_us * 1e3), ns_per_byte, cpu_ns_per_byte};
+}
+
 // (numel, dtype, codec as csrc/codec/codec.h lays it out, that of what crosses hosts)
 using SegmentTuple = std::tuple<std::size_t, int, std::string, std::string>;
 // (input address, output address or 0, residual address or 0)
@@ -151,10 +159,10 @@ void bind_communicator(py::module_& module) {
 
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "NativeCommunicator")
       .def(py::init([](int rank, int ranks, std::uint32_t max_boxes, std::size_t slot_bytes, double timeout_s,
-                       double yield_us, std::pair<double, double> inside, std::pair<double, double> between) {
+                       double yield_us, const LinkFields& inside, const LinkFields& between) {
              CommunicatorOptions options;
-             options.inside = {static_cast<std::uint64_t>(inside.first * 1e3), inside.second};
-             options.between = {static_cast<std::uint64_t>(between.first * 1e3), between.second};
+             options.inside = rate_of(inside);
+             options.between = rate_of(between);
              options.rank = rank;
              options.ranks = ranks;
              options.max_boxes = max_boxes;
@@ -164,8 +172,8 @@ void bind_communicator(py::module_& module) {
              return std::make_shared<Communicator>(options);
            }),
            py::kw_only(), py::arg("rank"), py::arg("ranks"), py::arg("max_boxes"), py::arg("slot_bytes"),
-           py::arg("timeout_s"), py::arg("yield_us"), py::arg("inside") = std::pair<double, double>(),
-           py::arg("between") = std::pair<double, double>())
+           py::arg("timeout_s"), py::arg("yield_us"), py::arg("inside") = LinkFields(),
+           py::arg("between") = LinkFields())
       .def("address",
            [](const Communicator& self) {
              const PeerAddress address = self.address();

@@ -288,9 +288,11 @@ def message_piece(shape: Shape, ranks: int) -> int:
     return min(max(whole // 64, SLOT_BYTES), MESSAGE_SLOT_BYTES)
 
 
-def _rate(link: Link | None) -> tuple[float, float]:
-    """Microseconds of latency and nanoseconds a byte, as the engine takes them."""
-    return (0.0, 0.0) if link is None else (link.latency_s * 1e6, link.ns_per_byte)
+def _rate(link: Link | None) -> tuple[float, float, float]:
+    """Microseconds of latency, nanoseconds a byte, and those of CPU time, as the engine takes them."""
+    if link is None:
+        return 0.0, 0.0, 0.0
+    return link.latency_s * 1e6, link.ns_per_byte, link.cpu_ns_per_byte()
 
 
 def _bytes(shape: Shape) -> int:

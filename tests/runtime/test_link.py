@@ -12,6 +12,7 @@ import torch
 
 import dtcomm.collectives as C
 from dtcomm import _C
+from dtcomm.runtime import link
 from dtcomm.runtime.link import FRAME, PAYLOAD, Link, Links, parse
 from dtcomm.testing.ranks import run_ranks
 
@@ -29,13 +30,33 @@ def test_what_is_said() -> None:
     assert Link(bits_per_second=8e9).ns_per_byte == pytest.approx(FRAME / PAYLOAD)
 
 
+def test_what_a_byte_costs_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < link.tcp_ns_per_byte() < 100
+    monkeypatch.setattr(link, "tcp_ns_per_byte", lambda: 0.4)
+
+    def cost(text: str) -> float:
+        found = parse(text).between
+        assert found is not None
+        return found.cpu_ns_per_byte()
+
+    assert [cost(text) for text in ("10gbit", "50gbit,2us", "100gbit,2us")] == [0.4, 0.4, 0.0]
+    assert [cost(f"100gbit,2us,{word}") for word in ("tcp", "RDMA", "1.5ns/byte", "2ns/B")] == [
+        0.4,
+        0,
+        1.5,
+        2,
+    ]
+    assert cost("10gbit,2us,rdma") == 0
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
         ("10", "'10' is not a rate"),
         ("0gbit", "'0gbit' is not a rate"),
         ("10gbit,50", "'50' is not a latency"),
-        ("10gbit,50us,1500", "more than a rate and a latency"),
+        ("10gbit,50us,1500", "'1500' is not tcp, rdma, or a cost such as 0.5ns/byte"),
+        ("10gbit,50us,tcp,1500", "more than a rate, a latency and a cost"),
         ("outside=1gbit", "'outside' is not one of inside, between"),
         ("inside=1gbit;inside=2gbit", "each at most once"),
         ("inside=1gbit;", "'' is not one of"),
@@ -83,6 +104,15 @@ def timed(rank: int, world_size: int, numel: int, repeats: int) -> tuple[float, 
         C.all_reduce(x)
     seconds = time.perf_counter() - started
     return seconds / (repeats - 1), (time.process_time() - cpu) / seconds, str(C.info()["runtime"])
+
+
+def test_bytes_take_cpu_time_of_both_ends() -> None:
+    # 4 MB out and 4 MB in a call, 20 ns each: 160 ms of CPU time, which the 0.3 ms of the wire do not hide.
+    env = {"DTCOMM_RUNTIME": "native", "DTCOMM_LINK": "100gbit,1us,20ns/byte"}
+    for seconds, cpu, _ in run_ranks(timed, 2, 1_000_000, 3, env=env):
+        assert seconds >= 0.08 and cpu * seconds >= 0.04
+    free = {**env, "DTCOMM_LINK": "100gbit,1us,rdma"}
+    assert all(cpu * seconds < 0.04 for seconds, cpu, _ in run_ranks(timed, 2, 1_000_000, 3, env=free))
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
