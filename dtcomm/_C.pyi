@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 # csrc/python/build_info.cpp
+def round_trip_ns(cpu_a: int, cpu_b: int, batches: int, trips: int) -> float: ...
 def build_info() -> dict[str, str]: ...
 
 # csrc/python/kernels.cpp
@@ -213,8 +214,8 @@ class NativeCommunicator:
         slot_bytes: int,
         timeout_s: float,
         yield_us: float,
-        inside: tuple[float, float] = ...,
-        between: tuple[float, float] = ...,
+        inside: tuple[float, float, float] = ...,
+        between: tuple[float, float, float] = ...,
     ) -> None: ...
     def address(self) -> tuple[int, int, int, int, int, int]: ...
     def attach(self, addresses: Sequence[tuple[Any, ...]]) -> None: ...

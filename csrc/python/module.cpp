@@ -7,5 +7,6 @@ PYBIND11_MODULE(_C, module) {
   dtcomm::python::bind_epilogue(module);
   dtcomm::python::bind_steps(module);
   dtcomm::python::bind_engine(module);
+  dtcomm::python::bind_distance(module);
   dtcomm::python::bind_build_info(module);
 }

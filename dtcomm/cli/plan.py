@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dtcomm import env
-from dtcomm.cli import plan_memory, plan_plot, plan_report
+from dtcomm.cli import placement, plan_memory, plan_plot, plan_report
 from dtcomm.cli.plan_options import Options, parse
 from dtcomm.cli.plan_training import Training, of_model, of_record
 from dtcomm.planner import parse as parse_table
@@ -39,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
             options.algorithms,
             options.dtype,
             table,
+            placement.placement() if options.system.name == "local" and table.measured else "",
         )
         trainings: list[Training] = []
         if options.model is not None:
@@ -75,6 +76,7 @@ def as_dict(plan: Plan, trainings: list[Training]) -> dict[str, Any]:
         "version": 1,
         "system": plan.system.as_dict(),
         "table": plan.table.source,
+        "placement": plan.placement,
         "collective": plan.collective,
         "dtype": str(plan.dtype).removeprefix("torch."),
         "results": [row.as_dict() for row in plan.rows],

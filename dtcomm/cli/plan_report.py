@@ -45,7 +45,10 @@ def _head(plan: Plan) -> str:
         ),
     ]
     if plan.table.measured and not system.device.generation:
-        lines.append(f"measured times: {plan.table.source}")
+        lines.append(
+            f"measured times: {plan.table.source}"
+            + (f"; CPUs are {plan.placement} now" if plan.placement else "")
+        )
     return "\n".join(lines)
 
 

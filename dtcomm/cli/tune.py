@@ -28,6 +28,7 @@ from dtcomm.planner import parse as parse_table
 from dtcomm.planner.cost import Table
 from dtcomm.testing.ranks import RankError, run_ranks
 
+COLUMNS = 9  # of sizes that are shown
 EPILOG = """\
 Without torchrun local ranks are started, 2 and 4 of them one after the other (--nproc); under torchrun the ranks of the
 job are measured, on however many hosts. The table holds times by collective, algorithm, codec and size, the rates of
@@ -115,21 +116,31 @@ def _known(path: Path) -> list[dict[str, Any]]:
 
 
 def _merged(known: list[dict[str, Any]], found: list[Rank0], seconds: float) -> dict[str, Any]:
-    # Groups that were not measured now keep what was known of them.
+    # Groups that were not measured now keep what was known of them, and those that were where CPUs were not now.
     table = Table().as_dict()
     measured = {(each["ranks"], each["hosts"]) for each in found}
-    kept = [each for each in known if (each["ranks"], each["hosts"]) not in measured]
+    rows = [row for each in found for row in each["measured"]]
+    seen = {_key(row) for row in rows}
+    kept = [
+        row
+        for row in known
+        if (row["ranks"], row["hosts"]) not in measured or (row["placement"] and _key(row) not in seen)
+    ]
     last = found[-1]
     table.update(
         source=f"dtcomm tune on {platform.node()}, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}",
         seconds=round(seconds, 1),
         machine={"node": platform.node(), "cores": os.cpu_count(), "processor": _processor()},
         rates=last["rates"],
-        measured=[*kept, *(row for each in found for row in each["measured"])],
+        measured=[*kept, *rows],
     )
     for each in found:
         table["links"].update(each["links"])
     return table
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("collective", "algorithm", "codec", "ranks", "hosts", "placement"))
 
 
 def _processor() -> str:
@@ -154,21 +165,22 @@ def _show(found: list[Rank0], path: Path, seconds: float) -> None:
         sizes = sorted({size for each in measured["measured"] for size, _ in each["points_us"]})
         shown.add_column("collective", no_wrap=True)
         shown.add_column("codec", no_wrap=True)
+        shown.add_column("cores", no_wrap=True)
+        step = -(-len(sizes) // COLUMNS)
+        sizes = sorted({*sizes[::-step]})
         for size in sizes:
             shown.add_column(_size(size), justify="right")
-        pairs = dict.fromkeys((each["collective"], each["codec"]) for each in measured["measured"])
-        for collective, codec in pairs:
+        kinds: dict[tuple[str, str, str], dict[int, dict[str, float]]] = {}
+        for each in measured["measured"]:
+            by_size = kinds.setdefault((each["collective"], each["codec"], each["placement"]), {})
+            for size, time_us in each["points_us"]:
+                by_size.setdefault(size, {})[each["algorithm"]] = time_us
+        for kind, by_size in kinds.items():
             cells = []
             for size in sizes:
-                times = {
-                    each["algorithm"]: dict(map(tuple, each["points_us"])).get(size)
-                    for each in measured["measured"]
-                    if (each["collective"], each["codec"]) == (collective, codec)
-                }
-                known = {name: time for name, time in times.items() if time is not None}
-                best = min(known, key=lambda name: known[name]) if known else ""
+                best = min(known, key=lambda name: known[name]) if (known := by_size.get(size, {})) else ""
                 cells.append(f"{known[best]:,.0f}\n{best}" if best else "-")
-            shown.add_row(collective, codec, *cells)
+            shown.add_row(*kind, *cells)
         console.print(shown)
     console.print(f"Wrote {path} in {seconds:.0f} s; algorithm=auto reads it from now on.", soft_wrap=True)
 

@@ -19,18 +19,19 @@ The choice is a pure function of what all ranks know alike, so that they choose 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
 
 from dtcomm import algorithms
 from dtcomm.codecs.base import Codec
-from dtcomm.planner.cost import Measured, Table, measured_bytes, predict
+from dtcomm.planner.cost import Table, measured_bytes, predict
 from dtcomm.planner.topology import Topology
 from dtcomm.schedule.ir import REDUCING
 
 CHOOSERS = ("auto", "direct")
-NEAR = 1.05  # as good as the fastest
+NEAR = 1.03  # as good as the fastest
 MOST_ENCODINGS = 2  # of a lossy sum that times alone decide about
 HIERARCHY_GAINS = 1.25  # for which a lossy sum is encoded once more
 DEFAULT = Table()
@@ -85,10 +86,20 @@ def explain(
     usual = _usual(collective, numel, dtype, codec, ranks, table, lossless)
     if algorithm == "direct" or ranks == 1:
         return usual
-    measured = table.measurements(collective, codec, ranks, hosts)
-    if measured:
+    placements = table.placements(collective, codec, ranks, hosts)
+    if placements:
         nbytes = measured_bytes(numel, dtype, codec)
-        return _fastest(collective, usual, nbytes, measured, free, ranks, hosts, table)
+        taken = [
+            {name: each.seconds(nbytes) for name, each in found.items()}
+            for found in (table.measurements(collective, codec, ranks, hosts, one) for one in placements)
+        ]
+        names = [
+            name
+            for name in taken[0]
+            if all(name in each for each in taken)
+            and (free or _encodings(name, collective, ranks, hosts) <= MOST_ENCODINGS * hosts)
+        ]
+        return _fastest(usual, [{name: each[name] for name in names} for each in taken], table)
     if hosts == 1:
         return usual
     shard = 1 << max(-(-numel // ranks) - 1, 0).bit_length()
@@ -116,26 +127,17 @@ def _usual(
     return Decision(algorithm="two_shot", why=f"one shot would send {sent} bytes a rank, over {most}")
 
 
-def _fastest(
-    collective: str,
-    usual: Decision,
-    nbytes: int,
-    measured: dict[str, Measured],
-    free: bool,
-    ranks: int,
-    hosts: int,
-    table: Table,
-) -> Decision:
-    costs = {
-        name: each.seconds(nbytes)
-        for name, each in measured.items()
-        if free or _encodings(name, collective, ranks, hosts) <= MOST_ENCODINGS * hosts
-    }
-    if not costs:
+def _fastest(usual: Decision, taken: list[dict[str, float]], table: Table) -> Decision:
+    """Of what was ``taken``, in seconds by algorithm for each placement that was seen: ranks move, and all must decide
+    alike, so what is least far behind the fastest where it is furthest.
+    """
+    if not taken[0]:
         return usual
-    best = min(costs, key=lambda each: costs[each])
-    name = usual.algorithm if costs.get(usual.algorithm, float("inf")) <= NEAR * costs[best] else best
+    behind = {name: max(each[name] / min(each.values()) for each in taken) for name in taken[0]}
+    best = min(behind, key=lambda each: behind[each])
+    name = usual.algorithm if behind.get(usual.algorithm, math.inf) <= NEAR * behind[best] else best
     near = "" if name == best else f", within {NEAR - 1:.0%} of {best}"
+    costs = {one: math.prod(each[one] for each in taken) ** (1 / len(taken)) for one in taken[0]}
     return _decided(name, f"measured {costs[name] * 1e6:.3g} us{near} ({table.source})", costs)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,11 +18,17 @@ from dtcomm.schedule.ir import Schedule
 from dtcomm.schedule.simulate import Link, Work, simulate
 
 VERSION = 1
+NEAR, FAR = "near", "far"
+PLACEMENTS = ("", NEAR, FAR)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Seconds of one algorithm with one codec on a group like this, as (uncompressed bytes, seconds) by size."""
+    """Seconds of one algorithm with one codec on a group like this, as (uncompressed bytes, seconds) by size.
+
+    ``placement``: whether the CPUs of a host's ranks shared a cache then (``near``) or not (``far``); empty where
+    nobody knows, or it does not matter.
+    """
 
     collective: str
     algorithm: str
@@ -29,8 +36,13 @@ class Measured:
     ranks: int
     hosts: int
     points: tuple[tuple[int, float], ...]
+    placement: str = ""
 
     def __post_init__(self) -> None:
+        if self.placement not in PLACEMENTS:
+            raise ValueError(
+                f"placement: {self.placement!r} is not one of {', '.join(map(repr, PLACEMENTS))}"
+            )
         sizes = [size for size, _ in self.points]
         if not sizes or sizes != sorted(set(sizes)) or any(seconds <= 0 for _, seconds in self.points):
             raise ValueError(f"points: expected rising sizes and times over 0, got {self.points}")
@@ -80,14 +92,32 @@ class Table:
         """Of one codec."""
         return next((work for spec, work in self.rates if spec == str(codec)), self.work)
 
-    def measurements(self, collective: str, codec: Codec, ranks: int, hosts: int) -> dict[str, Measured]:
-        """By algorithm, what was measured on a group of that many ranks and hosts."""
+    def measurements(
+        self, collective: str, codec: Codec, ranks: int, hosts: int, placement: str = ""
+    ) -> dict[str, Measured]:
+        """By algorithm, what was measured on a group of that many ranks and hosts, placed like that.
+
+        Where nothing was, or ``placement`` is empty: what is to be expected over all placements that were seen.
+        """
         wanted = (collective, str(codec), ranks, hosts)
+        found: dict[str, list[Measured]] = {}
+        for each in self.measured:
+            if (each.collective, each.codec, each.ranks, each.hosts) == wanted:
+                found.setdefault(each.algorithm, []).append(each)
         return {
-            each.algorithm: each
+            name: next((row for row in rows if placement and row.placement == placement), None) or _mean(rows)
+            for name, rows in found.items()
+        }
+
+    def placements(self, collective: str, codec: Codec, ranks: int, hosts: int) -> tuple[str, ...]:
+        """Those that such a group was measured in."""
+        wanted = (collective, str(codec), ranks, hosts)
+        seen = {
+            each.placement
             for each in self.measured
             if (each.collective, each.codec, each.ranks, each.hosts) == wanted
         }
+        return tuple(each for each in PLACEMENTS if each in seen)
 
     def as_dict(self) -> dict[str, Any]:
         """Times in microseconds, bandwidths in GB/s; ``parse`` reads it back."""
@@ -105,6 +135,7 @@ class Table:
                     "codec": each.codec,
                     "ranks": each.ranks,
                     "hosts": each.hosts,
+                    "placement": each.placement,
                     "points_us": [[size, round(seconds * 1e6, 3)] for size, seconds in each.points],
                 }
                 for each in self.measured
@@ -169,7 +200,21 @@ def _to_measured(found: Mapping[str, Any]) -> Measured:
         ranks=int(found["ranks"]),
         hosts=int(found["hosts"]),
         points=tuple((int(size), us * 1e-6) for size, us in found["points_us"]),
+        placement=str(found.get("placement", "")),
     )
+
+
+def _mean(rows: Sequence[Measured]) -> Measured:
+    """The geometric mean, at the sizes that all of ``rows`` have."""
+    if len(rows) == 1:
+        return rows[0]
+    times = [dict(row.points) for row in rows]
+    shared = [size for size in times[0] if all(size in others for others in times)] or list(times[0])
+    points = tuple(
+        (size, math.exp(statistics.fmean(math.log(found[size]) for found in times if size in found)))
+        for size in shared
+    )
+    return replace(rows[0], points=points, placement="")
 
 
 def measured_bytes(numel: int, dtype: torch.dtype, codec: Codec) -> int:

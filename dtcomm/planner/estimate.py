@@ -118,10 +118,11 @@ def estimate(
     nbytes: int,
     dtype: torch.dtype = torch.float32,
     table: Table = UNMEASURED,
+    placement: str = "",
 ) -> Estimate | None:
     """None where the algorithm's schedule cannot be read for so many ranks. ``nbytes`` counts uncompressed bytes.
 
-    Where ``table`` has times of a group like this, on CPUs, they are taken.
+    Where ``table`` has times of a group like this, on CPUs, they are taken, those of CPUs in this ``placement`` first.
     """
     numel = elements(collective, nbytes, dtype, system.ranks)
     size = numel * dtype.itemsize
@@ -147,11 +148,12 @@ def estimate(
     made = _ours(found, algorithm, codec, system, numel, dtype)
     if system.device.generation:
         return made
-    measured = table.measurements(collective, codec, system.ranks, system.hosts).get(algorithm)
+    measured = table.measurements(collective, codec, system.ranks, system.hosts, placement).get(algorithm)
     if measured is None:
         return made
     seconds = measured.seconds(measured_bytes(numel, dtype, codec))
-    return replace(made, seconds=seconds, detail="measured")
+    where = f", {measured.placement} CPUs" if measured.placement else ""
+    return replace(made, seconds=seconds, detail=f"measured{where}")
 
 
 def elements(collective: str, nbytes: int, dtype: torch.dtype, ranks: int) -> int:

@@ -79,7 +79,7 @@ TREE_REACH = (
 # Ours.
 FILL = {"ring": (0.0, 2.0, 5.0), "tree": (0.0, 5.0, 5.0), "nvls": (0, 0, 5.0), "nvls_tree": (0, 0, 5.0)}
 # GB/s of LL round a ring inside a host, where it falls short of LL_MOST; of NVLink 5's rate, what copies reach.
-LL_REACHED = {"volta": 30.0, "ampere": 41.0}
+LL_REACHED = {"volta": 30.0, "ampere": 35.0}
 LANES_REACH = {"blackwell": 0.93}
 P2P = {"inside": 11.0, "between": 37.0}  # microseconds of grouped sends and receives
 

@@ -35,13 +35,14 @@ class Row:
 @dataclass(kw_only=True)
 class Plan:
     """Rows by size, then codec, ``none`` first; ``break_even`` maps codecs to the bytes from which they pay, None
-    where they never do, and ``words`` say so.
+    where they never do, and ``words`` say so. ``placement``: of this machine's CPUs, where its own times are asked for.
     """
 
     system: System
     collective: str
     table: Table = UNMEASURED
     dtype: torch.dtype = torch.float32
+    placement: str = ""
     rows: list[Row] = field(default_factory=list)
     break_even: dict[str, int | None] = field(default_factory=dict)
     words: list[str] = field(default_factory=list)
@@ -51,7 +52,9 @@ class Plan:
         """Of those algorithms that can be estimated; the others are noted in ``skipped``."""
         found = []
         for name in names:
-            made = estimate(self.collective, name, codec, self.system, nbytes, self.dtype, self.table)
+            made = estimate(
+                self.collective, name, codec, self.system, nbytes, self.dtype, self.table, self.placement
+            )
             if made is not None:
                 found.append(made)
             elif name not in self.skipped:
@@ -96,13 +99,14 @@ def make(
     algorithms: Sequence[str] = ("auto",),
     dtype: torch.dtype = torch.float32,
     table: Table = UNMEASURED,
+    placement: str = "",
 ) -> Plan:
     """Estimate every size with ``none`` and each of ``codecs``; ``algorithms`` may hold auto, all or names.
 
     With auto there is one row for a size and codec, its fastest, else one for each algorithm.
     """
     parsed = [parse("none"), *dict.fromkeys(each for each in map(parse, codecs) if each.name != "none")]
-    plan = Plan(system=system, collective=collective, table=table, dtype=dtype)
+    plan = Plan(system=system, collective=collective, table=table, dtype=dtype, placement=placement)
     names = {each: _names(plan, each, algorithms) for each in parsed}
     for nbytes in sizes:
         base = plan.baseline(nbytes)

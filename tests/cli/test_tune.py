@@ -3,20 +3,23 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import dtcomm
 from dtcomm import env, planner
-from dtcomm.cli import tune
+from dtcomm.cli import placement, tune
+from dtcomm.cli.tune_measure import _curves
+from dtcomm.cli.tune_visits import Contest, Visits, quartile
 from dtcomm.runtime.communicator import find
 from dtcomm.testing.ranks import run_ranks
 
 QUICK = ["--nproc", "2", "--seconds", "0.5", "--collective", "all_reduce", "-e", "16K"]
 
 
-def test_a_table_is_written_merged_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_is_written_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "deep" / "tune.json"
     assert tune.main([*QUICK, "--codec", "none", "--output", str(path)]) == 0
     assert f"Wrote {path}" in capsys.readouterr().out
@@ -25,12 +28,44 @@ def test_a_table_is_written_merged_and_read(tmp_path: Path, capsys: pytest.Captu
     assert all(us > 0 for each in found["measured"] for _, us in each["points_us"])
     assert found["rates"]["int8"][0] > 0 and found["links"]["inside"]["gbytes"] > 0
 
-    # Another group's times stay, this one's are replaced.
-    other = {**found["measured"][0], "ranks": 7}
-    path.write_text(json.dumps({**found, "measured": [*found["measured"], other]}))
-    assert tune.main([*QUICK, "--codec", "none", "--output", str(path), "--json"]) == 0
-    merged = json.loads(capsys.readouterr().out)["measured"]
-    assert other in merged and len(merged) == len(found["measured"]) + 1
+
+def row(name: str = "ring", *, ranks: int = 2, placement: str = "near", us: float = 1.0) -> dict[str, Any]:
+    kind = {"collective": "all_reduce", "algorithm": name, "codec": "none", "ranks": ranks, "hosts": 1}
+    return {**kind, "placement": placement, "points_us": [[1024, us]]}
+
+
+def test_what_is_kept_of_an_earlier_table() -> None:
+    # Another group's times, and this one's where the CPUs were not now; what was measured again is replaced.
+    known = [row(ranks=7), row(placement="far"), row(), row("tree", placement="")]
+    found = {"ranks": 2, "hosts": 1, "measured": [row(us=2.0)], "rates": {}, "links": {}}
+    merged = tune._merged(known, [found], 1.0)["measured"]
+    assert merged == [row(ranks=7), row(placement="far"), row(us=2.0)]
+
+
+def visits(nbytes: int, **medians: list[float]) -> Visits:
+    """By placement, of a ring."""
+    contest = Contest(collective="all_reduce", codec=dtcomm.codec("none"), nbytes=nbytes, names=("ring",))
+    return Visits(contest=contest, medians={where: {"ring": found} for where, found in medians.items()})
+
+
+def test_a_placement_counts_where_all_its_sizes_were_seen() -> None:
+    assert [quartile(range(count)) for count in (1, 4, 5, 8, 9)] == [0, 0, 1, 1, 2]
+    both = [visits(1, near=[1.0, 9.0], far=[2.0]), visits(2, near=[3.0], far=[4.0])]
+    assert _curves(both) == {("near", "ring"): [(1, 1.0), (2, 3.0)], ("far", "ring"): [(1, 2.0), (2, 4.0)]}
+    one = [visits(1, near=[1.0], far=[2.0]), visits(2, far=[4.0])]
+    assert _curves(one) == {("far", "ring"): [(1, 2.0), (2, 4.0)]}
+    none = [visits(1, near=[1.0]), visits(2, far=[4.0])]
+    assert _curves(none) == {("", "ring"): [(1, 1.0), (2, 4.0)]}
+
+
+def test_where_the_cpus_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpus = placement.cpus()
+    found = placement.round_trip_ns(cpus)
+    assert (found is None) == (len(cpus) < 2) and (found is None or 1 < found < 1e6)
+    assert placement.round_trip_ns(cpus[:1]) is None and placement.round_trip_ns((cpus[0], 100_000)) is None
+    for nanoseconds, where in ((None, ""), (100.0, "near"), (400.0, "far")):
+        monkeypatch.setattr(placement, "round_trip_ns", lambda cpus, nanoseconds=nanoseconds: nanoseconds)
+        assert placement.placement() == where
 
 
 @pytest.mark.parametrize(
