@@ -2,6 +2,7 @@
 
 python -m bench.tp_accuracy [--ranks 2 4] [--codecs int8 …] [--windows N] [--seconds S] [--fresh] [--json FILE]
 
+"int4" is summed as the layers do by default: in one shot on two ranks, in two on more; "int4 one_shot" says how.
 A small GPT learns Python's source once (minutes; its weights stay under build/bench). Then the outputs of its attention
 and perceptron blocks are summed over n ranks in a codec, the ranks in one process (dtcomm.tp.emulate; a test holds that
 to the bytes of the collectives), on held-out text. Results that the file has are not repeated; `--fresh` repeats them,
@@ -28,14 +29,25 @@ from dtcomm.tp.emulate import emulate, restore
 WIDTHS = ("int8", "int6", "int5", "int4", "int3", "int2")
 ADDED = ("", "rotate=hadamard", "spikes=1", "rotate=hadamard,spikes=1")
 #: A zero point a block: activations are not centred.
-ASYMMETRIC = tuple(f"int4:symmetric=false{added}" for added in ("", ",rotate=hadamard", ",spikes=1"))
-OTHERS = (*ASYMMETRIC, "fp8_e4m3", "mxfp4", "mxfp4:rotate=hadamard")
+ASYMMETRIC = (
+    *(f"int4:symmetric=false{added}" for added in ("", ",rotate=hadamard", ",spikes=1")),
+    "int4:block=64,symmetric=false,spikes=1",
+)
+SUMS = ("int4 one_shot", "int4 two_shot", "int4 two_step")
+OTHERS = (*ASYMMETRIC, *SUMS, "int5:block=128", "fp8_e4m3", "mxfp4", "mxfp4:rotate=hadamard")
 #: The most that perplexity may rise, as a fraction.
-TARGETS = {"int8": 0.001, "int6": 0.001, "int4": 0.01, ASYMMETRIC[2]: 0.01}
+TARGETS = {
+    "int8": 0.001,
+    "int6": 0.001,
+    "int4": 0.01,
+    SUMS[0]: 0.01,
+    ASYMMETRIC[2]: 0.01,
+    ASYMMETRIC[3]: 0.01,
+}
 
 
 def specs() -> list[str]:
-    """Every codec that is measured."""
+    """Every codec that is measured, with an algorithm behind a space where it is not the default."""
     return [*(f"{width}:{added}" if added else width for width in WIDTHS for added in ADDED), *OTHERS]
 
 
@@ -46,7 +58,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--codecs", nargs="+", default=specs())
-    parser.add_argument("--windows", type=int, default=64, help="of held-out text")
+    parser.add_argument("--windows", type=int, default=256, help="of held-out text")
     parser.add_argument("--steps", type=int, default=gpt.STEPS, help="of training")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many")
     parser.add_argument("--fresh", action="store_true", help="repeat what was measured before")
@@ -73,7 +85,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             if time.monotonic() > end:
                 complete = False
                 continue
-            layers = emulate(model, ranks, gpt.PLAN, spec)
+            which, _, algorithm = spec.partition(" ")
+            layers = emulate(model, ranks, gpt.PLAN, which, algorithm=algorithm or "auto")
             loss = gpt.held_out_loss(model, corpus, options.windows)
             restore(model, layers)
             rows[f"{spec} {ranks}"] = row = _row(spec, ranks, loss, plain)
@@ -100,10 +113,15 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 def _row(spec: str, ranks: int, loss: float, plain: float) -> dict[str, Any]:
     numel = 1 << 20
+    which, _, algorithm = spec.partition(" ")
+    bits = 8 * codec(which).wire_bytes(numel) / numel
+    # What a rank sends beside two shots of bf16, which are 2 (n - 1) / n of the tensor; one shot is n - 1.
+    shots = ranks / 2 if algorithm == "one_shot" else 1
     return {
         "codec": spec,
         "ranks": ranks,
-        "bits": round(8 * codec(spec).wire_bytes(numel) / numel, 4),
+        "bits": round(bits, 4),
+        "less_than_bf16": round(16 / bits / shots, 3),
         "perplexity": round(math.exp(loss), 5),
         "change": round(math.expm1(loss - plain), 7),
     }
@@ -117,13 +135,15 @@ def table(rows: list[dict[str, Any]], ranks: list[int]) -> tuple[list[str], list
         line = [spec, f"{next(row['bits'] for row in rows if row['codec'] == spec):g}"]
         for count in ranks:
             row = found.get((spec, count))
-            line += (
-                ["–", ""] if row is None else [f"{row['perplexity']:.4f}", f"{100 * row['change']:+.3f} %"]
-            )
+            if row is None:
+                line += ["–", "", ""]
+            else:
+                less = f"{row['less_than_bf16']:.2f}x"
+                line += [f"{row['perplexity']:.4f}", f"{100 * row['change']:+.3f} %", less]
         lines.append(line)
     columns = ["codec", "bits an element"]
     for count in ranks:
-        columns += [f"TP={count}", "change"]
+        columns += [f"TP={count}", "change", "less than bf16"]
     return columns, lines
 
 

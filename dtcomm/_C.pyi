@@ -105,6 +105,17 @@ AUDIT_RUN: int
 class NativeStep:
     def run(self, kernel: str) -> None: ...
 
+def step_follow(
+    numel: int,
+    features: int,
+    dtype: int,
+    bias: int,
+    residual: int,
+    out: int,
+    weight: int,
+    eps: float,
+    normed: int,
+) -> NativeStep: ...
 def step_measure(
     codec: bytes, local: int, dtype: int, residual: int, numel: int, exponents: int
 ) -> NativeStep: ...

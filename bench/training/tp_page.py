@@ -54,7 +54,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         for axes, ranks in zip(panels[0], counts, strict=True):
             series: dict[str, list[dict[str, Any]]] = {}
             for row in rows:
-                if row["ranks"] == ranks:
+                if row["ranks"] == ranks and " " not in row["codec"]:
                     name, _, added = row["codec"].partition(":")
                     line = name.startswith("int") and "symmetric" not in added
                     kind = f"int2 to int8 {_words(added)}".strip() if line else row["codec"]

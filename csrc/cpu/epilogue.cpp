@@ -17,19 +17,18 @@ class Cast {
  public:
   Cast(const Kernels& kernels, DType dtype) : kernels_(kernels), dtype_(dtype) {}
 
-  void widen(const void* from, std::size_t at, std::size_t n, float* to) const {
+  // Where they lie if they are fp32, otherwise in `scratch`.
+  const float* view(const void* from, std::size_t at, std::size_t n, float* scratch) const {
     const auto* bytes = static_cast<const std::uint8_t*>(from) + at * size_of(dtype_);
-    if (dtype_ == DType::f32) {
-      std::memcpy(to, bytes, n * sizeof(float));
-    } else {
-      kernels_.decode(Codec{}, bytes, n, dtype_, to, DType::f32, false);
-    }
+    if (dtype_ == DType::f32) return reinterpret_cast<const float*>(bytes);
+    kernels_.decode(Codec{}, bytes, n, dtype_, scratch, DType::f32, false);
+    return scratch;
   }
 
   void narrow(const float* from, std::size_t n, void* to, std::size_t at) const {
     auto* bytes = static_cast<std::uint8_t*>(to) + at * size_of(dtype_);
     if (dtype_ == DType::f32) {
-      std::memcpy(bytes, from, n * sizeof(float));
+      if (static_cast<const void*>(from) != bytes) std::memcpy(bytes, from, n * sizeof(float));
       return;
     }
     Combine call;
@@ -106,45 +105,102 @@ class Stream {
   std::size_t held_ = 0, used_ = 0;  // of the scratch memory
 };
 
+// What is done to a row, or to a part of one.
+class Rows {
+ public:
+  Rows(const Kernels& kernels, const Epilogue& call)
+      : call_(call), cast_(kernels, call.dtype), scratch_(call.features), other_(call.features) {
+    if (call.bias) bias_ = widened(call.bias);
+    if (call.weight) weight_ = widened(call.weight);
+  }
+
+  // To `n` sums in `row`, which are those at `at` of the tensor, and into `out`, where they may lie.
+  void add(float* row, std::size_t at, std::size_t n) const {
+    const float* const bias = call_.bias ? bias_.data() + at % call_.features : nullptr;
+    const float* const residual = call_.residual ? cast_.view(call_.residual, at, n, other_.data()) : nullptr;
+    if (bias && residual) {
+      for (std::size_t i = 0; i < n; ++i) row[i] = canonical((row[i] + bias[i]) + residual[i]);
+    } else if (const float* const term = bias ? bias : residual) {
+      for (std::size_t i = 0; i < n; ++i) row[i] = canonical(row[i] + term[i]);
+    }
+    cast_.narrow(row, n, call_.out, at);
+  }
+
+  // Of the whole row that begins at `at` of `out`.
+  void norm(std::size_t at) const {
+    const std::size_t features = call_.features;
+    const float* const row = cast_.view(call_.out, at, features, scratch_.data());
+    const float mean = sum_of_squares(row, features) / static_cast<float>(features);
+    const float scale = 1.0f / std::sqrt(mean + call_.eps);
+    float* const to = other_.data();
+    for (std::size_t i = 0; i < features; ++i) to[i] = row[i] * scale;
+    if (call_.weight) {
+      for (std::size_t i = 0; i < features; ++i) to[i] *= weight_[i];
+    }
+    cast_.narrow(to, features, call_.normed, at);
+  }
+
+  // The sums at `at` of `out`, to be written.
+  float* sums(std::size_t at, std::size_t n) const {
+    if (call_.dtype == DType::f32) return static_cast<float*>(call_.out) + at;
+    cast_.view(call_.out, at, n, scratch_.data());
+    return scratch_.data();
+  }
+
+ private:
+  std::vector<float> widened(const void* from) const {
+    std::vector<float> to(call_.features);
+    const float* const view = cast_.view(from, 0, call_.features, to.data());
+    return view == to.data() ? to : std::vector<float>(view, view + call_.features);
+  }
+
+  const Epilogue& call_;
+  Cast cast_;
+  mutable std::vector<float> scratch_, other_;
+  std::vector<float> bias_, weight_;
+};
+
 }  // namespace
 
 void epilogue(const Kernels& kernels, const Codec& codec, const std::vector<Run>& runs, const Epilogue& call) {
   std::size_t numel = 0;
   for (const Run& run : runs) numel += run.numel;
   const std::size_t features = call.features, rows = features ? numel / features : 0;
-  const Cast cast(kernels, call.dtype);
   Stream decoded(kernels, codec, call.dtype, runs);
-  std::vector<float> row(features), other(features), bias, weight;
-  if (call.bias) {
-    bias.resize(features);
-    cast.widen(call.bias, 0, features, bias.data());
-  }
-  if (call.weight) {
-    weight.resize(features);
-    cast.widen(call.weight, 0, features, weight.data());
-  }
+  const Rows each(kernels, call);
+  std::vector<float> row(features);
   for (std::size_t at = 0; at < rows * features; at += features) {
     decoded.read(row.data(), features);
-    if (call.bias) {
-      for (std::size_t i = 0; i < features; ++i) row[i] += bias[i];
+    each.add(row.data(), at, features);
+    if (call.normed) each.norm(at);
+  }
+}
+
+struct Following::State {
+  State(const Kernels& kernels, const Epilogue& call) : rows(kernels, call) {}
+  Rows rows;
+};
+
+Following::Following(const Epilogue& call, std::size_t numel)
+    : call_(call), missing_(call.normed && call.features ? numel / call.features : 0, call.features) {}
+
+Following::~Following() = default;
+
+void Following::arrived(const Kernels& kernels, std::size_t at, std::size_t n) {
+  if (!state_) state_ = std::make_unique<State>(kernels, call_);
+  const std::size_t features = call_.features;
+  while (n != 0) {
+    const std::size_t row = at / features, take = std::min(n, features - at % features);
+    if (call_.bias || call_.residual) state_->rows.add(state_->rows.sums(at, take), at, take);
+    if (call_.normed) {
+      missing_[row] -= take;
+      if (missing_[row] == 0) {
+        state_->rows.norm(row * features);
+        missing_[row] = features;
+      }
     }
-    if (call.residual) {
-      cast.widen(call.residual, at, features, other.data());
-      for (std::size_t i = 0; i < features; ++i) row[i] += other[i];
-    }
-    if (call.bias || call.residual) {
-      for (float& x : row) x = canonical(x);
-    }
-    cast.narrow(row.data(), features, call.out, at);
-    if (!call.normed) continue;
-    if (call.dtype != DType::f32) cast.widen(call.out, at, features, row.data());
-    const float mean = sum_of_squares(row.data(), features) / static_cast<float>(features);
-    const float scale = 1.0f / std::sqrt(mean + call.eps);
-    for (std::size_t i = 0; i < features; ++i) row[i] *= scale;
-    if (call.weight) {
-      for (std::size_t i = 0; i < features; ++i) row[i] *= weight[i];
-    }
-    cast.narrow(row.data(), features, call.normed, at);
+    at += take;
+    n -= take;
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "cpu/kernels.h"
@@ -34,5 +35,25 @@ struct Epilogue {
 
 // The runs must hold whole rows together. A granule and a row at a time are decoded into scratch memory.
 void epilogue(const Kernels& kernels, const Codec& codec, const std::vector<Run>& runs, const Epilogue& call);
+
+// The same where `out` holds the sum already, told of its elements as they come in, in any order and each once: while
+// they are in the cache they get bias and residual, and a row its norm with the last of them. Bytes as of `epilogue`
+// with codec none. Bias and weight are read when the first element arrives.
+class Following {
+ public:
+  Following(const Epilogue& call, std::size_t numel);
+  ~Following();
+  Following(const Following&) = delete;
+  Following& operator=(const Following&) = delete;
+
+  const Epilogue& call() const { return call_; }
+  void arrived(const Kernels& kernels, std::size_t at, std::size_t n);
+
+ private:
+  struct State;
+  Epilogue call_;
+  std::vector<std::size_t> missing_;  // elements of each row, where a norm follows
+  std::unique_ptr<State> state_;
+};
 
 }  // namespace dtcomm

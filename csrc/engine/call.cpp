@@ -49,6 +49,7 @@ std::vector<Range> ranges_of(const Call& call) {
     add(call.segments[i].out, segment.numel * (shards_out ? ranks : 1) * size_of(segment.dtype));
     add(call.segments[i].residual, numel_in * sizeof(float));
   }
+  for (const auto& [data, bytes] : call.arrival.touches) add(data, bytes);
   std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
   return ranges;
 }

@@ -66,6 +66,7 @@ void Machine::encode(std::size_t piece, const Instruction& instruction) {
     call.local = in;
     call.payload_out = box(piece, fabric_.rank, instruction.box) + slice->at(instruction.level).offset;
     call_.kernels->combine(segment.at(instruction.level), call);
+    if (instruction.output) arrived(*slice);
   }
 }
 
@@ -107,6 +108,7 @@ void Machine::reduce(std::size_t piece, const Instruction& instruction) {
       call.stream_out = call.stream_payload;  // one kind of store a pass
     }
     call_.kernels->combine(codec, call);
+    if (instruction.output) arrived(*slice);
   }
 }
 
@@ -158,6 +160,7 @@ void Machine::adopt(std::size_t piece, const Instruction& instruction) {
     const std::uint8_t* payload = box(piece, instruction.peer, instruction.box) + slice->at(instruction.level).offset;
     call_.kernels->decode(segment.at(instruction.level), payload, slice->numel, segment.dtype, out, segment.dtype,
                           plan_.streams(instruction.chunk));
+    arrived(*slice);
   }
 }
 
@@ -179,6 +182,7 @@ void Machine::copy(std::size_t piece, const Instruction& instruction) {
     const DType dtype = plan_.segments()[slice->segment].dtype;
     const std::uint8_t* in = pointers.in + slice->in_offset * size_of(dtype);
     if (pointers.out) put(instruction, in, slice->numel, dtype, pointers.out + slice->out_offset * size_of(dtype));
+    arrived(*slice);
   }
 }
 

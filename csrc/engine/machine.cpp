@@ -72,6 +72,8 @@ Progress Machine::advance(int budget, bool ahead) {
   }
   const Progress progress = run(budget, ahead);
   if (progress == Progress::done) {
+    // Until now peers may have written into the tensor.
+    if (call_.arrival.take && direct_) call_.arrival.take(*call_.kernels, 0, plan_.segments()[0].numel);
     for (const Task& task : call_.after) task(*call_.kernels);
   }
   return progress;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "cpu/kernels.h"
@@ -24,13 +25,20 @@ struct Pointers {
 // What a rank does on its own, in the order of the operations: no other rank waits for it but by way of the operation.
 using Task = std::function<void(const Kernels&)>;
 
+// What follows where elements of the (only) output are final, and the memory that it touches besides.
+struct Arrival {
+  std::function<void(const Kernels&, std::size_t at, std::size_t numel)> take;  // each element once
+  std::vector<std::pair<const void*, std::size_t>> touches;                     // bytes
+};
+
 struct Call {
   std::shared_ptr<const Plan> plan;
   std::vector<Pointers> segments;
   std::uint64_t seed = 0;
   const Kernels* kernels = nullptr;
   std::vector<Task> before, after;  // the operation's first instruction and its last one
-  std::uint64_t agreed = 0;         // a number besides the plan that has to be the same on all ranks
+  Arrival arrival;
+  std::uint64_t agreed = 0;  // a number besides the plan that has to be the same on all ranks
   // Set where the (only) input lies in memory that peers can map: slot, id and byte offset in this process's regions.
   std::int64_t region = -1;
   std::uint64_t region_id = 0;
@@ -144,6 +152,9 @@ class Machine {
   bool read_by_peers(int peer) const;
   void put(const Instruction& instruction, const std::uint8_t* in, std::size_t numel, DType dtype, std::uint8_t* out);
   std::uint8_t* box(std::size_t piece, int rank, int index) const;
+  void arrived(const Slice& slice) {
+    if (call_.arrival.take && !direct_) call_.arrival.take(*call_.kernels, slice.out_offset, slice.numel);
+  }
   std::uint8_t* accumulator(std::size_t piece, int chunk);
   Combine combine_for(const Instruction& instruction, const Slice& slice) const;
   void add_up(const Instruction& instruction, const Slice& slice, Combine& call);

@@ -52,6 +52,12 @@ void mark_residuals(Program& program) {
 
 int Program::max_boxes() const { return boxes.empty() ? 0 : *std::max_element(boxes.begin(), boxes.end()); }
 
+bool Program::writes_once() const {
+  std::vector<int> sorted = outputs;
+  std::sort(sorted.begin(), sorted.end());
+  return static_cast<int>(sorted.size()) == chunks && std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end();
+}
+
 Program Program::parse(int rank, int ranks, int chunks, std::vector<int> boxes, const std::vector<std::int64_t>& flat) {
   if (ranks < 1 || rank < 0 || rank >= ranks) throw std::invalid_argument("program: rank outside the group");
   if (chunks < 1) throw std::invalid_argument("program: a program has at least one chunk");

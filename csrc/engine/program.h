@@ -52,6 +52,9 @@ struct Program {
 
   int max_boxes() const;
 
+  // Whether every chunk's output is written by one instruction.
+  bool writes_once() const;
+
   // Parses and checks every operand, so that the interpreter need not: std::invalid_argument says what is wrong.
   static Program parse(int rank, int ranks, int chunks, std::vector<int> boxes, const std::vector<std::int64_t>& flat);
 };

@@ -86,7 +86,16 @@ using Steps = std::vector<NativeStep>;
 
 void add_steps(Call& call, const Steps& before, const Steps& after, std::uint64_t agreed) {
   for (const NativeStep& step : before) call.before.push_back(step.run);
-  for (const NativeStep& step : after) call.after.push_back(step.run);
+  const Plan& plan = *call.plan;
+  const bool tells = plan.geometry() == Geometry::whole && plan.segments().size() == 1 && plan.program().writes_once();
+  for (const NativeStep& step : after) {
+    // Steps run in order: once one waits for the end those behind it do, too.
+    if (step.arrival.take && tells && !call.arrival.take && call.after.empty()) {
+      call.arrival = step.arrival;
+    } else {
+      call.after.push_back(step.run);
+    }
+  }
   call.agreed = agreed;
 }
 

@@ -2,6 +2,7 @@
 // the arguments.
 #include "cpu/epilogue.h"
 
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -10,10 +11,47 @@
 
 #include "python/arguments.h"
 #include "python/bind.h"
+#include "python/steps.h"
 
 namespace dtcomm::python {
 
 namespace py = pybind11;
+
+namespace {
+
+Epilogue call_of(std::size_t features, int dtype, std::uintptr_t bias, std::uintptr_t residual, std::uintptr_t out,
+                 std::uintptr_t weight, float eps, std::uintptr_t normed) {
+  Epilogue call;
+  call.features = features;
+  call.dtype = dtype_of(dtype);
+  if (call.dtype != DType::f32 && call.dtype != DType::f16 && call.dtype != DType::bf16) {
+    throw py::value_error("dtype: must be fp32, fp16 or bf16");
+  }
+  call.bias = pointer<const void>(bias);
+  call.residual = pointer<const void>(residual);
+  call.out = pointer<void>(out);
+  call.weight = pointer<const void>(weight);
+  call.eps = eps;
+  call.normed = pointer<void>(normed);
+  return call;
+}
+
+NativeStep following(std::size_t numel, std::size_t features, int dtype, std::uintptr_t bias, std::uintptr_t residual,
+                     std::uintptr_t out, std::uintptr_t weight, float eps, std::uintptr_t normed) {
+  if (features == 0 || numel % features != 0) throw py::value_error("features: must divide the elements");
+  const auto state =
+      std::make_shared<Following>(call_of(features, dtype, bias, residual, out, weight, eps, normed), numel);
+  NativeStep step;
+  step.run = [state, numel](const Kernels& kernels) { state->arrived(kernels, 0, numel); };
+  step.arrival.take = [state](const Kernels& kernels, std::size_t at, std::size_t n) {
+    state->arrived(kernels, at, n);
+  };
+  const std::size_t bytes = numel * size_of(state->call().dtype);
+  step.arrival.touches = {{state->call().residual, bytes}, {state->call().normed, bytes}};
+  return step;
+}
+
+}  // namespace
 
 void bind_epilogue(py::module_& module) {
   module.def(
@@ -27,24 +65,16 @@ void bind_epilogue(py::module_& module) {
         const Codec codec = codec_of(codec_bytes);
         std::vector<Run> runs;
         for (const auto& [payload, numel] : given) runs.push_back({pointer<const std::uint8_t>(payload), numel});
-        Epilogue call;
-        call.features = features;
-        call.dtype = dtype_of(dtype);
-        if (call.dtype != DType::f32 && call.dtype != DType::f16 && call.dtype != DType::bf16) {
-          throw py::value_error("dtype: must be fp32, fp16 or bf16");
-        }
-        call.bias = pointer<const void>(bias);
-        call.residual = pointer<const void>(residual);
-        call.out = pointer<void>(out);
-        call.weight = pointer<const void>(weight);
-        call.eps = eps;
-        call.normed = pointer<void>(normed);
+        const Epilogue call = call_of(features, dtype, bias, residual, out, weight, eps, normed);
         const py::gil_scoped_release release;
         epilogue(*kernels, codec, runs, call);
       },
       py::arg("kernel"), py::arg("codec"), py::arg("runs"), py::arg("features"), py::arg("dtype"), py::arg("bias"),
       py::arg("residual"), py::arg("out"), py::arg("weight"), py::arg("eps"), py::arg("normed"),
       "One call of dtcomm::epilogue on raw addresses; runs are (address, elements).");
+  module.def("step_follow", &following, py::arg("numel"), py::arg("features"), py::arg("dtype"), py::arg("bias"),
+             py::arg("residual"), py::arg("out"), py::arg("weight"), py::arg("eps"), py::arg("normed"),
+             "The same of sums that `out` holds when the step runs, or as they come in.");
 }
 
 }  // namespace dtcomm::python

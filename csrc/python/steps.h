@@ -8,6 +8,7 @@ namespace dtcomm::python {
 // Keeps no memory: whoever makes one holds the tensors.
 struct NativeStep {
   Task run;
+  Arrival arrival = {};  // the same, piece by piece, where the engine can tell when an element is final
 };
 
 }  // namespace dtcomm::python

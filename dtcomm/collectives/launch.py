@@ -15,6 +15,8 @@ from dtcomm.collectives.arguments import op_name, require_dtype
 from dtcomm.collectives.exactly import ExactSum
 from dtcomm.collectives.ground import GroundPlan, Groups, Message
 from dtcomm.collectives.positions import SharedSum
+from dtcomm.kernels.common import Step
+from dtcomm.runtime.around import Around
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.shape import Part, Shape
 from dtcomm.runtime.shm import Buffers
@@ -139,20 +141,29 @@ def start(
     outputs: Sequence[torch.Tensor],
     seed: int | None,
     async_op: bool,
+    then: Step | None = None,
 ) -> Work | None:
-    """Run the plan on these tensors, or queue it."""
+    """Run the plan on these tensors, or queue it; ``then``: what is done to the result."""
     key = communicator.next_seed(seed)
     runtime = communicator.runtime
     if runtime is None:  # world size 1 does nothing and loses nothing
         for part in buffers:
             if part.input is not None and part.output is not None and part.output is not part.input:
                 part.output.copy_(part.input.view_as(part.output))
+        if then is not None:
+            then()
         return Done(outputs) if async_op else None
     if isinstance(plan, GroundPlan):
-        return _start_stages(communicator, plan, buffers, outputs, key, async_op)
+        work = _start_stages(communicator, plan, buffers, outputs, key, async_op)
+        if then is not None and work is not None:
+            return Then(work, then, outputs)
+        if then is not None:
+            then()
+        return work
+    around = None if then is None else Around(after=(then,))
     if async_op:
-        return runtime.submit(plan, buffers, outputs, key)
-    runtime.run(plan, buffers, key)
+        return runtime.submit(plan, buffers, outputs, key, around)
+    runtime.run(plan, buffers, key, around)
     return None
 
 

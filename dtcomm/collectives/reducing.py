@@ -20,6 +20,7 @@ from dtcomm.collectives.arguments import (
     require_type,
 )
 from dtcomm.collectives.launch import Algorithm, plan_for, start
+from dtcomm.kernels.common import Step
 from dtcomm.runtime.communicator import find_for
 from dtcomm.runtime.shm import Buffers
 from dtcomm.runtime.work import Work
@@ -35,6 +36,7 @@ def all_reduce(
     *,
     async_op: Literal[True],
     audit: bool = False,
+    then: Step | None = None,
     **options: Unpack[Options],
 ) -> Work: ...
 
@@ -46,6 +48,7 @@ def all_reduce(
     *,
     async_op: bool = False,
     audit: bool = False,
+    then: Step | None = None,
     **options: Unpack[Options],
 ) -> Work | None: ...
 
@@ -62,6 +65,7 @@ def all_reduce(
     residual: torch.Tensor | None = None,
     checksum: bool | None = None,
     audit: bool = False,
+    then: Step | None = None,
 ) -> Work | None:
     """Reduce ``tensor`` in place over the ranks of the group: sum, avg, min or max.
 
@@ -69,6 +73,9 @@ def all_reduce(
 
     ``audit`` (codec ``exact`` alone): the checksums of the ranks' integers must add up to the result's. Otherwise all
     ranks raise PayloadCorrupt, which names the elements; the tensor is then as it was, and the call may be repeated.
+
+    ``then`` (``dtcomm.kernels.epilogue.follow`` of the same tensor) is done to the sum, by the native engine to each
+    piece as soon as it is final, while it is in the cache.
     """
     require_type(tensor, "tensor")
     communicator = find_for(group, tensor, "tensor")
@@ -94,7 +101,7 @@ def all_reduce(
         tensor = in_memory(tensor, "tensor")
     if residual is not None:
         require_residual(residual, tensor, "residual", op)
-    return start(communicator, plan, [Buffers(tensor, tensor, residual)], [tensor], seed, async_op)
+    return start(communicator, plan, [Buffers(tensor, tensor, residual)], [tensor], seed, async_op, then)
 
 
 @overload

@@ -14,8 +14,11 @@ from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import ELEMENT_TYPES, FLOAT_TYPES
 from dtcomm.kernels import checks, corrupt, native
+from dtcomm.kernels.common import Step
 from dtcomm.kernels.dispatch import REFERENCE, current
 from dtcomm.kernels.reference import epilogue as reference
+
+PLAIN = parse("none")
 
 
 def epilogue(
@@ -37,23 +40,11 @@ def epilogue(
     ValueError name the argument.
     """
     which = parse(codec)
-    checks.floats("out", out, out.numel(), *FLOAT_TYPES)
-    checks.element_type("out", which, out.dtype)
-    if not out.is_cpu:
-        raise ValueError(f"out: expected a tensor on the CPU, got one on {out.device}")
-    if out.ndim == 0 or sum(numel for _, numel in runs) != out.numel():
+    _check(which, out, bias, residual, weight, normed)
+    if sum(numel for _, numel in runs) != out.numel():
         raise ValueError(
             f"runs: hold {sum(numel for _, numel in runs)} elements, out {tuple(out.shape)} has {out.numel()}"
         )
-    features = out.shape[-1]
-    for name, tensor in (("bias", bias), ("weight", weight)):
-        if tensor is not None:
-            checks.floats(name, tensor, features, out.dtype, beside=out)
-    for name, tensor in (("residual", residual), ("normed", normed)):
-        if tensor is not None:
-            checks.floats(name, tensor, out.numel(), out.dtype, beside=out)
-    if weight is not None and normed is None:
-        raise ValueError("weight: belongs to normed, which is not given")
     payloads = [
         checks.payload(f"runs[{at}]", payload, which, numel, out.dtype)
         for at, (payload, numel) in enumerate(runs)
@@ -69,7 +60,7 @@ def epilogue(
         native.current_name(),
         which.native(),
         [(payload.data_ptr(), numel) for payload, (_, numel) in zip(payloads, runs, strict=True)],
-        features,
+        out.shape[-1],
         ELEMENT_TYPES[out.dtype],
         _address(bias),
         _address(residual),
@@ -79,6 +70,66 @@ def epilogue(
         _address(normed),
     )
     return out
+
+
+def follow(
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    normed: torch.Tensor | None = None,
+) -> Step:
+    """`epilogue` of sums that an operation leaves in ``out`` uncompressed; the residual must be another tensor.
+
+    As a step after an operation of the native engine it is taken piece by piece, while the elements are in the cache.
+    """
+    _check(PLAIN, out, bias, residual, weight, normed)
+    others = (bias, residual, weight, normed)
+
+    def alone() -> None:
+        payload = torch.zeros(PLAIN.wire_bytes(out.numel(), out.dtype), dtype=torch.uint8)
+        sums = out.view(-1).view(torch.uint8)
+        payload[: sums.numel()] = sums
+        reference.epilogue(PLAIN, [(payload, out.numel())], out, bias, residual, weight, eps, normed)
+
+    native = _C.step_follow(
+        out.numel(),
+        out.shape[-1] or 1,
+        ELEMENT_TYPES[out.dtype],
+        _address(bias),
+        _address(residual),
+        out.data_ptr(),
+        _address(weight),
+        eps,
+        _address(normed),
+    )
+    return Step(native=native, reference=alone, codec=PLAIN, held=(out, *others))
+
+
+def _check(
+    codec: Codec,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    normed: torch.Tensor | None,
+) -> None:
+    checks.floats("out", out, out.numel(), *FLOAT_TYPES)
+    checks.element_type("out", codec, out.dtype)
+    if not out.is_cpu:
+        raise ValueError(f"out: expected a tensor on the CPU, got one on {out.device}")
+    if out.ndim == 0:
+        raise ValueError("out: expected [..., features], got no dimension")
+    for name, tensor in (("bias", bias), ("weight", weight)):
+        if tensor is not None:
+            checks.floats(name, tensor, out.shape[-1], out.dtype, beside=out)
+    for name, tensor in (("residual", residual), ("normed", normed)):
+        if tensor is not None:
+            checks.floats(name, tensor, out.numel(), out.dtype, beside=out)
+    if weight is not None and normed is None:
+        raise ValueError("weight: belongs to normed, which is not given")
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -11,7 +11,8 @@ import torch
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Work, all_reduce, info
-from dtcomm.kernels.epilogue import epilogue
+from dtcomm.kernels.common import Step
+from dtcomm.kernels.epilogue import follow
 from dtcomm.tp.two_step import Epilogue, Result, TwoStep
 from dtcomm.tp.wire import Wire
 
@@ -60,6 +61,9 @@ def _all_reduced(
     for start, stop in parts:
         mine = y[start:stop]
         torch.mm(tokens[start:stop], weight.detach().t(), out=mine)
+        then = None
+        if after and start < stop:
+            then = following(mine, None if normed is None else normed[start:stop], after.rows(start, stop))
         works.append(
             all_reduce(
                 mine,
@@ -67,34 +71,28 @@ def _all_reduced(
                 algorithm=wire.shots(codec, y.dtype),
                 group=wire.group,
                 async_op=len(parts) > 1,
+                then=then,
             )
         )
-    for work, (start, stop) in zip(works, parts, strict=True):
+    for work in works:
         if work is not None:
             work.wait()
-        if after and start < stop:
-            # While this chunk is in the cache and others are on their way.
-            mine = y[start:stop]
-            add(mine, None if normed is None else normed[start:stop], after.rows(start, stop))
 
 
-def add(y: torch.Tensor, normed: torch.Tensor | None, after: Epilogue) -> None:
-    """What follows a sum that is there already, in one pass over it."""
-    terms = [each for each in (after.bias, after.residual) if each is not None]
-    if (
-        len(terms) == 1 and after.norm is None
-    ):  # torch's own, which is the same to the bit, is one pass as well
-        y.add_(terms[0])
-        return
-    payload = y.view(-1).view(torch.uint8)  # what none makes of it: itself
+def following(y: torch.Tensor, normed: torch.Tensor | None, after: Epilogue) -> Step:
+    """What follows a sum in ``y``."""
     norm = after.norm
-    epilogue(
-        "none",
-        [(payload, y.numel())],
+    contiguous = {
+        "bias": after.bias,
+        "residual": after.residual,
+        "weight": None if norm is None else norm.weight,
+    }
+    return follow(
         y,
-        bias=after.bias,
-        residual=after.residual,
-        weight=None if norm is None else norm.weight,
+        **{
+            name: None if tensor is None else tensor.detach().contiguous()
+            for name, tensor in contiguous.items()
+        },
         eps=0.0 if norm is None else norm.eps,
         normed=normed,
     )

@@ -131,4 +131,4 @@ def two_step(x: torch.Tensor, wire: Wire, after: Epilogue = Epilogue()) -> Resul
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().reshape(-1, x.shape[-1])
+    return x.detach().reshape(-1, x.shape[-1]).contiguous()

@@ -1,0 +1,121 @@
+"""What follows a sum inside the engine: piece by piece it is what it is at the end, whatever the order of pieces."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import dtcomm
+from dtcomm import algorithms
+from dtcomm.codecs import codec
+from dtcomm.kernels import available, ops, use
+from dtcomm.kernels.epilogue import epilogue, follow
+from dtcomm.runtime.around import NOTHING, Around
+from dtcomm.runtime.local import Operation, World, run
+from dtcomm.runtime.shape import Part, Shape
+from dtcomm.runtime.shm import Buffers
+from dtcomm.testing.ranks import run_ranks
+
+ROWS, FEATURES = 37, 150  # rows that pieces and shares cut anywhere
+
+
+def sums(
+    ranks: int,
+    spec: str,
+    algorithm: str,
+    dtype: torch.dtype,
+    *,
+    parts: tuple[str, ...],
+    shared: bool,
+    seed: int,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of every rank the result and its norm."""
+    generator = torch.Generator().manual_seed(7)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    bias, weight, residual = random(FEATURES), random(FEATURES), random(ROWS, FEATURES)
+    shape = Shape("all_reduce", "sum", (Part(ROWS * FEATURES, dtype, codec(spec)),), algorithm)
+    schedule = algorithms.build(algorithm, "all_reduce", ranks)
+    tensors = [random(ROWS, FEATURES) for _ in range(ranks)]
+    norms = [torch.zeros(ROWS, FEATURES, dtype=dtype) for _ in range(ranks)]
+    given = {"bias": bias, "residual": residual, "weight": weight, "eps": 1e-5}
+    chosen = {name: given[name] for name in parts}
+    operations = []
+    for tensor, normed in zip(tensors, norms, strict=True):
+        step = follow(tensor, **chosen, **({"normed": normed} if "weight" in parts else {}))
+        around = NOTHING if not parts else Around(after=(step,))
+        buffers = [Buffers(tensor, tensor, None)]
+        operations.append(
+            [Operation(shape=shape, schedule=schedule, buffers=buffers, shared=shared, around=around)]
+        )
+    outcomes = run(World(ranks=ranks, seed=seed, delay=0.3), operations)
+    assert {outcome.fate for outcome in outcomes} == {"done"}
+    if not parts:
+        for tensor, normed in zip(tensors, norms, strict=True):
+            runs = [(ops.encode("none", tensor), tensor.numel())]
+            epilogue("none", runs, tensor, normed=normed, **given)
+    return list(zip(tensors, norms, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("algorithm", algorithms.available("all_reduce"))
+def test_piece_by_piece_is_as_at_the_end(algorithm: str, dtype: torch.dtype) -> None:
+    whole = ("bias", "residual", "weight", "eps")
+    for spec, shared in (("int8", False), ("int4:block=64", False), ("none", False), ("none", True)):
+        options = {"shared": shared, "seed": 3}
+        expected = sums(3, spec, algorithm, dtype, parts=(), **options)
+        got = sums(3, spec, algorithm, dtype, parts=whole, **options)
+        for mine, theirs in zip(itertools.chain(*got), itertools.chain(*expected), strict=True):
+            assert torch.equal(mine, theirs), (spec, shared)
+
+
+def test_each_part_alone_and_by_every_kernel() -> None:
+    others = {"bias": torch.randn(33), "residual": torch.randn(5, 33), "weight": torch.randn(33)}
+    total = torch.randn(5, 33)
+    for name, tensor in others.items():
+        results = []
+        for kernel in (None, *available()):
+            out, normed = total.clone(), torch.zeros(5, 33)
+            given = {name: tensor} | ({"normed": normed} if name == "weight" else {})
+            if kernel is None:
+                epilogue("none", [(ops.encode("none", total), 165)], out, **given)
+            else:
+                with use(kernel):
+                    follow(out, **given)()
+            results.append(torch.cat([out, normed]))
+        assert all(torch.equal(result, results[0]) for result in results), name
+
+
+def real(rank: int, ranks: int) -> None:
+    """Several sums under way, in the order of their calls; what adds on common ground has it at the end."""
+    for spec in ("int8", "none", "exact"):
+        streams = [torch.full((64, 96), float(at)) for at in range(6)]
+        tensors = [torch.full((64, 96), float(rank + at)) for at in range(6)]
+        plain = [tensor.clone() for tensor in tensors]
+        works = [
+            dtcomm.all_reduce(tensor, codec=spec, async_op=True, then=follow(tensor, residual=stream))
+            for tensor, stream in zip(tensors, streams, strict=True)
+        ]
+        for work, tensor, whole, stream in zip(works, tensors, plain, streams, strict=True):
+            work.wait()
+            dtcomm.all_reduce(whole, codec=spec)
+            assert torch.equal(tensor, whole + stream)
+            dtcomm.all_reduce(whole, codec=spec, then=follow(whole, residual=stream))
+
+
+def test_among_ranks() -> None:
+    run_ranks(real, 2)
+    run_ranks(real, 1)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="bias: expected 8 elements, got 7"):
+        follow(torch.zeros(3, 8), bias=torch.zeros(7))
+    with pytest.raises(TypeError, match=r"residual: expected float32, got torch.bfloat16"):
+        follow(torch.zeros(3, 8), residual=torch.zeros(3, 8, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="weight: belongs to normed"):
+        follow(torch.zeros(3, 8), weight=torch.zeros(8))
