@@ -296,3 +296,38 @@ def crc32c_in_hardware() -> bool: ...
 def notify(work: NativeWork, ticket: int) -> None: ...
 def next_completion() -> int | None: ...
 def stop() -> None: ...
+
+# csrc/python/fused.cpp
+MOST_RANKS: int
+MOST_BLOCKS: int
+MISSING_OFFSET: int
+PAD_BYTES: int
+
+def fused_bytes(ranks: int, room: tuple[int, int, int]) -> int: ...
+def fusible(codec: bytes, dtype: int) -> bool: ...
+
+class FusedCall:
+    def __init__(
+        self,
+        collective: int,
+        algorithm: int,
+        codec: bytes,
+        dtype: int,
+        numel: int,
+        splits: list[int],
+        op: int,
+        divisor: int,
+        features: int,
+        encodes_own: bool,
+        ranks: int,
+        first: int,
+        here: int,
+        room: tuple[int, int, int],
+        blocks: int,
+        section: int,
+        budget: int,
+        memory: list[int],
+    ) -> None: ...
+    def launch(
+        self, shares: list[tuple[int, int, int, int, int]], order: int = 0, absent: int = -1
+    ) -> None: ...

@@ -9,6 +9,7 @@ void bind_kernels(pybind11::module_& module);
 void bind_lowrank(pybind11::module_& module);
 void bind_epilogue(pybind11::module_& module);
 void bind_steps(pybind11::module_& module);
+void bind_fused(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
 void bind_distance(pybind11::module_& module);
 void bind_build_info(pybind11::module_& module);

@@ -10,6 +10,7 @@
 #include "cuda/device.h"
 #include "cuda/kernels.h"
 #include "python/arguments.h"
+#include "python/cuda.h"
 
 namespace dtcomm::python {
 
@@ -148,6 +149,7 @@ PYBIND11_MODULE(_cuda, module) {
   module.def("decode", &decode, py::arg("codec"), py::arg("payload"), py::arg("numel"), py::arg("dtype"),
              py::arg("out"), py::arg("out_dtype"), py::arg("stream"),
              "out = the decoded payload in out_dtype, queued on the stream; addresses are the device's.");
+  bind_cuda_fused(module);
 }
 
 }  // namespace dtcomm::python

@@ -11,21 +11,26 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtcomm import env
+from dtcomm import _C, env
 from dtcomm.errors import CollectiveMismatch, DtcommError
 from dtcomm.runtime.exchange import GroupExchange
-from dtcomm.runtime.joining import PROTOCOL, Joining
+from dtcomm.runtime.fused import FusedRanks, Room, launcher_of
+from dtcomm.runtime.joining import PROTOCOL, Joining, Runtime
 from dtcomm.runtime.meeting import Meeting, host_id, require_equal
 from dtcomm.runtime.on_streams import StreamRuntime
+from dtcomm.runtime.peer import PeerRuntime
+from dtcomm.runtime.peer_memory import IPC, SYMMETRIC, Reached, by_handles, symmetric
 from dtcomm.runtime.process_group import ProcessGroupRuntime
-from dtcomm.runtime.streams import streams_of
+from dtcomm.runtime.seats import describe, why_not_peers
+from dtcomm.runtime.streams import Streams, streams_of
 
 
 class DeviceJoining(Joining):
     """As :class:`Joining`, for tensors on ``device``.
 
     A group that has NCCL for the device gets a NCCL group of its own, whose work is queued on streams; any other one
-    sends messages of Gloo through the host's memory.
+    sends messages of Gloo through the host's memory. Where all ranks reach each other's memory, fused kernels over that
+    serve what they can, and the group the rest.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class DeviceJoining(Joining):
                 "protocol": PROTOCOL,
                 "variables": env.shared(),
                 "backend": backend,
+                "seat": describe(self._device),
             }
         )
         for key, what in (
@@ -78,17 +84,65 @@ class DeviceJoining(Joining):
 
     def _serve(self, meeting: Meeting, words: Sequence[dict[str, Any]], backend: str) -> None:
         streams = streams_of(self._device)
-        timeout_s = self._timeout.total_seconds()
-        self.why = f"the group has {backend} for {self._device.type}"
+        below = self._below(streams, backend)
+        self.runtime, self.why = below, f"the group has {backend} for {self._device.type}"
+        if env.get("DTCOMM_RUNTIME") == "process_group":
+            return
+        forced = env.get("DTCOMM_RUNTIME") == "peer"
+        made, reason = None, why_not_peers([word["seat"] for word in words], self.groups, forced)
+        if not reason:
+            made, reason = self._reach(meeting, words)
+        if made is not None:
+            room = Room(min(word["seat"]["blocks"] for word in words))
+            pads = [made.own[_C.MISSING_OFFSET :][:4].view(torch.int32)]
+            budget = int(self._timeout.total_seconds() * 1e9)
+            launcher = launcher_of(self._device)
+            fused = FusedRanks(launcher, room, made.addresses, pads, self.rank, 1, budget)
+            self.runtime = PeerRuntime(fused, streams, below, self.names, made.kind, made, forced)
+            self.why = "all ranks reach each other's memory"
+        elif forced:
+            below.close()
+            self.runtime = None
+            raise DtcommError(f"DTCOMM_RUNTIME=peer, but {reason}")
+        else:
+            self.why += f"; no fused kernels: {reason}"
+
+    def _reach(self, meeting: Meeting, words: Sequence[dict[str, Any]]) -> tuple[Reached | None, str]:
+        """Memory that all ranks reach, or why there is none: the same on all of them."""
+        room = Room(min(word["seat"]["blocks"] for word in words))
+        size = _C.fused_bytes(self.size, room)
+        found: list[str] = []
+        for kind in (SYMMETRIC, IPC):
+            made, trouble = None, ""
+            try:
+                made = self._make_memory(kind, meeting, words, size)
+            except (RuntimeError, ImportError, OSError) as error:
+                trouble = f"{kind}: {str(error).splitlines()[0] if str(error) else error!r}"
+            said = [word["trouble"] for word in meeting.exchange({"trouble": trouble})]
+            found += [f"{words[rank]['name']}: {what}" for rank, what in enumerate(said) if what][:1]
+            if not any(said):
+                return made, ""
+        return None, "; ".join(found)
+
+    def _make_memory(
+        self, kind: str, meeting: Meeting, words: Sequence[dict[str, Any]], size: int
+    ) -> Reached:
+        if kind == SYMMETRIC:
+            if self.size < dist.get_world_size(self._group):
+                raise RuntimeError("these are not all ranks of the group")
+            return symmetric(self._group, self._device, size, self.rank)
+        seats = [word["seat"]["id"] for word in words]
+        return by_handles(meeting, self._device, size, self.rank, seats)
+
+    def _below(self, streams: Streams, backend: str) -> Runtime:
+        """What the group's own backend serves."""
         if backend == "nccl":
             exchange = GroupExchange(self._private_backend("nccl"), "nccl", self._device)
             compare = self._compare if env.get("DTCOMM_CHECK") == "1" else None
-            self.runtime = StreamRuntime(exchange, streams, self.rank, exchange.close, compare=compare)
-            return
+            return StreamRuntime(exchange, streams, self.rank, exchange.close, compare=compare)
         blames = c10d.PrefixStore(f"dtcomm/{PROTOCOL}/{self._epoch}", self._store)
-        self.runtime = ProcessGroupRuntime(
-            self._private_backend("gloo"), self.names, timeout_s, blames, streams=streams
-        )
+        gloo, timeout_s = self._private_backend("gloo"), self._timeout.total_seconds()
+        return ProcessGroupRuntime(gloo, self.names, timeout_s, blames, streams=streams)
 
     def _compare(self, text: str) -> None:
         """What this rank is about to do, with all others, by way of the store."""

@@ -1,0 +1,106 @@
+// A fused collective as Python states it: everything but the tensors once, the tensors at each call. The emulator (_C)
+// and the device (_cuda) take the same statement.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "cuda/fused.h"
+#include "python/arguments.h"
+
+namespace dtcomm::python {
+
+// Blocks, bytes of a slot, bytes of boxes.
+using RoomNumbers = std::tuple<unsigned, std::uint64_t, std::uint64_t>;
+// Addresses of input, output, residual, bias, addend; 0: none.
+using ShareNumbers = std::array<std::uintptr_t, 5>;
+
+inline cuda::Room room_of(int ranks, const RoomNumbers& numbers) {
+  cuda::Room room;
+  room.ranks = ranks;
+  std::tie(room.blocks, room.slot_bytes, room.box_bytes) = numbers;
+  return room;
+}
+
+inline cuda::FusedCall state_fused(int collective, int algorithm, const pybind11::bytes& codec, int dtype,
+                                   std::size_t numel, std::vector<std::size_t> splits, int op, std::size_t divisor,
+                                   std::size_t features, bool encodes_own, int ranks, int first, int here,
+                                   const RoomNumbers& room, unsigned blocks, std::uint32_t section,
+                                   std::uint64_t budget, const std::vector<std::uintptr_t>& memory) {
+  if (collective < 0 || collective > static_cast<int>(cuda::Collective::all_to_all)) {
+    throw pybind11::value_error("collective: unknown number");
+  }
+  if (algorithm < 0 || algorithm > static_cast<int>(cuda::Algorithm::one_shot)) {
+    throw pybind11::value_error("algorithm: unknown number");
+  }
+  if (op < 0 || op > static_cast<int>(ReduceOp::max)) throw pybind11::value_error("op: unknown number");
+  if (ranks < 2 || ranks > cuda::kMostRanks) throw pybind11::value_error("ranks: must be 2 to 8");
+  if (memory.size() != static_cast<std::size_t>(ranks)) throw pybind11::value_error("memory: one address a rank");
+  cuda::FusedCall call;
+  call.collective = static_cast<cuda::Collective>(collective);
+  call.algorithm = static_cast<cuda::Algorithm>(algorithm);
+  call.codec = codec_of(codec);
+  call.dtype = dtype_of(dtype);
+  call.numel = numel;
+  call.splits = std::move(splits);
+  call.op = static_cast<ReduceOp>(op);
+  call.divisor = divisor;
+  call.features = features;
+  call.encodes_own = encodes_own;
+  call.ranks = ranks;
+  call.first = first;
+  call.here = here;
+  call.room = room_of(ranks, room);
+  call.blocks = blocks;
+  call.section = section;
+  call.budget = budget;
+  for (std::size_t rank = 0; rank < memory.size(); ++rank) {
+    if (memory[rank] % 16 != 0) throw pybind11::value_error("memory: must be aligned to 16");
+    call.peers[rank] = cuda::peer_at(pointer<std::uint8_t>(memory[rank]));
+  }
+  return call;
+}
+
+// The same with the tensors of the ranks that are here.
+inline cuda::FusedCall with_tensors(const cuda::FusedCall& stated, const std::vector<ShareNumbers>& shares) {
+  if (shares.size() != static_cast<std::size_t>(stated.here)) {
+    throw pybind11::value_error("shares: one for each rank that is here");
+  }
+  cuda::FusedCall call = stated;
+  for (std::size_t i = 0; i < shares.size(); ++i) {
+    const auto& [input, output, residual, bias, addend] = shares[i];
+    call.shares[i] = {pointer<const void>(input), pointer<void>(output), pointer<float>(residual),
+                      pointer<const void>(bias), pointer<const void>(addend)};
+  }
+  return call;
+}
+
+// Both modules have the class; what `launch` is differs.
+inline pybind11::class_<cuda::FusedCall> bind_fused_call(pybind11::module_& module) {
+  namespace py = pybind11;
+  module.attr("MOST_RANKS") = cuda::kMostRanks;
+  module.attr("MOST_BLOCKS") = cuda::kMostBlocks;
+  module.attr("MISSING_OFFSET") = cuda::kMissingOffset;
+  module.attr("PAD_BYTES") = cuda::kPadBytes;
+  module.def(
+      "fused_bytes", [](int ranks, const RoomNumbers& room) { return cuda::memory_bytes(room_of(ranks, room)); },
+      py::arg("ranks"), py::arg("room"),
+      "Bytes that each rank makes reachable; the pad at their start begins as zeros.");
+  module.def(
+      "fusible", [](const py::bytes& codec, int dtype) { return cuda::fusible(codec_of(codec), dtype_of(dtype)); },
+      py::arg("codec"), py::arg("dtype"), "Whether there are fused kernels that encode so.");
+  return py::class_<cuda::FusedCall>(module, "FusedCall", py::module_local(),
+                                     "A collective of one shape on one memory; csrc/cuda/fused.h says what fields are.")
+      .def(py::init(&state_fused), py::arg("collective"), py::arg("algorithm"), py::arg("codec"), py::arg("dtype"),
+           py::arg("numel"), py::arg("splits"), py::arg("op"), py::arg("divisor"), py::arg("features"),
+           py::arg("encodes_own"), py::arg("ranks"), py::arg("first"), py::arg("here"), py::arg("room"),
+           py::arg("blocks"), py::arg("section"), py::arg("budget"), py::arg("memory"));
+}
+
+}  // namespace dtcomm::python

@@ -1,0 +1,195 @@
+"""The peer runtime on CPU tensors: every rank a thread with a runtime of its own, its launches joined into one that the
+emulator runs; beside it, what ranks tell each other of their devices.
+"""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dtcomm import _C, algorithms
+from dtcomm.codecs import codec
+from dtcomm.errors import DtcommError, PeerLost
+from dtcomm.runtime.fused import FusedPlan, FusedRanks, Room
+from dtcomm.runtime.peer import Below, PeerRuntime
+from dtcomm.runtime.seats import describe, why_not_peers
+from dtcomm.runtime.shape import Part, Shape
+from dtcomm.runtime.shm import Buffers
+from dtcomm.testing.streams import RecordedStreams
+from tests.kernels.inputs import floats
+from tests.runtime.test_fused import by_the_engine
+from tests.runtime.test_on_streams import Judged
+
+ROOM = Room(2, 4096)
+
+
+class Joined:
+    """A launcher for every rank, whose launches are run once all ranks have come to them."""
+
+    def __init__(self, ranks: int, absent: int = -1) -> None:
+        self.ranks, self.absent = ranks, absent
+        self.barrier = threading.Barrier(ranks, action=self.launch_all)
+        self.given: dict[int, tuple] = {}
+
+    def of(self, rank: int, streams: RecordedStreams) -> "Joined.One":
+        return Joined.One(self, rank, streams)
+
+    def launch_all(self) -> None:
+        stated = [dict(stated, first=0, here=self.ranks) for _, (stated, _) in sorted(self.given.items())]
+        assert all(each == stated[0] for each in stated), "ranks state different calls"
+        shares = [self.given[rank][1][0] for rank in range(self.ranks)]
+        _C.FusedCall(**stated[0]).launch(shares, 3, self.absent)
+
+    class One:
+        def __init__(self, joined: "Joined", rank: int, streams: RecordedStreams) -> None:
+            self.joined, self.rank, self.streams = joined, rank, streams
+
+        def state(self, **stated) -> dict:
+            assert (stated["first"], stated["here"]) == (self.rank, 1)
+            return stated
+
+        def launch(self, stated, shares) -> None:
+            self.joined.given[self.rank] = stated, shares
+            self.joined.barrier.wait(20)
+
+
+class JudgedPeers(Judged):
+    """Peer runtimes over runtimes on streams, all judged."""
+
+    def __init__(self, ranks: int, absent: int = -1, forced: bool = False, leave_out: str = "") -> None:
+        super().__init__(ranks, leave_out)
+        size = _C.fused_bytes(ranks, ROOM)
+        self.memory = [torch.zeros(size, dtype=torch.uint8) for _ in range(ranks)]
+        joined = Joined(ranks, absent)
+        self.below = self.runtimes
+        self.runtimes = [
+            PeerRuntime(
+                FusedRanks(
+                    joined.of(rank, streams),
+                    ROOM,
+                    [each.data_ptr() for each in self.memory],
+                    [self.memory[rank][_C.MISSING_OFFSET :][:4].view(torch.int32)],
+                    rank,
+                    1,
+                ),
+                streams,
+                self.below[rank],
+                [f"rank {each}" for each in range(ranks)],
+                "memory of a test",
+                forced=forced,
+            )
+            for rank, streams in enumerate(self.streams)
+        ]
+
+
+def shape_of(algorithm: str = "two_shot", spec: str = "int8", numels: tuple[int, ...] = (3000,)) -> Shape:
+    parts = tuple(Part(numel, torch.float32, codec(spec)) for numel in numels)
+    return Shape("all_reduce", "avg", parts, algorithm)
+
+
+def test_ranks_of_their_own_get_the_engine_s_bytes() -> None:
+    """A message of three tensors, synchronous and not, whose results the caller's stream uses."""
+    numels, ranks = (3000, 0, 1), 3
+    shape = shape_of(numels=numels)
+    given = [[floats("normal", n, seed=10 * rank + i) for i, n in enumerate(numels)] for rank in range(ranks)]
+    expected = [[part.clone() for part in parts] for parts in given]
+    losses = [[torch.zeros(n) for n in numels] for _ in range(ranks)]
+
+    def work(rank: int, runtime: PeerRuntime, streams: RecordedStreams) -> None:
+        streams.own(*given[rank], *losses[rank])
+        plan = runtime.prepare(shape, algorithms.build("two_shot", "all_reduce", ranks))
+        assert isinstance(plan, FusedPlan) and len(plan.launches) == 2
+        buffers = [Buffers(x, x, loss) for x, loss in zip(given[rank], losses[rank])]
+        runtime.run(plan, buffers, 1)
+        again = runtime.submit(plan, buffers, given[rank], 2)
+        again.wait()
+        assert again.get_future().wait() == given[rank] and again.wire_bytes == plan.sent_bytes > 0
+        assert [each.stage for each in runtime.flights()] == ["done", "done"]
+        info = runtime.info()
+        assert info["runtime"] == "peer" and info["operations"] == 2 and info["elsewhere"] == {}
+
+    peers = JudgedPeers(ranks)
+    assert peers.run(work) == []
+    for at, numel in enumerate(numels):
+        if numel:
+            one = shape_of(numels=(numel,))
+            buffers = [Buffers(x[at], x[at], torch.zeros(numel)) for x in expected]
+            by_the_engine(one, ranks, buffers)
+            by_the_engine(one, ranks, buffers)
+            for rank in range(ranks):
+                assert torch.equal(given[rank][at], expected[rank][at])
+                assert torch.equal(losses[rank][at], buffers[rank].residual)
+
+
+def everywhere(ranks: int, work: Callable[[int, PeerRuntime], None], **how) -> list[str]:
+    return JudgedPeers(ranks, **how).run(lambda rank, runtime, _: work(rank, runtime))
+
+
+def test_what_has_no_kernel_goes_elsewhere_and_is_counted() -> None:
+    xs = [torch.full((100,), float(rank)) for rank in range(3)]
+
+    def work(rank: int, runtime: PeerRuntime) -> None:
+        plan = runtime.prepare(shape_of("ring", "none", (100,)), algorithms.build("ring", "all_reduce", 3))
+        assert isinstance(plan, Below)
+        for _ in range(2):
+            runtime.run(plan, [Buffers(xs[rank], xs[rank])], 1)
+        runtime.submit(plan, [Buffers(xs[rank], xs[rank])], [xs[rank]], 1).wait()
+        assert runtime.info()["elsewhere"] == {"ring has no fused kernel of all_reduce": 3}
+        assert runtime.info()["operations"] == 3 == len(runtime.flights())
+
+    everywhere(3, work)
+    assert all(torch.equal(x, torch.ones(100)) for x in xs)
+
+
+def test_forced_kernels_are_used_or_refused() -> None:
+    def work(rank: int, runtime: PeerRuntime) -> None:
+        with pytest.raises(ValueError, match="DTCOMM_RUNTIME=peer: ring has no fused kernel"):
+            runtime.prepare(shape_of("ring"), algorithms.build("ring", "all_reduce", 2))
+
+    everywhere(2, work, forced=True)
+
+
+def test_a_rank_that_does_not_come_is_named_by_the_next_call() -> None:
+    xs = [torch.ones(500) for _ in range(3)]
+
+    def work(rank: int, runtime: PeerRuntime) -> None:
+        plan = runtime.prepare(shape_of(numels=(500,)), algorithms.build("two_shot", "all_reduce", 3))
+        runtime.run(plan, [Buffers(xs[rank], xs[rank])], 1)
+        if rank != 1:
+            for _ in range(2):
+                with pytest.raises(PeerLost, match="rank 1 did not come to a fused collective"):
+                    runtime.run(plan, [Buffers(xs[rank], xs[rank])], 1)
+            assert "rank 1" in runtime.failure
+        runtime.close()
+        with pytest.raises(DtcommError):
+            runtime.run(plan, [Buffers(xs[rank], xs[rank])], 1)
+
+    everywhere(3, work, absent=1)
+
+
+def seat(me: str = "a", reaches: str = "ab", sees: str = "ab", trouble: str = "") -> dict:
+    return {"id": me, "reaches": list(reaches), "sees": list(sees), "blocks": 8, "trouble": trouble}
+
+
+@pytest.mark.parametrize(
+    ("seats", "groups", "reason"),
+    [
+        ([seat("a"), seat("b")], [[0, 1]], ""),
+        ([seat("a"), seat("b", sees="b", reaches="b")], [[0, 1]], ""),  # hidden: tried
+        ([seat("a"), seat("b")], [[0], [1]], "on 2 hosts"),
+        ([seat("a"), seat("a")], [[0, 1]], "share a GPU"),
+        ([seat("a"), seat("b", reaches="b")], [[0, 1]], "GPU of rank 1 does not reach that of rank 0"),
+        ([seat("a"), seat("b", trouble="no module")], [[0, 1]], "rank 1: no module"),
+        ([seat(str(i)) for i in range(9)], [list(range(9))], "9 ranks"),
+    ],
+)
+def test_why_not(seats: list, groups: list, reason: str) -> None:
+    said = why_not_peers(seats, groups, forced=False)
+    assert said == reason == "" or (reason and reason in said)
+    if "share" in reason:
+        assert why_not_peers(seats, groups, forced=True) == ""
+
+
+def test_the_cpu_has_no_seat() -> None:
+    assert "no CUDA device" in describe(torch.device("cpu"))["trouble"]
