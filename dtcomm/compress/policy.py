@@ -33,6 +33,13 @@ class Choice:
     codec: Scheme
     why: str = ""
 
+    def instead(self, wanted: Scheme, tensor: torch.Tensor) -> Choice:
+        """Where a guard wants another scheme; what goes uncompressed stays so."""
+        none = codec("none")
+        if self.codec == none or wanted == self.codec:
+            return self
+        return Choice(codec=none, why="guard") if wanted == none else choose(wanted, tensor)
+
 
 #: Of everything, where there is nobody to send it to.
 ALONE = Choice(codec=codec("none"), why="one rank alone")

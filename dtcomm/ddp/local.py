@@ -9,6 +9,7 @@ take compression well; what that loses is fed back as it is for gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,14 +20,26 @@ from dtcomm.collectives import Work, broadcast
 from dtcomm.compress.average import NONE, Averager
 from dtcomm.compress.checkpoint import VERSION, require_fit, share_of
 from dtcomm.compress.dgc import DGC
+from dtcomm.compress.guard import Event, Guard, Sample, summary
 from dtcomm.compress.memory import Handed, Memory
 from dtcomm.compress.packing import Packing, pack
 from dtcomm.compress.policy import ALONE, Choice, Policy, as_policy
 from dtcomm.compress.report import Report, Tally, rows
 from dtcomm.compress.scheme import Scheme
+from dtcomm.compress.unwatched import watcher
 from dtcomm.kernels import mixer
 
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+_GUARD = Guard()
+
+
+@dataclass
+class _Landing:
+    """A bucket's differences, which become their mean, what was handed over of them, and samples of it."""
+
+    mean: torch.Tensor
+    handed: list[Handed]
+    samples: list[Sample]
 
 
 class LocalSGD:
@@ -37,6 +50,7 @@ class LocalSGD:
         torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)``; None: weights are averaged.
     warmup: steps at the start that are averaged every time.
     bucket_bytes: of one message; they travel side by side.
+    guard, sample_every: as `State` takes them; what counts as a step there is an average here.
 
     All ranks start with rank 0's weights. Frozen parameters stay as they are; floating-point buffers (running means)
     are averaged uncompressed. A rank keeps the common weights, fp32, beside the model's own.
@@ -56,6 +70,8 @@ class LocalSGD:
         algorithm: str = "direct",
         seed: int = 0,
         bucket_bytes: int = 25 * 2**20,
+        guard: Guard | None = _GUARD,
+        sample_every: int = 10,
     ) -> None:
         if isinstance(model, DistributedDataParallel) or not isinstance(model, torch.nn.Module):
             raise TypeError(
@@ -65,6 +81,7 @@ class LocalSGD:
             ("every", every, 1),
             ("warmup", warmup, 0),
             ("bucket_bytes", bucket_bytes, 1),
+            ("sample_every", sample_every, 0),
         ):
             if value < least:
                 raise ValueError(f"{name}={value}: want {least} or more")
@@ -88,7 +105,11 @@ class LocalSGD:
                 tensor.copy_(whole)
         self._common = [weight.detach().float().clone() for weight in self._weights.values()]
         self._outer = None if outer is None else outer(self._common)
-        self._buckets = list(self._packed(bucket_bytes))
+        self._watch = watcher(guard if any(scheme != NONE for scheme in schemes) else None)
+        self._sample_every, self._bucket_bytes = sample_every, bucket_bytes
+        self._retired: list[Packing] = []
+        self._buckets: list[tuple[list[str], Packing]] = []
+        self._repack()
 
     def step(self) -> bool:
         """A step of this rank is done; returns whether the ranks were brought together."""
@@ -104,7 +125,14 @@ class LocalSGD:
 
         FloatingPointError on every rank where one brought NaN or Inf; all have the weights of the last average then.
         """
-        starting = [self._bucket(names, packing) for names, packing in self._buckets]
+        self._watch.begin(self.syncs)
+        self._repack()
+        told = self._watch.vector()
+        last = self._buckets[-1][1]
+        starting = [
+            self._bucket(names, packing, told if packing is last else None)
+            for names, packing in self._buckets
+        ]
         running = [(stages, packing) for stages, packing, _ in starting]
         while running:
             under_way = [(next(stages, None), stages, packing) for stages, packing in running]
@@ -118,6 +146,12 @@ class LocalSGD:
         self.syncs += 1
         key = mixer.mix_key(self._averager.seed, dist.get_rank(self.group), self.syncs)
         means = [self._landed(landing, key) for _, _, landing in starting]
+        if told is not None:
+            self._watch.judge(self.syncs, told)
+        for name in self._watch.take_resets():
+            self._memory.reset(name)
+        for name in self._watch.take_changes():
+            self._averager.factors.forget(name)
         finite = all(bool(torch.isfinite(buffer).all()) for buffer in means)
         if finite:
             self._move(means)
@@ -132,14 +166,14 @@ class LocalSGD:
     def report(self) -> Report:
         """What was sent and saved, against uncompressed averages; the rest is saved by not averaging every step."""
         tallies: dict[str, Tally] = {}
-        for _, packing in self._buckets:
+        packings = [*self._retired, *(packing for _, packing in self._buckets)]
+        for packing in packings:
             packing.add_to(tallies)
-        packings = [packing for _, packing in self._buckets]
         return Report(
             policy=f"every {self.every} steps: {self.policy}",
             feedback=self._memory.kind,
             steps=self.steps,
-            messages=self.syncs * len(packings),
+            messages=sum(packing.messages for packing in packings),
             wire_bytes=sum(packing.wire_bytes for packing in packings),
             plain_bytes=round(sum(packing.plain_bytes for packing in packings)),
             seconds=sum(packing.seconds for packing in packings),
@@ -148,8 +182,18 @@ class LocalSGD:
                 **self._memory.nbytes(),
                 "common weights": sum(4 * common.numel() for common in self._common),
             },
+            events=summary(self.events),
             rows=rows(tallies.items()),
         )
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """What the guard saw and did, in order; the same on all ranks. Its steps are averages."""
+        return tuple(self._watch.events)
+
+    def observe(self, loss: float | torch.Tensor) -> None:
+        """Tell the guard this step's loss, on every rank; what counts is the last one before an average."""
+        self._watch.observe(float(loss))
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's; every rank saves its own, and its model's weights beside it: between averages they differ."""
@@ -162,6 +206,7 @@ class LocalSGD:
             "world_size": dist.get_world_size(self.group),
             **self._memory.state_dict(),
             "factors": self._averager.factors.state_dict(),
+            "watch": self._watch.state_dict(),
             "common": {
                 name: common.clone() for name, common in zip(self._weights, self._common, strict=True)
             },
@@ -177,6 +222,7 @@ class LocalSGD:
         require_fit({name: common.flatten() for name, common in first["common"].items()}, sizes)
         self._memory.load(state, residuals, rank, world_size)
         self._averager.factors.load_state_dict(first["factors"])
+        self._watch.load_state_dict(first.get("watch", {}))
         self._averager.seed, self.steps, self.syncs = first["seed"], first["steps"], first["syncs"]
         for name, common in zip(self._weights, self._common, strict=True):
             common.copy_(first["common"][name])
@@ -184,28 +230,38 @@ class LocalSGD:
             self._outer.load_state_dict(first["outer"])
 
     def _bucket(
-        self, names: Sequence[str], packing: Packing
-    ) -> tuple[Iterator[Work], Packing, tuple[torch.Tensor, list[Handed]]]:
+        self, names: Sequence[str], packing: Packing, told: torch.Tensor | None
+    ) -> tuple[Iterator[Work], Packing, _Landing]:
         """The stages of a bucket, of which none has begun, and what is needed when they are done."""
         buffer, ranks = self._differences(names), dist.get_world_size(self.group)
+        sampled = self._sample_every > 0 and self.syncs % self._sample_every == 0
+        samples: list[Sample] = []
         tensors: list[torch.Tensor] = []
         residuals: list[torch.Tensor | None] = []
         handed: list[Handed] = []
         for segment, tensor in zip(packing.segments, packing.cut(buffer), strict=True):
-            given = None if segment.lossless else self._memory.hand(segment, tensor, ranks)
+            norm = float(torch.linalg.vector_norm(tensor)) if sampled and not segment.lossless else 0.0
+            given = None if segment.lossless else self._memory.hand(segment, tensor, ranks, sampled=sampled)
             if given is not None:
                 handed.append(given)
+                if sampled:
+                    samples.append(Sample.take(segment.name, segment.codec, norm, given.sent, given.residual))
+                    self._watch.sampled(segment.name, segment.codec)
             tensors.append(tensor if given is None else given.sent)
             residuals.append(None if given is None else given.residual)
         packing.messages += 1
-        stages = self._averager.stages(packing, tensors, residuals, None, self.syncs)
-        return stages, packing, (buffer, handed)
+        stages = self._averager.stages(packing, tensors, residuals, told, self.syncs)
+        return stages, packing, _Landing(buffer, handed, samples)
 
-    def _landed(self, landing: tuple[torch.Tensor, list[Handed]], key: int) -> torch.Tensor:
-        buffer, handed = landing
-        for each in handed:
+    def _landed(self, landing: _Landing, key: int) -> torch.Tensor:
+        lost = {each.segment.name: each.residual for each in landing.handed}
+        for sample in landing.samples:
+            if (residual := lost[sample.name]) is not None:
+                self._watch.measured(sample, residual)
+        self._watch.arrived(landing.mean)
+        for each in landing.handed:
             self._memory.take(each, key)
-        return buffer
+        return landing.mean
 
     def _differences(self, names: Sequence[str]) -> torch.Tensor:
         common = dict(zip(self._weights, self._common, strict=True))
@@ -236,13 +292,25 @@ class LocalSGD:
             self._outer.step()
             self._outer.zero_grad()
 
+    def _repack(self) -> None:
+        """At first, and where the guard has changed what some weights travel in."""
+        if self._buckets and all(packing.revision == self._watch.revision for _, packing in self._buckets):
+            return
+        self._retired += [packing for _, packing in self._buckets]
+        self._buckets = list(self._packed(self._bucket_bytes))
+        for _, packing in self._buckets:
+            packing.revision = self._watch.revision
+
     def _packed(self, bucket_bytes: int) -> Iterator[tuple[list[str], Packing]]:
         """Names and packing of every bucket, weights first."""
 
         def choose(name: str, tensor: torch.Tensor) -> Choice:
             if name in self._running:
                 return Choice(codec=NONE, why="a buffer")
-            return ALONE if dist.get_world_size(self.group) == 1 else self.policy.choose(name, tensor)
+            if dist.get_world_size(self.group) == 1:
+                return ALONE
+            choice = self.policy.choose(name, tensor)
+            return choice.instead(self._watch.scheme(name, choice.codec, self.syncs), tensor)
 
         groups: list[list[tuple[str, torch.Tensor]]] = [[]]
         for named in {**self._weights, **self._running}.items():

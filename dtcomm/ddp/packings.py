@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type
 from dtcomm.codecs import codec
 from dtcomm.compress.dgc import DGC
 from dtcomm.compress.packing import Packing, pack
-from dtcomm.compress.policy import ALONE, Choice, choose
+from dtcomm.compress.policy import ALONE, Choice
 from dtcomm.compress.unwatched import Watcher
 from dtcomm.ddp.fixed import Chooser
 
@@ -83,11 +83,7 @@ class Packings:
         scheme = self._watch.scheme(name, choice.codec, step)
         if isinstance(scheme, DGC):
             scheme = scheme.at(step)
-        if scheme == choice.codec:
-            return choice
-        if scheme == NONE:
-            return Choice(codec=NONE, why="guard")
-        return choose(scheme, gradient)
+        return choice.instead(scheme, gradient)
 
     def _name(self, parameter: torch.Tensor) -> str:
         if id(parameter) not in self._parameters:

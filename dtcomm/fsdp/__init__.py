@@ -13,8 +13,6 @@ the owner's exact ones.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,14 +20,13 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
 from dtcomm.codecs import Codec
-from dtcomm.collectives import all_reduce, reduce_scatter
 from dtcomm.compress.guard import Guard
-from dtcomm.fsdp import recipe
+from dtcomm.fsdp import fsdp1, recipe
 from dtcomm.fsdp.comm import Average, Gather, Scatter
 from dtcomm.fsdp.flat import flat_of
 from dtcomm.fsdp.recipe import PRESETS
 from dtcomm.fsdp.report import Report, Traffic
-from dtcomm.fsdp.state import State, fitting
+from dtcomm.fsdp.state import State
 from dtcomm.fsdp.zero import ShardedOptimizer
 
 __all__ = ["PRESETS", "Report", "ShardedOptimizer", "State", "Traffic", "compress"]
@@ -91,26 +88,27 @@ def compress(
                 f"parameters: FSDP1 has a hook for gradients only, got {str(state.parameters)!r}; "
                 "valid: 'none', or FSDP2's fully_shard"
             )
-        if for_gradients.word:
-            raise TypeError(
-                f"gradients: {for_gradients.word}: is not for FSDP1; valid: a codec, or fully_shard"
-            )
         if replicas is not None:
             raise ValueError(
                 "replicas: FSDP1 has strategies of its own for them; valid: None, or fully_shard"
             )
-        model.register_comm_hook(state, _fsdp1_hook)
+        fsdp1.attach(state, model)
+        _begin_with(model, state)
         return state
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     if not found:
         raise TypeError(f"model: {type(model).__name__} has no module that fully_shard was applied to")
     for name, module in found:
         _attach(state, name, module, replicas.get_group() if isinstance(replicas, DeviceMesh) else replicas)
-    # Before FSDP's own hook, which gathers.
+    _begin_with(model, state)
+    return state
+
+
+def _begin_with(model: torch.nn.Module, state: State) -> None:
+    """A training step begins with the model's forward, before FSDP's own hook, which gathers."""
     model.register_forward_pre_hook(
         lambda *_: state.begin() if torch.is_grad_enabled() else None, prepend=True
     )
-    return state
 
 
 def _attach(state: State, name: str, module: FSDPModule, replicas: dist.ProcessGroup | None) -> None:
@@ -138,24 +136,9 @@ def _attach(state: State, name: str, module: FSDPModule, replicas: dist.ProcessG
                 "alone, and compress(replicas=) the other"
             )
     module.set_custom_all_gather(Gather(state, name))
-    module.set_custom_reduce_scatter(Scatter(state, name))
+    module.set_custom_reduce_scatter(Scatter(state, name, module))
     if replicas is not None:
         module.set_all_reduce_hook(Average(state, name, replicas))
     state.know(name, flat_of(name, module))
     # Whoever writes parameters from outside makes them differ from what the peers hold by more than a difference says.
     module.register_load_state_dict_post_hook(lambda *_: state.overwritten())  # type: ignore[attr-defined]
-
-
-def _fsdp1_hook(state: State, gradient: torch.Tensor, shard: torch.Tensor | None = None) -> None:
-    """FSDP1 hands over its whole gradient, or a padded one and where this rank's part of the mean goes."""
-    name = f"unit of {gradient.numel()} elements"
-    traffic = state.traffic(name, "gradients", state.gradients)
-    which = fitting(state.gradients, gradient, traffic)
-    options: dict[str, Any] = {"codec": which, "seed": state.next_seed(), "async_op": True}
-    if shard is None:
-        work = all_reduce(gradient, "avg", **options)
-    else:
-        work = reduce_scatter(shard, gradient, "avg", **options)
-    work.wait()
-    ranks = dist.get_world_size()
-    traffic.add(work, gradient.numel() * gradient.element_size() * (ranks - 1) // ranks)

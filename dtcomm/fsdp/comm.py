@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 
 from dtcomm.collectives import Work, all_gather, all_reduce, reduce_scatter
+from dtcomm.fsdp.overlap import only_cuts
+from dtcomm.fsdp.reduction import Reduction
 from dtcomm.fsdp.report import Traffic
 from dtcomm.fsdp.state import State, fitting
 from dtcomm.insight import Message, Timeline
@@ -27,19 +31,21 @@ class _Timed:
         self.state, self.module = state, module
         self._called_ns = 0  # the last time; FSDP calls one of them after the other
 
-    def finish(
+    def under_way(
         self,
         kind: str,
         work: Work | None,
         traffic: Traffic,
         plain: int,
-        async_op: bool,
         then: Callable[[], None] | None = None,
-    ) -> dist.Work | None:
-        """Hand the started collective to FSDP, or wait for it; ``then`` runs once it is done."""
+    ) -> dist.Work:
+        """The started collective as FSDP waits for it; ``then`` runs once it is done."""
         assert work is not None  # it is with async_op
         label = f"{self.module or '(root)'} {kind}"
-        later = _Later(work, traffic, plain, then, self.state.timeline, label, self._called_ns)
+        return _Later(work, traffic, plain, then, self.state.timeline, label, self._called_ns)
+
+    def handed(self, later: dist.Work, async_op: bool) -> dist.Work | None:
+        """To whoever waits for it by itself, or else once it is done."""
         if async_op:
             return later
         later.wait()
@@ -78,13 +84,13 @@ class Gather(_Collective, AllGather):
             work = all_gather(output_tensor, input_tensor, group=group, async_op=True)
             traffic = self.state.traffic(self.module, "kept copies", recipe)
             traffic.codec, traffic.why = "none", "decoded parameters, gathered again from this host's ranks"
-            return self.finish("parameters", work, traffic, plain, True)
+            return self.under_way("parameters", work, traffic, plain)
         if recipe.word == "delta":
             return self._difference(output_tensor, input_tensor, group, traffic, plain)
         which = fitting(self.state.watching.in_force(self.module, recipe), input_tensor, traffic)
         seed = self.state.next_seed()
         work = all_gather(output_tensor, input_tensor, codec=which, group=group, seed=seed, async_op=True)
-        return self.finish("parameters", work, traffic, plain, True)
+        return self.under_way("parameters", work, traffic, plain)
 
     def _difference(
         self,
@@ -121,7 +127,7 @@ class Gather(_Collective, AllGather):
             reference.add_(differences)
             output.copy_(reference)
 
-        return self.finish("parameters", work, traffic, plain, True, then)
+        return self.under_way("parameters", work, traffic, plain, then)
 
     def _whole(
         self,
@@ -143,11 +149,15 @@ class Gather(_Collective, AllGather):
         def then() -> None:
             self.state.references[self.module] = output.clone()
 
-        return self.finish("parameters", work, traffic, plain, True, then)
+        return self.under_way("parameters", work, traffic, plain, then)
 
 
 class Scatter(_Collective, ReduceScatter):
-    """One module's reduce-scatter."""
+    """One module's reduce-scatter, which backward goes on behind where it can (`dtcomm.fsdp.overlap`)."""
+
+    def __init__(self, state: State, name: str, module: FSDPModule) -> None:
+        super().__init__(state, name)
+        self._of = weakref.ref(module)
 
     def __call__(
         self,
@@ -158,36 +168,16 @@ class Scatter(_Collective, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         self._called_ns = time.monotonic_ns()
-        state = self.state
-        traffic = state.traffic(self.module, "gradients", state.gradients)
-        recipe = state.watching.in_force(self.module, state.gradients)
-        traffic.codec = str(recipe)
-        which = fitting(recipe, input_tensor, traffic)
-        lossy = not all(each.lossless(input_tensor.dtype) for each in recipe.codecs()) and not traffic.why
-        kept = state.take_residual(self.module, input_tensor) if lossy else None
-        residual, sample = kept, None
-        if lossy and state.watching.sampling:
-            if residual is None:  # into which what is lost is written
-                residual = torch.zeros(input_tensor.numel(), dtype=torch.float32, device=input_tensor.device)
-            sample = state.watching.take(self.module, recipe, input_tensor, residual)
-        work = reduce_scatter(
-            output_tensor,
-            input_tensor,
-            op_name(op),
-            codec=which,
-            group=group,
-            seed=state.next_seed(),
-            residual=residual,
-            async_op=True,
-        )
-
-        def then() -> None:
-            if sample is not None and residual is not None:
-                traffic.relative_error = state.watching.measured(sample, residual)
-            state.give_residual(self.module, kept)
-
+        reduction = Reduction(self.state, self.module, input_tensor)
+        work = reduce_scatter(output_tensor, input_tensor, op_name(op), group=group, **reduction.options)
         sent = input_tensor.numel() * input_tensor.element_size() * (group.size() - 1) // group.size()
-        return self.finish("gradients", work, traffic, sent, async_op, then)
+        later = self.under_way("gradients", work, reduction.traffic, sent, reduction.done)
+        module = self._of()
+        if not async_op and module is not None and only_cuts(module, input_tensor, op_name(op)):
+            self.state.overlap.add(later)
+            return None
+        self.state.overlap.finish()  # among them may be the gradient that this one is added to
+        return self.handed(later, async_op)
 
 
 class Average(_Timed):
@@ -199,16 +189,10 @@ class Average(_Timed):
 
     def __call__(self, shard: torch.Tensor) -> None:
         self._called_ns = time.monotonic_ns()
-        recipe = self.state.gradients
-        traffic = self.state.traffic(self.module, "replicas", recipe)
-        which = fitting(recipe, shard, traffic)
-        lossy = not all(each.lossless(shard.dtype) for each in recipe.codecs()) and not traffic.why
-        name = f"{self.module}, replicas"
-        residual = self.state.take_residual(name, shard) if lossy else None
-        options: dict[str, Any] = {"group": self.group, "seed": self.state.next_seed(), "residual": residual}
-        work = all_reduce(shard, "avg", codec=which, async_op=True, **options)
+        reduction = Reduction(self.state, self.module, shard, "replicas", watched=False)
+        work = all_reduce(shard, "avg", group=self.group, **reduction.options)
         sent = 2 * shard.nbytes * (self.group.size() - 1) // self.group.size()
-        self.finish("replicas", work, traffic, sent, False, lambda: self.state.give_residual(name, residual))
+        self.under_way("replicas", work, reduction.traffic, sent, reduction.done).wait()
 
 
 class _Later(dist.Work):

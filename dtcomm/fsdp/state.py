@@ -15,6 +15,7 @@ from dtcomm.compress.guard import Event, Guard, summary
 from dtcomm.fsdp.buffers import Pool
 from dtcomm.fsdp.errors import Errors, Exact, MovingAverage
 from dtcomm.fsdp.flat import Layout
+from dtcomm.fsdp.overlap import Overlap
 from dtcomm.fsdp.recipe import Recipe
 from dtcomm.fsdp.report import Report, Traffic
 from dtcomm.fsdp.watching import Watching
@@ -48,6 +49,7 @@ class State:
         self.timeline = Timeline("fsdp")
         self.watching = Watching(guard, sample_every)
         self.group: dist.ProcessGroup | None = None  # of the shards; None: all ranks
+        self.overlap = Overlap()
 
     def report(self) -> Report:
         """What was sent, by module, and for whatever was not compressed, why."""
@@ -207,6 +209,7 @@ def _errors(word: str, residual: str) -> Errors | None:
 def fitting(recipe: Recipe, tensor: torch.Tensor, traffic: Traffic) -> str | Codec:
     """The recipe's codecs, or none where one does not take the tensor's type; the report says so."""
     refused = next((each for each in recipe.codecs() if tensor.dtype not in each.dtypes), None)
+    traffic.codec, traffic.why = str(recipe), ""
     if refused is None:
         return recipe.spec
     traffic.codec, traffic.why = "none", f"{refused} does not take {str(tensor.dtype).removeprefix('torch.')}"

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_reduce
-from dtcomm.compress.guard import Event, Guard, Sample, Watch
+from dtcomm.compress.guard import Event, Guard, Sample
+from dtcomm.compress.unwatched import watcher
 from dtcomm.fsdp.recipe import Recipe
 
 ROOT = "(root)"  # a guard takes no name for all modules
@@ -29,7 +30,7 @@ class Watching:
     def __init__(self, guard: Guard | None, every: int) -> None:
         if every < 0:
             raise ValueError(f"sample_every: expected 0 (never) or more, got {every!r}")
-        self._watch = None if guard is None else Watch(guard)
+        self._watch = watcher(guard)
         self._every = every
         self._pending = False
         self.steps = 0
@@ -38,12 +39,11 @@ class Watching:
     @property
     def events(self) -> tuple[Event, ...]:
         """What the guard saw and did, in order; the same on all ranks of the group."""
-        return () if self._watch is None else tuple(self._watch.events)
+        return tuple(self._watch.events)
 
     def observe(self, loss: float) -> None:
         """This step's loss on this rank."""
-        if self._watch is not None:
-            self._watch.observe(loss)
+        self._watch.observe(loss)
 
     def begin(self, group: dist.ProcessGroup | None) -> list[str]:
         """A forward pass begins, on every rank of ``group``: judge what the last one told.
@@ -51,22 +51,19 @@ class Watching:
         Returns the modules whose residuals are to be given up. CompressionHarmful where the guard says stop.
         """
         watch, resets = self._watch, []
-        if watch is not None and self._every:
-            if self._pending:
-                watch.begin(self.steps)
-                told = watch.vector()
+        if self._pending:
+            watch.begin(self.steps)
+            if (told := watch.vector()) is not None:
                 all_reduce(told, "avg", group=group)
                 watch.judge(self.steps, told)
-                resets = ["" if name == ROOT else name for name in watch.take_resets()]
-            self._pending = self.steps % self._every == 0
+            resets = ["" if name == ROOT else name for name in watch.take_resets()]
+        self._pending = self._every > 0 and self.steps % self._every == 0
         self.sampling = self._every > 0 and self.steps % self._every == 0
         self.steps += 1
         return resets
 
     def in_force(self, module: str, recipe: Recipe) -> Recipe:
         """What `module` is compressed with now, where `recipe` was asked for."""
-        if self._watch is None:
-            return recipe
         step = max(0, self.steps - 1)  # which has begun
         inside, between = (
             each and self._watch.scheme(module or ROOT, each, step)
@@ -80,27 +77,23 @@ class Watching:
     ) -> Sample | None:
         """Some of a gradient that is about to be encoded; None where there is nothing to measure."""
         norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float32))
-        if self._watch is not None:
-            self._watch.sampled(module or ROOT, recipe.inside)
+        self._watch.sampled(module or ROOT, recipe.inside)
         if not math.isfinite(norm):
-            if self._watch is not None:
-                self._watch.bad()
+            self._watch.bad()
             return None
         return Sample.take(module or ROOT, recipe.inside, norm, gradient, residual)
 
     def measured(self, sample: Sample, lost: torch.Tensor) -> float:
         """What was lost of it: |lost| over |offered|, of the elements that were looked at."""
-        if self._watch is not None:
-            self._watch.measured(sample, lost)
+        self._watch.measured(sample, lost)
         offered = float(torch.linalg.vector_norm(sample.offered))
         return float(torch.linalg.vector_norm(lost[:: sample.stride])) / offered if offered > 0 else 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values: the step, and decisions that are in force."""
-        return {"steps": self.steps, "watch": {} if self._watch is None else self._watch.state_dict()}
+        return {"steps": self.steps, "watch": self._watch.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What `state_dict` gave; nothing where a state has none."""
         self.steps, self._pending = state.get("steps", 0), False
-        if self._watch is not None:
-            self._watch.load_state_dict(state.get("watch", {}))
+        self._watch.load_state_dict(state.get("watch", {}))

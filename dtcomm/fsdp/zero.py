@@ -19,12 +19,15 @@ import torch.distributed as dist
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Work, all_gather, all_reduce, broadcast, reduce_scatter
+from dtcomm.compress.guard import Event, Guard
 from dtcomm.fsdp import recipe
 from dtcomm.fsdp.bucket import Bucket
+from dtcomm.fsdp.reduction import Reduction
 from dtcomm.fsdp.report import Report
 from dtcomm.fsdp.state import State, fitting
 
 MIB = 2**20
+_GUARD = Guard()
 Named = Iterable[tuple[str, torch.nn.Parameter]]
 
 
@@ -35,7 +38,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     torch.optim that works element by element (SGD, Adam, AdamW, RMSprop). gradients, parameters_codec: recipes, as
     `dtcomm.fsdp.compress` takes them (``delta:`` costs no memory here: the model itself is the reference). stage: 1
     keeps whole gradients in ``parameter.grad``, 2 gives them up bucket by bucket. residual: the form of ``ef:``'s
-    residuals, fp32, bf16 or int8. The remaining options are the optimiser's.
+    residuals, fp32, bf16 or int8. guard, sample_every: as `dtcomm.fsdp.compress` takes them, bucket by bucket; a step
+    ends with `step`. The remaining options are the optimiser's.
 
     Gradients are averaged over the ranks. `clip_grad_norm_` clips by the norm of all shards. Raises ValueError or
     TypeError naming the argument.
@@ -53,6 +57,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group: dist.ProcessGroup | None = None,
         seed: int = 0,
         residual: str = "fp32",
+        guard: Guard | None = _GUARD,
+        sample_every: int = 50,
         **options: Any,
     ) -> None:
         if stage not in (1, 2):
@@ -65,7 +71,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             recipe.parse(parameters_codec, ("", "delta"), "parameters_codec"),
             seed,
             residual,
+            guard,
+            sample_every,
         )
+        self._codecs.group = group
+        self._codecs.begin()
         self._codecs.shards, self._codecs.shard = dist.get_world_size(group), dist.get_rank(group)
         self._buckets: list[Bucket] = []
         groups = []
@@ -77,7 +87,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
         self._sync, self._queued = True, False
-        self._started: dict[int, tuple[Work, torch.Tensor, torch.Tensor, torch.Tensor | None, int]] = {}
+        self._started: dict[int, tuple[Work, Reduction, torch.Tensor, int]] = {}
         for bucket in self._buckets:
             self._codecs.know(bucket.name, bucket.row)
             broadcast(bucket.flat, dist.get_global_rank(group, 0) if group else 0, group=group)
@@ -133,23 +143,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _start(self, number: int) -> None:
         bucket = self._buckets[number]
         gradient = torch.zeros_like(bucket.flat) if bucket.gradient is None else bucket.gradient
-        traffic = self._codecs.traffic(bucket.name, "gradients", self._codecs.gradients)
-        which = fitting(self._codecs.gradients, gradient, traffic)
-        lossy = not all(each.lossless(gradient.dtype) for each in self._codecs.gradients.codecs())
-        residual = self._codecs.take_residual(bucket.name, gradient) if lossy and not traffic.why else None
+        reduction = Reduction(self._codecs, bucket.name, gradient)
         shard = torch.empty_like(bucket.shard_of(gradient))
-        work = reduce_scatter(
-            shard,
-            gradient,
-            "avg",
-            codec=which,
-            group=self.group,
-            seed=self._codecs.next_seed(),
-            residual=residual,
-            async_op=True,
-        )
+        work = reduce_scatter(shard, gradient, "avg", group=self.group, **reduction.options)
+        assert work is not None  # it is with async_op
         plain = gradient.nbytes * (self._codecs.shards - 1) // self._codecs.shards
-        self._started[number] = (work, gradient, shard, residual, plain)
+        self._started[number] = work, reduction, shard, plain
         if self.stage == 2:
             bucket.gradient = None
 
@@ -159,11 +158,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for number in range(len(self._buckets)):
                 if number not in self._started:
                     self._start(number)
-            for number, (work, _, shard, residual, plain) in sorted(self._started.items()):
+            for number, (work, reduction, shard, plain) in sorted(self._started.items()):
                 bucket = self._buckets[number]
                 work.wait()
-                self._codecs.traffic(bucket.name, "gradients", self._codecs.gradients).add(work, plain)
-                self._codecs.give_residual(bucket.name, residual)
+                reduction.traffic.add(work, plain)
+                reduction.done()
                 bucket.exact.grad = None if self.stage == 1 else bucket.exact.grad
                 bucket.own(shard)
             self._started.clear()
@@ -202,11 +201,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             works = [self._gather(bucket) for bucket in self._buckets]
             for finish in works:
                 finish()
+        self._codecs.begin()  # the next one
         return loss
 
     def _gather(self, bucket: Bucket) -> Callable[[], None]:
         traffic = self._codecs.traffic(bucket.name, "parameters", self._codecs.parameters)
-        which = fitting(self._codecs.parameters, bucket.flat, traffic)
+        recipe_now = self._codecs.watching.in_force(bucket.name, self._codecs.parameters)
+        which = fitting(recipe_now, bucket.flat, traffic)
         options: dict[str, Any] = {"group": self.group, "seed": self._codecs.next_seed(), "async_op": True}
         differences = self._codecs.parameters.word == "delta" and not traffic.why
         if differences:
@@ -238,8 +239,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # --- state ------------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """What was sent, by bucket."""
+        """What was sent, by bucket, and what the guard did."""
         return self._codecs.report()
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """What the guard saw and did, in order; the same on all ranks."""
+        return self._codecs.events
+
+    def observe(self, loss: float | torch.Tensor) -> None:
+        """Tell the guard this step's loss, once a step and before its backward, on every rank."""
+        self._codecs.observe(loss)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: the optimiser's state of its shards, the exact shards, residuals and counters."""

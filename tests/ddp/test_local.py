@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp
+from dtcomm.compress.guard import Guard
 from dtcomm.testing.ranks import run_ranks
 from dtcomm.testing.simulated import Simulated
 from tests.ddp.models import Net, backward, wrapped
@@ -105,7 +106,6 @@ def as_stated(rank: int, world_size: int, spec: str, options: dict[str, Any], ou
         bucket_bytes=12_000,
         **options,
     )
-    assert len(local._buckets) > 1
     run = Simulated(spec, world_size, named, **options)
     theirs = momentum(start)
     for sync in range(4):
@@ -118,6 +118,7 @@ def as_stated(rank: int, world_size: int, spec: str, options: dict[str, Any], ou
                 each.append(common - weight)
         means = run.average(every)
         assert local.step()
+        assert len(local._buckets) > 1
         for common, mean in zip(start, means):
             if outer:
                 common.grad = mean.clone()
@@ -204,6 +205,56 @@ def test_nan_takes_all_ranks_back_to_the_weights_of_the_last_average() -> None:
         assert "after 2 steps: a rank brought NaN or Inf" in message
         assert back
         assert finite
+
+
+class Uneven(nn.Module):
+    """Of `first`, some differences are 1e4 times larger than the rest, in every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(48, 48, bias=False)
+        self.last = nn.Linear(48, 48, bias=False)
+
+    def forward(self, x: torch.Tensor, branch: bool = True) -> torch.Tensor:
+        heavy = torch.ones(48)
+        heavy[::16] = 1e4
+        out: torch.Tensor = self.first(x * heavy) * 1e-4 + self.last(x)
+        return out
+
+
+def guarded(rank: int, world_size: int) -> tuple[list[str], dict[str, str]]:
+    """Averages of differences with outliers, then a loss that jumps; what each weight travelled in after either."""
+    model = Uneven()
+    local = ddp.LocalSGD(model, 2, "int2", sample_every=2, guard=Guard(steps=3))
+
+    def codecs() -> dict[str, str]:
+        return {
+            member.name: str(segment.codec)
+            for _, packing in local._buckets
+            for segment in packing.segments
+            for member in segment.members
+        }
+
+    train(model, local, rank, range(12), rate=1e-3)
+    refined = codecs()
+    again = ddp.LocalSGD(Uneven(), 2, "int2")
+    again.load_state_dict(local.state_dict())
+    again.sync()
+    assert again.state_dict()["watch"] == local.state_dict()["watch"]
+    assert not again._buckets[0][1].spec.startswith("int2")
+    for step in range(12, 40):
+        local.observe(1.0 if step < 32 else 50.0)
+        train(model, local, rank, range(step, step + 1), rate=0.0)
+    assert set(codecs().values()) == {"none"} and "guard" in str(local.report())
+    return [f"{event.kind} {event.name} {event.action}" for event in local.events], refined
+
+
+def test_the_guard_watches_averages() -> None:
+    results = run_ranks(guarded, 2)
+    assert results[0] == results[1]
+    events, codecs = results[0]
+    assert set(events[:-1]) == {"error first.weight raise"} and events[-1] == "loss  none"
+    assert codecs["first.weight"] not in ("int2", "none") and codecs["last.weight"] == "int2"
 
 
 def wrong(rank: int, world_size: int) -> None:

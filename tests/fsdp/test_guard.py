@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 from dtcomm import fsdp
 from dtcomm.compress.guard import CompressionHarmful, Guard
@@ -131,6 +131,50 @@ def stopped(rank: int, ranks: int) -> None:
     assert first > 16 and codecs[:first] == ["int4"] * first and codecs.count("none") == 3
 
 
+def refined_elsewhere(rank: int, ranks: int) -> None:
+    """FSDP1 and the sharded optimiser have the same guard."""
+    guard = {"guard": Guard(error=0.1), "sample_every": 1}
+    torch.manual_seed(0)
+    first = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
+    state = fsdp.compress(first, "int2:block=1024", **guard)  # type: ignore[arg-type]
+    model = Net()
+    optimiser = fsdp.ShardedOptimizer(
+        model.named_parameters(),
+        torch.optim.SGD,
+        lr=1e-3,
+        gradients="int2:block=1024",
+        **guard,
+    )
+    for _ in range(6):
+        first(torch.ones(1, WIDTH)).square().sum().backward()
+        model(torch.ones(1, WIDTH)).square().sum().backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    for told in (state, optimiser):
+        kinds = next(iter(told.report().modules.values()))
+        assert kinds["gradients"].codec == "int4" and kinds["gradients"].relative_error is not None
+        assert {(event.kind, event.action) for event in told.events} == {("error", "raise")}
+    # A loss that runs away turns compression off, of parameters too.
+    model = Net()  # an optimiser stays with its parameters' gradients for good
+    optimiser = fsdp.ShardedOptimizer(
+        model.named_parameters(),
+        torch.optim.SGD,
+        lr=0.0,
+        gradients="int4",
+        parameters_codec="int8",
+        guard=Guard(steps=3),
+        sample_every=1,
+    )
+    for number in range(20):
+        optimiser.observe(1.0 if number < 16 else 50.0)
+        model(torch.ones(1, WIDTH)).square().sum().backward()
+        optimiser.step()
+    (bucket,) = optimiser.report().modules.values()
+    assert bucket["gradients"].codec == bucket["parameters"].codec == "none"
+    assert optimiser.report().events == {"loss: none": 1}
+
+
 def test_a_guard_refines_stops_and_steps_back() -> None:
     run_ranks(refined, 2)
+    run_ranks(refined_elsewhere, 2)
     run_ranks(stopped, 2)

@@ -31,6 +31,10 @@ def timed(rank: int, ranks: int, folder: str) -> str:
             assert each.waited.begin <= each.waited.end
             assert step.begin <= each.ready < step.end
         assert 0 < step.exposed <= step.length
+        # Backward goes on behind a module's reduce-scatter: it waits when the next but one has started, or at its end.
+        reduced = [one for one in step.messages if one.label.endswith("gradients")]
+        assert reduced == sorted(reduced, key=lambda one: one.ready) and len(reduced) == 3
+        assert reduced[1].launched < reduced[2].ready < reduced[0].waited.begin
     assert {span.phase for each in kept[0].messages for span in each.spans} == {"encode", "reduce", "decode"}
     assert "(root) gradients" in str(state.timeline.summary())
     text = insight.prometheus(state)
