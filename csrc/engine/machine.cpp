@@ -13,11 +13,11 @@ namespace {
 constexpr std::size_t kWindow = 3;
 constexpr std::size_t kLinkWindow = 4;  // over a link, which has to be kept busy
 static_assert(2 * kLinkWindow <= kSlots, "the operation behind begins when this one has all its pieces under way");
-// Cores move while a program runs. Of 64 KiB every 256th operation probes, of 2 MiB and more every 8th; the time of
-// smaller ones does not depend on where the cores are.
-constexpr std::size_t kProbeBytes = 64 * 1024;  // of input
-constexpr std::uint64_t kProbeEvery = 256;      // times kProbeBytes
-constexpr std::uint64_t kProbeMost = 32;        // of these in one operation
+// Cores move while a program runs. The first operation probes, then of up to 16 KiB every 1024th, of 2 MiB and more
+// every 8th: small ones too take longer where cores are far and staging does not know it.
+constexpr std::size_t kProbeBytes = 16 * 1024;  // of input
+constexpr std::uint64_t kProbeEvery = 1024;     // times kProbeBytes
+constexpr std::uint64_t kProbeMost = 128;       // of these in one operation
 constexpr double kFarNs = 250;                  // above it the cores share no cache, so staging past it pays
 
 Phase phase_of(Op op) { return op == Op::encode ? Phase::encode : op == Op::reduce ? Phase::reduce : Phase::decode; }
@@ -39,13 +39,13 @@ Machine::Machine(Fabric& fabric, Call call, std::uint64_t operation, std::uint64
   // otherwise all that give have to say so first.
   met_ = !plan_.direct() || (program_.gives(fabric.rank) && call_.region < 0 && call_.address == 0);
   // Ranks run the same operations, so they probe in the same ones.
-  if (fabric.probes && plan_.input_bytes() >= kProbeBytes) {
+  if (fabric.probes && plan_.input_bytes() > 0) {
     if (fabric.until_probe == 0) {
       fabric.until_probe = kProbeEvery;
       probe_ = std::make_unique<Probe>(fabric.rank, fabric.peers, number);
     }
-    fabric.until_probe -=
-        std::min({fabric.until_probe, kProbeMost, static_cast<std::uint64_t>(plan_.input_bytes() / kProbeBytes)});
+    const std::uint64_t counts = std::max<std::uint64_t>(plan_.input_bytes() / kProbeBytes, 1);
+    fabric.until_probe -= std::min({fabric.until_probe, kProbeMost, counts});
   }
 }
 
