@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import fsdp_speed, quality, slow_link, two_hosts
+from bench import fsdp_speed, quality, slow_link, tp_speed, two_hosts
 from bench.common import pages, readme
 from bench.common.output import RESULTS
 
@@ -22,6 +22,7 @@ PAGES: list[tuple[Path, str, Callable[..., str], tuple[str, ...]]] = [
     (pages.DOCS / "hosts.md", "two_hosts", two_hosts.page, ("two_hosts",)),
     (pages.DOCS / "ddp.md", "slow_link", slow_link.page, ("slow_link",)),
     (pages.DOCS / "fsdp.md", "fsdp_speed", fsdp_speed.page, ("fsdp_speed",)),
+    (pages.DOCS / "tensor-parallel.md", "tp_speed", tp_speed.page, ("tp_speed",)),
     (pages.DOCS / "codecs.md", "quality", quality.page, ("quality",)),
 ]
 

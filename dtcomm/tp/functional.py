@@ -66,6 +66,8 @@ def differentiable(function: Any, *arguments: Any) -> Any:
 def _pair(x: torch.Tensor, which: str, conjugate: str, wire: Wire, dim: int) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return compiled.move(x, which, conjugate, wire, dim)
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x if which == "same" else MOVES[which](x, wire, dim, False)
     result: torch.Tensor = differentiable(_Pair, x, which, conjugate, wire, dim)
     return result
 

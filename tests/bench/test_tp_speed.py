@@ -1,0 +1,48 @@
+"""Which of a run's figures have a target, and that none is hidden."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bench import tp_speed
+
+
+class Stub:
+    """A pool of ranks whose times are given: seconds a step, by contestant."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.seconds = seconds
+
+    def call(self, method: str, name: str, **_: Any) -> list[float]:
+        assert method == "measure"
+        return [self.seconds[name], self.seconds[name] / 2]
+
+
+@pytest.mark.parametrize(
+    ("alone", "int4", "expected"),
+    [
+        (0.1, 0.2, ["PASS", "PASS"]),
+        (0.1, 0.4, ["MISS", "MISS"]),
+        (0.1, 0.24, ["PASS", "MISS"]),
+        (0.5, 0.2, []),
+    ],
+)
+def test_a_prefill_has_a_target_where_communication_dominates(
+    alone: float, int4: float, expected: list[str]
+) -> None:
+    seconds = {"torch fp32": 1.0, "torch bf16": 0.45, tp_speed.ALONE: alone} | dict.fromkeys(
+        tp_speed.OURS, int4
+    )
+    pool = Stub(seconds)
+    row = tp_speed._row(pool, 1.0, "prefill", 64, [*seconds], 1)
+    assert row["communication"] == pytest.approx(1 - alone)
+    told = tp_speed.verdicts([row])
+    assert [line.split()[0] for line in told if not line.startswith("no target")] == expected
+    if not expected:
+        assert told == [
+            "no target 1 Gbit/s, prefill, width 64: communication is 50 % of torch's time, so nothing could be more "
+            "than 2.0x as fast; int4 is 5.00x"
+        ]
+    assert ("!" in str(tp_speed.table([row]))) == ("MISS" in expected)
