@@ -1,14 +1,10 @@
-"""A training script as a user would write it, for torchrun; rank 1 is killed in a backward pass of its first life.
-
-argv: folder for the checkpoints, the step that kills. Writes the weights' sum, and what a survivor was told, there.
-"""
+"""Training as a user would write it for torchrun; rank 1 is killed in a backward pass of its first life."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import sys
 from copy import deepcopy
 from pathlib import Path
 
@@ -63,7 +59,8 @@ def train(folder: Path, killed_at: int) -> tuple[int, float]:
     return begin, sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
 
 
-if __name__ == "__main__":
+def main(folder: str, killed_at: int) -> None:
+    """Checkpoints, the weights' sum and what a survivor was told go to ``folder``: ranks share a pipe."""
     # The agent ends the survivor as soon as it sees the death; it is to speak before, however busy the machine.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # The agent's store outlives the ranks: what those of the first life left in it must not be read.
@@ -71,7 +68,6 @@ if __name__ == "__main__":
     store = dist.PrefixStore(f"life {os.environ['TORCHELASTIC_RESTART_COUNT']}", agent)
     own, all_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", store=store, rank=own, world_size=all_ranks)
-    began, total = train(Path(sys.argv[1]), int(sys.argv[2]))
-    # Not printed: two ranks' lines on one pipe may run into each other.
-    (Path(sys.argv[1]) / f"end{own}.json").write_text(json.dumps([began, total]))
+    began, total = train(Path(folder), killed_at)
+    (Path(folder) / f"end{own}.json").write_text(json.dumps([began, total]))
     dist.destroy_process_group()

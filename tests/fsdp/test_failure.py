@@ -6,8 +6,6 @@ import os
 import runpy
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,9 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtcomm import fsdp
 from dtcomm.errors import PeerLost
 from dtcomm.fsdp.comm import Gather, Scatter
+from dtcomm.testing.elastic import STORE_OF_THEIR_OWN, launch
 from dtcomm.testing.patience import Patience
 from dtcomm.testing.ranks import run_ranks, spawn_ranks
 from tests.fsdp.models import WIDTH, sharded
+from tests.fsdp.restarted import main
 
 ROOT = Path(__file__).parents[2]
 VICTIM = 1
@@ -112,19 +112,8 @@ def contents(folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_torchrun_restarts_from_the_checkpoint_and_ends_as_a_resumed_run(tmp_path: Path) -> None:
     run, again = tmp_path / "run", tmp_path / "again"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command += ["--standalone", "--monitor-interval", "0.1", str(ROOT / "tests/fsdp/restarted.py"), "3"]
-    settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = subprocess.run(
-        [*command, *ARGUMENTS, "--checkpoints", str(run)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=os.environ | settings,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("rank 1 dies") == 1
+    launch(main, 2, 3, [*ARGUMENTS, "--checkpoints", str(run)], restarts=1, env=STORE_OF_THEIR_OWN)
+    assert (tmp_path / "deaths").read_text() == "rank 1\n"
     shutil.copytree(run / "2", again / "2")
     run_ranks(resumed, 2, str(again))
     ended, expected = contents(run / "6"), contents(again / "6")
