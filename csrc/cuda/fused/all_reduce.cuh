@@ -23,40 +23,35 @@ DTCOMM_DEVICE void two_shot(const Block& block, const Fused& fused, const Family
   DTCOMM_LOOP
   for (std::uint32_t section = index; section < fused.sections; section += fused.blocks) {
     ++epoch;
-    if (block.thread() < static_cast<unsigned>(fused.ranks)) {
-      const auto peer = static_cast<int>(block.thread());
-      const Run run = section_of(fused, chunk_of(fused, peer), section);
-      aim(fused, seat.encode, run, shared.encode[peer]);
-      shared.encode[peer].payload_out = slot(fused, fused.peers[peer], kInbox, index, rank);
-      aim(fused, seat.decode, run, shared.decode[peer]);
-      shared.decode[peer].near[0] = slot(fused, fused.peers[rank], kOutbox, index, peer);
-      if (peer == rank) {
-        aim(fused, seat.reduce, run, shared.reduce);
-        int term = 0;
-        for (int r = 0; r < fused.ranks; ++r) {
-          if (own || r != rank) shared.reduce.near[term++] = slot(fused, fused.peers[rank], kInbox, index, r);
-        }
-        shared.reduce.payload_out = slot(fused, fused.peers[rank], kOutbox, index, rank);
-      }
-    }
+    aim_all(
+        block, fused, rank, [&](Verb, int peer) { return section_of(fused, chunk_of(fused, peer), section); },
+        [&](Verb verb, int peer, Call& call) {
+          const Peer& mine = fused.peers[rank];
+          if (verb == Verb::encode) call.payload_out = slot(fused, fused.peers[peer], kInbox, index, rank);
+          if (verb == Verb::decode) call.near[0] = slot(fused, mine, kOutbox, index, peer);
+          if (verb == Verb::reduce) {
+            call.payload_out = slot(fused, mine, kOutbox, index, rank);
+            point_at_slots(fused, rank, kInbox, index, own, call);
+          }
+        });
     block.meet(Point::aimed);
     for (int k = own ? 0 : 1; k < fused.ranks; ++k) {
       const int peer = (rank + k) % fused.ranks;
-      every_tile<0, true, Feedback>(block, shared.encode[peer], family);
+      every_tile<0, true, Feedback>(block, shared.encode(peer), family);
     }
     if (!exchange(block, fused, rank, index, Stage::scattered, epoch, Point::stored, Point::arrived)) return;
-    every_tile<Count, true, true>(block, shared.reduce, family);
+    every_tile<Count, true, true>(block, shared.reduce(), family);
     block.meet(Point::reduced);
-    push(block, fused, rank, kOutbox, index, shared.reduce);
+    push(block, fused, rank, kOutbox, index, shared.reduce());
     if (!exchange(block, fused, rank, index, Stage::gathered, epoch, Point::pushed, Point::gathered)) return;
     // The own sum is written with its encoding, unless more follows.
     for (int k = after ? 0 : 1; k < fused.ranks; ++k) {
       const int peer = (rank + k) % fused.ranks;
       if (after) {
         const Run run = section_of(fused, chunk_of(fused, peer), section);
-        finish<1>(block, fused, seat, run.out, shared.decode[peer], family);
+        finish<1>(block, fused, seat, run.out, shared.decode(peer), family);
       } else {
-        every_tile<1, false, false>(block, shared.decode[peer], family);
+        every_tile<1, false, false>(block, shared.decode(peer), family);
       }
     }
     block.meet(Point::done);
@@ -75,21 +70,21 @@ DTCOMM_DEVICE void one_shot(const Block& block, const Fused& fused, const Family
     ++epoch;
     const unsigned half = kHalves + block.half(epoch);
     const Run run = section_of(fused, {0, 0, fused.numel}, section);
-    if (static_cast<int>(block.thread()) == rank) {
-      aim(fused, seat.encode, run, shared.encode[rank]);
-      shared.encode[rank].payload_out = slot(fused, fused.peers[rank], half, index, rank);
-      aim(fused, seat.reduce, run, shared.reduce);
-      for (int r = 0; r < fused.ranks; ++r) shared.reduce.near[r] = slot(fused, fused.peers[rank], half, index, r);
-    }
+    aim_all(
+        block, fused, rank, [&](Verb, int) { return run; },
+        [&](Verb verb, int, Call& call) {
+          if (verb == Verb::encode) call.payload_out = slot(fused, fused.peers[rank], half, index, rank);
+          if (verb == Verb::reduce) point_at_slots(fused, rank, half, index, true, call);
+        });
     block.meet(Point::aimed);
-    every_tile<0, true, Feedback>(block, shared.encode[rank], family);
+    every_tile<0, true, Feedback>(block, shared.encode(rank), family);
     block.meet(Point::reduced);
-    push(block, fused, rank, half, index, shared.encode[rank]);
+    push(block, fused, rank, half, index, shared.encode(rank));
     if (!exchange(block, fused, rank, index, Stage::shot, epoch, Point::pushed, Point::gathered)) return;
     if (Count == kAnyCount && fused.after) {
-      finish<kAnyCount>(block, fused, seat, run.out, shared.reduce, family);
+      finish<kAnyCount>(block, fused, seat, run.out, shared.reduce(), family);
     } else {
-      every_tile<Count, false, false>(block, shared.reduce, family);
+      every_tile<Count, false, false>(block, shared.reduce(), family);
     }
     block.meet(Point::done);
   }

@@ -13,11 +13,11 @@ struct FusedKernel {
   DTCOMM_DEVICE static void run(const Block& block, const Fused& fused, const Family& family, int rank,
                                 unsigned index) {
     if constexpr (What == Collective::reduce_scatter) {
-      reduce_scatter<Feedback>(block, fused, family, rank, index);
+      reduce_scatter(block, fused, family, rank, index);
     } else if constexpr (What == Collective::all_gather) {
-      all_gather<Feedback>(block, fused, family, rank, index);
+      all_gather(block, fused, family, rank, index);
     } else if constexpr (What == Collective::all_to_all) {
-      all_to_all<Feedback>(block, fused, family, rank, index);
+      all_to_all(block, fused, family, rank, index);
     } else if constexpr (Which == Algorithm::two_shot) {
       two_shot<Ranks == kAnyCount ? kAnyCount : Ranks - 1, Feedback>(block, fused, family, rank, index);
     } else {
@@ -29,32 +29,33 @@ struct FusedKernel {
 // Sums of eight ranks, a host's usual number, have kernels of their own.
 template <Algorithm Which, bool Feedback, class Run>
 auto choose_all_reduce(const Fused& fused, const Run& run) {
-  const bool plain = fused.seats[0].reduce.op == ReduceOp::sum && !fused.after && !fused.encodes_own;
+  const bool plain = fused.seats[0].calls[static_cast<unsigned>(Verb::reduce)].op == ReduceOp::sum && !fused.after &&
+                     !fused.encodes_own;
   if (fused.ranks == kMostRanks && plain) {
     return run(FusedKernel<Collective::all_reduce, Which, kMostRanks, Feedback>());
   }
   return run(FusedKernel<Collective::all_reduce, Which, kAnyCount, Feedback>());
 }
 
-template <bool Feedback, class Run>
+// run(FusedKernel<...>()). What is not a sum of everything asks for residuals as it goes.
+template <class Run>
 auto choose_fused(const Fused& fused, const Run& run) {
   switch (fused.collective) {
     case Collective::reduce_scatter:
-      return run(FusedKernel<Collective::reduce_scatter, Algorithm::one_shot, kAnyCount, Feedback>());
+      return run(FusedKernel<Collective::reduce_scatter, Algorithm::one_shot, kAnyCount, true>());
     case Collective::all_gather:
-      return run(FusedKernel<Collective::all_gather, Algorithm::one_shot, kAnyCount, Feedback>());
+      return run(FusedKernel<Collective::all_gather, Algorithm::one_shot, kAnyCount, true>());
     case Collective::all_to_all:
-      return run(FusedKernel<Collective::all_to_all, Algorithm::one_shot, kAnyCount, Feedback>());
+      return run(FusedKernel<Collective::all_to_all, Algorithm::one_shot, kAnyCount, true>());
     default:
-      return fused.algorithm == Algorithm::two_shot ? choose_all_reduce<Algorithm::two_shot, Feedback>(fused, run)
-                                                    : choose_all_reduce<Algorithm::one_shot, Feedback>(fused, run);
+      break;
   }
-}
-
-// run(FusedKernel<...>())
-template <class Run>
-auto choose_fused(const Fused& fused, const Run& run) {
-  return fused.feedback ? choose_fused<true>(fused, run) : choose_fused<false>(fused, run);
+  if (fused.algorithm == Algorithm::two_shot) {
+    return fused.feedback ? choose_all_reduce<Algorithm::two_shot, true>(fused, run)
+                          : choose_all_reduce<Algorithm::two_shot, false>(fused, run);
+  }
+  return fused.feedback ? choose_all_reduce<Algorithm::one_shot, true>(fused, run)
+                        : choose_all_reduce<Algorithm::one_shot, false>(fused, run);
 }
 
 }  // namespace dtcomm::cuda

@@ -16,9 +16,13 @@ constexpr unsigned kFusedBlocks = 2;     // that a multiprocessor has registers 
 // What a signal says: of two_shot, of the collectives in one shot, and of programs.
 enum class Stage : unsigned { scattered = 0, gathered = 1, shot = 2, entered = 3, stepped = 4 };
 
+// Calls of a rank: to what goes to others, to what comes from them, and to its sum.
+enum class Verb : unsigned { encode = 0, decode = 1, reduce = 2 };
+constexpr unsigned kVerbs = 3;
+
 // What a rank does to its own tensors: the calls over all of them, as plan() makes them.
 struct Seat {
-  Call encode, reduce, decode;
+  Call calls[kVerbs];
   const void* bias;    // of the epilogue, which is in the last of the calls
   const void* addend;  // in the output's place
 };
@@ -63,10 +67,12 @@ static_assert(sizeof(Fused) < 16384, "an argument of a kernel, beside the family
 
 // What a block's threads share.
 struct Shared {
-  Call encode[kMostRanks];  // of the chunk that goes to a peer; in one shot the own one goes to all
-  Call reduce;
-  Call decode[kMostRanks];
+  Call calls[kVerbs][kMostRanks];  // of what goes to a peer (in one shot the own one goes to all) and comes from it
   std::uint32_t missing;
+
+  DTCOMM_DEVICE Call& encode(int peer) { return calls[static_cast<unsigned>(Verb::encode)][peer]; }
+  DTCOMM_DEVICE Call& decode(int peer) { return calls[static_cast<unsigned>(Verb::decode)][peer]; }
+  DTCOMM_DEVICE Call& reduce() { return calls[static_cast<unsigned>(Verb::reduce)][0]; }
 };
 
 #if defined(__CUDACC__)

@@ -36,9 +36,20 @@ DTCOMM_DEVICE std::uint8_t* slot(const Fused& fused, const Peer& peer, unsigned 
 
 constexpr unsigned kInbox = 0, kOutbox = 1, kHalves = 2;
 
+// The terms of a sum are what lies in a rank's own slots, in rank order, its own slot only where it is `own`.
+DTCOMM_DEVICE void point_at_slots(const Fused& fused, int rank, unsigned quarter, unsigned block, bool own,
+                                  Call& call) {
+  int term = 0;
+  DTCOMM_LOOP
+  for (int r = 0; r < fused.ranks; ++r) {
+    if (own || r != rank) call.near[term++] = slot(fused, fused.peers[rank], quarter, block, r);
+  }
+}
+
 // Sets a copy of a seat's call to a run: everything but where payloads lie. The copy was made before; only what differs
 // from section to section is written.
-DTCOMM_DEVICE void aim(const Fused& fused, const Call& base, const Run& run, Call& call) {
+DTCOMM_DEVICE void aim(const Fused& fused, const Seat& seat, Verb verb, const Run& run, Call& call) {
+  const Call& base = seat.calls[static_cast<unsigned>(verb)];
   const auto past = [&](const void* tensor, std::uint64_t elements) {
     return tensor ? static_cast<const std::uint8_t*>(tensor) + elements * fused.element_bytes : nullptr;
   };
@@ -53,6 +64,20 @@ DTCOMM_DEVICE void aim(const Fused& fused, const Call& base, const Run& run, Cal
   call.last = run.numel ? (run.numel - 1) >> base.granule_shift : 0;
   const std::uint64_t tail = run.numel - (call.last << base.granule_shift);
   call.tail = tail == fused.granule_elements ? base.whole : shape_of(fused.layout, tail);
+}
+
+// All of a block's calls, a thread each: run_of(verb, peer) is the section that a call points at, and point(verb, peer,
+// call) sets where its payloads lie. Of sums there is one, the first, and its peer is the rank itself.
+template <class Block, class RunOf, class PointAt>
+DTCOMM_DEVICE void aim_all(const Block& block, const Fused& fused, int rank, const RunOf& run_of,
+                           const PointAt& point) {
+  const auto verb = static_cast<Verb>(block.thread() / kMostRanks);
+  const auto slot = static_cast<int>(block.thread() % kMostRanks);
+  if (block.thread() >= kVerbs * kMostRanks || slot >= fused.ranks) return;
+  const int peer = verb == Verb::reduce ? rank : slot;
+  Call& call = block.shared().calls[static_cast<unsigned>(verb)][slot];
+  aim(fused, fused.seats[rank - fused.first], verb, run_of(verb, peer), call);
+  point(verb, peer, call);
 }
 
 DTCOMM_DEVICE std::uint64_t elements_of(const Call& call) { return (call.last << call.granule_shift) + call.tail.n; }
@@ -111,15 +136,16 @@ DTCOMM_DEVICE bool exchange(const Block& block, const Fused& fused, int rank, un
 // Where a block begins: its calls as the seat has them, and how far it has counted. Whoever copies a call aims it, too.
 template <class Block>
 DTCOMM_DEVICE std::uint32_t enter(const Block& block, const Fused& fused, int rank, unsigned index, Algorithm which) {
-  Shared& shared = block.shared();
-  const Seat& seat = fused.seats[rank - fused.first];
-  const unsigned thread = block.thread();
-  if (thread < static_cast<unsigned>(fused.ranks)) {
-    shared.encode[thread] = seat.encode;
-    shared.decode[thread] = seat.decode;
-    if (static_cast<int>(thread) == rank) shared.reduce = seat.reduce;
+  constexpr unsigned kWords = sizeof(Call) / sizeof(Word64);
+  static_assert(sizeof(Call) % sizeof(Word64) == 0, "copied by words");
+  const unsigned verb = block.thread() / kMostRanks, slot = block.thread() % kMostRanks;
+  if (verb < kVerbs) {
+    const auto* from = reinterpret_cast<const Word64*>(&fused.seats[rank - fused.first].calls[verb]);
+    auto* to = reinterpret_cast<Word64*>(&block.shared().calls[verb][slot]);
+    DTCOMM_LOOP
+    for (unsigned word = 0; word < kWords; ++word) to[word] = from[word];
   }
-  if (thread == 0) shared.missing = 0;
+  if (block.thread() == 0) block.shared().missing = 0;
   return fused.peers[rank].pad->epoch[static_cast<unsigned>(which)][index];
 }
 

@@ -35,12 +35,12 @@ DTCOMM_DEVICE void move(const Block& block, const void* from, void* to, std::uin
 }
 
 // A section's payload, from the elements that a call points at.
-template <bool Feedback, class Family, class Block>
+template <class Family, class Block>
 DTCOMM_DEVICE void put(const Block& block, const Fused& fused, const Call& call, const Family& family) {
   if (fused.verbatim) {
     move(block, call.local, call.payload_out, elements_of(call) * fused.element_bytes);
   } else {
-    every_tile<0, true, Feedback>(block, call, family);
+    every_tile<0, true, true>(block, call, family);
   }
 }
 
@@ -55,68 +55,60 @@ DTCOMM_DEVICE void take(const Block& block, const Fused& fused, const Call& call
 }
 
 // Every rank sums what all have for it, its own contribution unencoded.
-template <bool Feedback, class Family, class Block>
+template <class Family, class Block>
 DTCOMM_DEVICE void reduce_scatter(const Block& block, const Fused& fused, const Family& family, int rank,
                                   unsigned index) {
   Shared& shared = block.shared();
-  const Seat& seat = fused.seats[rank - fused.first];
   std::uint32_t epoch = enter(block, fused, rank, index, Algorithm::one_shot);
   DTCOMM_LOOP
   for (std::uint32_t section = index; section < fused.sections; section += fused.blocks) {
     ++epoch;
     const unsigned half = kHalves + block.half(epoch);
-    if (block.thread() < static_cast<unsigned>(fused.ranks)) {
-      const auto peer = static_cast<int>(block.thread());
-      const Run run = section_of(fused, {fused.numel * static_cast<unsigned>(peer), 0, fused.numel}, section);
-      if (peer == rank) {
-        aim(fused, seat.reduce, run, shared.reduce);
-        int term = 0;
-        for (int r = 0; r < fused.ranks; ++r) {
-          if (r != rank) shared.reduce.near[term++] = slot(fused, fused.peers[rank], half, index, r);
-        }
-      } else {
-        aim(fused, seat.encode, run, shared.encode[peer]);
-        shared.encode[peer].payload_out = slot(fused, fused.peers[peer], half, index, rank);
-      }
-    }
+    aim_all(
+        block, fused, rank,
+        [&](Verb, int peer) {
+          return section_of(fused, {fused.numel * static_cast<unsigned>(peer), 0, fused.numel}, section);
+        },
+        [&](Verb verb, int peer, Call& call) {
+          if (verb == Verb::encode) call.payload_out = slot(fused, fused.peers[peer], half, index, rank);
+          if (verb == Verb::reduce) point_at_slots(fused, rank, half, index, false, call);
+        });
     block.meet(Point::aimed);
     for (int k = 1; k < fused.ranks; ++k) {
-      every_tile<0, true, Feedback>(block, shared.encode[(rank + k) % fused.ranks], family);
+      every_tile<0, true, true>(block, shared.encode((rank + k) % fused.ranks), family);
     }
     if (!exchange(block, fused, rank, index, Stage::shot, epoch, Point::stored, Point::arrived)) return;
-    every_tile<kAnyCount, false, false>(block, shared.reduce, family);
+    every_tile<kAnyCount, false, false>(block, shared.reduce(), family);
     block.meet(Point::done);
   }
   leave(block, fused, rank, index, Algorithm::one_shot, epoch);
 }
 
 // Everybody encodes its shard once and decodes all of them, its own too.
-template <bool Feedback, class Family, class Block>
+template <class Family, class Block>
 DTCOMM_DEVICE void all_gather(const Block& block, const Fused& fused, const Family& family, int rank, unsigned index) {
   Shared& shared = block.shared();
-  const Seat& seat = fused.seats[rank - fused.first];
   std::uint32_t epoch = enter(block, fused, rank, index, Algorithm::one_shot);
   DTCOMM_LOOP
   for (std::uint32_t section = index; section < fused.sections; section += fused.blocks) {
     ++epoch;
     const unsigned half = kHalves + block.half(epoch);
-    if (block.thread() < static_cast<unsigned>(fused.ranks)) {
-      const auto peer = static_cast<int>(block.thread());
-      const Run run = section_of(fused, {0, fused.numel * static_cast<unsigned>(peer), fused.numel}, section);
-      if (peer == rank) {
-        aim(fused, seat.encode, run, shared.encode[rank]);
-        shared.encode[rank].payload_out = slot(fused, fused.peers[rank], half, index, rank);
-      }
-      aim(fused, seat.decode, run, shared.decode[peer]);
-      shared.decode[peer].near[0] = slot(fused, fused.peers[rank], half, index, peer);
-    }
+    aim_all(
+        block, fused, rank,
+        [&](Verb, int peer) {
+          return section_of(fused, {0, fused.numel * static_cast<unsigned>(peer), fused.numel}, section);
+        },
+        [&](Verb verb, int peer, Call& call) {
+          if (verb == Verb::encode) call.payload_out = slot(fused, fused.peers[rank], half, index, rank);
+          if (verb == Verb::decode) call.near[0] = slot(fused, fused.peers[rank], half, index, peer);
+        });
     block.meet(Point::aimed);
-    put<Feedback>(block, fused, shared.encode[rank], family);
+    put(block, fused, shared.encode(rank), family);
     block.meet(Point::reduced);
-    push(block, fused, rank, half, index, shared.encode[rank]);
+    push(block, fused, rank, half, index, shared.encode(rank));
     if (!exchange(block, fused, rank, index, Stage::shot, epoch, Point::pushed, Point::gathered)) return;
     for (int k = 0; k < fused.ranks; ++k) {
-      take(block, fused, shared.decode[(rank + k) % fused.ranks], family);
+      take(block, fused, shared.decode((rank + k) % fused.ranks), family);
     }
     block.meet(Point::done);
   }
@@ -124,28 +116,30 @@ DTCOMM_DEVICE void all_gather(const Block& block, const Fused& fused, const Fami
 }
 
 // What a rank has for itself is copied as it is.
-template <bool Feedback, class Family, class Block>
+template <class Family, class Block>
 DTCOMM_DEVICE void all_to_all(const Block& block, const Fused& fused, const Family& family, int rank, unsigned index) {
   Shared& shared = block.shared();
-  const Seat& seat = fused.seats[rank - fused.first];
   std::uint32_t epoch = enter(block, fused, rank, index, Algorithm::one_shot);
   DTCOMM_LOOP
   for (std::uint32_t section = index; section < fused.sections; section += fused.blocks) {
     ++epoch;
     const unsigned half = kHalves + block.half(epoch);
-    if (block.thread() < static_cast<unsigned>(fused.ranks)) {
-      const auto peer = static_cast<int>(block.thread());
-      aim(fused, seat.encode, section_of(fused, exchanged(fused, rank, peer), section), shared.encode[peer]);
-      shared.encode[peer].payload_out = slot(fused, fused.peers[peer], half, index, rank);
-      aim(fused, seat.decode, section_of(fused, exchanged(fused, peer, rank), section), shared.decode[peer]);
-      shared.decode[peer].near[0] = slot(fused, fused.peers[rank], half, index, peer);
-    }
+    aim_all(
+        block, fused, rank,
+        [&](Verb verb, int peer) {
+          const bool given = verb == Verb::encode;
+          return section_of(fused, exchanged(fused, given ? rank : peer, given ? peer : rank), section);
+        },
+        [&](Verb verb, int peer, Call& call) {
+          if (verb == Verb::encode) call.payload_out = slot(fused, fused.peers[peer], half, index, rank);
+          if (verb == Verb::decode) call.near[0] = slot(fused, fused.peers[rank], half, index, peer);
+        });
     block.meet(Point::aimed);
-    for (int k = 1; k < fused.ranks; ++k) put<Feedback>(block, fused, shared.encode[(rank + k) % fused.ranks], family);
-    const Call& own = shared.encode[rank];
-    move(block, own.local, shared.decode[rank].out, elements_of(own) * fused.element_bytes);
+    for (int k = 1; k < fused.ranks; ++k) put(block, fused, shared.encode((rank + k) % fused.ranks), family);
+    const Call& own = shared.encode(rank);
+    move(block, own.local, shared.decode(rank).out, elements_of(own) * fused.element_bytes);
     if (!exchange(block, fused, rank, index, Stage::shot, epoch, Point::stored, Point::arrived)) return;
-    for (int k = 1; k < fused.ranks; ++k) take(block, fused, shared.decode[(rank + k) % fused.ranks], family);
+    for (int k = 1; k < fused.ranks; ++k) take(block, fused, shared.decode((rank + k) % fused.ranks), family);
     block.meet(Point::done);
   }
   leave(block, fused, rank, index, Algorithm::one_shot, epoch);

@@ -32,16 +32,16 @@ std::string Emulator::launch(const FusedCall& call, std::uint64_t order, int abs
   const unsigned blocks = static_cast<unsigned>(fused.ranks) * fused.blocks;
   std::vector<Shared> shared(blocks);
   Swarm& lanes = swarm(blocks);
-  with_fused_family(call.codec, call.dtype, [&](const auto& family) {
-    choose_fused(fused, [&](auto kernel) {
-      lanes.run(blocks, order, [&](unsigned at) {
+  const char* failure = with_fused_family(call.codec, call.dtype, [&](const auto& family) {
+    return choose_fused(fused, [&](auto kernel) {
+      return lanes.run(blocks, order, [&](unsigned at) {
         const auto rank = static_cast<int>(at / fused.blocks);
         if (rank == absent) return;
         decltype(kernel)::run(HostBlock{lanes, shared[at], fault}, fused, family, rank, at % fused.blocks);
       });
     });
   });
-  return "";
+  return failure ? failure : "";
 }
 
 }  // namespace dtcomm::cuda

@@ -50,8 +50,9 @@ Seat seat_of(const FusedCall& given, int rank, const Share& share) {
   reduce.out = two && after ? nullptr : share.output;
   reduce.payload_out = two ? there : nullptr;
   if (reduce.local) reduce.position = rank;
-  return {plan(given.codec, encode, nullptr), plan(given.codec, reduce, nullptr), plan(given.codec, decode, nullptr),
-          share.bias, share.addend};
+  return {{plan(given.codec, encode, nullptr), plan(given.codec, decode, nullptr), plan(given.codec, reduce, nullptr)},
+          share.bias,
+          share.addend};
 }
 
 std::string number(std::uint64_t value) { return std::to_string(value); }

@@ -37,6 +37,12 @@ class Stacks {
 
   unsigned current() const { return current_; }
 
+  // Ends run() from a lane; the others never go on, so they must own nothing.
+  [[noreturn]] void abandon() {
+    leave_for(home_stack_, home_size_);
+    _longjmp(home_, 1);
+  }
+
   // Returns when somebody hands on to the one that called it.
   __attribute__((noinline)) void hand_on(unsigned to) {
     if (to == current_) return;
@@ -67,10 +73,7 @@ class Stacks {
 
   [[noreturn]] void finish() {
     const unsigned next = (*after_)(current_);
-    if (next == kNobody) {
-      leave_for(home_stack_, home_size_);
-      _longjmp(home_, 1);
-    }
+    if (next == kNobody) abandon();
     current_ = next;
     resume();
   }

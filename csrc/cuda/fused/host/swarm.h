@@ -6,8 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <vector>
@@ -28,10 +26,11 @@ class Swarm {
         warps_(lanes_.size() / kWarp),
         blocks_(most_blocks) {}
 
-  // body(block) for all threads of `blocks` blocks.
-  void run(unsigned blocks, std::uint64_t seed, const std::function<void(unsigned)>& body) {
+  // body(block) for all threads of `blocks` blocks. Returns nullptr, or how the lanes came apart.
+  const char* run(unsigned blocks, std::uint64_t seed, const std::function<void(unsigned)>& body) {
     random_ = mix_key(seed, 0, 0) | 1;
     best_ = nullptr;
+    failure_ = nullptr;
     running_ = blocks * kThreads;
     waiting_.clear();
     for (unsigned lane = 0; lane < running_; ++lane) lanes_[lane] = Lane();
@@ -48,6 +47,7 @@ class Swarm {
     stacks_.run(
         count, next(), [&](unsigned lane) { body(lane / kThreads); },
         [&](unsigned) { return --running_ ? next() : Stacks::kNobody; });
+    return failure_;
   }
 
   unsigned thread() const { return stacks_.current() % kThreads; }
@@ -112,9 +112,9 @@ class Swarm {
 
   static bool come(const Wait& wait) { return static_cast<std::int32_t>(*wait.word - wait.value) >= 0; }
 
-  [[noreturn]] static void fail(const char* what) {
-    std::fprintf(stderr, "%s\n", what);
-    std::abort();
+  [[noreturn]] void fail(const char* what) {
+    failure_ = what;
+    stacks_.abandon();
   }
 
   void make_ready(unsigned lane) {
@@ -180,6 +180,7 @@ class Swarm {
   std::vector<std::vector<unsigned>> blocks_;  // the lanes that have come to its barrier
   std::vector<Wait> waiting_;
   unsigned running_ = 0, used_ = 0;
+  const char* failure_ = nullptr;
 };
 
 // What is left out of a launch, to see whether that is found.
