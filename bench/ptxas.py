@@ -59,6 +59,9 @@ def readable(name: str) -> str:
         collective, algorithm, count, feedback, family = match.groups()
         what = f"{COLLECTIVES[int(collective)]} {ALGORITHMS[int(algorithm)]} {COUNTS[count]}"
         return f"{family} {what}{' with feedback' if feedback == 'true' else ''}"
+    match = re.fullmatch(r"step_kernel<(.*)>", name)
+    if match is not None:
+        return f"{match.group(1)} program's step"
     match = re.fullmatch(r"combine_(near|far)<(.*), (-?\d+), (true|false), (true|false)>", name)
     if match is None:
         return name
@@ -96,7 +99,7 @@ def compile_one(source: Path, architecture: int) -> list[Resources]:
     for entry in report.split("Compiling entry function ")[1:]:
         name = entry[1 : entry.index("' for")]
         used = {what: int(n) for n, what in re.findall(r"(\d+) (registers|bytes \w+ \w+|bytes smem)", entry)}
-        first_tier = "combine_near" in name or "fused_kernel" in name
+        first_tier = any(each in name for each in ("combine_near", "fused_kernel", "step_kernel"))
         threads = NEAR_THREADS if first_tier else FAR_THREADS
         shared = used.get("bytes smem", 0)
         kernel: Resources = {

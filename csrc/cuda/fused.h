@@ -45,6 +45,11 @@ struct Room {
 // Bytes that a rank makes reachable, aligned to 16 bytes: a pad, slots for the direct algorithms, room for boxes.
 std::uint64_t memory_bytes(const Room& room);
 
+// Room::box_bytes with which a program runs in one piece; with less it runs in several. Of a call that is complete but
+// for its room.
+struct FusedCall;
+std::uint64_t box_bytes(const FusedCall& call);
+
 // What others reach of a rank.
 struct Peer {
   std::uint8_t* room;
@@ -85,8 +90,8 @@ struct FusedCall {
   bool encodes_own = false;     // two_shot: a rank's own contribution to its sum goes through the codec, too
   int ranks = 2, first = 0, here = 2;
   Room room;
-  unsigned blocks = 1;        // thread blocks of a rank
-  std::uint32_t section = 0;  // granules of a chunk that a block takes at a time; 0: as many as a slot holds
+  unsigned blocks = 1;                    // thread blocks of a rank
+  std::uint32_t section = 0;              // granules of a chunk at a time, of a block or a program's piece; 0: as fit
   std::uint64_t budget = 10'000'000'000;  // nanoseconds that a kernel waits for one signal
   int steps = 0;                          // program: of the schedule
   Peer peers[kMostRanks] = {};            // all ranks'

@@ -16,6 +16,14 @@ __global__ void __launch_bounds__(kFusedThreads, kFusedBlocks)
               blockIdx.x % fused.blocks);
 }
 
+template <class Family>
+__global__ void __launch_bounds__(kFusedThreads, kFusedBlocks)
+    step_kernel(const __grid_constant__ Step step, const __grid_constant__ Family family) {
+  __shared__ Shared shared;
+  run_step(DeviceBlock(shared), step, family, step.first + static_cast<int>(blockIdx.x / step.blocks),
+           blockIdx.x % step.blocks);
+}
+
 // Cooperative: refused where the blocks do not fit on the device together.
 template <class Argument, class Family>
 const char* queue_kernel(void (*kernel)(Argument, Family), const Argument& argument, const Family& family,
@@ -33,6 +41,12 @@ const char* queue_family(const Fused& fused, const Family& family, void* stream)
     return queue_kernel<Fused, Family>(fused_kernel<decltype(kernel), Family>, fused, family,
                                        static_cast<unsigned>(fused.here) * fused.blocks, stream);
   });
+}
+
+template <class Family>
+const char* queue_family(const Step& step, const Family& family, void* stream) {
+  return queue_kernel<Step, Family>(step_kernel<Family>, step, family, static_cast<unsigned>(step.here) * step.blocks,
+                                    stream);
 }
 
 }  // namespace dtcomm::cuda

@@ -35,6 +35,7 @@ enum class Point : unsigned {
   reduced,   // the encoded sum is there, before it is copied
   pushed,    // peers have it, before they are told
   gathered,  // peers have told
+  entered,   // peers have begun, before what they read is written
   done,      // the section is read, before its calls point at the next one
 };
 
@@ -90,13 +91,16 @@ struct DeviceBlock : WarpLanes {
   __device__ __forceinline__ void signal(std::uint32_t* word, std::uint32_t epoch) const {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(epoch) : "memory");
   }
+  __device__ __forceinline__ std::uint32_t look(const std::uint32_t* word) const {
+    std::uint32_t seen;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(word) : "memory");
+    return seen;
+  }
   // False where the signal did not come within `budget` nanoseconds.
   __device__ __forceinline__ bool wait(const std::uint32_t* word, std::uint32_t epoch, std::uint64_t budget) const {
     std::uint64_t begin = 0;
     for (;;) {
-      std::uint32_t seen;
-      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(word) : "memory");
-      if (static_cast<std::int32_t>(seen - epoch) >= 0) return true;
+      if (static_cast<std::int32_t>(look(word) - epoch) >= 0) return true;
       std::uint64_t now;
       asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
       if (begin == 0) begin = now;

@@ -2,13 +2,20 @@
 // emulator.
 #pragma once
 
-#include "cuda/fused/peers.cuh"
+#include "cuda/fused/steps.cuh"
 #include "cuda/plan.h"
 
 namespace dtcomm::cuda {
 
 // Of a call that why_not() has nothing against, and that is not a program.
 Fused plan_fused(const FusedCall& call);
+
+// The launches of a program, in order; of a call that why_not() has nothing against.
+std::vector<Step> plan_steps(const FusedCall& call);
+std::string why_no_steps(const FusedCall& call);
+
+// A rank's tensors in a call, whatever else it does.
+Call whole_call(const FusedCall& call, const Share& share);
 
 // Granules of a chunk that a block takes at a time.
 std::uint32_t section_of(const FusedCall& call, const Layout& layout);

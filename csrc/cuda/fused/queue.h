@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/families.h"
-#include "cuda/fused/peers.cuh"
+#include "cuda/fused/steps.cuh"
 
 namespace dtcomm::cuda {
 
@@ -16,5 +16,15 @@ const char* queue(const Fused& fused, const Integer<4, 4, true>& family, void* s
 const char* queue(const Fused& fused, const Integer<4, 16, true>& family, void* stream);
 const char* queue(const Fused& fused, const Float8<E4m3, 4, true>& family, void* stream);
 const char* queue(const Fused& fused, const Float8<E4m3, 16, true>& family, void* stream);
+
+const char* queue(const Step& step, const Cast<DType::f32>& family, void* stream);
+const char* queue(const Step& step, const Cast<DType::f16>& family, void* stream);
+const char* queue(const Step& step, const Cast<DType::bf16>& family, void* stream);
+const char* queue(const Step& step, const Integer<8, 4, true>& family, void* stream);
+const char* queue(const Step& step, const Integer<8, 16, true>& family, void* stream);
+const char* queue(const Step& step, const Integer<4, 4, true>& family, void* stream);
+const char* queue(const Step& step, const Integer<4, 16, true>& family, void* stream);
+const char* queue(const Step& step, const Float8<E4m3, 4, true>& family, void* stream);
+const char* queue(const Step& step, const Float8<E4m3, 16, true>& family, void* stream);
 
 }  // namespace dtcomm::cuda

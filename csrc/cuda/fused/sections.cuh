@@ -46,6 +46,17 @@ DTCOMM_DEVICE void point_at_slots(const Fused& fused, int rank, unsigned quarter
   }
 }
 
+// What a call knows of the run that its tensors, set before, begin with.
+DTCOMM_DEVICE void set_run(const Layout& layout, const Run& run, Call& call) {
+  call.local_wide = aligned_to(call.local, kAlign);
+  call.out_wide = aligned_to(call.out, kAlign);
+  call.residual_wide = aligned_to(call.residual_in, kAlign) && aligned_to(call.residual_out, kAlign);
+  call.offset += run.in;
+  call.last = run.numel ? (run.numel - 1) >> call.granule_shift : 0;
+  const std::uint64_t tail = run.numel - (call.last << call.granule_shift);
+  call.tail = tail == call.whole.n ? call.whole : shape_of(layout, tail);
+}
+
 // Sets a copy of a seat's call to a run: everything but where payloads lie. The copy was made before; only what differs
 // from section to section is written.
 DTCOMM_DEVICE void aim(const Fused& fused, const Seat& seat, Verb verb, const Run& run, Call& call) {
@@ -57,13 +68,8 @@ DTCOMM_DEVICE void aim(const Fused& fused, const Seat& seat, Verb verb, const Ru
   call.out = const_cast<std::uint8_t*>(past(base.out, run.out));
   call.residual_in = base.residual_in ? base.residual_in + run.in : nullptr;
   call.residual_out = base.residual_out ? base.residual_out + run.in : nullptr;
-  call.local_wide = aligned_to(call.local, kAlign);
-  call.out_wide = aligned_to(call.out, kAlign);
-  call.residual_wide = aligned_to(call.residual_in, kAlign) && aligned_to(call.residual_out, kAlign);
-  call.offset = base.offset + run.in;
-  call.last = run.numel ? (run.numel - 1) >> base.granule_shift : 0;
-  const std::uint64_t tail = run.numel - (call.last << base.granule_shift);
-  call.tail = tail == fused.granule_elements ? base.whole : shape_of(fused.layout, tail);
+  call.offset = base.offset;
+  set_run(fused.layout, run, call);
 }
 
 // All of a block's calls, a thread each: run_of(verb, peer) is the section that a call points at, and point(verb, peer,
@@ -100,6 +106,22 @@ DTCOMM_DEVICE void every_tile(const Block& block, const Call& call, const Family
   for (std::uint64_t tile = 0; tile < tiles; ++tile) combine_tile<Count, Encodes, Feedback>(block, call, family, tile);
 }
 
+// Bytes as they are, by sixteen where both sides allow it. Neither is read or written by others meanwhile.
+template <class Block>
+DTCOMM_DEVICE void move(const Block& block, const void* from, void* to, std::uint64_t bytes) {
+  if (from == to) return;
+  const auto* source = static_cast<const std::uint8_t*>(from);
+  auto* target = static_cast<std::uint8_t*>(to);
+  std::uint64_t quads = 0;
+  if (aligned_to(from, sizeof(Quad)) && aligned_to(to, sizeof(Quad))) {
+    quads = bytes / sizeof(Quad) * sizeof(Quad);
+    for (std::uint64_t at = block.thread() * sizeof(Quad); at < quads; at += block.threads() * sizeof(Quad)) {
+      store_quad(load_quad(source + at), target + at);
+    }
+  }
+  for (std::uint64_t at = quads + block.thread(); at < bytes; at += block.threads()) target[at] = source[at];
+}
+
 // A section's payload to the same slot of every peer.
 template <class Block>
 DTCOMM_DEVICE void push(const Block& block, const Fused& fused, int rank, unsigned quarter, unsigned index,
@@ -133,18 +155,20 @@ DTCOMM_DEVICE bool exchange(const Block& block, const Fused& fused, int rank, un
   return block.shared().missing == 0;
 }
 
+// By words: as one assignment it would be held in registers.
+DTCOMM_DEVICE void copy_call(const Call& from, Call& to) {
+  static_assert(sizeof(Call) % sizeof(Word64) == 0, "copied by words");
+  const auto* source = reinterpret_cast<const Word64*>(&from);
+  auto* target = reinterpret_cast<Word64*>(&to);
+  DTCOMM_LOOP
+  for (unsigned word = 0; word < sizeof(Call) / sizeof(Word64); ++word) target[word] = source[word];
+}
+
 // Where a block begins: its calls as the seat has them, and how far it has counted. Whoever copies a call aims it, too.
 template <class Block>
 DTCOMM_DEVICE std::uint32_t enter(const Block& block, const Fused& fused, int rank, unsigned index, Algorithm which) {
-  constexpr unsigned kWords = sizeof(Call) / sizeof(Word64);
-  static_assert(sizeof(Call) % sizeof(Word64) == 0, "copied by words");
   const unsigned verb = block.thread() / kMostRanks, slot = block.thread() % kMostRanks;
-  if (verb < kVerbs) {
-    const auto* from = reinterpret_cast<const Word64*>(&fused.seats[rank - fused.first].calls[verb]);
-    auto* to = reinterpret_cast<Word64*>(&block.shared().calls[verb][slot]);
-    DTCOMM_LOOP
-    for (unsigned word = 0; word < kWords; ++word) to[word] = from[word];
-  }
+  if (verb < kVerbs) copy_call(fused.seats[rank - fused.first].calls[verb], block.shared().calls[verb][slot]);
   if (block.thread() == 0) block.shared().missing = 0;
   return fused.peers[rank].pad->epoch[static_cast<unsigned>(which)][index];
 }

@@ -18,22 +18,6 @@ DTCOMM_DEVICE Run exchanged(const Fused& fused, int src, int dst) {
   return run;
 }
 
-// Bytes as they are, by sixteen where both sides allow it. Neither is read or written by others meanwhile.
-template <class Block>
-DTCOMM_DEVICE void move(const Block& block, const void* from, void* to, std::uint64_t bytes) {
-  if (from == to) return;
-  const auto* source = static_cast<const std::uint8_t*>(from);
-  auto* target = static_cast<std::uint8_t*>(to);
-  std::uint64_t quads = 0;
-  if (aligned_to(from, sizeof(Quad)) && aligned_to(to, sizeof(Quad))) {
-    quads = bytes / sizeof(Quad) * sizeof(Quad);
-    for (std::uint64_t at = block.thread() * sizeof(Quad); at < quads; at += block.threads() * sizeof(Quad)) {
-      store_quad(load_quad(source + at), target + at);
-    }
-  }
-  for (std::uint64_t at = quads + block.thread(); at < bytes; at += block.threads()) target[at] = source[at];
-}
-
 // A section's payload, from the elements that a call points at.
 template <class Family, class Block>
 DTCOMM_DEVICE void put(const Block& block, const Fused& fused, const Call& call, const Family& family) {

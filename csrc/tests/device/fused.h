@@ -15,7 +15,8 @@ struct Trial {
   std::string algorithm;  // of call.collective, as dtcomm/algorithms names it
   bool residual = false, in_place = false;
   bool bias = false, addend = false;  // of the epilogue
-  unsigned calls = 1;                 // one after the other, on the same pads
+  unsigned calls = 1;                 // one after the other, on the same memory
+  bool varies = false;                // sections and blocks are others in every second call
   unsigned seed = 0;                  // of the data
 };
 

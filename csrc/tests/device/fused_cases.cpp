@@ -18,11 +18,17 @@ struct Kind {
   Collective collective;
   const char* algorithm;
 };
-const Kind kKinds[] = {{Collective::all_reduce, "two_shot"},
-                       {Collective::all_reduce, "one_shot"},
-                       {Collective::reduce_scatter, "one_shot"},
-                       {Collective::all_gather, "one_shot"},
-                       {Collective::all_to_all, "one_shot"}};
+
+bool is_program(const Kind& kind) {
+  return trial(kind.collective, kind.algorithm, 2).call.algorithm == cuda::Algorithm::program;
+}
+
+const Kind kKinds[] = {{Collective::all_reduce, "two_shot"},     {Collective::all_reduce, "one_shot"},
+                       {Collective::reduce_scatter, "one_shot"}, {Collective::all_gather, "one_shot"},
+                       {Collective::all_to_all, "one_shot"},     {Collective::all_reduce, "ring"},
+                       {Collective::all_reduce, "tree"},         {Collective::all_reduce, "halving"},
+                       {Collective::all_reduce, "double_tree"},  {Collective::reduce_scatter, "ring"},
+                       {Collective::all_gather, "ring"}};
 
 // The codecs with fused kernels: casts, and the usual blocks of int8, int4 and e4m3.
 std::vector<Codec> first_tier() {
@@ -54,8 +60,9 @@ Trial drawn(std::minstd_rand& random, const Codec& codec, const Kind& kind, int 
   which.residual = one_of(2);
   which.in_place = kind.collective != Collective::all_to_all && one_of(2);
   which.calls = static_cast<unsigned>(1 + one_of(2));
+  which.varies = which.calls > 1 && one_of(2);
   which.seed = static_cast<unsigned>(one_of(90000));
-  if (kind.collective == Collective::all_to_all && one_of(2)) {
+  if (kind.collective == Collective::all_to_all && kind.algorithm == std::string("one_shot") && one_of(2)) {
     for (std::size_t pair = 0; pair < n * n; ++pair) {
       call.splits.push_back(one_of(4) ? one_of(granule * 2) : 0);
     }
@@ -93,7 +100,11 @@ Trial small(const Kind& kind, int ranks) {
   which.call.codec.block = 32;
   which.call.section = 1;
   // Whole granules: lanes that see another section than their neighbours must not come to other exchanges, too.
-  const bool cut = which.call.algorithm == cuda::Algorithm::two_shot;
+  const bool cut = which.call.algorithm != cuda::Algorithm::one_shot && kind.collective == Collective::all_reduce;
+  if (is_program(kind)) {
+    which.varies = true;
+    which.calls = 2;
+  }
   which.call.numel = kGranule * (cut ? 3 * static_cast<unsigned>(ranks) : 3);
   return which;
 }
@@ -111,6 +122,9 @@ bool found(Bench& bench, const Kind& kind, const Fault& fault, const char* what)
 
 // The points at which the blocks of a kernel meet.
 std::vector<Point> points(const Kind& kind) {
+  // The calls of a tree wait for each other by themselves.
+  if (kind.algorithm == std::string("tree")) return {Point::aimed, Point::stored, Point::arrived};
+  if (is_program(kind)) return {Point::aimed, Point::entered, Point::stored, Point::arrived};
   if (kind.collective == Collective::reduce_scatter || kind.collective == Collective::all_to_all) {
     return {Point::aimed, Point::stored, Point::arrived, Point::done};
   }
@@ -121,7 +135,7 @@ std::vector<Point> points(const Kind& kind) {
 }
 
 bool faults_are_found(Bench& bench, const Kind& kind) {
-  const char* const names[] = {"aimed", "stored", "arrived", "reduced", "pushed", "gathered", "done"};
+  const char* const names[] = {"aimed", "stored", "arrived", "reduced", "pushed", "gathered", "entered", "done"};
   bool all = true;
   for (const Point point : points(kind)) {
     Fault fault;
@@ -174,7 +188,11 @@ bool fused_tests(const std::string& programs, unsigned orders) {
     if (!holds(bench, drawn(random, tier[order % tier.size()], kKinds[order / 8 % kinds], n), order)) return false;
   }
   for (const Kind& kind : kKinds) {
-    if (!faults_are_found(bench, kind) || !absent_ranks_are_named(bench, kind)) return false;
+    // All programs have one kernel: a ring and a tree show what it needs.
+    const std::string algorithm = kind.algorithm;
+    const bool same = kind.collective != Collective::all_reduce || (algorithm != "ring" && algorithm != "tree");
+    if (!(is_program(kind) && same) && !faults_are_found(bench, kind)) return false;
+    if (!absent_ranks_are_named(bench, kind)) return false;
   }
   std::printf("%u fused collectives in as many orders: the engine's bytes; every missing barrier and rank was found\n",
               runs);

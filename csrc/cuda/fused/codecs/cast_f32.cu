@@ -6,4 +6,8 @@ const char* queue(const Fused& fused, const Cast<DType::f32>& family, void* stre
   return queue_family(fused, family, stream);
 }
 
+const char* queue(const Step& step, const Cast<DType::f32>& family, void* stream) {
+  return queue_family(step, family, stream);
+}
+
 }  // namespace dtcomm::cuda

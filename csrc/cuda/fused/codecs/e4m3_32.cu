@@ -6,4 +6,8 @@ const char* queue(const Fused& fused, const Float8<E4m3, 4, true>& family, void*
   return queue_family(fused, family, stream);
 }
 
+const char* queue(const Step& step, const Float8<E4m3, 4, true>& family, void* stream) {
+  return queue_family(step, family, stream);
+}
+
 }  // namespace dtcomm::cuda

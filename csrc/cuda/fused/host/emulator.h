@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "cuda/fused.h"
 
@@ -25,8 +26,9 @@ class Emulator {
   // `absent`: a rank whose blocks never start.
   std::string launch(const FusedCall& call, std::uint64_t order, int absent = -1);
 
-  // The same with something left out, to see whether that is found (swarm.h).
-  std::string launch(const FusedCall& call, std::uint64_t order, int absent, const Fault& fault);
+  // Several, of the same ranks: those of a rank follow each other as on a stream, and ranks are in different ones.
+  // With something left out, to see whether that is found (swarm.h).
+  std::string launch(const std::vector<FusedCall>& calls, std::uint64_t order, int absent, const Fault& fault);
 
  private:
   Swarm& swarm(unsigned blocks);

@@ -109,7 +109,6 @@ std::string why_not(const FusedCall& call) {
     return "codec: there is no fused kernel for it and the dtype";
   if (call.op != ReduceOp::sum && !is_cast(call.codec)) return "op: min and max need none, fp16 or bf16";
   if (call.divisor < 1) return "divisor: must be at least 1";
-  if (call.algorithm == Algorithm::program) return "algorithm: programs have no kernel yet";
   if (call.algorithm == Algorithm::two_shot && call.collective != Collective::all_reduce) {
     return "algorithm: two_shot is of all_reduce";
   }
@@ -123,6 +122,8 @@ std::string why_not(const FusedCall& call) {
   for (const std::string& reason : {why_not_memory(call), why_not_shares(call)}) {
     if (!reason.empty()) return reason;
   }
+  if (call.algorithm == Algorithm::program)
+    return fusible(call.codec, call.dtype) ? why_no_steps(call) : "dtype: a program takes fp32, fp16 and bf16";
   const Layout layout = layout_of(call.codec, call.dtype);
   const std::uint64_t section = section_of(call, layout);
   if (section < 1 || section * layout.bytes(layout.granule) > call.room.slot_bytes) {
@@ -130,6 +131,19 @@ std::string why_not(const FusedCall& call) {
            " bytes do not fit a slot of " + number(call.room.slot_bytes);
   }
   return "";
+}
+
+Call whole_call(const FusedCall& call, const Share& share) {
+  alignas(16) static std::uint8_t there[16];
+  Combine all;
+  all.local = share.input;
+  all.out = share.output;
+  all.numel = std::max<std::size_t>(call.numel, 1);
+  all.local_dtype = all.out_dtype = all.dtype = call.dtype;
+  all.residual_in = all.residual_out = share.residual;
+  all.op = call.op;
+  all.payload_out = there;
+  return plan(call.codec, all, nullptr);
 }
 
 Fused plan_fused(const FusedCall& call) {

@@ -24,7 +24,8 @@ class Swarm {
       : lanes_(most_blocks * kThreads),
         stacks_(most_blocks * kThreads),
         warps_(lanes_.size() / kWarp),
-        blocks_(most_blocks) {}
+        blocks_(most_blocks),
+        streams_(most_blocks) {}
 
   // body(block) for all threads of `blocks` blocks. Returns nullptr, or how the lanes came apart.
   const char* run(unsigned blocks, std::uint64_t seed, const std::function<void(unsigned)>& body) {
@@ -34,7 +35,10 @@ class Swarm {
     running_ = blocks * kThreads;
     waiting_.clear();
     for (unsigned lane = 0; lane < running_; ++lane) lanes_[lane] = Lane();
-    for (unsigned block = 0; block < blocks; ++block) blocks_[block].clear();
+    for (unsigned block = 0; block < blocks; ++block) {
+      blocks_[block].clear();
+      streams_[block].clear();
+    }
     used_ = running_ / kWarp;
     for (unsigned warp = 0; warp < used_; ++warp) {
       warps_[warp] = Warp();
@@ -70,6 +74,9 @@ class Swarm {
   }
 
   void barrier() { meet(blocks_[stacks_.current() / kThreads], kThreads); }
+
+  // All threads of `blocks` blocks meet, of which the lane's is one and `first` is the first: launches of a stream.
+  void follow(unsigned first, unsigned blocks) { meet(streams_[first], std::size_t{blocks} * kThreads); }
 
   void signal(std::uint32_t* word, std::uint32_t value) {
     *word = value;
@@ -177,7 +184,8 @@ class Swarm {
   std::vector<Lane> lanes_;
   Stacks stacks_;
   std::vector<Warp> warps_;
-  std::vector<std::vector<unsigned>> blocks_;  // the lanes that have come to its barrier
+  std::vector<std::vector<unsigned>> blocks_;   // the lanes that have come to its barrier
+  std::vector<std::vector<unsigned>> streams_;  // that have come to the end of a launch; by the first block
   std::vector<Wait> waiting_;
   unsigned running_ = 0, used_ = 0;
   const char* failure_ = nullptr;
@@ -185,7 +193,7 @@ class Swarm {
 
 // What is left out of a launch, to see whether that is found.
 struct Fault {
-  int point = -1;      // a Point at which threads meet the first time only
+  int point = -1;      // a Point at which threads meet the first time only (at `entered` never)
   bool waits = true;   // for signals
   bool halves = true;  // of one_shot's slots take turns
 };
@@ -209,10 +217,12 @@ struct HostBlock {
     for (int j = 0; j < kOctet; ++j) other[j] = swap(x[j], reach);
   }
   void meet(Point point) const {
-    if (static_cast<int>(point) != fault.point || met++ == 0) swarm.barrier();
+    const bool left_out = static_cast<int>(point) == fault.point && (point == Point::entered || met++ > 0);
+    if (!left_out) swarm.barrier();
   }
   unsigned half(std::uint32_t epoch) const { return fault.halves ? epoch & 1 : 0; }
   void signal(std::uint32_t* word, std::uint32_t epoch) const { swarm.signal(word, epoch); }
+  std::uint32_t look(const std::uint32_t* word) const { return *word; }
   bool wait(const std::uint32_t* word, std::uint32_t epoch, std::uint64_t) const {
     return !fault.waits || swarm.wait(word, epoch);
   }

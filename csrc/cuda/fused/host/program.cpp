@@ -1,0 +1,216 @@
+// From lowered programs to the launches of their steps.
+#include <algorithm>
+
+#include "cuda/fused/plan.h"
+
+namespace dtcomm::cuda {
+
+namespace {
+
+std::uint64_t granules_of(const Layout& layout, std::uint64_t numel) {
+  return (numel + layout.granule - 1) / layout.granule;
+}
+
+// Where a chunk lies in the caller's tensors, as csrc/engine/plan.cpp has it.
+Run chunk_of(const FusedCall& call, const Layout& layout, int chunk, int chunks) {
+  const auto c = static_cast<std::uint64_t>(chunk), n = static_cast<std::uint64_t>(call.ranks);
+  const std::uint64_t numel = call.numel;
+  switch (call.collective) {
+    case Collective::reduce_scatter:
+      return {c * numel, 0, numel};
+    case Collective::all_gather:
+      return {0, c * numel, numel};
+    case Collective::all_to_all:
+      return {c % n * numel, c / n * numel, numel};
+    default: {
+      const std::uint64_t granules = granules_of(layout, numel), of = static_cast<std::uint64_t>(chunks);
+      const std::uint64_t from = std::min(numel, granules * c / of * layout.granule);
+      return {from, from, std::min(numel, granules * (c + 1) / of * layout.granule) - from};
+    }
+  }
+}
+
+const Program& program_of(const FusedCall& call) { return call.programs[0].program; }
+
+std::uint64_t largest_chunk(const FusedCall& call, const Layout& layout) {
+  std::uint64_t most = 0;
+  for (int chunk = 0; chunk < program_of(call).chunks; ++chunk) {
+    most = std::max(most, granules_of(layout, chunk_of(call, layout, chunk, program_of(call).chunks).numel));
+  }
+  return most;
+}
+
+// Of one granule of every chunk: its boxes and, for the ranks that need them, its sums.
+std::uint64_t bytes_of_granule(const FusedCall& call, const Layout& layout) {
+  const auto boxes = static_cast<std::uint64_t>(program_of(call).max_boxes());
+  const auto chunks = static_cast<std::uint64_t>(program_of(call).chunks);
+  return boxes * layout.bytes(layout.granule) + chunks * layout.granule * sizeof(float);
+}
+
+// Granules of a chunk that a piece takes.
+std::uint64_t piece_of(const FusedCall& call, const Layout& layout) {
+  const std::uint64_t fit = call.room.box_bytes / bytes_of_granule(call, layout);
+  const std::uint64_t wanted = call.section ? call.section : std::max<std::uint64_t>(largest_chunk(call, layout), 1);
+  return std::min(fit, wanted);
+}
+
+Task task_of(const FusedCall& call, const Instruction& instruction, const Run& run) {
+  const bool divides = instruction.divide && call.divisor != 1;
+  const bool residual = call.shares[0].residual != nullptr;
+  Task task = {};
+  task.run = run;
+  task.box = static_cast<std::int16_t>(instruction.box);
+  task.sum = static_cast<std::uint16_t>(instruction.chunk);
+  task.local = instruction.local;
+  task.takes = residual && instruction.takes_residual;
+  task.leaves = residual && instruction.leaves_residual;
+  task.output = instruction.output;
+  task.keep = instruction.keep;
+  task.divides = divides;
+  task.position = static_cast<std::uint8_t>(instruction.position);
+  const auto reads = [&](int owner, int box) {
+    task.owners[task.count] = static_cast<std::uint8_t>(owner);
+    task.boxes[task.count++] = static_cast<std::int16_t>(box);
+  };
+  switch (instruction.op) {
+    case Op::encode:
+      task.local = Local::input;
+      task.before = true;
+      break;
+    case Op::forward:
+      task.doing = Doing::forwards;
+      task.before = true;
+      reads(instruction.peer, instruction.source);
+      break;
+    case Op::adopt:
+      task.box = -1;
+      task.output = true;
+      reads(instruction.peer, instruction.box);
+      break;
+    case Op::copy:
+      task.doing = Doing::copies;
+      task.local = Local::input;
+      task.output = true;
+      break;
+    default:
+      for (const BoxRef& input : instruction.inputs) reads(input.rank, input.box);
+  }
+  // As plan() has it.
+  const bool local = task.local != Local::none;
+  task.joins = task.count + (local ? 1 : 0) > 1 || divides || (task.local == Local::input && task.takes);
+  task.canonical = task.joins || task.box >= 0 || (!local && !is_cast(call.codec));
+  const bool lone = task.count + (local ? 1 : 0) == 1 && !task.takes && !task.leaves && !divides && !task.keep;
+  const bool moves = instruction.op == Op::encode || instruction.op == Op::adopt;
+  if (call.codec.family == Family::none && moves && lone) task.doing = Doing::copies;
+  return task;
+}
+
+// What a rank does in a step; false where it is more than a launch takes.
+bool fill(const FusedCall& call, const Layout& layout, std::size_t index, std::uint64_t piece, int step, Turn& turn) {
+  const Lowered& lowered = call.programs[index];
+  const std::uint64_t most = piece_of(call, layout) * layout.granule;
+  turn.tells = turn.hears = turn.tasks = 0;
+  for (std::size_t i = 0; i < lowered.program.instructions.size(); ++i) {
+    const Instruction& instruction = lowered.program.instructions[i];
+    // What nobody sends is left to the last step.
+    if (std::min(lowered.step_of[i], call.steps - 1) != step) continue;
+    if (instruction.op == Op::send) {
+      for (const int peer : instruction.peers) turn.tells |= 1U << peer;
+    } else if (instruction.op == Op::receive) {
+      turn.hears |= 1U << instruction.peer;
+    } else {
+      if (turn.tasks == kMostTasks) return false;
+      Run run = chunk_of(call, layout, instruction.chunk, lowered.program.chunks);
+      const std::uint64_t from = std::min(piece * most, run.numel);
+      run = {run.in + from, run.out + from, std::min(most, run.numel - from)};
+      turn.task[turn.tasks++] = task_of(call, instruction, run);
+    }
+  }
+  return true;
+}
+
+std::string why_not_program(const FusedCall& call, const Lowered& lowered, int rank) {
+  const Program& program = lowered.program;
+  const std::string whose = "programs: rank " + std::to_string(rank) + "'s ";
+  if (program.rank != rank || program.ranks != call.ranks) return whose + "is another rank's";
+  if (lowered.step_of.size() != program.instructions.size()) return whose + "has not a step for each instruction";
+  if (program.chunks != program_of(call).chunks || program.boxes != program_of(call).boxes) {
+    return whose + "is of another schedule than the others'";
+  }
+  for (const Instruction& instruction : program.instructions) {
+    if (instruction.inputs.size() > kMostRanks) return whose + "sums more than a term of each rank";
+    if (instruction.level != 0) return whose + "has levels";
+  }
+  Turn turn;
+  for (int step = 0; step < call.steps; ++step) {
+    if (!fill(call, layout_of(call.codec, call.dtype), static_cast<std::size_t>(rank - call.first), 0, step, turn)) {
+      return whose + "does more than " + std::to_string(kMostTasks) + " things in step " + std::to_string(step);
+    }
+  }
+  return "";
+}
+
+}  // namespace
+
+std::uint64_t box_bytes(const FusedCall& call) {
+  const Layout layout = layout_of(call.codec, call.dtype);
+  return std::max<std::uint64_t>(largest_chunk(call, layout), 1) * bytes_of_granule(call, layout);
+}
+
+std::string why_no_steps(const FusedCall& call) {
+  if (call.programs.size() != static_cast<std::size_t>(call.here)) return "programs: one for each rank that is here";
+  if (call.steps < 1) return "steps: a program has at least one";
+  if (!call.splits.empty()) return "splits: shards of a program are equal";
+  const Layout layout = layout_of(call.codec, call.dtype);
+  if (program_of(call).boxes.size() != static_cast<std::size_t>(call.ranks)) return "programs: of other ranks";
+  if (call.room.box_bytes < bytes_of_granule(call, layout)) {
+    return "room: box_bytes must be " + std::to_string(bytes_of_granule(call, layout)) + " at least, got " +
+           std::to_string(call.room.box_bytes);
+  }
+  for (int i = 0; i < call.here; ++i) {
+    std::string reason = why_not_program(call, call.programs[static_cast<std::size_t>(i)], call.first + i);
+    if (!reason.empty()) return reason;
+  }
+  return "";
+}
+
+std::vector<Step> plan_steps(const FusedCall& call) {
+  const Layout layout = layout_of(call.codec, call.dtype);
+  const std::uint64_t most = piece_of(call, layout);
+  const std::uint64_t pieces = (largest_chunk(call, layout) + most - 1) / most;
+  Step step = {};
+  step.ranks = call.ranks;
+  step.first = call.first;
+  step.here = call.here;
+  step.blocks = call.blocks;
+  step.steps = static_cast<std::uint32_t>(call.steps);
+  step.element_bytes = static_cast<std::uint32_t>(size_of(call.dtype));
+  step.granule_elements = static_cast<std::uint32_t>(layout.granule);
+  step.budget = call.budget;
+  step.boxes_at = memory_bytes(call.room) - kPadBytes - call.room.box_bytes;
+  step.box_stride = most * layout.bytes(layout.granule);
+  step.sums_at = step.boxes_at + static_cast<std::uint64_t>(program_of(call).max_boxes()) * step.box_stride;
+  step.sum_stride = most * layout.granule * sizeof(float);
+  step.divisor = static_cast<float>(call.divisor);
+  step.layout = layout;
+  std::copy(call.peers, call.peers + call.ranks, step.peers);
+  std::vector<Step> steps;
+  for (std::uint64_t piece = 0; piece < pieces; ++piece) {
+    for (int s = 0; s < call.steps; ++s) {
+      step.step = static_cast<std::uint32_t>(s);
+      step.begins = s == 0;
+      step.ends = s == call.steps - 1;
+      bool idle = !step.begins && !step.ends;
+      for (int i = 0; i < call.here; ++i) {
+        Turn& turn = step.turns[i];
+        if (steps.empty()) turn.call = whole_call(call, call.shares[i]);
+        fill(call, layout, static_cast<std::size_t>(i), piece, s, turn);
+        idle &= turn.tasks == 0 && turn.tells == 0 && turn.hears == 0;
+      }
+      if (!idle) steps.push_back(step);
+    }
+  }
+  return steps;
+}
+
+}  // namespace dtcomm::cuda
