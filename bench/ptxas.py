@@ -57,11 +57,12 @@ def readable(name: str) -> str:
     match = re.fullmatch(r"fused_kernel<FusedKernel<(\d), (\d), (-?\d+), (true|false)>, (.*)>", name)
     if match is not None:
         collective, algorithm, count, feedback, family = match.groups()
+        family = family.strip()
         what = f"{COLLECTIVES[int(collective)]} {ALGORITHMS[int(algorithm)]} {COUNTS[count]}"
         return f"{family} {what}{' with feedback' if feedback == 'true' else ''}"
     match = re.fullmatch(r"step_kernel<(.*)>", name)
     if match is not None:
-        return f"{match.group(1)} program's step"
+        return f"{match.group(1).strip()} program's step"
     match = re.fullmatch(r"combine_(near|far)<(.*), (-?\d+), (true|false), (true|false)>", name)
     if match is None:
         return name

@@ -15,9 +15,9 @@ from dtcomm.schedule.lower import steps
 
 WANTED = {
     "all_reduce": ("one_shot", "two_shot", "ring", "tree", "double_tree", "halving"),
-    "reduce_scatter": ("one_shot", "ring", "tree", "halving"),
-    "all_gather": ("one_shot", "ring", "tree", "halving"),
-    "all_to_all": ("one_shot", "tree"),
+    "reduce_scatter": ("one_shot", "ring"),
+    "all_gather": ("one_shot", "ring"),
+    "all_to_all": ("one_shot",),
 }
 RANKS = (2, 3, 4, 8)
 
