@@ -1,8 +1,6 @@
 #include "tests/device/fused.h"
 
-#include <algorithm>
 #include <cstdio>
-#include <memory>
 
 #include "tests/device/cases.h"
 #include "tests/device/expected.h"
