@@ -5,9 +5,10 @@ python -m bench.collectives [--ranks 2 4] [--sizes 1K 64M] [--collectives NAMES]
 fp32, sums, root 0; a size is that of all shards together where there is one for every rank, as in nccl-tests.
 all_reduce, broadcast and reduce in place, the others out of place; gather and scatter with one tensor for all
 shards (Gloo: a list, which is all it takes). sendrecv is every rank to the next; pingpong two ranks by turns.
-Contestants take turns within every repetition; figures are medians of the slowest rank. Exit status 1 where a
-result is wrong; a missed target is printed, not an error: machines differ. --add keeps the rows of other rank
-counts, collectives and sizes that the file has.
+Contestants take turns within every repetition; figures are medians of the slowest rank. The floor is the time in
+which all ranks at once copy, in memory of their own, an equal share of what has to be read and written at the least.
+Exit status 1 where a result is wrong; a missed target is printed, not an error: machines differ. --add keeps the rows
+of other rank counts, collectives and sizes that the file has.
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.common import machine, output
+from bench.common import machine, native, output
 from bench.common.collective_rank import PINGPONG, CollectiveRank
 from bench.common.pool import Pool
 from bench.common.stats import Timing, iterations
 from bench.common.targets import KB, MB
 from bench.common.torch_rank import rendezvous
+from bench.common.yard_rank import YardRank
 from dtcomm.cli.perf_collectives import COLLECTIVES
 from dtcomm.testing import mpi
 
 SIZES = [KB, 64 * KB, MB, 16 * MB, 64 * MB]
 NAMES = (*COLLECTIVES, PINGPONG)
 PEERS = ("gloo", "mpi")
+STREAMED = 4 * MB  # bytes from which a copy past the cache is the faster one
 Measure = Callable[..., list[float]]
 
 
@@ -47,7 +50,29 @@ def required(collective: str, size: int, ours: str, peer: str) -> float | None:
     return 1.0 if collective == "all_gather" else 1.5
 
 
-def start(stack: ExitStack, ranks: int) -> tuple[dict[str, Measure], dict[str, Measure]]:
+def least_copied(collective: str, ranks: int) -> float:
+    """What each rank copies, as a fraction of all shards together, if all of them share what is read and written."""
+    reads, writes = {
+        "broadcast": (1, ranks - 1),
+        "reduce": (ranks, 1),
+        "reduce_scatter": (ranks, 1),
+        "all_gather": (1, ranks),
+        "gather": (1, 1),
+        "scatter": (1, 1),
+    }.get(collective, (ranks, ranks))
+    return (reads + writes) / 2 / ranks
+
+
+def floor(pool: Pool, ranks: int, collective: str, numel: int, warm: int, iters: int) -> list[float]:
+    """Seconds of the copies on every rank; ``numel`` as a contestant gets it."""
+    shards = collective in COLLECTIVES and COLLECTIVES[collective].shards
+    share = int(numel * (ranks if shards else 1) * least_copied(collective, ranks))
+    algorithm = native.STREAMING_COPY if share * 4 >= STREAMED else native.COPY
+    settings = native.tuning(ranks=ranks).as_dict()
+    return pool.call("measure", algorithm=algorithm, numel=share, settings=settings, warm=warm, iters=iters)
+
+
+def start(stack: ExitStack, ranks: int, largest: int) -> tuple[dict[str, Measure], dict[str, Measure]]:
     """The contestants' ways to measure and to check, by name; ``stack`` ends their processes."""
     measures: dict[str, Measure] = {}
     checks: dict[str, Measure] = {}
@@ -66,6 +91,9 @@ def start(stack: ExitStack, ranks: int) -> tuple[dict[str, Measure], dict[str, M
     else:
         started = stack.enter_context(closing(mpi.MpiRanks("default", ranks)))
         measures["mpi"] = partial(started.call, "measure")
+    segment = stack.enter_context(closing(native.Segment.create(ranks, native.BOX_BYTES, largest)))
+    copying = stack.enter_context(Pool(YardRank, ranks, address=segment.address, largest=largest))
+    measures["floor"] = partial(floor, copying, ranks)
     return measures, checks
 
 
@@ -143,11 +171,12 @@ def show(rows: list[dict[str, Any]], ranks: int) -> None:
             figure = ratios.get(key)
             missed = figure is not None and figure["verdict"] == "MISS"
             cells.append("-" if figure is None else f"{figure['ratio']:.2f}x{' !' if missed else ''}")
-        lines.append(cells)
+        ours = [found[name]["median_us"] for name in ("dtcomm", "dtcomm.empty")]
+        lines.append([*cells, *(f"{found['floor']['median_us'] / each:.0%}" for each in ours)])
     columns = ["collective", "size", "dtcomm µs", "empty µs", "gloo µs", "mpi µs"]
     output.table(
         f"fp32, {ranks} ranks (! misses its target)",
-        [*columns, "vs gloo", "vs mpi", "empty vs mpi"],
+        [*columns, "vs gloo", "vs mpi", "empty vs mpi", "of floor", "empty of floor"],
         lines,
     )
 
@@ -180,7 +209,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     for ranks in options.ranks:
         here: list[dict[str, Any]] = []
         with ExitStack() as stack:
-            field, checks = start(stack, ranks)
+            field, checks = start(stack, ranks, max(options.sizes))
             for collective in options.collectives:
                 for size in options.sizes:
                     here.append(row_of(ranks, collective, size, field, checks, options.quick))
