@@ -84,7 +84,9 @@ VARIABLES: dict[str, Variable] = {
         number=True,
     ),
     "DTCOMM_YIELD_US": Variable(
-        default="50", meaning="microseconds of yielding before sleeping", number=True
+        default="0",
+        meaning="microseconds of yielding before sleeping; 0: 50, or 1000 where ranks share cores",
+        number=True,
     ),
     "DTCOMM_TUNE": Variable(
         default="",

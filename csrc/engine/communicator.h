@@ -96,8 +96,11 @@ class Communicator final : public Fabric {
 
   // Whether threads that wait also do what the progress thread would: fewer cores than threads.
   bool relieves = false;
-  // Looks at a flag before the first yield; before the first operation.
-  void set_spins(int spins) { options_.spins = spins; }
+  // Looks at a flag before the first yield, and how long it yields before it sleeps; before the first operation.
+  void set_patience(int spins, std::uint64_t yield_ns) {
+    options_.spins = spins;
+    if (!wired) options_.yield_ns = yield_ns;
+  }
   // Of the operations that start from now on.
   void set_timeout(std::uint64_t timeout_ns) { timeout_ns_.store(timeout_ns, std::memory_order_relaxed); }
   void close();
@@ -153,7 +156,7 @@ class Communicator final : public Fabric {
   void drive(Machine& machine, std::uint64_t deadline);
   void drive_until(const Work& work);
   template <class Looks, class Rests>
-  void persist(Looks look, Rests rest);
+  void persist(int spins, Looks look, Rests rest);
   bool release();
   void leave();
   void evict_driver();

@@ -16,7 +16,10 @@ namespace {
 
 // A queued operation of so few bytes is over sooner than another thread wakes: whoever queues it tries it first.
 constexpr std::size_t kTryBytes = 64 * 1024;
+// Where the progress thread has no core of its own, its share of these may as well be done before it is woken.
+constexpr std::size_t kTryShared = 4 * 1024 * 1024;
 constexpr int kTryBudget = 64;
+constexpr int kReliefLooks = 16;  // looks at one flag take as long as a look around all communicators
 constexpr int kWaitBudget = 256;  // instructions a look of a thread that has nothing else to do
 
 }  // namespace
@@ -142,7 +145,7 @@ std::shared_ptr<Work> Communicator::submit(Call call) {
     flights_.issue(operation.number, operation.call.plan, now_ns());
     queue_.push_back(std::move(operation));
     if (driven_) return work;  // whoever drives finds it
-    mine = queue_.size() == 1 && queue_.front().call.plan->input_bytes() <= kTryBytes;
+    mine = queue_.size() == 1 && queue_.front().call.plan->input_bytes() <= (relieves ? kTryShared : kTryBytes);
     if (mine) driven_ = true;
   }
   if (mine) {
@@ -192,9 +195,9 @@ struct Asleep {
 
 // Looks until `look` says that it is over: spins, yields, then sleeps until a peer rings. `rest` comes before a sleep.
 template <class Looks, class Rests>
-void Communicator::persist(Looks look, Rests rest) {
+void Communicator::persist(int spins, Looks look, Rests rest) {
   if (wired) wake_on_time();
-  Patience patience(options_.spins, options_.yield_ns);
+  Patience patience(spins, options_.yield_ns);
   Bell& bell = Process::instance().page().bell;
   for (;;) {
     // Where it is known when the next payload comes in, sleep till then.
@@ -218,6 +221,7 @@ void Communicator::persist(Looks look, Rests rest) {
 void Communicator::drive(Machine& machine, std::uint64_t deadline) {
   check_machine(machine);
   persist(
+      options_.spins,
       [&] {
         if (closing_.load(std::memory_order_acquire))
           throw std::logic_error("the communicator was destroyed meanwhile");
@@ -235,6 +239,7 @@ void Communicator::drive_until(const Work& work) {
   std::optional<ProgressThread::Relief> relief;
   if (relieves && !ProgressThread::instance().wired()) relief.emplace(this);
   persist(
+      relief ? std::max(1, options_.spins / kReliefLooks) : options_.spins,
       [&] {
         if (closing_.load(std::memory_order_acquire)) return Progress::done;
         const Look found = advance_queue(kWaitBudget);

@@ -15,7 +15,7 @@ namespace dtcomm {
 namespace {
 
 constexpr int kBudget = 64;  // instructions per look, so that one long operation does not starve the others
-constexpr int kSpins = 64;
+constexpr int kSpins = 8;    // looks around all communicators
 constexpr int kSocketSpins = 32;
 constexpr std::uint64_t kYieldNs = 50 * 1000;
 constexpr std::uint64_t kMixedNs = 200 * 1000;  // over sockets, while peers in shared memory may ring too

@@ -201,7 +201,12 @@ void bind_communicator(py::module_& module) {
       .def("why_no_pulls", &Communicator::why_no_pulls)
       .def_readwrite("probes", &Communicator::probes)
       .def_readwrite("relieves", &Communicator::relieves)
-      .def("set_spins", &Communicator::set_spins)
+      .def(
+          "set_patience",
+          [](Communicator& self, int spins, double yield_us) {
+            self.set_patience(spins, static_cast<std::uint64_t>(yield_us * 1e3));
+          },
+          py::arg("spins"), py::arg("yield_us"))
       .def("set_timeout",
            [](Communicator& self, double seconds) { self.set_timeout(static_cast<std::uint64_t>(seconds * 1e9)); })
       .def_readonly("round_trip_ns", &Communicator::round_trip_ns)

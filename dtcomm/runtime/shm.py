@@ -31,6 +31,9 @@ LEAST_DIRECT = 128 * 1024  # bytes of a tensor that peers copy from the tensor i
 # 28 GB/s, those of 4 KiB at 13, which is more work than to stage them and copy again.
 LEAST_PULLED = 4 * 2**20
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+# Before a rank sleeps. A core that others share is theirs at each yield, and a sleeper on it is not always run at once
+# when it is woken: in the 1 ms it is, on most messages, not yet asleep.
+YIELD_US, SHARED_YIELD_US = 50.0, 1000.0
 LEAST_BOXES = 128  # of 4 KiB fill a slot: a user's own schedule may need as many
 
 
@@ -78,7 +81,7 @@ class NativeRuntime:
             max_boxes=_boxes(ranks),
             slot_bytes=self._slot_bytes,
             timeout_s=timeout_s,
-            yield_us=float(env.get("DTCOMM_YIELD_US")),
+            yield_us=YIELD_US,
             inside=_rate(found.inside),
             between=_rate(found.between),
         )
@@ -112,8 +115,12 @@ class NativeRuntime:
         if sockets:
             self.transport = "sockets" if len(sockets) == self.ranks - 1 else "memory and sockets"
         # Ranks that share a core must give it away to get on; a look at sockets costs as much as many at memory.
-        spins = 32 if sockets else 64 if cores < len(here) else 1000
-        self.native.set_spins(int(env.get("DTCOMM_SPINS")) or spins)
+        shared = cores < len(here)
+        spins = 32 if sockets else 64 if shared else 1000
+        self.native.set_patience(
+            int(env.get("DTCOMM_SPINS")) or spins,
+            float(env.get("DTCOMM_YIELD_US")) or (SHARED_YIELD_US if shared else YIELD_US),
+        )
         # Otherwise the progress thread has a core of its own, and both get on at once.
         self.native.relieves = cores < 2 * len(here)
         # A probe whose partner is not running gives up: also ranks that share cores can have it.
@@ -273,6 +280,10 @@ def piece_bytes(shape: Shape, ranks: int) -> int:
     if chosen:
         return chosen * 1024
     total = _bytes(shape)
+    if (
+        shape.algorithm == "send"
+    ):  # one way: the copy in and the copy out overlap but for the first and last piece
+        return min(max(total // 8, 64 * 1024), 256 * 1024)
     if shape.collective not in CUT_AT_GRANULES:
         total *= ranks
     return 512 * 1024 if total <= 4 * 2**20 else 256 * 1024
