@@ -70,6 +70,7 @@ class NativeRuntime:
         self.rank = rank
         self.ranks = ranks
         self._recorded = False
+        self._crowded = False  # ranks share cores
         self.transport = "memory"
         self.single_copy = "not asked for yet"  # why there is none; empty where there is
         found = links()
@@ -115,11 +116,11 @@ class NativeRuntime:
         if sockets:
             self.transport = "sockets" if len(sockets) == self.ranks - 1 else "memory and sockets"
         # Ranks that share a core must give it away to get on; a look at sockets costs as much as many at memory.
-        shared = cores < len(here)
-        spins = 32 if sockets else 64 if shared else 1000
+        self._crowded = cores < len(here)
+        spins = 32 if sockets else 64 if self._crowded else 1000
         self.native.set_patience(
             int(env.get("DTCOMM_SPINS")) or spins,
-            float(env.get("DTCOMM_YIELD_US")) or (SHARED_YIELD_US if shared else YIELD_US),
+            float(env.get("DTCOMM_YIELD_US")) or (SHARED_YIELD_US if self._crowded else YIELD_US),
         )
         # Otherwise the progress thread has a core of its own, and both get on at once.
         self.native.relieves = cores < 2 * len(here)
@@ -137,6 +138,8 @@ class NativeRuntime:
         if self.transport != "memory":
             return "not all ranks share memory"
         why = self.native.why_no_pulls()
+        if not why and chosen == "auto" and not self._crowded:
+            return "every rank has a core, and two copies on two cores take less time than one by the kernel"
         if not why and chosen == "auto" and not _has_huge_pages():
             return "tensors lie in small pages, which take longer to read than to stage; see THP_MEM_ALLOC_ENABLE=1"
         return why
