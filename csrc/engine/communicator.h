@@ -156,7 +156,7 @@ class Communicator final : public Fabric {
   void drive(Machine& machine, std::uint64_t deadline);
   void drive_until(const Work& work);
   template <class Looks, class Rests>
-  void persist(int spins, Looks look, Rests rest);
+  void persist(Patience patience, Looks look, Rests rest);
   bool release();
   void leave();
   void evict_driver();

@@ -20,6 +20,7 @@ constexpr std::size_t kTryBytes = 64 * 1024;
 constexpr std::size_t kTryShared = 4 * 1024 * 1024;
 constexpr int kTryBudget = 64;
 constexpr int kReliefLooks = 16;  // looks at one flag take as long as a look around all communicators
+constexpr std::uint64_t kReliefYieldNs = 50 * 1000;
 constexpr int kWaitBudget = 256;  // instructions a look of a thread that has nothing else to do
 
 }  // namespace
@@ -195,9 +196,8 @@ struct Asleep {
 
 // Looks until `look` says that it is over: spins, yields, then sleeps until a peer rings. `rest` comes before a sleep.
 template <class Looks, class Rests>
-void Communicator::persist(int spins, Looks look, Rests rest) {
+void Communicator::persist(Patience patience, Looks look, Rests rest) {
   if (wired) wake_on_time();
-  Patience patience(spins, options_.yield_ns);
   Bell& bell = Process::instance().page().bell;
   for (;;) {
     // Where it is known when the next payload comes in, sleep till then.
@@ -221,7 +221,7 @@ void Communicator::persist(int spins, Looks look, Rests rest) {
 void Communicator::drive(Machine& machine, std::uint64_t deadline) {
   check_machine(machine);
   persist(
-      options_.spins,
+      Patience(options_.spins, options_.yield_ns),
       [&] {
         if (closing_.load(std::memory_order_acquire))
           throw std::logic_error("the communicator was destroyed meanwhile");
@@ -239,7 +239,8 @@ void Communicator::drive_until(const Work& work) {
   std::optional<ProgressThread::Relief> relief;
   if (relieves && !ProgressThread::instance().wired()) relief.emplace(this);
   persist(
-      relief ? std::max(1, options_.spins / kReliefLooks) : options_.spins,
+      relief ? Patience(std::max(1, options_.spins / kReliefLooks), std::min(options_.yield_ns, kReliefYieldNs))
+             : Patience(options_.spins, options_.yield_ns),
       [&] {
         if (closing_.load(std::memory_order_acquire)) return Progress::done;
         const Look found = advance_queue(kWaitBudget);
