@@ -1,0 +1,297 @@
+"""Communication of CUDA tensors: the CPU's bits over Gloo, over NCCL and from fused kernels; no host that waits.
+
+One device is enough but where a test says two: ranks share it, or are virtual ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dtcomm.collectives as C
+from dtcomm import _C, ddp, fsdp, tp
+from dtcomm.codecs import codec
+from dtcomm.errors import DtcommError
+from dtcomm.runtime.fused import COLLECTIVES, FusedRanks, OnDevice, Room
+from dtcomm.runtime.shape import Part, Shape
+from dtcomm.runtime.shm import Buffers
+from dtcomm.testing.ranks import run_ranks
+from dtcomm.testing.virtual import VirtualRanks
+from tests.runtime.test_fused import DIRECT, SPECS, by_the_engine, same, tensors
+from tests.runtime.test_process_group import calls
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device that torch can use"),
+]
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+PEER = {"DTCOMM_RUNTIME": "peer", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+FEW = {"specs": ("none", "int8", "int8:round=stochastic"), "sizes": (1, 20_001)}
+
+
+def on_device(each: Buffers) -> Buffers:
+    given, out, residual = each
+    there = given.cuda()
+    return Buffers(
+        there, there if out is given else out.cuda(), None if residual is None else residual.cuda()
+    )
+
+
+def on_cpu(each: Buffers) -> Buffers:
+    return Buffers(*(None if tensor is None else tensor.cpu() for tensor in each))
+
+
+# --- fused kernels
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("collective", list(COLLECTIVES))
+def test_virtual_ranks(collective: str, dtype: torch.dtype, ranks: int) -> None:
+    virtual = VirtualRanks(ranks, "cuda")
+    for algorithm in DIRECT[collective]:
+        for spec in SPECS:
+            for numel, feedback in ((1, False), (5000, True), (300_000, False)):
+                part = Part(numel, dtype, codec(spec))
+                op = "avg" if feedback and collective in ("all_reduce", "reduce_scatter") else "sum"
+                shape = Shape(collective, op, (part,), algorithm)
+                plan = virtual.fused.prepare(shape)
+                theirs = tensors(collective, ranks, numel, dtype, feedback)
+                ours = [on_device(each) for each in theirs]
+                virtual.fused.launch(plan, [[each] for each in ours])
+                by_the_engine(shape, ranks, theirs)
+                same([on_cpu(each) for each in ours], theirs)
+    virtual.check()
+
+
+def test_sanitizer_sized_virtual_ranks() -> None:
+    """Little enough for compute-sanitizer."""
+    for collective in COLLECTIVES:
+        virtual = VirtualRanks(3, "cuda", blocks=2, slot_bytes=4096)
+        shape = Shape(collective, "sum", (Part(4000, torch.float32, codec("int8")),), DIRECT[collective][0])
+        ours = [on_device(each) for each in tensors(collective, 3, 4000, torch.float32, True)]
+        virtual.fused.launch(virtual.fused.prepare(shape), [[each] for each in ours])
+        virtual.check()
+
+
+@pytest.mark.parametrize("algorithm", ["two_shot", "one_shot"])
+def test_a_graph_replays_fused_collectives(algorithm: str) -> None:
+    ranks, numel = 4, 100_000
+    virtual = VirtualRanks(ranks, "cuda")
+    plan = virtual.plan("all_reduce", numel, torch.float32, "int8", algorithm=algorithm)
+    xs = [torch.full((numel,), float(rank), device="cuda") for rank in range(ranks)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        virtual.run(plan, xs, xs)
+    for turn in range(3):
+        for rank, x in enumerate(xs):
+            x.fill_(turn + rank)
+        graph.replay()
+        expected = float(sum(turn + rank for rank in range(ranks)))
+        assert all(torch.allclose(x, torch.full_like(x, expected), rtol=0.01) for x in xs)
+    virtual.check()
+
+
+def test_fused_kernels_are_queued_without_a_wait() -> None:
+    virtual = VirtualRanks(2, "cuda")
+    xs = [torch.ones(1000, device="cuda") for _ in range(2)]
+    plan = virtual.plan("all_reduce", 1000, torch.float32, "int8", algorithm="two_shot")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            virtual.run(plan, xs, xs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    virtual.check()
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    room = Room(2)
+    size = _C.fused_bytes(2, room)
+    memory = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    pad = memory[0][_C.MISSING_OFFSET :][:4].view(torch.int32)
+    addresses = [each.data_ptr() for each in memory]
+    alone = FusedRanks(OnDevice(torch.device("cuda")), room, addresses, [pad], 0, 1, budget_ns=50_000_000)
+    x = torch.ones(5000, device="cuda")
+    shape = Shape("all_reduce", "sum", (Part(5000, torch.float32, codec("int8")),), "two_shot")
+    alone.launch(alone.prepare(shape), [[Buffers(x, x)]])
+    assert int(pad) == 2
+
+
+def fused_processes(rank: int, world_size: int) -> dict[str, object]:
+    wrong = []
+    for turn in range(2):
+        for spec in ("none", "int8", "int4", "fp8_e4m3"):
+            for algorithm in ("two_shot", "one_shot"):
+                here = torch.randn(20_000, generator=torch.Generator().manual_seed(rank + turn))
+                there, losses = here.cuda(), [torch.zeros(20_000), torch.zeros(20_000, device="cuda")]
+                os.environ["DTCOMM_RUNTIME"] = "auto"
+                C.all_reduce(here, "avg", codec=spec, algorithm=algorithm, residual=losses[0])
+                os.environ["DTCOMM_RUNTIME"] = "peer"
+                C.all_reduce(there, "avg", codec=spec, algorithm=algorithm, residual=losses[1])
+                if not (torch.equal(here, there.cpu()) and torch.equal(losses[0], losses[1].cpu())):
+                    wrong.append((spec, algorithm, turn))
+    x = torch.ones(100, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        C.all_reduce(x, codec="int8", algorithm="two_shot")
+        work = C.all_reduce(x, codec="int8", algorithm="two_shot", async_op=True)
+        work.wait()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    try:
+        C.all_reduce(x, codec="int8", algorithm="ring")
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    return {"wrong": wrong, "info": C.info()["devices"], "refused": refused}
+
+
+def test_processes_that_share_a_device() -> None:
+    for said in run_ranks(fused_processes, 2, env=PEER, timeout=120):
+        assert said["wrong"] == []
+        assert all(each["runtime"] == "peer" for each in said["info"].values())
+        assert "DTCOMM_RUNTIME=peer: ring has no fused kernel" in said["refused"]
+
+
+# --- over the group's own backend
+
+
+def both_devices(rank: int, world_size: int) -> dict[str, object]:
+    if torch.cuda.device_count() >= world_size:
+        torch.cuda.set_device(rank)
+    here = calls(rank, world_size, **FEW)
+    there = calls(rank, world_size, timed=dist.get_backend() == "gloo", device="cuda", **FEW)
+    return {
+        "different": [i for i, (a, b) in enumerate(zip(here, there)) if not torch.equal(a, b)],
+        "info": next(iter(C.info()["devices"].values())),
+    }
+
+
+def test_gloo_gives_the_cpu_s_bits() -> None:
+    for said in run_ranks(both_devices, 2, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120):
+        assert said["different"] == []
+        assert "through the host's memory" in said["info"]["transport"]
+
+
+@two_devices
+def test_nccl_gives_the_cpu_s_bits() -> None:
+    env = {"DTCOMM_RUNTIME": "process_group"}
+    for said in run_ranks(both_devices, 2, env=env, backend="cpu:gloo,cuda:nccl", timeout=120):
+        assert said["different"] == []
+        assert "nccl" in said["info"]["transport"]
+
+
+def captured(rank: int, world_size: int) -> bool:
+    torch.cuda.set_device(rank)
+    x = torch.ones(100_000, device="cuda")
+    C.all_reduce(x, codec="int8", algorithm="two_shot")  # NCCL connects
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        C.all_reduce(x, codec="int8", algorithm="two_shot")
+    x.fill_(rank + 1.0)
+    torch.cuda.set_sync_debug_mode("error")
+    graph.replay()
+    C.all_reduce(torch.ones(10, device="cuda"), codec="int8", async_op=True).wait()
+    torch.cuda.set_sync_debug_mode("default")
+    return bool(torch.allclose(x, torch.full_like(x, 3.0), rtol=0.01))
+
+
+@two_devices
+def test_nccl_is_captured_and_never_waited_for() -> None:
+    env = {"DTCOMM_RUNTIME": "process_group"}
+    assert run_ranks(captured, 2, env=env, backend="cpu:gloo,cuda:nccl", timeout=120) == [True, True]
+
+
+def in_a_graph(rank: int, world_size: int) -> str:
+    x = torch.ones(100, device="cuda")
+    C.all_reduce(x)
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            x.add_(1)
+            C.all_reduce(x)
+    except DtcommError as error:
+        return str(error)
+    return "captured"
+
+
+def test_what_goes_through_the_host_is_not_captured() -> None:
+    for said in run_ranks(in_a_graph, 2, env={"DTCOMM_RUNTIME": "process_group"}, timeout=60):
+        assert "a graph cannot capture" in said
+
+
+# --- integrations: gradients and activations that are the same on every device
+
+
+class Given(torch.nn.Module):
+    """A model whose gradients are what it is given: the same numbers on every device."""
+
+    def __init__(self, rank: int, device: str) -> None:
+        super().__init__()
+        dice = torch.Generator().manual_seed(rank)
+        shapes = [(64, 33), (128,), (96, 96)]
+        self.weights = torch.nn.ParameterList(
+            [torch.nn.Parameter(torch.zeros(each, device=device)) for each in shapes]
+        )
+        self.gradients = [torch.randn(each, generator=dice).to(device) for each in shapes]
+
+    def forward(self) -> torch.Tensor:
+        pairs = zip(self.weights, self.gradients)
+        return torch.stack([(weight * gradient).sum() for weight, gradient in pairs]).sum()
+
+
+def ddp_gradients(rank: int, world_size: int, device: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(Given(rank, device))
+    ddp.compress(model, "int4")
+    seen = []
+    for _ in range(4):
+        model.zero_grad()
+        model().backward()
+        seen += [parameter.grad.cpu().clone() for parameter in model.parameters()]
+    return seen
+
+
+def fsdp_gradients(rank: int, world_size: int, device: str) -> list[torch.Tensor]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = Given(rank, device)
+    mesh = dist.init_device_mesh(device, (world_size,))
+    fully_shard(model, mesh=mesh)
+    fsdp.compress(model, gradients="int8", parameters="fp8_e4m3")
+    seen = []
+    for _ in range(4):
+        model.zero_grad()
+        model().backward()
+        seen += [parameter.grad.to_local().cpu().clone() for parameter in model.parameters()]
+    return seen
+
+
+def tp_outputs(rank: int, world_size: int, device: str) -> list[torch.Tensor]:
+    # Small whole numbers: products and their sums are exact, whatever order they are taken in.
+    dice = torch.Generator().manual_seed(5)
+    layer = tp.RowParallelLinear(64, 96, bias=True, codec="int8", device=device)
+    weight = torch.randint(-4, 5, (96, 64), generator=dice).float()
+    with torch.no_grad():
+        layer.weight.copy_(weight[:, rank * 64 // world_size : (rank + 1) * 64 // world_size])
+        layer.bias.copy_(torch.arange(96.0))
+    x = torch.randint(-4, 5, (32, 64 // world_size), generator=torch.Generator().manual_seed(rank)).float()
+    x = x.to(device).requires_grad_()
+    y = layer(x)
+    y.sum().backward()
+    return [y.detach().cpu(), x.grad.cpu()]
+
+
+@pytest.mark.parametrize("integration", [ddp_gradients, fsdp_gradients, tp_outputs])
+def test_integrations_give_the_cpu_s_bits(integration: Callable[..., list[torch.Tensor]]) -> None:
+    for here, there in zip(
+        run_ranks(integration, 2, "cpu", timeout=120), run_ranks(integration, 2, "cuda", timeout=120)
+    ):
+        assert len(here) == len(there) > 0
+        assert all(torch.equal(a, b) for a, b in zip(here, there))
