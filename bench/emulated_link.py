@@ -4,8 +4,11 @@ python -m bench.emulated_link [--gbit 1 10] [--only CODECS] [--repetitions N] [-
 
 The real link joins two network namespaces (veth, `tc tbf`; needs root and iproute2), which the engine's sockets
 cross. A step is an all_reduce_coalesced of 101 MB of gradients in buckets of 25 MiB behind a matrix product, as a
-training step would be; the emulated one runs twice, over sockets of this host, which take the CPU time that a network
-takes ("sockets"), and over shared memory, which does not ("memory").
+training step would be; the emulated one runs twice, over sockets of this host, which take most of the CPU time that a
+network takes ("sockets"), and over shared memory ("memory"), told what a byte costs either end of the real one.
+
+That is measured first, on the same pair of namespaces with no limit to speak of, where CPU time is all that there is:
+what an uncompressed step takes longer than in shared memory, by the bytes that both ends handle.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import os
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,12 +28,14 @@ import torch.distributed as dist
 from bench.common import machine, output
 from bench.common.pool import Pool
 from bench.common.stats import Timing
+from dtcomm.runtime.link import tcp_ns_per_byte
 from dtcomm.testing import hosts
 
 CODECS = ("none", "fp16", "int8", "int4")
 NUMELS = [2896 * 2896, 2896] * 3
 TARGET = 0.1
 LATENCY_US = 20  # of a packet from one namespace to the other
+UNLIMITED_GBIT = 400
 BURST_MS = 0.2  # of the real link: what it carries at once after a rest, which a cable would not
 
 
@@ -64,8 +70,16 @@ class Stepper:
         dist.destroy_process_group()
 
 
-def measure(gbit: float, codecs: list[str], repetitions: int) -> list[dict[str, Any]]:
-    """A row for each codec and way of emulation: the slower rank's milliseconds over either link."""
+def cost_of(repetitions: int) -> float:
+    """Nanoseconds of CPU time that the real network takes of either end, a byte."""
+    bare = f"{UNLIMITED_GBIT}gbit,{LATENCY_US}us,rdma"
+    rows = measure(UNLIMITED_GBIT, ["none"], repetitions, {"memory": bare})
+    seconds: float = (rows[0]["real_ms"] - rows[0]["emulated_ms"]) / 1e3
+    return max(0.0, seconds * 1e9 / (2 * sum(NUMELS) * 4))
+
+
+def measure(gbit: float, codecs: list[str], repetitions: int, links: dict[str, str]) -> list[dict[str, Any]]:
+    """A row for each codec and way of emulation (``links``: what is emulated): the slower rank's milliseconds."""
     times: dict[tuple[str, str], list[float]] = {}
     with hosts.two_hosts(gbit, burst_ms=BURST_MS) as namespaces, TemporaryDirectory() as folder:
 
@@ -75,20 +89,19 @@ def measure(gbit: float, codecs: list[str], repetitions: int) -> list[dict[str, 
                 Stepper, 2, timeout=120, rendezvous=meeting, namespaces=inside or [], link=link, way=name
             )
 
-        with pool("real", inside=namespaces) as real:
-            link = f"{gbit:g}gbit,{LATENCY_US}us"
-            with pool("sockets", link) as sockets, pool("memory", link) as memory:
-                pools = {"real": real, "sockets": sockets, "memory": memory}
-                for repetition in range(repetitions + 1):
-                    for codec in codecs:
-                        for name, each in pools.items():
-                            seconds = max(each.call("step", codec=codec))
-                            if repetition:  # the first one connects and makes its plans
-                                times.setdefault((codec, name), []).append(seconds)
+        with ExitStack() as stack:
+            pools = {"real": stack.enter_context(pool("real", inside=namespaces))}
+            pools |= {way: stack.enter_context(pool(way, link)) for way, link in links.items()}
+            for repetition in range(repetitions + 1):
+                for codec in codecs:
+                    for name, each in pools.items():
+                        seconds = max(each.call("step", codec=codec))
+                        if repetition:  # the first one connects and makes its plans
+                            times.setdefault((codec, name), []).append(seconds)
     rows = []
     for codec in codecs:
         real_time = Timing.of(times[codec, "real"])
-        for way in ("sockets", "memory"):
+        for way, link in links.items():
             timing = Timing.of(times[codec, way])
             ratio = timing.median / real_time.median
             rows.append(
@@ -120,9 +133,15 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(arguments)
     if why := hosts.available():
         sys.exit(f"bench.emulated_link: {why}")
+    cost = cost_of(options.repetitions)
+    print(
+        f"TCP through the real link takes {cost:.2f} ns a byte of either end, {tcp_ns_per_byte():.2f} on loopback"
+    )
     rows: list[dict[str, Any]] = []
     for gbit in options.gbit:
-        rows += measure(gbit, options.only, options.repetitions)
+        link = f"{gbit:g}gbit,{LATENCY_US}us"
+        links = {"sockets": link, "memory": f"{link},{cost:.2f}ns/byte"}
+        rows += measure(gbit, options.only, options.repetitions, links)
         found = [row for row in rows if row["gbit"] == gbit]
         output.table(
             f"a step of {sum(NUMELS) * 4 / 1e6:.0f} MB of gradients, 2 ranks, {found[0]['link']}, real and emulated",
@@ -140,7 +159,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
                 for row in found
             ],
         )
-    result = {"machine": machine.describe(), "load": os.getloadavg(), "rows": rows}
+    result = {
+        "machine": machine.describe(),
+        "load": os.getloadavg(),
+        "cpu_ns_per_byte": {"real": round(cost, 3), "loopback": round(tcp_ns_per_byte(), 3)},
+        "rows": rows,
+    }
     print(output.write("emulated_link", result, options.json))
     return result
 

@@ -10,6 +10,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from dtcomm import _C
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "bench" / "native"
 BUILD = ROOT / "build" / "bench"
@@ -110,7 +112,6 @@ def library() -> ctypes.CDLL:
         ),
         "yardstick_allocate": (pointer, [size, size]),
         "yardstick_free": (None, [pointer, size, size]),
-        "round_trip": (ctypes.c_double, [integer, integer, integer, integer]),
         "contention": (ctypes.c_double, [integer, integer, integer]),
     }
     for name, (result, arguments) in signatures.items():
@@ -192,7 +193,7 @@ def round_trip_ns(batches: int = 200, trips: int = 200) -> float | None:
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < 2:
         return None
-    nanoseconds: float = library().round_trip(cpus[0], cpus[1], batches, trips)
+    nanoseconds = _C.round_trip_ns(cpus[0], cpus[1], batches, trips)
     if nanoseconds < 0:
         raise OSError(f"cannot pin a thread to CPU {cpus[0]} or {cpus[1]}")
     return nanoseconds

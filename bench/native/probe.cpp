@@ -1,19 +1,13 @@
-// Where two CPUs are to each other: how long a cache line takes to and fro, and whether they share one core's units.
+// Whether two CPUs share one core's units. How far apart they are is measured by csrc/cpu/distance.h.
 #include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cstddef>
 #include <thread>
-#include <vector>
 
 namespace {
-
-struct alignas(128) Line {
-  std::atomic<unsigned> value{0};
-};
 
 bool pin(int cpu) {
   cpu_set_t set;
@@ -60,41 +54,4 @@ extern "C" double contention(int cpu_a, int cpu_b, int trials) {
   stop = true;
   other.join();
   return failed ? -1 : together / alone;
-}
-
-// Nanoseconds per round trip between two CPUs: the 10th percentile of `batches` batches of `trips`, since whatever
-// else runs on the two cores can only add. Negative where a thread could not be pinned.
-extern "C" double round_trip(int cpu_a, int cpu_b, int batches, int trips) {
-  Line line;
-  std::atomic<bool> failed{false};
-  std::vector<double> nanoseconds(static_cast<std::size_t>(batches));
-  const unsigned total = static_cast<unsigned>(batches) * static_cast<unsigned>(trips);
-  std::thread echo([&] {
-    if (!pin(cpu_b)) failed = true;
-    for (unsigned i = 0; i < total && !failed; ++i) {
-      while (line.value.load(std::memory_order_acquire) != 2 * i + 1 && !failed) {
-      }
-      line.value.store(2 * i + 2, std::memory_order_release);
-    }
-  });
-  std::thread caller([&] {
-    if (!pin(cpu_a)) failed = true;
-    unsigned i = 0;
-    for (double& each : nanoseconds) {
-      const auto start = std::chrono::steady_clock::now();
-      for (int trip = 0; trip < trips && !failed; ++trip, ++i) {
-        line.value.store(2 * i + 1, std::memory_order_release);
-        while (line.value.load(std::memory_order_acquire) != 2 * i + 2 && !failed) {
-        }
-      }
-      const std::chrono::duration<double, std::nano> took = std::chrono::steady_clock::now() - start;
-      each = took.count() / trips;
-    }
-  });
-  caller.join();
-  echo.join();
-  if (failed) return -1;
-  auto tenth = nanoseconds.begin() + batches / 10;
-  std::nth_element(nanoseconds.begin(), tenth, nanoseconds.end());
-  return *tenth;
 }

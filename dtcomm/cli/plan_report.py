@@ -45,11 +45,15 @@ def _head(plan: Plan) -> str:
         ),
     ]
     if plan.table.measured and not system.device.generation:
-        lines.append(
-            f"measured times: {plan.table.source}"
-            + (f"; CPUs are {plan.placement} now" if plan.placement else "")
-        )
+        lines.append(f"measured times: {plan.table.source}{_placed(plan)}")
     return "\n".join(lines)
+
+
+def _placed(plan: Plan) -> str:
+    seen = {each.placement for each in plan.table.measured if each.hosts == 1}
+    if not plan.placement or plan.placement in seen:
+        return f"; the CPUs are {plan.placement} now" if plan.placement else ""
+    return f"; the CPUs are {plan.placement} now, and were not then: run `dtcomm tune` again, which adds these times"
 
 
 def _rows(plan: Plan) -> Table:
