@@ -27,7 +27,7 @@ from dtcomm.planner.cost import PLACEMENTS
 GROWTH = 100  # powers of two that a sum in place may grow by in a visit
 CALLS, LEAST_CALLS = 30, 2  # of an algorithm in a visit, besides the first, which brings the ranks together
 TURN = 2e-3  # seconds of an algorithm in a visit, unless its calls are longer
-ENOUGH = 16  # visits of a contest in one placement
+ENOUGH = 40  # visits of a contest in one placement
 SETTLE_BYTES, SETTLE_CALLS = 2 << 20, 10  # after which the engine has looked where the CPUs are
 
 
@@ -110,10 +110,15 @@ class _Tour:
     def _next(self, left: float) -> tuple[int, int, str]:
         """Rank 0's choice: the contest (-1: none any more), calls of each algorithm, and where the CPUs are."""
         now = placement.placement(self._cpus)
-        fits = [at for at in range(len(self._contests)) if self._expected(at) <= left]
-        at = min(fits, key=lambda at: self._seen[at, now], default=-1)
-        if at < 0 or left <= 0 or self._seen[at, now] >= ENOUGH:
+        wanting = [
+            at
+            for at in range(len(self._contests))
+            if self._seen[at, now] < ENOUGH and self._expected(at) <= left
+        ]
+        if not wanting or left <= 0:
             return -1, 0, now
+        # All once, then the more often the less they take.
+        at = min(wanting, key=lambda at: self._seen[at, now] * math.sqrt(self._took.get(at, 0.0)))
         turns = int(TURN * len(self._contests[at].names) / self._each.get(at, math.inf))
         return at, max(LEAST_CALLS, min(CALLS, self._safe, turns)), now
 
