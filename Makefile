@@ -30,7 +30,8 @@ demo: build  ## build, then train a small language model on two ranks with compr
 build: $(NATIVE) $(INSTALLED)  ## make .venv and compile the native modules in place
 
 # Tests without rank processes, two at a time; those with ranks want the cores for themselves.
-ALONE = $(addprefix tests/,kernels codecs quality operators schedule algorithms triton insight planner)
+RANKS = testing\.(ranks|elastic|mpi|hosts)|torch\.distributed\.run|bench import|from bench|dtcomm\.cli
+ALONE = tests/quality $(shell grep -rLE '$(RANKS)' tests --include='test_*.py' | sort)
 
 test: tsan asan device build  ## everything: the core under sanitizers, then the whole test suite
 	$(PYTEST) -n 2 $(ALONE) $(ARGS)
@@ -95,7 +96,7 @@ FUZZ ?= --seconds 60
 asan: $(ASAN)  ## kernels, a minute of damaged payloads and engine tests against a core built with ASan and UBSan
 	$(if $(FUZZ),UBSAN_OPTIONS=print_stacktrace=1 build/asan/cmake/wheel/fuzz_test $(FUZZ))
 	build/asan/cmake/wheel/rotate_test
-	$(ASAN_ENV) $(PYTEST) $(ASAN_TESTS) $(ARGS)
+	$(ASAN_ENV) $(PYTEST) -n 2 $(ASAN_TESTS) $(ARGS)
 
 # ThreadSanitizer's shadow memory meets some kernels' address randomisation.
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
