@@ -50,7 +50,6 @@ def by_tag(rank: int, world_size: int) -> None:
     if rank == 0:
         works = [dist.isend(_message(size, tag), 1, tag=tag) for tag, size in zip(tags, sizes)]
         for work in works:
-            assert work is not None
             work.wait()
         return
     first_of_tag: dict[int, list[int]] = {}
@@ -85,7 +84,6 @@ def in_the_background(rank: int, world_size: int) -> None:
         got = torch.empty(300_000)
         work = dist.irecv(got, 1)
         dist.barrier()
-        assert work is not None
         work.wait()
         assert torch.equal(got, _message(300_000, 1))
     else:
@@ -119,7 +117,6 @@ def wrong(rank: int, world_size: int) -> None:
     assert got.sum() == 4
     patience = Patience()
     work = dist.irecv(got, 0)
-    assert work is not None
     from datetime import timedelta
 
     with pytest.raises(CollectiveTimeout, match="recv of 16 bytes from rank 0"):
@@ -141,7 +138,6 @@ def subgroup(rank: int, world_size: int) -> Any:
         dist.irecv(got, other, group=group),
     ]
     for work in works:
-        assert work is not None
         work.wait()
     assert torch.equal(got, _message(3, other)) and torch.equal(mine, _message(3, other + 5))
 

@@ -19,7 +19,7 @@ from dtcomm.errors import CollectiveMismatch, PayloadCorrupt
 from dtcomm.runtime.local import World, run
 from dtcomm.runtime.sealed import Sealed
 from dtcomm.testing.ranks import run_ranks
-from tests.runtime.test_local import exact, finished, make, together
+from tests.runtime.orders import exact, finished, make, together
 from tests.runtime.test_process_group import OVER_GLOO
 
 PATTERN = bytes(range(1, 129))
@@ -89,7 +89,6 @@ def damaged_in_memory(rank: int, world_size: int, flipped: bool) -> str:
     work = None
     if rank == 0:  # sends into its memory, then something changes it before the others look
         work = C.broadcast(tensor, 0, algorithm="one_shot", checksum=True, async_op=True)
-        assert work is not None
         work.wait()
         if flipped:
             plant(areas()[0])

@@ -134,7 +134,6 @@ def hosts(rank: int, n: int) -> list[Any]:
             residual, given = torch.randn(9000), torch.randn(9000)
             owed, tensor = given.double() + residual.double(), given.clone()
             work = collectives.all_reduce(tensor, op, codec=spec, residual=residual, async_op=True)
-            assert work is not None
             work.wait()
             found.append(tensor.numpy().tobytes())
             kept = residual.double()
@@ -144,7 +143,6 @@ def hosts(rank: int, n: int) -> list[Any]:
     schedule = algorithms.build("hierarchical", "all_reduce", n, hosts=((0, 2), (1,)))
     inside, between = codec("none"), codec("int8")
     work = collectives.all_reduce(torch.randn(8192), codec="none/int8", async_op=True)
-    assert work is not None
     work.wait()
     assert work.wire_bytes == schedule.bytes_on_wire(8192, [inside, between])[rank]
     with pytest.raises(ValueError, match="codec: none/int8 has a codec for each level, which ring does not"):

@@ -12,7 +12,7 @@ from dtcomm.runtime.shape import Part, Shape
 from dtcomm.runtime.shm import Buffers
 from dtcomm.testing.virtual import VirtualRanks
 from tests.kernels.inputs import floats
-from tests.runtime.test_local import SHARDS_IN, SHARDS_OUT
+from tests.runtime.orders import SHARDS_IN, SHARDS_OUT
 
 SPECS = ("none", "fp16", "bf16", "int8", "int8:block=128", "int4", "fp8_e4m3")
 DIRECT = {

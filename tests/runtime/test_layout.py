@@ -12,7 +12,7 @@ from dtcomm.runtime.layout import lay_out, payload_bytes, piece_elements
 from dtcomm.runtime.shape import GEOMETRY, OPS, Part, Shape
 from dtcomm.schedule import lower
 from dtcomm.schedule.ir import CUT_AT_GRANULES
-from tests.runtime.test_local import SHARDS_IN, SHARDS_OUT
+from tests.runtime.orders import SHARDS_IN, SHARDS_OUT
 from tests.schedule.test_verify import schedules
 
 parts = st.builds(

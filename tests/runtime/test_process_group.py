@@ -23,7 +23,7 @@ from dtcomm.testing import exact
 from dtcomm.testing.patience import Patience
 from dtcomm.testing.ranks import run_ranks, spawn_ranks, tell
 from tests.algorithms.cases import NAMES, build
-from tests.runtime.test_local import SHARDS_IN, SHARDS_OUT
+from tests.runtime.orders import SHARDS_IN, SHARDS_OUT
 
 OVER_GLOO = {"DTCOMM_RUNTIME": "process_group", "DTCOMM_PIECE_KIB": "16"}
 

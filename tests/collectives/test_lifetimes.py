@@ -1,0 +1,133 @@
+"""Groups, threads and communicators that come and go: what is kept while it is used, and what is left after."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dtcomm import collectives
+from dtcomm.testing.ranks import run_ranks
+
+
+def groups(rank: int, n: int) -> None:
+    world = torch.tensor([float(rank)])
+    subgroups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3], [3, 1, 0])]
+    mine = [group for group in subgroups if group is not dist.GroupMember.NON_GROUP_MEMBER]
+    for _ in range(5):
+        works = []
+        for group in mine:
+            tensor = torch.full((5000,), float(rank + 1))
+            works.append((group, tensor, collectives.all_reduce(tensor, group=group, async_op=True)))
+        collectives.all_reduce(world)
+        for group, tensor, work in works:
+            work.wait()
+            members = dist.get_process_group_ranks(group)
+            assert torch.equal(tensor, torch.full((5000,), float(sum(member + 1 for member in members))))
+    outside = next(group for group in subgroups if group not in mine)
+    with pytest.raises(ValueError, match="group"):
+        collectives.all_reduce(torch.ones(1), group=outside)
+    pair = mine[0]
+    members = dist.get_process_group_ranks(pair)
+    tensor = torch.tensor([float(rank)])
+    collectives.broadcast(tensor, src=members[1], group=pair)
+    assert tensor.item() == members[1]
+    stranger = next(r for r in range(n) if r not in members)
+    with pytest.raises(ValueError, match=rf"src: rank {stranger} is not in the group; its ranks are"):
+        collectives.broadcast(tensor, src=stranger, group=pair)
+    dist.barrier()
+    dist.destroy_process_group(pair)
+    with pytest.raises(ValueError, match="destroyed"):
+        collectives.all_reduce(tensor, group=pair)
+
+
+def lifetimes(rank: int, n: int) -> None:
+    """An operation that has ended holds no tensor, whichever way one learned of its end."""
+    ends: list[Callable[[Any], Any]] = [
+        lambda work: work.wait(),
+        lambda work: work.get_future().wait(),
+        lambda work: [None for _ in iter(work.is_completed, True)],
+    ]
+    for end in ends:
+        tensor = torch.ones(1000)
+        seen = weakref.ref(tensor)
+        work = collectives.all_reduce(tensor, async_op=True)
+        end(work)
+        del work, tensor
+        deadline = time.monotonic() + 5  # the thread of futures may still be at its last line
+        while seen() is not None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert seen() is None
+
+
+def test_what_has_ended_holds_no_tensor() -> None:
+    run_ranks(lifetimes, 2)
+
+
+def test_subgroups_and_several_communicators_at_once() -> None:
+    run_ranks(groups, 4)
+
+
+def threads(rank: int, n: int) -> None:
+    """Threads of one process may use different groups at once."""
+    lanes = [dist.new_group(list(range(n))) for _ in range(3)]
+    failures: list[BaseException] = []
+
+    def work(group: dist.ProcessGroup) -> None:
+        try:
+            for i in range(50):
+                tensor = torch.full((100 * i + 1,), 1.0)
+                collectives.all_reduce(tensor, group=group)
+                assert tensor.eq(n).all()
+        except BaseException as error:
+            failures.append(error)
+
+    for group in lanes:  # communicators are made in the same order everywhere
+        collectives.all_reduce(torch.ones(1), group=group)
+    running = [threading.Thread(target=work, args=(group,)) for group in lanes]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    assert not failures
+
+
+def test_threads() -> None:
+    run_ranks(threads, 2)
+
+
+def rounds(rank: int, n: int) -> tuple[list[int], list[int]]:
+    counts = []
+    for i in range(60):
+        tensor = torch.ones(10 + i)
+        work = collectives.all_reduce(tensor, async_op=True)
+        work.get_future().wait()
+        collectives.release()
+        if i in (9, 59):
+            dist.barrier()
+            counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), _mappings()))
+    return counts
+
+
+def _mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("dtcomm")
+
+
+def named() -> set[str]:
+    """What has a name in shared memory; other programs of the machine come and go there."""
+    return {name for name in os.listdir("/dev/shm") if "dtcomm" in name}
+
+
+def test_create_and_destroy_leaves_nothing() -> None:
+    shm = named()
+    for early, late in run_ranks(rounds, 2):
+        assert late == early, "descriptors, threads or mappings grow with the rounds"
+    assert named() <= shm

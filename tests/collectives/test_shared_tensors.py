@@ -1,0 +1,108 @@
+"""Tensors that lie in shared memory: peers read them there, whatever the collective."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from dtcomm import collectives
+from dtcomm.testing import exact
+from dtcomm.testing.ranks import run_ranks
+
+
+def shared_tensors(rank: int, n: int) -> None:
+    for count in (1, 5, 1000, 50_000, 700_001):
+        for mixed in (False, True):
+            # In the mixed round rank 0's tensor is an ordinary one: all must take the staged way together.
+            make = torch.empty if mixed and rank == 0 else collectives.empty
+            for op in ("sum", "avg"):
+                tensor = make(count)
+                tensor.copy_(exact.inputs("all_reduce", count, op=op, rank=rank, world_size=n))
+                collectives.all_reduce(tensor, op, algorithm="two_shot")
+                assert (
+                    exact.wrong(tensor, exact.expected("all_reduce", count, op=op, rank=rank, world_size=n))
+                    == 0
+                )
+            given = make(count * n)
+            given.copy_(exact.inputs("reduce_scatter", count, rank=rank, world_size=n))
+            output = torch.empty(count)
+            collectives.reduce_scatter(output, given)
+            assert exact.wrong(output, exact.expected("reduce_scatter", count, rank=rank, world_size=n)) == 0
+            given.zero_()  # nobody reads it any more
+            shard = make(count)
+            shard.copy_(exact.inputs("all_gather", count, rank=rank, world_size=n))
+            gathered = torch.empty(count * n)
+            collectives.all_gather(gathered, shard)
+            shard.zero_()
+            assert exact.wrong(gathered, exact.expected("all_gather", count, rank=rank, world_size=n)) == 0
+    whole = collectives.empty(4, 250)
+    whole[:] = rank
+    view = whole.view(-1)[10:510]  # a part of a region
+    collectives.all_reduce(view, algorithm="two_shot")
+    assert view.sum().item() == 500 * n * (n - 1) / 2 and whole.view(-1)[510:].eq(rank).all()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(50):
+        tensor = collectives.empty(1000)
+        tensor.fill_(1.0)
+        collectives.all_reduce(tensor, algorithm="two_shot")
+        del tensor
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    assert collectives.empty(2, 3, dtype=torch.int32).dtype is torch.int32
+    assert collectives.empty((2, 3)).shape == (2, 3)
+    assert collectives.empty(0).numel() == 0
+
+
+def copied_from_shared(rank: int, n: int) -> None:
+    root, peer = n - 1, rank ^ 1
+    for count in (1000, 50_000, 300_001):
+        for mixed in (False, True):
+            make = torch.empty if mixed and rank == root else collectives.empty
+
+            def given(collective: str, shards: int, make: Any = make, count: int = count) -> torch.Tensor:
+                tensor = make(count * shards)
+                return tensor.copy_(exact.inputs(collective, count, rank=rank, world_size=n))
+
+            def check(collective: str, result: torch.Tensor, count: int = count) -> None:
+                expected = exact.expected(collective, count, rank=rank, world_size=n, root=root)
+                assert exact.wrong(result[: expected.numel()], expected) == 0, (collective, count)
+
+            tensor = given("broadcast", 1)
+            collectives.broadcast(tensor, root)
+            check("broadcast", tensor)
+            tensor = given("reduce", 1)
+            collectives.reduce(tensor, root)
+            check("reduce", tensor)
+            for collective in ("gather", "scatter", "all_to_all"):
+                source = given(collective, 1 if collective == "gather" else n)
+                output = torch.empty(count if collective == "scatter" else count * n)
+                if collective == "gather":
+                    collectives.gather(source, output if rank == root else None, root)
+                elif collective == "scatter":
+                    collectives.scatter(output, source if rank == root else None, root)
+                else:
+                    collectives.all_to_all(output, source)
+                source.zero_()  # nobody reads it any more
+                check(collective, output)
+            if peer < n:
+                source, output = given("sendrecv", 1), torch.empty(count)
+                for sends in (rank < peer, rank > peer):
+                    if sends:
+                        collectives.send(source, peer)
+                    else:
+                        collectives.recv(output, peer)
+                source.zero_()
+                expected = exact.inputs("sendrecv", count, rank=peer, world_size=n)
+                assert exact.wrong(output, expected) == 0
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_copies_are_made_from_shared_memory(n: int) -> None:
+    run_ranks(copied_from_shared, n)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_tensors_in_shared_memory(n: int) -> None:
+    run_ranks(shared_tensors, n)
