@@ -29,7 +29,7 @@ class Overlap:
         """A reduce-scatter has started; backward waits for those before it, but for `MOST`, and at its end for all."""
         now = torch._C._current_graph_task_id()
         if now != self._pass:
-            self._under_way.clear()  # of a pass that some error cut short
+            self.finish()  # a pass within another one, as checkpoints may need, or after one that an error cut short
             self._pass = now
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         self._under_way.append(work)
@@ -37,9 +37,13 @@ class Overlap:
             self._under_way.pop(0).wait()
 
     def finish(self) -> None:
-        """Wait for all."""
-        while self._under_way:
-            self._under_way.pop(0).wait()
+        """Wait for all. Errors of theirs are raised once, and leave nothing behind."""
+        try:
+            while self._under_way:
+                self._under_way.pop(0).wait()
+        except BaseException:
+            self._under_way.clear()
+            raise
 
 
 def only_cuts(module: FSDPModule, given: torch.Tensor, op: str) -> bool:

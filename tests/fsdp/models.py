@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 33  # odd: shards are padded
 
@@ -23,6 +24,8 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
+    reentrant = False  # the first block is computed again, in a backward pass within the other one
+
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(2))
@@ -30,7 +33,8 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            x = block(x)
+            again = self.reentrant and block is self.blocks[0]
+            x = checkpoint(block, x, use_reentrant=True) if again else block(x)
         out: torch.Tensor = self.head(x)
         return out
 
@@ -54,7 +58,7 @@ def train(model: nn.Module, rank: int, steps: int = 3, accumulate: bool = False)
             if accumulate:
                 model.set_requires_gradient_sync(micro == 1)  # type: ignore[operator]
             x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
-            model(x).float().square().mean().backward()
+            model(x.requires_grad_()).float().square().mean().backward()
         gradients = {f"gradient of {n}": p.grad.full_tensor() for n, p in model.named_parameters()}
         optimiser.step()
     return gradients | {n: p.full_tensor().detach() for n, p in model.named_parameters()}

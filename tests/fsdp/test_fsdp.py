@@ -19,6 +19,7 @@ from tests.fsdp.models import WIDTH, Net, sharded, train
 def compare(rank: int, ranks: int, codecs: dict[str, Any], options: dict[str, Any], tolerance: float) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     accumulate, prefetch = options.pop("accumulate", False), options.pop("prefetch", False)
+    Net.reentrant = options.pop("reentrant", False)
     expected = train(sharded(mesh, **options), rank, accumulate=accumulate)
     model = sharded(mesh, **options)
     state = fsdp.compress(model, **codecs)
@@ -49,7 +50,7 @@ LOSSY = {"gradients": "int8", "parameters": "int8:block=64"}
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"reshard_after_forward": False}, {"accumulate": True}, {"prefetch": True}],
+    [{}, {"reshard_after_forward": False}, {"accumulate": True}, {"prefetch": True}, {"reentrant": True}],
     ids=str,
 )
 def test_uncompressed_is_plain_fsdp_to_the_bit_on_two_ranks(options: dict[str, Any]) -> None:
