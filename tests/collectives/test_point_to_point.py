@@ -11,7 +11,10 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import collectives
+from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
+from dtcomm.runtime.shape import Part, Shape
+from dtcomm.runtime.shm import piece_bytes
 from dtcomm.testing.ranks import run_ranks, spawn_ranks, tell
 
 
@@ -129,3 +132,9 @@ def test_a_peer_that_never_comes_is_named() -> None:
     with spawn_ranks(unmet, 2, group_timeout=1.5) as ranks:
         outcome = ranks.join(30)[0]
     assert outcome.ok and outcome.result.startswith("rank 1 did not come"), outcome
+
+
+def test_a_large_message_goes_in_pieces_whose_copies_overlap() -> None:
+    for numel in (2**17, 2**18, 2**20, 2**24):
+        shape = Shape("broadcast", "sum", (Part(numel, torch.float32, codec("none")),), "send")
+        assert 8 <= 4 * numel / piece_bytes(shape, 2) <= 4 * numel / 2**16

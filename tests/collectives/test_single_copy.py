@@ -194,3 +194,16 @@ def test_what_one_rank_may_not_no_rank_does() -> None:
     for text in said:
         assert text.startswith("DTCOMM_SINGLE_COPY=on, but process_vm_readv of rank 0 (host"), text
         assert "Operation not permitted (kernel.yama.ptrace_scope" in text
+
+
+def said(rank: int, n: int) -> str:
+    collectives.barrier()
+    return str(collectives.info()["single_copy"])
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks share the core")
+def test_with_a_core_each_ranks_stage() -> None:
+    # Both copies of staging then run at once; huge pages make the kernel's no faster than the two of them.
+    for why in run_ranks(said, 2, env={"THP_MEM_ALLOC_ENABLE": "1"}):
+        assert "every rank has a core" in why or "process_vm_readv" in why, why
+        assert why != "process_vm_readv"
