@@ -141,6 +141,7 @@ class Watch:
     _loss: float = math.nan
     _square: float = 0.0  # of the gradients' norm
     _bad: float = 0.0
+    _bad_there: torch.Tensor | None = None  # the same of means on a device, where it is
     _usual: dict[str, Usual] = field(default_factory=dict)
     _bad_steps: int = 0
 
@@ -161,20 +162,29 @@ class Watch:
 
     def arrived(self, mean: torch.Tensor) -> None:
         """A bucket's mean, some of whose elements are searched for NaN and Inf."""
-        if not torch.isfinite(mean[:: max(1, mean.numel() // SAMPLES)]).all():
+        finite = torch.isfinite(mean[:: max(1, mean.numel() // SAMPLES)]).all()
+        if not mean.is_cpu:  # nobody waits for the device to say: it stays there until it is told
+            self._bad_there = ~finite if self._bad_there is None else self._bad_there | ~finite
+        elif not finite:
             self.bad()
 
     def bad(self) -> None:
         """This step's gradients had NaN or Inf."""
         self._bad = 1.0
 
-    def vector(self) -> torch.Tensor:
-        """What this rank has to tell: fp32, of the same length on all ranks."""
+    def vector(self, device: torch.device | None = None) -> torch.Tensor:
+        """What this rank has to tell: fp32, of the same length on all ranks, on the device (None: the CPU)."""
         told = [0.0 if math.isfinite(self._loss) else 1.0, self._loss, self._bad, self._square]
         told += [value for name in self._told for value in self._measured.get(name, (0.0, 0.0))]
         self._loss, self._bad, self._square = math.nan, 0.0, 0.0
         self._measured = {}
-        return torch.nan_to_num(torch.tensor(told, dtype=torch.float32), nan=0.0, posinf=3e38, neginf=-3e38)
+        said = torch.nan_to_num(torch.tensor(told, dtype=torch.float32), nan=0.0, posinf=3e38, neginf=-3e38)
+        if device is not None and device.type != "cpu":
+            said = said.pin_memory().to(device, non_blocking=True)
+        if self._bad_there is not None:
+            said[2:3] = torch.maximum(said[2:3], self._bad_there.to(said.device, torch.float32))
+            self._bad_there = None
+        return said
 
     def judge(self, step: int, mean: torch.Tensor) -> None:
         """Compare the mean over ranks of `vector` with the limits. CompressionHarmful where one says stop."""

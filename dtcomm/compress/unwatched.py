@@ -26,7 +26,7 @@ class Unwatched:
 
     def bad(self) -> None: ...
 
-    def vector(self) -> None:
+    def vector(self, device: torch.device | None = None) -> None:
         """Nothing to tell the other ranks."""
 
     def judge(self, step: int, mean: torch.Tensor) -> None: ...

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type
 from dtcomm.collectives import Work
 from dtcomm.compress.average import Averager
 from dtcomm.compress.guard import Sample
+from dtcomm.compress.hearing import Hearing
 from dtcomm.compress.memory import Handed, Memory
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.record import Recorder
@@ -129,7 +130,8 @@ class Backward:
         try:
             if told is not None and told.told is not None:
                 told.work.wait()
-                self._watch.judge(self.steps, told.told)
+                heard = told.heard or Hearing(told.told)
+                self._watch.judge(self.steps, heard.get())
         except Exception as error:
             self.error = self.error or error
         self._watch.begin(self.steps)
@@ -175,8 +177,8 @@ class Backward:
             tensors.append(given.sent)
             residuals.append(given.residual)
         last, told = bucket.is_last(), None
-        if last and not self._chooser.own and (found := self._watch.vector()) is not None:
-            told = found.to(buffer.device)
+        if last and not self._chooser.own and (found := self._watch.vector(buffer.device)) is not None:
+            told = found
         if self._chooser.own:  # nothing is lost, and nobody watches
             work: Work = OwnWork(buffer, self._group)
         elif self._sequencer is not None and self._chooser.in_stages:

@@ -10,6 +10,7 @@ import torch
 
 from dtcomm.collectives import Work
 from dtcomm.compress.guard import Sample
+from dtcomm.compress.hearing import Hearing
 from dtcomm.compress.memory import Handed, Memory
 from dtcomm.compress.packing import Packing, Segment
 from dtcomm.compress.record import Sent
@@ -31,6 +32,7 @@ class Flight:
     samples: list[Sample] | None
     told: torch.Tensor | None
     key: int
+    heard: Hearing | None = None
     done: torch.futures.Future[torch.Tensor] | None = None
     ready: float = field(default_factory=time.perf_counter)
     index: int = 0
@@ -78,6 +80,8 @@ class Flight:
             _count(handed.segment, sample.gradient, float(torch.linalg.vector_norm(handed.residual)))
             watch.measured(sample, handed.residual)
         watch.arrived(self.buffer)
+        if self.told is not None:
+            self.heard = Hearing(self.told)
 
 
 def _count(segment: Segment, signal: float, error: float) -> None:

@@ -15,6 +15,8 @@ import torch.distributed as dist
 import dtcomm.collectives as C
 from dtcomm import _C, ddp, fsdp, tp
 from dtcomm.codecs import codec
+from dtcomm.compress.guard import Guard, Watch
+from dtcomm.compress.hearing import Hearing
 from dtcomm.errors import DtcommError
 from dtcomm.runtime.fused import COLLECTIVES, FusedRanks, OnDevice, Room
 from dtcomm.runtime.shape import Part, Shape
@@ -295,3 +297,20 @@ def test_integrations_give_the_cpu_s_bits(integration: Callable[..., list[torch.
     ):
         assert len(here) == len(there) > 0
         assert all(torch.equal(a, b) for a, b in zip(here, there))
+
+
+def test_the_guard_of_ddp_waits_for_no_device() -> None:
+    """What is found in a mean stays on the device until it is told, and comes to the host by a copy of its own."""
+    watch, mean = Watch(Guard()), torch.ones(5000, device="cuda")
+    told = []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for bad in (False, True, False):
+            mean.fill_(float("nan") if bad else 1.0)
+            watch.arrived(mean)
+            mean.fill_(1.0)
+            watch.arrived(mean)
+            told.append(Hearing(watch.vector(mean.device)))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [each.get()[2].item() for each in told] == [0.0, 1.0, 0.0]
