@@ -109,7 +109,7 @@ tsan: $(DEPS)  ## csrc/tests/*.cpp that have threads under ThreadSanitizer, with
 # The core of the in-place build serves, so only the test itself is compiled.
 INPLACE = build/inplace-$(shell $(PY) -c 'import sys; print(sys.implementation.cache_tag)')
 
-# `make device ORDERS="fused 100000"`: only the fused collectives, in so many orders.
+# 10,000 orders of the fused collectives; `make device ORDERS="fused 100000"`: only the fused collectives, in so many orders.
 ORDERS ?=
 
 device: $(NATIVE)  ## the CUDA kernels' source on this CPU, byte for byte beside the CPU's kernels

@@ -26,7 +26,8 @@ struct FusedKernel {
   }
 };
 
-// Sums of eight ranks, a host's usual number, have kernels of their own.
+// Sums of eight ranks, a host's usual number, have kernels of their own; those of any number ask for residuals as they
+// go.
 template <Algorithm Which, bool Feedback, class Run>
 auto choose_all_reduce(const Fused& fused, const Run& run) {
   const bool plain = fused.seats[0].calls[static_cast<unsigned>(Verb::reduce)].op == ReduceOp::sum && !fused.after &&
@@ -34,7 +35,7 @@ auto choose_all_reduce(const Fused& fused, const Run& run) {
   if (fused.ranks == kMostRanks && plain) {
     return run(FusedKernel<Collective::all_reduce, Which, kMostRanks, Feedback>());
   }
-  return run(FusedKernel<Collective::all_reduce, Which, kAnyCount, Feedback>());
+  return run(FusedKernel<Collective::all_reduce, Which, kAnyCount, true>());
 }
 
 // run(FusedKernel<...>()). What is not a sum of everything asks for residuals as it goes.

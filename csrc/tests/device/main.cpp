@@ -36,7 +36,7 @@ bool same(const Kernels& cpu, const Codec& codec, const Case& which, long& calls
 int main(int count, char** arguments) {
   if (count < 2) return EXIT_FAILURE;
   const bool alone = count > 2 && std::strcmp(arguments[2], "fused") == 0;
-  const unsigned orders = alone && count > 3 ? static_cast<unsigned>(std::atoi(arguments[3])) : 2000;
+  const unsigned orders = alone && count > 3 ? static_cast<unsigned>(std::atoi(arguments[3])) : 10000;
   if (!fused_tests(arguments[1], orders)) return EXIT_FAILURE;
   if (alone) return EXIT_SUCCESS;
   const Kernels& cpu = *find_kernels("generic");
