@@ -88,15 +88,18 @@ class Backward:
         return flight.done
 
     def _landing(self, flight: Flight) -> Callable[[torch.futures.Future[Any]], torch.Tensor]:
-        carries_error = not self._in_backward
+        # Emptied before the future is done: this may run on a thread of the group's backend, and that must not be left
+        # with the last reference to the group. Gloo's would then wait for itself, and the process end.
+        held = [(self, flight, not self._in_backward)]
 
         def land(future: torch.futures.Future[Any]) -> torch.Tensor:
+            backward, flight, carries_error = held.pop()
             try:
                 future.value()
-                flight.land(self._memory)
+                flight.land(backward._memory)
                 flight.done_ns = time.monotonic_ns()
             except Exception as error:
-                self.error = self.error or error
+                backward.error = backward.error or error
                 if carries_error:
                     raise
             return flight.buffer
