@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from bench import quality
-from bench.common import theory
+from bench.common import pages, theory
 from dtcomm.cli import codecs_choice
 from dtcomm.cli.codecs_error import Error, measure
 from dtcomm.cli.codecs_report import bits_per_element
@@ -214,7 +215,7 @@ def result() -> dict[str, Any]:
 
 
 def test_the_tables_are_stable() -> None:
-    shown = quality.tables(result()).splitlines()
+    shown = quality.page(result()).splitlines()
     assert shown[0].startswith("| codec | bits per element | error, Gaussian |") and shown[1].startswith(
         "|---|---:"
     )
@@ -223,18 +224,21 @@ def test_the_tables_are_stable() -> None:
     assert shown[4] == "" and shown[7].startswith("| `int8` | 0.005") and "255 levels" in shown[7]
 
 
-def test_tables_are_put_between_the_markers() -> None:
-    document = f"head\n{quality.BEGIN}\nold\n{quality.END}\ntail\n"
-    once = quality.insert(document, "new")
-    assert once == f"head\n{quality.BEGIN}\nnew\n{quality.END}\ntail\n" == quality.insert(once, "new")
+def test_tables_are_put_between_the_marks(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    begin, end = "<!-- quality:begin -->", "<!-- quality:end -->"
+    page.write_text(f"head\n{begin}\nold\n{end}\ntail\n")
+    for _ in range(2):
+        assert pages.fill(page, "quality", "new").read_text() == f"head\n{begin}\nnew\n{end}\ntail\n"
+    page.write_text("no marks")
     with pytest.raises(ValueError, match="quality:begin"):
-        quality.insert("no markers", "new")
+        pages.fill(page, "quality", "new")
 
 
 def test_the_document_has_the_errors_of_today() -> None:
     """The document's numbers are those that the code makes: a change of a format must change them too."""
-    text = quality.DOCS.read_text(encoding="utf-8")
-    inside = text.partition(quality.BEGIN)[2].partition(quality.END)[0]
+    text = (pages.DOCS / "codecs.md").read_text(encoding="utf-8")
+    inside = text.partition("<!-- quality:begin -->")[2].partition("<!-- quality:end -->")[0]
     rows = {}
     for line in inside.strip().split("\n\n")[0].splitlines()[2:]:
         cells = [cell.strip() for cell in line.strip("|\n").split("|")]
