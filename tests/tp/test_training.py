@@ -64,6 +64,10 @@ def run_through(rank: int, ranks: int, how: str, codec: str) -> None:
         assert all(parameter.grad.dtype == torch.float32 for parameter in block.parameters())
     else:
         torch._dynamo.reset()
+        if (
+            how == "inductor"
+        ):  # it fuses arithmetic, which takes an element near a tie to the next of int8's levels
+            tolerance = 1e-3
         got = gradients(
             block,
             torch.compile(block, fullgraph=True, backend="inductor" if how == "inductor" else "aot_eager"),
