@@ -1,4 +1,7 @@
-"""The shapes in which FSDP2 is used: replicas, tensor parallel, copies kept in the host, offload, tied parameters."""
+"""The shapes in which FSDP2 is used: replicas, tensor parallel, copies kept in the host, offload, tied parameters.
+
+On fresh ranks: torch keeps meshes and their groups by process, and an earlier test's equal mesh would be found again.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def replicas(rank: int, ranks: int, codecs: dict[str, str], tolerance: float) ->
 
 @pytest.mark.parametrize(("codecs", "tolerance"), [(NONE, 0.0), (LOSSY, 0.1)], ids=str)
 def test_replicas_of_shards(codecs: dict[str, str], tolerance: float) -> None:
-    run_ranks(replicas, 4, codecs, tolerance)
+    run_ranks(replicas, 4, codecs, tolerance, fresh=True)
 
 
 def kept(rank: int, ranks: int, codecs: dict[str, str], tolerance: float) -> None:
@@ -54,7 +57,7 @@ def kept(rank: int, ranks: int, codecs: dict[str, str], tolerance: float) -> Non
 
 @pytest.mark.parametrize(("codecs", "tolerance"), [(NONE, 1e-6), (LOSSY, 0.1)], ids=str)
 def test_copies_kept_inside_a_host(codecs: dict[str, str], tolerance: float) -> None:
-    run_ranks(kept, 4, codecs, tolerance)
+    run_ranks(kept, 4, codecs, tolerance, fresh=True)
 
 
 def averaged(rank: int, ranks: int, codecs: dict[str, Any], tolerance: float) -> None:
@@ -79,7 +82,7 @@ def averaged(rank: int, ranks: int, codecs: dict[str, Any], tolerance: float) ->
     ("codecs", "tolerance"), [(NONE, 0.0), ({"gradients": "ef:int8", "residual": "bf16"}, 0.1)], ids=str
 )
 def test_replicas_are_averaged_compressed(codecs: dict[str, Any], tolerance: float) -> None:
-    run_ranks(averaged, 4, codecs, tolerance)
+    run_ranks(averaged, 4, codecs, tolerance, fresh=True)
 
 
 class Pair(nn.Module):
@@ -115,7 +118,7 @@ def tensor_parallel(rank: int, ranks: int, codecs: dict[str, str], tolerance: fl
 
 @pytest.mark.parametrize(("codecs", "tolerance"), [(NONE, 0.0), (LOSSY, 0.05)], ids=str)
 def test_with_tensor_parallel_layers(codecs: dict[str, str], tolerance: float) -> None:
-    run_ranks(tensor_parallel, 4, codecs, tolerance)
+    run_ranks(tensor_parallel, 4, codecs, tolerance, fresh=True)
 
 
 def others(rank: int, ranks: int) -> None:
@@ -156,7 +159,7 @@ def others(rank: int, ranks: int) -> None:
 
 
 def test_offload_tied_frozen_and_half() -> None:
-    run_ranks(others, 2)
+    run_ranks(others, 2, fresh=True)
 
 
 class Wide(nn.Module):
@@ -192,4 +195,4 @@ def buffers(rank: int, ranks: int) -> None:
 
 
 def test_buffers_are_shared_and_used_again() -> None:
-    run_ranks(buffers, 2)
+    run_ranks(buffers, 2, fresh=True)
