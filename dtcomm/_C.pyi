@@ -317,7 +317,6 @@ class FusedCall:
         splits: list[int],
         op: int,
         divisor: int,
-        features: int,
         encodes_own: bool,
         ranks: int,
         first: int,
@@ -327,7 +326,15 @@ class FusedCall:
         section: int,
         budget: int,
         memory: list[int],
+        programs: list[tuple[int, list[int], list[int], list[int]]] = ...,
+        steps: int = 0,
+        keeps: bool = False,
     ) -> None: ...
+    def why_not(self) -> str: ...
     def launch(
-        self, shares: list[tuple[int, int, int, int, int]], order: int = 0, absent: int = -1
+        self,
+        shares: list[tuple[int, int, int, int, int]],
+        order: int = 0,
+        absent: int = -1,
+        features: int = 0,
     ) -> None: ...

@@ -63,7 +63,6 @@ class FusedCall:
         splits: list[int],
         op: int,
         divisor: int,
-        features: int,
         encodes_own: bool,
         ranks: int,
         first: int,
@@ -73,5 +72,11 @@ class FusedCall:
         section: int,
         budget: int,
         memory: list[int],
+        programs: list[tuple[int, list[int], list[int], list[int]]] = ...,
+        steps: int = 0,
+        keeps: bool = False,
     ) -> None: ...
-    def launch(self, shares: list[tuple[int, int, int, int, int]], stream: int) -> None: ...
+    def why_not(self) -> str: ...
+    def launch(
+        self, shares: list[tuple[int, int, int, int, int]], stream: int, features: int = 0
+    ) -> None: ...

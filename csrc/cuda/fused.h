@@ -17,6 +17,8 @@ constexpr int kMostRanks = 8;         // of a host
 constexpr unsigned kMostBlocks = 64;  // thread blocks of a rank
 constexpr unsigned kStages = 5, kCounters = 3;
 
+// Of a program it says how chunks lie in the tensors alone: a broadcast's as an all_reduce's, a gather's as an
+// all_gather's.
 enum class Collective : unsigned { all_reduce = 0, reduce_scatter = 1, all_gather = 2, all_to_all = 3 };
 
 // two_shot: of all_reduce. one_shot: of every collective, the only direct one of the other three. program: a lowered
@@ -59,7 +61,8 @@ struct Peer {
 // Of memory that begins at `base`.
 inline Peer peer_at(std::uint8_t* base) { return {base + kPadBytes, reinterpret_cast<Pad*>(base)}; }
 
-// A rank's own tensors, contiguous and aligned to their elements.
+// A rank's own tensors, contiguous and aligned to their elements. In a program, whose ranks may have a root, those that
+// the rank neither reads nor wants may be missing, and a residual may be where others have none.
 struct Share {
   const void* input = nullptr;
   void* output = nullptr;        // may be the input; with shards, may hold it at its place or lie in it at its place
@@ -80,7 +83,7 @@ struct FusedCall {
   Collective collective = Collective::all_reduce;
   Algorithm algorithm = Algorithm::two_shot;
   Codec codec;
-  DType dtype = DType::f32;  // f32, f16 or bf16; any where all_gather or all_to_all move `none` without a residual
+  DType dtype = DType::f32;  // f32, f16 or bf16; any where `none` is moved, not summed, and there is no residual
   std::size_t numel = 0;     // of the tensor in an all_reduce, otherwise of one shard
   std::vector<std::size_t>
       splits;                   // all_to_all of unequal shards: sender * ranks + receiver; numel does not matter then
@@ -94,6 +97,7 @@ struct FusedCall {
   std::uint32_t section = 0;              // granules of a chunk at a time, of a block or a program's piece; 0: as fit
   std::uint64_t budget = 10'000'000'000;  // nanoseconds that a kernel waits for one signal
   int steps = 0;                          // program: of the schedule
+  bool keeps = true;                      // program: some rank keeps sums in fp32, for which all have room
   Peer peers[kMostRanks] = {};            // all ranks'
   Share shares[kMostRanks] = {};          // [i]: of rank first + i
   std::vector<Lowered> programs;          // [i]: of rank first + i
@@ -104,6 +108,8 @@ bool fusible(const Codec& codec, DType dtype);
 
 // Empty, or why there is no kernel for the call, naming the field.
 std::string why_not(const FusedCall& call);
+// The same of a call without its shares.
+std::string why_not_stated(const FusedCall& call);
 
 // Queues it on `stream` (a cudaStream_t) of the current device: one cooperative kernel, or one for each step of a
 // program, whose blocks all run at once or which is refused. Empty, or why nothing was queued. Which rank was missing

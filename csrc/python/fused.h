@@ -20,6 +20,8 @@ namespace dtcomm::python {
 using RoomNumbers = std::tuple<unsigned, std::uint64_t, std::uint64_t>;
 // Addresses of input, output, residual, bias, addend; 0: none.
 using ShareNumbers = std::array<std::uintptr_t, 5>;
+// Of a rank that is here: its chunks, the boxes of all ranks, the flat instructions and the step of each.
+using ProgramNumbers = std::tuple<int, std::vector<int>, std::vector<std::int64_t>, std::vector<int>>;
 
 inline cuda::Room room_of(int ranks, const RoomNumbers& numbers) {
   cuda::Room room;
@@ -30,13 +32,14 @@ inline cuda::Room room_of(int ranks, const RoomNumbers& numbers) {
 
 inline cuda::FusedCall state_fused(int collective, int algorithm, const pybind11::bytes& codec, int dtype,
                                    std::size_t numel, std::vector<std::size_t> splits, int op, std::size_t divisor,
-                                   std::size_t features, bool encodes_own, int ranks, int first, int here,
-                                   const RoomNumbers& room, unsigned blocks, std::uint32_t section,
-                                   std::uint64_t budget, const std::vector<std::uintptr_t>& memory) {
+                                   bool encodes_own, int ranks, int first, int here, const RoomNumbers& room,
+                                   unsigned blocks, std::uint32_t section, std::uint64_t budget,
+                                   const std::vector<std::uintptr_t>& memory,
+                                   const std::vector<ProgramNumbers>& programs, int steps, bool keeps) {
   if (collective < 0 || collective > static_cast<int>(cuda::Collective::all_to_all)) {
     throw pybind11::value_error("collective: unknown number");
   }
-  if (algorithm < 0 || algorithm > static_cast<int>(cuda::Algorithm::one_shot)) {
+  if (algorithm < 0 || algorithm > static_cast<int>(cuda::Algorithm::program)) {
     throw pybind11::value_error("algorithm: unknown number");
   }
   if (op < 0 || op > static_cast<int>(ReduceOp::max)) throw pybind11::value_error("op: unknown number");
@@ -51,7 +54,6 @@ inline cuda::FusedCall state_fused(int collective, int algorithm, const pybind11
   call.splits = std::move(splits);
   call.op = static_cast<ReduceOp>(op);
   call.divisor = divisor;
-  call.features = features;
   call.encodes_own = encodes_own;
   call.ranks = ranks;
   call.first = first;
@@ -64,15 +66,23 @@ inline cuda::FusedCall state_fused(int collective, int algorithm, const pybind11
     if (memory[rank] % 16 != 0) throw pybind11::value_error("memory: must be aligned to 16");
     call.peers[rank] = cuda::peer_at(pointer<std::uint8_t>(memory[rank]));
   }
+  call.steps = steps;
+  call.keeps = keeps;
+  for (const auto& [chunks, boxes, flat, step_of] : programs) {
+    const int rank = first + static_cast<int>(call.programs.size());
+    call.programs.push_back({Program::parse(rank, ranks, chunks, boxes, flat), step_of});
+  }
   return call;
 }
 
-// The same with the tensors of the ranks that are here.
-inline cuda::FusedCall with_tensors(const cuda::FusedCall& stated, const std::vector<ShareNumbers>& shares) {
+// The same with the tensors of the ranks that are here; `features` are those of a bias.
+inline cuda::FusedCall with_tensors(const cuda::FusedCall& stated, const std::vector<ShareNumbers>& shares,
+                                    std::size_t features) {
   if (shares.size() != static_cast<std::size_t>(stated.here)) {
     throw pybind11::value_error("shares: one for each rank that is here");
   }
   cuda::FusedCall call = stated;
+  call.features = features;
   for (std::size_t i = 0; i < shares.size(); ++i) {
     const auto& [input, output, residual, bias, addend] = shares[i];
     call.shares[i] = {pointer<const void>(input), pointer<void>(output), pointer<float>(residual),
@@ -98,9 +108,12 @@ inline pybind11::class_<cuda::FusedCall> bind_fused_call(pybind11::module_& modu
   return py::class_<cuda::FusedCall>(module, "FusedCall", py::module_local(),
                                      "A collective of one shape on one memory; csrc/cuda/fused.h says what fields are.")
       .def(py::init(&state_fused), py::arg("collective"), py::arg("algorithm"), py::arg("codec"), py::arg("dtype"),
-           py::arg("numel"), py::arg("splits"), py::arg("op"), py::arg("divisor"), py::arg("features"),
-           py::arg("encodes_own"), py::arg("ranks"), py::arg("first"), py::arg("here"), py::arg("room"),
-           py::arg("blocks"), py::arg("section"), py::arg("budget"), py::arg("memory"));
+           py::arg("numel"), py::arg("splits"), py::arg("op"), py::arg("divisor"), py::arg("encodes_own"),
+           py::arg("ranks"), py::arg("first"), py::arg("here"), py::arg("room"), py::arg("blocks"), py::arg("section"),
+           py::arg("budget"), py::arg("memory"), py::arg("programs") = std::vector<ProgramNumbers>(),
+           py::arg("steps") = 0, py::arg("keeps") = false)
+      .def("why_not", &cuda::why_not_stated,
+           "Why there is no kernel for it, naming the field; empty where there is one.");
 }
 
 }  // namespace dtcomm::python

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from dtcomm import _C, env
 from dtcomm.errors import CollectiveMismatch, DtcommError
 from dtcomm.runtime.exchange import GroupExchange
-from dtcomm.runtime.fused import FusedRanks, Room, launcher_of
+from dtcomm.runtime.fused import FusedRanks, launcher_of, room_of
 from dtcomm.runtime.joining import PROTOCOL, Joining, Runtime
 from dtcomm.runtime.meeting import Meeting, host_id, require_equal
 from dtcomm.runtime.on_streams import StreamRuntime
@@ -93,7 +93,7 @@ class DeviceJoining(Joining):
         if not reason:
             made, reason = self._reach(meeting, words)
         if made is not None:
-            room = Room(min(word["seat"]["blocks"] for word in words))
+            room = room_of([word["seat"] for word in words])
             pads = [made.own[_C.MISSING_OFFSET :][:4].view(torch.int32)]
             budget = int(self._timeout.total_seconds() * 1e9)
             launcher = launcher_of(self._device)
@@ -109,7 +109,7 @@ class DeviceJoining(Joining):
 
     def _reach(self, meeting: Meeting, words: Sequence[dict[str, Any]]) -> tuple[Reached | None, str]:
         """Memory that all ranks reach, or why there is none: the same on all of them."""
-        room = Room(min(word["seat"]["blocks"] for word in words))
+        room = room_of([word["seat"] for word in words])
         size = _C.fused_bytes(self.size, room)
         found: list[str] = []
         for kind in (SYMMETRIC, IPC):

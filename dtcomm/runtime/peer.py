@@ -1,4 +1,5 @@
-"""Collectives inside a host as one kernel over memory that all its GPUs reach, queued on the current stream.
+"""Collectives inside a host as one kernel, or one a step, over memory that all its GPUs reach, queued on the current
+stream.
 
 What has no fused kernel goes over the group's own backend, and the report counts why; with DTCOMM_RUNTIME=peer it is an
 error instead. The host waits for nothing: a rank that did not come stands in a word of device memory, which is copied
@@ -20,7 +21,7 @@ from dtcomm.errors import DtcommError, PeerLost
 from dtcomm.runtime import flight
 from dtcomm.runtime.around import Around
 from dtcomm.runtime.flight import KEPT, Flight, Recorder, Sighting
-from dtcomm.runtime.fused import FusedPlan, FusedRanks, why_not
+from dtcomm.runtime.fused import FusedPlan, FusedRanks, NoKernel
 from dtcomm.runtime.joining import Runtime
 from dtcomm.runtime.on_streams import StreamWork
 from dtcomm.runtime.shape import Shape
@@ -77,12 +78,12 @@ class PeerRuntime:
 
     def prepare(self, shape: Shape, schedule: Schedule) -> FusedPlan | Below:
         """A plan for calls of this shape. ValueError where only fused kernels are allowed and there is none."""
-        reason = why_not(shape, self._fused.ranks)
-        if not reason:
-            return self._fused.prepare(shape)
-        if self._forced:
-            raise ValueError(f"DTCOMM_RUNTIME=peer: {reason}")
-        return Below(self._below.prepare(shape, schedule), reason)
+        try:
+            return self._fused.prepare(shape, schedule)
+        except NoKernel as reason:
+            if self._forced:
+                raise ValueError(f"DTCOMM_RUNTIME=peer: {reason}") from None
+            return Below(self._below.prepare(shape, schedule), str(reason))
 
     def run(
         self, plan: FusedPlan | Below, buffers: Sequence[Buffers], seed: int, around: Around | None = None

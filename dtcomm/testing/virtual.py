@@ -10,12 +10,15 @@ from collections.abc import Sequence
 
 import torch
 
-from dtcomm import _C
+from dtcomm import _C, algorithms
 from dtcomm.codecs import Codec, codec
 from dtcomm.errors import PeerLost
 from dtcomm.runtime.fused import (
+    BOX_BYTES,
     BUDGET_NS,
     SLOT_BYTES,
+    TWO_STEP,
+    After,
     Emulated,
     FusedPlan,
     FusedRanks,
@@ -26,15 +29,18 @@ from dtcomm.runtime.fused import (
 from dtcomm.runtime.seats import blocks_of
 from dtcomm.runtime.shape import Part, Shape
 from dtcomm.runtime.shm import Buffers
+from dtcomm.schedule import Schedule
 
 EMULATED_BLOCKS = 2
+EMULATED_BOX_BYTES = 2**20
 
 
 class VirtualRanks:
     """``ranks`` ranks on one device, with memory of their own that is kept from call to call.
 
-    ``blocks`` are thread blocks of a rank, by default as many as run at once; ``order`` seeds the emulator's, which
-    runs on the CPU, ``absent`` is a rank that never comes, there.
+    ``blocks`` are thread blocks of a rank, by default as many as run at once; ``slot_bytes`` and ``box_bytes`` are room
+    for payloads of direct algorithms and of programs. ``order`` seeds the emulator's, which runs on the CPU, ``absent``
+    is a rank that never comes, there.
     """
 
     def __init__(
@@ -44,6 +50,7 @@ class VirtualRanks:
         *,
         blocks: int = 0,
         slot_bytes: int = SLOT_BYTES,
+        box_bytes: int = 0,
         budget_ns: int = BUDGET_NS,
         order: int = 0,
         absent: int = -1,
@@ -55,13 +62,13 @@ class VirtualRanks:
             raise ValueError(f"device: expected cpu or cuda, got {device}")
         launcher: Launcher
         if device.type == "cuda":
-            blocks = blocks or blocks_of(device, ranks)
+            blocks, box_bytes = blocks or blocks_of(device, ranks), box_bytes or BOX_BYTES
             launcher = OnDevice(device)
         else:
-            blocks = blocks or EMULATED_BLOCKS
+            blocks, box_bytes = blocks or EMULATED_BLOCKS, box_bytes or EMULATED_BOX_BYTES
             launcher = Emulated(order, absent)
         self.ranks, self.device = ranks, device
-        room = Room(blocks, slot_bytes)
+        room = Room(blocks, slot_bytes, box_bytes)
         size = _C.fused_bytes(ranks, room)
         self._memory = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(ranks)]
         pads = [memory[_C.MISSING_OFFSET :][:4].view(torch.int32) for memory in self._memory]
@@ -77,23 +84,32 @@ class VirtualRanks:
         *,
         algorithm: str = "one_shot",
         op: str = "sum",
+        root: int = 0,
         splits: tuple[int, ...] = (),
+        schedule: Schedule | None = None,
     ) -> FusedPlan:
-        """A call of one shape, to be run again and again; ``numel`` is of the tensor or of one shard."""
-        part = Part(numel, dtype, codec(spec))
-        return self.fused.prepare(Shape(collective, op, (part,), algorithm, splits=splits))
+        """A call of one shape, to be run again and again; ``numel`` is of the tensor or of one shard. ``algorithm``: a
+        name of ``dtcomm.algorithms``, or anything where a ``schedule`` of one's own is given.
+        """
+        shape = Shape(collective, op, (Part(numel, dtype, codec(spec)),), algorithm, root, splits)
+        if schedule is None and algorithm != TWO_STEP:
+            schedule = algorithms.build(algorithm, collective, self.ranks, root)
+        return self.fused.prepare(shape, schedule)
 
     def run(
         self,
         plan: FusedPlan,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor | None],
+        outputs: Sequence[torch.Tensor | None],
         residuals: Sequence[torch.Tensor | None] | None = None,
+        after: Sequence[After] = (),
     ) -> None:
-        """Queue it for all ranks; nothing is waited for on a device, and a graph may capture it."""
+        """Queue it for all ranks; nothing is waited for on a device, and a graph may capture it. None: a rank that has
+        no such tensor, as under a root; ``after``: what each adds to its sum.
+        """
         losses = [None] * self.ranks if residuals is None else residuals
         given = [[Buffers(*each)] for each in zip(inputs, outputs, losses, strict=True)]
-        self.fused.launch(plan, given)
+        self.fused.launch(plan, given, after)
 
     def all_reduce(
         self,

@@ -128,7 +128,7 @@ def fused_processes(rank: int, world_size: int) -> dict[str, object]:
     wrong = []
     for turn in range(2):
         for spec in ("none", "int8", "int4", "fp8_e4m3"):
-            for algorithm in ("two_shot", "one_shot"):
+            for algorithm in ("two_shot", "one_shot", "ring", "tree", "halving"):
                 here = torch.randn(20_000, generator=torch.Generator().manual_seed(rank + turn))
                 there, losses = here.cuda(), [torch.zeros(20_000), torch.zeros(20_000, device="cuda")]
                 os.environ["DTCOMM_RUNTIME"] = "auto"
@@ -147,7 +147,7 @@ def fused_processes(rank: int, world_size: int) -> dict[str, object]:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     try:
-        C.all_reduce(x, codec="int8", algorithm="ring")
+        C.all_reduce(x, codec="topk:ratio=0.1", algorithm="ring")
         refused = ""
     except ValueError as error:
         refused = str(error)
@@ -158,7 +158,7 @@ def test_processes_that_share_a_device() -> None:
     for said in run_ranks(fused_processes, 2, env=PEER, timeout=120):
         assert said["wrong"] == []
         assert all(each["runtime"] == "peer" for each in said["info"].values())
-        assert "DTCOMM_RUNTIME=peer: ring has no fused kernel" in said["refused"]
+        assert "DTCOMM_RUNTIME=peer: codec topk" in said["refused"]
 
 
 # --- over the group's own backend

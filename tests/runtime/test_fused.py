@@ -91,14 +91,14 @@ def test_who_does_not_come_is_named() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"collective": "broadcast"}, "broadcast has no fused kernel"),
+        ({"collective": "broadcast"}, "two_shot has no fused kernel of broadcast"),
         ({"algorithm": "ring"}, "ring has no fused kernel of all_reduce"),
         ({"collective": "all_gather"}, "two_shot has no fused kernel of all_gather"),
         ({"checksum": True}, "no checksum"),
         ({"parts": (Part(9, torch.float32, codec("topk:ratio=0.1")),)}, "topk:ratio=0.1"),
         ({"parts": (Part(9, torch.float32, codec("int8:round=stochastic")),)}, "round=stochastic"),
         ({"parts": (Part(9, torch.int32, codec("none")),)}, "int32"),
-        ({"parts": (Part(9, torch.float32, codec("none"), codec("int4")),)}, "inside one host"),
+        ({"parts": (Part(9, torch.float32, codec("none"), codec("topk:ratio=0.1")),)}, "inside one host"),
     ],
 )
 def test_what_has_no_kernel_says_why(change: dict, reason: str) -> None:

@@ -13,6 +13,9 @@ Fused plan_fused(const FusedCall& call);
 // The launches of a program, in order; of a call that why_not() has nothing against.
 std::vector<Step> plan_steps(const FusedCall& call);
 std::string why_no_steps(const FusedCall& call);
+// Whether a rank that is here sums anything, and whether the i-th of them reads its input.
+bool sums(const FusedCall& call);
+bool reads_input(const FusedCall& call, int i);
 
 // A rank's tensors in a call, whatever else it does.
 Call whole_call(const FusedCall& call, const Share& share);

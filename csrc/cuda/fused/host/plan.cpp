@@ -20,7 +20,16 @@ bool has_epilogue(const FusedCall& call) {
 }
 
 bool verbatim(const FusedCall& call) {
-  return call.codec.family == Family::none && gathers(call) && !has_residual(call);
+  const bool moves = call.algorithm == Algorithm::program ? !sums(call) : gathers(call);
+  return call.codec.family == Family::none && moves && !has_residual(call);
+}
+
+// Elements of a rank's input or output in an all_to_all of unequal shards.
+std::size_t exchanged(const FusedCall& call, int rank, bool in) {
+  const auto ranks = static_cast<std::size_t>(call.ranks), r = static_cast<std::size_t>(rank);
+  std::size_t sum = 0;
+  for (std::size_t peer = 0; peer < ranks; ++peer) sum += call.splits[in ? r * ranks + peer : peer * ranks + r];
+  return sum;
 }
 
 Seat seat_of(const FusedCall& given, int rank, const Share& share) {
@@ -74,9 +83,13 @@ std::string why_not_shares(const FusedCall& call) {
   const bool some_residual = has_residual(call);
   for (int i = 0; i < call.here; ++i) {
     const Share& share = call.shares[i];
-    const std::string whose = "shares: rank " + number(call.first + i);
-    if (!share.input || !share.output) return whose + " lacks a tensor";
-    if (some_residual && !share.residual) return whose + " has no residual, others do";
+    const int rank = call.first + i;
+    const std::string whose = "shares: rank " + number(rank);
+    const bool program = call.algorithm == Algorithm::program, uneven = !call.splits.empty();
+    const bool reads = program ? reads_input(call, i) : !uneven || exchanged(call, rank, true);
+    const bool writes = !program && (!uneven || exchanged(call, rank, false));
+    if ((reads && !share.input) || (writes && !share.output)) return whose + " lacks a tensor";
+    if (some_residual && !share.residual && !program) return whose + " has no residual, others do";
     if (share.bias && call.features == 0) return "features: must be the last dimension where there is a bias";
   }
   if (has_epilogue(call) && call.collective != Collective::all_reduce) return "shares: only all_reduce has an epilogue";
@@ -103,6 +116,11 @@ std::uint32_t section_of(const FusedCall& call, const Layout& layout) {
 }
 
 std::string why_not(const FusedCall& call) {
+  std::string reason = why_not_stated(call);
+  return reason.empty() ? why_not_shares(call) : reason;
+}
+
+std::string why_not_stated(const FusedCall& call) {
   if (call.ranks < 2 || call.ranks > kMostRanks) return "ranks: must be 2 to " + number(kMostRanks);
   if (call.first < 0 || call.here < 1 || call.first + call.here > call.ranks) return "here: outside the ranks";
   if (!verbatim(call) && !fusible(call.codec, call.dtype))
@@ -119,11 +137,8 @@ std::string why_not(const FusedCall& call) {
   if (call.encodes_own && (call.algorithm != Algorithm::two_shot || has_residual(call))) {
     return "encodes_own: is of two_shot, without a residual";
   }
-  for (const std::string& reason : {why_not_memory(call), why_not_shares(call)}) {
-    if (!reason.empty()) return reason;
-  }
-  if (call.algorithm == Algorithm::program)
-    return fusible(call.codec, call.dtype) ? why_no_steps(call) : "dtype: a program takes fp32, fp16 and bf16";
+  if (std::string reason = why_not_memory(call); !reason.empty()) return reason;
+  if (call.algorithm == Algorithm::program) return why_no_steps(call);
   const Layout layout = layout_of(call.codec, call.dtype);
   const std::uint64_t section = section_of(call, layout);
   if (section < 1 || section * layout.bytes(layout.granule) > call.room.slot_bytes) {

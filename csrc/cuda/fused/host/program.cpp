@@ -7,6 +7,8 @@ namespace dtcomm::cuda {
 
 namespace {
 
+constexpr int kMostChunks = 65535, kMostBoxes = 32767;  // that a Task can name
+
 std::uint64_t granules_of(const Layout& layout, std::uint64_t numel) {
   return (numel + layout.granule - 1) / layout.granule;
 }
@@ -20,8 +22,13 @@ Run chunk_of(const FusedCall& call, const Layout& layout, int chunk, int chunks)
       return {c * numel, 0, numel};
     case Collective::all_gather:
       return {0, c * numel, numel};
-    case Collective::all_to_all:
-      return {c % n * numel, c / n * numel, numel};
+    case Collective::all_to_all: {
+      if (call.splits.empty()) return {c % n * numel, c / n * numel, numel};
+      Run run = {0, 0, call.splits[c]};
+      for (std::uint64_t before = c / n * n; before < c; ++before) run.in += call.splits[before];
+      for (std::uint64_t before = c % n; before < c; before += n) run.out += call.splits[before];
+      return run;
+    }
     default: {
       const std::uint64_t granules = granules_of(layout, numel), of = static_cast<std::uint64_t>(chunks);
       const std::uint64_t from = std::min(numel, granules * c / of * layout.granule);
@@ -43,7 +50,7 @@ std::uint64_t largest_chunk(const FusedCall& call, const Layout& layout) {
 // Of one granule of every chunk: its boxes and, for the ranks that need them, its sums.
 std::uint64_t bytes_of_granule(const FusedCall& call, const Layout& layout) {
   const auto boxes = static_cast<std::uint64_t>(program_of(call).max_boxes());
-  const auto chunks = static_cast<std::uint64_t>(program_of(call).chunks);
+  const auto chunks = static_cast<std::uint64_t>(call.keeps ? program_of(call).chunks : 0);
   return boxes * layout.bytes(layout.granule) + chunks * layout.granule * sizeof(float);
 }
 
@@ -54,9 +61,9 @@ std::uint64_t piece_of(const FusedCall& call, const Layout& layout) {
   return std::min(fit, wanted);
 }
 
-Task task_of(const FusedCall& call, const Instruction& instruction, const Run& run) {
+Task task_of(const FusedCall& call, const Share& share, const Instruction& instruction, const Run& run) {
   const bool divides = instruction.divide && call.divisor != 1;
-  const bool residual = call.shares[0].residual != nullptr;
+  const bool residual = share.residual != nullptr;
   Task task = {};
   task.run = run;
   task.box = static_cast<std::int16_t>(instruction.box);
@@ -95,6 +102,7 @@ Task task_of(const FusedCall& call, const Instruction& instruction, const Run& r
     default:
       for (const BoxRef& input : instruction.inputs) reads(input.rank, input.box);
   }
+  task.output = task.output && share.output;
   // As plan() has it.
   const bool local = task.local != Local::none;
   task.joins = task.count + (local ? 1 : 0) > 1 || divides || (task.local == Local::input && task.takes);
@@ -105,28 +113,69 @@ Task task_of(const FusedCall& call, const Instruction& instruction, const Run& r
   return task;
 }
 
-// What a rank does in a step; false where it is more than a launch takes.
-bool fill(const FusedCall& call, const Layout& layout, std::size_t index, std::uint64_t piece, int step, Turn& turn) {
+// What a rank does in a step, before its peers are told and after they have told.
+struct Doings {
+  std::vector<Task> before, after;
+  std::uint32_t tells = 0, hears = 0;
+
+  bool idle() const { return before.empty() && after.empty() && tells == 0 && hears == 0; }
+};
+
+Doings doings(const FusedCall& call, const Layout& layout, std::size_t index, std::uint64_t piece, int step) {
   const Lowered& lowered = call.programs[index];
   const std::uint64_t most = piece_of(call, layout) * layout.granule;
-  turn.tells = turn.hears = turn.tasks = 0;
+  Doings found;
   for (std::size_t i = 0; i < lowered.program.instructions.size(); ++i) {
     const Instruction& instruction = lowered.program.instructions[i];
     // What nobody sends is left to the last step.
     if (std::min(lowered.step_of[i], call.steps - 1) != step) continue;
     if (instruction.op == Op::send) {
-      for (const int peer : instruction.peers) turn.tells |= 1U << peer;
+      for (const int peer : instruction.peers) found.tells |= 1U << peer;
     } else if (instruction.op == Op::receive) {
-      turn.hears |= 1U << instruction.peer;
+      found.hears |= 1U << instruction.peer;
     } else {
-      if (turn.tasks == kMostTasks) return false;
       Run run = chunk_of(call, layout, instruction.chunk, lowered.program.chunks);
       const std::uint64_t from = std::min(piece * most, run.numel);
       run = {run.in + from, run.out + from, std::min(most, run.numel - from)};
-      turn.task[turn.tasks++] = task_of(call, instruction, run);
+      const Task task = task_of(call, call.shares[index], instruction, run);
+      (task.before ? found.before : found.after).push_back(task);
     }
   }
-  return true;
+  return found;
+}
+
+// The launches of a step, one unless a rank has more tasks than one takes. All ranks that are here tell and hear in the
+// same one: a block that waited for a later launch of its own device would wait for ever.
+void add_launches(const std::vector<Doings>& ranks, Step step, std::vector<Step>& launches) {
+  const bool begins = step.begins, ends = step.ends;
+  std::size_t signals = 0, last = 0;  // which launch
+  for (const Doings& each : ranks)
+    signals = std::max(signals, (std::max<std::size_t>(each.before.size(), 1) - 1) / kMostTasks);
+  const auto first_after = [&](const Doings& each) {
+    return each.before.size() > signals * kMostTasks ? each.before.size() : signals * kMostTasks;
+  };
+  for (const Doings& each : ranks) {
+    last = std::max(last, (std::max<std::size_t>(first_after(each) + each.after.size(), 1) - 1) / kMostTasks);
+  }
+  for (std::size_t launch = 0; launch <= std::max(signals, last); ++launch) {
+    for (std::size_t i = 0; i < ranks.size(); ++i) {
+      Turn& turn = step.turns[i];
+      turn.tells = launch == signals ? ranks[i].tells : 0;
+      turn.hears = launch == signals ? ranks[i].hears : 0;
+      turn.tasks = 0;
+      for (std::size_t at = launch * kMostTasks; at < (launch + 1) * kMostTasks; ++at) {
+        const std::size_t behind = first_after(ranks[i]);
+        if (at < ranks[i].before.size()) {
+          turn.task[turn.tasks++] = ranks[i].before[at];
+        } else if (at >= behind && at - behind < ranks[i].after.size()) {
+          turn.task[turn.tasks++] = ranks[i].after[at - behind];
+        }
+      }
+    }
+    step.begins = begins && launch == 0;
+    step.ends = ends && launch == std::max(signals, last);
+    launches.push_back(step);
+  }
 }
 
 std::string why_not_program(const FusedCall& call, const Lowered& lowered, int rank) {
@@ -139,13 +188,7 @@ std::string why_not_program(const FusedCall& call, const Lowered& lowered, int r
   }
   for (const Instruction& instruction : program.instructions) {
     if (instruction.inputs.size() > kMostRanks) return whose + "sums more than a term of each rank";
-    if (instruction.level != 0) return whose + "has levels";
-  }
-  Turn turn;
-  for (int step = 0; step < call.steps; ++step) {
-    if (!fill(call, layout_of(call.codec, call.dtype), static_cast<std::size_t>(rank - call.first), 0, step, turn)) {
-      return whose + "does more than " + std::to_string(kMostTasks) + " things in step " + std::to_string(step);
-    }
+    if (instruction.keep && !call.keeps) return whose + "keeps sums, for which there is no room";
   }
   return "";
 }
@@ -157,12 +200,36 @@ std::uint64_t box_bytes(const FusedCall& call) {
   return std::max<std::uint64_t>(largest_chunk(call, layout), 1) * bytes_of_granule(call, layout);
 }
 
+bool sums(const FusedCall& call) {
+  return std::any_of(call.programs.begin(), call.programs.end(), [](const Lowered& lowered) {
+    const auto& all = lowered.program.instructions;
+    return std::any_of(all.begin(), all.end(), [](const Instruction& each) { return each.op == Op::reduce; });
+  });
+}
+
+bool reads_input(const FusedCall& call, int i) {
+  const Program& program = call.programs[static_cast<std::size_t>(i)].program;
+  const Layout layout = layout_of(call.codec, call.dtype);
+  for (int chunk = 0; chunk < program.chunks; ++chunk) {
+    if (program.reads[static_cast<std::size_t>(chunk)] && chunk_of(call, layout, chunk, program.chunks).numel) {
+      return true;
+    }
+  }
+  return false;
+}
+
 std::string why_no_steps(const FusedCall& call) {
   if (call.programs.size() != static_cast<std::size_t>(call.here)) return "programs: one for each rank that is here";
   if (call.steps < 1) return "steps: a program has at least one";
-  if (!call.splits.empty()) return "splits: shards of a program are equal";
   const Layout layout = layout_of(call.codec, call.dtype);
   if (program_of(call).boxes.size() != static_cast<std::size_t>(call.ranks)) return "programs: of other ranks";
+  if (!call.splits.empty() && program_of(call).chunks != call.ranks * call.ranks) {
+    return "splits: need a chunk of each pair of ranks";
+  }
+  if (program_of(call).chunks > kMostChunks || program_of(call).max_boxes() > kMostBoxes) {
+    return "programs: have more than " + std::to_string(kMostChunks) + " chunks, or " + std::to_string(kMostBoxes) +
+           " boxes of a rank";
+  }
   if (call.room.box_bytes < bytes_of_granule(call, layout)) {
     return "room: box_bytes must be " + std::to_string(bytes_of_granule(call, layout)) + " at least, got " +
            std::to_string(call.room.box_bytes);
@@ -194,6 +261,7 @@ std::vector<Step> plan_steps(const FusedCall& call) {
   step.divisor = static_cast<float>(call.divisor);
   step.layout = layout;
   std::copy(call.peers, call.peers + call.ranks, step.peers);
+  for (int i = 0; i < call.here; ++i) step.turns[i].call = whole_call(call, call.shares[i]);
   std::vector<Step> steps;
   for (std::uint64_t piece = 0; piece < pieces; ++piece) {
     for (int s = 0; s < call.steps; ++s) {
@@ -201,13 +269,12 @@ std::vector<Step> plan_steps(const FusedCall& call) {
       step.begins = s == 0;
       step.ends = s == call.steps - 1;
       bool idle = !step.begins && !step.ends;
+      std::vector<Doings> ranks;
       for (int i = 0; i < call.here; ++i) {
-        Turn& turn = step.turns[i];
-        if (steps.empty()) turn.call = whole_call(call, call.shares[i]);
-        fill(call, layout, static_cast<std::size_t>(i), piece, s, turn);
-        idle &= turn.tasks == 0 && turn.tells == 0 && turn.hears == 0;
+        ranks.push_back(doings(call, layout, static_cast<std::size_t>(i), piece, s));
+        idle &= ranks.back().idle();
       }
-      if (!idle) steps.push_back(step);
+      if (!idle) add_launches(ranks, step, steps);
     }
   }
   return steps;
