@@ -9,9 +9,6 @@ call comes from torch's allocator and goes back to it, so that a CUDA graph can 
 from __future__ import annotations
 
 import os
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,21 +16,20 @@ import torch
 
 from dtcomm.errors import DtcommError
 from dtcomm.kernels import dispatch
-from dtcomm.runtime import flight
 from dtcomm.runtime.arithmetic import Arithmetic
 from dtcomm.runtime.around import NOTHING, Around
 from dtcomm.runtime.exchange import Exchange, Letter
-from dtcomm.runtime.flight import KEPT, Flight, Recorder, Sighting
 from dtcomm.runtime.replay import TAGS
 from dtcomm.runtime.rounds import ALL_GATHER, ALL_TO_ALL, MESSAGES, Parcel, Rounds
 from dtcomm.runtime.shape import Shape
 from dtcomm.runtime.shm import Buffers
-from dtcomm.runtime.streams import Fence, Streams
+from dtcomm.runtime.streamed import Streamed, StreamWork
+from dtcomm.runtime.streams import Streams
 from dtcomm.runtime.work import Work
 from dtcomm.schedule import Schedule
 
 
-class StreamRuntime:
+class StreamRuntime(Streamed):
     """Calls on tensors of ``streams.device`` over ``exchange``; ``leave`` gives the group back.
 
     ``compare`` is told what each call is before it begins, and raises where ranks differ.
@@ -50,20 +46,12 @@ class StreamRuntime:
         piece_bytes: int = 0,
         compare: Callable[[str], None] | None = None,
     ) -> None:
+        super().__init__(streams)
         self.rank = rank
         self._exchange = exchange
-        self._streams = streams
-        self._fence = Fence(streams)
         self._leave: Callable[[], None] | None = leave
         self._piece_bytes = piece_bytes
         self._compare = compare
-        self._operations = 0
-        self._wire_bytes = 0
-        self._failure: DtcommError | None = None
-        self._recorder = Recorder()
-        self._under_way: deque[tuple[Flight, Any]] = deque(maxlen=KEPT)
-        self._pid = os.getpid()
-        self._lock = threading.RLock()  # calls run in issue order
 
     def prepare(self, shape: Shape, schedule: Schedule) -> Rounds:
         """A plan for calls of this shape. ValueError where it asks for what only the CPU can do."""
@@ -88,17 +76,9 @@ class StreamRuntime:
         around: Around | None = None,
     ) -> Work:
         """Queue beside the current stream, after what that was given so far."""
-        streams = self._streams
         with self._lock:
-            ready = streams.record()
-            with streams.on(streams.side()):
-                streams.wait(ready)
-                for part in buffers:
-                    for tensor in part:
-                        if tensor is not None:
-                            streams.hold(tensor)
-                done = self._queue(plan, buffers, seed, around or NOTHING)
-        return StreamWork(streams, streams.side(), done, outputs, plan.sent_bytes)
+            done = self._beside(buffers, lambda: self._queue(plan, buffers, seed, around or NOTHING))
+        return StreamWork(self._streams, done, outputs, plan.sent_bytes)
 
     def set_timeout(self, seconds: float) -> None:
         """Nothing: the group's own watchdog ends calls that others do not come to."""
@@ -119,51 +99,26 @@ class StreamRuntime:
             "wire_bytes": self._wire_bytes,
         }
 
-    @property
-    def failure(self) -> str:
-        """Why calls raise; empty where they do not."""
-        return "" if self._failure is None else str(self._failure)
-
-    def flights(self) -> list[Flight]:
-        """The last operations, oldest first."""
-        for noted, event in self._under_way:
-            if noted.stage == "started" and self._streams.passed(event):
-                noted.stage = "done"
-        return self._recorder.list()
-
-    def sightings(self) -> list[Sighting]:
-        """Nothing: the ranks share no memory."""
-        return []
-
     def _queue(self, plan: Rounds, buffers: Sequence[Buffers], seed: int, around: Around) -> Any:
         self._require_usable()
         if around.before or around.after:
             raise DtcommError("codec: sums on common ground are made on the CPU alone")
-        noted = self._recorder.issue(plan.text, plan.shape)
-        noted.started_ns = time.monotonic_ns()
-        noted.stage = "failed"  # unless it comes to something
-        self._fence.enter()
-        try:
+
+        def begin() -> None:
             if self._compare is not None:
                 self._compare(f"call {self._operations}: {plan.text}")
             _Call(plan, buffers, seed, self._exchange, self._streams).run()
-        except BaseException as error:
-            self._failure = error if isinstance(error, DtcommError) else _broken(self._exchange.name, error)
-            flight.failed(self._failure)
-            raise self._failure from error
-        done = self._fence.leave()
-        noted.stage = "started"
-        if not self._streams.capturing():
-            self._under_way.append((noted, done))
-        self._operations += 1
-        self._wire_bytes += plan.sent_bytes
-        return done
+
+        return self._enter(plan, begin, self._broken)
+
+    def _broken(self, error: BaseException) -> DtcommError:
+        if isinstance(error, DtcommError):
+            return error
+        said = str(error).splitlines()[0] if str(error) else repr(error)
+        return DtcommError(f"{self._exchange.name}: a call broke off: {said}")
 
     def _require_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise DtcommError("group: this process was forked from the one that made the communicator")
-        if self._failure is not None:
-            raise type(self._failure)(str(self._failure))
+        super()._require_usable()
         if self._leave is None:
             raise DtcommError("group: its communicator has been released")
 
@@ -236,39 +191,3 @@ class _Call:
                 payload = self._arithmetic.payload(number, owner, box, piece[chunk], level)
                 letters.append((payload, peer, 1 + box % (TAGS - 1)))
         return letters
-
-
-class StreamWork(Work):
-    """A call queued on a stream of our own; ``event`` is behind it."""
-
-    seconds = 0.0  # nobody waits for the device to say
-
-    def __init__(
-        self, streams: Streams, stream: Any, event: Any, outputs: Sequence[torch.Tensor], wire_bytes: int
-    ) -> None:
-        super().__init__(outputs)
-        self.wire_bytes = wire_bytes
-        self._streams = streams
-        self._stream = stream
-        self._event = event
-        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
-
-    def wait(self) -> None:
-        """The current stream waits; the host does not."""
-        self._streams.wait(self._event)
-
-    def is_completed(self) -> bool:
-        return self._streams.passed(self._event)
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Complete at once: whoever uses its value waits on his stream."""
-        if self._future is None:
-            self._future = self._streams.future()
-            with self._streams.on(self._stream):
-                self._streams.wait(self._event)
-                self._future.set_result(self._outputs)
-        return self._future
-
-
-def _broken(name: str, error: BaseException) -> DtcommError:
-    return DtcommError(f"{name}: a call broke off: {str(error).splitlines()[0] if str(error) else error!r}")

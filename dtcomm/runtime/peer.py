@@ -8,10 +8,7 @@ to the host behind each call and looked at by the next one, or by ``wait``.
 
 from __future__ import annotations
 
-import os
-import threading
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,13 +17,13 @@ import torch
 from dtcomm.errors import DtcommError, PeerLost
 from dtcomm.runtime import flight
 from dtcomm.runtime.around import Around
-from dtcomm.runtime.flight import KEPT, Flight, Recorder, Sighting
+from dtcomm.runtime.flight import Flight
 from dtcomm.runtime.fused import FusedPlan, FusedRanks, NoKernel
 from dtcomm.runtime.joining import Runtime
-from dtcomm.runtime.on_streams import StreamWork
 from dtcomm.runtime.shape import Shape
 from dtcomm.runtime.shm import Buffers
-from dtcomm.runtime.streams import Fence, Streams
+from dtcomm.runtime.streamed import Streamed, StreamWork
+from dtcomm.runtime.streams import Streams
 from dtcomm.runtime.work import Work
 from dtcomm.schedule import Schedule
 
@@ -38,7 +35,7 @@ class Below(NamedTuple):
     reason: str
 
 
-class PeerRuntime:
+class PeerRuntime(Streamed):
     """One rank of ``fused``; ``below`` serves what has no fused kernel, unless the kernels are ``forced``.
 
     ``names[rank]`` is how errors call a rank; ``memory`` says what kind the ranks reach, and ``held`` keeps it.
@@ -56,25 +53,17 @@ class PeerRuntime:
         held: Any = None,
         forced: bool = False,
     ) -> None:
+        super().__init__(streams)
         self._fused = fused
-        self._streams = streams
         self._below = below
         self._names = list(names)
         self._memory = memory
         self._held = held
         self._forced = forced
-        self._fence = Fence(streams)
         self._missing = streams.staging(4).view(torch.int32).zero_()
         self._word = self._missing.numpy()  # the same memory, read as it is
         self._looked: Any = None
-        self._operations = 0
-        self._wire_bytes = 0
         self._reasons: Counter[str] = Counter()
-        self._failure: DtcommError | None = None
-        self._recorder = Recorder()
-        self._under_way: deque[tuple[Flight, Any]] = deque(maxlen=KEPT)
-        self._pid = os.getpid()
-        self._lock = threading.RLock()  # calls run in issue order
 
     def prepare(self, shape: Shape, schedule: Schedule) -> FusedPlan | Below:
         """A plan for calls of this shape. ValueError where only fused kernels are allowed and there is none."""
@@ -106,21 +95,13 @@ class PeerRuntime:
         around: Around | None = None,
     ) -> Work:
         """Queue beside the current stream, after what that was given so far."""
-        streams = self._streams
         with self._lock:
             if isinstance(plan, Below):
                 self._require_usable()
                 self._reasons[plan.reason] += 1
                 return self._below.submit(plan.plan, buffers, outputs, seed, around)
-            ready = streams.record()
-            with streams.on(streams.side()):
-                streams.wait(ready)
-                for part in buffers:
-                    for tensor in part:
-                        if tensor is not None:
-                            streams.hold(tensor)
-                done = self._queue(plan, buffers)
-        return PeerWork(self, streams, streams.side(), done, outputs, plan.sent_bytes)
+            done = self._beside(buffers, lambda: self._queue(plan, buffers))
+        return PeerWork(self, self._streams, done, outputs, plan.sent_bytes)
 
     def set_timeout(self, seconds: float) -> None:
         """How long kernels of the plans from now on wait for the other ranks."""
@@ -163,51 +144,28 @@ class PeerRuntime:
 
     def flights(self) -> list[Flight]:
         """The last operations of both kinds, oldest first."""
-        for noted, event in self._under_way:
-            if noted.stage == "started" and self._streams.passed(event):
-                noted.stage = "done"
-        return sorted([*self._recorder.list(), *self._below.flights()], key=lambda each: each.issued_ns)
-
-    def sightings(self) -> list[Sighting]:
-        """Nothing: what kernels see of each other stays on the devices."""
-        return []
+        return sorted([*super().flights(), *self._below.flights()], key=lambda each: each.issued_ns)
 
     def _queue(self, plan: FusedPlan, buffers: Sequence[Buffers]) -> Any:
         self.check()
-        noted = self._recorder.issue(plan.text, plan.shape)
-        noted.started_ns = time.monotonic_ns()
-        noted.stage = "failed"  # unless it comes to something
-        self._fence.enter()
-        try:
-            self._fused.launch(plan, [buffers])
-        except BaseException as error:
-            self._failure = DtcommError(f"a fused collective could not be started: {error}")
-            flight.failed(self._failure)
-            raise self._failure from error
-        noted.stage = "started"
-        done = self._fence.leave()
-        self._look(noted, done)
-        self._operations += 1
-        self._wire_bytes += plan.sent_bytes
+        done = self._enter(
+            plan,
+            lambda: self._fused.launch(plan, [buffers]),
+            lambda error: DtcommError(f"a fused collective could not be started: {error}"),
+        )
+        self._look(done)
         return done
 
-    def _look(self, noted: Flight, done: Any) -> None:
+    def _look(self, done: Any) -> None:
         """Have the word of who is missing copied, one copy at a time; a graph does not look, later calls do."""
         streams = self._streams
         if streams.capturing():
             return
-        self._under_way.append((noted, done))
         if self._looked is None or streams.passed(self._looked):
             with streams.on(streams.side()):
                 streams.wait(done)
                 self._missing.copy_(self._fused.pads[0], non_blocking=True)
                 self._looked = streams.record()
-
-    def _require_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise DtcommError("group: this process was forked from the one that made the communicator")
-        if self._failure is not None:
-            raise type(self._failure)(str(self._failure))
 
 
 class PeerWork(StreamWork):

@@ -38,7 +38,7 @@ from dtcomm.runtime.sealed import Sealed, Wire
 from dtcomm.runtime.shape import Shape
 from dtcomm.runtime.shm import Buffers
 from dtcomm.runtime.staged import Staged
-from dtcomm.runtime.streams import Fence, HostStreams, Streams
+from dtcomm.runtime.streams import Fence, HostStreams, Streams, lend
 from dtcomm.runtime.times import Stopwatch
 from dtcomm.schedule import Schedule
 from dtcomm.schedule.ir import CUT_AT_GRANULES
@@ -181,10 +181,7 @@ class ProcessGroupRuntime:
         # Our own stream uses the caller's tensors, once they are ready.
         item.ready = self._streams.record()
         with self._streams.on(self._streams.side()):
-            for part in item.buffers:
-                for tensor in part:
-                    if tensor is not None:
-                        self._streams.hold(tensor)
+            lend(self._streams, item.buffers)
 
     def _item(self, plan: Plan, buffers: Sequence[Buffers], seed: int, around: Around | None) -> Item:
         return Item(self._recorder.issue(plan.text, plan.shape), plan, buffers, seed, around or NOTHING)

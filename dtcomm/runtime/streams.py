@@ -7,6 +7,7 @@ memory that another stream uses is held for it, and the host waits for nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -140,6 +141,14 @@ class HostStreams:
 def streams_of(device: torch.device) -> Streams:
     """Those of a CUDA device, otherwise the CPU's."""
     return CudaStreams(device) if device.type == "cuda" else HostStreams()
+
+
+def lend(streams: Streams, buffers: Iterable[Iterable[torch.Tensor | None]]) -> None:
+    """The current stream uses these tensors of another stream."""
+    for part in buffers:
+        for tensor in part:
+            if tensor is not None:
+                streams.hold(tensor)
 
 
 class Fence:
