@@ -11,6 +11,7 @@ void bind_epilogue(pybind11::module_& module);
 void bind_steps(pybind11::module_& module);
 void bind_fused(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
+void bind_local(pybind11::module_& module);
 void bind_distance(pybind11::module_& module);
 void bind_build_info(pybind11::module_& module);
 

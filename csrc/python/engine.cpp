@@ -2,31 +2,18 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <atomic>
 #include <cstring>
 
-#include "cpu/kernels.h"
 #include "engine/communicator.h"
 #include "engine/crc32c.h"
-#include "engine/local.h"
 #include "engine/progress.h"
 #include "python/bind.h"
-#include "python/steps.h"
+#include "python/calls.h"
 
 namespace py = pybind11;
 
 namespace dtcomm::python {
 namespace {
-
-std::atomic<const Kernels*> engine_kernels{&best_kernels()};
-
-const Kernels* current_kernels() {
-  const Kernels* kernels = engine_kernels.load(std::memory_order_relaxed);
-  if (!kernels)
-    throw py::value_error(
-        "kernels: the native engine cannot run the reference: force a native kernel, or DTCOMM_RUNTIME=process_group");
-  return kernels;
-}
 
 // (latency in us, ns a byte, ns of CPU time a byte)
 using LinkFields = std::tuple<double, double, double>;
@@ -38,8 +25,6 @@ LinkRate rate_of(const LinkFields& fields) {
 
 // (numel, dtype, codec as csrc/codec/codec.h lays it out, that of what crosses hosts)
 using SegmentTuple = std::tuple<std::size_t, int, std::string, std::string>;
-// (input address, output address or 0, residual address or 0)
-using PointerTuple = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t>;
 
 std::shared_ptr<Plan> make_plan(std::shared_ptr<Program> program, int geometry, int op, bool average,
                                 const std::vector<SegmentTuple>& segments, std::size_t piece_bytes,
@@ -76,39 +61,6 @@ std::shared_ptr<Plan> make_plan(std::shared_ptr<Program> program, int geometry, 
                                 std::move(parsed), options, text);
 }
 
-Pointers unpack(std::uintptr_t in, std::uintptr_t out, std::uintptr_t residual) {
-  return {reinterpret_cast<const std::uint8_t*>(in), reinterpret_cast<std::uint8_t*>(out),
-          reinterpret_cast<float*>(residual)};
-}
-
-// What is done before and after the operation.
-using Steps = std::vector<NativeStep>;
-
-void add_steps(Call& call, const Steps& before, const Steps& after, std::uint64_t agreed) {
-  for (const NativeStep& step : before) call.before.push_back(step.run);
-  const Plan& plan = *call.plan;
-  const bool tells = plan.geometry() == Geometry::whole && plan.segments().size() == 1 && plan.program().writes_once();
-  for (const NativeStep& step : after) {
-    // Steps run in order: once one waits for the end those behind it do, too.
-    if (step.arrival.take && tells && !call.arrival.take && call.after.empty()) {
-      call.arrival = step.arrival;
-    } else {
-      call.after.push_back(step.run);
-    }
-  }
-  call.agreed = agreed;
-}
-
-Call make_call(std::shared_ptr<const Plan> plan, std::vector<Pointers> pointers, std::uint64_t seed) {
-  if (pointers.size() != plan->segments().size()) throw py::value_error("pointers: one triple per segment of the plan");
-  Call call;
-  call.plan = std::move(plan);
-  call.segments = std::move(pointers);
-  call.seed = seed;
-  call.kernels = current_kernels();
-  return call;
-}
-
 void place_region(Call& call) {
   if (!call.plan->direct()) return;
   const std::size_t bytes = call.plan->given_bytes(call.plan->program().rank);
@@ -117,13 +69,6 @@ void place_region(Call& call) {
   call.region_id = place.id;
   call.region_offset = place.offset;
   if (call.plan->pulls()) call.address = reinterpret_cast<std::uintptr_t>(call.segments[0].in);
-}
-
-std::vector<Pointers> unpack_all(const std::vector<PointerTuple>& tuples) {
-  std::vector<Pointers> pointers;
-  pointers.reserve(tuples.size());
-  for (const auto& [in, out, residual] : tuples) pointers.push_back(unpack(in, out, residual));
-  return pointers;
 }
 
 void translate(std::exception_ptr pointer) {
@@ -272,54 +217,6 @@ void bind_communicator(py::module_& module) {
       .def_property_readonly("pulled_bytes", &Communicator::pulled_bytes);
 }
 
-void bind_local(py::module_& module) {
-  module.def(
-      "run_local",
-      [](int ranks, std::uint64_t seed, std::uint32_t max_boxes, std::size_t slot_bytes, double delay, int victim,
-         std::uint64_t death, std::int64_t flip,
-         const std::vector<std::vector<std::tuple<std::shared_ptr<Plan>, std::vector<PointerTuple>, std::uint64_t, bool,
-                                                  Steps, Steps, std::uint64_t>>>& calls) {
-        LocalOptions options;
-        options.ranks = ranks;
-        options.seed = seed;
-        options.max_boxes = max_boxes;
-        options.slot_bytes = slot_bytes;
-        options.delay = delay;
-        options.victim = victim;
-        options.death = death;
-        options.flip = flip;
-        std::vector<std::vector<Call>> parsed;
-        for (const auto& list : calls) {
-          parsed.emplace_back();
-          for (const auto& [plan, pointers, call_seed, shared, before, after, agreed] : list) {
-            Call call = make_call(plan, unpack_all(pointers), call_seed);
-            add_steps(call, before, after, agreed);
-            if (shared) {
-              call.region = 0;
-              call.region_offset = reinterpret_cast<std::uintptr_t>(call.segments[0].in);
-            } else if (call.plan->pulls()) {
-              call.address = reinterpret_cast<std::uintptr_t>(call.segments[0].in);
-            }
-            parsed.back().push_back(std::move(call));
-          }
-        }
-        std::vector<LocalOutcome> outcomes;
-        {
-          const py::gil_scoped_release release;
-          LocalWorld world(options);
-          outcomes = world.run(std::move(parsed));
-        }
-        py::list result;
-        for (const LocalOutcome& outcome : outcomes) {
-          result.append(
-              py::make_tuple(static_cast<int>(outcome.fate), outcome.culprit, outcome.finished, outcome.wire_bytes));
-        }
-        return result;
-      },
-      py::kw_only(), py::arg("ranks"), py::arg("seed"), py::arg("max_boxes"), py::arg("slot_bytes"), py::arg("delay"),
-      py::arg("victim"), py::arg("death"), py::arg("flip"), py::arg("calls"));
-}
-
 }  // namespace
 
 void bind_engine(py::module_& module) {
@@ -344,16 +241,8 @@ void bind_engine(py::module_& module) {
         return py::buffer_info(static_cast<std::uint8_t*>(region.data()), static_cast<py::ssize_t>(region.bytes()));
       });
   bind_communicator(module);
-  bind_local(module);
-  module.def("set_engine_kernels", [](const std::string& name) {
-    const Kernels* kernels = find_kernels(name.c_str());
-    if (!kernels && name != "reference") throw py::value_error("no kernels named '" + name + "' run on this CPU");
-    engine_kernels.store(kernels);
-  });
-  module.def("engine_kernels", [] {
-    const Kernels* kernels = engine_kernels.load(std::memory_order_relaxed);
-    return std::string(kernels ? kernels->name : "reference");
-  });
+  module.def("set_engine_kernels", &choose_engine_kernels);
+  module.def("engine_kernels", &engine_kernels_name);
   py::class_<Nic, std::unique_ptr<Nic, py::nodelete>>(module, "Nic")
       .def(py::init([](int level) { return &Nic::instance(level); }), py::arg("level"))
       .def("send", &Nic::send, py::arg("now"), py::arg("busy_ns"))

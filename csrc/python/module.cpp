@@ -8,6 +8,7 @@ PYBIND11_MODULE(_C, module) {
   dtcomm::python::bind_steps(module);
   dtcomm::python::bind_fused(module);
   dtcomm::python::bind_engine(module);
+  dtcomm::python::bind_local(module);
   dtcomm::python::bind_distance(module);
   dtcomm::python::bind_build_info(module);
 }

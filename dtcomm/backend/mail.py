@@ -11,15 +11,15 @@ from __future__ import annotations
 import struct
 import threading
 import time
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dtcomm import collectives
-from dtcomm.backend.memory import flat, is_own, put
-from dtcomm.backend.work import Finished, Pending, until
+from dtcomm.backend.memory import flat
+from dtcomm.backend.receive import Receive
+from dtcomm.backend.work import Finished, Pending
 from dtcomm.collectives.point_to_point import post
 from dtcomm.errors import CollectiveMismatch, DtcommError
 from dtcomm.runtime.channel import Pair, pair_of
@@ -29,83 +29,6 @@ NOTE_BYTES = 2048
 _HEAD = struct.Struct("<qq")  # tag, bytes
 _SHORT = NOTE_BYTES - _HEAD.size
 _LOOK_S = 0.002  # between two looks for ranks that have begun to send, while somebody receives from any
-
-
-class Receive(dist.Work):
-    """One recv: done when a message has come that fits. ``source`` is the sender's rank in the group."""
-
-    def __init__(
-        self, mail: Mail, tensor: torch.Tensor, run: torch.Tensor, source: int | None, tag: int
-    ) -> None:
-        super().__init__()
-        self.mail = mail
-        self.tensor = tensor
-        self.bytes = run.view(torch.uint8) if run.numel() else run.new_empty(0, dtype=torch.uint8)
-        self._run = run
-        self.wanted = source
-        self.source = -1 if source is None else source
-        self.tag = tag
-        self._over = threading.Event()
-        self._error: BaseException | None = None
-        self._future: torch.futures.Future[Any] | None = None
-
-    def finish(self, error: BaseException | None = None) -> None:
-        """The message is here, or will not come; the mail's lock is held."""
-        if error is None and not is_own(self._run, self.tensor):
-            put([self.tensor], self._run)
-        self._error = error
-        self._over.set()
-        if self._future is not None:
-            self._settle(self._future)
-
-    def _settle(self, future: torch.futures.Future[Any]) -> None:
-        if self._error is not None:
-            future.set_exception(self._error)
-        else:
-            future.set_result([self.tensor])
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        if timeout:
-            until(self._over.is_set, time.monotonic() + timeout.total_seconds(), self._what())
-        elif not self._over.is_set():
-            self.mail.attend(self)
-            self._over.wait()
-        if self._error is not None:
-            raise type(self._error)(*self._error.args)
-        return True
-
-    def _what(self) -> str:
-        source = "any rank" if self.wanted is None else f"rank {self.mail.ranks[self.wanted]}"
-        return f"recv of {self.bytes.numel()} bytes from {source}, tag {self.tag},"
-
-    def is_completed(self) -> bool:
-        return self._over.is_set()
-
-    def is_success(self) -> bool:
-        return self._over.is_set() and self._error is None
-
-    def exception(self) -> BaseException | None:
-        return self._error
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def source_rank(self) -> int:
-        return self.source
-
-    _source_rank = source_rank
-
-    def result(self) -> list[torch.Tensor]:
-        self.wait()
-        return [self.tensor]
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        with self.mail.lock:
-            if self._future is None:
-                self._future = torch.futures.Future()
-                if self._over.is_set():
-                    self._settle(self._future)
-            return self._future
 
 
 class Inbox:

@@ -18,9 +18,10 @@ from dtcomm.runtime import flight, link
 from dtcomm.runtime.around import Around
 from dtcomm.runtime.groups import group_store, group_timeout
 from dtcomm.runtime.meeting import Meeting, host_id, require_equal
+from dtcomm.runtime.pieces import MESSAGE_SLOT_BYTES
 from dtcomm.runtime.sealed import Wire
 from dtcomm.runtime.shape import Shape
-from dtcomm.runtime.shm import MESSAGE_SLOT_BYTES, Buffers, NativeRuntime
+from dtcomm.runtime.shm import Buffers, NativeRuntime
 from dtcomm.runtime.sockets import Door
 from dtcomm.runtime.work import Work
 from dtcomm.schedule import Schedule

@@ -12,8 +12,9 @@ from typing import Any
 
 from dtcomm import _C
 from dtcomm.runtime.around import NOTHING, Around
+from dtcomm.runtime.pieces import may_be_pulled
 from dtcomm.runtime.shape import Shape
-from dtcomm.runtime.shm import Buffers, may_be_pulled, native_plan
+from dtcomm.runtime.shm import Buffers, native_plan
 from dtcomm.schedule import Schedule
 
 FATES = ("done", "died", "peer_lost", "mismatch", "stuck", "corrupt")

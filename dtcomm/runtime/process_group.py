@@ -8,7 +8,6 @@ device and to it, payloads go through the host's memory.
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import queue
 import threading
@@ -24,13 +23,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import env
-from dtcomm.errors import CollectiveMismatch, DtcommError
+from dtcomm.errors import DtcommError
 from dtcomm.kernels import dispatch
 from dtcomm.runtime import flight, times
 from dtcomm.runtime.arithmetic import Arithmetic
 from dtcomm.runtime.around import NOTHING, Around
 from dtcomm.runtime.blame import Blame
 from dtcomm.runtime.flight import Flight, Recorder, Sighting
+from dtcomm.runtime.headers import compare
 from dtcomm.runtime.plan import WINDOW, Plan
 from dtcomm.runtime.queued import Item, Outcome, QueuedWork, disjoint
 from dtcomm.runtime.replay import Messages, Replay
@@ -46,8 +46,6 @@ from dtcomm.schedule.ir import CUT_AT_GRANULES
 # A smaller message costs more than its bytes do, a larger one leaves nothing to overlap; in between a chunk makes
 # about eight of them.
 SMALLEST_MESSAGE, LARGEST_MESSAGE = 256 * 1024, 1024 * 1024
-HEADER_BYTES = 512
-HEADER_TAG = 0
 
 
 class ProcessGroupRuntime:
@@ -333,26 +331,8 @@ class ProcessGroupRuntime:
             raise self._blame.error(peer, error, doing) from error
 
     def _compare(self, plan: Plan, agreed: int) -> None:
-        # Every rank sees every header, so all that take part raise, and say the same.
         text = f"call {self._operations}: {plan.text}" + (f" with number {agreed}" if agreed else "")
-        digest = hashlib.blake2b(
-            repr((plan.shape, self._operations, agreed)).encode(), digest_size=8
-        ).digest()
-        said = text.encode()[: HEADER_BYTES - len(digest)].ljust(HEADER_BYTES - len(digest), b"\0") + digest
-        own = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-        headers = {peer: torch.empty_like(own) for peer in range(self.ranks) if peer != self.rank}
-        handles = [(self.receive(header, peer, HEADER_TAG), peer) for peer, header in headers.items()]
-        handles += [(self.send(own, peer, HEADER_TAG), peer) for peer in headers]
-        for handle, peer in handles:
-            self.wait(handle, peer, f"comparing {text}")
-        headers[self.rank] = own
-        words = {rank: bytes(header.tolist()) for rank, header in sorted(headers.items())}
-        if len(set(words.values())) > 1:
-            listing = "; ".join(
-                f"{self._names[rank]}: {word[: -len(digest)].rstrip(bytes(1)).decode(errors='replace')}"
-                for rank, word in words.items()
-            )
-            raise CollectiveMismatch(f"ranks disagree on what they do: {listing}")
+        compare(self, self.rank, self._names, text, (plan.shape, self._operations, agreed))
 
     def _leave(self) -> None:
         # Dropping the group closes its connections, which wakes whoever waits for this rank.

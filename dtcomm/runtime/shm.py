@@ -17,15 +17,19 @@ from dtcomm.runtime import flight
 from dtcomm.runtime.around import Around
 from dtcomm.runtime.flight import STAGES, Flight, Sighting
 from dtcomm.runtime.link import Link, links
+from dtcomm.runtime.pieces import (
+    SLOT_BYTES,
+    is_direct,
+    may_be_pulled,
+    message_piece,
+    piece_bytes,
+    tensor_bytes,
+)
 from dtcomm.runtime.shape import GEOMETRY, OPS, Shape
 from dtcomm.runtime.work import NativeWork, Work
 from dtcomm.schedule import Schedule, lower
-from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
 
-SLOT_BYTES = 512 * 1024
 LARGEST_SLOT_BYTES = 8 * 2**20
-# Through sockets more has to be under way: a peer whose core is busy otherwise answers milliseconds later.
-MESSAGE_SLOT_BYTES = 2 * 2**20
 LEAST_DIRECT = 128 * 1024  # bytes of a tensor that peers copy from the tensor itself
 # Bytes of a tensor that peers copy out of its owner's memory. The kernel copies page by page: huge ones at up to
 # 28 GB/s, those of 4 KiB at 13, which is more work than to stage them and copy again.
@@ -149,7 +153,7 @@ class NativeRuntime:
         # What ranks read in each other's tensors would come over no link.
         shared = self.transport == "memory"
         least = 0 if env.get("DTCOMM_SINGLE_COPY") == "on" else LEAST_PULLED
-        pulls = not self.single_copy and may_be_pulled(shape) and _bytes(shape) >= least
+        pulls = not self.single_copy and may_be_pulled(shape) and tensor_bytes(shape) >= least
         direct = shared and self._link is None and is_direct(shape, LEAST_DIRECT)
         piece = piece_bytes(shape, self.ranks) * (self._slot_bytes // SLOT_BYTES)
         if not shared and env.get("DTCOMM_PIECE_KIB") == "0":
@@ -277,40 +281,11 @@ def native_plan(
     )
 
 
-def piece_bytes(shape: Shape, ranks: int) -> int:
-    """Bytes of input that one piece takes: all of a small message, cache-sized parts of a large one."""
-    chosen = int(env.get("DTCOMM_PIECE_KIB"))
-    if chosen:
-        return chosen * 1024
-    total = _bytes(shape)
-    if (
-        shape.algorithm == "send"
-    ):  # one way: the copy in and the copy out overlap but for the first and last piece
-        return min(max(total // 8, 64 * 1024), 256 * 1024)
-    if shape.collective not in CUT_AT_GRANULES:
-        total *= ranks
-    return 512 * 1024 if total <= 4 * 2**20 else 256 * 1024
-
-
-def message_piece(shape: Shape, ranks: int) -> int:
-    """Bytes of input that a piece takes where its messages go through sockets: enough of them to overlap, few enough
-    that a peer whose core is busy otherwise does not hold up the link.
-    """
-    whole = _bytes(shape)
-    if shape.collective not in CUT_AT_GRANULES:
-        whole *= ranks
-    return min(max(whole // 64, SLOT_BYTES), MESSAGE_SLOT_BYTES)
-
-
 def _rate(link: Link | None) -> tuple[float, float, float]:
     """Microseconds of latency, nanoseconds a byte, and those of CPU time, as the engine takes them."""
     if link is None:
         return 0.0, 0.0, 0.0
     return link.latency_s * 1e6, link.ns_per_byte, link.cpu_ns_per_byte()
-
-
-def _bytes(shape: Shape) -> int:
-    return sum(part.numel * part.dtype.itemsize for part in shape.parts)
 
 
 def _slot_bytes(link: Link) -> int:
@@ -334,23 +309,3 @@ def _has_huge_pages() -> bool:
     return "[always]" in chosen or (
         "[madvise]" in chosen and os.environ.get("THP_MEM_ALLOC_ENABLE", "0") == "1"
     )
-
-
-def may_be_pulled(shape: Shape) -> bool:
-    """Whether receivers could copy from the senders' own memory: what is handed on as it is, by those who have it."""
-    return shape.collective not in REDUCING and is_direct(shape)
-
-
-def is_direct(shape: Shape, least: int = 0) -> bool:
-    """Whether peers may work on the caller's tensor itself, if all of them lie in shared memory.
-
-    Tensors that are only copied are worked on from ``least`` bytes: who gives one has to wait for those who take it,
-    which pays where the copy that it saves is a large one.
-    """
-    if len(shape.parts) != 1 or shape.checksum or shape.parts[0].codec.name != "none":
-        return False
-    if shape.collective == "all_reduce":
-        return shape.algorithm == "two_shot"
-    if shape.collective in ("reduce_scatter", "all_gather"):
-        return shape.algorithm == "one_shot"
-    return shape.algorithm in ("one_shot", "send") and _bytes(shape) >= least

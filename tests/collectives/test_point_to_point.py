@@ -13,8 +13,8 @@ import torch.distributed as dist
 from dtcomm import collectives
 from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
+from dtcomm.runtime.pieces import piece_bytes
 from dtcomm.runtime.shape import Part, Shape
-from dtcomm.runtime.shm import piece_bytes
 from dtcomm.testing.ranks import run_ranks, spawn_ranks, tell
 
 
