@@ -18,7 +18,7 @@ def test_bytes_are_those_of_reading_and_writing_once() -> None:
     )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests what is said where there is no device")
 def test_without_a_device_it_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,8 +19,8 @@ from dtcomm.errors import CollectiveMismatch, PayloadCorrupt
 from dtcomm.runtime.local import World, run
 from dtcomm.runtime.sealed import Sealed
 from dtcomm.testing.ranks import run_ranks
+from tests.runtime.everything import OVER_GLOO
 from tests.runtime.orders import exact, finished, make, together
-from tests.runtime.test_process_group import OVER_GLOO
 
 PATTERN = bytes(range(1, 129))
 

@@ -201,7 +201,7 @@ def said(rank: int, n: int) -> str:
     return str(collectives.info()["single_copy"])
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks share the core")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each of two ranks")
 def test_with_a_core_each_ranks_stage() -> None:
     # Both copies of staging then run at once; huge pages make the kernel's no faster than the two of them.
     for why in run_ranks(said, 2, env={"THP_MEM_ALLOC_ENABLE": "1"}):

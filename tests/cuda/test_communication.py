@@ -23,8 +23,8 @@ from dtcomm.runtime.shape import Part, Shape
 from dtcomm.runtime.shm import Buffers
 from dtcomm.testing.ranks import run_ranks
 from dtcomm.testing.virtual import VirtualRanks
+from tests.runtime.everything import calls
 from tests.runtime.test_fused import DIRECT, SPECS, by_the_engine, same, tensors
-from tests.runtime.test_process_group import calls
 
 pytestmark = [
     pytest.mark.gpu,

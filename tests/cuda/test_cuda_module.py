@@ -96,7 +96,7 @@ def test_tensors_must_be_on_one_device() -> None:
         cuda.decode(codecs.codec("int8"), x.to("meta"), 8, x.dtype, x)
 
 
-@pytest.mark.skipif(bool(_cuda.platform()["devices"]), reason="there is a device")
+@pytest.mark.skipif(bool(_cuda.platform()["devices"]), reason="tests what is said where there is no device")
 # A kernel of each kind: a function for the device alone that the host calls on the way ends the process.
 @pytest.mark.parametrize(
     "spec",

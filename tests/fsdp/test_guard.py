@@ -152,7 +152,7 @@ def refined_elsewhere(rank: int, ranks: int) -> None:
         optimiser.zero_grad()
     for told in (state, optimiser):
         kinds = next(iter(told.report().modules.values()))
-        assert kinds["gradients"].codec == "int4" and kinds["gradients"].relative_error is not None
+        assert kinds["gradients"].codec == "int4" and 0.01 < kinds["gradients"].relative_error < 0.5
         assert {(event.kind, event.action) for event in told.events} == {("error", "raise")}
     # A loss that runs away turns compression off, of parameters too.
     model = Net()  # an optimiser stays with its parameters' gradients for good

@@ -21,7 +21,8 @@ from dtcomm.runtime.shm import Buffers
 from dtcomm.testing.ranks import run_ranks
 from dtcomm.testing.streams import HOST, Letters, RecordedStreams, unwatched, watched
 from tests.kernels.inputs import floats
-from tests.runtime.test_process_group import Port, Rendezvous, calls
+from tests.runtime.everything import calls
+from tests.runtime.rendezvous import Port, Rendezvous
 
 
 def as_on_a_device(backend: str) -> communicator.Communicator:

@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 import time
-from collections import defaultdict
 
 import pytest
 import torch
@@ -23,52 +22,9 @@ from dtcomm.testing import exact
 from dtcomm.testing.patience import Patience
 from dtcomm.testing.ranks import run_ranks, spawn_ranks, tell
 from tests.algorithms.cases import NAMES, build
+from tests.runtime.everything import OVER_GLOO, calls
 from tests.runtime.orders import SHARDS_IN, SHARDS_OUT
-
-OVER_GLOO = {"DTCOMM_RUNTIME": "process_group", "DTCOMM_PIECE_KIB": "16"}
-
-
-class Rendezvous:
-    """Messages between threads where a send is complete only when its receive has been posted: the least that a
-    backend promises.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Condition()
-        self.posted = defaultdict(list)  # (src, dst, tag) -> buffers
-        self.sent = defaultdict(list)  # (src, dst, tag) -> (payload, event)
-
-    def match(self, key) -> None:
-        while self.posted[key] and self.sent[key]:
-            buffer, arrived = self.posted[key].pop(0)
-            payload, left = self.sent[key].pop(0)
-            assert buffer.numel() == payload.numel()
-            buffer.copy_(payload)
-            arrived.set()
-            left.set()
-
-
-class Port:
-    """One rank's face of it."""
-
-    def __init__(self, fabric: Rendezvous, rank: int) -> None:
-        self.fabric, self.rank, self.under_way, self.overhead = fabric, rank, 0, 0
-
-    def send(self, payload, peer, tag):
-        return self.post(self.fabric.sent, (self.rank, peer, tag), payload)
-
-    def receive(self, payload, peer, tag):
-        return self.post(self.fabric.posted, (peer, self.rank, tag), payload)
-
-    def post(self, table, key, payload):
-        done = threading.Event()
-        with self.fabric.lock:
-            table[key].append((payload, done))
-            self.fabric.match(key)
-        return done
-
-    def wait(self, handle, peer, doing) -> None:
-        assert handle.wait(20), f"rank {self.rank} is stuck {doing} with rank {peer}"
+from tests.runtime.rendezvous import Port, Rendezvous
 
 
 def replay(
@@ -189,54 +145,6 @@ def test_a_block_that_is_no_number_keeps_its_residual() -> None:
     assert inputs[0][:32].isnan().all() and inputs[0][32:].isfinite().all()
     assert (residuals[0][:32] == 0.25).all()
     assert (residuals[0][32:].abs() < 0.25).all() and residuals[0][32:].count_nonzero()
-
-
-def calls(
-    rank: int,
-    world_size: int,
-    timed: bool = True,
-    specs: tuple[str, ...] = ("none", "fp16", "int8", "int8:round=stochastic"),
-    sizes: tuple[int, ...] = (1, 5000, 200_001),
-    device: str = "cpu",
-) -> list[torch.Tensor]:
-    """A round of everything; the results of two runtimes must be equal bit for bit. With `timed` works know how
-    long they took.
-    """
-    results = []
-    dice = torch.Generator().manual_seed(rank)
-
-    def normal(numel: int) -> torch.Tensor:
-        return torch.randn(numel, generator=dice).to(device)
-
-    for spec in specs:
-        for numel in sizes:
-            for name in algorithms.available("all_reduce"):
-                x = normal(numel)
-                residual = normal(numel)
-                C.all_reduce(x, "avg", codec=spec, algorithm=name, residual=residual)
-                results += [x, residual]
-            x = normal(numel)
-            C.broadcast(x, src=world_size - 1, codec=spec)
-            gathered, scattered = torch.empty(numel * world_size).to(device), torch.empty(numel).to(device)
-            C.all_gather(gathered, normal(numel), codec=spec, algorithm="tree")
-            C.reduce_scatter(scattered, normal(numel * world_size), codec=spec, algorithm="ring")
-            results += [x, gathered, scattered]
-    for dtype in (torch.bfloat16, torch.float64, torch.int32, torch.uint8):
-        x = (normal(3000) * 9).abs().to(dtype)
-        C.all_reduce(x, "max")
-        results.append(x)
-    tensors = [normal(numel) for numel in (10, 0, 50_000, 333)]
-    works = [C.all_reduce_coalesced(tensors, codec=["none", "none", "int8", "fp16"], async_op=True)]
-    y = normal(70_000)
-    works.append(C.all_reduce(y, codec="int8", async_op=True))
-    assert all(work is not None for work in works)
-    assert works[1].get_future().wait()[0] is y
-    for work in works:
-        work.wait()
-        if device != "cpu":
-            torch.cuda.synchronize()
-        assert work.is_completed() and work.wire_bytes > 0 and (work.seconds > 0) == timed
-    return [each.cpu() for each in (*results, *tensors, y)]
 
 
 def both_runtimes(rank: int, world_size: int) -> dict[str, object]:

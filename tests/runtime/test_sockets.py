@@ -22,7 +22,7 @@ from dtcomm.runtime.shm import native_plan
 from dtcomm.runtime.sockets import Door
 from dtcomm.testing.patience import Patience
 from dtcomm.testing.ranks import run_ranks, spawn_ranks, tell
-from tests.runtime.test_process_group import OVER_GLOO, calls
+from tests.runtime.everything import OVER_GLOO, calls
 
 SOCKETS = {"DTCOMM_TRANSPORT": "sockets"}
 

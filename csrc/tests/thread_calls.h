@@ -1,0 +1,121 @@
+// Calls whose results are known, for tests of the engine with a thread for each rank.
+#pragma once
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/communicator.h"
+
+namespace dtcomm::tests {
+
+inline constexpr std::size_t kSlotBytes = 16 * 1024;
+
+[[noreturn]] inline void fail(const std::string& what) {
+  std::fprintf(stderr, "FAILED: %s\n", what.c_str());
+  std::exit(1);
+}
+
+// Two-shot all-reduce as dtcomm/schedule/lower.py writes it: boxes in the order (step, chunk).
+inline std::shared_ptr<const Program> two_shot(int rank, int ranks) {
+  const auto box_of = [](int owner, int chunk) { return chunk < owner ? chunk : chunk - 1; };
+  std::vector<std::int64_t> flat;
+  const auto add = [&](std::int64_t code, int chunk, std::vector<std::int64_t> operands) {
+    flat.insert(flat.end(), {code, chunk, static_cast<std::int64_t>(operands.size())});
+    flat.insert(flat.end(), operands.begin(), operands.end());
+  };
+  for (int chunk = 0; chunk < ranks; ++chunk) {
+    if (chunk == rank) continue;
+    add(1, chunk, {box_of(rank, chunk), 0, 0});
+    add(2, chunk, {box_of(rank, chunk), 0, chunk});
+  }
+  std::vector<std::int64_t> reduce{1, rank, ranks - 1, 1, 0, 1, 0, ranks - 1};
+  for (int peer = 0; peer < ranks; ++peer) {
+    if (peer == rank) continue;
+    add(3, rank, {peer, box_of(peer, rank), 0});
+    reduce.insert(reduce.end(), {peer, box_of(peer, rank), 0});
+  }
+  add(4, rank, reduce);
+  std::vector<std::int64_t> send{ranks - 1, 0};
+  for (int peer = 0; peer < ranks; ++peer) {
+    if (peer != rank) send.push_back(peer);
+  }
+  add(2, rank, send);
+  for (int chunk = 0; chunk < ranks; ++chunk) {
+    if (chunk == rank) continue;
+    add(3, chunk, {chunk, ranks - 1, 0});
+    add(5, chunk, {chunk, ranks - 1, 0});
+  }
+  return std::make_shared<Program>(
+      Program::parse(rank, ranks, ranks, std::vector<int>(static_cast<std::size_t>(ranks), ranks), flat));
+}
+
+inline Call call_for(int rank, int ranks, std::vector<float>& tensor) {
+  Segment segment{tensor.size(), DType::f32, {}, {}};
+  PlanOptions options;
+  options.piece_bytes = 8 * 1024;
+  options.slot_bytes = kSlotBytes;
+  Call call;
+  call.plan = std::make_shared<Plan>(two_shot(rank, ranks), Geometry::whole, ReduceOp::sum, false,
+                                     std::vector<Segment>{segment}, options, "test");
+  auto* data = reinterpret_cast<std::uint8_t*>(tensor.data());
+  call.segments.push_back({data, data, nullptr});
+  call.kernels = find_kernels("generic");
+  return call;
+}
+
+// Every rank hands its whole tensor to all others (all_gather), which pull it from where it lies.
+inline Call pulled_call(int rank, int ranks, std::vector<float>& given, std::vector<float>& taken) {
+  std::vector<std::int64_t> flat{1, rank, 3, 0, 1, 0, 2, rank, ranks + 1, 0, 0};
+  for (int peer = 0; peer < ranks; ++peer) {
+    if (peer != rank) flat.push_back(peer);
+  }
+  for (int peer = 0; peer < ranks; ++peer) {
+    if (peer == rank) continue;
+    for (const std::int64_t code : {3, 5}) flat.insert(flat.end(), {code, peer, 3, peer, 0, 0});
+  }
+  const auto program = std::make_shared<Program>(
+      Program::parse(rank, ranks, ranks, std::vector<int>(static_cast<std::size_t>(ranks), 1), flat));
+  PlanOptions options;
+  options.piece_bytes = 8 * 1024;
+  options.slot_bytes = kSlotBytes;
+  options.pulls = true;
+  Call call;
+  call.plan = std::make_shared<Plan>(program, Geometry::gather, ReduceOp::sum, false,
+                                     std::vector<Segment>{{given.size(), DType::f32, {}, {}}}, options, "pulled");
+  taken.assign(given.size() * static_cast<std::size_t>(ranks), -1.0f);
+  call.segments.push_back(
+      {reinterpret_cast<std::uint8_t*>(given.data()), reinterpret_cast<std::uint8_t*>(taken.data()), nullptr});
+  call.address = reinterpret_cast<std::uintptr_t>(given.data());
+  call.kernels = find_kernels("generic");
+  return call;
+}
+
+inline std::vector<float> input(int rank, int operation) {
+  std::vector<float> tensor(static_cast<std::size_t>(1 + operation * 997 % 9000));
+  for (std::size_t i = 0; i < tensor.size(); ++i) tensor[i] = static_cast<float>((i + 1) % 64 * (rank + 1) + operation);
+  return tensor;
+}
+
+inline void check(const std::vector<float>& tensor, int ranks, int operation) {
+  for (std::size_t i = 0; i < tensor.size(); ++i) {
+    float expected = 0;
+    for (int rank = 0; rank < ranks; ++rank) expected += static_cast<float>((i + 1) % 64 * (rank + 1) + operation);
+    if (tensor[i] != expected) fail("operation " + std::to_string(operation) + ", element " + std::to_string(i));
+  }
+}
+
+inline void check_pulled(std::vector<float>& given, const std::vector<float>& taken, int ranks, int operation) {
+  std::fill(given.begin(), given.end(), -2.0f);  // nobody reads it any more
+  for (int rank = 0; rank < ranks; ++rank) {
+    const std::vector<float> expected = input(rank, operation);
+    if (!std::equal(expected.begin(), expected.end(),
+                    taken.begin() + static_cast<std::ptrdiff_t>(expected.size()) * rank))
+      fail("pulled operation " + std::to_string(operation));
+  }
+}
+
+}  // namespace dtcomm::tests
