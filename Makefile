@@ -120,38 +120,25 @@ device: $(NATIVE)  ## the CUDA kernels' source on this CPU, byte for byte beside
 # --- with a GPU -----------------------------------------------------------------------------------------------
 
 # A machine with a GPU may have no network: the Python whose torch sees the device serves as it is, with the cmake, ninja,
-# pybind11 and pytest that are found beside it. Elsewhere .venv does, as everywhere.
-GPU_PY = $(or $(shell $(PYTHON) -c 'import sys, torch; torch.cuda.is_available() and print(sys.executable)' 2>/dev/null),$(abspath $(PY)))
-GPU_ARCH = $(or $(CUDAARCHS),$(shell $(1) -c 'import torch; print("%d%d-real" % torch.cuda.get_device_capability())' 2>/dev/null))
+# pybind11 and pytest that are found beside it. Elsewhere .venv does, as everywhere. Asked once: torch takes long to import.
+GPU_PY = $(eval GPU_PY := $$(or $$(shell $(PYTHON) -c 'import sys, torch; torch.cuda.is_available() and print(sys.executable)' 2>/dev/null),$(abspath $(PY))))$(GPU_PY)
+GPU_ARCH = $(or $(CUDAARCHS),$(shell $(GPU_PY) -c 'import torch; print("%d%d-real" % torch.cuda.get_device_capability())' 2>/dev/null))
+# The compiler need not be on PATH.
+GPU_PATH = $(dir $(GPU_PY)):$$PATH:/usr/local/cuda/bin
 
 # `_cuda` for this device alone; a build for all architectures takes several times as long.
 .PHONY: gpu-native
 gpu-native:
 	@test -x "$(GPU_PY)" || $(MAKE) build
-	@py="$(GPU_PY)"; $$py -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu: " + sys.executable + " sees no CUDA device; give the Python whose torch does: make PYTHON=...")'
-	@for tool in cmake ninja; do command -v $$tool >/dev/null || test -x "$$(dirname "$(GPU_PY)")/$$tool" || { echo "gpu: $$tool was not found on PATH or beside $(GPU_PY)" >&2; exit 1; }; done
-	py="$(GPU_PY)"; PATH="$$(dirname "$$py"):$$PATH" DTCOMM_CUDA=1 CUDAARCHS="$(call GPU_ARCH,$(GPU_PY))" $$py setup.py -q build_ext --inplace
+	@$(GPU_PY) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu: " + sys.executable + " sees no CUDA device; give the Python whose torch does: make PYTHON=...")'
+	@export PATH="$(GPU_PATH)"; for tool in cmake ninja nvcc; do command -v $$tool >/dev/null || { echo "gpu: $$tool was not found on PATH or beside $(GPU_PY)" >&2; exit 1; }; done
+	PATH="$(GPU_PATH)" DTCOMM_CUDA=1 CUDAARCHS="$(GPU_ARCH)" $(GPU_PY) setup.py -q build_ext --inplace
 
-GPU_TESTS = tests/cuda
-# compute-sanitizer comes with the CUDA toolkit (Debian and Ubuntu: apt install cuda-sanitizer-13-0). A few sizes of every
-# codec and fused kernel: it is some fifty times as slow. Some virtual machines refuse it the device.
-SANITIZER := $(shell command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
-SANITIZED = $(GPU_TESTS) -m gpu -k "any_alignment and 1 or sanitizer_sized" --timeout 0 -p no:cacheprovider
+# Where the output and the results go: `make gpu-check GPU_OUT=$$OUT`.
+GPU_OUT ?= build/gpu
 
 gpu-check: gpu-native  ## the tests that need a CUDA device, with _cuda built for it; also under compute-sanitizer
-	$(GPU_PY) -m pytest $(GPU_TESTS) -m gpu -p no:cacheprovider --durations 10 $(ARGS)
-	@if test -z "$(SANITIZER)"; then \
-		echo "NOT RUN: compute-sanitizer was not found: install the CUDA toolkit's, then run this again" >&2; \
-	elif ! timeout 60 $(SANITIZER) --error-exitcode 1 $(GPU_PY) -c 'import torch; torch.zeros(1).cuda()' >/dev/null 2>&1; then \
-		echo "NOT RUN: compute-sanitizer does not work on this machine (try: $(SANITIZER) $(GPU_PY) -c 'import torch; torch.zeros(1).cuda()')" >&2; \
-	else \
-		for tool in memcheck racecheck; do \
-			PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 150 $(SANITIZER) --tool $$tool --error-exitcode 1 $(GPU_PY) -m pytest $(SANITIZED) || exit 1; \
-		done; \
-	fi
-
-# Where the results go: `make gpu-bench GPU_OUT=$$OUT`.
-GPU_OUT ?= build/gpu
+	PATH="$(GPU_PATH)" $(GPU_PY) -m tests.cuda.check --out $(GPU_OUT) $(ARGS)
 
 gpu-bench: gpu-native  ## kernels beside a device copy, fused collectives beside the memory floor and torch's
 	mkdir -p $(GPU_OUT)

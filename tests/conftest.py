@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 from dtcomm.testing import nursery
 
 os.environ["DTCOMM_TUNE"] = "off"
@@ -14,3 +16,9 @@ nursery.MODULES += [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
 ]
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    # Where it is not installed, as on a machine that was not made for us, nothing is cut off; the setting stays known.
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "seconds of a test, for pytest-timeout")

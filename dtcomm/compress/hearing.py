@@ -18,6 +18,6 @@ class Hearing:
 
     def get(self) -> torch.Tensor:
         """On the CPU. Waits for the copy alone, not for what the device was given after it."""
-        if self._copied is not None:
+        if self._copied is not None and not self._copied.query():  # type: ignore[no-untyped-call]
             self._copied.synchronize()
         return self._host

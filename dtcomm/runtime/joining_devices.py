@@ -19,7 +19,7 @@ from dtcomm.runtime.joining import PROTOCOL, Joining, Runtime
 from dtcomm.runtime.meeting import Meeting, host_id, require_equal
 from dtcomm.runtime.on_streams import StreamRuntime
 from dtcomm.runtime.peer import PeerRuntime
-from dtcomm.runtime.peer_memory import IPC, SYMMETRIC, Reached, by_handles, symmetric
+from dtcomm.runtime.peer_memory import reach
 from dtcomm.runtime.process_group import ProcessGroupRuntime
 from dtcomm.runtime.seats import describe, why_not_peers
 from dtcomm.runtime.streams import Streams, streams_of
@@ -91,9 +91,10 @@ class DeviceJoining(Joining):
         forced = env.get("DTCOMM_RUNTIME") == "peer"
         made, reason = None, why_not_peers([word["seat"] for word in words], self.groups, forced)
         if not reason:
-            made, reason = self._reach(meeting, words)
-        if made is not None:
             room = room_of([word["seat"] for word in words])
+            size, ids = _C.fused_bytes(self.size, room), [word["seat"]["id"] for word in words]
+            made, reason = reach(meeting, self.names, self._group, self._device, size, self.rank, ids)
+        if made is not None:
             pads = [made.own[_C.MISSING_OFFSET :][:4].view(torch.int32)]
             budget = int(self._timeout.total_seconds() * 1e9)
             launcher = launcher_of(self._device)
@@ -106,33 +107,6 @@ class DeviceJoining(Joining):
             raise DtcommError(f"DTCOMM_RUNTIME=peer, but {reason}")
         else:
             self.why += f"; no fused kernels: {reason}"
-
-    def _reach(self, meeting: Meeting, words: Sequence[dict[str, Any]]) -> tuple[Reached | None, str]:
-        """Memory that all ranks reach, or why there is none: the same on all of them."""
-        room = room_of([word["seat"] for word in words])
-        size = _C.fused_bytes(self.size, room)
-        found: list[str] = []
-        for kind in (SYMMETRIC, IPC):
-            made, trouble = None, ""
-            try:
-                made = self._make_memory(kind, meeting, words, size)
-            except (RuntimeError, ImportError, OSError) as error:
-                trouble = f"{kind}: {str(error).splitlines()[0] if str(error) else error!r}"
-            said = [word["trouble"] for word in meeting.exchange({"trouble": trouble})]
-            found += [f"{words[rank]['name']}: {what}" for rank, what in enumerate(said) if what][:1]
-            if not any(said):
-                return made, ""
-        return None, "; ".join(found)
-
-    def _make_memory(
-        self, kind: str, meeting: Meeting, words: Sequence[dict[str, Any]], size: int
-    ) -> Reached:
-        if kind == SYMMETRIC:
-            if self.size < dist.get_world_size(self._group):
-                raise RuntimeError("these are not all ranks of the group")
-            return symmetric(self._group, self._device, size, self.rank)
-        seats = [word["seat"]["id"] for word in words]
-        return by_handles(meeting, self._device, size, self.rank, seats)
 
     def _below(self, streams: Streams, backend: str) -> Runtime:
         """What the group's own backend serves."""

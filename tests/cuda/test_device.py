@@ -121,6 +121,17 @@ def test_tensors_of_any_alignment(each: Codec, shift: int) -> None:
         compare(call, shift)
 
 
+# A kernel of each kind, on little: compute-sanitizer takes fifty times as long.
+@pytest.mark.parametrize(
+    "spec",
+    ["none", "fp16", "int8", "int8:block=4096", "int4:block=128", "int3:round=stochastic", "fp8_e4m3"]
+    + ["int4:rotate=hadamard", "int2:spikes=1", "mxfp4", "sign", "topk:ratio=0.25", "randk:ratio=0.25"],
+)
+def test_sanitizer_sized(spec: str) -> None:
+    for call in calls(codec(spec), floats("normal", 700, seed=1), counts=(2,)):
+        compare(call, 1)
+
+
 @pytest.mark.parametrize("spec", ["none", "fp16", "int8", "fp8_e4m3", "int8:round=stochastic"])
 def test_large(spec: str) -> None:
     for call in calls(codec(spec), floats("normal", 3_000_001, seed=3), counts=(1, 8)):
@@ -150,16 +161,23 @@ def test_runs_on_the_current_stream() -> None:
     each, n = codec("int8"), 1 << 20
     x = torch.zeros(n, device="cuda")
     payload, out = room(each, n, x.dtype).cuda(), torch.empty(n, device="cuda")
+
+    def there_and_back() -> None:
+        cuda.combine(Combine(codec=each, numel=n, dtype=x.dtype, local=x, payload_out=payload))
+        cuda.decode(each, payload, n, x.dtype, out)
+
+    there_and_back()  # kernels are loaded when they are first used, which may wait
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        torch.cuda._sleep(50_000_000)
+        torch.cuda._sleep(1_000_000_000)  # half a second
         x.fill_(1.0)
-        cuda.combine(Combine(codec=each, numel=n, dtype=x.dtype, local=x, payload_out=payload))
-        cuda.decode(each, payload, n, x.dtype, out)
+        there_and_back()
     assert not side.query(), "the call waited for the device"
     torch.cuda.current_stream().wait_stream(side)
-    assert torch.equal(out, torch.ones_like(out))
+    expected = torch.empty(1)
+    native.decode("generic", each, payload_of(each, torch.ones(1), 0), 1, x.dtype, expected)
+    assert torch.equal(out.cpu(), expected.expand(n)) and expected > 0.9
 
 
 @pytest.mark.parametrize("each", FEW, ids=str)
