@@ -1,8 +1,9 @@
 """``dtcomm perf all_reduce …``: nccl-tests for dtcomm, and for what it is compared with.
 
-To read on: perf_flags and perf_options (the flags), perf_run (what a rank does), perf_measure (the clock),
-perf_check (right or wrong), perf_backends and perf_mpi (who does the work), perf_host (where), perf_table, perf_json,
-perf_plot, perf_live and perf_progress (what is shown).
+To read on: perf_flags, perf_options and perf_device (the flags), perf_run and perf_bench (what a rank does),
+perf_virtual (virtual ranks), perf_measure (how often, by dtcomm.testing.clock), perf_check (right or wrong),
+perf_backend, perf_backends, perf_ours, perf_torch and perf_mpi (who does the work), perf_host and perf_place (where),
+perf_report (what is found), perf_table, perf_json, perf_plot, perf_live and perf_progress (what is shown).
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from dtcomm.cli import perf_virtual
 from dtcomm.cli.perf_json import to_csv, to_json
 from dtcomm.cli.perf_options import Options, parse
 from dtcomm.cli.perf_plot import plot
 from dtcomm.cli.perf_progress import Printer
-from dtcomm.cli.perf_run import Listener, Report, run
+from dtcomm.cli.perf_report import Listener, Report
+from dtcomm.cli.perf_run import run
 from dtcomm.errors import DtcommError
 from dtcomm.testing.ranks import RankError, run_ranks
 
@@ -32,7 +35,7 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     launched = all(name in os.environ for name in LAUNCHER)
     try:
-        report = _as_rank(options) if launched else _own_ranks(options)
+        report = _measured(options, launched)
     except BrokenPipeError:
         raise
     except Exception as error:
@@ -53,6 +56,14 @@ def measure(rank: int, world_size: int, options: Options) -> Report | None:
     """The benchmark as one of the ranks that ``--nproc`` starts; rank 0 returns what was found."""
     report = run(options, Printer(options) if rank == 0 else Listener())
     return report if rank == 0 else None
+
+
+def _measured(options: Options, launched: bool) -> Report:
+    if not options.virtual:
+        return _as_rank(options) if launched else _own_ranks(options)
+    if launched:
+        raise ValueError(f"--virtual {options.virtual}: is for one process, and a launcher started this one")
+    return perf_virtual.run(options, Printer(options))
 
 
 def _own_ranks(options: Options) -> Report:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,16 +68,38 @@ class Case:
     def arithmetic(self) -> str:
         return self.op if COLLECTIVES[self.collective].reduces else "sum"
 
+    @property
+    def span(self) -> int:
+        """Elements of a buffer in which the call can be made in place."""
+        return self.count * (self.ranks if COLLECTIVES[self.collective].shards else 1)
+
+    def arranged(
+        self, buffer: torch.Tensor, source: torch.Tensor, in_place: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(output, input) of a call: both within ``buffer``, which has ``span`` elements, or from ``source``."""
+        mine = slice(self.rank * self.count, (self.rank + 1) * self.count)
+        if self.collective in ("reduce_scatter", "scatter"):
+            # Out of place, the other shards of the buffer stay unused.
+            return buffer[mine], buffer if in_place else source
+        if not in_place:
+            return buffer, source
+        return buffer, buffer[mine] if self.collective in ("all_gather", "gather") else buffer
+
 
 def values_for(variant: Variant, dtype: torch.dtype) -> exact.Values:
     """What to feed: numbers whose sum is exact, or for a lossy codec numbers like gradients."""
     return exact.integers if codec(variant.codec).lossless(dtype) else exact.normal
 
 
-def judge(result: torch.Tensor, case: Case, variant: Variant, seed: int) -> Verdict:
-    """Compare with what the ranks' inputs of ``seed`` must give. All ranks call it together."""
+def judge(
+    result: torch.Tensor, case: Case, variant: Variant, seed: int, same: Callable[[torch.Tensor], bool]
+) -> Verdict:
+    """Compare with what the ranks' inputs of ``seed`` must give, where ``result`` is.
+
+    ``same`` says whether all ranks have the same bits as this one; it is asked on all ranks, or on none.
+    """
     values = values_for(variant, case.dtype)
-    want = case.expected(seed, values)
+    want = case.expected(seed, values).to(result.device)
     if want.numel() == 0:  # also of a rank that has no output
         lossless = values is exact.integers
         return Verdict(wrong=0) if lossless else Verdict(wrong=0, max_error=0.0, mean_error=0.0)
@@ -85,9 +108,9 @@ def judge(result: torch.Tensor, case: Case, variant: Variant, seed: int) -> Verd
     bound, mean_bound = bounds(case, variant, seed)
     wrong, largest, total = _errors(result.reshape(-1), want, bound)
     mean = total / want.numel()
-    same = not COLLECTIVES[case.collective].alike or _equal_on_all_ranks(result)
+    alike = not COLLECTIVES[case.collective].alike or same(result)
     # A broken reduction may keep every element inside a coarse codec's bound; its mean error gives it away.
-    if not mean <= mean_bound or not same:
+    if not mean <= mean_bound or not alike:
         wrong = want.numel()
     scale, mean_scale = want.abs().amax().item(), want.abs().mean(dtype=torch.float64).item()
     return Verdict(
@@ -154,8 +177,24 @@ def _errors(result: torch.Tensor, want: torch.Tensor, bound: float) -> tuple[int
     return wrong, largest, total
 
 
-def _equal_on_all_ranks(result: torch.Tensor) -> bool:
-    digest = zlib.crc32(result.contiguous().view(torch.uint8).numpy().data)
+def digest(result: torch.Tensor) -> int:
+    """A checksum of its bytes."""
+    return zlib.crc32(result.contiguous().view(torch.uint8).cpu().numpy().data)
+
+
+def equal_on_all_ranks(result: torch.Tensor) -> bool:
+    """Whether all ranks, which call it together, have the same bits."""
     seen: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(seen, digest)
+    dist.all_gather_object(seen, digest(result))
     return len(set(seen)) == 1
+
+
+def combined(verdicts: Sequence[Verdict]) -> Verdict:
+    """The verdicts of all checks on all ranks as one."""
+    largest = [verdict.max_error for verdict in verdicts if verdict.max_error is not None]
+    means = [verdict.mean_error for verdict in verdicts if verdict.mean_error is not None]
+    return Verdict(
+        wrong=sum(verdict.wrong for verdict in verdicts),
+        max_error=max(largest) if largest else None,
+        mean_error=max(means) if means else None,
+    )

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from dtcomm.cli import perf_backends, sizes
+from dtcomm.cli import perf_backends, perf_place, sizes
 from dtcomm.cli.perf_collectives import COLLECTIVES, DTYPES
 from dtcomm.testing.exact import OPS
 
@@ -26,7 +26,13 @@ reading the table
   max|error| / max|result|, meanerr is mean|error| / mean|result|. ratio is the median time of the reference
   (gloo, or else the last row of a size) over this row's, in place; with --compare, "vs gloo" and "vs mpi" are that
   peer's median over this row's. Open MPI is called from C, by processes of its own, and its results are not checked.
-differences from nccl-tests: -w is 5, -a is 3 (max), -g and -t are --nproc; -G is for GPUs.
+on GPUs
+  times are the device's own, between events on the stream, and the host waits once a batch; -C is the CPU time that
+  queueing takes. With -G time is a replay's over its calls (-n of them, or fewer where a sum in place would overflow).
+  moved says what moved the bytes: fused (dtcomm's kernels over peer memory), nccl, gloo (through the host's memory),
+  symm_mem; why it is not fused stands below the table. floor, of virtual ranks, is the share of the memory floor: the
+  time that a device copy, timed in turn, takes for the bytes that all ranks must read and write, over the kernel's.
+differences from nccl-tests: -w is 5, -a is 3 (max), -g and -t are --nproc.
 exit status: 0, or 1 where a value is wrong, or 2 where the arguments are, or a rank failed.
 """
 
@@ -87,7 +93,14 @@ def parser() -> argparse.ArgumentParser:
     add("-C", "--report_cputime", action="store_true", help="CPU time instead of time")
     add("-I", "--per_iter", action="store_true", help="statistics over iterations, slowest rank of each")
     add("-O", "--out_of_place", type=int, choices=(0, 1), default=1, help="0: in place only")
-    add("-G", "--cudagraph", type=_count(0), default=0, metavar="N", help="refused unless 0")
+    add(
+        "-G",
+        "--cudagraph",
+        type=_count(0),
+        default=0,
+        metavar="N",
+        help="capture the -n operations as one CUDA graph and time N replays of it",
+    )
     add("-T", "--timeout", type=float, default=600.0, metavar="S", help="of one operation, in seconds")
     own = made.add_argument_group("not in nccl-tests")
     add = own.add_argument
@@ -113,11 +126,25 @@ def parser() -> argparse.ArgumentParser:
         help="gloo, mpi or both (a,b): measured beside ours in turn, with a column of ratios each",
     )
     add(
+        "--device",
+        choices=perf_place.DEVICES,
+        help="where the tensors are (cuda where torch sees a GPU and all named backends have CUDA tensors, else cpu)",
+    )
+    add(
+        "--virtual",
+        type=_count(1),
+        default=0,
+        metavar="N",
+        help="N virtual ranks on one GPU, each call one launch of the fused kernels, with its share of the memory "
+        "floor; --device emulator runs their source on the CPU",
+    )
+    add(
         "--nproc",
         type=_count(1),
         default=None,
         metavar="N",
-        help="local ranks to start; torchrun's, where it runs this (2, or as many as --schedule is for)",
+        help="local ranks to start; torchrun's, where it runs this (2, or as many as --schedule is for; with GPUs "
+        "one for each)",
     )
     add(
         "--pin",

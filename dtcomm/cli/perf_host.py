@@ -40,11 +40,15 @@ def ranks(device: str) -> list[Rank]:
     return everyone
 
 
+def available() -> int:
+    """Bytes of this host's memory that are free."""
+    with open("/proc/meminfo") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+
+
 def memory(everywhere: list[Rank]) -> int:
     """Bytes that each rank may use: its part of what is free on the host where that is least."""
     here = sum(rank.hostname == platform.node() for rank in everywhere)
-    with open("/proc/meminfo") as file:
-        free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
     shares: list[int] = [0] * len(everywhere)
-    dist.all_gather_object(shares, int(0.8 * free / here))
+    dist.all_gather_object(shares, int(0.8 * available() / here))
     return min(shares)

@@ -6,15 +6,11 @@ import csv
 import io
 import json
 import math
-import platform
 from datetime import datetime, timezone
 from typing import Any
 
-import torch
-
-import dtcomm
 from dtcomm.cli.perf_collectives import COLLECTIVES, bandwidths
-from dtcomm.cli.perf_run import Measurement, Report, Row
+from dtcomm.cli.perf_report import Measurement, Report, Row
 from dtcomm.cli.perf_table import average_bandwidths
 
 VERSION = 1
@@ -69,14 +65,14 @@ def _config(report: Report) -> dict[str, Any]:
         "blocking_collectives": bool(options.blocking),
         "report_cputime": options.report_cputime,
         "ranks": len(report.ranks),
+        "device": options.device,
+        "virtual_ranks": options.virtual,
+        "graph_replays": options.cudagraph,
         "devices": [vars(rank) for rank in report.ranks],
         "backends": report.backends,
         "warnings": report.warnings,
-        "versions": {
-            "dtcomm": dtcomm.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "gpus": report.gpus,
+        "versions": report.versions,
     }
 
 
@@ -91,6 +87,8 @@ def _result(report: Report, row: Row) -> dict[str, Any]:
         "codec": row.variant.codec,
         "algorithm": row.variant.algorithm,
         "wire_bytes": row.wire_bytes,
+        "moved_by": None if row.moved is None else row.moved.by,
+        "moved_why": None if row.moved is None else row.moved.why,
         "ratio": _finite(row.ratio),
         "ratios": row.ratios,
     }
@@ -109,6 +107,7 @@ def _measured(report: Report, row: Row, measured: Measurement) -> dict[str, Any]
         "cpu_time" if report.options.report_cputime else "time": seconds * 1e6,
         "alg_bw": algorithm,
         "bus_bw": bus,
+        "of_floor": _finite(measured.of_floor),
         "nwrong": None if verdict is None else verdict.wrong,
         "max_error": None if verdict is None else _finite(verdict.max_error),
         "mean_error": None if verdict is None else _finite(verdict.mean_error),

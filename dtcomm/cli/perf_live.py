@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from dtcomm.cli.perf_collectives import COLLECTIVES, bandwidths
-from dtcomm.cli.perf_run import Measurement, Report, Row
+from dtcomm.cli.perf_report import Measurement, Report, Row
 from dtcomm.cli.perf_table import fixed
 from dtcomm.cli.sizes import format_size
 

@@ -8,29 +8,22 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from dtcomm.cli.perf_backends import Backend, Call
+from dtcomm.cli.perf_backend import Backend, Call, Moved
 from dtcomm.cli.perf_collectives import DTYPES
+from dtcomm.cli.perf_place import CPU, Place
 from dtcomm.testing import mpi
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-def refusal(datatype: str, op: str) -> str | None:
-    """Why Open MPI is not measured with these, or None."""
-    if datatype not in mpi.TYPES:
-        return f"-d {datatype}: Open MPI is measured with {', '.join(mpi.TYPES)}"
-    if op not in (*mpi.OPS, "none"):
-        return f"-o {op}: Open MPI is measured with {', '.join(mpi.OPS)}"
-    return None
 
 
 class OpenMpi(Backend):
     """Its own processes on this host, which call MPI from C; their results are not checked."""
 
     measures: ClassVar[bool] = True
+    devices: ClassVar[tuple[str, ...]] = (CPU,)
 
-    def __init__(self, timeout: float) -> None:
-        super().__init__(timeout)
+    def __init__(self, timeout: float, place: Place | None = None) -> None:
+        super().__init__(timeout, place)
         ranks = dist.get_world_size()
         hosts: list[Any] = [None] * ranks
         dist.all_gather_object(hosts, platform.node())
@@ -47,6 +40,15 @@ class OpenMpi(Backend):
         dist.broadcast_object_list(trouble, 0)
         if trouble[0] is not None:
             raise ValueError(f"--compare mpi: {trouble[0]}")
+
+    @classmethod
+    def refusal(cls, collective: str, datatype: str, op: str) -> str | None:
+        """Types and operators that the program in C knows."""
+        if datatype not in mpi.TYPES:
+            return f"-d {datatype}: Open MPI is measured with {', '.join(mpi.TYPES)}"
+        if op not in (*mpi.OPS, "none"):
+            return f"-o {op}: Open MPI is measured with {', '.join(mpi.OPS)}"
+        return None
 
     def times(self, case: Any, iters: int, warmup: int) -> list[list[float]]:
         """Seconds of each call, by rank; all ranks call it."""
@@ -70,6 +72,9 @@ class OpenMpi(Backend):
 
     def start(self, call: Call, asynchronous: bool) -> Callable[[], Any]:
         raise TypeError("Open MPI measures itself")
+
+    def moved(self, before: Any) -> Moved:
+        return Moved("mpi")
 
     def describe(self) -> str:
         return "Open MPI's default, called from C"

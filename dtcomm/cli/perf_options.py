@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dtcomm.algorithms import collectives, require
-from dtcomm.cli import perf_backends, perf_flags, perf_mpi, sizes
+from dtcomm.cli import perf_backends, perf_device, perf_flags, sizes
 from dtcomm.cli.perf_collectives import ALIASES, COLLECTIVES, DTYPES
+from dtcomm.cli.perf_place import CPU
 from dtcomm.codecs import codec
 from dtcomm.errors import ScheduleError
 from dtcomm.schedule import Schedule, verify
@@ -18,6 +19,7 @@ from dtcomm.testing import mpi
 from dtcomm.testing.exact import OPS
 
 CHOOSERS = ("auto", "direct")
+VIRTUAL = perf_device.VIRTUAL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +34,16 @@ class Variant:
     def __str__(self) -> str:
         return f"{self.backend} {self.codec} {self.algorithm}"
 
-    def refusal(self, datatype: str, op: str) -> str | None:
+    def refusal(self, collective: str, datatype: str, op: str) -> str | None:
         """Why this cannot do ``op`` on ``datatype``, or None."""
-        if self.backend == "mpi":
-            return perf_mpi.refusal(datatype, op)
+        if self.backend == VIRTUAL:
+            reason: str | None = perf_device.why_no_kernel(
+                collective, self.codec, self.algorithm, datatype, op
+            )
+        else:
+            reason = perf_backends.find(self.backend).refusal(collective, datatype, op)
+        if reason:
+            return reason
         layout = codec(self.codec)
         if DTYPES[datatype] not in layout.dtypes:
             takes = ", ".join(name for name, dtype in DTYPES.items() if dtype in layout.dtypes)
@@ -72,6 +80,10 @@ class Options:
     variants: tuple[Variant, ...]
     compare: tuple[str, ...]
     nproc: int
+    device: str
+    device_why: str
+    virtual: int
+    cudagraph: int
     pin: bool | None
     timeout: float
     quiet: bool
@@ -80,9 +92,18 @@ class Options:
     plot: str | None
 
     @property
+    def on_device(self) -> bool:
+        """Whether tensors are on a GPU, or would be but for the emulator."""
+        return self.device != CPU
+
+    @property
     def backends(self) -> list[str]:
         """Their names, each once."""
         return list(dict.fromkeys(variant.backend for variant in self.variants))
+
+    def refusal(self, variant: Variant, datatype: str, op: str) -> str | None:
+        """Why a variant cannot do that, or None."""
+        return variant.refusal(self.collective, datatype, op)
 
     @property
     def sizes(self) -> list[int]:
@@ -108,17 +129,16 @@ def _options(given: argparse.Namespace) -> Options:
     collective = COLLECTIVES[given.collective]
     if given.minbytes > given.maxbytes:
         raise ValueError(f"-b {given.minbytes} is larger than -e {given.maxbytes}")
-    if given.cudagraph:
-        raise ValueError("-G: CUDA graphs need a GPU, and these collectives run on the CPU")
     sizes.series(
         given.minbytes, given.maxbytes, given.stepbytes, given.stepfactor
     )  # raises where they are odd
-    if given.nproc is None:
-        given.nproc = 2 if schedule is None else schedule.ranks
     compare = tuple(dict.fromkeys(name for part in given.compare or [] for name in part.split(",")))
     if strangers := set(compare) - set(perf_backends.PEERS):
         raise ValueError(f"--compare {sorted(strangers)[0]!r} is not one of {', '.join(perf_backends.PEERS)}")
-    variants = tuple(_variants(given, schedule, compare))
+    device, device_why = perf_device.choose(given, compare)
+    if given.nproc is None:
+        given.nproc = perf_device.ranks(device) if schedule is None else schedule.ranks
+    variants = tuple(_variants(given, schedule, compare, device))
     if any(variant.backend == "mpi" for variant in variants):
         _require_mpi(given)
     ops = OPS if given.op == "all" else tuple(given.op.split(","))
@@ -130,7 +150,7 @@ def _options(given: argparse.Namespace) -> Options:
         raise ValueError(f"-d {sorted(strange)[0]!r} is not one of {', '.join(DTYPES)}, all")
     ops = ops if collective.reduces else ("none",)
     for variant in variants:
-        refusals = [variant.refusal(datatype, op) for datatype in datatypes for op in ops]
+        refusals = [variant.refusal(given.collective, datatype, op) for datatype in datatypes for op in ops]
         if None not in refusals:
             raise ValueError(refusals[0])
     fields = {name: value for name, value in vars(given).items() if name in Options.__dataclass_fields__}
@@ -142,6 +162,8 @@ def _options(given: argparse.Namespace) -> Options:
         "quiet": "-" in (given.json, given.csv),
         "variants": variants,
         "compare": compare,
+        "device": device,
+        "device_why": device_why,
     }
     return Options(**fields)
 
@@ -186,9 +208,9 @@ def _codecs(given: list[str]) -> list[str]:
 
 
 def _variants(
-    given: argparse.Namespace, schedule: Schedule | None, compare: tuple[str, ...]
+    given: argparse.Namespace, schedule: Schedule | None, compare: tuple[str, ...], device: str
 ) -> list[Variant]:
-    backends = [name for part in given.backend or ["native"] for name in part.split(",")]
+    backends = perf_device.backends(given, device)
     if given.compare and all(perf_backends.find(name).plain for name in backends):
         raise ValueError(
             f"--compare {given.compare[0]}: nothing of ours is measured by --backend {','.join(backends)}"
@@ -207,7 +229,7 @@ def _variants(
             raise ValueError(f"--algorithm {str(error).removeprefix('algorithm: ')}") from None
     variants: list[Variant] = []
     for name in backends:
-        if perf_backends.find(name).plain:
+        if name != VIRTUAL and perf_backends.find(name).plain:
             variants.append(Variant(backend=name, algorithm="own"))
         else:
             for spec in codecs:

@@ -8,7 +8,7 @@ from typing import Any
 
 from dtcomm.cli.demo_plot import STYLE
 from dtcomm.cli.perf_collectives import COLLECTIVES, bandwidths
-from dtcomm.cli.perf_run import Report, Row
+from dtcomm.cli.perf_report import Report, Row
 from dtcomm.cli.sizes import format_size
 
 SMALL = 64 * 1024  # bytes, up to which time says more than bandwidth

@@ -10,7 +10,7 @@ from typing import Any
 from dtcomm.cli import perf_live, perf_table
 from dtcomm.cli.perf_live import LiveTable
 from dtcomm.cli.perf_options import Options
-from dtcomm.cli.perf_run import Listener, Report, Row
+from dtcomm.cli.perf_report import Listener, Report, Row
 
 
 class Printer(Listener):

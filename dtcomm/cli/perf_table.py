@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dtcomm
+from dtcomm.cli.perf_backend import Moved
 from dtcomm.cli.perf_collectives import COLLECTIVES, bandwidths
 from dtcomm.cli.perf_options import Options
-from dtcomm.cli.perf_run import Measurement, Report, Row
+from dtcomm.cli.perf_report import Measurement, Report, Row
 from dtcomm.codecs import codec
+
+_MOVED = len("fused:one_shot")  # the column's width
 
 
 def header(report: Report) -> list[str]:
@@ -18,7 +21,8 @@ def header(report: Report) -> list[str]:
         f"# Collective test starting: {options.collective}",
         f"# minBytes {options.minbytes} maxBytes {options.maxbytes} step: {step} warmup iters: "
         f"{options.warmup_iters} iters: {options.iters} agg iters: {options.agg_iters} "
-        f"validation: {options.check} average: {('rank 0', 'mean', 'min', 'max')[options.average]}",
+        f"validation: {options.check} average: {('rank 0', 'mean', 'min', 'max')[options.average]}"
+        + (f" graph: {options.cudagraph}" if options.cudagraph else ""),
     ]
     if options.blocking:
         lines.append("# Blocking Enabled: wait for completion of each collective, barrier before the next")
@@ -29,6 +33,8 @@ def header(report: Report) -> list[str]:
         f"#  Rank {rank.rank:2d} Pid {rank.pid:6d} on {rank.hostname:>10} device {rank.device}"
         for rank in report.ranks
     ]
+    if options.device_why:
+        lines.append(f"# Device {options.device}: {options.device_why}")
     lines += [f"# Backend {name}: {words}" for name, words in report.backends.items() if words]
     if len(options.variants) == 1:
         lines.append(f"# Codec {options.variants[0].codec}, algorithm {options.variants[0].algorithm}")
@@ -60,6 +66,10 @@ def _column_heads(options: Options) -> list[str]:
 
 def _own_heads(options: Options) -> list[tuple[str, str]]:
     heads = [("    wire", "     (B)")]
+    if options.virtual:
+        heads.append(("  floor", "       "))
+    if options.on_device:
+        heads.append(("moved".rjust(_MOVED), " " * _MOVED))
     if _lossy(options):
         heads += [("   maxerr", "         "), ("  meanerr", "         ")]
     if len(options.variants) > 1:
@@ -74,6 +84,11 @@ def row(options: Options, row: Row, ranks: int) -> str:
     cells = [f"{row.size:12d}  {row.count:12d}  {row.datatype:>8}  {row.op:>6}  {row.root:6d}"]
     cells += [_place(options, row, measured, ranks) for measured in (row.out_of_place, row.in_place)]
     cells.append(f"{'N/A' if row.wire_bytes is None else row.wire_bytes:>8}")
+    if options.virtual:
+        share = row.compared.of_floor
+        cells.append(f"{'N/A' if share is None else fixed(share, 7):>7}")
+    if options.on_device:
+        cells.append(f"{'N/A' if row.moved is None else row.moved.by:>{_MOVED}}")
     if _lossy(options):
         cells += [f"{_error(row, 'max_error'):>9}", f"{_error(row, 'mean_error'):>9}"]
     if len(options.variants) > 1:
@@ -91,7 +106,14 @@ def footer(report: Report) -> list[str]:
     for variant, bandwidth in averages.items():
         name = f" ({variant})" if len(averages) > 1 else ""
         lines.append(f"# {'Avg bus bandwidth':<20} : {bandwidth:g}{name}")
+    lines += [f"# {variant} went over {moved.by}: {moved.why}" for variant, moved in detours(report)]
     return [*lines, "#", f"# Collective test concluded: {report.options.collective}"]
+
+
+def detours(report: Report) -> list[tuple[str, Moved]]:
+    """What did not go the way that one would expect, each variant's ways once."""
+    found = [(str(row.variant), row.moved) for row in report.rows if row.moved is not None and row.moved.why]
+    return list(dict.fromkeys(found)) if report.options.on_device else []
 
 
 def average_bandwidths(report: Report) -> dict[str, float]:

@@ -15,7 +15,7 @@ from dtcomm.cli.perf import measure
 from dtcomm.cli.perf_collectives import COLLECTIVES, DTYPES
 from dtcomm.cli.perf_options import parse
 from dtcomm.cli.perf_plot import lines
-from dtcomm.cli.perf_run import Report, Row
+from dtcomm.cli.perf_report import Report, Row
 from dtcomm.testing import mpi
 from dtcomm.testing.ranks import run_ranks
 
@@ -204,6 +204,7 @@ def test_under_torchrun_its_ranks_are_used(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m"]
     command += ["dtcomm", "perf", "all_gather", "-b", "3K", "-e", "3K", *QUICK, "--json", str(file)]
+    command += ["--device", "cpu"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ from dtcomm.cli.perf_collectives import COLLECTIVES, bandwidths
 from dtcomm.cli.perf_host import Rank
 from dtcomm.cli.perf_measure import Timing, percentile
 from dtcomm.cli.perf_options import parse
-from dtcomm.cli.perf_run import Measurement, Report, Row
+from dtcomm.cli.perf_report import Measurement, Report, Row
 
 
 def measured(microseconds: float, wrong: int = 0, error: float | None = None) -> Measurement:
@@ -218,6 +218,7 @@ def test_json_has_the_keys_of_nccl_tests_with_real_types_and_no_environment(
         "time": pytest.approx(12.5),
         "alg_bw": pytest.approx(0.08192),
         "bus_bw": pytest.approx(0.08192),
+        "of_floor": None,
         "nwrong": 0,
         "max_error": None,
         "mean_error": None,

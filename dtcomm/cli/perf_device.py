@@ -1,0 +1,109 @@
+"""``--device`` and ``--virtual``: where the measured tensors are, and what goes with that."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from dtcomm.cli import perf_backends, perf_place
+from dtcomm.cli.perf_collectives import DTYPES
+from dtcomm.cli.perf_place import CPU, CUDA, EMULATOR
+from dtcomm.codecs import codec
+from dtcomm.runtime.fused import COLLECTIVES as FUSED
+from dtcomm.runtime.fused import MOST_RANKS, why_not
+from dtcomm.runtime.shape import Part, Shape
+
+VIRTUAL = "virtual"  # what stands for a backend in the table where ranks are virtual
+
+
+def choose(given: argparse.Namespace, compare: tuple[str, ...]) -> tuple[str, str]:
+    """The device, and why it is that where nobody named one.
+
+    ValueError names the argument that does not go with it, and what is valid.
+    """
+    if given.virtual:
+        return _virtual(given, compare), ""
+    device, why = given.device, ""
+    named = [*_named(given), *compare]
+    if device is None:
+        device, why = _default(named)
+    if device == EMULATOR:
+        raise ValueError("--device emulator: is for --virtual N; without it, valid: cpu, cuda")
+    if device == CUDA and not perf_place.found():
+        raise ValueError(
+            "--device cuda: torch sees no CUDA device; valid here: cpu, and emulator with --virtual N"
+        )
+    for name in named:
+        if device not in perf_backends.find(name).devices:
+            argument = "--compare" if name in compare else "--backend"
+            valid = perf_backends.names(device)
+            valid = [each for each in perf_backends.PEERS if each in valid] if name in compare else valid
+            raise ValueError(
+                f"{argument} {name}: has no {device} tensors; on that device: {', '.join(valid)}"
+            )
+    if given.cudagraph and device != CUDA:
+        raise ValueError(f"-G {given.cudagraph}: CUDA graphs need --device cuda or --virtual N, not {device}")
+    if given.cudagraph and given.blocking:
+        raise ValueError(f"-z 1: the calls of a graph (-G {given.cudagraph}) have no barrier between them")
+    return device, why
+
+
+def ranks(device: str) -> int:
+    """How many local ranks to start where nobody says: one for each GPU, at least two."""
+    return max(2, torch.cuda.device_count()) if device == CUDA else 2
+
+
+def backends(given: argparse.Namespace, device: str) -> list[str]:
+    """What is measured: what was named, or dtcomm."""
+    if given.virtual:
+        return [VIRTUAL]
+    return _named(given) or ["dtcomm" if device == CUDA else "native"]
+
+
+def why_no_kernel(collective: str, spec: str, algorithm: str, datatype: str, op: str) -> str:
+    """Why there is no fused kernel for virtual ranks to run; empty where there is one."""
+    name = "one_shot" if algorithm in ("auto", "direct") else algorithm
+    part = Part(1, DTYPES[datatype], codec(spec))
+    reason = why_not(Shape(collective, "sum" if op == "none" else op, (part,), name), 2)
+    return f"--virtual: {reason}" if reason else ""
+
+
+def _named(given: argparse.Namespace) -> list[str]:
+    return [name for part in given.backend or [] for name in part.split(",")]
+
+
+def _default(named: list[str]) -> tuple[str, str]:
+    if not perf_place.found():
+        return CPU, ""
+    if any(CUDA not in perf_backends.find(name).devices for name in named):
+        return CPU, "a backend that was named has CPU tensors alone"
+    return CUDA, "torch sees a GPU; --device cpu measures CPU tensors"
+
+
+def _virtual(given: argparse.Namespace, compare: tuple[str, ...]) -> str:
+    """The device of virtual ranks; ValueError names what does not go with them."""
+    if not 2 <= given.virtual <= MOST_RANKS:
+        raise ValueError(f"--virtual {given.virtual}: expected 2 to {MOST_RANKS} ranks")
+    device: str = given.device or CUDA
+    if device == CPU:
+        raise ValueError("--device cpu: virtual ranks run on cuda, or on the CPU in the kernels' emulator")
+    if device == CUDA and not perf_place.found():
+        raise ValueError(
+            f"--virtual {given.virtual}: torch sees no CUDA device; --device emulator runs the kernels' source on the "
+            "CPU, where times say nothing about a device"
+        )
+    for argument, value in (
+        ("--backend", given.backend),
+        ("--compare", compare),
+        ("--nproc", given.nproc),
+        ("--schedule", given.schedule),
+        ("--pin", given.pin),
+    ):
+        if value:
+            raise ValueError(f"{argument}: with --virtual one process measures the fused kernels alone")
+    if given.agg_iters != 1 or given.blocking:
+        raise ValueError("--virtual: is measured without -m and -z")
+    if given.collective not in FUSED:
+        raise ValueError(f"--virtual: {given.collective} has no fused kernel; valid: {', '.join(FUSED)}")
+    return device

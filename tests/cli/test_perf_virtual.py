@@ -1,0 +1,111 @@
+"""``dtcomm perf --virtual`` in the emulator: flags, table, JSON, CSV, picture and check, without a GPU."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtcomm.cli import perf_options, perf_virtual
+from dtcomm.cli.main import main
+from dtcomm.cli.perf_report import Listener, Report
+from dtcomm.codecs import codec
+from dtcomm.runtime.fused import COLLECTIVES
+from dtcomm.testing.floor import moved_bytes
+from dtcomm.testing.virtual import VirtualRanks
+from tests.cli.clocks import Counted
+
+QUICK = "--device emulator -n 2 -w 1"
+
+
+def virtual(line: str, clock: Counted | None = None) -> Report:
+    return perf_virtual.run(perf_options.parse(f"{line} {QUICK}".split()), Listener(), clock)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_every_collective_that_has_a_kernel(collective: str) -> None:
+    report = virtual(f"{collective} --virtual 3 -b 600 -e 600 --codec none,int8 -d bfloat16")
+    none, int8 = report.rows
+    assert report.wrong == 0 and len(report.ranks) == 3
+    for row in report.rows:
+        assert row.moved is not None and row.moved.by == "fused:" + (
+            "two_shot" if collective == "all_reduce" and row is int8 else "one_shot"
+        )
+        assert row.compared.verdict is not None and (row.compared.of_floor or 0) > 0
+    assert none.wire_bytes is not None and int8.wire_bytes is not None and int8.wire_bytes < none.wire_bytes
+
+
+def test_from_the_flags_to_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {kind: tmp_path / f"found.{kind}" for kind in ("json", "csv", "png")}
+    line = f"perf all_reduce --virtual 2 -b 256 -e 512 -f 2 --codec int8 --algorithm one_shot,two_shot -G 2 {QUICK} "
+    line += f"--json {files['json']} --csv {files['csv']} --plot {files['png']}"
+    assert main(line.split()) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "# WARNING: " + perf_virtual.WARNING in shown
+    (head,) = (line.split() for line in shown if line.startswith("#       size"))
+    rows = [line.split() for line in shown if not line.startswith("#")]
+    # Of the head, `#` is a word of its own.
+    assert [row[head.index("moved") - 1] for row in rows] == ["fused:one_shot", "fused:two_shot"] * 2
+    document = json.loads(files["json"].read_text())
+    config = document["config"]
+    assert (config["ranks"], config["virtual_ranks"], config["device"]) == (2, 2, "emulator")
+    assert config["graph_replays"] == 2 and config["gpus"] == [] and config["versions"]["torch"]
+    for row in document["results"]:
+        assert row["in_place"]["of_floor"] > 0 and row["in_place"]["nwrong"] == 0
+        assert len(row["in_place_per_iter"]["times_us"]) == 2
+    assert len(list(csv.DictReader(files["csv"].open()))) == 4
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_share_is_that_of_a_copy_of_as_many_bytes() -> None:
+    class Told(Counted):
+        """Copies and calls take a millisecond each."""
+
+        def seconds(self, begin: int, end: int) -> float:
+            super().seconds(begin, end)
+            return 1e-3
+
+    report = virtual("all_reduce --virtual 2 -b 4K -e 4K --codec int4 --algorithm two_shot", Told())
+    count = 1 << 10
+    moved = moved_bytes("all_reduce", "two_shot", 2, count, 4, codec("int4").wire_bytes(count))
+    assert moved is not None
+    for place in (report.rows[0].in_place, report.rows[0].out_of_place):
+        assert place is not None
+        assert place.of_floor == pytest.approx(moved / (2 * perf_virtual.EMULATED_COPY))
+    assert virtual("all_reduce --virtual 2 -b 1K -e 1K -C").rows[0].compared.of_floor is None
+
+
+def test_a_wrong_value_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run = VirtualRanks.run
+
+    def spoiled(self: VirtualRanks, plan: Any, inputs: Any, outputs: Any, residuals: Any = None) -> None:
+        run(self, plan, inputs, outputs, residuals)
+        outputs[1][-1] += 1
+
+    monkeypatch.setattr(VirtualRanks, "run", spoiled)
+    assert main(f"perf all_reduce --virtual 3 -b 1K -e 1K -c 2 {QUICK}".split()) == 1
+    assert "# Out of bounds values : 4 FAILED" in capsys.readouterr().out
+
+
+def test_ranks_that_differ_by_a_bit_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = VirtualRanks.run
+
+    def spoiled(self: VirtualRanks, plan: Any, inputs: Any, outputs: Any, residuals: Any = None) -> None:
+        run(self, plan, inputs, outputs, residuals)
+        outputs[1][0] *= 1.0001
+
+    monkeypatch.setattr(VirtualRanks, "run", spoiled)
+    report = virtual("all_reduce --virtual 2 -b 1K -e 1K -O 0 --codec int8")
+    assert report.wrong == 2 * 256
+
+
+def test_a_launcher_s_ranks_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    assert main(f"perf all_reduce --virtual 2 {QUICK}".split()) == 2
+    assert "--virtual 2: is for one process" in capsys.readouterr().err

@@ -1,0 +1,58 @@
+"""What is said of a GPU, and the bytes that fused collectives move."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dtcomm.testing import gpu
+from dtcomm.testing.clock import HostClock
+from dtcomm.testing.floor import Copy, moved_bytes
+
+SAID = """\
+GPU-1111, 580.82.07, 345, 2619, 1980, 3201, 700.00
+GPU-2222, 580.82.07, 1980, 3201, 1980, 3201, [N/A]
+"""
+
+
+def test_nvidia_smi_is_read_by_the_device_s_id() -> None:
+    assert gpu.read(SAID, "2222") == {
+        "driver": "580.82.07",
+        "sm_clock_mhz": 1980.0,
+        "memory_clock_mhz": 3201.0,
+        "highest_sm_clock_mhz": 1980.0,
+        "highest_memory_clock_mhz": 3201.0,
+        "power_limit_w": None,
+    }
+    for text, uuid in ((SAID, "3333"), ("", "1111"), ("no devices were found", "1111"), (SAID, "")):
+        assert set(gpu.read(text, uuid).values()) == {None}
+
+
+def test_versions_name_what_was_measured() -> None:
+    said = gpu.versions()
+    assert said["torch"] == torch.__version__ and said["dtcomm"] and said["python"]
+    assert said["cuda"] == torch.version.cuda
+
+
+def test_bytes_are_those_of_reading_and_writing_once() -> None:
+    # Two ranks, 1000 fp32 elements, a payload as large as the tensor. One shot: each reads and writes its tensor,
+    # writes its payload to both and reads both.
+    assert moved_bytes("all_reduce", "one_shot", 2, 1000, 4, 4000) == 2 * (8000 + 2 * (4000 + 4000))
+    # Two shots: half a payload goes out, half comes in; half a sum is written twice and read, the other read.
+    expected = 2 * (8000 + 2000 + 2000 + 2 * 2000 + 2000 + 2000)
+    assert moved_bytes("all_reduce", "two_shot", 2, 1000, 4, 4000) == expected
+    # A shard each: two are read, one is written; a payload goes out, one comes in.
+    assert moved_bytes("reduce_scatter", "one_shot", 2, 1000, 2, 500) == 2 * (3 * 2000 + 2 * 500)
+    assert moved_bytes("all_gather", "one_shot", 2, 1000, 2, 500) == 2 * (3 * 2000 + 4 * 500)
+    assert moved_bytes("all_to_all", "one_shot", 2, 1000, 2, 500) == 2 * (4 * 2000 + 2 * 500)
+    assert moved_bytes("all_reduce", "ring", 2, 1000, 4, 4000) is None
+
+
+def test_a_copy_s_rate_is_the_median_s() -> None:
+    # Pairs of begin and end: 1, 3 and 2 seconds, then 4.
+    now = iter([0.0, 1.0, 0.0, 3.0, 0.0, 2.0, 0.0, 4.0]).__next__
+    copy = Copy(torch.device("cpu"), HostClock(now), nbytes=1000)
+    copy.time(3)
+    assert copy.rate(forget=True) == pytest.approx(2 * 1000 / 2)
+    copy.time()
+    assert copy.rate() == pytest.approx(2 * 1000 / 4)
