@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 import torch
 
+from dtcomm import algorithms
 from dtcomm.cli import perf_backends, perf_place
 from dtcomm.cli.perf_collectives import DTYPES
 from dtcomm.cli.perf_place import CPU, CUDA, EMULATOR
 from dtcomm.codecs import codec
-from dtcomm.runtime.fused import COLLECTIVES as FUSED
 from dtcomm.runtime.fused import MOST_RANKS, why_not
 from dtcomm.runtime.shape import Part, Shape
+from dtcomm.schedule import Schedule
 
+if TYPE_CHECKING:
+    from dtcomm.cli.perf_options import Variant
+
+CHOOSERS = ("auto", "direct")
 VIRTUAL = "virtual"  # what stands for a backend in the table where ranks are virtual
 
 
-def choose(given: argparse.Namespace, compare: tuple[str, ...]) -> tuple[str, str]:
+def choose(given: argparse.Namespace, compare: tuple[str, ...], schedule: Schedule | None) -> tuple[str, str]:
     """The device, and why it is that where nobody named one.
 
     ValueError names the argument that does not go with it, and what is valid.
     """
     if given.virtual:
-        return _virtual(given, compare), ""
+        return _virtual(given, compare, schedule), ""
     device, why = given.device, ""
     named = [*_named(given), *compare]
     if device is None:
@@ -61,12 +67,14 @@ def backends(given: argparse.Namespace, device: str) -> list[str]:
     return _named(given) or ["dtcomm" if device == CUDA else "native"]
 
 
-def why_no_kernel(collective: str, spec: str, algorithm: str, datatype: str, op: str) -> str:
-    """Why there is no fused kernel for virtual ranks to run; empty where there is one."""
-    name = "one_shot" if algorithm in ("auto", "direct") else algorithm
-    part = Part(1, DTYPES[datatype], codec(spec))
-    reason = why_not(Shape(collective, "sum" if op == "none" else op, (part,), name), 2)
-    return f"--virtual: {reason}" if reason else ""
+def why_no_kernel(collective: str, variant: Variant, datatype: str, op: str) -> str | None:
+    """Why virtual ranks have no kernel for it; None where they have one."""
+    name = "one_shot" if variant.algorithm in CHOOSERS else variant.algorithm
+    schedule = variant.schedule or algorithms.build(name, collective, 2)
+    part = Part(1, DTYPES[datatype], codec(variant.codec))
+    shape = Shape(collective, "sum" if op == "none" else op, (part,), name)
+    reason = why_not(shape, schedule.ranks, schedule)
+    return f"--virtual: {reason}" if reason else None
 
 
 def _named(given: argparse.Namespace) -> list[str]:
@@ -81,7 +89,7 @@ def _default(named: list[str]) -> tuple[str, str]:
     return CUDA, "torch sees a GPU; --device cpu measures CPU tensors"
 
 
-def _virtual(given: argparse.Namespace, compare: tuple[str, ...]) -> str:
+def _virtual(given: argparse.Namespace, compare: tuple[str, ...], schedule: Schedule | None) -> str:
     """The device of virtual ranks; ValueError names what does not go with them."""
     if not 2 <= given.virtual <= MOST_RANKS:
         raise ValueError(f"--virtual {given.virtual}: expected 2 to {MOST_RANKS} ranks")
@@ -97,13 +105,15 @@ def _virtual(given: argparse.Namespace, compare: tuple[str, ...]) -> str:
         ("--backend", given.backend),
         ("--compare", compare),
         ("--nproc", given.nproc),
-        ("--schedule", given.schedule),
         ("--pin", given.pin),
     ):
         if value:
             raise ValueError(f"{argument}: with --virtual one process measures the fused kernels alone")
     if given.agg_iters != 1 or given.blocking:
         raise ValueError("--virtual: is measured without -m and -z")
-    if given.collective not in FUSED:
-        raise ValueError(f"--virtual: {given.collective} has no fused kernel; valid: {', '.join(FUSED)}")
+    valid = algorithms.collectives()
+    if given.collective not in valid:
+        raise ValueError(f"--virtual: {given.collective} has no fused kernel; valid: {', '.join(valid)}")
+    if schedule is not None and schedule.ranks != given.virtual:
+        raise ValueError(f"--virtual {given.virtual}: --schedule is for {schedule.ranks} ranks")
     return device

@@ -10,6 +10,7 @@ from pathlib import Path
 from dtcomm.algorithms import collectives, require
 from dtcomm.cli import perf_backends, perf_device, perf_flags, sizes
 from dtcomm.cli.perf_collectives import ALIASES, COLLECTIVES, DTYPES
+from dtcomm.cli.perf_device import CHOOSERS, VIRTUAL
 from dtcomm.cli.perf_place import CPU
 from dtcomm.codecs import codec
 from dtcomm.errors import ScheduleError
@@ -17,9 +18,6 @@ from dtcomm.schedule import Schedule, verify
 from dtcomm.schedule import parse as parse_schedule
 from dtcomm.testing import mpi
 from dtcomm.testing.exact import OPS
-
-CHOOSERS = ("auto", "direct")
-VIRTUAL = perf_device.VIRTUAL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +35,7 @@ class Variant:
     def refusal(self, collective: str, datatype: str, op: str) -> str | None:
         """Why this cannot do ``op`` on ``datatype``, or None."""
         if self.backend == VIRTUAL:
-            reason: str | None = perf_device.why_no_kernel(
-                collective, self.codec, self.algorithm, datatype, op
-            )
+            reason = perf_device.why_no_kernel(collective, self, datatype, op)
         else:
             reason = perf_backends.find(self.backend).refusal(collective, datatype, op)
         if reason:
@@ -135,7 +131,7 @@ def _options(given: argparse.Namespace) -> Options:
     compare = tuple(dict.fromkeys(name for part in given.compare or [] for name in part.split(",")))
     if strangers := set(compare) - set(perf_backends.PEERS):
         raise ValueError(f"--compare {sorted(strangers)[0]!r} is not one of {', '.join(perf_backends.PEERS)}")
-    device, device_why = perf_device.choose(given, compare)
+    device, device_why = perf_device.choose(given, compare, schedule)
     if given.nproc is None:
         given.nproc = perf_device.ranks(device) if schedule is None else schedule.ranks
     variants = tuple(_variants(given, schedule, compare, device))

@@ -9,7 +9,7 @@ from dtcomm.cli.perf_options import Options
 from dtcomm.cli.perf_report import Measurement, Report, Row
 from dtcomm.codecs import codec
 
-_MOVED = len("fused:one_shot")  # the column's width
+_MOVED = len("fused:double_tree")  # the column's width
 
 
 def header(report: Report) -> list[str]:

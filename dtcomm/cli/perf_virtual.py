@@ -84,16 +84,20 @@ class VirtualBench:
             )
             for rank in range(ranks)
         ]
-        algorithm = planner.select(
-            collective.name,
-            count * (ranks if collective.shards else 1),
-            dtype,
-            codec(variant.codec),
-            ranks,
-            algorithm=variant.algorithm,
-        )
+        algorithm, schedule = variant.algorithm, variant.schedule
+        if schedule is None:
+            whole = count * (ranks if collective.shards else 1)
+            layout = codec(variant.codec)
+            algorithm = planner.select(collective.name, whole, dtype, layout, ranks, algorithm=algorithm)
         plan = self._virtual.plan(
-            collective.name, count, dtype, variant.codec, algorithm=algorithm, op=cases[0].arithmetic
+            collective.name,
+            count,
+            dtype,
+            variant.codec,
+            algorithm=algorithm,
+            op=cases[0].arithmetic,
+            root=cases[0].root,
+            schedule=schedule,
         )
         wire = codec(variant.codec).wire_bytes(count, dtype)
         moved = moved_bytes(collective.name, algorithm, ranks, count, dtype.itemsize, wire)
@@ -134,9 +138,7 @@ class VirtualBench:
             for case, buffer, source in zip(cases, buffers, sources, strict=True)
         ]
         outputs, inputs = [output for output, _ in pairs], [given for _, given in pairs]
-
-        def go() -> None:
-            self._virtual.run(plan, inputs, outputs)
+        go = self._call(plan, cases, inputs, outputs)
 
         def refill() -> None:
             for given, source in zip(inputs, sources, strict=True):
@@ -164,6 +166,29 @@ class VirtualBench:
             for case, source in zip(cases, sources, strict=True):
                 source.copy_(case.inputs(0, timed_values(case.dtype)))
         return Measurement(timing=timing, verdict=verdict, of_floor=share)
+
+    def _call(
+        self, plan: FusedPlan, cases: list[Case], inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+    ) -> Run:
+        """A call as its API has it: a broadcast and a reduce work on one tensor, and under a root only that one has
+        all shards. An all_reduce can read one tensor and write another.
+        """
+        name, roots = cases[0].collective, [case.rank == case.root for case in cases]
+        copies = name in ("broadcast", "reduce") and outputs[0] is not inputs[0]
+        given: list[torch.Tensor | None] = list(outputs if copies else inputs)
+        taken: list[torch.Tensor | None] = list(outputs)
+        if name == "scatter":
+            given = [each if root else None for each, root in zip(given, roots, strict=True)]
+        if name in ("reduce", "gather"):
+            taken = [each if root else None for each, root in zip(taken, roots, strict=True)]
+
+        def call() -> None:
+            if copies:
+                for output, source in zip(outputs, inputs, strict=True):
+                    output.copy_(source)
+            self._virtual.run(plan, given, taken)
+
+        return call
 
     def _checked(
         self,

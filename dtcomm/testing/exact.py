@@ -12,6 +12,7 @@ all_gather and gather, and both of all_to_all have ``count * world_size``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -48,7 +49,7 @@ def integers(dtype: torch.dtype, op: str, rank: int, world_size: int, seed: int,
 
 def normal(dtype: torch.dtype, op: str, rank: int, world_size: int, seed: int, numel: int) -> torch.Tensor:
     """Normally distributed values, as gradients are, for what is lossy anyway; rounded to ``dtype``."""
-    return torch.randn(PERIOD, generator=_generator(rank, seed)).to(dtype).double()
+    return _drawn(rank, seed)[:numel].to(dtype).double()
 
 
 def inputs(
@@ -118,6 +119,11 @@ def _check(collective: str, op: str) -> None:
         raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, not {collective!r}")
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, not {op!r}")
+
+
+@functools.lru_cache(maxsize=8)  # every rank's values are asked for by all ranks, and more than once
+def _drawn(rank: int, seed: int) -> torch.Tensor:
+    return torch.randn(PERIOD, generator=_generator(rank, seed))
 
 
 def _generator(rank: int, seed: int) -> torch.Generator:

@@ -97,7 +97,7 @@ def test_what_gpus_cannot_do_is_told(capsys: pytest.CaptureFixture[str]) -> None
     assert "-d half: symm_one_shot takes float, bfloat16" in refused(
         "all_reduce -d half --backend symm_one_shot", capsys
     )
-    assert "broadcast has no fused kernel" in refused("broadcast --virtual 2", capsys)
+    assert "sendrecv has no fused kernel" in refused("sendrecv --virtual 2", capsys)
     assert "--virtual" in refused("all_reduce --virtual 2 --compare nccl", capsys)
 
 

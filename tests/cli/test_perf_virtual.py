@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from dtcomm import algorithms
 from dtcomm.cli import perf_options, perf_virtual
 from dtcomm.cli.main import main
+from dtcomm.cli.perf_collectives import COLLECTIVES
 from dtcomm.cli.perf_report import Listener, Report
 from dtcomm.codecs import codec
-from dtcomm.runtime.fused import COLLECTIVES
+from dtcomm.runtime.fused import COLLECTIVES as FUSED
 from dtcomm.testing.floor import moved_bytes
 from dtcomm.testing.virtual import VirtualRanks
 from tests.cli.clocks import Counted
@@ -25,17 +27,34 @@ def virtual(line: str, clock: Counted | None = None) -> Report:
     return perf_virtual.run(perf_options.parse(f"{line} {QUICK}".split()), Listener(), clock)
 
 
-@pytest.mark.parametrize("collective", COLLECTIVES)
-def test_every_collective_that_has_a_kernel(collective: str) -> None:
-    report = virtual(f"{collective} --virtual 3 -b 600 -e 600 --codec none,int8 -d bfloat16")
-    none, int8 = report.rows
-    assert report.wrong == 0 and len(report.ranks) == 3
+@pytest.mark.parametrize("collective", algorithms.collectives())
+def test_every_collective_by_one_launch_and_by_programs(collective: str) -> None:
+    ring = "ring" if "ring" in algorithms.available(collective) else "tree"
+    root = "-r 1" if COLLECTIVES[collective].rooted else ""
+    report = virtual(
+        f"{collective} --virtual 3 -b 600 -e 600 --codec none,int8 -d bfloat16 --algorithm auto,{ring} {root}"
+    )
+    assert report.wrong == 0 and len(report.ranks) == 3 and len(report.rows) == 4
     for row in report.rows:
-        assert row.moved is not None and row.moved.by == "fused:" + (
-            "two_shot" if collective == "all_reduce" and row is int8 else "one_shot"
-        )
-        assert row.compared.verdict is not None and (row.compared.of_floor or 0) > 0
-    assert none.wire_bytes is not None and int8.wire_bytes is not None and int8.wire_bytes < none.wire_bytes
+        lossy, direct = row.variant.codec == "int8", row.variant.algorithm == "auto"
+        name = "two_shot" if collective == "all_reduce" and lossy else "one_shot"
+        assert row.moved is not None and row.moved.by == f"fused:{name if direct else ring}"
+        assert row.compared.verdict is not None
+        # The bytes that a program moves at the least are not known.
+        assert (row.compared.of_floor is not None) == (direct and collective in FUSED)
+    sent = {(row.variant.codec, row.variant.algorithm): row.wire_bytes for row in report.rows}
+    for name in ("auto", ring):
+        none, int8 = sent["none", name], sent["int8", name]
+        assert none is not None and int8 is not None and (int8 < none or none == 0)
+
+
+def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text(str(algorithms.build("halving", "all_reduce", 3)))
+    (row,) = virtual(f"--schedule {file} --virtual 3 -b 1K -e 1K --codec int8").rows
+    assert row.moved is not None and row.moved.by == "fused:mine"
+    with pytest.raises(SystemExit):
+        virtual(f"--schedule {file} --virtual 2")
 
 
 def test_from_the_flags_to_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
