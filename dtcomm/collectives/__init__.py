@@ -28,11 +28,14 @@ from dtcomm.collectives.own import run
 from dtcomm.collectives.point_to_point import recv, send
 from dtcomm.collectives.reducing import all_reduce, reduce, reduce_scatter
 from dtcomm.runtime.communicator import release
+from dtcomm.runtime.streams import Fetched, Streams, beside, hold, sent, streams_of
 from dtcomm.runtime.times import Span
 from dtcomm.runtime.work import Work
 
 __all__ = [
+    "Fetched",
     "Span",
+    "Streams",
     "Work",
     "all_gather",
     "all_gather_coalesced",
@@ -40,10 +43,12 @@ __all__ = [
     "all_reduce_coalesced",
     "all_to_all",
     "barrier",
+    "beside",
     "broadcast",
     "empty",
     "flight_record",
     "gather",
+    "hold",
     "info",
     "recv",
     "reduce",
@@ -53,6 +58,8 @@ __all__ = [
     "run",
     "scatter",
     "send",
+    "sent",
+    "streams_of",
 ]
 
 # For tests: the collectives by name, as a registry would list them.

@@ -19,6 +19,7 @@ import torch
 from dtcomm.codecs import TopK
 from dtcomm.codecs.base import FLOAT_TYPES, option
 from dtcomm.codecs.spec import options_of
+from dtcomm.collectives import beside
 
 NAME = "dgc"
 FIRST_RATIO = 0.25
@@ -115,6 +116,34 @@ class Velocities:
         norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float32))
         if not norm < float("inf"):
             return None
+        velocity = self._of(name, gradient)
+        return velocity.mul_(momentum).add_(gradient, alpha=bound / norm if 0 < bound < norm else 1.0)
+
+    def step_there(
+        self,
+        name: str,
+        gradient: torch.Tensor,
+        momentum: float,
+        bound: float = 0.0,
+        moves: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same on a device, where nobody waits to see: u, and whether it has moved, a bool without dimensions.
+
+        Where ``moves`` says no it stays as well.
+        """
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        moved = norm < float("inf")
+        moved = moved if moves is None else moved & moves
+        velocity = self._of(name, gradient)
+        term = gradient.float() * (bound / norm).clamp(max=1.0) if bound else gradient
+        torch.where(moved, momentum * velocity + term, velocity, out=velocity)
+        return velocity, moved
+
+    def get(self, name: str) -> torch.Tensor | None:
+        """u as it is."""
+        return self._kept.get(name)
+
+    def _of(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         velocity = self._kept.get(name)
         if velocity is None:
             velocity = torch.zeros(gradient.numel(), dtype=torch.float32, device=gradient.device)
@@ -123,8 +152,8 @@ class Velocities:
                 f"the velocity of {name!r} has {velocity.numel()} elements, its gradient {gradient.numel()}: "
                 "was the state saved from another model?"
             )
-        self._kept[name] = velocity
-        return velocity.mul_(momentum).add_(gradient, alpha=bound / norm if 0 < bound < norm else 1.0)
+        velocity = self._kept[name] = beside(velocity, gradient)
+        return velocity
 
     def mask(self, name: str, sent: torch.Tensor) -> None:
         """Start anew where `sent` (bool [numel]) says so."""

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from dtcomm.codecs import codec
+from dtcomm.collectives import beside, hold
 from dtcomm.kernels import mixer, ops
 
 #: How residuals may be kept between two steps, and the codec that does it.
@@ -51,8 +52,7 @@ class Residuals:
                 f"the residual of {name!r} has {residual.numel()} elements, its gradient {like.numel()}: "
                 "was the state saved from another model?"
             )
-        elif residual.device != like.device:
-            residual = residual.to(like.device)
+        residual = beside(residual, like)
         self._packed.pop(name, None)
         self._open[name] = residual
         if self._codec is not None:
@@ -115,6 +115,7 @@ class Residuals:
     def _expanded(self, name: str) -> torch.Tensor:
         assert self._codec is not None
         payload, numel = self._packed[name]
+        hold(payload)  # it was made where the step before had landed
         return ops.decode(self._codec, payload, numel)
 
 

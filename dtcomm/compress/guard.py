@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from dtcomm.codecs import Integer, codec
+from dtcomm.collectives import sent
 from dtcomm.compress.dgc import DGC
 from dtcomm.compress.powersgd import PowerSGD
+from dtcomm.compress.sample import SAMPLES, Sample
 from dtcomm.compress.scheme import Scheme
 from dtcomm.compress.usual import Usual
 from dtcomm.errors import DtcommError
 
 ACTIONS = ("ignore", "warn", "raise", "none", "reset", "stop")
-SAMPLES = 8192  # elements of a gradient or a mean that are looked at
-ORDINARY = 0.9  # the share of elements, the smallest ones, that the typical error is taken over
 LASTING = 2  # steps in a row for which a loss must be out of line
 
 _log = logging.getLogger("dtcomm")
@@ -90,40 +91,6 @@ class Event:
 
 
 @dataclass
-class Sample:
-    """Some elements of one parameter before its encoding, to be compared with what was lost of them."""
-
-    name: str
-    scheme: Scheme
-    stride: int
-    offered: torch.Tensor  # gradient + residual
-    gradient: float  # |gradient|, of all elements
-
-    @staticmethod
-    def take(
-        name: str, scheme: Scheme, gradient: float, sent: torch.Tensor, residual: torch.Tensor | None
-    ) -> Sample:
-        """`gradient`: its norm; `sent` and `residual`: what is handed to the collective."""
-        stride = max(1, sent.numel() // SAMPLES)
-        offered = sent[::stride].float()
-        if residual is not None:
-            offered = offered + residual[::stride]
-        return Sample(name, scheme, stride, offered, gradient)
-
-    def measure(self, lost: torch.Tensor) -> tuple[float, float]:
-        """The share of the typical elements that is missing, and |lost| / |gradient|; zeros where there is nothing."""
-        size = self.offered.abs()
-        if not size.numel():
-            return 0.0, 0.0
-        ordinary = size <= torch.quantile(size, ORDINARY)
-        offered = self.offered[ordinary]
-        square = float(offered @ offered)
-        typical = max(0.0, float(offered @ lost[:: self.stride][ordinary]) / square) if square > 0 else 0.0
-        kept = float(torch.linalg.vector_norm(lost)) / self.gradient if self.gradient > 0 else 0.0
-        return (typical if math.isfinite(typical) else 0.0, kept if math.isfinite(kept) else 0.0)
-
-
-@dataclass
 class Watch:
     """What one rank has measured, and what all of them have decided."""
 
@@ -136,18 +103,24 @@ class Watch:
     _changed: list[str] = field(default_factory=list)
     _order: list[str] = field(default_factory=list)  # of the parameters sampled in this step
     _told: list[str] = field(default_factory=list)  # of those that `vector` tells of
+    _asked: deque[list[str]] = field(default_factory=deque)  # of those that vectors not judged yet tell of
     _schemes: dict[str, Scheme] = field(default_factory=dict)
     _measured: dict[str, tuple[float, float]] = field(default_factory=dict)
-    _loss: float = math.nan
+    # The same of tensors on a device: typical error, |lost| / |gradient|, |gradient|^2.
+    _measured_there: dict[str, torch.Tensor] = field(default_factory=dict)
+    _loss: float | torch.Tensor = math.nan
     _square: float = 0.0  # of the gradients' norm
     _bad: float = 0.0
     _bad_there: torch.Tensor | None = None  # the same of means on a device, where it is
     _usual: dict[str, Usual] = field(default_factory=dict)
     _bad_steps: int = 0
 
-    def observe(self, loss: float) -> None:
-        """This step's loss on this rank."""
-        self._loss = loss
+    def observe(self, loss: float | torch.Tensor) -> None:
+        """This step's loss on this rank; one on a device stays there until it is told."""
+        if isinstance(loss, torch.Tensor) and not loss.is_cpu:
+            self._loss = loss.detach().reshape(1).float()
+        else:
+            self._loss = float(loss)
 
     def sampled(self, name: str, scheme: Scheme) -> None:
         """A parameter is sampled in this step, on every rank."""
@@ -156,9 +129,11 @@ class Watch:
 
     def measured(self, sample: Sample, lost: torch.Tensor) -> None:
         """What was lost of a sample."""
-        self._square += sample.gradient**2
-        typical, kept = sample.measure(lost)
-        self._measured[sample.name] = typical, kept
+        if not lost.is_cpu:
+            self._measured_there[sample.name] = sample.measure_there(lost)
+            return
+        self._square += float(sample.gradient) ** 2
+        self._measured[sample.name] = sample.measure(lost)
 
     def arrived(self, mean: torch.Tensor) -> None:
         """A bucket's mean, some of whose elements are searched for NaN and Inf."""
@@ -174,20 +149,37 @@ class Watch:
 
     def vector(self, device: torch.device | None = None) -> torch.Tensor:
         """What this rank has to tell: fp32, of the same length on all ranks, on the device (None: the CPU)."""
-        told = [0.0 if math.isfinite(self._loss) else 1.0, self._loss, self._bad, self._square]
+        loss = self._loss if isinstance(self._loss, float) else math.nan
+        told = [0.0 if math.isfinite(loss) else 1.0, loss, self._bad, self._square]
         told += [value for name in self._told for value in self._measured.get(name, (0.0, 0.0))]
-        self._loss, self._bad, self._square = math.nan, 0.0, 0.0
-        self._measured = {}
         said = torch.nan_to_num(torch.tensor(told, dtype=torch.float32), nan=0.0, posinf=3e38, neginf=-3e38)
         if device is not None and device.type != "cpu":
-            said = said.pin_memory().to(device, non_blocking=True)
-        if self._bad_there is not None:
-            said[2:3] = torch.maximum(said[2:3], self._bad_there.to(said.device, torch.float32))
-            self._bad_there = None
+            said = self._with_what_is_there(sent(said, device))
+        self._loss, self._bad, self._square, self._bad_there = math.nan, 0.0, 0.0, None
+        self._measured, self._measured_there = {}, {}
+        self._asked.append(self._told)
         return said
 
+    def _with_what_is_there(self, said: torch.Tensor) -> torch.Tensor:
+        if isinstance(self._loss, torch.Tensor):
+            loss = self._loss.to(said.device)
+            finite = torch.isfinite(loss)
+            said[:1] = (~finite).float()
+            said[1:2] = torch.where(finite, loss, 0.0)
+        if self._bad_there is not None:
+            said[2:3] = torch.maximum(said[2:3], self._bad_there.to(said.device, torch.float32))
+        for at, name in enumerate(self._told):
+            if (found := self._measured_there.get(name)) is not None:
+                said[4 + 2 * at : 6 + 2 * at] = found[:2]
+                said[3:4] += found[2:]
+        return torch.nan_to_num(said, nan=0.0, posinf=3e38, neginf=-3e38)
+
     def judge(self, step: int, mean: torch.Tensor) -> None:
-        """Compare the mean over ranks of `vector` with the limits. CompressionHarmful where one says stop."""
+        """Compare the mean over ranks of the first `vector` not judged yet with the limits.
+
+        CompressionHarmful where one says stop.
+        """
+        names = self._asked.popleft() if self._asked else self._told
         untold, loss, bad, square, *rest = mean.tolist()
         self._bad_steps = self._bad_steps + 1 if bad > 0 else 0
         if self._bad_steps >= self.guard.nonfinite:
@@ -196,7 +188,7 @@ class Watch:
             self._compare(step, "loss", loss / (1 - untold), self.guard.loss, LASTING)
         if square > 0:
             self._compare(step, "spike", math.sqrt(square), self.guard.spike)
-        for name, error, kept in zip(self._told, rest[::2], rest[1::2], strict=True):
+        for name, error, kept in zip(names, rest[::2], rest[1::2], strict=True):
             scheme = self._schemes[name]
             if _sends_most(scheme) and error > self.guard.error:
                 self._act(step, "error", name, error, self.guard.error)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dtcomm.collectives import hold
 from dtcomm.compress.dgc import DGC, Velocities
 from dtcomm.compress.feedback import Residuals, averaged
 from dtcomm.compress.packing import Segment
@@ -27,7 +28,8 @@ DIANA_RATE = 0.5
 class Handed:
     """One lossy segment under way: `gradient` is to become the mean, `sent` (often itself) travels with `residual`
     added to it, None without feedback. `postponed`: what is lost is added to what is kept afterwards. `before`: what
-    was offered, where that is asked for."""
+    was offered, where that is asked for. On a device, where nobody waits to see which it is, `owed` is what was kept
+    back, and `moved` (a bool without dimensions) says whether there was anything to offer."""
 
     segment: Segment
     gradient: torch.Tensor
@@ -35,6 +37,8 @@ class Handed:
     residual: torch.Tensor | None
     postponed: bool = False
     before: torch.Tensor | None = None
+    owed: torch.Tensor | None = None
+    moved: torch.Tensor | None = None
 
 
 class Memory:
@@ -96,6 +100,8 @@ class Memory:
             return Handed(segment, gradient, *self._references.before(name, gradient))
         # For a parameter that no rank used DDP drops the result, and with it what the residuals gave to it: where a
         # gradient is all zeros its residual waits for one that is not.
+        if not gradient.is_cpu:
+            return self._hand_there(segment, gradient, ranks, unused and name in self._residuals)
         if unused and name in self._residuals and is_zero(gradient):
             lost = torch.zeros(gradient.numel(), dtype=torch.float32, device=gradient.device)
             return Handed(segment, gradient, gradient, lost, postponed=True)
@@ -110,8 +116,29 @@ class Memory:
         gradient.zero_()  # all of it is in the residual, in fp32
         return Handed(segment, gradient, gradient, residual.add_(velocity), before=residual.clone())
 
-    def plain(self, segment: Segment, gradient: torch.Tensor) -> None:
-        """What a segment needs that is not DGC's own, where others are: the same momentum; and what it is owed."""
+    def _hand_there(self, segment: Segment, gradient: torch.Tensor, ranks: int, may_wait: bool) -> Handed:
+        """With residuals on a device: the same choices, made there."""
+        name, scheme = segment.name, segment.codec
+        residual = self._residuals.get(name, gradient)
+        used = owed = None
+        if may_wait:
+            used = gradient.any()
+            owed = torch.where(used, 0.0, residual)
+            residual.masked_fill_(~used, 0.0)
+        if not isinstance(scheme, DGC):
+            self.plain(segment, gradient, used)
+            return Handed(segment, gradient, gradient, residual, owed=owed)
+        bound = scheme.clip / ranks**0.5
+        velocity, moved = self._velocities.step_there(name, gradient, scheme.momentum, bound, used)
+        gradient.masked_fill_(moved, 0.0)
+        residual.add_(torch.where(moved, velocity, 0.0))
+        return Handed(segment, gradient, gradient, residual, before=residual.clone(), owed=owed, moved=moved)
+
+    def plain(self, segment: Segment, gradient: torch.Tensor, moves: torch.Tensor | None = None) -> None:
+        """What a segment needs that is not DGC's own, where others are: the same momentum; and what it is owed.
+
+        ``moves``: on a device, whether the momentum is to.
+        """
         if self._momentum is None and not self._repaying:
             return
         start = 0
@@ -120,10 +147,15 @@ class Memory:
             start += member.numel
             if member.name in self._repaying:
                 self._repay(member.name, part)
-            if self._momentum is not None and part.is_floating_point():
+            if self._momentum is None or not part.is_floating_point():
+                continue
+            if part.is_cpu:
                 velocity = self._velocities.step(member.name, part, self._momentum)
                 if velocity is not None:
                     part.copy_(velocity)
+            else:
+                there, moved = self._velocities.step_there(member.name, part, self._momentum, 0.0, moves)
+                part.copy_(torch.where(moved, there, part))
 
     def _repay(self, name: str, gradient: torch.Tensor) -> None:
         # One pass over memory: what is left is not written down, it is a share of the whole.
@@ -143,6 +175,10 @@ class Memory:
         name, residual = handed.segment.name, handed.residual
         if self.kind is False or residual is None:
             return
+        if not residual.is_cpu:  # made on the stream that gradients come from, and this may be another
+            kept = (None, None) if self._references is None else self._references.get(name)
+            given = (handed.gradient, handed.sent, residual, handed.before, handed.owed, handed.moved)
+            hold(*given, self._velocities.get(name), *kept)
         if self._references is not None:
             self._references.after(name, handed.gradient, handed.sent, residual)
         elif handed.postponed:
@@ -150,7 +186,10 @@ class Memory:
         else:
             if handed.before is not None:
                 # Sent is what left this rank, and not what the encoding of a sum may have cost beside it.
-                self._velocities.mask(name, (handed.before - residual).abs() > handed.before.abs() / 2)
+                went = (handed.before - residual).abs() > handed.before.abs() / 2
+                self._velocities.mask(name, went if handed.moved is None else went & handed.moved)
+            if handed.owed is not None:
+                residual.add_(handed.owed)
             self._residuals.put(name, key)
 
     def scale(self, factor: float) -> None:

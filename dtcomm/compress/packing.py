@@ -43,6 +43,24 @@ class Segment:
     matrix: tuple[int, int] = (0, 0)
     error: float = 0.0
     signal: float = 0.0
+    there: torch.Tensor | None = None  # what of both is still on a device
+
+    def count(self, signal: float | torch.Tensor, error: float | torch.Tensor) -> None:
+        """Norms of a gradient and of what was lost of it; what is not finite is not counted."""
+        if isinstance(signal, torch.Tensor) and isinstance(error, torch.Tensor):
+            both = torch.stack([signal, error]).double()
+            squares = torch.where(torch.isfinite(both).all(), both.square(), 0.0)
+            self.there = squares if self.there is None else self.there + squares
+        elif math.isfinite(signal) and math.isfinite(error):
+            self.signal += float(signal) ** 2
+            self.error += float(error) ** 2
+
+    def read(self) -> Segment:
+        """Itself, after what was counted on a device has come: whoever asks waits for it."""
+        if self.there is not None:
+            signal, error = self.there.tolist()
+            self.signal, self.error, self.there = self.signal + signal, self.error + error, None
+        return self
 
     @property
     def numel(self) -> int:
@@ -117,7 +135,7 @@ class Packing:
     @property
     def relative_error(self) -> float | None:
         """Of sampled steps; None before the first, where something is lost."""
-        signal = sum(segment.signal for segment in self.lossy)
+        signal = sum(segment.read().signal for segment in self.lossy)
         if not self.lossy:
             return 0.0
         return math.sqrt(sum(segment.error for segment in self.lossy) / signal) if signal else None
@@ -145,7 +163,7 @@ class Packing:
         """Split what was counted among the parameters; what they travel in now counts as theirs."""
         payload = sum(segment.payload_bytes for segment in self.segments)
         sent_per_byte = self.wire_bytes / payload if payload else 0.0
-        for segment in self.segments:
+        for segment in map(Segment.read, self.segments):
             for member in segment.members:
                 tally = tallies.setdefault(member.name, Tally(numel=member.numel))
                 tally.codec, tally.why = str(segment.codec), member.why

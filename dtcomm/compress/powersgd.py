@@ -17,7 +17,7 @@ import torch
 
 from dtcomm.codecs import Codec, codec
 from dtcomm.codecs.base import FLOAT_TYPES
-from dtcomm.collectives import Work, all_reduce_coalesced
+from dtcomm.collectives import Work, all_reduce_coalesced, beside
 from dtcomm.compress.sequence import Stages
 from dtcomm.kernels import lowrank, mixer
 
@@ -123,9 +123,9 @@ class Factors:
         return sum(4 * factor.numel() for factor in (*self._left.values(), *self._right.values()))
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Copies, by side and name."""
+        """Copies on the CPU, by side and name."""
         return {
-            side: {name: factor.clone() for name, factor in factors.items()}
+            side: {name: factor.to("cpu", copy=True) for name, factor in factors.items()}
             for side, factors in (("left", self._left), ("right", self._right))
         }
 
@@ -188,7 +188,12 @@ def stages(
     if second:
         yield average(second, False)
     for task, left, right in zip(tasks, lefts, rights, strict=True):
-        if torch.isfinite(left).all() and torch.isfinite(right).all():
+        finite = torch.isfinite(left).all() & torch.isfinite(right).all()
+        if not finite.is_cpu:  # nobody waits to see: from zeros both begin anew
+            lowrank.expand(task.gradient, task.residual, left, right, finite)
+            left.masked_fill_(~finite, 0.0)
+            right.masked_fill_(~finite, 0.0)
+        elif finite:
             lowrank.expand(task.gradient, task.residual, left, right)
         else:
             # Somebody's NaN or Inf reached everybody: it must reach the optimiser, and no residual.
@@ -200,12 +205,13 @@ def _kept(factors: dict[str, torch.Tensor], task: Task, length: int) -> torch.Te
     factor = factors.get(task.name)
     if factor is None:
         numbers = mixer.uniform(_key(task.name), length, task.rank * length) - 0.5
-        factor = factors[task.name] = torch.from_numpy(numbers).to(torch.float32).view(task.rank, length)
+        factor = torch.from_numpy(numbers).to(torch.float32).view(task.rank, length)
     elif factor.shape != (task.rank, length):
         raise ValueError(
             f"the factor of {task.name!r} has shape {tuple(factor.shape)}, want {(task.rank, length)}: "
             "was the state saved from another model or with another rank?"
         )
+    factor = factors[task.name] = beside(factor, task.gradient)
     return factor
 
 

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 
 import torch
 
+from dtcomm.collectives import beside
 from dtcomm.compress.feedback import checked
 
 
@@ -34,6 +35,7 @@ class References:
     def before(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What is handed to the collective: a tensor to average in place, and what is added to it."""
         local = _kept(self._local, name, gradient)
+        _kept(self._shared, name, gradient)
         difference = local.neg()
         # The estimate moves before the collective, which overwrites the gradient, and takes its losses back after it.
         local.lerp_(gradient.float(), self.rate)
@@ -47,8 +49,16 @@ class References:
         shared.add_(sent, alpha=self.rate)
         self._local[name].sub_(residual, alpha=self.rate)
         gradient.copy_(whole)
-        if not torch.isfinite(whole).all():
-            self.reset(name)  # on all ranks alike, which hold the same bits
+        finite = torch.isfinite(whole).all()  # on all ranks alike, which hold the same bits
+        if not whole.is_cpu:  # nobody waits to see: zeros are what it starts with
+            for estimate in (shared, self._local[name]):
+                estimate.masked_fill_(~finite, 0.0)
+        elif not finite:
+            self.reset(name)
+
+    def get(self, name: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """This rank's estimate and the shared one, as they are."""
+        return self._local.get(name), self._shared.get(name)
 
     def __contains__(self, name: str) -> bool:
         return name in self._local
@@ -88,5 +98,5 @@ def _kept(estimates: dict[str, torch.Tensor], name: str, like: torch.Tensor) -> 
             f"the reference of {name!r} has {estimate.numel()} elements, its gradient {like.numel()}: "
             "was the state saved from another model?"
         )
-    estimates[name] = estimate
+    estimate = estimates[name] = beside(estimate, like)
     return estimate

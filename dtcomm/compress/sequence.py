@@ -12,10 +12,11 @@ import queue
 import threading
 import time
 from collections.abc import Generator, Sequence
+from typing import Any
 
 import torch
 
-from dtcomm.collectives import Span, Work
+from dtcomm.collectives import Span, Streams, Work, hold
 
 #: Stages of one bucket: each yields the collective that it started, and goes on when that is done.
 Stages = Generator[Work, None, None]
@@ -24,13 +25,17 @@ Stages = Generator[Work, None, None]
 class Sequenced(Work):
     """A bucket under way; done when its last stage is."""
 
-    def __init__(self, stages: Stages, outputs: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, stages: Stages, outputs: Sequence[torch.Tensor], streams: Streams | None = None
+    ) -> None:
         super().__init__(outputs)
+        self._streams = streams
+        self._event: Any = None
         self._stages = stages
         self._pending: Work | None = None
         self._over = threading.Event()
         self._error: Exception | None = None
-        self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        self._future = torch.futures.Future() if streams is None else streams.future()
         self.wire_bytes = 0
         self.seconds = 0.0
         self._spans: list[Span] = []
@@ -54,6 +59,7 @@ class Sequenced(Work):
         except Exception as error:
             self.fail(error)
         else:
+            self._event = None if self._streams is None else self._streams.record()
             self._over.set()
             self._future.set_result(self._outputs)
         return False
@@ -69,6 +75,8 @@ class Sequenced(Work):
         self._over.wait()
         if self._error is not None:
             raise self._error
+        if self._streams is not None:
+            self._streams.wait(self._event)
 
     def is_completed(self) -> bool:
         return self._over.is_set()
@@ -111,18 +119,62 @@ class Sequencer:
             self._queue.put(None)
 
 
+class QueuedSequencer:
+    """The same order on a device, where nobody waits for what is queued: on a stream beside the caller's, at once.
+
+    So the collectives of all ranks are queued in one order with whatever else their callers queue.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._active: list[Sequenced] = []
+        self._first = True
+
+    def submit(
+        self,
+        stages: Stages,
+        outputs: Sequence[torch.Tensor],
+        used: Sequence[torch.Tensor | None],
+        *,
+        last: bool,
+    ) -> Sequenced:
+        """Queue a bucket's first stage, and what is due of those before it; ``used`` is what stages read and write."""
+        streams = self._streams
+        work = Sequenced(stages, outputs, streams)
+        ready = streams.record()
+        if self._first:
+            _give_up(self._active)
+            self._active = []
+        with streams.on(streams.side()):
+            streams.wait(ready)
+            hold(*outputs, *used)
+            self._active = _tick([work, *self._active])
+            while last and self._active:
+                self._active = _tick(self._active)
+        self._first = last
+        return work
+
+    def restart(self) -> None:
+        """As `Sequencer` does."""
+        self._first = True
+
+
 def _run(jobs: queue.SimpleQueue[tuple[Sequenced, bool, bool] | None]) -> None:
     active: list[Sequenced] = []
     while (job := jobs.get()) is not None:
         work, first, last = job
         if first:
-            for left in active:
-                left.fail(RuntimeError("the backward pass that this bucket belongs to was never finished"))
+            _give_up(active)
             active = []
         active = _tick([work, *active])
         while last and active:
             active = _tick(active)
         del job, work
+
+
+def _give_up(left: list[Sequenced]) -> None:
+    for each in left:
+        each.fail(RuntimeError("the backward pass that this bucket belongs to was never finished"))
 
 
 def _tick(newest_first: list[Sequenced]) -> list[Sequenced]:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from dtcomm.compress.guard import Event, Guard, Sample, Watch
+from dtcomm.compress.guard import Event, Guard, Watch
+from dtcomm.compress.sample import Sample
 from dtcomm.compress.scheme import Scheme
 
 
@@ -16,7 +17,7 @@ class Unwatched:
     events: Sequence[Event] = ()
     revision = 0
 
-    def observe(self, loss: float) -> None: ...
+    def observe(self, loss: float | torch.Tensor) -> None: ...
 
     def sampled(self, name: str, scheme: Scheme) -> None: ...
 

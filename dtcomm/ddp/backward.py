@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 
-from dtcomm.collectives import Work
+from dtcomm.collectives import Fetched, Streams, Work, hold, streams_of
 from dtcomm.compress.average import Averager
-from dtcomm.compress.guard import Sample
-from dtcomm.compress.hearing import Hearing
 from dtcomm.compress.memory import Handed, Memory
+from dtcomm.compress.packing import Packing
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.record import Recorder
-from dtcomm.compress.sequence import Sequencer
+from dtcomm.compress.sample import Sample, norm_of
+from dtcomm.compress.sequence import QueuedSequencer, Sequencer
 from dtcomm.compress.unwatched import Watcher
 from dtcomm.ddp.figures import Timed
 from dtcomm.ddp.fixed import Chooser
@@ -54,9 +55,10 @@ class Backward:
         self._chooser, self._watch, self._packings = chooser, watch, packings
         self._memory, self._averager, self._timeline = memory, averager, timeline
         # Where buckets take several collectives, all of them start on one thread, in an order that ranks share.
-        in_stages = any(isinstance(scheme, PowerSGD) for scheme in chooser.schemes)
-        self._sequencer = Sequencer() if in_stages else None
-        self._told: Flight | None = None
+        self._in_stages = any(isinstance(scheme, PowerSGD) for scheme in chooser.schemes)
+        self._sequencer: Sequencer | QueuedSequencer | None = None
+        self._streams: Streams | None = None  # of the device that gradients are on
+        self._told: deque[Flight] = deque()
         self._flights: list[Flight] = []
         self._begun = 0.0  # this step's first bucket
         self._waiting = UnderWay("")
@@ -83,7 +85,12 @@ class Backward:
         self._flights.append(flight)
         if bucket.is_last():
             self.steps += 1
-        flight.done = under_way.until(flight.work.get_future().then(self._landing(flight)))
+        landed = (
+            flight.work.get_future().then(self._landing(flight))
+            if buffer.is_cpu
+            else self._land_there(flight)
+        )
+        flight.done = under_way.until(landed)
         flight.index, flight.ready_ns, flight.launched_ns = bucket.index(), ready_ns, time.monotonic_ns()
         return flight.done
 
@@ -105,6 +112,37 @@ class Backward:
             return flight.buffer
 
         return land
+
+    def _land_there(self, flight: Flight) -> torch.futures.Future[Any]:
+        """Landing on a device, on a stream beside the caller's: the future's own ones would hold no memory for it."""
+        streams = self._streams_for(flight.buffer)
+        landed: torch.futures.Future[Any] = streams.future()
+        held = [(self, flight, not self._in_backward)]
+
+        def land(future: torch.futures.Future[Any]) -> None:
+            backward, flight, carries_error = held.pop()
+            try:
+                future.value()
+                with streams.on(streams.side()):
+                    flight.work.wait()
+                    hold(flight.buffer)
+                    flight.land(backward._memory)
+                    flight.done_ns = time.monotonic_ns()
+                    landed.set_result(flight.buffer)
+            except Exception as error:
+                backward.error = backward.error or error
+                if carries_error:
+                    landed.set_exception(error)
+                else:
+                    landed.set_result(flight.buffer)
+
+        flight.work.get_future().add_done_callback(land)
+        return landed
+
+    def _streams_for(self, buffer: torch.Tensor) -> Streams:
+        if self._streams is None:
+            self._streams = streams_of(buffer.device)
+        return self._streams
 
     def _begin(self) -> None:
         """The first bucket of a step is there: nothing is under way on any rank."""
@@ -128,13 +166,17 @@ class Backward:
             self._in_backward = False
 
     def _judge(self) -> None:
-        """Decide, on what all ranks told each other in the step before; the same on all of them."""
-        told, self._told = self._told, None
+        """Decide, on what all ranks told each other in the step before; the same on all of them.
+
+        On a device one step later: what it told two steps ago has come to the host by now, and nobody waits for it.
+        """
         try:
-            if told is not None and told.told is not None:
-                told.work.wait()
-                heard = told.heard or Hearing(told.told)
-                self._watch.judge(self.steps, heard.get())
+            while len(self._told) > (0 if self._streams is None else 1):
+                flight = self._told.popleft()
+                if flight.told is not None:
+                    flight.work.wait()
+                    heard = flight.heard or Fetched(flight.told)
+                    self._watch.judge(self.steps, heard.get())
         except Exception as error:
             self.error = self.error or error
         self._watch.begin(self.steps)
@@ -171,7 +213,7 @@ class Backward:
                 tensors.append(tensor)
                 residuals.append(None)
                 continue
-            norm = float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) if sampled else 0.0
+            norm = norm_of(tensor) if sampled else 0.0
             given = self._memory.hand(segment, tensor, ranks, unused=self.may_leave_unused, sampled=sampled)
             if samples is not None:
                 samples.append(Sample.take(segment.name, segment.codec, norm, given.sent, given.residual))
@@ -184,16 +226,32 @@ class Backward:
             told = found
         if self._chooser.own:  # nothing is lost, and nobody watches
             work: Work = OwnWork(buffer, self._group)
-        elif self._sequencer is not None and self._chooser.in_stages:
-            stages = self._averager.stages(packing, tensors, residuals, told, self.steps)
-            work = self._sequencer.submit(stages, [buffer], last=last)
+        elif self._in_stages and self._chooser.in_stages:
+            work = self._start_stages(packing, buffer, tensors, residuals, told, last)
         else:
             work = self._averager.start(packing, tensors, residuals, told, self.steps)
         key = mixer.mix_key(self._averager.seed, dist.get_rank(self._group), self.steps)
         flight = Flight(work, packing, buffer, handed, samples, told, key)
         if told is not None:
-            self._told = flight
+            self._told.append(flight)
         return flight
+
+    def _start_stages(
+        self,
+        packing: Packing,
+        buffer: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        residuals: Sequence[torch.Tensor | None],
+        told: torch.Tensor | None,
+        last: bool,
+    ) -> Work:
+        stages = self._averager.stages(packing, tensors, residuals, told, self.steps)
+        if self._sequencer is None:
+            on_device = not buffer.is_cpu
+            self._sequencer = QueuedSequencer(self._streams_for(buffer)) if on_device else Sequencer()
+        if isinstance(self._sequencer, QueuedSequencer):
+            return self._sequencer.submit(stages, [buffer], [*tensors, *residuals, told], last=last)
+        return self._sequencer.submit(stages, [buffer], last=last)
 
     def _end(self) -> None:
         """Runs before DDP's own callback, which waits for the futures; another, after it, raises the errors.

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass, field
 
 import torch
 
-from dtcomm.collectives import Work
-from dtcomm.compress.guard import Sample
-from dtcomm.compress.hearing import Hearing
+from dtcomm.collectives import Fetched, Work
 from dtcomm.compress.memory import Handed, Memory
-from dtcomm.compress.packing import Packing, Segment
+from dtcomm.compress.packing import Packing
 from dtcomm.compress.record import Sent
+from dtcomm.compress.sample import Sample, norm_of
 from dtcomm.compress.unwatched import Watcher
 from dtcomm.insight import Message
 
@@ -32,7 +30,7 @@ class Flight:
     samples: list[Sample] | None
     told: torch.Tensor | None
     key: int
-    heard: Hearing | None = None
+    heard: Fetched | None = None
     done: torch.futures.Future[torch.Tensor] | None = None
     ready: float = field(default_factory=time.perf_counter)
     index: int = 0
@@ -77,14 +75,8 @@ class Flight:
         for handed, sample in zip(self.handed, self.samples or (), strict=True):
             if handed.residual is None:
                 continue
-            _count(handed.segment, sample.gradient, float(torch.linalg.vector_norm(handed.residual)))
+            handed.segment.count(sample.gradient, norm_of(handed.residual))
             watch.measured(sample, handed.residual)
         watch.arrived(self.buffer)
         if self.told is not None:
-            self.heard = Hearing(self.told)
-
-
-def _count(segment: Segment, signal: float, error: float) -> None:
-    if math.isfinite(signal) and math.isfinite(error):
-        segment.signal += signal * signal
-        segment.error += error * error
+            self.heard = Fetched(self.told)

@@ -20,11 +20,12 @@ from dtcomm.collectives import Work, broadcast
 from dtcomm.compress.average import NONE, Averager
 from dtcomm.compress.checkpoint import VERSION, require_fit, share_of
 from dtcomm.compress.dgc import DGC
-from dtcomm.compress.guard import Event, Guard, Sample, summary
+from dtcomm.compress.guard import Event, Guard, summary
 from dtcomm.compress.memory import Handed, Memory
 from dtcomm.compress.packing import Packing, pack
 from dtcomm.compress.policy import ALONE, Choice, Policy, as_policy
 from dtcomm.compress.report import Report, Tally, rows
+from dtcomm.compress.sample import Sample
 from dtcomm.compress.scheme import Scheme
 from dtcomm.compress.unwatched import watcher
 from dtcomm.kernels import mixer
@@ -193,7 +194,7 @@ class LocalSGD:
 
     def observe(self, loss: float | torch.Tensor) -> None:
         """Tell the guard this step's loss, on every rank; what counts is the last one before an average."""
-        self._watch.observe(float(loss))
+        self._watch.observe(loss)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's; every rank saves its own, and its model's weights beside it: between averages they differ."""

@@ -130,7 +130,7 @@ class State:
 
     def observe(self, loss: float | torch.Tensor) -> None:
         """Tell the guard this step's loss, once a step and before its backward, on every rank."""
-        self._watch.observe(float(loss))
+        self._watch.observe(loss)
 
     def report(self) -> Report:
         """What was compressed, with what, and what it saved, up to the last finished backward."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dtcomm.compress.guard import Sample
+from dtcomm.compress.sample import Sample
 from dtcomm.fsdp.recipe import Recipe
 from dtcomm.fsdp.state import State, fitting
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_reduce
-from dtcomm.compress.guard import Event, Guard, Sample
+from dtcomm.compress.guard import Event, Guard
+from dtcomm.compress.sample import Sample
 from dtcomm.compress.unwatched import watcher
 from dtcomm.fsdp.recipe import Recipe
 

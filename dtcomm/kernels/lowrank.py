@@ -5,7 +5,8 @@ What is compressed is gradient + residual, read once a pass and never stored. Fa
 order, so that ranks with the same factors hold the same bits afterwards, whatever their CPUs.
 
 A gradient is fp32, fp16 or bf16 [rows, columns] or flat; a residual fp32, of as many elements, or None. Both are
-dense and on the CPU. ValueError and TypeError name the argument.
+dense and on one device; on others than the CPU the passes are torch's (`lowrank_there`). ValueError and TypeError name
+the argument.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from dtcomm import _C
 from dtcomm.codecs.base import ELEMENT_TYPES, FLOAT_TYPES
-from dtcomm.kernels import checks, native
+from dtcomm.kernels import checks, lowrank_there, native
 from dtcomm.kernels.dispatch import REFERENCE, current
 from dtcomm.kernels.reference import lowrank as reference
 
@@ -26,7 +27,9 @@ def project_rows(
 ) -> None:
     """``left[k, i] = sum over j of matrix[i, j] * right[k, j]``."""
     matrix = _matrix(gradient, residual, left, right)
-    if current() == REFERENCE:
+    if not gradient.is_cpu:
+        lowrank_there.project_rows(gradient, residual, right, left)
+    elif current() == REFERENCE:
         reference.project_rows(gradient, residual, right, left)
     else:
         _C.project_rows(*matrix, right.data_ptr(), left.data_ptr())
@@ -37,18 +40,32 @@ def project_columns(
 ) -> None:
     """``right[k, j] = sum over i of matrix[i, j] * left[k, i]``."""
     matrix = _matrix(gradient, residual, left, right)
-    if current() == REFERENCE:
+    if not gradient.is_cpu:
+        lowrank_there.project_columns(gradient, residual, left, right)
+    elif current() == REFERENCE:
         reference.project_columns(gradient, residual, left, right)
     else:
         _C.project_columns(*matrix, left.data_ptr(), right.data_ptr())
 
 
 def expand(
-    gradient: torch.Tensor, residual: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor
+    gradient: torch.Tensor,
+    residual: torch.Tensor | None,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    finite: torch.Tensor | None = None,
 ) -> None:
-    """The gradient becomes the product of the factors, and the residual what gradient + residual had more."""
+    """The gradient becomes the product of the factors, and the residual what gradient + residual had more.
+
+    ``finite``, on a device: a bool there without dimensions; where it says no, which nobody waits to see, the gradient
+    becomes NaN and the residual stays.
+    """
     matrix = _matrix(gradient, residual, left, right)
-    if current() == REFERENCE:
+    if not gradient.is_cpu:
+        lowrank_there.expand(gradient, residual, left, right, finite)
+    elif finite is not None:
+        raise ValueError("finite: goes with tensors on a device; expected None")
+    elif current() == REFERENCE:
         reference.expand(gradient, residual, left, right)
     else:
         _C.expand(*matrix, left.data_ptr(), right.data_ptr())
@@ -66,7 +83,9 @@ def orthonormalise(vectors: torch.Tensor, key: int = 0) -> None:
     count, n = vectors.shape
     if vectors.numel() == 0:
         return
-    if current() == REFERENCE:
+    if not vectors.is_cpu:
+        lowrank_there.orthonormalise(vectors, checks.word("key", key))
+    elif current() == REFERENCE:
         reference.orthonormalise(vectors, checks.word("key", key))
     else:
         _C.orthonormalise(native.current_name(), vectors.data_ptr(), count, n, checks.word("key", key))
@@ -77,7 +96,7 @@ def _matrix(
 ) -> tuple[str, int, int, int, int, int, int]:
     """The matrix as the native passes take it, after everything was checked."""
     for name, factor in (("left", left), ("right", right)):
-        checks.tensor(name, factor)
+        checks.tensor(name, factor, gradient)
         if factor.ndim != 2 or factor.dtype != torch.float32:
             raise ValueError(f"{name}: expected fp32 [rank, n], got {factor.dtype} {tuple(factor.shape)}")
     (rank, rows), (other, columns) = left.shape, right.shape
@@ -86,6 +105,8 @@ def _matrix(
     checks.floats("gradient", gradient, rows * columns, *FLOAT_TYPES)
     if residual is not None:
         checks.floats("residual", residual, rows * columns, torch.float32)
+    if not gradient.is_cpu:
+        return "", 0, 0, 0, rows, columns, rank
     address = 0 if residual is None else residual.data_ptr()
     name = native.current_name()
     return name, gradient.data_ptr(), ELEMENT_TYPES[gradient.dtype], address, rows, columns, rank

@@ -7,7 +7,7 @@ memory that another stream uses is held for it, and the host waits for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -138,9 +138,52 @@ class HostStreams:
         return torch.futures.Future()
 
 
+#: What serves a type of device; the CPU's streams any other.
+KINDS: dict[str, Callable[[torch.device], Streams]] = {"cuda": CudaStreams}
+
+
 def streams_of(device: torch.device) -> Streams:
-    """Those of a CUDA device, otherwise the CPU's."""
-    return CudaStreams(device) if device.type == "cuda" else HostStreams()
+    """Those of a CUDA device, otherwise the CPU's. Whoever asks gets a side stream of his own."""
+    made = KINDS.get(device.type)
+    return HostStreams() if made is None else made(device)
+
+
+def hold(*tensors: torch.Tensor | None) -> None:
+    """The current stream of each one's device uses it, whatever stream it was made on."""
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_cpu:
+            streams_of(tensor.device).hold(tensor)
+
+
+def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device, which the current stream makes; nobody waits for it, and ``host`` may change at once."""
+    if device.type == "cpu":
+        return host.clone()
+    staging = streams_of(device).staging(host.nbytes).view(host.dtype).view(host.shape)
+    return staging.copy_(host).to(device, non_blocking=True)
+
+
+def beside(kept: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What was kept, on the device of ``like``: a checkpoint brings CPU tensors."""
+    return kept if (kept.is_cpu and like.is_cpu) or kept.device == like.device else sent(kept, like.device)
+
+
+class Fetched:
+    """``there``, of a device, on its way to the host behind what the current stream was given; nobody waits for it."""
+
+    def __init__(self, there: torch.Tensor) -> None:
+        self._streams = streams_of(there.device)
+        self._host = there
+        if not there.is_cpu:
+            self._host = self._streams.staging(there.nbytes).view(there.dtype).view(there.shape)
+            self._host.copy_(there, non_blocking=True)
+        self._copied = self._streams.record()
+
+    def get(self) -> torch.Tensor:
+        """On the CPU. The host waits where it is not there yet, for the copy alone."""
+        if not self._streams.passed(self._copied):
+            self._streams.settle(self._copied)
+        return self._host
 
 
 def lend(streams: Streams, buffers: Iterable[Iterable[torch.Tensor | None]]) -> None:

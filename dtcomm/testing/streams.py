@@ -7,8 +7,11 @@ a wait that is missing, memory of another stream that is not held, or a host tha
 
 from __future__ import annotations
 
+import copy
+import itertools
 import threading
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,7 +24,7 @@ from dtcomm.kernels.call import Combine
 
 MAIN, SIDE, GROUP, HOST = "the caller's stream", "the side stream", "the group's stream", "the host"
 # Operators that take a value to the host.
-WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
+WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2")
 
 Clock = dict[str, int]
 
@@ -36,15 +39,24 @@ class RecordedStreams:
         self.faults: list[str] = []
         self._leave_out = leave_out
         self._host_may_wait = host_may_wait
-        self._clocks: dict[str, Clock] = {name: {} for name in (MAIN, SIDE, GROUP, HOST)}
+        self._clocks: dict[str, Clock] = defaultdict(dict)
+        self._side = SIDE
         self._local = threading.local()
         self._lock = threading.RLock()
-        self._accesses: list[
-            tuple[int, int, str, int, bool]
-        ] = []  # first and last byte, whose, when, written
-        self._owned: dict[int, tuple[int, str]] = {}  # first byte -> last byte and whose it is
-        self._held: list[tuple[int, int, str]] = []
+        # By where the memory begins: first and last byte, whose, when, written.
+        self._accesses: dict[int, list[tuple[int, int, str, int, bool]]] = defaultdict(list)
+        self._owned: dict[int, str] = {}
+        self._held: dict[int, set[str]] = defaultdict(set)
         self._kept: list[Any] = []  # no address is used twice
+        self._numbers = itertools.count(2)
+        self._pinned: set[int] = set()
+        self._arriving: list[tuple[str, int, torch.Tensor, torch.Tensor]] = []  # whose, when, to, what
+
+    def another(self) -> RecordedStreams:
+        """The same device for somebody else, who has a side stream of his own."""
+        face = copy.copy(self)
+        face._side = f"{SIDE} {next(self._numbers)}"
+        return face
 
     # --- Streams
 
@@ -52,7 +64,7 @@ class RecordedStreams:
         return str(getattr(self._local, "name", MAIN))
 
     def side(self) -> str:
-        return SIDE
+        return self._side
 
     @contextmanager
     def on(self, stream: str) -> Iterator[None]:
@@ -60,7 +72,7 @@ class RecordedStreams:
         self._local.name = stream
         try:
             with (
-                nullcontext() if _judge() is self else watched(self)
+                nullcontext() if _judge() is self or self.device.type != "cpu" else watched(self)
             ):  # a thread of the runtime's own is judged too
                 yield
         finally:
@@ -72,75 +84,153 @@ class RecordedStreams:
 
     def wait(self, event: Clock) -> None:
         if self._leave_out != "wait":
-            self._learn(self.current(), event)
+            self.learn(self.current(), event)
 
     def passed(self, event: Clock) -> bool:
+        self._arrive(event)
         return True
 
     def settle(self, event: Clock) -> None:
         if not self._host_may_wait:
             self.faults.append("the host waits for the device")
         if self._leave_out != "settle":
-            self._learn(HOST, event)
+            self.learn(HOST, event)
+        self._arrive(event)
 
     def hold(self, tensor: torch.Tensor) -> None:
         if self._leave_out != "hold":
             with self._lock:
-                self._held.append((*_bytes(tensor), self.current()))
+                self._held[_memory(getattr(tensor, "host", tensor))].add(self.current())
 
     def capturing(self) -> bool:
         return False
 
     def staging(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8)
+        made = torch.empty(size, dtype=torch.uint8)
+        self._pinned.add(_memory(made))
+        self._kept.append(made.untyped_storage())
+        return made
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        return torch.futures.Future()
+        return RecordedFuture(self) if self.device.type != "cpu" else torch.futures.Future()
 
     # --- what happens
 
     def own(self, *tensors: torch.Tensor) -> None:
         """Tensors of the caller's stream: on other streams they have to be held."""
         for tensor in tensors:
-            first, last = _bytes(tensor)
-            self._owned[first] = last, MAIN
-            self._kept.append(tensor)
+            self.made(tensor, MAIN)
+
+    def made(self, tensor: torch.Tensor, stream: str = "") -> None:
+        """Memory that the stream, by default the current one, was given."""
+        with self._lock:
+            self._owned.setdefault(_memory(tensor), stream or self.current())
+            self._kept.append(tensor.untyped_storage())
 
     def access(self, tensor: torch.Tensor | None, write: bool, stream: str = "") -> None:
         """The stream, by default the current one, reads or writes a tensor."""
+        tensor = getattr(tensor, "host", tensor)
         if tensor is None or not tensor.numel() or not tensor.is_cpu:
             return
         with self._lock:
             name = stream or self.current()
             if name != HOST:
-                self._learn(name, self._clocks[HOST])  # what the host queues comes after what it did
+                self.learn(name, self._clocks[HOST])  # what the host queues comes after what it did
             clock = self._clocks[name]
             now = clock[name] = clock.get(name, 0) + 1
             first, last = _bytes(tensor)
+            memory = _memory(tensor)
             self._kept.append(tensor.untyped_storage())
-            for begin, end, whose, when, wrote in self._accesses:
+            for begin, end, whose, when, wrote in self._accesses[memory]:
                 overlap = begin <= last and first <= end
                 if overlap and (write or wrote) and whose != name and clock.get(whose, 0) < when:
                     verb = "writes" if write else "reads"
                     other = "wrote" if wrote else "read"
                     self.faults.append(f"{name} {verb} what {whose} {other}, and has not waited for that")
                     break
-            for begin, (end, owner) in self._owned.items():
-                if begin <= last and first <= end and owner != name and name in (SIDE, MAIN):
-                    if not any(low <= first and last <= high and by == name for low, high, by in self._held):
-                        self.faults.append(f"{name} uses memory of {owner} that is not held for it")
-            self._accesses.append((first, last, name, now, write))
+            owner = self._owned.get(memory, name)
+            if name not in (owner, GROUP, HOST) and name not in self._held[memory]:
+                self.faults.append(f"{name} uses memory of {owner} that is not held for it")
+            # Whoever comes after this one comes after those that it has come after, too.
+            self._accesses[memory] = [
+                each
+                for each in self._accesses[memory]
+                if each[0] < first
+                or each[1] > last
+                or (each[4] and not write)
+                or clock.get(each[2], 0) < each[3]
+            ]
+            self._accesses[memory].append((first, last, name, now, write))
 
     def follow(self, stream: str, of: str) -> None:
         """A stream waits for what another one was given so far."""
         with self._lock:
-            self._learn(stream, self._clocks[of])
+            self.learn(stream, self._clocks[of])
 
-    def _learn(self, name: str, event: Clock) -> None:
+    def learn(self, name: str, event: Clock) -> None:
+        """A stream has waited for an event."""
         with self._lock:
             clock = self._clocks[name]
             for whose, when in event.items():
                 clock[whose] = max(clock.get(whose, 0), when)
+
+    def staged(self, tensor: torch.Tensor) -> bool:
+        """Whether it is memory of `staging`."""
+        return _memory(tensor) in self._pinned
+
+    def deliver(self, to: torch.Tensor, what: torch.Tensor) -> None:
+        """A copy to the host that the current stream was given: it is there when an event behind it was looked at."""
+        name = self.current()
+        with self._lock:
+            self._arriving.append((name, self._clocks[name].get(name, 0), to, what))
+            to.view(torch.uint8).fill_(0xFF)
+
+    def _arrive(self, event: Clock) -> None:
+        with self._lock:
+            due = [each for each in self._arriving if event.get(each[0], 0) >= each[1]]
+            self._arriving[:] = [each for each in self._arriving if event.get(each[0], 0) < each[1]]
+        for _, _, to, what in due:
+            to.copy_(what)
+
+
+class RecordedFuture(torch.futures.Future[Any]):
+    """A future of a device's: whoever takes its value waits on his stream, what follows runs on a stream of its own."""
+
+    def __init__(self, streams: RecordedStreams) -> None:
+        super().__init__()
+        self._streams = streams
+        self._event: Clock = {}
+
+    def set_result(self, result: Any) -> None:
+        self._event = self._streams.record()
+        super().set_result(result)
+
+    def wait(self) -> Any:
+        found = super().wait()
+        self._streams.learn(self._streams.current(), self._event)
+        return found
+
+    def then(self, callback: Callable[[Any], Any]) -> RecordedFuture:
+        following = RecordedFuture(self._streams)
+
+        def follow(done: Any) -> None:
+            name = f"a future's stream {next(self._streams._numbers)}"
+            with self._streams.on(name):
+                self._streams.learn(name, self._event)
+                try:
+                    following.set_result(callback(self))
+                except Exception as error:
+                    following.set_exception(error)
+
+        super().add_done_callback(follow)
+        return following
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self.then(callback)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _bytes(tensor: torch.Tensor) -> tuple[int, int]:
@@ -175,23 +265,31 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in WAITS:
             self._streams.faults.append(f"the host waits for the device in {name}")
         result = func(*args, **kwargs)
-        schema = func._schema
-        if any(each.alias_info is not None and not each.alias_info.is_write for each in schema.arguments):
-            return result  # a view
-        given = [
-            *zip(schema.arguments, args),
-            *((_named(schema, key), value) for key, value in kwargs.items()),
-        ]
-        for argument, value in given:
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            for leaf in tree_leaves(value):
-                if isinstance(leaf, torch.Tensor):
-                    self._streams.access(leaf, written)
-        if "empty" not in name:
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, torch.Tensor):
-                    self._streams.access(leaf, True)
+        for tensor, written in accesses(func, args, kwargs, result):
+            self._streams.access(tensor, written)
         return result
+
+
+def accesses(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> Iterator[tuple[torch.Tensor, bool]]:
+    """What an operator has read and written; nothing of views."""
+    schema = func._schema
+    if any(each.alias_info is not None and not each.alias_info.is_write for each in schema.arguments):
+        return
+    given = [
+        *zip(schema.arguments, args),
+        *((_named(schema, key), value) for key, value in kwargs.items()),
+    ]
+    for argument, value in given:
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf, written
+    if "empty" not in func.overloadpacket.__name__:
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf, True
 
 
 def _named(schema: Any, name: str) -> Any:
@@ -252,48 +350,3 @@ def _patch() -> None:
 
     native.combine = watched_combine
     native.decode = watched_decode  # type: ignore[assignment]
-
-
-class Letters:
-    """An ``Exchange`` of threads: what goes from one rank to another by ``post``, on a stream of the group's.
-
-    ``post(sends, receives)`` returns when all of both have been handed over; see ``tests.runtime``.
-    """
-
-    name = "threads"
-
-    def __init__(self, streams: RecordedStreams, rank: int, post: Any, leave_out: str = "") -> None:
-        self._streams, self._rank, self._post, self._leave_out = streams, rank, post, leave_out
-
-    def all_to_all(self, out: torch.Tensor, out_parts: Any, given: torch.Tensor, given_parts: Any) -> Clock:
-        sends = zip(torch.split(given, list(given_parts)), range(len(given_parts)), strict=True)
-        takes = zip(torch.split(out, list(out_parts)), range(len(out_parts)), strict=True)
-        return self._go(
-            [(part, peer) for part, peer in sends if part.numel()],
-            [(part, peer) for part, peer in takes if part.numel()],
-        )
-
-    def all_gather(self, out: torch.Tensor, given: torch.Tensor) -> Clock:
-        places = torch.split(out, given.numel())
-        others = [peer for peer in range(len(places)) if peer != self._rank]
-        return self._go([(given, peer) for peer in others], [(places[peer], peer) for peer in others])
-
-    def letters(self, sends: Any, receives: Any) -> Clock:
-        return self._go([each[:2] for each in sends], [each[:2] for each in receives])
-
-    def wait(self, handle: Clock) -> None:
-        if self._leave_out != "exchange":
-            self._streams._learn(self._streams.current(), handle)
-
-    def _go(self, sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]]) -> Clock:
-        streams = self._streams
-        if self._leave_out != "follow":
-            streams.follow(GROUP, streams.current())
-        for part, _ in sends:
-            streams.access(part, False, GROUP)
-        for part, _ in receives:
-            streams.access(part, True, GROUP)
-        with unwatched():
-            self._post(sends, receives)
-        with streams.on(GROUP):
-            return streams.record()

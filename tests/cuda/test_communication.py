@@ -16,7 +16,6 @@ import dtcomm.collectives as C
 from dtcomm import _C, ddp, fsdp, tp
 from dtcomm.codecs import codec
 from dtcomm.compress.guard import Guard, Watch
-from dtcomm.compress.hearing import Hearing
 from dtcomm.errors import DtcommError
 from dtcomm.runtime.fused import COLLECTIVES, FusedRanks, OnDevice, Room
 from dtcomm.runtime.shape import Part, Shape
@@ -310,7 +309,7 @@ def test_the_guard_of_ddp_waits_for_no_device() -> None:
             watch.arrived(mean)
             mean.fill_(1.0)
             watch.arrived(mean)
-            told.append(Hearing(watch.vector(mean.device)))
+            told.append(C.Fetched(watch.vector(mean.device)))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert [each.get()[2].item() for each in told] == [0.0, 1.0, 0.0]

@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp
 from dtcomm.codecs import codec
-from dtcomm.compress.guard import CompressionHarmful, Guard, Sample, Watch, finer, residual_limit
+from dtcomm.compress.guard import CompressionHarmful, Guard, Watch, finer, residual_limit
 from dtcomm.compress.powersgd import PowerSGD
+from dtcomm.compress.sample import Sample
 from dtcomm.kernels import ops
 from dtcomm.testing.ranks import run_ranks
 from tests.ddp.models import SMALL_BUCKETS, WIDTH, backward, batch, gradients, train, wrapped

@@ -1,0 +1,109 @@
+"""The passes of low-rank compression on tensors of a device, as torch's own operators, which nobody waits for.
+
+The product of the factors is added up element by element in the order of the CPU's kernels, with its bits. Projections
+are matrix products, in the order that the device's library takes: ranks average them. Only the orthonormal factors,
+which every rank makes for itself, rest on sums of torch's that are the same on devices of the same model.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+LOST = 2.0**-18  # of a vector's length, when what is left of it is rounding
+LEAST = 2.0**-126  # of a vector's largest element, below which it counts as zero
+CHUNK = 1 << 22  # elements of a product at a time
+
+
+def project_rows(
+    gradient: torch.Tensor, residual: torch.Tensor | None, right: torch.Tensor, left: torch.Tensor
+) -> None:
+    """``left[k, i] = sum over j of matrix[i, j] * right[k, j]``."""
+    first, second = _terms(gradient, residual, left.shape[1])
+    torch.mm(right, first.t(), out=left)
+    if second is not None:
+        left.addmm_(right, second.t())
+
+
+def project_columns(
+    gradient: torch.Tensor, residual: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor
+) -> None:
+    """``right[k, j] = sum over i of matrix[i, j] * left[k, i]``."""
+    first, second = _terms(gradient, residual, left.shape[1])
+    torch.mm(left, first, out=right)
+    if second is not None:
+        right.addmm_(left, second)
+
+
+def expand(
+    gradient: torch.Tensor,
+    residual: torch.Tensor | None,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    finite: torch.Tensor | None = None,
+) -> None:
+    """The gradient becomes the product of the factors, and the residual what gradient + residual had more.
+
+    Where ``finite`` (a bool without dimensions) says no, the gradient becomes NaN and the residual stays.
+    """
+    rows, columns = left.shape[1], right.shape[1]
+    matrix = gradient.view(rows, columns)
+    lost = None if residual is None else residual.view(rows, columns)
+    step = max(1, CHUNK // columns)
+    for start in range(0, rows, step):
+        part = matrix[start : start + step]
+        these = left[:, start : start + step, None]
+        product = these[0] * right[0]
+        for k in range(1, left.shape[0]):
+            product.add_(these[k] * right[k])
+        if lost is not None:
+            old = lost[start : start + step]
+            new = part + old - product
+            old.copy_(new if finite is None else torch.where(finite, new, old))
+        part.copy_(product if finite is None else torch.where(finite, product, float("nan")))
+
+
+def orthonormalise(vectors: torch.Tensor, key: int) -> None:
+    """Gram-Schmidt, in order, three times over; what a row is replaced by comes from its number and ``key``."""
+    for k, row in enumerate(vectors):
+        before = vectors[:k]
+        spare = _spare(vectors, k, key)
+        top = row.abs().amax()
+        x = torch.where(top >= LEAST, row / top, spare)
+        length = _length(x)
+        x = _apart(before, x)
+        x = torch.where(_length(x) > length * LOST, x, spare)
+        length = _length(x)
+        x = _apart(before, _apart(before, x))
+        left = _length(x)
+        found = torch.where(left > length * LOST, x / left, 0.0)
+        row.copy_(torch.where(torch.isfinite(top), found, row))
+
+
+def _terms(
+    gradient: torch.Tensor, residual: torch.Tensor | None, rows: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Matrices of fp32 that add up to what is compressed, of which none is made where both are there."""
+    if gradient.dtype == torch.float32 or residual is None:
+        return gradient.float().view(rows, -1), None if residual is None else residual.view(rows, -1)
+    return (residual + gradient.view(-1)).view(rows, -1), None
+
+
+def _apart(before: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Without what lies along the rows of ``before``."""
+    if not len(before):
+        return x
+    along = (before * x).sum(1, keepdim=True)
+    return x - (along * before).sum(0)
+
+
+def _length(x: torch.Tensor) -> torch.Tensor:
+    return (x * x).sum().sqrt()
+
+
+def _spare(vectors: torch.Tensor, k: int, key: int) -> torch.Tensor:
+    """Numbers between -0.5 and 0.5 that no other row has: multiples of an irrational number of its own."""
+    at = torch.arange(1, vectors.shape[1] + 1, dtype=torch.float64, device=vectors.device)
+    turns = at * math.sqrt(2.0 + 3 * k + (key % 9973) / 9973)
+    return (turns - turns.floor() - 0.5).float()

@@ -1,0 +1,213 @@
+"""The DDP hook on tensors of a device: every compressor, in every form, queued with no wait of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import dtcomm.collectives as C
+from dtcomm import ddp
+from dtcomm.codecs.spec import CODECS
+from dtcomm.compress.feedback import FORMS
+from dtcomm.compress.memory import FEEDBACKS
+from dtcomm.compress.scheme import COMPRESSORS
+from dtcomm.testing.dressed import device, dress, unjudged
+from dtcomm.testing.dressed_ranks import devices
+from dtcomm.testing.ranks import run_ranks
+from dtcomm.testing.streams import RecordedStreams
+
+#: Schemes whose steps cannot run on a device, and what they say.
+EXCEPT = {"exact:bits=16": "adds on common ground", "randk:positions=shared": "adds on common ground"}
+#: What else there is of a name.
+MORE = {
+    "powersgd": ["powersgd:rank=3", "powersgd:rank=2,alternate=true", "powersgd:rank=2/int8"],
+    "exact": ["exact:bits=16"],  # with 32 it makes nothing smaller
+    "randk": ["randk:positions=shared"],
+    "int8": ["int8:round=stochastic"],
+}
+SHAPES = {
+    "bias": (28,),
+    "a": (64, 33),
+    "b": (40, 32),
+    "c": (48, 41),
+    "scale": (7,),
+    "d": (40, 64),
+    "e": (36, 50),
+}
+MATRICES = [name for name, shape in SHAPES.items() if len(shape) > 1]
+BUCKETS = (("scale", "d", "e"), ("a", "bias", "b", "c"))
+STEPS, BAD = 4, 1
+
+
+class Bucket:
+    """What DDP hands to a hook."""
+
+    def __init__(self, index: int, parameters: dict[str, torch.Tensor], on_device: bool) -> None:
+        self.number, self.held = index, [parameters[name] for name in BUCKETS[index]]
+        memory = torch.zeros(sum(each.numel() for each in self.held))
+        self.memory = memory
+        self.whole: torch.Tensor = dress(memory) if on_device else memory
+
+    def index(self) -> int:
+        return self.number
+
+    def is_last(self) -> bool:
+        return self.number == len(BUCKETS) - 1
+
+    def buffer(self) -> torch.Tensor:
+        return self.whole
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self.held
+
+    def gradients(self) -> list[torch.Tensor]:
+        parts = torch.split(self.whole, [each.numel() for each in self.held])
+        return [part.view(each.shape) for part, each in zip(parts, self.held)]
+
+
+def steps(rank: int, on_device: bool, options: dict[str, Any]) -> tuple[list[torch.Tensor], ddp.State]:
+    """The means of some steps, in one of which rank 1 brings a NaN."""
+    parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    state = ddp.State(parameters=parameters.items(), sample_every=2, **options)
+    buckets = [Bucket(index, parameters, on_device) for index in range(len(BUCKETS))]
+    means = []
+    for step in range(STEPS):
+        dice = torch.Generator().manual_seed(100 * step + rank)
+        for bucket in buckets:
+            bucket.memory.copy_(torch.randn(bucket.memory.shape, generator=dice))
+            if step == BAD and rank == 1:
+                bucket.memory[-1] = torch.nan
+            bucket.whole.mul_(1.0)  # as backward does, on its stream
+        loss = torch.ones(1)
+        state.observe(dress(loss) if on_device else loss)
+        for bucket in buckets:
+            state.reduce(bucket)  # type: ignore[arg-type]
+        state._backward._settle()
+        for bucket in buckets:
+            bucket.whole.mul_(1.0)  # as the optimiser does
+            means.append(bucket.memory.clone())
+    return means, state
+
+
+def policy(specs: list[str]) -> str:
+    rules = [f"name={name} -> {spec}" for name, spec in zip(MATRICES, specs)]
+    return "; ".join(["ndim<2 -> none", *rules, "* -> none"])
+
+
+def cases() -> Iterator[dict[str, Any]]:
+    """Every scheme, as many side by side as there are matrices, and every form and kind of feedback."""
+    specs = [
+        spec
+        for name in (*CODECS, *(each for each in COMPRESSORS if each != "dgc"))
+        for spec in (name, *MORE.get(name, []))
+        if spec not in EXCEPT
+    ]
+    for first in range(0, len(specs), len(MATRICES)):
+        yield {"spec": policy(specs[first : first + len(MATRICES)])}
+    some = ["topk:ratio=0.1", "powersgd:rank=2", "int4"]
+    for feedback in (*FEEDBACKS, False):
+        yield {"spec": policy(some), "feedback": feedback}
+    for form in FORMS:
+        yield {"spec": policy(some), "residual": form}
+    # Its momentum goes to all parameters.
+    yield {"spec": policy(["dgc", "dgc:ratio=0.05,clip=1.0,warmup=2", "int8"])}
+
+
+def run(rank: int, world_size: int, cases: list[dict[str, Any]], leave_out: str = "") -> list[dict[str, Any]]:
+    found = []
+    here = [steps(rank, False, options) for options in cases]
+    streams = RecordedStreams(leave_out)
+    with devices(streams, leave_out):
+        for options, (expected, plain) in zip(cases, here):
+            streams.faults.clear()
+            means, state = steps(rank, True, options)
+            with unjudged():
+                said, wanted, kept = state.report(), plain.report(), state.state_dict()
+            found.append(
+                {
+                    "here": expected,
+                    "there": means,
+                    "faults": list(dict.fromkeys(streams.faults)),
+                    "errors": [
+                        (a.relative_error, b.relative_error) for a, b in zip(said.buckets, wanted.buckets)
+                    ],
+                    "residuals": {name: tensor.is_cpu for name, tensor in kept["residuals"].items()},
+                    "events": ([str(each) for each in state.events], [str(each) for each in plain.events]),
+                }
+            )
+        C.release()
+    return found
+
+
+def of_ranks(cases: list[dict[str, Any]], leave_out: str = "") -> list[tuple[dict[str, Any], ...]]:
+    env = {"DTCOMM_RUNTIME": "process_group"}
+    return list(zip(*run_ranks(run, 2, cases, leave_out, env=env, timeout=120)))
+
+
+def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_no_compressor_waits_for_the_device() -> None:
+    """The CPU's bits, but where norms and matrix products are the device's; events and errors are the CPU's too."""
+    every = list(cases())
+    for options, ranks in zip(every, of_ranks(every), strict=True):
+        for said in ranks:
+            assert said["faults"] == [], options
+            assert all(map(alike, said["there"], ranks[0]["there"])), options
+            exactly = "powersgd" not in options["spec"] and "clip" not in options["spec"]
+            for at, (here, there) in enumerate(zip(said["here"], said["there"], strict=True)):
+                step = at // len(BUCKETS)
+                assert bool(here.isnan().any()) == (step == BAD) == bool(there.isnan().any())
+                if exactly:
+                    assert alike(here, there), (options, at)
+                elif step <= BAD:  # PowerSGD then begins anew from elsewhere
+                    torch.testing.assert_close(there, here, equal_nan=True, rtol=1e-4, atol=1e-4)
+            for here, there in said["errors"]:
+                assert here == pytest.approx(there, rel=0.05), options
+            assert all(said["residuals"].values()) and said["events"][0] == said["events"][1]
+
+
+@pytest.mark.parametrize(
+    ("leave_out", "fault"),
+    [("wait", "has not waited"), ("hold", "not held"), ("exchange", "has not waited")],
+)
+def test_what_is_left_out_is_noticed(leave_out: str, fault: str) -> None:
+    options = [{"spec": "int8", "residual": "int8"}, {"spec": "powersgd"}, {"spec": "dgc"}]
+    for ranks in of_ranks(options, leave_out):
+        assert any(fault in each for each in ranks[0]["faults"]), ranks[0]["faults"]
+
+
+def waiting(rank: int, world_size: int) -> list[str]:
+    """Ways to wait, each of which a compressor might go."""
+    found = []
+    streams = RecordedStreams()
+    with device(streams):
+        x = dress(torch.arange(4.0))
+        for wait in (
+            lambda: float(x.sum()),
+            lambda: bool(x[0]),
+            lambda: x[x > 1],
+            lambda: x.nonzero(),
+            lambda: x.cpu(),
+            lambda: x.tolist(),
+            lambda: torch.tensor([1.0], device=x.device),
+            lambda: torch.ones(3).to(x.device),
+            lambda: torch.ones(4).copy_(x),
+        ):
+            wait()
+            found.append(streams.faults.pop() if streams.faults else "nothing")
+    return found
+
+
+def test_a_wait_is_noticed_whatever_it_looks_like() -> None:
+    assert all("the host waits" in each for each in waiting(0, 1))
+
+
+def test_what_cannot_run_there_says_so() -> None:
+    for name, says in EXCEPT.items():
+        with pytest.raises(Exception, match=says):
+            of_ranks([{"spec": policy([name])}])
