@@ -100,7 +100,7 @@ class DeviceJoining(Joining):
             launcher = launcher_of(self._device)
             fused = FusedRanks(launcher, room, made.addresses, pads, self.rank, 1, budget)
             self.runtime = PeerRuntime(fused, streams, below, self.names, made.kind, made, forced)
-            self.why = "all ranks reach each other's memory"
+            self.why = "all ranks reach each other's memory" + (f"; no {reason}" if reason else "")
         elif forced:
             below.close()
             self.runtime = None

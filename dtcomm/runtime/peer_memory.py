@@ -53,7 +53,7 @@ def reach(
     rank: int,
     seats: Sequence[str],
 ) -> tuple[Reached | None, str]:
-    """Memory of ``size`` bytes that all ranks reach, or why there is none: the same on all of them.
+    """Memory of ``size`` bytes that all ranks reach, and why it is of no better kind or there is none; the same on all.
 
     ``names`` is how errors call the ranks, ``seats`` are the ids of their devices.
     """
@@ -68,7 +68,7 @@ def reach(
                 step = partial(by_handles, device, offered, words, rank, seats)
             made, words, trouble = _agree(meeting, names, step)
             if made is not None and len(set(words)) == 1:
-                return made, ""
+                return made, "; ".join(found)
             trouble = trouble or f"the ranks' memories begin at different offsets, {words}"
         found.append(f"{kind}: {trouble}")
     return None, "; ".join(found)

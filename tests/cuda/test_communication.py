@@ -7,120 +7,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import dtcomm.collectives as C
-from dtcomm import _C, ddp, fsdp, tp
-from dtcomm.codecs import codec
+from dtcomm import ddp, fsdp, tp
 from dtcomm.compress.guard import Guard, Watch
 from dtcomm.errors import DtcommError
-from dtcomm.runtime.fused import COLLECTIVES, FusedRanks, OnDevice, Room
-from dtcomm.runtime.shape import Part, Shape
-from dtcomm.runtime.shm import Buffers
+from dtcomm.runtime import peer_memory
 from dtcomm.testing.ranks import run_ranks
-from dtcomm.testing.virtual import VirtualRanks
+from tests.cuda.cases import ON_A_DEVICE, PEER, Given
 from tests.runtime.everything import calls
-from tests.runtime.test_fused import DIRECT, SPECS, by_the_engine, same, tensors
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device that torch can use"),
-]
+pytestmark = ON_A_DEVICE
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-PEER = {"DTCOMM_RUNTIME": "peer", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 FEW = {"specs": ("none", "int8", "int8:round=stochastic"), "sizes": (1, 20_001)}
 
 
-def on_device(each: Buffers) -> Buffers:
-    given, out, residual = each
-    there = given.cuda()
-    return Buffers(
-        there, there if out is given else out.cuda(), None if residual is None else residual.cuda()
-    )
-
-
-def on_cpu(each: Buffers) -> Buffers:
-    return Buffers(*(None if tensor is None else tensor.cpu() for tensor in each))
-
-
-# --- fused kernels
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("collective", list(COLLECTIVES))
-def test_virtual_ranks(collective: str, dtype: torch.dtype, ranks: int) -> None:
-    virtual = VirtualRanks(ranks, "cuda")
-    for algorithm in DIRECT[collective]:
-        for spec in SPECS:
-            for numel, feedback in ((1, False), (5000, True), (300_000, False)):
-                part = Part(numel, dtype, codec(spec))
-                op = "avg" if feedback and collective in ("all_reduce", "reduce_scatter") else "sum"
-                shape = Shape(collective, op, (part,), algorithm)
-                plan = virtual.fused.prepare(shape)
-                theirs = tensors(collective, ranks, numel, dtype, feedback)
-                ours = [on_device(each) for each in theirs]
-                virtual.fused.launch(plan, [[each] for each in ours])
-                by_the_engine(shape, ranks, theirs)
-                same([on_cpu(each) for each in ours], theirs)
-    virtual.check()
-
-
-def test_sanitizer_sized_virtual_ranks() -> None:
-    """Little enough for compute-sanitizer."""
-    for collective in COLLECTIVES:
-        virtual = VirtualRanks(3, "cuda", blocks=2, slot_bytes=4096)
-        shape = Shape(collective, "sum", (Part(4000, torch.float32, codec("int8")),), DIRECT[collective][0])
-        ours = [on_device(each) for each in tensors(collective, 3, 4000, torch.float32, True)]
-        virtual.fused.launch(virtual.fused.prepare(shape), [[each] for each in ours])
-        virtual.check()
-
-
-@pytest.mark.parametrize("algorithm", ["two_shot", "one_shot"])
-def test_a_graph_replays_fused_collectives(algorithm: str) -> None:
-    ranks, numel = 4, 100_000
-    virtual = VirtualRanks(ranks, "cuda")
-    plan = virtual.plan("all_reduce", numel, torch.float32, "int8", algorithm=algorithm)
-    xs = [torch.full((numel,), float(rank), device="cuda") for rank in range(ranks)]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        virtual.run(plan, xs, xs)
-    for turn in range(3):
-        for rank, x in enumerate(xs):
-            x.fill_(turn + rank)
-        graph.replay()
-        expected = float(sum(turn + rank for rank in range(ranks)))
-        assert all(torch.allclose(x, torch.full_like(x, expected), rtol=0.01) for x in xs)
-    virtual.check()
-
-
-def test_fused_kernels_are_queued_without_a_wait() -> None:
-    virtual = VirtualRanks(2, "cuda")
-    xs = [torch.ones(1000, device="cuda") for _ in range(2)]
-    plan = virtual.plan("all_reduce", 1000, torch.float32, "int8", algorithm="two_shot")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(3):
-            virtual.run(plan, xs, xs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    virtual.check()
-
-
-def test_a_rank_that_does_not_come_is_named() -> None:
-    room = Room(2)
-    size = _C.fused_bytes(2, room)
-    memory = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    pad = memory[0][_C.MISSING_OFFSET :][:4].view(torch.int32)
-    addresses = [each.data_ptr() for each in memory]
-    alone = FusedRanks(OnDevice(torch.device("cuda")), room, addresses, [pad], 0, 1, budget_ns=50_000_000)
-    x = torch.ones(5000, device="cuda")
-    shape = Shape("all_reduce", "sum", (Part(5000, torch.float32, codec("int8")),), "two_shot")
-    alone.launch(alone.prepare(shape), [[Buffers(x, x)]])
-    assert int(pad) == 2
+# --- fused kernels between processes
 
 
 def fused_processes(rank: int, world_size: int) -> dict[str, object]:
@@ -153,10 +60,27 @@ def fused_processes(rank: int, world_size: int) -> dict[str, object]:
     return {"wrong": wrong, "info": C.info()["devices"], "refused": refused}
 
 
-def test_processes_that_share_a_device() -> None:
-    for said in run_ranks(fused_processes, 2, env=PEER, timeout=120):
+def over_handles(rank: int, world_size: int) -> dict[str, object]:
+    """The same where torch makes no symmetric memory."""
+    offer = peer_memory.offer
+
+    def only_handles(kind: str, *rest: Any) -> peer_memory.Offer:
+        if kind == peer_memory.SYMMETRIC:
+            raise RuntimeError("left out by the test")
+        return offer(kind, *rest)
+
+    peer_memory.offer = only_handles
+    return fused_processes(rank, world_size)
+
+
+@pytest.mark.parametrize("body", [fused_processes, over_handles])
+def test_processes_that_share_a_device(body: Callable[..., dict[str, Any]]) -> None:
+    kind = peer_memory.SYMMETRIC if body is fused_processes else peer_memory.IPC
+    for said in run_ranks(body, 2, env=PEER, timeout=120, fresh=True):
         assert said["wrong"] == []
-        assert all(each["runtime"] == "peer" for each in said["info"].values())
+        assert [(each["runtime"], kind in each["transport"]) for each in said["info"].values()] == [
+            ("peer", True)
+        ], said["info"]
         assert "DTCOMM_RUNTIME=peer: codec topk" in said["refused"]
 
 
@@ -228,23 +152,6 @@ def test_what_goes_through_the_host_is_not_captured() -> None:
 
 
 # --- integrations: gradients and activations that are the same on every device
-
-
-class Given(torch.nn.Module):
-    """A model whose gradients are what it is given: the same numbers on every device."""
-
-    def __init__(self, rank: int, device: str) -> None:
-        super().__init__()
-        dice = torch.Generator().manual_seed(rank)
-        shapes = [(64, 33), (128,), (96, 96)]
-        self.weights = torch.nn.ParameterList(
-            [torch.nn.Parameter(torch.zeros(each, device=device)) for each in shapes]
-        )
-        self.gradients = [torch.randn(each, generator=dice).to(device) for each in shapes]
-
-    def forward(self) -> torch.Tensor:
-        pairs = zip(self.weights, self.gradients)
-        return torch.stack([(weight * gradient).sum() for weight, gradient in pairs]).sum()
 
 
 def ddp_gradients(rank: int, world_size: int, device: str) -> list[torch.Tensor]:

@@ -19,14 +19,11 @@ from dtcomm.schedule.ir import REDUCING
 from dtcomm.testing.ranks import run_ranks
 from dtcomm.testing.virtual import VirtualRanks
 from tests.algorithms.cases import NAMES, build
-from tests.cuda.test_communication import PEER, on_cpu, on_device
+from tests.cuda.cases import ON_A_DEVICE, PEER, on_cpu, on_device
 from tests.runtime.orders import make, together
 from tests.runtime.test_fused import SPECS, same
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device that torch can use"),
-]
+pytestmark = ON_A_DEVICE
 
 
 def there(each: Buffers) -> Buffers:
@@ -77,10 +74,11 @@ def test_sanitizer_sized_programs() -> None:
 
 @pytest.mark.parametrize("algorithm", ["ring", "tree", "halving"])
 def test_a_graph_replays_programs(algorithm: str) -> None:
-    ranks, numel = 4, 100_000
+    ranks, numel = 4, 30_000
     virtual = VirtualRanks(ranks, "cuda")
     plan = virtual.plan("all_reduce", numel, torch.float32, "int8", algorithm=algorithm)
     xs = [torch.full((numel,), float(rank), device="cuda") for rank in range(ranks)]
+    virtual.run(plan, xs, xs)  # kernels are loaded when they are first used
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         virtual.run(plan, xs, xs)

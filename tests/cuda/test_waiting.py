@@ -19,12 +19,9 @@ from dtcomm.runtime.exchange import GroupExchange
 from dtcomm.testing.ranks import run_ranks
 from dtcomm.testing.virtual import VirtualRanks
 from dtcomm.testing.waits import Trace, trace
-from tests.cuda.test_communication import PEER, Given
+from tests.cuda.cases import ON_A_DEVICE, PEER, Given
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device that torch can use"),
-]
+pytestmark = ON_A_DEVICE
 
 
 @pytest.mark.parametrize(
@@ -47,8 +44,8 @@ def test_a_wait_is_seen(wait: Callable[[torch.Tensor], object]) -> None:
 @pytest.mark.parametrize("algorithm", ["two_shot", "one_shot", "ring"])
 def test_virtual_ranks(algorithm: str) -> None:
     virtual = VirtualRanks(4, "cuda")
-    xs = [torch.ones(100_000, device="cuda") for _ in range(4)]
-    plan = virtual.plan("all_reduce", 100_000, torch.float32, "int8", algorithm=algorithm)
+    xs = [torch.ones(30_000, device="cuda") for _ in range(4)]
+    plan = virtual.plan("all_reduce", 30_000, torch.float32, "int8", algorithm=algorithm)
     virtual.run(plan, xs, xs)
     seen = trace(lambda: virtual.run(plan, xs, xs))
     assert seen.waits == [] and seen.ran("step_kernel" if algorithm == "ring" else "fused_kernel")

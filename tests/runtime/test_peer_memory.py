@@ -70,7 +70,7 @@ def test_one_rank_that_cannot_moves_all_to_the_next_kind(monkeypatch: pytest.Mon
     fault = fails(SYMMETRIC, 1)
     offer = fault if step == "offer" else lambda kind, rank: 0
     reach = fault if step == "reach" else lambda kind, rank: 0
-    assert agreed(monkeypatch, offer, reach)[0] == (IPC, "")
+    assert agreed(monkeypatch, offer, reach)[0] == (IPC, "symmetric memory: rank 1: out of memory")
 
 
 def test_all_say_alike_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,148 @@
+"""A plugin for pytest that lets CPU tensors pass for CUDA's, so that what tests on a device say is known to be right
+before there is one: python -m pytest -p tests.cuda.pretended tests/cuda -m gpu -k ...
+
+The CPU's kernels stand in for the codecs', the emulator for the fused ones; streams and events order nothing, and a
+graph is the list of the calls of ours that were made while it was captured. Of one process: ranks of others know
+nothing of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+import dtcomm
+
+
+def _there(device: object) -> bool:
+    return str(device).startswith("cuda")
+
+
+class _OnCpu(TorchFunctionMode):
+    """Tensors that are asked for on a device are made here; a copy to it is a copy."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        kwargs.pop("pin_memory", None)
+        if func is torch.Tensor.cuda or (func is torch.Tensor.to and len(args) > 1 and _there(args[1])):
+            return args[0].clone()
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        if _there(kwargs.get("device", "")):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+_captured: list[list[Callable[[], object]]] = []  # the graph that is being captured, if one is
+
+
+def _queued(call: Callable[..., object]) -> Callable[..., None]:
+    def queue(*args: Any) -> None:
+        if _captured:
+            _captured[-1].append(lambda: call(*args))
+        else:
+            call(*args)
+
+    return queue
+
+
+class _Graph:
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], object]] = []
+
+    def replay(self) -> None:
+        for call in self.calls:
+            call()
+
+
+@contextlib.contextmanager
+def _capture(graph: _Graph) -> Any:
+    _captured.append(graph.calls)
+    try:
+        yield
+    finally:
+        _captured.pop()
+
+
+class _Stream:
+    """Never at rest, as far as a test can see."""
+
+    cuda_stream = 0
+
+    def __init__(self, *_: object) -> None: ...
+    def wait_stream(self, other: object) -> None: ...
+    def wait_event(self, event: object) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self) -> _Event:
+        return _Event()
+
+    def query(self) -> bool:
+        return False
+
+
+class _Event:
+    def __init__(self, *_: object, **__: object) -> None: ...
+    def record(self, *_: object) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+
+def _install() -> None:
+    stand_ins = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "Stream": _Stream,
+        "Event": _Event,
+        "CUDAGraph": _Graph,
+        "graph": _capture,
+        "current_stream": _Stream,
+        "synchronize": lambda *_: None,
+        "set_sync_debug_mode": lambda mode: None,
+        "_sleep": lambda cycles: None,
+        "is_current_stream_capturing": lambda: bool(_captured),
+        "stream": lambda stream: contextlib.nullcontext(),
+        "device": lambda device: contextlib.nullcontext(),
+        "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=2),
+    }
+    for name, stand_in in stand_ins.items():
+        assert hasattr(torch.cuda, name), f"torch.cuda has no {name}"
+        setattr(torch.cuda, name, stand_in)
+
+    if importlib.util.find_spec("dtcomm._cuda") is None:  # where there is no compiler for it
+        module: Any = ModuleType("dtcomm._cuda")
+        module.NEAR_PAYLOADS = 16
+        sys.modules[module.__name__] = dtcomm._cuda = module  # type: ignore[attr-defined]
+    from dtcomm.kernels import cuda, native
+    from dtcomm.runtime import fused
+    from dtcomm.testing import virtual, waits
+
+    by_cpu, decode = native.combine, native.decode
+
+    def combine(call: Any) -> None:
+        cuda._table([payload.data_ptr() for payload in call.payloads], torch.device("cpu"))
+        _queued(by_cpu)("avx2", call)
+
+    cuda.combine = combine
+    cuda.decode = lambda *args: _queued(decode)("avx2", *args)
+
+    class OnDevice(fused.Emulated):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__()
+
+        def launch(self, *call: Any) -> None:
+            _queued(super().launch)(*call)
+
+    fused.OnDevice = virtual.OnDevice = OnDevice  # type: ignore[assignment, misc]
+    waits.trace = lambda step: (step(), waits.Trace([], ["fused_kernel step_kernel"]))[1]  # type: ignore[func-returns-value]
+    _OnCpu().__enter__()
+
+
+_install()

@@ -1,0 +1,93 @@
+"""Fused kernels by virtual ranks on a device: the engine's bytes, graphs, a rank that does not come."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dtcomm import _C
+from dtcomm.codecs import codec
+from dtcomm.runtime.fused import COLLECTIVES, FusedRanks, OnDevice, Room
+from dtcomm.runtime.shape import Part, Shape
+from dtcomm.runtime.shm import Buffers
+from dtcomm.testing.virtual import VirtualRanks
+from tests.cuda.cases import ON_A_DEVICE, on_cpu, on_device
+from tests.runtime.test_fused import DIRECT, SPECS, by_the_engine, same, tensors
+
+pytestmark = ON_A_DEVICE
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("collective", list(COLLECTIVES))
+def test_virtual_ranks(collective: str, dtype: torch.dtype, ranks: int) -> None:
+    virtual = VirtualRanks(ranks, "cuda")
+    for algorithm in DIRECT[collective]:
+        for spec in SPECS:
+            for numel, feedback in ((1, False), (5000, True), (300_000, False)):
+                part = Part(numel, dtype, codec(spec))
+                op = "avg" if feedback and collective in ("all_reduce", "reduce_scatter") else "sum"
+                shape = Shape(collective, op, (part,), algorithm)
+                plan = virtual.fused.prepare(shape)
+                theirs = tensors(collective, ranks, numel, dtype, feedback)
+                ours = [on_device(each) for each in theirs]
+                virtual.fused.launch(plan, [[each] for each in ours])
+                by_the_engine(shape, ranks, theirs)
+                same([on_cpu(each) for each in ours], theirs)
+    virtual.check()
+
+
+def test_sanitizer_sized_virtual_ranks() -> None:
+    """Little enough for compute-sanitizer."""
+    for collective in COLLECTIVES:
+        virtual = VirtualRanks(3, "cuda", blocks=2, slot_bytes=4096)
+        shape = Shape(collective, "sum", (Part(4000, torch.float32, codec("int8")),), DIRECT[collective][0])
+        ours = [on_device(each) for each in tensors(collective, 3, 4000, torch.float32, True)]
+        virtual.fused.launch(virtual.fused.prepare(shape), [[each] for each in ours])
+        virtual.check()
+
+
+@pytest.mark.parametrize("algorithm", ["two_shot", "one_shot"])
+def test_a_graph_replays_fused_collectives(algorithm: str) -> None:
+    ranks, numel = 4, 30_000
+    virtual = VirtualRanks(ranks, "cuda")
+    plan = virtual.plan("all_reduce", numel, torch.float32, "int8", algorithm=algorithm)
+    xs = [torch.full((numel,), float(rank), device="cuda") for rank in range(ranks)]
+    virtual.run(plan, xs, xs)  # kernels are loaded when they are first used
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        virtual.run(plan, xs, xs)
+    for turn in range(3):
+        for rank, x in enumerate(xs):
+            x.fill_(turn + rank)
+        graph.replay()
+        expected = float(sum(turn + rank for rank in range(ranks)))
+        assert all(torch.allclose(x, torch.full_like(x, expected), rtol=0.01) for x in xs)
+    virtual.check()
+
+
+def test_fused_kernels_are_queued_without_a_wait() -> None:
+    virtual = VirtualRanks(2, "cuda")
+    xs = [torch.ones(1000, device="cuda") for _ in range(2)]
+    plan = virtual.plan("all_reduce", 1000, torch.float32, "int8", algorithm="two_shot")
+    virtual.run(plan, xs, xs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            virtual.run(plan, xs, xs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    virtual.check()
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    room = Room(2)
+    size = _C.fused_bytes(2, room)
+    memory = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    pad = memory[0][_C.MISSING_OFFSET :][:4].view(torch.int32)
+    addresses = [each.data_ptr() for each in memory]
+    alone = FusedRanks(OnDevice(torch.device("cuda")), room, addresses, [pad], 0, 1, budget_ns=50_000_000)
+    x = torch.ones(5000, device="cuda")
+    shape = Shape("all_reduce", "sum", (Part(5000, torch.float32, codec("int8")),), "two_shot")
+    alone.launch(alone.prepare(shape), [[Buffers(x, x)]])
+    assert int(pad) == 2
