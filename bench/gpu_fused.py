@@ -1,5 +1,5 @@
 """Fused collectives on one GPU beside the memory floor and torch's symmetric memory: python -m bench.gpu_fused
-[--ranks 8] [--mib 64] [--json PATH].
+[--ranks 8] [--mib 64] [--seconds 180] [--json PATH]. `dtcomm perf --virtual 8` measures any other size and collective.
 
 Virtual ranks share the device's memory, so the floor of a two-shot all-reduce is the time that a copy of 1 GiB, timed
 in turn with it, would need for the bytes that all ranks together read and write. Latency is that of one-shot by graph
@@ -12,116 +12,95 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
-import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-CODECS = ("none", "fp16", "int8", "int8:block=128", "int4", "fp8_e4m3")
+from bench.common.budget import Budget
+from dtcomm.codecs import codec
+from dtcomm.testing import gpu
+from dtcomm.testing.clock import clock_of, median_seconds, seconds_of
+from dtcomm.testing.floor import Copy, moved_bytes
+from dtcomm.testing.ranks import run_ranks
+from dtcomm.testing.virtual import VirtualRanks
+
+TARGETS, FLOOR = ("int8", "fp8_e4m3", "int4"), 0.85
+OTHERS = ("none", "fp16", "int8:block=128")
+PROCESSES_SECONDS = 30.0  # two processes start, connect and measure; kernels of theirs take turns
 LATENCY = tuple(1 << power for power in range(10, 19))  # 1 KB to 256 KB
 REPLAYS = 20
 
 
-def device_seconds(run: Callable[[], object], calls: int = 1) -> float:
-    """Of one of ``calls`` calls that ``run`` makes on the current stream, between device events."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / calls
-
-
-def moved_bytes(algorithm: str, ranks: int, numel: int, wire: int) -> int:
-    """What all virtual ranks of an all-reduce read and write at the least; ``wire`` is the whole tensor's payload."""
-    tensor = 2 * 4 * numel  # read and written once, fp32
-    if algorithm == "one_shot":  # written to all, own slot included, and all read
-        return ranks * (tensor + 2 * ranks * wire)
-    # Payloads of the others' chunks written and read, then the sum's: written to all, read by all.
-    others = (ranks - 1) * wire // ranks
-    return ranks * (tensor + 4 * others + 2 * (wire // ranks))
-
-
-def graphed(run: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
-    """``calls`` calls as one graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            run()
-    return graph
-
-
-def bandwidth(ranks: int, mib: int, specs: list[str]) -> list[dict[str, Any]]:
-    """Two-shot all-reduce of ``ranks`` tensors of ``mib`` MiB beside the floor."""
-    from dtcomm.codecs import codec
-    from dtcomm.testing.virtual import VirtualRanks
-
-    numel = mib << 18
-    ends = [torch.empty(1 << 28, device="cuda") for _ in range(2)]
-    xs = [torch.randn(numel, device="cuda") for _ in range(ranks)]
+def bandwidth(
+    ranks: int, numel: int, specs: list[str], budget: Budget, device: torch.device, copied: int = Copy.LARGE
+) -> list[dict[str, Any]]:
+    """Two-shot all-reduce of ``ranks`` fp32 tensors beside the floor: a copy of ``copied`` bytes."""
+    clock = clock_of(device)
+    copy = Copy(device, clock, copied)
+    xs = [torch.randn(numel, device=device) for _ in range(ranks)]
     outs = [torch.empty_like(x) for x in xs]
     rows = []
     for spec in specs:
-        virtual = VirtualRanks(ranks, "cuda")
+        if not budget.allows(f"two_shot of {spec}"):
+            continue
+        virtual = VirtualRanks(ranks, device)
         plan = virtual.plan("all_reduce", numel, torch.float32, spec, algorithm="two_shot")
-        for _ in range(2):
-            virtual.run(plan, xs, outs)
-        virtual.check()
         run = functools.partial(virtual.run, plan, xs, outs)
-        copies, times = [], []
-        for _ in range(10):
-            copies.append(device_seconds(lambda: ends[1].copy_(ends[0])))
-            times.append(device_seconds(run))
+        for _ in range(2):
+            run()
         virtual.check()
-        moved = moved_bytes("two_shot", ranks, numel, codec(spec).wire_bytes(numel, torch.float32))
-        copy = 2 * ends[0].nbytes / statistics.median(copies)
-        seconds = statistics.median(times)
+        times = []
+        for _ in range(10):
+            copy.time()
+            times.append(seconds_of(clock, run, ahead=copy.run))
+        virtual.check()
+        wire = codec(spec).wire_bytes(numel, torch.float32)
+        moved = moved_bytes("all_reduce", "two_shot", ranks, numel, 4, wire)
+        assert moved is not None
+        rate, seconds = copy.rate(forget=True), statistics.median(times)
         row = {
             "algorithm": "two_shot",
             "codec": spec,
             "ranks": ranks,
-            "mib": mib,
+            "mib": numel / (1 << 18),
             "microseconds": seconds * 1e6,
             "spread": [min(times) * 1e6, max(times) * 1e6],
             "bytes": moved,
-            "copy_gigabytes_per_second": copy / 1e9,
-            "of_floor": moved / copy / seconds,
+            "copy_gigabytes_per_second": rate / 1e9,
+            "of_floor": moved / rate / seconds,
         }
         rows.append(row)
         print(
-            f"two_shot  {ranks} x {mib} MiB  {spec:<16} {seconds * 1e6:>9.1f} us  {row['of_floor']:.2f} of the floor"
+            f"two_shot  {ranks} x {row['mib']:g} MiB  {spec:<16} {seconds * 1e6:>9.1f} us  "
+            f"{row['of_floor']:.2f} of the floor"
         )
     return rows
 
 
-def latency(ranks: int, specs: list[str]) -> list[dict[str, Any]]:
+def latency(
+    ranks: int, sizes: Sequence[int], specs: list[str], budget: Budget, device: torch.device
+) -> list[dict[str, Any]]:
     """One-shot all-reduce of small tensors, fp32 bytes, by replays of a graph of 20 calls, and launched one by one."""
-    from dtcomm.testing.virtual import VirtualRanks
-
-    rows = []
+    clock, rows = clock_of(device), []
     for spec in specs:
-        virtual = VirtualRanks(ranks, "cuda")
-        for size in LATENCY:
+        virtual = VirtualRanks(ranks, device)
+        for size in sizes:
+            if not budget.allows(f"one_shot of {spec}, {size} bytes"):
+                continue
             numel = size // 4
-            xs = [torch.randn(numel, device="cuda") for _ in range(ranks)]
+            xs = [torch.randn(numel, device=device) for _ in range(ranks)]
             outs = [torch.empty_like(x) for x in xs]
             plan = virtual.plan("all_reduce", numel, torch.float32, spec, algorithm="one_shot")
 
             run = functools.partial(virtual.run, plan, xs, outs)
-            graph = graphed(run, REPLAYS)
-            replayed = statistics.median(device_seconds(graph.replay, REPLAYS) for _ in range(10))
-            launched = statistics.median(device_seconds(run) for _ in range(20))
+            replay = clock.graph(run, REPLAYS)
+            replayed = median_seconds(clock, replay, 10, REPLAYS)
+            launched = median_seconds(clock, run, 20)
             virtual.check()
             rows.append(
                 {
@@ -178,13 +157,13 @@ def beside_torch(rank: int, world_size: int) -> dict[str, Any]:
     return said
 
 
-def between_processes() -> dict[str, Any]:
+def between_processes(budget: Budget) -> dict[str, Any]:
     """The same of the slower rank, or why it did not run."""
-    from dtcomm.testing.ranks import run_ranks
-
+    if not budget.allows("two processes on one device", PROCESSES_SECONDS):
+        return {"not run": "cut"}
     env = {"DTCOMM_RUNTIME": "peer", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     try:
-        said = run_ranks(beside_torch, 2, timeout=90, fresh=True, env=env)
+        said = run_ranks(beside_torch, 2, timeout=min(90.0, budget.left()), fresh=True, env=env)
     except Exception as error:
         first = (str(error).splitlines() or [repr(error)])[0]
         print(f"two processes on one device: not run: {first}")
@@ -198,24 +177,12 @@ def between_processes() -> dict[str, Any]:
     return worst
 
 
-def about() -> dict[str, Any]:
-    """The device, its driver and the versions."""
-    from dtcomm import _cuda
-
-    properties = torch.cuda.get_device_properties(0)
-    found = _cuda.platform()
-    return {
-        "device": properties.name,
-        "capability": [properties.major, properties.minor],
-        "multiprocessors": properties.multi_processor_count,
-        "memory": properties.total_memory,
-        "driver": found["driver"],
-        "runtime": found["runtime"],
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-    }
+def verdict(rows: list[dict[str, Any]]) -> str:
+    """Of the codecs whose share of the floor is a target."""
+    shares = {row["codec"]: row["of_floor"] for row in rows if row["codec"] in TARGETS}
+    if missing := [name for name in TARGETS if name not in shares]:
+        return f"not measured: {', '.join(missing)}"
+    return "met" if all(share >= FLOOR for share in shares.values()) else "MISSED"
 
 
 def main() -> int:
@@ -224,23 +191,31 @@ def main() -> int:
     )
     parser.add_argument("--ranks", type=int, default=8, help="virtual ranks")
     parser.add_argument("--mib", type=int, default=64, help="of each rank's fp32 tensor")
-    parser.add_argument("--codecs", nargs="+", default=list(CODECS))
+    parser.add_argument("--codecs", nargs="+", default=[*TARGETS, *OTHERS])
+    parser.add_argument("--seconds", type=float, default=180, help="what no longer fits is cut, aloud")
     parser.add_argument("--json", type=Path, help="also write the result here")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench.gpu_fused: torch sees no CUDA device", file=sys.stderr)
         return 1
-    result = about()
-    print(f"{result['device']}, torch {result['torch']}, CUDA {result['cuda']}")
-    result["bandwidth"] = bandwidth(options.ranks, options.mib, options.codecs)
-    result["latency"] = latency(options.ranks, ["none", "int8"])
-    result["processes"] = between_processes()
+    budget, numel = Budget(options.seconds), options.mib << 18
+    device = gpu.facts(torch.device("cuda", torch.cuda.current_device()))
+    result: dict[str, Any] = {"device": device, "versions": gpu.versions()}
+    print(
+        f"{device['name']}, driver {device['driver']}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+    )
+    # What a target asks for comes first, so that a cut takes the rest.
+    targets = [spec for spec in options.codecs if spec in TARGETS]
+    others = [spec for spec in options.codecs if spec not in TARGETS]
+    result["bandwidth"] = bandwidth(options.ranks, numel, targets, budget, device)
+    result["latency"] = latency(options.ranks, LATENCY, ["none", "int8"], budget, device)
+    result["bandwidth"] += bandwidth(options.ranks, numel, others, budget, device)
+    result["processes"] = between_processes(budget)
+    result |= {"seconds": options.seconds, "cut": budget.cuts, "verdict": verdict(result["bandwidth"])}
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(result, indent=1) + "\n")
-    short = [row for row in result["bandwidth"] if row["codec"] in ("int8", "fp8_e4m3", "int4")]
-    met = all(row["of_floor"] >= 0.85 for row in short)
-    print(f"two_shot of int8, fp8 and int4 at 0.85 of the floor: {'met' if met else 'MISSED'}")
+    print(f"two_shot of {', '.join(TARGETS)} at {FLOOR} of the floor: {result['verdict']}")
     return 0
 
 

@@ -1,5 +1,5 @@
 """The CUDA kernels beside a device copy of the bytes they must move: python -m bench.gpu_kernels [--mib 64 1024]
-[--json PATH] [--codecs int8 int4 …].
+[--json PATH] [--codecs int8 int4 …] [--seconds 120].
 
 `rate` is bytes read and written over the median of device-timed runs, `of copy` that beside a copy of 1 GiB timed in
 turn with it. Several sets of buffers are used in turn, so that no run finds its input in the cache. Peers that can be
@@ -9,8 +9,8 @@ imported (bitsandbytes, torchao, Transformer Engine) quantise the same input in 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,8 +18,12 @@ from typing import Any
 
 import torch
 
+from bench.common.budget import Budget
 from dtcomm.codecs import codec
-from dtcomm.kernels.call import Combine
+from dtcomm.testing import gpu
+from dtcomm.testing.clock import clock_of, median_seconds
+from dtcomm.testing.floor import Copy
+from dtcomm.testing.verbs import Verb, Verbs, sets_for
 
 FIRST_TIER = (
     "fp16",
@@ -44,70 +48,13 @@ OTHERS = (
     "mxfp4",
     "sign",
 )
-PAYLOADS = 8
-CACHE = 256 << 20  # bytes that buffers used in turn must exceed together
-Run = Callable[[int], None]
+REPEATS = 20
+Run = Callable[[int], object]
 
 
-def median_seconds(run: Run, sets: int, repeats: int = 20) -> float:
-    """Of ``run(set)`` on the current stream, between device events."""
-    for warm in range(sets):
-        run(warm)
-    times = []
-    for repeat in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        run(repeat % sets)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times)
-
-
-def verbs(spec: str, numel: int, sets: int) -> Iterator[tuple[str, int, Run]]:
-    """(verb, bytes that it must move, how to run it on one of `sets` sets of buffers)."""
-    from dtcomm.kernels import cuda
-
-    each = codec(spec)
-    wire, floats = each.wire_bytes(numel), 4 * numel
-    x = [torch.randn(numel, device="cuda") for _ in range(sets)]
-    out = [torch.empty(numel, device="cuda") for _ in range(sets)]
-    sent = [
-        [torch.empty(wire, dtype=torch.uint8, device="cuda") for _ in range(PAYLOADS)] for _ in range(sets)
-    ]
-    made = [torch.empty(wire, dtype=torch.uint8, device="cuda") for _ in range(sets)]
-
-    def combine(**what: Any) -> None:
-        cuda.combine(Combine(codec=each, numel=numel, dtype=torch.float32, **what))
-
-    for i in range(sets):
-        for payload in sent[i]:
-            combine(local=x[i], payload_out=payload)
-    yield "encode", floats + wire, lambda i: combine(local=x[i], payload_out=made[i])
-    yield "decode", wire + floats, lambda i: cuda.decode(each, sent[i][0], numel, torch.float32, out[i])
-    yield (
-        f"reduce {PAYLOADS}",
-        PAYLOADS * wire + floats,
-        lambda i: combine(payloads=tuple(sent[i]), out=out[i]),
-    )
-    yield (
-        "reduce_encode 7 + local",
-        PAYLOADS * wire + floats,
-        lambda i: combine(payloads=tuple(sent[i][1:]), local=x[i], payload_out=made[i]),
-    )
-    # The residual is read and rewritten; `out` stands in for it.
-    for tensor in out:
-        tensor.zero_()
-    yield (
-        "encode with residual",
-        3 * floats + wire,
-        lambda i: combine(local=x[i], residual=out[i], payload_out=made[i]),
-    )
-
-
-def peers(numel: int, sets: int) -> Iterator[tuple[str, int, Run]]:
+def peers(numel: int, sets: int, device: torch.device) -> Iterator[tuple[str, int, Run]]:
     """Others' quantisation of `numel` fp32; bytes as for the nearest codec here."""
-    x = [torch.randn(numel // 1024, 1024, device="cuda") for _ in range(sets)]
+    x = [torch.randn(numel // 1024, 1024, device=device) for _ in range(sets)]
     try:
         from bitsandbytes import functional as bitsandbytes  # type: ignore[import-not-found]
     except ImportError:
@@ -141,40 +88,54 @@ def peers(numel: int, sets: int) -> Iterator[tuple[str, int, Run]]:
         yield "Transformer Engine mxfp8", numel * 5 + numel // 32, lambda i: quantizer(x[i])
 
 
-def measure(mib: int, specs: list[str]) -> list[dict[str, Any]]:
-    """One row for each codec and verb, of fp32 tensors of `mib` MiB."""
-    numel = mib << 18
-    sets = max(2, min(8, CACHE // (numel * 4) + 1))
-    ends = [torch.empty(1 << 28, device="cuda") for _ in range(2)]
-    rows = []
+class Measured:
+    """Rows of one size, each beside a copy that is timed in turn with it."""
 
-    def add(name: str, verb: str, moved: int, run: Run) -> None:
-        copied = median_seconds(lambda _: ends[1].copy_(ends[0]) and None, 1, 5)
-        seconds = median_seconds(run, sets)
-        rate = moved / seconds / 1e9
-        copy = 2 * ends[0].nbytes / copied / 1e9
-        rows.append(
+    def __init__(self, numel: int, device: torch.device, copied: int = Copy.LARGE) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.numel, self.device = numel, device
+        self.sets = sets_for(self.numel)
+        self._clock = clock_of(device)
+        self._copy = Copy(device, self._clock, copied)
+
+    def add(self, name: str, verb: Verb) -> None:
+        """Measure it, and print its row."""
+        for warm in range(self.sets):
+            verb.run(warm)
+        turns = itertools.cycle(range(self.sets))
+        self._copy.time(5)
+        seconds = median_seconds(self._clock, lambda: verb.run(next(turns)), REPEATS, ahead=self._copy.run)
+        rate, copy = verb.moved / seconds, self._copy.rate(forget=True)
+        self.rows.append(
             {
                 "codec": name,
-                "verb": verb,
-                "mib": mib,
+                "verb": verb.name,
+                "mib": self.numel / (1 << 18),
                 "microseconds": seconds * 1e6,
-                "bytes": moved,
-                "gigabytes_per_second": rate,
-                "copy_gigabytes_per_second": copy,
+                "bytes": verb.moved,
+                "gigabytes_per_second": rate / 1e9,
+                "copy_gigabytes_per_second": copy / 1e9,
                 "of_copy": rate / copy,
             }
         )
         print(
-            f"{mib:>5} MiB  {name:<42} {verb:<24} {seconds * 1e6:>8.1f} µs {rate:>6.0f} GB/s {rate / copy:>5.2f}"
+            f"{self.numel / (1 << 18):>5g} MiB  {name:<42} {verb.name:<24} {seconds * 1e6:>8.1f} µs "
+            f"{rate / 1e9:>6.0f} GB/s {rate / copy:>5.2f}"
         )
 
+
+def measure(measured: Measured, specs: list[str], budget: Budget) -> list[dict[str, Any]]:
+    """One row for each codec and verb, and for peers that are here."""
+    mib = f"{measured.numel / (1 << 18):g} MiB"
     for spec in specs:
-        for verb, moved, run in verbs(spec, numel, sets):
-            add(spec, verb, moved, run)
-    for name, moved, run in peers(numel, sets):
-        add(name, "encode", moved, run)
-    return rows
+        if budget.allows(f"{spec}, {mib}"):
+            verbs = Verbs(codec(spec), measured.numel, measured.sets, measured.device)
+            for verb in (verbs.encode(), verbs.decode(), *verbs.sums()):
+                measured.add(spec, verb)
+    if budget.allows(f"peers, {mib}"):
+        for name, moved, run in peers(measured.numel, measured.sets, measured.device):
+            measured.add(name, Verb("encode", moved, lambda i, run=run: run(i) and None))
+    return measured.rows
 
 
 def main() -> int:
@@ -185,16 +146,22 @@ def main() -> int:
     parser.add_argument(
         "--codecs", nargs="+", default=[*FIRST_TIER, *OTHERS], help="which; default all below"
     )
+    parser.add_argument("--seconds", type=float, default=120, help="what no longer fits is cut, aloud")
     parser.add_argument("--json", type=Path, help="also write the result here")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench.gpu_kernels: torch sees no CUDA device", file=sys.stderr)
         return 1
-    properties = torch.cuda.get_device_properties(0)
-    print(f"{properties.name}: bytes moved per second, and beside a copy of 1 GiB")
-    rows = [row for mib in options.mib for row in measure(mib, options.codecs)]
+    budget = Budget(options.seconds)
+    device = torch.device("cuda", torch.cuda.current_device())
+    said = gpu.facts(device)
+    print(f"{said['name']}: bytes moved per second, and beside a copy of 1 GiB")
+    rows = []
+    for mib in options.mib:
+        rows += measure(Measured(mib << 18, device), options.codecs, budget)
     if options.json:
-        result = {"device": properties.name, "capability": [properties.major, properties.minor], "rows": rows}
+        result = {"device": said, "versions": gpu.versions(), "rows": rows, "cut": budget.cuts}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 

@@ -14,15 +14,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from dtcomm.cli import codecs_choice, codecs_plot, codecs_report, codecs_samples
+from dtcomm.cli import codecs_choice, codecs_plot, codecs_report, codecs_samples, perf_place
+from dtcomm.cli.codecs_speed import OnDevice
 from dtcomm.cli.sizes import parse_size
 from dtcomm.codecs import Codec, codec
+from dtcomm.testing import gpu
 
 #: Columns of the table at least: a narrow terminal wraps its lines, which loses no figure.
 WIDTH = 112  # below it a line of the table has no room for its numbers
+SIZES = {perf_place.CPU: 4 << 20, perf_place.CUDA: 64 << 20}  # a GPU's kernels are over too soon at less
 FILE = 400  # where nobody looks at it in a terminal, nothing is folded
 
 
@@ -40,11 +44,15 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     codecs = codecs_choice.chosen(options.codec, options.also)
     size = None if options.no_speed else options.size
+    device, facts = None, None
+    if options.device == perf_place.CUDA:
+        where = torch.device("cuda", torch.cuda.current_device())
+        device, facts = OnDevice(where), gpu.facts(where)
     with _progress(len(codecs)) as step:
-        rows = codecs_report.measure(codecs, samples, size, step)
+        rows = codecs_report.measure(codecs, samples, size, step, device)
 
     if options.json is not None:
-        text = json.dumps(codecs_report.as_dict(rows, size), indent=1, allow_nan=False) + "\n"
+        text = json.dumps(codecs_report.as_dict(rows, size, facts), indent=1, allow_nan=False) + "\n"
         if options.json == "-":
             sys.stdout.write(text)
         else:
@@ -52,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.json != "-":
         console = Console()
         console = Console(width=max(console.width, WIDTH) if console.is_terminal else FILE)
-        codecs_report.show(rows, console, size)
+        codecs_report.show(rows, console, size, facts["name"] if facts else "")
         if options.per_tensor and rows[0].tensors:
             codecs_report.show_tensors(rows, console)
     if options.plot is not None:
@@ -91,8 +99,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="measure the error on the tensors of a .pt or .npy file too; may be repeated")  # fmt: skip
     add("--per-tensor", action="store_true", help="also a line for each tensor of a file that has several")
     add("--no-speed", action="store_true", help="leave out the GB/s")
-    add("--size", metavar="SIZE", type=_size, default=4 << 20,
-        help="bytes of fp32 that the GB/s are measured with (default 4M; K, M and G are powers of 1024)")  # fmt: skip
+    add("--device", choices=(perf_place.CPU, perf_place.CUDA), default=perf_place.CPU,
+        help="what the GB/s are of: one core (default), or a GPU, with the share of the memory floor")  # fmt: skip
+    add("--size", metavar="SIZE", type=_size,
+        help="bytes of fp32 that the GB/s are measured with (default 4M, on a GPU 64M; "
+        "K, M and G are powers of 1024)")  # fmt: skip
     add("--numel", metavar="N", type=_count, default=codecs_samples.NUMEL,
         help=f"elements of each distribution (default {codecs_samples.NUMEL})")  # fmt: skip
     add("--plot", metavar="FILE", type=Path, nargs="?", const=Path("codecs.png"),
@@ -103,6 +114,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         given = getattr(options, name)
         if given not in (None, "-") and not Path(given).absolute().parent.is_dir():
             parser.error(f"--{name} {given}: there is no folder {Path(given).parent}")
+    if options.size is None:
+        options.size = SIZES[options.device]
+    if options.device == perf_place.CUDA and not perf_place.found():
+        parser.error("--device cuda: torch sees no CUDA device; valid here: cpu")
+    if options.device == perf_place.CUDA and options.no_speed:
+        parser.error("--device cuda: --no-speed leaves out what would be measured there")
     if options.per_tensor and not options.tensor:
         parser.error("--per-tensor: needs --tensor FILE")
     return options

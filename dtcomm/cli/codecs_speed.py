@@ -1,21 +1,29 @@
-"""How fast one core encodes and decodes: a short measurement on this machine, by the thread's own clock."""
+"""How fast one core, or a GPU, encodes and decodes: a short measurement on this machine.
+
+A core's figures are by the thread's own clock. A GPU's are by its events, of replays of a graph of calls on several
+sets of buffers, so that neither the host's calls nor a cache are what is measured.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from dtcomm.cli.codecs_error import KEY
 from dtcomm.codecs import Codec
 from dtcomm.kernels.ops import decode, encode
+from dtcomm.testing.clock import Clock, clock_of, median_seconds
+from dtcomm.testing.floor import Copy
+from dtcomm.testing.verbs import Verb, Verbs, sets_for
 
 #: Seconds for each of the two figures of a codec; a reference kernel needs longer for its three calls.
 SECONDS = 0.03
 FEWEST_CALLS = 3
+REPLAYS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +32,41 @@ class Speed:
 
     encode: float
     decode: float
+    of_floor: dict[str, float] = field(default_factory=dict)
+    """By verb, on a GPU: the time of a device copy of the bytes that it must read and write, over its own."""
+
+
+class OnDevice:
+    """Measures on a device; ``clock`` and ``copied``, the bytes of the copy, are for tests."""
+
+    def __init__(self, device: torch.device, clock: Clock | None = None, copied: int = Copy.LARGE) -> None:
+        self._device, self._clock = device, clock or clock_of(device)
+        self._copy = Copy(device, self._clock, copied)
+
+    def measure(self, codec: Codec, size: int) -> Speed | str:
+        """The median speed at `size` bytes of fp32, or why no kernel there runs the codec."""
+        numel = max(1, size // 4)
+        try:
+            verbs = Verbs(codec, numel, sets_for(numel), self._device)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            return str(error)
+        rates, shares = {}, {}
+        for verb in (verbs.encode(), verbs.decode(), *verbs.sums()):
+            seconds = self._seconds(verb, verbs.sets)
+            rates[verb.name] = 4 * numel / seconds / 1e9
+            self._copy.time(REPLAYS)
+            shares[verb.name] = verb.moved / self._copy.rate(forget=True) / seconds
+        return Speed(encode=rates["encode"], decode=rates["decode"], of_floor=shares)
+
+    def _seconds(self, verb: Verb, sets: int) -> float:
+        def all_sets() -> None:
+            for turn in range(sets):
+                verb.run(turn)
+
+        replay = self._clock.graph(all_sets, 1)
+        return max(median_seconds(self._clock, replay, REPLAYS, sets, ahead=replay), 1e-9)
 
 
 def measure(codec: Codec, size: int, seconds: float = SECONDS) -> Speed:

@@ -94,13 +94,7 @@ def decode(
         checks.floats("out", out, numel, dtype, beside=payload)
     if numel == 0:
         return out
-    kernel = dispatch.for_call(codec, "payload", payload)
-    if kernel == dispatch.REFERENCE:
-        reference.decode(codec, payload, numel, dtype, out)
-    elif kernel in dispatch.ELSEWHERE:
-        dispatch.module(kernel).decode(codec, payload, numel, dtype, out)
-    else:
-        native.decode(kernel, codec, payload, numel, dtype, out)
+    decode_by(dispatch.for_call(codec, "payload", payload), codec, payload, numel, dtype, out)
     return out
 
 
@@ -234,13 +228,29 @@ def _run(call: Combine, name: str, first: torch.Tensor) -> None:
     if call.numel == 0:
         return
     corrupt.refuse(call.codec, call.payloads, call.numel)
-    kernel = dispatch.for_call(call.codec, name, first)
+    combine_by(dispatch.for_call(call.codec, name, first), call)
+
+
+def combine_by(kernel: str, call: Combine) -> None:
+    """Run a call that has been checked with the kernel of that name, which can run it."""
     if kernel == dispatch.REFERENCE:
         reference.combine(call)
     elif kernel in dispatch.ELSEWHERE:
         dispatch.module(kernel).combine(call)
     else:
         native.combine(kernel, call)
+
+
+def decode_by(
+    kernel: str, codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, out: torch.Tensor
+) -> None:
+    """The same for a decoding: the payload into `out`."""
+    if kernel == dispatch.REFERENCE:
+        reference.decode(codec, payload, numel, dtype, out)
+    elif kernel in dispatch.ELSEWHERE:
+        dispatch.module(kernel).decode(codec, payload, numel, dtype, out)
+    else:
+        native.decode(kernel, codec, payload, numel, dtype, out)
 
 
 def _running(dtype: torch.dtype) -> tuple[torch.dtype, ...]:

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
-from dtcomm.cli import codecs, codecs_choice, codecs_error, codecs_plot, codecs_samples
+from dtcomm.cli import codecs, codecs_choice, codecs_error, codecs_plot, codecs_report, codecs_samples
 from dtcomm.cli.codecs_samples import Sample
-from dtcomm.codecs import codec, names
+from dtcomm.cli.codecs_speed import OnDevice
+from dtcomm.codecs import Codec, codec, names
 from dtcomm.codecs.spec import CODECS
-from dtcomm.kernels import available, use
+from dtcomm.kernels import available, dispatch, use
 
 FAST = ("--no-speed", "--numel", "4096")
 
@@ -64,6 +66,45 @@ def test_speeds_are_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["speed_bytes"] == 64 << 10 and told["kernel"] in available()
     (row,) = told["codecs"]
     assert row["encode_gbps"] > 0 and row["decode_gbps"] > 0
+
+
+def test_speeds_of_a_device_come_with_their_share_of_the_memory_floor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the CPU as if it were a device, which has no kernel of one codec."""
+    device = OnDevice(torch.device("cpu"), copied=1 << 16)
+    for_call = dispatch.for_call
+
+    def but_one(codec: Codec, argument: str, tensor: torch.Tensor) -> str:
+        if codec.name == "sign" and argument == "codec":  # errors are measured on the CPU, where there is one
+            raise RuntimeError("codec: no kernel of this installation runs codec 'sign'")
+        return for_call(codec, argument, tensor)
+
+    monkeypatch.setattr(dispatch, "for_call", but_one)
+    sample = [codecs_samples.distributions(4096)[0]]
+    rows = codecs_report.measure([codec("int8"), codec("sign")], sample, 1 << 14, lambda _: None, device)
+    int8, sign = codecs_report.as_dict(rows, 1 << 14, {"name": "a GPU"})["codecs"]
+    assert set(int8["of_floor"]) == {
+        "encode",
+        "decode",
+        "reduce 8",
+        "reduce_encode 7 + local",
+        "encode with residual",
+    }
+    assert all(share > 0 for share in int8["of_floor"].values()) and int8["encode_gbps"] > 0
+    assert sign["encode_gbps"] is None and "no kernel" in sign["no_speed"]
+    codecs_report.show(rows, Console(width=200), 1 << 14, "a GPU")
+    shown = capsys.readouterr().out
+    assert "no speed of sign: codec: no kernel" in shown and "of floor:" in shown and "a GPU, 0.0" in shown
+    (line,) = (line.split() for line in shown.splitlines() if line.split()[:1] == ["sign"])
+    assert line[3:8] == ["-"] * 5
+
+
+def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    for line in (["--device", "cuda"], ["--device", "cuda", "--no-speed"]):
+        with pytest.raises(SystemExit):
+            codecs.main(line)
+        assert "--device cuda: torch sees no CUDA device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kernel", available())

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dtcomm.codecs import codec
 from dtcomm.testing import gpu
 from dtcomm.testing.clock import HostClock
 from dtcomm.testing.floor import Copy, moved_bytes
+from dtcomm.testing.verbs import Verbs, sets_for
 
 SAID = """\
 GPU-1111, 580.82.07, 345, 2619, 1980, 3201, 700.00
@@ -56,3 +58,23 @@ def test_a_copy_s_rate_is_the_median_s() -> None:
     assert copy.rate(forget=True) == pytest.approx(2 * 1000 / 2)
     copy.time()
     assert copy.rate() == pytest.approx(2 * 1000 / 4)
+
+
+@pytest.mark.parametrize("spec", ["int8", "topk:ratio=0.1", "none"])
+def test_verbs_do_what_they_are_called(spec: str) -> None:
+    numel, each = 3000, codec(spec)
+    verbs = Verbs(each, numel, 2, torch.device("cpu"))
+    wire = each.wire_bytes(numel)
+    found = {}
+    for verb in (verbs.encode(), verbs.decode(), *verbs.sums()):
+        for turn in range(verbs.sets):
+            verb.run(turn)
+        found[verb.name.split()[0] + ("+" if "residual" in verb.name else "")] = verb.moved
+    assert found == {
+        "encode": 4 * numel + wire,
+        "decode": 4 * numel + wire,
+        "reduce": 8 * wire + 4 * numel,
+        "reduce_encode": 8 * wire + 4 * numel,
+        "encode+": 12 * numel + wire,
+    }
+    assert sets_for(1 << 28) == 2 and sets_for(1) == 8

@@ -1,0 +1,133 @@
+"""``dtcomm perf`` and ``dtcomm codecs`` on a device: events, graphs, checks, peers; one GPU is enough for most."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dtcomm.cli import codecs
+from dtcomm.cli.main import main
+from dtcomm.testing.clock import DeviceClock, LaunchClock, clock_of, seconds_of
+from dtcomm.testing.floor import Copy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device that torch can use"),
+]
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+one_device = pytest.mark.skipif(torch.cuda.device_count() != 1, reason="is about one CUDA device")
+
+
+def perf(tmp_path: Path, line: str, status: int = 0) -> dict[str, Any]:
+    file = tmp_path / "report.json"
+    assert main(["perf", *line.split(), "-n", "5", "-w", "2", "--json", str(file)]) == status
+    document = json.loads(file.read_text())
+    assert isinstance(document, dict)
+    return document
+
+
+def test_events_time_the_device_and_graphs_replay() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    clock = clock_of(device)
+    assert isinstance(clock, DeviceClock) and isinstance(clock_of(device, cpu=True), LaunchClock)
+    x = torch.zeros(1 << 20, device=device)
+    many = clock.graph(lambda: x.add_(1), 5)
+    before = x[0].item()
+    many()
+    assert x[0].item() == before + 5
+    assert 0 < seconds_of(clock, many, 5, ahead=many) < 1
+    copy = Copy(device, clock, 64 << 20)
+    copy.time(3)
+    assert copy.rate() > 1e9
+
+
+@pytest.mark.parametrize("graph", ["", "-G 3"])
+def test_virtual_ranks_are_timed_checked_and_compared_with_the_floor(tmp_path: Path, graph: str) -> None:
+    line = f"all_reduce --virtual 4 -b 1K -e 4M -f 64 --codec none,int8,int4,fp8_e4m3 -c 2 {graph}"
+    document = perf(tmp_path, f"{line} --algorithm auto,ring")
+    assert document["out_of_bounds"]["okay"]
+    (gpu,) = document["config"]["gpus"]
+    assert gpu["name"] == torch.cuda.get_device_name() and document["config"]["device"] == "cuda"
+    for row in document["results"]:
+        assert row["moved_by"].startswith("fused:")
+        for place in ("out_of_place", "in_place"):
+            assert row[place]["time"] > 0
+            # Small tensors stay in the cache, where no floor holds.
+            share = row[place]["of_floor"]
+            assert (share is None) == (row["algorithm"] == "ring") and (share is None or share > 0)
+
+
+def test_every_collective_of_virtual_ranks(tmp_path: Path) -> None:
+    for collective in (
+        "reduce_scatter",
+        "all_gather",
+        "all_to_all",
+        "broadcast",
+        "reduce",
+        "gather",
+        "scatter",
+    ):
+        document = perf(tmp_path, f"{collective} --virtual 3 -b 300K -e 300K --codec none,int8 -d bfloat16")
+        assert document["out_of_bounds"]["okay"] and len(document["results"]) == 2
+
+
+@one_device
+def test_ranks_that_share_a_device_go_over_gloo(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    document = perf(tmp_path, "all_reduce -b 64K -e 64K --backend dtcomm,gloo --codec none,int8 -c 2")
+    assert document["out_of_bounds"]["okay"] and document["config"]["ranks"] == 2
+    assert {row["moved_by"] for row in document["results"]} == {"gloo"}
+    shown = capfd.readouterr().out
+    assert "# Device cuda: torch sees a GPU" in shown and "share a GPU" in shown
+    for backend, told in (("nccl", "NCCL"), ("symm_two_shot", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1")):
+        assert main(["perf", "all_reduce", "-b", "1K", "-e", "1K", "--backend", backend]) == 2
+        assert told in capfd.readouterr().err
+
+
+@one_device
+def test_a_graph_cannot_capture_what_goes_through_the_host(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main("perf all_reduce -b 1K -e 1K -G 2 --backend dtcomm".split()) == 2
+    assert "-G 2: --backend dtcomm: Gloo moves bytes through the host's memory" in capfd.readouterr().err
+
+
+@one_device
+def test_fused_kernels_of_processes_that_share_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    document = perf(tmp_path, "all_reduce -b 16K -e 16K --backend peer --codec none,int8")
+    assert document["out_of_bounds"]["okay"]
+    assert {row["moved_by"] for row in document["results"]} == {"fused"}
+
+
+@two_devices
+@pytest.mark.parametrize("graph", ["", "-G 3"])
+def test_beside_nccl_and_symmetric_memory(tmp_path: Path, graph: str) -> None:
+    line = f"all_reduce -b 64K -e 1M -f 16 --nproc 2 --compare nccl,symm_one_shot,symm_two_shot {graph}"
+    document = perf(tmp_path, f"{line} --backend dtcomm,process_group --codec none,int8 -c 2")
+    assert document["out_of_bounds"]["okay"]
+    moved = {row["backend"]: row["moved_by"] for row in document["results"]}
+    assert moved["process_group"] == "nccl" == moved["nccl"]
+    assert moved["symm_one_shot"] == "symm_mem" == moved["symm_two_shot"]
+
+
+@two_devices
+@pytest.mark.parametrize(
+    "collective", ["sendrecv", "all_gather", "broadcast", "gather", "scatter", "all_to_all"]
+)
+def test_every_collective_over_nccl(tmp_path: Path, collective: str) -> None:
+    document = perf(tmp_path, f"{collective} -b 64K -e 64K --nproc 2 --backend dtcomm,nccl --codec none,int8")
+    assert document["out_of_bounds"]["okay"]
+
+
+def test_codecs_have_speeds_of_the_device(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--device cuda --codec int8 --codec exact --codec topk --size 8M --numel 4096 --json"
+    assert codecs.main(line.split()) == 0
+    document = json.loads(capsys.readouterr().out)
+    int8, exact, topk = document["codecs"]
+    assert document["device"]["name"] == torch.cuda.get_device_name()
+    assert int8["of_floor"]["encode"] > 0 and topk["encode_gbps"] > 0
+    assert exact["encode_gbps"] is None and "no kernel" in exact["no_speed"]
