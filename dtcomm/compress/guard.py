@@ -139,13 +139,16 @@ class Watch:
         """A bucket's mean, some of whose elements are searched for NaN and Inf."""
         finite = torch.isfinite(mean[:: max(1, mean.numel() // SAMPLES)]).all()
         if not mean.is_cpu:  # nobody waits for the device to say: it stays there until it is told
-            self._bad_there = ~finite if self._bad_there is None else self._bad_there | ~finite
+            self.bad(~finite)
         elif not finite:
             self.bad()
 
-    def bad(self) -> None:
-        """This step's gradients had NaN or Inf."""
-        self._bad = 1.0
+    def bad(self, there: torch.Tensor | None = None) -> None:
+        """This step's gradients had NaN or Inf; ``there``: a bool of a device says whether."""
+        if there is None:
+            self._bad = 1.0
+        else:
+            self._bad_there = there if self._bad_there is None else self._bad_there | there
 
     def vector(self, device: torch.device | None = None) -> torch.Tensor:
         """What this rank has to tell: fp32, of the same length on all ranks, on the device (None: the CPU)."""

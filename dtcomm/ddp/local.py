@@ -25,7 +25,7 @@ from dtcomm.compress.memory import Handed, Memory
 from dtcomm.compress.packing import Packing, pack
 from dtcomm.compress.policy import ALONE, Choice, Policy, as_policy
 from dtcomm.compress.report import Report, Tally, rows
-from dtcomm.compress.sample import Sample
+from dtcomm.compress.sample import Sample, norm_of
 from dtcomm.compress.scheme import Scheme
 from dtcomm.compress.unwatched import watcher
 from dtcomm.kernels import mixer
@@ -122,13 +122,13 @@ class LocalSGD:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Average now; on all ranks at the same time, before a checkpoint, say.
+        """Average now; on all ranks at the same time, before a checkpoint, say. The host waits for the mean.
 
         FloatingPointError on every rank where one brought NaN or Inf; all have the weights of the last average then.
         """
         self._watch.begin(self.syncs)
         self._repack()
-        told = self._watch.vector()
+        told = self._watch.vector(self._common[0].device)
         last = self._buckets[-1][1]
         starting = [
             self._bucket(names, packing, told if packing is last else None)
@@ -241,7 +241,7 @@ class LocalSGD:
         residuals: list[torch.Tensor | None] = []
         handed: list[Handed] = []
         for segment, tensor in zip(packing.segments, packing.cut(buffer), strict=True):
-            norm = float(torch.linalg.vector_norm(tensor)) if sampled and not segment.lossless else 0.0
+            norm = norm_of(tensor) if sampled and not segment.lossless else 0.0
             given = None if segment.lossless else self._memory.hand(segment, tensor, ranks, sampled=sampled)
             if given is not None:
                 handed.append(given)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 
-from dtcomm.collectives import Work, all_gather, all_reduce, reduce_scatter
+from dtcomm.collectives import Work, all_gather, all_reduce, hold, reduce_scatter
 from dtcomm.fsdp.overlap import only_cuts
 from dtcomm.fsdp.reduction import Reduction
 from dtcomm.fsdp.report import Traffic
@@ -103,7 +103,7 @@ class Gather(_Collective, AllGather):
         """Everybody's reference, which all hold alike, moves by the decoded difference: what one encoding loses is
         part of the next difference.
         """
-        reference = self.state.references.get(self.module)
+        reference = self.state.reference(self.module)
         if reference is None or reference.numel() != output.numel() or reference.dtype != output.dtype:
             return self._whole(output, own, group, traffic, plain)
         if torch._C._current_graph_task_id() != -1:
@@ -124,8 +124,10 @@ class Gather(_Collective, AllGather):
         )
 
         def then() -> None:
+            hold(differences, reference)  # FSDP waits on another stream than it gathers on
             reference.add_(differences)
             output.copy_(reference)
+            self.state.keep_reference(self.module, reference)
 
         return self.under_way("parameters", work, traffic, plain, then)
 
@@ -142,12 +144,12 @@ class Gather(_Collective, AllGather):
         if saved is not None:
             reference = output.new_empty(output.shape)
             all_gather(reference, saved.to(output.device, output.dtype), group=group)
-            self.state.references[self.module] = reference
+            self.state.keep_reference(self.module, reference)
             return self._difference(output, own, group, traffic, plain)
         work = all_gather(output, own, group=group, async_op=True)
 
         def then() -> None:
-            self.state.references[self.module] = output.clone()
+            self.state.keep_reference(self.module, output.clone())
 
         return self.under_way("parameters", work, traffic, plain, then)
 

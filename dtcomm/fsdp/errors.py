@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from dtcomm.codecs import codec
+from dtcomm.collectives import beside
 from dtcomm.compress.feedback import Residuals
 from dtcomm.kernels.ops import decode, encode
 
@@ -81,7 +82,9 @@ class MovingAverage:
             # A block of the gradient that was not finite left the residual as it was: old and new are equal there.
             average = old.lerp_(residual, 1 - self.beta)
             self._numels[module] = residual.numel()
-            self._payloads[module] = encode(STORED, average, out=self._payloads.get(module))
+            payload = self._payloads.get(module)
+            there = payload is not None and payload.device == residual.device
+            self._payloads[module] = encode(STORED, average, out=payload if there else None)
             self._factors.pop(module, None)
             self._free.append(old)
         self._free.append(residual)
@@ -103,7 +106,7 @@ class MovingAverage:
                 f"the residual of {module!r} has {payload.numel()} bytes, its gradient of {numel} elements "
                 f"{STORED.wire_bytes(numel)}: was the state saved from another model?"
             )
-        decode(STORED, payload.to(out.device), numel, out=out)
+        decode(STORED, beside(payload, out), numel, out=out)
         factor = self._factors.get(module)
         return out if factor is None else out.mul_(factor)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+
 from dtcomm.collectives import Work
 from dtcomm.insight import Metric
 from dtcomm.insight.table import human
@@ -24,7 +26,7 @@ class Traffic:
     wire_bytes: int = 0
     plain_bytes: int = 0
     why: str = ""
-    relative_error: float | None = None
+    relative_error: float | torch.Tensor | None = None
 
     def add(self, work: Work, plain: int) -> None:
         """Count one call; ``plain`` bytes are what the tensor has that this rank sends."""
@@ -53,6 +55,13 @@ class Report:
     reference_bytes: int = 0
     buffer_bytes: int = 0
     events: dict[str, int] = field(default_factory=dict)
+
+    def read(self) -> Report:
+        """Itself, after what was measured on a device has come: whoever asks waits for it."""
+        for traffic in (each for kinds in self.modules.values() for each in kinds.values()):
+            if isinstance(traffic.relative_error, torch.Tensor):
+                traffic.relative_error = float(traffic.relative_error)
+        return self
 
     def metrics(self) -> list[Metric]:
         """For Prometheus and TensorBoard, by kind of collective, over all modules."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.codecs import Codec, codec
+from dtcomm.collectives import Streams, hold, streams_of
 from dtcomm.compress.checkpoint import VERSION, share_of
 from dtcomm.compress.guard import Event, Guard, summary
 from dtcomm.fsdp.buffers import Pool
@@ -42,6 +43,7 @@ class State:
         self.shards, self.shard = dist.get_world_size(), dist.get_rank()
         self.pool = Pool()
         self.references: dict[str, torch.Tensor] = {}
+        self.written: dict[str, tuple[Streams, Any]] = {}  # on devices: the events behind what wrote them
         self._own_references: dict[str, torch.Tensor] = {}
         self._flats: dict[str, Layout | None] = {}
         self._errors: Errors | None = _errors(gradients.word, residual)
@@ -57,6 +59,7 @@ class State:
         self._report.reference_bytes = sum(each.nbytes for each in self.references.values())
         self._report.buffer_bytes = self.pool.nbytes()
         self._report.events = summary(self.events)
+        self._report.read()
         if self.pool.why:
             self.note(self.pool.why)
         return self._report
@@ -78,7 +81,7 @@ class State:
 
     def observe(self, loss: float | torch.Tensor) -> None:
         """Tell the guard this step's loss, once a step and before its backward, on every rank."""
-        self.watching.observe(float(loss))
+        self.watching.observe(loss)
 
     def begin(self) -> None:
         """A training step begins; called by the model's forward."""
@@ -131,6 +134,7 @@ class State:
         the optimiser. Loading a state_dict into the model does this by itself.
         """
         self.references.clear()
+        self.written.clear()
         self._own_references.clear()
 
     def overwritten(self) -> None:
@@ -138,10 +142,26 @@ class State:
         what peers held when it was saved is what the differences after it were taken to.
         """
         self.references.clear()
+        self.written.clear()
 
     def take_own_reference(self, module: str) -> torch.Tensor | None:
         """This rank's part of the reference, from a checkpoint, once."""
         return self._own_references.pop(module, None)
+
+    def keep_reference(self, module: str, reference: torch.Tensor) -> None:
+        """It has been written on the current stream."""
+        self.references[module] = reference
+        if not reference.is_cpu:
+            streams = self.written.get(module, (streams_of(reference.device), None))[0]
+            self.written[module] = streams, streams.record()
+
+    def reference(self, module: str) -> torch.Tensor | None:
+        """For the current stream, which is FSDP's for gathers now and the model's then."""
+        if module in self.written:
+            streams, event = self.written[module]
+            streams.wait(event)
+        hold(self.references.get(module))
+        return self.references.get(module)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals by parameter name, its references, and the counters; every rank saves its own.

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.codecs import Codec
-from dtcomm.collectives import all_reduce
+from dtcomm.collectives import Fetched, all_reduce
 from dtcomm.compress.guard import Event, Guard
-from dtcomm.compress.sample import Sample
+from dtcomm.compress.sample import Sample, norm_of
 from dtcomm.compress.unwatched import watcher
 from dtcomm.fsdp.recipe import Recipe
 
@@ -34,6 +34,8 @@ class Watching:
         self._watch = watcher(guard)
         self._every = every
         self._pending = False
+        self._device: torch.device | None = None  # of gradients
+        self._heard: Fetched | None = None  # what ranks told each other, on its way from there
         self.steps = 0
         self.sampling = False
 
@@ -42,22 +44,29 @@ class Watching:
         """What the guard saw and did, in order; the same on all ranks of the group."""
         return tuple(self._watch.events)
 
-    def observe(self, loss: float) -> None:
+    def observe(self, loss: float | torch.Tensor) -> None:
         """This step's loss on this rank."""
         self._watch.observe(loss)
 
     def begin(self, group: dist.ProcessGroup | None) -> list[str]:
-        """A forward pass begins, on every rank of ``group``: judge what the last one told.
+        """A forward pass begins, on every rank of ``group``: judge what the last one told; on a device, where nobody
+        waits for it, one pass later.
 
         Returns the modules whose residuals are to be given up. CompressionHarmful where the guard says stop.
         """
-        watch, resets = self._watch, []
+        watch = self._watch
+        if self._heard is not None:
+            heard, self._heard = self._heard, None
+            watch.judge(self.steps, heard.get())
         if self._pending:
             watch.begin(self.steps)
-            if (told := watch.vector()) is not None:
+            if (told := watch.vector(self._device)) is not None:
                 all_reduce(told, "avg", group=group)
-                watch.judge(self.steps, told)
-            resets = ["" if name == ROOT else name for name in watch.take_resets()]
+                if told.is_cpu:
+                    watch.judge(self.steps, told)
+                else:
+                    self._heard = Fetched(told)
+        resets = ["" if name == ROOT else name for name in watch.take_resets()]
         self._pending = self._every > 0 and self.steps % self._every == 0
         self.sampling = self._every > 0 and self.steps % self._every == 0
         self.steps += 1
@@ -77,18 +86,22 @@ class Watching:
         self, module: str, recipe: Recipe, gradient: torch.Tensor, residual: torch.Tensor
     ) -> Sample | None:
         """Some of a gradient that is about to be encoded; None where there is nothing to measure."""
-        norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+        norm = norm_of(gradient)
+        self._device = gradient.device
         self._watch.sampled(module or ROOT, recipe.inside)
-        if not math.isfinite(norm):
+        if isinstance(norm, torch.Tensor):
+            self._watch.bad(~torch.isfinite(norm))
+        elif not math.isfinite(norm):
             self._watch.bad()
             return None
         return Sample.take(module or ROOT, recipe.inside, norm, gradient, residual)
 
-    def measured(self, sample: Sample, lost: torch.Tensor) -> float:
-        """What was lost of it: |lost| over |offered|, of the elements that were looked at."""
+    def measured(self, sample: Sample, lost: torch.Tensor) -> float | torch.Tensor:
+        """|lost| over |offered|, of the elements that were looked at; of a device's, it stays there."""
         self._watch.measured(sample, lost)
-        offered = float(torch.linalg.vector_norm(sample.offered))
-        return float(torch.linalg.vector_norm(lost[:: sample.stride])) / offered if offered > 0 else 0.0
+        offered = torch.linalg.vector_norm(sample.offered)
+        found = torch.where(offered > 0, torch.linalg.vector_norm(lost[:: sample.stride]) / offered, 0.0)
+        return float(found) if found.is_cpu else found
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values: the step, and decisions that are in force."""
@@ -96,5 +109,5 @@ class Watching:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What `state_dict` gave; nothing where a state has none."""
-        self.steps, self._pending = state.get("steps", 0), False
+        self.steps, self._pending, self._heard = state.get("steps", 0), False, None
         self._watch.load_state_dict(state.get("watch", {}))

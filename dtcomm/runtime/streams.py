@@ -158,7 +158,7 @@ def hold(*tensors: torch.Tensor | None) -> None:
 def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on the device, which the current stream makes; nobody waits for it, and ``host`` may change at once."""
     if device.type == "cpu":
-        return host.clone()
+        return host.clone() if host.is_cpu else host.cpu()
     staging = streams_of(device).staging(host.nbytes).view(host.dtype).view(host.shape)
     return staging.copy_(host).to(device, non_blocking=True)
 

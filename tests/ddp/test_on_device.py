@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -179,6 +180,38 @@ def test_what_is_left_out_is_noticed(leave_out: str, fault: str) -> None:
     options = [{"spec": "int8", "residual": "int8"}, {"spec": "powersgd"}, {"spec": "dgc"}]
     for ranks in of_ranks(options, leave_out):
         assert any(fault in each for each in ranks[0]["faults"]), ranks[0]["faults"]
+
+
+def local(rank: int, world_size: int) -> list[tuple[bool, list[str]]]:
+    """Averages of weights beside the CPU's, and the faults."""
+    found = []
+    for spec in ("powersgd:rank=2", "topk:ratio=0.1"):
+        streams, ends = RecordedStreams(), []
+        for on_device in (False, True):
+            with devices(streams) if on_device else nullcontext():
+                weights = {name: torch.ones(shape) for name, shape in SHAPES.items()}
+                model = torch.nn.Module()
+                for name, weight in weights.items():
+                    model.register_parameter(name, torch.nn.Parameter(dress(weight) if on_device else weight))
+                together = ddp.LocalSGD(model, 1, spec, sample_every=1, residual="int8")
+                for step in range(2):
+                    dice = torch.Generator().manual_seed(10 * step + rank)
+                    for weight in weights.values():
+                        weight.add_(torch.randn(weight.shape, generator=dice))
+                    together.step()
+                ends.append(weights)
+                if on_device:
+                    C.release()
+        same = all(torch.allclose(ends[0][name], ends[1][name], rtol=1e-4, atol=1e-5) for name in SHAPES)
+        found.append((same, streams.faults))
+    return found
+
+
+def test_an_average_of_weights_waits_for_the_mean_alone() -> None:
+    for said in run_ranks(local, 2, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120):
+        for same, faults in said:
+            assert same and all("in __bool__" in each or "in tolist" in each for each in faults)
+            assert 0 < len(faults) < 3 * 2 * len(SHAPES)
 
 
 def waiting(rank: int, world_size: int) -> list[str]:

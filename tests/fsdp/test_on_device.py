@@ -1,0 +1,184 @@
+"""FSDP's collectives and the sharded optimiser on tensors of a device: queued, with no wait of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dtcomm.collectives as C
+from dtcomm.compress.guard import Guard
+from dtcomm.fsdp import ShardedOptimizer, recipe
+from dtcomm.fsdp.comm import Gather, Scatter
+from dtcomm.fsdp.recipe import FEEDBACKS
+from dtcomm.fsdp.state import State
+from dtcomm.testing.dressed import dress, undress, unjudged
+from dtcomm.testing.dressed_ranks import devices
+from dtcomm.testing.ranks import run_ranks
+from dtcomm.testing.streams import RecordedStreams
+
+SHARD, STEPS = 1500, 4
+GRADIENTS = [f"{word}:int4" if word else "int8" for word in FEEDBACKS]
+PARAMETERS = ["fp8_e4m3", "delta:int8", "none"]
+
+
+class Streams:
+    """FSDP's own streams, and what waits for what between them; on the CPU nothing."""
+
+    def __init__(self, judged: RecordedStreams | None) -> None:
+        self.judged = judged
+        self.own = judged.another() if judged is not None else None
+
+    def beside(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """On FSDP's stream, after what the model's was given."""
+        if self.judged is None or self.own is None:
+            return call(*args, **options)
+        ready = self.judged.record()
+        with self.judged.on(self.own.side()):
+            self.judged.wait(ready)
+            return call(*args, **options)
+
+    def arrived(self) -> None:
+        """The model's stream waits for FSDP's, as FSDP sees to."""
+        if self.judged is not None and self.own is not None:
+            with self.judged.on(self.own.side()):
+                event = self.judged.record()
+            self.judged.wait(event)
+
+
+class Module:
+    """A module that FSDP knows nothing of."""
+
+    def _get_fsdp_state(self) -> SimpleNamespace:
+        return SimpleNamespace(_fsdp_param_group=None)
+
+
+def sharded(rank: int, judged: RecordedStreams | None, gradients: str, parameters: str) -> dict[str, Any]:
+    """What modules of a model gather and reduce in some steps; in one of them rank 1 brings a NaN."""
+    group = dist.distributed_c10d._get_default_group()
+    state = State(
+        recipe.parse(gradients, FEEDBACKS, "gradients"),
+        recipe.parse(parameters, ("", "delta"), "parameters"),
+        0,
+        guard=Guard(),
+        sample_every=1,
+    )
+    module: Any = Module()
+    gather, scatter, streams = Gather(state, "m"), Scatter(state, "m", module), Streams(judged)
+    there = (lambda each: dress(each)) if judged is not None else (lambda each: each)
+    own, seen = there(torch.linspace(-1, 1, SHARD) + rank), []
+    for step in range(STEPS):
+        state.begin()
+        loss = there(torch.ones(()))
+        state.observe(loss)
+        for task in (-1, 0):  # in forward and in backward
+            streams.beside(C.hold, own)
+            whole = streams.beside(torch.empty, 2 * SHARD, device=own.device)
+            with mock.patch.object(torch._C, "_current_graph_task_id", return_value=task):
+                work = streams.beside(gather, whole, own, group, async_op=True)
+                streams.arrived()
+                C.hold(whole)  # FSDP keeps it until it has copied from it
+                work.wait()
+            seen.append(undress(whole * 1.0))
+        gradient = torch.randn(2 * SHARD, generator=torch.Generator().manual_seed(10 * step + rank))
+        if step == 1 and rank == 1:
+            gradient[0] = torch.nan
+        given = there(gradient)
+        mean = torch.empty(SHARD, device=own.device)
+        work = scatter(mean, given, group, dist.ReduceOp.AVG, async_op=True)
+        assert work is not None
+        work.wait()
+        seen.append(undress(mean * 1.0))
+        own = own - 0.1 * mean.nan_to_num()
+    return {"seen": seen, "state": state}
+
+
+def zero(rank: int, judged: RecordedStreams | None, gradients: str, parameters: str) -> dict[str, Any]:
+    """The sharded optimiser's parameters after some steps."""
+    there = (lambda each: dress(each)) if judged is not None else (lambda each: each)
+    named = [
+        (name, torch.nn.Parameter(there(torch.zeros(shape))))
+        for name, shape in (("a", (40, 50)), ("b", (30,)), ("c", (33, 20)))
+    ]
+    optimiser = ShardedOptimizer(
+        named,
+        torch.optim.AdamW,
+        lr=0.01,
+        foreach=False,
+        gradients=gradients,
+        parameters_codec=parameters,
+        bucket_bytes=5000,
+        sample_every=1,
+    )
+    seen = []
+    for step in range(3):
+        dice = torch.Generator().manual_seed(10 * step + rank)
+        for bucket in optimiser._buckets:
+            for place, parameter in enumerate(bucket.parameters):
+                parameter.grad = there(torch.randn(parameter.shape, generator=dice))
+                optimiser._queued = True  # by hand, outside of a backward pass
+                optimiser._arrival(bucket, place)(parameter)
+        optimiser._after_backward()
+        optimiser.clip_grad_norm_(1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+        seen += [undress(bucket.flat * 1.0) for bucket in optimiser._buckets]
+    return {"seen": seen, "state": optimiser._codecs}
+
+
+def run(
+    rank: int, world_size: int, what: Callable[..., dict[str, Any]], leave_out: str = ""
+) -> list[dict[str, Any]]:
+    cases = [(one, PARAMETERS[at % len(PARAMETERS)]) for at, one in enumerate(GRADIENTS)]
+    here = [what(rank, None, *case) for case in cases]
+    found = []
+    streams = RecordedStreams(leave_out)
+    with devices(streams, leave_out):
+        for case, expected in zip(cases, here):
+            streams.faults.clear()
+            made = what(rank, streams, *case)
+            with unjudged():
+                said, wanted = made["state"].report(), expected["state"].report()
+            errors = [
+                (each.relative_error, other.relative_error)
+                for mine, theirs in zip(said.modules.values(), wanted.modules.values(), strict=True)
+                for each, other in zip(mine.values(), theirs.values(), strict=True)
+            ]
+            same = [
+                torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+                for a, b in zip(made["seen"], expected["seen"])
+            ]
+            found.append(
+                {
+                    "case": case,
+                    "faults": list(dict.fromkeys(streams.faults)),
+                    "same": same,
+                    "errors": errors,
+                    "events": (str(made["state"].events), str(expected["state"].events)),
+                }
+            )
+        C.release()
+    return found
+
+
+@pytest.mark.parametrize("what", [sharded, zero])
+def test_nothing_waits_for_the_device(what: Callable[..., dict[str, Any]]) -> None:
+    """The CPU's bits too."""
+    for ranks in zip(*run_ranks(run, 2, what, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120)):
+        for said in ranks:
+            assert said["faults"] == [], said["case"]
+            assert all(said["same"]), said
+            for here, there in said["errors"]:
+                assert here == (there if there is None else pytest.approx(there, rel=1e-3))
+
+
+@pytest.mark.parametrize(("leave_out", "fault"), [("wait", "has not waited"), ("hold", "not held")])
+def test_what_is_left_out_is_noticed(leave_out: str, fault: str) -> None:
+    env = {"DTCOMM_RUNTIME": "process_group"}
+    for ranks in zip(*run_ranks(run, 2, sharded, leave_out, env=env, timeout=120)):
+        assert any(fault in each for each in ranks[0]["faults"]), ranks[0]["case"]
