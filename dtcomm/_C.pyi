@@ -318,6 +318,7 @@ class FusedCall:
         op: int,
         divisor: int,
         encodes_own: bool,
+        rounds: bool,
         ranks: int,
         first: int,
         here: int,

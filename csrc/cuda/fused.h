@@ -67,7 +67,7 @@ struct Share {
   const void* input = nullptr;
   void* output = nullptr;        // may be the input; with shards, may hold it at its place or lie in it at its place
   float* residual = nullptr;     // of the input's elements: added, and rewritten with what this rank's encodings lose
-  const void* bias = nullptr;    // epilogue: output = (sum + bias[last dimension]) + addend, in fp32, rounded once
+  const void* bias = nullptr;    // epilogue: output = (sum + bias[last dimension]) + addend, in fp32
   const void* addend = nullptr;  // of the output's elements; may be the output
 };
 
@@ -91,6 +91,7 @@ struct FusedCall {
   std::size_t divisor = 1;      // of the sum: ranks for `avg`
   std::size_t features = 0;     // the last dimension, where shares have a bias
   bool encodes_own = false;     // two_shot: a rank's own contribution to its sum goes through the codec, too
+  bool rounds = false;          // epilogue: the sum is rounded to the dtype before anything is added to it
   int ranks = 2, first = 0, here = 2;
   Room room;
   unsigned blocks = 1;                    // thread blocks of a rank

@@ -32,9 +32,9 @@ inline cuda::Room room_of(int ranks, const RoomNumbers& numbers) {
 
 inline cuda::FusedCall state_fused(int collective, int algorithm, const pybind11::bytes& codec, int dtype,
                                    std::size_t numel, std::vector<std::size_t> splits, int op, std::size_t divisor,
-                                   bool encodes_own, int ranks, int first, int here, const RoomNumbers& room,
-                                   unsigned blocks, std::uint32_t section, std::uint64_t budget,
-                                   const std::vector<std::uintptr_t>& memory,
+                                   bool encodes_own, bool rounds, int ranks, int first, int here,
+                                   const RoomNumbers& room, unsigned blocks, std::uint32_t section,
+                                   std::uint64_t budget, const std::vector<std::uintptr_t>& memory,
                                    const std::vector<ProgramNumbers>& programs, int steps, bool keeps) {
   if (collective < 0 || collective > static_cast<int>(cuda::Collective::all_to_all)) {
     throw pybind11::value_error("collective: unknown number");
@@ -55,6 +55,7 @@ inline cuda::FusedCall state_fused(int collective, int algorithm, const pybind11
   call.op = static_cast<ReduceOp>(op);
   call.divisor = divisor;
   call.encodes_own = encodes_own;
+  call.rounds = rounds;
   call.ranks = ranks;
   call.first = first;
   call.here = here;
@@ -109,9 +110,9 @@ inline pybind11::class_<cuda::FusedCall> bind_fused_call(pybind11::module_& modu
                                      "A collective of one shape on one memory; csrc/cuda/fused.h says what fields are.")
       .def(py::init(&state_fused), py::arg("collective"), py::arg("algorithm"), py::arg("codec"), py::arg("dtype"),
            py::arg("numel"), py::arg("splits"), py::arg("op"), py::arg("divisor"), py::arg("encodes_own"),
-           py::arg("ranks"), py::arg("first"), py::arg("here"), py::arg("room"), py::arg("blocks"), py::arg("section"),
-           py::arg("budget"), py::arg("memory"), py::arg("programs") = std::vector<ProgramNumbers>(),
-           py::arg("steps") = 0, py::arg("keeps") = false)
+           py::arg("rounds"), py::arg("ranks"), py::arg("first"), py::arg("here"), py::arg("room"), py::arg("blocks"),
+           py::arg("section"), py::arg("budget"), py::arg("memory"),
+           py::arg("programs") = std::vector<ProgramNumbers>(), py::arg("steps") = 0, py::arg("keeps") = false)
       .def("why_not", &cuda::why_not_stated,
            "Why there is no kernel for it, naming the field; empty where there is one.");
 }

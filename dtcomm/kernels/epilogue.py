@@ -1,11 +1,13 @@
 """What follows a summed activation, as one verb: decode, add the bias, add the residual stream, and its RMS norm.
 
-Apart they are four passes over memory; here a row is decoded into the cache, where the rest happens to it.
+Apart they are four passes over memory; here a row is decoded into the cache, where the rest happens to it. On CUDA
+tensors Triton does the rest in a pass of its own, or two where a norm follows, with the CPU's bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -13,9 +15,9 @@ from dtcomm import _C
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import ELEMENT_TYPES, FLOAT_TYPES
-from dtcomm.kernels import checks, corrupt, native
+from dtcomm.kernels import checks, corrupt, native, ops, triton
 from dtcomm.kernels.common import Step
-from dtcomm.kernels.dispatch import REFERENCE, current
+from dtcomm.kernels.dispatch import REFERENCE, TRITON, current
 from dtcomm.kernels.reference import epilogue as reference
 
 PLAIN = parse("none")
@@ -35,9 +37,9 @@ def epilogue(
     """``out`` (fp32, fp16 or bf16 [..., features]) <- the decoded payloads, plus bias, plus residual; returns it.
 
     runs: payloads and their elements, joined those of `out`. bias, weight: [features]; residual, normed: as `out`,
-    which the residual may be; all of its type and on the CPU. normed <- ``out`` over the root of its mean square (plus
-    eps), by rows, times the weight. Sums and products are fp32; `out` and `normed` are rounded once. TypeError and
-    ValueError name the argument.
+    which the residual may be; all of its type and on its device. normed <- ``out`` over the root of its mean square
+    (plus eps), by rows, times the weight. Sums and products are fp32; `out` and `normed` are rounded once. TypeError
+    and ValueError name the argument.
     """
     which = parse(codec)
     _check(which, out, bias, residual, weight, normed)
@@ -52,6 +54,10 @@ def epilogue(
     for payload, (_, numel) in zip(payloads, runs, strict=True):
         corrupt.refuse(which, [payload], numel)
     if out.numel() == 0:
+        return out
+    if _by_triton(out):
+        sums = _decoded(which, runs, out, bias is not None or residual is not None)
+        triton.follow(sums, out, bias, residual, weight, eps, normed)
         return out
     if current() == REFERENCE:
         reference.epilogue(which, runs, out, bias, residual, weight, eps, normed)
@@ -72,6 +78,30 @@ def epilogue(
     return out
 
 
+@dataclass(frozen=True, kw_only=True)
+class Follow(Step):
+    """What `follow` makes. On a CUDA device it is queued on the current stream; kernels of a sum may take it over."""
+
+    out: torch.Tensor
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None
+    weight: torch.Tensor | None
+    eps: float
+    normed: torch.Tensor | None
+
+    def __call__(self) -> None:
+        if not _by_triton(self.out):
+            super().__call__()
+        elif self.out.numel():
+            triton.follow(self.out, self.out, self.bias, self.residual, self.weight, self.eps, self.normed)
+
+    def norm(self) -> Follow | None:
+        """What is left where bias and residual have been added."""
+        if self.normed is None:
+            return None
+        return follow(self.out, weight=self.weight, eps=self.eps, normed=self.normed)
+
+
 def follow(
     out: torch.Tensor,
     *,
@@ -80,10 +110,11 @@ def follow(
     weight: torch.Tensor | None = None,
     eps: float = 1e-6,
     normed: torch.Tensor | None = None,
-) -> Step:
+) -> Follow:
     """`epilogue` of sums that an operation leaves in ``out`` uncompressed; the residual must be another tensor.
 
-    As a step after an operation of the native engine it is taken piece by piece, while the elements are in the cache.
+    As a step after an operation of the native engine it is taken piece by piece, while the elements are in the cache;
+    after a fused all-reduce on CUDA devices bias and residual are added by its kernel.
     """
     _check(PLAIN, out, bias, residual, weight, normed)
     others = (bias, residual, weight, normed)
@@ -105,7 +136,44 @@ def follow(
         eps,
         _address(normed),
     )
-    return Step(native=native, reference=alone, codec=PLAIN, held=(out, *others))
+    return Follow(
+        native=native,
+        reference=alone,
+        codec=PLAIN,
+        held=(out, *others),
+        out=out,
+        bias=bias,
+        residual=residual,
+        weight=weight,
+        eps=eps,
+        normed=normed,
+    )
+
+
+def can_follow(*tensors: torch.Tensor | None) -> bool:
+    """Whether passes of our own can take them all: of one type, on one device that has the kernels."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    dtype, device = given[0].dtype, given[0].device
+    if dtype not in FLOAT_TYPES or any(each.dtype != dtype or each.device != device for each in given):
+        return False
+    return device.type == "cpu" or (device.type == "cuda" and triton.installed())
+
+
+def _by_triton(out: torch.Tensor) -> bool:
+    return not out.is_cpu or current() == TRITON
+
+
+def _decoded(
+    codec: Codec, runs: Sequence[tuple[torch.Tensor, int]], out: torch.Tensor, added: bool
+) -> torch.Tensor:
+    """The runs, joined: in ``out``, unless something is ``added`` before they are rounded."""
+    dtype = torch.float32 if added and codec.name != "none" else out.dtype
+    sums = torch.empty(out.numel(), dtype=dtype, device=out.device) if added else out.view(-1)
+    at = 0
+    for payload, numel in runs:
+        ops.decode(codec, payload, numel, dtype, out=sums[at : at + numel])
+        at += numel
+    return sums
 
 
 def _check(
@@ -118,8 +186,6 @@ def _check(
 ) -> None:
     checks.floats("out", out, out.numel(), *FLOAT_TYPES)
     checks.element_type("out", codec, out.dtype)
-    if not out.is_cpu:
-        raise ValueError(f"out: expected a tensor on the CPU, got one on {out.device}")
     if out.ndim == 0:
         raise ValueError("out: expected [..., features], got no dimension")
     for name, tensor in (("bias", bias), ("weight", weight)):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from dtcomm import _C
 from dtcomm.kernels.common import Step
 
@@ -18,6 +20,10 @@ class Around(NamedTuple):
     before: Sequence[Step] = ()
     after: Sequence[Step] = ()
     agreed: int = 0
+
+    def held(self) -> list[tuple[torch.Tensor | None, ...]]:
+        """The tensors of each step."""
+        return [step.held for step in (*self.before, *self.after)]
 
     def native(self) -> tuple[list[_C.NativeStep], list[_C.NativeStep], int]:
         """As the engine takes it."""

@@ -233,6 +233,7 @@ class FusedRanks:
             op=OPERATIONS["sum" if shape.op == "avg" else shape.op],
             divisor=self.ranks if shape.op == "avg" else 1,
             encodes_own=shape.algorithm == TWO_STEP,
+            rounds=shape.algorithm != TWO_STEP,
             ranks=self.ranks,
             first=self.first,
             here=self.here,

@@ -77,7 +77,9 @@ class StreamRuntime(Streamed):
     ) -> Work:
         """Queue beside the current stream, after what that was given so far."""
         with self._lock:
-            done = self._beside(buffers, lambda: self._queue(plan, buffers, seed, around or NOTHING))
+            done = self._beside(
+                buffers, around or NOTHING, lambda: self._queue(plan, buffers, seed, around or NOTHING)
+            )
         return StreamWork(self._streams, done, outputs, plan.sent_bytes)
 
     def set_timeout(self, seconds: float) -> None:
@@ -101,13 +103,15 @@ class StreamRuntime(Streamed):
 
     def _queue(self, plan: Rounds, buffers: Sequence[Buffers], seed: int, around: Around) -> Any:
         self._require_usable()
-        if around.before or around.after:
+        if around.before:
             raise DtcommError("codec: sums on common ground are made on the CPU alone")
 
         def begin() -> None:
             if self._compare is not None:
                 self._compare(f"call {self._operations}: {plan.text}")
             _Call(plan, buffers, seed, self._exchange, self._streams).run()
+            for step in around.after:
+                step()
 
         return self._enter(plan, begin, self._broken)
 

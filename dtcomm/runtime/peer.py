@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import torch
 
 from dtcomm.errors import DtcommError, PeerLost
+from dtcomm.kernels.common import Step
+from dtcomm.kernels.epilogue import Follow
 from dtcomm.runtime import flight
-from dtcomm.runtime.around import Around
+from dtcomm.runtime.around import NOTHING, Around
 from dtcomm.runtime.flight import Flight
-from dtcomm.runtime.fused import FusedPlan, FusedRanks, NoKernel
+from dtcomm.runtime.fused import TWO_STEP, After, FusedPlan, FusedRanks, NoKernel
 from dtcomm.runtime.joining import Runtime
 from dtcomm.runtime.shape import Shape
 from dtcomm.runtime.shm import Buffers
@@ -70,6 +72,8 @@ class PeerRuntime(Streamed):
         try:
             return self._fused.prepare(shape, schedule)
         except NoKernel as reason:
+            if shape.algorithm == TWO_STEP:  # which no schedule says
+                raise
             if self._forced:
                 raise ValueError(f"DTCOMM_RUNTIME=peer: {reason}") from None
             return Below(self._below.prepare(shape, schedule), str(reason))
@@ -83,7 +87,7 @@ class PeerRuntime(Streamed):
                 self._require_usable()
                 self._reasons[plan.reason] += 1
                 return self._below.run(plan.plan, buffers, seed, around)
-            self._queue(plan, buffers)
+            self._queue(plan, buffers, around or NOTHING)
         return plan.sent_bytes
 
     def submit(
@@ -100,7 +104,9 @@ class PeerRuntime(Streamed):
                 self._require_usable()
                 self._reasons[plan.reason] += 1
                 return self._below.submit(plan.plan, buffers, outputs, seed, around)
-            done = self._beside(buffers, lambda: self._queue(plan, buffers))
+            done = self._beside(
+                buffers, around or NOTHING, lambda: self._queue(plan, buffers, around or NOTHING)
+            )
         return PeerWork(self, self._streams, done, outputs, plan.sent_bytes)
 
     def set_timeout(self, seconds: float) -> None:
@@ -146,11 +152,20 @@ class PeerRuntime(Streamed):
         """The last operations of both kinds, oldest first."""
         return sorted([*super().flights(), *self._below.flights()], key=lambda each: each.issued_ns)
 
-    def _queue(self, plan: FusedPlan, buffers: Sequence[Buffers]) -> Any:
+    def _queue(self, plan: FusedPlan, buffers: Sequence[Buffers], around: Around) -> Any:
         self.check()
+        if around.before:
+            raise DtcommError("codec: sums on common ground are made on the CPU alone")
+        taken, left = finishing(plan, buffers, around.after)
+
+        def begin() -> None:
+            self._fused.launch(plan, [buffers], taken)
+            for step in left:
+                step()
+
         done = self._enter(
             plan,
-            lambda: self._fused.launch(plan, [buffers]),
+            begin,
             lambda error: DtcommError(f"a fused collective could not be started: {error}"),
         )
         self._look(done)
@@ -179,3 +194,18 @@ class PeerWork(StreamWork):
         """The current stream waits; the host does not. PeerLost where a rank is known to be missing by now."""
         super().wait()
         self._runtime.check()
+
+
+def finishing(
+    plan: FusedPlan, buffers: Sequence[Buffers], steps: Sequence[Step]
+) -> tuple[list[After], list[Step]]:
+    """What the kernel of a sum adds to it, and the steps that are left."""
+    if not (plan.finishes and len(buffers) == 1 and steps and isinstance(steps[0], Follow)):
+        return [], list(steps)
+    first, output = steps[0], buffers[0].output
+    if output is None or first.out.data_ptr() != output.data_ptr() or first.out.numel() != output.numel():
+        return [], list(steps)
+    if first.bias is None and first.residual is None:
+        return [], list(steps)
+    norm = first.norm()
+    return [After(first.bias, first.residual)], [*([norm] if norm else []), *steps[1:]]

@@ -179,7 +179,7 @@ class ProcessGroupRuntime:
         # Our own stream uses the caller's tensors, once they are ready.
         item.ready = self._streams.record()
         with self._streams.on(self._streams.side()):
-            lend(self._streams, item.buffers)
+            lend(self._streams, [*item.buffers, *item.around.held()])
 
     def _item(self, plan: Plan, buffers: Sequence[Buffers], seed: int, around: Around | None) -> Item:
         return Item(self._recorder.issue(plan.text, plan.shape), plan, buffers, seed, around or NOTHING)

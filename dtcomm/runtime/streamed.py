@@ -13,6 +13,7 @@ import torch
 
 from dtcomm.errors import DtcommError
 from dtcomm.runtime import flight
+from dtcomm.runtime.around import Around
 from dtcomm.runtime.flight import KEPT, Flight, Recorder, Sighting
 from dtcomm.runtime.shape import Shape
 from dtcomm.runtime.shm import Buffers
@@ -66,13 +67,13 @@ class Streamed:
         """Nothing: the ranks share no memory of the host."""
         return []
 
-    def _beside(self, buffers: Sequence[Buffers], queue: Callable[[], Any]) -> Any:
+    def _beside(self, buffers: Sequence[Buffers], around: Around, queue: Callable[[], Any]) -> Any:
         """``queue`` on a stream of our own, after what the current one was given so far; returns what it returns."""
         streams = self._streams
         ready = streams.record()
         with streams.on(streams.side()):
             streams.wait(ready)
-            lend(streams, buffers)
+            lend(streams, [*buffers, *around.held()])
             return queue()
 
     def _enter(

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dtcomm.codecs import Codec
+from dtcomm.kernels.epilogue import can_follow
 from dtcomm.tp import functional
 from dtcomm.tp.multiplied import multiplied
 from dtcomm.tp.sharded import Sharded
@@ -166,7 +167,9 @@ class RowParallelLinear(_Linear):
             y = functional.reduce_scatter_to_ranks(F.linear(x, self.matrix), self.wire, self.sequence_dim)
         elif torch.compiler.is_compiling():
             y = functional.reduce_from_ranks(F.linear(x, self.matrix), self.wire)
-        elif _alike(x, self.weight, self.bias, residual, norm and norm.weight):
+        elif not torch.is_autocast_enabled(x.device.type) and can_follow(
+            x, self.weight, self.bias, residual, norm and norm.weight
+        ):
             return multiplied(x, self.matrix, self.wire, self.chunks, after)
         else:
             if torch.is_autocast_enabled(x.device.type):
@@ -179,13 +182,6 @@ class RowParallelLinear(_Linear):
         if norm is None:
             return Result(y, None)
         return Result(y, F.rms_norm(y, (y.shape[-1],), norm.weight, norm.eps))
-
-
-def _alike(*tensors: torch.Tensor | None) -> bool:
-    """Can one pass take them all? Not where types are to be promoted, by torch or by autocast."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    alike = len({tensor.dtype for tensor in given}) == 1 and all(tensor.is_cpu for tensor in given)
-    return alike and not torch.is_autocast_enabled("cpu")
 
 
 def _fill(name: str, full: torch.Tensor, bound: float) -> None:

@@ -23,7 +23,7 @@ def multiplied(
 ) -> Result:
     """``x weight'``, [..., in] and [out, in], summed over the ranks of `wire`, and what follows.
 
-    All on one device; with something that follows on the CPU and of one type.
+    All on one device; with something that follows of one type.
     """
     norm = after.norm
     scale = None if norm is None else norm.weight

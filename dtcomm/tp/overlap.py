@@ -11,9 +11,9 @@ import torch
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Work, all_reduce, info
-from dtcomm.kernels.common import Step
-from dtcomm.kernels.epilogue import follow
-from dtcomm.tp.two_step import Epilogue, Result, TwoStep
+from dtcomm.collectives.launch import Algorithm
+from dtcomm.collectives.two_step import in_one_kernel
+from dtcomm.tp.two_step import Epilogue, Result, TwoStep, following
 from dtcomm.tp.wire import SMALL_BYTES, Wire
 
 CHUNK_BYTES, MOST_CHUNKS = 128 * 1024, 8
@@ -31,7 +31,10 @@ def row_linear(
     count = automatic(wire, y, codec) if isinstance(chunks, str) else chunks
     wire.traffic.count(y.numel(), codec.wire_bytes(y.numel(), y.dtype))
     parts = _parts(len(tokens), count)
-    if wire.algorithm == "two_step" and not codec.lossless(y.dtype) and y.is_cpu:
+    algorithm: Algorithm | None = wire.shots(codec, y.dtype)
+    if wire.algorithm == "two_step" and not codec.lossless(y.dtype):
+        algorithm = in_one_kernel(y, codec, wire.group)
+    if algorithm is None:
         steps = [
             TwoStep(tokens[start:stop] @ weight.detach().t(), wire) for start, stop in parts if start < stop
         ]
@@ -42,7 +45,7 @@ def row_linear(
                 y[start:stop], None if normed is None else normed[start:stop], after.rows(start, stop)
             )
     else:
-        _all_reduced(tokens, weight, wire, codec, parts, y, normed, after)
+        _all_reduced(tokens, weight, wire, codec, algorithm, parts, y, normed, after)
     shape = (*x.shape[:-1], features)
     return Result(y.view(shape), None if normed is None else normed.view(shape))
 
@@ -52,6 +55,7 @@ def _all_reduced(
     weight: torch.Tensor,
     wire: Wire,
     codec: Codec,
+    algorithm: Algorithm,
     parts: list[tuple[int, int]],
     y: torch.Tensor,
     normed: torch.Tensor | None,
@@ -59,7 +63,7 @@ def _all_reduced(
 ) -> None:
     # A few tokens are in the cache anyway, and for one term torch's own addition, with the same bits, begins sooner.
     terms = [each for each in (after.bias, after.residual) if each is not None]
-    at_once = y.nbytes <= SMALL_BYTES and len(terms) == 1 and after.norm is None
+    at_once = y.is_cpu and y.nbytes <= SMALL_BYTES and len(terms) == 1 and after.norm is None
     works: list[Work | None] = []
     for start, stop in parts:
         mine = y[start:stop]
@@ -71,7 +75,7 @@ def _all_reduced(
             all_reduce(
                 mine,
                 codec=codec,
-                algorithm=wire.shots(codec, y.dtype),
+                algorithm=algorithm,
                 group=wire.group,
                 async_op=len(parts) > 1,
                 then=then,
@@ -82,25 +86,6 @@ def _all_reduced(
             work.wait()
     if at_once:
         y.add_(terms[0].detach().reshape(-1, y.shape[-1]))
-
-
-def following(y: torch.Tensor, normed: torch.Tensor | None, after: Epilogue) -> Step:
-    """What follows a sum in ``y``."""
-    norm = after.norm
-    contiguous = {
-        "bias": after.bias,
-        "residual": after.residual,
-        "weight": None if norm is None else norm.weight,
-    }
-    return follow(
-        y,
-        **{
-            name: None if tensor is None else tensor.detach().contiguous()
-            for name, tensor in contiguous.items()
-        },
-        eps=0.0 if norm is None else norm.eps,
-        normed=normed,
-    )
 
 
 def automatic(wire: Wire, y: torch.Tensor, codec: Codec) -> int:

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from dtcomm.collectives import Work, all_gather, all_to_all
+from dtcomm.collectives import Work, all_gather, all_reduce, all_to_all
+from dtcomm.collectives.two_step import in_one_kernel
 from dtcomm.kernels import ops
-from dtcomm.kernels.epilogue import epilogue
+from dtcomm.kernels.epilogue import Follow, epilogue, follow
 from dtcomm.tp.wire import Wire
 
 
@@ -49,7 +50,7 @@ class Result(NamedTuple):
 
 
 class TwoStep:
-    """One all-reduce under way, of a contiguous CPU tensor [..., features]: `exchange` is called by making it, then
+    """One all-reduce under way, of a contiguous tensor [..., features]: `exchange` is called by making it, then
     `gather`, then `finish`. Several may be under way, their calls in the same order on all ranks."""
 
     def __init__(self, x: torch.Tensor, wire: Wire) -> None:
@@ -61,7 +62,7 @@ class TwoStep:
         largest = max(stop - start for start, stop in zip(self.cuts, self.cuts[1:]))
         # Shares differ by a granule: all travel in room for the largest.
         self.room = self.codec.wire_bytes(largest, x.dtype)
-        sent = torch.empty(ranks, self.room, dtype=torch.uint8)
+        sent = torch.empty(ranks, self.room, dtype=torch.uint8, device=x.device)
         for rank in range(ranks):
             self._encode(rank, sent[rank])
         self.received = torch.empty_like(sent)
@@ -73,7 +74,7 @@ class TwoStep:
         self._wait()
         own = self.wire.rank
         numel = self._numel(own)
-        mine = torch.empty(self.room, dtype=torch.uint8)
+        mine = self.received.new_empty(self.room)
         if numel:
             payloads = [self._payload(self.received[rank], own) for rank in range(self.wire.ranks)]
             ops.reduce_encode(self.codec, payloads, numel, out=self._payload(mine, own), dtype=self.x.dtype)
@@ -121,13 +122,39 @@ class TwoStep:
 
 
 def two_step(x: torch.Tensor, wire: Wire, after: Epilogue = Epilogue()) -> Result:  # noqa: B008
-    """The sum of `x` over the ranks in ``wire.codec``, with what follows it. ValueError where x is not on the CPU."""
+    """The sum of `x` over the ranks in ``wire.codec``, with what follows it."""
+    one = in_one_kernel(x, wire.codec, wire.group)
+    if one is not None:
+        y = x.detach().clone(memory_format=torch.contiguous_format)
+        normed = None if after.norm is None else torch.empty_like(y)
+        then = following(y, normed, after) if after else None
+        all_reduce(y, codec=wire.codec, algorithm=one, group=wire.group, then=then)
+        return Result(y, normed)
     step = TwoStep(x.contiguous(), wire)
     step.gather()
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     normed = None if after.norm is None else torch.empty_like(y)
     step.finish(y, normed, after)
     return Result(y, normed)
+
+
+def following(y: torch.Tensor, normed: torch.Tensor | None, after: Epilogue) -> Follow:
+    """What follows a sum in ``y``."""
+    norm = after.norm
+    contiguous = {
+        "bias": after.bias,
+        "residual": after.residual,
+        "weight": None if norm is None else norm.weight,
+    }
+    return follow(
+        y,
+        **{
+            name: None if tensor is None else tensor.detach().contiguous()
+            for name, tensor in contiguous.items()
+        },
+        eps=0.0 if norm is None else norm.eps,
+        normed=normed,
+    )
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from dtcomm.codecs import Codec, codec
 from dtcomm.kernels import available, current, use
+from dtcomm.kernels.epilogue import epilogue, follow
 from dtcomm.kernels.ops import decode, encode, reduce, reduce_encode
 from dtcomm.kernels.triton import launch
 from tests.kernels.inputs import floats
@@ -139,6 +140,31 @@ def test_memory(each: Codec) -> None:
             reduce(each, [payload], n, mine, out=mine)
         assert raw(mine) == raw(total)
         room.fill_(guard)
+
+
+@pytest.mark.parametrize(
+    ("rows", "features", "dtype"),
+    [(1, 1, torch.float32), (34, 40, torch.bfloat16), (2, 64, torch.float32), (3, 100, torch.float16)],
+)
+def test_what_follows_a_sum(rows: int, features: int, dtype: torch.dtype) -> None:
+    """Bias, residual and norm, of payloads and of sums as they are."""
+    generator = torch.Generator().manual_seed(features)
+    x, stream, bias, weight = (
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((rows, features), (rows, features), (features,), (features,))
+    )
+    payload = encode("int8", x.view(-1))
+    terms = [{}, {"bias": bias}, {"bias": bias, "residual": stream}]
+    for given in terms:
+        results = []
+        for kernel in ("reference", "triton"):
+            with use(kernel):
+                out, normed, again = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
+                epilogue("int8", [(payload, x.numel())], out, **given, weight=weight, eps=1e-5, normed=normed)
+                sums = x.clone()
+                follow(sums, **given, eps=1e-5, normed=again)()
+                results.append([raw(each) for each in (out, normed, sums, again)])
+        assert results[0] == results[1], given
 
 
 def test_what_it_cannot_run_raises() -> None:

@@ -129,3 +129,14 @@ def test_compiled_code(spec: str, dtype: torch.dtype, capability: int, compiled:
         assert not re.search(r"\bfma\b|\.ftz|\.approx|div\.full|\bmad\.\w*\.?f32", text)
         assert re.search(r"\b(ld|st)\.global\S*\.v4\.b32", text)
     assert "div.rn.f32" in compiled[2] and "div.rn.f32" in compiled[3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [90])
+def test_what_follows_a_sum_compiles(capability: int, compiled: list[str]) -> None:
+    x = torch.zeros(64, 128, dtype=torch.bfloat16)
+    kernels.follow(torch.zeros(x.numel()), x, x[0], x.clone(), x[0], 1e-6, x.clone())
+    assert len(compiled) == 2
+    for text in compiled:
+        assert not re.search(r"\bfma\b|\.ftz|\.approx|div\.full|\bmad\.\w*\.?f32", text)
+    assert "div.rn.f32" in compiled[1] and "sqrt.rn.f32" in compiled[1]

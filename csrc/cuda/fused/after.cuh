@@ -1,5 +1,5 @@
 // What follows a sum in the pass that writes it: (sum + bias) + addend, each in fp32 and rounded once, as
-// cpu/epilogue.h has it.
+// cpu/epilogue.h has it of payloads; or with the sum rounded before, as it has it of sums that came uncompressed.
 #pragma once
 
 #include "cuda/fused/sections.cuh"
@@ -19,6 +19,10 @@ DTCOMM_DEVICE void finish(const Block& block, const Fused& fused, const Seat& se
     const Place place = place_of(call, tile, block.thread(), block.threads());
     float x[kOctet], other[kOctet];
     sum_terms<Count>(block, call, family, *place.shape, place, x);
+    if (fused.rounds) {
+      DTCOMM_UNROLL
+      for (int j = 0; j < kOctet; ++j) x[j] = float_from_half(call.out_dtype, half_from_float(call.out_dtype, x[j]));
+    }
     if (seat.bias && place.present > 0) {
       std::uint64_t column = (at + place.first) % fused.features;
       DTCOMM_UNROLL

@@ -57,6 +57,7 @@ struct Fused {
   bool feedback;     // there are residuals
   bool after;        // there is an epilogue
   bool encodes_own;  // two_shot: the owner's contribution, too
+  bool rounds;       // the sum, before the epilogue adds to it
   bool verbatim;     // payloads are the elements' bytes
   bool uneven;       // shards are as large as `splits` says: sender * ranks + receiver
   Layout layout;

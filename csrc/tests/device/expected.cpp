@@ -138,7 +138,14 @@ void run_on_verbs(const Trial& trial, std::vector<Tensors>& ranks, const std::ui
     after.bias = trial.bias ? bias : nullptr;
     after.residual = trial.addend ? ranks[r].addend.data() : nullptr;
     after.out = ranks[r].output.data();
-    if (two) {
+    if (two && shape.rounds) {
+      Bytes rounded(wire_bytes(Codec{}, numel, shape.dtype));
+      Epilogue sum = after;
+      sum.bias = sum.residual = nullptr;
+      sum.out = rounded.data();
+      epilogue(cpu, shape.codec, runs, sum);
+      epilogue(cpu, Codec{}, {{rounded.data(), numel}}, after);
+    } else if (two) {
       epilogue(cpu, shape.codec, runs, after);
     } else {  // a sum that no payload holds: the same by hand
       std::vector<float> row(numel), other(numel);
@@ -147,6 +154,16 @@ void run_on_verbs(const Trial& trial, std::vector<Tensors>& ranks, const std::ui
         cpu.decode(Codec{}, tensor, period, shape.dtype, other.data(), DType::f32, false);
         for (std::size_t i = 0; i < numel; ++i) row[i] += other[i % period];
       };
+      if (shape.rounds) {
+        Bytes rounded(numel * size);
+        Combine narrow;
+        narrow.local = row.data();
+        narrow.numel = numel;
+        narrow.out = rounded.data();
+        narrow.dtype = narrow.out_dtype = shape.dtype;
+        cpu.combine(Codec{}, narrow);
+        cpu.decode(Codec{}, rounded.data(), numel, shape.dtype, row.data(), DType::f32, false);
+      }
       if (trial.bias) add(bias, shape.features);
       if (trial.addend) add(ranks[r].addend.data(), numel);
       Combine round;

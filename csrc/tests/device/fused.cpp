@@ -126,13 +126,14 @@ std::string differs(Bench& bench, const Trial& trial, std::uint64_t order, const
 std::string describe(const Trial& trial) {
   const cuda::FusedCall& call = trial.call;
   char text[400];
-  std::snprintf(text, sizeof text,
-                "%s, %s, of %zu elements, dtype %d, %d ranks, %u blocks, sections of %u granules, divisor %zu, op %d, "
-                "residual %d, in place %d, epilogue %d/%d of %zu, encodes own %d, splits %zu, calls %u%s, seed %u: ",
-                name_of(call.collective), trial.algorithm.c_str(), call.numel, static_cast<int>(call.dtype), call.ranks,
-                call.blocks, call.section, call.divisor, static_cast<int>(call.op), trial.residual, trial.in_place,
-                trial.bias, trial.addend, call.features, call.encodes_own, call.splits.size(), trial.calls,
-                trial.varies ? " that vary" : "", trial.seed);
+  std::snprintf(
+      text, sizeof text,
+      "%s, %s, of %zu elements, dtype %d, %d ranks, %u blocks, sections of %u granules, divisor %zu, op %d, "
+      "residual %d, in place %d, epilogue %d/%d of %zu, encodes own %d, rounds %d, splits %zu, calls %u%s, seed %u: ",
+      name_of(call.collective), trial.algorithm.c_str(), call.numel, static_cast<int>(call.dtype), call.ranks,
+      call.blocks, call.section, call.divisor, static_cast<int>(call.op), trial.residual, trial.in_place, trial.bias,
+      trial.addend, call.features, call.encodes_own, call.rounds, call.splits.size(), trial.calls,
+      trial.varies ? " that vary" : "", trial.seed);
   return text + describe(call.codec);
 }
 

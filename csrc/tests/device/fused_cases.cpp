@@ -78,6 +78,7 @@ Trial drawn(std::minstd_rand& random, const Codec& codec, const Kind& kind, int 
     call.features = 1 + one_of(300);
     call.numel = (call.numel + call.features - 1) / call.features * call.features;
     call.encodes_own = call.algorithm == cuda::Algorithm::two_shot && !which.residual && one_of(2);
+    call.rounds = one_of(2);
   }
   return which;
 }

@@ -7,6 +7,7 @@ first call, never before: importing it takes longer than importing dtcomm.
 from __future__ import annotations
 
 import os
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -15,9 +16,10 @@ from dtcomm.codecs import Bf16, Codec, Fp16
 from dtcomm.kernels.call import Combine
 from dtcomm.kernels.triton.rules import rules_of
 
-__all__ = ["combine", "decode", "installed", "interpreted", "supports"]
+__all__ = ["combine", "decode", "follow", "installed", "interpreted", "supports"]
 
 
+@cache
 def installed() -> bool:
     """Is there a Triton to import?"""
     return find_spec("triton") is not None
@@ -45,3 +47,24 @@ def decode(codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, 
     from dtcomm.kernels.triton import launch
 
     launch.decode(codec, payload, numel, dtype, out)
+
+
+def follow(
+    sums: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    normed: torch.Tensor | None,
+) -> None:
+    """``out`` <- (sums + bias) + residual, ``normed`` <- its RMS norm: `dtcomm.kernels.epilogue` of decoded ``sums``,
+    fp32 or as ``out``, which they may be. RuntimeError where Triton is not installed.
+    """
+    if not installed():
+        raise RuntimeError(
+            f"out: on {out.device}, where Triton adds bias and residual; install it (pip install dtcomm[triton])"
+        )
+    from dtcomm.kernels.triton import rows
+
+    rows.follow(sums, out, bias, residual, weight, eps, normed)

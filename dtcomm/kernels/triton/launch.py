@@ -38,7 +38,7 @@ def combine(call: Combine) -> None:
             )
     held = (call.local, residual, call.payload_out, call.out, *payloads)
     device = next(tensor.device for tensor in held if tensor is not None)
-    with _on(device):
+    with on_device(device):
         before = None
         while len(payloads) > MOST_PAYLOADS:
             running = torch.empty(call.numel, dtype=torch.float32, device=device)
@@ -113,7 +113,7 @@ def _launch(
 
 
 @contextmanager
-def _on(device: torch.device) -> Iterator[None]:
+def on_device(device: torch.device) -> Iterator[None]:
     """Triton launches where torch's current device is; its interpreter calculates with numpy, which warns."""
     if device.type == "cuda":
         with torch.cuda.device(device):

@@ -182,6 +182,7 @@ Fused plan_fused(const FusedCall& call) {
   fused.feedback = has_residual(call);
   fused.after = has_epilogue(call);
   fused.encodes_own = call.encodes_own;
+  fused.rounds = call.rounds && call.dtype != DType::f32;
   fused.verbatim = verbatim(call);
   fused.uneven = !call.splits.empty();
   fused.layout = layout;

@@ -1,0 +1,91 @@
+"""What follows a sum: bias, residual and RMS norm, with the bytes of csrc/cpu/epilogue.h.
+
+Squares are added as there: element i of a row to lane i mod 16, lanes then in halves; every product is rounded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from dtcomm.kernels.triton.floats import canonical, narrow, widen
+from dtcomm.kernels.triton.launch import on_device
+
+TILE = 2048
+LANES = 16
+ROWS = 32  # of a program: its loads are of LANES elements a row
+
+
+@triton.jit(do_not_specialize=["numel", "features"])
+def add_terms(sums, bias, residual, out, numel: tl.int64, features: tl.int64, TILE: tl.constexpr):
+    """``out`` <- (sums + bias) + residual; absent tensors are None."""
+    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    here = i < numel
+    x = widen(tl.load(sums + i, mask=here))
+    if bias is not None:
+        x += widen(tl.load(bias + i % features, mask=here))
+    if residual is not None:
+        x += widen(tl.load(residual + i, mask=here))
+    tl.store(out + i, narrow(canonical(x), out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _halves(lanes, ROWS: tl.constexpr, HALF: tl.constexpr):
+    return tl.sum(lanes.reshape(ROWS, 2, HALF), axis=1)
+
+
+@triton.jit(do_not_specialize=["rows", "features"])
+def norm_rows(
+    x,
+    weight,
+    normed,
+    rows: tl.int64,
+    features: tl.int64,
+    eps: tl.float32,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """``normed`` <- x over the root of its rows' mean square, times the weight if there is one."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    lane = tl.arange(0, LANES)[None, :]
+    begin = row * features
+    lanes = tl.zeros([ROWS, LANES], tl.float32)
+    for column in range(0, features, LANES):
+        here = (row < rows) & (column + lane < features)
+        part = widen(tl.load(x + begin + column + lane, mask=here, other=0.0))
+        lanes += part * part
+    total = _halves(_halves(_halves(_halves(lanes, ROWS, 8), ROWS, 4), ROWS, 2), ROWS, 1)
+    mean = tl.div_rn(total, tl.zeros_like(total) + features.to(tl.float32))
+    scale = tl.div_rn(tl.zeros_like(mean) + 1.0, tl.sqrt_rn(mean + eps))
+    for column in range(0, features, LANES):
+        here = (row < rows) & (column + lane < features)
+        part = widen(tl.load(x + begin + column + lane, mask=here, other=0.0)) * scale
+        if weight is not None:
+            part *= widen(tl.load(weight + column + lane, mask=column + lane < features, other=0.0))
+        tl.store(normed + begin + column + lane, narrow(part, normed.dtype.element_ty), mask=here)
+
+
+def follow(
+    sums: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    normed: torch.Tensor | None,
+) -> None:
+    """``out`` [..., features] <- (sums + bias) + residual, ``normed`` <- its norm, on torch's current stream."""
+    features, numel = out.shape[-1], out.numel()
+    options: dict[str, Any] = {"enable_fp_fusion": False}
+    with on_device(out.device):
+        if bias is not None or residual is not None:
+            grid = (-(-numel // TILE),)
+            add_terms[grid](sums, bias, residual, out, numel, features, TILE, num_warps=4, **options)
+        if normed is not None:
+            rows = numel // features
+            norm_rows[(-(-rows // ROWS),)](
+                out, weight, normed, rows, features, eps, ROWS, LANES, num_warps=2, **options
+            )
