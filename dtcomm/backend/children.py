@@ -73,7 +73,8 @@ class Children:
         if found is None:
             prefixed = c10d.PrefixStore(f"{device.type}/", self._store)
             kinds = dist.ProcessGroup.BackendType
-            if device.type == "cuda" and dist.is_nccl_available():
+            # A torch made for CUDA has NCCL on a machine without a GPU, too, where some of its functions ask about CUDA.
+            if device.type == "cuda" and dist.is_nccl_available() and torch.cuda.is_available():
                 name, kind, backend = "nccl", kinds.NCCL, self._nccl(prefixed)
             else:
                 name, kind, backend = "gloo", kinds.GLOO, self._gloo(prefixed)

@@ -13,6 +13,8 @@ the owner's exact ones.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -111,8 +113,15 @@ def _begin_with(model: torch.nn.Module, state: State) -> None:
     )
 
 
+def _groups_of(sharding: Any) -> list[Any]:
+    """A module's groups of parameters: up to torch 2.11 there is one at the most."""
+    if hasattr(sharding, "_fsdp_param_groups"):
+        return list(sharding._fsdp_param_groups)
+    return [] if sharding._fsdp_param_group is None else [sharding._fsdp_param_group]
+
+
 def _attach(state: State, name: str, module: FSDPModule, replicas: dist.ProcessGroup | None) -> None:
-    groups = module._get_fsdp_state()._fsdp_param_groups
+    groups = _groups_of(module._get_fsdp_state())
     if len(groups) > 1:
         state.note(
             f"{name or '(root)'}: uncompressed; its parameters are in {len(groups)} groups, and torch takes no "

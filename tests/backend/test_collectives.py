@@ -96,7 +96,12 @@ def _all_to_all(shape: Any, dtype: Any, rank: int, group: Any, later: bool) -> A
     ranks = dist.get_world_size()
     inputs = [_values(shape, dtype, 10 * rank + i) for i in range(ranks)]
     outputs = [torch.empty(shape, dtype=dtype) for i in range(ranks)]
-    _wait(dist.all_to_all(outputs, inputs, group=group, async_op=later))
+    if dist.get_backend(group) == "gloo":  # which takes no lists up to torch 2.11
+        there = torch.empty((ranks, *shape), dtype=dtype)
+        _wait(dist.all_to_all_single(there, torch.stack(inputs), group=group, async_op=later))
+        outputs = list(there.unbind())
+    else:
+        _wait(dist.all_to_all(outputs, inputs, group=group, async_op=later))
     source = _values((ranks * 2, 3), dtype, rank)
     equal = torch.empty_like(source)
     _wait(dist.all_to_all_single(equal, source, group=group, async_op=later))
