@@ -137,16 +137,17 @@ gpu-native:
 # Where the output and the results go: `make gpu-check GPU_OUT=$$OUT`.
 GPU_OUT ?= build/gpu
 
-gpu-check: gpu-native  ## the tests that need a CUDA device, with _cuda built for it; also under compute-sanitizer
-	PATH="$(GPU_PATH)" $(GPU_PY) -m tests.cuda.check --out $(GPU_OUT) $(ARGS)
-
-# For the build and both programs; what no longer fits is cut, aloud. Two fifths of what the build leaves are the second's.
+# For the build and all that follows it; what no longer fits is cut, aloud.
 GPU_SECONDS ?= 450
+GPU_BUILT = @mkdir -p $(GPU_OUT); began=$$(date +%s); left() { echo $$(($(GPU_SECONDS) + began - $$(date +%s))); }; \
+	$(MAKE) gpu-native && echo "$@: built in $$(($$(date +%s) - began)) s"
 
+gpu-check:  ## the tests that need a CUDA device, with _cuda built for it; also under compute-sanitizer
+	$(GPU_BUILT) && PATH="$(GPU_PATH)" $(GPU_PY) -m tests.cuda.check --seconds $$(left) --out $(GPU_OUT) $(ARGS)
+
+# Two fifths of what the build leaves are the second's.
 gpu-bench:  ## kernels beside a device copy, fused collectives beside the memory floor and torch's
-	@mkdir -p $(GPU_OUT)
-	@began=$$(date +%s); left() { echo $$(($(GPU_SECONDS) + began - $$(date +%s))); }; \
-	$(MAKE) gpu-native && echo "gpu-bench: built in $$(($$(date +%s) - began)) s" && \
+	$(GPU_BUILT) && \
 	$(GPU_PY) -m bench.gpu_fused --seconds $$(($$(left) * 3 / 5)) --json $(GPU_OUT)/gpu_fused.json $(ARGS) && \
 	$(GPU_PY) -m bench.gpu_kernels --seconds $$(left) --json $(GPU_OUT)/gpu_kernels.json
 

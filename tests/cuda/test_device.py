@@ -189,6 +189,8 @@ def test_can_be_captured(each: Codec) -> None:
     residual = torch.zeros(n, device="cuda")
     call = Combine(codec=each, numel=n, dtype=x.dtype, local=x, residual=residual, payload_out=payload, key=5)
     both = Combine(codec=each, numel=n, dtype=x.dtype, payloads=(payload, payload), out=out)
+    cuda.combine(call)  # kernels are loaded when they are first used
+    cuda.combine(both)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         cuda.combine(call)

@@ -32,7 +32,9 @@ const char* queue_kernel(void (*kernel)(Argument, Family), const Argument& argum
   const cudaError_t status =
       cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), dim3(blocks), dim3(kFusedThreads), arguments,
                                   0, static_cast<cudaStream_t>(stream));
-  return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
+  if (status == cudaSuccess) return nullptr;
+  (void)cudaGetLastError();  // or the next, unrelated call would report it
+  return cudaGetErrorString(status);
 }
 
 template <class Family>
