@@ -128,7 +128,9 @@ def beside_torch(rank: int, world_size: int) -> dict[str, Any]:
 
     said: dict[str, Any] = {}
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    device = torch.device("cuda", torch.cuda.current_device())  # memory of torch's lies on a device with a number
+    device = torch.device(
+        "cuda", torch.cuda.current_device()
+    )  # memory of torch's lies on a device with a number
     for size in (16 << 10, 1 << 20):
         shared = memory.empty(size // 4, dtype=torch.float32, device=device)
         memory.rendezvous(shared, group)

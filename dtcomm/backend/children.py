@@ -73,7 +73,7 @@ class Children:
         if found is None:
             prefixed = c10d.PrefixStore(f"{device.type}/", self._store)
             kinds = dist.ProcessGroup.BackendType
-            # A torch made for CUDA has NCCL on a machine without a GPU, too, where some of its functions ask about CUDA.
+            # A torch made for CUDA has NCCL on a machine without a GPU, too, where functions of its ask about CUDA.
             if device.type == "cuda" and dist.is_nccl_available() and torch.cuda.is_available():
                 name, kind, backend = "nccl", kinds.NCCL, self._nccl(prefixed)
             else:
