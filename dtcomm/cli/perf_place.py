@@ -24,7 +24,7 @@ class Place(Protocol):
     device: torch.device
     shared: str
 
-    def settle(self, wanted: bool | None) -> str:
+    def pin(self, wanted: bool | None) -> str:
         """Give this rank a core where that is wanted; a few words on where it is, for the header."""
 
     def clock(self, cpu: bool) -> Clock:
@@ -44,7 +44,7 @@ class OnHost:
     device = torch.device("cpu")
     shared = ""
 
-    def settle(self, wanted: bool | None) -> str:
+    def pin(self, wanted: bool | None) -> str:
         return perf_host.pin(wanted)
 
     def clock(self, cpu: bool) -> Clock:
@@ -69,7 +69,7 @@ class OnGpu:
         self.shared = ""
         self.here = 1  # ranks on this GPU
 
-    def settle(self, wanted: bool | None) -> str:
+    def pin(self, wanted: bool | None) -> str:
         # The threads of NCCL and of the driver would be bound with the rank: only where that is asked for.
         pinned = f", {perf_host.pin(True)}" if wanted else ""
         return f"{self.device} {torch.cuda.get_device_name(self.device)}{pinned}"

@@ -32,7 +32,7 @@ def run(options: Options, listener: Listener, place: Place | None = None) -> Rep
     # Threads inherit the core: those of the backends we compare with start before it is set, so that they keep
     # the freedom that they are used to; ours start on it, where they measure the cores' distance.
     backends = _backends(options, place, plain=True)
-    device = place.settle(options.pin)
+    device = place.pin(options.pin)
     backends |= _backends(options, place, plain=False)
     report = Report(options=options, ranks=perf_host.ranks(device), gpus=perf_place.gpus(place))
     if place.shared:

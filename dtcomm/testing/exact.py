@@ -121,7 +121,7 @@ def _check(collective: str, op: str) -> None:
         raise ValueError(f"op must be one of {', '.join(OPS)}, not {op!r}")
 
 
-@functools.lru_cache(maxsize=8)  # every rank's values are asked for by all ranks, and more than once
+@functools.lru_cache(maxsize=16)  # every rank's values are asked for by all ranks, and more than once
 def _drawn(rank: int, seed: int) -> torch.Tensor:
     return torch.randn(PERIOD, generator=_generator(rank, seed))
 

@@ -56,7 +56,7 @@ class FakeGpu(OnHost):
     def __init__(self) -> None:
         self.clocks: list[Counted] = []
 
-    def settle(self, wanted: bool | None) -> str:
+    def pin(self, wanted: bool | None) -> str:
         return "cuda:0 no GPU"
 
     def clock(self, cpu: bool) -> Counted:

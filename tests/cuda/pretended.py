@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
+import time
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -63,7 +64,7 @@ class _Graph:
 
 
 @contextlib.contextmanager
-def _capture(graph: _Graph) -> Any:
+def _capture(graph: _Graph, **_: object) -> Any:
     _captured.append(graph.calls)
     try:
         yield
@@ -88,8 +89,15 @@ class _Stream:
 
 
 class _Event:
-    def __init__(self, *_: object, **__: object) -> None: ...
-    def record(self, *_: object) -> None: ...
+    def __init__(self, *_: object, **__: object) -> None:
+        self._at = 0.0
+
+    def record(self, *_: object) -> None:
+        self._at = time.perf_counter()
+
+    def elapsed_time(self, later: _Event) -> float:
+        return 1e3 * (later._at - self._at)
+
     def synchronize(self) -> None: ...
     def query(self) -> bool:
         return True
@@ -110,7 +118,12 @@ def _install() -> None:
         "is_current_stream_capturing": lambda: bool(_captured),
         "stream": lambda stream: contextlib.nullcontext(),
         "device": lambda device: contextlib.nullcontext(),
-        "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=2),
+        "get_device_properties": lambda device: SimpleNamespace(
+            multi_processor_count=2, name="no GPU", uuid="1", major=9, minor=0, total_memory=1 << 33
+        ),
+        "get_device_name": lambda device=None: "no GPU",
+        "current_device": lambda: 0,
+        "mem_get_info": lambda device=None: (1 << 32, 1 << 33),
     }
     for name, stand_in in stand_ins.items():
         assert hasattr(torch.cuda, name), f"torch.cuda has no {name}"
@@ -122,7 +135,7 @@ def _install() -> None:
         sys.modules[module.__name__] = dtcomm._cuda = module  # type: ignore[attr-defined]
     from dtcomm.kernels import cuda, native
     from dtcomm.runtime import fused
-    from dtcomm.testing import virtual, waits
+    from dtcomm.testing import floor, virtual, waits
 
     by_cpu, decode = native.combine, native.decode
 
@@ -141,6 +154,7 @@ def _install() -> None:
             _queued(super().launch)(*call)
 
     fused.OnDevice = virtual.OnDevice = OnDevice  # type: ignore[assignment, misc]
+    floor.Copy.LARGE = 1 << 20  # no host copies gigabytes in no time
     waits.trace = lambda step: (step(), waits.Trace([], ["fused_kernel step_kernel"]))[1]  # type: ignore[func-returns-value]
     _OnCpu().__enter__()
 

@@ -13,11 +13,9 @@ from dtcomm.cli import codecs
 from dtcomm.cli.main import main
 from dtcomm.testing.clock import DeviceClock, LaunchClock, clock_of, seconds_of
 from dtcomm.testing.floor import Copy
+from tests.cuda.cases import ON_A_DEVICE
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device that torch can use"),
-]
+pytestmark = ON_A_DEVICE
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 one_device = pytest.mark.skipif(torch.cuda.device_count() != 1, reason="is about one CUDA device")
 
@@ -45,9 +43,12 @@ def test_events_time_the_device_and_graphs_replay() -> None:
     assert copy.rate() > 1e9
 
 
+@pytest.mark.parametrize("sizes", ["-b 256 -e 256", "-b 1K -e 4M -f 64"], ids=["small", "large"])
 @pytest.mark.parametrize("graph", ["", "-G 3"])
-def test_virtual_ranks_are_timed_checked_and_compared_with_the_floor(tmp_path: Path, graph: str) -> None:
-    line = f"all_reduce --virtual 4 -b 1K -e 4M -f 64 --codec none,int8,int4,fp8_e4m3 -c 2 {graph}"
+def test_virtual_ranks_are_timed_checked_and_compared_with_the_floor(
+    tmp_path: Path, sizes: str, graph: str
+) -> None:
+    line = f"all_reduce --virtual 4 {sizes} --codec none,int8,int4,fp8_e4m3 -c 2 {graph}"
     document = perf(tmp_path, f"{line} --algorithm auto,ring")
     assert document["out_of_bounds"]["okay"]
     (gpu,) = document["config"]["gpus"]
@@ -61,7 +62,8 @@ def test_virtual_ranks_are_timed_checked_and_compared_with_the_floor(tmp_path: P
             assert (share is None) == (row["algorithm"] == "ring") and (share is None or share > 0)
 
 
-def test_every_collective_of_virtual_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", ["1K", "300K"], ids=["small", "large"])
+def test_every_collective_of_virtual_ranks(tmp_path: Path, size: str) -> None:
     for collective in (
         "reduce_scatter",
         "all_gather",
@@ -71,7 +73,9 @@ def test_every_collective_of_virtual_ranks(tmp_path: Path) -> None:
         "gather",
         "scatter",
     ):
-        document = perf(tmp_path, f"{collective} --virtual 3 -b 300K -e 300K --codec none,int8 -d bfloat16")
+        document = perf(
+            tmp_path, f"{collective} --virtual 3 -b {size} -e {size} --codec none,int8 -d bfloat16"
+        )
         assert document["out_of_bounds"]["okay"] and len(document["results"]) == 2
 
 
