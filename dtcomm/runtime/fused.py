@@ -272,6 +272,8 @@ def why_not(shape: Shape, ranks: int, schedule: Schedule | None = None) -> str:
     direct = _direct(shape)
     if not direct and (schedule is None or shape.algorithm == TWO_STEP):
         return f"{shape.algorithm} has no fused kernel of {shape.collective}"
+    if shape.algorithm == "send":
+        return "send has no fused kernel: what waits for a message would hold multiprocessors"
     if shape.checksum:
         return "payloads of fused kernels carry no checksum"
     moved = shape.collective in ("all_gather", "all_to_all") if direct else shape.collective not in REDUCING

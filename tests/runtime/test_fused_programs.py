@@ -174,4 +174,8 @@ def test_what_has_no_program_says_why() -> None:
     assert "two_step has no fused kernel of reduce" in why_not(
         shape._replace(collective="reduce", algorithm="two_step"), 4, two_hosts
     )
+    sent = shape._replace(
+        collective="broadcast", algorithm="send", parts=(Part(9, torch.float32, codec("int8")),)
+    )
+    assert "send has no fused kernel" in why_not(sent, 2, build("one_shot", "broadcast", 2))
     assert "int32" in why_not(shape._replace(parts=(Part(9, torch.int32, codec("none")),)), 4, two_hosts)

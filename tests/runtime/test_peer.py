@@ -157,11 +157,14 @@ def test_forced_kernels_are_used_or_refused() -> None:
     everywhere(2, work, forced=True)
 
 
-def test_a_rank_that_does_not_come_is_named_by_the_next_call() -> None:
+@pytest.mark.parametrize("algorithm", ["two_shot", "ring", "tree"])
+def test_a_rank_that_does_not_come_is_named_by_the_next_call(algorithm: str) -> None:
     xs = [torch.ones(500) for _ in range(3)]
 
     def work(rank: int, runtime: PeerRuntime) -> None:
-        plan = runtime.prepare(shape_of(numels=(500,)), algorithms.build("two_shot", "all_reduce", 3))
+        plan = runtime.prepare(
+            shape_of(algorithm, numels=(500,)), algorithms.build(algorithm, "all_reduce", 3)
+        )
         runtime.run(plan, [Buffers(xs[rank], xs[rank])], 1)
         if rank != 1:
             for _ in range(2):
