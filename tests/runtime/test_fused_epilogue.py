@@ -9,7 +9,8 @@ import torch
 
 from dtcomm import algorithms
 from dtcomm.codecs import codec
-from dtcomm.collectives import all_reduce, reducing
+from dtcomm.collectives import all_gather, all_reduce, broadcast, copying, own, reduce_scatter, reducing
+from dtcomm.collectives import run as run_schedule
 from dtcomm.collectives import two_step as chosen
 from dtcomm.kernels.epilogue import follow
 from dtcomm.runtime.around import Around
@@ -153,8 +154,9 @@ def test_calls_and_layers_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     """``all_reduce(then=…)`` and the two-step sum, from the callers' functions down, on threads."""
     ranks, dtype = 3, torch.bfloat16
     here = threading.local()
-    for module in (reducing, chosen):
+    for module in (reducing, chosen, copying):
         monkeypatch.setattr(module, "find_for", lambda *_: here.communicator)
+    monkeypatch.setattr(own, "find", lambda _: here.communicator)
     ours, theirs = [Given(ranks, dtype) for _ in range(2)], Given(ranks, dtype)
     results: dict[int, object] = {}
 
@@ -166,7 +168,16 @@ def test_calls_and_layers_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
         over = Wire(codec=codec("int8"), backward_codec=codec("none"), algorithm=TWO_STEP)
         after = Epilogue(ours[1].bias, ours[1].residuals[rank], Norm(ours[1].weight, 1e-5))
         results[rank] = two_step(ours[1].sums[rank], over, after)
-        assert runtime.info()["operations"] == 2 and runtime.info()["elsewhere"] == {}
+        # A schedule of one's own, and algorithms by name; whole numbers, so that sums are exact.
+        mine = torch.arange(900.0) + rank
+        run_schedule(algorithms.build("tree", "all_reduce", ranks), mine)
+        part, whole = torch.zeros(300), torch.zeros(900)
+        reduce_scatter(part, mine, algorithm="ring")
+        all_gather(whole, part, algorithm="halving")
+        broadcast(part, 1, algorithm="tree")
+        with unwatched():
+            assert torch.equal(whole, 9 * torch.arange(900.0) + 9) and torch.equal(part, whole[300:600])
+        assert runtime.info()["operations"] == 6 and runtime.info()["elsewhere"] == {}
         assert chosen.in_one_kernel(ours[1].sums[rank], codec("mxfp4")) is None
 
     assert JudgedPeers(ranks).run(work) == []
