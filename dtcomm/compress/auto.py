@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -19,7 +18,6 @@ from dtcomm.codecs import Codec, codec
 from dtcomm.compress.dgc import DGC
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.scheme import Scheme, scheme, wire
-from dtcomm.kernels import lowrank, ops
 from dtcomm.planner.estimate import CALL, STEP, estimate
 from dtcomm.planner.links import Port
 from dtcomm.planner.system import Device, System
@@ -29,7 +27,6 @@ NONE = codec("none")
 PLAIN = "plain DDP"
 CANDIDATES = ("none", "fp16", "int8", "int4")
 BUDGET = 0.2  # of the default candidates; int4's error on ordinary gradients is about 0.1
-SAMPLE = 1 << 16  # elements of one gradient that errors and kernels are measured on
 MEMORY_SPEED = 2e9  # bytes a second, beyond which there is no link worth the name
 GAIN = 1.05  # that is expected of what loses anything
 
@@ -228,64 +225,6 @@ def pick(tried: Sequence[tuple[Plan, float]]) -> Plan:
     return min(good, key=lambda plan: plan.error)
 
 
-def kernel_seconds(chosen: Scheme, elements: int = SAMPLE) -> tuple[float, float]:
-    """Seconds an element to encode, with a residual, and to decode, on this core; a few milliseconds of it."""
-    x = torch.randn(elements, generator=torch.Generator().manual_seed(0))
-    lost = torch.zeros(elements)
-    if isinstance(chosen, PowerSGD):
-        side = math.isqrt(elements)
-        left, right = torch.randn(chosen.rank, side), torch.randn(chosen.rank, side)
-        square = side * side
-
-        def passes() -> None:
-            lowrank.project_rows(x[:square], lost[:square], right, left)
-            if not chosen.alternate:
-                lowrank.project_columns(x[:square], lost[:square], left, right)
-            lowrank.expand(x[:square], lost[:square], left, right)
-
-        return _fastest(passes) / square, 0.0
-    sent = wire(chosen)
-    payload = ops.encode(sent, x)
-    out = torch.empty_like(x)
-    feeds = None if sent.lossless(x.dtype) else lost
-    encode = _fastest(lambda: ops.encode(sent, x, residual=feeds, out=payload))
-    return encode / elements, _fastest(lambda: ops.decode(sent, payload, elements, out=out)) / elements
-
-
-def relative_error(chosen: Scheme, gradient: torch.Tensor) -> float:
-    """|what one encoding loses| / |gradient| of whole rows [rows, columns]; 0 where the gradient is 0 or not finite."""
-    x = gradient.float().contiguous()
-    norm = float(torch.linalg.vector_norm(x))
-    if not 0 < norm < math.inf:
-        return 0.0
-    lost = torch.zeros(x.numel())
-    if isinstance(chosen, PowerSGD):
-        rows, columns = x.shape
-        rank = min(chosen.rank, rows, columns)
-        right = torch.randn(rank, columns, generator=torch.Generator().manual_seed(0))
-        left = torch.empty(rank, rows)
-        x = x.clone().view(-1)
-        for _ in range(2):  # the second one stands for what a warm start brings
-            lowrank.project_rows(x, lost, right, left)
-            lowrank.orthonormalise(left)
-            lowrank.project_columns(x, lost, left, right)
-        lowrank.expand(x, lost, left, right)
-    else:
-        ops.encode(wire(chosen), x.view(-1), residual=lost)
-    return float(torch.linalg.vector_norm(lost)) / norm
-
-
 def crowded(local_ranks: int) -> bool:
     """Whether ranks have no core besides the one that computes."""
     return len(os.sched_getaffinity(0)) < 2 * local_ranks
-
-
-def _fastest(call: Callable[[], object]) -> float:
-    """Seconds of this thread; what others do on the core in between does not count."""
-    call()
-    times = []
-    for _ in range(5):
-        start = time.thread_time()
-        call()
-        times.append(time.thread_time() - start)
-    return max(sorted(times)[1], 1e-9)

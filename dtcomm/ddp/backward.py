@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 
-from dtcomm.collectives import Fetched, Streams, Work, hold, streams_of
+from dtcomm.collectives import Fetched, Work
 from dtcomm.compress.average import Averager
 from dtcomm.compress.memory import Handed, Memory
-from dtcomm.compress.packing import Packing
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.record import Recorder
 from dtcomm.compress.sample import Sample, norm_of
-from dtcomm.compress.sequence import QueuedSequencer, Sequencer
+from dtcomm.compress.sequence import Sequencer
 from dtcomm.compress.unwatched import Watcher
 from dtcomm.ddp.figures import Timed
 from dtcomm.ddp.fixed import Chooser
 from dtcomm.ddp.flight import Flight
 from dtcomm.ddp.own import OwnWork
 from dtcomm.ddp.packings import Packings
+from dtcomm.ddp.there import There
 from dtcomm.insight import Timeline
 from dtcomm.insight.ranges import UnderWay
 from dtcomm.kernels import mixer
@@ -55,9 +55,9 @@ class Backward:
         self._chooser, self._watch, self._packings = chooser, watch, packings
         self._memory, self._averager, self._timeline = memory, averager, timeline
         # Where buckets take several collectives, all of them start on one thread, in an order that ranks share.
-        self._in_stages = any(isinstance(scheme, PowerSGD) for scheme in chooser.schemes)
-        self._sequencer: Sequencer | QueuedSequencer | None = None
-        self._streams: Streams | None = None  # of the device that gradients are on
+        in_stages = any(isinstance(scheme, PowerSGD) for scheme in chooser.schemes)
+        self._sequencer = Sequencer() if in_stages else None
+        self._there: There | None = None  # where gradients are on a device
         self._told: deque[Flight] = deque()
         self._flights: list[Flight] = []
         self._begun = 0.0  # this step's first bucket
@@ -67,6 +67,8 @@ class Backward:
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start averaging the bucket in place; the future holds its buffer once that is done."""
         ready_ns = time.monotonic_ns()
+        if self._there is None and not bucket.buffer().is_cpu:
+            self._there = There(bucket.buffer().device, self._chooser)
         if bucket.index() == 0:
             self._begin()
         buffer, under_way = bucket.buffer(), UnderWay(f"bucket {bucket.index()}")
@@ -87,8 +89,8 @@ class Backward:
             self.steps += 1
         landed = (
             flight.work.get_future().then(self._landing(flight))
-            if buffer.is_cpu
-            else self._land_there(flight)
+            if self._there is None
+            else self._there.land(flight, self._memory, self._failed())
         )
         flight.done = under_way.until(landed)
         flight.index, flight.ready_ns, flight.launched_ns = bucket.index(), ready_ns, time.monotonic_ns()
@@ -113,36 +115,15 @@ class Backward:
 
         return land
 
-    def _land_there(self, flight: Flight) -> torch.futures.Future[Any]:
-        """Landing on a device, on a stream beside the caller's: the future's own ones would hold no memory for it."""
-        streams = self._streams_for(flight.buffer)
-        landed: torch.futures.Future[Any] = streams.future()
-        held = [(self, flight, not self._in_backward)]
+    def _failed(self) -> Callable[[Exception], bool]:
+        """For a bucket that is launched now."""
+        carries_error = not self._in_backward
 
-        def land(future: torch.futures.Future[Any]) -> None:
-            backward, flight, carries_error = held.pop()
-            try:
-                future.value()
-                with streams.on(streams.side()):
-                    flight.work.wait()
-                    hold(flight.buffer)
-                    flight.land(backward._memory)
-                    flight.done_ns = time.monotonic_ns()
-                    landed.set_result(flight.buffer)
-            except Exception as error:
-                backward.error = backward.error or error
-                if carries_error:
-                    landed.set_exception(error)
-                else:
-                    landed.set_result(flight.buffer)
+        def failed(error: Exception) -> bool:
+            self.error = self.error or error
+            return carries_error
 
-        flight.work.get_future().add_done_callback(land)
-        return landed
-
-    def _streams_for(self, buffer: torch.Tensor) -> Streams:
-        if self._streams is None:
-            self._streams = streams_of(buffer.device)
-        return self._streams
+        return failed
 
     def _begin(self) -> None:
         """The first bucket of a step is there: nothing is under way on any rank."""
@@ -150,6 +131,8 @@ class Backward:
         left, self._flights = self._flights, []
         if self._sequencer is not None:
             self._sequencer.restart()
+        if self._there is not None:
+            self._there.restart()
         for flight in left:
             if flight.done is not None and flight.done.done() and self.error is None:
                 flight.settle(self._watch)
@@ -171,7 +154,7 @@ class Backward:
         On a device one step later: what it told two steps ago has come to the host by now, and nobody waits for it.
         """
         try:
-            while len(self._told) > (0 if self._streams is None else 1):
+            while len(self._told) > (0 if self._there is None else 1):
                 flight = self._told.popleft()
                 if flight.told is not None:
                     flight.work.wait()
@@ -186,6 +169,8 @@ class Backward:
             self._averager.factors.forget(name)
 
     def _choose(self) -> None:
+        if self._there is not None:
+            self._there.tell(self._chooser, self.steps)
         try:
             self._chooser.begin(self.steps)
         except Exception as error:
@@ -196,6 +181,8 @@ class Backward:
         for name in self._chooser.take_plain():
             self._memory.repay(name)
         self._begun = time.perf_counter()
+        if self._there is not None:
+            self._there.begin()
 
     def _launch(self, bucket: GradBucket, buffer: torch.Tensor) -> Flight:
         ranks = dist.get_world_size(self._group)
@@ -224,34 +211,22 @@ class Backward:
         last, told = bucket.is_last(), None
         if last and not self._chooser.own and (found := self._watch.vector(buffer.device)) is not None:
             told = found
+        ready_there = None if self._there is None else self._there.ready()
         if self._chooser.own:  # nothing is lost, and nobody watches
             work: Work = OwnWork(buffer, self._group)
-        elif self._in_stages and self._chooser.in_stages:
-            work = self._start_stages(packing, buffer, tensors, residuals, told, last)
+        elif self._sequencer is not None and self._chooser.in_stages:
+            stages = self._averager.stages(packing, tensors, residuals, told, self.steps)
+            if self._there is None:
+                work = self._sequencer.submit(stages, [buffer], last=last)
+            else:
+                work = self._there.submit(stages, buffer, [*tensors, *residuals, told], last=last)
         else:
             work = self._averager.start(packing, tensors, residuals, told, self.steps)
         key = mixer.mix_key(self._averager.seed, dist.get_rank(self._group), self.steps)
-        flight = Flight(work, packing, buffer, handed, samples, told, key)
+        flight = Flight(work, packing, buffer, handed, samples, told, key, ready_there=ready_there)
         if told is not None:
             self._told.append(flight)
         return flight
-
-    def _start_stages(
-        self,
-        packing: Packing,
-        buffer: torch.Tensor,
-        tensors: Sequence[torch.Tensor],
-        residuals: Sequence[torch.Tensor | None],
-        told: torch.Tensor | None,
-        last: bool,
-    ) -> Work:
-        stages = self._averager.stages(packing, tensors, residuals, told, self.steps)
-        if self._sequencer is None:
-            on_device = not buffer.is_cpu
-            self._sequencer = QueuedSequencer(self._streams_for(buffer)) if on_device else Sequencer()
-        if isinstance(self._sequencer, QueuedSequencer):
-            return self._sequencer.submit(stages, [buffer], [*tensors, *residuals, told], last=last)
-        return self._sequencer.submit(stages, [buffer], last=last)
 
     def _end(self) -> None:
         """Runs before DDP's own callback, which waits for the futures; another, after it, raises the errors.
@@ -283,10 +258,13 @@ class Backward:
         if self._timeline.on:
             self._timeline.close([flight.message for flight in flights], at_end=True)
         sent = [flight.sent for flight in flights]
-        buckets = [
-            Timed(each.ready - self._begun, each.took, flight.work.wire_bytes)
-            for each, flight in zip(sent, flights, strict=True)
-        ]
-        self._chooser.end(self.steps - 1, time.perf_counter() - self._begun, buckets)
+        if self._there is not None:
+            self._there.end(self.steps - 1, flights)
+        else:
+            buckets = [
+                Timed(each.ready - self._begun, each.took, flight.work.wire_bytes)
+                for each, flight in zip(sent, flights, strict=True)
+            ]
+            self._chooser.end(self.steps - 1, time.perf_counter() - self._begun, buckets)
         if self.recorder is not None and self.recorder.step(sent):
             self.recorder = None

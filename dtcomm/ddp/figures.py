@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dtcomm.compress.auto import SAMPLE, Costs, Load, kernel_seconds, relative_error
+from dtcomm.compress.auto import Costs, Load
+from dtcomm.compress.kernel_costs import SAMPLE, kernel_seconds, relative_error
 from dtcomm.compress.policy import SMALL
 from dtcomm.compress.scheme import Scheme, matrix_of
 from dtcomm.ddp.meet import Meet
@@ -101,7 +102,7 @@ class Figures:
         mine = [latency, alone, per_byte, plain, float(meet.crowded()), *(each.ready for each in buckets)]
         for chosen in schemes:
             error = max((one.error(chosen) for one in seen), default=0.0)
-            mine += [*kernel_seconds(chosen), error]
+            mine += [*kernel_seconds(chosen, device=meet.device), error]
         latency, alone, per_byte, plain, busy, *rest = meet.agree(mine)
         ready, figures = rest[: len(seen)], rest[len(seen) :]
         work = {each: (figures[3 * at], figures[3 * at + 1]) for at, each in enumerate(schemes)}

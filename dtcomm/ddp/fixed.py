@@ -34,6 +34,13 @@ class Fixed:
     def choose(self, name: str, gradient: torch.Tensor) -> Choice:
         return self.policy.choose(name, gradient)
 
+    timed = False
+
+    def on(self, device: torch.device) -> None: ...
+
+    def decides(self, step: int) -> bool:
+        return False
+
     def begin(self, step: int) -> None: ...
 
     def wants(self, step: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -37,6 +38,8 @@ class Flight:
     ready_ns: int = 0
     launched_ns: int = 0
     done_ns: int = 0
+    ready_there: Any = None  # marks of a device's clock
+    landed_there: Any = None
 
     @property
     def sent(self) -> Sent:

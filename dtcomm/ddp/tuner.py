@@ -52,6 +52,8 @@ class Decision(Event):
 class Tuner:
     """What "auto" has measured and chosen. `begin` opens a step, `end` closes it; `look` sees each bucket between."""
 
+    timed = True
+
     def __init__(self, auto: Auto, meet: Meet) -> None:
         self.auto, self._meet = auto, meet
         self.revision = 0
@@ -111,13 +113,21 @@ class Tuner:
         taken, self._plain = self._plain, []
         return taken
 
+    def on(self, device: torch.device) -> None:
+        """Gradients are on a device."""
+        self._meet.device = device
+
+    def decides(self, step: int) -> bool:
+        """Whether `begin` of this step looks at times: of a device's, the host waits for those then."""
+        return 0 <= self._until <= step and self._meet.ranks > 1 and not self._alone
+
     def begin(self, step: int) -> None:
         """A step begins, on all ranks."""
         if self._until < 0:
             self._start, self._until = step + FIRST, step + FIRST + COUNTED
             if self._meet.ranks > 1 and self._meet.in_memory():
                 self._leave_alone(step)
-        if step < self._until or self._meet.ranks == 1 or self._alone:
+        if not self.decides(step):
             return
         if self._measuring:
             self._predict(step)

@@ -7,6 +7,7 @@ memory that another stream uses is held for it, and the host waits for nothing.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -36,6 +37,12 @@ class Streams(Protocol):
 
     def passed(self, event: Any) -> bool:
         """Whether the device has come past an event."""
+
+    def mark(self) -> Any:
+        """An event as of ``record``, of which the device notes the time."""
+
+    def between(self, first: Any, second: Any) -> float:
+        """Seconds of the device from one mark to another, both of which it has come past."""
 
     def settle(self, event: Any) -> None:
         """The host waits for an event. Only where bytes go through the host's memory, or are to be looked at."""
@@ -82,6 +89,14 @@ class CudaStreams:
     def passed(self, event: torch.cuda.Event) -> bool:
         return bool(event.query())  # type: ignore[no-untyped-call]
 
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self.current())
+        return event
+
+    def between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
+        return float(first.elapsed_time(second)) * 1e-3
+
     def settle(self, event: torch.cuda.Event) -> None:
         event.synchronize()
 
@@ -121,6 +136,12 @@ class HostStreams:
 
     def passed(self, event: None) -> bool:
         return True
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def between(self, first: float, second: float) -> float:
+        return second - first
 
     def settle(self, event: None) -> None:
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,6 +28,14 @@ MAIN, SIDE, GROUP, HOST = "the caller's stream", "the side stream", "the group's
 WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2")
 
 Clock = dict[str, int]
+
+
+class Mark(Clock):
+    """With the time."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self.at = time.perf_counter()
 
 
 class RecordedStreams:
@@ -89,6 +98,13 @@ class RecordedStreams:
     def passed(self, event: Clock) -> bool:
         self._arrive(event)
         return True
+
+    def mark(self) -> Clock:
+        return Mark(self.record())
+
+    def between(self, first: Clock, second: Clock) -> float:
+        assert isinstance(first, Mark) and isinstance(second, Mark)
+        return second.at - first.at
 
     def settle(self, event: Clock) -> None:
         if not self._host_may_wait:

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp
 from dtcomm.codecs import codec
-from dtcomm.compress.auto import NONE, Auto, Costs, Load, Plan, pick, plans, relative_error
+from dtcomm.compress.auto import NONE, Auto, Costs, Load, Plan, pick, plans
+from dtcomm.compress.kernel_costs import relative_error
 from dtcomm.compress.memory import REPAID, Memory
 from dtcomm.compress.packing import Member, Segment
 from dtcomm.compress.powersgd import PowerSGD

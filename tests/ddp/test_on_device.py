@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from dtcomm.codecs.spec import CODECS
 from dtcomm.compress.feedback import FORMS
 from dtcomm.compress.memory import FEEDBACKS
 from dtcomm.compress.scheme import COMPRESSORS
+from dtcomm.ddp.meet import Group
 from dtcomm.testing.dressed import device, dress, unjudged
 from dtcomm.testing.dressed_ranks import devices
 from dtcomm.testing.ranks import run_ranks
@@ -212,6 +214,40 @@ def test_an_average_of_weights_waits_for_the_mean_alone() -> None:
         for same, faults in said:
             assert same and all("in __bool__" in each or "in tolist" in each for each in faults)
             assert 0 < len(faults) < 3 * 2 * len(SHAPES)
+
+
+def automatic(rank: int, world_size: int) -> tuple[list[torch.Tensor], list[int], list[str]]:
+    """The means of "auto", the steps that had a fault though nothing was measured or decided, and what was decided."""
+    streams, surprised = RecordedStreams(), []
+    parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    # Plain DDP is the group's own business, which has no device here.
+    with devices(streams), mock.patch.object(Group, "emulated", lambda _: True):
+        state = ddp.State(
+            "auto", parameters=parameters.items(), candidates=["int8", "powersgd"], sample_every=2
+        )
+        buckets = [Bucket(index, parameters, True) for index in range(len(BUCKETS))]
+        means = []
+        for step in range(16):
+            dice = torch.Generator().manual_seed(100 * step + rank)
+            tuner = state._chooser
+            calm = not tuner.decides(step)
+            for bucket in buckets:
+                bucket.memory.copy_(torch.randn(bucket.memory.shape, generator=dice))
+                bucket.whole.mul_(1.0)
+                state.reduce(bucket)  # type: ignore[arg-type]
+            state._backward._settle()
+            if calm and not tuner.wants(step) and streams.faults:
+                surprised.append(step)
+            streams.faults.clear()
+            means += [bucket.memory.clone() for bucket in buckets]
+        C.release()
+        return means, surprised, [event.action for event in state.events]
+
+
+def test_auto_waits_where_it_measures_or_decides_alone() -> None:
+    first, second = run_ranks(automatic, 2, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120)
+    assert first[1] == second[1] == [] and first[2] == second[2] != []
+    assert all(map(alike, first[0], second[0]))
 
 
 def waiting(rank: int, world_size: int) -> list[str]:

@@ -17,6 +17,7 @@ class Link:
     """`Meet` of ranks that are all alike, over a link whose rate a test may change."""
 
     ranks = 2
+    device = None
 
     def __init__(self, gbit: float) -> None:
         self.gbit = gbit
