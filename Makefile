@@ -18,7 +18,7 @@ NATIVE := build/native.stamp
 INSTALLED := $(VENV)/.installed.stamp
 ASAN := build/asan/native.stamp
 
-.PHONY: help demo build test test-fast lint format bench asan tsan device gpu-check gpu-bench clean distclean
+.PHONY: help demo build test test-fast lint format bench asan tsan device races gpu-check gpu-bench clean distclean
 .DELETE_ON_ERROR:
 
 help:  ## say what there is
@@ -33,7 +33,7 @@ build: $(NATIVE) $(INSTALLED)  ## make .venv and compile the native modules in p
 RANKS = testing\.(ranks|elastic|mpi|hosts)|torch\.distributed\.run|bench import|from bench|dtcomm\.cli
 ALONE = tests/quality $(shell grep -rLE '$(RANKS)' tests --include='test_*.py' | sort)
 
-test: tsan asan device build  ## everything: the core under sanitizers, then the whole test suite
+test: tsan asan device races build  ## everything: the core under sanitizers, then the whole test suite
 	$(PYTEST) -n 2 $(ALONE) $(ARGS)
 	$(PYTEST) $(addprefix --ignore=,$(ALONE)) $(ARGS)
 
@@ -116,6 +116,14 @@ device: $(NATIVE)  ## the CUDA kernels' source on this CPU, byte for byte beside
 	cmake --build $(INPLACE) --target device_test
 	$(PY) -m tests.cuda.lowered $(INPLACE)/programs.txt
 	$(INPLACE)/device_test $(INPLACE)/programs.txt $(ORDERS)
+
+# 330 calls of the fused collectives and some of the codec kernels; `make races CALLS=5000`: so many, and all of the others.
+CALLS ?=
+
+races: $(NATIVE)  ## data races between the CUDA kernels' threads, blocks and ranks, found on this CPU
+	cmake --build $(INPLACE) --target races_test
+	$(PY) -m tests.cuda.lowered $(INPLACE)/programs.txt
+	$(INPLACE)/races_test $(INPLACE)/programs.txt $(CALLS)
 
 # --- with a GPU -----------------------------------------------------------------------------------------------
 

@@ -114,7 +114,8 @@ std::string why_not_stated(const FusedCall& call);
 
 // Queues it on `stream` (a cudaStream_t) of the current device: one cooperative kernel, or one for each step of a
 // program, whose blocks all run at once or which is refused. Empty, or why nothing was queued. Which rank was missing
-// stands in each rank's Pad::missing when the work is done; a memory where that is not 0 is of no more use.
+// stands in each rank's Pad::missing when the work is done; a memory where that is not 0 is of no more use: later calls
+// of its rank do nothing.
 std::string launch(const FusedCall& call, void* stream);
 
 }  // namespace dtcomm::cuda

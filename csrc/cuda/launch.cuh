@@ -18,8 +18,8 @@ __global__ void __launch_bounds__(kThreads)
 template <class Family, int Count, bool Encodes, bool Feedback>
 __global__ void __launch_bounds__(kMostThreads)
     combine_far(const __grid_constant__ Call call, const __grid_constant__ Family family) {
-  __shared__ std::uint32_t room[kOctet * kMostThreads];
-  combine_tile<Count, Encodes, Feedback>(BlockLanes(room), call, family, blockIdx.x);
+  __shared__ std::uint32_t room[kRoom];
+  combine_tile<Count, Encodes, Feedback>(BlockLanes<WarpLanes>(WarpLanes(), room), call, family, blockIdx.x);
 }
 
 inline const char* queued() {

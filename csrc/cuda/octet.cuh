@@ -138,7 +138,8 @@ DTCOMM_DEVICE void load_octet(DType dtype, const void* tensor, std::size_t at, i
 }
 
 // Eight fp32 of each lane of a warp whose octets are neighbours and all exist, to an address aligned to 16 bytes.
-// Lanes of a pair trade halves, so that each of the two stores fills whole sectors of 32 bytes.
+// Lanes of a pair trade halves, so that each of the two stores fills whole sectors of 32 bytes. In place a lane stores
+// where its neighbour read, so they come together before.
 template <class Lanes>
 DTCOMM_DEVICE void store_floats(const Lanes& lanes, const float (&x)[kOctet], float* to, std::size_t at) {
   const bool odd = (lanes.thread() & 1) != 0;
@@ -150,6 +151,7 @@ DTCOMM_DEVICE void store_floats(const Lanes& lanes, const float (&x)[kOctet], fl
     second.word[j] = bits_of(odd ? x[4 + j] : other);
   }
   float* pair = to + (odd ? at - kOctet + 4 : at);
+  lanes.together();
   store_quad(first, pair);
   store_quad(second, pair + kOctet);
 }

@@ -10,9 +10,9 @@ namespace {
 template <bool Encodes>
 __global__ void __launch_bounds__(kMostThreads)
     sparse_kernel(const __grid_constant__ Call call, const __grid_constant__ Sparse family) {
-  __shared__ std::uint32_t room[kOctet * kMostThreads];
+  __shared__ std::uint32_t room[kRoom];
   __shared__ float values[kSlots];
-  combine_sparse<Encodes>(BlockLanes(room), call, family, blockIdx.x, values);
+  combine_sparse<Encodes>(BlockLanes<WarpLanes>(WarpLanes(), room), call, family, blockIdx.x, values);
 }
 
 }  // namespace

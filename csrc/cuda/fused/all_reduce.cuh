@@ -34,7 +34,7 @@ DTCOMM_DEVICE void two_shot(const Block& block, const Fused& fused, const Family
             point_at_slots(fused, rank, kInbox, index, own, call);
           }
         });
-    block.meet(Point::aimed);
+    if (!aimed(block)) return;
     for (int k = own ? 0 : 1; k < fused.ranks; ++k) {
       const int peer = (rank + k) % fused.ranks;
       every_tile<0, true, Feedback>(block, shared.encode(peer), family);
@@ -76,7 +76,7 @@ DTCOMM_DEVICE void one_shot(const Block& block, const Fused& fused, const Family
           if (verb == Verb::encode) call.payload_out = slot(fused, fused.peers[rank], half, index, rank);
           if (verb == Verb::reduce) point_at_slots(fused, rank, half, index, true, call);
         });
-    block.meet(Point::aimed);
+    if (!aimed(block)) return;
     every_tile<0, true, Feedback>(block, shared.encode(rank), family);
     block.meet(Point::reduced);
     push(block, fused, rank, half, index, shared.encode(rank));

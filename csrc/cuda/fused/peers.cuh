@@ -70,7 +70,8 @@ static_assert(sizeof(Fused) < 16384, "an argument of a kernel, beside the family
 // What a block's threads share.
 struct Shared {
   Call calls[kVerbs][kMostRanks];  // of what goes to a peer (in one shot the own one goes to all) and comes from it
-  std::uint32_t missing;
+  std::uint32_t lost;              // what the rank's pad said of missing ranks when the block began
+  std::uint32_t missing;           // who did not come since
 
   DTCOMM_DEVICE Call& encode(int peer) { return calls[static_cast<unsigned>(Verb::encode)][peer]; }
   DTCOMM_DEVICE Call& decode(int peer) { return calls[static_cast<unsigned>(Verb::decode)][peer]; }
@@ -89,6 +90,10 @@ struct DeviceBlock : WarpLanes {
   __device__ __forceinline__ void meet(Point) const { __syncthreads(); }
   __device__ __forceinline__ unsigned half(std::uint32_t epoch) const { return epoch & 1; }
 
+  // What several threads may write at once, and blocks look at.
+  __device__ __forceinline__ void note(std::uint32_t* word, std::uint32_t value) const {
+    asm volatile("st.relaxed.sys.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+  }
   __device__ __forceinline__ void signal(std::uint32_t* word, std::uint32_t epoch) const {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(epoch) : "memory");
   }

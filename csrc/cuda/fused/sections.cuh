@@ -147,8 +147,8 @@ DTCOMM_DEVICE bool exchange(const Block& block, const Fused& fused, int rank, un
   if (peer < static_cast<unsigned>(fused.ranks) && static_cast<int>(peer) != rank) {
     block.signal(&fused.peers[peer].pad->signals[at][index][rank], epoch);
     if (!block.wait(&fused.peers[rank].pad->signals[at][index][peer], epoch, fused.budget)) {
-      block.shared().missing = 1 + peer;
-      fused.peers[rank].pad->missing = 1 + peer;
+      block.note(&block.shared().missing, 1 + peer);
+      block.note(&fused.peers[rank].pad->missing, 1 + peer);
     }
   }
   block.meet(after);
@@ -164,19 +164,33 @@ DTCOMM_DEVICE void copy_call(const Call& from, Call& to) {
   for (unsigned word = 0; word < sizeof(Call) / sizeof(Word64); ++word) target[word] = source[word];
 }
 
+// All calls point at a section. False where the rank has missed another one in a call before: that has counted no
+// further, so a call that was queued behind it would give numbers to its signals that have been given, and write what
+// somebody late still reads.
+template <class Block>
+DTCOMM_DEVICE bool aimed(const Block& block) {
+  block.meet(Point::aimed);
+  return block.shared().lost == 0;
+}
+
 // Where a block begins: its calls as the seat has them, and how far it has counted. Whoever copies a call aims it, too.
 template <class Block>
 DTCOMM_DEVICE std::uint32_t enter(const Block& block, const Fused& fused, int rank, unsigned index, Algorithm which) {
   const unsigned verb = block.thread() / kMostRanks, slot = block.thread() % kMostRanks;
   if (verb < kVerbs) copy_call(fused.seats[rank - fused.first].calls[verb], block.shared().calls[verb][slot]);
-  if (block.thread() == 0) block.shared().missing = 0;
+  if (block.thread() == 0) {
+    block.shared().missing = 0;
+    block.shared().lost = block.look(&fused.peers[rank].pad->missing);
+  }
   return fused.peers[rank].pad->epoch[static_cast<unsigned>(which)][index];
 }
 
+// A block that had nothing to do has nothing to write, nor met to write it behind what the others read.
 template <class Block>
 DTCOMM_DEVICE void leave(const Block& block, const Fused& fused, int rank, unsigned index, Algorithm which,
                          std::uint32_t epoch) {
-  if (block.thread() == 0) fused.peers[rank].pad->epoch[static_cast<unsigned>(which)][index] = epoch;
+  if (block.thread() != 0 || index >= fused.sections) return;
+  fused.peers[rank].pad->epoch[static_cast<unsigned>(which)][index] = epoch;
 }
 
 }  // namespace dtcomm::cuda

@@ -57,7 +57,7 @@ DTCOMM_DEVICE void reduce_scatter(const Block& block, const Fused& fused, const 
           if (verb == Verb::encode) call.payload_out = slot(fused, fused.peers[peer], half, index, rank);
           if (verb == Verb::reduce) point_at_slots(fused, rank, half, index, false, call);
         });
-    block.meet(Point::aimed);
+    if (!aimed(block)) return;
     for (int k = 1; k < fused.ranks; ++k) {
       every_tile<0, true, true>(block, shared.encode((rank + k) % fused.ranks), family);
     }
@@ -86,7 +86,7 @@ DTCOMM_DEVICE void all_gather(const Block& block, const Fused& fused, const Fami
           if (verb == Verb::encode) call.payload_out = slot(fused, fused.peers[rank], half, index, rank);
           if (verb == Verb::decode) call.near[0] = slot(fused, fused.peers[rank], half, index, peer);
         });
-    block.meet(Point::aimed);
+    if (!aimed(block)) return;
     put(block, fused, shared.encode(rank), family);
     block.meet(Point::reduced);
     push(block, fused, rank, half, index, shared.encode(rank));
@@ -118,7 +118,7 @@ DTCOMM_DEVICE void all_to_all(const Block& block, const Fused& fused, const Fami
           if (verb == Verb::encode) call.payload_out = slot(fused, fused.peers[peer], half, index, rank);
           if (verb == Verb::decode) call.near[0] = slot(fused, fused.peers[rank], half, index, peer);
         });
-    block.meet(Point::aimed);
+    if (!aimed(block)) return;
     for (int k = 1; k < fused.ranks; ++k) put(block, fused, shared.encode((rank + k) % fused.ranks), family);
     const Call& own = shared.encode(rank);
     move(block, own.local, shared.decode(rank).out, elements_of(own) * fused.element_bytes);

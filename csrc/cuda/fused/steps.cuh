@@ -138,8 +138,8 @@ DTCOMM_DEVICE void hear(const Block& block, const Step& step, int rank, const st
   Pad& pad = *step.peers[rank].pad;
   const std::uint32_t told = block.look(&pad.told);
   const std::uint32_t missing = told ? told : 1 + peer;
-  block.shared().missing = missing;
-  pad.missing = missing;
+  block.note(&block.shared().missing, missing);
+  block.note(&pad.missing, missing);
   DTCOMM_LOOP
   for (int other = 0; other < step.ranks; ++other) {
     if (other != rank && 1U + static_cast<unsigned>(other) != missing) {
@@ -157,13 +157,15 @@ DTCOMM_DEVICE void run_step(const Block& block, const Step& step, const Family& 
   const unsigned thread = block.thread();
   const std::uint32_t epoch = pad.epoch[static_cast<unsigned>(Algorithm::program)][index];
   const bool peer = thread < static_cast<unsigned>(step.ranks) && static_cast<int>(thread) != rank;
-  if (thread == 0) shared.missing = step.begins ? 0 : pad.missing;
+  if (thread == 0) {
+    shared.missing = 0;
+    shared.lost = block.look(&pad.missing);
+  }
   if (thread < turn.tasks) {
     copy_call(turn.call, call_of(shared, thread));
     aim_task(step, turn, turn.task[thread], rank, index, call_of(shared, thread));
   }
-  block.meet(Point::aimed);
-  if (shared.missing) return;
+  if (!aimed(block)) return;
   if (step.begins) {
     constexpr auto kEntered = static_cast<unsigned>(Stage::entered);
     if (peer) {

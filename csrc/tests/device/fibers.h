@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cuda/fused/host/stacks.h"
+#include "cuda/fused/host/watch.h"
 #include "cuda/lanes.cuh"
 
 namespace dtcomm::cuda {
@@ -19,10 +20,31 @@ class Fibers {
  public:
   Fibers() : lanes_(kMostThreads), stacks_(kMostThreads) {}
 
-  // body(thread) for `threads` (a multiple of a warp) threads, together. Lanes end in their order, as they came.
-  void run(unsigned threads, const std::function<void(unsigned)>& body) {
+  // Told from now on; nullptr: nobody.
+  void watch(Watch* watch) { watch_ = watch; }
+
+  // What is done while it lives is a lane's doing, between two calls of the fibers.
+  class Inside {
+   public:
+    explicit Inside(Fibers& fibers) : fibers_(fibers) { fibers_.enter(); }
+    ~Inside() { fibers_.leave(); }
+    Inside(const Inside&) = delete;
+    Inside& operator=(const Inside&) = delete;
+
+   private:
+    Fibers& fibers_;
+  };
+
+  // body(thread) for `threads` (a multiple of a warp) threads, together. Lanes end in their order, as they came. To a
+  // watch they are the lanes `first` .. `first + threads - 1`.
+  void run(unsigned threads, const std::function<void(unsigned)>& body, unsigned first = 0) {
     threads_ = threads;
+    first_ = first;
     for (unsigned lane = 0; lane < threads; ++lane) lanes_[lane].turn = 0;
+    if (watch_) {
+      watch_->constant(this, sizeof *this);
+      watch_->stacks(stacks_.memory() - std::ptrdiff_t{first} * Stacks::kStack, Stacks::kStack);
+    }
     stacks_.run(threads, 0, body, [&](unsigned lane) { return lane + 1 < threads ? lane + 1 : Stacks::kNobody; });
   }
 
@@ -31,25 +53,33 @@ class Fibers {
 
   // Returns when all lanes of the warp have left a value; `what` must be the same for all.
   template <class T>
-  T exchange(T value, unsigned from, int what) {
+  T exchange(T value, unsigned from, int what, bool orders = false) {
     static_assert(sizeof(T) <= sizeof(std::uint64_t), "fits a slot");
+    leave();
     const unsigned current = thread();
     Lane& lane = lanes_[current];
     const unsigned side = lane.turn++ % 2;
     std::memcpy(&lane.slot[side], &value, sizeof value);
     lane.what[side] = what;
     const unsigned warp = current / kWarp * kWarp;
+    if (current + 1 == warp + kWarp && orders) meet(warp, kWarp);
     stacks_.hand_on(warp + (current + 1) % kWarp);
     const Lane& other = lanes_[from];
     // Lanes before this one may have come to the next exchange already, but not further.
     if (from / kWarp * kWarp != warp || other.what[side] != what || other.turn - lane.turn > 1) fail("exchange");
     T result;
     std::memcpy(&result, &other.slot[side], sizeof result);
+    enter();
     return result;
   }
 
   // All lanes of the thread block meet.
-  void barrier() { stacks_.hand_on((thread() + 1) % threads_); }
+  void barrier() {
+    leave();
+    if (thread() + 1 == threads_) meet(0, threads_);
+    stacks_.hand_on((thread() + 1) % threads_);
+    enter();
+  }
 
  private:
   struct Lane {
@@ -58,49 +88,51 @@ class Fibers {
     int what[2] = {};
   };
 
+  void enter() {
+    if (watch_) watch_->enter(first_ + thread());
+  }
+  void leave() {
+    if (watch_) watch_->leave();
+  }
+
+  // The last of these threads has come, as they come in their order.
+  void meet(unsigned thread, unsigned threads) {
+    if (!watch_) return;
+    std::vector<unsigned> lanes(threads);
+    for (unsigned i = 0; i < threads; ++i) lanes[i] = first_ + thread + i;
+    watch_->meet(lanes);
+  }
+
   [[noreturn]] void fail(const char* what) {
     std::fprintf(stderr, "lane %u: not all lanes of its warp came to the same %s\n", thread(), what);
     std::abort();
   }
 
+  Watch* watch_ = nullptr;
   std::vector<Lane> lanes_;
   Stacks stacks_;
-  unsigned threads_ = 0;
+  unsigned threads_ = 0, first_ = 0;
 };
 
-// What lanes.cuh's WarpLanes and BlockLanes are on a device.
-struct HostLanes {
+// What lanes.cuh's WarpLanes is on a device.
+struct HostWarp {
   Fibers& fibers;
 
   unsigned thread() const { return fibers.thread(); }
   unsigned threads() const { return fibers.threads(); }
+  void together() const { fibers.exchange(0, thread(), -1, true); }
   void barrier() const { fibers.barrier(); }
 
   template <class T>
   T swap(T value, unsigned reach) const {
-    if (reach < kWarp) return fibers.exchange(value, thread() ^ reach, static_cast<int>(reach));
-    std::uint64_t& slot = room()[thread()];
-    std::memcpy(&slot, &value, sizeof value);
-    fibers.barrier();
-    T other;
-    std::memcpy(&other, &room()[thread() ^ reach], sizeof other);
-    fibers.barrier();
-    return other;
+    return fibers.exchange(value, thread() ^ reach, static_cast<int>(reach));
   }
-
-  std::uint32_t sum(std::uint32_t value, std::uint32_t) const {
-    for (unsigned reach = 1; reach < threads(); reach *= 2) value += swap(value, reach);
-    return value;
-  }
-
   void swap_octet(const float (&x)[kOctet], unsigned reach, float (&other)[kOctet]) const {
     for (int j = 0; j < kOctet; ++j) other[j] = swap(x[j], reach);
   }
-
- private:
-  static std::uint64_t* room() {
-    static std::uint64_t shared[kMostThreads];
-    return shared;
+  std::uint32_t fold(std::uint32_t value) const {
+    for (unsigned reach = 1; reach < kWarp; reach *= 2) value += swap(value, reach);
+    return value;
   }
 };
 

@@ -101,6 +101,17 @@ std::string differs(Bench& bench, const Trial& trial, std::uint64_t order, const
       calls[number].blocks = number % 2 ? trial.call.blocks : 1;
     }
   }
+  if (bench.watch) {
+    bench.watch->constant(bias.data(), bias.size());
+    for (unsigned r = 0; r < count; ++r) {
+      bench.watch->shared(residuals[r].data(), residuals[r].size(), "residual", r);
+      for (auto& each : ours) {
+        bench.watch->shared(each[r].input.data(), each[r].input.size(), "input", r);
+        bench.watch->shared(each[r].output.data(), each[r].output.size(), "output", r);
+        bench.watch->constant(each[r].addend.data(), each[r].addend.size());
+      }
+    }
+  }
   const std::string refused = bench.emulator.launch(calls, order, absent, fault);
   if (!refused.empty()) return "refused: " + refused;
   for (std::size_t r = 0; r < count; ++r) {

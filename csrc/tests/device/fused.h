@@ -3,8 +3,8 @@
 
 #include <string>
 
+#include "cuda/fused/host/block.h"
 #include "cuda/fused/host/emulator.h"
-#include "cuda/fused/host/swarm.h"
 #include "tests/device/programs.h"
 
 namespace dtcomm::device_tests {
@@ -27,6 +27,7 @@ Trial trial(cuda::Collective collective, const std::string& algorithm, int ranks
 struct Bench {
   cuda::Emulator emulator;
   Programs programs;
+  cuda::Watch* watch = nullptr;  // told of the tensors; the emulator has it, too
 };
 
 // Runs it in the order of `order`; what differs from the engine's results, or is not the same on all ranks; empty:

@@ -12,6 +12,7 @@
 namespace dtcomm::cuda {
 
 class Swarm;
+class Watch;
 struct Fault;
 
 class Emulator {
@@ -27,14 +28,18 @@ class Emulator {
   std::string launch(const FusedCall& call, std::uint64_t order, int absent = -1);
 
   // Several, of the same ranks: those of a rank follow each other as on a stream, and ranks are in different ones.
-  // With something left out, to see whether that is found (swarm.h).
+  // With something left out, to see whether that is found (block.h).
   std::string launch(const std::vector<FusedCall>& calls, std::uint64_t order, int absent, const Fault& fault);
+
+  // Told what lanes do from now on, and of all memory that they use but tensors; nullptr: nobody.
+  void watch(Watch* watch) { watch_ = watch; }
 
  private:
   Swarm& swarm(unsigned blocks);
 
   std::unique_ptr<Swarm> swarm_;
   unsigned room_ = 0;
+  Watch* watch_ = nullptr;
 };
 
 }  // namespace dtcomm::cuda

@@ -20,6 +20,7 @@ namespace dtcomm::cuda {
 class Stacks {
  public:
   static constexpr unsigned kNobody = ~0U;
+  static constexpr std::size_t kStack = 64 << 10;
 
   explicit Stacks(unsigned most) : lanes_(most), stacks_(new char[most * kStack]) {}
 
@@ -36,6 +37,7 @@ class Stacks {
   }
 
   unsigned current() const { return current_; }
+  const char* memory() const { return stacks_.get(); }  // kStack bytes of each lane, lane 0 first
 
   // Ends run() from a lane; the others never go on, so they must own nothing.
   [[noreturn]] void abandon() {
@@ -52,8 +54,6 @@ class Stacks {
   }
 
  private:
-  static constexpr std::size_t kStack = 64 << 10;
-
   struct Lane {
     bool started = false;
     jmp_buf at;

@@ -2,7 +2,7 @@
 // until it has to wait (for its warp, its block or a signal), so every order of what lies between two such points can
 // come about, and extreme ones do: warps have priorities, now and then drawn anew, and the first that can go on does.
 // Memory is as the CPU's: what an earlier lane has stored, a later one reads. Time stands still: a wait ends without
-// its signal where nobody can go on otherwise.
+// its signal where nobody can go on otherwise. What a weaker memory would allow is told to a Watch.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,7 @@
 
 #include "codec/random.h"
 #include "cuda/fused/host/stacks.h"
+#include "cuda/fused/host/watch.h"
 #include "cuda/fused/peers.cuh"
 
 namespace dtcomm::cuda {
@@ -26,6 +27,21 @@ class Swarm {
         warps_(lanes_.size() / kWarp),
         blocks_(most_blocks),
         streams_(most_blocks) {}
+
+  // Told from now on; nullptr: nobody.
+  void watch(Watch* watch) { watch_ = watch; }
+
+  // What is done while it lives is a lane's doing, between two calls of the swarm.
+  class Inside {
+   public:
+    explicit Inside(Swarm& swarm) : swarm_(swarm) { swarm_.enter(); }
+    ~Inside() { swarm_.leave(); }
+    Inside(const Inside&) = delete;
+    Inside& operator=(const Inside&) = delete;
+
+   private:
+    Swarm& swarm_;
+  };
 
   // body(block) for all threads of `blocks` blocks. Returns nullptr, or how the lanes came apart.
   const char* run(unsigned blocks, std::uint64_t seed, const std::function<void(unsigned)>& body) {
@@ -47,6 +63,10 @@ class Swarm {
       for (unsigned lane = 0; lane < kWarp; ++lane) ready.push_back(warp * kWarp + lane);
       for (unsigned lane = 1; lane < kWarp; ++lane) std::swap(ready[lane], ready[draw() % (lane + 1)]);
     }
+    if (watch_) {
+      watch_->constant(this, sizeof *this);
+      watch_->stacks(stacks_.memory(), Stacks::kStack);
+    }
     const unsigned count = running_;
     stacks_.run(
         count, next(), [&](unsigned lane) { body(lane / kThreads); },
@@ -56,16 +76,17 @@ class Swarm {
 
   unsigned thread() const { return stacks_.current() % kThreads; }
 
-  // Returns when all lanes of the warp have left a value; `what` must be the same for all.
+  // Returns when all lanes of the warp have left a value; `what` must be the same for all. It orders no memory.
   template <class T>
-  T exchange(T value, unsigned reach, int what) {
+  T exchange(T value, unsigned reach, int what, bool orders = false) {
+    const Outside outside(*this);
     const unsigned current = stacks_.current();
     Lane& lane = lanes_[current];
     const unsigned side = lane.turn++ % 2;
     std::memcpy(&lane.slot[side], &value, sizeof value);
     lane.what[side] = what;
     Warp& warp = warps_[current / kWarp];
-    meet(warp.met, kWarp);
+    meet(warp.met, kWarp, orders);
     const Lane& other = lanes_[current ^ reach];
     if (other.what[side] != what) fail("lanes of a warp came to different exchanges");
     T result;
@@ -73,12 +94,32 @@ class Swarm {
     return result;
   }
 
-  void barrier() { meet(blocks_[stacks_.current() / kThreads], kThreads); }
+  void barrier() {
+    const Outside outside(*this);
+    meet(blocks_[stacks_.current() / kThreads], kThreads, true);
+  }
 
-  // All threads of `blocks` blocks meet, of which the lane's is one and `first` is the first: launches of a stream.
-  void follow(unsigned first, unsigned blocks) { meet(streams_[first], std::size_t{blocks} * kThreads); }
+  // All threads of `blocks` blocks meet, of which the lane's is one and `first` is the first: launches of a stream,
+  // one behind the other if they are `ordered`.
+  void follow(unsigned first, unsigned blocks, bool ordered) {
+    meet(streams_[first], std::size_t{blocks} * kThreads, ordered);
+  }
 
-  void signal(std::uint32_t* word, std::uint32_t value) {
+  // Strong accesses. A signal is a release, or what is left of one; look and wait acquire.
+  void note(std::uint32_t* word, std::uint32_t value, Scope scope) {
+    const Outside outside(*this);
+    if (watch_) watch_->store(stacks_.current(), word, value, false, scope);
+    *word = value;
+  }
+  std::uint32_t look(const std::uint32_t* word, bool acquires, Scope scope) {
+    const Outside outside(*this);
+    if (watch_) watch_->load(stacks_.current(), word, *word, acquires, scope);
+    return *word;
+  }
+
+  void signal(std::uint32_t* word, std::uint32_t value, bool releases, Scope scope) {
+    const Outside outside(*this);
+    if (watch_) watch_->store(stacks_.current(), word, value, releases, scope);
     *word = value;
     for (std::size_t i = 0; i < waiting_.size();) {
       if (come(waiting_[i])) {
@@ -93,15 +134,37 @@ class Swarm {
     if (draw() % 2) give_way();
   }
 
-  bool wait(const std::uint32_t* word, std::uint32_t value) {
+  bool wait(const std::uint32_t* word, std::uint32_t value, bool acquires, Scope scope) {
+    const Outside outside(*this);
     const Wait wait{stacks_.current(), word, value};
-    if (come(wait)) return true;
-    waiting_.push_back(wait);
-    stacks_.hand_on(next());
+    if (!come(wait)) {
+      waiting_.push_back(wait);
+      stacks_.hand_on(next());
+    }
+    if (watch_) watch_->load(wait.lane, word, value, acquires && come(wait), scope);
     return come(wait);
   }
 
  private:
+  // The opposite of Inside, for what a lane calls.
+  class Outside {
+   public:
+    explicit Outside(Swarm& swarm) : swarm_(swarm) { swarm_.leave(); }
+    ~Outside() { swarm_.enter(); }
+    Outside(const Outside&) = delete;
+    Outside& operator=(const Outside&) = delete;
+
+   private:
+    Swarm& swarm_;
+  };
+
+  void enter() {
+    if (watch_) watch_->enter(stacks_.current());
+  }
+  void leave() {
+    if (watch_) watch_->leave();
+  }
+
   struct Lane {
     unsigned turn = 0;
     std::uint64_t slot[2] = {};
@@ -130,10 +193,11 @@ class Swarm {
     prefer(warp);
   }
 
-  void meet(std::vector<unsigned>& met, std::size_t all) {
+  void meet(std::vector<unsigned>& met, std::size_t all, bool orders) {
     const unsigned current = stacks_.current();
     met.push_back(current);
     if (met.size() < all) return stacks_.hand_on(next());
+    if (watch_ && orders) watch_->meet(met);
     for (const unsigned lane : met) {
       if (lane != current) make_ready(lane);
     }
@@ -179,6 +243,7 @@ class Swarm {
     return random_ ^= random_ << 17;
   }
 
+  Watch* watch_ = nullptr;
   std::uint64_t random_ = 1;
   Warp* best_ = nullptr;  // of those that can go on
   std::vector<Lane> lanes_;
@@ -189,43 +254,6 @@ class Swarm {
   std::vector<Wait> waiting_;
   unsigned running_ = 0, used_ = 0;
   const char* failure_ = nullptr;
-};
-
-// What is left out of a launch, to see whether that is found.
-struct Fault {
-  int point = -1;      // a Point at which threads meet the first time only (at `entered` never)
-  bool waits = true;   // for signals
-  bool halves = true;  // of one_shot's slots take turns
-};
-
-// What cuda/fused/peers.cuh's DeviceBlock is on a device.
-struct HostBlock {
-  Swarm& swarm;
-  Shared& shared_;
-  const Fault& fault;
-  mutable unsigned met = 0;  // by this lane
-
-  Shared& shared() const { return shared_; }
-  unsigned thread() const { return swarm.thread(); }
-  unsigned threads() const { return Swarm::kThreads; }
-
-  template <class T>
-  T swap(T value, unsigned reach) const {
-    return swarm.exchange(value, reach, static_cast<int>(reach));
-  }
-  void swap_octet(const float (&x)[kOctet], unsigned reach, float (&other)[kOctet]) const {
-    for (int j = 0; j < kOctet; ++j) other[j] = swap(x[j], reach);
-  }
-  void meet(Point point) const {
-    const bool left_out = static_cast<int>(point) == fault.point && (point == Point::entered || met++ > 0);
-    if (!left_out) swarm.barrier();
-  }
-  unsigned half(std::uint32_t epoch) const { return fault.halves ? epoch & 1 : 0; }
-  void signal(std::uint32_t* word, std::uint32_t epoch) const { swarm.signal(word, epoch); }
-  std::uint32_t look(const std::uint32_t* word) const { return *word; }
-  bool wait(const std::uint32_t* word, std::uint32_t epoch, std::uint64_t) const {
-    return !fault.waits || swarm.wait(word, epoch);
-  }
 };
 
 }  // namespace dtcomm::cuda

@@ -1,0 +1,23 @@
+// The tests of races_test. Each returns false, and has said why, where it failed.
+#pragma once
+
+#include <string>
+
+#include "tests/device/trials.h"
+#include "tests/races/detector.h"
+
+namespace dtcomm::races {
+
+using device_tests::Bench;
+
+// The detector on small exchanges between lanes, each known to be ordered or not.
+bool litmus_tests();
+
+// The codec kernels: one of `every` cases of csrc/tests/device.
+bool kernel_tests(unsigned every);
+
+// The fused collectives: no race in any call, in `orders` random ones and in those that miss a rank; and each thing
+// that orders memory, left out, is found.
+bool fused_tests(const std::string& programs, unsigned orders);
+
+}  // namespace dtcomm::races
