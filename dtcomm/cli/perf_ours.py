@@ -16,6 +16,10 @@ from dtcomm.cli.perf_place import CPU, CUDA, Place
 from dtcomm.cli.perf_torch import THROUGH_HOST, why_no_nccl
 from dtcomm.cli.perf_works import ring, wait
 
+QUEUED = (
+    ", queued on streams of "  # what runtimes say of a backend's messages that follow each other on a device
+)
+
 
 class Dtcomm(Backend):
     """dtcomm as it is called: what DTCOMM_RUNTIME says, by default what it takes for the best.
@@ -108,7 +112,7 @@ class Dtcomm(Backend):
         return moved(before, after)
 
     def why_no_graph(self) -> str:
-        over_gloo = self._info["runtime"] == "process_group" and "nccl" not in self._info["transport"]
+        over_gloo = self._info["runtime"] == "process_group" and QUEUED not in self._info["transport"]
         return THROUGH_HOST if over_gloo else ""
 
     def describe(self) -> str:
@@ -155,9 +159,11 @@ def moved(before: dict[str, Any], after: dict[str, Any]) -> Moved:
 
 
 def _short(runtime: str, transport: str) -> str:
+    """The group's backend that moves a process group's bytes: the one that queues on streams, else Gloo."""
     if runtime != "process_group":
         return runtime
-    return "nccl" if transport.startswith("nccl") else "gloo"
+    name, _, queued = transport.partition(QUEUED)
+    return name if queued else "gloo"
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +15,11 @@ from dtcomm.cli.perf_backend import Moved
 from dtcomm.cli.perf_ours import moved
 from dtcomm.cli.perf_report import Listener, Report
 from dtcomm.cli.perf_torch import OVERLAPPING, why_no_nccl, why_no_symmetric
+from dtcomm.testing.dressed import DEVICE
+from dtcomm.testing.dressed_ranks import devices
 from dtcomm.testing.ranks import run_ranks
-from tests.cli.clocks import SHARED, FakeGpu
+from dtcomm.testing.streams import RecordedStreams
+from tests.cli.clocks import SHARED, Counted, FakeGpu
 
 SMALL = "-b 4K -e 4K -n 3 -w 1"
 
@@ -126,7 +131,11 @@ def info(runtime: str, operations: int, transport: str, **more: object) -> dict[
     ("before", "after", "by"),
     [
         (info("native", 1, "shared memory"), info("native", 2, "shared memory"), Moved("native")),
-        (info("process_group", 0, ""), info("process_group", 1, "nccl, queued on"), Moved("nccl")),
+        (
+            info("process_group", 0, ""),
+            info("process_group", 1, "nccl, queued on streams of cuda:0"),
+            Moved("nccl"),
+        ),
         (info("process_group", 0, ""), info("process_group", 1, "messages of the"), Moved("gloo")),
         (
             info("peer", 3, "", elsewhere={"ring has none": 1}),
@@ -135,7 +144,8 @@ def info(runtime: str, operations: int, transport: str, **more: object) -> dict[
         ),
         (
             info("peer", 3, "", elsewhere={"ring has none": 1}),
-            info("peer", 4, "", elsewhere={"ring has none": 2}) | {"elsewhere transport": "nccl, queued"},
+            info("peer", 4, "", elsewhere={"ring has none": 2})
+            | {"elsewhere transport": "nccl, queued on streams of cuda:1"},
             Moved("nccl", "ring has none"),
         ),
         ({"runtime": "none"}, {"runtime": "none", "why": "one rank"}, Moved("none", "one rank")),
@@ -189,6 +199,61 @@ def test_graphs_are_replayed_with_fresh_inputs_and_refused_through_the_host() ->
         run_ranks(on_a_fake, 2, options)
 
 
+class Watching(Counted):
+    """Also keeps how many faults there were at each mark."""
+
+    def __init__(self, streams: RecordedStreams) -> None:
+        super().__init__()
+        self._streams = streams
+        self.faults: list[tuple[int, int]] = []
+
+    def mark(self) -> int:
+        at = super().mark()
+        self.faults.append((at, len(self._streams.faults)))
+        return at
+
+
+def on_tensors_that_pass_for_a_device_s(
+    rank: int, world_size: int, options: perf_options.Options
+) -> tuple[Report, list[str]]:
+    """The report, and what was wrong between two marks of a batch; checks and refills may wait for the device."""
+    streams, clocks = RecordedStreams(), []
+
+    class Dressed(FakeGpu):
+        device = DEVICE
+
+        def clock(self, cpu: bool) -> Watching:
+            clocks.append(Watching(streams))
+            return clocks[-1]
+
+    with devices(streams):
+        report = perf_run.run(options, Listener(), Dressed())
+    wrong = []
+    for clock in clocks:
+        for (begin, before), (end, after) in itertools.pairwise(clock.faults):
+            if "settle" not in clock.story[begin:end]:
+                wrong += streams.faults[before:after]
+    assert clocks and all(clock.faults for clock in clocks)
+    return report, wrong
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_nothing_that_is_timed_waits_for_the_device(collective: str) -> None:
+    """dtcomm's streams over NCCL, by tensors that say when the host waits for them."""
+    line = f"{collective} {SMALL} --nproc 2 --backend process_group --codec none,int8"
+    report, wrong = run_ranks(on_tensors_that_pass_for_a_device_s, 2, parse(line), fresh=True)[0]
+    assert report.wrong == 0 and wrong == []
+    assert [row.moved for row in report.rows] == [Moved("threads")] * 2  # what stands in for NCCL
+
+
+@pytest.mark.usefixtures("gpus")
+def test_what_is_timed_and_does_wait_is_noticed() -> None:
+    options = parse(f"all_reduce {SMALL} --nproc 2 --backend tests.cli.backends:Looks")
+    _, wrong = run_ranks(on_tensors_that_pass_for_a_device_s, 2, options, fresh=True)[0]
+    assert wrong and set(wrong) == {"the host waits for the device in item"}
+
+
 def with_symmetric_memory(rank: int, world_size: int, options: perf_options.Options) -> Report:
     """torch's operators over symmetric memory, as their schemas have them, made of Gloo on CPU tensors."""
     import torch.distributed._symmetric_memory as memory
@@ -222,6 +287,32 @@ def test_torch_s_all_reduces_over_symmetric_memory() -> None:
     assert two.in_place is not None and two.out_of_place is None
     with pytest.raises(ValueError, match="--backend symm_one_shot: ranks 0 and 1 share a GPU"):
         run_ranks(with_symmetric_memory, 2, options, fresh=True, env={OVERLAPPING: None})
+
+
+def on_two_gpus(rank: int, world_size: int, ids: list[str]) -> tuple[str, str, int, list[str], str]:
+    """Where a rank finds itself by what torch says, which sees one GPU in each process."""
+    said = SimpleNamespace(uuid=ids[rank], name="no GPU", major=9, minor=0, multi_processor_count=2)
+    said.total_memory = 1 << 30
+    for name, stand_in in {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "set_device": lambda device: None,
+        "get_device_properties": lambda device: said,
+        "get_device_name": lambda device: said.name,
+        "mem_get_info": lambda device: (600, 1000),
+    }.items():
+        assert hasattr(torch.cuda, name)
+        setattr(torch.cuda, name, stand_in)
+    place = perf_place.take("cuda")
+    facts = [gpu["uuid"] for gpu in perf_place.gpus(place)]
+    return str(place.device), place.shared, place.free(), facts, place.pin(None)
+
+
+def test_ranks_know_whether_they_share_a_gpu() -> None:
+    for said in run_ranks(on_two_gpus, 2, ["1", "2"], fresh=True):
+        assert said == ("cuda:0", "", 600, ["1", "2"], "cuda:0 no GPU")
+    for said in run_ranks(on_two_gpus, 2, ["1", "1"], fresh=True):
+        assert said == ("cuda:0", SHARED, 300, ["1"], "cuda:0 no GPU")
 
 
 def test_every_backend_says_where_its_tensors_are() -> None:
