@@ -44,6 +44,7 @@ class DeviceJoining(Joining):
     ) -> None:
         super().__init__(rank, ranks, group, epoch, store)
         self._device = device
+        self._pair = store is not None  # two ranks that send and receive
 
     def meet(self) -> None:
         """With all ranks. DtcommError where they differ, or where what a variable asks for cannot be had."""
@@ -86,9 +87,12 @@ class DeviceJoining(Joining):
         streams = streams_of(self._device)
         below = self._below(streams, backend)
         self.runtime, self.why = below, f"the group has {backend} for {self._device.type}"
+        forced = env.get("DTCOMM_RUNTIME") == "peer"
         if env.get("DTCOMM_RUNTIME") == "process_group":
             return
-        forced = env.get("DTCOMM_RUNTIME") == "peer"
+        if self._pair and not forced:  # memory that no call of theirs would use
+            self.why += "; send and recv have no fused kernels"
+            return
         made, reason = None, why_not_peers([word["seat"] for word in words], self.groups, forced)
         if not reason:
             room = room_of([word["seat"] for word in words])

@@ -12,6 +12,7 @@ from dtcomm import _C, algorithms
 from dtcomm.codecs import codec
 from dtcomm.errors import DtcommError, PeerLost
 from dtcomm.runtime.fused import FusedPlan, FusedRanks, Room
+from dtcomm.runtime.joining_devices import DeviceJoining
 from dtcomm.runtime.peer import Below, PeerRuntime
 from dtcomm.runtime.seats import describe, why_not_peers
 from dtcomm.runtime.shape import Part, Shape
@@ -203,3 +204,13 @@ def test_why_not(seats: list, groups: list, reason: str) -> None:
 
 def test_the_cpu_has_no_seat() -> None:
     assert "no CUDA device" in describe(torch.device("cpu"))["trouble"]
+
+
+def test_pairs_have_no_memory_that_nothing_would_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """send and recv have no fused kernels; where these are asked for, calls say so."""
+    below = object()
+    monkeypatch.setattr(DeviceJoining, "_below", lambda *_: below)
+    pair = object.__new__(DeviceJoining)
+    pair._device, pair._pair = torch.device("cpu"), True
+    pair._serve(None, [], "nccl")
+    assert pair.runtime is below and "send and recv have no fused kernels" in pair.why

@@ -146,35 +146,32 @@ Doings doings(const FusedCall& call, const Layout& layout, std::size_t index, st
 
 // The launches of a step, one unless a rank has more tasks than one takes. All ranks that are here tell and hear in the
 // same one: a block that waited for a later launch of its own device would wait for ever.
-void add_launches(const std::vector<Doings>& ranks, Step step, std::vector<Step>& launches) {
-  const bool begins = step.begins, ends = step.ends;
+void add_launches(const std::vector<Doings>& ranks, const Step& step, std::vector<Step>& launches) {
+  const auto last_of = [](std::size_t tasks) { return tasks == 0 ? 0 : (tasks - 1) / kMostTasks; };
   std::size_t signals = 0, last = 0;  // which launch
-  for (const Doings& each : ranks)
-    signals = std::max(signals, (std::max<std::size_t>(each.before.size(), 1) - 1) / kMostTasks);
-  const auto first_after = [&](const Doings& each) {
-    return each.before.size() > signals * kMostTasks ? each.before.size() : signals * kMostTasks;
-  };
-  for (const Doings& each : ranks) {
-    last = std::max(last, (std::max<std::size_t>(first_after(each) + each.after.size(), 1) - 1) / kMostTasks);
-  }
-  for (std::size_t launch = 0; launch <= std::max(signals, last); ++launch) {
+  for (const Doings& each : ranks) signals = std::max(signals, last_of(each.before.size()));
+  const auto behind = [&](const Doings& each) { return std::max(each.before.size(), signals * kMostTasks); };
+  for (const Doings& each : ranks) last = std::max(last, last_of(behind(each) + each.after.size()));
+  last = std::max(last, signals);
+  for (std::size_t launch = 0; launch <= last; ++launch) {
+    launches.push_back(step);
+    Step& made = launches.back();
+    made.begins = step.begins && launch == 0;
+    made.ends = step.ends && launch == last;
     for (std::size_t i = 0; i < ranks.size(); ++i) {
-      Turn& turn = step.turns[i];
-      turn.tells = launch == signals ? ranks[i].tells : 0;
-      turn.hears = launch == signals ? ranks[i].hears : 0;
+      const Doings& rank = ranks[i];
+      Turn& turn = made.turns[i];
+      turn.tells = launch == signals ? rank.tells : 0;
+      turn.hears = launch == signals ? rank.hears : 0;
       turn.tasks = 0;
       for (std::size_t at = launch * kMostTasks; at < (launch + 1) * kMostTasks; ++at) {
-        const std::size_t behind = first_after(ranks[i]);
-        if (at < ranks[i].before.size()) {
-          turn.task[turn.tasks++] = ranks[i].before[at];
-        } else if (at >= behind && at - behind < ranks[i].after.size()) {
-          turn.task[turn.tasks++] = ranks[i].after[at - behind];
+        if (at < rank.before.size()) {
+          turn.task[turn.tasks++] = rank.before[at];
+        } else if (at >= behind(rank) && at - behind(rank) < rank.after.size()) {
+          turn.task[turn.tasks++] = rank.after[at - behind(rank)];
         }
       }
     }
-    step.begins = begins && launch == 0;
-    step.ends = ends && launch == std::max(signals, last);
-    launches.push_back(step);
   }
 }
 
@@ -263,6 +260,7 @@ std::vector<Step> plan_steps(const FusedCall& call) {
   std::copy(call.peers, call.peers + call.ranks, step.peers);
   for (int i = 0; i < call.here; ++i) step.turns[i].call = whole_call(call, call.shares[i]);
   std::vector<Step> steps;
+  steps.reserve(pieces * static_cast<std::size_t>(call.steps));  // they are large
   for (std::uint64_t piece = 0; piece < pieces; ++piece) {
     for (int s = 0; s < call.steps; ++s) {
       step.step = static_cast<std::uint32_t>(s);
