@@ -132,7 +132,7 @@ class ExactSum(GroundPlan):
         exponents, codes, x = grid.input, integer.input, part.input
         assert exponents is not None and codes is not None and x is not None and part.output is not None
         x, residual = flat(x), None if part.residual is None else flat(part.residual)
-        verdict = torch.empty(1, dtype=torch.int64)  # read after the call, so it is this call's own
+        verdict = x.new_empty(1, dtype=torch.int64)  # read after the call, so it is this call's own
         measures = [common.measure(codec, x, residual, each) for each in (exponents, again)]
         puts = [
             common.to_grid(codec, self._ranks, x, residual, exponents, codes),

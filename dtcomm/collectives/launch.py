@@ -20,6 +20,7 @@ from dtcomm.runtime.around import Around
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.shape import Part, Shape
 from dtcomm.runtime.shm import Buffers
+from dtcomm.runtime.streams import hold
 from dtcomm.runtime.times import Span
 from dtcomm.runtime.work import Done, Work
 from dtcomm.schedule import Schedule
@@ -72,12 +73,6 @@ def plan_for(
         parts.append(Part(numel, dtype, inside, between))
     message = Message(collective, name, tuple(parts), algorithm, root, "", checksum)
     if collective in REDUCING and any(_on_common_ground(part) for part in parts):
-        if communicator.device is not None:
-            spec = next(part.spec for part in parts if part.codec.on_common_ground)
-            raise ValueError(
-                f"codec: {spec} adds on common ground, which only CPU kernels make; the tensors are on "
-                f"{communicator.device}"
-            )
         plan: Any = _on_ground(communicator, message, audit)
     else:
         plan = _prepare(communicator, message, splits)
@@ -183,6 +178,8 @@ def _start_stages(
         work = Several(works, outputs)
         return work if check is None else Then(work, check, outputs)
     for stage in stages:
+        for tensors in stage.around.held() if communicator.device is not None else ():
+            hold(*tensors)  # scratch may be another stream's
         runtime.run(stage.plan, stage.buffers, key, stage.around)
     if check is not None:
         check()

@@ -1,14 +1,17 @@
 """What a rank does on its own around a sum on common ground: measure, put on the grid, take off it, gather, scatter.
 
 Each function makes a :class:`Step`, which runs where it is called, by the kernel that is in use, or inside the native
-engine, between two operations. Tensors are contiguous, on the CPU and of the right size: the caller has checked them,
-and its call keeps them until the step has run. csrc/cpu/kernels.h (``Common``) says what each computes.
+engine, between two operations; on a device it is `common_there`'s. Tensors are contiguous, on one device and of the
+right size: the caller has checked them, and its call keeps them until the step has run. csrc/cpu/kernels.h (``Common``)
+says what each computes.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +19,7 @@ import torch
 from dtcomm import _C
 from dtcomm.codecs import Codec, Exact, RandK
 from dtcomm.codecs.base import ELEMENT_TYPES
-from dtcomm.kernels import dispatch, mixer
+from dtcomm.kernels import common_there, dispatch, mixer
 from dtcomm.kernels.reference import exact, shared
 from dtcomm.kernels.reference.floats import Floats, canonical, get, put
 
@@ -27,15 +30,18 @@ AUDIT_RUN = _C.AUDIT_RUN
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One task of one rank. ``native`` is what the engine runs; ``held`` are the tensors."""
+    """One task of one rank. ``native`` is what the engine runs, None on a device; ``held`` are the tensors."""
 
-    native: _C.NativeStep
+    native: _C.NativeStep | None
     reference: Callable[[], None]
     codec: Codec
     held: tuple[torch.Tensor | None, ...]
 
     def __call__(self) -> None:
         """Run it here. Raises ValueError where the kernel that is forced cannot."""
+        if self.native is None:
+            self.reference()
+            return
         first = next(tensor for tensor in self.held if tensor is not None)
         kernel = dispatch.for_call(self.codec, "tensor", first)
         if kernel == dispatch.REFERENCE:
@@ -57,6 +63,8 @@ def agreed_key(key: int, flags: Sequence[bool]) -> int:
 
 def measure(codec: Exact, x: torch.Tensor, residual: torch.Tensor | None, exponents: torch.Tensor) -> Step:
     """``exponents`` <- those of the blocks of x plus residual."""
+    if not x.is_cpu:
+        return _there(codec, (x, residual, exponents), common_there.measure, codec, x, residual, exponents)
     return Step(
         native=_C.step_measure(codec.native(), *_contribution(x, residual), exponents.data_ptr()),
         reference=lambda: _store(exponents, exact.measure(codec, _term(x, residual))),
@@ -74,6 +82,18 @@ def to_grid(
     codes: torch.Tensor,
 ) -> Step:
     """``codes`` <- x plus residual as integers with room for ``ranks`` ranks; the residual becomes what that loses."""
+    if not x.is_cpu:
+        return _there(
+            codec,
+            (x, residual, exponents, codes),
+            common_there.to_grid,
+            codec,
+            ranks,
+            x,
+            residual,
+            exponents,
+            codes,
+        )
 
     def reference() -> None:
         term, grid = _term(x, residual), exponents.numpy()
@@ -102,6 +122,19 @@ def from_grid(
     verdict: torch.Tensor | None = None,
 ) -> Step:
     """``out`` <- what the integers stand for, divided; nothing where there is a verdict other than SOUND."""
+    if not out.is_cpu:
+        return _there(
+            codec,
+            (out, codes, exponents, verdict),
+            common_there.from_grid,
+            codec,
+            ranks,
+            codes,
+            exponents,
+            divisor,
+            out,
+            verdict,
+        )
 
     def reference() -> None:
         if verdict is None or int(verdict) == SOUND:
@@ -127,6 +160,8 @@ def from_grid(
 
 def audit(codec: Exact, codes: torch.Tensor, sums: torch.Tensor) -> Step:
     """``sums`` (int64) <- a checksum of every AUDIT_RUN integers; those of a sum are the sums of theirs."""
+    if not codes.is_cpu:
+        return _there(codec, (codes, sums), common_there.audit, codes, sums)
     return Step(
         native=_C.step_audit(codec.bits, codes.data_ptr(), codes.numel(), sums.data_ptr()),
         reference=lambda: _store(sums, exact.audit(codes.numpy()).view(np.int64)),
@@ -145,6 +180,18 @@ def judge(
     verdict: torch.Tensor,
 ) -> Step:
     """``verdict`` (one int64) <- SOUND, or twice the first run whose checksums differ, plus 1 where it is exponents."""
+    if not sums.is_cpu:
+        return _there(
+            codec,
+            (sums, found, exponents, again, verdict),
+            common_there.judge,
+            codec,
+            sums,
+            found,
+            exponents,
+            again,
+            verdict,
+        )
     native = _C.step_verdict(
         sums.data_ptr(),
         found.data_ptr(),
@@ -184,6 +231,19 @@ def gather(
 
     With a residual, ``owed`` <- the residual there, and all the rest joins it.
     """
+    if not x.is_cpu:
+        return _there(
+            codec,
+            (x, residual, values, owed),
+            common_there.gather,
+            codec,
+            key,
+            offset,
+            x,
+            residual,
+            values,
+            owed,
+        )
 
     def reference() -> None:
         found, was_owed, left = shared.gather(
@@ -213,6 +273,8 @@ def scatter(
     codec: RandK, key: int, offset: int, scaled: bool, values: torch.Tensor, out: torch.Tensor
 ) -> Step:
     """``out`` <- the values at their positions, zeros elsewhere; ``scaled``: to be right on average."""
+    if not out.is_cpu:
+        return _there(codec, (out, values), common_there.scatter, codec, key, offset, scaled, values, out)
     return Step(
         native=_C.step_scatter(
             codec.native(),
@@ -232,6 +294,8 @@ def scatter(
 
 def settle(codec: RandK, key: int, offset: int, owed: torch.Tensor, residual: torch.Tensor) -> Step:
     """The residual at the positions <- ``owed``."""
+    if not residual.is_cpu:
+        return _there(codec, (residual, owed), common_there.settle, codec, key, offset, owed, residual)
     return Step(
         native=_C.step_settle(
             codec.native(), key, offset, owed.data_ptr(), residual.numel(), residual.data_ptr()
@@ -240,6 +304,10 @@ def settle(codec: RandK, key: int, offset: int, owed: torch.Tensor, residual: to
         codec=codec,
         held=(residual, owed),
     )
+
+
+def _there(codec: Codec, held: tuple[torch.Tensor | None, ...], run: Callable[..., None], *args: Any) -> Step:
+    return Step(native=None, reference=functools.partial(run, *args), codec=codec, held=held)
 
 
 def _contribution(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[int, int, int, int]:

@@ -27,7 +27,10 @@ class Around(NamedTuple):
 
     def native(self) -> tuple[list[_C.NativeStep], list[_C.NativeStep], int]:
         """As the engine takes it."""
-        return [step.native for step in self.before], [step.native for step in self.after], self.agreed
+        before, after = (
+            [step.native for step in steps if step.native] for steps in (self.before, self.after)
+        )
+        return before, after, self.agreed
 
 
 NOTHING = Around()

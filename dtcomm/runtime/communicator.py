@@ -92,7 +92,7 @@ class Communicator:
     def scratch(self, size: int) -> torch.Tensor:
         """At least `size` bytes that every call may use from its first operation to its last: calls run in order."""
         if self._scratch.numel() < size:
-            self._scratch = torch.empty(size, dtype=torch.uint8)
+            self._scratch = torch.empty(size, dtype=torch.uint8, device=self.device)
         return self._scratch
 
     def info(self) -> dict[str, Any]:

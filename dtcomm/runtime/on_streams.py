@@ -103,12 +103,12 @@ class StreamRuntime(Streamed):
 
     def _queue(self, plan: Rounds, buffers: Sequence[Buffers], seed: int, around: Around) -> Any:
         self._require_usable()
-        if around.before:
-            raise DtcommError("codec: sums on common ground are made on the CPU alone")
 
         def begin() -> None:
             if self._compare is not None:
                 self._compare(f"call {self._operations}: {plan.text}")
+            for step in around.before:
+                step()
             _Call(plan, buffers, seed, self._exchange, self._streams).run()
             for step in around.after:
                 step()

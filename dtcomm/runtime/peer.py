@@ -154,11 +154,11 @@ class PeerRuntime(Streamed):
 
     def _queue(self, plan: FusedPlan, buffers: Sequence[Buffers], around: Around) -> Any:
         self.check()
-        if around.before:
-            raise DtcommError("codec: sums on common ground are made on the CPU alone")
         taken, left = finishing(plan, buffers, around.after)
 
         def begin() -> None:
+            for step in around.before:
+                step()
             self._fused.launch(plan, [buffers], taken)
             for step in left:
                 step()

@@ -22,8 +22,6 @@ from dtcomm.testing.dressed_ranks import devices
 from dtcomm.testing.ranks import run_ranks
 from dtcomm.testing.streams import RecordedStreams
 
-#: Schemes whose steps cannot run on a device, and what they say.
-EXCEPT = {"exact:bits=16": "adds on common ground", "randk:positions=shared": "adds on common ground"}
 #: What else there is of a name.
 MORE = {
     "powersgd": ["powersgd:rank=3", "powersgd:rank=2,alternate=true", "powersgd:rank=2/int8"],
@@ -106,7 +104,6 @@ def cases() -> Iterator[dict[str, Any]]:
         spec
         for name in (*CODECS, *(each for each in COMPRESSORS if each != "dgc"))
         for spec in (name, *MORE.get(name, []))
-        if spec not in EXCEPT
     ]
     for first in range(0, len(specs), len(MATRICES)):
         yield {"spec": policy(specs[first : first + len(MATRICES)])}
@@ -274,9 +271,3 @@ def waiting(rank: int, world_size: int) -> list[str]:
 
 def test_a_wait_is_noticed_whatever_it_looks_like() -> None:
     assert all("the host waits" in each for each in waiting(0, 1))
-
-
-def test_what_cannot_run_there_says_so() -> None:
-    for name, says in EXCEPT.items():
-        with pytest.raises(Exception, match=says):
-            of_ranks([{"spec": policy([name])}])

@@ -1,0 +1,101 @@
+"""The steps of sums on common ground as a device takes them: the CPU's bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dtcomm import _C
+from dtcomm.codecs import Exact, RandK, codec
+from dtcomm.kernels import common, common_there
+
+SIZES = [0, 1, 31, 4095, 4096, 4097, 20_000]
+
+
+def floats(numel: int, seed: int, dtype: torch.dtype = torch.float32, bad: bool = True) -> torch.Tensor:
+    dice = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=dice) * torch.randint(-40, 40, (numel,), generator=dice).float().exp2()
+    if bad and numel > 100:
+        x[50], x[numel // 2], x[numel - 1] = torch.nan, torch.inf, 1e-42
+    return x.to(dtype)
+
+
+def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spec", ["exact", "exact:bits=16", "exact:block=128"])
+def test_exact(spec: str, dtype: torch.dtype) -> None:
+    which = codec(spec)
+    assert isinstance(which, Exact)
+    for numel in SIZES:
+        for feedback in (False, True):
+            x = floats(numel, numel, dtype)
+            owed = [floats(numel, 7, bad=False) if feedback else None for _ in range(2)]
+            grids = [torch.full((which.blocks(numel),), 9, dtype=torch.uint8) for _ in range(2)]
+            integers = [torch.full((numel,), 7, dtype=which.code_type) for _ in range(2)]
+            outs = [torch.zeros(numel, dtype=dtype) for _ in range(2)]
+            runs = -(-numel // _C.AUDIT_RUN)
+            sums = [torch.zeros(runs, dtype=torch.int64) for _ in range(2)]
+            if numel:
+                common.measure(which, x, owed[0], grids[0])()
+                common.to_grid(which, 3, x, owed[0], grids[0], integers[0])()
+                common.from_grid(which, 3, integers[0], grids[0], 3, outs[0])()
+                common.audit(which, integers[0], sums[0])()
+            common_there.measure(which, x, owed[1], grids[1])
+            common_there.to_grid(which, 3, x, owed[1], grids[1], integers[1])
+            common_there.from_grid(which, 3, integers[1], grids[1], 3, outs[1], None)
+            common_there.audit(integers[1], sums[1])
+            for here, there in (grids, integers, sums, outs):
+                assert alike(here, there), (numel, feedback)
+            assert not feedback or alike(*owed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("block", [32, 1024])
+def test_verdicts(block: int) -> None:
+    which = codec(f"exact:block={block}")
+    assert isinstance(which, Exact)
+    numel = 3 * _C.AUDIT_RUN + 5
+    for at, in_exponents in ((None, False), (0, False), (2, False), (1, True), (3, True)):
+        sums = torch.arange(4)
+        found, exponents = sums.clone(), torch.zeros(which.blocks(numel), dtype=torch.uint8)
+        again = exponents.clone()
+        if at is not None and in_exponents:
+            again[at * _C.AUDIT_RUN // block] = 1
+        elif at is not None:
+            found[at:] += 1
+        verdicts = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+        common.judge(which, numel, sums, found, exponents, again, verdicts[0])()
+        common_there.judge(which, sums, found, exponents, again, verdicts[1])
+        assert torch.equal(*verdicts)
+        out = [torch.ones(numel), torch.ones(numel)]
+        codes = torch.full((numel,), 5, dtype=which.code_type)
+        common.from_grid(which, 2, codes, exponents, 1, out[0], verdicts[0])()
+        common_there.from_grid(which, 2, codes, exponents, 1, out[1], verdicts[1])
+        assert torch.equal(*out) and bool((out[0] == 1).all()) == (at is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ratio", [0.0001, 0.01, 0.3, 1.0])
+def test_shared_positions(ratio: float, dtype: torch.dtype) -> None:
+    which = codec(f"randk:positions=shared,ratio={ratio}")
+    assert isinstance(which, RandK)
+    for numel in SIZES[1:]:
+        for feedback in (False, True):
+            for key, offset in ((common.shared_key(numel), 0), (2**64 - 5, 4096 * 7 + 3)):
+                x = floats(numel, numel, dtype)
+                left = [floats(numel, 3, bad=False) if feedback else None for _ in range(2)]
+                kept = which.kept_in(numel)
+                values, owed = ([torch.zeros(kept) for _ in range(2)] for _ in range(2))
+                outs = [torch.zeros(numel, dtype=dtype) for _ in range(2)]
+                common.gather(which, key, offset, x, left[0], values[0], owed[0] if feedback else None)()
+                common_there.gather(which, key, offset, x, left[1], values[1], owed[1] if feedback else None)
+                common.scatter(which, key, offset, not feedback, values[0], outs[0])()
+                common_there.scatter(which, key, offset, not feedback, values[1], outs[1])
+                assert alike(*values) and alike(*owed) and alike(*outs), (numel, feedback)
+                if left[0] is not None and left[1] is not None:
+                    assert alike(left[0], left[1])
+                    common.settle(which, key, offset, owed[0] + 1, left[0])()
+                    common_there.settle(which, key, offset, owed[1] + 1, left[1])
+                    assert alike(left[0], left[1])
