@@ -106,8 +106,9 @@ def tp_step(rank: int, world_size: int) -> Step:
 
 def traced(rank: int, world_size: int, prepare: Callable[[int, int], Step]) -> tuple[Trace, dict[str, Any]]:
     step = prepare(rank, world_size)
-    # Connections are made, DDP's buckets are laid out anew, and its first step is one in which norms are read.
-    for _ in range(4):
+    # Connections are made, DDP's buckets are laid out anew, its first step is one in which norms are read, and in the
+    # first ten torch reads the clocks of DDP.
+    for _ in range(12):
         step()
     seen = trace(step)
     return seen, C.info()["devices"]
