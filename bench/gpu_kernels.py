@@ -138,27 +138,31 @@ def measure(measured: Measured, specs: list[str], budget: Budget) -> list[dict[s
     return measured.rows
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--mib", type=int, nargs="+", default=[64, 1024], help="sizes of the fp32 tensor")
+    parser.add_argument("--mib", type=float, nargs="+", default=[64, 1024], help="sizes of the fp32 tensor")
     parser.add_argument(
         "--codecs", nargs="+", default=[*FIRST_TIER, *OTHERS], help="which; default all below"
     )
     parser.add_argument("--seconds", type=float, default=120, help="what no longer fits is cut, aloud")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", type=Path, help="also write the result here")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("bench.gpu_kernels: torch sees no CUDA device", file=sys.stderr)
+    options = parser.parse_args(argv)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("bench.gpu_kernels: torch sees no CUDA device; --device cpu tries this out", file=sys.stderr)
         return 1
     budget = Budget(options.seconds)
-    device = torch.device("cuda", torch.cuda.current_device())
-    said = gpu.facts(device)
-    print(f"{said['name']}: bytes moved per second, and beside a copy of 1 GiB")
+    device, copied = torch.device("cpu"), 1 << 20
+    said: dict[str, Any] = {"name": "the CPU"}
+    if options.device == "cuda":
+        device, copied = torch.device("cuda", torch.cuda.current_device()), Copy.LARGE
+        said = gpu.facts(device)
+    print(f"{said['name']}: bytes moved per second, and beside a copy of {copied >> 20} MiB")
     rows = []
     for mib in options.mib:
-        rows += measure(Measured(mib << 18, device), options.codecs, budget)
+        rows += measure(Measured(int(mib * (1 << 18)), device, copied), options.codecs, budget)
     if options.json:
         result = {"device": said, "versions": gpu.versions(), "rows": rows, "cut": budget.cuts}
         options.json.parent.mkdir(parents=True, exist_ok=True)

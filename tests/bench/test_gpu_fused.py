@@ -1,6 +1,8 @@
 """What bench.gpu_fused says of its targets, what it cuts, and what it says where there is no device."""
 
-import sys
+import json
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -35,30 +37,50 @@ def test_what_no_longer_fits_is_cut_aloud(capsys: pytest.CaptureFixture[str]) ->
     assert gpu_fused.between_processes(Budget(0)) == {"not run": "cut"}
 
 
-def test_what_runs_on_a_device_runs_in_the_emulator() -> None:
-    cpu, rows = torch.device("cpu"), []
-    rows = gpu_fused.bandwidth(2, 1000, ["int8"], Budget(60), cpu, copied=1 << 20)
-    assert [(row["codec"], row["of_floor"] > 0) for row in rows] == [("int8", True)]
-    assert gpu_fused.bandwidth(2, 1000, ["int8"], Budget(0), cpu, copied=1 << 20) == []
-    small = gpu_fused.latency(2, (64, 256), ["none"], Budget(60), cpu)
-    assert [(row["size"], row["replayed_microseconds"] > 0) for row in small] == [(64, True), (256, True)]
-    measured = gpu_kernels.Measured(4096, cpu, copied=1 << 20)
-    found = gpu_kernels.measure(measured, ["int8"], Budget(60))
-    assert [row["verb"].split()[0] for row in found[:5]] == [
-        "encode",
-        "decode",
-        "reduce",
-        "reduce_encode",
-        "encode",
+@pytest.fixture
+def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for program in (gpu_fused, gpu_kernels):
+        monkeypatch.setattr(program, "Budget", lambda seconds: Budget(seconds, now=lambda: 0.0))
+
+
+@pytest.mark.usefixtures("no_time_passes")
+def test_fused_kernels_from_the_flags_to_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What runs on a device, in the emulator; two processes would take longer than there is time."""
+    file = tmp_path / "folder" / "fused.json"
+    line = f"--device emulator --ranks 2 --mib 0.004 --codecs none int8 --sizes 64 256 --seconds 25 --json {file}"
+    assert gpu_fused.main(line.split()) == 0
+    found = json.loads(file.read_text())
+    assert [(row["codec"], row["of_floor"] > 0) for row in found["bandwidth"]] == [
+        ("int8", True),
+        ("none", True),
     ]
-    assert all(row["of_copy"] > 0 for row in found)
+    assert [(row["codec"], row["size"]) for row in found["latency"]] == [
+        (spec, size) for spec in ("none", "int8") for size in (64, 256)
+    ]
+    assert all(row["replayed_microseconds"] > 0 for row in found["latency"])
+    assert found["cut"] == ["two processes on one device"] and found["processes"] == {"not run": "cut"}
+    assert found["verdict"] == "not measured: fp8_e4m3, int4" and found["versions"]["torch"]
+    shown = capsys.readouterr()
+    assert "CUT: two processes on one device" in shown.err and "of the floor" in shown.out
+
+
+@pytest.mark.usefixtures("no_time_passes")
+def test_codec_kernels_from_the_flags_to_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "kernels.json"
+    assert gpu_kernels.main(f"--device cpu --mib 0.01 --codecs int8 --json {file}".split()) == 0
+    found = json.loads(file.read_text())
+    verbs = ["encode", "decode", "reduce", "reduce_encode", "encode"]
+    assert [row["verb"].split()[0] for row in found["rows"][:5]] == verbs
+    assert all(row["of_copy"] > 0 for row in found["rows"]) and found["cut"] == []
+    assert gpu_kernels.main(f"--device cpu --mib 0.01 --seconds 0 --json {file}".split()) == 0
+    found = json.loads(file.read_text())
+    assert (
+        found["rows"] == [] and len(found["cut"]) == len([*gpu_kernels.FIRST_TIER, *gpu_kernels.OTHERS]) + 1
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 @pytest.mark.parametrize("program", [gpu_fused, gpu_kernels])
-def test_without_a_device_it_says_so(
-    program: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["program"])
-    assert program.main() == 1
+def test_without_a_device_it_says_so(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main([]) == 1
     assert "no CUDA device" in capsys.readouterr().err
