@@ -44,7 +44,7 @@ def test_events_time_the_device_and_graphs_replay() -> None:
 
 
 @pytest.mark.parametrize("sizes", ["-b 256 -e 256", "-b 1K -e 4M -f 64"], ids=["small", "large"])
-@pytest.mark.parametrize("graph", ["", "-G 3"])
+@pytest.mark.parametrize("graph", ["", "-G 3"], ids=["calls", "replays"])
 def test_virtual_ranks_are_timed_checked_and_compared_with_the_floor(
     tmp_path: Path, sizes: str, graph: str
 ) -> None:
@@ -108,7 +108,7 @@ def test_fused_kernels_of_processes_that_share_a_device(
 
 
 @two_devices
-@pytest.mark.parametrize("graph", ["", "-G 3"])
+@pytest.mark.parametrize("graph", ["", "-G 3"], ids=["calls", "replays"])
 def test_beside_nccl_and_symmetric_memory(tmp_path: Path, graph: str) -> None:
     line = f"all_reduce -b 64K -e 1M -f 16 --nproc 2 --compare nccl,symm_one_shot,symm_two_shot {graph}"
     document = perf(tmp_path, f"{line} --backend dtcomm,process_group --codec none,int8 -c 2")
@@ -128,10 +128,17 @@ def test_every_collective_over_nccl(tmp_path: Path, collective: str) -> None:
 
 
 def test_codecs_have_speeds_of_the_device(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "--device cuda --codec int8 --codec exact --codec topk --size 8M --numel 4096 --json"
-    assert codecs.main(line.split()) == 0
+    line = "--device cuda --codec int8 --codec topk --size 1M --numel 4096"
+    assert codecs.main([*line.split(), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    int8, exact, topk = document["codecs"]
     assert document["device"]["name"] == torch.cuda.get_device_name()
-    assert int8["of_floor"]["encode"] > 0 and topk["encode_gbps"] > 0
+    for row in document["codecs"]:
+        assert row["encode_gbps"] > 0 and row["of_floor"]["encode"] > 0
+    assert codecs.main(line.split()) == 0
+    assert torch.cuda.get_device_name() in capsys.readouterr().out
+
+
+def test_a_codec_without_a_kernel_for_the_device_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert codecs.main("--device cuda --codec exact --size 1M --numel 64 --json".split()) == 0
+    (exact,) = json.loads(capsys.readouterr().out)["codecs"]
     assert exact["encode_gbps"] is None and "no kernel" in exact["no_speed"]
