@@ -1,0 +1,86 @@
+"""What nvcc makes of accesses to memory that peers write while a kernel runs; no device is needed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bench import ptxas
+
+# A kernel of each kind: sums that go through slots twice, payloads that are copied on, boxes of a program's step.
+SOURCE = """
+#include "cuda/fused/launch.cuh"
+namespace dtcomm::cuda {
+using Family = Integer<8, 4, true>;
+template <Collective what, Algorithm which>
+using Any = FusedKernel<what, which, kAnyCount, true>;
+template __global__ void fused_kernel<Any<Collective::all_reduce, Algorithm::two_shot>, Family>(
+    const __grid_constant__ Fused, const __grid_constant__ Family);
+template __global__ void fused_kernel<Any<Collective::all_gather, Algorithm::one_shot>, Family>(
+    const __grid_constant__ Fused, const __grid_constant__ Family);
+template __global__ void step_kernel<Family>(const __grid_constant__ Step, const __grid_constant__ Family);
+}
+"""
+ACCESS = re.compile(
+    r"^\s*(?:@!?%p\d+ )?((?:ld|ldu|st|tex|tld4|suld|cp|atom|red|fence|membar)\.[\w.:]+)", re.M
+)
+STRONG = re.compile(r"\.(release|acquire|relaxed|acq_rel|volatile|mmio)\b")
+# Loads that need not see what another one has stored since the launch began, and copies that plain fences do not order.
+BLIND = re.compile(r"^(ldu\b|tex\b|tld4\b|suld\b|cp\b|ld\.(\w+\.)*nc\b|ld\.const\b)")
+
+
+def bodies(ptx: str) -> dict[str, list[str]]:
+    """The accesses of each kernel."""
+    kernels = ptx.split(".entry ")[1:]
+    return {kernel[: kernel.index("(")]: ACCESS.findall(kernel) for kernel in kernels}
+
+
+def complaints(accesses: list[str]) -> list[str]:
+    """What is wrong with the accesses of a kernel that waits for peers."""
+    blind = [f"{each} may not see what a peer has stored" for each in accesses if BLIND.match(each)]
+    near = [f"{each} is not of the system" for each in accesses if STRONG.search(each) and ".sys" not in each]
+    wanted = ("st.release.sys", "ld.acquire.sys")
+    missing = [f"no {each}" for each in wanted if not any(access.startswith(each) for access in accesses)]
+    return blind + near + missing
+
+
+@pytest.mark.parametrize(
+    ("access", "complaint"),
+    [
+        ("ld.global.nc.v4.u32", "may not see"),
+        ("@%p4 ld.global.nc.L1::no_allocate.u32", "may not see"),
+        ("cp.async.cg.shared.global", "may not see"),
+        ("ld.acquire.gpu.global.u32", "not of the system"),
+        ("st.volatile.global.u32", "not of the system"),
+        ("ld.global.cs.v4.u32", ""),
+        ("st.relaxed.sys.u32", ""),
+    ],
+)
+def test_what_is_found(access: str, complaint: str) -> None:
+    """The check itself, on kernels with one access more than a right one."""
+    right = ["st.release.sys.global.u32", "ld.acquire.sys.global.u32"]
+    assert complaints([]) == ["no st.release.sys", "no ld.acquire.sys"]
+    text = ".entry kernel()\n" + "".join(f"\t{each} \t%r1, [%rd1];\n" for each in (*right, access))
+    found = complaints(bodies(text)["kernel"])
+    assert [complaint in each for each in found] == ([True] if complaint else [])
+
+
+@pytest.mark.slow
+def test_fused_kernels_see_what_peers_store(tmp_path: Path) -> None:
+    try:
+        nvcc = ptxas.tool("nvcc")
+    except SystemExit as missing:
+        pytest.skip(str(missing))
+    source, ptx = tmp_path / "kernels.cu", tmp_path / "kernels.ptx"
+    source.write_text(SOURCE)
+    flags = ["-std=c++17", "-O3", "--fmad=false", "--expt-relaxed-constexpr", f"-I{ptxas.ROOT / 'csrc'}"]
+    command = [nvcc, *flags, "-ptx", "-arch=compute_90", "-o", str(ptx), str(source)]
+    subprocess.run(command, check=True, capture_output=True, timeout=200)
+    kernels = bodies(ptx.read_text())
+    assert len(kernels) == 3
+    for name, accesses in kernels.items():
+        assert complaints(accesses) == [], name
+        assert any(each.startswith("ld.global.cs") for each in accesses), "slots are read by sixteen bytes"
