@@ -144,7 +144,7 @@ def test_memory(each: Codec) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "features", "dtype"),
-    [(1, 1, torch.float32), (34, 40, torch.bfloat16), (2, 64, torch.float32), (3, 100, torch.float16)],
+    [(1, 1, torch.float32), (60, 40, torch.bfloat16), (2, 64, torch.float32), (3, 100, torch.float16)],
 )
 def test_what_follows_a_sum(rows: int, features: int, dtype: torch.dtype) -> None:
     """Bias, residual and norm, of payloads and of sums as they are."""

@@ -22,11 +22,14 @@ ROWS = 32  # of a program: its loads are of LANES elements a row
 @triton.jit(do_not_specialize=["numel", "features"])
 def add_terms(sums, bias, residual, out, numel: tl.int64, features: tl.int64, TILE: tl.constexpr):
     """``out`` <- (sums + bias) + residual; absent tensors are None."""
-    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    begin = tl.program_id(0).to(tl.int64) * TILE
+    i = begin + tl.arange(0, TILE)
     here = i < numel
     x = widen(tl.load(sums + i, mask=here))
     if bias is not None:
-        x += widen(tl.load(bias + i % features, mask=here))
+        # One long division a program, short ones for its elements.
+        column = ((begin % features).to(tl.int32) + tl.arange(0, TILE)) % features.to(tl.int32)
+        x += widen(tl.load(bias + column, mask=here))
     if residual is not None:
         x += widen(tl.load(residual + i, mask=here))
     tl.store(out + i, narrow(canonical(x), out.dtype.element_ty), mask=here)
