@@ -24,8 +24,8 @@ reading the table
   #wrong counts elements that differ from the exact result, on all ranks; under a lossy codec, those outside the
   codec's error bound (all of them if the mean error is too large, or if ranks differ in a bit). maxerr is
   max|error| / max|result|, meanerr is mean|error| / mean|result|. ratio is the median time of the reference
-  (gloo, or else the last row of a size) over this row's, in place; with --compare, "vs gloo" and "vs mpi" are that
-  peer's median over this row's. Open MPI is called from C, by processes of its own, and its results are not checked.
+  (gloo, or else the last row of a size) over this row's, in place; with --compare, "vs gloo", "vs mpi" and so on are
+  that peer's median over this row's. Open MPI is called from C, by processes of its own; its results are not checked.
 on GPUs
   times are the device's own, between events on the stream, and the host waits once a batch; -C is the CPU time that
   queueing takes. With -G time is a replay's over its calls (-n of them, or fewer where a sum in place would overflow).
@@ -123,7 +123,8 @@ def parser() -> argparse.ArgumentParser:
         "--compare",
         action="append",
         metavar="NAME",
-        help="gloo, mpi or both (a,b): measured beside ours in turn, with a column of ratios each",
+        help=f"{', '.join(perf_backends.PEERS)}, or several (a,b): measured beside ours in turn, with a column of "
+        "ratios each",
     )
     add(
         "--device",

@@ -37,7 +37,7 @@ def run(options: Options, listener: Listener, place: Place | None = None) -> Rep
     report = Report(options=options, ranks=perf_host.ranks(device), gpus=perf_place.gpus(place))
     if place.shared:
         report.warnings.append(
-            f"{place.shared}: bytes go through the host's memory; --virtual N measures fused kernels on one GPU"
+            f"{place.shared}: no NCCL there, and kernels of theirs take turns; --virtual N measures fused kernels alone"
         )
     try:
         return _run(options, listener, report, backends, place)

@@ -74,8 +74,11 @@ def _own_heads(options: Options) -> list[tuple[str, str]]:
         heads += [("   maxerr", "         "), ("  meanerr", "         ")]
     if len(options.variants) > 1:
         width = _variant_width(options)
-        ratios = [(f"vs {peer}".rjust(7), "       ") for peer in options.compare]
-        heads += [*(ratios or [("  ratio", "       ")]), ("variant".ljust(width), " " * width)]
+        names = [f"vs {peer}" for peer in options.compare] or ["ratio"]
+        heads += [
+            *((name.rjust(7), " " * max(7, len(name))) for name in names),
+            ("variant".ljust(width), " " * width),
+        ]
     return heads
 
 
@@ -92,8 +95,11 @@ def row(options: Options, row: Row, ranks: int) -> str:
     if _lossy(options):
         cells += [f"{_error(row, 'max_error'):>9}", f"{_error(row, 'mean_error'):>9}"]
     if len(options.variants) > 1:
-        ratios = [row.ratios.get(peer) for peer in options.compare] or [row.ratio]
-        cells += [f"{'N/A' if ratio is None else fixed(ratio, 7):>7}" for ratio in ratios]
+        ratios = {f"vs {peer}": row.ratios.get(peer) for peer in options.compare} or {"ratio": row.ratio}
+        cells += [
+            ("N/A" if ratio is None else fixed(ratio, 7)).rjust(max(7, len(name)))
+            for name, ratio in ratios.items()
+        ]
         cells.append(f"{row.variant!s:<{_variant_width(options)}}")
     return "  ".join(cells).rstrip()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dtcomm
-from dtcomm.cli import perf_json, perf_table
+from dtcomm.cli import perf_json, perf_place, perf_table
 from dtcomm.cli.perf_check import Verdict
 from dtcomm.cli.perf_collectives import COLLECTIVES, bandwidths
 from dtcomm.cli.perf_host import Rank
@@ -131,6 +131,21 @@ def test_numbers_end_where_their_heads_end(flags: str) -> None:
     (names,) = (line for line in shown.splitlines() if line.startswith("#       size"))
     for row in rows(shown):
         assert right_edges(row) == right_edges(names)
+
+
+def test_numbers_end_where_the_heads_of_peers_and_of_devices_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perf_place, "found", lambda: True)
+    shown = table(
+        report("all_reduce -b 1K -e 64M -f 65536 --device cuda --nproc 2 --compare nccl,symm_one_shot")
+    )
+    (names,) = (line for line in shown.splitlines() if line.startswith("#       size"))
+    assert "vs symm_one_shot" in names and "moved" in names
+    heads = right_edges(names.replace("vs ", "vs_"))
+    assert all(right_edges(row)[:17] == heads[:17] for row in rows(shown))
+    shown = table(report("all_reduce -b 1K -e 64M -f 65536 --device emulator --virtual 2"))
+    (names,) = (line for line in shown.splitlines() if line.startswith("#       size"))
+    assert names.split()[-3:] == ["wire", "floor", "moved"]
+    assert all(right_edges(row) == right_edges(names) for row in rows(shown))
 
 
 def test_no_check_no_number_and_a_wrong_value_fails() -> None:
