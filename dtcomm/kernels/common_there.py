@@ -54,7 +54,7 @@ def from_grid(
 
 
 def audit(codes: torch.Tensor, sums: torch.Tensor) -> None:
-    weights = _mix32(torch.arange(codes.numel(), device=codes.device)) * 2 + 1
+    weights = mix32(torch.arange(codes.numel(), device=codes.device)) * 2 + 1
     terms = weights * codes.long()
     sums.copy_(_rows(terms, _C.AUDIT_RUN).sum(1))
 
@@ -160,7 +160,7 @@ def _places(codec: RandK, key: int, offset: int, like: torch.Tensor) -> torch.Te
     starts = torch.arange(whole, device=like.device) * layout.granule
     keys = _absorb(_signed(first) + starts + offset)
     low, high = keys & _M32, keys >> 32 & _M32
-    words = [_mix32((low + _mix32((high + j) & _M32)) & _M32)[:, None] for j in range(ROUNDS + 1)]
+    words = [mix32((low + mix32((high + j) & _M32)) & _M32)[:, None] for j in range(ROUNDS + 1)]
     places = torch.arange(layout.kept, device=like.device).expand(whole, layout.kept)
     for word in words[:ROUNDS]:
         places = places * (word & 0xFFFF | 1) + (word >> 16) & (1 << bits) - 1
@@ -190,7 +190,8 @@ def _absorb(h: torch.Tensor) -> torch.Tensor:
     return h ^ (h >> 31 & (1 << 33) - 1)
 
 
-def _mix32(h: torch.Tensor) -> torch.Tensor:
+def mix32(h: torch.Tensor) -> torch.Tensor:
+    """`mixer.mix32` of words in 64 bits."""
     h = (h ^ h >> 16) * 0x7FEB352D & _M32
     h = (h ^ h >> 15) * 0x846CA68B & _M32
     return h ^ h >> 16

@@ -7,9 +7,9 @@ which every rank makes for itself, rest on sums of torch's that are the same on 
 
 from __future__ import annotations
 
-import math
-
 import torch
+
+from dtcomm.kernels import common_there, mixer
 
 LOST = 2.0**-18  # of a vector's length, when what is left of it is rounding
 LEAST = 2.0**-126  # of a vector's largest element, below which it counts as zero
@@ -103,7 +103,7 @@ def _length(x: torch.Tensor) -> torch.Tensor:
 
 
 def _spare(vectors: torch.Tensor, k: int, key: int) -> torch.Tensor:
-    """Numbers between -0.5 and 0.5 that no other row has: multiples of an irrational number of its own."""
-    at = torch.arange(1, vectors.shape[1] + 1, dtype=torch.float64, device=vectors.device)
-    turns = at * math.sqrt(2.0 + 3 * k + (key % 9973) / 9973)
-    return (turns - turns.floor() - 0.5).float()
+    """Random numbers between -0.5 and 0.5 that no other row has."""
+    first = mixer.mix32(mixer.absorb(key, k) & 0xFFFFFFFF)
+    at = torch.arange(vectors.shape[1], device=vectors.device)
+    return (common_there.mix32(at + first & 0xFFFFFFFF) >> 8).float() * 2.0**-24 - 0.5

@@ -18,6 +18,7 @@ BODIES = {
     "test_device.py": "sanitizer or stream or too_many or themselves or more_payloads or (captured and mx)",
     "test_waiting.py": "test_virtual_ranks",
     "test_communication.py": "guard",
+    "test_compressors.py": "steps_of or passes_of",
     "test_perf.py": "codecs_have_speeds or (virtual_ranks and small and (replays or every))",
 }
 

@@ -1,0 +1,177 @@
+"""What compresses with a memory, and sums on common ground, on a device: the CPU's bits where they are to be, and no
+host that waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import dtcomm.collectives as C
+from dtcomm import ddp
+from dtcomm.codecs import Exact, RandK, codec
+from dtcomm.compress.memory import FEEDBACKS
+from dtcomm.compress.scheme import COMPRESSORS
+from dtcomm.kernels import common, lowrank
+from dtcomm.testing.ranks import run_ranks
+from dtcomm.testing.waits import trace
+from tests.cuda.cases import ON_A_DEVICE, PEER, Given
+
+pytestmark = ON_A_DEVICE
+MORE = [("powersgd:rank=4,alternate=true", True), ("powersgd:rank=2/int8", True), ("topk:ratio=0.05", True)]
+HOOKS: list[tuple[str, bool | str]] = [
+    *((name, True) for name in COMPRESSORS),
+    *MORE,
+    *(("topk:ratio=0.05", feedback) for feedback in FEEDBACKS[1:]),
+    ("randk:positions=shared,ratio=0.1", True),
+]
+
+
+@contextmanager
+def no_wait() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def there(x: torch.Tensor | None) -> Any:
+    return None if x is None else x.cuda()
+
+
+def same(here: torch.Tensor, on_device: torch.Tensor) -> bool:
+    return torch.allclose(here, on_device.cpu(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spec", ["exact", "exact:bits=16,block=128"])
+def test_steps_of_exact_sums(spec: str, dtype: torch.dtype) -> None:
+    which = codec(spec)
+    assert isinstance(which, Exact)
+    for numel in (1, 4097, 100_000):
+        x, lost = torch.randn(numel).to(dtype), torch.randn(numel)
+        x[numel // 2] = torch.inf
+        grid = torch.zeros(which.blocks(numel), dtype=torch.uint8)
+        codes, out = torch.zeros(numel, dtype=which.code_type), torch.zeros(numel, dtype=dtype)
+        sums = torch.zeros(-(-numel // common.AUDIT_RUN), dtype=torch.int64)
+        cpu = [x, lost, grid, codes, out, sums]
+        device = [there(each) for each in cpu]
+
+        def steps(x: Any, lost: Any, grid: Any, codes: Any, out: Any, sums: Any) -> None:
+            assert isinstance(which, Exact)
+            common.measure(which, x, lost, grid)()
+            common.to_grid(which, 3, x, lost, grid, codes)()
+            common.from_grid(which, 3, codes, grid, 3, out)()
+            common.audit(which, codes, sums)()
+
+        steps(*cpu)
+        with no_wait():
+            steps(*device)
+        assert all(map(same, cpu, device))
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.3])
+def test_steps_of_shared_positions(ratio: float) -> None:
+    which = codec(f"randk:positions=shared,ratio={ratio}")
+    assert isinstance(which, RandK)
+    for numel in (1, 4097, 100_000):
+        kept = which.kept_in(numel)
+        cpu = [
+            torch.randn(numel),
+            torch.randn(numel),
+            torch.zeros(kept),
+            torch.zeros(kept),
+            torch.zeros(numel),
+        ]
+        device = [there(each) for each in cpu]
+
+        def steps(x: Any, lost: Any, values: Any, owed: Any, out: Any) -> None:
+            assert isinstance(which, RandK)
+            common.gather(which, 77, 4096, x, lost, values, owed)()
+            common.scatter(which, 77, 4096, False, values, out)()
+            common.settle(which, 77, 4096, owed, lost)()
+
+        steps(*cpu)
+        with no_wait():
+            steps(*device)
+        assert all(map(same, cpu, device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rank", [1, 4])
+def test_passes_of_low_rank(rank: int, dtype: torch.dtype) -> None:
+    """Projections to rounding, rows orthonormal, and the product of the same factors to the bit."""
+    rows, columns = 300, 513
+    gradient, lost = torch.randn(rows * columns).to(dtype), torch.randn(rows * columns)
+    left, right = torch.zeros(rank, rows), torch.randn(rank, columns)
+    on_device = [there(each) for each in (gradient, lost, left, right)]
+    lowrank.project_rows(gradient, lost, right, left)
+    with no_wait():
+        lowrank.project_rows(on_device[0], on_device[1], on_device[3], on_device[2])
+    torch.testing.assert_close(on_device[2].cpu(), left, rtol=1e-3, atol=1e-3)
+    on_device[2][-1] = on_device[2][0]  # one that depends on the others gives place to another
+    with no_wait():
+        lowrank.orthonormalise(on_device[2], 5)
+        lowrank.project_columns(on_device[0], on_device[1], on_device[2], on_device[3])
+    torch.testing.assert_close(
+        on_device[2] @ on_device[2].t(), torch.eye(rank, device="cuda"), rtol=0, atol=1e-5
+    )
+    left, right = on_device[2].cpu(), on_device[3].cpu()
+    lowrank.expand(gradient, lost, left, right)
+    with no_wait():
+        lowrank.expand(*on_device)
+    assert same(gradient, on_device[0]) and same(lost, on_device[1])
+
+
+def hooked(rank: int, world_size: int, spec: str, feedback: bool | str) -> dict[str, Any]:
+    model = torch.nn.parallel.DistributedDataParallel(Given(rank, "cuda"))
+    policy = f"ndim<2 -> none; * -> {spec}"
+    ddp.compress(model, policy, feedback=feedback, sample_every=2)
+
+    def step() -> None:
+        model.zero_grad()
+        model().backward()
+
+    for _ in range(4):  # connections are made, buckets laid out anew, memory asked for
+        step()
+    with no_wait():
+        step()
+        step()
+    seen = [trace(step) for _ in range(2)]  # norms are measured in one of them
+    gradients = [parameter.grad.cpu() for parameter in model.parameters()]
+    return {
+        "waits": [each.waits for each in seen],
+        "kernels": [each.kernels for each in seen],
+        "gradients": gradients,
+    }
+
+
+@pytest.mark.parametrize(("spec", "feedback"), HOOKS)
+def test_a_step_of_the_hook_waits_for_nothing(spec: str, feedback: bool | str) -> None:
+    ranks = run_ranks(hooked, 2, spec, feedback, env=PEER, timeout=100, fresh=True)
+    for said in ranks:
+        assert said["waits"] == [[], []] and all(said["kernels"])
+        assert all(map(torch.equal, said["gradients"], ranks[0]["gradients"]))
+
+
+def on_common_ground(rank: int, world_size: int) -> list[bool]:
+    found = []
+    for spec in ("exact", "exact:bits=16", "randk:positions=shared,ratio=0.1"):
+        for feedback in (False, True):
+            here = torch.randn(50_000, generator=torch.Generator().manual_seed(rank))
+            lost = torch.zeros(50_000) if feedback else None
+            device, lost_there = here.cuda(), there(lost)
+            C.all_reduce(here, "avg", codec=spec, seed=4, residual=lost)
+            C.all_reduce(device, "avg", codec=spec, seed=4, residual=lost_there)
+            found.append(same(here, device) and (lost is None or same(lost, lost_there)))
+    return found
+
+
+def test_sums_on_common_ground_have_the_cpu_s_bits() -> None:
+    for said in run_ranks(on_common_ground, 2, env={"DTCOMM_RUNTIME": "auto"}, timeout=100):
+        assert all(said)

@@ -1,0 +1,70 @@
+"""The passes of low-rank compression as a device takes them, on CPU tensors, beside the CPU's kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dtcomm.kernels import lowrank, lowrank_there
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "columns", "rank"), [(1, 1, 1), (64, 33, 1), (33, 700, 4), (300, 20, 9)])
+@pytest.mark.parametrize("feedback", [False, True])
+def test_passes(
+    rows: int, columns: int, rank: int, dtype: torch.dtype, feedback: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lowrank_there, "CHUNK", 1000)  # several pieces
+    dice = torch.Generator().manual_seed(rows)
+    gradient = torch.randn(rows * columns, generator=dice).to(dtype)
+    lost = torch.randn(rows * columns, generator=dice) if feedback else None
+    left, right = torch.randn(rank, rows, generator=dice), torch.randn(rank, columns, generator=dice)
+    for project, other, out in (("project_rows", right, left), ("project_columns", left, right)):
+        found = torch.empty_like(out)
+        getattr(lowrank, project)(gradient, lost, other, out)
+        getattr(lowrank_there, project)(gradient, lost, other, found)
+        torch.testing.assert_close(found, out, rtol=1e-4, atol=1e-3)
+    both = [(gradient.clone(), None if lost is None else lost.clone()) for _ in range(3)]
+    lowrank.expand(*both[0], left, right)
+    lowrank_there.expand(*both[1], left, right, torch.tensor(True))
+    lowrank_there.expand(*both[2], left, right, torch.tensor(False))
+    assert torch.equal(both[0][0], both[1][0]) and bool(both[2][0].isnan().all())
+    if lost is not None:
+        assert torch.equal(both[0][1], both[1][1]) and torch.equal(both[2][1], lost)  # type: ignore[arg-type]
+
+
+def orthonormal(vectors: torch.Tensor) -> None:
+    torch.testing.assert_close(vectors @ vectors.t(), torch.eye(len(vectors)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_rows_become_orthonormal_and_span_what_they_did(scale: float) -> None:
+    given = torch.randn(6, 500, generator=torch.Generator().manual_seed(1)) * scale
+    found = given.clone()
+    lowrank_there.orthonormalise(found, 3)
+    orthonormal(found)
+    unit = given / given.abs().amax()
+    torch.testing.assert_close(unit @ found.t() @ found, unit, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[0], unit[0] / unit[0].norm(), rtol=1e-5, atol=1e-6)
+
+
+def test_what_depends_on_others_gives_place() -> None:
+    given = torch.randn(5, 40, generator=torch.Generator().manual_seed(2))
+    given[1], given[2], given[4] = 0.0, given[0], 3 * given[3] - given[0]
+    found = given.clone()
+    lowrank_there.orthonormalise(found, 7)
+    orthonormal(found)
+    zeros = [torch.zeros(8, 8), torch.zeros(8, 8)]  # all directions that there are
+    for key, vectors in enumerate(zeros):
+        lowrank_there.orthonormalise(vectors, key)
+        orthonormal(vectors)
+    assert not torch.equal(*zeros)
+
+
+def test_rows_that_are_no_numbers_stay() -> None:
+    given = torch.randn(3, 10)
+    given[1, 2], given[2, 0] = torch.nan, torch.inf
+    found = given.clone()
+    lowrank_there.orthonormalise(found, 0)
+    assert torch.allclose(found[1:], given[1:], rtol=0, atol=0, equal_nan=True)
+    assert bool(torch.isfinite(found[0]).all())
