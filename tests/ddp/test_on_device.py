@@ -108,9 +108,9 @@ def cases() -> Iterator[dict[str, Any]]:
     for first in range(0, len(specs), len(MATRICES)):
         yield {"spec": policy(specs[first : first + len(MATRICES)])}
     some = ["topk:ratio=0.1", "powersgd:rank=2", "int4"]
-    for feedback in (*FEEDBACKS, False):
+    for feedback in (*FEEDBACKS[1:], False):  # the first one is what the others above have
         yield {"spec": policy(some), "feedback": feedback}
-    for form in FORMS:
+    for form in list(FORMS)[1:]:
         yield {"spec": policy(some), "residual": form}
     # Its momentum goes to all parameters.
     yield {"spec": policy(["dgc", "dgc:ratio=0.05,clip=1.0,warmup=2", "int8"])}
@@ -176,7 +176,7 @@ def test_no_compressor_waits_for_the_device() -> None:
     [("wait", "has not waited"), ("hold", "not held"), ("exchange", "has not waited")],
 )
 def test_what_is_left_out_is_noticed(leave_out: str, fault: str) -> None:
-    options = [{"spec": "int8", "residual": "int8"}, {"spec": "powersgd"}, {"spec": "dgc"}]
+    options = [{"spec": "int8", "residual": "int8"}, {"spec": "powersgd"}]
     for ranks in of_ranks(options, leave_out):
         assert any(fault in each for each in ranks[0]["faults"]), ranks[0]["faults"]
 
