@@ -65,20 +65,23 @@ def expand(
 
 
 def orthonormalise(vectors: torch.Tensor, key: int) -> None:
-    """Gram-Schmidt, in order, three times over; what a row is replaced by comes from its number and ``key``."""
-    for k, row in enumerate(vectors):
-        before = vectors[:k]
-        spare = _spare(vectors, k, key)
-        top = row.abs().amax()
-        x = torch.where(top >= LEAST, row / top, spare)
-        length = _length(x)
-        x = _apart(before, x)
-        x = torch.where(_length(x) > length * LOST, x, spare)
-        length = _length(x)
-        x = _apart(before, _apart(before, x))
-        left = _length(x)
-        found = torch.where(left > length * LOST, x / left, 0.0)
-        row.copy_(torch.where(torch.isfinite(top), found, row))
+    """Gram-Schmidt, in order, twice over; what a row is replaced by comes from its number and ``key``.
+
+    Every operator takes the host some microseconds, so what all rows have in common is done to all at once.
+    """
+    count = len(vectors)
+    spare = _spare(vectors, key)
+    tops = vectors.abs().amax(1, keepdim=True)
+    given = torch.where(tops >= LEAST, vectors / tops, spare)
+    lengths, spares = (torch.linalg.vector_norm(each, dim=1) * LOST for each in (given, spare))
+    found = torch.empty_like(vectors)
+    for k in range(count):
+        x = _apart(found[:k], given[k])
+        there = torch.linalg.vector_norm(x) > lengths[k]
+        x = _apart(found[:k], torch.where(there, x, spare[k]))
+        left = torch.linalg.vector_norm(x)
+        found[k].copy_(torch.where(there | (left > spares[k]), x / left, 0.0))
+    vectors.copy_(torch.where(torch.isfinite(tops), found, vectors))
 
 
 def _terms(
@@ -98,12 +101,9 @@ def _apart(before: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return x - (along * before).sum(0)
 
 
-def _length(x: torch.Tensor) -> torch.Tensor:
-    return (x * x).sum().sqrt()
-
-
-def _spare(vectors: torch.Tensor, k: int, key: int) -> torch.Tensor:
-    """Random numbers between -0.5 and 0.5 that no other row has."""
-    first = mixer.mix32(mixer.absorb(key, k) & 0xFFFFFFFF)
-    at = torch.arange(vectors.shape[1], device=vectors.device)
-    return (common_there.mix32(at + first & 0xFFFFFFFF) >> 8).float() * 2.0**-24 - 0.5
+def _spare(vectors: torch.Tensor, key: int) -> torch.Tensor:
+    """Random numbers between -0.5 and 0.5, as many."""
+    first = mixer.mix32(key & 0xFFFFFFFF)
+    at = torch.arange(vectors.numel(), device=vectors.device)
+    found = (common_there.mix32(at + first & 0xFFFFFFFF) >> 8).float() * 2.0**-24 - 0.5
+    return found.view(vectors.shape)
