@@ -88,7 +88,11 @@ void dense_block(const HostWarp& warp, Room& room, const cuda::Call& call, const
 
 }  // namespace
 
-bool combine_on_fibers(const Codec& codec, const Combine& call, const std::uint8_t* const* table, cuda::Watch* watch) {
+int barriers_on_fibers() { return fibers().barriers(); }
+
+bool combine_on_fibers(const Codec& codec, const Combine& call, const std::uint8_t* const* table, cuda::Watch* watch,
+                       int kept_back) {
+  fibers().keep_back(kept_back);
   if (cuda::verbatim(codec, call)) return false;
   if (codec.family == Family::none && cuda::exact_type(call.dtype)) return combine_exact(call, table);
   const cuda::Call planned = cuda::plan(codec, call, table);

@@ -22,6 +22,10 @@ class Fibers {
 
   // Told from now on; nullptr: nobody.
   void watch(Watch* watch) { watch_ = watch; }
+  // But for one: the n-th barrier of each thread block from now on; -1: none.
+  void keep_back(int barrier) { kept_back_ = barrier; }
+  // Of the last thread block.
+  int barriers() const { return barriers_; }
 
   // What is done while it lives is a lane's doing, between two calls of the fibers.
   class Inside {
@@ -40,6 +44,7 @@ class Fibers {
   void run(unsigned threads, const std::function<void(unsigned)>& body, unsigned first = 0) {
     threads_ = threads;
     first_ = first;
+    barriers_ = 0;
     for (unsigned lane = 0; lane < threads; ++lane) lanes_[lane].turn = 0;
     if (watch_) {
       watch_->constant(this, sizeof *this);
@@ -76,7 +81,7 @@ class Fibers {
   // All lanes of the thread block meet.
   void barrier() {
     leave();
-    if (thread() + 1 == threads_) meet(0, threads_);
+    if (thread() + 1 == threads_ && barriers_++ != kept_back_) meet(0, threads_);
     stacks_.hand_on((thread() + 1) % threads_);
     enter();
   }
@@ -112,6 +117,7 @@ class Fibers {
   std::vector<Lane> lanes_;
   Stacks stacks_;
   unsigned threads_ = 0, first_ = 0;
+  int barriers_ = 0, kept_back_ = -1;
 };
 
 // What lanes.cuh's WarpLanes is on a device.
