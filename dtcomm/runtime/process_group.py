@@ -33,7 +33,7 @@ from dtcomm.runtime.flight import Flight, Recorder, Sighting
 from dtcomm.runtime.headers import compare
 from dtcomm.runtime.plan import WINDOW, Plan
 from dtcomm.runtime.queued import Item, Outcome, QueuedWork, disjoint
-from dtcomm.runtime.replay import Messages, Replay
+from dtcomm.runtime.replay import TAGS, Messages, Replay
 from dtcomm.runtime.sealed import Sealed, Wire
 from dtcomm.runtime.shape import Shape
 from dtcomm.runtime.shm import Buffers
@@ -328,7 +328,19 @@ class ProcessGroupRuntime:
         try:
             handle.wait(self._timeout)
         except RuntimeError as error:
-            raise self._blame.error(peer, error, doing) from error
+            raise self._blame.error(peer, self._cause(peer, error), doing) from error
+
+    def _cause(self, peer: int, error: RuntimeError) -> RuntimeError:
+        # When a connection ends Gloo fails what waits for its match, but not what it is just writing or reading: that
+        # runs into the timeout. The connection knows better, and tells whoever begins something on it.
+        if "timed out" in str(error).lower() and self._group is not None:
+            try:
+                self._group.recv(
+                    [torch.empty(1, dtype=torch.uint8)], peer, TAGS
+                )  # nobody sends with this tag
+            except RuntimeError as ended:
+                return error if "timeout" in str(ended).lower() else ended
+        return error
 
     def _compare(self, plan: Plan, agreed: int) -> None:
         text = f"call {self._operations}: {plan.text}" + (f" with number {agreed}" if agreed else "")
