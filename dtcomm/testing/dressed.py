@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 from dtcomm.kernels import dispatch, native
 from dtcomm.kernels.call import Combine
 from dtcomm.runtime import streams as runtime_streams
-from dtcomm.testing.streams import WAITS, RecordedStreams, accesses, unwatched
+from dtcomm.testing.streams import RecordedStreams
+from dtcomm.testing.watching import WAITS, accesses, unwatched
 
 DEVICE = torch.device("cuda", 0)
 

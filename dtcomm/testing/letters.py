@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from dtcomm.testing.streams import GROUP, Clock, RecordedStreams, unwatched
+from dtcomm.testing.streams import GROUP, Clock, RecordedStreams
+from dtcomm.testing.watching import unwatched
 
 
 class Letters:

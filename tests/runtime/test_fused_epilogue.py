@@ -20,8 +20,9 @@ from dtcomm.runtime.local import Operation, World, run
 from dtcomm.runtime.peer import PeerRuntime
 from dtcomm.runtime.shape import Part, Shape
 from dtcomm.runtime.shm import Buffers
-from dtcomm.testing.streams import RecordedStreams, unwatched
+from dtcomm.testing.streams import RecordedStreams
 from dtcomm.testing.virtual import VirtualRanks
+from dtcomm.testing.watching import unwatched
 from dtcomm.tp.emulate import summed
 from dtcomm.tp.two_step import Epilogue, Norm, two_step
 from dtcomm.tp.wire import Wire

@@ -20,7 +20,8 @@ from dtcomm.runtime.shape import Part, Shape
 from dtcomm.runtime.shm import Buffers
 from dtcomm.testing.letters import Letters
 from dtcomm.testing.ranks import run_ranks
-from dtcomm.testing.streams import HOST, RecordedStreams, unwatched, watched
+from dtcomm.testing.streams import HOST, RecordedStreams
+from dtcomm.testing.watching import unwatched, watched
 from tests.kernels.inputs import floats
 from tests.runtime.everything import calls
 from tests.runtime.rendezvous import Port, Rendezvous
