@@ -47,7 +47,7 @@ def test_sanitizer_sized_virtual_ranks() -> None:
         virtual.check()
 
 
-@pytest.mark.parametrize("algorithm", ["two_shot", "one_shot"])
+@pytest.mark.parametrize("algorithm", ["two_shot", "one_shot", "ring", "tree", "halving"])
 def test_a_graph_replays_fused_collectives(algorithm: str) -> None:
     ranks, numel = 4, 30_000
     virtual = VirtualRanks(ranks, "cuda")
@@ -62,14 +62,15 @@ def test_a_graph_replays_fused_collectives(algorithm: str) -> None:
             x.fill_(turn + rank)
         graph.replay()
         expected = float(sum(turn + rank for rank in range(ranks)))
-        assert all(torch.allclose(x, torch.full_like(x, expected), rtol=0.01) for x in xs)
+        assert all(torch.allclose(x, torch.full_like(x, expected), rtol=0.05) for x in xs)
     virtual.check()
 
 
-def test_fused_kernels_are_queued_without_a_wait() -> None:
+@pytest.mark.parametrize("algorithm", ["two_shot", "ring"])
+def test_fused_kernels_are_queued_without_a_wait(algorithm: str) -> None:
     virtual = VirtualRanks(2, "cuda")
     xs = [torch.ones(1000, device="cuda") for _ in range(2)]
-    plan = virtual.plan("all_reduce", 1000, torch.float32, "int8", algorithm="two_shot")
+    plan = virtual.plan("all_reduce", 1000, torch.float32, "int8", algorithm=algorithm)
     virtual.run(plan, xs, xs)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,4 +1,4 @@
-"""Lowered programs (ring, tree, one's own schedule) by the fused kernels on a device: the engine's bytes, graphs."""
+"""Lowered programs (ring, tree, one's own) by the fused kernels on a device: the engine's bytes, absent ranks."""
 
 from __future__ import annotations
 
@@ -70,38 +70,6 @@ def test_sanitizer_sized_programs() -> None:
         plan = virtual.fused.prepare(case.shape, case.operations[0].schedule)
         virtual.fused.launch(plan, [[each] for each in ours])
         virtual.check()
-
-
-@pytest.mark.parametrize("algorithm", ["ring", "tree", "halving"])
-def test_a_graph_replays_programs(algorithm: str) -> None:
-    ranks, numel = 4, 30_000
-    virtual = VirtualRanks(ranks, "cuda")
-    plan = virtual.plan("all_reduce", numel, torch.float32, "int8", algorithm=algorithm)
-    xs = [torch.full((numel,), float(rank), device="cuda") for rank in range(ranks)]
-    virtual.run(plan, xs, xs)  # kernels are loaded when they are first used
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        virtual.run(plan, xs, xs)
-    for turn in range(3):
-        for rank, x in enumerate(xs):
-            x.fill_(turn + rank)
-        graph.replay()
-        expected = float(sum(turn + rank for rank in range(ranks)))
-        assert all(torch.allclose(x, torch.full_like(x, expected), rtol=0.05) for x in xs)
-    virtual.check()
-
-
-def test_programs_are_queued_without_a_wait() -> None:
-    virtual = VirtualRanks(2, "cuda")
-    xs = [torch.ones(1000, device="cuda") for _ in range(2)]
-    plan = virtual.plan("all_reduce", 1000, torch.float32, "int8", algorithm="ring")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(3):
-            virtual.run(plan, xs, xs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    virtual.check()
 
 
 def test_a_rank_that_does_not_come_to_a_program_is_named() -> None:
