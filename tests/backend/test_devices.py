@@ -81,6 +81,8 @@ def test_every_operation_on_a_gpu_is_handed_on_and_named(monkeypatch: pytest.Mon
     process_group.BackendType = Child.BackendType  # type: ignore[attr-defined]
     stand_in = SimpleNamespace(ProcessGroup=process_group, is_nccl_available=lambda: nccl)
     monkeypatch.setattr(children, "dist", stand_in)
+    there = SimpleNamespace(device=torch.device, cuda=SimpleNamespace(is_available=lambda: True))
+    monkeypatch.setattr(children, "torch", there)
     monkeypatch.setattr(children.Children, "_nccl", lambda *_: "nccl")
     monkeypatch.setattr(children.Children, "_gloo", lambda *_: "gloo")
     group = Group(dist.HashStore(), 0, 2, timedelta(seconds=5), "devices")
