@@ -43,6 +43,23 @@ def decode(
     codec: bytes, payload: int, numel: int, dtype: int, out: int, out_dtype: int, stream: int
 ) -> None: ...
 
+# csrc/python/cuda_lowrank.cpp
+MOST_VECTORS: int  # of one kernel
+
+def orthonormalise(vectors: list[tuple[int, int, int, int]], stream: int) -> None: ...
+def expand(
+    gradient: int,
+    dtype: int,
+    residual: int,
+    rows: int,
+    columns: int,
+    rank: int,
+    left: int,
+    right: int,
+    finite: int,
+    stream: int,
+) -> None: ...
+
 # csrc/python/cuda_fused.cpp
 MOST_RANKS: int
 MOST_BLOCKS: int

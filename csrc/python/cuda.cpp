@@ -2,7 +2,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -39,14 +38,6 @@ py::dict platform() {
 }
 
 bool floating(DType dtype) { return dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16; }
-
-void check_aligned(const char* name, std::uintptr_t address, std::size_t to) {
-  if (address % to != 0) throw py::value_error(std::string(name) + ": must be aligned to " + std::to_string(to));
-}
-
-void raise_if(const char* error) {
-  if (error) throw std::runtime_error(std::string("CUDA: ") + error);
-}
 
 void check_floats(const char* name, DType dtype) {
   if (!floating(dtype)) throw py::value_error(std::string(name) + ": must be fp32, fp16 or bf16");
@@ -150,6 +141,7 @@ PYBIND11_MODULE(_cuda, module) {
              py::arg("out"), py::arg("out_dtype"), py::arg("stream"),
              "out = the decoded payload in out_dtype, queued on the stream; addresses are the device's.");
   bind_cuda_fused(module);
+  bind_cuda_lowrank(module);
 }
 
 }  // namespace dtcomm::python

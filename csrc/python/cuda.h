@@ -1,10 +1,25 @@
-// Each binding file of `_cuda` adds its part to the module; cuda.cpp calls them.
+// Each binding file of `_cuda` adds its part to the module; cuda.cpp calls them. What they say of wrong arguments and
+// of CUDA's errors.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
 namespace dtcomm::python {
 
 void bind_cuda_fused(pybind11::module_& module);
+void bind_cuda_lowrank(pybind11::module_& module);
+
+inline void check_aligned(const char* name, std::uintptr_t address, std::size_t to) {
+  if (address % to != 0) throw pybind11::value_error(std::string(name) + ": must be aligned to " + std::to_string(to));
+}
+
+inline void raise_if(const char* error) {
+  if (error) throw std::runtime_error(std::string("CUDA: ") + error);
+}
 
 }  // namespace dtcomm::python

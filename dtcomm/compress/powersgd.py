@@ -167,22 +167,26 @@ def stages(
         assert work is not None  # it is with async_op
         return work
 
+    def orthonormalise(sides: list[tuple[Task, torch.Tensor]]) -> None:
+        lowrank.orthonormalise_each([side for _, side in sides], [_key(task.name) for task, _ in sides])
+
     by_rows = [not task.scheme.alternate or step % 2 == 0 for task in tasks]
+    every = list(zip(tasks, lefts, rights, by_rows, strict=True))
     first, second = [], []
-    for task, left, right, rows in zip(tasks, lefts, rights, by_rows, strict=True):
+    orthonormalise(
+        [(task, right if rows else left) for task, left, right, rows in every if task.scheme.alternate]
+    )
+    for task, left, right, rows in every:
         if rows:
-            if task.scheme.alternate:
-                lowrank.orthonormalise(right, _key(task.name))
             lowrank.project_rows(task.gradient, task.residual, right, left)
             first.append((task, left))
         else:
-            lowrank.orthonormalise(left, _key(task.name))
             lowrank.project_columns(task.gradient, task.residual, left, right)
             first.append((task, right))
     yield average(first, True)
-    for task, left, right in zip(tasks, lefts, rights, strict=True):
+    orthonormalise([(task, left) for task, left, _, _ in every if not task.scheme.alternate])
+    for task, left, right, _ in every:
         if not task.scheme.alternate:
-            lowrank.orthonormalise(left, _key(task.name))
             lowrank.project_columns(task.gradient, task.residual, left, right)
             second.append((task, right))
     if second:

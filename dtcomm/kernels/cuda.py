@@ -6,6 +6,8 @@ a CUDA graph may capture it. Tensors are checked by the caller (contiguous, of t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from dtcomm import _cuda
@@ -61,6 +63,44 @@ def decode(codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, 
             ELEMENT_TYPES[out.dtype],
             torch.cuda.current_stream(device).cuda_stream,
         )
+
+
+def orthonormalise(vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
+    """:func:`dtcomm.kernels.lowrank.orthonormalise_each`, a kernel for every 64 of them."""
+    device = _device_of(*vectors)
+    stated = [(each.data_ptr(), *_sides(each), key) for each, key in zip(vectors, keys, strict=True)]
+    with torch.cuda.device(device):
+        _cuda.orthonormalise(stated, torch.cuda.current_stream(device).cuda_stream)
+
+
+def expand(
+    gradient: torch.Tensor,
+    residual: torch.Tensor | None,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    finite: torch.Tensor | None = None,
+) -> None:
+    """:func:`dtcomm.kernels.lowrank.expand` as one kernel."""
+    device = _device_of(gradient, residual, left, right, finite)
+    (rank, rows), (_, columns) = _sides(left), _sides(right)
+    with torch.cuda.device(device):
+        _cuda.expand(
+            gradient.data_ptr(),
+            ELEMENT_TYPES[gradient.dtype],
+            _address(residual),
+            rows,
+            columns,
+            rank,
+            left.data_ptr(),
+            right.data_ptr(),
+            _address(finite),
+            torch.cuda.current_stream(device).cuda_stream,
+        )
+
+
+def _sides(factor: torch.Tensor) -> tuple[int, int]:
+    count, n = factor.shape
+    return count, n
 
 
 def _table(payloads: list[int], device: torch.device) -> torch.Tensor | None:

@@ -22,6 +22,7 @@ from dtcomm.codecs import Codec, Exact
 from dtcomm.kernels import triton
 
 REFERENCE, CUDA, TRITON = "reference", "cuda", "triton"
+TORCH = "torch"  # no kernels: what :func:`for_factors` says where there are none
 ELSEWHERE = frozenset({CUDA, TRITON})  # what :func:`module` has
 
 # One list for the process and not one per thread: autograd runs a model's hooks on threads of its own.
@@ -89,8 +90,16 @@ def for_call(codec: Codec, argument: str, tensor: torch.Tensor) -> str:
     return _able(name, codec)
 
 
+def for_factors() -> str:
+    """What makes factors of low rank orthonormal on a device, and multiplies them: `cuda`, unless `triton` is forced or
+    `_cuda` was not built; then `torch`, the operators of torch, with bits of their own.
+    """
+    name = _force()
+    return CUDA if CUDA in ((name,) if name else _for_devices()) else TORCH
+
+
 def module(name: str) -> Any:
-    """What runs `cuda` or `triton`: a module with ``combine`` and ``decode``."""
+    """What runs `cuda` or `triton`: a module with ``combine`` and ``decode``; of `cuda` also with what factors need."""
     return import_module("dtcomm.kernels.cuda") if name == CUDA else triton
 
 

@@ -5,18 +5,21 @@ What is compressed is gradient + residual, read once a pass and never stored. Fa
 order, so that ranks with the same factors hold the same bits afterwards, whatever their CPUs.
 
 A gradient is fp32, fp16 or bf16 [rows, columns] or flat; a residual fp32, of as many elements, or None. Both are
-dense and on one device; on others than the CPU the passes are torch's (`lowrank_there`). ValueError and TypeError name
-the argument.
+dense and on one device. On others than the CPU projections are torch's matrix products (`lowrank_there`); the other
+passes are kernels of CUDA with the CPU's bits, or torch's operators: :func:`dtcomm.kernels.dispatch.for_factors` says
+which. ValueError and TypeError name the argument.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from dtcomm import _C
 from dtcomm.codecs.base import ELEMENT_TYPES, FLOAT_TYPES
-from dtcomm.kernels import checks, lowrank_there, native
-from dtcomm.kernels.dispatch import REFERENCE, current
+from dtcomm.kernels import checks, dispatch, lowrank_there, native
+from dtcomm.kernels.dispatch import CUDA, REFERENCE, TORCH, current, for_factors
 from dtcomm.kernels.reference import lowrank as reference
 
 MOST_RANK = 64  # csrc/cpu/kernels.h's kMostRank
@@ -62,7 +65,8 @@ def expand(
     """
     matrix = _matrix(gradient, residual, left, right)
     if not gradient.is_cpu:
-        lowrank_there.expand(gradient, residual, left, right, finite)
+        there = lowrank_there if for_factors() == TORCH else dispatch.module(CUDA)
+        there.expand(gradient, residual, left, right, finite)
     elif finite is not None:
         raise ValueError("finite: goes with tensors on a device; expected None")
     elif current() == REFERENCE:
@@ -77,18 +81,28 @@ def orthonormalise(vectors: torch.Tensor, key: int = 0) -> None:
     A row that depends on those before it (a zero one, say) is replaced by a random one, drawn by ``key``; where
     there are no more directions by zeros. Rows that hold NaN or Inf stay as they are.
     """
-    checks.floats("vectors", vectors, vectors.numel(), torch.float32)
-    if vectors.ndim != 2:
-        raise ValueError(f"vectors: expected 2 dimensions, got {vectors.ndim}")
-    count, n = vectors.shape
-    if vectors.numel() == 0:
+    orthonormalise_each([vectors], [key])
+
+
+def orthonormalise_each(vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
+    """:func:`orthonormalise` for each of ``vectors``, all on one device, with a key each: there as one kernel."""
+    if len(vectors) != len(keys):
+        raise ValueError(f"keys: expected {len(vectors)}, as many as vectors, got {len(keys)}")
+    for each in vectors:
+        checks.floats("vectors", each, each.numel(), torch.float32, beside=vectors[0])
+        if each.ndim != 2:
+            raise ValueError(f"vectors: expected 2 dimensions, got {each.ndim}")
+    there = [(each, checks.word("key", key)) for each, key in zip(vectors, keys) if each.numel()]
+    if there and not there[0][0].is_cpu and for_factors() == CUDA:
+        dispatch.module(CUDA).orthonormalise([each for each, _ in there], [word for _, word in there])
         return
-    if not vectors.is_cpu:
-        lowrank_there.orthonormalise(vectors, checks.word("key", key))
-    elif current() == REFERENCE:
-        reference.orthonormalise(vectors, checks.word("key", key))
-    else:
-        _C.orthonormalise(native.current_name(), vectors.data_ptr(), count, n, checks.word("key", key))
+    for each, key in there:
+        if not each.is_cpu:
+            lowrank_there.orthonormalise(each, key)
+        elif current() == REFERENCE:
+            reference.orthonormalise(each, key)
+        else:
+            _C.orthonormalise(native.current_name(), each.data_ptr(), *each.shape, key)
 
 
 def _matrix(

@@ -1,8 +1,9 @@
 """The passes of low-rank compression on tensors of a device, as torch's own operators, which nobody waits for.
 
-The product of the factors is added up element by element in the order of the CPU's kernels, with its bits. Projections
-are matrix products, in the order that the device's library takes: ranks average them. Only the orthonormal factors,
-which every rank makes for itself, rest on sums of torch's that are the same on devices of the same model.
+Projections are matrix products, in the order that the device's library takes: ranks average them. The other passes
+serve where there are no kernels of CUDA (`dispatch.for_factors`). The product of the factors is added up element by
+element in the order of the CPU's kernels, with its bits. Only the orthonormal factors, which every rank makes for
+itself, rest on sums of torch's that are the same on devices of the same model.
 """
 
 from __future__ import annotations

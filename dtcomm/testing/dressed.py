@@ -9,7 +9,7 @@ when an event behind it has been looked at. Codecs run by the CPU's kernels.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from dtcomm.kernels import dispatch, native
+from dtcomm.kernels import dispatch, lowrank, native
 from dtcomm.kernels.call import Combine
 from dtcomm.runtime import streams as runtime_streams
 from dtcomm.testing.streams import RecordedStreams
@@ -283,6 +283,34 @@ class _Kernels:
             judge.access(out.host, True)
         with unwatched():
             native.decode(native.current_name(), codec, payload.host, numel, dtype, out.host)
+
+    @staticmethod
+    def orthonormalise(vectors: Sequence[Any], keys: Sequence[int]) -> None:
+        judge = _judge()
+        for each, key in zip(vectors, keys, strict=True):
+            if judge is not None:
+                judge.access(each.host, True)
+            with unwatched():
+                lowrank.orthonormalise(each.host, key)
+
+    @staticmethod
+    def expand(gradient: Any, residual: Any, left: Any, right: Any, finite: Any) -> None:
+        judge = _judge()
+        if judge is not None:
+            for each, written in (
+                (left, False),
+                (right, False),
+                (finite, False),
+                (gradient, True),
+                (residual, True),
+            ):
+                if each is not None:
+                    judge.access(each.host, written)
+        with unwatched():
+            if finite is None or bool(finite.host):
+                lowrank.expand(gradient.host, _host(residual), left.host, right.host)
+            else:
+                gradient.host.fill_(float("nan"))
 
 
 @contextmanager

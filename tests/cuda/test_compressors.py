@@ -16,7 +16,7 @@ from dtcomm import ddp
 from dtcomm.codecs import Exact, RandK, codec
 from dtcomm.compress.memory import FEEDBACKS
 from dtcomm.compress.scheme import COMPRESSORS
-from dtcomm.kernels import common, lowrank
+from dtcomm.kernels import common, dispatch, lowrank
 from dtcomm.testing.ranks import run_ranks
 from dtcomm.testing.waits import trace
 from tests.cuda.cases import ON_A_DEVICE, PEER, Given
@@ -126,6 +126,41 @@ def test_passes_of_low_rank(rank: int, dtype: torch.dtype) -> None:
     with no_wait():
         lowrank.expand(*on_device)
     assert same(gradient, on_device[0]) and same(lost, on_device[1])
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4, 8, 32])
+def test_passes_of_low_rank_as_kernels(rank: int) -> None:
+    """The CPU's bits, captured and replayed: rows that are zero, depend on others or are no numbers too."""
+    if dispatch.for_factors() != dispatch.CUDA:
+        pytest.skip("_cuda was not built")
+    cpu = [torch.randn(rank, n) for n in (3, 33, 3840, 3841, 50_257)]
+    cpu += [torch.zeros(rank, 100), torch.randn(1, 300).repeat(rank, 1), torch.randn(rank, 1000) * 1e30]
+    cpu[-1][rank // 2, 7] = torch.nan
+    cpu += [torch.randn(rank, 20 + at) for at in range(60)]  # more than one kernel takes
+    device, keys = [each.cuda() for each in cpu], list(range(len(cpu)))
+    lowrank.orthonormalise_each(cpu, keys)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        lowrank.orthonormalise_each(device, keys)
+    with no_wait():
+        graph.replay()
+    assert all(map(same, cpu, device))
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        gradient, lost = torch.randn(301 * 77).to(dtype), torch.randn(301 * 77)
+        factors = torch.randn(rank, 301), torch.randn(rank, 77)
+        on_device = [each.cuda() for each in (gradient, lost, *factors)]
+        finite = torch.ones((), dtype=torch.bool).cuda()
+        lowrank.expand(gradient, lost, *factors)
+        with no_wait():
+            lowrank.expand(*on_device)
+        assert same(gradient, on_device[0]) and same(lost, on_device[1])
+        if on_device[0].is_cuda:
+            with no_wait():
+                lowrank.expand(*on_device, ~finite)
+            assert bool(on_device[0].isnan().all()) and same(lost, on_device[1])
+            lowrank.expand(gradient, None, *factors)
+            lowrank.expand(on_device[0], None, *on_device[2:], finite)
+            assert same(gradient, on_device[0])
 
 
 def hooked(rank: int, world_size: int, spec: str, feedback: bool | str) -> dict[str, Any]:

@@ -82,7 +82,43 @@ def test_decode_refuses_before_it_queues() -> None:
             _cuda.decode(codec, **(right | change))
 
 
+def expand(**change: Any) -> None:
+    right = {
+        "gradient": 64,
+        "dtype": 0,
+        "residual": 0,
+        "rows": 3,
+        "columns": 4,
+        "rank": 2,
+        "left": 64,
+        "right": 64,
+    }
+    _cuda.expand(**(right | {"finite": 0, "stream": 0} | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": 6}, "dtype: must be fp32, fp16 or bf16"),
+        ({"rank": 0}, "rank: must be 1 to 64"),
+        ({"rank": 65}, "rank: must be 1 to 64"),
+        ({"gradient": 66}, "gradient: must be aligned to 4"),
+        ({"gradient": 65, "dtype": 1}, "gradient: must be aligned to 2"),
+        ({"residual": 66}, "residual: must be aligned to 4"),
+        ({"left": 66}, "left: must be aligned to 4"),
+        ({"right": 66}, "right: must be aligned to 4"),
+    ],
+)
+def test_expand_refuses_before_it_queues(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        expand(**change)
+    with pytest.raises(ValueError, match="vectors: must be aligned to 4"):
+        _cuda.orthonormalise([(66, 1, 1, 0)], 0)
+
+
 def test_nothing_is_queued_for_nothing() -> None:
+    expand(rows=0)
+    _cuda.orthonormalise([], 0)
     combine(numel=0)
 
 
@@ -94,6 +130,9 @@ def test_tensors_must_be_on_one_device() -> None:
         cuda.combine(Combine(codec=codecs.codec("int8"), numel=8, dtype=x.dtype, local=x))
     with pytest.raises(ValueError, match="all on one CUDA device"):
         cuda.decode(codecs.codec("int8"), x.to("meta"), 8, x.dtype, x)
+    for call in (lambda: cuda.expand(x, None, x, x), lambda: cuda.orthonormalise([x], [0])):
+        with pytest.raises(ValueError, match="all on one CUDA device"):
+            call()
 
 
 @pytest.mark.skipif(bool(_cuda.platform()["devices"]), reason="tests what is said where there is no device")
@@ -116,3 +155,7 @@ def test_tensors_must_be_on_one_device() -> None:
 def test_without_a_device_cuda_says_so(spec: str) -> None:
     with pytest.raises(RuntimeError, match="CUDA"):
         combine(codec=codecs.codec(spec).native())
+    with pytest.raises(RuntimeError, match="CUDA"):
+        expand(dtype=len(spec) % 3)
+    with pytest.raises(RuntimeError, match="CUDA"):
+        _cuda.orthonormalise([(64, 1, 1, 0)] * 65, 0)

@@ -17,6 +17,7 @@ from dtcomm.compress.feedback import FORMS
 from dtcomm.compress.memory import FEEDBACKS
 from dtcomm.compress.scheme import COMPRESSORS
 from dtcomm.ddp.meet import Group
+from dtcomm.kernels import dispatch, lowrank
 from dtcomm.testing.dressed import device, dress, unjudged
 from dtcomm.testing.dressed_ranks import devices
 from dtcomm.testing.ranks import run_ranks
@@ -169,6 +170,21 @@ def test_no_compressor_waits_for_the_device() -> None:
             for here, there in said["errors"]:
                 assert here == pytest.approx(there, rel=0.05), options
             assert all(said["residuals"].values()) and said["events"][0] == said["events"][1]
+
+
+def without_kernels(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    with mock.patch.object(lowrank, "for_factors", lambda: dispatch.TORCH):
+        return run(rank, world_size, cases)
+
+
+def test_nor_does_low_rank_by_operators_of_torch() -> None:
+    cases = [{"spec": policy(MORE["powersgd"])}]
+    ranks = run_ranks(without_kernels, 2, cases, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120)
+    for (said,) in ranks:
+        assert said["faults"] == [] and all(map(alike, said["there"], ranks[0][0]["there"]))
+        for at, (here, there) in enumerate(zip(said["here"], said["there"], strict=True)):
+            if at // len(BUCKETS) <= BAD:
+                torch.testing.assert_close(there, here, equal_nan=True, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

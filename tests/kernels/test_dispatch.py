@@ -181,6 +181,19 @@ def test_forcing_a_device_s_kernel(device: Callable[..., list[str]]) -> None:
     assert ran == ["triton int8 on cuda:0"]
 
 
+def test_what_factors_of_low_rank_are_made_by(device: Callable[..., list[str]]) -> None:
+    """CUDA's kernels or torch's operators: there are none of Triton."""
+    device("cuda", "triton")
+    assert dispatch.for_factors() == "cuda"
+    for name in ("cuda", "triton"):
+        with use(name):
+            assert dispatch.for_factors() == {"cuda": "cuda", "triton": "torch"}[name]
+    device("triton")
+    assert dispatch.for_factors() == "torch"
+    device()
+    assert dispatch.for_factors() == "torch"
+
+
 def test_nothing_runs_it(device: Callable[..., list[str]]) -> None:
     """The error says what to install, and whether that would help."""
     device()

@@ -97,6 +97,21 @@ def test_bad_numbers_stay(kernel: str) -> None:
     assert vectors[1, 4] == float("inf") and not torch.isfinite(vectors[1:]).all()
 
 
+@pytest.mark.parametrize("kernel", available())
+def test_many_at_once(kernel: str) -> None:
+    """Each as it were alone, with its own key; those without elements too."""
+    dice = torch.Generator().manual_seed(4)
+    shapes = [(3, 40), (2, 0), (1, 7), (4, 3)]
+    many = [torch.randn(shape, generator=dice) for shape in shapes]
+    many[0][1] = 0.0
+    alone = [each.clone() for each in many]
+    with use(kernel):
+        lowrank.orthonormalise_each(many, [9, 8, 7, 6])
+        for each, key in zip(alone, (9, 8, 7, 6)):
+            lowrank.orthonormalise(each, key)
+    assert all(map(torch.equal, many, alone))
+
+
 def test_wrong_arguments() -> None:
     gradient, residual, left, right = inputs(6, 7, 2, torch.float32)
     with pytest.raises(ValueError, match="gradient: expected 42 elements, got 41"):
@@ -111,3 +126,5 @@ def test_wrong_arguments() -> None:
         lowrank.expand(gradient.long(), None, left, right)
     with pytest.raises(ValueError, match="vectors: expected 2"):
         lowrank.orthonormalise(torch.ones(3))
+    with pytest.raises(ValueError, match="keys: expected 2, as many as vectors, got 1"):
+        lowrank.orthonormalise_each([left, right], [1])

@@ -8,6 +8,7 @@
 #include "tests/device/cases.h"
 #include "tests/device/device.h"
 #include "tests/device/fused.h"
+#include "tests/device/lowrank.h"
 
 namespace {
 
@@ -39,6 +40,7 @@ int main(int count, char** arguments) {
   const unsigned orders = alone && count > 3 ? static_cast<unsigned>(std::atoi(arguments[3])) : 10000;
   if (!fused_tests(arguments[1], orders)) return EXIT_FAILURE;
   if (alone) return EXIT_SUCCESS;
+  if (!lowrank_tests()) return EXIT_FAILURE;
   const Kernels& cpu = *find_kernels("generic");
   long calls = 0;
   for (const Codec& codec : codecs()) {

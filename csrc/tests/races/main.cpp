@@ -9,6 +9,7 @@ int main(int count, char** arguments) {
   if (count < 2) return EXIT_FAILURE;
   constexpr unsigned kOrders = 330, kEvery = 24;
   const unsigned orders = count > 2 ? static_cast<unsigned>(std::atoi(arguments[2])) : kOrders;
-  const bool all = litmus_tests() && kernel_tests(orders > kOrders ? 1 : kEvery) && fused_tests(arguments[1], orders);
+  const bool all = litmus_tests() && kernel_tests(orders > kOrders ? 1 : kEvery) && lowrank_tests() &&
+                   fused_tests(arguments[1], orders);
   return all ? EXIT_SUCCESS : EXIT_FAILURE;
 }

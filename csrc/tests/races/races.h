@@ -16,6 +16,9 @@ bool litmus_tests();
 // The codec kernels: one of `every` cases of csrc/tests/device.
 bool kernel_tests(unsigned every);
 
+// Gram-Schmidt: no race, and each barrier, left out, is found.
+bool lowrank_tests();
+
 // The fused collectives: no race in any call, in `orders` random ones and in those that miss a rank; and each thing
 // that orders memory, left out, is found.
 bool fused_tests(const std::string& programs, unsigned orders);

@@ -1,0 +1,41 @@
+// The steps of low-rank compression (cpu/kernels.h's LowRank) whose bits ranks have to share, on a CUDA device. No CUDA
+// type appears here. All memory is the device's, aligned to its elements. Work is queued on `stream` (a cudaStream_t)
+// of the current device: nothing is allocated, nothing waits, and a CUDA graph may capture it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/types.h"
+#include "cpu/kernels.h"
+
+namespace dtcomm::cuda {
+
+// `count` vectors of n elements, one after the other, and what is drawn where directions are missing.
+struct Vectors {
+  float* first;
+  std::uint64_t count, n, key;
+};
+
+// So many travel as the arguments of one kernel.
+constexpr std::size_t kMostVectors = 64;
+
+// LowRank::orthonormalise for each of `many`: a kernel for every kMostVectors of them. Returns nullptr, or in CUDA's
+// words why something was not queued.
+const char* orthonormalise(const Vectors* of, std::size_t many, void* stream);
+
+// What LowRank::expand is told; the gradient becomes the product. `finite`, where given, is a bool on the device: where
+// it says no the gradient becomes NaN and the residual stays.
+struct Expansion {
+  void* gradient;
+  float* residual;  // or nullptr
+  const float *left, *right;
+  const std::uint8_t* finite;  // or nullptr
+  std::uint64_t rows, columns;
+  std::uint32_t rank;
+  DType dtype;  // f32, f16 or bf16
+};
+
+const char* expand(const Expansion& call, void* stream);
+
+}  // namespace dtcomm::cuda

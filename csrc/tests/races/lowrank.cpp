@@ -1,0 +1,45 @@
+// Gram-Schmidt of a thread block: products, sums and largest elements are what its lanes share.
+#include <cstdio>
+#include <vector>
+
+#include "tests/device/lowrank.h"
+#include "tests/races/races.h"
+
+namespace dtcomm::races {
+
+namespace {
+
+// Two or three vectors, of which one has to be drawn.
+int orthonormalise(Detector& detector, std::size_t count, std::size_t n, int left_out) {
+  std::vector<float> vectors(count * n);
+  for (std::size_t i = 0; i < vectors.size(); ++i) vectors[i] = i < n ? 0 : static_cast<float>(i % 7) - 2;
+  const cuda::Vectors call = {vectors.data(), count, n, 5};
+  return device_tests::orthonormalise_on_fibers(&call, 1, &detector, left_out);
+}
+
+}  // namespace
+
+bool lowrank_tests() {
+  Detector detector;
+  constexpr std::size_t kShort = 40, kLong = 4000;  // a piece of products, and two
+  for (const std::size_t n : {kShort, kLong}) {
+    orthonormalise(detector, n == kShort ? 3 : 2, n, -1);
+    const std::vector<Race> races = detector.take();
+    if (races.empty()) continue;
+    std::printf("FAILED: orthonormalise of %zu\n  %s\n", n, detector.describe(races[0]).c_str());
+    return false;
+  }
+  int barriers = 0, found = 0, left_out = 0;
+  do {
+    barriers = orthonormalise(detector, 2, kLong, left_out);
+    found += !detector.take().empty();
+  } while (++left_out < barriers);
+  std::printf("%d of %d barriers of Gram-Schmidt, left out one by one, are a race\n", found, barriers);
+  if (barriers < 10 || found != barriers) {
+    std::printf("FAILED: not all barriers are needed\n");
+    return false;
+  }
+  return true;
+}
+
+}  // namespace dtcomm::races
