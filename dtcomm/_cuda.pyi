@@ -47,6 +47,7 @@ def decode(
 MOST_VECTORS: int  # of one kernel
 
 def orthonormalise(vectors: list[tuple[int, int, int, int]], stream: int) -> None: ...
+def judge(factors: list[tuple[int, int, int, int, int]], stream: int) -> None: ...
 def expand(
     gradient: int,
     dtype: int,

@@ -11,14 +11,20 @@ namespace dtcomm::cuda {
 
 namespace {
 
+template <class Each>
 struct Near {
-  Vectors of[kMostVectors];
+  Each of[kMostVectors];
 };
 
 // One block a multiprocessor will do: there are few matrices, and registers hold what is on its way.
-__global__ void __launch_bounds__(kMostThreads, 1) orthonormalise_each(const __grid_constant__ Near near) {
+__global__ void __launch_bounds__(kMostThreads, 1) orthonormalise_each(const __grid_constant__ Near<Vectors> near) {
   __shared__ Ledger ledger;
   orthonormalise_block(WarpLanes(), ledger, near.of[blockIdx.x]);
+}
+
+__global__ void __launch_bounds__(kMostThreads) judge_each(const __grid_constant__ Near<Factors> near) {
+  __shared__ Tops tops;
+  judge_block(WarpLanes(), tops, near.of[blockIdx.x]);
 }
 
 template <DType dtype>
@@ -27,18 +33,28 @@ __global__ void __launch_bounds__(kThreads, 4) expand_all(const __grid_constant_
   if (index < lanes_of(call)) expand_rows<dtype>(call, index);
 }
 
-}  // namespace
-
-const char* orthonormalise(const Vectors* of, std::size_t many, void* stream) {
+// A launch of `kernel`, a block for each, for every kMostVectors of them.
+template <class Each>
+const char* launch_each(void (*kernel)(Near<Each>), const Each* of, std::size_t many, void* stream) {
   (void)cudaGetLastError();  // an error of somebody else's is not this call's
   for (std::size_t at = 0; at < many; at += kMostVectors) {
     const std::size_t here = std::min(kMostVectors, many - at);
-    Near near = {};
+    Near<Each> near = {};
     std::copy(of + at, of + at + here, near.of);
-    orthonormalise_each<<<static_cast<unsigned>(here), kMostThreads, 0, static_cast<cudaStream_t>(stream)>>>(near);
+    kernel<<<static_cast<unsigned>(here), kMostThreads, 0, static_cast<cudaStream_t>(stream)>>>(near);
     if (const char* error = queued()) return error;
   }
   return nullptr;
+}
+
+}  // namespace
+
+const char* orthonormalise(const Vectors* of, std::size_t many, void* stream) {
+  return launch_each(orthonormalise_each, of, many, stream);
+}
+
+const char* judge(const Factors* of, std::size_t many, void* stream) {
+  return launch_each(judge_each, of, many, stream);
 }
 
 const char* expand(const Expansion& call, void* stream) {

@@ -20,11 +20,13 @@ constexpr int kMade = 8;                            // of each at a time, so tha
 constexpr unsigned kPiece = kMade * kMakers;
 static_assert(kPiece % kSums == 0);
 
+using Tops = std::uint32_t[kMostThreads / kWarp];  // the largest magnitudes that warps have seen
+
 // What the thread block shares.
 struct Ledger {
   float products[2][kPiece];  // a piece that is added up, and the next one
   float total;
-  std::uint32_t tops[2][kMostThreads / kWarp];  // of two vectors that follow each other
+  Tops tops[2];  // of two vectors that follow each other
 };
 
 // What an element of the vector becomes in a pass, and what it is multiplied with then: `read` loads, and nothing else
@@ -127,17 +129,14 @@ DTCOMM_DEVICE void for_own(const Lanes& lanes, float* x, std::uint64_t n, const 
   for (std::uint64_t i = lanes.thread() - kWarp; i < n; i += kMakers) use(x[i]);
 }
 
-// The largest magnitude of x.
+// The largest of what the threads of the block bring.
 template <class Lanes>
-DTCOMM_DEVICE std::uint32_t top_of(const Lanes& lanes, std::uint32_t (&tops)[kMostThreads / kWarp], float* x,
-                                   std::uint64_t n) {
+DTCOMM_DEVICE std::uint32_t largest(const Lanes& lanes, Tops& tops, std::uint32_t top) {
   const auto larger = [](std::uint32_t a, std::uint32_t b) { return a > b ? a : b; };
-  std::uint32_t top = 0;
-  for_own(lanes, x, n, [&](float& value) { top = larger(top, magnitude(value)); });
   top = over_group(lanes, kWarp, top, larger);
   if (lanes.thread() % kWarp == 0) tops[lanes.thread() / kWarp] = top;
   lanes.barrier();
-  for (unsigned warp = 0; warp < kMostThreads / kWarp; ++warp) top = larger(top, tops[warp]);
+  for (const std::uint32_t each : tops) top = larger(top, each);
   return top;
 }
 
@@ -164,7 +163,9 @@ DTCOMM_DEVICE void orthonormalise_block(const Lanes& lanes, Ledger& ledger, cons
   DTCOMM_LOOP
   for (std::uint64_t k = 0; k < of.count; ++k) {
     float* x = of.first + k * of.n;
-    const std::uint32_t top = top_of(lanes, ledger.tops[k % 2], x, of.n);
+    std::uint32_t top = 0;
+    for_own(lanes, x, of.n, [&](float& value) { top = magnitude(value) > top ? magnitude(value) : top; });
+    top = largest(lanes, ledger.tops[k % 2], top);
     if (top >= kInfinity32) continue;
     bool usable = false;
     // First as it is, unless it is as good as zero, then as it is drawn.
@@ -179,6 +180,20 @@ DTCOMM_DEVICE void orthonormalise_block(const Lanes& lanes, Ledger& ledger, cons
     }
     if (!usable) for_own(lanes, x, of.n, [](float& value) { value = 0; });
   }
+}
+
+// Whether the factors are finite; else they become zeros. By a thread block of kMostThreads.
+template <class Lanes>
+DTCOMM_DEVICE void judge_block(const Lanes& lanes, Tops& tops, const Factors& of) {
+  const auto for_each = [&](const auto& use) {
+    for (std::uint64_t i = lanes.thread(); i < of.left_size; i += kMostThreads) use(of.left[i]);
+    for (std::uint64_t i = lanes.thread(); i < of.right_size; i += kMostThreads) use(of.right[i]);
+  };
+  std::uint32_t top = 0;
+  for_each([&](float& value) { top = magnitude(value) > top ? magnitude(value) : top; });
+  const bool finite = largest(lanes, tops, top) < kInfinity32;
+  if (lanes.thread() == 0) *of.finite = finite;
+  if (!finite) for_each([](float& value) { value = 0; });
 }
 
 }  // namespace dtcomm::cuda

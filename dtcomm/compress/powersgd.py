@@ -191,13 +191,13 @@ def stages(
             second.append((task, right))
     if second:
         yield average(second, False)
-    for task, left, right in zip(tasks, lefts, rights, strict=True):
-        finite = torch.isfinite(left).all() & torch.isfinite(right).all()
-        if not finite.is_cpu:  # nobody waits to see: from zeros both begin anew
+    if tasks and not lefts[0].is_cpu:  # nobody waits to see: from zeros both factors begin anew
+        found = lowrank.judge(lefts, rights)
+        for task, left, right, finite in zip(tasks, lefts, rights, found, strict=True):
             lowrank.expand(task.gradient, task.residual, left, right, finite)
-            left.masked_fill_(~finite, 0.0)
-            right.masked_fill_(~finite, 0.0)
-        elif finite:
+        return
+    for task, left, right in zip(tasks, lefts, rights, strict=True):
+        if torch.isfinite(left).all() and torch.isfinite(right).all():
             lowrank.expand(task.gradient, task.residual, left, right)
         else:
             # Somebody's NaN or Inf reached everybody: it must reach the optimiser, and no residual.

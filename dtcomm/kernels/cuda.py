@@ -73,6 +73,19 @@ def orthonormalise(vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None
         _cuda.orthonormalise(stated, torch.cuda.current_stream(device).cuda_stream)
 
 
+def judge(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """:func:`dtcomm.kernels.lowrank.judge`, a kernel for every 64 matrices."""
+    device = _device_of(*lefts, *rights)
+    found = torch.empty(len(lefts), dtype=torch.bool, device=device)
+    stated = [
+        (left.data_ptr(), right.data_ptr(), left.numel(), right.numel(), found.data_ptr() + at)
+        for at, (left, right) in enumerate(zip(lefts, rights, strict=True))
+    ]
+    with torch.cuda.device(device):
+        _cuda.judge(stated, torch.cuda.current_stream(device).cuda_stream)
+    return found
+
+
 def expand(
     gradient: torch.Tensor,
     residual: torch.Tensor | None,

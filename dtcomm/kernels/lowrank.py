@@ -75,6 +75,24 @@ def expand(
         _C.expand(*matrix, left.data_ptr(), right.data_ptr())
 
 
+def judge(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Whether the factors of each matrix are finite: bools on their device, as `expand` takes them, which nobody waits
+    to see. Where one factor is not both become zeros. On devices alone: on the CPU look.
+    """
+    if len(lefts) != len(rights):
+        raise ValueError(f"rights: expected {len(lefts)}, as many as lefts, got {len(rights)}")
+    for name, factors in (("lefts", lefts), ("rights", rights)):
+        for each in factors:
+            checks.floats(name, each, each.numel(), torch.float32, beside=lefts[0])
+            if each.is_cpu:
+                raise ValueError(f"{name}: expected tensors on a device, got one on {each.device}")
+    if not lefts:
+        return []
+    there = lowrank_there if for_factors() == TORCH else dispatch.module(CUDA)
+    found: torch.Tensor = there.judge(lefts, rights)
+    return found.unbind()
+
+
 def orthonormalise(vectors: torch.Tensor, key: int = 0) -> None:
     """The rows of ``vectors`` (fp32 [count, n]) become orthonormal, in order: modified Gram-Schmidt, twice.
 
@@ -102,7 +120,8 @@ def orthonormalise_each(vectors: Sequence[torch.Tensor], keys: Sequence[int]) ->
         elif current() == REFERENCE:
             reference.orthonormalise(each, key)
         else:
-            _C.orthonormalise(native.current_name(), each.data_ptr(), *each.shape, key)
+            count, n = each.shape
+            _C.orthonormalise(native.current_name(), each.data_ptr(), count, n, key)
 
 
 def _matrix(

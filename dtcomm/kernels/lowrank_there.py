@@ -8,6 +8,8 @@ itself, rest on sums of torch's that are the same on devices of the same model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from dtcomm.kernels import common_there, mixer
@@ -35,6 +37,19 @@ def project_columns(
     torch.mm(left, first, out=right)
     if second is not None:
         right.addmm_(left, second)
+
+
+def judge(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Whether the factors of each matrix are finite; those that are not become zeros."""
+    found = [
+        torch.isfinite(left).all() & torch.isfinite(right).all()
+        for left, right in zip(lefts, rights, strict=True)
+    ]
+    for left, right, finite in zip(lefts, rights, found, strict=True):
+        lost = ~finite
+        left.masked_fill_(lost, 0.0)
+        right.masked_fill_(lost, 0.0)
+    return torch.stack(found)
 
 
 def expand(

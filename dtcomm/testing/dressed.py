@@ -294,6 +294,21 @@ class _Kernels:
                 lowrank.orthonormalise(each.host, key)
 
     @staticmethod
+    def judge(lefts: Sequence[Any], rights: Sequence[Any]) -> Any:
+        found = dress(torch.empty(len(lefts), dtype=torch.bool))
+        judge = _judge()
+        for at, sides in enumerate(zip(lefts, rights, strict=True)):
+            if judge is not None:
+                for each in (*sides, found):
+                    judge.access(each.host, True)
+            with unwatched():
+                finite = all(bool(torch.isfinite(each.host).all()) for each in sides)
+                found.host[at] = finite
+                for each in sides if not finite else ():
+                    each.host.zero_()
+        return found
+
+    @staticmethod
     def expand(gradient: Any, residual: Any, left: Any, right: Any, finite: Any) -> None:
         judge = _judge()
         if judge is not None:

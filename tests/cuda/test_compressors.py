@@ -149,18 +149,21 @@ def test_passes_of_low_rank_as_kernels(rank: int) -> None:
         gradient, lost = torch.randn(301 * 77).to(dtype), torch.randn(301 * 77)
         factors = torch.randn(rank, 301), torch.randn(rank, 77)
         on_device = [each.cuda() for each in (gradient, lost, *factors)]
-        finite = torch.ones((), dtype=torch.bool).cuda()
         lowrank.expand(gradient, lost, *factors)
         with no_wait():
             lowrank.expand(*on_device)
         assert same(gradient, on_device[0]) and same(lost, on_device[1])
-        if on_device[0].is_cuda:
-            with no_wait():
-                lowrank.expand(*on_device, ~finite)
-            assert bool(on_device[0].isnan().all()) and same(lost, on_device[1])
-            lowrank.expand(gradient, None, *factors)
-            lowrank.expand(on_device[0], None, *on_device[2:], finite)
-            assert same(gradient, on_device[0])
+        if not on_device[0].is_cuda:
+            continue  # there is nothing to judge where one may look
+        broken = factors[0].cuda()
+        broken[rank - 1, 300] = torch.inf
+        with no_wait():
+            right, wrong = lowrank.judge([on_device[2], broken], [on_device[3], on_device[3].clone()])
+            lowrank.expand(*on_device, wrong)
+        assert bool(on_device[0].isnan().all()) and same(lost, on_device[1]) and not broken.any()
+        lowrank.expand(gradient, None, *factors)
+        lowrank.expand(on_device[0], None, *on_device[2:], right)
+        assert same(gradient, on_device[0])
 
 
 def hooked(rank: int, world_size: int, spec: str, feedback: bool | str) -> dict[str, Any]:

@@ -114,11 +114,14 @@ def test_expand_refuses_before_it_queues(change: dict[str, Any], message: str) -
         expand(**change)
     with pytest.raises(ValueError, match="vectors: must be aligned to 4"):
         _cuda.orthonormalise([(66, 1, 1, 0)], 0)
+    with pytest.raises(ValueError, match="right: must be aligned to 4"):
+        _cuda.judge([(64, 66, 1, 1, 64)], 0)
 
 
 def test_nothing_is_queued_for_nothing() -> None:
     expand(rows=0)
     _cuda.orthonormalise([], 0)
+    _cuda.judge([], 0)
     combine(numel=0)
 
 
@@ -130,7 +133,11 @@ def test_tensors_must_be_on_one_device() -> None:
         cuda.combine(Combine(codec=codecs.codec("int8"), numel=8, dtype=x.dtype, local=x))
     with pytest.raises(ValueError, match="all on one CUDA device"):
         cuda.decode(codecs.codec("int8"), x.to("meta"), 8, x.dtype, x)
-    for call in (lambda: cuda.expand(x, None, x, x), lambda: cuda.orthonormalise([x], [0])):
+    for call in (
+        lambda: cuda.expand(x, None, x, x),
+        lambda: cuda.orthonormalise([x], [0]),
+        lambda: cuda.judge([x], [x]),
+    ):
         with pytest.raises(ValueError, match="all on one CUDA device"):
             call()
 
@@ -159,3 +166,5 @@ def test_without_a_device_cuda_says_so(spec: str) -> None:
         expand(dtype=len(spec) % 3)
     with pytest.raises(RuntimeError, match="CUDA"):
         _cuda.orthonormalise([(64, 1, 1, 0)] * 65, 0)
+    with pytest.raises(RuntimeError, match="CUDA"):
+        _cuda.judge([(64, 64, 1, 1, 64)], 0)

@@ -126,5 +126,9 @@ def test_wrong_arguments() -> None:
         lowrank.expand(gradient.long(), None, left, right)
     with pytest.raises(ValueError, match="vectors: expected 2"):
         lowrank.orthonormalise(torch.ones(3))
+    with pytest.raises(ValueError, match="rights: expected 1, as many as lefts, got 2"):
+        lowrank.judge([left], [right, right])
+    with pytest.raises(ValueError, match="lefts: expected tensors on a device, got one on cpu"):
+        lowrank.judge([left], [right])
     with pytest.raises(ValueError, match="keys: expected 2, as many as vectors, got 1"):
         lowrank.orthonormalise_each([left, right], [1])

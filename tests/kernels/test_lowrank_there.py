@@ -33,6 +33,14 @@ def test_passes(
         assert torch.equal(both[0][1], both[1][1]) and torch.equal(both[2][1], lost)  # type: ignore[arg-type]
 
 
+def test_factors_that_are_no_numbers_become_zeros() -> None:
+    lefts, rights = [torch.ones(2, 3) for _ in range(3)], [torch.ones(2, 5) for _ in range(3)]
+    lefts[0][1, 1], rights[2][0, 4] = torch.nan, torch.inf
+    assert lowrank_there.judge(lefts, rights).tolist() == [False, True, False]
+    for at, factor in enumerate([*lefts, *rights]):
+        assert bool((factor == (at % 3 == 1)).all())
+
+
 def orthonormal(vectors: torch.Tensor) -> None:
     torch.testing.assert_close(vectors @ vectors.t(), torch.eye(len(vectors)), rtol=0, atol=1e-5)
 

@@ -9,35 +9,67 @@
 
 namespace dtcomm::device_tests {
 
-int orthonormalise_on_fibers(const cuda::Vectors* of, std::size_t many, cuda::Watch* watch, int kept_back) {
+namespace {
+
+// run(lanes, shared, of[block]) for all threads of `many` blocks; share(block) tells the watch of their memory.
+template <class Shared, class Each, class Run, class Share>
+int launch(const Each* of, std::size_t many, cuda::Watch* watch, int kept_back, Run run, const Share& share) {
   static cuda::Fibers fibers;
   constexpr unsigned kThreads = cuda::kMostThreads;
   const auto blocks = static_cast<unsigned>(many);
-  const auto ledgers = std::make_unique<cuda::Ledger[]>(many);
+  const auto rooms = std::make_unique<Shared[]>(many);
   fibers.watch(watch);
   fibers.keep_back(kept_back);
   if (watch) {
     watch->begin({blocks * kThreads, kThreads, blocks});
     for (unsigned block = 0; block < blocks; ++block) {
-      watch->shared(&ledgers[block], sizeof(cuda::Ledger), "block", block);
-      watch->shared(of[block].first, of[block].count * of[block].n * sizeof(float), "vectors", block);
+      watch->shared(&rooms[block], sizeof(Shared), "block", block);
+      share(block);
     }
   }
   for (unsigned block = 0; block < blocks; ++block) {
     fibers.run(
         kThreads,
         [&, block](unsigned) {
-          const cuda::Vectors given = of[block];
-          cuda::Ledger& ledger = ledgers[block];
+          const Each given = of[block];
+          Shared& room = rooms[block];
           cuda::Fibers& lanes = fibers;
+          const auto kernel = run;
           const cuda::Fibers::Inside inside(lanes);
-          cuda::orthonormalise_block(cuda::HostWarp{lanes}, ledger, given);
+          kernel(cuda::HostWarp{lanes}, room, given);
         },
         block * kThreads);
   }
   if (watch) watch->end();
   fibers.watch(nullptr);
   return fibers.barriers();
+}
+
+struct Room {
+  cuda::Tops tops;
+};
+
+void orthonormalise(const cuda::HostWarp& lanes, cuda::Ledger& ledger, const cuda::Vectors& of) {
+  cuda::orthonormalise_block(lanes, ledger, of);
+}
+void judge(const cuda::HostWarp& lanes, Room& room, const cuda::Factors& of) {
+  cuda::judge_block(lanes, room.tops, of);
+}
+
+}  // namespace
+
+int orthonormalise_on_fibers(const cuda::Vectors* of, std::size_t many, cuda::Watch* watch, int kept_back) {
+  return launch<cuda::Ledger>(of, many, watch, kept_back, orthonormalise, [&](unsigned block) {
+    watch->shared(of[block].first, of[block].count * of[block].n * sizeof(float), "vectors", block);
+  });
+}
+
+void judge_on_fibers(const cuda::Factors* of, std::size_t many, cuda::Watch* watch, int kept_back) {
+  launch<Room>(of, many, watch, kept_back, judge, [&](unsigned block) {
+    watch->shared(of[block].left, of[block].left_size * sizeof(float), "left", block);
+    watch->shared(of[block].right, of[block].right_size * sizeof(float), "right", block);
+    watch->shared(of[block].finite, 1, "verdict", block);
+  });
 }
 
 // Elements are a thread's own: in any order.

@@ -12,6 +12,9 @@ namespace dtcomm::device_tests {
 int orthonormalise_on_fibers(const cuda::Vectors* of, std::size_t many, cuda::Watch* watch = nullptr,
                              int kept_back = -1);
 
+// cuda::judge.
+void judge_on_fibers(const cuda::Factors* of, std::size_t many, cuda::Watch* watch = nullptr, int kept_back = -1);
+
 // cuda::expand.
 void expand_here(const cuda::Expansion& call);
 

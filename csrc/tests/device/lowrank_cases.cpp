@@ -110,11 +110,44 @@ bool expands(const LowRank& cpu, DType dtype, std::size_t rows, std::size_t colu
   return gradient == expected && same(ours, theirs);
 }
 
+// Factors with an element that is not finite here and there, or none, all in one launch.
+bool judges() {
+  constexpr float kBad[] = {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()};
+  std::vector<Floats> lefts, rights;
+  std::vector<std::uint8_t> finite, expected;
+  for (const std::size_t n : {1, 33, 700, 2000}) {
+    for (const std::size_t where : {std::size_t{0}, n - 1, 3 * n, 4 * n - 1, 4 * n}) {  // of one, the other, none
+      Floats left(n, 1), right(3 * n, 3e38F);
+      if (where < 4 * n) (where < n ? left[where] : right[where - n]) = kBad[where % 2];
+      lefts.push_back(left);
+      rights.push_back(right);
+      expected.push_back(where == 4 * n);
+    }
+  }
+  finite.assign(expected.size(), 9);
+  std::vector<cuda::Factors> calls;
+  const std::vector<Floats> old_lefts = lefts, old_rights = rights;
+  for (std::size_t i = 0; i < lefts.size(); ++i) {
+    calls.push_back({lefts[i].data(), rights[i].data(), lefts[i].size(), rights[i].size(), &finite[i]});
+  }
+  judge_on_fibers(calls.data(), calls.size());
+  for (std::size_t i = 0; i < lefts.size(); ++i) {
+    const Floats left(lefts[i].size()), right(rights[i].size());
+    if (!same(lefts[i], expected[i] ? old_lefts[i] : left)) return false;
+    if (!same(rights[i], expected[i] ? old_rights[i] : right)) return false;
+  }
+  return finite == expected;
+}
+
 }  // namespace
 
 bool lowrank_tests() {
   const LowRank& cpu = find_kernels("generic")->low_rank;
-  int calls = 0;
+  int calls = 1;
+  if (!judges()) {
+    std::printf("FAILED: which factors are finite, or what becomes of the others\n");
+    return false;
+  }
   for (const std::size_t count : {1, 2, 3, 4, 8, 32}) {
     // Less than the sums side by side, a piece of products and one more, several pieces.
     for (const std::size_t n : {1, 2, 15, 17, 100, 3840, 3841, 11600}) {

@@ -2,6 +2,7 @@
 #include <cstdio>
 #include <vector>
 
+#include "codec/scalar.h"
 #include "tests/device/lowrank.h"
 #include "tests/races/races.h"
 
@@ -17,10 +18,23 @@ int orthonormalise(Detector& detector, std::size_t count, std::size_t n, int lef
   return device_tests::orthonormalise_on_fibers(&call, 1, &detector, left_out);
 }
 
+// Factors of which one is not finite, so that both are written after they were read.
+bool judge_races(Detector& detector, int left_out) {
+  std::vector<float> left(700, 1), right(900, float_of(kNaN32));
+  std::uint8_t finite = 0;
+  const cuda::Factors call = {left.data(), right.data(), left.size(), right.size(), &finite};
+  device_tests::judge_on_fibers(&call, 1, &detector, left_out);
+  return !detector.take().empty();
+}
+
 }  // namespace
 
 bool lowrank_tests() {
   Detector detector;
+  if (judge_races(detector, -1) || !judge_races(detector, 0)) {
+    std::printf("FAILED: who judges factors races, or does so without a barrier and is not found\n");
+    return false;
+  }
   constexpr std::size_t kShort = 40, kLong = 4000;  // a piece of products, and two
   for (const std::size_t n : {kShort, kLong}) {
     orthonormalise(detector, n == kShort ? 3 : 2, n, -1);
