@@ -100,7 +100,9 @@ def compile_one(source: Path, architecture: int) -> list[Resources]:
     for entry in report.split("Compiling entry function ")[1:]:
         name = entry[1 : entry.index("' for")]
         used = {what: int(n) for n, what in re.findall(r"(\d+) (registers|bytes \w+ \w+|bytes smem)", entry)}
-        first_tier = any(each in name for each in ("combine_near", "fused_kernel", "step_kernel"))
+        first_tier = any(
+            each in name for each in ("combine_near", "fused_kernel", "step_kernel", "expand_all")
+        )
         threads = NEAR_THREADS if first_tier else FAR_THREADS
         shared = used.get("bytes smem", 0)
         kernel: Resources = {
