@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import _C, env
 from dtcomm.errors import CollectiveMismatch, DtcommError
+from dtcomm.kernels import dispatch
 from dtcomm.runtime.exchange import GroupExchange
 from dtcomm.runtime.fused import FusedRanks, launcher_of, room_of
 from dtcomm.runtime.joining import PROTOCOL, Joining, Runtime
@@ -67,12 +68,15 @@ class DeviceJoining(Joining):
                 "variables": env.shared(),
                 "backend": backend,
                 "seat": describe(self._device),
+                "factors": dispatch.for_factors(),
             }
         )
         for key, what in (
             ("protocol", "the version of dtcomm"),
             ("variables", "DTCOMM_ variables"),
             ("backend", f"the group's backend for {self._device.type}"),
+            # Each rank makes PowerSGD's factors orthonormal for itself, so all have to do it to the same bits.
+            ("factors", "what serves factors of low rank: cuda where dtcomm._cuda is built, else torch"),
         ):
             require_equal(words, key, what)
         self.names = [word["name"] for word in words]

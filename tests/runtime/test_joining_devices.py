@@ -1,0 +1,43 @@
+"""Ranks with CUDA tensors meet: what they have to have in common, said by name. There need be no GPU for that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dtcomm.errors import CollectiveMismatch
+from dtcomm.kernels import dispatch
+from dtcomm.runtime import joining_devices
+from dtcomm.runtime.joining_devices import DeviceJoining
+from dtcomm.testing.ranks import run_ranks
+
+
+def meet(rank: int, world_size: int, differ: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joining_devices, "describe", lambda device: {})
+        patch.setattr(
+            joining_devices, "backend_of", lambda *_: ("gloo", "nccl")[differ == "backend" and rank]
+        )
+        patch.setattr(dispatch, "for_factors", lambda: ("cuda", "torch")[differ == "factors" and rank])
+        patch.setattr(DeviceJoining, "_serve", lambda *_: None)
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        joining = DeviceJoining(torch.device("cuda", 0), rank, list(range(world_size)), group, "met")
+        try:
+            joining.meet()
+        except CollectiveMismatch as error:
+            return str(error)
+        return "met"
+
+
+@pytest.mark.parametrize(
+    ("differ", "says"),
+    [
+        ("nothing", "met"),
+        ("backend", 'disagree on the group\'s backend for cuda: rank 0: "gloo"; rank 1: "nccl"'),
+        ("factors", 'cuda where dtcomm._cuda is built, else torch: rank 0: "cuda"; rank 1: "torch"'),
+    ],
+)
+def test_ranks_that_differ_are_refused_by_all(differ: str, says: str) -> None:
+    for said in run_ranks(meet, 2, differ):
+        assert says in said
