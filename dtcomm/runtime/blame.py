@@ -6,9 +6,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from dtcomm.errors import CollectiveTimeout, DtcommError, PeerLost
+from dtcomm.runtime.replay import TAGS
 
 GRACE_SECONDS = 0.3  # for the word of ranks that gave up at the same time
 _KINDS: dict[str, type[DtcommError]] = {"timeout": CollectiveTimeout, "lost": PeerLost}
@@ -65,6 +67,21 @@ class Blame:
             if time.monotonic() >= deadline:
                 return at, found
             time.sleep(0.02)
+
+
+def cause_of(group: dist.ProcessGroup | None, peer: int, error: RuntimeError) -> RuntimeError:
+    """What ended a wait for ``peer``, where it is more than that time ran out.
+
+    When a connection ends Gloo fails what waits for its match, but not what it is just writing or reading: that runs
+    into the timeout. The connection knows better, and tells whoever begins something on it.
+    """
+    if group is not None and "timed out" in str(error).lower():
+        nobody = torch.empty(1, dtype=torch.uint8)  # whose tag nobody sends with
+        try:
+            group.recv([nobody], peer, TAGS)
+        except RuntimeError as ended:
+            return error if "timeout" in str(ended).lower() else ended
+    return error
 
 
 def _key(rank: int) -> str:

@@ -28,12 +28,13 @@ from dtcomm.kernels import dispatch
 from dtcomm.runtime import flight, times
 from dtcomm.runtime.arithmetic import Arithmetic
 from dtcomm.runtime.around import NOTHING, Around
-from dtcomm.runtime.blame import Blame
+from dtcomm.runtime.blame import Blame, cause_of
 from dtcomm.runtime.flight import Flight, Recorder, Sighting
 from dtcomm.runtime.headers import compare
+from dtcomm.runtime.pieces import message_bytes
 from dtcomm.runtime.plan import WINDOW, Plan
 from dtcomm.runtime.queued import Item, Outcome, QueuedWork, disjoint
-from dtcomm.runtime.replay import TAGS, Messages, Replay
+from dtcomm.runtime.replay import Messages, Replay
 from dtcomm.runtime.sealed import Sealed, Wire
 from dtcomm.runtime.shape import Shape
 from dtcomm.runtime.shm import Buffers
@@ -41,11 +42,6 @@ from dtcomm.runtime.staged import Staged
 from dtcomm.runtime.streams import Fence, HostStreams, Streams, lend
 from dtcomm.runtime.times import Stopwatch
 from dtcomm.schedule import Schedule
-from dtcomm.schedule.ir import CUT_AT_GRANULES
-
-# A smaller message costs more than its bytes do, a larger one leaves nothing to overlap; in between a chunk makes
-# about eight of them.
-SMALLEST_MESSAGE, LARGEST_MESSAGE = 256 * 1024, 1024 * 1024
 
 
 class ProcessGroupRuntime:
@@ -98,7 +94,7 @@ class ProcessGroupRuntime:
     def prepare(self, shape: Shape, schedule: Schedule) -> Plan:
         """A plan for calls of this shape."""
         chosen = int(env.get("DTCOMM_PIECE_KIB")) * 1024
-        return Plan(shape, schedule, self.rank, chosen or _message_bytes(shape, schedule))
+        return Plan(shape, schedule, self.rank, chosen or message_bytes(shape, schedule))
 
     def run(self, plan: Plan, buffers: Sequence[Buffers], seed: int, around: Around | None = None) -> int:
         """Run to the end, inline where nothing is queued; returns the bytes sent."""
@@ -328,19 +324,7 @@ class ProcessGroupRuntime:
         try:
             handle.wait(self._timeout)
         except RuntimeError as error:
-            raise self._blame.error(peer, self._cause(peer, error), doing) from error
-
-    def _cause(self, peer: int, error: RuntimeError) -> RuntimeError:
-        # When a connection ends Gloo fails what waits for its match, but not what it is just writing or reading: that
-        # runs into the timeout. The connection knows better, and tells whoever begins something on it.
-        if "timed out" in str(error).lower() and self._group is not None:
-            try:
-                self._group.recv(
-                    [torch.empty(1, dtype=torch.uint8)], peer, TAGS
-                )  # nobody sends with this tag
-            except RuntimeError as ended:
-                return error if "timeout" in str(ended).lower() else ended
-        return error
+            raise self._blame.error(peer, cause_of(self._group, peer, error), doing) from error
 
     def _compare(self, plan: Plan, agreed: int) -> None:
         text = f"call {self._operations}: {plan.text}" + (f" with number {agreed}" if agreed else "")
@@ -351,13 +335,6 @@ class ProcessGroupRuntime:
         group, self._group = self._group, None
         if group is not None and group in c10d._world.pg_map:
             dist.destroy_process_group(group)
-
-
-def _message_bytes(shape: Shape, schedule: Schedule) -> int:
-    payload = sum(part.codec.wire_bytes(part.numel, part.dtype) for part in shape.parts)
-    if schedule.collective in CUT_AT_GRANULES:
-        payload //= schedule.chunks
-    return min(max(payload // 8, SMALLEST_MESSAGE), LARGEST_MESSAGE)
 
 
 def _let_go(error: BaseException | None) -> None:

@@ -132,7 +132,7 @@ def test_passes_of_low_rank(rank: int, dtype: torch.dtype) -> None:
 def test_passes_of_low_rank_as_kernels(rank: int) -> None:
     """The CPU's bits, captured and replayed: rows that are zero, depend on others or are no numbers too."""
     if dispatch.for_factors() != dispatch.CUDA:
-        pytest.skip("_cuda was not built")
+        pytest.skip("needs dtcomm._cuda: DTCOMM_CUDA=1 make build, with nvcc")
     cpu = [torch.randn(rank, n) for n in (3, 33, 3840, 3841, 50_257)]
     cpu += [torch.zeros(rank, 100), torch.randn(1, 300).repeat(rank, 1), torch.randn(rank, 1000) * 1e30]
     cpu[-1][rank // 2, 7] = torch.nan

@@ -91,7 +91,6 @@ def sharded(rank: int, judged: RecordedStreams | None, gradients: str, parameter
         given = there(gradient)
         mean = torch.empty(SHARD, device=own.device)
         work = scatter(mean, given, group, dist.ReduceOp.AVG, async_op=True)
-        assert work is not None
         work.wait()
         seen.append(undress(mean * 1.0))
         own = own - 0.1 * mean.nan_to_num()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.kernels import dispatch
 from dtcomm.runtime import joining_devices
 from dtcomm.runtime.joining_devices import DeviceJoining
 from dtcomm.testing.ranks import run_ranks
+
+CUDA = torch.device("cuda", 0)
 
 
 def meet(rank: int, world_size: int, differ: str) -> str:
@@ -20,9 +23,7 @@ def meet(rank: int, world_size: int, differ: str) -> str:
         )
         patch.setattr(dispatch, "for_factors", lambda: ("cuda", "torch")[differ == "factors" and rank])
         patch.setattr(DeviceJoining, "_serve", lambda *_: None)
-        group = torch.distributed.group.WORLD
-        assert group is not None
-        joining = DeviceJoining(torch.device("cuda", 0), rank, list(range(world_size)), group, "met")
+        joining = DeviceJoining(CUDA, rank, list(range(world_size)), dist.group.WORLD, "met")
         try:
             joining.meet()
         except CollectiveMismatch as error:
