@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import dtcomm
 from bench.common.machine import describe, steady
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 
 RESULT = Path(__file__).parent / "results" / "backend.json"
 MOST_US = 8.0

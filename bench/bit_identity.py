@@ -30,7 +30,7 @@ from bench.common import machine, output
 from bench.random_ops import CODECS, host_of, sequence
 from bench.random_run import Runner
 from dtcomm import algorithms
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 
 STEPS = 5
 LOSSY = tuple(dict.fromkeys(spec for spec in CODECS if spec != "none"))

@@ -23,7 +23,7 @@ from bench.common.native import BUILD
 from bench.training import page
 from bench.training.runs import METHODS, Method, as_ddp, in_a_loop
 from bench.training.tasks import RANKS, TASKS, Task, Unavailable
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 
 DDP_TASK = "mlp"
 

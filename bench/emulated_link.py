@@ -28,8 +28,8 @@ import torch.distributed as dist
 from bench.common import machine, output
 from bench.common.pool import Pool
 from bench.common.stats import Timing
-from dtcomm.runtime.link import tcp_ns_per_byte
-from dtcomm.testing import hosts
+from dtcomm.measure import netns
+from dtcomm.runtime.emulated_link import tcp_ns_per_byte
 
 CODECS = ("none", "fp16", "int8", "int4")
 NUMELS = [2896 * 2896, 2896] * 3
@@ -48,7 +48,7 @@ class Stepper:
         os.environ["DTCOMM_LINK"] = link
         os.environ["DTCOMM_TRANSPORT"] = "memory" if way == "memory" else "sockets"
         if namespaces:
-            hosts.join(rank, ranks, rendezvous, namespaces)
+            netns.join(rank, ranks, rendezvous, namespaces)
         else:
             torch.set_num_threads(1)
             dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
@@ -81,7 +81,7 @@ def cost_of(repetitions: int) -> float:
 def measure(gbit: float, codecs: list[str], repetitions: int, links: dict[str, str]) -> list[dict[str, Any]]:
     """A row for each codec and way of emulation (``links``: what is emulated): the slower rank's milliseconds."""
     times: dict[tuple[str, str], list[float]] = {}
-    with hosts.two_hosts(gbit, burst_ms=BURST_MS) as namespaces, TemporaryDirectory() as folder:
+    with netns.two_hosts(gbit, burst_ms=BURST_MS) as namespaces, TemporaryDirectory() as folder:
 
         def pool(name: str, link: str = "", inside: list[str] | None = None) -> Pool:
             meeting = str(Path(folder) / name)
@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--json", help="where to write instead of bench/results/emulated_link.json")
     options = parser.parse_args(arguments)
-    if why := hosts.available():
+    if why := netns.available():
         sys.exit(f"bench.emulated_link: {why}")
     cost = cost_of(options.repetitions)
     print(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import dtcomm
 from dtcomm.errors import DtcommError
-from dtcomm.testing.ranks import tell
+from dtcomm.launch.ranks import tell
 
 SILENT_SECONDS = 60.0  # longer than any group timeout of the campaign
 ABSENT_SECONDS = 6.0

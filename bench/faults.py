@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from bench.common import machine, output
 from bench.fault_ranks import Fault, Seen, rounds, survive
-from dtcomm.testing.ranks import Outcome, Ranks, run_ranks, spawn_ranks
+from dtcomm.launch.ranks import Outcome, Ranks, run_ranks, spawn_ranks
 
 SMALL, LARGE = 16 << 10, 16 << 20  # floats: 64 KB and 64 MB
 LIMIT_SECONDS = 2.0

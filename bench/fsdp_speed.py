@@ -29,8 +29,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from bench.common import machine, output, pages
 from bench.common.pool import Pool
 from bench.common.stats import Timing
-from dtcomm.cli.demo_model import GPT, Shape, loss
-from dtcomm.testing import hosts
+from dtcomm.cli.demo.model import GPT, Shape, loss
+from dtcomm.measure import netns
 
 SHAPE = Shape(vocabulary=97, context=16, layers=4, width=512, heads=8)
 MEMORY = "memory"
@@ -57,7 +57,7 @@ class ShardedRank:
 
     def __init__(self, rank: int, ranks: int, rendezvous: str, namespaces: list[str] | None) -> None:
         if namespaces is not None:
-            hosts.join(rank, ranks, rendezvous, namespaces)
+            netns.join(rank, ranks, rendezvous, namespaces)
         else:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
             torch.set_num_threads(1)
@@ -140,7 +140,7 @@ def measure(link: str, names: list[str], repetitions: int) -> list[dict[str, Any
     wire: dict[str, int] = dict.fromkeys(names, 0)
     counted: dict[str, int] = dict.fromkeys(names, 0)
     runtimes: dict[str, str] = {}
-    place: Any = contextlib.nullcontext() if link == MEMORY else hosts.two_hosts(float(link))
+    place: Any = contextlib.nullcontext() if link == MEMORY else netns.two_hosts(float(link))
     with place as namespaces, TemporaryDirectory() as folder:
         meeting = str(Path(folder) / "meet")
         with Pool(ShardedRank, 2, timeout=200, rendezvous=meeting, namespaces=namespaces) as pool:
@@ -245,7 +245,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--json", help="where to write instead of bench/results/fsdp_speed.json")
     options = parser.parse_args(arguments)
     path = Path(options.json or output.RESULTS / "fsdp_speed.json")
-    if any(link != MEMORY for link in options.links) and (why := hosts.available()):
+    if any(link != MEMORY for link in options.links) and (why := netns.available()):
         sys.exit(f"bench.fsdp_speed: {why}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows: list[dict[str, Any]] = []

@@ -23,11 +23,11 @@ import torch
 
 from bench.common.budget import Budget
 from dtcomm.codecs import codec
-from dtcomm.testing import gpu
-from dtcomm.testing.clock import clock_of, median_seconds, seconds_of
-from dtcomm.testing.floor import Copy, moved_bytes
-from dtcomm.testing.ranks import run_ranks
-from dtcomm.testing.virtual import VirtualRanks
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.measure import gpu_info
+from dtcomm.measure.device_clock import clock_of, median_seconds, seconds_of
+from dtcomm.measure.memory_floor import Copy, moved_bytes
+from dtcomm.measure.virtual_ranks import VirtualRanks
 
 TARGETS, FLOOR = ("int8", "fp8_e4m3", "int4"), 0.85
 OTHERS = ("none", "fp16", "int8:block=128")
@@ -208,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
     said: dict[str, Any] = {"name": "emulator", "driver": None}
     if options.device == "cuda":
         device, copied = torch.device("cuda", torch.cuda.current_device()), Copy.LARGE
-        said = gpu.facts(device)
+        said = gpu_info.facts(device)
     print(f"{said['name']}, driver {said['driver']}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     # What a target asks for comes first, so that a cut takes the rest.
     targets = [spec for spec in options.codecs if spec in TARGETS]
@@ -218,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
     rows += bandwidth(options.ranks, numel, others, budget, device, copied)
     result = {
         "device": said,
-        "versions": gpu.versions(),
+        "versions": gpu_info.versions(),
         "bandwidth": rows,
         "latency": small,
         "processes": between_processes(budget),

@@ -20,10 +20,10 @@ import torch
 
 from bench.common.budget import Budget
 from dtcomm.codecs import codec
-from dtcomm.testing import gpu
-from dtcomm.testing.clock import clock_of, median_seconds
-from dtcomm.testing.floor import Copy
-from dtcomm.testing.verbs import Verb, Verbs, sets_for
+from dtcomm.measure import gpu_info
+from dtcomm.measure.device_clock import clock_of, median_seconds
+from dtcomm.measure.kernel_workloads import Verb, Verbs, sets_for
+from dtcomm.measure.memory_floor import Copy
 
 FIRST_TIER = (
     "fp16",
@@ -158,13 +158,13 @@ def main(argv: list[str] | None = None) -> int:
     said: dict[str, Any] = {"name": "the CPU"}
     if options.device == "cuda":
         device, copied = torch.device("cuda", torch.cuda.current_device()), Copy.LARGE
-        said = gpu.facts(device)
+        said = gpu_info.facts(device)
     print(f"{said['name']}: bytes moved per second, and beside a copy of {copied >> 20} MiB")
     rows = []
     for mib in options.mib:
         rows += measure(Measured(int(mib * (1 << 18)), device, copied), options.codecs, budget)
     if options.json:
-        result = {"device": said, "versions": gpu.versions(), "rows": rows, "cut": budget.cuts}
+        result = {"device": said, "versions": gpu_info.versions(), "rows": rows, "cut": budget.cuts}
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0

@@ -23,7 +23,7 @@ from bench.common import machine
 from bench.common.output import table, write
 from dtcomm import ddp
 from dtcomm.cli.trace import main as draw
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 
 STEPS = 5  # of a block: short ones, so that what the machine does meanwhile falls to all kinds
 KINDS = ("off", "timeline", "profiler")

@@ -26,7 +26,7 @@ from bench.common.stats import Timing, iterations
 from dtcomm import _C, codecs
 from dtcomm.codecs import Codec, codec
 from dtcomm.codecs.base import ELEMENT_TYPES
-from dtcomm.kernels import available, native
+from dtcomm.kernels import available, cpu
 
 SKEW = 276 << 10  # buffers whose addresses agree modulo the cache evict each other
 PLACEMENTS = 4  # times that the buffers are made anew: which pages they get moves a result by a fifth
@@ -77,7 +77,7 @@ def combine(
 ) -> None:
     """`repeats` calls of the native kernel, timed without Python between them."""
     address = [0 if t is None else t.data_ptr() for t in (local, residual, payload_out, out)]
-    streams = [t is not None and t.numel() * t.itemsize >= native.STREAM_BYTES for t in (payload_out, out)]
+    streams = [t is not None and t.numel() * t.itemsize >= cpu.STREAM_BYTES for t in (payload_out, out)]
     _C.combine(
         kernel,
         which.native(),
@@ -150,7 +150,7 @@ def contestants(size: int, kernel: str, which: Codec, buffers: Buffers) -> list[
     call = partial(combine, kernel, which, n)
     verbs: dict[str, tuple[Callable[[int], object], int]] = {
         "encode": (partial(call, local=x, payload_out=again), size + wire),
-        "decode": (partial(decode, kernel, which, n, size >= native.STREAM_BYTES, payload, y), size + wire),
+        "decode": (partial(decode, kernel, which, n, size >= cpu.STREAM_BYTES, payload, y), size + wire),
         "reduce of 2": (partial(call, payloads=two, out=y), size + 2 * wire),
         "reduce_encode of 2": (
             partial(call, local=x, payloads=(payload,), payload_out=again),
@@ -253,7 +253,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [name for name in available() if name != "reference"]
-    parser.add_argument("--kernel", default=native.current_name(), choices=names)
+    parser.add_argument("--kernel", default=cpu.current_name(), choices=names)
     parser.add_argument("--codecs", nargs="+", metavar="SPEC", help="default: every name, and some options")
     parser.add_argument("--sizes", type=int, nargs="+", default=[kernel_targets.CACHE, kernel_targets.DRAM])
     parser.add_argument("--seconds", type=float, default=4, help="for each size and codec")

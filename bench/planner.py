@@ -26,14 +26,14 @@ import torch
 
 from bench.common import machine, output
 from dtcomm import codecs
-from dtcomm.cli import tune
-from dtcomm.cli.tune_measure import Options as Measuring
-from dtcomm.cli.tune_measure import contests
-from dtcomm.cli.tune_visits import Contest, Visits, quartile, visit_all
+from dtcomm.cli.tune import main as tune_command
+from dtcomm.cli.tune.measure import Options as Measuring
+from dtcomm.cli.tune.measure import contests
+from dtcomm.cli.tune.sampling import Contest, Visits, quartile, visit_all
+from dtcomm.launch.ranks import run_ranks
 from dtcomm.planner import parse as parse_table
 from dtcomm.planner import select
-from dtcomm.planner.cost import Table
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.planner.cost_model import Table
 
 KB, MB = 1 << 10, 1 << 20
 SIZES = (KB, 3 * KB, 12 * KB, 48 * KB, 192 * KB, 768 * KB, 3 * MB, 12 * MB, 48 * MB, 64 * MB)
@@ -63,10 +63,11 @@ def check(
     rank: int, world_size: int, names: Sequence[str], seconds: float, text: str
 ) -> list[tuple[Visits, Visits | None]]:
     """All algorithms and auto at all sizes, then what auto takes and what was fastest, on each rank."""
-    from dtcomm.cli import perf_host, placement
+    from dtcomm.cli.perf import host
+    from dtcomm.cli.tune import cpu_placement
 
-    cpus = placement.cpus()
-    perf_host.pin(None)
+    cpus = cpu_placement.cpus()
+    host.pin(None)
     first = visit_all(cases(names, world_size), (1 - AGAIN) * seconds, cpus)
     pairs = {
         at: pair for at, visits in enumerate(first) if (pair := _pair(visits, world_size, parse_table(text)))
@@ -147,7 +148,7 @@ def measure(
     asked = ["--nproc", str(ranks), "--seconds", str(seconds), "--output", str(path)]
     asked += [word for name in collectives for word in ("--collective", name)]
     for _ in range(ATTEMPTS):
-        if tune.main(asked):
+        if tune_command.main(asked):
             sys.exit("tuning failed")
         text = path.read_text()
         env = {"DTCOMM_TUNE": str(path)}

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.common import machine, output, theory
-from dtcomm.cli import codecs_choice, codecs_report, codecs_samples
+from dtcomm.cli.codecs import presets, report
+from dtcomm.cli.codecs import samples as codecs_samples
 from dtcomm.codecs import Codec
 
 SPEED_BYTES = 4 << 20
@@ -58,8 +59,8 @@ def measure(
     """The rows of `dtcomm codecs --json`, each with the error it was expected to make, or null."""
     samples = codecs_samples.distributions(numel)
     size = SPEED_BYTES if speed else None
-    rows = codecs_report.measure(codecs, samples, size, lambda spec: None)
-    result = codecs_report.as_dict(rows, size)
+    rows = report.measure(codecs, samples, size, lambda spec: None)
+    result = report.as_dict(rows, size)
     for row in result["codecs"]:
         expected = EXPECTED.get(row["codec"])
         row["expected_gaussian"] = None if expected is None else expected[0]()
@@ -105,7 +106,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--json", nargs="?", const="", help="write bench/results/quality.json, or this file")
     options = parser.parse_args(arguments)
-    result = {"machine": machine.describe(), "load": machine.load(), **measure(codecs_choice.usual())}
+    result = {"machine": machine.describe(), "load": machine.load(), **measure(presets.usual())}
     print(page(result))
     if options.json is not None:
         print(output.write("quality", result, options.json or None))

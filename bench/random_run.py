@@ -12,7 +12,7 @@ import torch.distributed as dist
 import dtcomm
 from bench import random_torch
 from bench.random_ops import ALIKE, FLOATS, WHOLE, Operation, memberships, own_schedule
-from dtcomm.collectives.launch import Several
+from dtcomm.collectives._dispatch import Several
 
 WINDOW = 3  # asynchronous operations in flight
 GLOO_CHECK = 4  # one of so many exact sums is compared with Gloo's, the others with sums of the inputs

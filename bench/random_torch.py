@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from bench.random_ops import Operation
-from dtcomm.testing import exact
+from dtcomm.measure import exact_inputs
 
 OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -17,7 +17,7 @@ OPS: dict[str, Any] = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
-COLLECTIVES = (*exact.COLLECTIVES, "barrier")
+COLLECTIVES = (*exact_inputs.COLLECTIVES, "barrier")
 
 
 class Both:

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.common import machine, output, pages
 from bench.common.pool import Pool
 from bench.common.stats import Timing
-from dtcomm.testing import hosts
+from dtcomm.measure import netns
 
 WIDTH, LAYERS = 2896, 3
 TORCH = ("torch: no hook", "torch: fp16", "torch: powersgd 1", "torch: powersgd 4")
@@ -70,7 +70,7 @@ class LinkRank:
     """One rank in a namespace of its own; models are built one at a time, as gigabytes of them would not fit."""
 
     def __init__(self, rank: int, ranks: int, rendezvous: str, namespaces: list[str]) -> None:
-        hosts.join(rank, ranks, rendezvous, namespaces)
+        netns.join(rank, ranks, rendezvous, namespaces)
         self.rank = rank
         self.models: dict[str, torch.nn.Module] = {}
         self.states: dict[str, Any] = {}
@@ -176,7 +176,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Milliseconds a step of the slower rank: one row a batch size, contestants by turns."""
     times: dict[int, dict[str, list[float]]] = {batch: {name: [] for name in names} for batch in batches}
-    with hosts.two_hosts(gbit) as namespaces, TemporaryDirectory() as folder:
+    with netns.two_hosts(gbit) as namespaces, TemporaryDirectory() as folder:
         with Pool(
             LinkRank, 2, timeout=300, rendezvous=str(Path(folder) / "meet"), namespaces=namespaces
         ) as pool:
@@ -281,7 +281,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--json", help="where to write instead of bench/results/slow_link.json")
     options = parser.parse_args(arguments)
     path = Path(options.json or output.RESULTS / "slow_link.json")
-    if why := hosts.available():
+    if why := netns.available():
         sys.exit(f"bench.slow_link: {why}")
     names = ["compute", *TORCH, *options.only]
     rows: list[dict[str, Any]] = []

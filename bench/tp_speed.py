@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from bench.common import machine, output, pages
 from bench.common.pool import Pool
 from bench.common.stats import Timing, iterations
-from dtcomm.testing import hosts
+from dtcomm.measure import netns
 
 TORCH = ("torch fp32", "torch bf16")
 OURS = {"none": "none", "int8": "int8", "int4": "int4", "int4 two_step": "int4"}
@@ -92,7 +92,7 @@ class Rank:
 
     def __init__(self, rank: int, ranks: int, rendezvous: str, namespaces: list[str]) -> None:
         if namespaces:
-            hosts.join(rank, ranks, rendezvous, namespaces)
+            netns.join(rank, ranks, rendezvous, namespaces)
         else:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
             torch.set_num_threads(1)
@@ -193,7 +193,7 @@ def _part(block: Any) -> nn.Module:
 def measure(gbit: float, widths: list[int], layers: int, repetitions: int) -> list[dict[str, Any]]:
     """A row for each thing measured, contestants by turns."""
     rows = []
-    place: Any = hosts.two_hosts(gbit) if gbit else nullcontext([])
+    place: Any = netns.two_hosts(gbit) if gbit else nullcontext([])
     with place as namespaces, tempfile.TemporaryDirectory() as folder:
         meeting = str(Path(folder) / "meet")
         with Pool(Rank, 2, timeout=120, rendezvous=meeting, namespaces=namespaces) as pool:
@@ -313,7 +313,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", help="where to write instead of bench/results/tp_speed.json")
     options = parser.parse_args(arguments)
-    if any(options.gbit) and (why := hosts.available()):
+    if any(options.gbit) and (why := netns.available()):
         sys.exit(f"bench.tp_speed: {why}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows: list[dict[str, Any]] = []

@@ -25,7 +25,7 @@ from bench.common import machine, output, pages
 from bench.common.pool import Pool
 from bench.common.stats import Timing, iterations
 from bench.common.targets import KB, MB
-from dtcomm.testing import hosts
+from dtcomm.measure import netns
 
 SIZES = [KB, 16 * KB, 128 * KB, MB, 8 * MB, 64 * MB]
 CODECS = ("none", "int8", "int4")
@@ -38,7 +38,7 @@ class HostRank:
     """One rank in a namespace of its own."""
 
     def __init__(self, rank: int, ranks: int, rendezvous: str, namespaces: list[str]) -> None:
-        hosts.join(rank, ranks, rendezvous, namespaces)
+        netns.join(rank, ranks, rendezvous, namespaces)
         self.rank, self.ranks = rank, ranks
         self._tensor = torch.empty(0)
 
@@ -96,7 +96,7 @@ def target(gbit: float, size: int, codec: str) -> float | None:
 def measure(gbit: float, sizes: list[int], codecs: list[str], quick: bool) -> list[dict[str, Any]]:
     """One row a size."""
     rows = []
-    with hosts.two_hosts(gbit) as namespaces, TemporaryDirectory() as folder:
+    with netns.two_hosts(gbit) as namespaces, TemporaryDirectory() as folder:
         meeting = str(Path(folder) / "meet")
         with Pool(HostRank, 2, timeout=300, rendezvous=meeting, namespaces=namespaces) as pool:
             for size in sizes:
@@ -191,7 +191,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--add", action="store_true", help="keep the file's rows of other rates and sizes")
     parser.add_argument("--json", help="where to write instead of bench/results/two_hosts.json")
     options = parser.parse_args(arguments)
-    if why := hosts.available():
+    if why := netns.available():
         sys.exit(f"bench.two_hosts: {why}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows: list[dict[str, Any]] = []

@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dtcomm import env, registration
+from dtcomm import _torch_backend_entry, env
 
 if TYPE_CHECKING:
     from dtcomm.codecs import codec
@@ -61,7 +61,7 @@ __all__ = [
 if env.get("DTCOMM_NATIVE_DIR"):
     __path__.insert(0, env.get("DTCOMM_NATIVE_DIR"))
 
-registration.register()
+_torch_backend_entry.register()
 
 # Names are looked up when they are first used, so that `dtcomm --help` need not import torch.
 _HOMES = {"codec": "dtcomm.codecs", "decode": "dtcomm.kernels.ops", "encode": "dtcomm.kernels.ops"}
@@ -74,13 +74,14 @@ _SUBMODULES = (
     "ddp",
     "errors",
     "fsdp",
-    "insight",
     "kernels",
+    "launch",
+    "local_sgd",
     "moe",
     "pipeline",
     "planner",
+    "profiling",
     "schedule",
-    "testing",
     "tp",
 )
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from dtcomm.codecs import Codec, codec
 from dtcomm.collectives import Work, recv, send
-from dtcomm.compress.feedback import Residuals
+from dtcomm.compress.residuals import Residuals
 
 AT_ONCE = 64  # messages under way before the sender waits for the oldest
 

@@ -4,12 +4,12 @@ import os
 
 import pytest
 
-from dtcomm.testing import nursery
+from dtcomm.launch import fork_server
 
 os.environ["DTCOMM_TUNE"] = "off"
 
 # Imported once for all ranks: each would take another two seconds over them.
-nursery.MODULES += [
+fork_server.MODULES += [
     "dtcomm.collectives",
     "torch._dynamo",  # by the first step of an optimizer
     "torch.distributed.checkpoint",

@@ -9,31 +9,31 @@ from pathlib import Path
 
 import pytest
 
-from tests import import_law
+from tests.support import import_rules
 
 ROOT = Path(__file__).parent.parent
-PYTHON = import_law.python_files(ROOT)
-CXX = import_law.cxx_files(ROOT)
+PYTHON = import_rules.python_files(ROOT)
+CXX = import_rules.cxx_files(ROOT)
 HEADERS = frozenset(CXX)
 
 
 @pytest.mark.parametrize("path", PYTHON)
 def test_python_imports(path: str) -> None:
-    violations = import_law.check_python(path, (ROOT / path).read_text())
+    violations = import_rules.check_python(path, (ROOT / path).read_text())
     assert not violations, "\n".join(violations)
 
 
 @pytest.mark.parametrize("path", CXX)
 def test_cxx_includes(path: str) -> None:
-    violations = import_law.check_cxx(path, (ROOT / "csrc" / path).read_text(), HEADERS)
+    violations = import_rules.check_cxx(path, (ROOT / "csrc" / path).read_text(), HEADERS)
     assert not violations, "\n".join(violations)
 
 
 def test_every_file_is_covered() -> None:
     assert "dtcomm/__init__.py" in PYTHON and len(PYTHON) > 10
     assert "core/types.h" in CXX and len(CXX) > 5
-    assert {import_law.part_of(path) for path in PYTHON} <= set(import_law.PYTHON_LAW)
-    assert {path.split("/")[0] for path in CXX} <= set(import_law.CXX_LAW)
+    assert {import_rules.part_of(path) for path in PYTHON} <= set(import_rules.PYTHON_LAW)
+    assert {path.split("/")[0] for path in CXX} <= set(import_rules.CXX_LAW)
 
 
 @pytest.mark.parametrize(
@@ -46,17 +46,17 @@ def test_every_file_is_covered() -> None:
         ("dtcomm/algorithms/ring.py", "from dtcomm import codecs"),
         ("dtcomm/codecs/base.py", "from dtcomm.kernels import ops"),
         ("dtcomm/codecs/base.py", "from .. import kernels"),
-        ("dtcomm/kernels/ops.py", "import dtcomm.runtime.shm"),
+        ("dtcomm/kernels/ops.py", "import dtcomm.runtime.native.runtime"),
         ("dtcomm/kernels/ops.py", "import importlib\nimportlib.import_module('dtcomm.runtime')"),
         ("dtcomm/kernels/ops.py", "import importlib\nimportlib.import_module(name)"),
-        ("dtcomm/runtime/shm.py", "from dtcomm.algorithms import build"),
+        ("dtcomm/runtime/native/runtime.py", "from dtcomm.algorithms import build"),
         ("dtcomm/collectives.py", "from dtcomm.compress import feedback"),
         ("dtcomm/collectives.py", "from dtcomm import _C"),
         ("dtcomm/ddp.py", "from dtcomm.runtime.communicator import Communicator"),
         ("dtcomm/ddp.py", "import rich"),
         ("dtcomm/ddp.py", "import dtcomm"),
         ("dtcomm/ddp.py", "from dtcomm import all_reduce"),
-        ("dtcomm/cli/perf.py", "import pandas"),
+        ("dtcomm/cli/perf/main.py", "import pandas"),
         ("dtcomm/errors.py", "from dtcomm.env import KERNEL"),
         ("dtcomm/env.py", "import torch"),
         ("dtcomm/__init__.py", "import rich"),
@@ -65,7 +65,7 @@ def test_every_file_is_covered() -> None:
     ],
 )
 def test_planted_python_violation(path: str, text: str) -> None:
-    assert len(import_law.check_python(path, text)) == 1
+    assert len(import_rules.check_python(path, text)) == 1
 
 
 @pytest.mark.parametrize(
@@ -76,19 +76,19 @@ def test_planted_python_violation(path: str, text: str) -> None:
             "import dataclasses\nfrom . import text\nfrom dtcomm.errors import ScheduleError",
         ),
         ("dtcomm/algorithms/ring.py", "from ..schedule.ir import Schedule"),
-        ("dtcomm/kernels/native.py", "from dtcomm import _C\nfrom dtcomm import env"),
+        ("dtcomm/kernels/cpu.py", "from dtcomm import _C\nfrom dtcomm import env"),
         ("dtcomm/kernels/triton.py", "def f():\n    import triton"),
         ("dtcomm/collectives.py", "from dtcomm.runtime.communicator import X\nimport torch.distributed"),
         (
             "dtcomm/cli/main.py",
             "import importlib\nimportlib.import_module(name)\nfrom dtcomm import __version__",
         ),
-        ("dtcomm/testing/worker.py", "def f():\n    import dtcomm"),
-        ("dtcomm/cli/demo.py", "import matplotlib.pyplot\nfrom dtcomm.testing.ranks import run_ranks"),
+        ("dtcomm/launch/worker.py", "def f():\n    import dtcomm"),
+        ("dtcomm/cli/demo/main.py", "import matplotlib.pyplot\nfrom dtcomm.launch.ranks import run_ranks"),
     ],
 )
 def test_lawful_python(path: str, text: str) -> None:
-    assert import_law.check_python(path, text) == []
+    assert import_rules.check_python(path, text) == []
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_lawful_python(path: str, text: str) -> None:
 )
 def test_planted_cxx_violation(path: str, text: str) -> None:
     headers = HEADERS | {"cpu/other.h", "engine/engine.h"}
-    assert len(import_law.check_cxx(path, text, headers)) == 1
+    assert len(import_rules.check_cxx(path, text, headers)) == 1
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_planted_cxx_violation(path: str, text: str) -> None:
     ],
 )
 def test_lawful_cxx(path: str, text: str) -> None:
-    assert import_law.check_cxx(path, text, HEADERS) == []
+    assert import_rules.check_cxx(path, text, HEADERS) == []
 
 
 def test_importing_dtcomm_stays_light() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import dtcomm
 from dtcomm.errors import PeerLost
-from dtcomm.testing.ranks import run_ranks, spawn_ranks, tell
+from dtcomm.launch.ranks import run_ranks, spawn_ranks, tell
 
 WIDTH, BATCH = 48, 8
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from bench.common.pool import pin
-from dtcomm.cli import perf_backends
-from dtcomm.cli.perf_collectives import COLLECTIVES
-from dtcomm.testing import exact
+from dtcomm.cli.perf.backends import registry
+from dtcomm.cli.perf.collectives import COLLECTIVES
+from dtcomm.measure import exact_inputs
 
 PINGPONG = "pingpong"  # ranks 2k and 2k + 1 send each other a message by turns
 
@@ -36,7 +36,7 @@ class CollectiveRank:
         dist.barrier()
         if pinned:
             pin(rank)
-        self._backend = perf_backends.find(backend)(120)
+        self._backend = registry.find(backend)(120)
         self._made: tuple[Any, ...] = ()
         self._run: Callable[[], Any] | None = None
 
@@ -56,9 +56,9 @@ class CollectiveRank:
             return 0
         run = self._operation(collective, shared, numel)
         case: dict[str, Any] = {"rank": self.rank, "world_size": self.ranks, "seed": 1}
-        self._input.copy_(exact.inputs(collective, numel, **case))
+        self._input.copy_(exact_inputs.inputs(collective, numel, **case))
         run()
-        expected = exact.expected(collective, numel, **case)
+        expected = exact_inputs.expected(collective, numel, **case)
         wrong = int((self._output[: expected.numel()] != expected).sum())
         self._input.fill_(1.0)
         return wrong
@@ -80,7 +80,7 @@ class CollectiveRank:
     def _make(self, collective: str, shared: bool, numel: int) -> Callable[[], Any]:
         known = COLLECTIVES.get(collective)
         whole = numel * (self.ranks if known is not None and known.shards else 1)
-        inputs = whole if collective in exact.SHARDS_IN else numel
+        inputs = whole if collective in exact_inputs.SHARDS_IN else numel
         outputs = numel if collective in ("reduce_scatter", "scatter") else whole
         self._output = self._tensor(outputs, shared)
         alike = known is not None and known.whole_in_place
@@ -88,7 +88,7 @@ class CollectiveRank:
         self._input.fill_(1.0)
         if known is None:
             return self._pingpong()
-        call = perf_backends.Call(collective=collective, output=self._output, input=self._input, op="sum")
+        call = registry.Call(collective=collective, output=self._output, input=self._input, op="sum")
         return self._backend.operation(call)
 
     def _pingpong(self) -> Callable[[], Any]:

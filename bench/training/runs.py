@@ -1,7 +1,7 @@
 """One run: a task, a method, with or without feedback, a seed; its ranks in a loop, or as DDP.
 
-In the loop every rank's gradient is taken in turn and averaged by `dtcomm.testing.simulated`, whose bits are those of
-DDP with one-shot all-reduces (a test holds that). DDP's default, two shots, also encodes the sums.
+In the loop every rank's gradient is taken in turn and averaged by `dtcomm.measure.simulated_ranks`, whose bits are
+those of DDP with one-shot all-reduces (a test holds that). DDP's default, two shots, also encodes the sums.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.training.tasks import RANKS, TASKS, Task
 from dtcomm import ddp
-from dtcomm.testing.simulated import Simulated, plain_bytes
+from dtcomm.measure.simulated_ranks import Simulated, plain_bytes
 
 CURVE = 40  # points that are kept of a loss curve
 

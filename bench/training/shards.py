@@ -16,14 +16,14 @@ from torch import nn
 
 from dtcomm import algorithms
 from dtcomm.codecs import Codec
-from dtcomm.fsdp import recipe
-from dtcomm.fsdp.errors import Errors, Exact, MovingAverage
-from dtcomm.fsdp.flat import Flat, Piece
-from dtcomm.fsdp.recipe import Recipe
+from dtcomm.fsdp import spec
+from dtcomm.fsdp.flat_layout import Flat, Piece
+from dtcomm.fsdp.residual_store import Errors, Exact, MovingAverage
+from dtcomm.fsdp.spec import Recipe
 from dtcomm.kernels.ops import encode, reduce, reduce_encode
-from dtcomm.runtime.local import Operation, World, run
-from dtcomm.runtime.shape import Part, Shape
-from dtcomm.runtime.shm import Buffers
+from dtcomm.measure.simulated_world import Operation, World, run
+from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.types import Part, Shape
 
 Tensors = dict[str, torch.Tensor]
 PIECE = 256 * 1024
@@ -39,11 +39,11 @@ class Method:
 
 
 def _preset(name: str, called: str) -> Method:
-    found = recipe.PRESETS[name]
+    found = spec.PRESETS[name]
     return Method(name=called, gradients=found.gradients, parameters=found.parameters)
 
 
-ZERO = recipe.PRESETS["zero++"]
+ZERO = spec.PRESETS["zero++"]
 METHODS = {
     method.name: method
     for method in (
@@ -65,8 +65,8 @@ class Shards:
 
     def __init__(self, model: nn.Module, blocks: Sequence[str], method: Method, ranks: int) -> None:
         self.ranks = ranks
-        self.gradients = recipe.parse(method.gradients, recipe.FEEDBACKS, "gradients")
-        self.parameters = recipe.parse(method.parameters, ("", "delta"), "parameters")
+        self.gradients = spec.parse(method.gradients, spec.FEEDBACKS, "gradients")
+        self.parameters = spec.parse(method.parameters, ("", "delta"), "parameters")
         self.wire_bytes = self.plain_bytes = 0  # of all ranks
         kinds = {"": None, "ef": Exact, "loco": MovingAverage}
         kind = kinds[self.gradients.word]
@@ -88,7 +88,7 @@ class Shards:
             if self.parameters.word != "delta":
                 told = self._all_gather(whole, self.parameters)
             elif reference is None:
-                told = self._all_gather(whole, recipe.parse("none", (), "parameters"))
+                told = self._all_gather(whole, spec.parse("none", (), "parameters"))
             else:
                 told = reference + self._all_gather(whole - reference, self.parameters)
             if self.parameters.word == "delta":

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dtcomm.cli import demo_data, demo_model
+from dtcomm.cli.demo import data as demo_data
+from dtcomm.cli.demo import model as demo_model
 
 RANKS = 4
 HELD_OUT_DIGITS = 450

@@ -1,4 +1,4 @@
-// The distance of two CPUs for Python. dtcomm/cli/placement.py says what is made of it.
+// The distance of two CPUs for Python. dtcomm/cli/tune/cpu_placement.py says what is made of it.
 #include "cpu/distance.h"
 
 #include "python/bind.h"

@@ -1,4 +1,4 @@
-// The kernel table for Python: raw pointers in, the GIL released. dtcomm/kernels/native.py checks the arguments;
+// The kernel table for Python: raw pointers in, the GIL released. dtcomm/kernels/cpu.py checks the arguments;
 // here is only what would otherwise be undefined. `repeats` runs a call so many times: what a benchmark of microseconds
 // needs in order not to time Python.
 #include <string>

@@ -1,4 +1,4 @@
-// The passes of the low-rank compressor for Python: raw pointers in, the GIL released. dtcomm/kernels/lowrank.py
+// The passes of the low-rank compressor for Python: raw pointers in, the GIL released. dtcomm/kernels/low_rank.py
 // checks the arguments.
 #include <string>
 

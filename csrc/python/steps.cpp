@@ -1,4 +1,4 @@
-// What ranks do on their own around a sum on common ground, for Python: raw pointers in. dtcomm/kernels/common.py
+// What ranks do on their own around a sum on common ground, for Python: raw pointers in. dtcomm/kernels/local_steps.py
 // checks the arguments.
 #include <pybind11/stl.h>
 

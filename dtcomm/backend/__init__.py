@@ -4,6 +4,6 @@ CPU tensors travel over the native engine where ranks share a host and over hier
 not. What the engine does not do is handed to Gloo, CUDA tensors to NCCL, and ``report()`` names all of it.
 """
 
-from dtcomm.backend.ledger import Report, report
+from dtcomm.backend.fallback_report import Report, report
 
 __all__ = ["Report", "report"]

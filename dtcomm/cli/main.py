@@ -1,32 +1,30 @@
 """``dtcomm <command> …``: finds the command's module and hands it the rest of the line.
 
-A command is one module in this folder with ``main(argv) -> exit status``; it is imported when it is called, so
-that ``dtcomm --help`` does not wait for torch.
+A command is a module with ``main(argv) -> exit status``. It is imported when it is called, so that ``dtcomm --help``
+does not import torch.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import signal
 import sys
 
+# name -> (module of dtcomm.cli, one line of help)
 COMMANDS = {
-    "perf": "measure collectives, as nccl-tests does, beside torch.distributed",
-    "demo": "train a small language model on two ranks with compressed gradients",
-    "codecs": "what each codec costs and what error it makes",
-    "plan": "what a codec and an algorithm would gain on a given link",
-    "trace": "the ranks' timelines of a training run as one, with a table and a picture",
-    "tp": "tensor parallelism: which codec each layer of a model can bear (dtcomm tp calibrate)",
-    "tune": "measure this machine and write the table that algorithm=auto reads",
-    "doctor": "what dtcomm found on this machine, and whether its engine works",
+    "perf": ("perf.main", "measure collectives, as nccl-tests does, beside torch.distributed"),
+    "demo": ("demo.main", "train a small language model on two ranks with compressed gradients"),
+    "codecs": ("codecs.main", "what each codec costs and what error it makes"),
+    "plan": ("plan.main", "what a codec and an algorithm would gain on a given link"),
+    "trace": ("trace", "the ranks' timelines of a training run as one, with a table and a picture"),
+    "tp": (
+        "tp_calibrate",
+        "tensor parallelism: which codec each layer of a model can bear (dtcomm tp calibrate)",
+    ),
+    "tune": ("tune.main", "measure this machine and write the table that algorithm=auto reads"),
+    "doctor": ("doctor.main", "what dtcomm found on this machine, and whether its engine works"),
 }
-
-
-def available() -> dict[str, str]:
-    """The commands whose module is there, with one line on each."""
-    return {name: line for name, line in COMMANDS.items() if importlib.util.find_spec(f"dtcomm.cli.{name}")}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,11 +37,11 @@ def main(argv: list[str] | None = None) -> int:
     if name in ("-V", "--version"):
         print(f"dtcomm {_version()}")
         return 0
-    if name not in available():
-        valid = ", ".join(available())
+    if name not in COMMANDS:
+        valid = ", ".join(COMMANDS)
         print(f"dtcomm: {name!r} is not a command; the commands are {valid}", file=sys.stderr)
         return 2
-    command = importlib.import_module(f"dtcomm.cli.{name}")
+    command = importlib.import_module(f"dtcomm.cli.{COMMANDS[name][0]}")
     try:
         return int(command.main(arguments[1:]))
     except KeyboardInterrupt:
@@ -55,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def usage() -> str:
-    lines = [f"  {name:<8} {line}" for name, line in available().items()]
+    lines = [f"  {name:<8} {line}" for name, (_, line) in COMMANDS.items()]
     return "\n".join(
         ["usage: dtcomm <command> [options]", "", *lines, "", "dtcomm <command> --help says more of each."]
     )

@@ -7,8 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-from dtcomm.insight import trace
-from dtcomm.insight.summary import summarise
+from dtcomm.profiling import trace
+from dtcomm.profiling.summary import summarise
 
 
 def main(argv: list[str]) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dtcomm.cli.demo_plot import COLOURS, GREY, INK, STYLE
-from dtcomm.insight.step import Message, Step
+from dtcomm.cli.demo.plot import COLOURS, GREY, INK, STYLE
+from dtcomm.profiling.step_record import Message, Step
 
 COMPUTE = {"forward": "#b9c4d6", "backward": "#7d8fb0"}
 PHASES = dict(zip(("encode", "reduce", "decode", "factors"), COLOURS[1:]))

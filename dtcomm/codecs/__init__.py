@@ -2,10 +2,10 @@
 
 from dtcomm.codecs.base import Codec, Layout
 from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed
-from dtcomm.codecs.exact import Exact
 from dtcomm.codecs.float8 import Float8
 from dtcomm.codecs.integer import Integer
 from dtcomm.codecs.mx import Mxfp4, Mxfp8
+from dtcomm.codecs.reproducible import Exact
 from dtcomm.codecs.sign import Sign
 from dtcomm.codecs.sparse import RandK, TopK
 from dtcomm.codecs.spec import codec, names

@@ -9,10 +9,10 @@ from typing import Any
 
 from dtcomm.codecs.base import Codec
 from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed
-from dtcomm.codecs.exact import Exact
 from dtcomm.codecs.float8 import Float8
 from dtcomm.codecs.integer import Integer
 from dtcomm.codecs.mx import Mxfp4, Mxfp8
+from dtcomm.codecs.reproducible import Exact
 from dtcomm.codecs.sign import Sign
 from dtcomm.codecs.sparse import RandK, TopK
 

@@ -20,16 +20,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from dtcomm.collectives.alltoall import all_to_all
 from dtcomm.collectives.coalesced import all_gather_coalesced, all_reduce_coalesced, reduce_scatter_coalesced
-from dtcomm.collectives.copying import all_gather, broadcast, gather, scatter
-from dtcomm.collectives.exchange import all_to_all
-from dtcomm.collectives.group import barrier, empty, flight_record, info
-from dtcomm.collectives.own import run
-from dtcomm.collectives.point_to_point import recv, send
-from dtcomm.collectives.reducing import all_reduce, reduce, reduce_scatter
+from dtcomm.collectives.custom_schedule import run
+from dtcomm.collectives.gather_ops import all_gather, broadcast, gather, scatter
+from dtcomm.collectives.group_ops import barrier, empty, flight_record, info
+from dtcomm.collectives.p2p import recv, send
+from dtcomm.collectives.reduce_ops import all_reduce, reduce, reduce_scatter
+from dtcomm.device.streams import Fetched, Streams, beside, hold, sent, streams_of
 from dtcomm.runtime.communicator import release
-from dtcomm.runtime.streams import Fetched, Streams, beside, hold, sent, streams_of
-from dtcomm.runtime.times import Span
+from dtcomm.runtime.phase_timer import Span
 from dtcomm.runtime.work import Work
 
 __all__ = [

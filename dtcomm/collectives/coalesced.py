@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
-from dtcomm.collectives.arguments import (
+from dtcomm.collectives._arguments import (
     CoalescedOptions,
     Group,
     Op,
@@ -16,9 +16,18 @@ from dtcomm.collectives.arguments import (
     require_residual,
     require_tensor,
 )
-from dtcomm.collectives.buckets import BUCKET_BYTES, Call, Item, Residuals, Specs, kept, one_each, paired
+from dtcomm.collectives._coalesced_call import (
+    BUCKET_BYTES,
+    Call,
+    Item,
+    Residuals,
+    Specs,
+    kept,
+    one_each,
+    paired,
+)
 from dtcomm.runtime.communicator import find_for
-from dtcomm.runtime.shm import Buffers
+from dtcomm.runtime.native.runtime import Buffers
 from dtcomm.runtime.work import Work
 
 if TYPE_CHECKING:

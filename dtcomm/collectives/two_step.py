@@ -6,12 +6,12 @@ import torch
 
 from dtcomm import algorithms
 from dtcomm.codecs import Codec
-from dtcomm.collectives.arguments import Group
-from dtcomm.collectives.launch import Own
+from dtcomm.collectives._arguments import Group
+from dtcomm.collectives._dispatch import Own
 from dtcomm.runtime.communicator import find_for
-from dtcomm.runtime.fused import TWO_STEP, why_not
-from dtcomm.runtime.peer import PeerRuntime
-from dtcomm.runtime.shape import Part, Shape
+from dtcomm.runtime.cuda_peer.launch import TWO_STEP, why_not
+from dtcomm.runtime.cuda_peer.runtime import PeerRuntime
+from dtcomm.runtime.types import Part, Shape
 
 
 def in_one_kernel(tensor: torch.Tensor, codec: Codec, group: Group = None) -> Own | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dtcomm.compress.feedback import redistribute
+from dtcomm.compress.residuals import redistribute
 
 VERSION = 1
 
@@ -43,7 +43,7 @@ def share_of(
         if first["rank"] != rank:
             raise ValueError(
                 f"this state is rank {first['rank']}'s, this is rank {rank}: every rank saves and loads its own; in "
-                "torch.distributed.checkpoint wrap it in dtcomm.compress.distributed.Checkpointed"
+                "torch.distributed.checkpoint wrap it in dtcomm.compress.distributed_checkpoint.Checkpointed"
             )
         return first, dict(first["residuals"])
     if [state["rank"] for state in states] != list(range(before)):

@@ -17,10 +17,10 @@ import torch
 from dtcomm.codecs import Integer, codec
 from dtcomm.collectives import sent
 from dtcomm.compress.dgc import DGC
+from dtcomm.compress.error_sample import SAMPLES, Sample
 from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.compress.sample import SAMPLES, Sample
-from dtcomm.compress.scheme import Scheme
-from dtcomm.compress.usual import Usual
+from dtcomm.compress.running_stats import Usual
+from dtcomm.compress.spec import Scheme
 from dtcomm.errors import DtcommError
 
 ACTIONS = ("ignore", "warn", "raise", "none", "reset", "stop")

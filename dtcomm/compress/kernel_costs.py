@@ -12,8 +12,8 @@ import torch
 
 from dtcomm.collectives import Streams, sent, streams_of
 from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.compress.scheme import Scheme, wire
-from dtcomm.kernels import lowrank, ops
+from dtcomm.compress.spec import Scheme, wire
+from dtcomm.kernels import low_rank, ops
 
 SAMPLE = 1 << 16  # elements of one gradient that errors and kernels are measured on
 
@@ -35,10 +35,10 @@ def kernel_seconds(
         square = side * side
 
         def passes() -> None:
-            lowrank.project_rows(x[:square], lost[:square], right, left)
+            low_rank.project_rows(x[:square], lost[:square], right, left)
             if not chosen.alternate:
-                lowrank.project_columns(x[:square], lost[:square], left, right)
-            lowrank.expand(x[:square], lost[:square], left, right)
+                low_rank.project_columns(x[:square], lost[:square], left, right)
+            low_rank.expand(x[:square], lost[:square], left, right)
 
         return fastest(passes) / square, 0.0
     codec = wire(chosen)
@@ -63,10 +63,10 @@ def relative_error(chosen: Scheme, gradient: torch.Tensor) -> float:
         left = torch.empty(rank, rows)
         x = x.clone().view(-1)
         for _ in range(2):  # the second one stands for what a warm start brings
-            lowrank.project_rows(x, lost, right, left)
-            lowrank.orthonormalise(left)
-            lowrank.project_columns(x, lost, left, right)
-        lowrank.expand(x, lost, left, right)
+            low_rank.project_rows(x, lost, right, left)
+            low_rank.orthonormalise(left)
+            low_rank.project_columns(x, lost, left, right)
+        low_rank.expand(x, lost, left, right)
     else:
         ops.encode(wire(chosen), x.view(-1), residual=lost)
     return float(torch.linalg.vector_norm(lost)) / norm

@@ -18,7 +18,7 @@ import torch
 
 from dtcomm.codecs import codec
 from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.compress.scheme import Scheme, matrix_of, scheme, wire
+from dtcomm.compress.spec import Scheme, matrix_of, scheme, wire
 
 #: Below one granule a payload is mostly scales and padding, and there is next to nothing to save.
 SMALL = 1024

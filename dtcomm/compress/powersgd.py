@@ -18,8 +18,8 @@ import torch
 from dtcomm.codecs import Codec, codec
 from dtcomm.codecs.base import FLOAT_TYPES
 from dtcomm.collectives import Work, all_reduce_coalesced, beside
-from dtcomm.compress.sequence import Stages
-from dtcomm.kernels import lowrank, mixer
+from dtcomm.compress.stage_scheduler import Stages
+from dtcomm.kernels import counter_rng, low_rank
 
 NAME = "powersgd"
 
@@ -39,8 +39,8 @@ class PowerSGD:
     def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int):
             raise TypeError(f"powersgd: rank is {self.rank!r}; want an int")
-        if not 1 <= self.rank <= lowrank.MOST_RANK:
-            raise ValueError(f"powersgd: rank is {self.rank}; valid: 1 to {lowrank.MOST_RANK}")
+        if not 1 <= self.rank <= low_rank.MOST_RANK:
+            raise ValueError(f"powersgd: rank is {self.rank}; valid: 1 to {low_rank.MOST_RANK}")
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -168,7 +168,7 @@ def stages(
         return work
 
     def orthonormalise(sides: list[tuple[Task, torch.Tensor]]) -> None:
-        lowrank.orthonormalise_each([side for _, side in sides], [_key(task.name) for task, _ in sides])
+        low_rank.orthonormalise_each([side for _, side in sides], [_key(task.name) for task, _ in sides])
 
     by_rows = [not task.scheme.alternate or step % 2 == 0 for task in tasks]
     every = list(zip(tasks, lefts, rights, by_rows, strict=True))
@@ -178,27 +178,27 @@ def stages(
     )
     for task, left, right, rows in every:
         if rows:
-            lowrank.project_rows(task.gradient, task.residual, right, left)
+            low_rank.project_rows(task.gradient, task.residual, right, left)
             first.append((task, left))
         else:
-            lowrank.project_columns(task.gradient, task.residual, left, right)
+            low_rank.project_columns(task.gradient, task.residual, left, right)
             first.append((task, right))
     yield average(first, True)
     orthonormalise([(task, left) for task, left, _, _ in every if not task.scheme.alternate])
     for task, left, right, _ in every:
         if not task.scheme.alternate:
-            lowrank.project_columns(task.gradient, task.residual, left, right)
+            low_rank.project_columns(task.gradient, task.residual, left, right)
             second.append((task, right))
     if second:
         yield average(second, False)
     if tasks and not lefts[0].is_cpu:  # nobody waits to see: from zeros both factors begin anew
-        found = lowrank.judge(lefts, rights)
+        found = low_rank.judge(lefts, rights)
         for task, left, right, finite in zip(tasks, lefts, rights, found, strict=True):
-            lowrank.expand(task.gradient, task.residual, left, right, finite)
+            low_rank.expand(task.gradient, task.residual, left, right, finite)
         return
     for task, left, right in zip(tasks, lefts, rights, strict=True):
         if torch.isfinite(left).all() and torch.isfinite(right).all():
-            lowrank.expand(task.gradient, task.residual, left, right)
+            low_rank.expand(task.gradient, task.residual, left, right)
         else:
             # Somebody's NaN or Inf reached everybody: it must reach the optimiser, and no residual.
             task.gradient.fill_(float("nan"))
@@ -208,7 +208,7 @@ def stages(
 def _kept(factors: dict[str, torch.Tensor], task: Task, length: int) -> torch.Tensor:
     factor = factors.get(task.name)
     if factor is None:
-        numbers = mixer.uniform(_key(task.name), length, task.rank * length) - 0.5
+        numbers = counter_rng.uniform(_key(task.name), length, task.rank * length) - 0.5
         factor = torch.from_numpy(numbers).to(torch.float32).view(task.rank, length)
     elif factor.shape != (task.rank, length):
         raise ValueError(

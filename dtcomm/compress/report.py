@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dtcomm.insight.metrics import Metric
-from dtcomm.insight.table import human, lined, rich_group, rich_table
+from dtcomm.profiling.metrics import Metric
+from dtcomm.profiling.tables import human, lined, rich_group, rich_table
 
 SHOWN = 16  # buckets in a table
 _HEAD = ("codec", "dtype", "params", "elements", "sent", "saved", "rel. error", "note")

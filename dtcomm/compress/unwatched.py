@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from dtcomm.compress.error_sample import Sample
 from dtcomm.compress.guard import Event, Guard, Watch
-from dtcomm.compress.sample import Sample
-from dtcomm.compress.scheme import Scheme
+from dtcomm.compress.spec import Scheme
 
 
 class Unwatched:

@@ -21,14 +21,14 @@ import torch
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 from torch.nn.parallel import DistributedDataParallel
 
-from dtcomm.compress.auto import NAME as AUTO
+from dtcomm.compress.autotune_model import NAME as AUTO
 from dtcomm.compress.guard import Guard
 from dtcomm.compress.policy import Policy, as_policy
-from dtcomm.compress.scheme import Scheme
-from dtcomm.ddp import frameworks
-from dtcomm.ddp.frameworks import Attached
-from dtcomm.ddp.local import LocalSGD
+from dtcomm.compress.spec import Scheme
+from dtcomm.ddp import integrations
+from dtcomm.ddp.integrations import Attached
 from dtcomm.ddp.state import State
+from dtcomm.local_sgd import LocalSGD
 
 __all__ = ["Attached", "Guard", "LocalSGD", "State", "attach", "compress", "hook"]
 
@@ -71,4 +71,4 @@ def attach(owner: Any, spec: str | Scheme | Policy = "int8", **options: Any) -> 
 
     TypeError where ``owner`` is none of these; ValueError where it has another communication hook.
     """
-    return frameworks.attach(owner, lambda model: compress(model, spec, **options))
+    return integrations.attach(owner, lambda model: compress(model, spec, **options))

@@ -10,23 +10,23 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 
-from dtcomm.compress.auto import NAME as AUTO
-from dtcomm.compress.auto import Auto
-from dtcomm.compress.average import NONE, Averager
+from dtcomm.compress.autotune_model import NAME as AUTO
+from dtcomm.compress.autotune_model import Auto
+from dtcomm.compress.bucket_averager import NONE, Averager
 from dtcomm.compress.checkpoint import VERSION, require_fit, share_of
+from dtcomm.compress.error_state import Memory
 from dtcomm.compress.guard import Event, Guard, summary
-from dtcomm.compress.memory import Memory
 from dtcomm.compress.policy import Policy, as_policy
-from dtcomm.compress.record import Recorder
 from dtcomm.compress.report import Report, Tally, rows
-from dtcomm.compress.scheme import Scheme
+from dtcomm.compress.spec import Scheme
+from dtcomm.compress.step_recorder import Recorder
 from dtcomm.compress.unwatched import watcher
-from dtcomm.ddp.backward import Backward
-from dtcomm.ddp.fixed import Chooser, Fixed
-from dtcomm.ddp.meet import Group
-from dtcomm.ddp.packings import Packings
-from dtcomm.ddp.tuner import Tuner
-from dtcomm.insight import Metric, Timeline
+from dtcomm.ddp.autotune.tuner import Tuner
+from dtcomm.ddp.bucket_layouts import Packings
+from dtcomm.ddp.chooser import Chooser, Fixed
+from dtcomm.ddp.rank_agreement import Group
+from dtcomm.ddp.reducer import Backward
+from dtcomm.profiling import Metric, Timeline
 
 _GUARD = Guard()
 
@@ -165,7 +165,7 @@ class State:
         )
 
     def metrics(self) -> list[Metric]:
-        """The report's, and the timeline's where one is kept, for `dtcomm.insight.write_prometheus` and
+        """The report's, and the timeline's where one is kept, for `dtcomm.profiling.write_prometheus` and
         `write_tensorboard`.
         """
         return self.report().metrics() + self.timeline.metrics()

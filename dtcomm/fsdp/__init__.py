@@ -23,13 +23,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMe
 
 from dtcomm.codecs import Codec
 from dtcomm.compress.guard import Guard
-from dtcomm.fsdp import fsdp1, recipe
+from dtcomm.fsdp import fsdp1, spec
 from dtcomm.fsdp.comm import Average, Gather, Scatter
-from dtcomm.fsdp.flat import flat_of
-from dtcomm.fsdp.recipe import PRESETS
+from dtcomm.fsdp.flat_layout import flat_of
 from dtcomm.fsdp.report import Report, Traffic
+from dtcomm.fsdp.sharded_optimizer import ShardedOptimizer
+from dtcomm.fsdp.spec import PRESETS
 from dtcomm.fsdp.state import State
-from dtcomm.fsdp.zero import ShardedOptimizer
 
 __all__ = ["PRESETS", "Report", "ShardedOptimizer", "State", "Traffic", "compress"]
 
@@ -52,12 +52,12 @@ def compress(
 ) -> State:
     """Compress the collectives of every FSDP module in `model`.
 
-    gradients, parameters: the reduce-scatter's and the all-gather's recipes (`dtcomm.fsdp.recipe`): a codec, or two
+    gradients, parameters: the reduce-scatter's and the all-gather's recipes (`dtcomm.fsdp.spec`): a codec, or two
     for two levels (``"int8/int4"``), after ``ef:`` or ``loco:`` for gradients and ``delta:`` for parameters. By default
     int8 and none. preset: ``"zero++"``, ``"loco"`` or ``"sdp4bit"`` give both; what is passed besides goes first.
     feedback: as ``ef:``, keep what each rank's gradient encodings lose and add it to the next ones; that is a fp32 copy
     of every module's whole gradient on every rank, so it is off by default; ``loco:`` takes a quarter of it.
-    residual: the form of ``ef:``'s residuals between steps: fp32, bf16 or int8 (`dtcomm.compress.feedback`).
+    residual: the form of ``ef:``'s residuals between steps: fp32, bf16 or int8 (`dtcomm.compress.residuals`).
     replicas: copies of this model, cut over one dimension only, whose gradients are averaged as well, with the codec
     of `gradients`: the dimension of the mesh, or its group. That is HSDP with both of its collectives compressed; of
     torch's own (a mesh of two dimensions in `fully_shard`) the all-reduce between replicas stays torch's, since its
@@ -69,15 +69,15 @@ def compress(
     ValueError where `replicas` come with a mesh that has them already. TypeError where `model` has no FSDP module, or
     FSDP1 is asked to compress parameters, which it has no hook for.
     """
-    chosen = None if preset is None else recipe.preset(preset)
+    chosen = None if preset is None else spec.preset(preset)
     gradients = gradients if gradients is not None else chosen.gradients if chosen else GRADIENTS
     parameters = parameters if parameters is not None else chosen.parameters if chosen else PARAMETERS
-    for_gradients = recipe.parse(gradients, recipe.FEEDBACKS, "gradients")
+    for_gradients = spec.parse(gradients, spec.FEEDBACKS, "gradients")
     if feedback and not for_gradients.word:
-        for_gradients = recipe.Recipe(for_gradients.inside, for_gradients.between, "ef")
+        for_gradients = spec.Recipe(for_gradients.inside, for_gradients.between, "ef")
     state = State(
         for_gradients,
-        recipe.parse(parameters, ("", "delta"), "parameters"),
+        spec.parse(parameters, ("", "delta"), "parameters"),
         seed,
         residual,
         guard,

@@ -13,13 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 
 from dtcomm.collectives import Work, all_gather, all_reduce, hold, reduce_scatter
-from dtcomm.fsdp.overlap import only_cuts
+from dtcomm.fsdp.cpu_overlap import only_cuts
 from dtcomm.fsdp.reduction import Reduction
 from dtcomm.fsdp.report import Traffic
 from dtcomm.fsdp.state import State, fitting
-from dtcomm.insight import Message, Timeline
-from dtcomm.insight.ranges import during
-from dtcomm.insight.step import Waited
+from dtcomm.profiling import Message, Timeline
+from dtcomm.profiling.profiler_ranges import during
+from dtcomm.profiling.step_record import Waited
 
 _OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg"}
 
@@ -155,7 +155,7 @@ class Gather(_Collective, AllGather):
 
 
 class Scatter(_Collective, ReduceScatter):
-    """One module's reduce-scatter, which backward goes on behind where it can (`dtcomm.fsdp.overlap`)."""
+    """One module's reduce-scatter, which backward goes on behind where it can (`dtcomm.fsdp.cpu_overlap`)."""
 
     def __init__(self, state: State, name: str, module: FSDPModule) -> None:
         super().__init__(state, name)

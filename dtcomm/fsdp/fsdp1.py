@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 
 from dtcomm.collectives import all_reduce, reduce_scatter
-from dtcomm.fsdp.bucket import Row
-from dtcomm.fsdp.flat import Piece
+from dtcomm.fsdp.flat_layout import Piece
+from dtcomm.fsdp.optimizer_bucket import Row
 from dtcomm.fsdp.reduction import Reduction
 from dtcomm.fsdp.state import State
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from dtcomm.compress.sample import Sample
-from dtcomm.fsdp.recipe import Recipe
+from dtcomm.compress.error_sample import Sample
+from dtcomm.fsdp.spec import Recipe
 from dtcomm.fsdp.state import State, fitting
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from dtcomm.collectives import Work
-from dtcomm.insight import Metric
-from dtcomm.insight.table import human
+from dtcomm.profiling import Metric
+from dtcomm.profiling.tables import human
 
 
 @dataclass

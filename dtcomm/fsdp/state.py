@@ -13,15 +13,15 @@ from dtcomm.codecs import Codec, codec
 from dtcomm.collectives import Streams, hold, streams_of
 from dtcomm.compress.checkpoint import VERSION, share_of
 from dtcomm.compress.guard import Event, Guard, summary
-from dtcomm.fsdp.buffers import Pool
-from dtcomm.fsdp.errors import Errors, Exact, MovingAverage
-from dtcomm.fsdp.flat import Layout
-from dtcomm.fsdp.overlap import Overlap
-from dtcomm.fsdp.recipe import Recipe
+from dtcomm.fsdp.buffer_pool import Pool
+from dtcomm.fsdp.cpu_overlap import Overlap
+from dtcomm.fsdp.flat_layout import Layout
+from dtcomm.fsdp.guard import Watching
 from dtcomm.fsdp.report import Report, Traffic
-from dtcomm.fsdp.watching import Watching
-from dtcomm.insight import Metric, Timeline
-from dtcomm.kernels import mixer
+from dtcomm.fsdp.residual_store import Errors, Exact, MovingAverage
+from dtcomm.fsdp.spec import Recipe
+from dtcomm.kernels import counter_rng
+from dtcomm.profiling import Metric, Timeline
 
 
 class State:
@@ -65,7 +65,7 @@ class State:
         return self._report
 
     def metrics(self) -> list[Metric]:
-        """The report's, and the timeline's where one is kept, for `dtcomm.insight.write_prometheus` and
+        """The report's, and the timeline's where one is kept, for `dtcomm.profiling.write_prometheus` and
         `write_tensorboard`.
         """
         return self.report().metrics() + self.timeline.metrics()
@@ -114,7 +114,7 @@ class State:
     def give_residual(self, module: str, residual: torch.Tensor | None) -> None:
         """The same tensor, after the collective has rewritten it."""
         if self._errors is not None and residual is not None:
-            key = mixer.mix_key(self.seed, dist.get_rank(), self.calls)
+            key = counter_rng.mix_key(self.seed, dist.get_rank(), self.calls)
             self._errors.give(self._key(module, residual), residual, key)
 
     def _key(self, module: str, like: torch.Tensor) -> str:

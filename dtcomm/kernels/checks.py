@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dtcomm.codecs import Codec
-from dtcomm.kernels.call import OPERATIONS
+from dtcomm.kernels.types import OPERATIONS
 
 
 def tensor(name: str, value: object, beside: torch.Tensor | None = None) -> torch.Tensor:

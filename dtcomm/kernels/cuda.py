@@ -13,7 +13,7 @@ import torch
 from dtcomm import _cuda
 from dtcomm.codecs import Codec
 from dtcomm.codecs.base import ELEMENT_TYPES
-from dtcomm.kernels.call import OPERATIONS, Combine
+from dtcomm.kernels.types import OPERATIONS, Combine
 
 
 def combine(call: Combine) -> None:
@@ -66,7 +66,7 @@ def decode(codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, 
 
 
 def orthonormalise(vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
-    """:func:`dtcomm.kernels.lowrank.orthonormalise_each`, a kernel for every 64 of them."""
+    """:func:`dtcomm.kernels.low_rank.orthonormalise_each`, a kernel for every 64 of them."""
     device = _device_of(*vectors)
     stated = [(each.data_ptr(), *_sides(each), key) for each, key in zip(vectors, keys, strict=True)]
     with torch.cuda.device(device):
@@ -74,7 +74,7 @@ def orthonormalise(vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None
 
 
 def judge(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """:func:`dtcomm.kernels.lowrank.judge`, a kernel for every 64 matrices."""
+    """:func:`dtcomm.kernels.low_rank.judge`, a kernel for every 64 matrices."""
     device = _device_of(*lefts, *rights)
     found = torch.empty(len(lefts), dtype=torch.bool, device=device)
     stated = [
@@ -93,7 +93,7 @@ def expand(
     right: torch.Tensor,
     finite: torch.Tensor | None = None,
 ) -> None:
-    """:func:`dtcomm.kernels.lowrank.expand` as one kernel."""
+    """:func:`dtcomm.kernels.low_rank.expand` as one kernel."""
     device = _device_of(gradient, residual, left, right, finite)
     (rank, rows), (_, columns) = _sides(left), _sides(right)
     with torch.cuda.device(device):

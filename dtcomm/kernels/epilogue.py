@@ -15,9 +15,9 @@ from dtcomm import _C
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import ELEMENT_TYPES, FLOAT_TYPES
-from dtcomm.kernels import checks, corrupt, native, ops, triton
-from dtcomm.kernels.common import Step
+from dtcomm.kernels import checks, corrupt, cpu, ops, triton
 from dtcomm.kernels.dispatch import REFERENCE, TRITON, current
+from dtcomm.kernels.local_steps import Step
 from dtcomm.kernels.reference import epilogue as reference
 
 PLAIN = parse("none")
@@ -63,7 +63,7 @@ def epilogue(
         reference.epilogue(which, runs, out, bias, residual, weight, eps, normed)
         return out
     _C.epilogue(
-        native.current_name(),
+        cpu.current_name(),
         which.native(),
         [(payload.data_ptr(), numel) for payload, (_, numel) in zip(payloads, runs, strict=True)],
         out.shape[-1],

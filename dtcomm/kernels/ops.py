@@ -4,8 +4,8 @@ Tensors are contiguous, of any shape, and those of a call on one device, the CPU
 queued on torch's current stream); they are read and written in memory order. Every verb takes an `out`: at tens of
 megabytes a fresh allocation costs more than the encoding, so hot paths reuse their buffers.
 
-Results have no gradient: what a verb is given is taken as if detached. `dtcomm.kernels.library` has the verbs as
-torch operators, which they become by themselves under torch.compile, and `quantize`, which lets gradients through.
+Results have no gradient: what a verb is given is taken as if detached. `dtcomm.kernels.custom_op_library` has the verbs
+as torch operators, which they become by themselves under torch.compile, and `quantize`, which lets gradients through.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import FLOAT_TYPES
-from dtcomm.kernels import checks, corrupt, dispatch, native, reference
-from dtcomm.kernels.call import Combine
+from dtcomm.kernels import checks, corrupt, cpu, dispatch, reference
 from dtcomm.kernels.dispatch import available, current, use
+from dtcomm.kernels.types import Combine
 
 __all__ = ["available", "current", "decode", "encode", "reduce", "reduce_encode", "use"]
 
@@ -45,9 +45,9 @@ def encode(
     Raises TypeError or ValueError naming the argument.
     """
     if torch.compiler.is_compiling():
-        from dtcomm.kernels import library
+        from dtcomm.kernels import custom_op_library
 
-        return library.compiled_encode(codec, x, key, offset, residual, out, decoded)
+        return custom_op_library.compiled_encode(codec, x, key, offset, residual, out, decoded)
     codec = parse(codec)
     x = checks.tensor("x", x)
     dtype = checks.element_type("x", codec, x.dtype)
@@ -80,9 +80,9 @@ def decode(
     `out`, where given, has `numel` elements of `dtype`. Raises TypeError or ValueError naming the argument.
     """
     if torch.compiler.is_compiling():
-        from dtcomm.kernels import library
+        from dtcomm.kernels import custom_op_library
 
-        return library.compiled_decode(codec, payload, numel, dtype, out)
+        return custom_op_library.compiled_decode(codec, payload, numel, dtype, out)
     codec = parse(codec)
     numel = checks.count("numel", numel)
     checks.element_type("dtype", codec, dtype)
@@ -118,9 +118,11 @@ def reduce(
     `op` min and max: `none`, `fp16` and `bf16`; NaN wins. Raises TypeError or ValueError naming the argument.
     """
     if torch.compiler.is_compiling():
-        from dtcomm.kernels import library
+        from dtcomm.kernels import custom_op_library
 
-        return library.compiled_reduce(codec, payloads, numel, local, position, divisor, out, op, dtype)
+        return custom_op_library.compiled_reduce(
+            codec, payloads, numel, local, position, divisor, out, op, dtype
+        )
     call, name, first = _reduction(codec, payloads, numel, local, position, divisor, op, dtype, out)
     if out is None:
         out = first.new_empty(numel, dtype=call.dtype)
@@ -154,9 +156,9 @@ def reduce_encode(
     argument.
     """
     if torch.compiler.is_compiling():
-        from dtcomm.kernels import library
+        from dtcomm.kernels import custom_op_library
 
-        return library.compiled_reduce_encode(
+        return custom_op_library.compiled_reduce_encode(
             codec, payloads, numel, local, position, divisor, residual, out, op, dtype, key, offset, decoded
         )
     call, name, first = _reduction(codec, payloads, numel, local, position, divisor, op, dtype, decoded)
@@ -238,7 +240,7 @@ def combine_by(kernel: str, call: Combine) -> None:
     elif kernel in dispatch.ELSEWHERE:
         dispatch.module(kernel).combine(call)
     else:
-        native.combine(kernel, call)
+        cpu.combine(kernel, call)
 
 
 def decode_by(
@@ -250,7 +252,7 @@ def decode_by(
     elif kernel in dispatch.ELSEWHERE:
         dispatch.module(kernel).decode(codec, payload, numel, dtype, out)
     else:
-        native.decode(kernel, codec, payload, numel, dtype, out)
+        cpu.decode(kernel, codec, payload, numel, dtype, out)
 
 
 def _running(dtype: torch.dtype) -> tuple[torch.dtype, ...]:

@@ -18,10 +18,10 @@ import torch
 
 from dtcomm import algorithms
 from dtcomm.codecs.base import Codec
-from dtcomm.planner import nccl
-from dtcomm.planner.cost import Table, measured_bytes
-from dtcomm.planner.profile import Profile, profile
-from dtcomm.planner.system import System
+from dtcomm.planner import nccl_model
+from dtcomm.planner.cost_model import Table, measured_bytes
+from dtcomm.planner.hardware import System
+from dtcomm.planner.traffic_profile import Profile, profile
 from dtcomm.schedule.ir import CUT_AT_GRANULES
 
 UNMEASURED = Table()
@@ -97,7 +97,7 @@ def bus_factor(collective: str, ranks: int) -> float:
 def candidates(collective: str, codec: Codec, system: System) -> tuple[str, ...]:
     """The algorithms that are considered for ``codec``: NCCL's where NCCL runs it, else ours."""
     if system.engine == "nccl" and codec.name == "none":
-        return nccl.algorithms(collective, system)
+        return nccl_model.algorithms(collective, system)
     names = algorithms.available(collective)
     if system.ranks > MANY:
         # What is a matter of one step for all others, or of a step for each, is nothing for so many.
@@ -126,8 +126,12 @@ def estimate(
     """
     numel = elements(collective, nbytes, dtype, system.ranks)
     size = numel * dtype.itemsize
-    if system.engine == "nccl" and codec.name == "none" and algorithm in nccl.algorithms(collective, system):
-        choice = nccl.choose(collective, system, size, algorithm)
+    if (
+        system.engine == "nccl"
+        and codec.name == "none"
+        and algorithm in nccl_model.algorithms(collective, system)
+    ):
+        choice = nccl_model.choose(collective, system, size, algorithm)
         sent = int(size * bus_factor(collective, system.ranks))
         return Estimate(
             collective=collective,

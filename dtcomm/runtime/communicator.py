@@ -17,9 +17,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import env
 from dtcomm.errors import DtcommError
-from dtcomm.runtime import flight, work
-from dtcomm.runtime.groups import group_store, inherited, position, require_group
-from dtcomm.runtime.joining import PROTOCOL, Joining, Runtime
+from dtcomm.runtime import flight_recorder, work
+from dtcomm.runtime.bootstrap.cpu import PROTOCOL, Joining, Runtime
+from dtcomm.runtime.process_groups import group_store, inherited, position, require_group
 
 
 class Communicator:
@@ -62,7 +62,7 @@ class Communicator:
         self.groups: tuple[tuple[int, ...], ...] = ((0,),)
         self.table = ""
         if self.size > 1:
-            flight.add(self)
+            flight_recorder.add(self)
             try:
                 joining = _joining(self.rank, self.ranks, group, epoch, store, device)
                 try:
@@ -72,7 +72,7 @@ class Communicator:
                     self.runtime, self.why = joining.runtime, joining.why
             except DtcommError as error:
                 self._trouble = f"the communicator could not be made: {error}"
-                flight.failed(error)
+                flight_recorder.failed(error)
                 raise
 
     @property
@@ -109,7 +109,7 @@ class Communicator:
             "names": self.names,
             "runtime": "none" if runtime is None else runtime.name,
             "failure": self._trouble if runtime is None else runtime.failure,
-            "operations": [] if runtime is None else flight.describe(runtime.flights(), self.ranks),
+            "operations": [] if runtime is None else flight_recorder.describe(runtime.flights(), self.ranks),
         }
         seen = [] if runtime is None else runtime.sightings()
         said["seen"] = [{"rank": rank, **vars(each)} for rank, each in zip(self.ranks, seen, strict=False)]
@@ -122,7 +122,7 @@ class Communicator:
 
     def close(self) -> None:
         """Release the runtime; later calls on the group make a new communicator."""
-        flight.drop(self)
+        flight_recorder.drop(self)
         self.plans.clear()
         if self.runtime is not None:
             self.runtime.close()
@@ -138,7 +138,7 @@ def _joining(
 ) -> Joining:
     if device is None:
         return Joining(rank, ranks, group, epoch, store)
-    from dtcomm.runtime.joining_devices import DeviceJoining
+    from dtcomm.runtime.bootstrap.cuda import DeviceJoining
 
     return DeviceJoining(device, rank, ranks, group, epoch, store)
 

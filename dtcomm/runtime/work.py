@@ -11,8 +11,8 @@ import torch
 
 from dtcomm import _C
 from dtcomm.errors import DtcommError
-from dtcomm.runtime import times
-from dtcomm.runtime.times import Span
+from dtcomm.runtime import phase_timer
+from dtcomm.runtime.phase_timer import Span
 
 
 class Work:
@@ -129,7 +129,7 @@ class NativeWork(Work):
         return self._native.finished_ns
 
     def spans(self) -> list[Span]:
-        return times.of_native(self._native)
+        return phase_timer.of_native(self._native)
 
     def complete(self) -> None:
         """Give the future its value; on the completion thread."""

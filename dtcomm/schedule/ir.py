@@ -204,13 +204,13 @@ class Schedule:
 
     def requantizations(self) -> int:
         """How many encodings the most often encoded contribution goes through on its way to an output."""
-        from dtcomm.schedule.meaning import trace
+        from dtcomm.schedule.trace import trace
 
         return trace(self).requantizations()
 
     def _levels(self) -> Iterator[tuple[Transfer, int]]:
         # A payload that is passed on keeps the codec that it was encoded with.
-        from dtcomm.schedule.meaning import trace
+        from dtcomm.schedule.trace import trace
 
         for version in trace(self).versions:
             for transfer in version.sends:

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from dtcomm.schedule.ir import REDUCING, Schedule
-from dtcomm.schedule.meaning import Origin, Version, trace
 from dtcomm.schedule.program import (
     Adopt,
     Copy,
@@ -19,6 +18,7 @@ from dtcomm.schedule.program import (
     Reduce,
     Send,
 )
+from dtcomm.schedule.trace import Origin, Version, trace
 
 Boxes = dict[Version, int]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtcomm.schedule.ir import Schedule, Transfer, WireFormat, common_granularity
-from dtcomm.schedule.meaning import Origin, Version, trace
+from dtcomm.schedule.trace import Origin, Version, trace
 
 
 @dataclass(frozen=True, kw_only=True)

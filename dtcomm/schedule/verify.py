@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dtcomm.errors import ScheduleError
 from dtcomm.schedule.ir import Schedule
-from dtcomm.schedule.meaning import History, Origin, Version, trace
+from dtcomm.schedule.trace import History, Origin, Version, trace
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.tp.emulate import Emulated, emulate, restore
-from dtcomm.tp.plan import SENDING, Entry, Plan, write
+from dtcomm.tp.layer_plan import SENDING, Entry, Plan, write
 
 CANDIDATES = ("int8", "int6", "int5", "int4", "int3", "int2")
 #: What a batch may be: tokens [batch, length], each predicting the next, or inputs and targets.

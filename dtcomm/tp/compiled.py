@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from dtcomm.tp.wire import Wire, wire
+from dtcomm.tp.comm_config import Wire, wire
 
 
 def move(x: torch.Tensor, which: str, conjugate: str, over: Wire, dim: int) -> torch.Tensor:

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from dtcomm.codecs import Codec
 from dtcomm.tp import functional
-from dtcomm.tp.sharded import Sharded
-from dtcomm.tp.wire import Group, wire
+from dtcomm.tp.comm_config import Group, wire
+from dtcomm.tp.sharded_module import Sharded
 
 
 class VocabParallelEmbedding(Sharded):

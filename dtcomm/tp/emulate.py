@@ -17,10 +17,10 @@ from torch.nn import functional as F
 
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
-from dtcomm.kernels import mixer, ops
+from dtcomm.kernels import counter_rng, ops
+from dtcomm.tp.comm_config import algorithm as automatic
 from dtcomm.tp.functional import differentiable
-from dtcomm.tp.plan import SENDING, Plan, dense, packed, resolve
-from dtcomm.tp.wire import algorithm as automatic
+from dtcomm.tp.layer_plan import SENDING, Plan, dense, packed, resolve
 
 SHOTS = ("auto", "direct", "two_shot", "one_shot", "two_step")
 
@@ -49,7 +49,7 @@ def summed(
         return first.detach().clone()
     if algorithm == "one_shot" or (algorithm == "direct" and which.lossless(first.dtype)):
         payloads = [
-            ops.encode(which, mine, key=mixer.mix_key(seed, rank, 0)) for rank, mine in enumerate(flat)
+            ops.encode(which, mine, key=counter_rng.mix_key(seed, rank, 0)) for rank, mine in enumerate(flat)
         ]
         ops.reduce(which, payloads, numel, dtype=first.dtype, out=total)
         return total.view(first.shape)
@@ -59,7 +59,7 @@ def summed(
         if start == stop:
             continue
         payloads = [
-            ops.encode(which, mine[start:stop], key=mixer.mix_key(seed, rank, owner), offset=start)
+            ops.encode(which, mine[start:stop], key=counter_rng.mix_key(seed, rank, owner), offset=start)
             for rank, mine in enumerate(flat)
             if rank != owner or algorithm == "two_step"
         ]
@@ -70,7 +70,7 @@ def summed(
             local=None if algorithm == "two_step" else flat[owner][start:stop],
             position=None if algorithm == "two_step" else owner,
             dtype=first.dtype,
-            key=mixer.mix_key(seed, owner, ranks),
+            key=counter_rng.mix_key(seed, owner, ranks),
             offset=start,
             decoded=total[start:stop],
         )
@@ -84,7 +84,7 @@ def gathered(parts: Sequence[torch.Tensor], spec: str | Codec, dim: int = -1) ->
     for rank, part in enumerate(parts):
         own = part.detach().contiguous()
         result = torch.empty_like(own)
-        ops.encode(which, own, key=mixer.mix_key(0, rank, 0), decoded=result)
+        ops.encode(which, own, key=counter_rng.mix_key(0, rank, 0), decoded=result)
         seen.append(result)
     return torch.cat(seen, dim)
 

@@ -24,8 +24,8 @@ import torch
 
 from dtcomm.collectives import all_gather, all_reduce, reduce_scatter
 from dtcomm.tp import compiled
-from dtcomm.tp.two_step import two_step
-from dtcomm.tp.wire import Wire
+from dtcomm.tp.comm_config import Wire
+from dtcomm.tp.flash_all_reduce import two_step
 
 
 def copy_to_ranks(x: torch.Tensor, wire: Wire) -> torch.Tensor:

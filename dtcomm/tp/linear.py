@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from dtcomm.codecs import Codec
 from dtcomm.kernels.epilogue import can_follow
 from dtcomm.tp import functional
+from dtcomm.tp.comm_config import Group, wire
+from dtcomm.tp.flash_all_reduce import Epilogue, Norm, Result
 from dtcomm.tp.multiplied import multiplied
-from dtcomm.tp.sharded import Sharded
-from dtcomm.tp.two_step import Epilogue, Norm, Result
-from dtcomm.tp.wire import Group, wire
+from dtcomm.tp.sharded_module import Sharded
 
 
 class _Linear(Sharded):
@@ -107,7 +107,7 @@ class RowParallelLinear(_Linear):
 
     The bias is added once, after the sum. input_is_parallel: x holds this rank's features; otherwise it holds all and
     is split. sequence_parallel: y is scattered along `sequence_dim`. chunks: tokens are multiplied in so many parts, so
-    that one part's sum is on its way while the next is multiplied; "auto": see `dtcomm.tp.overlap`. latency: small
+    that one part's sum is on its way while the next is multiplied; "auto": see `dtcomm.tp.row_linear`. latency: small
     messages travel uncompressed where the planner finds that faster (`wire.traffic` says how many did, and why).
     transposed: the weight is kept as [in, out], as GPT-2's Conv1D keeps it. Compiled, a sum is one operation: neither
     chunks nor what follows go into it.

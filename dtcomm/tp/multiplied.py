@@ -2,8 +2,8 @@
 
     y = x W' summed over the ranks + bias + residual,  normed = RMS norm of y
 
-The forward pass is that of `dtcomm.tp.overlap`: what follows happens in the pass that decodes. The backward pass is the
-uncompressed function's.
+The forward pass is that of `dtcomm.tp.row_linear`: what follows happens in the pass that decodes. The backward pass is
+the uncompressed function's.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from dtcomm.tp.comm_config import Wire
+from dtcomm.tp.flash_all_reduce import Epilogue, Norm, Result
 from dtcomm.tp.functional import differentiable
-from dtcomm.tp.overlap import row_linear
-from dtcomm.tp.two_step import Epilogue, Norm, Result
-from dtcomm.tp.wire import Wire
+from dtcomm.tp.row_linear import row_linear
 
 
 def multiplied(

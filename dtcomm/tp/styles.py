@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.tp import functional
-from dtcomm.tp.wire import Wire, wire
+from dtcomm.tp.comm_config import Wire, wire
 
 Layouts = Sequence[Placement]
 

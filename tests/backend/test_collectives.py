@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 SHAPES = ((), (0,), (7, 3), (64, 33))

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dtcomm.backend import children
-from dtcomm.backend.group import Group
+from dtcomm.backend import fallback_backends
+from dtcomm.backend.process_group import Group
 
 CUDA = torch.device("cuda", 0)
 
@@ -80,11 +80,11 @@ def test_every_operation_on_a_gpu_is_handed_on_and_named(monkeypatch: pytest.Mon
 
     process_group.BackendType = Child.BackendType  # type: ignore[attr-defined]
     stand_in = SimpleNamespace(ProcessGroup=process_group, is_nccl_available=lambda: nccl)
-    monkeypatch.setattr(children, "dist", stand_in)
+    monkeypatch.setattr(fallback_backends, "dist", stand_in)
     there = SimpleNamespace(device=torch.device, cuda=SimpleNamespace(is_available=lambda: True))
-    monkeypatch.setattr(children, "torch", there)
-    monkeypatch.setattr(children.Children, "_nccl", lambda *_: "nccl")
-    monkeypatch.setattr(children.Children, "_gloo", lambda *_: "gloo")
+    monkeypatch.setattr(fallback_backends, "torch", there)
+    monkeypatch.setattr(fallback_backends.Children, "_nccl", lambda *_: "nccl")
+    monkeypatch.setattr(fallback_backends.Children, "_gloo", lambda *_: "gloo")
     group = Group(dist.HashStore(), 0, 2, timedelta(seconds=5), "devices")
     with FakeTensorMode():
         tensor = torch.empty(8, device=CUDA)

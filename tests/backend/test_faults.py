@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 import dtcomm
 from dtcomm.errors import CollectiveTimeout, PeerLost
-from dtcomm.testing.patience import Patience
-from dtcomm.testing.ranks import run_ranks, spawn_ranks
-from dtcomm.testing.worker import tell
+from dtcomm.launch.ranks import run_ranks, spawn_ranks
+from dtcomm.launch.worker import tell
+from tests.support.patience import Patience
 
 LIMIT_S = 2.0
 

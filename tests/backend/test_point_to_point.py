@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout
-from dtcomm.testing.patience import Patience
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
+from tests.support.patience import Patience
 
 SIZES = (0, 1, 500, 507, 508, 100_000)  # in float32: about where a message no longer fits its note
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import dtcomm
 import dtcomm.ddp
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 from tests.backend.programs import AGREE, PROGRAMS, train
 
 

@@ -13,7 +13,7 @@ ORDERS = {
     "dtcomm first": f"import dtcomm; {USE}",
     "torch first": f"import torch.distributed; import dtcomm; {USE}",
     "a part of dtcomm": f"import dtcomm.errors; import torch; {USE}",
-    "called by torch": f"import dtcomm.registration as r; r.register(); r.register(); {USE}",
+    "called by torch": f"import dtcomm._torch_backend_entry as r; r.register(); r.register(); {USE}",
     "without torch": "import sys, dtcomm; assert 'torch' not in sys.modules; print('known')",
 }
 

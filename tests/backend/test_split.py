@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import dtcomm
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 
 
 def split(rank: int, world_size: int) -> None:

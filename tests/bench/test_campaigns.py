@@ -11,7 +11,7 @@ from bench.fault_ranks import Fault, Seen, excess
 from bench.faults import GROUP_TIMEOUT, LIMIT_SECONDS, judge
 from bench.random_ops import COLLECTIVES, WHOLE, memberships, sequence
 from bench.soak import CYCLE, SETTLED, growth
-from dtcomm.testing.ranks import Outcome
+from dtcomm.launch.ranks import Outcome
 
 FAULT = Fault(kind="SIGKILL", victim=1, numel=16)
 GOOD = Seen(error="PeerLost", message="rank 1 (pid 77) is gone", at=10.5, next_error="PeerLost")

@@ -13,7 +13,7 @@ from bench.fsdp_convergence import train
 from bench.training import shards_page
 from bench.training.shards import METHODS
 from bench.training.tasks import TASKS
-from dtcomm.cli import demo_model
+from dtcomm.cli.demo import model as demo_model
 
 SHAPE = demo_model.Shape(vocabulary=11, context=8, layers=2, width=16, heads=2)
 

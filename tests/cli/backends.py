@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dtcomm.cli.perf_backends import Call, Native, TorchDistributed
-from dtcomm.cli.perf_ours import ProcessGroup
+from dtcomm.cli.perf.backends.dtcomm_backend import ProcessGroup
+from dtcomm.cli.perf.backends.registry import Call, Native, TorchDistributed
 from dtcomm.runtime.work import Done
 
 

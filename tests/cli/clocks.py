@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dtcomm.cli.perf_place import OnHost
+from dtcomm.cli.perf.placement import OnHost
 
 SHARED = "ranks 0 and 1 share a GPU"
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from dtcomm.cli import perf_place
+from dtcomm.cli.perf import placement
 
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody sees one, unless a test says so."""
-    monkeypatch.setattr(perf_place, "found", lambda: False)
+    monkeypatch.setattr(placement, "found", lambda: False)

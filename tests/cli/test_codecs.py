@@ -12,9 +12,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from dtcomm.cli import codecs, codecs_choice, codecs_error, codecs_plot, codecs_report, codecs_samples
-from dtcomm.cli.codecs_samples import Sample
-from dtcomm.cli.codecs_speed import OnDevice
+from dtcomm.cli.codecs import error as codecs_error
+from dtcomm.cli.codecs import main as codecs_command
+from dtcomm.cli.codecs import plot, presets, report, samples
+from dtcomm.cli.codecs.samples import Sample
+from dtcomm.cli.codecs.speed import OnDevice
 from dtcomm.codecs import Codec, codec, names
 from dtcomm.codecs.spec import CODECS
 from dtcomm.kernels import available, dispatch, use
@@ -23,7 +25,7 @@ FAST = ("--no-speed", "--numel", "4096")
 
 
 def table(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    assert codecs.main([*FAST, *argv]) == 0
+    assert codecs_command.main([*FAST, *argv]) == 0
     return capsys.readouterr().out
 
 
@@ -44,8 +46,8 @@ def test_every_codec_of_the_registry_has_a_row(capsys: pytest.CaptureFixture[str
 
 
 def test_every_option_but_rare_ones_is_shown() -> None:
-    assert set(codecs_choice.VARIANTS) <= set(CODECS)
-    shown = {option for each in codecs_choice.usual() for option in each.options()}
+    assert set(presets.VARIANTS) <= set(CODECS)
+    shown = {option for each in presets.usual() for option in each.options()}
     assert {option for entry in CODECS.values() for option in entry.options()} - shown <= {"scale"}
 
 
@@ -61,7 +63,7 @@ def test_the_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_speeds_are_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert codecs.main(["--codec", "int8", "--numel", "64", "--size", "64K", "--json"]) == 0
+    assert codecs_command.main(["--codec", "int8", "--numel", "64", "--size", "64K", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["speed_bytes"] == 64 << 10 and told["kernel"] in available()
     (row,) = told["codecs"]
@@ -81,9 +83,9 @@ def test_speeds_of_a_device_come_with_their_share_of_the_memory_floor(
         return for_call(codec, argument, tensor)
 
     monkeypatch.setattr(dispatch, "for_call", but_one)
-    sample = [codecs_samples.distributions(4096)[0]]
-    rows = codecs_report.measure([codec("int8"), codec("sign")], sample, 1 << 14, lambda _: None, device)
-    int8, sign = codecs_report.as_dict(rows, 1 << 14, {"name": "a GPU"})["codecs"]
+    sample = [samples.distributions(4096)[0]]
+    rows = report.measure([codec("int8"), codec("sign")], sample, 1 << 14, lambda _: None, device)
+    int8, sign = report.as_dict(rows, 1 << 14, {"name": "a GPU"})["codecs"]
     assert set(int8["of_floor"]) == {
         "encode",
         "decode",
@@ -93,7 +95,7 @@ def test_speeds_of_a_device_come_with_their_share_of_the_memory_floor(
     }
     assert all(share > 0 for share in int8["of_floor"].values()) and int8["encode_gbps"] > 0
     assert sign["encode_gbps"] is None and "no kernel" in sign["no_speed"]
-    codecs_report.show(rows, Console(width=200), 1 << 14, "a GPU")
+    report.show(rows, Console(width=200), 1 << 14, "a GPU")
     shown = capsys.readouterr().out
     assert "no speed of sign: codec: no kernel" in shown and "of floor:" in shown and "a GPU, 0.0" in shown
     (line,) = (line.split() for line in shown.splitlines() if line.split()[:1] == ["sign"])
@@ -103,7 +105,7 @@ def test_speeds_of_a_device_come_with_their_share_of_the_memory_floor(
 def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     for line in (["--device", "cuda"], ["--device", "cuda", "--no-speed"]):
         with pytest.raises(SystemExit):
-            codecs.main(line)
+            codecs_command.main(line)
         assert "--device cuda: torch sees no CUDA device" in capsys.readouterr().err
 
 
@@ -147,7 +149,7 @@ def test_what_does_not_exist_is_none() -> None:
 
 def test_the_samples_are_always_the_same() -> None:
     """And of unit shape: variances are 1, 2 and (in the limit) 3, the kurtosis of Laplace is 6."""
-    one, two = codecs_samples.distributions(1 << 16), codecs_samples.distributions(1 << 16)
+    one, two = samples.distributions(1 << 16), samples.distributions(1 << 16)
     for a, b in zip(one, two, strict=True):
         assert torch.equal(a.tensors[a.name], b.tensors[b.name])
     x = {sample.name: sample.tensors[sample.name].double() for sample in one}
@@ -209,7 +211,7 @@ def test_a_users_tensors(files: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ],
 )
 def test_wrong_files(files: Path, name: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert codecs.main([*FAST, "--tensor", str(files / name)]) == 2
+    assert codecs_command.main([*FAST, "--tensor", str(files / name)]) == 2
     told = capsys.readouterr().err
     assert name in told and says in told and "Traceback" not in told
 
@@ -229,7 +231,7 @@ def test_wrong_files(files: Path, name: str, says: str, capsys: pytest.CaptureFi
 )
 def test_wrong_arguments(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        codecs.main(arguments)
+        codecs_command.main(arguments)
     assert stop.value.code == 2
     assert says in capsys.readouterr().err
 
@@ -243,13 +245,13 @@ def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_the_pareto_line() -> None:
     points = [(8.5, 0.5), (4.0, 2.0), (16.0, 0.1), (8.5, 0.4), (9.0, 0.45), (32.0, 0.1), (4.0, 2.0)]
-    assert codecs_plot.pareto(points) == [(4.0, 2.0), (8.5, 0.4), (16.0, 0.1)]
-    assert codecs_plot.pareto([]) == []
+    assert plot.pareto(points) == [(4.0, 2.0), (8.5, 0.4), (16.0, 0.1)]
+    assert plot.pareto([]) == []
 
 
 def test_without_matplotlib_a_plot_is_refused_before_the_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(codecs.importlib.util, "find_spec", lambda name: None)
-    assert codecs.main(["--plot"]) == 2
+    monkeypatch.setattr(codecs_command.importlib.util, "find_spec", lambda name: None)
+    assert codecs_command.main(["--plot"]) == 2
     assert "matplotlib" in capsys.readouterr().err

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtcomm.cli import demo, demo_data, demo_model
-from dtcomm.cli.demo_train import Settings
+from dtcomm.cli.demo import data
+from dtcomm.cli.demo import main as demo_command
+from dtcomm.cli.demo import model as demo_model
+from dtcomm.cli.demo.train import Settings
 from dtcomm.codecs import codec
 
 
@@ -25,28 +27,28 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_text_is_split_by_file_in_an_order_of_its_own(library: Path) -> None:
-    corpus = demo_data.load(library)
+    corpus = data.load(library)
     assert corpus.files == 30
     assert corpus.training.numel() + corpus.held_out.numel() == 30 * (4 + 5000 + 3)
-    assert torch.equal(corpus.training, demo_data.load(library).training)
-    assert demo_data.ALPHABET.index("!") not in corpus.training.unique().tolist()
-    assert int(corpus.training.max()) == demo_data.VOCABULARY - 1  # what ASCII lacks
+    assert torch.equal(corpus.training, data.load(library).training)
+    assert data.ALPHABET.index("!") not in corpus.training.unique().tolist()
+    assert int(corpus.training.max()) == data.VOCABULARY - 1  # what ASCII lacks
     held_out = {int(symbol) for symbol in corpus.held_out.unique()}
-    letters = {demo_data.ALPHABET.index(chr(ord("a") + number)) for number in range(4, 26)}
+    letters = {data.ALPHABET.index(chr(ord("a") + number)) for number in range(4, 26)}
     assert not held_out & letters & {int(symbol) for symbol in corpus.training.unique()}
 
 
 def test_too_little_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("pass\n")
     with pytest.raises(ValueError, match="too little"):
-        demo_data.load(tmp_path)
+        data.load(tmp_path)
 
 
 def test_batches_depend_on_seed_step_and_rank_and_on_nothing_else(library: Path) -> None:
-    corpus = demo_data.load(library)
+    corpus = data.load(library)
 
     def drawn(seed: int, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return demo_data.batch(corpus, seed=seed, step=step, rank=rank, size=8, length=500)
+        return data.batch(corpus, seed=seed, step=step, rank=rank, size=8, length=500)
 
     inputs, targets = drawn(0, 1, 0)
     assert inputs.shape == targets.shape == (8, 500)
@@ -59,9 +61,9 @@ def test_batches_depend_on_seed_step_and_rank_and_on_nothing_else(library: Path)
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_share_out_the_held_out_windows(library: Path, ranks: int) -> None:
-    corpus = demo_data.load(library)
+    corpus = data.load(library)
     shares = [
-        demo_data.held_out_batches(corpus, windows=7, size=2, length=50, rank=rank, ranks=ranks)
+        data.held_out_batches(corpus, windows=7, size=2, length=50, rank=rank, ranks=ranks)
         for rank in range(ranks)
     ]
     assert sum(inputs.shape[0] for share in shares for inputs, _ in share) == 7
@@ -83,8 +85,8 @@ def test_demo_trains_measures_and_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # By default eight steps would be looked at eight times, which takes far longer than they do.
-    monkeypatch.setattr(demo, "Settings", functools.partial(Settings, evaluations=2, windows=8))
-    code = demo.main(["--steps", "8", "--codecs", "none,int8", "--out", str(tmp_path), "--json"])
+    monkeypatch.setattr(demo_command, "Settings", functools.partial(Settings, evaluations=2, windows=8))
+    code = demo_command.main(["--steps", "8", "--codecs", "none,int8", "--out", str(tmp_path), "--json"])
     captured = capsys.readouterr()
     assert code == 0
     summary = json.loads((tmp_path / "demo.json").read_text())
@@ -112,6 +114,6 @@ def test_bad_arguments_are_named(
     arguments: list[str], names: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        demo.main(arguments)
+        demo_command.main(arguments)
     assert stop.value.code == 2
     assert names in capsys.readouterr().err

@@ -13,10 +13,10 @@ import torch
 
 import dtcomm
 import dtcomm.collectives as C
-from dtcomm.cli import doctor
-from dtcomm.cli.flight_verdict import judge, listing, size
+from dtcomm.cli.doctor import main as doctor_command
+from dtcomm.cli.doctor.diagnosis import judge, listing, size
 from dtcomm.errors import DtcommError
-from dtcomm.testing.ranks import run_ranks, spawn_ranks, tell
+from dtcomm.launch.ranks import run_ranks, spawn_ranks, tell
 
 NUMEL = 25 * 2**20 // 4
 OVER_GLOO = {"DTCOMM_RUNTIME": "process_group", "DTCOMM_PIECE_KIB": "256"}
@@ -55,9 +55,9 @@ def records(kind: str, tmp_path: Path, env: dict[str, str], timeout: float) -> N
 
 
 def read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
-    assert doctor.main(["--flight", str(tmp_path), "--json"]) == 1
+    assert doctor_command.main(["--flight", str(tmp_path), "--json"]) == 1
     said = json.loads(capsys.readouterr().out)
-    assert doctor.main(["--flight", str(tmp_path)]) == 1
+    assert doctor_command.main(["--flight", str(tmp_path)]) == 1
     text = capsys.readouterr().out
     (wrong,) = [each for each in said["communicators"] if each["kind"] != "healthy"]
     assert wrong["sentence"] in text
@@ -142,15 +142,15 @@ def test_on_demand(env: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFi
         )
         assert (last["dtype"], last["bytes"], last["codec"]) == ("int64", 40, "none")
         assert first["algorithm"] in ("one_shot", "two_shot")
-    assert doctor.main(["--flight", str(tmp_path)]) == 0
+    assert doctor_command.main(["--flight", str(tmp_path)]) == 0
     assert "nothing is missing: ranks 0-1 finished all 301 operations" in capsys.readouterr().out
 
 
 def test_a_folder_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main(["--flight", str(tmp_path)]) == 2
+    assert doctor_command.main(["--flight", str(tmp_path)]) == 2
     assert "no rank-*.json" in capsys.readouterr().err
     (tmp_path / "rank-0.json").write_text("{")
-    assert doctor.main(["--flight", str(tmp_path)]) == 2
+    assert doctor_command.main(["--flight", str(tmp_path)]) == 2
     assert "rank-0.json" in capsys.readouterr().err
 
 

@@ -11,13 +11,13 @@ import pytest
 
 from dtcomm import algorithms
 from dtcomm.cli.main import main
-from dtcomm.cli.perf import measure
-from dtcomm.cli.perf_collectives import COLLECTIVES, DTYPES
-from dtcomm.cli.perf_options import parse
-from dtcomm.cli.perf_plot import lines
-from dtcomm.cli.perf_report import Report, Row
-from dtcomm.testing import mpi
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.cli.perf.collectives import COLLECTIVES, DTYPES
+from dtcomm.cli.perf.main import measure
+from dtcomm.cli.perf.options import parse
+from dtcomm.cli.perf.output.plot import lines
+from dtcomm.cli.perf.report import Report, Row
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.measure import mpi
 
 QUICK = ["-n", "3", "-w", "1"]
 

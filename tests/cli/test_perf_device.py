@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtcomm.cli import perf_backends, perf_options, perf_place
-from dtcomm.cli.perf_backend import Moved
-from dtcomm.cli.perf_ours import moved
-from dtcomm.cli.perf_torch import OVERLAPPING, why_no_nccl, why_no_symmetric
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.cli.perf import options, placement
+from dtcomm.cli.perf.backends import registry
+from dtcomm.cli.perf.backends.base import Moved
+from dtcomm.cli.perf.backends.dtcomm_backend import moved
+from dtcomm.cli.perf.backends.torch_backend import OVERLAPPING, why_no_nccl, why_no_symmetric
+from dtcomm.launch.ranks import run_ranks
 from tests.cli.clocks import SHARED
 
 SMALL = "-b 4K -e 4K -n 3 -w 1"
@@ -21,12 +22,12 @@ SMALL = "-b 4K -e 4K -n 3 -w 1"
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch sees four."""
-    monkeypatch.setattr(perf_place, "found", lambda: True)
+    monkeypatch.setattr(placement, "found", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
 
 
-def parse(line: str) -> perf_options.Options:
-    return perf_options.parse(line.split())
+def parse(line: str) -> options.Options:
+    return options.parse(line.split())
 
 
 @pytest.mark.usefixtures("gpus")
@@ -113,8 +114,8 @@ def test_why_peers_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"only with {OVERLAPPING}=1" in why_no_symmetric(2, 1, SHARED)
     monkeypatch.setenv(OVERLAPPING, "1")
     assert why_no_symmetric(2, 1, SHARED) == ""
-    assert perf_place.shared(["a 1", "a 2", "b 1"]) == ""
-    assert perf_place.shared(["a 1", "a 2", "b 1", "a 2"]) == "ranks 1 and 3 share a GPU"
+    assert placement.shared(["a 1", "a 2", "b 1"]) == ""
+    assert placement.shared(["a 1", "a 2", "b 1", "a 2"]) == "ranks 1 and 3 share a GPU"
 
 
 def info(runtime: str, operations: int, transport: str, **more: object) -> dict[str, object]:
@@ -152,9 +153,9 @@ def test_what_moved_the_bytes_is_read_off_two_reports(
 
 
 def test_every_backend_says_where_its_tensors_are() -> None:
-    for name, each in perf_backends.BACKENDS.items():
+    for name, each in registry.BACKENDS.items():
         assert each.devices and set(each.devices) <= {"cpu", "cuda"}, name
-    assert set(perf_backends.PEERS) - {"mpi"} <= set(perf_backends.BACKENDS)
+    assert set(registry.PEERS) - {"mpi"} <= set(registry.BACKENDS)
 
 
 def on_two_gpus(rank: int, world_size: int, ids: list[str]) -> tuple[str, str, int, list[str], str]:
@@ -171,8 +172,8 @@ def on_two_gpus(rank: int, world_size: int, ids: list[str]) -> tuple[str, str, i
     }.items():
         assert hasattr(torch.cuda, name)
         setattr(torch.cuda, name, stand_in)
-    place = perf_place.take("cuda")
-    facts = [gpu["uuid"] for gpu in perf_place.gpus(place)]
+    place = placement.take("cuda")
+    facts = [gpu["uuid"] for gpu in placement.gpus(place)]
     return str(place.device), place.shared, place.free(), facts, place.pin(None)
 
 

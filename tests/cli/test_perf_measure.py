@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dtcomm.cli import perf_measure
-from dtcomm.testing.clock import HostClock, clock_of, median_seconds, seconds_of
+from dtcomm.cli.perf import timing
+from dtcomm.measure.device_clock import HostClock, clock_of, median_seconds, seconds_of
 from tests.cli.clocks import Counted
 
 
@@ -21,9 +21,7 @@ def story(clock: Counted) -> tuple[Callable[[], None], Callable[[], None], Calla
 def test_calls_are_timed_between_marks_and_the_host_waits_once_a_batch() -> None:
     clock = Counted()
     run, refill, barrier = story(clock)
-    times = perf_measure.time_iterations(
-        run, refill, clock, barrier, iters=3, warmup=1, safe=9, blocking=False
-    )
+    times = timing.time_iterations(run, refill, clock, barrier, iters=3, warmup=1, safe=9, blocking=False)
     assert times == [1.0, 1.0, 1.0]
     batch = ["run", "mark", "run", "mark", "run", "mark", "run", "mark"]
     assert clock.story == ["refill", "run", "refill", "settle", "barrier", *batch, "settle"]
@@ -32,9 +30,7 @@ def test_calls_are_timed_between_marks_and_the_host_waits_once_a_batch() -> None
 def test_sums_that_grow_are_refilled_between_batches() -> None:
     clock = Counted()
     run, refill, barrier = story(clock)
-    times = perf_measure.time_iterations(
-        run, refill, clock, barrier, iters=5, warmup=0, safe=3, blocking=False
-    )
+    times = timing.time_iterations(run, refill, clock, barrier, iters=5, warmup=0, safe=3, blocking=False)
     assert times == [1.0] * 5
     runs_between, count = [], 0
     for what in [*clock.story, "refill"]:
@@ -45,9 +41,7 @@ def test_sums_that_grow_are_refilled_between_batches() -> None:
 def test_blocking_calls_begin_behind_a_barrier_that_is_not_timed() -> None:
     clock = Counted()
     run, refill, barrier = story(clock)
-    times = perf_measure.time_iterations(
-        run, refill, clock, barrier, iters=2, warmup=0, safe=9, blocking=True
-    )
+    times = timing.time_iterations(run, refill, clock, barrier, iters=2, warmup=0, safe=9, blocking=True)
     assert times == [1.0, 1.0]
     assert clock.story[5:] == ["settle", "barrier", "mark", "run", "mark"] * 2 + ["settle"]
 
@@ -55,7 +49,7 @@ def test_blocking_calls_begin_behind_a_barrier_that_is_not_timed() -> None:
 def test_replays_are_queued_together_and_their_refills_are_not_timed() -> None:
     clock = Counted()
     run, refill, barrier = story(clock)
-    times = perf_measure.time_graphs(run, refill, clock, barrier, calls=4, replays=2, warmup=1)
+    times = timing.time_graphs(run, refill, clock, barrier, calls=4, replays=2, warmup=1)
     assert times == [4.0, 4.0]
     at = clock.story.index("graph of 4")
     assert clock.story[:at] == ["refill", "run", "settle"]

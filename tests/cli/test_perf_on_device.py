@@ -9,15 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtcomm.cli import perf_json, perf_options, perf_place, perf_run, perf_table
-from dtcomm.cli.perf_backend import Moved
-from dtcomm.cli.perf_report import Listener, Report
-from dtcomm.cli.perf_torch import OVERLAPPING
-from dtcomm.testing.dressed import DEVICE
-from dtcomm.testing.dressed_ranks import devices
-from dtcomm.testing.ranks import run_ranks
-from dtcomm.testing.streams import RecordedStreams
+from dtcomm.cli.perf import options as perf_options
+from dtcomm.cli.perf import placement, runner
+from dtcomm.cli.perf.backends.base import Moved
+from dtcomm.cli.perf.backends.torch_backend import OVERLAPPING
+from dtcomm.cli.perf.output import json_output, table
+from dtcomm.cli.perf.report import Listener, Report
+from dtcomm.launch.ranks import run_ranks
 from tests.cli.clocks import Counted, FakeGpu
+from tests.support.fake_cuda_ranks import devices
+from tests.support.fake_cuda_tensor import DEVICE
+from tests.support.stream_checker import RecordedStreams
 
 SMALL = "-b 4K -e 4K -n 3 -w 1"
 
@@ -25,7 +27,7 @@ SMALL = "-b 4K -e 4K -n 3 -w 1"
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
     """Whoever reads the flags sees four."""
-    monkeypatch.setattr(perf_place, "found", lambda: True)
+    monkeypatch.setattr(placement, "found", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
 
 
@@ -35,7 +37,7 @@ def parse(line: str) -> perf_options.Options:
 
 def on_a_fake(rank: int, world_size: int, options: perf_options.Options) -> tuple[Report, list[list[str]]]:
     place = FakeGpu()
-    report = perf_run.run(options, Listener(), place)
+    report = runner.run(options, Listener(), place)
     return report, [clock.story for clock in place.clocks]
 
 
@@ -46,15 +48,15 @@ def test_the_whole_way_on_a_gpu_that_is_not_there() -> None:
     # A call is nothing that this clock counts, so all times are 0; the marks are what matters here.
     for told in stories:
         assert told.count("settle") == 4 and told.count("mark") == 2 * 4  # out of place, then in place
-    shown = "\n".join([*perf_table.header(report), *perf_table.footer(report)])
+    shown = "\n".join([*table.header(report), *table.footer(report)])
     assert "# WARNING: ranks 0 and 1 share a GPU: no NCCL there" in shown
     assert "# Device cuda: torch sees a GPU; --device cpu measures CPU tensors" in shown
     assert "device cuda:0 no GPU" in shown
-    document = json.loads(perf_json.to_json(report, ["all_reduce"]))
+    document = json.loads(json_output.to_json(report, ["all_reduce"]))
     assert [gpu["name"] for gpu in document["config"]["gpus"]] == ["no GPU"]
     assert document["config"]["device"] == "cuda" and document["results"][2]["moved_by"] == "gloo"
-    heads = next(line for line in perf_table.header(report) if line.startswith("#       size"))
-    lines = [perf_table.row(options, row, 2) for row in report.rows]
+    heads = next(line for line in table.header(report) if line.startswith("#       size"))
+    lines = [table.row(options, row, 2) for row in report.rows]
     end = heads.index("moved") + len("moved")
     assert [line[:end].split()[-1] for line in lines] == ["native", "native", "gloo"]
 
@@ -101,7 +103,7 @@ def on_tensors_that_pass_for_a_device_s(
             return clocks[-1]
 
     with devices(streams):
-        report = perf_run.run(options, Listener(), Dressed())
+        report = runner.run(options, Listener(), Dressed())
     wrong = []
     for clock in clocks:
         for (begin, before), (end, after) in itertools.pairwise(clock.faults):
@@ -146,7 +148,7 @@ def with_symmetric_memory(rank: int, world_size: int, options: perf_options.Opti
     here.impl("two_shot_all_reduce_", two_shot, "CPU")
     memory.empty = torch.empty  # type: ignore[assignment]
     memory.rendezvous = lambda made, group: group  # type: ignore[assignment]
-    return perf_run.run(options, Listener(), FakeGpu())
+    return runner.run(options, Listener(), FakeGpu())
 
 
 def test_torch_s_all_reduces_over_symmetric_memory() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dtcomm import algorithms
-from dtcomm.cli.perf_options import Options, Variant, parse
+from dtcomm.cli.perf.options import Options, Variant, parse
 
 
 def test_the_defaults_are_those_of_nccl_tests_but_for_two() -> None:

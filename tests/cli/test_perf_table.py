@@ -11,13 +11,15 @@ import pytest
 import torch
 
 import dtcomm
-from dtcomm.cli import perf_json, perf_place, perf_table
-from dtcomm.cli.perf_check import Verdict
-from dtcomm.cli.perf_collectives import COLLECTIVES, bandwidths
-from dtcomm.cli.perf_host import Rank
-from dtcomm.cli.perf_measure import Timing, percentile
-from dtcomm.cli.perf_options import parse
-from dtcomm.cli.perf_report import Measurement, Report, Row
+from dtcomm.cli.perf import placement
+from dtcomm.cli.perf.collectives import COLLECTIVES, bandwidths
+from dtcomm.cli.perf.host import Rank
+from dtcomm.cli.perf.options import parse
+from dtcomm.cli.perf.output import json_output
+from dtcomm.cli.perf.output import table as perf_table
+from dtcomm.cli.perf.report import Measurement, Report, Row
+from dtcomm.cli.perf.timing import Timing, percentile
+from dtcomm.cli.perf.verify import Verdict
 
 
 def measured(microseconds: float, wrong: int = 0, error: float | None = None) -> Measurement:
@@ -134,7 +136,7 @@ def test_numbers_end_where_their_heads_end(flags: str) -> None:
 
 
 def test_numbers_end_where_the_heads_of_peers_and_of_devices_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(perf_place, "found", lambda: True)
+    monkeypatch.setattr(placement, "found", lambda: True)
     shown = table(
         report("all_reduce -b 1K -e 64M -f 65536 --device cuda --nproc 2 --compare nccl,symm_one_shot")
     )
@@ -213,7 +215,7 @@ def test_json_has_the_keys_of_nccl_tests_with_real_types_and_no_environment(
     monkeypatch.setenv("SECRET_TOKEN", "do not print me")
     found = report("all_reduce -b 1K -e 1K --codec none --codec int8")
     found.rows[0] = replace(found.rows[0], in_place=measured(1.0, wrong=3, error=math.nan))
-    text = perf_json.to_json(found, ["all_reduce", "-b", "1K"])
+    text = json_output.to_json(found, ["all_reduce", "-b", "1K"])
     assert "SECRET" not in text and "do not print" not in text
     document = json.loads(text)
     assert {"version", "start_time", "args", "config", "results", "end_time"} <= document.keys()
@@ -258,7 +260,7 @@ def test_json_has_the_keys_of_nccl_tests_with_real_types_and_no_environment(
 def test_csv_has_a_line_for_each_row() -> None:
     found = report("all_reduce -b 1K -e 1K --codec none --codec int8")
     found.rows[0] = replace(found.rows[0], out_of_place=None)
-    lines = list(csv.DictReader(io.StringIO(perf_json.to_csv(found))))
+    lines = list(csv.DictReader(io.StringIO(json_output.to_csv(found))))
     assert len(lines) == len(found.rows)
     assert lines[0]["codec"] == "none" and lines[0]["out_of_place.time"] == ""
     assert float(lines[1]["in_place.time"]) == pytest.approx(12.5)

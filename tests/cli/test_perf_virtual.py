@@ -10,21 +10,22 @@ from typing import Any
 import pytest
 
 from dtcomm import algorithms
-from dtcomm.cli import perf_options, perf_virtual
 from dtcomm.cli.main import main
-from dtcomm.cli.perf_collectives import COLLECTIVES
-from dtcomm.cli.perf_report import Listener, Report
+from dtcomm.cli.perf import options
+from dtcomm.cli.perf import virtual as perf_virtual
+from dtcomm.cli.perf.collectives import COLLECTIVES
+from dtcomm.cli.perf.report import Listener, Report
 from dtcomm.codecs import codec
-from dtcomm.runtime.fused import COLLECTIVES as FUSED
-from dtcomm.testing.floor import moved_bytes
-from dtcomm.testing.virtual import VirtualRanks
+from dtcomm.measure.memory_floor import moved_bytes
+from dtcomm.measure.virtual_ranks import VirtualRanks
+from dtcomm.runtime.cuda_peer.launch import COLLECTIVES as FUSED
 from tests.cli.clocks import Counted
 
 QUICK = "--device emulator -n 2 -w 1"
 
 
 def virtual(line: str, clock: Counted | None = None) -> Report:
-    return perf_virtual.run(perf_options.parse(f"{line} {QUICK}".split()), Listener(), clock)
+    return perf_virtual.run(options.parse(f"{line} {QUICK}".split()), Listener(), clock)
 
 
 @pytest.mark.parametrize("collective", algorithms.collectives())

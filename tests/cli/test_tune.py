@@ -10,18 +10,19 @@ import torch
 
 import dtcomm
 from dtcomm import env, planner
-from dtcomm.cli import placement, tune
-from dtcomm.cli.tune_measure import _curves
-from dtcomm.cli.tune_visits import Contest, Visits, quartile
+from dtcomm.cli.tune import cpu_placement
+from dtcomm.cli.tune import main as tune_command
+from dtcomm.cli.tune.measure import _curves
+from dtcomm.cli.tune.sampling import Contest, Visits, quartile
+from dtcomm.launch.ranks import run_ranks
 from dtcomm.runtime.communicator import find
-from dtcomm.testing.ranks import run_ranks
 
 QUICK = ["--nproc", "2", "--seconds", "0.5", "--collective", "all_reduce", "-e", "16K"]
 
 
 def test_a_table_is_written_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "deep" / "tune.json"
-    assert tune.main([*QUICK, "--codec", "none", "--output", str(path)]) == 0
+    assert tune_command.main([*QUICK, "--codec", "none", "--output", str(path)]) == 0
     assert f"Wrote {path}" in capsys.readouterr().out
     found = json.loads(path.read_text())
     assert {each["algorithm"] for each in found["measured"]} >= {"ring", "tree", "one_shot", "two_shot"}
@@ -38,7 +39,7 @@ def test_what_is_kept_of_an_earlier_table() -> None:
     # Another group's times, and this one's where the CPUs were not now; what was measured again is replaced.
     known = [row(ranks=7), row(placement="far"), row(), row("tree", placement="")]
     found = {"ranks": 2, "hosts": 1, "measured": [row(us=2.0)], "rates": {}, "links": {}}
-    merged = tune._merged(known, [found], 1.0)["measured"]
+    merged = tune_command._merged(known, [found], 1.0)["measured"]
     assert merged == [row(ranks=7), row(placement="far"), row(us=2.0)]
 
 
@@ -59,13 +60,16 @@ def test_a_placement_counts_where_all_its_sizes_were_seen() -> None:
 
 
 def test_where_the_cpus_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpus = placement.cpus()
-    found = placement.round_trip_ns(cpus)
+    cpus = cpu_placement.cpus()
+    found = cpu_placement.round_trip_ns(cpus)
     assert (found is None) == (len(cpus) < 2) and (found is None or 1 < found < 1e6)
-    assert placement.round_trip_ns(cpus[:1]) is None and placement.round_trip_ns((cpus[0], 100_000)) is None
+    assert (
+        cpu_placement.round_trip_ns(cpus[:1]) is None
+        and cpu_placement.round_trip_ns((cpus[0], 100_000)) is None
+    )
     for nanoseconds, where in ((None, ""), (100.0, "near"), (400.0, "far")):
-        monkeypatch.setattr(placement, "round_trip_ns", lambda cpus, nanoseconds=nanoseconds: nanoseconds)
-        assert placement.placement() == where
+        monkeypatch.setattr(cpu_placement, "round_trip_ns", lambda cpus, nanoseconds=nanoseconds: nanoseconds)
+        assert cpu_placement.placement() == where
 
 
 @pytest.mark.parametrize(
@@ -79,7 +83,7 @@ def test_where_the_cpus_are(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_refusals(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        tune.main(argv)
+        tune_command.main(argv)
     assert words in capsys.readouterr().err
 
 
@@ -88,7 +92,7 @@ def test_a_file_that_is_no_table_is_not_overwritten(
 ) -> None:
     path = tmp_path / "notes.json"
     path.write_text('{"version": 0}')
-    assert tune.main([*QUICK, "--codec", "none", "--output", str(path)]) == 2
+    assert tune_command.main([*QUICK, "--codec", "none", "--output", str(path)]) == 2
     assert "cannot be read: version 0" in capsys.readouterr().err
     assert path.read_text() == '{"version": 0}'
 

@@ -9,12 +9,12 @@ import torch
 
 from dtcomm import algorithms
 from dtcomm.codecs import codec
-from dtcomm.collectives.exactly import ExactSum
-from dtcomm.collectives.ground import Check, GroundPlan, Message
-from dtcomm.collectives.positions import SharedSum
-from dtcomm.runtime.local import Operation, Outcome, World, run
-from dtcomm.runtime.shape import Part, Shape
-from dtcomm.runtime.shm import Buffers
+from dtcomm.collectives._multi_stage import Check, GroundPlan, Message
+from dtcomm.collectives._reproducible_sum import ExactSum
+from dtcomm.collectives._shared_randk_sum import SharedSum
+from dtcomm.measure.simulated_world import Operation, Outcome, World, run
+from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.types import Part, Shape
 from dtcomm.schedule import Schedule
 
 

@@ -16,9 +16,9 @@ import dtcomm
 import dtcomm.collectives as C
 from dtcomm import _C
 from dtcomm.errors import CollectiveMismatch, PayloadCorrupt
-from dtcomm.runtime.local import World, run
-from dtcomm.runtime.sealed import Sealed
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.measure.simulated_world import World, run
+from dtcomm.runtime.torchdist.checksum_frames import Sealed
 from tests.runtime.everything import OVER_GLOO
 from tests.runtime.orders import exact, finished, make, together
 

@@ -10,7 +10,7 @@ import torch
 
 from dtcomm import algorithms, collectives
 from dtcomm.codecs import codec
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 
 SIZES = (3, 1024, 0, 5000, 300_000, 70_001)  # of a shard; the fifth is large enough to travel alone
 SPECS = ("none", "int8", "fp16", "topk:ratio=0.1", "none", "int4:round=stochastic")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import collectives
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 
 
 def groups(rank: int, n: int) -> None:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from dtcomm import algorithms, collectives
 from dtcomm.codecs import codec
 from dtcomm.codecs.base import ELEMENT_TYPES
-from dtcomm.testing import exact
-from dtcomm.testing.patience import Patience
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.measure import exact_inputs
 from tests.collectives.calls import call, require_alike
+from tests.support.patience import Patience
 
 SIZES = (0, 1, 7, 1024, 5000, 70_001, 1_500_000)
 
@@ -28,11 +28,11 @@ def every_algorithm(rank: int, n: int) -> str:
                 for spec in ("none", "fp16", "int8"):
                     if algorithm != "auto" and (count not in (0, 1, 5000, 70_001) or spec == "fp16"):
                         continue
-                    given = exact.inputs(name, min(count, 400_000), rank=rank, world_size=n) % 64
+                    given = exact_inputs.inputs(name, min(count, 400_000), rank=rank, world_size=n) % 64
                     output = call(name, given, n, codec=spec, algorithm=algorithm)
                     if spec != "int8":
                         everyone = [
-                            exact.inputs(name, min(count, 400_000), rank=r, world_size=n) % 64
+                            exact_inputs.inputs(name, min(count, 400_000), rank=r, world_size=n) % 64
                             for r in range(n)
                         ]
                         stacked = torch.stack(everyone)
@@ -67,10 +67,10 @@ def every_dtype(rank: int, n: int) -> None:
             if op == "avg" and not dtype.is_floating_point:
                 continue
             for name in ("all_reduce", "reduce_scatter"):
-                given = exact.inputs(name, 3001, dtype, op=op, rank=rank, world_size=n)
-                expected = exact.expected(name, 3001, dtype, op=op, rank=rank, world_size=n)
+                given = exact_inputs.inputs(name, 3001, dtype, op=op, rank=rank, world_size=n)
+                expected = exact_inputs.expected(name, 3001, dtype, op=op, rank=rank, world_size=n)
                 output = call(name, given, n, op=op)
-                assert exact.wrong(output, expected) == 0, (dtype, op, name)
+                assert exact_inputs.wrong(output, expected) == 0, (dtype, op, name)
         if dtype in (torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8):
             torch.manual_seed(rank)
             ours = torch.randint(0, 20, (513,)).to(dtype)

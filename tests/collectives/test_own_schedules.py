@@ -7,8 +7,8 @@ import torch
 
 from dtcomm import algorithms, collectives
 from dtcomm.errors import CollectiveMismatch, ScheduleError
+from dtcomm.launch.ranks import run_ranks
 from dtcomm.schedule import parse
-from dtcomm.testing.ranks import run_ranks
 
 RELAY = """all_reduce ranks=3 chunks=2
 rank 0 | c0+1 | .      | c1=1,2

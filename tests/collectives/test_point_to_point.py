@@ -13,9 +13,9 @@ import torch.distributed as dist
 from dtcomm import collectives
 from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
-from dtcomm.runtime.pieces import piece_bytes
-from dtcomm.runtime.shape import Part, Shape
-from dtcomm.testing.ranks import run_ranks, spawn_ranks, tell
+from dtcomm.launch.ranks import run_ranks, spawn_ranks, tell
+from dtcomm.runtime.native.chunk_size import piece_bytes
+from dtcomm.runtime.types import Part, Shape
 
 
 def messages(rank: int, n: int) -> int:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dtcomm import collectives
 from dtcomm.errors import DtcommError
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 
 x = torch.ones(8)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from dtcomm import algorithms, collectives
 from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveMismatch
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 
 OVER_GLOO = {"DTCOMM_RUNTIME": "process_group"}
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dtcomm import collectives
-from dtcomm.testing import exact
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.measure import exact_inputs
 
 
 def shared_tensors(rank: int, n: int) -> None:
@@ -20,24 +20,36 @@ def shared_tensors(rank: int, n: int) -> None:
             make = torch.empty if mixed and rank == 0 else collectives.empty
             for op in ("sum", "avg"):
                 tensor = make(count)
-                tensor.copy_(exact.inputs("all_reduce", count, op=op, rank=rank, world_size=n))
+                tensor.copy_(exact_inputs.inputs("all_reduce", count, op=op, rank=rank, world_size=n))
                 collectives.all_reduce(tensor, op, algorithm="two_shot")
                 assert (
-                    exact.wrong(tensor, exact.expected("all_reduce", count, op=op, rank=rank, world_size=n))
+                    exact_inputs.wrong(
+                        tensor, exact_inputs.expected("all_reduce", count, op=op, rank=rank, world_size=n)
+                    )
                     == 0
                 )
             given = make(count * n)
-            given.copy_(exact.inputs("reduce_scatter", count, rank=rank, world_size=n))
+            given.copy_(exact_inputs.inputs("reduce_scatter", count, rank=rank, world_size=n))
             output = torch.empty(count)
             collectives.reduce_scatter(output, given)
-            assert exact.wrong(output, exact.expected("reduce_scatter", count, rank=rank, world_size=n)) == 0
+            assert (
+                exact_inputs.wrong(
+                    output, exact_inputs.expected("reduce_scatter", count, rank=rank, world_size=n)
+                )
+                == 0
+            )
             given.zero_()  # nobody reads it any more
             shard = make(count)
-            shard.copy_(exact.inputs("all_gather", count, rank=rank, world_size=n))
+            shard.copy_(exact_inputs.inputs("all_gather", count, rank=rank, world_size=n))
             gathered = torch.empty(count * n)
             collectives.all_gather(gathered, shard)
             shard.zero_()
-            assert exact.wrong(gathered, exact.expected("all_gather", count, rank=rank, world_size=n)) == 0
+            assert (
+                exact_inputs.wrong(
+                    gathered, exact_inputs.expected("all_gather", count, rank=rank, world_size=n)
+                )
+                == 0
+            )
     whole = collectives.empty(4, 250)
     whole[:] = rank
     view = whole.view(-1)[10:510]  # a part of a region
@@ -63,11 +75,11 @@ def copied_from_shared(rank: int, n: int) -> None:
 
             def given(collective: str, shards: int, make: Any = make, count: int = count) -> torch.Tensor:
                 tensor = make(count * shards)
-                return tensor.copy_(exact.inputs(collective, count, rank=rank, world_size=n))
+                return tensor.copy_(exact_inputs.inputs(collective, count, rank=rank, world_size=n))
 
             def check(collective: str, result: torch.Tensor, count: int = count) -> None:
-                expected = exact.expected(collective, count, rank=rank, world_size=n, root=root)
-                assert exact.wrong(result[: expected.numel()], expected) == 0, (collective, count)
+                expected = exact_inputs.expected(collective, count, rank=rank, world_size=n, root=root)
+                assert exact_inputs.wrong(result[: expected.numel()], expected) == 0, (collective, count)
 
             tensor = given("broadcast", 1)
             collectives.broadcast(tensor, root)
@@ -94,8 +106,8 @@ def copied_from_shared(rank: int, n: int) -> None:
                     else:
                         collectives.recv(output, peer)
                 source.zero_()
-                expected = exact.inputs("sendrecv", count, rank=peer, world_size=n)
-                assert exact.wrong(output, expected) == 0
+                expected = exact_inputs.inputs("sendrecv", count, rank=peer, world_size=n)
+                assert exact_inputs.wrong(output, expected) == 0
 
 
 @pytest.mark.parametrize("n", [2, 3])

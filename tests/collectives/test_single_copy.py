@@ -15,8 +15,8 @@ import torch
 
 from dtcomm import collectives
 from dtcomm.errors import DtcommError, PeerLost
-from dtcomm.testing import exact
-from dtcomm.testing.ranks import run_ranks, spawn_ranks, tell
+from dtcomm.launch.ranks import run_ranks, spawn_ranks, tell
+from dtcomm.measure import exact_inputs
 
 ON = {"DTCOMM_SINGLE_COPY": "on"}
 
@@ -26,13 +26,16 @@ def pulled(rank: int, n: int) -> int:
     for count in (0, 1, 1000, 50_001, 300_000):
 
         def given(collective: str, shards: int, count: int = count) -> torch.Tensor:
-            return exact.inputs(collective, count, rank=rank, world_size=n).clone().view(shards, count)
+            return exact_inputs.inputs(collective, count, rank=rank, world_size=n).clone().view(shards, count)
 
         def check(collective: str, result: torch.Tensor, *sources: torch.Tensor, count: int = count) -> None:
             for source in sources:
                 source.fill_(float("nan"))  # whoever reads it now reads it too late
-            expected = exact.expected(collective, count, rank=rank, world_size=n, root=root)
-            assert exact.wrong(result.reshape(-1)[: expected.numel()], expected) == 0, (collective, count)
+            expected = exact_inputs.expected(collective, count, rank=rank, world_size=n, root=root)
+            assert exact_inputs.wrong(result.reshape(-1)[: expected.numel()], expected) == 0, (
+                collective,
+                count,
+            )
 
         tensor = given("broadcast", 1)
         collectives.broadcast(tensor, root)
@@ -64,8 +67,8 @@ def pulled(rank: int, n: int) -> int:
             for sends in (rank < peer, rank > peer):
                 collectives.send(source, peer) if sends else collectives.recv(output, peer)
             source.zero_()
-            expected = exact.inputs("sendrecv", count, rank=peer, world_size=n)
-            assert exact.wrong(output, expected) == 0
+            expected = exact_inputs.inputs("sendrecv", count, rank=peer, world_size=n)
+            assert exact_inputs.wrong(output, expected) == 0
     info = collectives.info()
     assert info["single_copy"] == "process_vm_readv"
     bytes: int = info["pulled_bytes"]

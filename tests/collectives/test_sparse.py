@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import dtcomm
 from dtcomm import algorithms
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 from tests.collectives.calls import require_alike
 
 SPECS = ("topk:ratio=0.01", "topk:ratio=0.2,values=int4", "randk:ratio=0.05")

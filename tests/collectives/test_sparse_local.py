@@ -7,10 +7,10 @@ import torch
 
 from dtcomm import algorithms
 from dtcomm.codecs import codec
-from dtcomm.kernels import common, mixer, ops
-from dtcomm.runtime.local import Operation, World, run
-from dtcomm.runtime.shape import Part, Shape
-from dtcomm.runtime.shm import Buffers
+from dtcomm.kernels import counter_rng, local_steps, ops
+from dtcomm.measure.simulated_world import Operation, World, run
+from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.types import Part, Shape
 from tests.collectives.local_ground import plan_of, reduce_all
 
 SPARSE = ("topk:ratio=0.01", "topk:ratio=0.3,values=fp32", "randk:ratio=0.05", "randk:ratio=0.2,values=int4")
@@ -69,7 +69,7 @@ def test_one_shot_keeps_every_contribution(spec: str, ranks: int) -> None:
     numel = 9000
     given = gaussians(ranks, numel, seed=ranks)
     (got, *_), _ = reduced(spec, given, "one_shot", seed=11)
-    payloads = [ops.encode(spec, x, key=mixer.mix_key(11, rank, 0)) for rank, x in enumerate(given)]
+    payloads = [ops.encode(spec, x, key=counter_rng.mix_key(11, rank, 0)) for rank, x in enumerate(given)]
     assert torch.equal(got, ops.reduce(spec, payloads, numel))
     decoded = [ops.decode(spec, payload, numel) for payload in payloads]
     sent = torch.stack([each != 0 for each in decoded]).any(dim=0)
@@ -100,7 +100,7 @@ def test_shared_positions_are_linear(algorithm: str, ranks: int) -> None:
     given = [torch.randint(-99, 100, (numel,)).float() for _ in range(ranks)]  # sums of integers are exact
     (got, *_), sent = reduced(spec, given, algorithm, seed=21)
     total = torch.stack(given).sum(0)
-    alone = ops.encode(spec, total, key=common.shared_key(21))
+    alone = ops.encode(spec, total, key=local_steps.shared_key(21))
     assert torch.equal(got, ops.decode(spec, alone, numel))
     levels = (1, ranks - 1) if algorithm == "hierarchical" else None
     schedule = algorithms.build(algorithm, "all_reduce", ranks, hosts=levels)

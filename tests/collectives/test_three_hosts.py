@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import algorithms, collectives
-from dtcomm.testing import exact, hosts
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.measure import exact_inputs, netns
 
-WHY = hosts.available()
+WHY = netns.available()
 pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY or "-")
 HOST_OF = (0, 0, 1, 2)
 HIERARCHIES = ("hierarchical", "hierarchical:ring/tree", "hierarchical:one_shot/ring")
@@ -52,11 +52,11 @@ def others(rank: int, ranks: int, numel: int) -> list[str]:
     }
     for name, call in calls.items():
         for how in ("auto", *algorithms.available(name)):
-            given = exact.inputs(name, numel, rank=rank, world_size=ranks)
-            expected = exact.expected(name, numel, rank=rank, world_size=ranks, root=3)
+            given = exact_inputs.inputs(name, numel, rank=rank, world_size=ranks)
+            expected = exact_inputs.expected(name, numel, rank=rank, world_size=ranks, root=3)
             out = torch.empty(given.numel() if name in ("broadcast", "reduce") else expected.numel())
             call(given, out, how)
-            if expected.numel() and exact.wrong(out, expected):
+            if expected.numel() and exact_inputs.wrong(out, expected):
                 wrong.append(f"{name} {how}")
     return wrong
 
@@ -64,7 +64,7 @@ def others(rank: int, ranks: int, numel: int) -> list[str]:
 def everything(
     rank: int, ranks: int, rendezvous: str, namespaces: list[str]
 ) -> tuple[dict[str, int], list[str]]:
-    with hosts.visit(rank, ranks, rendezvous, [namespaces[host] for host in HOST_OF]):
+    with netns.visit(rank, ranks, rendezvous, [namespaces[host] for host in HOST_OF]):
         found = {size: sums(rank, ranks, size) for size in (1, 20_000)}
         wrong = others(rank, ranks, 5000)
         info = collectives.info()
@@ -92,7 +92,7 @@ def everything(
 
 
 def test_every_collective_on_three_uneven_hosts(tmp_path: Path) -> None:
-    with hosts.many_hosts(3, 10) as namespaces:
+    with netns.many_hosts(3, 10) as namespaces:
         ranks = run_ranks(everything, 4, str(tmp_path / "meet"), namespaces, backend=None)
     for rank, (digests, wrong) in enumerate(ranks):
         assert wrong == [], rank

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from dtcomm import algorithms, collectives
-from dtcomm.testing import hosts
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.measure import netns
 
-WHY = hosts.available()
+WHY = netns.available()
 pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY or "-")
 
 
@@ -20,7 +20,7 @@ def reduce(
 ) -> dict[tuple[str, str, int], torch.Tensor]:
     """Sums of small integers, by codec, algorithm and size."""
     found = {}
-    with hosts.visit(rank, ranks, rendezvous, namespaces):
+    with netns.visit(rank, ranks, rendezvous, namespaces):
         for codec in ("none", "fp16", "int8"):
             for algorithm in ("auto", *algorithms.available("all_reduce")):
                 for numel in (1, 1000, 300_001):
@@ -33,7 +33,7 @@ def reduce(
 
 
 def test_results_are_the_same_on_both_and_right(tmp_path: Path) -> None:
-    with hosts.two_hosts(10) as namespaces:
+    with netns.two_hosts(10) as namespaces:
         first, second = run_ranks(reduce, 2, str(tmp_path / "meet"), namespaces, backend=None)
     assert first.keys() == second.keys()
     for (codec, algorithm, numel), tensor in first.items():

@@ -8,7 +8,7 @@ import time
 import torch
 
 from dtcomm import collectives
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 
 
 def nothing_ahead(rank: int, n: int) -> tuple[float, float]:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from dtcomm.codecs import codec
-from dtcomm.collectives.worth import _worth
-from dtcomm.planner.cost import Measured, Table
+from dtcomm.collectives.compression_payoff import _worth
+from dtcomm.planner.cost_model import Measured, Table
 
 INT8 = codec("int8")
 

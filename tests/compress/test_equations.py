@@ -8,8 +8,8 @@ import torch
 
 from dtcomm.codecs import codec
 from dtcomm.compress.powersgd import _key
-from dtcomm.kernels import mixer
-from dtcomm.testing.simulated import Simulated
+from dtcomm.kernels import counter_rng
+from dtcomm.measure.simulated_ranks import Simulated
 from tests.compress import statements
 from tests.compress.statements import Array
 
@@ -87,7 +87,7 @@ def test_differences_to_a_reference(feedback: str, rate: float) -> None:
 
 def start(rank: int) -> Array:
     """The factor that the parameter's name decides."""
-    flat = mixer.uniform(_key("layer"), COLUMNS, rank * COLUMNS) - np.float32(0.5)
+    flat = counter_rng.uniform(_key("layer"), COLUMNS, rank * COLUMNS) - np.float32(0.5)
     return flat.astype(np.float64).reshape(rank, COLUMNS).T
 
 

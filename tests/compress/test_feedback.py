@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dtcomm.compress.feedback import Residuals, redistribute
+from dtcomm.compress.residuals import Residuals, redistribute
 
 
 def test_a_residual_starts_as_zeros_and_is_the_same_memory_from_then_on() -> None:

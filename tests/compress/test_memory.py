@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from dtcomm.compress.feedback import FORMS, Residuals
-from dtcomm.compress.memory import FEEDBACKS, Memory
-from dtcomm.compress.scheme import scheme
-from dtcomm.testing.simulated import Simulated
+from dtcomm.compress.error_state import FEEDBACKS, Memory
+from dtcomm.compress.residuals import FORMS, Residuals
+from dtcomm.compress.spec import scheme
+from dtcomm.measure.simulated_ranks import Simulated
 
 SHAPE = (64, 64)
 LAYER = [("layer", torch.zeros(SHAPE))]

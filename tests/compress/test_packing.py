@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dtcomm.codecs import codec
-from dtcomm.compress.packing import Packing, pack
+from dtcomm.compress.bucket_layout import Packing, pack
 from dtcomm.compress.policy import default_policy
 from dtcomm.compress.report import Report, Tally, human, rows
 

@@ -4,7 +4,7 @@ import pytest
 
 from dtcomm.compress.dgc import DGC
 from dtcomm.compress.guard import finer
-from dtcomm.compress.scheme import scheme
+from dtcomm.compress.spec import scheme
 
 
 @pytest.mark.parametrize(

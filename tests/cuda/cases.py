@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dtcomm.runtime.shm import Buffers
+from dtcomm.runtime.native.runtime import Buffers
 
 ON_A_DEVICE = [
     pytest.mark.gpu,

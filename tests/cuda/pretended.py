@@ -133,11 +133,12 @@ def _install() -> None:
         module: Any = ModuleType("dtcomm._cuda")
         module.NEAR_PAYLOADS = 16
         sys.modules[module.__name__] = dtcomm._cuda = module  # type: ignore[attr-defined]
-    from dtcomm.kernels import cuda, native
-    from dtcomm.runtime import fused
-    from dtcomm.testing import floor, virtual, waits
+    from dtcomm.kernels import cpu, cuda
+    from dtcomm.measure import memory_floor, virtual_ranks
+    from dtcomm.runtime.cuda_peer import launch as fused
+    from tests.support import host_sync_trace
 
-    by_cpu, decode = native.combine, native.decode
+    by_cpu, decode = cpu.combine, cpu.decode
 
     def combine(call: Any) -> None:
         cuda._table([payload.data_ptr() for payload in call.payloads], torch.device("cpu"))
@@ -153,9 +154,9 @@ def _install() -> None:
         def launch(self, *call: Any) -> None:
             _queued(super().launch)(*call)
 
-    fused.OnDevice = virtual.OnDevice = OnDevice  # type: ignore[assignment, misc]
-    floor.Copy.LARGE = 1 << 20  # no host copies gigabytes in no time
-    waits.trace = lambda step: (step(), waits.Trace([], ["fused_kernel step_kernel"]))[1]  # type: ignore[func-returns-value]
+    fused.OnDevice = virtual_ranks.OnDevice = OnDevice  # type: ignore[assignment, misc]
+    memory_floor.Copy.LARGE = 1 << 20  # no host copies gigabytes in no time
+    host_sync_trace.trace = lambda step: (step(), host_sync_trace.Trace([], ["fused_kernel step_kernel"]))[1]  # type: ignore[func-returns-value]
     _OnCpu().__enter__()
 
 

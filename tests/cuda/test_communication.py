@@ -17,8 +17,8 @@ import dtcomm.collectives as C
 from dtcomm import ddp, fsdp, tp
 from dtcomm.compress.guard import Guard, Watch
 from dtcomm.errors import DtcommError
-from dtcomm.runtime import peer_memory
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.runtime.cuda_peer import memory
 from tests.cuda.cases import ON_A_DEVICE, PEER, Given
 from tests.runtime.everything import calls
 
@@ -62,20 +62,20 @@ def fused_processes(rank: int, world_size: int) -> dict[str, object]:
 
 def over_handles(rank: int, world_size: int) -> dict[str, object]:
     """The same where torch makes no symmetric memory."""
-    offer = peer_memory.offer
+    offer = memory.offer
 
-    def only_handles(kind: str, *rest: Any) -> peer_memory.Offer:
-        if kind == peer_memory.SYMMETRIC:
+    def only_handles(kind: str, *rest: Any) -> memory.Offer:
+        if kind == memory.SYMMETRIC:
             raise RuntimeError("left out by the test")
         return offer(kind, *rest)
 
-    peer_memory.offer = only_handles
+    memory.offer = only_handles
     return fused_processes(rank, world_size)
 
 
 @pytest.mark.parametrize("body", [fused_processes, over_handles])
 def test_processes_that_share_a_device(body: Callable[..., dict[str, Any]]) -> None:
-    kind = peer_memory.SYMMETRIC if body is fused_processes else peer_memory.IPC
+    kind = memory.SYMMETRIC if body is fused_processes else memory.IPC
     for said in run_ranks(body, 2, env=PEER, timeout=120, fresh=True):
         assert said["wrong"] == []
         assert [(each["runtime"], kind in each["transport"]) for each in said["info"].values()] == [

@@ -14,12 +14,12 @@ import torch
 import dtcomm.collectives as C
 from dtcomm import ddp
 from dtcomm.codecs import Exact, RandK, codec
-from dtcomm.compress.memory import FEEDBACKS
-from dtcomm.compress.scheme import COMPRESSORS
-from dtcomm.kernels import common, dispatch, lowrank
-from dtcomm.testing.ranks import run_ranks
-from dtcomm.testing.waits import trace
+from dtcomm.compress.error_state import FEEDBACKS
+from dtcomm.compress.spec import COMPRESSORS
+from dtcomm.kernels import dispatch, local_steps, low_rank
+from dtcomm.launch.ranks import run_ranks
 from tests.cuda.cases import ON_A_DEVICE, PEER, Given
+from tests.support.host_sync_trace import trace
 
 pytestmark = ON_A_DEVICE
 MORE = [("powersgd:rank=4,alternate=true", True), ("powersgd:rank=2/int8", True), ("topk:ratio=0.05", True)]
@@ -58,16 +58,16 @@ def test_steps_of_exact_sums(spec: str, dtype: torch.dtype) -> None:
         x[numel // 2] = torch.inf
         grid = torch.zeros(which.blocks(numel), dtype=torch.uint8)
         codes, out = torch.zeros(numel, dtype=which.code_type), torch.zeros(numel, dtype=dtype)
-        sums = torch.zeros(-(-numel // common.AUDIT_RUN), dtype=torch.int64)
+        sums = torch.zeros(-(-numel // local_steps.AUDIT_RUN), dtype=torch.int64)
         cpu = [x, lost, grid, codes, out, sums]
         device = [there(each) for each in cpu]
 
         def steps(x: Any, lost: Any, grid: Any, codes: Any, out: Any, sums: Any) -> None:
             assert isinstance(which, Exact)
-            common.measure(which, x, lost, grid)()
-            common.to_grid(which, 3, x, lost, grid, codes)()
-            common.from_grid(which, 3, codes, grid, 3, out)()
-            common.audit(which, codes, sums)()
+            local_steps.measure(which, x, lost, grid)()
+            local_steps.to_grid(which, 3, x, lost, grid, codes)()
+            local_steps.from_grid(which, 3, codes, grid, 3, out)()
+            local_steps.audit(which, codes, sums)()
 
         steps(*cpu)
         with no_wait():
@@ -92,9 +92,9 @@ def test_steps_of_shared_positions(ratio: float) -> None:
 
         def steps(x: Any, lost: Any, values: Any, owed: Any, out: Any) -> None:
             assert isinstance(which, RandK)
-            common.gather(which, 77, 4096, x, lost, values, owed)()
-            common.scatter(which, 77, 4096, False, values, out)()
-            common.settle(which, 77, 4096, owed, lost)()
+            local_steps.gather(which, 77, 4096, x, lost, values, owed)()
+            local_steps.scatter(which, 77, 4096, False, values, out)()
+            local_steps.settle(which, 77, 4096, owed, lost)()
 
         steps(*cpu)
         with no_wait():
@@ -110,21 +110,21 @@ def test_passes_of_low_rank(rank: int, dtype: torch.dtype) -> None:
     gradient, lost = torch.randn(rows * columns).to(dtype), torch.randn(rows * columns)
     left, right = torch.zeros(rank, rows), torch.randn(rank, columns)
     on_device = [there(each) for each in (gradient, lost, left, right)]
-    lowrank.project_rows(gradient, lost, right, left)
+    low_rank.project_rows(gradient, lost, right, left)
     with no_wait():
-        lowrank.project_rows(on_device[0], on_device[1], on_device[3], on_device[2])
+        low_rank.project_rows(on_device[0], on_device[1], on_device[3], on_device[2])
     torch.testing.assert_close(on_device[2].cpu(), left, rtol=1e-3, atol=1e-3)
     on_device[2][-1] = on_device[2][0]  # one that depends on the others gives place to another
     with no_wait():
-        lowrank.orthonormalise(on_device[2], 5)
-        lowrank.project_columns(on_device[0], on_device[1], on_device[2], on_device[3])
+        low_rank.orthonormalise(on_device[2], 5)
+        low_rank.project_columns(on_device[0], on_device[1], on_device[2], on_device[3])
     torch.testing.assert_close(
         on_device[2] @ on_device[2].t(), torch.eye(rank, device="cuda"), rtol=0, atol=1e-5
     )
     left, right = on_device[2].cpu(), on_device[3].cpu()
-    lowrank.expand(gradient, lost, left, right)
+    low_rank.expand(gradient, lost, left, right)
     with no_wait():
-        lowrank.expand(*on_device)
+        low_rank.expand(*on_device)
     assert same(gradient, on_device[0]) and same(lost, on_device[1])
 
 
@@ -138,10 +138,10 @@ def test_passes_of_low_rank_as_kernels(rank: int) -> None:
     cpu[-1][rank // 2, 7] = torch.nan
     cpu += [torch.randn(rank, 20 + at) for at in range(60)]  # more than one kernel takes
     device, keys = [each.cuda() for each in cpu], list(range(len(cpu)))
-    lowrank.orthonormalise_each(cpu, keys)
+    low_rank.orthonormalise_each(cpu, keys)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        lowrank.orthonormalise_each(device, keys)
+        low_rank.orthonormalise_each(device, keys)
     with no_wait():
         graph.replay()
     assert all(map(same, cpu, device))
@@ -149,20 +149,20 @@ def test_passes_of_low_rank_as_kernels(rank: int) -> None:
         gradient, lost = torch.randn(301 * 77).to(dtype), torch.randn(301 * 77)
         factors = torch.randn(rank, 301), torch.randn(rank, 77)
         on_device = [each.cuda() for each in (gradient, lost, *factors)]
-        lowrank.expand(gradient, lost, *factors)
+        low_rank.expand(gradient, lost, *factors)
         with no_wait():
-            lowrank.expand(*on_device)
+            low_rank.expand(*on_device)
         assert same(gradient, on_device[0]) and same(lost, on_device[1])
         if not on_device[0].is_cuda:
             continue  # there is nothing to judge where one may look
         broken = factors[0].cuda()
         broken[rank - 1, 300] = torch.inf
         with no_wait():
-            right, wrong = lowrank.judge([on_device[2], broken], [on_device[3], on_device[3].clone()])
-            lowrank.expand(*on_device, wrong)
+            right, wrong = low_rank.judge([on_device[2], broken], [on_device[3], on_device[3].clone()])
+            low_rank.expand(*on_device, wrong)
         assert bool(on_device[0].isnan().all()) and same(lost, on_device[1]) and not broken.any()
-        lowrank.expand(gradient, None, *factors)
-        lowrank.expand(on_device[0], None, *on_device[2:], right)
+        low_rank.expand(gradient, None, *factors)
+        low_rank.expand(on_device[0], None, *on_device[2:], right)
         assert same(gradient, on_device[0])
 
 

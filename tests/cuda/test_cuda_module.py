@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dtcomm import codecs
-from dtcomm.kernels.call import Combine
+from dtcomm.kernels.types import Combine
 
 _cuda = pytest.importorskip("dtcomm._cuda", reason="_cuda was not built: no nvcc, or DTCOMM_CUDA=0")
 

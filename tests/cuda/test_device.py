@@ -11,8 +11,8 @@ import torch
 
 from dtcomm.codecs import Codec, codec
 from dtcomm.codecs.base import FLOAT_TYPES
-from dtcomm.kernels import dispatch, native
-from dtcomm.kernels.call import Combine
+from dtcomm.kernels import cpu, dispatch
+from dtcomm.kernels.types import Combine
 from tests.codecs import cases
 from tests.kernels.inputs import KINDS, SIZES, floats
 
@@ -48,7 +48,7 @@ def compare(call: Combine, shift: int = 0) -> None:
     """Run on both; every tensor must end as the same bytes."""
     device = moved(call, shift)
     cuda.combine(device)
-    native.combine("generic", call)
+    cpu.combine("generic", call)
     for name in FIELDS:
         here, there = getattr(call, name), getattr(device, name)
         if here is not None:
@@ -62,7 +62,7 @@ def room(each: Codec, n: int, dtype: torch.dtype) -> torch.Tensor:
 
 def payload_of(each: Codec, x: torch.Tensor, key: int) -> torch.Tensor:
     payload = room(each, x.numel(), x.dtype)
-    native.combine(
+    cpu.combine(
         "generic",
         Combine(codec=each, numel=x.numel(), dtype=x.dtype, local=x, key=key, payload_out=payload),
     )
@@ -176,7 +176,7 @@ def test_runs_on_the_current_stream() -> None:
     assert not side.query(), "the call waited for the device"
     torch.cuda.current_stream().wait_stream(side)
     expected = torch.empty(1)
-    native.decode("generic", each, payload_of(each, torch.ones(1), 0), 1, x.dtype, expected)
+    cpu.decode("generic", each, payload_of(each, torch.ones(1), 0), 1, x.dtype, expected)
     assert torch.equal(out.cpu(), expected.expand(n)) and expected > 0.9
 
 
@@ -204,10 +204,10 @@ def test_can_be_captured(each: Codec) -> None:
         residual=torch.zeros(n),
         payload_out=room(each, n, x.dtype),
     )
-    native.combine("generic", here)
+    cpu.combine("generic", here)
     assert here.payload_out is not None and torch.equal(payload.cpu(), here.payload_out)
     wanted = torch.empty(n)
-    native.combine("generic", replace(both, payloads=(here.payload_out, here.payload_out), out=wanted))
+    cpu.combine("generic", replace(both, payloads=(here.payload_out, here.payload_out), out=wanted))
     assert torch.equal(out.cpu().view(torch.uint8), wanted.view(torch.uint8))
 
 

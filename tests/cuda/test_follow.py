@@ -13,14 +13,14 @@ import dtcomm.collectives as C
 from dtcomm import tp
 from dtcomm.kernels import ops
 from dtcomm.kernels.epilogue import epilogue, follow
-from dtcomm.runtime.fused import TWO_STEP, After
-from dtcomm.testing.ranks import run_ranks
-from dtcomm.testing.virtual import VirtualRanks
-from dtcomm.testing.waits import trace
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.measure.virtual_ranks import VirtualRanks
+from dtcomm.runtime.cuda_peer.launch import TWO_STEP, After
 from dtcomm.tp.emulate import summed
 from tests.cuda.cases import ON_A_DEVICE, PEER
 from tests.runtime.test_fused import SPECS
 from tests.runtime.test_fused_epilogue import FEATURES, ROWS, TYPES, Given, by_the_engine, same
+from tests.support.host_sync_trace import trace
 
 pytestmark = ON_A_DEVICE
 

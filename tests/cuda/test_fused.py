@@ -7,10 +7,10 @@ import torch
 
 from dtcomm import _C
 from dtcomm.codecs import codec
-from dtcomm.runtime.fused import COLLECTIVES, FusedRanks, OnDevice, Room
-from dtcomm.runtime.shape import Part, Shape
-from dtcomm.runtime.shm import Buffers
-from dtcomm.testing.virtual import VirtualRanks
+from dtcomm.measure.virtual_ranks import VirtualRanks
+from dtcomm.runtime.cuda_peer.launch import COLLECTIVES, FusedRanks, OnDevice, Room
+from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.types import Part, Shape
 from tests.cuda.cases import ON_A_DEVICE, on_cpu, on_device
 from tests.runtime.test_fused import DIRECT, SPECS, by_the_engine, same, tensors
 

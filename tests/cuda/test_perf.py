@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from dtcomm.cli import codecs
+from dtcomm.cli.codecs import main as codecs_command
 from dtcomm.cli.main import main
-from dtcomm.testing.clock import DeviceClock, LaunchClock, clock_of, seconds_of
-from dtcomm.testing.floor import Copy
+from dtcomm.measure.device_clock import DeviceClock, LaunchClock, clock_of, seconds_of
+from dtcomm.measure.memory_floor import Copy
 from tests.cuda.cases import ON_A_DEVICE
 
 pytestmark = ON_A_DEVICE
@@ -129,16 +129,16 @@ def test_every_collective_over_nccl(tmp_path: Path, collective: str) -> None:
 
 def test_codecs_have_speeds_of_the_device(capsys: pytest.CaptureFixture[str]) -> None:
     line = "--device cuda --codec int8 --codec topk --size 1M --numel 4096"
-    assert codecs.main([*line.split(), "--json"]) == 0
+    assert codecs_command.main([*line.split(), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["device"]["name"] == torch.cuda.get_device_name()
     for row in document["codecs"]:
         assert row["encode_gbps"] > 0 and row["of_floor"]["encode"] > 0
-    assert codecs.main(line.split()) == 0
+    assert codecs_command.main(line.split()) == 0
     assert torch.cuda.get_device_name() in capsys.readouterr().out
 
 
 def test_a_codec_without_a_kernel_for_the_device_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert codecs.main("--device cuda --codec exact --size 1M --numel 64 --json".split()) == 0
+    assert codecs_command.main("--device cuda --codec exact --size 1M --numel 64 --json".split()) == 0
     (exact,) = json.loads(capsys.readouterr().out)["codecs"]
     assert exact["encode_gbps"] is None and "no kernel" in exact["no_speed"]

@@ -11,13 +11,13 @@ import torch
 import dtcomm.collectives as C
 from dtcomm import _C
 from dtcomm.codecs import codec
-from dtcomm.runtime.fused import FusedRanks, OnDevice, Room
-from dtcomm.runtime.local import World, run
-from dtcomm.runtime.shape import Part, Shape
-from dtcomm.runtime.shm import Buffers
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.measure.simulated_world import World, run
+from dtcomm.measure.virtual_ranks import VirtualRanks
+from dtcomm.runtime.cuda_peer.launch import FusedRanks, OnDevice, Room
+from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.types import Part, Shape
 from dtcomm.schedule.ir import REDUCING
-from dtcomm.testing.ranks import run_ranks
-from dtcomm.testing.virtual import VirtualRanks
 from tests.algorithms.cases import NAMES, build
 from tests.cuda.cases import ON_A_DEVICE, PEER, on_cpu, on_device
 from tests.runtime.orders import make, together

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 import dtcomm.collectives as C
 from dtcomm import ddp, fsdp, tp
-from dtcomm.runtime.exchange import GroupExchange
-from dtcomm.testing.ranks import run_ranks
-from dtcomm.testing.virtual import VirtualRanks
-from dtcomm.testing.waits import Trace, trace
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.measure.virtual_ranks import VirtualRanks
+from dtcomm.runtime.torchdist.transport import GroupExchange
 from tests.cuda.cases import ON_A_DEVICE, PEER, Given
+from tests.support.host_sync_trace import Trace, trace
 
 pytestmark = ON_A_DEVICE
 

@@ -12,15 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp
 from dtcomm.codecs import codec
-from dtcomm.compress.auto import NONE, Auto, Costs, Load, Plan, pick, plans
+from dtcomm.compress.autotune_model import NONE, Auto, Costs, Load, Plan, pick, plans
+from dtcomm.compress.bucket_layout import Member, Segment
+from dtcomm.compress.error_state import REPAID, Memory
 from dtcomm.compress.kernel_costs import relative_error
-from dtcomm.compress.memory import REPAID, Memory
-from dtcomm.compress.packing import Member, Segment
 from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.compress.scheme import scheme
-from dtcomm.ddp.meet import Group
-from dtcomm.ddp.tuner import COUNTED, FIRST, Tuner
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.compress.spec import scheme
+from dtcomm.ddp.autotune.tuner import COUNTED, FIRST, Tuner
+from dtcomm.ddp.rank_agreement import Group
+from dtcomm.launch.ranks import run_ranks
 from tests.ddp.models import SMALL_BUCKETS, backward, gradients, wrapped
 
 SCHEMES = [scheme(spec) for spec in ("none", "fp16", "int8", "int4", "topk:ratio=0.01", "powersgd:rank=1")]

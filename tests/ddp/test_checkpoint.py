@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dtcomm import ddp
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 from tests.ddp.models import SMALL_BUCKETS, train, wrapped
 
 

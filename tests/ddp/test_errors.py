@@ -10,9 +10,9 @@ import torch
 
 from dtcomm import ddp
 from dtcomm.errors import PeerLost
-from dtcomm.testing.patience import Patience
-from dtcomm.testing.ranks import run_ranks, spawn_ranks, tell
+from dtcomm.launch.ranks import run_ranks, spawn_ranks, tell
 from tests.ddp.models import SMALL_BUCKETS, backward, wrapped
+from tests.support.patience import Patience
 
 
 def unfit_residual(rank: int, world_size: int, options: dict[str, Any]) -> tuple[str, str, str]:

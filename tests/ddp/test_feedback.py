@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import ddp
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 from tests.ddp.models import SMALL_BUCKETS, backward, gradients, local_gradients, wrapped
 
 BRANCH = "branch.weight"

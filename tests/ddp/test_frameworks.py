@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dtcomm import ddp
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 
 
 def need(package: str) -> Any:

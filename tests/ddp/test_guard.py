@@ -12,11 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp
 from dtcomm.codecs import codec
+from dtcomm.compress.error_sample import Sample
 from dtcomm.compress.guard import CompressionHarmful, Guard, Watch, finer, residual_limit
 from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.compress.sample import Sample
 from dtcomm.kernels import ops
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 from tests.ddp.models import SMALL_BUCKETS, WIDTH, backward, batch, gradients, train, wrapped
 
 Seen = list[tuple[int, str, str, str]]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 from tests.ddp.models import SMALL_BUCKETS, WIDTH, Net, backward, batch, gradients, train, wrapped
 
 MODES: dict[str, dict[str, Any]] = {

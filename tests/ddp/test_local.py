@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp
 from dtcomm.compress.guard import Guard
-from dtcomm.testing.ranks import run_ranks
-from dtcomm.testing.simulated import Simulated
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.measure.simulated_ranks import Simulated
 from tests.ddp.models import Net, backward, wrapped
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp
-from dtcomm.testing.ranks import run_ranks
-from dtcomm.testing.simulated import Simulated
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.measure.simulated_ranks import Simulated
 from tests.ddp.models import SMALL_BUCKETS, backward, gradients, local_gradients, train, wrapped
 
 #: Everything that keeps something, with what it is given.

@@ -13,15 +13,15 @@ import torch
 import dtcomm.collectives as C
 from dtcomm import ddp
 from dtcomm.codecs.spec import CODECS
-from dtcomm.compress.feedback import FORMS
-from dtcomm.compress.memory import FEEDBACKS
-from dtcomm.compress.scheme import COMPRESSORS
-from dtcomm.ddp.meet import Group
-from dtcomm.kernels import dispatch, lowrank
-from dtcomm.testing.dressed import device, dress, unjudged
-from dtcomm.testing.dressed_ranks import devices
-from dtcomm.testing.ranks import run_ranks
-from dtcomm.testing.streams import RecordedStreams
+from dtcomm.compress.error_state import FEEDBACKS
+from dtcomm.compress.residuals import FORMS
+from dtcomm.compress.spec import COMPRESSORS
+from dtcomm.ddp.rank_agreement import Group
+from dtcomm.kernels import dispatch, low_rank
+from dtcomm.launch.ranks import run_ranks
+from tests.support.fake_cuda_ranks import devices
+from tests.support.fake_cuda_tensor import device, dress, unjudged
+from tests.support.stream_checker import RecordedStreams
 
 #: What else there is of a name.
 MORE = {
@@ -173,7 +173,7 @@ def test_no_compressor_waits_for_the_device() -> None:
 
 
 def without_kernels(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    with mock.patch.object(lowrank, "for_factors", lambda: dispatch.TORCH):
+    with mock.patch.object(low_rank, "for_factors", lambda: dispatch.TORCH):
         return run(rank, world_size, cases)
 
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp
 from dtcomm.codecs import codec
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 
 SIDE = 1536  # 9 MiB of one matrix, in a bucket of its own
 M_MMAP_THRESHOLD = -3  # malloc.h

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp
 from dtcomm.compress.powersgd import PowerSGD, _key
-from dtcomm.kernels import mixer
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.kernels import counter_rng
+from dtcomm.launch.ranks import run_ranks
 from tests.ddp.models import (
     SMALL_BUCKETS,
     WIDTH,
@@ -59,7 +59,7 @@ class Paper:
     """Algorithm 1 and 2 of the paper, in float64, of all ranks at once."""
 
     def __init__(self, name: str, rows: int, columns: int, rank: int) -> None:
-        start = mixer.uniform(_key(name), columns, rank * columns) - np.float32(0.5)
+        start = counter_rng.uniform(_key(name), columns, rank * columns) - np.float32(0.5)
         self.q = start.astype(np.float64).reshape(rank, columns).T
         self.errors: list[np.ndarray] | None = None
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from dtcomm import ddp
-from dtcomm.cli.plan import main
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.cli.plan.main import main
+from dtcomm.launch.ranks import run_ranks
 from tests.ddp.models import SMALL_BUCKETS, train, wrapped
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from dtcomm import ddp
 from dtcomm.codecs import codec
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 from tests.ddp.models import SMALL_BUCKETS, WIDTH, train, wrapped
 
 STEPS = 4

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dtcomm.testing.elastic import launch
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.elastic import launch
+from dtcomm.launch.ranks import run_ranks
 from tests.ddp.restarting import main, train
 
 

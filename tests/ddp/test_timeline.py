@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from dtcomm import ddp, insight
-from dtcomm.runtime import times
-from dtcomm.testing.ranks import run_ranks
+from dtcomm import ddp, profiling
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.runtime import phase_timer
 from tests.ddp.models import SMALL_BUCKETS, backward, train, wrapped
 
 
@@ -26,7 +26,7 @@ def timed(rank: int, world_size: int, spec: str, folder: str) -> dict[str, Any]:
         backward(model, rank, 6)
     backward(model, rank, 7)
     model.zero_grad()
-    assert times.wanted()
+    assert phase_timer.wanted()
     kept = state.timeline.steps
     assert [step.number for step in kept] == [3, 4, 5, 6]
     accumulated = kept[-1]
@@ -48,12 +48,12 @@ def timed(rank: int, world_size: int, spec: str, folder: str) -> dict[str, Any]:
     phases = {span.phase for each in kept[-1].messages for span in each.spans}
     path = state.trace(f"{folder}/t.json")
     state.timeline.stop()
-    assert not times.wanted()
+    assert not phase_timer.wanted()
     train(model, rank, range(2))
     assert state.timeline.steps == kept
     names = {metric.name for metric in state.metrics()}
     assert {"dtcomm_scaling_efficiency", "dtcomm_bucket_seconds", "dtcomm_wire_bytes_total"} <= names
-    insight.write_prometheus(state, f"{folder}/rank{rank}.prom", {"rank": str(rank)})
+    profiling.write_prometheus(state, f"{folder}/rank{rank}.prom", {"rank": str(rank)})
     return {"path": path, "phases": sorted(phases)}
 
 

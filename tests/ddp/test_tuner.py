@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from dtcomm.codecs import codec
-from dtcomm.compress.auto import NONE, Auto
+from dtcomm.compress.autotune_model import NONE, Auto
 from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.ddp.figures import Timed
-from dtcomm.ddp.tuner import COUNTED, Tuner
+from dtcomm.ddp.autotune.measure import Timed
+from dtcomm.ddp.autotune.tuner import COUNTED, Tuner
 
 
 class Link:

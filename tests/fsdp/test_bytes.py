@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from dtcomm import algorithms, fsdp
 from dtcomm.codecs import Codec, Exact, codec
 from dtcomm.codecs.spec import CODECS
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 
 WIDTH = 256
 NUMEL = WIDTH * WIDTH + WIDTH  # of a layer: on two ranks it needs no padding

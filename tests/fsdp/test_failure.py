@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtcomm import fsdp
 from dtcomm.errors import PeerLost
 from dtcomm.fsdp.comm import Gather, Scatter
-from dtcomm.testing.elastic import STORE_OF_THEIR_OWN, launch
-from dtcomm.testing.patience import Patience
-from dtcomm.testing.ranks import run_ranks, spawn_ranks
+from dtcomm.launch.elastic import STORE_OF_THEIR_OWN, launch
+from dtcomm.launch.ranks import run_ranks, spawn_ranks
 from tests.fsdp.models import WIDTH, sharded
 from tests.fsdp.restarted import main
+from tests.support.patience import Patience
 
 ROOT = Path(__file__).parents[2]
 VICTIM = 1

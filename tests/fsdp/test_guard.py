@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPr
 
 from dtcomm import fsdp
 from dtcomm.compress.guard import CompressionHarmful, Guard
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 from tests.fsdp.models import WIDTH, Net, sharded
 
 COUNTED = (

@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 import dtcomm.collectives as C
 from dtcomm.compress.guard import Guard
-from dtcomm.fsdp import ShardedOptimizer, recipe
+from dtcomm.fsdp import ShardedOptimizer, spec
 from dtcomm.fsdp.comm import Gather, Scatter
-from dtcomm.fsdp.recipe import FEEDBACKS
+from dtcomm.fsdp.spec import FEEDBACKS
 from dtcomm.fsdp.state import State
-from dtcomm.testing.dressed import dress, undress, unjudged
-from dtcomm.testing.dressed_ranks import devices
-from dtcomm.testing.ranks import run_ranks
-from dtcomm.testing.streams import RecordedStreams
+from dtcomm.launch.ranks import run_ranks
+from tests.support.fake_cuda_ranks import devices
+from tests.support.fake_cuda_tensor import dress, undress, unjudged
+from tests.support.stream_checker import RecordedStreams
 
 SHARD, STEPS = 1500, 4
 GRADIENTS = [f"{word}:int4" if word else "int8" for word in FEEDBACKS]
@@ -62,8 +62,8 @@ def sharded(rank: int, judged: RecordedStreams | None, gradients: str, parameter
     """What modules of a model gather and reduce in some steps; in one of them rank 1 brings a NaN."""
     group = dist.distributed_c10d._get_default_group()
     state = State(
-        recipe.parse(gradients, FEEDBACKS, "gradients"),
-        recipe.parse(parameters, ("", "delta"), "parameters"),
+        spec.parse(gradients, FEEDBACKS, "gradients"),
+        spec.parse(parameters, ("", "delta"), "parameters"),
         0,
         guard=Guard(),
         sample_every=1,

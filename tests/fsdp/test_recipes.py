@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtcomm import fsdp
-from dtcomm.fsdp import recipe
-from dtcomm.fsdp.errors import Exact, MovingAverage
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.fsdp import spec
+from dtcomm.fsdp.residual_store import Exact, MovingAverage
+from dtcomm.launch.ranks import run_ranks
 from tests.fsdp.models import WIDTH, sharded, train
 
 
@@ -23,25 +23,25 @@ from tests.fsdp.models import WIDTH, sharded, train
     [
         ("int8:block=256", ("", "delta"), "", ["int8:block=256"]),
         ("delta:int4:block=128", ("", "delta"), "delta", ["int4:block=128"]),
-        ("loco:int4/int3", recipe.FEEDBACKS, "loco", ["int4", "int3"]),
-        ("ef:topk:ratio=0.1", recipe.FEEDBACKS, "ef", ["topk:ratio=0.1"]),
+        ("loco:int4/int3", spec.FEEDBACKS, "loco", ["int4", "int3"]),
+        ("ef:topk:ratio=0.1", spec.FEEDBACKS, "ef", ["topk:ratio=0.1"]),
     ],
 )
 def test_a_recipe_is_a_word_and_codecs(
     text: str, words: tuple[str, ...], word: str, codecs: list[str]
 ) -> None:
-    parsed = recipe.parse(text, words, "gradients")
+    parsed = spec.parse(text, words, "gradients")
     assert (parsed.word, [str(codec) for codec in parsed.codecs()]) == (word, codecs)
-    assert recipe.parse(str(parsed), words, "gradients") == parsed
+    assert spec.parse(str(parsed), words, "gradients") == parsed
 
 
 def test_words_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"parameters: loco: does not go with them.*delta:"):
-        recipe.parse("loco:int4", ("", "delta"), "parameters")
+        spec.parse("loco:int4", ("", "delta"), "parameters")
     with pytest.raises(ValueError, match=r"preset: 'zero' is not one of zero\+\+, loco, sdp4bit"):
-        recipe.preset("zero")
+        spec.preset("zero")
     with pytest.raises(TypeError, match="gradients: expected a spec or a Codec, got int"):
-        recipe.parse(8, recipe.FEEDBACKS, "gradients")  # type: ignore[arg-type]
+        spec.parse(8, spec.FEEDBACKS, "gradients")  # type: ignore[arg-type]
     for gradients, argument in (("int8", "int8"), ("loco:int8", "bf16"), ("ef:int8", "int4")):
         with pytest.raises(ValueError, match=r"^residual: "):
             run_ranks(refused, 1, gradients, argument)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench.training.shards import METHODS, Shards
 from dtcomm import fsdp
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 from tests.fsdp.models import WIDTH, Net, sharded
 
 STEPS = 3

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dtcomm import fsdp
-from dtcomm.compress.distributed import Checkpointed, restore
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.compress.distributed_checkpoint import Checkpointed, restore
+from dtcomm.launch.ranks import run_ranks
 from tests.fsdp.models import WIDTH, Net, sharded, train
 
 LOSSY: dict[str, Any] = {"gradients": "ef:int4", "parameters": "delta:int8"}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtcomm import fsdp, insight
-from dtcomm.testing.ranks import run_ranks
+from dtcomm import fsdp, profiling
+from dtcomm.launch.ranks import run_ranks
 from tests.fsdp.models import sharded, train
 
 
@@ -37,7 +37,7 @@ def timed(rank: int, ranks: int, folder: str) -> str:
         assert reduced[1].launched < reduced[2].ready < reduced[0].waited.begin
     assert {span.phase for each in kept[0].messages for span in each.spans} == {"encode", "reduce", "decode"}
     assert "(root) gradients" in str(state.timeline.summary())
-    text = insight.prometheus(state)
+    text = profiling.prometheus(state)
     assert 'dtcomm_calls_total{what="gradients"} 15' in text and "dtcomm_communication_share" in text
     return state.trace(f"{folder}/t.json")
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import fsdp
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 from tests.fsdp.models import WIDTH, Net
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dtcomm.collectives import Span
-from dtcomm.insight import Message, Step
+from dtcomm.profiling import Message, Step
 
 MS = 1_000_000
 

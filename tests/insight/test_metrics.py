@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dtcomm.insight import Metric, prometheus, write_prometheus, write_tensorboard
+from dtcomm.profiling import Metric, prometheus, write_prometheus, write_tensorboard
 
 SAMPLE = re.compile(
     r'^[a-z_]+(\{[a-z]+="(\\.|[^"\\\n])*"(,[a-z]+="(\\.|[^"\\\n])*")*\})? (-?[0-9.e+-]+|NaN|[+-]Inf)$'

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from dtcomm.insight.step import Step, covered
-from dtcomm.insight.summary import summarise
+from dtcomm.profiling.step_record import Step, covered
+from dtcomm.profiling.summary import summarise
 from tests.insight.steps import MS, step
 
 

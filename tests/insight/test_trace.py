@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dtcomm.cli.trace import main
-from dtcomm.insight import merge, trace
+from dtcomm.profiling import merge, trace
 from tests.insight.steps import MS, step
 
 SKEW = 7_000_000_000  # between two hosts' monotonic clocks

@@ -11,8 +11,8 @@ from dtcomm import _C
 from dtcomm.codecs import Codec, codec
 from dtcomm.errors import PayloadCorrupt
 from dtcomm.kernels import available, reference, use
-from dtcomm.kernels.call import Combine
 from dtcomm.kernels.ops import decode, encode, reduce, reduce_encode
+from dtcomm.kernels.types import Combine
 from tests.codecs.cases import everything
 from tests.kernels.inputs import floats
 from tests.kernels.test_memory import Room, combine

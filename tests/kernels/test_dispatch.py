@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtcomm import _C
 from dtcomm.codecs import Codec
-from dtcomm.kernels import available, current, dispatch, native, ops, reference, use
-from dtcomm.kernels.call import Combine
+from dtcomm.kernels import available, cpu, current, dispatch, ops, reference, use
+from dtcomm.kernels.types import Combine
 
 
 @pytest.fixture
@@ -114,10 +114,10 @@ def test_use_holds_in_other_threads() -> None:
 
 def test_the_engine_gets_a_native_kernel() -> None:
     with use("reference"):
-        assert native.current_name() == "generic"
+        assert cpu.current_name() == "generic"
     for name in available()[:-1]:
         with use(name):
-            assert native.current_name() == name
+            assert cpu.current_name() == name
 
 
 class Elsewhere:
@@ -166,7 +166,7 @@ def test_forcing_a_device_s_kernel(device: Callable[..., list[str]]) -> None:
     """What is forced runs or raises, whatever else could run."""
     ran = device("cuda", "triton")
     with use("triton"):
-        assert current() == "triton" and native.current_name() in available()
+        assert current() == "triton" and cpu.current_name() in available()
         ops.encode("int8", on_device())
         with pytest.raises(ValueError, match=r"codec: .*'triton', does not run 'none'"):
             ops.encode("none", on_device())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dtcomm.kernels import available, lowrank, use
+from dtcomm.kernels import available, low_rank, use
 
 SHAPES = [(1, 1), (3, 5), (16, 16), (33, 17), (7, 2049), (130, 4100)]
 FAST = [name for name in available() if name in ("generic", "avx2", "avx512")]
@@ -29,11 +29,11 @@ def passes(
     gradient = gradient.clone()
     residual = None if residual is None else residual.clone()
     p, q = torch.empty_like(left), torch.empty_like(right)
-    lowrank.project_rows(gradient, residual, right, p)
-    lowrank.project_columns(gradient, residual, left, q)
+    low_rank.project_rows(gradient, residual, right, p)
+    low_rank.project_columns(gradient, residual, left, q)
     basis = p.clone()
-    lowrank.orthonormalise(basis, key=5)
-    lowrank.expand(gradient, residual, left, right)
+    low_rank.orthonormalise(basis, key=5)
+    low_rank.expand(gradient, residual, left, right)
     return [p, q, basis, gradient] + ([] if residual is None else [residual])
 
 
@@ -74,7 +74,7 @@ def test_missing_directions_are_replaced(kernel: str) -> None:
     row = torch.randn(50, generator=generator)
     vectors = torch.stack([torch.zeros(50), row * 1e30, row, row * 1e-30, torch.zeros(50), row * 3])
     with use(kernel):
-        lowrank.orthonormalise(vectors, key=1)
+        low_rank.orthonormalise(vectors, key=1)
     torch.testing.assert_close(vectors @ vectors.T, torch.eye(6), rtol=0, atol=1e-6)
     torch.testing.assert_close(vectors[1], row / row.norm(), rtol=0, atol=0.5)
 
@@ -83,7 +83,7 @@ def test_missing_directions_are_replaced(kernel: str) -> None:
 def test_more_vectors_than_dimensions(kernel: str) -> None:
     vectors = torch.ones(4, 2)
     with use(kernel):
-        lowrank.orthonormalise(vectors)
+        low_rank.orthonormalise(vectors)
     torch.testing.assert_close(vectors[:2] @ vectors[:2].T, torch.eye(2), rtol=0, atol=1e-6)
     assert not vectors[2:].any()
 
@@ -93,7 +93,7 @@ def test_bad_numbers_stay(kernel: str) -> None:
     vectors = torch.randn(3, 20)
     vectors[1, 4] = float("inf")
     with use(kernel):
-        lowrank.orthonormalise(vectors)
+        low_rank.orthonormalise(vectors)
     assert vectors[1, 4] == float("inf") and not torch.isfinite(vectors[1:]).all()
 
 
@@ -106,29 +106,29 @@ def test_many_at_once(kernel: str) -> None:
     many[0][1] = 0.0
     alone = [each.clone() for each in many]
     with use(kernel):
-        lowrank.orthonormalise_each(many, [9, 8, 7, 6])
+        low_rank.orthonormalise_each(many, [9, 8, 7, 6])
         for each, key in zip(alone, (9, 8, 7, 6)):
-            lowrank.orthonormalise(each, key)
+            low_rank.orthonormalise(each, key)
     assert all(map(torch.equal, many, alone))
 
 
 def test_wrong_arguments() -> None:
     gradient, residual, left, right = inputs(6, 7, 2, torch.float32)
     with pytest.raises(ValueError, match="gradient: expected 42 elements, got 41"):
-        lowrank.expand(gradient[:41], residual, left, right)
+        low_rank.expand(gradient[:41], residual, left, right)
     with pytest.raises(TypeError, match="residual"):
-        lowrank.expand(gradient, residual.double(), left, right)
+        low_rank.expand(gradient, residual.double(), left, right)
     with pytest.raises(ValueError, match="right: expected 1 to 64 rows"):
-        lowrank.project_rows(gradient, None, right[:1], left)
+        low_rank.project_rows(gradient, None, right[:1], left)
     with pytest.raises(ValueError, match="left: expected fp32"):
-        lowrank.project_columns(gradient, None, left.double(), right)
+        low_rank.project_columns(gradient, None, left.double(), right)
     with pytest.raises(TypeError, match="gradient"):
-        lowrank.expand(gradient.long(), None, left, right)
+        low_rank.expand(gradient.long(), None, left, right)
     with pytest.raises(ValueError, match="vectors: expected 2"):
-        lowrank.orthonormalise(torch.ones(3))
+        low_rank.orthonormalise(torch.ones(3))
     with pytest.raises(ValueError, match="rights: expected 1, as many as lefts, got 2"):
-        lowrank.judge([left], [right, right])
+        low_rank.judge([left], [right, right])
     with pytest.raises(ValueError, match="lefts: expected tensors on a device, got one on cpu"):
-        lowrank.judge([left], [right])
+        low_rank.judge([left], [right])
     with pytest.raises(ValueError, match="keys: expected 2, as many as vectors, got 1"):
-        lowrank.orthonormalise_each([left, right], [1])
+        low_rank.orthonormalise_each([left, right], [1])

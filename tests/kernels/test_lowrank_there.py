@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dtcomm.kernels import lowrank, lowrank_there
+from dtcomm.kernels import low_rank, low_rank_torch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -14,20 +14,20 @@ from dtcomm.kernels import lowrank, lowrank_there
 def test_passes(
     rows: int, columns: int, rank: int, dtype: torch.dtype, feedback: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lowrank_there, "CHUNK", 1000)  # several pieces
+    monkeypatch.setattr(low_rank_torch, "CHUNK", 1000)  # several pieces
     dice = torch.Generator().manual_seed(rows)
     gradient = torch.randn(rows * columns, generator=dice).to(dtype)
     lost = torch.randn(rows * columns, generator=dice) if feedback else None
     left, right = torch.randn(rank, rows, generator=dice), torch.randn(rank, columns, generator=dice)
     for project, other, out in (("project_rows", right, left), ("project_columns", left, right)):
         found = torch.empty_like(out)
-        getattr(lowrank, project)(gradient, lost, other, out)
-        getattr(lowrank_there, project)(gradient, lost, other, found)
+        getattr(low_rank, project)(gradient, lost, other, out)
+        getattr(low_rank_torch, project)(gradient, lost, other, found)
         torch.testing.assert_close(found, out, rtol=1e-4, atol=1e-3)
     both = [(gradient.clone(), None if lost is None else lost.clone()) for _ in range(3)]
-    lowrank.expand(*both[0], left, right)
-    lowrank_there.expand(*both[1], left, right, torch.tensor(True))
-    lowrank_there.expand(*both[2], left, right, torch.tensor(False))
+    low_rank.expand(*both[0], left, right)
+    low_rank_torch.expand(*both[1], left, right, torch.tensor(True))
+    low_rank_torch.expand(*both[2], left, right, torch.tensor(False))
     assert torch.equal(both[0][0], both[1][0]) and bool(both[2][0].isnan().all())
     if lost is not None:
         assert torch.equal(both[0][1], both[1][1]) and torch.equal(both[2][1], lost)  # type: ignore[arg-type]
@@ -36,7 +36,7 @@ def test_passes(
 def test_factors_that_are_no_numbers_become_zeros() -> None:
     lefts, rights = [torch.ones(2, 3) for _ in range(3)], [torch.ones(2, 5) for _ in range(3)]
     lefts[0][1, 1], rights[2][0, 4] = torch.nan, torch.inf
-    assert lowrank_there.judge(lefts, rights).tolist() == [False, True, False]
+    assert low_rank_torch.judge(lefts, rights).tolist() == [False, True, False]
     for at, factor in enumerate([*lefts, *rights]):
         assert bool((factor == (at % 3 == 1)).all())
 
@@ -49,7 +49,7 @@ def orthonormal(vectors: torch.Tensor) -> None:
 def test_rows_become_orthonormal_and_span_what_they_did(scale: float) -> None:
     given = torch.randn(6, 500, generator=torch.Generator().manual_seed(1)) * scale
     found = given.clone()
-    lowrank_there.orthonormalise(found, 3)
+    low_rank_torch.orthonormalise(found, 3)
     orthonormal(found)
     unit = given / given.abs().amax()
     torch.testing.assert_close(unit @ found.t() @ found, unit, rtol=1e-4, atol=1e-4)
@@ -60,11 +60,11 @@ def test_what_depends_on_others_gives_place() -> None:
     given = torch.randn(5, 40, generator=torch.Generator().manual_seed(2))
     given[1], given[2], given[4] = 0.0, given[0], 3 * given[3] - given[0]
     found = given.clone()
-    lowrank_there.orthonormalise(found, 7)
+    low_rank_torch.orthonormalise(found, 7)
     orthonormal(found)
     zeros = [torch.zeros(8, 8), torch.zeros(8, 8)]  # all directions that there are
     for key, vectors in enumerate(zeros):
-        lowrank_there.orthonormalise(vectors, key)
+        low_rank_torch.orthonormalise(vectors, key)
         orthonormal(vectors)
     assert not torch.equal(*zeros)
 
@@ -73,6 +73,6 @@ def test_rows_that_are_no_numbers_stay() -> None:
     given = torch.randn(3, 10)
     given[1, 2], given[2, 0] = torch.nan, torch.inf
     found = given.clone()
-    lowrank_there.orthonormalise(found, 0)
+    low_rank_torch.orthonormalise(found, 0)
     assert torch.allclose(found[1:], given[1:], rtol=0, atol=0, equal_nan=True)
     assert bool(torch.isfinite(found[0]).all())

@@ -7,9 +7,9 @@ import torch
 
 from dtcomm import _C
 from dtcomm.codecs import Integer
-from dtcomm.kernels import available, mixer, use
+from dtcomm.kernels import available, counter_rng, use
 from dtcomm.kernels.ops import decode, encode
-from dtcomm.kernels.reference import integer, rotate, spikes
+from dtcomm.kernels.reference import hadamard, integer, outliers
 from tests.codecs.cases import everything
 from tests.kernels.inputs import floats
 
@@ -18,8 +18,8 @@ STOCHASTIC = [each for each in everything() if isinstance(each, Integer) and eac
 
 def spread(each: Integer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The variance of every decoded element, and how far apart the two values lie that it rounds to."""
-    domain = rotate.rotate(each, x.numpy()) if rotate.rotates(each) else x.numpy()
-    coded, _ = spikes.take(each, domain, 0, 0) if each.spikes else (domain, None)
+    domain = hadamard.rotate(each, x.numpy()) if hadamard.rotates(each) else x.numpy()
+    coded, _ = outliers.take(each, domain, 0, 0) if each.spikes else (domain, None)
     fields, _ = integer.encode_blocks(each, coded, 0, 0)
     step, *zero = (torch.from_numpy(field).double().repeat_interleave(each.block) for field in fields)
     t = (torch.from_numpy(coded) - (zero[0] if zero else 0)) / step
@@ -32,7 +32,7 @@ def spread(each: Integer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         step, t = torch.where(apart, spacing, step), torch.where(apart, value / spacing, t)
     fraction = t - t.floor()
     variance = fraction * (1 - fraction) * step**2
-    if rotate.rotates(each):  # an element is a sum over its block, every term times 1 / sqrt(block)
+    if hadamard.rotates(each):  # an element is a sum over its block, every term times 1 / sqrt(block)
         rows = variance.view(-1, each.block)
         variance = rows.mean(1).repeat_interleave(each.block)
         step = step.view(-1, each.block).amax(1).repeat_interleave(each.block)
@@ -88,8 +88,8 @@ def test_keys_and_places_differ() -> None:
 def test_streams_of_near_keys_are_unrelated(bit: int) -> None:
     """Correlation of two streams, and of one with itself shifted, within five standard errors of nothing."""
     n = 1 << 16
-    a = torch.from_numpy(mixer.uniform(12345, 0, n)).double() - 0.5
-    b = torch.from_numpy(mixer.uniform(12345 ^ 1 << bit, 0, n)).double() - 0.5
+    a = torch.from_numpy(counter_rng.uniform(12345, 0, n)).double() - 0.5
+    b = torch.from_numpy(counter_rng.uniform(12345 ^ 1 << bit, 0, n)).double() - 0.5
     for left, right in ((a, b), (a[1:], a[:-1]), (a[32:], a[:-32]), (b[1024:], a[:-1024])):
         correlation = (left * right).mean() * 12
         assert abs(correlation) < 5 / n**0.5
@@ -109,4 +109,4 @@ def test_ranks_round_apart() -> None:
 def test_keys_are_mixed_alike() -> None:
     words = [(0, 0, 0), (1, 2, 3), (2**64 - 1, 2**32 - 1, 2**32 - 1), (5, 0, 1), (5, 1, 0)]
     keys = [_C.mix_key(*each) for each in words]
-    assert keys == [mixer.mix_key(*each) for each in words] and len(set(keys)) == len(words)
+    assert keys == [counter_rng.mix_key(*each) for each in words] and len(set(keys)) == len(words)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import moe
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 
 TOKENS, FEATURES, EXPERTS = 13, 32, 6
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import dtcomm
-from dtcomm.kernels import operators, ops
-from dtcomm.kernels.library import quantize
+from dtcomm.kernels import custom_ops, ops
+from dtcomm.kernels.custom_op_library import quantize
 from tests.kernels.inputs import floats
 
 N = 1100
@@ -61,7 +61,7 @@ def test_torch_s_own_checks(name: str, spec: str) -> None:
 
 
 def test_every_operator_is_checked() -> None:
-    defined = {name for name, op in vars(operators).items() if isinstance(op, torch.library.CustomOpDef)}
+    defined = {name for name, op in vars(custom_ops).items() if isinstance(op, torch.library.CustomOpDef)}
     assert defined == set(arguments("int8"))
 
 
@@ -117,9 +117,9 @@ def test_the_first_compilation_registers_them() -> None:
     """Importing dtcomm does not, and tracing may be what imports the module."""
     program = (
         "import sys, torch, dtcomm\n"
-        "dtcomm.encode; print('dtcomm.kernels.library' in sys.modules)\n"
+        "dtcomm.encode; print('dtcomm.kernels.custom_op_library' in sys.modules)\n"
         "f = torch.compile(lambda x: dtcomm.encode('int8', x), fullgraph=True, backend='eager')\n"
-        "print(f(torch.ones(3)).numel(), 'dtcomm.kernels.library' in sys.modules)\n"
+        "print(f(torch.ones(3)).numel(), 'dtcomm.kernels.custom_op_library' in sys.modules)\n"
     )
     run = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=280, check=True

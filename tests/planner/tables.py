@@ -142,11 +142,11 @@ TABLES = (
 
 def errors(table: Published) -> dict[int, float]:
     """By size, by how much the predicted bus bandwidth is off."""
-    from dtcomm.planner import nccl, system
+    from dtcomm.planner import hardware, nccl_model
 
-    where = system.system(table.system).of(table.hosts, 8)
+    where = hardware.system(table.system).of(table.hosts, 8)
     return {
-        size: time / (nccl.choose("all_reduce", where, size).seconds * 1e6) - 1
+        size: time / (nccl_model.choose("all_reduce", where, size).seconds * 1e6) - 1
         for size, time in table.times.items()
     }
 

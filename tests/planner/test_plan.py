@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from dtcomm.codecs import codec
-from dtcomm.compress.record import Sent, summary
-from dtcomm.planner import Measured, Table, plan
+from dtcomm.compress.step_recorder import Sent, summary
+from dtcomm.planner import Measured, Table, sweep
 from dtcomm.planner.estimate import estimate
+from dtcomm.planner.hardware import SYSTEMS, from_dict, from_links, system
 from dtcomm.planner.links import PORTS, port
-from dtcomm.planner.system import SYSTEMS, from_dict, from_links, system
-from dtcomm.planner.training import Bucket, parse_record, replay, spread
+from dtcomm.planner.training_model import Bucket, parse_record, replay, spread
 
 MB, GB = 2**20, 2**30
 
@@ -49,7 +49,7 @@ def test_topology_files() -> None:
 
 
 def test_compression_pays_on_slow_links_only() -> None:
-    slow = plan.make(from_links("memory", "1gbit").of(2, 1), "all_reduce", [64 * MB], ["int8", "int4"])
+    slow = sweep.make(from_links("memory", "1gbit").of(2, 1), "all_reduce", [64 * MB], ["int8", "int4"])
     none, int8, int4 = slow.rows
     assert none.speedup == 1
     # 64 MB took Gloo 562 ms over such a link.
@@ -58,34 +58,34 @@ def test_compression_pays_on_slow_links_only() -> None:
     assert slow.words[0].startswith("on this system int8 pays from ")
 
     for ranks in (2, 4):
-        here = plan.make(system("local").of(1, ranks), "all_reduce", [1024, 64 * MB, GB], ["int8"])
+        here = sweep.make(system("local").of(1, ranks), "all_reduce", [1024, 64 * MB, GB], ["int8"])
         assert here.break_even == {"int8": None}
         assert here.words[0].startswith("on the local engine int8 is not faster than none")
 
 
 def test_the_break_even_is_where_it_says() -> None:
     where = system("h100").of(2, 8)
-    at = plan.make(where, "all_reduce", [], ["int8"]).break_even["int8"]
+    at = sweep.make(where, "all_reduce", [], ["int8"]).break_even["int8"]
     assert at is not None
-    before, after = plan.make(where, "all_reduce", [int(at * 0.9), at], ["int8"]).rows[1::2]
-    assert before.speedup < plan.WORTH <= after.speedup
+    before, after = sweep.make(where, "all_reduce", [int(at * 0.9), at], ["int8"]).rows[1::2]
+    assert before.speedup < sweep.WORTH <= after.speedup
 
 
 def test_algorithms_by_name() -> None:
     where = system("h100").of(2, 8)
-    rows = plan.make(where, "all_reduce", [MB], ["int8"], ["ring", "tree"]).rows
+    rows = sweep.make(where, "all_reduce", [MB], ["int8"], ["ring", "tree"]).rows
     assert {(row.best.codec, row.best.algorithm) for row in rows} == {
         (spec, name) for spec in ("none", "int8") for name in ("ring", "tree")
     }
-    only = plan.make(where, "all_reduce", [MB], ["int8"], ["nvls_tree"])
+    only = sweep.make(where, "all_reduce", [MB], ["int8"], ["nvls_tree"])
     assert [row.best.codec for row in only.rows] == ["none"]
     assert "no algorithm that was asked for can carry it" in only.words[0]
     with pytest.raises(ValueError, match="'rings' is not one of auto, all, ring"):
-        plan.make(where, "all_reduce", [MB], [], ["rings"])
+        sweep.make(where, "all_reduce", [MB], [], ["rings"])
 
 
 def test_many_ranks() -> None:
-    made = plan.make(system("h100").of(1024, 8), "all_reduce", [GB], ["int4"])
+    made = sweep.make(system("h100").of(1024, 8), "all_reduce", [GB], ["int4"])
     assert [row.best.codec for row in made.rows] == ["none", "int4"]
     assert all(row.best.ranks == 8192 for row in made.rows)
 

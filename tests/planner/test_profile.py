@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from dtcomm import algorithms
-from dtcomm.algorithms import symmetry
 from dtcomm.codecs import codec
-from dtcomm.planner import profile as profiles
-from dtcomm.planner.profile import Load, of_schedule, of_ways, profile
+from dtcomm.planner import symmetric_traffic
+from dtcomm.planner import traffic_profile as profiles
+from dtcomm.planner.traffic_profile import Load, of_schedule, of_ways, profile
 from dtcomm.schedule.simulate import Link, Work, simulate
 
 SHAPES = [
@@ -50,7 +50,7 @@ def test_symmetry_is_proved_by_enumeration(collective: str, name: str) -> None:
         assert enumerated.encodings == schedule.requantizations()
         if (name, collective) == ("one_shot", "all_reduce"):
             assert profiles._one_shot(ranks, per_host) == enumerated
-        told = symmetry.ways(name, collective, ranks, per_host)
+        told = symmetric_traffic.ways(name, collective, ranks, per_host)
         if told is not None:
             assert of_ways(told, per_host) == enumerated
 

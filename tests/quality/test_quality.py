@@ -13,17 +13,17 @@ import torch
 
 from bench import quality
 from bench.common import pages, theory
-from dtcomm.cli import codecs_choice
-from dtcomm.cli.codecs_error import Error, measure
-from dtcomm.cli.codecs_report import bits_per_element
-from dtcomm.cli.codecs_samples import NUMEL, Sample, distributions
+from dtcomm.cli.codecs import presets
+from dtcomm.cli.codecs.error import Error, measure
+from dtcomm.cli.codecs.report import bits_per_element
+from dtcomm.cli.codecs.samples import NUMEL, Sample, distributions
 from dtcomm.codecs import Codec, codec, names
-from dtcomm.kernels import mixer
+from dtcomm.kernels import counter_rng
 from dtcomm.kernels.ops import decode, encode
 from tests.codecs.cases import everything
 
 SAMPLES = {sample.name: sample for sample in distributions()}
-USUAL = codecs_choice.usual()
+USUAL = presets.usual()
 
 
 def error(each: Codec | str, sample: str = "Gaussian") -> Error:
@@ -198,7 +198,8 @@ def test_what_is_random_is_unbiased(each: Codec) -> None:
     ).double()
     seen = torch.stack(
         [
-            directions @ (decode(each, encode(each, x, key=mixer.mix_key(7, 0, step)), n).double() - target)
+            directions
+            @ (decode(each, encode(each, x, key=counter_rng.mix_key(7, 0, step)), n).double() - target)
             for step in range(keys)
         ]
     )

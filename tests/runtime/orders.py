@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from dtcomm.codecs import codec
-from dtcomm.runtime.local import Operation, Outcome, World
-from dtcomm.runtime.shape import Part, Shape
-from dtcomm.runtime.shm import Buffers
+from dtcomm.measure.simulated_world import Operation, Outcome, World
+from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.types import Part, Shape
 from dtcomm.schedule.ir import ROOTED
 from tests.algorithms.cases import NAMES, build
 

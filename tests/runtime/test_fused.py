@@ -6,11 +6,11 @@ import torch
 from dtcomm import _C, algorithms
 from dtcomm.codecs import codec
 from dtcomm.errors import PeerLost
-from dtcomm.runtime.fused import COLLECTIVES, why_not
-from dtcomm.runtime.local import Operation, World, run
-from dtcomm.runtime.shape import Part, Shape
-from dtcomm.runtime.shm import Buffers
-from dtcomm.testing.virtual import VirtualRanks
+from dtcomm.measure.simulated_world import Operation, World, run
+from dtcomm.measure.virtual_ranks import VirtualRanks
+from dtcomm.runtime.cuda_peer.launch import COLLECTIVES, why_not
+from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.types import Part, Shape
 from tests.kernels.inputs import floats
 from tests.runtime.orders import SHARDS_IN, SHARDS_OUT
 

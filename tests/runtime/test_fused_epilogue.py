@@ -9,25 +9,33 @@ import torch
 
 from dtcomm import algorithms
 from dtcomm.codecs import codec
-from dtcomm.collectives import all_gather, all_reduce, broadcast, copying, own, reduce_scatter, reducing
+from dtcomm.collectives import (
+    all_gather,
+    all_reduce,
+    broadcast,
+    custom_schedule,
+    gather_ops,
+    reduce_ops,
+    reduce_scatter,
+)
 from dtcomm.collectives import run as run_schedule
 from dtcomm.collectives import two_step as chosen
 from dtcomm.kernels.epilogue import follow
-from dtcomm.runtime.around import Around
+from dtcomm.measure.simulated_world import Operation, World, run
+from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.fused import ALGORITHMS, TWO_STEP, After, NoKernel
-from dtcomm.runtime.local import Operation, World, run
-from dtcomm.runtime.peer import PeerRuntime
-from dtcomm.runtime.shape import Part, Shape
-from dtcomm.runtime.shm import Buffers
-from dtcomm.testing.streams import RecordedStreams
-from dtcomm.testing.virtual import VirtualRanks
-from dtcomm.testing.watching import unwatched
+from dtcomm.runtime.cuda_peer.launch import ALGORITHMS, TWO_STEP, After, NoKernel
+from dtcomm.runtime.cuda_peer.runtime import PeerRuntime
+from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.op_hooks import Around
+from dtcomm.runtime.types import Part, Shape
+from dtcomm.tp.comm_config import Wire
 from dtcomm.tp.emulate import summed
-from dtcomm.tp.two_step import Epilogue, Norm, two_step
-from dtcomm.tp.wire import Wire
+from dtcomm.tp.flash_all_reduce import Epilogue, Norm, two_step
 from tests.runtime.test_fused import SPECS
 from tests.runtime.test_peer import JudgedPeers
+from tests.support.op_recorder import unwatched
+from tests.support.stream_checker import RecordedStreams
 
 ROWS, FEATURES = 17, 150
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -155,9 +163,9 @@ def test_calls_and_layers_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     """``all_reduce(then=…)`` and the two-step sum, from the callers' functions down, on threads."""
     ranks, dtype = 3, torch.bfloat16
     here = threading.local()
-    for module in (reducing, chosen, copying):
+    for module in (reduce_ops, chosen, gather_ops):
         monkeypatch.setattr(module, "find_for", lambda *_: here.communicator)
-    monkeypatch.setattr(own, "find", lambda _: here.communicator)
+    monkeypatch.setattr(custom_schedule, "find", lambda _: here.communicator)
     ours, theirs = [Given(ranks, dtype) for _ in range(2)], Given(ranks, dtype)
     results: dict[int, object] = {}
 

@@ -9,13 +9,13 @@ import torch
 
 from dtcomm.codecs import codec
 from dtcomm.errors import PeerLost
-from dtcomm.runtime.fused import NoKernel, why_not
-from dtcomm.runtime.local import Operation, World, run
-from dtcomm.runtime.shape import Part, Shape
-from dtcomm.runtime.shm import Buffers
+from dtcomm.measure.simulated_world import Operation, World, run
+from dtcomm.measure.virtual_ranks import VirtualRanks
+from dtcomm.runtime.cuda_peer.launch import NoKernel, why_not
+from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.types import Part, Shape
 from dtcomm.schedule import Schedule, Transfer, verify
 from dtcomm.schedule.ir import REDUCING
-from dtcomm.testing.virtual import VirtualRanks
 from tests.algorithms.cases import NAMES, build
 from tests.runtime.orders import Case, finished, make, together
 from tests.runtime.test_fused import SPECS, same

@@ -8,19 +8,17 @@ import torch.distributed as dist
 
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.kernels import dispatch
-from dtcomm.runtime import joining_devices
-from dtcomm.runtime.joining_devices import DeviceJoining
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.runtime.bootstrap import cuda
+from dtcomm.runtime.bootstrap.cuda import DeviceJoining
 
 CUDA = torch.device("cuda", 0)
 
 
 def meet(rank: int, world_size: int, differ: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joining_devices, "describe", lambda device: {})
-        patch.setattr(
-            joining_devices, "backend_of", lambda *_: ("gloo", "nccl")[differ == "backend" and rank]
-        )
+        patch.setattr(cuda, "describe", lambda device: {})
+        patch.setattr(cuda, "backend_of", lambda *_: ("gloo", "nccl")[differ == "backend" and rank])
         patch.setattr(dispatch, "for_factors", lambda: ("cuda", "torch")[differ == "factors" and rank])
         patch.setattr(DeviceJoining, "_serve", lambda *_: None)
         joining = DeviceJoining(CUDA, rank, list(range(world_size)), dist.group.WORLD, "met")

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from dtcomm import _C, algorithms
 from dtcomm.codecs import codec
 from dtcomm.codecs.base import ELEMENT_TYPES
-from dtcomm.runtime.layout import lay_out, payload_bytes, piece_elements
-from dtcomm.runtime.shape import GEOMETRY, OPS, Part, Shape
+from dtcomm.runtime.torchdist.layout import lay_out, payload_bytes, piece_elements
+from dtcomm.runtime.types import GEOMETRY, OPS, Part, Shape
 from dtcomm.schedule import lower
 from dtcomm.schedule.ir import CUT_AT_GRANULES
 from tests.runtime.orders import SHARDS_IN, SHARDS_OUT

@@ -12,9 +12,9 @@ import torch
 
 import dtcomm.collectives as C
 from dtcomm import _C
-from dtcomm.runtime import link
-from dtcomm.runtime.link import FRAME, PAYLOAD, Link, Links, parse
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.runtime import emulated_link
+from dtcomm.runtime.emulated_link import FRAME, PAYLOAD, Link, Links, parse
 
 RUNTIMES = ["native", "process_group"]
 
@@ -31,8 +31,8 @@ def test_what_is_said() -> None:
 
 
 def test_what_a_byte_costs_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 0 < link.tcp_ns_per_byte() < 100
-    monkeypatch.setattr(link, "tcp_ns_per_byte", lambda: 0.4)
+    assert 0 < emulated_link.tcp_ns_per_byte() < 100
+    monkeypatch.setattr(emulated_link, "tcp_ns_per_byte", lambda: 0.4)
 
     def cost(text: str) -> float:
         found = parse(text).between

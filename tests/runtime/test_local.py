@@ -7,9 +7,9 @@ import torch
 
 from dtcomm import algorithms
 from dtcomm.codecs import codec
-from dtcomm.runtime.local import Operation, World, run
-from dtcomm.runtime.shape import Part, Shape
-from dtcomm.runtime.shm import Buffers
+from dtcomm.measure.simulated_world import Operation, World, run
+from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.types import Part, Shape
 from dtcomm.schedule.ir import CUT_AT_GRANULES
 from tests.runtime.orders import (
     CASES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dtcomm.runtime.local import World, run
+from dtcomm.measure.simulated_world import World, run
 from tests.runtime.orders import (
     CASES,
     bits,

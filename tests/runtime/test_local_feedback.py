@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dtcomm import algorithms
-from dtcomm.runtime.local import run
+from dtcomm.measure.simulated_world import run
 from tests.runtime.orders import (
     CODECS,
     finished,

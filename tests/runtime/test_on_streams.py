@@ -13,26 +13,27 @@ import dtcomm.collectives as C
 from dtcomm import algorithms
 from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveMismatch
-from dtcomm.runtime import communicator, joining, joining_devices
-from dtcomm.runtime.on_streams import StreamRuntime
-from dtcomm.runtime.process_group import ProcessGroupRuntime
-from dtcomm.runtime.shape import Part, Shape
-from dtcomm.runtime.shm import Buffers
-from dtcomm.testing.letters import Letters
-from dtcomm.testing.ranks import run_ranks
-from dtcomm.testing.streams import HOST, RecordedStreams
-from dtcomm.testing.watching import unwatched, watched
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.runtime import communicator
+from dtcomm.runtime.bootstrap import cpu, cuda
+from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.torchdist.host_runtime import ProcessGroupRuntime
+from dtcomm.runtime.torchdist.stream_runtime import StreamRuntime
+from dtcomm.runtime.types import Part, Shape
 from tests.kernels.inputs import floats
 from tests.runtime.everything import calls
 from tests.runtime.rendezvous import Port, Rendezvous
+from tests.support.op_recorder import unwatched, watched
+from tests.support.stream_checker import HOST, RecordedStreams
+from tests.support.thread_transport import Letters
 
 SHARED = "randk:positions=shared,ratio=0.1"
 
 
 def as_on_a_device(backend: str) -> communicator.Communicator:
     """The default group's communicator for tensors of a device, which is the CPU; ``backend`` is what it is told of."""
-    joining_devices.backend_of = lambda group, device: backend
-    joining_devices.DeviceJoining._private_backend = _gloo
+    cuda.backend_of = lambda group, device: backend
+    cuda.DeviceJoining._private_backend = _gloo
     group = communicator.require_group(None)
     entry = communicator.entry_of(group)
     made = communicator.Communicator(group, f"there/{backend}", device=torch.device("cpu"))
@@ -42,8 +43,8 @@ def as_on_a_device(backend: str) -> communicator.Communicator:
     return made
 
 
-def _gloo(self: joining_devices.DeviceJoining, backend: str) -> dist.ProcessGroupGloo:
-    return joining.Joining._private_backend(self, "gloo")
+def _gloo(self: cuda.DeviceJoining, backend: str) -> dist.ProcessGroupGloo:
+    return cpu.Joining._private_backend(self, "gloo")
 
 
 def all_runtimes(rank: int, world_size: int) -> dict[str, object]:

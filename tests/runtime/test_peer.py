@@ -11,16 +11,16 @@ import torch
 from dtcomm import _C, algorithms
 from dtcomm.codecs import codec
 from dtcomm.errors import DtcommError, PeerLost
-from dtcomm.runtime.fused import FusedPlan, FusedRanks, Room
-from dtcomm.runtime.joining_devices import DeviceJoining
-from dtcomm.runtime.peer import Below, PeerRuntime
-from dtcomm.runtime.seats import describe, why_not_peers
-from dtcomm.runtime.shape import Part, Shape
-from dtcomm.runtime.shm import Buffers
-from dtcomm.testing.streams import RecordedStreams
+from dtcomm.runtime.bootstrap.cuda import DeviceJoining
+from dtcomm.runtime.bootstrap.gpu_topology import describe, why_not_peers
+from dtcomm.runtime.cuda_peer.launch import FusedPlan, FusedRanks, Room
+from dtcomm.runtime.cuda_peer.runtime import Below, PeerRuntime
+from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.types import Part, Shape
 from tests.kernels.inputs import floats
 from tests.runtime.test_fused import by_the_engine
 from tests.runtime.test_on_streams import Judged
+from tests.support.stream_checker import RecordedStreams
 
 ROOM = Room(2, 4096, 64 * 1024)
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_memory
 
-from dtcomm.runtime import peer_memory
-from dtcomm.runtime.meeting import Meeting
-from dtcomm.runtime.peer_memory import IPC, SYMMETRIC, Offer, Reached
+from dtcomm.runtime.bootstrap.store_exchange import Meeting
+from dtcomm.runtime.cuda_peer import memory
+from dtcomm.runtime.cuda_peer.memory import IPC, SYMMETRIC, Offer, Reached
 
 RANKS = 3
 NAMES = [f"rank {rank}" for rank in range(RANKS)]
@@ -32,15 +32,15 @@ def agreed(
         assert words == [offer(kind, each) for each in range(RANKS)]
         return Reached(kind, (), torch.zeros(1), None, reach(kind, rank))
 
-    monkeypatch.setattr(peer_memory, "offer", offered)
-    monkeypatch.setattr(peer_memory, "symmetric", lambda _, __, words, rank: reached(SYMMETRIC, words, rank))
-    monkeypatch.setattr(peer_memory, "by_handles", lambda _, __, words, rank, ___: reached(IPC, words, rank))
+    monkeypatch.setattr(memory, "offer", offered)
+    monkeypatch.setattr(memory, "symmetric", lambda _, __, words, rank: reached(SYMMETRIC, words, rank))
+    monkeypatch.setattr(memory, "by_handles", lambda _, __, words, rank, ___: reached(IPC, words, rank))
     store, said = dist.HashStore(), [("", "")] * RANKS
 
     def work(rank: int) -> None:
         meeting = Meeting(store, "test", rank, range(RANKS), timedelta(seconds=20))
         device = torch.device("cpu")
-        made, why = peer_memory.reach(meeting, NAMES, None, device, 8, rank, ["a", "b", "c"])
+        made, why = memory.reach(meeting, NAMES, None, device, 8, rank, ["a", "b", "c"])
         said[rank] = "" if made is None else made.kind, why
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(RANKS)]
@@ -95,11 +95,11 @@ def test_torch_is_not_asked_where_ranks_would_wait_in_vain(monkeypatch: pytest.M
         return SimpleNamespace(buffer_ptrs=[tensor.data_ptr() - 2, 0], offset=2)
 
     monkeypatch.setattr(torch_memory, "rendezvous", rendezvous)
-    monkeypatch.setattr(peer_memory, "_rendezvous", 4)
+    monkeypatch.setattr(memory, "_rendezvous", 4)
 
     def go(group: str, other: int) -> Reached:
-        mine = Offer(own, {"rendezvous": peer_memory._rendezvous})
-        return peer_memory.symmetric(
+        mine = Offer(own, {"rendezvous": memory._rendezvous})
+        return memory.symmetric(
             SimpleNamespace(group_name=group), mine, [mine.word, {"rendezvous": other}], 0
         )
 

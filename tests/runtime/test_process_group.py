@@ -12,19 +12,19 @@ import dtcomm.collectives as C
 from dtcomm import algorithms
 from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError, PeerLost
-from dtcomm.runtime.arithmetic import Arithmetic
-from dtcomm.runtime.plan import WINDOW, Plan
-from dtcomm.runtime.replay import Replay
-from dtcomm.runtime.shape import Part, Shape
-from dtcomm.runtime.shm import Buffers
+from dtcomm.launch.ranks import run_ranks, spawn_ranks, tell
+from dtcomm.measure import exact_inputs
+from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.torchdist.arithmetic import Arithmetic
+from dtcomm.runtime.torchdist.plan import WINDOW, Plan
+from dtcomm.runtime.torchdist.replay import Replay
+from dtcomm.runtime.types import Part, Shape
 from dtcomm.schedule.ir import CUT_AT_GRANULES, ROOTED
-from dtcomm.testing import exact
-from dtcomm.testing.patience import Patience
-from dtcomm.testing.ranks import run_ranks, spawn_ranks, tell
 from tests.algorithms.cases import NAMES, build
 from tests.runtime.everything import OVER_GLOO, calls
 from tests.runtime.orders import SHARDS_IN, SHARDS_OUT
 from tests.runtime.rendezvous import Port, Rendezvous
+from tests.support.patience import Patience
 
 
 def replay(
@@ -172,12 +172,12 @@ def test_same_bits_as_the_engine(world_size: int) -> None:
 
 def exact_sums(rank: int, world_size: int) -> int:
     wrong = 0
-    for op in exact.OPS:
+    for op in exact_inputs.OPS:
         for count in (1, 1000, 300_000):
-            x = exact.inputs("all_reduce", count, op=op, rank=rank, world_size=world_size)
+            x = exact_inputs.inputs("all_reduce", count, op=op, rank=rank, world_size=world_size)
             C.all_reduce(x, op)
-            wrong += exact.wrong(
-                x, exact.expected("all_reduce", count, op=op, rank=rank, world_size=world_size)
+            wrong += exact_inputs.wrong(
+                x, exact_inputs.expected("all_reduce", count, op=op, rank=rank, world_size=world_size)
             )
     return wrong
 

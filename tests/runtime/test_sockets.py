@@ -16,13 +16,13 @@ import dtcomm.collectives as C
 from dtcomm import _C, algorithms, env
 from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError, PayloadCorrupt, PeerLost
-from dtcomm.runtime.joining import Joining
-from dtcomm.runtime.shape import Part, Shape
-from dtcomm.runtime.shm import native_plan
-from dtcomm.runtime.sockets import Door
-from dtcomm.testing.patience import Patience
-from dtcomm.testing.ranks import run_ranks, spawn_ranks, tell
+from dtcomm.launch.ranks import run_ranks, spawn_ranks, tell
+from dtcomm.runtime.bootstrap.cpu import Joining
+from dtcomm.runtime.bootstrap.tcp import Door
+from dtcomm.runtime.native.runtime import native_plan
+from dtcomm.runtime.types import Part, Shape
 from tests.runtime.everything import OVER_GLOO, calls
+from tests.support.patience import Patience
 
 SOCKETS = {"DTCOMM_TRANSPORT": "sockets"}
 

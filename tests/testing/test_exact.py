@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtcomm.testing import exact
+from dtcomm.measure import exact_inputs
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int8, torch.uint8]
 
@@ -19,10 +19,10 @@ def test_sums_are_exact_in_every_order_in_the_dtype_itself(
 ) -> None:
     count = 1000
     parts = [
-        exact.inputs("all_reduce", count, dtype, op=op, rank=r, world_size=world_size)
+        exact_inputs.inputs("all_reduce", count, dtype, op=op, rank=r, world_size=world_size)
         for r in range(world_size)
     ]
-    want = exact.expected("all_reduce", count, dtype, op=op, rank=0, world_size=world_size)
+    want = exact_inputs.expected("all_reduce", count, dtype, op=op, rank=0, world_size=world_size)
     for seed in range(3):
         order = list(range(world_size))
         random.Random(seed).shuffle(order)
@@ -31,82 +31,98 @@ def test_sums_are_exact_in_every_order_in_the_dtype_itself(
             total += parts[rank]
         if op == "avg":
             total = torch.div(total, world_size, rounding_mode=None if dtype.is_floating_point else "trunc")
-        assert exact.wrong(total, want) == 0
+        assert exact_inputs.wrong(total, want) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_lost_or_doubled_contribution_shows(dtype: torch.dtype, rank: int) -> None:
-    parts = [exact.inputs("all_reduce", 5000, dtype, rank=r, world_size=3).double() for r in range(3)]
-    want = exact.expected("all_reduce", 5000, dtype, rank=0, world_size=3)
+    parts = [exact_inputs.inputs("all_reduce", 5000, dtype, rank=r, world_size=3).double() for r in range(3)]
+    want = exact_inputs.expected("all_reduce", 5000, dtype, rank=0, world_size=3)
     total = torch.stack(parts).sum(0)
-    assert exact.wrong(total.to(dtype), want) == 0
-    assert exact.wrong((total - parts[rank]).to(dtype), want) > 4500
-    assert exact.wrong((total + parts[rank]).to(dtype), want) > 4500
+    assert exact_inputs.wrong(total.to(dtype), want) == 0
+    assert exact_inputs.wrong((total - parts[rank]).to(dtype), want) > 4500
+    assert exact_inputs.wrong((total + parts[rank]).to(dtype), want) > 4500
 
 
 def test_float32_values_use_the_whole_significand() -> None:
-    values = exact.expected("all_reduce", 100_000, rank=0, world_size=2)
+    values = exact_inputs.expected("all_reduce", 100_000, rank=0, world_size=2)
     assert values.abs().max() > 2**23
     assert not torch.equal(values.bfloat16().float(), values)
 
 
 def test_shards_and_gathers_agree_with_the_whole() -> None:
-    count, world = exact.PERIOD // 2 + 77, 3  # the second and third shard lie across the end of a period
+    count, world = (
+        exact_inputs.PERIOD // 2 + 77,
+        3,
+    )  # the second and third shard lie across the end of a period
     args: dict[str, Any] = {"dtype": torch.float32, "op": "sum", "world_size": world, "seed": 5}
-    scattered = [exact.inputs("reduce_scatter", count, rank=r, **args) for r in range(world)]
+    scattered = [exact_inputs.inputs("reduce_scatter", count, rank=r, **args) for r in range(world)]
     total = torch.stack(scattered).double().sum(0).float().view(world, count)
-    gathered = torch.cat([exact.inputs("all_gather", count, rank=r, **args) for r in range(world)])
+    gathered = torch.cat([exact_inputs.inputs("all_gather", count, rank=r, **args) for r in range(world)])
     for rank in range(world):
-        assert exact.wrong(exact.expected("reduce_scatter", count, rank=rank, **args), total[rank]) == 0
-        assert exact.wrong(exact.expected("all_gather", count, rank=rank, **args), gathered) == 0
-        source = exact.expected("broadcast", count, rank=rank, root=1, **args)
-        assert exact.wrong(source, exact.inputs("broadcast", count, rank=1, **args)) == 0
+        assert (
+            exact_inputs.wrong(exact_inputs.expected("reduce_scatter", count, rank=rank, **args), total[rank])
+            == 0
+        )
+        assert (
+            exact_inputs.wrong(exact_inputs.expected("all_gather", count, rank=rank, **args), gathered) == 0
+        )
+        source = exact_inputs.expected("broadcast", count, rank=rank, root=1, **args)
+        assert exact_inputs.wrong(source, exact_inputs.inputs("broadcast", count, rank=1, **args)) == 0
 
 
 def test_rooted_collectives_and_exchanges_agree_with_the_whole() -> None:
     count, world, root = 1000, 3, 2
     args: dict[str, Any] = {"world_size": world, "seed": 5}
-    given = [exact.inputs("all_to_all", count, rank=r, **args).view(world, count) for r in range(world)]
+    given = [
+        exact_inputs.inputs("all_to_all", count, rank=r, **args).view(world, count) for r in range(world)
+    ]
     for rank in range(world):
-        taken = exact.expected("all_to_all", count, rank=rank, **args)
+        taken = exact_inputs.expected("all_to_all", count, rank=rank, **args)
         assert torch.equal(taken.view(world, count), torch.stack([each[rank] for each in given]))
-        assert torch.equal(exact.expected("scatter", count, rank=rank, root=root, **args), given[root][rank])
-        sent = exact.inputs("sendrecv", count, rank=(rank - 1) % world, **args)
-        assert torch.equal(exact.expected("sendrecv", count, rank=rank, **args), sent)
+        assert torch.equal(
+            exact_inputs.expected("scatter", count, rank=rank, root=root, **args), given[root][rank]
+        )
+        sent = exact_inputs.inputs("sendrecv", count, rank=(rank - 1) % world, **args)
+        assert torch.equal(exact_inputs.expected("sendrecv", count, rank=rank, **args), sent)
         for rooted, whole in (("reduce", "all_reduce"), ("gather", "all_gather")):
-            want = exact.expected(whole, count, rank=rank, **args) if rank == root else torch.empty(0)
-            assert torch.equal(exact.expected(rooted, count, rank=rank, root=root, **args), want)
+            want = exact_inputs.expected(whole, count, rank=rank, **args) if rank == root else torch.empty(0)
+            assert torch.equal(exact_inputs.expected(rooted, count, rank=rank, root=root, **args), want)
 
 
 def test_seeds_and_ranks_differ_and_repeat() -> None:
     def make(rank: int, seed: int) -> torch.Tensor:
-        return exact.inputs("all_reduce", 1000, rank=rank, world_size=4, seed=seed)
+        return exact_inputs.inputs("all_reduce", 1000, rank=rank, world_size=4, seed=seed)
 
     assert torch.equal(make(1, 7), make(1, 7))
-    assert exact.wrong(make(1, 7), make(1, 8)) > 900
-    assert exact.wrong(make(1, 7), make(2, 7)) > 900
+    assert exact_inputs.wrong(make(1, 7), make(1, 8)) > 900
+    assert exact_inputs.wrong(make(1, 7), make(2, 7)) > 900
 
 
 def test_min_and_max() -> None:
-    parts = torch.stack([exact.inputs("all_reduce", 100, op="min", rank=r, world_size=3) for r in range(3)])
+    parts = torch.stack(
+        [exact_inputs.inputs("all_reduce", 100, op="min", rank=r, world_size=3) for r in range(3)]
+    )
     for op, want in (("min", parts.amin(0)), ("max", parts.amax(0))):
-        assert torch.equal(exact.expected("all_reduce", 100, op=op, rank=0, world_size=3), want)
+        assert torch.equal(exact_inputs.expected("all_reduce", 100, op=op, rank=0, world_size=3), want)
 
 
 def test_bad_names_are_refused() -> None:
     with pytest.raises(ValueError, match=r"collective must be one of all_reduce.*'allreduce'"):
-        exact.inputs("allreduce", 1, rank=0, world_size=1)
+        exact_inputs.inputs("allreduce", 1, rank=0, world_size=1)
     with pytest.raises(ValueError, match=r"op must be one of sum.*'prod'"):
-        exact.expected("all_reduce", 1, op="prod", rank=0, world_size=1)
+        exact_inputs.expected("all_reduce", 1, op="prod", rank=0, world_size=1)
 
 
 def test_normal_values_are_what_the_sum_is_taken_of() -> None:
     def make(rank: int) -> torch.Tensor:
-        return exact.inputs(
-            "all_reduce", 3000, torch.bfloat16, rank=rank, world_size=2, values=exact.normal
+        return exact_inputs.inputs(
+            "all_reduce", 3000, torch.bfloat16, rank=rank, world_size=2, values=exact_inputs.normal
         ).double()
 
-    want = exact.expected("all_reduce", 3000, torch.bfloat16, rank=0, world_size=2, values=exact.normal)
+    want = exact_inputs.expected(
+        "all_reduce", 3000, torch.bfloat16, rank=0, world_size=2, values=exact_inputs.normal
+    )
     assert torch.equal((make(0) + make(1)).bfloat16(), want)
     assert 0.9 < make(0).std() < 1.1

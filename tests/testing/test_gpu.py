@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from dtcomm.codecs import codec
-from dtcomm.testing import gpu
-from dtcomm.testing.clock import HostClock
-from dtcomm.testing.floor import Copy, moved_bytes
-from dtcomm.testing.verbs import Verbs, sets_for
+from dtcomm.measure import gpu_info
+from dtcomm.measure.device_clock import HostClock
+from dtcomm.measure.kernel_workloads import Verbs, sets_for
+from dtcomm.measure.memory_floor import Copy, moved_bytes
 
 SAID = """\
 GPU-1111, 580.82.07, 345, 2619, 1980, 3201, 700.00
@@ -18,7 +18,7 @@ GPU-2222, 580.82.07, 1980, 3201, 1980, 3201, [N/A]
 
 
 def test_nvidia_smi_is_read_by_the_device_s_id() -> None:
-    assert gpu.read(SAID, "2222") == {
+    assert gpu_info.read(SAID, "2222") == {
         "driver": "580.82.07",
         "sm_clock_mhz": 1980.0,
         "memory_clock_mhz": 3201.0,
@@ -27,11 +27,11 @@ def test_nvidia_smi_is_read_by_the_device_s_id() -> None:
         "power_limit_w": None,
     }
     for text, uuid in ((SAID, "3333"), ("", "1111"), ("no devices were found", "1111"), (SAID, "")):
-        assert set(gpu.read(text, uuid).values()) == {None}
+        assert set(gpu_info.read(text, uuid).values()) == {None}
 
 
 def test_versions_name_what_was_measured() -> None:
-    said = gpu.versions()
+    said = gpu_info.versions()
     assert said["torch"] == torch.__version__ and said["dtcomm"] and said["python"]
     assert said["cuda"] == torch.version.cuda
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dtcomm.testing import patience
-from dtcomm.testing.patience import Patience
+from tests.support import patience
+from tests.support.patience import Patience
 
 TEXT = "some avg10=0.09 avg60=0.73 avg300=0.40 total={}\nfull avg10=0.00 avg60=0.01 avg300=0.06 total=7\n"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtcomm.testing.ranks import RankError, RankTimeout, run_ranks, spawn_ranks, tell
+from dtcomm.launch.ranks import RankError, RankTimeout, run_ranks, spawn_ranks, tell
 
 
 def summed(rank: int, world_size: int, scale: int) -> tuple[int, int, torch.Tensor]:
@@ -221,7 +221,7 @@ def test_functions_must_be_importable() -> None:
 
 SCRIPT = """
 import sys, time
-from dtcomm.testing.ranks import spawn_ranks, tell, run_ranks
+from dtcomm.launch.ranks import spawn_ranks, tell, run_ranks
 
 def work(rank, world_size):
     tell(rank)

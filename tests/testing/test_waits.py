@@ -1,6 +1,6 @@
 """What is read off a profiler's trace; tests/cuda/test_waiting.py holds steps on a device to it."""
 
-from dtcomm.testing.waits import _STEP, Event, read
+from tests.support.host_sync_trace import _STEP, Event, read
 
 
 def test_waits_are_those_within_the_step() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dtcomm import tp
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 
 WIDTH, HIDDEN, HEADS = 48, 96, 4
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from dtcomm import tp
-from dtcomm.cli import demo_model
+from dtcomm.cli.demo import model as demo_model
 from dtcomm.cli.main import main
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 from dtcomm.tp.calibrate import calibrate
 from dtcomm.tp.emulate import emulate, restore
 from tests.tp.test_emulate import PLAN, SHAPE

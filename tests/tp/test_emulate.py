@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from dtcomm import algorithms, tp
-from dtcomm.cli import demo_model
+from dtcomm.cli.demo import model as demo_model
 from dtcomm.codecs import codec
 from dtcomm.codecs.spec import CODECS
-from dtcomm.runtime.local import Operation, World, run
-from dtcomm.runtime.shape import Part, Shape
-from dtcomm.runtime.shm import Buffers
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.measure.simulated_world import Operation, World, run
+from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.types import Part, Shape
 from dtcomm.tp.emulate import emulate, restore, summed
 
 SPECS = [

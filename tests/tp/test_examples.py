@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -12,11 +12,11 @@ from dtcomm import algorithms
 from dtcomm.codecs import codec
 from dtcomm.kernels import available, ops, use
 from dtcomm.kernels.epilogue import epilogue, follow
-from dtcomm.runtime.around import NOTHING, Around
-from dtcomm.runtime.local import Operation, World, run
-from dtcomm.runtime.shape import Part, Shape
-from dtcomm.runtime.shm import Buffers
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.measure.simulated_world import Operation, World, run
+from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.op_hooks import NOTHING, Around
+from dtcomm.runtime.types import Part, Shape
 
 ROWS, FEATURES = 37, 150  # rows that pieces and shares cut anywhere
 

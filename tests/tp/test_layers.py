@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd import gradcheck
 
 from dtcomm import tp
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 from dtcomm.tp import functional
 
 IN, OUT = 24, 36

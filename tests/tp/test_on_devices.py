@@ -7,7 +7,7 @@ import torch
 import dtcomm.collectives as C
 from dtcomm import tp
 from dtcomm.kernels.epilogue import follow
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 from tests.runtime.test_on_streams import as_on_a_device
 
 FEATURES = 96

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dtcomm import tp
-from dtcomm.testing.ranks import run_ranks
+from dtcomm.launch.ranks import run_ranks
 from dtcomm.tp import functional
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers")
@@ -109,7 +109,7 @@ def named_styles(rank: int, ranks: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    from dtcomm.tp.transformers import register
+    from dtcomm.tp.hf_transformers import register
 
     tokens = torch.arange(24).view(2, 12) * 5 % 64
     mesh = init_device_mesh("cpu", (ranks,))

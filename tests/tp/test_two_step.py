@@ -12,11 +12,11 @@ import dtcomm
 from dtcomm import tp
 from dtcomm.codecs import codec
 from dtcomm.codecs.spec import CODECS
-from dtcomm.testing.ranks import run_ranks
-from dtcomm.tp import functional, overlap
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.tp import functional, row_linear
+from dtcomm.tp.comm_config import Wire
 from dtcomm.tp.emulate import summed
-from dtcomm.tp.two_step import Epilogue, TwoStep, two_step
-from dtcomm.tp.wire import Wire
+from dtcomm.tp.flash_all_reduce import Epilogue, TwoStep, two_step
 
 SPECS = [
     *(name for name in CODECS if name not in ("none", "exact", "randk")),
@@ -165,9 +165,9 @@ def test_chunks_are_chosen_between_hosts_alone(monkeypatch: pytest.MonkeyPatch) 
     over = Wire(codec=codec("int4"), backward_codec=codec("none"))
     y = torch.empty(512, 4096)
     for hosts, expected in ((1, 1), (2, 8)):
-        monkeypatch.setattr(overlap, "info", lambda group, hosts=hosts: {"hosts": hosts})
-        assert overlap.automatic(over, y, over.codec) == expected
-    assert overlap.automatic(over, y[:4], over.codec) == 1
+        monkeypatch.setattr(row_linear, "info", lambda group, hosts=hosts: {"hosts": hosts})
+        assert row_linear.automatic(over, y, over.codec) == expected
+    assert row_linear.automatic(over, y[:4], over.codec) == 1
 
 
 @pytest.mark.parametrize(

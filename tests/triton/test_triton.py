@@ -18,7 +18,7 @@ import torch
 
 from dtcomm import codecs
 from dtcomm.kernels import triton as kernels
-from dtcomm.kernels.call import Combine
+from dtcomm.kernels.types import Combine
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 

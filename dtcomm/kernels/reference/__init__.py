@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from dtcomm.codecs import Codec, Uncompressed
-from dtcomm.kernels.call import Combine
-from dtcomm.kernels.reference import families, rotate
+from dtcomm.kernels.reference import granules, hadamard
 from dtcomm.kernels.reference.floats import JOIN, Bytes, Floats, bytes_of, canonical, get, put
+from dtcomm.kernels.types import Combine
 
 __all__ = ["combine", "decode"]
 
@@ -45,7 +45,7 @@ def _combine_floats(call: Combine) -> None:
         old = get(call.residual)
         local = old if local is None else canonical(local + old)
     if local is not None:
-        terms.insert(call.position, rotate.rotate(codec, local) if rotate.rotates(codec) else local)
+        terms.insert(call.position, hadamard.rotate(codec, local) if hadamard.rotates(codec) else local)
     total = terms[0]
     for term in terms[1:]:
         total = canonical(JOIN[call.op](total, term))
@@ -66,7 +66,7 @@ def _combine_floats(call: Combine) -> None:
     encoded = copied
     if encoded is None:
         feedback = call.residual is not None
-        encoded = families.encode(codec, total, dtype, call.key, call.offset, feedback=feedback)
+        encoded = granules.encode(codec, total, dtype, call.key, call.offset, feedback=feedback)
     payload = call.payload_out.numpy()
     payload[: len(encoded)] = encoded
     payload[len(encoded) :] = 0
@@ -83,14 +83,14 @@ def _combine_floats(call: Combine) -> None:
 
 def _decode(codec: Codec, payload: Bytes, numel: int, dtype: torch.dtype) -> Floats:
     """A payload in the domain in which terms are added: rotated, where the codec rotates, and then whole blocks."""
-    if rotate.rotates(codec):
+    if hadamard.rotates(codec):
         numel += -numel % codec.layout().block
-    return families.decode(codec, payload, numel, dtype)
+    return granules.decode(codec, payload, numel, dtype)
 
 
 def _from_domain(codec: Codec, x: Floats, numel: int) -> Floats:
     """The floats of the tensor."""
-    return rotate.rotate_back(codec, x, numel) if rotate.rotates(codec) else x
+    return hadamard.rotate_back(codec, x, numel) if hadamard.rotates(codec) else x
 
 
 def _copied(call: Combine) -> Bytes | None:

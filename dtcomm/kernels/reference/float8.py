@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dtcomm.codecs import Float8
-from dtcomm.kernels import mixer
+from dtcomm.kernels import counter_rng
 from dtcomm.kernels.reference.floats import Bytes, Floats, canonical, magnitude
 from dtcomm.kernels.reference.minifloat import FORMATS
 from dtcomm.kernels.reference.scales import block_scale, inverse, load_fields, rows_of, store_fields
@@ -22,7 +22,7 @@ def encode(codec: Float8, x: Floats, key: int, index: int, feedback: bool) -> By
     if codec.round == "nearest":
         codes = form.nearest(t)
     else:
-        codes = form.stochastic(t, mixer.uniform(key, index, t.size).reshape(t.shape))
+        codes = form.stochastic(t, counter_rng.uniform(key, index, t.size).reshape(t.shape))
     codes.reshape(-1)[len(x) :] = 0
     return np.concatenate([store_fields(scale, codec.scale), codes.reshape(-1)])
 

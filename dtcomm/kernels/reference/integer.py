@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 
 from dtcomm.codecs import Integer
-from dtcomm.kernels import mixer
-from dtcomm.kernels.reference import spikes
+from dtcomm.kernels import counter_rng
+from dtcomm.kernels.reference import outliers
 from dtcomm.kernels.reference.floats import INFINITY, NAN, Bytes, Floats, canonical, magnitude
 from dtcomm.kernels.reference.scales import (
     block_scale,
@@ -24,7 +24,7 @@ def encode(codec: Integer, x: Floats, key: int, index: int, feedback: bool) -> B
     """One granule, without its padding."""
     apart = np.zeros(0, np.uint8)
     if codec.spikes:
-        x, apart = spikes.take(codec, x, key, index)
+        x, apart = outliers.take(codec, x, key, index)
     fields, codes = encode_blocks(codec, x, key, index)
     stored = [store_fields(field, codec.scale) for field in fields]
     return np.concatenate([*stored, apart, pack_codes(codes.reshape(-1), codec.bits)])
@@ -39,7 +39,7 @@ def decode(codec: Integer, granule: Bytes, n: int) -> Floats:
     fields = [np.where(bad, NAN, field) for field in fields]
     codes = unpack_codes(granule[layout.codes_at(n) : layout.used(n)], codec.bits)
     x = canonical(decode_blocks(codec, fields, codes.reshape(-1, layout.block)).reshape(-1)[:n])
-    return spikes.put_back(codec, x, granule) if codec.spikes else x
+    return outliers.put_back(codec, x, granule) if codec.spikes else x
 
 
 def units(bits: int) -> tuple[int, ...]:
@@ -88,7 +88,7 @@ def encode_blocks(codec: Integer, x: Floats, key: int, index: int) -> tuple[list
         codes = np.rint(t)
     else:
         floor = np.floor(t)
-        random = mixer.uniform(key, index, t.size).reshape(t.shape)
+        random = counter_rng.uniform(key, index, t.size).reshape(t.shape)
         codes = floor + (random < t - floor)
     raw = codes.astype(np.int16).astype(np.uint8)
     raw.reshape(-1)[len(x) :] = 0

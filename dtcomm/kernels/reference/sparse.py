@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from dtcomm.codecs import Bf16, Codec, Fp16, Integer, RandK, TopK
-from dtcomm.kernels import mixer
+from dtcomm.kernels import counter_rng
 from dtcomm.kernels.reference import integer
 from dtcomm.kernels.reference.floats import INFINITY, NAN, Bytes, Floats, canonical, magnitude, narrow, widen
 
@@ -52,7 +52,7 @@ def decode_topk(codec: TopK, granule: Bytes, n: int) -> Floats:
 def encode_randk(codec: RandK, x: Floats, key: int, index: int, feedback: bool) -> Bytes:
     """One granule, without its padding."""
     n, kept = len(x), codec.layout().kept_of(len(x))
-    granule_key = mixer.absorb(key, mixer.GOLDEN_RATIO, index)
+    granule_key = counter_rng.absorb(key, counter_rng.GOLDEN_RATIO, index)
     values = x[positions(granule_key, n, kept)]
     if not feedback:
         values = values * (np.float32(n) / np.float32(kept))
@@ -75,7 +75,9 @@ def decode_randk(codec: RandK, granule: Bytes, n: int) -> Floats:
 def positions(granule_key: int, n: int, kept: int) -> Places:
     """The first `kept` outputs of the granule's permutation of [0, n)."""
     low, high = granule_key & _M32, granule_key >> 32
-    words = [mixer.mix32((low + mixer.mix32((high + j) & _M32)) & _M32) for j in range(ROUNDS + 1)]
+    words = [
+        counter_rng.mix32((low + counter_rng.mix32((high + j) & _M32)) & _M32) for j in range(ROUNDS + 1)
+    ]
     bits = (n - 1).bit_length()
     fold = max((bits + 1) // 2, 1)
 

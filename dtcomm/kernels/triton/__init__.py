@@ -13,8 +13,8 @@ from importlib.util import find_spec
 import torch
 
 from dtcomm.codecs import Bf16, Codec, Fp16
-from dtcomm.kernels.call import Combine
-from dtcomm.kernels.triton.rules import rules_of
+from dtcomm.kernels.triton.codec_constants import rules_of
+from dtcomm.kernels.types import Combine
 
 __all__ = ["combine", "decode", "follow", "installed", "interpreted", "supports"]
 
@@ -65,6 +65,6 @@ def follow(
         raise RuntimeError(
             f"out: on {out.device}, where Triton adds bias and residual; install it (pip install dtcomm[triton])"
         )
-    from dtcomm.kernels.triton import rows
+    from dtcomm.kernels.triton import epilogue
 
-    rows.follow(sums, out, bias, residual, weight, eps, normed)
+    epilogue.follow(sums, out, bias, residual, weight, eps, normed)

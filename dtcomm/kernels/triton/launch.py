@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 
 from dtcomm.codecs import Bf16, Codec, Fp16
-from dtcomm.kernels.call import Combine
-from dtcomm.kernels.triton.blocks import combine_blocks
-from dtcomm.kernels.triton.casts import combine_casts
-from dtcomm.kernels.triton.rules import rules_of
+from dtcomm.kernels.triton.block_kernel import combine_blocks
+from dtcomm.kernels.triton.cast_kernel import combine_casts
+from dtcomm.kernels.triton.codec_constants import rules_of
+from dtcomm.kernels.types import Combine
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 # Elements of a program: enough loads in flight for every thread, and enough programs for small tensors.

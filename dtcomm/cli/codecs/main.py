@@ -1,0 +1,150 @@
+"""``dtcomm codecs``: what each codec costs and what error it makes, here and on your own tensors.
+
+To read on: codecs_choice (which codecs), codecs_samples (on what), codecs_error and codecs_speed (the measurements),
+codecs_report and codecs_plot (what is shown).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from dtcomm.cli._sizes import parse_size
+from dtcomm.cli.codecs import plot, presets, report
+from dtcomm.cli.codecs import samples as codecs_samples
+from dtcomm.cli.codecs.speed import OnDevice
+from dtcomm.cli.perf import placement
+from dtcomm.codecs import Codec, codec
+from dtcomm.measure import gpu_info
+
+#: Columns of the table at least: a narrow terminal wraps its lines, which loses no figure.
+WIDTH = 112  # below it a line of the table has no room for its numbers
+SIZES = {placement.CPU: 4 << 20, placement.CUDA: 64 << 20}  # a GPU's kernels are over too soon at less
+FILE = 400  # where nobody looks at it in a terminal, nothing is folded
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print the table or the JSON, write the files that were asked for; 2 where a file is wrong."""
+    options = _parse(argv)
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        print("dtcomm codecs: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
+        return 2
+    try:
+        samples = codecs_samples.distributions(options.numel)
+        samples += [codecs_samples.load(path) for path in options.tensor]
+    except ValueError as error:
+        print(f"dtcomm codecs: {error}", file=sys.stderr)
+        return 2
+    codecs = presets.chosen(options.codec, options.also)
+    size = None if options.no_speed else options.size
+    device, facts = None, None
+    if options.device == placement.CUDA:
+        where = torch.device("cuda", torch.cuda.current_device())
+        device, facts = OnDevice(where), gpu_info.facts(where)
+    with _progress(len(codecs)) as step:
+        rows = report.measure(codecs, samples, size, step, device)
+
+    if options.json is not None:
+        text = json.dumps(report.as_dict(rows, size, facts), indent=1, allow_nan=False) + "\n"
+        if options.json == "-":
+            sys.stdout.write(text)
+        else:
+            Path(options.json).write_text(text)
+    if options.json != "-":
+        console = Console()
+        console = Console(width=max(console.width, WIDTH) if console.is_terminal else FILE)
+        report.show(rows, console, size, facts["name"] if facts else "")
+        if options.per_tensor and rows[0].tensors:
+            report.show_tensors(rows, console)
+    if options.plot is not None:
+        plot.plot(rows, options.plot)
+        print(f"Wrote {options.plot}", file=sys.stderr)
+    return 0
+
+
+@contextmanager
+def _progress(count: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr that is gone at the end; nothing where stderr is no terminal."""
+    columns = (TextColumn("{task.description:<36}"), BarColumn(40), MofNCompleteColumn())
+    console = Console(stderr=True)
+    # A thread that draws would take its time from what is measured.
+    bar = Progress(
+        *columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
+    )
+    with bar:
+        task = bar.add_task("", total=count)
+        done = iter(range(count))
+        yield lambda what: bar.update(task, description=what, completed=next(done), refresh=True)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="dtcomm codecs",
+        description="What each codec costs and what error it makes.",
+        epilog="docs/codecs.md says what each is for.",
+    )
+    add = parser.add_argument
+    add("--codec", metavar="SPEC", type=_codec, action="append", default=[],
+        help="show this codec and not all of them; may be repeated")  # fmt: skip
+    add("--also", metavar="SPEC", type=_codec, action="append", default=[],
+        help="show this codec as well; may be repeated")  # fmt: skip
+    add("--tensor", metavar="FILE", type=Path, action="append", default=[],
+        help="measure the error on the tensors of a .pt or .npy file too; may be repeated")  # fmt: skip
+    add("--per-tensor", action="store_true", help="also a line for each tensor of a file that has several")
+    add("--no-speed", action="store_true", help="leave out the GB/s")
+    add("--device", choices=(placement.CPU, placement.CUDA), default=placement.CPU,
+        help="what the GB/s are of: one core (default), or a GPU, with the share of the memory floor")  # fmt: skip
+    add("--size", metavar="SIZE", type=_size,
+        help="bytes of fp32 that the GB/s are measured with (default 4M, on a GPU 64M; "
+        "K, M and G are powers of 1024)")  # fmt: skip
+    add("--numel", metavar="N", type=_count, default=codecs_samples.NUMEL,
+        help=f"elements of each distribution (default {codecs_samples.NUMEL})")  # fmt: skip
+    add("--plot", metavar="FILE", type=Path, nargs="?", const=Path("codecs.png"),
+        help="draw error against bits per element (default codecs.png)")  # fmt: skip
+    add("--json", metavar="FILE", nargs="?", const="-", help="write JSON: to FILE, or instead of the table")
+    options = parser.parse_args(argv)
+    for name in ("plot", "json"):
+        given = getattr(options, name)
+        if given not in (None, "-") and not Path(given).absolute().parent.is_dir():
+            parser.error(f"--{name} {given}: there is no folder {Path(given).parent}")
+    if options.size is None:
+        options.size = SIZES[options.device]
+    if options.device == placement.CUDA and not placement.found():
+        parser.error("--device cuda: torch sees no CUDA device; valid here: cpu")
+    if options.device == placement.CUDA and options.no_speed:
+        parser.error("--device cuda: --no-speed leaves out what would be measured there")
+    if options.per_tensor and not options.tensor:
+        parser.error("--per-tensor: needs --tensor FILE")
+    return options
+
+
+def _codec(text: str) -> Codec:
+    try:
+        return codec(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _size(text: str) -> int:
+    try:
+        size = parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if size < 4:
+        raise argparse.ArgumentTypeError(f"{text}: want at least 4 bytes, one element")
+    return size
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: want a whole number of at least 1")
+    return int(text)

@@ -1,0 +1,93 @@
+"""How fast one core, or a GPU, encodes and decodes: a short measurement on this machine.
+
+A core's figures are by the thread's own clock. A GPU's are by its events, of replays of a graph of calls on several
+sets of buffers, so that neither the host's calls nor a cache are what is measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from dtcomm.cli.codecs.error import KEY
+from dtcomm.codecs import Codec
+from dtcomm.kernels.ops import decode, encode
+from dtcomm.measure.device_clock import Clock, clock_of, median_seconds
+from dtcomm.measure.kernel_workloads import Verb, Verbs, sets_for
+from dtcomm.measure.memory_floor import Copy
+
+#: Seconds for each of the two figures of a codec; a reference kernel needs longer for its three calls.
+SECONDS = 0.03
+FEWEST_CALLS = 3
+REPLAYS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """GB/s (1e9 bytes) of the fp32 side, whatever the payload's size."""
+
+    encode: float
+    decode: float
+    of_floor: dict[str, float] = field(default_factory=dict)
+    """By verb, on a GPU: the time of a device copy of the bytes that it must read and write, over its own."""
+
+
+class OnDevice:
+    """Measures on a device; ``clock`` and ``copied``, the bytes of the copy, are for tests."""
+
+    def __init__(self, device: torch.device, clock: Clock | None = None, copied: int = Copy.LARGE) -> None:
+        self._device, self._clock = device, clock or clock_of(device)
+        self._copy = Copy(device, self._clock, copied)
+
+    def measure(self, codec: Codec, size: int) -> Speed | str:
+        """The median speed at `size` bytes of fp32, or why no kernel there runs the codec."""
+        numel = max(1, size // 4)
+        try:
+            verbs = Verbs(codec, numel, sets_for(numel), self._device)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            return str(error)
+        rates, shares = {}, {}
+        for verb in (verbs.encode(), verbs.decode(), *verbs.sums()):
+            seconds = self._seconds(verb, verbs.sets)
+            rates[verb.name] = 4 * numel / seconds / 1e9
+            self._copy.time(REPLAYS)
+            shares[verb.name] = verb.moved / self._copy.rate(forget=True) / seconds
+        return Speed(encode=rates["encode"], decode=rates["decode"], of_floor=shares)
+
+    def _seconds(self, verb: Verb, sets: int) -> float:
+        def all_sets() -> None:
+            for turn in range(sets):
+                verb.run(turn)
+
+        replay = self._clock.graph(all_sets, 1)
+        return max(median_seconds(self._clock, replay, REPLAYS, sets, ahead=replay), 1e-9)
+
+
+def measure(codec: Codec, size: int, seconds: float = SECONDS) -> Speed:
+    """The median speed at `size` bytes of fp32 in reused buffers, as hot paths have them."""
+    x = torch.randn(max(1, size // 4), generator=torch.Generator().manual_seed(0))
+    payload = encode(codec, x, key=KEY)
+    out = torch.empty_like(x)
+    bytes_ = x.numel() * 4
+    return Speed(
+        encode=bytes_ / _median(lambda: encode(codec, x, key=KEY, out=payload), seconds) / 1e9,
+        decode=bytes_ / _median(lambda: decode(codec, payload, x.numel(), out=out), seconds) / 1e9,
+    )
+
+
+def _median(call: Callable[[], object], seconds: float) -> float:
+    """Seconds of one call. What others do on this core in between does not count."""
+    call()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < FEWEST_CALLS or time.perf_counter() < end:
+        start = time.thread_time()
+        call()
+        times.append(time.thread_time() - start)
+    return max(statistics.median(times), 1e-9)

@@ -1,0 +1,126 @@
+"""Training steps for ``dtcomm plan``: of a model by its size, or of a run by what it recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dtcomm.cli.plan.options import Model
+from dtcomm.codecs import codec as parse
+from dtcomm.planner import links
+from dtcomm.planner.estimate import candidates
+from dtcomm.planner.sweep import Plan
+from dtcomm.planner.training_model import Bucket, Step, parse_record, replay, spread
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One codec: the step, its gain over ``none``, and the bytes that error feedback and buffers take on a rank."""
+
+    codec: str
+    step: Step
+    speedup: float
+    residual_bytes: int
+    buffer_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "codec": self.codec,
+            "step_ms": round(self.step.seconds * 1e3, 4),
+            "compute_ms": round(self.step.compute * 1e3, 4),
+            "communication_ms": round(self.step.communication * 1e3, 4),
+            "overlap": round(self.step.hidden, 4),
+            "scaling_efficiency": round(self.step.efficiency, 4),
+            "speedup": round(self.speedup, 4),
+            "residual_bytes": self.residual_bytes,
+            "buffer_bytes": self.buffer_bytes,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """``kind`` is model or record; ``error`` the replay's own, of the step, where the run allows to check it."""
+
+    kind: str
+    title: str
+    gradient_bytes: int
+    rows: list[Row]
+    error: float | None = None
+    words: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "title": self.title,
+            "gradient_bytes": self.gradient_bytes,
+            "rows": [row.as_dict() for row in self.rows],
+            "replay_error": None if self.error is None else round(self.error, 5),
+            "words": list(self.words),
+        }
+
+
+def of_model(plan: Plan, model: Model, codecs: Sequence[str]) -> Training:
+    """Gradients that become ready evenly over the last two thirds of the step."""
+    buckets, rest = spread(model.params, model.dtype.itemsize, model.step_ms * 1e-3, model.bucket_bytes)
+    kind = str(model.dtype).removeprefix("torch.")
+    title = f"{model.params:.3g} parameters, {kind} gradients, {model.step_ms:g} ms of arithmetic a step"
+    rows = _rows(plan, buckets, rest, codecs, model.dtype)
+    return Training(kind="model", title=title, gradient_bytes=sum(b.nbytes for b in buckets), rows=rows)
+
+
+def of_record(plan: Plan, path: Path, codecs: Sequence[str]) -> Training:
+    """The buckets of a run, on another link."""
+    record = parse_record(links.read(path), str(path))
+    words = []
+    error = record.error
+    if error is None:
+        words.append(
+            "the record has no comm_ms for every bucket, or no step_ms: the replay's error is not known"
+        )
+    else:
+        words.append(
+            f"replayed with its own times the step takes {record.again().seconds * 1e3:.4g} ms; it took "
+            f"{record.step * 1e3:.4g} ms: an error of {error:+.1%}"
+        )
+    if record.ranks and record.ranks != plan.system.ranks:
+        words.append(f"recorded on {record.ranks} ranks, replayed on {plan.system.ranks}")
+    rows = _rows(plan, list(record.buckets), record.rest, codecs, plan.dtype)
+    title = f"{path.name}: {len(record.buckets)} buckets, recorded with {record.codec}"
+    total = sum(bucket.nbytes for bucket in record.buckets)
+    return Training(
+        kind="record", title=title, gradient_bytes=total, rows=rows, error=error, words=tuple(words)
+    )
+
+
+def _rows(
+    plan: Plan, buckets: Sequence[Bucket], rest: float, codecs: Sequence[str], dtype: torch.dtype
+) -> list[Row]:
+    reduces = replace_collective(plan, dtype)
+    rows: list[Row] = []
+    for spec in dict.fromkeys(("none", *codecs)):
+        codec = parse(spec)
+        names = candidates("all_reduce", codec, plan.system)
+        best = {
+            size: min(reduces.estimates(names, codec, size), key=lambda made: made.seconds)
+            for size in {bucket.nbytes for bucket in buckets}
+        }
+        step = replay(buckets, rest, lambda bucket, best=best: best[bucket.nbytes].seconds)  # type: ignore[misc]
+        elements = sum(bucket.nbytes for bucket in buckets) // dtype.itemsize
+        rows.append(
+            Row(
+                codec=spec,
+                step=step,
+                speedup=rows[0].step.seconds / step.seconds if rows else 1.0,
+                residual_bytes=0 if codec.lossless(dtype) else 4 * elements,
+                buffer_bytes=max(made.memory_bytes for made in best.values()),
+            )
+        )
+    return rows
+
+
+def replace_collective(plan: Plan, dtype: torch.dtype) -> Plan:
+    """The same system and table for gradients, which are all-reduced."""
+    return replace(plan, collective="all_reduce", dtype=dtype, rows=[], skipped=[])

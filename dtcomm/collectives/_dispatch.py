@@ -1,0 +1,336 @@
+"""From checked arguments to an operation under way: the plan, kept by what the call looks like, and the work."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from dtcomm import algorithms, codecs, planner
+from dtcomm.codecs import Codec, Exact
+from dtcomm.collectives._arguments import op_name, require_dtype
+from dtcomm.collectives._multi_stage import GroundPlan, Groups, Message
+from dtcomm.collectives._reproducible_sum import ExactSum
+from dtcomm.collectives._shared_randk_sum import SharedSum
+from dtcomm.device.streams import hold
+from dtcomm.kernels.local_steps import Step
+from dtcomm.runtime.communicator import Communicator
+from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.op_hooks import Around
+from dtcomm.runtime.phase_timer import Span
+from dtcomm.runtime.types import Part, Shape
+from dtcomm.runtime.work import Done, Work
+from dtcomm.schedule import Schedule
+from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
+
+MOST_PLANS = 4096  # a program of ever new sizes must not grow without end
+
+
+class Own(NamedTuple):
+    """A schedule of the user's, proved, with the name that ranks compare; see ``dtcomm.collectives.run``."""
+
+    name: str
+    schedule: Schedule
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+Algorithm = str | Own
+
+
+def plan_for(
+    communicator: Communicator,
+    key: Any,
+    collective: str,
+    op: Any,
+    numels: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    specs: Sequence[str | Codec],
+    algorithm: Algorithm,
+    root: int = 0,
+    splits: tuple[int, ...] = (),
+    checksum: bool | None = None,
+    audit: bool = False,
+) -> Any:
+    """Check what does not depend on the tensors' memory, choose the algorithm and keep the plan under ``key``.
+
+    Arguments as in ``Shape`` and ``Part``; ``checksum`` None is what DTCOMM_CHECKSUM says.
+    """
+    if checksum is None:
+        checksum = communicator.checksum
+    elif not isinstance(checksum, bool):
+        raise TypeError(f"checksum: expected True, False or None, got {checksum!r}")
+    name = op_name(op)
+    parts = []
+    for numel, dtype, spec in zip(numels, dtypes, specs, strict=True):
+        inside, between = _levels(spec)
+        for codec in (inside, between or inside):
+            require_dtype(name, dtype, codec)
+        parts.append(Part(numel, dtype, inside, between))
+    message = Message(collective, name, tuple(parts), algorithm, root, "", checksum)
+    if collective in REDUCING and any(_on_common_ground(part) for part in parts):
+        plan: Any = _on_ground(communicator, message, audit)
+    else:
+        plan = _prepare(communicator, message, splits)
+    if len(communicator.plans) > MOST_PLANS:
+        communicator.plans.clear()
+    communicator.plans[key] = plan
+    return plan
+
+
+def _prepare(communicator: Communicator, message: Message, splits: tuple[int, ...] = ()) -> Any:
+    """The runtime's plan of one operation; where there is no runtime, the algorithm."""
+    algorithm = message.algorithm
+    collective, root = message.collective, message.root
+    chosen = algorithm
+    if not isinstance(algorithm, Own):
+        chosen = _choose(communicator, collective, message.parts, algorithm)
+    if communicator.runtime is None:
+        return chosen
+    called = chosen.name if isinstance(chosen, Own) else chosen
+    shape = Shape(
+        collective, message.op, message.parts, called, root, splits, message.checksum, message.purpose
+    )
+    return communicator.runtime.prepare(shape, _schedule(communicator, chosen, collective, root))
+
+
+def _on_common_ground(part: Part) -> bool:
+    found = [codec for codec in (part.codec, part.between) if codec is not None and codec.on_common_ground]
+    if found and part.between is not None:
+        raise ValueError(
+            f"codec: {part.spec}: {found[0]} adds on the same ground on all levels of a hierarchy; give it alone"
+        )
+    return bool(found)
+
+
+def _on_ground(communicator: Communicator, message: Message, audit: bool) -> GroundPlan:
+    """The plan of a sum in which some parts are added on common ground."""
+    make = functools.partial(_prepare, communicator)
+    rank, ranks = communicator.rank, communicator.size
+    exact = [i for i, part in enumerate(message.parts) if isinstance(part.codec, Exact)]
+    other = [i for i in range(len(message.parts)) if i not in exact]
+
+    def only(positions: list[int]) -> Message:
+        return message._replace(parts=tuple(message.parts[i] for i in positions))
+
+    if not other:
+        return ExactSum(make, message, rank, ranks, audit=audit)
+    if not exact:
+        return SharedSum(make, message, rank, ranks)
+    return Groups(
+        [
+            (exact, ExactSum(make, only(exact), rank, ranks)),
+            (other, SharedSum(make, only(other), rank, ranks)),
+        ]
+    )
+
+
+def start(
+    communicator: Communicator,
+    plan: Any,
+    buffers: Sequence[Buffers],
+    outputs: Sequence[torch.Tensor],
+    seed: int | None,
+    async_op: bool,
+    then: Step | None = None,
+) -> Work | None:
+    """Run the plan on these tensors, or queue it; ``then``: what is done to the result."""
+    key = communicator.next_seed(seed)
+    runtime = communicator.runtime
+    if runtime is None:  # world size 1 does nothing and loses nothing
+        for part in buffers:
+            if part.input is not None and part.output is not None and part.output is not part.input:
+                part.output.copy_(part.input.view_as(part.output))
+        if then is not None:
+            then()
+        return Done(outputs) if async_op else None
+    if isinstance(plan, GroundPlan):
+        work = _start_stages(communicator, plan, buffers, outputs, key, async_op)
+        if then is not None and work is not None:
+            return Then(work, then, outputs)
+        if then is not None:
+            then()
+        return work
+    around = None if then is None else Around(after=(then,))
+    if async_op:
+        return runtime.submit(plan, buffers, outputs, key, around)
+    runtime.run(plan, buffers, key, around)
+    return None
+
+
+def _start_stages(
+    communicator: Communicator,
+    plan: GroundPlan,
+    buffers: Sequence[Buffers],
+    outputs: Sequence[torch.Tensor],
+    key: int,
+    async_op: bool,
+) -> Work | None:
+    runtime = communicator.runtime
+    assert runtime is not None
+    stages, check = plan.stages(buffers, key, communicator.scratch)
+    if async_op:
+        works = [runtime.submit(stage.plan, stage.buffers, outputs, key, stage.around) for stage in stages]
+        work = Several(works, outputs)
+        return work if check is None else Then(work, check, outputs)
+    for stage in stages:
+        for tensors in stage.around.held() if communicator.device is not None else ():
+            hold(*tensors)  # scratch may be another stream's
+        runtime.run(stage.plan, stage.buffers, key, stage.around)
+    if check is not None:
+        check()
+    return None
+
+
+def own(schedule: Schedule) -> Own:
+    """``schedule`` under a name made of its text."""
+    return Own(f"schedule {zlib.crc32(str(schedule).encode()):08x}", schedule)
+
+
+def _schedule(communicator: Communicator, chosen: Algorithm, collective: str, root: int) -> Schedule:
+    if isinstance(chosen, Own):
+        return chosen.schedule
+    return _build(chosen, collective, communicator.size, root, communicator.groups)
+
+
+@functools.lru_cache(maxsize=256)
+def _build(
+    algorithm: str, collective: str, ranks: int, root: int, groups: tuple[tuple[int, ...], ...]
+) -> Schedule:
+    return algorithms.build(algorithm, collective, ranks, root=root, hosts=groups)
+
+
+def _levels(spec: str | Codec) -> tuple[Codec, Codec | None]:
+    """``none/int4`` is none inside the hosts and int4 between them."""
+    if not isinstance(spec, str) or "/" not in spec:
+        return codecs.codec(spec), None
+    inside, _, between = spec.partition("/")
+    return codecs.codec(inside), codecs.codec(between)
+
+
+def _choose(communicator: Communicator, collective: str, parts: Sequence[Part], algorithm: str) -> str:
+    """The algorithm of a message: chosen for its whole size; the shots that suit every part's codec."""
+    if not isinstance(algorithm, str):
+        raise TypeError(f"algorithm: expected a name, got {type(algorithm).__name__}")
+    if any(part.between for part in parts) and communicator.hosts > 1:
+        levels = "hierarchical" if algorithm == "auto" else algorithm
+        if levels.partition(":")[0] != "hierarchical":
+            given = next(part.spec for part in parts if part.between)
+            raise ValueError(
+                f"codec: {given} has a codec for each level, which {algorithm} does not; hierarchical has"
+            )
+        algorithm = levels
+    scale = 1 if collective in CUT_AT_GRANULES else communicator.size
+    numel = sum(part.numel for part in parts) * scale
+    table = planner.parse(communicator.table)
+    names = [
+        planner.select(
+            collective,
+            numel,
+            dtype,
+            codec,
+            communicator.size,
+            hosts=communicator.hosts,
+            table=table,
+            algorithm=algorithm,
+        )
+        for dtype, codec in dict.fromkeys((part.dtype, part.codec) for part in parts)
+    ]
+    if not names:
+        names = [planner.select(collective, 0, torch.float32, codecs.codec("none"), communicator.size)]
+    if len(set(names)) == 1:
+        return names[0]
+    # Parts that would go different ways alone go together by the shots, which suit all codecs.
+    return next(shots for shots in ("two_shot", "one_shot") if shots in algorithms.available(collective))
+
+
+class Several(Work):
+    """Several messages of one call."""
+
+    def __init__(self, works: Sequence[Work], outputs: Sequence[torch.Tensor]) -> None:
+        super().__init__(outputs)
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        gathered = torch.futures.collect_all([work.get_future() for work in self._works])
+        outputs = self._outputs
+
+        def finish(done: torch.futures.Future[Any]) -> list[torch.Tensor]:
+            for future in done.value():
+                future.value()  # raises what the message failed with
+            return outputs
+
+        return gathered.then(finish)
+
+    @property
+    def wire_bytes(self) -> int:  # type: ignore[override]
+        return sum(work.wire_bytes for work in self._works)
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        return sum(work.seconds for work in self._works)
+
+    @property
+    def started_ns(self) -> int:  # type: ignore[override]
+        return min((work.started_ns for work in self._works if work.started_ns), default=0)
+
+    @property
+    def finished_ns(self) -> int:  # type: ignore[override]
+        return max((work.finished_ns for work in self._works), default=0)
+
+    def spans(self) -> list[Span]:
+        return [span for work in self._works for span in work.spans()]
+
+
+class Then(Work):
+    """A message and what is to be done once with what it brought, before anybody sees it."""
+
+    def __init__(self, work: Work, last: Callable[[], None], outputs: Sequence[torch.Tensor]) -> None:
+        super().__init__(outputs)
+        self._work = work
+        self._last = functools.cache(last)
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._last()
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        def finish(done: torch.futures.Future[Any]) -> list[torch.Tensor]:
+            done.value()
+            self._last()
+            return self._outputs
+
+        return self._work.get_future().then(finish)
+
+    @property
+    def wire_bytes(self) -> int:  # type: ignore[override]
+        return self._work.wire_bytes
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        return self._work.seconds
+
+    @property
+    def started_ns(self) -> int:  # type: ignore[override]
+        return self._work.started_ns
+
+    @property
+    def finished_ns(self) -> int:  # type: ignore[override]
+        return self._work.finished_ns
+
+    def spans(self) -> list[Span]:
+        return self._work.spans()

@@ -1,0 +1,62 @@
+"""How long steps take on a device: marks between what is queued there, read when it has come past them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from dtcomm.collectives import Streams
+from dtcomm.ddp.autotune.measure import Timed
+
+
+class Marked(NamedTuple):
+    """One bucket: marks behind its gradients and behind its mean, and bytes sent."""
+
+    ready: Any
+    landed: Any
+    sent: int
+
+
+class _Step(NamedTuple):
+    number: int
+    begun: Any
+    over: Any
+    buckets: Sequence[Marked]
+
+
+class Clock:
+    """Of a device's steps."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._steps: deque[_Step] = deque()
+        self._begun: Any = None
+
+    def mark(self) -> Any:
+        """Behind what the current stream was given so far."""
+        return self._streams.mark()
+
+    def begin(self) -> None:
+        """The first bucket of a step is there."""
+        self._begun = self.mark()
+
+    def end(self, number: int, buckets: Sequence[Marked]) -> None:
+        """The current stream has been told to wait for the last one."""
+        self._steps.append(_Step(number, self._begun, self.mark(), buckets))
+
+    def tell(self, end: Callable[[int, float, Sequence[Timed]], None], *, wait: bool) -> None:
+        """``end`` of the steps that the device is through with; of all of them where the host is to ``wait``."""
+        streams = self._streams
+        while self._steps:
+            step = self._steps[0]
+            if not streams.passed(step.over):
+                if not wait:
+                    return
+                streams.settle(step.over)
+            self._steps.popleft()
+            buckets = [
+                Timed(streams.between(step.begun, ready), streams.between(ready, landed), sent)
+                for ready, landed, sent in step.buckets
+            ]
+            end(step.number, streams.between(step.begun, step.over), buckets)

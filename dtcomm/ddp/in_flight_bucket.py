@@ -1,0 +1,85 @@
+"""A bucket under way, and what is done and counted when the mean is there."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dtcomm.collectives import Fetched, Work
+from dtcomm.compress.bucket_layout import Packing
+from dtcomm.compress.error_sample import Sample, norm_of
+from dtcomm.compress.error_state import Handed, Memory
+from dtcomm.compress.step_recorder import Sent
+from dtcomm.compress.unwatched import Watcher
+from dtcomm.profiling import Message
+
+
+@dataclass
+class Flight:
+    """``handed`` is what the collective was given of each lossy segment; ``samples`` are there on sampled steps;
+    ``told`` is what the ranks tell each other about the step before, on its way with the last bucket; ``key`` chooses
+    the random numbers of what is kept; ``done`` is what DDP waits for; ``ready`` is when
+    it left; ``*_ns`` are for timelines: the hook's beginning and end, and when the mean had landed."""
+
+    work: Work
+    packing: Packing
+    buffer: torch.Tensor
+    handed: list[Handed]
+    samples: list[Sample] | None
+    told: torch.Tensor | None
+    key: int
+    heard: Fetched | None = None
+    done: torch.futures.Future[torch.Tensor] | None = None
+    ready: float = field(default_factory=time.perf_counter)
+    index: int = 0
+    ready_ns: int = 0
+    launched_ns: int = 0
+    done_ns: int = 0
+    ready_there: Any = None  # marks of a device's clock
+    landed_there: Any = None
+
+    @property
+    def sent(self) -> Sent:
+        """For a record; the work is done."""
+        return Sent(self.buffer.numel() * self.buffer.element_size(), self.ready, self.work.seconds)
+
+    @property
+    def message(self) -> Message:
+        """For a timeline; the work is done."""
+        return Message(
+            label=f"bucket {self.index}",
+            codec=self.packing.spec,
+            plain_bytes=self.buffer.numel() * self.buffer.element_size(),
+            wire_bytes=self.work.wire_bytes,
+            ready=self.ready_ns,
+            launched=self.launched_ns,
+            started=self.work.started_ns,
+            finished=self.work.finished_ns,
+            done=self.done_ns,
+            spans=self.work.spans(),
+        )
+
+    def land(self, memory: Memory) -> None:
+        """Finish the gradients and keep what was lost of them; the work is done. Once, before DDP reads the buffer."""
+        for handed in self.handed:
+            memory.take(handed, self.key)
+        if self.samples is None:
+            self.handed = []  # what is kept in fewer bytes gives up its fp32 here
+
+    def settle(self, watch: Watcher) -> None:
+        """Count what was sent and lost, after it has landed."""
+        packing = self.packing
+        packing.messages += 1
+        packing.wire_bytes += self.work.wire_bytes
+        packing.seconds += self.work.seconds
+        for handed, sample in zip(self.handed, self.samples or (), strict=True):
+            if handed.residual is None:
+                continue
+            handed.segment.count(sample.gradient, norm_of(handed.residual))
+            watch.measured(sample, handed.residual)
+        watch.arrived(self.buffer)
+        if self.told is not None:
+            self.heard = Fetched(self.told)

@@ -1,0 +1,81 @@
+"""Integers of a grid: one power of two a block, shared by all that are added."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from dtcomm.codecs import Exact
+from dtcomm.kernels import counter_rng
+from dtcomm.kernels.reference.floats import INFINITY, NAN, Bytes, Floats, magnitude
+
+Codes: TypeAlias = npt.NDArray[Any]  # int16 or int32
+
+NAN_BLOCK = 255
+AUDIT_RUN = 4096  # integers that share a checksum
+_TYPES = {16: np.int16, 32: np.int32}
+
+
+def encode(codec: Exact, x: Floats, key: int, index: int, feedback: bool) -> Bytes:
+    """One granule, without its padding: the grid of these floats alone, with no room for other ranks."""
+    exponents = measure(codec, x)
+    codes = to_codes(codec, 1, x, exponents)
+    rest = np.zeros(-len(x) % codec.block, codes.dtype)
+    return np.concatenate([exponents, np.concatenate([codes, rest]).view(np.uint8)])
+
+
+def decode(codec: Exact, granule: Bytes, n: int) -> Floats:
+    """The `n` floats of one granule."""
+    layout = codec.layout()
+    codes = np.ascontiguousarray(granule[layout.codes_at(n) : layout.used(n)]).view(_TYPES[codec.bits])[:n]
+    return from_codes(codec, 1, codes, granule[: layout.blocks(n)])
+
+
+def measure(codec: Exact, x: Floats) -> Bytes:
+    """The exponent of every block: its largest element is below 2^(exponent - 126)."""
+    rows = np.pad(x, (0, -len(x) % codec.block)).reshape(-1, codec.block)
+    top = magnitude(rows).max(axis=1)
+    exponents = np.where((top > 0) & (top >> 23 == 0), 1, top >> 23)
+    return np.where(top >= INFINITY, NAN_BLOCK, exponents).astype(np.uint8)
+
+
+def to_codes(codec: Exact, ranks: int, x: Floats, exponents: Bytes) -> Codes:
+    """Every element in units of its block, to the nearest integer that leaves room for the other ranks."""
+    digits = codec.digits(ranks)
+    most = 2.0**digits - 1
+    t = np.clip(x.astype(np.float64) / _units(codec, digits, exponents, len(x)), -most, most)
+    return np.where(_bad(codec, exponents, len(x)), 0, np.rint(t)).astype(_TYPES[codec.bits])
+
+
+def lost(codec: Exact, ranks: int, x: Floats, codes: Codes, exponents: Bytes, old: Floats) -> Floats:
+    """What the integers lose of `x`; `old` in NaN blocks."""
+    units = _units(codec, codec.digits(ranks), exponents, len(x))
+    error = (x.astype(np.float64) - codes.astype(np.float64) * units).astype(np.float32)
+    return np.where(_bad(codec, exponents, len(x)), old, error)
+
+
+def from_codes(codec: Exact, ranks: int, codes: Codes, exponents: Bytes, divisor: int = 1) -> Floats:
+    """The floats nearest to what the integers stand for, divided."""
+    values = codes.astype(np.float64) * _units(codec, codec.digits(ranks), exponents, len(codes))
+    return np.where(_bad(codec, exponents, len(codes)), NAN, (values / divisor).astype(np.float32))
+
+
+def audit(codes: Codes) -> npt.NDArray[np.uint64]:
+    """A checksum for each run of integers, linear in them."""
+    weights = counter_rng.mix32(np.arange(len(codes), dtype=np.uint32)).astype(np.uint64) * np.uint64(
+        2
+    ) + np.uint64(1)
+    terms = np.pad(weights * codes.astype(np.int64).view(np.uint64), (0, -len(codes) % AUDIT_RUN))
+    sums: npt.NDArray[np.uint64] = terms.reshape(-1, AUDIT_RUN).sum(axis=1, dtype=np.uint64)
+    return sums
+
+
+def _units(codec: Exact, digits: int, exponents: Bytes, n: int) -> npt.NDArray[np.float64]:
+    """Of each of `n` elements."""
+    return np.repeat(np.ldexp(1.0, exponents.astype(np.int64) - 126 - digits), codec.block)[:n]
+
+
+def _bad(codec: Exact, exponents: Bytes, n: int) -> npt.NDArray[np.bool_]:
+    return np.repeat(exponents == NAN_BLOCK, codec.block)[:n]

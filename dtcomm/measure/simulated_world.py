@@ -1,0 +1,96 @@
+"""All ranks in one thread: the native machines, stepped in a seeded order with delays, deaths and flipped bits.
+
+Nothing here waits or forks, so thousands of interleavings run in a second and a failing seed is a reproducer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtcomm import _C
+from dtcomm.runtime.native.chunk_size import may_be_pulled
+from dtcomm.runtime.native.runtime import Buffers, native_plan
+from dtcomm.runtime.op_hooks import NOTHING, Around
+from dtcomm.runtime.types import Shape
+from dtcomm.schedule import Schedule
+
+FATES = ("done", "died", "peer_lost", "mismatch", "stuck", "corrupt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One collective of one rank; ``shared``: its tensor counts as lying in shared memory; ``pulled``: peers read it
+    where it lies; ``around``: its steps.
+    """
+
+    shape: Shape
+    schedule: Schedule
+    buffers: Sequence[Buffers]
+    seed: int = 0
+    shared: bool = False
+    pulled: bool = False
+    around: Around = NOTHING
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """How the ranks are stepped.
+
+    ``delay`` is the chance that a rank does not yet see the next thing a peer published; ``victim`` dies
+    after ``death`` looks at its machine; in the ``flip``-th box published a bit is flipped; ``piece_bytes``
+    and ``slot_bytes`` are small, so that small tensors make many pieces.
+    """
+
+    ranks: int
+    seed: int
+    delay: float = 0.5
+    victim: int | None = None
+    death: int = 0
+    flip: int | None = None
+    piece_bytes: int = 4096
+    slot_bytes: int = field(default=64 * 1024)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a rank ended: a fate of ``FATES``, the rank it waited for, operations finished and bytes sent."""
+
+    fate: str
+    culprit: int
+    finished: int
+    wire_bytes: int
+
+
+def run(world: World, operations: Sequence[Sequence[Operation]]) -> list[Outcome]:
+    """Run ``operations[rank]`` in order on every rank; ranks run ahead of each other as the engine lets them."""
+    calls: list[list[Any]] = []
+    for rank, mine in enumerate(operations):
+        calls.append([])
+        for operation in mine:
+            shape, sizes = operation.shape, (world.piece_bytes, world.slot_bytes)
+            plan = _plan(
+                shape, operation.schedule, rank, *sizes, pulls=operation.pulled and may_be_pulled(shape)
+            )
+            pointers = [buffers.pointers() for buffers in operation.buffers]
+            calls[rank].append((plan, pointers, operation.seed, operation.shared, *operation.around.native()))
+    outcomes = _C.run_local(
+        ranks=world.ranks,
+        seed=world.seed,
+        max_boxes=max((plan.max_boxes for mine in calls for plan, *_ in mine), default=1),
+        slot_bytes=world.slot_bytes,
+        delay=world.delay,
+        victim=-1 if world.victim is None else world.victim,
+        death=world.death,
+        flip=-1 if world.flip is None else world.flip,
+        calls=calls,
+    )
+    return [
+        Outcome(fate=FATES[fate], culprit=culprit, finished=finished, wire_bytes=wire_bytes)
+        for fate, culprit, finished, wire_bytes in outcomes
+    ]
+
+
+_plan = functools.lru_cache(maxsize=4096)(native_plan)

@@ -1,0 +1,73 @@
+"""How much of a tensor is moved at a time, and what need not be moved twice."""
+
+from __future__ import annotations
+
+from dtcomm import env
+from dtcomm.runtime.types import Shape
+from dtcomm.schedule import Schedule
+from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
+
+SLOT_BYTES = 512 * 1024
+# Through sockets more has to be under way: a peer whose core is busy otherwise answers milliseconds later.
+MESSAGE_SLOT_BYTES = 2 * 2**20
+# Of messages over a group's backend a smaller one costs more than its bytes do, a larger one leaves nothing to overlap;
+# in between a chunk makes about eight of them.
+SMALLEST_MESSAGE, LARGEST_MESSAGE = 256 * 1024, 1024 * 1024
+
+
+def piece_bytes(shape: Shape, ranks: int) -> int:
+    """Bytes of input that one piece takes: all of a small message, cache-sized parts of a large one."""
+    chosen = int(env.get("DTCOMM_PIECE_KIB"))
+    if chosen:
+        return chosen * 1024
+    total = tensor_bytes(shape)
+    if (
+        shape.algorithm == "send"
+    ):  # one way: the copy in and the copy out overlap but for the first and last piece
+        return min(max(total // 8, 64 * 1024), 256 * 1024)
+    if shape.collective not in CUT_AT_GRANULES:
+        total *= ranks
+    return 512 * 1024 if total <= 4 * 2**20 else 256 * 1024
+
+
+def message_piece(shape: Shape, ranks: int) -> int:
+    """Bytes of input that a piece takes where its messages go through sockets: enough of them to overlap, few enough
+    that a peer whose core is busy otherwise does not hold up the link.
+    """
+    whole = tensor_bytes(shape)
+    if shape.collective not in CUT_AT_GRANULES:
+        whole *= ranks
+    return min(max(whole // 64, SLOT_BYTES), MESSAGE_SLOT_BYTES)
+
+
+def message_bytes(shape: Shape, schedule: Schedule) -> int:
+    """Bytes of payload that a message takes between the ranks of a torch.distributed group."""
+    payload = sum(part.codec.wire_bytes(part.numel, part.dtype) for part in shape.parts)
+    if schedule.collective in CUT_AT_GRANULES:
+        payload //= schedule.chunks
+    return min(max(payload // 8, SMALLEST_MESSAGE), LARGEST_MESSAGE)
+
+
+def tensor_bytes(shape: Shape) -> int:
+    """Bytes of all parts of the input."""
+    return sum(part.numel * part.dtype.itemsize for part in shape.parts)
+
+
+def may_be_pulled(shape: Shape) -> bool:
+    """Whether receivers could copy from the senders' own memory: what is handed on as it is, by those who have it."""
+    return shape.collective not in REDUCING and is_direct(shape)
+
+
+def is_direct(shape: Shape, least: int = 0) -> bool:
+    """Whether peers may work on the caller's tensor itself, if all of them lie in shared memory.
+
+    Tensors that are only copied are worked on from ``least`` bytes: who gives one has to wait for those who take it,
+    which pays where the copy that it saves is a large one.
+    """
+    if len(shape.parts) != 1 or shape.checksum or shape.parts[0].codec.name != "none":
+        return False
+    if shape.collective == "all_reduce":
+        return shape.algorithm == "two_shot"
+    if shape.collective in ("reduce_scatter", "all_gather"):
+        return shape.algorithm == "one_shot"
+    return shape.algorithm in ("one_shot", "send") and tensor_bytes(shape) >= least

@@ -1,0 +1,126 @@
+"""Where a program's chunks lie in the tensors of a call, and how they are cut into pieces.
+
+The native engine cuts in the same way (csrc/engine/plan.h), so an element's bytes do not depend on the runtime.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from dtcomm.runtime.types import Shape
+
+
+class Slice(NamedTuple):
+    """A run of elements of one part, encoded on its own at byte ``wire_offset`` of its chunk's payload.
+
+    Offsets into the input and the output count elements. ``wire_offset`` and ``wire_bytes`` are those of level 0's
+    codec, ``above`` the same of what crosses hosts.
+    """
+
+    part: int
+    in_offset: int
+    out_offset: int
+    numel: int
+    wire_offset: int
+    wire_bytes: int
+    above: tuple[int, int] = (0, 0)
+
+    def place(self, level: int) -> tuple[int, int]:
+        """(offset, bytes) in the payload of a level."""
+        return self.above if level else (self.wire_offset, self.wire_bytes)
+
+
+Chunk = tuple[Slice, ...]
+Piece = tuple[Chunk, ...]
+
+
+def payload_bytes(chunk: Chunk, level: int = 0) -> int:
+    """Bytes of a chunk's payload in one piece; 0 where the piece holds nothing of it."""
+    return sum(chunk[-1].place(level)) if chunk else 0
+
+
+def lay_out(shape: Shape, chunks: int, elements: int) -> tuple[Piece, ...]:
+    """The pieces in order, each with a run of slices per chunk.
+
+    A piece takes from each chunk the next whole granules until it has at least ``elements`` of it, or until the
+    chunk ends: short chunks are empty in the last pieces.
+    """
+    columns = [list(_pieces(shape, chunk, chunks, elements)) for chunk in range(chunks)]
+    rows = max(map(len, columns))
+    return tuple(tuple(column[row] if row < len(column) else () for column in columns) for row in range(rows))
+
+
+def piece_elements(shape: Shape, chunks: int, message_bytes: int) -> int:
+    """How many elements of a chunk a piece takes so that none of its messages but the last is below
+    ``message_bytes`` bytes, and all are about the same.
+    """
+    unit = min((part.granularity for part in shape.parts), default=1)
+    least = 1
+    for part in shape.parts:
+        granule = part.granularity
+        least = max(least, -(-message_bytes // part.codec.wire_bytes(granule, part.dtype)) * granule)
+    longest = max(sum(run.numel for run in _runs(shape, chunk, chunks)) for chunk in range(chunks))
+    even = -(-longest // max(1, longest // least))
+    return max(unit, -(-even // unit) * unit)
+
+
+def _runs(shape: Shape, chunk: int, chunks: int) -> Iterator[Slice]:
+    # A part is cut at its own granules, so which rank sums an element does not depend on what else is in the
+    # message; the shards of a scatter or gather are the caller's.
+    for index, part in enumerate(shape.parts):
+        start_in = start_out = 0
+        numel = part.numel
+        if shape.collective in ("reduce_scatter", "scatter"):
+            start_in = chunk * numel
+        elif shape.collective in ("all_gather", "gather"):
+            start_out = chunk * numel
+        elif shape.collective == "all_to_all":
+            start_in, start_out, numel = _exchanged(shape, numel, chunk, math.isqrt(chunks))
+        else:
+            granule = part.granularity
+            granules = -(-part.numel // granule)
+            start_in = start_out = min(numel, granules * chunk // chunks * granule)
+            numel = min(numel, granules * (chunk + 1) // chunks * granule) - start_in
+        if numel:
+            yield Slice(index, start_in, start_out, numel, 0, 0)
+
+
+def _exchanged(shape: Shape, numel: int, chunk: int, ranks: int) -> tuple[int, int, int]:
+    # Offsets into the sender's input and the receiver's output, and how many elements.
+    src, dst = divmod(chunk, ranks)
+    if not shape.splits:
+        return dst * numel, src * numel, numel
+    sent = shape.splits[src * ranks : chunk]
+    received = shape.splits[dst:chunk:ranks]
+    return sum(sent), sum(received), shape.splits[chunk]
+
+
+def _pieces(shape: Shape, chunk: int, chunks: int, elements: int) -> Iterator[Chunk]:
+    slices: list[Slice] = []
+    room = elements
+    for run in _runs(shape, chunk, chunks):
+        part = shape.parts[run.part]
+        done = 0
+        while done < run.numel:
+            if room <= 0:
+                yield tuple(slices)
+                slices, room = [], elements
+            whole = -(-room // part.granularity) * part.granularity
+            take = min(run.numel - done, whole)
+            slices.append(
+                Slice(
+                    run.part,
+                    run.in_offset + done,
+                    run.out_offset + done,
+                    take,
+                    payload_bytes(tuple(slices[-1:])),
+                    part.codec.wire_bytes(take, part.dtype),
+                    (payload_bytes(tuple(slices[-1:]), 1), part.at(1).wire_bytes(take, part.dtype)),
+                )
+            )
+            done += take
+            room -= take
+    if slices:
+        yield tuple(slices)

@@ -1,0 +1,139 @@
+"""What runtimes that queue their calls on streams have in common: order, records, and what a failure leaves behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from dtcomm.device.streams import Fence, Streams, lend
+from dtcomm.errors import DtcommError
+from dtcomm.runtime import flight_recorder
+from dtcomm.runtime.flight_recorder import KEPT, Flight, Recorder, Sighting
+from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.op_hooks import Around
+from dtcomm.runtime.types import Shape
+from dtcomm.runtime.work import Work
+
+
+class Queueable(Protocol):
+    """A plan, as far as it is recorded."""
+
+    @property
+    def text(self) -> str:
+        """For people."""
+
+    @property
+    def shape(self) -> Shape:
+        """What is called."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of one call, by this rank."""
+
+
+class Streamed:
+    """The calls of one communicator on ``streams``. The host waits for none of them."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._fence = Fence(streams)
+        self._operations = 0
+        self._wire_bytes = 0
+        self._failure: DtcommError | None = None
+        self._recorder = Recorder()
+        self._under_way: deque[tuple[Flight, Any]] = deque(maxlen=KEPT)
+        self._pid = os.getpid()
+        self._lock = threading.RLock()  # calls run in issue order
+
+    @property
+    def failure(self) -> str:
+        """Why calls raise; empty where they do not."""
+        return "" if self._failure is None else str(self._failure)
+
+    def flights(self) -> list[Flight]:
+        """The last operations, oldest first."""
+        for noted, event in self._under_way:
+            if noted.stage == "started" and self._streams.passed(event):
+                noted.stage = "done"
+        return self._recorder.list()
+
+    def sightings(self) -> list[Sighting]:
+        """Nothing: the ranks share no memory of the host."""
+        return []
+
+    def _beside(self, buffers: Sequence[Buffers], around: Around, queue: Callable[[], Any]) -> Any:
+        """``queue`` on a stream of our own, after what the current one was given so far; returns what it returns."""
+        streams = self._streams
+        ready = streams.record()
+        with streams.on(streams.side()):
+            streams.wait(ready)
+            lend(streams, [*buffers, *around.held()])
+            return queue()
+
+    def _enter(
+        self, plan: Queueable, begin: Callable[[], None], broken: Callable[[BaseException], DtcommError]
+    ) -> Any:
+        """Queue what ``begin`` queues on the current stream; returns the event behind it.
+
+        ``broken`` makes of what it raises the error that this and all later calls raise.
+        """
+        noted = self._recorder.issue(plan.text, plan.shape)
+        noted.started_ns = time.monotonic_ns()
+        noted.stage = "failed"  # unless it comes to something
+        self._fence.enter()
+        try:
+            begin()
+        except BaseException as error:
+            self._failure = broken(error)
+            flight_recorder.failed(self._failure)
+            raise self._failure from error
+        noted.stage = "started"
+        done = self._fence.leave()
+        if not self._streams.capturing():
+            self._under_way.append((noted, done))
+        self._operations += 1
+        self._wire_bytes += plan.sent_bytes
+        return done
+
+    def _require_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise DtcommError("group: this process was forked from the one that made the communicator")
+        if self._failure is not None:
+            raise type(self._failure)(str(self._failure))
+
+
+class StreamWork(Work):
+    """A call queued on a stream of our own; ``event`` is behind it."""
+
+    seconds = 0.0  # nobody waits for the device to say
+
+    def __init__(
+        self, streams: Streams, event: Any, outputs: Sequence[torch.Tensor], wire_bytes: int
+    ) -> None:
+        super().__init__(outputs)
+        self.wire_bytes = wire_bytes
+        self._streams = streams
+        self._event = event
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+
+    def wait(self) -> None:
+        """The current stream waits; the host does not."""
+        self._streams.wait(self._event)
+
+    def is_completed(self) -> bool:
+        return self._streams.passed(self._event)
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Complete at once: whoever uses its value waits on his stream."""
+        if self._future is None:
+            self._future = self._streams.future()
+            with self._streams.on(self._streams.side()):
+                self._streams.wait(self._event)
+                self._future.set_result(self._outputs)
+        return self._future

@@ -1,0 +1,47 @@
+"""Ranks of a Gloo group that act as if each had a CUDA device with NCCL between them (`fake_cuda_tensor`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dtcomm.runtime.bootstrap import cuda
+from dtcomm.runtime.torchdist.stream_runtime import StreamRuntime
+from tests.support.fake_cuda_tensor import device
+from tests.support.stream_checker import RecordedStreams
+from tests.support.thread_transport import Letters
+
+
+@contextmanager
+def devices(streams: RecordedStreams, leave_out: str = "") -> Iterator[None]:
+    """Within the block this rank has a device; all ranks enter it, and each judges what it does by its ``streams``."""
+    changed: dict[str, Any] = {"backend_of": lambda group, device: "nccl", "describe": lambda device: {}}
+    kept = {name: vars(cuda)[name] for name in changed}
+    kept_below = cuda.DeviceJoining._below
+
+    def below(joining: Any, own: Any, backend: str) -> StreamRuntime:
+        gloo = joining._private_backend("gloo")
+
+        def post(sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
+            works = [gloo.recv([_bare(into)], peer, 0) for into, peer in receives]
+            works += [gloo.send([_bare(given)], peer, 0) for given, peer in sends]
+            for work in works:
+                work.wait()
+
+        return StreamRuntime(Letters(own, joining.rank, post, leave_out), own, joining.rank, lambda: None)
+
+    cuda.DeviceJoining._below = below  # type: ignore[assignment]
+    vars(cuda).update(changed)
+    try:
+        with device(streams):
+            yield
+    finally:
+        cuda.DeviceJoining._below = kept_below  # type: ignore[method-assign]
+        vars(cuda).update(kept)
+
+
+def _bare(tensor: torch.Tensor) -> torch.Tensor:
+    return getattr(tensor, "host", tensor)
