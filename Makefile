@@ -29,13 +29,10 @@ demo: build  ## build, then train a small language model on two ranks with compr
 
 build: $(NATIVE) $(INSTALLED)  ## make .venv and compile the native modules in place
 
-# Tests without rank processes, two at a time; those with ranks want the cores for themselves.
-RANKS = testing\.(ranks|elastic|mpi|hosts)|torch\.distributed\.run|bench import|from bench|dtcomm\.cli
-ALONE = tests/quality $(shell grep -rLE '$(RANKS)' tests --include='test_*.py' | sort)
-
+# Tests that start no processes run two at a time; those in tests/ranks need both cores.
 test: tsan asan device races build  ## everything: the core under sanitizers, then the whole test suite
-	$(PYTEST) -n 2 $(ALONE) $(ARGS)
-	$(PYTEST) $(addprefix --ignore=,$(ALONE)) $(ARGS)
+	$(PYTEST) -n 2 tests/unit tests/cuda $(ARGS)
+	$(PYTEST) tests/ranks $(ARGS)
 
 test-fast: build  ## the test suite without what is marked slow
 	$(PYTEST) -m "not slow" $(ARGS)
@@ -87,8 +84,8 @@ ASAN_ENV = DTCOMM_NATIVE_DIR=$(abspath build/asan/lib/dtcomm) \
 	PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 
 # Memory is what matters here: bytes and numbers are compared without sanitizers, thirty times as fast.
-ASAN_TESTS = $(addprefix tests/,kernels/test_memory.py kernels/test_golden.py kernels/test_corrupt.py kernels/test_fuzz.py \
-	kernels/test_lowrank.py test_native_build.py) $(wildcard tests/runtime/test_local*.py)
+ASAN_TESTS = $(addprefix tests/unit/,kernels/test_memory.py kernels/test_golden.py kernels/test_corrupt.py \
+	kernels/test_fuzz.py kernels/test_lowrank.py test_native_build.py) $(wildcard tests/unit/runtime/test_local*.py)
 
 # `make asan FUZZ=` leaves the fuzzer out.
 FUZZ ?= --seconds 60

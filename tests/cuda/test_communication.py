@@ -20,7 +20,7 @@ from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.runtime.cuda_peer import memory
 from tests.cuda.cases import ON_A_DEVICE, PEER, Given
-from tests.runtime.everything import calls
+from tests.unit.runtime.everything import calls
 
 pytestmark = ON_A_DEVICE
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

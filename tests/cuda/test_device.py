@@ -13,8 +13,8 @@ from dtcomm.codecs import Codec, codec
 from dtcomm.codecs.base import FLOAT_TYPES
 from dtcomm.kernels import cpu, dispatch
 from dtcomm.kernels.types import Combine
-from tests.codecs import cases
-from tests.kernels.inputs import KINDS, SIZES, floats
+from tests.unit.codecs import cases
+from tests.unit.kernels.inputs import KINDS, SIZES, floats
 
 pytest.importorskip("dtcomm._cuda", reason="_cuda was not built: no nvcc, or DTCOMM_CUDA=0")
 cuda = pytest.importorskip("dtcomm.kernels.cuda")

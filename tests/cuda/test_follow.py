@@ -18,9 +18,9 @@ from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.cuda_peer.launch import TWO_STEP, After
 from dtcomm.tp.emulate import summed
 from tests.cuda.cases import ON_A_DEVICE, PEER
-from tests.runtime.test_fused import SPECS
-from tests.runtime.test_fused_epilogue import FEATURES, ROWS, TYPES, Given, by_the_engine, same
 from tests.support.host_sync_trace import trace
+from tests.unit.runtime.test_fused import SPECS
+from tests.unit.runtime.test_fused_epilogue import FEATURES, ROWS, TYPES, Given, by_the_engine, same
 
 pytestmark = ON_A_DEVICE
 

@@ -12,7 +12,7 @@ from dtcomm.runtime.cuda_peer.launch import COLLECTIVES, FusedRanks, OnDevice, R
 from dtcomm.runtime.native.runtime import Buffers
 from dtcomm.runtime.types import Part, Shape
 from tests.cuda.cases import ON_A_DEVICE, on_cpu, on_device
-from tests.runtime.test_fused import DIRECT, SPECS, by_the_engine, same, tensors
+from tests.unit.runtime.test_fused import DIRECT, SPECS, by_the_engine, same, tensors
 
 pytestmark = ON_A_DEVICE
 

@@ -18,10 +18,10 @@ from dtcomm.runtime.cuda_peer.launch import FusedRanks, OnDevice, Room
 from dtcomm.runtime.native.runtime import Buffers
 from dtcomm.runtime.types import Part, Shape
 from dtcomm.schedule.ir import REDUCING
-from tests.algorithms.cases import NAMES, build
 from tests.cuda.cases import ON_A_DEVICE, PEER, on_cpu, on_device
-from tests.runtime.orders import make, together
-from tests.runtime.test_fused import SPECS, same
+from tests.unit.algorithms.cases import NAMES, build
+from tests.unit.runtime.orders import make, together
+from tests.unit.runtime.test_fused import SPECS, same
 
 pytestmark = ON_A_DEVICE
 

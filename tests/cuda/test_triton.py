@@ -9,9 +9,9 @@ from dtcomm.codecs import Codec, codec
 from dtcomm.codecs.base import FLOAT_TYPES
 from dtcomm.kernels import triton, use
 from dtcomm.kernels.ops import decode, encode, reduce, reduce_encode
-from tests.kernels.inputs import KINDS, SIZES, floats
-from tests.kernels.test_bit_exact import all_verbs, raw
-from tests.triton.cases import PLAIN, everything, mixed
+from tests.unit.kernels.inputs import KINDS, SIZES, floats
+from tests.unit.kernels.test_bit_exact import all_verbs, raw
+from tests.unit.triton.cases import PLAIN, everything, mixed
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

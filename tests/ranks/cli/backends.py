@@ -1,0 +1,94 @@
+"""Backends that are wrong on purpose, for ``--backend tests.ranks.cli.backends:Name``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from dtcomm.cli.perf.backends.dtcomm_backend import ProcessGroup
+from dtcomm.cli.perf.backends.registry import Call, Native, TorchDistributed
+from dtcomm.runtime.work import Done
+
+
+class OffByOne(TorchDistributed):
+    """One element of rank 1's results is wrong."""
+
+    def start(self, call: Call, asynchronous: bool) -> Callable[[], Any]:
+        run = super().start(call, asynchronous)
+
+        def spoiled() -> Any:
+            work = run()
+            if dist.get_rank() == 1:
+                call.output[-1] += 1
+            return work
+
+        return spoiled
+
+
+class LosesRank1(Native):
+    """With a lossy codec: what rank 1 has to say does not arrive."""
+
+    def start(self, call: Call, asynchronous: bool) -> Callable[[], Any]:
+        run = super().start(call, asynchronous)
+
+        def spoiled() -> Any:
+            if dist.get_rank() == 1:
+                call.output.zero_()
+            return run()
+
+        return spoiled
+
+
+class DiffersByABit(Native):
+    """With a lossy codec: inside its bound, but not the same on all ranks."""
+
+    def start(self, call: Call, asynchronous: bool) -> Callable[[], Any]:
+        run = super().start(call, asynchronous)
+
+        def spoiled() -> Any:
+            work = run()
+            if dist.get_rank() == 1:
+                call.output[0] *= 1.0001
+            return work
+
+        return spoiled
+
+
+class Raises(TorchDistributed):
+    """Rank 1 fails."""
+
+    def start(self, call: Call, asynchronous: bool) -> Callable[[], Any]:
+        if dist.get_rank() == 1:
+            raise OSError("the cable is out")
+        return super().start(call, asynchronous)
+
+
+class StaysFinite(TorchDistributed):
+    """Refuses to go on with what has overflowed."""
+
+    def start(self, call: Call, asynchronous: bool) -> Callable[[], Any]:
+        run = super().start(call, False)
+
+        def watched() -> Any:
+            run()
+            if not call.output.isfinite().all():
+                raise OverflowError("a sum has overflowed")
+            return Done([]) if asynchronous else None
+
+        return watched
+
+
+class Looks(ProcessGroup):
+    """Takes a value of every result to the host."""
+
+    def start(self, call: Call, asynchronous: bool) -> Callable[[], Any]:
+        run = super().start(call, asynchronous)
+
+        def looked() -> Any:
+            work = run()
+            call.output[0].item()
+            return work
+
+        return looked

@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtcomm import algorithms
+from dtcomm.cli.main import main
+from dtcomm.cli.perf.collectives import COLLECTIVES, DTYPES
+from dtcomm.cli.perf.main import measure
+from dtcomm.cli.perf.options import parse
+from dtcomm.cli.perf.output.plot import lines
+from dtcomm.cli.perf.report import Report, Row
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.measure import mpi
+
+QUICK = ["-n", "3", "-w", "1"]
+
+
+def perf(tmp_path: Path, line: str, status: int = 0) -> dict[str, Any]:
+    file = tmp_path / "report.json"
+    assert main(["perf", *QUICK, "--json", str(file), *line.split()]) == status
+    document = json.loads(file.read_text())
+    assert isinstance(document, dict)
+    return document
+
+
+def measured(line: str, nproc: int = 2) -> Report:
+    """The same without the command around it, on ranks that are warm already."""
+    options = parse([*QUICK, "--no-pin", "--json", "-", *line.split()])
+    report = run_ranks(measure, nproc, options)[0]
+    assert isinstance(report, Report)
+    return report
+
+
+def wrong(row: Row) -> list[int | None]:
+    places = [place for place in (row.out_of_place, row.in_place) if place is not None]
+    return [None if place.verdict is None else place.verdict.wrong for place in places]
+
+
+def test_native_beside_gloo(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    document = perf(
+        tmp_path, "all_reduce -b 1K -e 64K -f 64 -c 2 --backend native,gloo --codec none --codec int8"
+    )
+    assert document["out_of_bounds"] == {"count": 0, "okay": True}
+    results = document["results"]
+    assert [(row["size"], row["backend"], row["codec"]) for row in results] == [
+        (size, *variant)
+        for size in (1024, 65536)
+        for variant in (("native", "none"), ("native", "int8"), ("gloo", "none"))
+    ]
+    for row in results:
+        for place in ("out_of_place", "in_place"):
+            assert row[place]["time"] > 0 and row[place]["bus_bw"] > 0 and row[place]["nwrong"] == 0
+            assert len(row[f"{place}_per_iter"]["times_us"]) == 3
+        assert row["ratio"] > 0 and (row["backend"] != "gloo" or row["ratio"] == 1)
+    assert document["config"]["backends"]["native"].startswith("runtime native, kernels ")
+    table = capfd.readouterr().out.splitlines()
+    lines = [line for line in table if not line.startswith("#")]
+    assert len(lines) == len(results) and lines[0].split()[:3] == ["1024", "256", "float"]
+    assert "# Out of bounds values : 0 OK" in table
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_every_collective_with_and_without_loss(collective: str) -> None:
+    report = measured(
+        f"{collective} -b 90K -e 90K --backend native,gloo --codec none --codec int8 -d float,bfloat16",
+        nproc=3,
+    )
+    assert len(report.rows) == 2 * 3 and report.wrong == 0
+    for row in report.rows:
+        assert (row.in_place is None) == COLLECTIVES[collective].separate
+        for place in filter(None, (row.out_of_place, row.in_place)):
+            assert place.verdict is not None
+            error = place.verdict.mean_error
+            assert (error is not None and 0 < error < 0.02) if row.variant.codec == "int8" else error is None
+        assert (row.wire_bytes is None) == (row.variant.backend == "gloo")
+    none, int8 = (row.wire_bytes for row in report.rows[:2])
+    assert none is not None and int8 is not None and 0 < int8 < 0.3 * none
+
+
+def test_every_type_and_operator() -> None:
+    report = measured("all_reduce -b 4000 -e 4000 -d all -o all --codec none --codec fp16", nproc=3)
+    assert report.wrong == 0
+    assert len({(row.datatype, row.op) for row in report.rows}) == 8 * 4 - 4  # integers have no average
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_over_the_groups_own_backend(collective: str) -> None:
+    report = measured(f"{collective} -b 90K -e 90K --backend process_group,native --codec none --codec int8")
+    assert report.wrong == 0 and len(report.rows) == 4
+    assert report.backends["process_group"].startswith("runtime process_group")
+    wire = {str(row.variant): row.wire_bytes for row in report.rows}
+    for codec in ("none", "int8"):
+        assert wire[f"process_group {codec} auto"] == wire[f"native {codec} auto"]
+
+
+def test_other_ways_to_run() -> None:
+    report = measured("broadcast -b 8K -e 8K -r all -m 6 -z 1 -C -O 0 -N 2 --algorithm ring")
+    assert [row.root for row in report.rows] == [0, 1, 0, 1]
+    assert all(row.out_of_place is None and wrong(row) == [0] for row in report.rows)
+    assert report.ranks[0].device.startswith("cpu any of")
+
+
+def test_sizes_beyond_the_memory_are_left_out_aloud() -> None:
+    report = measured("all_reduce -b 1K -e 1024G -f 1073741824")
+    assert [row.size for row in report.rows] == [1024]
+    assert "are left out" in report.warnings[0]
+    with pytest.raises(ValueError, match="-b 1099511627776: sizes over"):
+        measured("all_reduce -b 1024G -e 1024G")
+
+
+def test_one_rank_alone() -> None:
+    (row,) = measured("all_reduce -b 8K -e 8K --codec int8", nproc=1).rows
+    assert row.wire_bytes == 0 and wrong(row) == [0, 0]
+
+
+def test_growing_sums_are_refilled_before_they_overflow() -> None:
+    for flags in ("-n 40 -w 40", "-n 9 -w 0 -m 8"):
+        report = measured(
+            f"all_reduce -b 4K -e 4K -d half {flags} --backend tests.ranks.cli.backends:StaysFinite", nproc=3
+        )
+        timing = report.rows[0].compared.timing
+        assert report.wrong == 0 and len(timing.iterations) == int(flags.split()[1])
+
+
+def test_a_wrong_value_fails(tmp_path: Path) -> None:
+    document = perf(
+        tmp_path, "all_reduce -b 4K -e 4K --backend tests.ranks.cli.backends:OffByOne -c 3", status=1
+    )
+    row = document["results"][0]
+    assert (row["out_of_place"]["nwrong"], row["in_place"]["nwrong"]) == (3, 3)
+    assert document["out_of_bounds"] == {"count": 6, "okay": False}
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_wrong_value_is_counted(collective: str) -> None:
+    root = "-r 1" if COLLECTIVES[collective].rooted else ""  # the spoiled rank has to have an output
+    (row,) = measured(f"{collective} -b 4K -e 4K {root} --backend tests.ranks.cli.backends:OffByOne").rows
+    assert wrong(row) == [1] * len(wrong(row)) and wrong(row)
+
+
+def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
+    for collective in ("all_reduce", "gather", "all_to_all"):
+        file = tmp_path / f"{collective}.txt"
+        file.write_text(str(algorithms.build("tree", collective, 3)))
+        report = measured(
+            f"{collective} -b 9K -e 9K --codec int8 --algorithm tree --schedule {file}", nproc=3
+        )
+        named, own = report.rows
+        assert report.wrong == 0 and own.variant.algorithm == collective
+        assert named.wire_bytes == own.wire_bytes
+    with pytest.raises(ValueError, match="--schedule: is for 3 ranks, there are 2"):
+        measured(f"all_reduce -b 9K -e 9K --schedule {tmp_path}/all_reduce.txt", nproc=2)
+
+
+def test_bus_bandwidth_counts_as_nccl_tests_does() -> None:
+    whole = {"broadcast", "reduce", "sendrecv"}
+    for name, collective in COLLECTIVES.items():
+        factor = 1.0 if name in whole else 0.75 * (2 if name == "all_reduce" else 1)
+        assert collective.bus(4) == factor, name
+        assert collective.size(collective.count(4096, DTYPES["float"], 4), DTYPES["float"], 4) == 4096
+
+
+def test_without_a_check_nothing_is_found() -> None:
+    (row,) = measured("all_reduce -b 4K -e 4K --backend tests.ranks.cli.backends:OffByOne -c 0").rows
+    assert wrong(row) == [None, None]
+
+
+@pytest.mark.parametrize("backend", ["LosesRank1", "DiffersByABit"])
+def test_a_lossy_result_outside_its_bound_is_wrong(backend: str) -> None:
+    name = f"tests.ranks.cli.backends:{backend}"
+    report = measured(f"all_reduce -b 64K -e 64K -O 0 --codec int8 --backend {name}")
+    assert report.wrong > 16384 * 0.8
+
+
+def test_a_rank_that_fails_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(
+            [
+                "perf",
+                "all_reduce",
+                *QUICK,
+                "-b",
+                "1K",
+                "-e",
+                "1K",
+                "--backend",
+                "tests.ranks.cli.backends:Raises",
+            ]
+        )
+        == 2
+    )
+    told = capfd.readouterr().err
+    assert "rank 1 raised OSError: the cable is out" in told and told.endswith(
+        "dtcomm perf: the cable is out\n"
+    )
+
+
+def test_an_argument_that_only_ranks_can_judge() -> None:
+    with pytest.raises(ValueError, match="-r 7: there are only 2 ranks"):
+        measured("broadcast -r 7")
+
+
+def test_json_on_stdout_is_all_there_is(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["perf", "all_reduce", "-b", "1K", "-e", "1K", *QUICK, "--json", "-"]) == 0
+    shown = capfd.readouterr()
+    assert json.loads(shown.out)["results"][0]["size"] == 1024
+    assert shown.err == ""
+
+
+def test_under_torchrun_its_ranks_are_used(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m"]
+    command += ["dtcomm", "perf", "all_gather", "-b", "3K", "-e", "3K", *QUICK, "--json", str(file)]
+    command += ["--device", "cpu"]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(file.read_text())
+    assert document["config"]["ranks"] == 3 and document["results"][0]["size"] == 3072
+    assert done.stdout.count("Collective test starting") == 1
+
+
+def test_beside_its_peers_with_a_picture(tmp_path: Path) -> None:
+    peers = "gloo" if mpi.missing() else "gloo,mpi"
+    file = tmp_path / "picture.png"
+    document = perf(
+        tmp_path, f"broadcast -b 4K -e 32K -f 8 --codec none,int8:block=64 --compare {peers} --plot {file}"
+    )
+    for row in document["results"]:
+        assert set(row["ratios"]) == set(peers.split(",")) and all(row["ratios"].values())
+    mine = [row for row in document["results"] if row["backend"] == "mpi"]
+    assert len(mine) == 2 * peers.count("mpi")
+    assert all(row["out_of_place"] is None and row["in_place"]["time"] > 0 for row in mine)
+    assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 10_000
+
+
+def test_lines_of_a_picture_bear_what_differs() -> None:
+    report = measured("all_reduce -b 1K -e 2K -f 2 --codec none,int8 --backend native,gloo")
+    assert [(name, len(rows)) for name, rows in lines(report).items()] == [
+        ("dtcomm none", 2),
+        ("dtcomm int8", 2),
+        ("gloo", 2),
+    ]

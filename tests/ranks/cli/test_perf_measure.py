@@ -1,0 +1,82 @@
+"""How often and between which marks calls are timed, on a clock that tells what was asked of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dtcomm.cli.perf import timing
+from dtcomm.measure.device_clock import HostClock, clock_of, median_seconds, seconds_of
+from tests.ranks.cli.clocks import Counted
+
+
+def story(clock: Counted) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
+    """What is measured, what restores its input and a barrier, as the clock's story has them."""
+    return lambda: clock.did("run"), lambda: clock.did("refill"), lambda: clock.did("barrier")
+
+
+def test_calls_are_timed_between_marks_and_the_host_waits_once_a_batch() -> None:
+    clock = Counted()
+    run, refill, barrier = story(clock)
+    times = timing.time_iterations(run, refill, clock, barrier, iters=3, warmup=1, safe=9, blocking=False)
+    assert times == [1.0, 1.0, 1.0]
+    batch = ["run", "mark", "run", "mark", "run", "mark", "run", "mark"]
+    assert clock.story == ["refill", "run", "refill", "settle", "barrier", *batch, "settle"]
+
+
+def test_sums_that_grow_are_refilled_between_batches() -> None:
+    clock = Counted()
+    run, refill, barrier = story(clock)
+    times = timing.time_iterations(run, refill, clock, barrier, iters=5, warmup=0, safe=3, blocking=False)
+    assert times == [1.0] * 5
+    runs_between, count = [], 0
+    for what in [*clock.story, "refill"]:
+        count = 0 if what == "refill" and not runs_between.append(count) else count + (what == "run")
+    assert runs_between == [0, 3, 3, 2]
+
+
+def test_blocking_calls_begin_behind_a_barrier_that_is_not_timed() -> None:
+    clock = Counted()
+    run, refill, barrier = story(clock)
+    times = timing.time_iterations(run, refill, clock, barrier, iters=2, warmup=0, safe=9, blocking=True)
+    assert times == [1.0, 1.0]
+    assert clock.story[5:] == ["settle", "barrier", "mark", "run", "mark"] * 2 + ["settle"]
+
+
+def test_replays_are_queued_together_and_their_refills_are_not_timed() -> None:
+    clock = Counted()
+    run, refill, barrier = story(clock)
+    times = timing.time_graphs(run, refill, clock, barrier, calls=4, replays=2, warmup=1)
+    assert times == [4.0, 4.0]
+    at = clock.story.index("graph of 4")
+    assert clock.story[:at] == ["refill", "run", "settle"]
+    replay = ["refill", "mark", *["run"] * 4, "mark"]
+    assert clock.story[at + 1 :] == [
+        "refill",
+        *["run"] * 4,
+        "settle",
+        "barrier",
+        *replay,
+        *replay,
+        "settle",
+    ]
+
+
+def test_a_mark_is_not_read_before_the_host_has_waited() -> None:
+    clock = Counted()
+    with pytest.raises(AssertionError, match="before the host had waited"):
+        clock.seconds(clock.mark(), clock.mark())
+
+
+def test_the_host_s_clock() -> None:
+    now = iter([1.0, 4.0, 10.0, 11.0, 20.0, 22.0]).__next__
+    done = []
+    assert seconds_of(HostClock(now), lambda: done.append(1), calls=3) == 1.0
+    assert median_seconds(HostClock(now), lambda: done.append(1), repeats=2) == 1.5
+    HostClock().graph(lambda: done.append(2), 3)()
+    assert done == [1, 1, 1, 2, 2, 2]
+    cpu = torch.device("cpu")
+    assert clock_of(cpu).mark is time.perf_counter and clock_of(cpu, cpu=True).mark is time.process_time

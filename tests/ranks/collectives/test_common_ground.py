@@ -1,0 +1,197 @@
+"""`exact` and `randk:positions=shared` on real ranks: both engines, asynchronous, coalesced, with bits flipped in the
+memory that the ranks share."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dtcomm
+from dtcomm import algorithms
+from dtcomm.codecs import codec
+from dtcomm.errors import CollectiveMismatch, PayloadCorrupt
+from dtcomm.kernels import local_steps, ops
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.runtime.communicator import find
+from tests.unit.collectives.calls import require_alike
+from tests.unit.collectives.test_exact import bits, contributions, true_sum
+
+SHARED = "randk:ratio=0.05,positions=shared,values=fp32"
+
+
+def one_result(rank: int, n: int) -> None:
+    """By every way a collective can be called: the true sum of the integers, and randk of the sum."""
+    for numel in (1, 5000, 300_001):
+        given = contributions(n, numel, seed=numel)
+        total = given[0].clone()
+        for x in given[1:]:
+            total += x
+        key = local_steps.shared_key(9)
+        drawn = ops.decode(SHARED, ops.encode(SHARED, total, key=key), numel)
+        for spec, truth in (("exact", true_sum("exact", given)), (SHARED, drawn)):
+            for algorithm in algorithms.available("all_reduce"):
+                got = given[rank].clone()
+                dtcomm.all_reduce(got, codec=spec, algorithm=algorithm, seed=9)
+                require_alike(got, (spec, algorithm))
+                late, other = given[rank].clone(), torch.full((50_000,), float(rank))
+                works = [
+                    dtcomm.all_reduce(late, codec=spec, algorithm=algorithm, seed=9, async_op=True),
+                    dtcomm.all_reduce(other, async_op=True),
+                    dtcomm.all_reduce(given[rank].clone(), codec=spec, algorithm=algorithm, async_op=True),
+                ]
+                for work in works:
+                    work.wait()
+                assert torch.equal(bits(late), bits(got))
+                assert torch.equal(other, torch.full((50_000,), n * (n - 1) / 2))
+                if spec == "exact" or algorithm in ("one_shot", "two_shot"):  # fp32 sums in rank order
+                    assert torch.equal(bits(got), bits(truth)), (spec, algorithm, numel)
+                if spec == "exact":
+                    audited = given[rank].clone()
+                    dtcomm.all_reduce(audited, codec=spec, algorithm=algorithm, audit=True)
+                    assert torch.equal(bits(audited), bits(truth))
+                    work = dtcomm.all_reduce(given[rank].clone(), codec=spec, audit=True, async_op=True)
+                    assert torch.equal(bits(work.get_future().wait()[0]), bits(truth))
+
+
+def together(rank: int, n: int) -> None:
+    """In one coalesced call with other codecs every tensor ends as alone."""
+    specs = ["exact", "int8", SHARED, "exact:bits=16", "none"]
+    numels = [3000, 100, 9000, 77, 1]
+    given = [contributions(n, numel, seed=i)[rank] for i, numel in enumerate(numels)]
+    alone = [x.clone() for x in given]
+    for x, spec in zip(alone, specs, strict=True):
+        dtcomm.all_reduce(x, codec=spec, algorithm="two_shot", seed=1)
+    for async_op in (False, True):
+        tensors = [x.clone() for x in given]
+        work = dtcomm.all_reduce_coalesced(
+            tensors, codec=specs, algorithm="two_shot", seed=1, async_op=async_op
+        )
+        if work is not None:
+            work.wait()
+        for x, y, spec in zip(tensors, alone, specs, strict=True):
+            assert torch.equal(bits(x), bits(y)), spec
+    shard = torch.empty(1000)
+    shares = contributions(n, 1000 * n, seed=5)
+    dtcomm.reduce_scatter(shard, shares[rank].clone(), codec="exact")
+    mine = [x[rank * 1000 : (rank + 1) * 1000] for x in shares]
+    assert torch.equal(bits(shard), bits(true_sum("exact", mine)))
+    copied = shares[0][:500].clone() if rank == 0 else torch.empty(500)
+    dtcomm.broadcast(copied, 0, codec="exact")  # a world of one
+    assert torch.equal(bits(copied), bits(ops.decode("exact", ops.encode("exact", shares[0][:500]), 500)))
+    ring = str(algorithms.build("ring", "all_reduce", n))
+    own = given[0].clone()
+    dtcomm.run(ring, own, codec="exact")
+    assert torch.equal(bits(own), bits(alone[0]))
+
+
+def refused(rank: int, n: int) -> None:
+    x = torch.ones(100)
+    for spec in ("none", "int8", SHARED):
+        with pytest.raises(ValueError, match="audit: needs a codec whose sums are exact, got"):
+            dtcomm.all_reduce(x, codec=spec, audit=True)
+    with pytest.raises(ValueError, match="codec: none/exact: exact adds on the same ground on all levels"):
+        dtcomm.all_reduce(x, codec="none/exact", algorithm="hierarchical")
+    with pytest.raises(ValueError, match="op: max goes with"):
+        dtcomm.all_reduce(x, "max", codec="exact")
+    dtcomm.all_reduce(x, codec="exact")
+    assert torch.equal(x, torch.full((100,), float(n)))
+
+
+def apart(rank: int, n: int, what: str) -> None:
+    """Ranks that draw from different seeds, or of which one keeps a residual, or has another grid."""
+    options: dict[str, Any] = {
+        "seed": {"codec": SHARED, "seed": rank},
+        "residual": {"codec": SHARED, "residual": torch.zeros(9000) if rank else None},
+        "bits": {"codec": "exact" if rank else "exact:bits=16"},
+    }[what]
+    with pytest.raises(CollectiveMismatch, match={"bits": "exponents of exact"}.get(what, "with number")):
+        dtcomm.all_reduce(torch.ones(9000), algorithm="one_shot", **options)
+
+
+def areas() -> list[tuple[int, int]]:
+    """Where this process has mapped the memory that ranks share."""
+    with open("/proc/self/maps", encoding="ascii") as lines:
+        found = [re.match(r"([0-9a-f]+)-([0-9a-f]+) rw.*dtcomm-area", line) for line in lines]
+    return [(int(match[1], 16), int(match[2], 16)) for match in found if match]
+
+
+def flipped_in_shared_memory(rank: int, n: int, spec: str, async_op: bool) -> None:
+    """Rank 0 has staged its integers; rank 1, which is late, reads them after a bit of them has changed."""
+    numel = 9000
+    given = contributions(n, numel, seed=4)
+    tensor = given[rank].clone()
+    runtime = find(None).runtime
+    assert runtime is not None
+    run, calls = runtime.run, []
+
+    def late(*arguments: Any) -> int:
+        calls.append(arguments)
+        if len(calls) == 2:  # the exponents are agreed on
+            dist.barrier()
+            time.sleep(0.1)  # until rank 0 has staged
+            dist.barrier()
+        return run(*arguments)
+
+    if rank == 1:
+        runtime.run = late  # type: ignore[method-assign]
+        with pytest.raises(PayloadCorrupt, match="rank 1: audit of all_reduce with codec"):
+            dtcomm.all_reduce(tensor, codec=spec, algorithm="one_shot", audit=True)
+        runtime.run = run  # type: ignore[method-assign]
+    else:
+        work = dtcomm.all_reduce(tensor, codec=spec, algorithm="one_shot", audit=True, async_op=True)
+        dist.barrier()
+        time.sleep(0.05)
+        each = codec(spec)
+        grid, codes = (
+            torch.empty(each.blocks(numel), dtype=torch.uint8),
+            torch.empty(numel, dtype=each.code_type),
+        )  # type: ignore[attr-defined]
+        both = torch.stack(given).abs().amax(dim=0).nan_to_num(torch.nan)
+        both[torch.stack(given).isnan().any(dim=0)] = torch.nan
+        local_steps.measure(each, both, None, grid)()  # type: ignore[arg-type]
+        local_steps.to_grid(each, n, given[0], None, grid, codes)()  # type: ignore[arg-type]
+        wanted = codes[4500:4600].numpy().tobytes()
+        for start, end in areas():
+            at = ctypes.string_at(start, end - start).find(wanted)
+            if at >= 0:
+                ctypes.c_uint8.from_address(start + at + 8).value ^= 4
+                break
+        else:
+            raise AssertionError("the integers are not in shared memory")
+        dist.barrier()
+        with pytest.raises(PayloadCorrupt, match=r"rank 0: audit of .* of elements 4096 to 8191"):
+            work.wait()
+    assert torch.equal(bits(tensor), bits(given[rank]))
+    dtcomm.all_reduce(tensor, codec=spec, audit=True)  # and again
+    assert torch.equal(bits(tensor), bits(true_sum(spec, given)))
+
+
+@pytest.mark.parametrize("runtime", ["native", "process_group"])
+def test_one_result(runtime: str) -> None:
+    run_ranks(one_result, 3, env={"DTCOMM_RUNTIME": runtime})
+
+
+def test_together() -> None:
+    run_ranks(together, 3)
+
+
+def test_refused() -> None:
+    run_ranks(refused, 2)
+
+
+@pytest.mark.parametrize("what", ["seed", "residual", "bits"])
+def test_apart(what: str) -> None:
+    run_ranks(apart, 2, what)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="needs /proc/self/maps")
+@pytest.mark.parametrize("spec", ["exact", "exact:bits=16"])
+def test_a_flip_in_shared_memory_is_caught(spec: str) -> None:
+    run_ranks(flipped_in_shared_memory, 2, spec, True)

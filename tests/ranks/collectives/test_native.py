@@ -1,0 +1,237 @@
+"""The public collectives on real processes over shared memory: results, dtypes, asynchrony, packings."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dtcomm import algorithms, collectives
+from dtcomm.codecs import codec
+from dtcomm.codecs.base import ELEMENT_TYPES
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.measure import exact_inputs
+from tests.support.patience import Patience
+from tests.unit.collectives.calls import call, require_alike
+
+SIZES = (0, 1, 7, 1024, 5000, 70_001, 1_500_000)
+
+
+def every_algorithm(rank: int, n: int) -> str:
+    for name in collectives.COLLECTIVES:
+        for algorithm in (*algorithms.available(name), "auto", "direct"):
+            for count in SIZES if n < 4 else SIZES[:-1]:
+                for spec in ("none", "fp16", "int8"):
+                    if algorithm != "auto" and (count not in (0, 1, 5000, 70_001) or spec == "fp16"):
+                        continue
+                    given = exact_inputs.inputs(name, min(count, 400_000), rank=rank, world_size=n) % 64
+                    output = call(name, given, n, codec=spec, algorithm=algorithm)
+                    if spec != "int8":
+                        everyone = [
+                            exact_inputs.inputs(name, min(count, 400_000), rank=r, world_size=n) % 64
+                            for r in range(n)
+                        ]
+                        stacked = torch.stack(everyone)
+                        expected = {
+                            "all_reduce": lambda s: s.sum(0),
+                            "broadcast": lambda s: s[0],
+                            "reduce_scatter": lambda s: s.sum(0).chunk(n)[rank] if s.numel() else s[0],
+                            "all_gather": lambda s: s.flatten(),
+                            "reduce": lambda s: s.sum(0) if rank == 0 else s[0][:0],
+                            "gather": lambda s: s.flatten() if rank == 0 else s[0][:0],
+                            "scatter": lambda s: s[0].view(n, -1)[rank] if s.numel() else s[0],
+                            "all_to_all": lambda s: (
+                                s.view(n, n, -1)[:, rank].flatten() if s.numel() else s[0]
+                            ),
+                        }[name](stacked)
+                        assert torch.equal(output, expected), (name, algorithm, count, spec)
+                    if name in ("all_reduce", "broadcast", "all_gather"):
+                        require_alike(output, (name, algorithm, count, spec))
+    return str(collectives.info()["runtime"])
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_every_algorithm_on_processes(n: int) -> None:
+    assert run_ranks(every_algorithm, n, timeout=200) == ["native"] * n
+
+
+def every_dtype(rank: int, n: int) -> None:
+    for dtype in ELEMENT_TYPES:
+        if dtype in (torch.bool, torch.int16):
+            continue  # no exact inputs; the kernels' tests have them
+        for op in ("sum", "avg", "min", "max"):
+            if op == "avg" and not dtype.is_floating_point:
+                continue
+            for name in ("all_reduce", "reduce_scatter"):
+                given = exact_inputs.inputs(name, 3001, dtype, op=op, rank=rank, world_size=n)
+                expected = exact_inputs.expected(name, 3001, dtype, op=op, rank=rank, world_size=n)
+                output = call(name, given, n, op=op)
+                assert exact_inputs.wrong(output, expected) == 0, (dtype, op, name)
+        if dtype in (torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8):
+            torch.manual_seed(rank)
+            ours = torch.randint(0, 20, (513,)).to(dtype)
+            theirs = ours.clone()
+            dist.all_reduce(theirs)
+            assert torch.equal(call("all_reduce", ours, n), theirs), dtype
+
+
+def test_every_dtype() -> None:
+    run_ranks(every_dtype, 3)
+
+
+def asynchrony(rank: int, n: int) -> None:
+    torch.manual_seed(5)  # the same inputs everywhere: results can be told without talking
+    tensors = [torch.randint(-9, 9, (1 + 40_000 * (i % 3),)).float() for i in range(30)]
+    expected = [tensor * n for tensor in tensors]
+    works = [collectives.all_reduce(tensor, async_op=True) for tensor in tensors]
+    inline = torch.ones(100)
+    collectives.all_reduce(inline)  # behind the queue: in issue order
+    assert all(work is not None and work.is_completed() for work in works)
+    assert torch.equal(inline, torch.full((100,), float(n)))
+    for tensor, want, work in zip(tensors, expected, works, strict=True):
+        work.wait()
+        assert torch.equal(tensor, want)
+        assert work.wire_bytes > 0 and work.seconds > 0
+
+    futures = []
+    for i in range(20):
+        tensor = torch.full((1000 * i + 1,), float(rank))
+        work = collectives.all_reduce(tensor, async_op=True)
+        futures.append(work.get_future().then(lambda done: done.value()[0].sum().item()))
+        del work, tensor  # nobody holds them: the engine does
+    gc.collect()
+    sums = [future.wait() for future in futures]
+    assert sums == [(1000 * i + 1) * n * (n - 1) / 2 for i in range(20)]
+
+    empty = collectives.all_reduce(torch.empty(0), async_op=True)
+    assert empty.get_future().wait()[0].numel() == 0
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_async_operations_run_in_issue_order(n: int) -> None:
+    run_ranks(asynchrony, n)
+
+
+def packing(rank: int, n: int) -> None:
+    torch.manual_seed(rank)
+    sizes = [3, 1024, 0, 5000, 33, 70_000]
+    specs = ["none", "int8", "fp16", "int8:block=64", "bf16", "int8"]
+    tensors = [torch.randn(size) for size in sizes]
+    residuals = [
+        torch.zeros(size) if spec.startswith("int8") else None
+        for size, spec in zip(sizes, specs, strict=True)
+    ]
+    single = [tensor.clone() for tensor in tensors]
+    for tensor, spec in zip(single, specs, strict=True):
+        collectives.all_reduce(tensor, "avg", codec=spec, algorithm="two_shot")
+    for bucket_bytes in (25 * 2**20, 4096):
+        together = [tensor.clone() for tensor in tensors]
+        kept = [None if residual is None else residual.clone() for residual in residuals]
+        collectives.all_reduce_coalesced(
+            together, "avg", codec=specs, algorithm="two_shot", residuals=kept, bucket_bytes=bucket_bytes
+        )
+        for mine, alone, spec in zip(together, single, specs, strict=True):
+            assert torch.equal(mine, alone), spec  # a result does not depend on what it is sent with
+            require_alike(mine, spec)
+        assert all(residual is None or residual.numel() == 0 or residual.abs().sum() > 0 for residual in kept)
+        work = collectives.all_reduce_coalesced(
+            [tensor.clone() for tensor in tensors], codec=specs, async_op=True, bucket_bytes=bucket_bytes
+        )
+        assert len(work.get_future().wait()) == len(sizes)
+        payload = sum(codec(spec).wire_bytes(size) for size, spec in zip(sizes, specs, strict=True))
+        assert work.wire_bytes >= payload * 0.5 * (n - 1) / n
+    collectives.all_reduce_coalesced([])
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_packing_is_one_message_in_which_each_tensor_keeps_its_own_result(n: int) -> None:
+    run_ranks(packing, n)
+
+
+def layouts(rank: int, n: int) -> None:
+    transposed = torch.arange(12.0).view(3, 4).t()
+    collectives.all_reduce(transposed)
+    assert torch.equal(transposed, torch.arange(12.0).view(3, 4).t() * n)
+    image = torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    collectives.all_reduce(image)
+    assert image.eq(n).all()
+    whole = torch.arange(float(3 * n))
+    mine = whole[3 * rank : 3 * rank + 3]
+    collectives.all_gather(whole, mine)  # in place
+    collectives.reduce_scatter(mine, whole)
+    assert torch.equal(mine, torch.arange(3.0 * n)[3 * rank : 3 * rank + 3] * n)
+    unaligned = torch.zeros(4097, dtype=torch.uint8)[1:]
+    collectives.all_reduce(unaligned)
+
+
+def test_layouts() -> None:
+    run_ranks(layouts, 2)
+
+
+def single(rank: int, n: int) -> None:
+    tensor = torch.randn(1000)
+    kept = tensor.clone()
+    residual = torch.full((1000,), 0.5)
+    collectives.all_reduce(tensor, "avg", codec="int8", residual=residual)
+    assert torch.equal(tensor, kept) and residual.eq(0.5).all()
+    output = torch.empty(1000)
+    collectives.all_gather(output, tensor, codec="int8")
+    assert torch.equal(output, kept)
+    work = collectives.all_reduce(tensor, async_op=True)
+    assert work is not None and work.is_completed()
+    assert torch.equal(work.get_future().wait()[0], kept)
+    with pytest.raises(ValueError, match="codec"):
+        collectives.all_reduce(tensor, codec="int9")
+
+
+def test_world_size_one_does_nothing_and_loses_nothing() -> None:
+    run_ranks(single, 1)
+
+
+def seeds(rank: int, n: int) -> None:
+    torch.manual_seed(rank)
+    given = torch.randn(5000)
+    spec = "int8:round=stochastic"
+
+    def once(seed: int | None) -> torch.Tensor:
+        tensor = given.clone()
+        collectives.all_reduce(tensor, codec=spec, seed=seed)
+        return tensor
+
+    assert torch.equal(once(1), once(1))
+    assert not torch.equal(once(1), once(2))
+    assert not torch.equal(once(None), once(None))  # the call's number
+
+
+def test_seeds() -> None:
+    run_ranks(seeds, 2)
+
+
+def looks(rank: int, world_size: int) -> str:
+    """Whether operations of 4 KB made the engine look how far apart the cores are. It takes both at the same time."""
+    x, seen = torch.zeros(1024), torch.zeros(2)
+    patience, begun = Patience(), time.monotonic()
+    while True:
+        for _ in range(1024):
+            collectives.all_reduce(x)
+        late, busy = patience.seconds() > 20, time.monotonic() > begun + 40
+        seen[0] = float(collectives.info()["round_trip_ns"] > 0)
+        seen[1] = 1000.0 if late and rank == 0 else 1.0 if busy and rank == 0 else 0.0
+        collectives.all_reduce(seen)
+        if seen[0] == world_size:
+            return "looked"
+        if seen[1]:
+            return "did not look" if seen[1] == 1000 else "had no two cores at a time"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nothing to look at")
+def test_small_operations_look_where_the_cores_are_too() -> None:
+    # What is staged past a cache that the peer shares, or into one that it does not, took up to four times as long.
+    said = run_ranks(looks, 2)
+    if said[0].startswith("had no"):
+        pytest.skip(f"in 40 seconds the ranks {said[0]}")
+    assert said == ["looked", "looked"]

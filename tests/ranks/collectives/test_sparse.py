@@ -1,0 +1,65 @@
+"""Sparse codecs through the engine, on two real ranks: cut at granules, alike on both, and nothing lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dtcomm
+from dtcomm import algorithms
+from dtcomm.launch.ranks import run_ranks
+from tests.unit.collectives.calls import require_alike
+
+SPECS = ("topk:ratio=0.01", "topk:ratio=0.2,values=int4", "randk:ratio=0.05")
+
+
+def feeding_back(rank: int, n: int, spec: str, algorithm: str) -> None:
+    """result + all new residuals = all inputs + all old residuals, step after step."""
+    generator = torch.Generator().manual_seed(rank)
+    for count in (1, 4096, 70_001, 1_000_003):
+        residual = torch.zeros(count)
+        for _ in range(3):
+            x = torch.randn(count, generator=generator)
+            owed = x.double() + residual
+            dtcomm.all_reduce(x, codec=spec, algorithm=algorithm, residual=residual)
+            require_alike(x, (spec, algorithm, count))
+            held = residual.double() + (x.double() if rank == 0 else 0)
+            for total in (owed, held):
+                dist.all_reduce(total)
+            assert torch.allclose(held, owed, rtol=0, atol=3e-5), (spec, algorithm, count)
+            assert 0 < int((x != 0).sum()) <= max(1, count)
+
+
+def without_memory(rank: int, n: int, spec: str) -> None:
+    """Without a residual topk gives the largest sums, randk what is right on average."""
+    count = 8192
+    x = torch.randn(count, generator=torch.Generator().manual_seed(rank))
+    exact = x.clone()
+    dist.all_reduce(exact)
+    mean = torch.zeros(count, dtype=torch.float64)
+    steps = 40
+    for step in range(steps):
+        got = x.clone()
+        dtcomm.all_reduce(got, codec=spec, algorithm="two_shot", seed=step)
+        require_alike(got, spec)
+        mean += got.double() / steps
+    if spec.startswith("randk"):
+        assert abs(float((mean - exact).mean())) < 5 * 20 / (count * steps) ** 0.5 * float(
+            exact.abs().mean() + 1
+        )
+    else:
+        assert torch.equal(mean.float(), got)
+
+
+@pytest.mark.parametrize(
+    "algorithm", sorted({*algorithms.available("all_reduce")} & {"one_shot", "two_shot", "ring"})
+)
+@pytest.mark.parametrize("spec", SPECS)
+def test_all_reduce_with_feedback(spec: str, algorithm: str) -> None:
+    run_ranks(feeding_back, 2, spec, algorithm)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_all_reduce_without_feedback(spec: str) -> None:
+    run_ranks(without_memory, 2, spec)

@@ -1,0 +1,232 @@
+"""`compress(model, "auto")`: what it predicts, and what it does among real ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from dtcomm import ddp
+from dtcomm.codecs import codec
+from dtcomm.compress.autotune_model import NONE, Auto, Costs, Load, Plan, pick, plans
+from dtcomm.compress.bucket_layout import Member, Segment
+from dtcomm.compress.error_state import REPAID, Memory
+from dtcomm.compress.kernel_costs import relative_error
+from dtcomm.compress.powersgd import PowerSGD
+from dtcomm.compress.spec import scheme
+from dtcomm.ddp.autotune.tuner import COUNTED, FIRST, Tuner
+from dtcomm.ddp.rank_agreement import Group
+from dtcomm.launch.ranks import run_ranks
+from tests.unit.ddp.models import SMALL_BUCKETS, backward, gradients, wrapped
+
+SCHEMES = [scheme(spec) for spec in ("none", "fp16", "int8", "int4", "topk:ratio=0.01", "powersgd:rank=1")]
+ERRORS = dict(zip(SCHEMES, [0.0, 2e-4, 6e-3, 0.1, 0.95, 0.9], strict=True))
+MATRIX = (1024, 1024)
+
+
+def costs(gbit: float, encode: float = 3e-10, crowded: bool = False) -> Costs:
+    work = {each: (0.0, 0.0) if each == NONE else (encode, encode) for each in SCHEMES}
+    return Costs(ranks=2, latency=1e-4, per_byte=8e-9 / gbit, work=work, crowded=crowded)
+
+
+def loads(last: float, count: int = 4) -> list[Load]:
+    """Buckets of four matrices, ready evenly until `last`."""
+    return [
+        Load(ready=last * at / (count - 1), matrices=(MATRIX,) * 4, rest=4096, dtype=torch.float32)
+        for at in range(count)
+    ]
+
+
+def test_a_slow_link_wants_the_fewest_bytes_that_the_budget_allows() -> None:
+    for limit, expected in ((0.2, "int4"), (0.01, "int8"), (1e-3, "fp16"), (math.inf, "powersgd:rank=1")):
+        best, *_, own, plain = plans(costs(0.1), loads(0.05), ERRORS, limit)
+        assert plain.plain and own.own and str(best) == expected
+        assert best.seconds < plain.seconds and best.error <= limit
+
+
+def test_a_step_of_computing_hides_all_but_the_last_bucket() -> None:
+    """Uncompressed, a bucket of 16 MiB takes 17 ms at 8 Gbit/s, and 500 ms lie between two of them."""
+    found = plans(costs(8), loads(1.5), ERRORS, 0.2)
+    assert all(plan.seconds > 1.5 for plan in found)
+    assert [str(plan) for plan in found] == ["plain DDP", "none"]  # what could be gained is less than 5 %
+    mixed = plans(costs(0.4), loads(1.5), ERRORS, 0.2)
+    assert any("none (3 of 4 buckets)" in str(plan) and plan.schemes[-1] != NONE for plan in mixed[:-2])
+
+
+def test_kernels_that_cost_more_than_the_link_are_not_tried() -> None:
+    found = plans(costs(100, encode=1e-8, crowded=True), loads(0.01), ERRORS, 0.2)
+    assert [str(plan) for plan in found] == ["plain DDP", "none"]
+
+
+def test_what_loses_little_is_picked_among_those_that_are_as_good() -> None:
+    def plan(spec: str, error: float) -> Plan:
+        return Plan(schemes=(codec(spec),), seconds=1.0, error=error)
+
+    int4, int8, none = plan("int4", 0.1), plan("int8", 0.01), plan("none", 0.0)
+    assert pick([(int4, 1.0), (int8, 1.01), (none, 2.0)]) is int8
+    assert pick([(int4, 1.0), (int8, 1.2), (none, 2.0)]) is int4
+    assert pick([(int4, 0.98), (int8, 1.2), (none, 1.0)]) is none
+    own = replace(none, own=True)
+    assert pick([(int4, 0.9), (own, 0.8), (none, 1.0)]) is own
+    assert pick([(int4, 0.995), (own, 0.995), (none, 1.0)]) is none
+
+
+@pytest.mark.parametrize("chosen", SCHEMES)
+def test_errors_are_those_of_one_encoding(chosen: Any) -> None:
+    torch.manual_seed(0)
+    low_rank = torch.randn(128, 1) @ torch.randn(1, 128)
+    error = relative_error(chosen, low_rank)
+    if isinstance(chosen, PowerSGD):
+        assert error < 1e-5
+    else:
+        assert error <= 1.0 and (error > 0) == (chosen != NONE)
+
+
+def by_its_own_backend(rank: int, world_size: int) -> None:
+    """Where that is what pays, the hook is DDP without one, to the bit."""
+    ours, plain = wrapped(**SMALL_BUCKETS), wrapped(**SMALL_BUCKETS)
+    state = ddp.compress(ours, "auto")
+    for step in range(5):
+        assert isinstance(state._chooser, Tuner)
+        state._chooser.own = step >= 2
+        for model in (ours, plain):
+            model.zero_grad()
+            backward(model, rank, step)
+        for name, gradient in gradients(ours).items():
+            assert torch.equal(gradient, gradients(plain)[name]) or (world_size > 2 and step < 2)
+    assert state.report().wire_bytes > 0 and state.error is None
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_plain_ddp_is_plain_ddp(ranks: int) -> None:
+    run_ranks(by_its_own_backend, ranks)
+
+
+def test_what_is_owed_is_given_back_in_parts() -> None:
+    memory = Memory()
+    segment = Segment(0, 8, codec("int8"), torch.float32, [Member("w", 8, "")])
+    handed = memory.hand(segment, torch.zeros(8), 2)
+    assert handed.residual is not None
+    handed.residual.copy_(torch.arange(8.0))
+    memory.take(handed, 0)
+    memory.repay("w")
+    total, largest = torch.zeros(8), 0.0
+    for step in range(REPAID + 10):
+        if step in (
+            5,
+            9,
+        ):  # a checkpoint has what is still owed, and what is compressed again goes on with it
+            torch.testing.assert_close(
+                total + memory.state_dict()["residuals"].get("w", 0), torch.arange(8.0)
+            )
+        if step == 9:
+            owed = memory.hand(segment, torch.zeros(8), 2).residual
+            torch.testing.assert_close(total + owed, torch.arange(8.0))
+            memory.repay("w")
+            total, largest = torch.arange(8.0) - owed, 0.0
+        gradient = torch.zeros(8)
+        memory.plain(segment, gradient)
+        total, largest = total + gradient, max(largest, float(gradient.max()))
+    torch.testing.assert_close(total, torch.arange(8.0))
+    assert largest < 7 / REPAID * 1.01 and memory.held() == 0
+
+
+Outcome = tuple[str, list[str], list[dict[str, Any]]]
+
+
+def automatic(rank: int, world_size: int, steps: int, wide: int) -> Outcome:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(wide, wide) for _ in range(3))))
+    state = ddp.compress(model, "auto")
+    for step in range(steps):
+        model.zero_grad()
+        x = torch.randn(2, wide, generator=torch.Generator().manual_seed(step * 2 + rank))
+        model(x).square().mean().backward()
+    report = state.report()
+    assert str(state.events[-1]) in str(report) and state.error is None
+    return state.events[-1].action, [row.codec for row in report.rows], list(report.plans)
+
+
+def test_it_compresses_over_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DTCOMM_LINK", "100mbit,50us")
+    results = run_ranks(automatic, 2, 24, 256)
+    assert results[0] == results[1]
+    action, codecs, tried = results[0]
+    assert action.startswith("int4") and codecs[0] == "int4"
+    assert tried[-1]["plan"] == "none" and tried[0]["measured_ms"] < tried[-1]["measured_ms"]
+
+
+def test_ranks_that_share_memory_are_left_alone() -> None:
+    results = run_ranks(automatic, 2, 24, 256)
+    assert results[0] == results[1]
+    assert results[0] == ("none", ["none"], [])
+
+
+def on_two_hosts(rank: int, world_size: int) -> tuple[bool, bool]:
+    """The native engine serves several hosts too, over sockets."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DTCOMM_HOST_ID", f"host {rank}")
+        apart = Group(None)
+        per_byte = apart.probe()[1]
+        return apart.in_memory(), per_byte > 0
+
+
+def test_ranks_on_two_hosts_share_no_memory() -> None:
+    for together, measured in run_ranks(on_two_hosts, 2):
+        assert measured and not together
+
+
+def saved_over_a_link(rank: int, world_size: int) -> dict[str, Any]:
+    model = wrapped()
+    state = ddp.compress(model, "auto", candidates=["int8"], check_every=3)
+    for step in range(FIRST + 2 * COUNTED + 3):
+        backward(model, rank, step)
+    return state.state_dict()
+
+
+def loaded_elsewhere(
+    rank: int, world_size: int, states: list[dict[str, Any]]
+) -> tuple[bool, set[str], list[str]]:
+    model = wrapped()
+    state = ddp.compress(model, "auto", candidates=["int8"], check_every=3)
+    state.load_state_dict(states[rank])
+    same = state.state_dict()["auto"] == states[rank]["auto"]
+    used = set()
+    for step in range(state.steps, state.steps + 6):
+        backward(model, rank, step)
+        used |= {row.codec for row in state.report().rows}
+    return same, used, [event.action for event in state.events]
+
+
+def test_a_choice_is_in_the_checkpoint_and_a_link_that_has_become_fast_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as slow:
+        slow.setenv("DTCOMM_LINK", "10mbit")
+        states = run_ranks(saved_over_a_link, 2)
+    assert states[0]["auto"]["chosen"]["first.weight"] == "int8"
+    for same, used, actions in run_ranks(loaded_elsewhere, 2, states):
+        assert same and used == {"int8", "none"} and actions == ["none"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"budget": 0}, "budget=0: want a relative error above 0"),
+        ({"candidates": "int8"}, "candidates='int8': want a list of specs"),
+        ({"candidates": ["dgc"]}, "dgc replaces the optimiser's momentum"),
+        ({"every": 0}, "check_every=0: want 1 or more steps"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Auto(**options)
+
+
+def test_budget_without_auto() -> None:
+    with pytest.raises(ValueError, match="go with 'auto', got 'int8'"):
+        ddp.State("int8", budget=0.1)

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from dtcomm import ddp
+from dtcomm.launch.ranks import run_ranks
+from tests.unit.ddp.models import SMALL_BUCKETS, train, wrapped
+
+
+def saved(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def loaded(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data))  # weights_only, the default
+
+
+def resume(rank: int, world_size: int, spec: str) -> bool:
+    """Whether eight steps in one go equal four, a checkpoint, a fresh DDP, and four more."""
+    whole, first = wrapped(**SMALL_BUCKETS), wrapped(**SMALL_BUCKETS)
+    ddp.compress(whole, spec, seed=7)
+    state = ddp.compress(first, spec, seed=7)
+    train(whole, rank, range(8))
+    train(first, rank, range(4))
+    checkpoint = saved({"model": first.module.state_dict(), "compression": state.state_dict()})
+
+    # Another seed for the weights and the default buckets: only the checkpoint makes them equal.
+    second = wrapped(seed=1)
+    state = ddp.compress(second, spec)
+    values = loaded(checkpoint)
+    second.module.load_state_dict(values["model"])
+    state.load_state_dict(values["compression"])
+    assert state.steps == 4
+    train(second, rank, range(4, 8))
+    return all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("spec", ["int8", "fp16", "int8:round=stochastic"])
+def test_a_resumed_run_continues_bit_for_bit(ranks: int, spec: str) -> None:
+    assert run_ranks(resume, ranks, spec) == [True] * ranks
+
+
+def save(rank: int, world_size: int) -> bytes:
+    model = wrapped(**SMALL_BUCKETS)
+    state = ddp.compress(model, "int8")
+    train(model, rank, range(3))
+    return saved(state.state_dict())
+
+
+def load(rank: int, world_size: int, data: list[bytes]) -> tuple[bytes, str]:
+    states = [loaded(each) for each in data]
+    model = wrapped()
+    state = ddp.compress(model, "int8")
+    complaint = ""
+    try:
+        state.load_state_dict(states[0])
+    except ValueError as error:
+        complaint = str(error)
+    state.load_state_dict(states)
+    kept = saved(state.state_dict())
+    train(model, rank, range(3, 5))
+    assert state.steps == 5 and state.error is None and not state.events
+    return kept, complaint
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3)])
+def test_the_sum_of_the_residuals_survives_a_change_of_world_size(before: int, after: int) -> None:
+    states = run_ranks(save, before)
+    results = run_ranks(load, after, states)
+    assert all(f"one of {before} ranks', the group has {after}" in complaint for _, complaint in results)
+    old = [loaded(data)["residuals"] for data in states]
+    new = [loaded(data)["residuals"] for data, _ in results]
+    for name in old[0]:
+        into = sum(each[name].double() for each in old)
+        out_of = sum(each[name].double() for each in new if name in each)
+        assert isinstance(into, torch.Tensor)
+        assert isinstance(out_of, torch.Tensor)
+        assert into.any()
+        torch.testing.assert_close(into, out_of, rtol=0, atol=1e-6 * float(into.abs().max()))
+
+
+def refuse(rank: int, world_size: int) -> list[str]:
+    state = ddp.compress(wrapped(), "int8")
+    good = state.state_dict()
+    bad: list[Any] = [
+        {**good, "version": 99},
+        {**good, "residuals": {"gone.weight": torch.zeros(4)}},
+        {**good, "residuals": {"first.weight": torch.zeros(4)}},
+        [{**good, "rank": 1}, {**good, "rank": 0}],
+    ]
+    messages = []
+    for each in bad:
+        with pytest.raises(ValueError) as error:
+            state.load_state_dict(each)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_a_state_that_does_not_fit_is_refused_with_the_reason() -> None:
+    for version, name, size, order in run_ranks(refuse, 2):
+        assert "version 99" in version
+        assert "gone.weight" in name
+        assert "first.weight" in size
+        assert "2304" in size
+        assert "ranks [1, 0]" in order

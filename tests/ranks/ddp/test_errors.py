@@ -1,0 +1,99 @@
+"""An error reaches the caller of backward with its own type, and does not let the model go on."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from dtcomm import ddp
+from dtcomm.errors import PeerLost
+from dtcomm.launch.ranks import run_ranks, spawn_ranks, tell
+from tests.support.patience import Patience
+from tests.unit.ddp.models import SMALL_BUCKETS, backward, wrapped
+
+
+def unfit_residual(rank: int, world_size: int, options: dict[str, Any]) -> tuple[str, str, str]:
+    """What backward, the next backward and the state say, with a residual of the wrong size on every rank."""
+    model = wrapped(**options)
+    state = ddp.State("int8")
+    model.register_comm_hook(state, ddp.hook)
+    good = state.state_dict()
+    # A bare state cannot check names and sizes before it has seen the parameters.
+    names = [f"parameter.{number}" for number in range(7)]
+    state.load_state_dict({**good, "residuals": {name: torch.zeros(5) for name in names}})
+    messages = []
+    for step in range(2):
+        with pytest.raises(ValueError) as error:
+            backward(model, rank, step)
+        messages.append(str(error.value))
+    return messages[0], messages[1], str(state.error)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, SMALL_BUCKETS, {"find_unused_parameters": True}, {"static_graph": True}]
+)
+def test_an_error_of_the_hook_keeps_its_type_and_comes_again(options: dict[str, Any]) -> None:
+    for first, again, kept in run_ranks(unfit_residual, 2, options):
+        assert "has 5 elements, its gradient 2304" in first
+        assert first == again == kept
+
+
+def refuse_forward(rank: int, world_size: int) -> str:
+    model = wrapped()
+    state = ddp.compress(model, "int8")
+    state._backward.error = PeerLost("rank 5 is gone")
+    with pytest.raises(PeerLost) as error:
+        model(torch.zeros(1, 48))
+    return str(error.value)
+
+
+def test_after_an_error_the_model_refuses_to_start() -> None:
+    assert run_ranks(refuse_forward, 2) == ["rank 5 is gone"] * 2
+
+
+def train_until_it_fails(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """Trains for ever; tells type and text of the error, how long it took to come, and what came next."""
+    model = wrapped(**options)
+    state = ddp.compress(model, "int8")
+    for step in range(100_000):
+        patience = Patience()
+        try:
+            backward(model, rank, step)
+        except Exception as error:
+            seconds = patience.seconds()
+            if state.error is None and "find_unused_parameters" in options:
+                # torch's own all-reduce, of which parameters were used, met the death before the hook did.
+                tell((type(error).__name__, str(error), seconds, ""))
+                os._exit(
+                    0
+                )  # as the process of a job would: those who wait in it for this rank are told by that
+            assert state.error is error
+            with pytest.raises(type(error)) as again:
+                backward(model, rank, step)
+            tell((type(error).__name__, str(error), seconds, str(again.value)))
+            return
+        if step == 3:
+            tell("running")
+    raise AssertionError("nothing happened")
+
+
+@pytest.mark.parametrize("options", [{}, SMALL_BUCKETS, {"find_unused_parameters": True}])
+def test_a_killed_peer_is_named_by_backward_within_two_seconds(options: dict[str, Any]) -> None:
+    with spawn_ranks(train_until_it_fails, 3, options) as ranks:
+        for rank in range(3):
+            assert ranks.hear(rank, 60) == "running"
+        pid = ranks.pids[1]
+        ranks.kill(1)
+        told = [ranks.hear(rank, 20) for rank in (0, 2)]
+    for name, text, seconds, again in told:
+        assert seconds < 2.0
+        if name == "RuntimeError" and not again:
+            assert "gloo" in text.lower(), text
+            continue
+        assert name == "PeerLost", text
+        assert "rank 1" in text
+        assert str(pid) in text
+        assert again == text

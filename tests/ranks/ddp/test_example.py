@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+def torchrun(script: str, *arguments: str) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(ROOT / "examples" / script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_example_runs_under_torchrun_and_resumes(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "model")
+    first = torchrun("ddp_char_gpt.py", "--steps", "3", "--checkpoint", prefix)
+    assert "step    0  loss" in first
+    assert "policy: ndim<2" in first
+    second = torchrun("ddp_char_gpt.py", "--steps", "18", "--checkpoint", prefix, "--resume")
+    assert "step   20  loss" in second
+    assert "step    0" not in second
+
+
+def test_the_vision_example_learns_and_leaves_a_trace(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    trace = tmp_path / "digits.json"
+    said = torchrun("ddp_digits_cnn.py", "--codec", "int4", "--epochs", "2", "--trace", str(trace))
+    accuracy = float(said.split("epoch 1")[1].split("accuracy ")[1].split("%")[0])
+    assert accuracy > 60  # of ten digits
+    assert "efficiency" in said and "int4" in said
+    assert (tmp_path / "digits.rank1.json").exists()

@@ -1,0 +1,158 @@
+"""What error feedback promises, measured from outside: nothing is lost, and nothing bad stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dtcomm import ddp
+from dtcomm.launch.ranks import run_ranks
+from tests.unit.ddp.models import SMALL_BUCKETS, backward, gradients, local_gradients, wrapped
+
+BRANCH = "branch.weight"
+
+
+def summed(tensor: torch.Tensor) -> torch.Tensor:
+    total = tensor.double()
+    dist.all_reduce(total)
+    return total
+
+
+def residuals(state: ddp.State, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Every parameter's residual, zeros where it has none, in the gradient's shape."""
+    kept = state.state_dict()["residuals"]
+    return {
+        name: kept[name].view(tensor.shape) if name in kept else torch.zeros(tensor.shape)
+        for name, tensor in like.items()
+    }
+
+
+def mass(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> float:
+    """The largest relative gap between what went in and what came out, over all steps and parameters."""
+    model = wrapped(**SMALL_BUCKETS, **options)
+    state = ddp.compress(model, spec)
+    before: dict[str, torch.Tensor] = {}
+    gap = 0.0
+    for step in range(5):
+        model.zero_grad()
+        with local_gradients(model) as local:
+            # From the third step on no rank uses the branch: what its residuals hold must wait.
+            backward(model, rank, step, branch=step < 2 or "find_unused_parameters" not in options)
+        after, out = residuals(state, local), gradients(model)
+        for name, mine in local.items():
+            old = before.get(name, torch.zeros_like(mine))
+            into = summed(mine.double() + old.double())
+            out_of = world_size * out[name].double() + summed(after[name])
+            gap = max(gap, float((into - out_of).abs().max() / into.abs().max()))
+        if "find_unused_parameters" in options and step >= 2:
+            assert BRANCH not in out
+            assert torch.equal(
+                state.state_dict()["residuals"][BRANCH].view_as(before[BRANCH]), before[BRANCH]
+            )
+            after[BRANCH] = before[BRANCH]
+        before = after
+    assert all(before[name].any() for name in ("first.weight", BRANCH, "last.weight"))
+    return gap
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("spec", ["int8", "fp16"])
+def test_gradients_and_residuals_conserve_mass_across_the_bucket_rebuild(ranks: int, spec: str) -> None:
+    assert max(run_ranks(mass, ranks, spec, {})) < 1e-6
+
+
+def test_an_unused_parameter_keeps_its_residual() -> None:
+    assert max(run_ranks(mass, 2, "int8", {"find_unused_parameters": True})) < 1e-6
+
+
+def partly_used(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rank 0 alone uses the branch after the first step: totals of what went in, and of what came out."""
+    model = wrapped(find_unused_parameters=True)
+    state = ddp.compress(model, "int8")
+    into = torch.zeros(48, 48, dtype=torch.float64)
+    out_of = torch.zeros(48, 48, dtype=torch.float64)
+    for step in range(4):
+        model.zero_grad()
+        with local_gradients(model) as local:
+            backward(model, rank, step, branch=rank == 0 or step == 0)
+        into += summed(local.get(BRANCH, torch.zeros(48, 48)))
+        out_of += world_size * gradients(model)[BRANCH].double()
+    return into, out_of + summed(state.state_dict()["residuals"][BRANCH].view(48, 48))
+
+
+def test_a_parameter_that_some_ranks_leave_unused_conserves_mass() -> None:
+    into, out_of = run_ranks(partly_used, 2)[0]
+    torch.testing.assert_close(into, out_of, rtol=0, atol=1e-6 * float(into.abs().max()))
+
+
+def without_feedback(rank: int, world_size: int) -> tuple[int, float | None]:
+    model = wrapped()
+    state = ddp.compress(model, "int8", feedback=False)
+    for step in range(3):
+        backward(model, rank, step)
+    row = next(row for row in state.report().rows if row.codec == "int8")
+    return len(state.state_dict()["residuals"]), row.relative_error
+
+
+def test_without_feedback_nothing_is_kept_and_the_error_is_still_measured() -> None:
+    for count, error in run_ranks(without_feedback, 2):
+        assert count == 0
+        assert error is not None
+        assert 1e-4 < error < 0.05
+
+
+def poisoned(rank: int, world_size: int, bad: float, spec: str) -> tuple[list[bool], bool]:
+    """Whether each step's gradient of the first layer was finite, rank 1's own being ``bad`` in step 1."""
+    model = wrapped()
+    state = ddp.compress(model, spec)
+    finite = []
+    for step in range(4):
+        model.zero_grad()
+        backward(model, rank, step, scale=bad if (rank, step) == (1, 1) else 1.0)
+        finite.append(all(bool(gradient.isfinite().all()) for gradient in gradients(model).values()))
+    return finite, all(bool(kept.isfinite().all()) for kept in state.state_dict()["residuals"].values())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("spec", ["none", "fp16", "int8"])
+def test_nan_and_inf_reach_every_rank_and_are_gone_at_the_next_step(bad: float, spec: str) -> None:
+    for finite, residuals_finite in run_ranks(poisoned, 2, bad, spec):
+        assert finite == [True, False, True, True]
+        assert residuals_finite
+
+
+def scaled(rank: int, world_size: int) -> tuple[list[float], list[bool], float]:
+    """Scales after each step, whether the step was taken, and the gap to a run in full precision."""
+    model, plain = wrapped(), wrapped()
+    ddp.compress(model, "int8")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1000)
+    scales, taken = [], []
+    for step in range(6):
+        overflows = (rank, step) == (1, 2)
+        before = model.module.first.weight.detach().clone()
+        optimizer.zero_grad()
+        out = model(torch.randn(4, 48, generator=torch.Generator().manual_seed(10 * step + rank)))
+        scaler.scale(out.square().mean() * (float("inf") if overflows else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        taken.append(not torch.equal(before, model.module.first.weight))
+        if taken[-1]:
+            theirs.zero_grad()
+            out = plain(torch.randn(4, 48, generator=torch.Generator().manual_seed(10 * step + rank)))
+            out.square().mean().backward()
+            theirs.step()
+    moved = (model.module.first.weight - plain.module.first.weight).norm() / plain.module.first.weight.norm()
+    return scales, taken, float(moved.detach())
+
+
+def test_grad_scaler_skips_an_overflow_on_every_rank_and_goes_on() -> None:
+    for scales, taken, gap in run_ranks(scaled, 2):
+        assert taken == [True, True, False, True, True, True]
+        assert scales == [256.0, 256.0, 128.0, 128.0, 128.0, 128.0]
+        assert gap < 1e-2

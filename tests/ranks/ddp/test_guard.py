@@ -1,0 +1,317 @@
+"""Planted failures are seen by every rank, in the same step, and what was promised is done; nothing else is seen."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dtcomm import ddp
+from dtcomm.codecs import codec
+from dtcomm.compress.error_sample import Sample
+from dtcomm.compress.guard import CompressionHarmful, Guard, Watch, finer, residual_limit
+from dtcomm.compress.powersgd import PowerSGD
+from dtcomm.kernels import ops
+from dtcomm.launch.ranks import run_ranks
+from tests.unit.ddp.models import SMALL_BUCKETS, WIDTH, backward, batch, gradients, train, wrapped
+
+Seen = list[tuple[int, str, str, str]]
+
+
+def seen(state: ddp.State) -> Seen:
+    return [(event.step, event.kind, event.name, event.action) for event in state.events]
+
+
+def chosen(state: ddp.State) -> dict[str, str]:
+    """What each parameter was compressed with last."""
+    return {
+        member.name: str(segment.codec)
+        for packing in state._packings.current.values()
+        for segment in packing.segments
+        for member in segment.members
+    }
+
+
+def quiet(rank: int, world_size: int, spec: str) -> Seen:
+    model = wrapped(**SMALL_BUCKETS)
+    state = ddp.compress(model, spec, sample_every=3)
+    for step in range(20):
+        state.observe(1.0 / (step + 1) + 0.1 * rank)
+        model.zero_grad()
+        backward(model, rank, step)
+    return seen(state)
+
+
+@pytest.mark.parametrize("spec", ["int8", "fp16", "int8:round=stochastic", "powersgd:rank=2"])
+def test_no_false_alarm(spec: str) -> None:
+    assert run_ranks(quiet, 2, spec) == [[], []]
+
+
+class Spiky(nn.Module):
+    """The gradient of `layer` has elements 1e4 times larger than the rest, in every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.other = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heavy = torch.ones(WIDTH)
+        heavy[::16] = 1e4
+        out: torch.Tensor = self.layer(x * heavy) * 1e-4 + self.other(x)
+        return out
+
+
+def outliers(rank: int, world_size: int, guard: Guard) -> tuple[Seen, dict[str, str]]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Spiky())
+    state = ddp.compress(model, "int8", sample_every=2, guard=guard)
+    for step in range(9):
+        model.zero_grad()
+        backward_spiky(model, rank, step)
+    return seen(state), chosen(state)
+
+
+def backward_spiky(model: nn.Module, rank: int, step: int) -> None:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    model(torch.randn(8, WIDTH, generator=generator)).square().mean().backward()
+
+
+def test_a_layer_with_outliers_gets_more_precision() -> None:
+    results = run_ranks(outliers, 2, Guard(error=0.5))
+    assert results[0] == results[1]
+    events, codecs = results[0]
+    assert {name for _, _, name, _ in events} == {"layer.weight"}
+    assert events[0] == (2, "error", "layer.weight", "raise")
+    assert codecs == {"layer.weight": "fp16", "other.weight": "int8"}
+
+
+def test_an_action_may_be_to_ignore_or_only_to_warn() -> None:
+    assert run_ranks(outliers, 2, Guard(error=0.5, on_error="ignore"))[0][0] == []
+    events, codecs = run_ranks(outliers, 2, Guard(error=0.5, on_error="warn"))[0]
+    assert events and codecs["layer.weight"] == "int8"
+
+
+def outliers_at_two_bits(rank: int, world_size: int) -> tuple[Seen, dict[str, str]]:
+    """With the guard as it comes."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Spiky())
+    state = ddp.compress(model, "int2", sample_every=2)
+    for step in range(12):
+        model.zero_grad()
+        backward_spiky(model, rank, step)
+    return seen(state), chosen(state)
+
+
+def test_a_layer_with_outliers_at_two_bits_gets_more_of_them_and_no_other_does() -> None:
+    results = run_ranks(outliers_at_two_bits, 2)
+    assert results[0] == results[1]
+    events, codecs = results[0]
+    assert {(kind, name, action) for _, kind, name, action in events} == {("error", "layer.weight", "raise")}
+    assert codecs["layer.weight"] not in ("int2", "none") and codecs["other.weight"] == "int2"
+
+
+def nans(rank: int, world_size: int) -> tuple[str, int]:
+    model = wrapped(**SMALL_BUCKETS)
+    ddp.compress(model, "int8", guard=Guard(nonfinite=3))
+    for step in range(10):
+        model.zero_grad()
+        try:
+            backward(model, rank, step, scale=math.inf if rank == 1 and step >= 2 else 1.0)
+        except CompressionHarmful as error:
+            return str(error), step
+    return "", -1
+
+
+def test_nan_on_one_rank_for_too_long_stops_all() -> None:
+    """Bad steps are 2, 3 and 4; they are told of in 3, 4 and 5, and judged when 6 begins."""
+    assert run_ranks(nans, 2) == [("step 6: nonfinite is 3, limit 3: stop", 6)] * 2
+
+
+def stale(rank: int, world_size: int) -> tuple[Seen, float]:
+    model = wrapped(**SMALL_BUCKETS)
+    state = ddp.compress(model, "int8", sample_every=2)
+    train(model, rank, range(2))
+    saved = state.state_dict()
+    for residual in saved["residuals"].values():
+        residual.fill_(1e6)
+    # 127 times a power of two encodes without an error: a residual that int8 itself would never work off
+    # as fast as a checkpoint of another run brings it in is judged by what is left after one step.
+    saved["residuals"]["first.weight"].normal_()
+    saved["residuals"]["first.weight"] *= 1e4
+    state.load_state_dict(saved)
+    train(model, rank, range(2, 7), rate=0.0)
+    largest = max(float(residual.abs().max()) for residual in state.state_dict()["residuals"].values())
+    return seen(state), largest
+
+
+def test_a_residual_from_elsewhere_is_given_up() -> None:
+    for events, largest in run_ranks(stale, 2):
+        assert ("residual", "first.weight", "reset") in {event[1:] for event in events}
+        assert largest < 10
+
+
+def diverging(rank: int, world_size: int) -> tuple[Seen, set[str], set[str]]:
+    model = wrapped(**SMALL_BUCKETS)
+    state = ddp.compress(model, "int8", guard=Guard(steps=4))
+    during: set[str] = set()
+    for step in range(20):
+        state.observe(1.0 if step < 8 or step > 10 else 50.0)
+        model.zero_grad()
+        backward(model, rank, step)
+        if step == 11:
+            during = set(chosen(state).values())
+    return seen(state), during, set(chosen(state).values())
+
+
+def test_a_loss_that_jumps_switches_compression_off_for_a_while() -> None:
+    for events, during, after in run_ranks(diverging, 2):
+        assert events == [(10, "loss", "", "none")]  # told of in 8 and 9, judged when 9 and 10 begin
+        assert during == {"none"} and after == {"none", "int8"}
+
+
+def learning_too_fast(rank: int, world_size: int) -> tuple[Seen, set[str], list[float]]:
+    """A rate that is right for 15 steps and then a hundred times that."""
+    model = wrapped(**SMALL_BUCKETS)
+    state = ddp.compress(model, "int8")
+    losses = []
+    during: set[str] = set()
+    for step in range(22):
+        model.zero_grad()
+        loss = (model(batch(rank, step)) - 1).square().mean()
+        state.observe(loss.detach())
+        loss.backward()
+        losses.append(float(loss.detach()))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter -= (0.05 if step < 15 else 5.0) * parameter.grad
+        during |= set(chosen(state).values()) if step == 21 else set()
+    return seen(state), during, losses
+
+
+def test_a_diverging_learning_rate_switches_compression_off() -> None:
+    """So that one sees what compression has to do with it: nothing, here."""
+    for events, during, losses in run_ranks(learning_too_fast, 2):
+        assert losses[18] > 10 * losses[14]
+        assert events[0][0] in (19, 20, 21) and events[0][1:] == ("loss", "", "none"), (events, losses)
+        assert during == {"none"}
+
+
+def test_losses_near_zero_may_differ_by_factors() -> None:
+    """Minibatch losses of a model that has almost learnt its data, and then one that diverges."""
+    generator = torch.Generator().manual_seed(0)
+    watch = Watch(Guard())
+    for step in range(400):
+        loss = math.exp(-step / 100 + float(torch.randn((), generator=generator)))
+        watch.judge(step, torch.tensor([0.0, loss, 0.0, 0.0]))
+    assert watch.events == []
+    for step in range(400, 410):
+        watch.judge(step, torch.tensor([0.0, 3.0 * 2 ** (step - 400), 0.0, 0.0]))
+    assert [event.kind for event in watch.events][:1] == ["loss"]
+    assert watch.events[0].step < 406
+
+
+@pytest.mark.parametrize("spec", ["int8", "int4", "int3", "int2", "int2:symmetric=false", "mxfp4"])
+@pytest.mark.parametrize("tails", [None, 3.0])
+def test_outliers_are_told_from_few_bits(spec: str, tails: float | None) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8192) if tails is None else torch.distributions.StudentT(tails).sample((8192,))
+    spiky = x.clone()
+    spiky[::16] = 1e6
+    missing = []
+    for gradient in (x, spiky):
+        sample = Sample.take("w", codec(spec), 1.0, gradient, None)
+        lost = torch.zeros_like(gradient)
+        ops.encode(spec, gradient, residual=lost)
+        missing.append(sample.measure(lost)[0])
+    assert missing[0] < 0.85
+    assert missing[1] > 0.9
+
+
+def one_rank_s_loss(rank: int, world_size: int) -> Seen:
+    """A loss that only one rank tells, and one that is NaN: the mean is over those that told one."""
+    model = wrapped(**SMALL_BUCKETS)
+    state = ddp.compress(model, "int8")
+    for step in range(12):
+        if rank == 0:
+            state.observe(1.0)
+        else:
+            state.observe(torch.tensor(math.nan))
+        model.zero_grad()
+        backward(model, rank, step)
+    return seen(state)
+
+
+def test_the_mean_loss_is_over_those_that_have_one() -> None:
+    assert run_ranks(one_rank_s_loss, 2) == [[], []]
+
+
+def warming(rank: int, world_size: int) -> list[set[str]]:
+    model = wrapped(**SMALL_BUCKETS)
+    state = ddp.compress(model, "int8", warmup=3)
+    used = []
+    for step in range(5):
+        model.zero_grad()
+        backward(model, rank, step)
+        assert all(gradient.isfinite().all() for gradient in gradients(model).values())
+        used.append(set(chosen(state).values()))
+    assert state.report().rows[0].why in ("", "warm-up until step 3")
+    return used
+
+
+def test_warm_up_is_uncompressed() -> None:
+    assert run_ranks(warming, 2) == [[{"none"}] * 3 + [{"none", "int8"}] * 2] * 2
+
+
+def remembered(rank: int, world_size: int) -> tuple[dict[str, str], dict[str, int]]:
+    """A decision survives a checkpoint."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Spiky())
+    state = ddp.compress(model, "int8", sample_every=2, guard=Guard(error=0.5))
+    for step in range(5):
+        model.zero_grad()
+        backward_spiky(model, rank, step)
+    saved = state.state_dict()
+    other = DistributedDataParallel(Spiky())
+    again = ddp.compress(other, "int8", sample_every=0)
+    again.load_state_dict(saved)
+    backward_spiky(other, rank, 5)
+    return chosen(again), dict(state.report().events)
+
+
+def test_decisions_are_in_the_state() -> None:
+    for codecs, events in run_ranks(remembered, 2):
+        assert codecs["layer.weight"] == "fp16" and codecs["other.weight"] == "int8"
+        assert events == {"error: raise": 1}
+
+
+@pytest.mark.parametrize("name", ["int8", "fp16", "bf16", "none"])
+def test_the_ladder_ends_at_none(name: str) -> None:
+    scheme: Any = codec(name)
+    for _ in range(12):
+        scheme = finer(scheme)
+    assert scheme == codec("none")
+
+
+def test_the_ladder_of_powersgd() -> None:
+    scheme = finer(PowerSGD(rank=4))
+    assert scheme == PowerSGD(rank=8) and residual_limit(scheme) > residual_limit(codec("int8"))
+    assert str(finer(PowerSGD(rank=16))) == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"on_error": "panic"}, "on_error is 'panic'; valid: ignore, warn"),
+        ({"spike": 0}, "spike is 0; valid: a number above 0"),
+        ({"steps": 0}, "steps is 0; valid: 1 or more"),
+    ],
+)
+def test_wrong_guards(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Guard(**options)

@@ -1,0 +1,232 @@
+"""The hook against plain DDP, in every mode that DDP has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dtcomm import ddp
+from dtcomm.launch.ranks import run_ranks
+from tests.unit.ddp.models import SMALL_BUCKETS, WIDTH, Net, backward, batch, gradients, train, wrapped
+
+MODES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "small_buckets": SMALL_BUCKETS,
+    "static_graph": {"static_graph": True, **SMALL_BUCKETS},
+    "bucket_view": {"gradient_as_bucket_view": True, **SMALL_BUCKETS},
+    "find_unused": {"find_unused_parameters": True, **SMALL_BUCKETS},
+}
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], relative: float | None) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, gradient in ours.items():
+        if relative is None:
+            assert torch.equal(gradient, theirs[name]), name
+        else:
+            torch.testing.assert_close(
+                gradient, theirs[name], rtol=0, atol=relative * float(theirs[name].abs().max())
+            )
+
+
+def against_plain(
+    rank: int, world_size: int, spec: str, mode: str, dtype: torch.dtype, relative: float | None
+) -> None:
+    ours, plain = wrapped(dtype=dtype, **MODES[mode]), wrapped(dtype=dtype, **MODES[mode])
+    ddp.compress(ours, spec)
+    for step in range(5):
+        for model in (ours, plain):
+            model.zero_grad()
+            backward(model, rank, step, branch=mode != "find_unused" or (step + rank) % 3 == 0)
+        same(gradients(ours), gradients(plain), relative)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_none_is_plain_ddp_to_the_bit_on_two_ranks(mode: str) -> None:
+    run_ranks(against_plain, 2, "none", mode, torch.float32, None)
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "relative"),
+    [
+        ("none", torch.float32, 1e-6),
+        ("int8", torch.float32, 0.05),
+        ("int8", torch.bfloat16, 0.06),
+        ("fp16", torch.float32, 2e-3),
+    ],
+)
+@pytest.mark.parametrize("mode", ["small_buckets", "find_unused"])
+def test_three_ranks_agree_with_plain_ddp(mode: str, spec: str, dtype: torch.dtype, relative: float) -> None:
+    run_ranks(against_plain, 3, spec, mode, dtype, relative)
+
+
+def all_ranks_alike(rank: int, world_size: int, spec: str) -> bool:
+    model = wrapped(**SMALL_BUCKETS)
+    ddp.compress(model, spec)
+    train(model, rank, range(4))
+    mine = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    theirs = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(theirs, mine)
+    return all(torch.equal(mine, other) for other in theirs)
+
+
+@pytest.mark.parametrize("spec", ["int8", "fp16", "bf16"])
+def test_ranks_stay_identical(spec: str) -> None:
+    assert run_ranks(all_ranks_alike, 3, spec) == [True] * 3
+
+
+class Mixed(nn.Module):
+    """One layer in each dtype that models are trained in, and one that only `none` can carry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for dtype in dtypes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype))
+        return x
+
+
+def mixed(rank: int, world_size: int) -> list[tuple[str, str, str]]:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(DistributedDataParallel(Mixed()))
+    state = ddp.compress(models[0], "int8")
+    for step in range(3):
+        for model in models:
+            model.zero_grad()
+            model(batch(rank, step)).square().mean().backward()
+        same(gradients(models[0]), gradients(models[1]), 0.06)
+    return [(row.dtype, row.codec, row.why) for row in state.report().rows]
+
+
+def test_a_model_of_several_dtypes_is_compressed_where_it_can_be() -> None:
+    rows = set(run_ranks(mixed, 2)[0])
+    assert {(dtype, "int8", "") for dtype in ("float32", "bfloat16", "float16")} < rows
+    assert ("float64", "none", "int8 does not take float64") in rows
+
+
+def uneven(rank: int, world_size: int) -> tuple[torch.Tensor, int]:
+    """Rank 1 has twice the batches of rank 0, which only keeps it company from then on."""
+    model = wrapped(**SMALL_BUCKETS)
+    state = ddp.compress(model, "int8")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with model.join():
+        for step in range(3 + 3 * rank):
+            optimizer.zero_grad()
+            backward(model, rank, step)
+            optimizer.step()
+    assert state.error is None
+    return model.module.first.weight.detach().clone(), state.report().messages
+
+
+def test_join_lets_ranks_have_uneven_inputs() -> None:
+    (weight, _), (other, messages) = run_ranks(uneven, 2)
+    assert torch.equal(weight, other)  # join() ends with a broadcast from the last to arrive
+    assert messages >= 6
+
+
+def accumulate(rank: int, world_size: int) -> None:
+    ours, plain = wrapped(), wrapped()
+    ddp.compress(ours, "none")
+    for step in range(4):
+        for model in (ours, plain):
+            model.zero_grad()
+            with model.no_sync():
+                backward(model, rank, 2 * step)
+            backward(model, rank, 2 * step + 1)
+        same(gradients(ours), gradients(plain), None)
+
+
+def test_no_sync_accumulates_as_plain_ddp_does() -> None:
+    run_ranks(accumulate, 2)
+
+
+def bare_state(rank: int, world_size: int) -> tuple[dict[str, Any], bool]:
+    """The pair that frameworks register, against `compress`: the same gradients under other names."""
+    bare, named = wrapped(**SMALL_BUCKETS), wrapped(**SMALL_BUCKETS)
+    state = ddp.State("int8")
+    bare.register_comm_hook(state, ddp.hook)
+    ddp.compress(named, "int8")
+    for step in range(4):
+        for model in (bare, named):
+            model.zero_grad()
+            backward(model, rank, step)
+        same(gradients(bare), gradients(named), None)
+    return state.state_dict(), state.error is None
+
+
+def test_a_bare_state_names_parameters_alike_on_all_ranks() -> None:
+    (first, fine), (second, _) = run_ranks(bare_state, 2)
+    assert fine
+    assert len(first["residuals"]) == 3
+    assert all(name.startswith("parameter.") for name in first["residuals"])
+    assert {n: r.shape for n, r in first["residuals"].items()} == {
+        n: r.shape for n, r in second["residuals"].items()
+    }
+
+
+def two_models(rank: int, world_size: int) -> None:
+    models = [wrapped(seed=seed) for seed in range(2)]
+    alone = [wrapped(seed=seed) for seed in range(2)]
+    states = [ddp.compress(model, "int8") for model in models]
+    for model in alone:
+        ddp.compress(model, "int8")
+    for step in range(3):  # interleaved here, one after the other below
+        for model in models:
+            model.zero_grad()
+            backward(model, rank, step)
+    for model in alone:
+        for step in range(3):
+            model.zero_grad()
+            backward(model, rank, step)
+    for one, other in zip(models, alone, strict=True):
+        same(gradients(one), gradients(other), None)
+    assert [state.steps for state in states] == [3, 3]
+
+
+def test_models_do_not_disturb_each_other() -> None:
+    run_ranks(two_models, 2)
+
+
+def subgroup(rank: int, world_size: int) -> float:
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return 0.0
+    model = wrapped(process_group=group)
+    ddp.compress(model, "none")
+    backward(model, rank, 0)
+    first = model.module.first.weight.grad
+    assert first is not None
+    return float(first.sum())
+
+
+def test_a_model_on_a_subgroup_averages_over_it() -> None:
+    first, _, third = run_ranks(subgroup, 3)
+    assert first == third != 0.0
+
+
+def test_compress_wants_a_ddp_model() -> None:
+    with pytest.raises(TypeError, match="want a DistributedDataParallel, got Net"):
+        ddp.compress(Net(), "int8")  # type: ignore[arg-type]
+
+
+def twice(rank: int, world_size: int) -> str:
+    model = wrapped()
+    ddp.compress(model, "int8")
+    with pytest.raises(RuntimeError) as error:
+        ddp.compress(model, "int8")
+    backward(model, rank, 0)
+    return str(error.value)
+
+
+def test_a_second_hook_is_refused_and_the_first_goes_on() -> None:
+    assert all("register_comm_hook" in message for message in run_ranks(twice, 2))

@@ -1,0 +1,303 @@
+"""Local SGD: what the ranks' weights are after each average, and that nothing is lost on the way there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dtcomm import ddp
+from dtcomm.compress.guard import Guard
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.measure.simulated_ranks import Simulated
+from tests.unit.ddp.models import Net, backward, wrapped
+
+
+def made(seed: int = 0, dtype: torch.dtype = torch.float32) -> Net:
+    torch.manual_seed(seed)
+    return Net(dtype)
+
+
+def train(
+    model: nn.Module, local: ddp.LocalSGD | None, rank: int, steps: range, rate: float = 0.05
+) -> list[bool]:
+    """Plain SGD on this rank's batches; whether each step ended with an average."""
+    met = []
+    for step in steps:
+        model.zero_grad()
+        backward(model, rank, step)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter -= rate * parameter.grad
+        met.append(local is not None and local.step())
+    return met
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def everywhere(mine: torch.Tensor) -> list[torch.Tensor]:
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    return every
+
+
+def like_ddp(rank: int, world_size: int) -> float:
+    """With an average after every step SGD on local weights is SGD on averaged gradients."""
+    model, plain = made(seed=rank), wrapped()
+    local = ddp.LocalSGD(model, every=1, spec="none")
+    train(model, local, rank, range(5))
+    train(plain, None, rank, range(5))
+    return float((weights(model) - weights(plain)).abs().max())
+
+
+def test_every_step_uncompressed_is_ddp() -> None:
+    assert max(run_ranks(like_ddp, 2)) < 1e-6
+
+
+def schedule(rank: int, world_size: int) -> tuple[list[bool], list[bool]]:
+    model = made()
+    local = ddp.LocalSGD(model, every=3, warmup=2)
+    met = train(model, local, rank, range(9))
+    same = []
+    for step in range(9, 12):
+        train(model, local, rank, range(step, step + 1))
+        every = everywhere(weights(model))
+        same.append(all(torch.equal(every[0], other) for other in every))
+    return met, same
+
+
+def test_ranks_meet_after_each_step_of_the_warm_up_and_then_every_so_many() -> None:
+    for met, same in run_ranks(schedule, 3):
+        assert met == [True, True, False, False, True, False, False, True, False]
+        assert same == [False, True, False]
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "int4": ("int4", {}),
+    "topk, bf16": ("topk:ratio=0.05", {"residual": "bf16"}),
+    "EF21": ("int2", {"feedback": "ef21"}),
+    "PowerSGD": ("powersgd:rank=2", {}),
+    "no feedback": ("int4", {"feedback": False}),
+}
+
+
+def as_stated(rank: int, world_size: int, spec: str, options: dict[str, Any], outer: bool) -> None:
+    """Against the algorithm written out: differences of all ranks, averaged in a loop, taken by the outer optimiser."""
+    model = made()
+    start = [parameter.detach().clone() for parameter in model.parameters()]
+    named = list(model.named_parameters())
+
+    def momentum(tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(tensors, lr=0.7, momentum=0.9, nesterov=True)
+
+    local = ddp.LocalSGD(
+        model,
+        4,
+        spec,
+        algorithm="one_shot",
+        outer=momentum if outer else None,
+        bucket_bytes=12_000,
+        **options,
+    )
+    run = Simulated(spec, world_size, named, **options)
+    theirs = momentum(start)
+    for sync in range(4):
+        train(model, local, rank, range(4 * sync, 4 * sync + 3))
+        # The last step by hand, so that the weights before the average can be seen.
+        train(model, None, rank, range(4 * sync + 3, 4 * sync + 4))
+        every: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
+        for common, (_, parameter) in zip(start, named):
+            for each, weight in zip(every, everywhere(parameter.detach())):
+                each.append(common - weight)
+        means = run.average(every)
+        assert local.step()
+        assert len(local._buckets) > 1
+        for common, mean in zip(start, means):
+            if outer:
+                common.grad = mean.clone()
+            else:
+                common -= mean
+        if outer:
+            theirs.step()
+        for (name, parameter), common in zip(named, start):
+            assert torch.equal(parameter, common), (sync, name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_weights_are_what_the_algorithm_says_to_the_bit(kind: str) -> None:
+    run_ranks(as_stated, 2, *KINDS[kind], kind == "int4")
+
+
+def resumed(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> bool:
+    """Stopped between two averages and continued in another model."""
+
+    def outer(tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(tensors, lr=0.7, momentum=0.9)
+
+    whole, first, second = made(), made(), made(seed=7)
+    train(whole, ddp.LocalSGD(whole, 3, spec, outer=outer, **options), rank, range(11))
+    local = ddp.LocalSGD(first, 3, spec, outer=outer, **options)
+    train(first, local, rank, range(5))
+    state, values = local.state_dict(), first.state_dict()
+    local = ddp.LocalSGD(second, 3, spec, outer=outer, **options)
+    second.load_state_dict(values)
+    local.load_state_dict(state)
+    train(second, local, rank, range(5, 11))
+    return torch.equal(weights(whole), weights(second))
+
+
+@pytest.mark.parametrize("kind", ["topk, bf16", "EF21", "PowerSGD"])
+def test_a_resumed_run_continues_bit_for_bit(kind: str) -> None:
+    assert run_ranks(resumed, 2, *KINDS[kind]) == [True] * 2
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(48, 48)
+        self.norm = nn.BatchNorm1d(48)
+
+    def forward(self, x: torch.Tensor, branch: bool = True) -> torch.Tensor:
+        out: torch.Tensor = self.norm(self.layer(x))
+        return out
+
+
+def reported(rank: int, world_size: int) -> tuple[bool, str]:
+    model = Normalised()
+    local = ddp.LocalSGD(model, 2, "int8")
+    train(model, local, rank, range(4))
+    every = everywhere(model.norm.running_mean)  # type: ignore[arg-type]
+    return all(torch.equal(every[0], other) for other in every), str(local.report())
+
+
+def test_running_means_are_averaged_and_the_report_says_what_was_sent() -> None:
+    for same, text in run_ranks(reported, 2):
+        assert same
+        assert "a buffer" in text
+        assert "4 steps, 2 messages" in text
+        assert "of common weights" in text
+
+
+def poisoned(rank: int, world_size: int) -> tuple[str, bool, bool]:
+    model = made()
+    local = ddp.LocalSGD(model, 2, "int8")
+    train(model, local, rank, range(2))
+    good = weights(model)
+    with torch.no_grad():
+        if rank == 1:
+            model.first.weight[3, 5] = float("nan")
+    with pytest.raises(FloatingPointError) as error:
+        local.sync()
+    back = torch.equal(good, weights(model))
+    train(model, local, rank, range(2, 6))
+    return str(error.value), back, bool(torch.isfinite(weights(model)).all())
+
+
+def test_nan_takes_all_ranks_back_to_the_weights_of_the_last_average() -> None:
+    for message, back, finite in run_ranks(poisoned, 2):
+        assert "after 2 steps: a rank brought NaN or Inf" in message
+        assert back
+        assert finite
+
+
+class Uneven(nn.Module):
+    """Of `first`, some differences are 1e4 times larger than the rest, in every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(48, 48, bias=False)
+        self.last = nn.Linear(48, 48, bias=False)
+
+    def forward(self, x: torch.Tensor, branch: bool = True) -> torch.Tensor:
+        heavy = torch.ones(48)
+        heavy[::16] = 1e4
+        out: torch.Tensor = self.first(x * heavy) * 1e-4 + self.last(x)
+        return out
+
+
+def guarded(rank: int, world_size: int) -> tuple[list[str], dict[str, str]]:
+    """Averages of differences with outliers, then a loss that jumps; what each weight travelled in after either."""
+    model = Uneven()
+    local = ddp.LocalSGD(model, 2, "int2", sample_every=2, guard=Guard(steps=3))
+
+    def codecs() -> dict[str, str]:
+        return {
+            member.name: str(segment.codec)
+            for _, packing in local._buckets
+            for segment in packing.segments
+            for member in segment.members
+        }
+
+    train(model, local, rank, range(12), rate=1e-3)
+    refined = codecs()
+    again = ddp.LocalSGD(Uneven(), 2, "int2")
+    again.load_state_dict(local.state_dict())
+    again.sync()
+    assert again.state_dict()["watch"] == local.state_dict()["watch"]
+    assert not again._buckets[0][1].spec.startswith("int2")
+    for step in range(12, 40):
+        local.observe(1.0 if step < 32 else 50.0)
+        train(model, local, rank, range(step, step + 1), rate=0.0)
+    assert set(codecs().values()) == {"none"} and "guard" in str(local.report())
+    return [f"{event.kind} {event.name} {event.action}" for event in local.events], refined
+
+
+def test_the_guard_watches_averages() -> None:
+    results = run_ranks(guarded, 2)
+    assert results[0] == results[1]
+    events, codecs = results[0]
+    assert set(events[:-1]) == {"error first.weight raise"} and events[-1] == "loss  none"
+    assert codecs["first.weight"] not in ("int2", "none") and codecs["last.weight"] == "int2"
+
+
+def wrong(rank: int, world_size: int) -> None:
+    for arguments, says in (
+        ({"every": 0}, "every=0: want 1 or more"),
+        ({"spec": "dgc"}, "dgc has a momentum for gradients"),
+        ({"feedback": "ef20"}, "feedback: 'ef20'"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            ddp.LocalSGD(made(), **arguments)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="got DistributedDataParallel"):
+        ddp.LocalSGD(DistributedDataParallel(made()))
+
+
+def test_wrong_arguments_are_named() -> None:
+    run_ranks(wrong, 2)
+
+
+def alone(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> float:
+    """One rank: what compresses gradients changes nothing but by DGC's momentum."""
+    ours, plain = wrapped(), wrapped()
+    ddp.compress(ours, spec, **options)
+    optimizers = [
+        torch.optim.SGD(ours.parameters(), lr=0.05),
+        torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9 if spec == "dgc" else 0.0),
+    ]
+    for step in range(5):
+        for model, optimizer in zip((ours, plain), optimizers):
+            optimizer.zero_grad()
+            backward(model, rank, step)
+            optimizer.step()
+    return float((weights(ours) - weights(plain)).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [
+        ("int4", {}),
+        ("topk", {"feedback": "ef21"}),
+        ("dgc", {}),
+        ("powersgd", {}),
+        ("int4", {"residual": "bf16"}),
+    ],
+)
+def test_one_rank_alone_loses_nothing(spec: str, options: dict[str, Any]) -> None:
+    assert run_ranks(alone, 1, spec, options)[0] < 1e-6

@@ -1,0 +1,125 @@
+"""Kinds of feedback and DGC in the hook: the same bits as ranks in a loop, reports, checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from dtcomm import ddp
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.measure.simulated_ranks import Simulated
+from tests.unit.ddp.models import SMALL_BUCKETS, backward, gradients, local_gradients, train, wrapped
+
+#: Everything that keeps something, with what it is given.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "error feedback": ("int4", {}),
+    "stochastic": ("int4:round=stochastic", {"seed": 3}),
+    "in bf16": ("topk:ratio=0.05", {"residual": "bf16"}),
+    "in 8 bit": ("int2", {"residual": "int8"}),
+    "EF21": ("topk:ratio=0.05", {"feedback": "ef21"}),
+    "DIANA": ("int4:round=stochastic", {"feedback": "diana"}),
+    "EF21 of factors": ("powersgd:rank=2/int8", {"feedback": "ef21"}),
+    "shared positions": ("randk:ratio=0.05,positions=shared", {"seed": 3}),
+    "DGC": ("dgc:ratio=0.02,clip=0.5,warmup=4", {}),
+    "DGC in bf16": ("dgc:ratio=0.02,warmup=3/int4", {"residual": "bf16"}),
+}
+
+
+def against_the_loop(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> None:
+    model = wrapped(**SMALL_BUCKETS)
+    state = ddp.compress(model, spec, algorithm="one_shot", sample_every=2, guard=None, **options)
+    named = list(model.module.named_parameters())
+    run = Simulated(spec, world_size, named, **options)
+    with local_gradients(model) as mine:
+        for step in range(6):
+            model.zero_grad()
+            backward(model, rank, step)
+            every: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
+            for name, parameter in named:
+                received = [torch.empty_like(parameter.data) for _ in range(world_size)]
+                dist.all_gather(received, mine[name])
+                for each, gradient in zip(every, received):
+                    each.append(gradient)
+            ours = gradients(model)
+            for (name, _), expected in zip(named, run.average(every)):
+                assert torch.equal(ours[name], expected), (step, name)
+    state.report()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_hook_does_what_ranks_in_a_loop_do_to_the_bit(kind: str) -> None:
+    run_ranks(against_the_loop, 2, *KINDS[kind])
+
+
+def resumed(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> bool:
+    """Stopped after 3 of 7 steps and continued in a model wrapped anew."""
+    whole, first = wrapped(**SMALL_BUCKETS), wrapped(**SMALL_BUCKETS)
+    ddp.compress(whole, spec, **options)
+    expected = train(whole, rank, range(7))[3:]
+    state = ddp.compress(first, spec, **options)
+    train(first, rank, range(3))
+    saved, weights = state.state_dict(), first.module.state_dict()
+    second = DistributedDataParallel(wrapped(1).module, **SMALL_BUCKETS)
+    second.module.load_state_dict(weights)
+    ddp.compress(second, spec, **options).load_state_dict(saved)
+    got = train(second, rank, range(3, 7))
+    return all(torch.equal(a[name], b[name]) for a, b in zip(expected, got) for name in a)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_continues_bit_for_bit(kind: str) -> None:
+    assert run_ranks(resumed, 2, *KINDS[kind]) == [True] * 2
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "static_graph": {"static_graph": True, **SMALL_BUCKETS},
+    "bucket_view": {"gradient_as_bucket_view": True, **SMALL_BUCKETS},
+    "find_unused": {"find_unused_parameters": True, **SMALL_BUCKETS},
+}
+
+
+def everywhere(rank: int, world_size: int, spec: str, options: dict[str, Any], mode: str) -> bool:
+    model = wrapped(dtype=torch.bfloat16, **MODES[mode])
+    ddp.compress(model, spec, **options)
+    for step in range(6):
+        model.zero_grad()
+        backward(model, rank, step % 2, branch=mode != "find_unused" or (step + rank) % 3 == 0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.02 * parameter.grad
+    mine = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    theirs = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(theirs, mine)
+    return all(torch.equal(mine, other) for other in theirs) and bool(torch.isfinite(mine).all())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["in 8 bit", "EF21", "DGC"])
+def test_ranks_stay_identical(mode: str, kind: str) -> None:
+    assert run_ranks(everywhere, 2, *KINDS[kind], mode) == [True] * 2
+
+
+def reported(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> tuple[dict[str, int], str]:
+    model = wrapped(**SMALL_BUCKETS)
+    state = ddp.compress(model, spec, **options)
+    train(model, rank, range(5))
+    return state.report().memory, str(state.report())
+
+
+def test_the_report_says_what_is_held() -> None:
+    memory, text = run_ranks(reported, 2, "int8", {"residual": "bf16"})[0]
+    matrices = 3 * 48 * 48
+    assert memory["residuals in bf16"] == pytest.approx(2 * matrices, rel=0.01)
+    assert 4 * 48 * 48 <= memory["fp32 within a step"] <= 4 * matrices
+    assert "13.5 KiB of residuals in bf16" in text
+    memory, text = run_ranks(reported, 2, "topk", {"feedback": "ef21"})[0]
+    assert memory == {"references": 8 * matrices}
+    assert "feedback ef21" in text
+    memory, text = run_ranks(reported, 2, "dgc:warmup=3", {})[0]
+    assert memory == {"residuals in fp32": 4 * matrices, "velocities": 4 * (matrices + 4 * 48)}
+    assert "\ndgc " in text

@@ -1,0 +1,49 @@
+"""What a run writes of its own times, and what `dtcomm plan` makes of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dtcomm import ddp
+from dtcomm.cli.plan.main import main
+from dtcomm.launch.ranks import run_ranks
+from tests.unit.ddp.models import SMALL_BUCKETS, train, wrapped
+
+
+def recorded(rank: int, world_size: int, path: str) -> bool:
+    model = wrapped(**SMALL_BUCKETS)
+    state = ddp.compress(model, "int8")
+    with pytest.raises(ValueError, match="there is no folder"):
+        state.record("/no/where.json")
+    state.record(path, steps=5)
+    train(model, rank, range(5))
+    early = Path(path).exists()
+    train(model, rank, range(2))
+    return early
+
+
+def test_a_run_is_recorded_and_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "steps.json"
+    assert run_ranks(recorded, 2, str(path)) == [False, False]
+    found = json.loads(path.read_text())
+    assert (found["ranks"], found["steps"]) == (2, 5)
+    assert len(found["buckets"]) > 1 and found["buckets"][0]["ready_ms"] == 0
+    assert found["step_ms"] > 0 and found["rest_ms"] >= 0
+    ask = [
+        "--inside",
+        "memory",
+        "--between",
+        "1gbit",
+        "--hosts",
+        "2",
+        "--per-host",
+        "1",
+        "--record",
+        str(path),
+    ]
+    assert main([*ask, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)["record"]
+    assert [row["codec"] for row in record["rows"]] == ["none", "int8"]
+    assert record["rows"][1]["step_ms"] < record["rows"][0]["step_ms"]
+    assert record["replay_error"] is not None

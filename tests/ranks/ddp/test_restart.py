@@ -1,0 +1,29 @@
+"""A rank is killed in a backward pass: the others say which, torchrun starts all again, and training goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from dtcomm.launch.elastic import launch
+from dtcomm.launch.ranks import run_ranks
+from tests.unit.ddp.restarting import main, train
+
+
+def uninterrupted(rank: int, world_size: int, folder: str) -> tuple[int, float]:
+    return train(Path(folder), -1)
+
+
+@pytest.mark.slow
+def test_a_run_whose_rank_was_killed_in_backward_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "killed").mkdir()
+    whole = run_ranks(uninterrupted, 2, str(tmp_path / "whole"))
+    launch(main, 2, str(tmp_path / "killed"), 4, restarts=1)
+    survivor = (tmp_path / "killed" / "survivor0.txt").read_text()
+    assert re.search(r"rank 1 .*pid \d+", survivor), survivor
+    ends = [json.loads((tmp_path / "killed" / f"end{rank}.json").read_text()) for rank in range(2)]
+    assert ends == [[4, total] for _, total in whole]

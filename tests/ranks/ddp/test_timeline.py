@@ -1,0 +1,127 @@
+"""The hook's times: what a timeline keeps of real steps, and what of them torch.profiler sees."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dtcomm import ddp, profiling
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.runtime import phase_timer
+from tests.unit.ddp.models import SMALL_BUCKETS, backward, train, wrapped
+
+
+def timed(rank: int, world_size: int, spec: str, folder: str) -> dict[str, Any]:
+    model = wrapped(**SMALL_BUCKETS)
+    state = ddp.compress(model, spec, timeline=4)
+    with pytest.raises(ValueError, match="no step was kept"):
+        state.trace(f"{folder}/t.json")
+    train(model, rank, range(6))
+    with model.no_sync():
+        backward(model, rank, 6)
+    backward(model, rank, 7)
+    model.zero_grad()
+    assert phase_timer.wanted()
+    kept = state.timeline.steps
+    assert [step.number for step in kept] == [3, 4, 5, 6]
+    accumulated = kept[-1]
+    assert (len(accumulated.forward), len(accumulated.backward)) == (2, 2)
+    for step in kept[1:]:
+        assert [each.label for each in step.messages] == ["bucket 0", "bucket 1"]
+        assert step.begin <= step.forward[0][0] <= step.forward[0][1] <= step.backward[0][0]
+        for each in step.messages:
+            assert step.backward[-1][0] <= each.ready <= each.launched
+            assert each.ready <= each.started <= each.finished <= each.done
+            assert each.wire_bytes > 0 and spec in each.codec
+            for span in each.spans:
+                assert span.busy_ns <= span.end_ns - span.begin_ns
+                assert (
+                    span.phase == "factors" or each.started <= span.begin_ns <= span.end_ns <= each.finished
+                )
+        last = max(each.done for each in step.messages)
+        assert step.exposed == max(0, last - step.backward[-1][1])
+    phases = {span.phase for each in kept[-1].messages for span in each.spans}
+    path = state.trace(f"{folder}/t.json")
+    state.timeline.stop()
+    assert not phase_timer.wanted()
+    train(model, rank, range(2))
+    assert state.timeline.steps == kept
+    names = {metric.name for metric in state.metrics()}
+    assert {"dtcomm_scaling_efficiency", "dtcomm_bucket_seconds", "dtcomm_wire_bytes_total"} <= names
+    profiling.write_prometheus(state, f"{folder}/rank{rank}.prom", {"rank": str(rank)})
+    return {"path": path, "phases": sorted(phases)}
+
+
+@pytest.mark.parametrize("runtime", ["native", "process_group"])
+def test_a_timeline_of_a_codec(tmp_path: Path, runtime: str) -> None:
+    found = run_ranks(timed, 2, "int8", str(tmp_path), env={"DTCOMM_RUNTIME": runtime})
+    for rank, each in enumerate(found):
+        assert each["path"].endswith(f"t.rank{rank}.json")
+        assert set(each["phases"]) == {"encode", "reduce", "decode"}
+        assert json.loads(Path(each["path"]).read_text())["dtcomm"][0]["what"] == "ddp"
+    assert "dtcomm_steps_total" in (tmp_path / "rank1.prom").read_text()
+
+
+def test_a_timeline_of_powersgd(tmp_path: Path) -> None:
+    for each in run_ranks(timed, 2, "powersgd:rank=2", str(tmp_path)):
+        assert "factors" in each["phases"]
+
+
+def profiled(rank: int, world_size: int) -> list[tuple[str, float]]:
+    model = wrapped(**SMALL_BUCKETS)
+    ddp.compress(model, "int8")
+    train(model, rank, range(2))
+    with torch.profiler.profile() as profile:
+        model(torch.zeros(4, 48)).sum().backward()
+    return [
+        (event.name, event.time_range.elapsed_us()) for event in profile.events() if "dtcomm" in event.name
+    ]
+
+
+def test_the_profiler_sees_buckets_and_waiting() -> None:
+    for ranges in run_ranks(profiled, 2):
+        assert [name for name, _ in ranges] == [
+            "dtcomm::bucket 0",
+            "dtcomm::bucket 1",
+            "dtcomm::waiting for communication",
+        ]
+        assert all(took > 0 for _, took in ranges)
+
+
+LATE = 0.3  # seconds
+
+
+def waiting(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> tuple[float, float]:
+    """The longest hook, and how long the step stood still, of a rank whose peer comes late."""
+    model = wrapped(**SMALL_BUCKETS)
+    state = ddp.compress(model, spec, timeline=10, **options)
+    train(model, rank, range(3))
+    if rank == 1:
+        time.sleep(LATE)
+    train(model, rank, range(3, 5))
+    late = state.timeline.steps[3]
+    return max(each.launched - each.ready for each in late.messages) * 1e-9, late.exposed * 1e-9
+
+
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "none": ("none", {}, "native"),
+    "sampled": ("int8", {"sample_every": 1}, "native"),
+    "EF21": ("topk:ratio=0.05", {"feedback": "ef21"}, "native"),
+    "DGC between hosts": ("dgc:ratio=0.05", {}, "process_group"),
+    "PowerSGD": ("powersgd:rank=2", {}, "native"),
+    "PowerSGD between hosts": ("powersgd:rank=2", {}, "process_group"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_caller_never_waits_in_the_hook(case: str) -> None:
+    """Rank 1 comes late: rank 0's hook is through at once, and its step stands still only when backward is over."""
+    spec, options, runtime = CASES[case]
+    (hook, exposed), _ = run_ranks(waiting, 2, spec, options, env={"DTCOMM_RUNTIME": runtime})
+    assert hook < LATE / 2
+    assert exposed > LATE / 2

@@ -1,0 +1,34 @@
+"""The example, one of whose ranks is killed in a reduce-scatter; torchrun's second attempt runs through."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from dtcomm.fsdp.comm import Scatter
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "fsdp_char_gpt.py"
+
+
+def main(last: int, arguments: list[str]) -> None:
+    """Rank 1 dies in its reduce-scatter number ``last`` of the first block, once; told beside the checkpoints."""
+    sys.argv = [str(EXAMPLE), *arguments]
+    told = Path(arguments[-1]).with_name("deaths")
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+        call, calls = Scatter.__call__, 0
+
+        def deadly(self: Any, *arguments: Any, **named: Any) -> Any:
+            nonlocal calls
+            calls += self.module == "blocks.0"
+            if calls > last:
+                with open(told, "a") as deaths:
+                    print("rank 1", file=deaths)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(self, *arguments, **named)
+
+        Scatter.__call__ = deadly  # type: ignore[method-assign]
+    runpy.run_path(str(EXAMPLE), run_name="__main__")

@@ -1,0 +1,123 @@
+"""A rank dies while a sharded model trains: the others name it, wherever they were, and say so again."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+
+from dtcomm import fsdp
+from dtcomm.errors import PeerLost
+from dtcomm.fsdp.comm import Gather, Scatter
+from dtcomm.launch.elastic import STORE_OF_THEIR_OWN, launch
+from dtcomm.launch.ranks import run_ranks, spawn_ranks
+from tests.ranks.fsdp.models import WIDTH, sharded
+from tests.ranks.fsdp.restarted import main
+from tests.support.patience import Patience
+
+ROOT = Path(__file__).parents[3]
+VICTIM = 1
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def arm(model: Any, where: str) -> None:
+    """Makes this rank die in a collective of `blocks.1` that the others have begun, or between two of them."""
+    if where == "between":
+        # Forward has gathered, backward will reduce: the others go on into it.
+        model.blocks[1].down.register_forward_hook(lambda *_: die())
+        return
+    kind = Gather if where == "all-gather" else Scatter
+    call = kind.__call__
+
+    def deadly(self: Any, *arguments: Any, **named: Any) -> Any:
+        if self.module == "blocks.1":
+            time.sleep(0.1)
+            die()
+        return call(self, *arguments, **named)
+
+    kind.__call__ = deadly  # type: ignore[method-assign, assignment]
+
+
+def train(rank: int, ranks: int, where: str, codecs: dict[str, str]) -> tuple[str, float, str]:
+    """The error, how long it took to come, and what the next step says."""
+    model: nn.Module = sharded(init_device_mesh("cpu", (ranks,)), reshard_after_forward=False)
+    fsdp.compress(model, **codecs)
+
+    def step() -> None:
+        model(torch.ones(2, WIDTH)).square().mean().backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    step()
+    if rank == VICTIM:
+        arm(model, where)
+    patience = Patience()
+    with pytest.raises(PeerLost) as first:
+        for _ in range(3):
+            step()
+    seconds = patience.seconds()
+    with pytest.raises(PeerLost) as second:
+        step()
+    return str(first.value), seconds, str(second.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["all-gather", "reduce-scatter", "between"])
+def test_a_dead_rank_is_named_by_all_others(where: str) -> None:
+    codecs = {"gradients": "loco:int4", "parameters": "fp8_e4m3"}
+    with spawn_ranks(train, 3, where, codecs) as ranks:
+        pid = ranks.pids[VICTIM]
+        outcomes = ranks.join(30)
+    assert outcomes[VICTIM].exitcode == -signal.SIGKILL
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.ok, outcome
+        text, seconds, again = outcome.result
+        assert f"rank {VICTIM}" in text and str(pid) in text
+        assert seconds < 3.0
+        assert f"rank {VICTIM}" in again
+
+
+ARGUMENTS = ["--preset", "sdp4bit", "--width", "32", "--layers", "2", "--save-every", "2", "--steps", "6"]
+
+
+def resumed(rank: int, ranks: int, folder: str) -> None:
+    example = runpy.run_path(str(ROOT / "examples/fsdp_char_gpt.py"))
+    example["train"](example["parse"]([*ARGUMENTS, "--checkpoints", folder]))
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """A checkpoint, whole, without a process group."""
+    metadata = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
+    found: dict[str, Any] = {
+        name: torch.empty(about.size, dtype=about.properties.dtype) if hasattr(about, "size") else b""
+        for name, about in metadata.items()
+    }
+    checkpoint.load(found, checkpoint_id=folder, no_dist=True)
+    return found
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_from_the_checkpoint_and_ends_as_a_resumed_run(tmp_path: Path) -> None:
+    run, again = tmp_path / "run", tmp_path / "again"
+    launch(main, 2, 3, [*ARGUMENTS, "--checkpoints", str(run)], restarts=1, env=STORE_OF_THEIR_OWN)
+    assert (tmp_path / "deaths").read_text() == "rank 1\n"
+    shutil.copytree(run / "2", again / "2")
+    run_ranks(resumed, 2, str(again))
+    ended, expected = contents(run / "6"), contents(again / "6")
+    assert ended.keys() == expected.keys() and len(ended) > 20
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(ended[name], value), name

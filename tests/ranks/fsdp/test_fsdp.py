@@ -1,0 +1,206 @@
+"""FSDP with compressed collectives beside plain FSDP: every mode, odd sizes, several types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from dtcomm import fsdp
+from dtcomm.launch.ranks import run_ranks
+from tests.ranks.fsdp.models import WIDTH, Net, sharded, train
+
+
+def compare(rank: int, ranks: int, codecs: dict[str, Any], options: dict[str, Any], tolerance: float) -> None:
+    mesh = init_device_mesh("cpu", (ranks,))
+    accumulate, prefetch = options.pop("accumulate", False), options.pop("prefetch", False)
+    Net.reentrant = options.pop("reentrant", False)
+    expected = train(sharded(mesh, **options), rank, accumulate=accumulate)
+    model = sharded(mesh, **options)
+    state = fsdp.compress(model, **codecs)
+    if prefetch:
+        model.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[1]])  # type: ignore[operator]
+        model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])  # type: ignore[operator]
+        model.unshard(async_op=True)  # type: ignore[operator]
+    got = train(model, rank, accumulate=accumulate)
+    for name, value in expected.items():
+        if tolerance == 0:
+            assert torch.equal(got[name], value), name
+        else:
+            error = torch.linalg.vector_norm(got[name] - value) / torch.linalg.vector_norm(value)
+            assert error < tolerance, (name, float(error))
+    report = state.report()
+    assert set(report.modules) == {"", "blocks.0", "blocks.1"}
+    for kinds in report.modules.values():
+        assert kinds["gradients"].calls == 3 and kinds["parameters"].calls >= 3
+    if codecs["gradients"] == "int8":
+        traffic = report.modules["blocks.0"]["gradients"]
+        assert traffic.wire_bytes < 0.35 * traffic.plain_bytes
+    assert "blocks.1" in str(report) and report.to_dict()["modules"]["blocks.1"]["gradients"]["calls"] == 3
+
+
+NONE = {"gradients": "none", "parameters": "none"}
+LOSSY = {"gradients": "int8", "parameters": "int8:block=64"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reshard_after_forward": False}, {"accumulate": True}, {"prefetch": True}, {"reentrant": True}],
+    ids=str,
+)
+def test_uncompressed_is_plain_fsdp_to_the_bit_on_two_ranks(options: dict[str, Any]) -> None:
+    run_ranks(compare, 2, NONE, options, 0.0)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "codecs",
+    [LOSSY, LOSSY | {"feedback": True}, {"gradients": "int8:round=stochastic", "parameters": "bf16"}],
+    ids=str,
+)
+def test_compressed_is_near(codecs: dict[str, Any], ranks: int) -> None:
+    run_ranks(compare, ranks, codecs, {}, 0.1)
+
+
+def test_mixed_precision() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    run_ranks(compare, 2, NONE, {"mp_policy": policy}, 0.0)
+    run_ranks(compare, 2, LOSSY, {"mp_policy": policy, "prefetch": True}, 0.1)
+
+
+def mass(rank: int, ranks: int) -> None:
+    """Gradients and residuals together are what went in."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    plain, model = sharded(mesh), sharded(mesh)
+    state = fsdp.compress(model, "int8", feedback=True)
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
+    for each in (plain, model):
+        each(x).square().mean().backward()
+    residuals = state.state_dict()["residuals"]
+    assert set(residuals) == {name for name, _ in model.named_parameters()}
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        lost = residuals[name].double()
+        torch.distributed.all_reduce(lost)
+        gap = p.grad.full_tensor().double() - q.grad.full_tensor().double()
+        assert torch.allclose(gap.flatten() * ranks, lost, atol=1e-6), name
+    assert state.report().residual_bytes >= sum(4 * r.numel() for r in residuals.values())
+
+
+def test_feedback_conserves_mass() -> None:
+    run_ranks(mass, 2)
+
+
+def resumed(rank: int, ranks: int) -> None:
+    mesh = init_device_mesh("cpu", (ranks,))
+    codecs: dict[str, Any] = {"gradients": "int8:round=stochastic", "feedback": True}
+    whole = sharded(mesh)
+    fsdp.compress(whole, **codecs)
+    first, second = sharded(mesh), sharded(mesh)
+    state = fsdp.compress(first, **codecs)
+    again = fsdp.compress(second, **codecs)
+
+    def step(model: nn.Module, number: int) -> None:
+        model.zero_grad()
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * number + rank))
+        model(x).square().mean().backward()
+
+    for number in range(4):
+        step(whole, number)
+    for number in range(2):
+        step(first, number)
+    again.load_state_dict(state.state_dict())
+    for number in range(2, 4):
+        step(second, number)
+    for a, b in zip(whole.parameters(), second.parameters()):
+        assert torch.equal(a.grad.full_tensor(), b.grad.full_tensor())
+
+
+def test_a_resumed_run_continues_bit_for_bit() -> None:
+    run_ranks(resumed, 2)
+
+
+def first_version(rank: int, ranks: int, strategy: ShardingStrategy, codec: str, tolerance: float) -> None:
+    results = []
+    for compressed in (False, True):
+        torch.manual_seed(0)
+        model = FullyShardedDataParallel(
+            Net(), sharding_strategy=strategy, device_id=torch.device("cpu"), use_orig_params=False
+        )
+        state = fsdp.compress(model, codec) if compressed else None
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
+        model(x).square().mean().backward()
+        results.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        if state is not None:
+            assert "(root)" in str(state.report()) and "torch's, uncompressed" in str(state.report())
+    error = torch.linalg.vector_norm(results[1] - results[0]) / torch.linalg.vector_norm(results[0])
+    assert error <= tolerance, float(error)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD],
+    ids=str,
+)
+@pytest.mark.parametrize(("codec", "tolerance"), [("none", 1e-6), ("int8", 0.05)])
+def test_fsdp1(strategy: ShardingStrategy, codec: str, tolerance: float) -> None:
+    run_ranks(first_version, 2, strategy, codec, tolerance)
+
+
+def first_version_feeds_back(rank: int, ranks: int) -> None:
+    """Each unit has a residual of its own, by the names of its parameters, and continues bit for bit."""
+
+    def made(**options: Any) -> tuple[nn.Module, fsdp.State]:
+        torch.manual_seed(0)
+        wrap = ModuleWrapPolicy({nn.Linear})
+        model = FullyShardedDataParallel(
+            Net(), auto_wrap_policy=wrap, device_id=torch.device("cpu"), **options
+        )
+        return model, fsdp.compress(model, "ef:int4", sample_every=0)
+
+    def step(model: nn.Module, number: int) -> torch.Tensor:
+        model.zero_grad()
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * number + rank))
+        model(x).square().mean().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    whole, state = made()
+    for number in range(2):
+        step(whole, number)
+    saved = state.state_dict()
+    assert {name.partition(".")[0] for name in saved["residuals"]} == {"blocks", "head"}
+    assert "blocks.0.up.weight" in saved["residuals"] and len(state.report().modules) == 6
+    again, other = made()
+    other.load_state_dict(saved)
+    assert torch.equal(step(whole, 2), step(again, 2))
+    # Where torch pads between parameters a residual is the unit's, as it lies there.
+    padded, state = made(use_orig_params=True)
+    step(padded, 0)
+    assert state.report().residual_bytes > 0
+
+
+def test_fsdp1_feeds_back() -> None:
+    run_ranks(first_version_feeds_back, 2)
+
+
+def refusals(rank: int, ranks: int) -> None:
+    with pytest.raises(TypeError, match="Net has no module that fully_shard was applied to"):
+        fsdp.compress(Net())
+    model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))
+    with pytest.raises(TypeError, match="parameters: FSDP1 has a hook for gradients only"):
+        fsdp.compress(model, parameters="int8")
+    mesh = init_device_mesh("cpu", (ranks,))
+    odd = sharded(mesh)
+    fsdp.compress(odd)
+    for module in (odd, *odd.blocks):
+        module.set_gradient_divide_factor(3.0)
+    with pytest.raises(ValueError, match="set_force_sum_reduction_for_comms"):
+        odd(torch.ones(1, WIDTH)).sum().backward()
+
+
+def test_what_cannot_be_is_refused() -> None:
+    run_ranks(refusals, 2)

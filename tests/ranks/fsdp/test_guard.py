@@ -1,0 +1,180 @@
+"""Nothing falls back in silence, and compression that does harm is noticed, told and taken back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+
+from dtcomm import fsdp
+from dtcomm.compress.guard import CompressionHarmful, Guard
+from dtcomm.launch.ranks import run_ranks
+from tests.ranks.fsdp.models import WIDTH, Net, sharded
+
+COUNTED = (
+    "all_gather_single",
+    "all_gather_into_tensor",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "all_reduce",
+)
+
+
+def count(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Of torch's own collectives, as FSDP calls them."""
+    calls: Counter[str] = Counter()
+    for name in COUNTED:
+        if (inner := getattr(dist, name, None)) is None:
+            continue
+
+        def counting(*arguments: Any, name: str = name, inner: Any = inner, **named: Any) -> Any:
+            calls[name] += 1
+            return inner(*arguments, **named)
+
+        monkeypatch.setattr(dist, name, counting)
+    return calls
+
+
+def step(model: Any) -> None:
+    model(torch.ones(2, WIDTH)).float().square().mean().backward()
+
+
+def listed(rank: int, ranks: int) -> None:
+    """Every module's collectives are dtcomm's, or a note says which are not, and why."""
+    shards = init_device_mesh("cpu", (ranks,))
+    both = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def frozen() -> Any:
+        net = Net()
+        net.blocks[0].requires_grad_(False)
+        for block in net.blocks:
+            fully_shard(block, mesh=shards)
+        return fully_shard(net, mesh=shards)
+
+    variants: list[tuple[Any, dict[str, Any], dict[str, int]]] = [
+        (sharded(shards), {"gradients": "int8", "parameters": "fp8_e4m3"}, {}),
+        (sharded(shards, mp_policy=half), {"preset": "sdp4bit"}, {}),
+        (sharded(shards, reshard_after_forward=2), {"preset": "zero++"}, {}),
+        (frozen(), {"preset": "loco"}, {}),
+        (sharded(both), {"gradients": "int8"}, {"all_reduce": 3}),
+        (sharded(both["shard"]), {"gradients": "int8", "replicas": both["replicate"]}, {}),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        calls = count(patch)
+        for model, options, torchs in variants:
+            state = fsdp.compress(model, **options)
+            calls.clear()
+            step(model)
+            assert calls == torchs, (options, calls)
+            report = state.report()
+            modules = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+            assert set(report.modules) == modules
+            for name in modules:
+                noted = [note for note in report.notes if note.startswith(f"{name or '(root)'}: ")]
+                assert len(noted) == ("all_reduce" in torchs), (name, report.notes)
+                for kind, traffic in report.modules[name].items():
+                    # What is not compressed although that was asked for has a reason.
+                    asked = str(
+                        state.parameters if kind in ("parameters", "kept copies") else state.gradients
+                    )
+                    assert traffic.codec == asked or traffic.why, (name, kind, traffic)
+
+
+def test_every_collective_is_ours_or_has_a_reason() -> None:
+    run_ranks(listed, 4)
+
+
+def refined(rank: int, ranks: int) -> None:
+    """In blocks of 1024 two bits lose a third of the smaller elements: the module gets more of them."""
+    model = sharded(init_device_mesh("cpu", (ranks,)))
+    state = fsdp.compress(model, "int2:block=1024", guard=Guard(error=0.1), sample_every=1)
+    names = []
+    for _ in range(6):
+        model(torch.ones(1, WIDTH)).square().sum().backward()
+        names.append(state.report().modules["blocks.0"]["gradients"].codec)
+        model.zero_grad()
+    assert names[0].startswith("int2") and names[-1] == "int4", names
+    report = state.report()
+    assert report.events["error: raise"] >= 1 and "guard: error: raise" in str(report)
+    again = fsdp.compress(sharded(init_device_mesh("cpu", (ranks,))), "int2:block=1024", sample_every=1)
+    again.load_state_dict(state.state_dict())
+    assert str(again.watching.in_force("blocks.0", again.gradients)) == "int4"
+    errors = [traffic.relative_error for traffic in (kinds["gradients"] for kinds in report.modules.values())]
+    assert all(error is not None and 0 < error < 1 for error in errors)
+
+
+def stopped(rank: int, ranks: int) -> None:
+    """NaN on one rank is noticed by all; a loss that runs away turns compression off for a while."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    model = sharded(mesh)
+    fsdp.compress(model, guard=Guard(nonfinite=2), sample_every=1)
+    with pytest.raises(CompressionHarmful, match="nonfinite is 2"):
+        for _ in range(4):
+            model(torch.full((1, WIDTH), float("nan") if rank == 0 else 1.0)).sum().backward()
+
+    model = sharded(mesh)
+    state = fsdp.compress(model, "int4", "int8", guard=Guard(steps=3), sample_every=1)
+    codecs = []
+    for number in range(24):
+        state.observe(1.0 if number < 16 else 50.0)
+        step(model)
+        codecs.append(state.report().modules[""]["gradients"].codec)
+        model.zero_grad()
+    assert state.report().events == {"loss: none": 1}
+    first = codecs.index("none")
+    assert first > 16 and codecs[:first] == ["int4"] * first and codecs.count("none") == 3
+
+
+def refined_elsewhere(rank: int, ranks: int) -> None:
+    """FSDP1 and the sharded optimiser have the same guard."""
+    guard = {"guard": Guard(error=0.1), "sample_every": 1}
+    torch.manual_seed(0)
+    first = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
+    state = fsdp.compress(first, "int2:block=1024", **guard)  # type: ignore[arg-type]
+    model = Net()
+    optimiser = fsdp.ShardedOptimizer(
+        model.named_parameters(),
+        torch.optim.SGD,
+        lr=1e-3,
+        gradients="int2:block=1024",
+        **guard,
+    )
+    for _ in range(6):
+        first(torch.ones(1, WIDTH)).square().sum().backward()
+        model(torch.ones(1, WIDTH)).square().sum().backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    for told in (state, optimiser):
+        kinds = next(iter(told.report().modules.values()))
+        assert kinds["gradients"].codec == "int4" and 0.01 < kinds["gradients"].relative_error < 0.5
+        assert {(event.kind, event.action) for event in told.events} == {("error", "raise")}
+    # A loss that runs away turns compression off, of parameters too.
+    model = Net()  # an optimiser stays with its parameters' gradients for good
+    optimiser = fsdp.ShardedOptimizer(
+        model.named_parameters(),
+        torch.optim.SGD,
+        lr=0.0,
+        gradients="int4",
+        parameters_codec="int8",
+        guard=Guard(steps=3),
+        sample_every=1,
+    )
+    for number in range(20):
+        optimiser.observe(1.0 if number < 16 else 50.0)
+        model(torch.ones(1, WIDTH)).square().sum().backward()
+        optimiser.step()
+    (bucket,) = optimiser.report().modules.values()
+    assert bucket["gradients"].codec == bucket["parameters"].codec == "none"
+    assert optimiser.report().events == {"loss: none": 1}
+
+
+def test_a_guard_refines_stops_and_steps_back() -> None:
+    run_ranks(refined, 2)
+    run_ranks(refined_elsewhere, 2, fresh=True)  # hooks on parameters outlive it, and groups with them
+    run_ranks(stopped, 2)

@@ -1,0 +1,198 @@
+"""The shapes in which FSDP2 is used: replicas, tensor parallel, copies kept in the host, offload, tied parameters.
+
+On fresh ranks: torch keeps meshes and their groups by process, and an earlier test's equal mesh would be found again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from dtcomm import fsdp
+from dtcomm.launch.ranks import run_ranks
+from tests.ranks.fsdp.models import WIDTH, Net, sharded, train
+
+NONE = {"gradients": "none", "parameters": "none"}
+LOSSY = {"gradients": "int8", "parameters": "int8:block=64"}
+
+
+def same(model: FSDPModule, plain: nn.Module, rank: int, tolerance: float) -> None:
+    expected, got = train(plain, rank), train(model, rank)  # type: ignore[arg-type]
+    for name, value in expected.items():
+        error = torch.linalg.vector_norm(got[name] - value)
+        assert error <= tolerance * torch.linalg.vector_norm(value), (name, float(error))
+
+
+def replicas(rank: int, ranks: int, codecs: dict[str, str], tolerance: float) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(mesh)
+    state = fsdp.compress(model, **codecs)
+    same(model, sharded(mesh), rank, tolerance)  # type: ignore[arg-type]
+    notes = state.report().notes
+    assert len(notes) == 3 and all("between 2 replicas is torch's, uncompressed" in note for note in notes)
+    assert "between 2 replicas" in str(state.report())
+
+
+@pytest.mark.parametrize(("codecs", "tolerance"), [(NONE, 0.0), (LOSSY, 0.1)], ids=str)
+def test_replicas_of_shards(codecs: dict[str, str], tolerance: float) -> None:
+    run_ranks(replicas, 4, codecs, tolerance, fresh=True)
+
+
+def kept(rank: int, ranks: int, codecs: dict[str, str], tolerance: float) -> None:
+    """Backward gathers from the two ranks of a host what forward left there (ZeRO++'s hpZ)."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    model = sharded(mesh, reshard_after_forward=2)
+    state = fsdp.compress(model, **codecs)
+    same(model, sharded(mesh, reshard_after_forward=2), rank, tolerance)  # type: ignore[arg-type]
+    traffic = state.report().modules["blocks.0"]
+    assert traffic["parameters"].calls == 3 and traffic["kept copies"].calls == 3
+    assert "gathered again from this host" in traffic["kept copies"].why
+
+
+@pytest.mark.parametrize(("codecs", "tolerance"), [(NONE, 1e-6), (LOSSY, 0.1)], ids=str)
+def test_copies_kept_inside_a_host(codecs: dict[str, str], tolerance: float) -> None:
+    run_ranks(kept, 4, codecs, tolerance, fresh=True)
+
+
+def averaged(rank: int, ranks: int, codecs: dict[str, Any], tolerance: float) -> None:
+    """Shards over one dimension, replicas over the other by us, beside torch's own HSDP."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(mesh["shard"])
+    state = fsdp.compress(model, **codecs, replicas=mesh["replicate"])
+    same(model, sharded(mesh), rank, tolerance)  # type: ignore[arg-type]
+    report = state.report()
+    assert not report.notes
+    for kinds in report.modules.values():
+        assert kinds["replicas"].calls == kinds["gradients"].calls == 3
+    if tolerance:
+        traffic = report.modules["blocks.0"]["replicas"]
+        assert traffic.wire_bytes < 0.35 * traffic.plain_bytes
+        assert any(name.endswith("replicas]") for name in state.state_dict()["residuals"])
+    with pytest.raises(ValueError, match="replicas: the mesh of fully_shard has a dimension of replicas"):
+        fsdp.compress(sharded(mesh), replicas=mesh["replicate"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("codecs", "tolerance"), [(NONE, 0.0), ({"gradients": "ef:int8", "residual": "bf16"}, 0.1)], ids=str
+)
+def test_replicas_are_averaged_compressed(codecs: dict[str, Any], tolerance: float) -> None:
+    run_ranks(averaged, 4, codecs, tolerance, fresh=True)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 64)
+        self.down = nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return out
+
+
+def tensor_parallel(rank: int, ranks: int, codecs: dict[str, str], tolerance: float) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        pair = parallelize_module(
+            Pair(), mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        )
+        return fully_shard(pair, mesh=mesh["data"])
+
+    plain, model = made(), made()
+    fsdp.compress(model, **codecs)
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(rank // 2))
+    for each in (plain, model):
+        each(x).square().mean().backward()
+    for (name, p), q in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        want, have = p.grad.full_tensor(), q[1].grad.full_tensor()
+        assert torch.linalg.vector_norm(have - want) <= tolerance * torch.linalg.vector_norm(want), name
+
+
+@pytest.mark.parametrize(("codecs", "tolerance"), [(NONE, 0.0), (LOSSY, 0.05)], ids=str)
+def test_with_tensor_parallel_layers(codecs: dict[str, str], tolerance: float) -> None:
+    run_ranks(tensor_parallel, 4, codecs, tolerance, fresh=True)
+
+
+def others(rank: int, ranks: int) -> None:
+    mesh = init_device_mesh("cpu", (ranks,))
+    # Parameters that lie on the CPU by policy.
+    options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    model = sharded(mesh, **options)
+    fsdp.compress(model, **NONE)
+    same(model, sharded(mesh, **options), rank, 0.0)  # type: ignore[arg-type]
+
+    # One matrix used twice.
+    def tied() -> Any:
+        torch.manual_seed(0)
+        net = Net()
+        net.blocks[1].up.weight = net.blocks[0].up.weight
+        return fully_shard(net, mesh=mesh)
+
+    model = tied()
+    state = fsdp.compress(model, "ef:int8")
+    same(model, tied(), rank, 0.1)
+    assert "blocks.0.up.weight" in state.state_dict()["residuals"]
+
+    # bf16 parameters, and one that is frozen.
+    def half() -> Any:
+        torch.manual_seed(0)
+        net = Net().to(torch.bfloat16)
+        net.blocks[0].down.weight.requires_grad_(False)
+        net.forward = lambda x, forward=net.forward: forward(x.bfloat16())  # type: ignore[method-assign]
+        return fully_shard(net, mesh=mesh)
+
+    model = half()
+    state = fsdp.compress(model, "ef:int8", "fp8_e4m3")
+    x = torch.randn(4, WIDTH)
+    model(x).float().square().mean().backward()
+    assert model.blocks[0].down.weight.grad is None
+    assert "blocks.0.down.weight" not in state.state_dict()["residuals"]
+    assert "blocks.0.up.weight" in state.state_dict()["residuals"]
+
+
+def test_offload_tied_frozen_and_half() -> None:
+    run_ranks(others, 2, fresh=True)
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def buffers(rank: int, ranks: int) -> None:
+    """Memory that ranks share is used again, whatever the number of layers and steps."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    model = Wide()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    state = fsdp.compress(model, **NONE)
+    sizes = []
+    for _ in range(4):
+        model(torch.ones(2, 256)).square().mean().backward()
+        for p in model.parameters():
+            p.grad = None
+        sizes.append(state.report().buffer_bytes)
+    assert 0 < sizes[0] and len(set(sizes[1:])) == 1
+    # Prefetching gathers one layer ahead; each layer's gradients live until they are dropped.
+    assert sizes[-1] < 8 * 256 * 257 * 4 + 4 * 256 * 257 * 4
+    state.pool.trim()
+    assert state.report().buffer_bytes == 0
+
+
+def test_buffers_are_shared_and_used_again() -> None:
+    run_ranks(buffers, 2, fresh=True)

@@ -1,0 +1,269 @@
+"""What is queued on devices, on CPU tensors: over Gloo bit for bit as the engine; its order judged as a device's."""
+
+import functools
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dtcomm.collectives as C
+from dtcomm import algorithms
+from dtcomm.codecs import codec
+from dtcomm.errors import CollectiveMismatch
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.runtime import communicator
+from dtcomm.runtime.bootstrap import cpu, cuda
+from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.torchdist.host_runtime import ProcessGroupRuntime
+from dtcomm.runtime.torchdist.stream_runtime import StreamRuntime
+from dtcomm.runtime.types import Part, Shape
+from tests.support.op_recorder import unwatched, watched
+from tests.support.stream_checker import HOST, RecordedStreams
+from tests.support.thread_transport import Letters
+from tests.unit.kernels.inputs import floats
+from tests.unit.runtime.everything import calls
+from tests.unit.runtime.rendezvous import Port, Rendezvous
+
+SHARED = "randk:positions=shared,ratio=0.1"
+
+
+def as_on_a_device(backend: str) -> communicator.Communicator:
+    """The default group's communicator for tensors of a device, which is the CPU; ``backend`` is what it is told of."""
+    cuda.backend_of = lambda group, device: backend
+    cuda.DeviceJoining._private_backend = _gloo
+    group = communicator.require_group(None)
+    entry = communicator.entry_of(group)
+    made = communicator.Communicator(group, f"there/{backend}", device=torch.device("cpu"))
+    entry.communicator = made
+    if isinstance(made.runtime, StreamRuntime):
+        made.runtime._piece_bytes = 16 * 1024
+    return made
+
+
+def _gloo(self: cuda.DeviceJoining, backend: str) -> dist.ProcessGroupGloo:
+    return cpu.Joining._private_backend(self, "gloo")
+
+
+def all_runtimes(rank: int, world_size: int) -> dict[str, object]:
+    few = {"specs": ("none", "int8:round=stochastic"), "sizes": (1, 20_001)}
+    native = calls(rank, world_size, **few)
+    summed = [ground("exact", rank), ground("exact:bits=16", rank), ground(SHARED, rank)]
+    C.release()
+    said: dict[str, object] = {"results": len(native), "exact there": summed}
+    for backend in ("nccl", "gloo"):
+        made = as_on_a_device(backend)
+        there = calls(rank, world_size, timed=backend == "gloo", **few)
+        if backend == "nccl":
+            splits = [[rank + 1] * world_size, [peer + 1 for peer in range(world_size)]]
+            out = torch.zeros(sum(splits[1]))
+            C.all_to_all(out, torch.full((sum(splits[0]),), float(rank)), splits[1], splits[0])
+            said["exchanged"] = out.tolist()
+            said["exact"] = [ground("exact", rank), ground("exact:bits=16", rank), ground(SHARED, rank)]
+            said["checksum"] = refused(ValueError, lambda: C.all_reduce(torch.ones(9), checksum=True))
+        said[backend] = [i for i, (a, b) in enumerate(zip(native, there)) if not torch.equal(a, b)]
+        said[backend + " info"] = made.info()
+        C.release()
+    return said
+
+
+def ground(spec: str, rank: int) -> list[float]:
+    """A sum on common ground; with all it keeps."""
+    x, lost = floats("normal", 9000, seed=rank), floats("normal", 9000, seed=9)
+    C.all_reduce(x, "avg", codec=spec, seed=3, residual=lost)
+    if spec.startswith("exact"):
+        C.all_reduce(x, codec=spec, audit=True)
+    return [*x.tolist(), *lost.tolist()]
+
+
+def refused(kind: type[Exception], call: Callable[[], object]) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return "not refused"
+
+
+def test_same_bits_as_the_engine() -> None:
+    for said in run_ranks(all_runtimes, 3, env={"DTCOMM_PIECE_KIB": "16"}):
+        assert said["nccl"] == [] and said["gloo"] == [] and said["results"] > 60
+        assert said["exchanged"] == [0.0, 1.0, 1.0, 2.0, 2.0, 2.0]
+        assert said["exact"] == said["exact there"]
+        assert "expected False" in said["checksum"]
+        for backend, transport in (("nccl", "queued on streams"), ("gloo", "through the host's memory")):
+            info = said[backend + " info"]
+            assert transport in info["transport"] and info["wire_bytes"] > 3e5
+            assert (
+                info["why"]
+                == f"the group has {backend} for cpu; no fused kernels: rank 0: cpu is no CUDA device"
+            )
+
+
+def disagreeing(rank: int, world_size: int) -> list[str]:
+    as_on_a_device("nccl")
+    x = torch.ones(1000 + rank)
+    C.all_reduce(torch.ones(10))
+    first = refused(CollectiveMismatch, lambda: C.all_reduce(x))
+    return [first, refused(CollectiveMismatch, lambda: C.all_reduce(torch.ones(10)))]
+
+
+def test_check_names_who_said_what() -> None:
+    for first, again in run_ranks(disagreeing, 2, env={"DTCOMM_CHECK": "1"}):
+        assert first == again and "1000 float32" in first and "1001 float32" in first and "rank 1" in first
+
+
+class Judged:
+    """Ranks as threads, each with streams that are judged; ``leave_out`` is what every rank forgets."""
+
+    def __init__(self, ranks: int, leave_out: str = "", piece_bytes: int = 1024) -> None:
+        self.fabric = Rendezvous()
+        self.streams = [RecordedStreams(leave_out) for _ in range(ranks)]
+        self.runtimes = [
+            StreamRuntime(
+                Letters(streams, rank, functools.partial(self.post, rank), leave_out),
+                streams,
+                rank,
+                lambda: None,
+                piece_bytes,
+            )
+            for rank, streams in enumerate(self.streams)
+        ]
+
+    def post(self, rank: int, sends: list, receives: list) -> None:
+        port = Port(self.fabric, rank)
+        handles = [port.receive(into, peer, 0) for into, peer in receives]
+        handles += [port.send(given, peer, 0) for given, peer in sends]
+        for handle in handles:
+            port.wait(handle, rank, "exchanging")
+
+    def run(self, work: Callable[[int, StreamRuntime, RecordedStreams], None]) -> list[str]:
+        """The faults of all ranks."""
+        failures: list[BaseException] = []
+
+        def rank_of(rank: int) -> None:
+            try:
+                with watched(self.streams[rank]):
+                    work(rank, self.runtimes[rank], self.streams[rank])
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(len(self.streams))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert not failures, failures[0]
+        return [fault for streams in self.streams for fault in streams.faults]
+
+
+class ThreadsGroup:
+    """A torch group of threads as far as messages go, which read and write the host's memory."""
+
+    def __init__(self, port: Port, ranks: int, streams: RecordedStreams) -> None:
+        self.port, self.ranks, self.streams = port, ranks, streams
+
+    def rank(self) -> int:
+        return self.port.rank
+
+    def size(self) -> int:
+        return self.ranks
+
+    def send(self, tensors, peer: int, tag: int):
+        return self.start(self.port.send, tensors[0], False, peer, tag)
+
+    def recv(self, tensors, peer: int, tag: int):
+        return self.start(self.port.receive, tensors[0], True, peer, tag)
+
+    def start(self, verb, tensor, write: bool, peer: int, tag: int):
+        if not write:
+            self.streams.access(tensor, False, HOST)
+        with unwatched():
+            arrived = verb(tensor, peer, tag)
+
+        def wait(timeout) -> None:
+            assert arrived.wait(20)
+            if write:
+                self.streams.access(tensor, True, HOST)
+
+        return SimpleNamespace(wait=wait)
+
+
+class JudgedMessages(Judged):
+    """The same with messages through the host's memory."""
+
+    def __init__(self, ranks: int, leave_out: str = "") -> None:
+        self.fabric = Rendezvous()
+        self.streams = [RecordedStreams(leave_out, host_may_wait=True) for _ in range(ranks)]
+        self.runtimes = [
+            ProcessGroupRuntime(
+                ThreadsGroup(Port(self.fabric, rank), ranks, streams),
+                [f"rank {each}" for each in range(ranks)],
+                20.0,
+                object(),
+                streams=streams,
+            )
+            for rank, streams in enumerate(self.streams)
+        ]
+
+
+def train(name: str, spec: str, residual: bool = True) -> Callable[..., None]:
+    """Two calls at once whose results the caller's stream uses, then one on the caller's own stream."""
+
+    def work(rank: int, runtime: StreamRuntime, streams: RecordedStreams) -> None:
+        ranks = 3
+        with unwatched():
+            xs = [floats("normal", 5000, seed=rank + 7 * i) for i in range(3)]
+            losses = [torch.zeros(5000) for _ in xs]
+            streams.own(*xs, *losses)
+        shape = Shape("all_reduce", "avg", (Part(5000, torch.float32, codec(spec)),), name)
+        plan = runtime.prepare(shape, algorithms.build(name, "all_reduce", ranks))
+        works = []
+        for x, loss in zip(xs[:2], losses):
+            x.mul_(2.0)
+            works.append(runtime.submit(plan, [Buffers(x, x, loss if residual else None)], [x], 1))
+        works[0].get_future().wait()
+        for x, each in zip(xs, works):
+            each.wait()
+            x.add_(1.0)
+        runtime.run(plan, [Buffers(xs[2], xs[2], losses[2] if residual else None)], 1)
+        xs[2].add_(1.0)
+        runtime.run(plan, [Buffers(xs[0], xs[0], losses[0] if residual else None)], 1)
+
+    return work
+
+
+@pytest.mark.parametrize("name", algorithms.available("all_reduce"))
+def test_every_use_of_memory_follows_the_one_before_by_an_event(name: str) -> None:
+    for spec in ("int8", "none"):
+        assert Judged(3).run(train(name, spec)) == []
+
+
+@pytest.mark.parametrize(
+    ("leave_out", "fault"),
+    [
+        ("wait", "has not waited"),
+        ("hold", "not held"),
+        ("exchange", "has not waited"),
+        ("follow", "has not waited"),
+    ],
+)
+def test_what_is_left_out_is_noticed(leave_out: str, fault: str) -> None:
+    assert any(fault in each for each in Judged(3, leave_out).run(train("two_shot", "int8")))
+
+
+@pytest.mark.parametrize("name", ["two_shot", "ring"])
+def test_messages_through_the_host_follow_events_too(name: str) -> None:
+    judged = JudgedMessages(3)
+    assert judged.run(train(name, "int8")) == []
+    for leave_out, fault in (("wait", "has not waited"), ("hold", "not held"), ("settle", "the host reads")):
+        assert any(fault in each for each in JudgedMessages(3, leave_out).run(train(name, "int8")))
+
+
+def test_a_host_that_waits_is_noticed() -> None:
+    def work(rank: int, runtime: StreamRuntime, streams: RecordedStreams) -> None:
+        x = torch.ones(3)
+        assert x.sum().item() == 3
+
+    assert any("the host waits" in fault for fault in Judged(1).run(work))

@@ -1,0 +1,309 @@
+"""The engine over sockets: the same results, the same errors and nothing left open."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import dtcomm.collectives as C
+from dtcomm import _C, algorithms, env
+from dtcomm.codecs import codec
+from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError, PayloadCorrupt, PeerLost
+from dtcomm.launch.ranks import run_ranks, spawn_ranks, tell
+from dtcomm.runtime.bootstrap.cpu import Joining
+from dtcomm.runtime.bootstrap.tcp import Door
+from dtcomm.runtime.native.runtime import native_plan
+from dtcomm.runtime.types import Part, Shape
+from tests.support.patience import Patience
+from tests.unit.runtime.everything import OVER_GLOO, calls
+
+SOCKETS = {"DTCOMM_TRANSPORT": "sockets"}
+
+
+def all_ways(rank: int, world_size: int) -> dict[str, Any]:
+    found = {}
+    ways = {"memory": {"DTCOMM_RUNTIME": "native"}, "sockets": {"DTCOMM_RUNTIME": "auto", **SOCKETS}}
+    results = {}
+    for name, variables in ways.items():
+        os.environ.update(variables)
+        results[name], found[name] = calls(rank, world_size), C.info()
+        C.release()
+    found["different"] = [
+        i for i, (a, b) in enumerate(zip(results["memory"], results["sockets"])) if not torch.equal(a, b)
+    ]
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_same_bits_and_bytes_as_in_shared_memory(world_size: int) -> None:
+    for said in run_ranks(all_ways, world_size):
+        assert said["memory"]["transport"] == "memory" and said["sockets"]["transport"] == "sockets"
+        assert "DTCOMM_TRANSPORT=sockets" in said["sockets"]["why"]
+        assert said["different"] == []
+        assert said["memory"]["wire_bytes"] == said["sockets"]["wire_bytes"]
+
+
+def levels(rank: int, world_size: int, mixed: bool) -> list[torch.Tensor]:
+    """Hierarchies whose levels have codecs of their own, with what they lose."""
+    os.environ["DTCOMM_HOST_ID"] = f"host {rank // 2}"
+    dice = torch.Generator().manual_seed(rank)
+    results = []
+    for spec in ("none/int4", "fp16/int8", "int8/none", "bf16/int8:round=stochastic"):
+        for dtype in (torch.float32, torch.bfloat16):
+            for op in ("sum", "avg"):
+                x = torch.randn(70_001, generator=dice).to(dtype)
+                residual = torch.randn(70_001, generator=dice) * 0.01
+                C.all_reduce(x, op, codec=spec, algorithm="hierarchical", residual=residual)
+                results += [x, residual]
+    assert C.info()["runtime"] == ("native" if mixed else "process_group")
+    if mixed:
+        assert C.info()["transport"] == "memory and sockets"
+    return results
+
+
+def test_each_level_of_a_hierarchy_has_its_own_codec() -> None:
+    ours = run_ranks(levels, 4, True)
+    others = run_ranks(levels, 4, False, env=OVER_GLOO)
+    for mine, theirs in zip(ours, others, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    for rank in ours:
+        assert all(torch.equal(a, b) for a, b in zip(rank[::2], ours[0][::2], strict=True))
+
+
+def disagree(rank: int, world_size: int) -> str:
+    C.all_reduce(torch.ones(10))
+    try:
+        C.all_reduce(torch.ones(1000 + rank % 2))
+    except CollectiveMismatch as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_disagree_are_told_who_said_what() -> None:
+    for said in run_ranks(disagree, 3, env=SOCKETS):
+        assert "1000 float32" in said and "1001 float32" in said
+        assert all(f"rank {rank} (host" in said for rank in range(3))
+
+
+def early(rank: int, world_size: int) -> float:
+    """The root leaves a broadcast, and then altogether, before the others have come."""
+    x = torch.full((3_000_000,), 7.0) if rank == 0 else torch.zeros(3_000_000)
+    C.all_reduce(torch.ones(1))
+    if rank == 1:
+        time.sleep(0.3)
+    C.broadcast(x, 0)
+    C.release()
+    return float(x.sub(7).abs().max())
+
+
+def test_what_was_sent_arrives_although_the_sender_has_gone_on() -> None:
+    assert run_ranks(early, 2, env=SOCKETS) == [0.0, 0.0]
+
+
+def refused(rank: int, world_size: int, transport: str, nowhere: bool) -> str:
+    os.environ.update({"DTCOMM_HOST_ID": f"host {rank}", "DTCOMM_TRANSPORT": transport})
+    try:
+        with mock.patch.dict(os.environ):
+            if nowhere:
+                os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
+            with mock.patch.object(Joining, "_private_group", lambda self: self._group):
+                C.all_reduce(torch.ones(10))
+    except DtcommError as error:
+        return str(error)
+    info = C.info()
+    return f"{info['runtime']} {info['transport']}: {info['why']}"
+
+
+def test_nothing_falls_back_in_silence() -> None:
+    for said in run_ranks(refused, 2, "auto", True):
+        assert said.startswith("process_group messages of the group's backend: rank 0 (host ")
+        assert "GLOO_SOCKET_IFNAME=nowhere0: no such interface has an address" in said
+    for said in run_ranks(refused, 2, "sockets", True):
+        assert said.startswith("DTCOMM_TRANSPORT=sockets, but rank 0 (host ")
+    for said in run_ranks(refused, 2, "memory", False):
+        assert said.startswith("DTCOMM_TRANSPORT=memory, but ") and said.endswith("the ranks are on 2 hosts")
+
+
+def test_a_door_lets_only_those_in_who_were_told_its_token() -> None:
+    door, other = Door(), Door()
+    word = {**door.word(), "token": 1}
+    names = ["rank 0", "rank 1"]
+    found: dict[str, Any] = {}
+
+    def answer() -> None:
+        found.update(door.connect(0, {1: other.word()}, names, 5.0))  # type: ignore[arg-type]
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    for fd in other.connect(1, {0: word}, names, 5.0).values():
+        with socket.socket(fileno=fd) as stranger:
+            stranger.settimeout(5)
+            stranger.setblocking(True)
+            assert stranger.recv(1) == b"", "is shown out"
+    for fd in (*other.connect(1, {0: door.word()}, names, 5.0).values(),):
+        os.close(fd)
+    thread.join(5)
+    assert list(found) == [1]
+    os.close(found[1])  # type: ignore[call-overload]
+    with pytest.raises(TimeoutError, match="of rank 1 not all have connected"):
+        door.connect(0, {1: other.word()}, names, 0.05)
+    where = other.word()
+    other.close()
+    with pytest.raises(OSError, match=r"rank 0 cannot be reached at .*refused"):
+        door.connect(1, {0: where}, names, 1.0)
+    door.close()
+
+
+def over_wires(numel: int, tamper: Any, checksum: bool) -> tuple[list[torch.Tensor], list[BaseException]]:
+    """An all-reduce of two communicators of this process, whose bytes go through ``tamper``."""
+    shape = Shape(
+        "all_reduce", "sum", (Part(numel, torch.float32, codec("none")),), "two_shot", 0, (), checksum
+    )
+    schedule = algorithms.build("two_shot", "all_reduce", 2)
+    near = [socket.socketpair() for _ in range(2)]
+
+    def relay(source: socket.socket, target: socket.socket, change: Any) -> None:
+        try:
+            while data := source.recv(4096):
+                target.sendall(change(bytearray(data)))
+        except OSError:
+            pass
+        for each in (source, target):
+            try:
+                each.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+
+    ends = [pair[1] for pair in near]
+    relays = [
+        threading.Thread(target=relay, args=(ends[0], ends[1], tamper)),
+        threading.Thread(target=relay, args=(ends[1], ends[0], lambda data: data)),
+    ]
+    natives = [
+        _C.NativeCommunicator(
+            rank=rank, ranks=2, max_boxes=8, slot_bytes=64 * 1024, timeout_s=10.0, yield_us=50.0
+        )
+        for rank in range(2)
+    ]
+    addresses = [native.address() for native in natives]
+    tensors = [torch.full((numel,), rank + 1.0) for rank in range(2)]
+    failures: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        plan = native_plan(shape, schedule, rank, 16 * 1024, 64 * 1024, 8, False)
+        pointer = tensors[rank].data_ptr()
+        try:
+            natives[rank].run(plan, pointer, pointer, 0, 1)
+        except DtcommError as error:
+            failures.append(error)
+
+    for rank, native in enumerate(natives):
+        fd = near[rank][0].detach()
+        native.attach(
+            [(*each, fd if peer != rank else -1, True, f"rank {peer}") for peer, each in enumerate(addresses)]
+        )
+    threads = [*relays, *(threading.Thread(target=run, args=(rank,)) for rank in range(2))]
+    for thread in threads:
+        thread.start()
+    for thread in threads[2:]:
+        thread.join(20)
+    for native in natives:
+        native.close()
+    for thread in relays:
+        thread.join(20)
+    for each in ends:
+        each.close()
+    return tensors, failures
+
+
+class Flip:
+    """Turns a bit of the byte number ``at`` that passes."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.seen = at, 0
+
+    def __call__(self, data: bytearray) -> bytearray:
+        if self.seen <= self.at < self.seen + len(data):
+            data[self.at - self.seen] ^= 4
+        self.seen += len(data)
+        return data
+
+
+def test_a_byte_that_flips_on_the_wire_is_found_by_its_checksum() -> None:
+    tensors, failures = over_wires(50_000, lambda data: data, True)
+    assert failures == [] and all(tensor.eq(3).all() for tensor in tensors)
+    at = 40_000  # in some payload: heads are 48 bytes a message, and these have 16 KiB
+    _, failures = over_wires(50_000, Flip(at), True)
+    assert failures and all(isinstance(error, PayloadCorrupt) for error in failures)
+    assert "what rank 0 sent to rank 1 arrived damaged: chunk" in str(failures[0])
+    tensors, failures = over_wires(50_000, Flip(at), False)
+    assert failures == [] and not tensors[1].eq(3).all(), "without one nobody sees it"
+
+
+def test_a_frame_that_makes_no_sense_ends_the_connection() -> None:
+    _, failures = over_wires(50_000, Flip(2), False)  # of the first frame's kind
+    assert any(isinstance(error, PeerLost) and "it sent what it must not" in str(error) for error in failures)
+
+
+def until_failure(rank: int, world_size: int, children: bool) -> None:
+    x = torch.ones(1_000_000)
+    C.all_reduce(x)
+    if children and os.fork() == 0:
+        time.sleep(10)
+        os._exit(0)
+    tell("ready")
+    try:
+        while True:
+            patience = Patience()
+            C.all_reduce(x, codec="int8", algorithm="ring")
+    except DtcommError as error:
+        tell((type(error).__name__, str(error), patience.seconds()))
+        with pytest.raises(type(error)):
+            C.all_reduce(x)
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_is_named(sig: signal.Signals) -> None:
+    """Also where children that it forked live on: they do not hold its connections."""
+    victim, kind = 1, PeerLost if sig == signal.SIGKILL else CollectiveTimeout
+    children = sig == signal.SIGKILL
+    with spawn_ranks(
+        until_failure, 3, children, env=SOCKETS, group_timeout=2.0 if sig == signal.SIGSTOP else 30.0
+    ) as ranks:
+        for rank in range(3):
+            assert ranks.hear(rank) == "ready"
+        time.sleep(0.2)
+        ranks.kill(victim, sig)
+        for rank in (0, 2):
+            name, text, seconds = ranks.hear(rank)
+            assert name == kind.__name__, text
+            assert f"rank {victim} (" in text and f"pid {ranks.pids[victim]}" in text, text
+            assert seconds < (2.0 if sig == signal.SIGKILL else 5.0)
+
+
+def left_open(rank: int, world_size: int) -> list[int]:
+    counts = []
+    for _ in range(3):
+        C.all_reduce(torch.ones(10))
+        patience = Patience()
+        C.release()
+        assert patience.seconds() < 1, "to leave takes no time"
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+    return counts
+
+
+def test_no_descriptor_is_left_behind() -> None:
+    for counts in run_ranks(left_open, 2, env=SOCKETS):
+        assert counts[1] == counts[2], counts
+
+
+def test_the_variable_is_listed_with_its_choices() -> None:
+    assert env.VARIABLES["DTCOMM_TRANSPORT"].shared
+    assert env.get("DTCOMM_TRANSPORT") in env.VARIABLES["DTCOMM_TRANSPORT"].choices

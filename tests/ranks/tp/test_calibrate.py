@@ -1,0 +1,114 @@
+"""Calibration: the errors are those of the model, the plan is within its budget, and `compress` reads it."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dtcomm import tp
+from dtcomm.cli.demo import model as demo_model
+from dtcomm.cli.main import main
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.tp.calibrate import calibrate
+from dtcomm.tp.emulate import emulate, restore
+from tests.ranks.tp.test_emulate import PLAN, SHAPE
+
+KINDS = {**PLAN, "head": "column_gather"}
+SENDERS = ["blocks.0.projection", "blocks.0.down", "head"]
+
+
+def model() -> demo_model.GPT:
+    """Random, but with outputs that differ: perplexity reacts."""
+    torch.manual_seed(0)
+    made = demo_model.GPT(SHAPE)
+    nn.init.normal_(made.head.weight, std=0.5)
+    return made
+
+
+@functools.cache
+def batches() -> list[torch.Tensor]:
+    says = model()
+    with torch.no_grad():
+        tokens = torch.randint(20, (4, 17), generator=torch.Generator().manual_seed(1))
+        # What the model itself would say, so that any error makes it worse.
+        for at in range(1, 17):
+            tokens[:, at] = says(tokens[:, :at])[:, -1].argmax(-1)
+    return [tokens[:2], tokens[2:]]
+
+
+def demonstration() -> tuple[nn.Module, list[torch.Tensor], dict[str, str]]:
+    return model(), batches(), KINDS
+
+
+def test_the_plan_is_the_lowest_within_its_budget() -> None:
+    dense = model()
+    before = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
+    codecs = ["int8", "int4", "int2"]
+    found = {
+        budget: calibrate(dense, batches(), 2, KINDS, codecs=codecs, budget=budget)
+        for budget in (0, 0.02, 1e9)
+    }
+    assert list(found[0].errors) == SENDERS
+    errors = found[0].errors
+    for name in SENDERS:
+        # More bits, less error, and of the size that the width says.
+        relative = [errors[name][spec].relative for spec in codecs]
+        assert relative == sorted(relative) and 1e-3 < relative[0] < 0.02 < relative[1] < 0.2 < relative[2]
+        assert errors[name]["int2"].divergence > errors[name]["int8"].divergence > 0
+    assert all(each.chosen.perplexity <= budget for budget, each in found.items())
+    assert found[1e9].mean_bits == pytest.approx(2.5) and not found[1e9].high
+    assert found[0.02].mean_bits < 32 and found[0].mean_bits >= found[0.02].mean_bits
+    # What it says of the plan is so.
+    layers = emulate(dense, 2, found[0.02].layers, "none")
+    with torch.no_grad():
+        loss = sum(float(demo_model.loss(dense, each[:, :-1], each[:, 1:])) for each in batches()) / 2
+    restore(dense, layers)
+    assert float(torch.tensor(loss).exp()) == pytest.approx(
+        found[0.02].perplexity * (1 + found[0.02].chosen.perplexity), rel=1e-5
+    )
+    assert all(torch.equal(tensor, before[name]) for name, tensor in dense.state_dict().items())
+    assert dense.training
+
+
+def test_the_command_writes_what_compress_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    arguments = ["tp", "calibrate", f"{__name__}:demonstration", "--codecs", "int8", "int3", "--quiet"]
+    arguments += ["--budget", "5", "--out", str(plan)]
+    assert main([*arguments, "--plot", str(picture)]) == 0
+    said = capsys.readouterr().out
+    assert "blocks.0.down" in said and "bits an element on the wire" in said
+    assert picture.stat().st_size > 5000
+    assert main([*arguments, "--json", "-"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["errors"]["head"]["int3"]["relative"] > told["errors"]["head"]["int8"]["relative"]
+    assert told["layers"] == json.loads(plan.read_text())["layers"]
+    reports = run_ranks(swapped, 2, str(plan))
+    assert reports[0] == {name: entry["codec"] for name, entry in told["layers"].items() if entry["codec"]}
+
+
+def swapped(rank: int, ranks: int, plan: str) -> dict[str, str]:
+    made = model()
+    report = tp.compress(made, None, plan, "int8")
+    assert str(made.get_submodule("head").wire.codec) == report.codecs["head"]
+    return report.codecs
+
+
+def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"bad\.json is no plan: expected format 'dtcomm tp plan 1'"):
+        calibrate(model(), batches(), 2, tmp_path / "bad.json")
+    with pytest.raises(ValueError, match="batches: expected at least one"):
+        calibrate(model(), [], 2, KINDS)
+    with pytest.raises(ValueError, match="budget: expected 0 or more, got -1"):
+        calibrate(model(), batches(), 2, KINDS, budget=-1)
+    with pytest.raises(ValueError, match="plan: no layer sends activations"):
+        calibrate(model(), batches(), 2, {"blocks.*.up": "column"})
+    assert main(["tp", "calibrate", "nowhere:made"]) == 2
+    assert "MODEL: nowhere:made: No module named 'nowhere'" in capsys.readouterr().err
+    assert main(["tp", "calibrate", str(tmp_path)]) == 2
+    assert "no causal language model" in capsys.readouterr().err

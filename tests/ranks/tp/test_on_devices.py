@@ -1,0 +1,60 @@
+"""Tensor parallelism by what moves CUDA tensors, over NCCL's and Gloo's way, on CPU tensors: the engine's bits."""
+
+from __future__ import annotations
+
+import torch
+
+import dtcomm.collectives as C
+from dtcomm import tp
+from dtcomm.kernels.epilogue import follow
+from dtcomm.launch.ranks import run_ranks
+from tests.ranks.runtime.test_on_streams import as_on_a_device
+
+FEATURES = 96
+
+
+def results(rank: int, ranks: int) -> list[torch.Tensor]:
+    """Sums with what follows, layers forward and backward."""
+    dice = torch.Generator().manual_seed(11)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        bias, weight = (torch.randn(FEATURES, generator=dice).to(dtype) for _ in "ab")
+        terms = [torch.randn(40, FEATURES, generator=dice).to(dtype) for _ in range(ranks)]
+        for async_op in (False, True):
+            y, normed, stream = terms[rank].clone(), torch.empty(40, FEATURES, dtype=dtype), terms[0] * 2
+            then = follow(y, bias=bias, residual=stream, weight=weight, normed=normed)
+            work = C.all_reduce(y, codec="int8", algorithm="two_shot", async_op=async_op, then=then)
+            if work is not None:
+                work.wait()
+            found += [y, normed]
+        for algorithm in ("auto", "two_step"):
+            layer = tp.RowParallelLinear(
+                64, FEATURES, codec="int8", algorithm=algorithm, latency=False, chunks=2, dtype=dtype
+            )
+            with torch.no_grad():
+                for parameter in layer.parameters():
+                    filled = torch.Generator().manual_seed(rank)
+                    parameter.copy_(torch.randn(parameter.shape, generator=filled))
+            x = torch.randn(3, 20, 64 // ranks, generator=dice).to(dtype).requires_grad_()
+            stream = torch.randn(3, 20, FEATURES, generator=dice).to(dtype)
+            y, normed = layer.with_norm(x, stream, weight)
+            (y.sum() + normed.sum()).backward()
+            found += [y.detach(), normed.detach(), x.grad, layer.bias.grad]
+    return found
+
+
+def everywhere(rank: int, ranks: int) -> dict[str, list[int]]:
+    here = results(rank, ranks)
+    C.release()
+    different = {}
+    for backend in ("nccl", "gloo"):
+        as_on_a_device(backend)
+        there = results(rank, ranks)
+        different[backend] = [i for i, (a, b) in enumerate(zip(here, there)) if not torch.equal(a, b)]
+        C.release()
+    return different | {"results": [len(here)]}
+
+
+def test_same_bits_as_the_engine() -> None:
+    for said in run_ranks(everywhere, 2):
+        assert said == {"nccl": [], "gloo": [], "results": [24]}

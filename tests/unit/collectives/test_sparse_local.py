@@ -1,0 +1,168 @@
+"""What sparse sums mean, with all ranks in one thread: nothing is lost but what residuals hold, in every algorithm."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dtcomm import algorithms
+from dtcomm.codecs import codec
+from dtcomm.kernels import counter_rng, local_steps, ops
+from dtcomm.measure.simulated_world import Operation, World, run
+from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.types import Part, Shape
+from tests.unit.collectives.local_ground import plan_of, reduce_all
+
+SPARSE = ("topk:ratio=0.01", "topk:ratio=0.3,values=fp32", "randk:ratio=0.05", "randk:ratio=0.2,values=int4")
+SHARED = (
+    "randk:ratio=0.05,positions=shared",
+    "randk:ratio=0.2,positions=shared,values=fp32",
+    "randk:ratio=0.1,positions=shared,values=int8",
+)
+
+
+def gaussians(ranks: int, numel: int, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=generator) for _ in range(ranks)]
+
+
+def reduced(
+    spec: str,
+    given: list[torch.Tensor],
+    algorithm: str,
+    *,
+    residuals: list[torch.Tensor] | None = None,
+    op: str = "sum",
+    seed: int = 3,
+) -> tuple[list[torch.Tensor], list[int]]:
+    """All_reduce of copies on every rank; the results and the bytes that each rank sent."""
+    ranks, numel = len(given), given[0].numel()
+    tensors = [x.clone() for x in given]
+    owed = residuals or [None] * ranks
+    buffers = [[Buffers(x, x, r)] for x, r in zip(tensors, owed, strict=True)]
+    world = World(ranks=ranks, seed=seed, delay=0.3)
+    hosts = (1, ranks - 1)
+    if codec(spec).on_common_ground:
+        plans = [
+            plan_of(
+                spec, [numel], torch.float32, rank=r, ranks=ranks, algorithm=algorithm, op=op, hosts=hosts
+            )
+            for r in range(ranks)
+        ]
+        outcomes, _ = reduce_all(world, plans, buffers, seed=seed)
+    else:
+        levels = hosts if algorithm.startswith("hierarchical") else None
+        schedule = algorithms.build(algorithm, "all_reduce", ranks, hosts=levels)
+        shape = Shape("all_reduce", op, (Part(numel, torch.float32, codec(spec)),), algorithm)
+        calls = [[Operation(shape=shape, schedule=schedule, buffers=part, seed=seed)] for part in buffers]
+        outcomes = run(world, calls)
+    assert {outcome.fate for outcome in outcomes} == {"done"}
+    for x in tensors[1:]:
+        assert torch.equal(x.view(torch.int32), tensors[0].view(torch.int32))
+    return tensors, [outcome.wire_bytes for outcome in outcomes]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("spec", SPARSE)
+def test_one_shot_keeps_every_contribution(spec: str, ranks: int) -> None:
+    """The fp32 sum, in rank order, of what every rank's payload decodes to: encoded once, never again."""
+    numel = 9000
+    given = gaussians(ranks, numel, seed=ranks)
+    (got, *_), _ = reduced(spec, given, "one_shot", seed=11)
+    payloads = [ops.encode(spec, x, key=counter_rng.mix_key(11, rank, 0)) for rank, x in enumerate(given)]
+    assert torch.equal(got, ops.reduce(spec, payloads, numel))
+    decoded = [ops.decode(spec, payload, numel) for payload in payloads]
+    sent = torch.stack([each != 0 for each in decoded]).any(dim=0)
+    assert not (got != 0)[~sent].any()  # sums may be zero
+    assert int(sent.sum()) > max(int((each != 0).sum()) for each in decoded)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("algorithm", algorithms.available("all_reduce"))
+@pytest.mark.parametrize("spec", (*SPARSE, *SHARED))
+def test_feedback_conserves_mass(spec: str, algorithm: str, op: str) -> None:
+    """result (x ranks for avg) + new residuals = inputs + old residuals, step after step."""
+    ranks, numel = 3, 9000
+    residuals = gaussians(ranks, numel, seed=1)
+    for step in range(3):
+        given = gaussians(ranks, numel, seed=step)
+        owed = torch.stack(given).double().sum(0) + torch.stack(residuals).double().sum(0)
+        (got, *_), _ = reduced(spec, given, algorithm, residuals=residuals, op=op, seed=step)
+        paid = got.double() * (ranks if op == "avg" else 1) + torch.stack(residuals).double().sum(0)
+        assert torch.allclose(paid, owed, rtol=0, atol=1e-4), (paid - owed).abs().max()
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 5])
+@pytest.mark.parametrize("algorithm", algorithms.available("all_reduce"))
+def test_shared_positions_are_linear(algorithm: str, ranks: int) -> None:
+    """randk of the sum, on k elements, by every algorithm: no hop draws anew, and no more than k are sent."""
+    spec, numel = SHARED[1], 9000
+    given = [torch.randint(-99, 100, (numel,)).float() for _ in range(ranks)]  # sums of integers are exact
+    (got, *_), sent = reduced(spec, given, algorithm, seed=21)
+    total = torch.stack(given).sum(0)
+    alone = ops.encode(spec, total, key=local_steps.shared_key(21))
+    assert torch.equal(got, ops.decode(spec, alone, numel))
+    levels = (1, ranks - 1) if algorithm == "hierarchical" else None
+    schedule = algorithms.build(algorithm, "all_reduce", ranks, hosts=levels)
+    assert sent == list(schedule.bytes_on_wire(numel, codec(spec)))
+    kept = codec(spec).kept_in(numel)  # type: ignore[attr-defined]
+    assert sent == list(schedule.bytes_on_wire(kept, codec("none")))
+    averaged, _ = reduced(spec, given, algorithm, op="avg", seed=21)
+    assert torch.allclose(averaged[0] * ranks, got)
+
+
+def test_shared_positions_are_unbiased() -> None:
+    """The mean over seeds is the sum, within five of its standard deviations; every element is drawn about as often."""
+    ranks, numel, steps = 3, 4096, 400
+    for spec in SHARED[:2]:
+        given = gaussians(ranks, numel, seed=8)
+        total = torch.stack(given).double().sum(0)
+        mean, drawn = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel)
+        for seed in range(steps):
+            (got, *_), _ = reduced(spec, given, "two_shot", seed=seed)
+            mean += got.double() / steps
+            drawn += got != 0
+        share = codec(spec).kept / 4096  # type: ignore[attr-defined]
+        deviation = total.abs() * ((1 / share - 1) / steps) ** 0.5
+        off = ((mean - total) / (deviation + 1e-9)).clamp(-50, 50)
+        assert abs(float(off.mean())) < 5 / numel**0.5
+        assert 0.9 < float(off.std()) < 1.1
+        assert abs(float(drawn.mean()) / steps - share) < 1e-3
+        assert float((drawn / steps - share).abs().max()) < 5 * (share / steps) ** 0.5
+
+
+def test_a_bad_number_reaches_every_rank_and_leaves_residuals() -> None:
+    for spec in SHARED[:2]:
+        given = gaussians(3, 9000, seed=5)
+        given[1][5000] = torch.nan
+        residuals = [torch.full((9000,), 0.5) for _ in range(3)]
+        (got, *_), _ = reduced(spec, given, "ring", residuals=residuals)
+        assert got[4096:8192].isnan().all() and not got[:4096].isnan().any() and not got[8192:].isnan().any()
+        assert torch.equal(residuals[1][4096:8192], torch.full((4096,), 0.5))
+        assert all(torch.isfinite(each).all() for each in residuals)
+
+
+@pytest.mark.parametrize("algorithm", algorithms.available("reduce_scatter"))
+@pytest.mark.parametrize("spec", SHARED[:2])
+def test_reduce_scatter_conserves_mass(spec: str, algorithm: str) -> None:
+    ranks, numel = 3, 5000
+    given, residuals = gaussians(ranks, numel * ranks, seed=2), gaussians(ranks, numel * ranks, seed=3)
+    owed = torch.stack(given).double().sum(0) + torch.stack(residuals).double().sum(0)
+    outputs = [torch.empty(numel) for _ in range(ranks)]
+    plans = [
+        plan_of(
+            spec,
+            [numel],
+            torch.float32,
+            rank=rank,
+            ranks=ranks,
+            collective="reduce_scatter",
+            algorithm=algorithm,
+            hosts=(1, 2),
+        )
+        for rank in range(ranks)
+    ]
+    buffers = [[Buffers(x, out, r)] for x, out, r in zip(given, outputs, residuals, strict=True)]
+    reduce_all(World(ranks=ranks, seed=4), plans, buffers)
+    paid = torch.cat(outputs).double() + torch.stack(residuals).double().sum(0)
+    assert torch.allclose(paid, owed, rtol=0, atol=1e-4)

@@ -1,0 +1,107 @@
+"""The compressors against the papers' equations: the updates, step for step, and what is kept."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from dtcomm.codecs import codec
+from dtcomm.compress.powersgd import _key
+from dtcomm.kernels import counter_rng
+from dtcomm.measure.simulated_ranks import Simulated
+from tests.unit.compress import statements
+from tests.unit.compress.statements import Array
+
+RANKS, ROWS, COLUMNS, STEPS = 3, 48, 40, 12
+NUMEL = ROWS * COLUMNS  # within one granule, so that the largest of it are the largest of all
+LAYER = [("layer", torch.zeros(ROWS, COLUMNS))]
+
+
+def gradients(step: int) -> list[torch.Tensor]:
+    """Of every rank: a common part, heavier in some rows, and noise of its own."""
+    generator = torch.Generator().manual_seed(step)
+    common = torch.randn(ROWS, COLUMNS, generator=generator) * torch.linspace(0.1, 2, ROWS)[:, None]
+    return [common + torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(RANKS)]
+
+
+def numbers(tensors: list[torch.Tensor]) -> list[Array]:
+    return [tensor.double().numpy().reshape(-1) for tensor in tensors]
+
+
+def close(ours: torch.Tensor, theirs: Array, tolerance: float = 1e-5) -> None:
+    expected = torch.from_numpy(theirs).reshape(ours.shape)
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(ours.double() / scale, expected / scale, rtol=0, atol=tolerance)
+
+
+def average(run: Simulated, step: int) -> torch.Tensor:
+    return run.average([[gradient] for gradient in gradients(step)])[0]
+
+
+@pytest.mark.parametrize("clip", [0.0, 20.0])
+def test_dgc(clip: float) -> None:
+    run = Simulated(f"dgc:ratio=0.05,momentum=0.9,clip={clip}/fp32", RANKS, LAYER)
+    paper = statements.DeepGradientCompression(RANKS, NUMEL, 0.9, clip)
+    kept = codec("topk:ratio=0.05").layout().kept_of(NUMEL)
+    for step in range(STEPS):
+        close(average(run, step), paper.step(numbers(gradients(step)), kept))
+        for rank, memory in enumerate(run.memories):
+            close(memory.state_dict()["residuals"]["layer"], paper.v[rank])
+            close(memory.state_dict()["velocities"]["layer"], paper.u[rank])
+
+
+def test_dgc_s_momentum_is_that_of_the_optimiser_where_everything_is_sent() -> None:
+    """Of the layer because all of it is sent, of the bias because it is sent uncompressed."""
+    parameters = [*LAYER, ("bias", torch.zeros(ROWS))]
+    run = Simulated("numel<100 -> none; * -> dgc:ratio=0.99,momentum=0.5/fp32", RANKS, parameters)
+    # Of nearly all elements the smallest wait: the sum of what arrived is what counts.
+    velocity, total, arrived = torch.zeros(ROWS), torch.zeros(ROWS), torch.zeros(ROWS)
+    for step in range(STEPS):
+        each = gradients(step)
+        _, bias = run.average([[gradient, gradient[:, 0]] for gradient in each])
+        velocity = 0.5 * velocity + torch.stack(each)[:, :, 0].mean(0)
+        total, arrived = total + velocity, arrived + bias
+    torch.testing.assert_close(arrived, total)
+
+
+def test_ef_signsgd() -> None:
+    run = Simulated("sign:block=2048,scale=fp32", RANKS, LAYER)
+    paper = statements.SignSGD(RANKS, NUMEL)
+    for step in range(STEPS):
+        close(average(run, step), paper.step(numbers(gradients(step))))
+
+
+@pytest.mark.parametrize(("feedback", "rate"), [("ef21", 1.0), ("diana", 0.5)])
+def test_differences_to_a_reference(feedback: str, rate: float) -> None:
+    run = Simulated("topk:ratio=0.1/fp32", RANKS, LAYER, feedback=feedback)
+    paper = statements.Differences(RANKS, NUMEL, rate)
+    kept = codec("topk:ratio=0.1").layout().kept_of(NUMEL)
+    for step in range(STEPS):
+        close(average(run, step), paper.step(numbers(gradients(step)), kept))
+        for rank, memory in enumerate(run.memories):
+            references = memory.state_dict()["references"]
+            close(references["local"]["layer"], paper.h[rank])
+            close(references["shared"]["layer"], paper.shared)
+
+
+def start(rank: int) -> Array:
+    """The factor that the parameter's name decides."""
+    flat = counter_rng.uniform(_key("layer"), COLUMNS, rank * COLUMNS) - np.float32(0.5)
+    return flat.astype(np.float64).reshape(rank, COLUMNS).T
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+def test_powersgd_is_torch_s(rank: int) -> None:
+    run = Simulated(f"powersgd:rank={rank}", RANKS, LAYER)
+    theirs = statements.TorchPowerSGD(start(rank), RANKS, ROWS)
+    for step in range(STEPS):
+        close(average(run, step), theirs.step([each.double().numpy() for each in gradients(step)]))
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+def test_alternating_powersgd_is_epfml_s(rank: int) -> None:
+    run = Simulated(f"powersgd:rank={rank},alternate=true", RANKS, LAYER)
+    theirs = statements.EpfmlPowerSGD(start(rank), RANKS, ROWS)
+    for step in range(STEPS):
+        close(average(run, step), theirs.step([each.double().numpy() for each in gradients(step)]))

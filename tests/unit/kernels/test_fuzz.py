@@ -1,0 +1,134 @@
+"""Bytes that no encoder wrote: refused by their length, or decoded alike by every kernel and by the reference.
+
+csrc/tests/fuzz.cpp does the same by the million, at guard pages and under sanitizers, for the kernels in C++.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dtcomm import _C
+from dtcomm.codecs import Codec, codec
+from dtcomm.codecs.base import ELEMENT_TYPES, LARGEST_BLOCK
+from dtcomm.errors import PayloadCorrupt
+from dtcomm.kernels import available, use
+from dtcomm.kernels.ops import decode, encode, reduce, reduce_encode
+from tests.unit.codecs.cases import everything, few
+
+F32 = ELEMENT_TYPES[torch.float32]
+LENGTHS = st.integers(1, 2500)
+
+
+def noise(size: int, seed: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8))
+
+
+@settings(max_examples=100, deadline=None)
+@given(each=st.sampled_from(few()), numel=st.just(0) | LENGTHS, error=st.integers(-5000, 5000).filter(bool))
+def test_payloads_of_another_length_are_refused_by_name(each: Codec, numel: int, error: int) -> None:
+    right = each.wire_bytes(numel)
+    wrong = torch.zeros(max(0, right + error), dtype=torch.uint8)
+    if len(wrong) == right:
+        return
+    good = torch.zeros(right, dtype=torch.uint8)
+    x = torch.zeros(numel)
+    before = torch.full((numel,), 7.0)
+    out, residual = before.clone(), before.clone()
+    says = f"{numel} elements in codec '{each}' are {right} bytes, got {len(wrong)}"
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("payload", lambda: decode(each, wrong, numel, out=out)),
+        ("payloads[1]", lambda: reduce(each, [good, wrong], numel, x, out=out)),
+        ("payloads[0]", lambda: reduce_encode(each, [wrong], numel, x, residual=residual)),
+        ("out", lambda: encode(each, x, residual=residual, out=wrong)),
+        ("out", lambda: reduce_encode(each, [good], numel, x, residual=residual, out=wrong)),
+    ]
+    for name, call in calls:
+        with pytest.raises(ValueError) as refused:
+            call()
+        assert str(refused.value) == f"{name}: {says}"
+    assert torch.equal(out, before) and torch.equal(residual, before) and not wrong.any()
+
+
+@settings(max_examples=200, deadline=None)
+@given(each=st.sampled_from(everything()), numel=st.integers(1, 300) | LENGTHS, seed=st.integers(0, 2**32))
+def test_noise_is_decoded_or_refused_alike(each: Codec, numel: int, seed: int) -> None:
+    wire = noise(each.wire_bytes(numel), seed)
+    found = {name: _outcome(name, lambda: decode(each, wire, numel)) for name in available()}
+    assert all(outcome == found["reference"] for outcome in found.values())
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    each=st.sampled_from(everything()),
+    numel=st.integers(1, 300) | LENGTHS,
+    seed=st.integers(0, 2**32),
+    flips=st.lists(st.tuples(st.integers(0, 2**32), st.integers(0, 7)), max_size=3),
+)
+def test_damaged_payloads_are_summed_or_refused_alike(
+    each: Codec, numel: int, seed: int, flips: list[tuple[int, int]]
+) -> None:
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    wire = encode(each, x, key=seed)
+    for place, bit in flips:
+        wire[place % len(wire)] ^= 1 << bit
+    found = {
+        name: (
+            _outcome(name, lambda: reduce(each, [wire, wire], numel, x, 1, 3)),
+            _outcome(name, lambda: reduce_encode(each, [wire], numel, x, 0, key=seed)),
+        )
+        for name in available()
+    }
+    assert all(outcome == found["reference"] for outcome in found.values())
+
+
+def _outcome(kernel: str, call: Callable[[], torch.Tensor]) -> bytes | str:
+    """What comes out, as bytes, or that it was refused."""
+    with use(kernel):
+        try:
+            return call().view(torch.uint8).numpy().tobytes()
+        except PayloadCorrupt:
+            return "PayloadCorrupt"
+
+
+fields = st.tuples(
+    *(st.integers(0, most) | st.integers(0, 255) for most in (9, 9, 2, 2, 2, 2, 2, 8)),
+    st.sampled_from([0, 1, 16, 32, 128, 4096, 8192, 48]) | st.integers(0, 2**32 - 1),
+    st.sampled_from([0, 1, 41, 4096, 4097]) | st.integers(0, 2**32 - 1),
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(raw=st.binary(min_size=16, max_size=16) | fields.map(lambda values: struct.pack("<8B2I", *values)))
+@example(raw=bytes(16))
+@example(raw=bytes([255]) * 16)
+def test_codec_bytes_from_elsewhere_are_refused_or_have_sizes(raw: bytes) -> None:
+    """And where the kernels take them, they run: every kernel decodes a payload of noise to the same floats."""
+    try:
+        granule = _C.granule_elements(raw)
+    except ValueError as refused:
+        assert "codec" in str(refused)
+        with pytest.raises(ValueError, match="codec"):
+            _C.wire_bytes(raw, 100, F32)
+        return
+    assert 1 <= granule <= LARGEST_BLOCK
+    sizes = [_C.wire_bytes(raw, numel, F32) for numel in (0, 1, granule, granule + 1)]
+    assert sizes[0] == 0 < sizes[1] <= sizes[2] and sizes[3] == sizes[1] + sizes[2]
+    wire, outs = noise(sizes[3], raw[0]), []
+    for name in available()[:-1]:  # the last one is the reference
+        out = torch.empty(granule + 1)
+        _C.decode(name, raw, wire.data_ptr(), granule + 1, F32, out.data_ptr(), F32, False)
+        outs.append(out.view(torch.int32))
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.parametrize("each", everything(), ids=str)
+def test_a_codec_that_is_described_is_one_that_runs(each: Codec) -> None:
+    assert _C.granule_elements(each.native()) == each.granularity
+    assert codec(str(each)).native() == each.native()

@@ -1,0 +1,24 @@
+"""Payloads keep their bytes from one version to the next, in every kernel."""
+
+from __future__ import annotations
+
+import pytest
+
+from dtcomm.codecs import codec, names
+from dtcomm.kernels import available, use
+from dtcomm.kernels.ops import decode, encode
+from tests.unit.kernels.golden import FOLDER, KEY, NUMEL, OFFSET, SPECS, golden_input
+
+
+@pytest.mark.parametrize("kernel", available())
+@pytest.mark.parametrize("name", SPECS)
+def test_bytes(name: str, kernel: str) -> None:
+    with use(kernel):
+        payload = encode(SPECS[name], golden_input(), KEY, OFFSET)
+        assert payload.numpy().tobytes() == (FOLDER / f"{name}.bin").read_bytes()
+        assert decode(SPECS[name], payload, NUMEL).numel() == NUMEL
+
+
+def test_the_files_are_these() -> None:
+    assert {path.stem for path in FOLDER.glob("*.bin")} == set(SPECS)
+    assert {codec(spec).name for spec in SPECS.values()} == set(names())

@@ -1,0 +1,347 @@
+"""What the numbers mean: error bounds, NaN and Inf, zeros, extremes, order of sums, types other than floats."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtcomm.codecs import Codec, Float8, Integer, codec
+from dtcomm.codecs.base import ELEMENT_TYPES
+from dtcomm.codecs.mx import Mx
+from dtcomm.kernels import available, use
+from dtcomm.kernels.ops import decode, encode, reduce, reduce_encode
+from tests.unit.codecs.cases import everything, few
+from tests.unit.kernels.inputs import floats
+
+KERNELS = available()
+INTEGERS = [each for each in everything() if isinstance(each, Integer)]
+PLAIN = [each for each in INTEGERS if each.rotate == "none" and not each.spikes]
+NAN, INF = float("nan"), float("inf")
+
+
+# The others give the same bytes, which is test_bit_exact's to show.
+@pytest.fixture(params=(KERNELS[0], KERNELS[-1]), autouse=True)
+def kernel(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
+    with use(request.param):
+        yield request.param
+
+
+def round_trip(each: Codec | str, x: torch.Tensor) -> torch.Tensor:
+    return decode(each, encode(each, x), x.numel(), x.dtype)
+
+
+def coarseness(each: Codec) -> float:
+    """The largest error of equal numbers in a block of their own, relative to them."""
+    if isinstance(each, Float8) and each.round == "stochastic":
+        return 2**-3 if each.element == "e4m3" else 2**-2
+    if isinstance(each, Integer) and each.round == "stochastic":
+        return 2**-6 + 1 / each.levels
+    if isinstance(each, Mx):  # the largest number is not the largest that the scale's power of two allows
+        return 2**-2 if each.element == "e2m1" else 2**-3
+    return 2**-6
+
+
+@pytest.mark.parametrize("each", PLAIN, ids=str)
+def test_error_is_within_a_step(each: Integer) -> None:
+    """Half a step to nearest, one step at random; a step is the block's largest magnitude or range over the levels,
+    which rounding of the scale stretches by 2^-7 at most, and that of the zero point by the magnitude's 2^-8. A scale
+    below the normal numbers makes zeros."""
+    for kind in ("normal", "ties", "offset", "negative", "constant", "blocks_apart"):
+        x = floats(kind, 2 * each.granularity + 11)
+        if not each.symmetric:
+            x = x.clamp(-1e38, 1e38)  # a range that fp32 cannot hold makes the block NaN
+        y = round_trip(each, x)
+        assert y.isfinite().all()
+        missing = -len(x) % each.block
+        blocks = torch.cat([x, x[-1:].expand(missing)]).view(-1, each.block).double()
+        errors = (torch.cat([y, y[-1:].expand(missing)]).view(-1, each.block).double() - blocks).abs()
+        size = blocks.abs().amax(1)
+        span = size if each.symmetric else blocks.amax(1) - blocks.amin(1)
+        if not each.symmetric and each.scale == "bf16":
+            span = span + size * 2**-7
+        step = span / each.levels * (1 + 2**-7)
+        allowed = step * (0.5 if each.round == "nearest" else 1.0) + size * 2**-22 + each.levels * 2**-126
+        assert (errors.amax(1) <= allowed).all(), kind
+
+
+@pytest.mark.parametrize(
+    "each", [each for each in PLAIN if each.round == "nearest" and each.symmetric], ids=str
+)
+def test_a_decoded_payload_encodes_to_itself(each: Integer) -> None:
+    x = floats("normal", 3000)
+    once = encode(each, x)
+    assert torch.equal(encode(each, decode(each, once, 3000)), once)
+
+
+@pytest.mark.parametrize("each", INTEGERS, ids=str)
+def test_bad_numbers_stay_in_their_block(each: Integer) -> None:
+    n = 4 * each.block
+    for bad in (NAN, INF, -INF):
+        x = floats("normal", n)
+        x[each.block + 3] = bad
+        y = round_trip(each, x)
+        assert y[each.block : 2 * each.block].isnan().all()
+        assert y[: each.block].isfinite().all() and y[2 * each.block :].isfinite().all()
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_codes_in_their_planes(bits: int) -> None:
+    """The bytes of known codes: 1, -1, L, -L, 0, ... of a block whose scale is 1, cut into planes by hand."""
+    top = 2 ** (bits - 1) - 1
+    codes = [1, -1, top, -top, 0, top, top - 1, 1 - top] * 4
+    payload = encode(f"int{bits}", torch.tensor(codes, dtype=torch.float32)).tolist()
+    assert payload[:2] == [0x80, 0x3F]  # bf16: 1.0
+    expected, low = 0, 0
+    for unit in (8, 4, 2, 1):
+        if bits & unit:
+            for i, code in enumerate(codes):
+                expected |= ((code & 2**bits - 1) >> low & 2**unit - 1) << (low * 32 + i * unit)
+            low += unit
+    assert int.from_bytes(bytes(payload[2 : 2 + 4 * bits]), "little") == expected
+    assert not any(payload[2 + 4 * bits :])
+    assert round_trip(f"int{bits}", torch.tensor(codes, dtype=torch.float32)).tolist() == codes
+
+
+def test_known_bytes_of_int3() -> None:
+    """Sixteen codes 0, 1, 2, 3, -3, -2, -1, 0, ...: in the plane of two bits 0, 1, 2, 3, 1, 2, 3, 0, in that of one
+    bit 0, 0, 0, 0, 1, 1, 1, 0."""
+    x = torch.tensor([0.0, 1, 2, 3, -3, -2, -1, 0] * 2)
+    payload = encode("int3:block=16", x)
+    assert payload.tolist() == [0x80, 0x3F, 0xE4, 0x39, 0xE4, 0x39, 0x70, 0x70] + [0] * 8
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_every_code_of_a_payload_decodes(bits: int, symmetric: bool) -> None:
+    """Also those that no encoder makes: two's complement without and with the most negative code."""
+    each = Integer(bits=bits, block=256, scale="fp32", symmetric=symmetric)
+    codes = torch.arange(256) % 2**bits
+    payload = torch.zeros(each.wire_bytes(256), dtype=torch.uint8)
+    fields = torch.tensor([0.25] if symmetric else [0.25, -3.0])
+    payload[: 4 * len(fields)] = fields.view(torch.uint8)
+    bytes_, low = bytearray(), 0
+    for unit in (8, 4, 2, 1):
+        if bits & unit:
+            digits = (codes >> low) % 2**unit
+            bytes_ += sum(int(digit) << i * unit for i, digit in enumerate(digits)).to_bytes(
+                32 * unit, "little"
+            )
+            low += unit
+    payload[4 * len(fields) : 4 * len(fields) + 32 * bits] = torch.tensor(list(bytes_), dtype=torch.uint8)
+    signed = torch.where(codes >= 2 ** (bits - 1), codes - 2**bits, codes) if symmetric else codes
+    expected = signed * 0.25 + (0.0 if symmetric else -3.0)
+    assert torch.equal(decode(each, payload, 256), expected)
+
+
+@pytest.mark.parametrize(
+    "each", [each for each in few() if isinstance(each, Integer) and not each.spikes], ids=str
+)
+def test_fields_that_are_no_numbers_decode_to_the_one_nan(each: Integer) -> None:
+    """Whatever else stands in the payload: no encoder writes an infinite scale or a NaN of other bits."""
+    n, layout = 2 * each.granularity, each.layout()
+    size = layout.field_bytes
+    generator = torch.Generator().manual_seed(each.bits)
+    payload = torch.randint(0, 256, (each.wire_bytes(n),), dtype=torch.uint8, generator=generator)
+    words = {2: (0x7F80, 0xFF80, 0x7F81, 0xFFFF), 4: (0x7F800000, 0xFF800000, 0x7F800001, 0xFFFFFFFF)}[size]
+    fields = payload[: layout.fields * layout.blocks(each.granularity) * size]
+    fields[size - 1 :: size] &= 0x3F  # numbers, all of them
+    for i, word in enumerate(words[: layout.fields * layout.blocks(each.granularity)]):
+        fields[i * size : (i + 1) * size] = torch.tensor(list(word.to_bytes(size, "little")))
+    got = decode(each, payload, n)
+    with use("reference"):
+        assert torch.equal(got.view(torch.int32), decode(each, payload, n).view(torch.int32))
+    bad = got[: min(len(words), layout.blocks(each.granularity)) * each.block]
+    assert (bad.view(torch.int32) == 0x7FC00000).all()
+
+
+def test_a_range_beyond_fp32_is_nan() -> None:
+    x = torch.ones(96)
+    x[40], x[41] = 3e38, -3e38
+    y = round_trip("int8:symmetric=false", x)
+    assert y[32:64].isnan().all() and torch.equal(y[:32], x[:32])
+    assert round_trip("int8", x).isfinite().all()
+
+
+@pytest.mark.parametrize("each", few(), ids=str)
+def test_zeros_are_exact(each: Codec) -> None:
+    y = round_trip(each, floats("zeros", 1500))
+    assert not y.any()
+
+
+@pytest.mark.parametrize("each", few(), ids=str)
+def test_every_nan_is_the_same_one(each: Codec) -> None:
+    """But for copies by `none`."""
+    x = floats("bits", 3000)
+    sums = reduce(each, [encode(each, x), encode(each, -x)], 3000)
+    words = sums.view(torch.int32)[sums.isnan()]
+    assert len(words) and (words == 0x7FC00000).all()
+
+
+def test_none_copies_bits() -> None:
+    x = floats("bits", 1000)
+    for dtype in ELEMENT_TYPES:
+        each = x.view(torch.uint8).clone().view(dtype) if dtype != torch.bool else x > 0
+        payload = encode("none", each)
+        size = each.numel() * each.itemsize
+        assert torch.equal(payload[:size], each.view(torch.uint8))
+        assert torch.equal(
+            decode("none", payload, each.numel(), dtype).view(torch.uint8), each.view(torch.uint8)
+        )
+        assert torch.equal(
+            reduce("none", [payload], each.numel(), dtype=dtype).view(torch.uint8), each.view(torch.uint8)
+        )
+
+
+@pytest.mark.parametrize(
+    "each",
+    [
+        each
+        for each in few()
+        if each.name != "fp16" and getattr(each, "rotate", "none") == "none" and not each.layout().kept
+    ],
+    ids=str,
+)
+def test_extremes_survive_in_blocks_of_their_own(each: Codec) -> None:
+    size = max(each.layout().block, 16)
+    for value in (1e-30, 1e30, -3.38e38):
+        x = torch.full((size,), value)
+        assert torch.allclose(round_trip(each, x), x, rtol=coarseness(each), atol=0)
+
+
+def test_fp16_follows_ieee() -> None:
+    x = torch.tensor([65504.0, 65519.0, 65520.0, -1e9, 2.0**-24, 2.0**-25, 1.1 * 2**-25, -0.0, 1e-45])
+    y = round_trip("fp16", x)
+    assert y.tolist() == [65504.0, 65504.0, INF, -INF, 2.0**-24, 0.0, 2.0**-24, 0.0, 0.0]
+    assert torch.signbit(y).tolist() == [False, False, False, True, False, False, False, True, False]
+
+
+def test_sums_are_taken_in_rank_order_and_divided_once() -> None:
+    terms = [torch.tensor([v]) for v in (1.0, 2.0**24, -(2.0**24))]
+    for position in range(3):
+        others = [encode("none", t) for i, t in enumerate(terms) if i != position]
+        assert reduce("none", others, 1, terms[position], position).item() == 0.0  # (1 + 2^24) - 2^24
+    assert reduce("none", [encode("none", torch.tensor([1.0]))] * 2, 1, divisor=3).item() == torch.tensor(
+        2 / 3
+    )
+
+
+def test_the_default_position_is_last() -> None:
+    payloads = [encode("none", torch.tensor([v])) for v in (1.0, 2.0**24)]
+    assert reduce("none", payloads, 1, torch.tensor([-(2.0**24)])).item() == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_halves_are_summed_in_fp32_and_rounded_once(dtype: torch.dtype) -> None:
+    x = [floats("normal", 700, seed=seed).to(dtype) for seed in range(5)]
+    got = reduce("none", [encode("none", each) for each in x[1:]], 700, x[0], 0)
+    exact = x[0].float()
+    for each in x[1:]:
+        exact = exact + each.float()
+    assert got.dtype == dtype and torch.equal(got, exact.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64], ids=str)
+def test_integers_wrap(dtype: torch.dtype) -> None:
+    info = torch.iinfo(dtype)
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randint(info.min, info.max, (1500,), dtype=dtype, generator=generator) for _ in range(2))
+    payload = encode("none", x)
+    for op, expected in (("sum", x + y), ("min", torch.minimum(x, y)), ("max", torch.maximum(x, y))):
+        assert torch.equal(reduce("none", [payload], 1500, y, op=op), expected)
+        assert torch.equal(reduce_encode("none", [payload], 1500, y, op=op), encode("none", expected))
+
+
+def test_float64_is_summed_in_float64() -> None:
+    x, y = (
+        torch.randn(1500, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in (1, 2)
+    )
+    payload = encode("none", x)
+    assert torch.equal(reduce("none", [payload], 1500, y), x + y)
+    assert torch.equal(reduce("none", [payload], 1500, y, divisor=3), (x + y) / 3)
+    assert torch.equal(reduce("none", [payload], 1500, y, op="min"), torch.minimum(x, y))
+
+
+def test_bool_is_logical() -> None:
+    x, y = torch.tensor([False, False, True, True]), torch.tensor([False, True, False, True])
+    payload = encode("none", x)
+    for op, expected in (("sum", x | y), ("max", x | y), ("min", x & y)):
+        got = reduce("none", [payload], 4, y, op=op)
+        assert got.view(torch.uint8).tolist() == expected.view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_nan_wins_min_and_max(dtype: torch.dtype) -> None:
+    x = torch.tensor([NAN, 1.0, NAN, 0.0, -0.0, INF, -INF, 2.0], dtype=dtype)
+    y = torch.tensor([1.0, NAN, NAN, -0.0, 0.0, 1.0, 1.0, 3.0], dtype=dtype)
+    payload = encode("none", x)
+    for op, torch_s in (("min", torch.minimum), ("max", torch.maximum)):
+        got = reduce("none", [payload], 8, y, op=op)
+        assert torch.equal(got.nan_to_num(9), torch_s(x, y).nan_to_num(9))
+        assert torch.signbit(got)[3:5].tolist() == [False, True]  # of two zeros the first stays
+
+
+@pytest.mark.parametrize("each", few(), ids=str)
+def test_mass_is_conserved(each: Codec) -> None:
+    """decoded + new residual = x + old residual, and for a divided sum divisor times the residual counts."""
+    n = 2 * each.granularity + 5
+    x, old = floats("normal", n), floats("normal", n, seed=4) * 0.01
+    residual = old.clone()
+    y = decode(each, encode(each, x, residual=residual), n)
+    assert torch.allclose(y + residual, x + old, rtol=0, atol=1e-6)
+    assert each.name == "none" or residual.any()
+
+    other = encode(each, floats("normal", n, seed=6))
+    residual = old.clone()
+    mean = decode(each, reduce_encode(each, [other], n, x, 0, 4, residual), n)
+    total = x.double() + old + decode(each, other, n)
+    # randk's decoded elements are n / k times as large, and so is the rounding of their sum.
+    assert torch.allclose(mean * 4.0 + residual, total.float(), rtol=2**-22, atol=2e-6)
+
+
+def test_a_residual_that_is_no_number_stays() -> None:
+    x, old = torch.ones(96), torch.full((96,), 0.25)
+    x[40] = INF
+    residual = old.clone()
+    encode("int8", x, residual=residual)
+    assert torch.equal(residual[32:64], old[32:64]) and not torch.equal(residual[:32], old[:32])
+    x = torch.tensor([1.0, 1e9, NAN])  # an overflow of fp16 is not carried over either
+    residual = torch.full((3,), 2.0**-13)
+    encode("fp16", x, residual=residual)
+    assert residual.tolist() == [2.0**-13, 2.0**-13, 2.0**-13]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    values=st.lists(st.floats(width=32), max_size=150),
+    each=st.sampled_from(few()),
+    cut=st.integers(0, 3),
+)
+def test_any_floats_round_trip_alike_in_every_kernel(values: list[float], each: Codec, cut: int) -> None:
+    x = torch.tensor(values, dtype=torch.float32)[cut:]
+    payloads = []
+    for name in KERNELS:
+        with use(name):
+            payloads.append((encode(each, x), round_trip(each, x)))
+    wire, floats_ = payloads[-1]
+    assert len(wire) == each.wire_bytes(x.numel())
+    for got_wire, got_floats in payloads:
+        assert torch.equal(got_wire, wire)
+        assert torch.equal(got_floats.view(torch.int32), floats_.view(torch.int32))
+
+
+@pytest.mark.parametrize("each", few(), ids=str)
+def test_granules_do_not_know_each_other(each: Codec) -> None:
+    """A payload cut at a granule decodes, and the granules of a longer tensor are those of its parts."""
+    g = each.granularity
+    x = floats("blocks_apart", 3 * g + 9)
+    whole = encode(each, x, key=8)
+    parts = [encode(each, x[:g], key=8), encode(each, x[g:], key=8, offset=g)]
+    assert torch.equal(torch.cat(parts), whole)
+    tail = decode(each, whole[each.wire_bytes(g) :].clone(), 2 * g + 9)
+    assert torch.equal(tail.view(torch.int32), decode(each, whole, 3 * g + 9)[g:].view(torch.int32))
+
+
+def test_defaults() -> None:
+    assert codec("int8") == Integer(bits=8, block=32, scale="bf16", symmetric=True, round="nearest")

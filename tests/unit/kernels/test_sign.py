@@ -1,0 +1,121 @@
+"""One bit an element: the mean in its fixed order, the bits, and what error feedback makes of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from dtcomm.codecs import Sign, codec
+from dtcomm.kernels import available, use
+from dtcomm.kernels.ops import decode, encode
+from tests.unit.codecs.cases import everything
+from tests.unit.kernels.inputs import floats
+
+SIGNS = [each for each in everything() if isinstance(each, Sign) and each.rotate == "none"]
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(params=available(), autouse=True)
+def kernel(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
+    with use(request.param):
+        yield request.param
+
+
+def tree(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of fp32 scalars, halves folded onto each other, written as a recursion from the top."""
+    if len(parts) == 1:
+        return parts[0]
+    even, odd = tree(parts[0::2]), tree(parts[1::2])
+    return even + odd
+
+
+@pytest.mark.parametrize("block", [16, 64, 256, 4096])
+@pytest.mark.parametrize("missing", [0, 1, 9])
+def test_the_mean_is_taken_in_the_fixed_order(block: int, missing: int) -> None:
+    x = floats("normal", block - missing, seed=block) ** 3
+    each = f"sign:block={block},scale=fp32"
+    scale = encode(each, x)[:4].view(torch.float32)
+    parts = [value.abs() / block for value in x] + [torch.tensor(0.0)] * missing
+    expected = tree(parts)
+    if missing:
+        expected = expected / torch.tensor((block - missing) / block)
+    assert scale.item() == expected.item()
+    assert math.isclose(scale.item(), x.double().abs().mean().item(), rel_tol=2**-20)
+
+
+def test_bits() -> None:
+    x = torch.tensor([1.0, -1.0, 0.0, -0.0, 5.0, -5.0, -1e-45, 1e-45] + [-2.0] * 8 + [3.0, -3.0])
+    payload = encode("sign:block=16,scale=fp32", x)
+    assert payload[8:12].tolist() == [0b01101010, 0xFF, 0b10, 0]
+    assert payload[4:8].view(torch.float32).item() == 3.0
+    got = decode("sign:block=16,scale=fp32", payload, 18)
+    assert torch.equal(got.signbit(), x.signbit()) and got[16:].tolist() == [3.0, -3.0]
+
+
+@pytest.mark.parametrize("each", SIGNS, ids=str)
+def test_magnitudes_are_the_mean(each: Sign) -> None:
+    x = floats("normal", 3 * each.block)
+    y = decode(each, encode(each, x), x.numel())
+    mean = x.view(3, -1).abs().mean(1, keepdim=True).expand(3, each.block).reshape(-1)
+    assert torch.allclose(y, torch.copysign(mean, x), rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("each", SIGNS, ids=str)
+def test_bad_numbers_stay_in_their_block(each: Sign) -> None:
+    for bad in (NAN, -NAN, INF, -INF):
+        x = -floats("normal", 4 * each.block).abs()
+        x[each.block + 3] = bad
+        payload = encode(each, x)
+        y = decode(each, payload, x.numel()).view(4, each.block)
+        assert (y[1].view(torch.int32) == 0x7FC00000).all() and (y[[0, 2, 3]] < 0).all()
+
+
+@pytest.mark.parametrize("each", SIGNS, ids=str)
+def test_sums_do_not_overflow(each: Sign) -> None:
+    """Nor does a block that is cut, whose sum is divided by its share."""
+    largest = 3.4028234663852886e38
+    for n in (each.block, each.block - 3):
+        y = decode(each, encode(each, torch.full((n,), -largest)), n)
+        assert y.isfinite().all() and (y <= -largest * (1 - 2**-7)).all()
+
+
+def test_blocks_too_small_for_a_scale_are_plain_zeros() -> None:
+    assert not encode("sign", torch.full((256,), -1e-39)).any()
+
+
+@pytest.mark.parametrize("scale", [1.5, -2.0, 1e-40, 0.0, INF, -INF, NAN])
+def test_any_scale_decodes(scale: float) -> None:
+    raw = torch.arange(32, dtype=torch.uint8)
+    payload = torch.cat([torch.tensor([scale]).view(torch.uint8), raw, torch.zeros(12, dtype=torch.uint8)])
+    got = decode("sign:scale=fp32", payload, 256)
+    bits = (raw[:, None] >> torch.arange(8, dtype=torch.uint8)).reshape(-1) & 1
+    if math.isnan(scale):
+        assert (got.view(torch.int32) == 0x7FC00000).all()
+    else:
+        expected = torch.where(bits == 1, -torch.tensor(scale), torch.tensor(scale))
+        assert torch.equal(got.view(torch.int32), expected.view(torch.int32))
+
+
+def test_feedback_sends_everything_in_the_end() -> None:
+    """The mean of what is sent under a constant gradient approaches the gradient, where without memory it stays
+    plus or minus the block's mean."""
+    x = floats("normal", 512, seed=3)
+    residual, sent, steps = torch.zeros(512), torch.zeros(512), 200
+    for _ in range(steps):
+        sent += decode("sign", encode("sign", x, residual=residual), 512)
+    with_memory = (sent / steps - x).norm() / x.norm()
+    without = (decode("sign", encode("sign", x), 512) - x).norm() / x.norm()
+    assert with_memory < 0.1 < 0.5 < without
+
+
+def test_defaults_and_sizes() -> None:
+    assert codec("sign") == Sign(block=256, scale="bf16")
+    assert codec("sign").wire_bytes(1024) == 144  # 4 scales of 2 bytes, 128 bytes of bits, padded
+
+
+@pytest.mark.parametrize("spec", ["sign:round=stochastic", "sign:block=8", "sign:scale=fp16"])
+def test_wrong_options(spec: str) -> None:
+    with pytest.raises(ValueError, match="option"):
+        codec(spec)

@@ -1,0 +1,112 @@
+"""Stochastic rounding: unbiased, and a function of key and index alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dtcomm import _C
+from dtcomm.codecs import Integer
+from dtcomm.kernels import available, counter_rng, use
+from dtcomm.kernels.ops import decode, encode
+from dtcomm.kernels.reference import hadamard, integer, outliers
+from tests.unit.codecs.cases import everything
+from tests.unit.kernels.inputs import floats
+
+STOCHASTIC = [each for each in everything() if isinstance(each, Integer) and each.round == "stochastic"]
+
+
+def spread(each: Integer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The variance of every decoded element, and how far apart the two values lie that it rounds to."""
+    domain = hadamard.rotate(each, x.numpy()) if hadamard.rotates(each) else x.numpy()
+    coded, _ = outliers.take(each, domain, 0, 0) if each.spikes else (domain, None)
+    fields, _ = integer.encode_blocks(each, coded, 0, 0)
+    step, *zero = (torch.from_numpy(field).double().repeat_interleave(each.block) for field in fields)
+    t = (torch.from_numpy(coded) - (zero[0] if zero else 0)) / step
+    if each.spikes:
+        apart = torch.from_numpy(domain != coded)
+        value = torch.from_numpy(domain).double()
+        spacing = (
+            2.0 ** (value.abs().log2().floor() - 7) if each.scale == "bf16" else torch.full_like(value, 1e-9)
+        )
+        step, t = torch.where(apart, spacing, step), torch.where(apart, value / spacing, t)
+    fraction = t - t.floor()
+    variance = fraction * (1 - fraction) * step**2
+    if hadamard.rotates(each):  # an element is a sum over its block, every term times 1 / sqrt(block)
+        rows = variance.view(-1, each.block)
+        variance = rows.mean(1).repeat_interleave(each.block)
+        step = step.view(-1, each.block).amax(1).repeat_interleave(each.block)
+    return variance, step
+
+
+@pytest.mark.parametrize("each", STOCHASTIC, ids=str)
+def test_unbiased(each: Integer) -> None:
+    """Means over keys lie within five standard errors of x, of each element and, sharper, of all together."""
+    n, keys = 4096, 300
+    x = floats("normal", n, seed=1) + 0.3
+    mean = torch.zeros(n, dtype=torch.float64)
+    for key in range(keys):
+        mean += decode(each, encode(each, x, key=_C.mix_key(1, 0, key)), n).double() / keys
+    variance, step = spread(each, x)
+    variance = variance / keys
+    error = mean - x.double()
+    # A landing that is expected less than once in all keys is not normally distributed: allow for a few.
+    assert (error.abs() <= 5 * variance.sqrt() + 4 * step / keys).all()
+    assert error.sum().abs() < 5 * variance.sum().sqrt()
+
+
+@pytest.mark.parametrize("name", available())
+@pytest.mark.parametrize("start", [0, 12345, 2**32 - 2048 - 16, 2**40 - 1000])
+def test_chunks_do_not_matter(name: str, start: int) -> None:
+    """Also where the index passes 2^32 within a block."""
+    n = 6 * 1024
+    x = floats("normal", n)
+    with use(name):
+        whole = encode("int8:round=stochastic", x, key=3, offset=start)
+        for size in (1024, 2048):
+            parts = [
+                encode("int8:round=stochastic", x[at : at + size], key=3, offset=start + at)
+                for at in range(0, n, size)
+            ]
+            assert torch.equal(torch.cat(parts), whole)
+    with use("reference"):
+        assert torch.equal(encode("int8:round=stochastic", x, key=3, offset=start), whole)
+
+
+def test_keys_and_places_differ() -> None:
+    x = torch.full((4096,), 0.3)
+    x[::32] = 127.0
+    seen = {
+        bytes(encode("int8:round=stochastic", x, key, offset).numpy())
+        for key in (0, 1, 2, 1 << 32, 1 << 63)
+        for offset in (0, 1, 4096, 1 << 32, 1 << 33)
+    }
+    assert len(seen) == 25
+
+
+@pytest.mark.parametrize("bit", range(0, 64, 7))
+def test_streams_of_near_keys_are_unrelated(bit: int) -> None:
+    """Correlation of two streams, and of one with itself shifted, within five standard errors of nothing."""
+    n = 1 << 16
+    a = torch.from_numpy(counter_rng.uniform(12345, 0, n)).double() - 0.5
+    b = torch.from_numpy(counter_rng.uniform(12345 ^ 1 << bit, 0, n)).double() - 0.5
+    for left, right in ((a, b), (a[1:], a[:-1]), (a[32:], a[:-32]), (b[1024:], a[:-1024])):
+        correlation = (left * right).mean() * 12
+        assert abs(correlation) < 5 / n**0.5
+    assert abs(a.mean()) < 5 / (12 * n) ** 0.5 and 0 <= (a + 0.5).min() and (a + 0.5).max() < 1
+
+
+def test_ranks_round_apart() -> None:
+    """What every rank rounds at random must not add up: the mean of 64 ranks is 8 times nearer than one."""
+    x = floats("normal", 2048)
+    each = "int8:round=stochastic"
+    errors = [decode(each, encode(each, x, key=_C.mix_key(7, rank, 0)), 2048) - x for rank in range(64)]
+    alone = torch.stack(errors).square().mean().sqrt()
+    together = torch.stack(errors).mean(0).square().mean().sqrt()
+    assert 6.5 < alone / together < 9.5
+
+
+def test_keys_are_mixed_alike() -> None:
+    words = [(0, 0, 0), (1, 2, 3), (2**64 - 1, 2**32 - 1, 2**32 - 1), (5, 0, 1), (5, 1, 0)]
+    keys = [_C.mix_key(*each) for each in words]
+    assert keys == [counter_rng.mix_key(*each) for each in words] and len(set(keys)) == len(words)

@@ -1,0 +1,120 @@
+"""The caller of the fused kernels, with virtual ranks in the emulator: the engine's bytes, ranks that do not come."""
+
+import pytest
+import torch
+
+from dtcomm import _C, algorithms
+from dtcomm.codecs import codec
+from dtcomm.errors import PeerLost
+from dtcomm.measure.simulated_world import Operation, World, run
+from dtcomm.measure.virtual_ranks import VirtualRanks
+from dtcomm.runtime.cuda_peer.launch import COLLECTIVES, why_not
+from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.types import Part, Shape
+from tests.unit.kernels.inputs import floats
+from tests.unit.runtime.orders import SHARDS_IN, SHARDS_OUT
+
+SPECS = ("none", "fp16", "bf16", "int8", "int8:block=128", "int4", "fp8_e4m3")
+DIRECT = {
+    "all_reduce": ("two_shot", "one_shot"),
+    "reduce_scatter": ("one_shot",),
+    "all_gather": ("one_shot",),
+    "all_to_all": ("one_shot",),
+}
+
+
+def tensors(collective: str, ranks: int, numel: int, dtype: torch.dtype, feedback: bool) -> list[Buffers]:
+    """Those of every rank; the same whenever asked for."""
+    made = []
+    for rank in range(ranks):
+        given = floats("normal", numel * (ranks if collective in SHARDS_IN else 1), seed=rank).to(dtype)
+        out = given
+        if collective != "all_reduce":
+            out = torch.full((numel * (ranks if collective in SHARDS_OUT else 1),), 7.0, dtype=dtype)
+        residual = floats("normal", given.numel(), seed=50 + rank) * 0.1 if feedback else None
+        made.append(Buffers(given, out, residual))
+    return made
+
+
+def by_the_engine(shape: Shape, ranks: int, given: list[Buffers]) -> None:
+    schedule = algorithms.build(shape.algorithm, shape.collective, ranks)
+    operations = [[Operation(shape=shape, schedule=schedule, buffers=[each])] for each in given]
+    assert {each.fate for each in run(World(ranks=ranks, seed=1), operations)} == {"done"}
+
+
+def same(ours: list[Buffers], theirs: list[Buffers]) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        for a, b in zip(mine, other, strict=True):
+            if a is not None and b is not None:
+                assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("collective", list(COLLECTIVES))
+def test_virtual_ranks_get_the_engine_s_bytes(collective: str, ranks: int) -> None:
+    virtual = VirtualRanks(ranks, slot_bytes=4096)
+    turn = 0
+    for algorithm in DIRECT[collective]:
+        for spec in SPECS:
+            # Sizes, types and options take turns.
+            turn += 1
+            numel, dtype = (5000, 1, 2048)[turn % 3], (torch.float32, torch.bfloat16)[turn % 2]
+            op = ("sum", "avg")[turn % 2] if collective in ("all_reduce", "reduce_scatter") else "sum"
+            shape = Shape(collective, op, (Part(numel, dtype, codec(spec)),), algorithm)
+            ours = tensors(collective, ranks, numel, dtype, turn % 3 == 0)
+            theirs = tensors(collective, ranks, numel, dtype, turn % 3 == 0)
+            virtual.fused.launch(virtual.fused.prepare(shape), [[each] for each in ours])
+            by_the_engine(shape, ranks, theirs)
+            same(ours, theirs)
+    virtual.check()
+
+
+def test_all_reduce_of_virtual_ranks() -> None:
+    virtual = VirtualRanks(4, order=7)
+    xs, losses = (
+        [torch.full((3000,), float(rank)) for rank in range(4)],
+        [torch.zeros(3000) for _ in range(4)],
+    )
+    virtual.all_reduce(xs, "avg", codec="int8", residuals=losses)
+    assert all(torch.equal(x, xs[0]) for x in xs) and (xs[0] - 1.5).abs().max() < 0.01
+    virtual.all_reduce(xs, "max", algorithm="one_shot")
+    assert (xs[3] - 1.5).abs().max() < 0.01
+
+
+def test_who_does_not_come_is_named() -> None:
+    virtual = VirtualRanks(3, absent=1)
+    virtual.all_reduce([torch.ones(100) for _ in range(3)])
+    with pytest.raises(PeerLost, match="rank 1 did not come in time"):
+        virtual.check()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"collective": "broadcast"}, "two_shot has no fused kernel of broadcast"),
+        ({"algorithm": "ring"}, "ring has no fused kernel of all_reduce"),
+        ({"collective": "all_gather"}, "two_shot has no fused kernel of all_gather"),
+        ({"checksum": True}, "no checksum"),
+        ({"parts": (Part(9, torch.float32, codec("topk:ratio=0.1")),)}, "topk:ratio=0.1"),
+        ({"parts": (Part(9, torch.float32, codec("int8:round=stochastic")),)}, "round=stochastic"),
+        ({"parts": (Part(9, torch.int32, codec("none")),)}, "int32"),
+        ({"parts": (Part(9, torch.float32, codec("none"), codec("topk:ratio=0.1")),)}, "inside one host"),
+    ],
+)
+def test_what_has_no_kernel_says_why(change: dict, reason: str) -> None:
+    shape = Shape("all_reduce", "sum", (Part(9, torch.float32, codec("int8")),), "two_shot")
+    assert why_not(shape, 2) == ""
+    assert reason in why_not(shape._replace(**change), 2)
+    with pytest.raises(ValueError):
+        VirtualRanks(2).fused.prepare(shape._replace(**change))
+    assert "9 ranks" in why_not(shape, 9)
+
+
+def test_virtual_ranks_refuse_what_there_is_not() -> None:
+    for wrong, message in (
+        ((1, "cpu"), "ranks: expected 2 to 8, got 1"),
+        ((2, "meta"), "device: expected cpu or cuda"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            VirtualRanks(*wrong)
+    assert _C.MOST_RANKS == 8

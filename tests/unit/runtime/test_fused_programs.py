@@ -1,0 +1,181 @@
+"""Lowered programs by the fused kernels, virtual ranks in the emulator: every algorithm, with the engine's bytes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from dtcomm.codecs import codec
+from dtcomm.errors import PeerLost
+from dtcomm.measure.simulated_world import Operation, World, run
+from dtcomm.measure.virtual_ranks import VirtualRanks
+from dtcomm.runtime.cuda_peer.launch import NoKernel, why_not
+from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.types import Part, Shape
+from dtcomm.schedule import Schedule, Transfer, verify
+from dtcomm.schedule.ir import REDUCING
+from tests.unit.algorithms.cases import NAMES, build
+from tests.unit.runtime.orders import Case, finished, make, together
+from tests.unit.runtime.test_fused import SPECS, same
+
+
+def beside_the_engine(virtual: VirtualRanks, ours: Case, theirs: Case) -> None:
+    """Runs the first by the kernels and the second, which is its copy, by the engine."""
+    plan = virtual.fused.prepare(ours.shape, ours.operations[0].schedule)
+    virtual.fused.launch(plan, [operation.buffers for operation in ours.operations])
+    world = World(ranks=virtual.ranks, seed=1)
+    outcomes = run(world, together([theirs]))
+    finished(outcomes, world)
+    assert plan.sent_bytes == outcomes[0].wire_bytes
+    for mine, other in zip(ours.operations, theirs.operations, strict=True):
+        same(list(mine.buffers), list(other.buffers))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_algorithm_gives_the_engine_s_bytes(spec: str, ranks: int) -> None:
+    virtual = VirtualRanks(ranks, box_bytes=512 * 1024, order=ranks)
+    for turn, (collective, algorithm) in enumerate(NAMES):
+        # Sizes, types and options take turns.
+        turn += ranks + SPECS.index(spec)
+        how = {
+            "op": ("sum", "avg")[turn % 2] if collective in REDUCING else "sum",
+            "dtype": (torch.float32, torch.bfloat16, torch.float16)[turn // 2 % 3],
+            "feedback": turn // 3 % 2 == 0,
+            "integers": False,
+        }
+        numels = [(1, 1500, 2100)[turn % 3]]
+        pair = [make(random.Random(turn), ranks, collective, algorithm, [spec], numels, **how) for _ in "ab"]
+        beside_the_engine(virtual, *pair)
+    virtual.check()
+
+
+def test_what_does_not_fit_the_memory_goes_in_pieces() -> None:
+    """Two granules of each chunk at a time; then nothing fits at all."""
+    ranks, spec = 3, "int8"
+    whole = VirtualRanks(ranks)
+    for algorithm in ("ring", "tree"):
+        boxes = 4 * codec(spec).wire_bytes(1024) + (4 * 1024 if algorithm == "tree" else 0)
+        cut = VirtualRanks(ranks, box_bytes=2 * boxes)
+        pair = [
+            make(random.Random(1), ranks, "all_reduce", algorithm, [spec], [16_000], feedback=True)
+            for _ in "ab"
+        ]
+        beside_the_engine(cut, *pair)
+        again = [
+            make(random.Random(1), ranks, "all_reduce", algorithm, [spec], [16_000], feedback=True)
+            for _ in "ab"
+        ]
+        beside_the_engine(whole, *again)
+        cut.check()
+    with pytest.raises(NoKernel, match="box_bytes must be"):
+        VirtualRanks(ranks, box_bytes=1024).plan("all_reduce", 9, torch.float32, spec, algorithm="ring")
+
+
+def test_messages_of_several_tensors() -> None:
+    specs, numels = ["int8", "none", "int4", "int8"], [2000, 0, 1, 1500]
+    virtual = VirtualRanks(4)
+    for algorithm in ("ring", "halving", "two_shot"):
+        pair = [
+            make(random.Random(5), 4, "all_reduce", algorithm, specs, numels, "avg", feedback=True)
+            for _ in "ab"
+        ]
+        beside_the_engine(virtual, *pair)
+    virtual.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.int64, torch.bool], ids=str)
+def test_what_is_only_moved_may_be_of_any_type(dtype: torch.dtype) -> None:
+    virtual = VirtualRanks(3)
+    for collective, algorithm in NAMES:
+        if collective not in REDUCING:
+            pair = [
+                make(random.Random(2), 3, collective, algorithm, ["none"], [1111], dtype=dtype) for _ in "ab"
+            ]
+            beside_the_engine(virtual, *pair)
+    virtual.check()
+
+
+def test_unequal_splits_of_a_program() -> None:
+    ranks, sizes = 3, [[5, 0, 1100], [7, 2, 0], [0, 0, 0]]
+    splits = tuple(size for row in sizes for size in row)
+    for spec in ("int8", "none"):
+        virtual = VirtualRanks(ranks)
+        shape = Shape(
+            "all_to_all", "sum", (Part(max(splits), torch.float32, codec(spec)),), "tree", splits=splits
+        )
+        schedule = build("tree", "all_to_all", ranks)
+        given = [torch.randn(sum(row)) for row in sizes]
+        ours, theirs = (
+            [Buffers(x, torch.zeros(sum(row[rank] for row in sizes))) for rank, x in enumerate(given)]
+            for _ in range(2)
+        )
+        virtual.fused.launch(virtual.fused.prepare(shape, schedule), [[each] for each in ours])
+        operations = [[Operation(shape=shape, schedule=schedule, buffers=[each])] for each in theirs]
+        assert {each.fate for each in run(World(ranks=ranks, seed=1), operations)} == {"done"}
+        same(ours, theirs)
+        virtual.check()
+
+
+def crowded(ranks: int, chunks: int) -> Schedule:
+    """A schedule of one's own: every chunk to its owner and back, all of it in two steps; owners have much to do."""
+    transfers = []
+    for chunk in range(chunks):
+        owner = chunk % 2
+        others = [rank for rank in range(ranks) if rank != owner]
+        transfers += [Transfer(0, rank, owner, chunk, "reduce") for rank in others]
+        transfers += [Transfer(1, owner, rank, chunk, "copy") for rank in others]
+    schedule = Schedule(
+        collective="all_reduce", ranks=ranks, chunks=chunks, root=0, transfers=tuple(transfers)
+    )
+    verify(schedule)
+    return schedule
+
+
+@pytest.mark.parametrize("chunks", [16, 17, 33, 70])
+def test_a_step_of_more_tasks_than_a_launch_takes(chunks: int) -> None:
+    ranks, numel = 3, 1024 * chunks - 5
+    virtual, schedule = VirtualRanks(ranks, box_bytes=2**19), crowded(ranks, chunks)
+    shape = Shape("all_reduce", "sum", (Part(numel, torch.float32, codec("int8")),), "my own")
+    ours, theirs = (
+        [
+            Buffers(x := torch.randn(numel, generator=torch.Generator().manual_seed(rank)), x)
+            for rank in range(ranks)
+        ]
+        for _ in range(2)
+    )
+    virtual.fused.launch(virtual.fused.prepare(shape, schedule), [[each] for each in ours])
+    world = World(ranks=ranks, seed=1, slot_bytes=2**20)
+    operations = [[Operation(shape=shape, schedule=schedule, buffers=[each])] for each in theirs]
+    assert {each.fate for each in run(world, operations)} == {"done"}
+    same(ours, theirs)
+    virtual.check()
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "halving"])
+def test_who_does_not_come_to_a_program_is_named(algorithm: str) -> None:
+    for absent in range(4):
+        virtual = VirtualRanks(4, absent=absent)
+        virtual.all_reduce([torch.ones(3000) for _ in range(4)], codec="int8", algorithm=algorithm)
+        missing = {int(pad) for rank, pad in enumerate(virtual.fused.pads) if rank != absent}
+        assert missing == {1 + absent}
+        with pytest.raises(PeerLost, match=f"rank {absent} did not come in time"):
+            virtual.check()
+
+
+def test_what_has_no_program_says_why() -> None:
+    two_hosts = build("hierarchical", "all_reduce", 4, hosts=(2, 2))
+    parts = (Part(9, torch.float32, codec("none"), codec("int4")),)
+    shape = Shape("all_reduce", "sum", parts, "hierarchical")
+    assert "inside one host" in why_not(shape, 4, two_hosts)
+    assert why_not(shape, 4, build("hierarchical", "all_reduce", 4, hosts=(4,))) == ""
+    assert "two_step has no fused kernel of reduce" in why_not(
+        shape._replace(collective="reduce", algorithm="two_step"), 4, two_hosts
+    )
+    sent = shape._replace(
+        collective="broadcast", algorithm="send", parts=(Part(9, torch.float32, codec("int8")),)
+    )
+    assert "send has no fused kernel" in why_not(sent, 2, build("one_shot", "broadcast", 2))
+    assert "int32" in why_not(shape._replace(parts=(Part(9, torch.int32, codec("none")),)), 4, two_hosts)

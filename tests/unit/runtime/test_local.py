@@ -1,0 +1,162 @@
+"""The native machines in seeded orders, no process: results, bits and counted bytes in thousands of interleavings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dtcomm import algorithms
+from dtcomm.codecs import codec
+from dtcomm.measure.simulated_world import Operation, World, run
+from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.types import Part, Shape
+from dtcomm.schedule.ir import CUT_AT_GRANULES
+from tests.unit.runtime.orders import CASES, CODECS, bits, exact, finished, make, together, worlds
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), CASES)
+def test_exact_in_every_order(collective: str, algorithm: str) -> None:
+    """Sequences of operations give the exact result on all ranks, and count the bytes they promise."""
+    for world, rng in worlds(40, salt=1):
+        cases = []
+        for _ in range(rng.randint(1, 4)):
+            numels = [rng.choice([0, 1, 31, 1000, 4096, 9001]) for _ in range(rng.randint(1, 3))]
+            specs = [rng.choice(["none", "fp16", "bf16"]) for _ in numels]
+            place = rng.choice(["slots", "shared", "pulled"])
+            cases.append(make(rng, world.ranks, collective, algorithm, specs, numels, place=place))
+        outcomes = run(world, together(cases))
+        finished(outcomes, world)
+        for case in cases:
+            for rank in range(world.ranks):
+                for part, output in enumerate(case.outputs[rank]):
+                    if not case.operations[0].schedule.ends(rank, rank):
+                        assert output is None
+                        given = case.operations[rank].buffers[part].input
+                        assert given is not None and torch.equal(given, case.inputs[rank][part])
+                        continue
+                    assert output is not None
+                    assert torch.equal(output, exact(case, rank, part)), (world, rank, case.shape)
+        schedules = [(case.operations[0].schedule, case.shape) for case in cases]
+        for rank, outcome in enumerate(outcomes):
+            promised = 0
+            for schedule, shape in schedules:
+                for part in shape.parts:
+                    scale = 1 if collective in CUT_AT_GRANULES else world.ranks
+                    promised += schedule.bytes_on_wire(part.numel * scale, part.codec)[rank]
+            assert outcome.wire_bytes == promised, (world, rank)
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), CASES)
+@pytest.mark.parametrize("spec", CODECS)
+def test_bits_do_not_depend_on_the_order(collective: str, algorithm: str, spec: str) -> None:
+    """Every rank gets the same bits, and the same as without delays and in one piece."""
+    for world, rng in worlds(12, salt=2):
+        numel = rng.choice([1, 33, 2500, 7000])
+        state = rng.getstate()
+        case = make(rng, world.ranks, collective, algorithm, [spec], [numel], feedback=True, integers=False)
+        rng.setstate(state)
+        calm = make(rng, world.ranks, collective, algorithm, [spec], [numel], feedback=True, integers=False)
+        finished(run(world, together([case])), world)
+        plain = World(ranks=world.ranks, seed=0, delay=0.0, piece_bytes=64 * 1024, slot_bytes=2**20)
+        finished(run(plain, together([calm])), plain)
+        for rank in range(world.ranks):
+            mine, theirs = case.operations[rank].buffers[0], calm.operations[rank].buffers[0]
+            if mine.output is not None and theirs.output is not None:
+                assert torch.equal(bits(mine.output), bits(theirs.output)), (world, rank)
+            if mine.residual is not None and theirs.residual is not None:
+                assert torch.equal(bits(mine.residual), bits(theirs.residual)), (world, rank)
+            if collective in ("all_reduce", "all_gather", "broadcast"):
+                assert mine.output is not None
+                first = case.operations[0].buffers[0].output
+                assert first is not None and torch.equal(bits(mine.output), bits(first)), (world, rank)
+
+
+def test_unequal_splits() -> None:
+    """Every pair of ranks has a size of its own, nothing at all included; the codec's grid starts at each."""
+    for world, rng in worlds(150, salt=13):
+        n = world.ranks
+        spec = rng.choice(["none", "int8", "fp16", "int8:round=stochastic"])
+        sizes = [[rng.choice([0, 1, 700, 2048, 5000]) for _ in range(n)] for _ in range(n)]
+        splits = tuple(size for row in sizes for size in row)
+        part = Part(max(splits), torch.float32, codec(spec))
+        shape = Shape("all_to_all", "sum", (part,), rng.choice(["one_shot", "tree"]), 0, splits)
+        schedule = algorithms.build(shape.algorithm, "all_to_all", n)
+        given = [torch.randn(sum(row)) for row in sizes]
+        taken = [torch.full((sum(row[rank] for row in sizes),), torch.nan) for rank in range(n)]
+        calls = [
+            [
+                Operation(
+                    shape=shape,
+                    schedule=schedule,
+                    buffers=[Buffers(given[r], taken[r])],
+                    seed=3,
+                    pulled=world.seed % 3 == 0,
+                )
+            ]
+            * 2
+            for r in range(n)
+        ]
+        outcomes = run(world, calls)
+        finished(outcomes, world)
+        for rank in range(n):
+            rows = taken[rank].split([row[rank] for row in sizes])
+            for src, row in enumerate(rows):
+                want = given[src].split(sizes[src])[rank]
+                worst = want.abs().max().item() if want.numel() else 0.0
+                loss = 0.0 if src == rank else {"none": 0.0, "fp16": 2e-3}.get(spec, 0.02) * worst
+                assert (row - want).abs().max().item() <= loss if want.numel() else True, (world, src, rank)
+        if shape.algorithm == "one_shot":
+            sent = [
+                sum(part.codec.wire_bytes(s) for i, s in enumerate(row) if i != r)
+                for r, row in enumerate(sizes)
+            ]
+            assert [outcome.wire_bytes for outcome in outcomes] == [2 * bytes for bytes in sent]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool]
+)
+@pytest.mark.parametrize("op", ["sum", "min", "max"])
+def test_none_takes_other_dtypes(dtype: torch.dtype, op: str) -> None:
+    if dtype is torch.bool and op == "sum":
+        pytest.skip("a sum of bools is their or, tested with the kernels")
+    for algorithm in algorithms.available("all_reduce"):
+        for world, rng in worlds(6, salt=5):
+            case = make(rng, world.ranks, "all_reduce", algorithm, ["none"], [2500], op=op, dtype=dtype)
+            finished(run(world, together([case])), world)
+            for rank in range(world.ranks):
+                assert torch.equal(torch.as_tensor(case.outputs[rank][0]), exact(case, rank, 0)), (
+                    world,
+                    rank,
+                )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_sums_round_once_with_direct_algorithms(dtype: torch.dtype) -> None:
+    """codec none on 16-bit tensors: one fp32 sum in rank order, rounded once."""
+    for algorithm in ("one_shot", "two_shot"):
+        for world, rng in worlds(20, salt=6):
+            case = make(
+                rng, world.ranks, "all_reduce", algorithm, ["none"], [2500], dtype=dtype, integers=False
+            )
+            finished(run(world, together([case])), world)
+            total = case.inputs[0][0].float()
+            for given in case.inputs[1:]:
+                total = total + given[0].float()
+            for rank in range(world.ranks):
+                assert torch.equal(torch.as_tensor(case.outputs[rank][0]), total.to(dtype)), (
+                    algorithm,
+                    world,
+                )
+
+
+def test_a_seed_reproduces() -> None:
+    for world, rng in worlds(5, salt=10):
+        state = rng.getstate()
+        results = []
+        for _ in range(2):
+            rng.setstate(state)
+            world = World(ranks=3, seed=world.seed, victim=1, death=9)
+            cases = [make(rng, 3, "all_reduce", "ring", ["int8"], [9000]) for _ in range(2)]
+            results.append(run(world, together(cases)))
+        assert results[0] == results[1]

@@ -1,0 +1,80 @@
+"""The native machines in seeded orders: deaths, flipped bits and ranks that disagree; nobody hangs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dtcomm.measure.simulated_world import World, run
+from tests.unit.runtime.orders import CASES, bits, exact, finished, make, together, worlds
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), CASES)
+def test_a_death_is_seen_and_nobody_hangs(collective: str, algorithm: str) -> None:
+    """Whenever a rank dies, the others finish or say whom they waited for; nobody is stuck for another
+    reason.
+    """
+    seen = set()
+    for world, rng in worlds(60, salt=7):
+        victim = rng.randrange(world.ranks)
+        world = World(
+            ranks=world.ranks, seed=world.seed, delay=world.delay, victim=victim, death=rng.randrange(40)
+        )
+        cases = [make(rng, world.ranks, collective, algorithm, ["int8"], [6000]) for _ in range(3)]
+        outcomes = run(world, together(cases))
+        for rank, outcome in enumerate(outcomes):
+            seen.add(outcome.fate)
+            if rank != victim:
+                assert outcome.fate in ("done", "peer_lost"), (world, rank, outcome)
+            if outcome.fate == "peer_lost":
+                assert outcome.culprit != rank, (world, rank, outcome)
+            else:
+                assert outcome.fate == "died" or outcome.finished == 3, (world, rank, outcome)
+    assert "peer_lost" in seen and "died" in seen
+
+
+def test_a_flipped_bit_stays_where_it_fell() -> None:
+    """Without checksums a flipped payload bit changes a result but no control flow, and no rank differs from another
+    where they read the same payload."""
+    changed = 0
+    for world, rng in worlds(200, salt=8):
+        world = World(ranks=world.ranks, seed=world.seed, delay=world.delay, flip=rng.randrange(12))
+        case = make(rng, world.ranks, "all_reduce", "two_shot", ["int8"], [5000])
+        finished(run(world, together([case])), world)
+        outputs = [torch.as_tensor(case.outputs[rank][0]) for rank in range(world.ranks)]
+        wrong = [not torch.equal(bits(output), bits(outputs[0])) for output in outputs]
+        truth = exact(case, 0, 0)
+        changed += any(bool((output - truth).abs().max() > 1.0) for output in outputs)
+        # A bit flipped in a final box reaches every rank but its owner, who decoded before it was sent.
+        assert sum(wrong) in (0, 1, world.ranks - 1), world
+    assert changed > 20
+
+
+ODD_CALLS: dict[str, tuple[str, str, list[str], list[int], str, torch.dtype]] = {
+    "numel": ("all_reduce", "two_shot", ["int8"], [3001], "sum", torch.float32),
+    "codec": ("all_reduce", "two_shot", ["fp16"], [3000], "sum", torch.float32),
+    "op": ("all_reduce", "two_shot", ["int8"], [3000], "avg", torch.float32),
+    "collective": ("reduce_scatter", "one_shot", ["int8"], [3000], "sum", torch.float32),
+    "algorithm": ("all_reduce", "ring", ["int8"], [3000], "sum", torch.float32),
+    "dtype": ("all_reduce", "two_shot", ["int8"], [3000], "sum", torch.bfloat16),
+    "count": ("all_reduce", "two_shot", ["int8", "int8"], [1500, 1500], "sum", torch.float32),
+}
+
+
+@pytest.mark.parametrize("what", sorted(ODD_CALLS))
+def test_disagreeing_ranks_find_out(what: str) -> None:
+    """One rank calls something else: someone notices, nobody takes foreign bytes for its own, nobody hangs."""
+    noticed = 0
+    for world, rng in worlds(100, salt=9):
+        usual = [make(rng, world.ranks, "all_reduce", "two_shot", ["int8"], [3000]) for _ in range(2)]
+        collective, algorithm, specs, numels, op, dtype = ODD_CALLS[what]
+        other = make(rng, world.ranks, collective, algorithm, specs, numels, op=op, dtype=dtype)
+        odd = rng.randrange(world.ranks)
+        operations = together(usual)
+        operations[odd][1] = other.operations[odd]
+        outcomes = run(world, operations)
+        fates = {outcome.fate for outcome in outcomes}
+        assert fates <= {"mismatch", "done"} and "mismatch" in fates, (world, outcomes)
+        assert all(outcome.finished >= 1 for outcome in outcomes), (world, outcomes)
+        noticed += sum(outcome.fate == "mismatch" for outcome in outcomes)
+    assert noticed >= 100

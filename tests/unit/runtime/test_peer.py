@@ -1,0 +1,216 @@
+"""The peer runtime on CPU tensors: every rank a thread with a runtime of its own, its launches joined into one that the
+emulator runs; beside it, what ranks tell each other of their devices.
+"""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dtcomm import _C, algorithms
+from dtcomm.codecs import codec
+from dtcomm.errors import DtcommError, PeerLost
+from dtcomm.runtime.bootstrap.cuda import DeviceJoining
+from dtcomm.runtime.bootstrap.gpu_topology import describe, why_not_peers
+from dtcomm.runtime.cuda_peer.launch import FusedPlan, FusedRanks, Room
+from dtcomm.runtime.cuda_peer.runtime import Below, PeerRuntime
+from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.types import Part, Shape
+from tests.ranks.runtime.test_on_streams import Judged
+from tests.support.stream_checker import RecordedStreams
+from tests.unit.kernels.inputs import floats
+from tests.unit.runtime.test_fused import by_the_engine
+
+ROOM = Room(2, 4096, 64 * 1024)
+
+
+class Joined:
+    """A launcher for every rank, whose launches are run once all ranks have come to them."""
+
+    def __init__(self, ranks: int, absent: int = -1) -> None:
+        self.ranks, self.absent = ranks, absent
+        self.barrier = threading.Barrier(ranks, action=self.launch_all)
+        self.given: dict[int, tuple] = {}
+
+    def of(self, rank: int, streams: RecordedStreams) -> "Joined.One":
+        return Joined.One(self, rank, streams)
+
+    def launch_all(self) -> None:
+        stated = [dict(stated, first=0, here=self.ranks) for _, (stated, *_) in sorted(self.given.items())]
+        programs = [program for each in stated for program in each.pop("programs", [])]  # a rank's own
+        assert all(each == stated[0] for each in stated), "ranks state different calls"
+        shares = [self.given[rank][1][0] for rank in range(self.ranks)]
+        _C.FusedCall(**stated[0], programs=programs).launch(shares, 3, self.absent, self.given[0][2])
+
+    class One:
+        def __init__(self, joined: "Joined", rank: int, streams: RecordedStreams) -> None:
+            self.joined, self.rank, self.streams = joined, rank, streams
+
+        def state(self, **stated) -> dict:
+            assert (stated["first"], stated["here"]) == (self.rank, 1)
+            return stated
+
+        def why_not(self, stated) -> str:
+            return _C.FusedCall(**stated).why_not()
+
+        def launch(self, stated, shares, features=0) -> None:
+            self.joined.given[self.rank] = stated, shares, features
+            self.joined.barrier.wait(20)
+
+
+class JudgedPeers(Judged):
+    """Peer runtimes over runtimes on streams, all judged."""
+
+    def __init__(self, ranks: int, absent: int = -1, forced: bool = False, leave_out: str = "") -> None:
+        super().__init__(ranks, leave_out)
+        size = _C.fused_bytes(ranks, ROOM)
+        self.memory = [torch.zeros(size, dtype=torch.uint8) for _ in range(ranks)]
+        joined = Joined(ranks, absent)
+        self.below = self.runtimes
+        self.runtimes = [
+            PeerRuntime(
+                FusedRanks(
+                    joined.of(rank, streams),
+                    ROOM,
+                    [each.data_ptr() for each in self.memory],
+                    [self.memory[rank][_C.MISSING_OFFSET :][:4].view(torch.int32)],
+                    rank,
+                    1,
+                ),
+                streams,
+                self.below[rank],
+                [f"rank {each}" for each in range(ranks)],
+                "memory of a test",
+                forced=forced,
+            )
+            for rank, streams in enumerate(self.streams)
+        ]
+
+
+def shape_of(algorithm: str = "two_shot", spec: str = "int8", numels: tuple[int, ...] = (3000,)) -> Shape:
+    parts = tuple(Part(numel, torch.float32, codec(spec)) for numel in numels)
+    return Shape("all_reduce", "avg", parts, algorithm)
+
+
+@pytest.mark.parametrize("algorithm", ["two_shot", "ring", "tree"])
+def test_ranks_of_their_own_get_the_engine_s_bytes(algorithm: str) -> None:
+    """A message of three tensors, synchronous and not, whose results the caller's stream uses."""
+    numels, ranks = (3000, 0, 1), 3
+    shape = shape_of(algorithm, numels=numels)
+    given = [[floats("normal", n, seed=10 * rank + i) for i, n in enumerate(numels)] for rank in range(ranks)]
+    expected = [[part.clone() for part in parts] for parts in given]
+    losses = [[torch.zeros(n) for n in numels] for _ in range(ranks)]
+
+    def work(rank: int, runtime: PeerRuntime, streams: RecordedStreams) -> None:
+        streams.own(*given[rank], *losses[rank])
+        plan = runtime.prepare(shape, algorithms.build(algorithm, "all_reduce", ranks))
+        assert isinstance(plan, FusedPlan) and len(plan.launches) == 2
+        buffers = [Buffers(x, x, loss) for x, loss in zip(given[rank], losses[rank])]
+        runtime.run(plan, buffers, 1)
+        again = runtime.submit(plan, buffers, given[rank], 2)
+        again.wait()
+        assert again.get_future().wait() == given[rank] and again.wire_bytes == plan.sent_bytes > 0
+        assert [each.stage for each in runtime.flights()] == ["done", "done"]
+        info = runtime.info()
+        assert info["runtime"] == "peer" and info["operations"] == 2 and info["elsewhere"] == {}
+
+    peers = JudgedPeers(ranks)
+    assert peers.run(work) == []
+    for at, numel in enumerate(numels):
+        if numel:
+            one = shape_of(algorithm, numels=(numel,))
+            buffers = [Buffers(x[at], x[at], torch.zeros(numel)) for x in expected]
+            by_the_engine(one, ranks, buffers)
+            by_the_engine(one, ranks, buffers)
+            for rank in range(ranks):
+                assert torch.equal(given[rank][at], expected[rank][at])
+                assert torch.equal(losses[rank][at], buffers[rank].residual)
+
+
+def everywhere(ranks: int, work: Callable[[int, PeerRuntime], None], **how) -> list[str]:
+    return JudgedPeers(ranks, **how).run(lambda rank, runtime, _: work(rank, runtime))
+
+
+def test_what_has_no_kernel_goes_elsewhere_and_is_counted() -> None:
+    xs = [torch.full((100,), float(rank)) for rank in range(3)]
+
+    def work(rank: int, runtime: PeerRuntime) -> None:
+        shape = shape_of("ring", "fp8_e5m2", (100,))
+        plan = runtime.prepare(shape, algorithms.build("ring", "all_reduce", 3))
+        assert isinstance(plan, Below)
+        for _ in range(2):
+            runtime.run(plan, [Buffers(xs[rank], xs[rank])], 1)
+        runtime.submit(plan, [Buffers(xs[rank], xs[rank])], [xs[rank]], 1).wait()
+        assert runtime.info()["elsewhere"] == {"codec fp8_e5m2 of float32 has no fused kernel": 3}
+        assert runtime.info()["operations"] == 3 == len(runtime.flights())
+
+    everywhere(3, work)
+    assert all(torch.allclose(x, torch.ones(100), rtol=0.3) for x in xs)
+
+
+def test_forced_kernels_are_used_or_refused() -> None:
+    def work(rank: int, runtime: PeerRuntime) -> None:
+        with pytest.raises(ValueError, match="DTCOMM_RUNTIME=peer: codec topk"):
+            schedule = algorithms.build("ring", "all_reduce", 2)
+            runtime.prepare(shape_of("ring", "topk:ratio=0.1"), schedule)
+
+    everywhere(2, work, forced=True)
+
+
+@pytest.mark.parametrize("algorithm", ["two_shot", "ring", "tree"])
+def test_a_rank_that_does_not_come_is_named_by_the_next_call(algorithm: str) -> None:
+    xs = [torch.ones(500) for _ in range(3)]
+
+    def work(rank: int, runtime: PeerRuntime) -> None:
+        plan = runtime.prepare(
+            shape_of(algorithm, numels=(500,)), algorithms.build(algorithm, "all_reduce", 3)
+        )
+        runtime.run(plan, [Buffers(xs[rank], xs[rank])], 1)
+        if rank != 1:
+            for _ in range(2):
+                with pytest.raises(PeerLost, match="rank 1 did not come to a fused collective"):
+                    runtime.run(plan, [Buffers(xs[rank], xs[rank])], 1)
+            assert "rank 1" in runtime.failure
+        runtime.close()
+        with pytest.raises(DtcommError):
+            runtime.run(plan, [Buffers(xs[rank], xs[rank])], 1)
+
+    everywhere(3, work, absent=1)
+
+
+def seat(me: str = "a", reaches: str = "ab", sees: str = "ab", trouble: str = "") -> dict:
+    return {"id": me, "reaches": list(reaches), "sees": list(sees), "blocks": 8, "trouble": trouble}
+
+
+@pytest.mark.parametrize(
+    ("seats", "groups", "reason"),
+    [
+        ([seat("a"), seat("b")], [[0, 1]], ""),
+        ([seat("a"), seat("b", sees="b", reaches="b")], [[0, 1]], ""),  # hidden: tried
+        ([seat("a"), seat("b")], [[0], [1]], "on 2 hosts"),
+        ([seat("a"), seat("a")], [[0, 1]], "share a GPU"),
+        ([seat("a"), seat("b", reaches="b")], [[0, 1]], "GPU of rank 1 does not reach that of rank 0"),
+        ([seat("a"), seat("b", trouble="no module")], [[0, 1]], "rank 1: no module"),
+        ([seat(str(i)) for i in range(9)], [list(range(9))], "9 ranks"),
+    ],
+)
+def test_why_not(seats: list, groups: list, reason: str) -> None:
+    said = why_not_peers(seats, groups, forced=False)
+    assert said == reason == "" or (reason and reason in said)
+    if "share" in reason:
+        assert why_not_peers(seats, groups, forced=True) == ""
+
+
+def test_the_cpu_has_no_seat() -> None:
+    assert "no CUDA device" in describe(torch.device("cpu"))["trouble"]
+
+
+def test_pairs_have_no_memory_that_nothing_would_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """send and recv have no fused kernels; where these are asked for, calls say so."""
+    below = object()
+    monkeypatch.setattr(DeviceJoining, "_below", lambda *_: below)
+    pair = object.__new__(DeviceJoining)
+    pair._device, pair._pair = torch.device("cpu"), True
+    pair._serve(None, [], "nccl")
+    assert pair.runtime is below and "send and recv have no fused kernels" in pair.why

@@ -1,0 +1,153 @@
+"""The import law holds in every file, and its checkers see what is planted for them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import import_rules
+
+ROOT = Path(__file__).parents[2]
+PYTHON = import_rules.python_files(ROOT)
+CXX = import_rules.cxx_files(ROOT)
+HEADERS = frozenset(CXX)
+
+
+@pytest.mark.parametrize("path", PYTHON)
+def test_python_imports(path: str) -> None:
+    violations = import_rules.check_python(path, (ROOT / path).read_text())
+    assert not violations, "\n".join(violations)
+
+
+@pytest.mark.parametrize("path", CXX)
+def test_cxx_includes(path: str) -> None:
+    violations = import_rules.check_cxx(path, (ROOT / "csrc" / path).read_text(), HEADERS)
+    assert not violations, "\n".join(violations)
+
+
+def test_every_file_is_covered() -> None:
+    assert "dtcomm/__init__.py" in PYTHON and len(PYTHON) > 10
+    assert "core/types.h" in CXX and len(CXX) > 5
+    assert {import_rules.part_of(path) for path in PYTHON} <= set(import_rules.PYTHON_LAW)
+    assert {path.split("/")[0] for path in CXX} <= set(import_rules.CXX_LAW)
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("dtcomm/schedule/ir.py", "import torch"),
+        ("dtcomm/schedule/ir.py", "def f():\n    import numpy as np"),
+        ("dtcomm/schedule/ir.py", "from dtcomm.algorithms import ring"),
+        ("dtcomm/schedule/ir.py", "from ..algorithms import ring"),
+        ("dtcomm/algorithms/ring.py", "from dtcomm import codecs"),
+        ("dtcomm/codecs/base.py", "from dtcomm.kernels import ops"),
+        ("dtcomm/codecs/base.py", "from .. import kernels"),
+        ("dtcomm/kernels/ops.py", "import dtcomm.runtime.native.runtime"),
+        ("dtcomm/kernels/ops.py", "import importlib\nimportlib.import_module('dtcomm.runtime')"),
+        ("dtcomm/kernels/ops.py", "import importlib\nimportlib.import_module(name)"),
+        ("dtcomm/runtime/native/runtime.py", "from dtcomm.algorithms import build"),
+        ("dtcomm/collectives.py", "from dtcomm.compress import feedback"),
+        ("dtcomm/collectives.py", "from dtcomm import _C"),
+        ("dtcomm/ddp.py", "from dtcomm.runtime.communicator import Communicator"),
+        ("dtcomm/ddp.py", "import rich"),
+        ("dtcomm/ddp.py", "import dtcomm"),
+        ("dtcomm/ddp.py", "from dtcomm import all_reduce"),
+        ("dtcomm/cli/perf/main.py", "import pandas"),
+        ("dtcomm/errors.py", "from dtcomm.env import KERNEL"),
+        ("dtcomm/env.py", "import torch"),
+        ("dtcomm/__init__.py", "import rich"),
+        ("dtcomm/newcomer/file.py", ""),
+        ("dtcomm/newcomer.py", ""),
+    ],
+)
+def test_planted_python_violation(path: str, text: str) -> None:
+    assert len(import_rules.check_python(path, text)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        (
+            "dtcomm/schedule/ir.py",
+            "import dataclasses\nfrom . import text\nfrom dtcomm.errors import ScheduleError",
+        ),
+        ("dtcomm/algorithms/ring.py", "from ..schedule.ir import Schedule"),
+        ("dtcomm/kernels/cpu.py", "from dtcomm import _C\nfrom dtcomm import env"),
+        ("dtcomm/kernels/triton.py", "def f():\n    import triton"),
+        ("dtcomm/collectives.py", "from dtcomm.runtime.communicator import X\nimport torch.distributed"),
+        (
+            "dtcomm/cli/main.py",
+            "import importlib\nimportlib.import_module(name)\nfrom dtcomm import __version__",
+        ),
+        ("dtcomm/launch/worker.py", "def f():\n    import dtcomm"),
+        ("dtcomm/cli/demo/main.py", "import matplotlib.pyplot\nfrom dtcomm.launch.ranks import run_ranks"),
+    ],
+)
+def test_lawful_python(path: str, text: str) -> None:
+    assert import_rules.check_python(path, text) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("core/x.h", '#include "codec/codec.h"'),
+        ("core/x.h", "#include <unistd.h>"),
+        ("codec/x.h", "#include <cuda_fp16.h>"),
+        ("codec/x.h", '  #  include "cpu/kernels.h"'),
+        ("codec/x.h", '#include "codec.h"'),
+        ("codec/x.h", "#include <cpu/kernels.h>"),
+        ("codec/x.h", "#include CODEC_HEADER"),
+        ("cpu/x.cpp", '#include "engine/engine.h"'),
+        ("cpu/x.cpp", "#include <torch/extension.h>"),
+        ("cuda/x.cu", "#include <c10/cuda/CUDAStream.h>"),
+        ("cuda/x.cu", '#include "cpu/source/combine.h"'),
+        ("cuda/x.cu", "#include <immintrin.h>"),
+        ("engine/x.cpp", '#include "cpu/other.h"'),
+        ("engine/x.cpp", "#include <pybind11/pybind11.h>"),
+        ("engine/x.cpp", "#include <Python.h>"),
+        ("engine/x.cpp", "#include <cuda_runtime.h>"),
+        ("engine/x.cpp", '#include "../python/bind.h"'),
+        ("python/x.cpp", "#include <cuda_runtime_api.h>"),
+        ("python/x.cpp", "#include <ATen/ATen.h>"),
+        ("tests/x.cpp", '#include "python/bind.h"'),
+        ("newcomer/x.cpp", ""),
+    ],
+)
+def test_planted_cxx_violation(path: str, text: str) -> None:
+    headers = HEADERS | {"cpu/other.h", "engine/engine.h"}
+    assert len(import_rules.check_cxx(path, text, headers)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("codec/x.h", '#include <cstring>\n#include "core/types.h"\n// #include <torch/torch.h>'),
+        ("cpu/x.cpp", '#include <immintrin.h>\n#include "codec/codec.h"'),
+        ("engine/x.cpp", '#include <sys/mman.h>\n#include "cpu/kernels.h"'),
+        ("cuda/x.cu", '#include <cuda_runtime.h>\n#include "codec/codec.h"'),
+        ("python/x.cpp", '#include <pybind11/pybind11.h>\n#include "cpu/kernels.h"\n#include "build_info.h"'),
+    ],
+)
+def test_lawful_cxx(path: str, text: str) -> None:
+    assert import_rules.check_cxx(path, text, HEADERS) == []
+
+
+def test_importing_dtcomm_stays_light() -> None:
+    """No terminal or plotting library, and no compiler, comes with dtcomm beyond torch's own imports."""
+    code = (
+        "import sys, torch, torch.distributed; before = set(sys.modules); import dtcomm;"
+        "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
+    )
+    # Where dtcomm is installed torch itself imports it (entry point torch.backends): not here, or nothing is seen.
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert run.returncode == 0, run.stderr
+    added = set(run.stdout.split())
+    assert "dtcomm" in added
+    assert not added & {"triton", "rich", "matplotlib", "hypothesis", "pytest"}

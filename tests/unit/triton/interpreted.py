@@ -1,0 +1,178 @@
+"""Triton's kernels against the reference, byte for byte, in Triton's interpreter: `TRITON_INTERPRET=1 pytest FILE`.
+
+The interpreter takes milliseconds for what a program does in microseconds, so inputs are mixed: each has stretches of
+every kind, in tiles that are whole and one that is cut. test_triton.py runs this file.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dtcomm.codecs import Codec, codec
+from dtcomm.kernels import available, current, use
+from dtcomm.kernels.epilogue import epilogue, follow
+from dtcomm.kernels.ops import decode, encode, reduce, reduce_encode
+from dtcomm.kernels.triton import launch
+from tests.unit.kernels.inputs import floats
+from tests.unit.kernels.test_bit_exact import compare, raw
+from tests.unit.triton.cases import FIRST_TIER, PLAIN, everything, mixed
+
+MIXED = [codec("int8:block=16,symmetric=false"), codec("fp16")]
+
+
+def test_this_is_the_interpreter() -> None:
+    assert launch.INTERPRETED and available()[-2:] == ("reference", "triton")
+    assert {str(each) for each in PLAIN} == FIRST_TIER
+    with use("triton"):
+        assert current() == "triton"
+
+
+@pytest.mark.parametrize("each", everything(), ids=str)
+def test_options(each: Codec) -> None:
+    tile = max(launch.TILE, each.granularity)
+    n = tile + each.granularity + 37 if tile < 4096 else tile + 37
+    compare(each, mixed(n, seed=1), mixed(n, seed=2), ["triton"])
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [
+        ("fp16", torch.float16),
+        ("bf16", torch.float16),
+        ("bf16", torch.bfloat16),
+        ("int8", torch.float16),
+        ("int4", torch.bfloat16),
+        ("fp8_e4m3", torch.bfloat16),
+    ],
+)
+def test_types(spec: str, dtype: torch.dtype) -> None:
+    compare(codec(spec), mixed(500, seed=3).to(dtype), mixed(500, seed=4).to(dtype), ["triton"])
+
+
+@pytest.mark.parametrize("each", PLAIN, ids=str)
+def test_sizes(each: Codec) -> None:
+    for n in (0, 1, 17, 127, 1024, 1025, 2048):
+        x, old = mixed(n, seed=5), floats("normal", n, seed=6)
+        results = []
+        for kernel in ("reference", "triton"):
+            with use(kernel):
+                residual, decoded = old.clone(), torch.empty_like(x)
+                payload = encode(each, x, 1, 2, residual, decoded=decoded)
+                results.append([raw(t) for t in (payload, residual, decoded, decode(each, payload, n))])
+        assert results[0] == results[1], n
+
+
+@pytest.mark.parametrize(
+    ("count", "position"),
+    [(0, 0), (1, 1), (5, 2), (8, 0), (8, 8), (9, 0), (9, 8), (9, 9), (17, 5), (17, 12), (17, 16), (17, 17)],
+)
+def test_any_number_of_terms(count: int, position: int) -> None:
+    """Among them more than a launch takes, with the local term in every part."""
+    n = 300
+    x, old = mixed(n, seed=50), floats("normal", n, seed=51)
+    for each in MIXED:
+        wires = [encode(each, mixed(n, seed=s)) for s in range(count)]
+        for op in each.operations if count == 9 else ("sum",):
+            results = []
+            for kernel in ("reference", "triton"):
+                with use(kernel):
+                    residual, decoded = old.clone(), torch.empty(n)
+                    total = reduce(each, wires, n, x, position, 3, op=op)
+                    wire = reduce_encode(
+                        each, wires, n, x, position, 3, residual, op=op, decoded=decoded, key=9
+                    )
+                results.append([raw(t) for t in (total, wire, residual, decoded)])
+            assert results[0] == results[1], (each, op)
+
+
+@pytest.mark.parametrize(
+    ("key", "start"), [(0, 2**32 - 1000), (2**31, 2**63 - 700), (2**64 - 1, 2**64 - 3000), (2**32, 0)]
+)
+def test_random_numbers(key: int, start: int) -> None:
+    """Indices that pass a multiple of 2^32 within a tile; words that have no sign."""
+    x = floats("normal", 2500)
+    payloads = []
+    for kernel in ("reference", "triton"):
+        with use(kernel):
+            payloads.append(encode("int8:round=stochastic", x, key, start))
+    assert torch.equal(*payloads)
+
+
+def test_every_half_and_every_code() -> None:
+    halves = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    three = torch.tensor([0x40] * 4, dtype=torch.uint8)  # the bf16 scales of two blocks: 3.0
+    wire = torch.cat([three, torch.arange(256).to(torch.uint8), torch.zeros(12, dtype=torch.uint8)])
+    results = []
+    for kernel in ("generic", "triton"):
+        with use(kernel):
+            alone = reduce("int8", [], 2**16, halves.view(torch.float16), out=torch.empty(2**16))
+            values = decode("fp16", halves.view(torch.uint8), 2**16), decode("fp8_e4m3", wire, 256)
+        results.append((*values, alone))
+    for expected, got in zip(*results, strict=True):
+        nan = expected.isnan()
+        assert torch.equal(got[~nan].view(torch.int32), expected[~nan].view(torch.int32))
+        assert got[nan].isnan().all()
+    assert raw(results[0][2]) == raw(results[1][2])  # a lone term is copied with its NaNs
+
+
+@pytest.mark.parametrize("each", MIXED, ids=str)
+def test_memory(each: Codec) -> None:
+    """Elements at any alignment, nothing touched outside; `decoded` may be x; `out` may be local."""
+    n, guard = each.granularity + 45, 0xA5
+    x, old = mixed(n, seed=7), floats("normal", n, seed=8)
+    with use("reference"):
+        residual, decoded = old.clone(), torch.empty(n)
+        payload = encode(each, x, 3, 4, residual, decoded=decoded)
+        total = reduce(each, [payload], n, x)
+    room = torch.full((4 * n + 64,), guard, dtype=torch.uint8)
+    wire = torch.full((len(payload) + 64,), guard, dtype=torch.uint8)
+    for skew in (0, 4):
+        mine = room[skew : skew + 4 * n].view(torch.float32).copy_(x)
+        with use("triton"):
+            kept = old.clone()
+            encode(each, mine, 3, 4, kept, wire[: len(payload)], decoded=mine)
+        assert torch.equal(wire[: len(payload)], payload) and (wire[len(payload) :] == guard).all()
+        assert raw(mine) == raw(decoded) and raw(kept) == raw(residual)
+        assert (room[:skew] == guard).all() and (room[skew + 4 * n :] == guard).all()
+        mine.copy_(x)
+        with use("triton"):
+            reduce(each, [payload], n, mine, out=mine)
+        assert raw(mine) == raw(total)
+        room.fill_(guard)
+
+
+@pytest.mark.parametrize(
+    ("rows", "features", "dtype"),
+    [(1, 1, torch.float32), (60, 40, torch.bfloat16), (2, 64, torch.float32), (3, 100, torch.float16)],
+)
+def test_what_follows_a_sum(rows: int, features: int, dtype: torch.dtype) -> None:
+    """Bias, residual and norm, of payloads and of sums as they are."""
+    generator = torch.Generator().manual_seed(features)
+    x, stream, bias, weight = (
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((rows, features), (rows, features), (features,), (features,))
+    )
+    payload = encode("int8", x.view(-1))
+    terms = [{}, {"bias": bias}, {"bias": bias, "residual": stream}]
+    for given in terms:
+        results = []
+        for kernel in ("reference", "triton"):
+            with use(kernel):
+                out, normed, again = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
+                epilogue("int8", [(payload, x.numel())], out, **given, weight=weight, eps=1e-5, normed=normed)
+                sums = x.clone()
+                follow(sums, **given, eps=1e-5, normed=again)()
+                results.append([raw(each) for each in (out, normed, sums, again)])
+        assert results[0] == results[1], given
+
+
+def test_what_it_cannot_run_raises() -> None:
+    x = torch.ones(100)
+    with use("triton"):
+        with pytest.raises(ValueError, match=r"codec: .*'triton'.*'none'"):
+            encode("none", x)
+        with pytest.raises(ValueError, match=r"codec: .*'triton'.*'fp8_e5m2'"):
+            encode("fp8_e5m2", x)
+        with pytest.raises(ValueError, match=r"out: .*aligned to 16 bytes"):
+            encode("int8", x, out=torch.empty(200, dtype=torch.uint8)[1:145])
