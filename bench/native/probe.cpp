@@ -1,4 +1,4 @@
-// Whether two CPUs share one core's units. How far apart they are is measured by csrc/cpu/distance.h.
+// Whether two CPUs share one core's units. How far apart they are is measured by csrc/cpu/core_to_core_latency.h.
 #include <pthread.h>
 #include <sched.h>
 

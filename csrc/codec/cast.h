@@ -1,7 +1,7 @@
 // fp16 and bf16: IEEE round to nearest, ties to even; subnormals kept; overflow to Inf; every NaN becomes one.
 #pragma once
 
-#include "codec/scalar.h"
+#include "codec/float_bits.h"
 
 namespace dtcomm {
 

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "codec/codec.h"
-#include "codec/random.h"
-#include "codec/scalar.h"
+#include "codec/counter_rng.h"
+#include "codec/float_bits.h"
 
 namespace dtcomm {
 

@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "codec/codec.h"
-#include "codec/scalar.h"
+#include "codec/float_bits.h"
 #include "core/types.h"
 
 namespace dtcomm {

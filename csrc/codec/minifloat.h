@@ -2,7 +2,7 @@
 // OCP Microscaling Formats (MX) 1.0. fp32 arithmetic rounds for us, so that there is no table and no branch.
 #pragma once
 
-#include "codec/scalar.h"
+#include "codec/float_bits.h"
 
 namespace dtcomm {
 

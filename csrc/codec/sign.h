@@ -2,7 +2,7 @@
 #pragma once
 
 #include "codec/codec.h"
-#include "codec/scalar.h"
+#include "codec/float_bits.h"
 
 namespace dtcomm {
 

@@ -3,9 +3,9 @@
 // docs/wire-format.md has the sources.
 #pragma once
 
+#include "codec/counter_rng.h"
+#include "codec/float_bits.h"
 #include "codec/layout.h"
-#include "codec/random.h"
-#include "codec/scalar.h"
 
 namespace dtcomm {
 

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "codec/scalar.h"
+#include "codec/float_bits.h"
 
 namespace dtcomm {
 

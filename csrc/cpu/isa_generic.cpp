@@ -1,8 +1,8 @@
 // The kernels for any CPU that the compiler's default target runs on.
 #include "cpu/source/combine.h"
-#include "cpu/source/grid.h"
-#include "cpu/source/lowrank.h"
-#include "cpu/source/shared.h"
+#include "cpu/source/low_rank.h"
+#include "cpu/source/reproducible.h"
+#include "cpu/source/shared_randk.h"
 
 namespace dtcomm {
 

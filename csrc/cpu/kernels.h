@@ -77,9 +77,9 @@ struct Contribution {
 
 // What ranks do on their own before and after a sum whose terms they bring to common ground first.
 //
-// exact (codec/grid.h): `exponents` are one per block, `codes` integers of codec.bits with room for `ranks` ranks.
-// randk: the values of a tensor are those that each of its granules keeps, in order, at positions that come from `key`
-// and the index of the granule's first element in the caller's tensor, `offset` being that of element 0.
+// exact (codec/reproducible.h): `exponents` are one per block, `codes` integers of codec.bits with room for `ranks`
+// ranks. randk: the values of a tensor are those that each of its granules keeps, in order, at positions that come from
+// `key` and the index of the granule's first element in the caller's tensor, `offset` being that of element 0.
 struct Common {
   void (*measure)(const Codec& codec, const Contribution& from, std::uint8_t* exponents);
   // The residual, where given, becomes what the integers lose; in NaN blocks, whose integers are 0, it stays.

@@ -1,4 +1,4 @@
-// The product of two factors, element by element, with the CPU's bits (cpu/source/lowrank.h).
+// The product of two factors, element by element, with the CPU's bits (cpu/source/low_rank.h).
 #pragma once
 
 #include "codec/cast.h"

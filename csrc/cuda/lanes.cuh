@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "codec/scalar.h"
+#include "codec/float_bits.h"
 
 #if defined(__CUDACC__)
 #define DTCOMM_DEVICE __device__ __forceinline__

@@ -1,4 +1,4 @@
-// Modified Gram-Schmidt by one thread block, with the CPU's bits (cpu/source/lowrank.h).
+// Modified Gram-Schmidt by one thread block, with the CPU's bits (cpu/source/low_rank.h).
 //
 // There every sum goes to sixteen sums side by side, element i to sum i mod 16, which is a chain of n / 16 additions
 // that nobody can shorten. So the first warp does nothing but add, from products that all other threads lay out in
@@ -8,7 +8,7 @@
 
 #include <cmath>
 
-#include "codec/random.h"
+#include "codec/counter_rng.h"
 #include "cuda/lanes.cuh"
 #include "cuda/lowrank.h"
 

@@ -1,7 +1,7 @@
-// codec/rotate.h's transform of the block that a group of lanes holds.
+// codec/hadamard.h's transform of the block that a group of lanes holds.
 #pragma once
 
-#include "codec/rotate.h"
+#include "codec/hadamard.h"
 #include "cuda/lanes.cuh"
 
 namespace dtcomm::cuda {

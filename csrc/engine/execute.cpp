@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "codec/random.h"
+#include "codec/counter_rng.h"
 #include "engine/machine.h"
 
 namespace dtcomm {

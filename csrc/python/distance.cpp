@@ -1,5 +1,5 @@
 // The distance of two CPUs for Python. dtcomm/cli/tune/cpu_placement.py says what is made of it.
-#include "cpu/distance.h"
+#include "cpu/core_to_core_latency.h"
 
 #include "python/bind.h"
 

@@ -6,8 +6,8 @@
 
 #include <pybind11/stl.h>
 
-#include "codec/corrupt.h"
-#include "codec/random.h"
+#include "codec/counter_rng.h"
+#include "codec/validate.h"
 #include "cpu/kernels.h"
 #include "python/arguments.h"
 #include "python/bind.h"

@@ -9,7 +9,7 @@
 #include "python/bind.h"
 #include "python/steps.h"
 
-#include "codec/grid.h"
+#include "codec/reproducible.h"
 
 namespace dtcomm::python {
 

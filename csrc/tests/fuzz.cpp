@@ -1,6 +1,6 @@
 // Payloads that no encoder wrote, for every family, option and kernel of this CPU: random bytes, encodings with bits
 // flipped, constants. Nothing outside the buffers may be touched, and every kernel must do the same: the same floats,
-// the same payloads, the same residuals. Payloads that the verbs refuse (codec/corrupt.h) are decoded like the others.
+// the same payloads, the same residuals. Payloads that the verbs refuse (codec/validate.h) are decoded like the others.
 //
 //   fuzz_test [--seconds S] [--payloads N] [--seed X] [--family NAME]
 //
@@ -15,8 +15,8 @@
 #include <string>
 #include <vector>
 
-#include "codec/corrupt.h"
 #include "codec/layout.h"
+#include "codec/validate.h"
 #include "cpu/kernels.h"
 #include "tests/fuzz_input.h"
 #include "tests/guarded.h"

@@ -1,4 +1,4 @@
-// The scalar rotation (codec/rotate.h), which device kernels are written in, against every kernel of this CPU: the
+// The scalar rotation (codec/hadamard.h), which device kernels are written in, against every kernel of this CPU: the
 // payload of a rotating codec is the plain codec's of blocks that were rotated one by one, and decodes accordingly.
 #include <cstdint>
 #include <cstdio>
@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "codec/codec.h"
-#include "codec/random.h"
-#include "codec/rotate.h"
+#include "codec/counter_rng.h"
+#include "codec/hadamard.h"
 #include "cpu/kernels.h"
 
 namespace {

@@ -1,4 +1,4 @@
-"""The random numbers of stochastic rounding, as csrc/codec/random.h makes them."""
+"""The random numbers of stochastic rounding, as csrc/codec/counter_rng.h makes them."""
 
 from __future__ import annotations
 

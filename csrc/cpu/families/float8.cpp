@@ -1,6 +1,6 @@
 // e4m3 and e5m2 with a scale per block.
-#include "cpu/source/cut.h"
-#include "cpu/source/family.h"
+#include "cpu/source/blocks.h"
+#include "cpu/source/codec_family.h"
 #include "cpu/source/integer_encode.h"
 #include "cpu/source/minifloat_decode.h"
 #include "cpu/source/minifloat_encode.h"

@@ -1,8 +1,8 @@
 // Integer codes with a scale per block.
-#include "cpu/source/family.h"
+#include "cpu/source/codec_family.h"
 #include "cpu/source/integer_decode.h"
 #include "cpu/source/integer_encode.h"
-#include "cpu/source/spikes.h"
+#include "cpu/source/outliers.h"
 
 namespace dtcomm::DTCOMM_ISA {
 

@@ -1,7 +1,7 @@
 // OCP Microscaling: 32 elements of 8 or 4 bits share a power of two.
 #include "codec/mx.h"
-#include "cpu/source/cut.h"
-#include "cpu/source/family.h"
+#include "cpu/source/blocks.h"
+#include "cpu/source/codec_family.h"
 #include "cpu/source/integer_encode.h"
 #include "cpu/source/minifloat_decode.h"
 #include "cpu/source/minifloat_encode.h"

@@ -1,7 +1,7 @@
 // One bit an element and the mean magnitude of its block.
 #include "codec/sign.h"
-#include "cpu/source/cut.h"
-#include "cpu/source/family.h"
+#include "cpu/source/blocks.h"
+#include "cpu/source/codec_family.h"
 #include "cpu/source/integer_encode.h"
 #include "cpu/source/sign_bits.h"
 

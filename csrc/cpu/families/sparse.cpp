@@ -1,8 +1,7 @@
 // topk: the largest elements of a granule. randk: elements at positions that come from a key.
-#include "cpu/source/family.h"
-#include "cpu/source/places.h"
-#include "cpu/source/select.h"
+#include "cpu/source/codec_family.h"
 #include "cpu/source/sparse_values.h"
+#include "cpu/source/topk_select.h"
 
 namespace dtcomm::DTCOMM_ISA {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "codec/cast.h"
-#include "cpu/source/elements.h"
+#include "cpu/source/simd_elements.h"
 
 namespace dtcomm::DTCOMM_ISA {
 

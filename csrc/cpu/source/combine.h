@@ -2,10 +2,10 @@
 #pragma once
 
 #include "cpu/kernels.h"
-#include "cpu/source/environment.h"
-#include "cpu/source/exact.h"
+#include "cpu/source/combine_native_types.h"
+#include "cpu/source/fp_env.h"
 #include "cpu/source/granule.h"
-#include "cpu/source/sum.h"
+#include "cpu/source/sum_f32.h"
 
 namespace dtcomm::DTCOMM_ISA {
 

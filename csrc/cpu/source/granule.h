@@ -4,8 +4,8 @@
 #include "codec/layout.h"
 #include "cpu/kernels.h"
 #include "cpu/source/cast.h"
-#include "cpu/source/family.h"
-#include "cpu/source/rotate.h"
+#include "cpu/source/codec_family.h"
+#include "cpu/source/hadamard.h"
 
 namespace dtcomm::DTCOMM_ISA {
 

@@ -5,10 +5,10 @@
 
 #include "codec/integer.h"
 #include "codec/layout.h"
+#include "cpu/source/bit_planes.h"
 #include "cpu/source/blocks.h"
 #include "cpu/source/cast.h"
-#include "cpu/source/integer_lanes.h"
-#include "cpu/source/planes.h"
+#include "cpu/source/integer_simd.h"
 
 namespace dtcomm::DTCOMM_ISA {
 

@@ -5,7 +5,7 @@
 #include "codec/layout.h"
 #include "cpu/source/blocks.h"
 #include "cpu/source/cast.h"
-#include "cpu/source/family.h"
+#include "cpu/source/codec_family.h"
 #include "cpu/source/integer_decode.h"
 
 namespace dtcomm::DTCOMM_ISA {

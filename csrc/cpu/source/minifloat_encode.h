@@ -1,10 +1,10 @@
 // Floats of 8 bits out of fp32, of any number of blocks: what float8 and mx have in common.
 #pragma once
 
+#include "codec/counter_rng.h"
 #include "codec/minifloat.h"
-#include "codec/random.h"
-#include "cpu/source/family.h"
-#include "cpu/source/memory.h"
+#include "cpu/source/codec_family.h"
+#include "cpu/source/stores.h"
 
 namespace dtcomm::DTCOMM_ISA {
 

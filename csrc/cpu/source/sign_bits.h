@@ -3,7 +3,7 @@
 
 #include "codec/sign.h"
 #include "cpu/source/cast.h"
-#include "cpu/source/family.h"
+#include "cpu/source/codec_family.h"
 
 namespace dtcomm::DTCOMM_ISA {
 

@@ -74,4 +74,16 @@ inline void scatter_lost(Kept& kept, std::size_t n, const float* sum, float divi
   for (std::size_t i = 0; i < kept.count; ++i) to[kept.position[i]].value = kept.value[i];
 }
 
+// Draws randk's positions of the first kept.count values of a granule of n elements.
+inline void draw(std::uint64_t granule_key, std::size_t n, Kept& kept) {
+  const Shuffle shuffle = make_shuffle(granule_key, n);
+  if (n == shuffle.mask + std::size_t{1}) {  // every output is a position
+    for (std::uint32_t i = 0; i < kept.count; ++i) {
+      kept.position[i] = static_cast<std::uint16_t>(turned(shuffle, shuffled_once(shuffle, i)));
+    }
+  } else {
+    for (std::uint32_t i = 0; i < kept.count; ++i) kept.position[i] = static_cast<std::uint16_t>(shuffled(shuffle, i));
+  }
+}
+
 }  // namespace dtcomm::DTCOMM_ISA

@@ -1,7 +1,7 @@
-// codec/spikes.h for the block that a group of lanes holds.
+// codec/outliers.h for the block that a group of lanes holds.
 #pragma once
 
-#include "codec/spikes.h"
+#include "codec/outliers.h"
 #include "cuda/families/blocks.cuh"
 
 namespace dtcomm::cuda {

@@ -2,7 +2,7 @@
 #include <cstdio>
 #include <vector>
 
-#include "codec/scalar.h"
+#include "codec/float_bits.h"
 #include "tests/device/lowrank.h"
 #include "tests/races/races.h"
 

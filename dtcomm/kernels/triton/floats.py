@@ -76,7 +76,7 @@ def _mix(h):
 
 @triton.jit
 def uniform(key_low, key_high, start, i):
-    """csrc/codec/random.h's numbers of the elements `start` + i: multiples of 2^-24 in [0, 1).
+    """csrc/codec/counter_rng.h's numbers of the elements `start` + i: multiples of 2^-24 in [0, 1).
 
     `start`: uint64, index of the tile's first element in the caller's tensor; a tile lies in two pages of 2^32
     indices at most.

@@ -10,7 +10,7 @@
 #include <functional>
 #include <vector>
 
-#include "codec/random.h"
+#include "codec/counter_rng.h"
 #include "cuda/fused/host/stacks.h"
 #include "cuda/fused/host/watch.h"
 #include "cuda/fused/peers.cuh"

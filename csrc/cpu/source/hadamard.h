@@ -1,11 +1,11 @@
-// Blocks into the rotated domain and back (codec/rotate.h), in L1: as many stages as registers hold, the rest over
+// Blocks into the rotated domain and back (codec/hadamard.h), in L1: as many stages as registers hold, the rest over
 // memory.
 #pragma once
 
 #include <utility>
 
+#include "codec/hadamard.h"
 #include "codec/layout.h"
-#include "codec/rotate.h"
 #include "cpu/source/cast.h"
 
 namespace dtcomm::DTCOMM_ISA {

@@ -3,8 +3,8 @@
 
 #include "cpu/kernels.h"
 #include "cpu/source/cast.h"
-#include "cpu/source/environment.h"
-#include "cpu/source/places.h"
+#include "cpu/source/fp_env.h"
+#include "cpu/source/sparse_values.h"
 
 namespace dtcomm::DTCOMM_ISA {
 

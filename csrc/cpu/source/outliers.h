@@ -1,10 +1,10 @@
-// Spikes (codec/spikes.h) of a granule: taken out before the blocks are encoded, put back after they are decoded.
+// Spikes (codec/outliers.h) of a granule: taken out before the blocks are encoded, put back after they are decoded.
 #pragma once
 
-#include "codec/spikes.h"
+#include "codec/outliers.h"
 #include "cpu/source/cast.h"
-#include "cpu/source/family.h"
-#include "cpu/source/lanes.h"
+#include "cpu/source/codec_family.h"
+#include "cpu/source/simd_transpose.h"
 
 namespace dtcomm::DTCOMM_ISA {
 

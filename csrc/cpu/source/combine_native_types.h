@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu/kernels.h"
-#include "cpu/source/memory.h"
+#include "cpu/source/stores.h"
 
 namespace dtcomm::DTCOMM_ISA {
 

@@ -7,7 +7,7 @@
 
 #include <cstddef>
 
-#include "codec/scalar.h"
+#include "codec/float_bits.h"
 
 namespace dtcomm {
 

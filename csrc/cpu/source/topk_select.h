@@ -5,7 +5,7 @@
 
 #include "codec/sparse.h"
 #include "cpu/source/cast.h"
-#include "cpu/source/family.h"
+#include "cpu/source/codec_family.h"
 
 namespace dtcomm::DTCOMM_ISA {
 

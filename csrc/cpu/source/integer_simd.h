@@ -2,8 +2,8 @@
 // table of all values of a block: 1.3 to 1.5 times as fast as by way of bytes.
 #pragma once
 
-#include "codec/planes.h"
-#include "cpu/source/memory.h"
+#include "codec/bit_planes.h"
+#include "cpu/source/stores.h"
 
 #if defined(__AVX512F__)
 

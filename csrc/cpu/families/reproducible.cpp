@@ -1,7 +1,7 @@
 // Integers under a power of two: `exact`, encoded for itself, as a world of one rank.
-#include "cpu/source/cut.h"
-#include "cpu/source/family.h"
-#include "cpu/source/grid.h"
+#include "cpu/source/reproducible.h"
+#include "cpu/source/blocks.h"
+#include "cpu/source/codec_family.h"
 
 namespace dtcomm::DTCOMM_ISA {
 

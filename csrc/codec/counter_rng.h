@@ -3,7 +3,7 @@
 // vectors everywhere.
 #pragma once
 
-#include "codec/scalar.h"
+#include "codec/float_bits.h"
 
 namespace dtcomm {
 

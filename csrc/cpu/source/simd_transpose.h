@@ -1,7 +1,7 @@
 // What eight blocks share when each looks for one lane of a vector.
 #pragma once
 
-#include "cpu/source/memory.h"
+#include "cpu/source/stores.h"
 
 namespace dtcomm::DTCOMM_ISA {
 

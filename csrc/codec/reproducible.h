@@ -5,8 +5,8 @@
 
 #include <cstddef>
 
-#include "codec/random.h"
-#include "codec/scalar.h"
+#include "codec/counter_rng.h"
+#include "codec/float_bits.h"
 
 namespace dtcomm {
 

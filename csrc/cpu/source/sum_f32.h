@@ -1,8 +1,8 @@
 // The fp32 sum of uncompressed terms in one pass: what an all-reduce without compression spends its time in.
 #pragma once
 
-#include "codec/scalar.h"
-#include "cpu/source/memory.h"
+#include "codec/float_bits.h"
+#include "cpu/source/stores.h"
 
 namespace dtcomm::DTCOMM_ISA {
 

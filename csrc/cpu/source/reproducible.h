@@ -2,12 +2,12 @@
 // where its ranks agree on the grid (cpu/kernels.h says what they mean).
 #pragma once
 
-#include "codec/grid.h"
+#include "codec/reproducible.h"
 #include "cpu/kernels.h"
 #include "cpu/source/blocks.h"
 #include "cpu/source/cast.h"
-#include "cpu/source/environment.h"
-#include "cpu/source/memory.h"
+#include "cpu/source/fp_env.h"
+#include "cpu/source/stores.h"
 
 namespace dtcomm::DTCOMM_ISA {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "codec/cast.h"
-#include "cpu/source/memory.h"
+#include "cpu/source/stores.h"
 
 namespace dtcomm::DTCOMM_ISA {
 

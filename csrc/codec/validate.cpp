@@ -1,4 +1,4 @@
-#include "codec/corrupt.h"
+#include "codec/validate.h"
 
 #include "codec/sparse.h"
 

@@ -2,8 +2,8 @@
 // whose elements become nearly Gaussian whatever they were (docs/wire-format.md names the sources).
 #pragma once
 
-#include "codec/random.h"
-#include "codec/scalar.h"
+#include "codec/counter_rng.h"
+#include "codec/float_bits.h"
 
 namespace dtcomm {
 

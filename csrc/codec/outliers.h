@@ -3,9 +3,9 @@
 #pragma once
 
 #include "codec/codec.h"
+#include "codec/counter_rng.h"
+#include "codec/float_bits.h"
 #include "codec/layout.h"
-#include "codec/random.h"
-#include "codec/scalar.h"
 
 namespace dtcomm {
 

@@ -1,4 +1,4 @@
-#include "cpu/distance.h"
+#include "cpu/core_to_core_latency.h"
 
 #include <pthread.h>
 #include <sched.h>

@@ -1,9 +1,9 @@
-// Bit planes (codec/planes.h) of kStep codes at a time, which stand as bytes in one vector. The default build has no
-// such vectors; it works by groups of eight.
+// Bit planes (codec/bit_planes.h) of kStep codes at a time, which stand as bytes in one vector. The default build has
+// no such vectors; it works by groups of eight.
 #pragma once
 
-#include "codec/planes.h"
-#include "cpu/source/memory.h"
+#include "codec/bit_planes.h"
+#include "cpu/source/stores.h"
 
 namespace dtcomm::DTCOMM_ISA {
 

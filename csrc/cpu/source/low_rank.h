@@ -2,10 +2,10 @@
 // and every sum is taken in one order, so that all ranks and all instruction sets get the same bits.
 #pragma once
 
-#include "codec/random.h"
+#include "codec/counter_rng.h"
 #include "cpu/kernels.h"
 #include "cpu/source/cast.h"
-#include "cpu/source/environment.h"
+#include "cpu/source/fp_env.h"
 
 namespace dtcomm::DTCOMM_ISA {
 
