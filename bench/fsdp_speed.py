@@ -85,7 +85,7 @@ class ShardedRank:
             block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
         state = dtcomm.fsdp.compress(model, **OURS[name]) if name in OURS else None  # type: ignore[arg-type]
         self.models[name] = model, torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True), state
-        return "torch" if state is None else str(dtcomm.collectives.info()["runtime"])
+        return "torch" if state is None else str(dtcomm.info()["runtime"])
 
     def step(self, name: str) -> float:
         """Seconds of a training step."""

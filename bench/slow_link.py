@@ -110,7 +110,7 @@ class LinkRank:
             )
         else:
             return "torch"
-        return str(dtcomm.collectives.info()["runtime"])
+        return str(dtcomm.info()["runtime"])
 
     def step(self, name: str, batch: int) -> float:
         """Seconds of a forward and a backward pass."""

@@ -36,7 +36,7 @@ from bench.common.stats import Timing, iterations
 from dtcomm.measure import netns
 
 TORCH = ("torch fp32", "torch bf16")
-OURS = {"none": "none", "int8": "int8", "int4": "int4", "int4 two_step": "int4"}
+OURS = {"none": "none", "int8": "int8", "int4": "int4", "int4 two_shot_symmetric": "int4"}
 ALONE = "no sums"
 HEAD = 64
 SUMS = (4, 512, 4096)  # how many, tokens, features
@@ -124,7 +124,7 @@ class Rank:
             parallelize_module(model, self.mesh, plan)
         else:
             kinds = {f"*.{each}": "column" for each in columns} | {f"*.{each}": "row" for each in rows}
-            algorithm = "two_step" if name.endswith("two_step") else "auto"
+            algorithm = "two_shot_symmetric" if name.endswith("two_shot_symmetric") else "auto"
             tp.compress(model, self.mesh, kinds, OURS[name], algorithm=algorithm, chunks="auto")
         self.models[name] = model
         with torch.no_grad():
@@ -161,7 +161,7 @@ class Rank:
 
         count, tokens, features = SUMS
         x = torch.randn(tokens, features, generator=torch.Generator().manual_seed(self.rank))
-        algorithm = "two_step" if name.endswith("two_step") else "auto"
+        algorithm = "two_shot_symmetric" if name.endswith("two_shot_symmetric") else "auto"
         over = None if name in TORCH else tp.wire(OURS[name], algorithm=algorithm, group=self.mesh)
 
         def call() -> None:

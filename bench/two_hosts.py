@@ -46,7 +46,7 @@ class HostRank:
         """How the ranks are served, once they have met."""
         import dtcomm
 
-        return dtcomm.collectives.info()
+        return dtcomm.info()
 
     def measure(self, codec: str, numel: int, warm: int, iters: int) -> float:
         """Seconds a call on this rank, from ``iters`` back to back; ``codec`` may be "gloo"."""

@@ -157,7 +157,7 @@ class Codec(abc.ABC):
         return self.layout().granule
 
     @property
-    def on_common_ground(self) -> bool:
+    def needs_agreement(self) -> bool:
         """Do ranks bring what they add to common ground first, and then add that? See `terms`."""
         return False
 

@@ -43,7 +43,7 @@ class Exact(Codec):
         return "exact"
 
     @property
-    def on_common_ground(self) -> bool:
+    def needs_agreement(self) -> bool:
         return True
 
     @property

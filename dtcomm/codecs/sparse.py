@@ -141,7 +141,7 @@ class RandK(_Sparse):
             raise self._refuse("positions")
 
     @property
-    def on_common_ground(self) -> bool:
+    def needs_agreement(self) -> bool:
         return self.positions == "shared"
 
     def kept_in(self, numel: int) -> int:
@@ -151,7 +151,7 @@ class RandK(_Sparse):
         return whole * layout.kept + (layout.kept_of(rest) if rest else 0)
 
     def terms(self, numel: int) -> list[tuple[int, Codec, torch.dtype]]:
-        if not self.on_common_ground:
+        if not self.needs_agreement:
             return super().terms(numel)
         return [(self.kept_in(numel), self.value_codec(), torch.float32)]
 

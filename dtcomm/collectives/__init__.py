@@ -18,8 +18,6 @@ PayloadCorrupt.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from dtcomm.collectives.alltoall import all_to_all
 from dtcomm.collectives.coalesced import all_gather_coalesced, all_reduce_coalesced, reduce_scatter_coalesced
 from dtcomm.collectives.custom_schedule import run
@@ -61,15 +59,3 @@ __all__ = [
     "sent",
     "streams_of",
 ]
-
-# For tests: the collectives by name, as a registry would list them.
-COLLECTIVES: dict[str, Callable[..., Work | None]] = {
-    "all_reduce": all_reduce,
-    "reduce_scatter": reduce_scatter,
-    "all_gather": all_gather,
-    "broadcast": broadcast,
-    "reduce": reduce,
-    "gather": gather,
-    "scatter": scatter,
-    "all_to_all": all_to_all,
-}

@@ -12,7 +12,7 @@ import torch
 from dtcomm import algorithms, codecs, planner
 from dtcomm.codecs import Codec, Exact
 from dtcomm.collectives._arguments import op_name, require_dtype
-from dtcomm.collectives._multi_stage import GroundPlan, Groups, Message
+from dtcomm.collectives._multi_stage import Groups, Message, MultiStagePlan
 from dtcomm.collectives._reproducible_sum import ExactSum
 from dtcomm.collectives._shared_randk_sum import SharedSum
 from dtcomm.device.streams import hold
@@ -21,7 +21,7 @@ from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.native.runtime import Buffers
 from dtcomm.runtime.op_hooks import Around
 from dtcomm.runtime.phase_timer import Span
-from dtcomm.runtime.types import Part, Shape
+from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Part, Shape
 from dtcomm.runtime.work import Done, Work
 from dtcomm.schedule import Schedule
 from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
@@ -29,7 +29,7 @@ from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
 MOST_PLANS = 4096  # a program of ever new sizes must not grow without end
 
 
-class Own(NamedTuple):
+class CustomSchedule(NamedTuple):
     """A schedule of the user's, proved, with the name that ranks compare; see ``dtcomm.collectives.run``."""
 
     name: str
@@ -39,7 +39,7 @@ class Own(NamedTuple):
         return hash(self.name)
 
 
-Algorithm = str | Own
+Algorithm = str | CustomSchedule
 
 
 def plan_for(
@@ -87,11 +87,11 @@ def _prepare(communicator: Communicator, message: Message, splits: tuple[int, ..
     algorithm = message.algorithm
     collective, root = message.collective, message.root
     chosen = algorithm
-    if not isinstance(algorithm, Own):
+    if not isinstance(algorithm, CustomSchedule):
         chosen = _choose(communicator, collective, message.parts, algorithm)
     if communicator.runtime is None:
         return chosen
-    called = chosen.name if isinstance(chosen, Own) else chosen
+    called = chosen.name if isinstance(chosen, CustomSchedule) else chosen
     shape = Shape(
         collective, message.op, message.parts, called, root, splits, message.checksum, message.purpose
     )
@@ -99,7 +99,7 @@ def _prepare(communicator: Communicator, message: Message, splits: tuple[int, ..
 
 
 def _on_common_ground(part: Part) -> bool:
-    found = [codec for codec in (part.codec, part.between) if codec is not None and codec.on_common_ground]
+    found = [codec for codec in (part.codec, part.between) if codec is not None and codec.needs_agreement]
     if found and part.between is not None:
         raise ValueError(
             f"codec: {part.spec}: {found[0]} adds on the same ground on all levels of a hierarchy; give it alone"
@@ -107,7 +107,7 @@ def _on_common_ground(part: Part) -> bool:
     return bool(found)
 
 
-def _on_ground(communicator: Communicator, message: Message, audit: bool) -> GroundPlan:
+def _on_ground(communicator: Communicator, message: Message, audit: bool) -> MultiStagePlan:
     """The plan of a sum in which some parts are added on common ground."""
     make = functools.partial(_prepare, communicator)
     rank, ranks = communicator.rank, communicator.size
@@ -136,26 +136,26 @@ def start(
     outputs: Sequence[torch.Tensor],
     seed: int | None,
     async_op: bool,
-    then: Step | None = None,
+    epilogue: Step | None = None,
 ) -> Work | None:
-    """Run the plan on these tensors, or queue it; ``then``: what is done to the result."""
+    """Run the plan on these tensors, or queue it; ``epilogue`` is applied to the result."""
     key = communicator.next_seed(seed)
     runtime = communicator.runtime
     if runtime is None:  # world size 1 does nothing and loses nothing
         for part in buffers:
             if part.input is not None and part.output is not None and part.output is not part.input:
                 part.output.copy_(part.input.view_as(part.output))
-        if then is not None:
-            then()
+        if epilogue is not None:
+            epilogue()
         return Done(outputs) if async_op else None
-    if isinstance(plan, GroundPlan):
+    if isinstance(plan, MultiStagePlan):
         work = _start_stages(communicator, plan, buffers, outputs, key, async_op)
-        if then is not None and work is not None:
-            return Then(work, then, outputs)
-        if then is not None:
-            then()
+        if epilogue is not None and work is not None:
+            return Then(work, epilogue, outputs)
+        if epilogue is not None:
+            epilogue()
         return work
-    around = None if then is None else Around(after=(then,))
+    around = None if epilogue is None else Around(after=(epilogue,))
     if async_op:
         return runtime.submit(plan, buffers, outputs, key, around)
     runtime.run(plan, buffers, key, around)
@@ -164,7 +164,7 @@ def start(
 
 def _start_stages(
     communicator: Communicator,
-    plan: GroundPlan,
+    plan: MultiStagePlan,
     buffers: Sequence[Buffers],
     outputs: Sequence[torch.Tensor],
     key: int,
@@ -186,13 +186,13 @@ def _start_stages(
     return None
 
 
-def own(schedule: Schedule) -> Own:
+def own(schedule: Schedule) -> CustomSchedule:
     """``schedule`` under a name made of its text."""
-    return Own(f"schedule {zlib.crc32(str(schedule).encode()):08x}", schedule)
+    return CustomSchedule(f"schedule {zlib.crc32(str(schedule).encode()):08x}", schedule)
 
 
 def _schedule(communicator: Communicator, chosen: Algorithm, collective: str, root: int) -> Schedule:
-    if isinstance(chosen, Own):
+    if isinstance(chosen, CustomSchedule):
         return chosen.schedule
     return _build(chosen, collective, communicator.size, root, communicator.groups)
 
@@ -201,7 +201,19 @@ def _schedule(communicator: Communicator, chosen: Algorithm, collective: str, ro
 def _build(
     algorithm: str, collective: str, ranks: int, root: int, groups: tuple[tuple[int, ...], ...]
 ) -> Schedule:
-    return algorithms.build(algorithm, collective, ranks, root=root, hosts=groups)
+    # The messages of a symmetric two-shot sum are those of a two-shot sum.
+    name = "two_shot" if algorithm == TWO_SHOT_SYMMETRIC else algorithm
+    return algorithms.build(name, collective, ranks, root=root, hosts=groups)
+
+
+def _require_fused_kernels(communicator: Communicator) -> None:
+    """ValueError where the ranks have no fused kernels, which alone encode the owner's contribution."""
+    runtime = communicator.runtime
+    if runtime is not None and runtime.name != "peer":
+        raise ValueError(
+            f"algorithm: {TWO_SHOT_SYMMETRIC} needs fused CUDA kernels, and the runtime of these ranks is "
+            f"{runtime.name}; valid: {', '.join((*planner.CHOOSERS, *algorithms.available('all_reduce')))}"
+        )
 
 
 def _levels(spec: str | Codec) -> tuple[Codec, Codec | None]:
@@ -216,6 +228,9 @@ def _choose(communicator: Communicator, collective: str, parts: Sequence[Part], 
     """The algorithm of a message: chosen for its whole size; the shots that suit every part's codec."""
     if not isinstance(algorithm, str):
         raise TypeError(f"algorithm: expected a name, got {type(algorithm).__name__}")
+    if algorithm == TWO_SHOT_SYMMETRIC and collective == "all_reduce":
+        _require_fused_kernels(communicator)
+        return algorithm
     if any(part.between for part in parts) and communicator.hosts > 1:
         levels = "hierarchical" if algorithm == "auto" else algorithm
         if levels.partition(":")[0] != "hierarchical":

@@ -46,7 +46,7 @@ Make = Callable[[Message], Any]
 Check = Callable[[], None]
 
 
-class GroundPlan(abc.ABC):
+class MultiStagePlan(abc.ABC):
     """A collective of one shape whose terms are brought to common ground."""
 
     @abc.abstractmethod
@@ -56,10 +56,10 @@ class GroundPlan(abc.ABC):
         """The operations of a call, and what is to be called once they are done; it may raise."""
 
 
-class Groups(GroundPlan):
+class Groups(MultiStagePlan):
     """Parts that need plans of their own: ``groups`` are (positions of the parts, their plan)."""
 
-    def __init__(self, groups: Sequence[tuple[Sequence[int], GroundPlan]]) -> None:
+    def __init__(self, groups: Sequence[tuple[Sequence[int], MultiStagePlan]]) -> None:
         self._groups = groups
 
     def stages(

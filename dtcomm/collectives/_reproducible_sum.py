@@ -12,9 +12,9 @@ import torch
 from dtcomm.codecs import Exact, Uncompressed
 from dtcomm.collectives._multi_stage import (
     Check,
-    GroundPlan,
     Make,
     Message,
+    MultiStagePlan,
     Room,
     Scratch,
     Stage,
@@ -33,7 +33,7 @@ NONE = Uncompressed()
 DIRECT = "direct"
 
 
-class ExactSum(GroundPlan):
+class ExactSum(MultiStagePlan):
     """all_reduce, reduce or reduce_scatter of tensors whose codec is ``exact``; ``rank`` is this one.
 
     Raises ValueError where the integers have no room for so many ranks.

@@ -9,9 +9,9 @@ import torch
 from dtcomm.codecs import RandK
 from dtcomm.collectives._multi_stage import (
     Check,
-    GroundPlan,
     Make,
     Message,
+    MultiStagePlan,
     Room,
     Scratch,
     Stage,
@@ -24,7 +24,7 @@ from dtcomm.runtime.op_hooks import Around
 from dtcomm.runtime.types import Part
 
 
-class SharedSum(GroundPlan):
+class SharedSum(MultiStagePlan):
     """all_reduce, reduce or reduce_scatter of tensors of which some draw shared positions."""
 
     def __init__(self, make: Make, message: Message, rank: int, ranks: int) -> None:
@@ -35,7 +35,7 @@ class SharedSum(GroundPlan):
         self._rooms: list[Room] = []
         for part in message.parts:
             codec = part.codec
-            if not isinstance(codec, RandK) or not codec.on_common_ground:
+            if not isinstance(codec, RandK) or not codec.needs_agreement:
                 parts.append(part)
                 continue
             kept = codec.kept_in(part.numel)
@@ -54,7 +54,7 @@ class SharedSum(GroundPlan):
         before, after, messages = [], [], []
         for part, given in zip(self._parts, buffers, strict=True):
             codec = part.codec
-            if not isinstance(codec, RandK) or not codec.on_common_ground:
+            if not isinstance(codec, RandK) or not codec.needs_agreement:
                 messages.append(given)
                 continue
             values, owed, own = next(carved), next(carved), next(carved)

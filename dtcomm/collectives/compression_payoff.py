@@ -26,18 +26,22 @@ class Verdict(NamedTuple):
     why: str
 
 
-def worth(spec: str | Codec, numel: int, dtype: torch.dtype, group: Group = None) -> Verdict:
+def compression_pays(spec: str | Codec, numel: int, dtype: torch.dtype, group: Group = None) -> Verdict:
     """Is an all-reduce of so many elements expected to be faster with the codec than with none?
 
     A pure function of what all ranks know alike (the planner's table, which rank 0 brought, and where the ranks are),
     so that ranks answer alike. Where `dtcomm tune` has measured both, its times decide.
     """
     communicator = find(group)
-    return _worth(codec(spec), numel, dtype, communicator.size, communicator.hosts, communicator.table)
+    return _compression_pays(
+        codec(spec), numel, dtype, communicator.size, communicator.hosts, communicator.table
+    )
 
 
 @functools.lru_cache(maxsize=4096)
-def _worth(which: Codec, numel: int, dtype: torch.dtype, ranks: int, hosts: int, text: str) -> Verdict:
+def _compression_pays(
+    which: Codec, numel: int, dtype: torch.dtype, ranks: int, hosts: int, text: str
+) -> Verdict:
     if ranks == 1 or which.lossless(dtype):
         return Verdict(False, f"{ranks} ranks" if ranks == 1 else f"{which} loses nothing")
     table = planner.parse(text)

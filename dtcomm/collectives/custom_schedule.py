@@ -8,7 +8,7 @@ import torch
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives._arguments import Group, Op, SendOptions
-from dtcomm.collectives._dispatch import Own, own
+from dtcomm.collectives._dispatch import CustomSchedule, own
 from dtcomm.collectives.alltoall import all_to_all
 from dtcomm.collectives.gather_ops import all_gather, broadcast, gather, scatter
 from dtcomm.collectives.reduce_ops import all_reduce, reduce, reduce_scatter
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MOST_PROOFS = 64
 # By identity: comparing schedules, transfer by transfer, would cost more than running them.
-_proved: dict[int, tuple[Schedule | str, Own, Proof]] = {}
+_proved: dict[int, tuple[Schedule | str, CustomSchedule, Proof]] = {}
 
 
 @overload
@@ -69,7 +69,7 @@ def run(
     root is a rank of the group. Raises ScheduleError naming rank, step and chunk where the schedule is wrong, and
     ValueError where it is for another number of ranks.
     """
-    chosen, proof = prove(schedule)
+    chosen, proof = verify_and_cache(schedule)
     schedule = chosen.schedule
     communicator = find(group)
     if schedule.ranks != communicator.size:
@@ -115,7 +115,7 @@ def run(
     return work
 
 
-def prove(schedule: Schedule | str) -> tuple[Own, Proof]:
+def verify_and_cache(schedule: Schedule | str) -> tuple[CustomSchedule, Proof]:
     """The schedule under the name that ranks compare, and what the proof found; proofs are kept."""
     if not isinstance(schedule, Schedule | str):
         raise TypeError(f"schedule: expected a Schedule or its text, got {type(schedule).__name__}")

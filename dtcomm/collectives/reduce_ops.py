@@ -23,6 +23,7 @@ from dtcomm.collectives._dispatch import Algorithm, plan_for, start
 from dtcomm.kernels.local_steps import Step
 from dtcomm.runtime.communicator import find_for
 from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Part, Shape
 from dtcomm.runtime.work import Work
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def all_reduce(
     *,
     async_op: Literal[True],
     audit: bool = False,
-    then: Step | None = None,
+    epilogue: Step | None = None,
     **options: Unpack[Options],
 ) -> Work: ...
 
@@ -48,7 +49,7 @@ def all_reduce(
     *,
     async_op: bool = False,
     audit: bool = False,
-    then: Step | None = None,
+    epilogue: Step | None = None,
     **options: Unpack[Options],
 ) -> Work | None: ...
 
@@ -65,7 +66,7 @@ def all_reduce(
     residual: torch.Tensor | None = None,
     checksum: bool | None = None,
     audit: bool = False,
-    then: Step | None = None,
+    epilogue: Step | None = None,
 ) -> Work | None:
     """Reduce ``tensor`` in place over the ranks of the group: sum, avg, min or max.
 
@@ -74,8 +75,8 @@ def all_reduce(
     ``audit`` (codec ``exact`` alone): the checksums of the ranks' integers must add up to the result's. Otherwise all
     ranks raise PayloadCorrupt, which names the elements; the tensor is then as it was, and the call may be repeated.
 
-    ``then`` (``dtcomm.kernels.epilogue.follow`` of the same tensor) is done to the sum, by the native engine to each
-    piece as soon as it is final, while it is in the cache.
+    ``epilogue`` (``dtcomm.kernels.epilogue.follow`` of the same tensor) is applied to the sum. The native engine
+    applies it to each piece as soon as that piece is final, while it is in the cache.
     """
     require_type(tensor, "tensor")
     communicator = find_for(group, tensor, "tensor")
@@ -101,7 +102,21 @@ def all_reduce(
         tensor = in_memory(tensor, "tensor")
     if residual is not None:
         require_residual(residual, tensor, "residual", op)
-    return start(communicator, plan, [Buffers(tensor, tensor, residual)], [tensor], seed, async_op, then)
+    return start(communicator, plan, [Buffers(tensor, tensor, residual)], [tensor], seed, async_op, epilogue)
+
+
+def supports_two_shot_symmetric(tensor: torch.Tensor, codec: Codec, group: Group = None) -> bool:
+    """Return whether ``all_reduce(tensor, codec=codec, algorithm="two_shot_symmetric")`` can run.
+
+    Only fused kernels over peer memory encode the owner's contribution to its own chunk. All ranks get the same answer.
+    """
+    communicator = find_for(group, tensor, "tensor")
+    if communicator.runtime is None or communicator.runtime.name != "peer":
+        return False
+    from dtcomm.runtime.cuda_peer.launch import why_not
+
+    shape = Shape("all_reduce", "sum", (Part(tensor.numel(), tensor.dtype, codec),), TWO_SHOT_SYMMETRIC)
+    return not why_not(shape, communicator.size)
 
 
 @overload

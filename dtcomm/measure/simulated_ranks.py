@@ -66,7 +66,7 @@ class Meeting:
     def _run(self, calls: list[_Call]) -> None:
         first = calls[0]
         for position, (tensor, which) in enumerate(zip(first.tensors, first.codecs, strict=True)):
-            if which.on_common_ground:
+            if which.needs_agreement:
                 self._run_shared(which, calls, position)
                 continue
             payloads = [

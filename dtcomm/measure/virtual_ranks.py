@@ -18,7 +18,6 @@ from dtcomm.runtime.cuda_peer.launch import (
     BOX_BYTES,
     BUDGET_NS,
     SLOT_BYTES,
-    TWO_STEP,
     After,
     Emulated,
     FusedPlan,
@@ -28,7 +27,7 @@ from dtcomm.runtime.cuda_peer.launch import (
     Room,
 )
 from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.types import Part, Shape
+from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Part, Shape
 from dtcomm.schedule import Schedule
 
 EMULATED_BLOCKS = 2
@@ -92,7 +91,7 @@ class VirtualRanks:
         name of ``dtcomm.algorithms``, or anything where a ``schedule`` of one's own is given.
         """
         shape = Shape(collective, op, (Part(numel, dtype, codec(spec)),), algorithm, root, splits)
-        if schedule is None and algorithm != TWO_STEP:
+        if schedule is None and algorithm != TWO_SHOT_SYMMETRIC:
             schedule = algorithms.build(algorithm, collective, self.ranks, root)
         return self.fused.prepare(shape, schedule)
 

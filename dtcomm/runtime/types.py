@@ -22,6 +22,10 @@ GEOMETRY = {
     "all_to_all": 3,
 }
 
+# A two-shot all_reduce in which the owner of a chunk also encodes its own contribution to it, so that every element is
+# encoded exactly twice. Only fused kernels do this, and no schedule expresses it.
+TWO_SHOT_SYMMETRIC = "two_shot_symmetric"
+
 OPS = {"sum": 0, "avg": 0, "min": 1, "max": 2}
 
 

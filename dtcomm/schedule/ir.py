@@ -173,7 +173,7 @@ class Schedule:
         messages a sum takes. The exponents of ``exact`` are counted as running through this schedule: right for
         all_reduce; those of the others are agreed by an all_reduce of their own.
         """
-        if self.collective in REDUCING and getattr(codec, "on_common_ground", False):
+        if self.collective in REDUCING and getattr(codec, "needs_agreement", False):
             return self._bytes_of_terms(numel, codec)
         sent = [0] * self.ranks
         for transfer, level in self._levels():

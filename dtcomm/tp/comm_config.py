@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtcomm.codecs import Codec, codec
-from dtcomm.collectives.compression_payoff import worth
+from dtcomm.collectives.compression_payoff import compression_pays
 
 Group = dist.ProcessGroup | DeviceMesh | None
 #: Messages up to so many uncompressed bytes (a token or a few) travel uncompressed where the planner finds that faster.
 SMALL_BYTES = 64 * 1024
 NONE = codec("none")
 #: Algorithms under which no result depends on where in the message an element is.
-INVARIANT = ("one_shot", "two_step")
+INVARIANT = ("one_shot", "two_shot_symmetric")
 
 
 @dataclass(kw_only=True)
@@ -40,10 +40,11 @@ class Traffic:
 class Wire:
     """`codec` is for what the forward pass sends, `backward_codec` for gradients.
 
-    algorithm: as of the collectives, "two_step" (`dtcomm.tp.flash_all_reduce`) or "auto": one shot on two ranks, which
+    algorithm: a name of the collectives, or "two_shot_symmetric" (`dtcomm.tp.flash_all_reduce`: every rank's
+    contribution is encoded, the chunk owner's included) or "auto": one shot on two ranks, which
     send no more in it than in two and encode an activation once instead of twice, and direct on others. With "one_shot"
-    and "two_step" every rank's contribution is encoded where it lies in the tensor, so that a result depends on
-    its block alone (see `invariant`). latency: small messages may travel uncompressed; never with those two.
+    and "two_shot_symmetric" every rank's contribution is encoded where it lies in the tensor, so that a result depends
+    on its block alone (see `invariant`). latency: small messages may travel uncompressed; never with those two.
     """
 
     codec: Codec
@@ -74,7 +75,7 @@ class Wire:
         blocks are added in rank order: in one shot, or in the two-step sum.
         """
         layout = self.codec.layout()
-        own = layout.kept == 0 and not self.codec.on_common_ground and features % layout.block == 0
+        own = layout.kept == 0 and not self.codec.needs_agreement and features % layout.block == 0
         rounds = getattr(self.codec, "round", "nearest") == "nearest"
         plain = getattr(self.codec, "rotate", "none") == "none"
         return self.algorithm in INVARIANT and rounds and plain and own
@@ -84,7 +85,7 @@ class Wire:
         which = self.backward_codec if backward else self.codec
         small = numel * dtype.itemsize <= SMALL_BYTES
         if self.latency and small and self.algorithm not in INVARIANT and not which.lossless(dtype):
-            verdict = worth(which, numel, dtype, self.group)
+            verdict = compression_pays(which, numel, dtype, self.group)
             if not verdict.pays:
                 self.traffic.uncompressed += 1
                 self.traffic.why = verdict.why
@@ -93,7 +94,7 @@ class Wire:
 
     def shots(self, codec: Codec, dtype: torch.dtype) -> str:
         """The collectives' algorithm for a sum in this codec; the two-step sum of what loses nothing is any."""
-        if self.algorithm not in ("auto", "two_step"):
+        if self.algorithm not in ("auto", "two_shot_symmetric"):
             return self.algorithm
         return algorithm(self.ranks, codec, dtype) if self.algorithm == "auto" else "direct"
 
@@ -106,7 +107,7 @@ class Wire:
 
 def algorithm(ranks: int, codec: Codec, dtype: torch.dtype) -> str:
     """What "auto" is."""
-    own_blocks = not codec.on_common_ground and codec.layout().kept == 0
+    own_blocks = not codec.needs_agreement and codec.layout().kept == 0
     return "one_shot" if ranks == 2 and own_blocks and not codec.lossless(dtype) else "direct"
 
 

@@ -22,7 +22,7 @@ from dtcomm.tp.comm_config import algorithm as automatic
 from dtcomm.tp.functional import differentiable
 from dtcomm.tp.layer_plan import SENDING, Plan, dense, packed, resolve
 
-SHOTS = ("auto", "direct", "two_shot", "one_shot", "two_step")
+SHOTS = ("auto", "direct", "two_shot", "one_shot", "two_shot_symmetric")
 
 
 def summed(
@@ -31,13 +31,13 @@ def summed(
     """The all-reduce of ``parts[rank]`` as every rank ends with it.
 
     algorithm: "auto" as of `Wire`, "one_shot" or "two_shot" ("direct" takes one shot where the codec loses nothing, as
-    the planner does; the bits are the same), or "two_step", in which the owner's share is encoded too. The codec must
-    not add on common ground (exact, randk with a shared seed). ValueError.
+    the planner does; the bits are the same), or "two_shot_symmetric", in which the owner's share is encoded too. The
+    codec must not need an agreement of the ranks (exact, randk with a shared seed). ValueError.
     """
     which = parse(spec)
     if algorithm not in SHOTS:
         raise ValueError(f"algorithm: {algorithm!r}; valid: {', '.join(SHOTS)}")
-    if which.on_common_ground:
+    if which.needs_agreement:
         raise ValueError(f"codec: {which} needs ranks that talk before they encode; it is not emulated")
     first = parts[0]
     if algorithm == "auto":
@@ -61,14 +61,14 @@ def summed(
         payloads = [
             ops.encode(which, mine[start:stop], key=counter_rng.mix_key(seed, rank, owner), offset=start)
             for rank, mine in enumerate(flat)
-            if rank != owner or algorithm == "two_step"
+            if rank != owner or algorithm == "two_shot_symmetric"
         ]
         ops.reduce_encode(
             which,
             payloads,
             stop - start,
-            local=None if algorithm == "two_step" else flat[owner][start:stop],
-            position=None if algorithm == "two_step" else owner,
+            local=None if algorithm == "two_shot_symmetric" else flat[owner][start:stop],
+            position=None if algorithm == "two_shot_symmetric" else owner,
             dtype=first.dtype,
             key=counter_rng.mix_key(seed, owner, ranks),
             offset=start,

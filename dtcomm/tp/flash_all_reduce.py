@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from dtcomm.collectives import Work, all_gather, all_reduce, all_to_all
-from dtcomm.collectives.two_step import in_one_kernel
+from dtcomm.collectives.reduce_ops import supports_two_shot_symmetric
 from dtcomm.kernels import ops
 from dtcomm.kernels.epilogue import Follow, epilogue, follow
 from dtcomm.tp.comm_config import Wire
@@ -123,12 +123,11 @@ class TwoStep:
 
 def two_step(x: torch.Tensor, wire: Wire, after: Epilogue = Epilogue()) -> Result:  # noqa: B008
     """The sum of `x` over the ranks in ``wire.codec``, with what follows it."""
-    one = in_one_kernel(x, wire.codec, wire.group)
-    if one is not None:
+    if supports_two_shot_symmetric(x, wire.codec, wire.group):
         y = x.detach().clone(memory_format=torch.contiguous_format)
         normed = None if after.norm is None else torch.empty_like(y)
         then = following(y, normed, after) if after else None
-        all_reduce(y, codec=wire.codec, algorithm=one, group=wire.group, then=then)
+        all_reduce(y, codec=wire.codec, algorithm="two_shot_symmetric", group=wire.group, epilogue=then)
         return Result(y, normed)
     step = TwoStep(x.contiguous(), wire)
     step.gather()

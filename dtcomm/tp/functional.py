@@ -89,7 +89,7 @@ class _Pair(torch.autograd.Function):
 
 def summed(x: torch.Tensor, wire: Wire, *, backward: bool = False) -> torch.Tensor:
     """A new tensor: the sum over ranks."""
-    if wire.algorithm == "two_step":
+    if wire.algorithm == "two_shot_symmetric":
         over = wire if not backward else replace(wire, codec=wire.backward_codec)
         if x.is_floating_point() and not over.codec.lossless(x.dtype):
             return two_step(x.detach(), over).y

@@ -11,8 +11,7 @@ import torch
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Work, all_reduce, info
-from dtcomm.collectives._dispatch import Algorithm
-from dtcomm.collectives.two_step import in_one_kernel
+from dtcomm.collectives.reduce_ops import supports_two_shot_symmetric
 from dtcomm.tp.comm_config import SMALL_BYTES, Wire
 from dtcomm.tp.flash_all_reduce import Epilogue, Result, TwoStep, following
 
@@ -31,9 +30,9 @@ def row_linear(
     count = automatic(wire, y, codec) if isinstance(chunks, str) else chunks
     wire.traffic.count(y.numel(), codec.wire_bytes(y.numel(), y.dtype))
     parts = _parts(len(tokens), count)
-    algorithm: Algorithm | None = wire.shots(codec, y.dtype)
-    if wire.algorithm == "two_step" and not codec.lossless(y.dtype):
-        algorithm = in_one_kernel(y, codec, wire.group)
+    algorithm: str | None = wire.shots(codec, y.dtype)
+    if wire.algorithm == "two_shot_symmetric" and not codec.lossless(y.dtype):
+        algorithm = wire.algorithm if supports_two_shot_symmetric(y, codec, wire.group) else None
     if algorithm is None:
         steps = [
             TwoStep(tokens[start:stop] @ weight.detach().t(), wire) for start, stop in parts if start < stop
@@ -55,7 +54,7 @@ def _all_reduced(
     weight: torch.Tensor,
     wire: Wire,
     codec: Codec,
-    algorithm: Algorithm,
+    algorithm: str,
     parts: list[tuple[int, int]],
     y: torch.Tensor,
     normed: torch.Tensor | None,
@@ -78,7 +77,7 @@ def _all_reduced(
                 algorithm=algorithm,
                 group=wire.group,
                 async_op=len(parts) > 1,
-                then=then,
+                epilogue=then,
             )
         )
     for work in works:

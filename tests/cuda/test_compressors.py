@@ -197,7 +197,7 @@ def test_a_step_of_the_hook_waits_for_nothing(spec: str, feedback: bool | str) -
         assert all(map(torch.equal, said["gradients"], ranks[0]["gradients"]))
 
 
-def on_common_ground(rank: int, world_size: int) -> list[bool]:
+def sums_by_agreement(rank: int, world_size: int) -> list[bool]:
     found = []
     for spec in ("exact", "exact:bits=16", "randk:positions=shared,ratio=0.1"):
         for feedback in (False, True):
@@ -210,6 +210,6 @@ def on_common_ground(rank: int, world_size: int) -> list[bool]:
     return found
 
 
-def test_sums_on_common_ground_have_the_cpu_s_bits() -> None:
-    for said in run_ranks(on_common_ground, 2, env={"DTCOMM_RUNTIME": "auto"}, timeout=100):
+def test_sums_by_agreement_have_the_cpu_s_bits() -> None:
+    for said in run_ranks(sums_by_agreement, 2, env={"DTCOMM_RUNTIME": "auto"}, timeout=100):
         assert all(said)

@@ -15,7 +15,8 @@ from dtcomm.kernels import ops
 from dtcomm.kernels.epilogue import epilogue, follow
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure.virtual_ranks import VirtualRanks
-from dtcomm.runtime.cuda_peer.launch import TWO_STEP, After
+from dtcomm.runtime.cuda_peer.launch import After
+from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC
 from dtcomm.tp.emulate import summed
 from tests.cuda.cases import ON_A_DEVICE, PEER
 from tests.support.host_sync_trace import trace
@@ -68,14 +69,14 @@ def test_virtual_ranks_add_what_the_engine_adds(algorithm: str, ranks: int) -> N
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_the_two_step_sum_of_virtual_ranks(ranks: int) -> None:
+def test_the_symmetric_sum_of_virtual_ranks(ranks: int) -> None:
     virtual = VirtualRanks(ranks, "cuda")
     for turn, spec in enumerate(SPECS[1:]):
         dtype = TYPES[turn % 3]
         given = Given(ranks, dtype)
-        expected = summed(given.sums, spec, TWO_STEP)
+        expected = summed(given.sums, spec, TWO_SHOT_SYMMETRIC)
         ours = [x.cuda() for x in given.sums]
-        plan = virtual.plan("all_reduce", ROWS * FEATURES, dtype, spec, algorithm=TWO_STEP)
+        plan = virtual.plan("all_reduce", ROWS * FEATURES, dtype, spec, algorithm=TWO_SHOT_SYMMETRIC)
         virtual.run(plan, ours, ours)
         same(bits(ours), [expected] * ranks)
     virtual.check()
@@ -85,7 +86,7 @@ def test_sanitizer_sized_epilogue() -> None:
     """Little enough for compute-sanitizer."""
     virtual = VirtualRanks(3, "cuda", blocks=2, slot_bytes=4096)
     given = Given(3, torch.bfloat16)
-    for algorithm in ("one_shot", "two_shot", TWO_STEP):
+    for algorithm in ("one_shot", "two_shot", TWO_SHOT_SYMMETRIC):
         plan = virtual.plan("all_reduce", ROWS * FEATURES, torch.bfloat16, "int8", algorithm=algorithm)
         ours = [x.cuda() for x in given.sums]
         virtual.run(plan, ours, ours, after=[After(given.bias.cuda(), x.cuda()) for x in given.residuals])
@@ -116,7 +117,7 @@ def layers(rank: int, world_size: int, device: str) -> list[torch.Tensor]:
     """Whole numbers where something is multiplied, so that products are the same on every device."""
     found = []
     for dtype in (torch.float32, torch.bfloat16):
-        for algorithm in ("one_shot", "two_shot", "two_step", "ring"):
+        for algorithm in ("one_shot", "two_shot", "two_shot_symmetric", "ring"):
             dice = torch.Generator().manual_seed(5)
             layer = tp.RowParallelLinear(
                 64, FEATURES, codec="int8", algorithm=algorithm, latency=False, device=device, dtype=dtype
@@ -148,8 +149,8 @@ def both_devices(rank: int, world_size: int) -> dict[str, object]:
     if chosen == "peer":
         x, bias = torch.ones(ROWS, FEATURES, device="cuda"), torch.ones(FEATURES, device="cuda")
         then = follow(x, bias=bias)
-        C.all_reduce(x, codec="int8", algorithm="two_shot", then=then)
-        seen = trace(lambda: C.all_reduce(x, codec="int8", algorithm="two_shot", then=then)).waits
+        C.all_reduce(x, codec="int8", algorithm="two_shot", epilogue=then)
+        seen = trace(lambda: C.all_reduce(x, codec="int8", algorithm="two_shot", epilogue=then)).waits
     info = next(iter(C.info()["devices"].values()))
     return {"different": different, "waits": seen, "runtime": info["runtime"]}
 

@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 BODIES = {
     "test_fused.py": "sanitizer or graph or queued or (virtual_ranks and all_gather and bfloat16 and 2)",
     "test_programs.py": "sanitizer",
-    "test_follow.py": "sanitizer or graph or two_step_sum_of_virtual_ranks and 3",
+    "test_follow.py": "sanitizer or graph or symmetric_sum_of_virtual_ranks and 3",
     "test_device.py": "sanitizer or stream or too_many or themselves or more_payloads or (captured and mx)",
     "test_waiting.py": "test_virtual_ranks",
     "test_communication.py": "guard",

@@ -19,7 +19,7 @@ from dtcomm.runtime.native.runtime import Buffers
 from dtcomm.runtime.types import Part, Shape
 from dtcomm.schedule.ir import REDUCING
 from tests.cuda.cases import ON_A_DEVICE, PEER, on_cpu, on_device
-from tests.unit.algorithms.cases import NAMES, build
+from tests.unit.algorithms.every_algorithm import NAMES, build
 from tests.unit.runtime.orders import make, together
 from tests.unit.runtime.test_fused import SPECS, same
 

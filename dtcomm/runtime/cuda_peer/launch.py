@@ -18,14 +18,12 @@ from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.kernels.types import OPERATIONS
 from dtcomm.runtime.cuda_peer.programs import Lowered, lowered
 from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.types import Part, Shape
+from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Part, Shape
 from dtcomm.schedule import Schedule
 from dtcomm.schedule.ir import REDUCING
 
 COLLECTIVES = {"all_reduce": 0, "reduce_scatter": 1, "all_gather": 2, "all_to_all": 3}
-# The all-reduce of tensor parallelism in two shots, which encodes an owner's contribution, too; no schedule says that.
-TWO_STEP = "two_step"
-ALGORITHMS = {"two_shot": 0, "one_shot": 1, TWO_STEP: 0}
+ALGORITHMS = {"two_shot": 0, "one_shot": 1, TWO_SHOT_SYMMETRIC: 0}
 PROGRAM = 2
 MOST_RANKS: int = _C.MOST_RANKS
 SLOT_BYTES = 32 * 1024  # of a section's payload: enough to fill a link while the next one is made
@@ -232,8 +230,8 @@ class FusedRanks:
             splits=list(shape.splits),
             op=OPERATIONS["sum" if shape.op == "avg" else shape.op],
             divisor=self.ranks if shape.op == "avg" else 1,
-            encodes_own=shape.algorithm == TWO_STEP,
-            rounds=shape.algorithm != TWO_STEP,
+            encodes_own=shape.algorithm == TWO_SHOT_SYMMETRIC,
+            rounds=shape.algorithm != TWO_SHOT_SYMMETRIC,
             ranks=self.ranks,
             first=self.first,
             here=self.here,
@@ -270,7 +268,7 @@ def why_not(shape: Shape, ranks: int, schedule: Schedule | None = None) -> str:
     if not 2 <= ranks <= MOST_RANKS:
         return f"{ranks} ranks: fused kernels serve 2 to {MOST_RANKS}"
     direct = _direct(shape)
-    if not direct and (schedule is None or shape.algorithm == TWO_STEP):
+    if not direct and (schedule is None or shape.algorithm == TWO_SHOT_SYMMETRIC):
         return f"{shape.algorithm} has no fused kernel of {shape.collective}"
     if shape.algorithm == "send":
         return "send has no fused kernel: what waits for a message would hold multiprocessors"

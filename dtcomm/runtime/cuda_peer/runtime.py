@@ -20,12 +20,12 @@ from dtcomm.kernels.epilogue import Follow
 from dtcomm.kernels.local_steps import Step
 from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.bootstrap.cpu import Runtime
-from dtcomm.runtime.cuda_peer.launch import TWO_STEP, After, FusedPlan, FusedRanks, NoKernel
+from dtcomm.runtime.cuda_peer.launch import After, FusedPlan, FusedRanks, NoKernel
 from dtcomm.runtime.flight_recorder import Flight
 from dtcomm.runtime.native.runtime import Buffers
 from dtcomm.runtime.op_hooks import NOTHING, Around
 from dtcomm.runtime.torchdist.stream_runtime_base import Streamed, StreamWork
-from dtcomm.runtime.types import Shape
+from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Shape
 from dtcomm.runtime.work import Work
 from dtcomm.schedule import Schedule
 
@@ -72,7 +72,7 @@ class PeerRuntime(Streamed):
         try:
             return self._fused.prepare(shape, schedule)
         except NoKernel as reason:
-            if shape.algorithm == TWO_STEP:  # which no schedule says
+            if shape.algorithm == TWO_SHOT_SYMMETRIC:  # no schedule expresses it
                 raise
             if self._forced:
                 raise ValueError(f"DTCOMM_RUNTIME=peer: {reason}") from None

@@ -15,14 +15,15 @@ from dtcomm.codecs import codec
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure import exact_inputs
+from dtcomm.schedule.ir import COLLECTIVES
 from tests.support.patience import Patience
-from tests.unit.collectives.calls import call, require_alike
+from tests.unit.collectives.call_by_name import call, require_alike
 
 SIZES = (0, 1, 7, 1024, 5000, 70_001, 1_500_000)
 
 
 def every_algorithm(rank: int, n: int) -> str:
-    for name in collectives.COLLECTIVES:
+    for name in COLLECTIVES:
         for algorithm in (*algorithms.available(name), "auto", "direct"):
             for count in SIZES if n < 4 else SIZES[:-1]:
                 for spec in ("none", "fp16", "int8"):

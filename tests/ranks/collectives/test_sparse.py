@@ -9,7 +9,7 @@ import torch.distributed as dist
 import dtcomm
 from dtcomm import algorithms
 from dtcomm.launch.ranks import run_ranks
-from tests.unit.collectives.calls import require_alike
+from tests.unit.collectives.call_by_name import require_alike
 
 SPECS = ("topk:ratio=0.01", "topk:ratio=0.2,values=int4", "randk:ratio=0.05")
 

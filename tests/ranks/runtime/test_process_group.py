@@ -21,7 +21,7 @@ from dtcomm.runtime.torchdist.replay import Replay
 from dtcomm.runtime.types import Part, Shape
 from dtcomm.schedule.ir import CUT_AT_GRANULES, ROOTED
 from tests.support.patience import Patience
-from tests.unit.algorithms.cases import NAMES, build
+from tests.unit.algorithms.every_algorithm import NAMES, build
 from tests.unit.runtime.everything import OVER_GLOO, calls
 from tests.unit.runtime.orders import SHARDS_IN, SHARDS_OUT
 from tests.unit.runtime.rendezvous import Port, Rendezvous

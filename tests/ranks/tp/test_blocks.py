@@ -95,7 +95,7 @@ def test_uncompressed_blocks_are_the_dense_ones(which: str) -> None:
 
 @pytest.mark.parametrize("which", ["gated", "2"])
 def test_compressed_blocks_are_near(which: str) -> None:
-    options = {"codec": "int8", "backward_codec": "int8", "algorithm": "two_step", "chunks": 2}
+    options = {"codec": "int8", "backward_codec": "int8", "algorithm": "two_shot_symmetric", "chunks": 2}
     run_ranks(same, 2, which, options, 0.05)
 
 

@@ -18,7 +18,7 @@ from dtcomm.tp.emulate import emulate, restore, summed
 
 SPECS = [
     # randk's positions come from keys that an engine's messages number.
-    *(name for name in CODECS if not codec(name).on_common_ground and name != "randk"),
+    *(name for name in CODECS if not codec(name).needs_agreement and name != "randk"),
     "int4:rotate=hadamard",
     "int2:spikes=1",
     "int4:symmetric=false,block=128",

@@ -97,14 +97,14 @@ def real(rank: int, ranks: int) -> None:
         tensors = [torch.full((64, 96), float(rank + at)) for at in range(6)]
         plain = [tensor.clone() for tensor in tensors]
         works = [
-            dtcomm.all_reduce(tensor, codec=spec, async_op=True, then=follow(tensor, residual=stream))
+            dtcomm.all_reduce(tensor, codec=spec, async_op=True, epilogue=follow(tensor, residual=stream))
             for tensor, stream in zip(tensors, streams, strict=True)
         ]
         for work, tensor, whole, stream in zip(works, tensors, plain, streams, strict=True):
             work.wait()
             dtcomm.all_reduce(whole, codec=spec)
             assert torch.equal(tensor, whole + stream)
-            dtcomm.all_reduce(whole, codec=spec, then=follow(whole, residual=stream))
+            dtcomm.all_reduce(whole, codec=spec, epilogue=follow(whole, residual=stream))
 
 
 def test_among_ranks() -> None:

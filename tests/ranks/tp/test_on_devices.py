@@ -23,11 +23,11 @@ def results(rank: int, ranks: int) -> list[torch.Tensor]:
         for async_op in (False, True):
             y, normed, stream = terms[rank].clone(), torch.empty(40, FEATURES, dtype=dtype), terms[0] * 2
             then = follow(y, bias=bias, residual=stream, weight=weight, normed=normed)
-            work = C.all_reduce(y, codec="int8", algorithm="two_shot", async_op=async_op, then=then)
+            work = C.all_reduce(y, codec="int8", algorithm="two_shot", async_op=async_op, epilogue=then)
             if work is not None:
                 work.wait()
             found += [y, normed]
-        for algorithm in ("auto", "two_step"):
+        for algorithm in ("auto", "two_shot_symmetric"):
             layer = tp.RowParallelLinear(
                 64, FEATURES, codec="int8", algorithm=algorithm, latency=False, chunks=2, dtype=dtype
             )

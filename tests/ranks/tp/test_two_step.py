@@ -34,12 +34,12 @@ def sums(rank: int, ranks: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         parts = [given(each, dtype=dtype) for each in range(ranks)]
         for spec in SPECS:
-            over = tp.wire(spec, algorithm="two_step")
+            over = tp.wire(spec, algorithm="two_shot_symmetric")
             got = two_step(parts[rank], over).y
-            assert torch.equal(got, summed(parts, spec, "two_step")), (spec, dtype)
+            assert torch.equal(got, summed(parts, spec, "two_shot_symmetric")), (spec, dtype)
         assert two_step(parts[rank][:0], tp.wire("int8")).y.shape == (0, FEATURES)
         # What loses nothing is the plain sum, whatever the algorithm.
-        plain = functional.summed(parts[rank], tp.wire("none", algorithm="two_step"))
+        plain = functional.summed(parts[rank], tp.wire("none", algorithm="two_shot_symmetric"))
         assert torch.equal(plain, summed(parts, "none", "one_shot"))
 
 
@@ -61,7 +61,7 @@ def invariant(rank: int, ranks: int) -> None:
         "int4:symmetric=false",
         "fp16",
     ):
-        for algorithm in ("one_shot", "two_step"):
+        for algorithm in ("one_shot", "two_shot_symmetric"):
             over = tp.wire(spec, algorithm=algorithm)
             assert over.invariant(FEATURES)
             alone = torch.cat([functional.summed(tokens[at : at + 1], over) for at in range(40)])
@@ -70,10 +70,10 @@ def invariant(rank: int, ranks: int) -> None:
                 assert torch.equal(together, alone[start:stop]), (spec, algorithm, start, stop)
     for spec, algorithm, features in (
         ("int8", "direct", 96),
-        ("int8:rotate=hadamard", "two_step", 96),
+        ("int8:rotate=hadamard", "two_shot_symmetric", 96),
         ("int8:round=stochastic", "one_shot", 96),
-        ("int8", "two_step", 100),
-        ("topk:ratio=0.1", "two_step", 96),
+        ("int8", "two_shot_symmetric", 100),
+        ("topk:ratio=0.1", "two_shot_symmetric", 96),
     ):
         assert not tp.wire(spec, algorithm=algorithm).invariant(features)
 
@@ -83,11 +83,11 @@ def test_a_token_does_not_depend_on_its_batch() -> None:
 
 
 FOLLOWED = (
-    ("int8", "two_step", 1),
-    ("int4", "two_step", 3),
+    ("int8", "two_shot_symmetric", 1),
+    ("int4", "two_shot_symmetric", 3),
     ("int8", "direct", 1),
     ("none", "direct", 4),
-    ("none", "two_step", "auto"),
+    ("none", "two_shot_symmetric", "auto"),
 )
 
 

@@ -11,7 +11,7 @@ from dtcomm.codecs import codec
 from dtcomm.errors import ScheduleError
 from dtcomm.schedule import lower, parse, verify
 from dtcomm.schedule.ir import COLLECTIVES, ROOTED
-from tests.unit.algorithms.cases import NAMES, build
+from tests.unit.algorithms.every_algorithm import NAMES, build
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -14,7 +14,7 @@ from dtcomm.errors import PayloadCorrupt
 from dtcomm.kernels import local_steps
 from dtcomm.measure.simulated_world import World
 from dtcomm.runtime.native.runtime import Buffers
-from tests.unit.collectives.local_ground import plan_of, reduce_all
+from tests.unit.collectives.local_multi_stage import plan_of, reduce_all
 
 SPECS = ("exact", "exact:bits=16", "exact:block=256")
 WAYS = [

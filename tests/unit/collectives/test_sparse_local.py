@@ -11,7 +11,7 @@ from dtcomm.kernels import counter_rng, local_steps, ops
 from dtcomm.measure.simulated_world import Operation, World, run
 from dtcomm.runtime.native.runtime import Buffers
 from dtcomm.runtime.types import Part, Shape
-from tests.unit.collectives.local_ground import plan_of, reduce_all
+from tests.unit.collectives.local_multi_stage import plan_of, reduce_all
 
 SPARSE = ("topk:ratio=0.01", "topk:ratio=0.3,values=fp32", "randk:ratio=0.05", "randk:ratio=0.2,values=int4")
 SHARED = (
@@ -42,7 +42,7 @@ def reduced(
     buffers = [[Buffers(x, x, r)] for x, r in zip(tensors, owed, strict=True)]
     world = World(ranks=ranks, seed=seed, delay=0.3)
     hosts = (1, ranks - 1)
-    if codec(spec).on_common_ground:
+    if codec(spec).needs_agreement:
         plans = [
             plan_of(
                 spec, [numel], torch.float32, rank=r, ranks=ranks, algorithm=algorithm, op=op, hosts=hosts

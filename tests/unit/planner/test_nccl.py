@@ -10,7 +10,7 @@ from dtcomm.codecs import codec
 from dtcomm.planner import nccl_model
 from dtcomm.planner.hardware import system
 from dtcomm.planner.traffic_profile import profile
-from tests.unit.planner.tables import GB, KB, MB, TABLES, Published, errors
+from tests.unit.planner.nccl_tables import GB, KB, MB, TABLES, Published, errors
 
 
 def test_calibrated_on_eight_a100() -> None:

@@ -13,7 +13,7 @@ from dtcomm.measure.simulated_world import Operation, Outcome, World
 from dtcomm.runtime.native.runtime import Buffers
 from dtcomm.runtime.types import Part, Shape
 from dtcomm.schedule.ir import ROOTED
-from tests.unit.algorithms.cases import NAMES, build
+from tests.unit.algorithms.every_algorithm import NAMES, build
 
 CASES = NAMES
 

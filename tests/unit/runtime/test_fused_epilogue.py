@@ -19,16 +19,15 @@ from dtcomm.collectives import (
     reduce_scatter,
 )
 from dtcomm.collectives import run as run_schedule
-from dtcomm.collectives import two_step as chosen
 from dtcomm.kernels.epilogue import follow
 from dtcomm.measure.simulated_world import Operation, World, run
 from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.cuda_peer.launch import ALGORITHMS, TWO_STEP, After, NoKernel
+from dtcomm.runtime.cuda_peer.launch import ALGORITHMS, After, NoKernel
 from dtcomm.runtime.cuda_peer.runtime import PeerRuntime
 from dtcomm.runtime.native.runtime import Buffers
 from dtcomm.runtime.op_hooks import Around
-from dtcomm.runtime.types import Part, Shape
+from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Part, Shape
 from dtcomm.tp.comm_config import Wire
 from dtcomm.tp.emulate import summed
 from dtcomm.tp.flash_all_reduce import Epilogue, Norm, two_step
@@ -111,8 +110,10 @@ def test_the_sum_of_tensor_parallelism_is_one_kernel(ranks: int) -> None:
     virtual = VirtualRanks(ranks)
     for turn, spec in enumerate(SPECS[1:]):
         given = Given(ranks, TYPES[turn % 3])
-        expected = summed(given.sums, spec, TWO_STEP)
-        plan = virtual.plan("all_reduce", ROWS * FEATURES, TYPES[turn % 3], spec, algorithm=TWO_STEP)
+        expected = summed(given.sums, spec, TWO_SHOT_SYMMETRIC)
+        plan = virtual.plan(
+            "all_reduce", ROWS * FEATURES, TYPES[turn % 3], spec, algorithm=TWO_SHOT_SYMMETRIC
+        )
         virtual.run(plan, given.sums, given.sums)
         same(given.sums, [expected] * ranks)
     virtual.check()
@@ -160,10 +161,10 @@ def communicator_of(rank: int, ranks: int, runtime: PeerRuntime) -> Communicator
 
 
 def test_calls_and_layers_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``all_reduce(then=…)`` and the two-step sum, from the callers' functions down, on threads."""
+    """``all_reduce(epilogue=…)`` and the two-step sum, from the callers' functions down, on threads."""
     ranks, dtype = 3, torch.bfloat16
     here = threading.local()
-    for module in (reduce_ops, chosen, gather_ops):
+    for module in (reduce_ops, gather_ops):
         monkeypatch.setattr(module, "find_for", lambda *_: here.communicator)
     monkeypatch.setattr(custom_schedule, "find", lambda _: here.communicator)
     ours, theirs = [Given(ranks, dtype) for _ in range(2)], Given(ranks, dtype)
@@ -173,8 +174,8 @@ def test_calls_and_layers_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
         here.communicator = communicator_of(rank, ranks, runtime)
         with unwatched():
             around = ours[0].follow(rank)
-        all_reduce(ours[0].sums[rank], "avg", codec="int4", algorithm="two_shot", then=around.after[0])
-        over = Wire(codec=codec("int8"), backward_codec=codec("none"), algorithm=TWO_STEP)
+        all_reduce(ours[0].sums[rank], "avg", codec="int4", algorithm="two_shot", epilogue=around.after[0])
+        over = Wire(codec=codec("int8"), backward_codec=codec("none"), algorithm=TWO_SHOT_SYMMETRIC)
         after = Epilogue(ours[1].bias, ours[1].residuals[rank], Norm(ours[1].weight, 1e-5))
         results[rank] = two_step(ours[1].sums[rank], over, after)
         # A schedule of one's own, and algorithms by name; whole numbers, so that sums are exact.
@@ -187,7 +188,7 @@ def test_calls_and_layers_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
         with unwatched():
             assert torch.equal(whole, 9 * torch.arange(900.0) + 9) and torch.equal(part, whole[300:600])
         assert runtime.info()["operations"] == 6 and runtime.info()["elsewhere"] == {}
-        assert chosen.in_one_kernel(ours[1].sums[rank], codec("mxfp4")) is None
+        assert not reduce_ops.supports_two_shot_symmetric(ours[1].sums[rank], codec("mxfp4"))
 
     assert JudgedPeers(ranks).run(work) == []
     by_the_engine(theirs, "two_shot", "int4")
@@ -199,18 +200,20 @@ def test_calls_and_layers_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
 
 def by_verbs(given: Given, spec: str, rank: int) -> list[torch.Tensor]:
     """The two-step sum of the fp32 terms, what follows it rounded once, and the norm of that."""
-    total = summed([each.float() for each in given.sums], spec, TWO_STEP)
+    total = summed([each.float() for each in given.sums], spec, TWO_SHOT_SYMMETRIC)
     y = ((total + given.bias.float()) + given.residuals[rank].float()).to(given.bias.dtype)
     normed = torch.empty_like(y)
     follow(y, weight=given.weight, eps=1e-5, normed=normed)()
     return [y, normed]
 
 
-def test_no_schedule_stands_in_for_the_two_step_sum() -> None:
+def test_no_schedule_replaces_the_symmetric_two_shot_sum() -> None:
     def work(rank: int, runtime: PeerRuntime, _: RecordedStreams) -> None:
-        shape = Shape("all_reduce", "sum", (Part(9, torch.float32, codec("topk:ratio=0.1")),), TWO_STEP)
+        shape = Shape(
+            "all_reduce", "sum", (Part(9, torch.float32, codec("topk:ratio=0.1")),), TWO_SHOT_SYMMETRIC
+        )
         with pytest.raises(NoKernel, match="topk"):
             runtime.prepare(shape, algorithms.build("two_shot", "all_reduce", 2))
 
     JudgedPeers(2).run(work)
-    assert TWO_STEP in ALGORITHMS and TWO_STEP not in algorithms.available("all_reduce")
+    assert TWO_SHOT_SYMMETRIC in ALGORITHMS and TWO_SHOT_SYMMETRIC not in algorithms.available("all_reduce")

@@ -16,7 +16,7 @@ from dtcomm.runtime.native.runtime import Buffers
 from dtcomm.runtime.types import Part, Shape
 from dtcomm.schedule import Schedule, Transfer, verify
 from dtcomm.schedule.ir import REDUCING
-from tests.unit.algorithms.cases import NAMES, build
+from tests.unit.algorithms.every_algorithm import NAMES, build
 from tests.unit.runtime.orders import Case, finished, make, together
 from tests.unit.runtime.test_fused import SPECS, same
 
@@ -171,8 +171,8 @@ def test_what_has_no_program_says_why() -> None:
     shape = Shape("all_reduce", "sum", parts, "hierarchical")
     assert "inside one host" in why_not(shape, 4, two_hosts)
     assert why_not(shape, 4, build("hierarchical", "all_reduce", 4, hosts=(4,))) == ""
-    assert "two_step has no fused kernel of reduce" in why_not(
-        shape._replace(collective="reduce", algorithm="two_step"), 4, two_hosts
+    assert "two_shot_symmetric has no fused kernel of reduce" in why_not(
+        shape._replace(collective="reduce", algorithm="two_shot_symmetric"), 4, two_hosts
     )
     sent = shape._replace(
         collective="broadcast", algorithm="send", parts=(Part(9, torch.float32, codec("int8")),)

@@ -8,8 +8,8 @@ from dtcomm.schedule import Schedule, Transfer, lower, parse
 from dtcomm.schedule.ir import REDUCING, ROOTED
 from dtcomm.schedule.lower import steps
 from dtcomm.schedule.program import Adopt, Copy, Encode, Forward, Local, Receive, Reduce, Send
-from tests.unit.algorithms.cases import NAMES, build
-from tests.unit.schedule.machines import Programs, coarse, evaluate, inputs_of
+from tests.unit.algorithms.every_algorithm import NAMES, build
+from tests.unit.schedule.program_interpreter import Programs, coarse, evaluate, inputs_of
 
 CASES = [
     (collective, name, ranks, root)

@@ -12,8 +12,8 @@ from dtcomm import algorithms
 from dtcomm.errors import ScheduleError
 from dtcomm.schedule import Schedule, Transfer, parse, verify
 from dtcomm.schedule.ir import ROOTED
-from tests.unit.algorithms.cases import NAMES, build, takes_chunks
-from tests.unit.schedule.machines import keeps_its_promise
+from tests.unit.algorithms.every_algorithm import NAMES, build, takes_chunks
+from tests.unit.schedule.program_interpreter import keeps_its_promise
 
 
 @st.composite

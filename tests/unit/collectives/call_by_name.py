@@ -16,7 +16,7 @@ def call(name: str, given: torch.Tensor, n: int, **options: Any) -> torch.Tensor
     if name in ("all_reduce", "broadcast", "reduce"):
         output = given.clone()
         positional = () if name == "all_reduce" else (0,)
-        collectives.COLLECTIVES[name](output, *positional, **options)
+        getattr(collectives, name)(output, *positional, **options)
         return output if root or name != "reduce" else output[:0]
     size = {"reduce_scatter": given.numel() // n, "scatter": given.numel() // n, "all_to_all": given.numel()}
     output = torch.empty(size.get(name, given.numel() * n), dtype=given.dtype)
@@ -26,7 +26,7 @@ def call(name: str, given: torch.Tensor, n: int, **options: Any) -> torch.Tensor
     if name == "scatter":
         collectives.scatter(output, given if root else None, **options)
         return output
-    collectives.COLLECTIVES[name](output, given, **options)
+    getattr(collectives, name)(output, given, **options)
     return output
 
 

@@ -20,7 +20,7 @@ from dtcomm.errors import CollectiveMismatch, PayloadCorrupt
 from dtcomm.kernels import local_steps, ops
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.runtime.communicator import find
-from tests.unit.collectives.calls import require_alike
+from tests.unit.collectives.call_by_name import require_alike
 from tests.unit.collectives.test_exact import bits, contributions, true_sum
 
 SHARED = "randk:ratio=0.05,positions=shared,values=fp32"

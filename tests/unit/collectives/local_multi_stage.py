@@ -9,7 +9,7 @@ import torch
 
 from dtcomm import algorithms
 from dtcomm.codecs import codec
-from dtcomm.collectives._multi_stage import Check, GroundPlan, Message
+from dtcomm.collectives._multi_stage import Check, Message, MultiStagePlan
 from dtcomm.collectives._reproducible_sum import ExactSum
 from dtcomm.collectives._shared_randk_sum import SharedSum
 from dtcomm.measure.simulated_world import Operation, Outcome, World, run
@@ -53,7 +53,7 @@ def plan_of(
     root: int = 0,
     audit: bool = False,
     hosts: Sequence[int] | None = None,
-) -> GroundPlan:
+) -> MultiStagePlan:
     parts = tuple(Part(numel, dtype, codec(spec)) for numel in numels)
     message = Message(collective, op, parts, algorithm, root, "")
     make = maker(ranks, hosts)
@@ -63,7 +63,7 @@ def plan_of(
 
 
 def reduce_all(
-    world: World, plans: Sequence[GroundPlan], buffers: Sequence[Sequence[Buffers]], seed: int = 3
+    world: World, plans: Sequence[MultiStagePlan], buffers: Sequence[Sequence[Buffers]], seed: int = 3
 ) -> tuple[list[Outcome], list[Check | None]]:
     """One call on every rank; returns how they ended, and what each is to call then."""
     calls: list[list[Operation]] = []
