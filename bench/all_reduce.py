@@ -99,7 +99,7 @@ def contestants(
         found.append(Contestant(family="gloo", variant="", call=partial(pool.call, "measure", how="gloo")))
         checks.append(("gloo", partial(pool.call, "wrong", how="gloo")))
     if "mpi" in only:
-        absent = mpi.missing()
+        absent = mpi.why_unavailable()
         if absent:
             print(absent)
         for setting in [] if absent else mpi.SETTINGS:

@@ -85,7 +85,7 @@ def start(stack: ExitStack, ranks: int, largest: int) -> tuple[dict[str, Measure
             name = "gloo" if backend == "gloo" else "dtcomm.empty" if shared else "dtcomm"
             measures[name] = partial(pool.call, "measure", shared=shared)
             checks[name] = partial(pool.call, "wrong", shared=shared)
-    absent = mpi.missing()
+    absent = mpi.why_unavailable()
     if absent:
         print(absent)
     else:

@@ -48,7 +48,7 @@ class Stepper:
         os.environ["DTCOMM_LINK"] = link
         os.environ["DTCOMM_TRANSPORT"] = "memory" if way == "memory" else "sockets"
         if namespaces:
-            netns.join(rank, ranks, rendezvous, namespaces)
+            netns.init_process_group(rank, ranks, rendezvous, namespaces)
         else:
             torch.set_num_threads(1)
             dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--json", help="where to write instead of bench/results/emulated_link.json")
     options = parser.parse_args(arguments)
-    if why := netns.available():
+    if why := netns.why_unavailable():
         sys.exit(f"bench.emulated_link: {why}")
     cost = cost_of(options.repetitions)
     print(

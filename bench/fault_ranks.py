@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import dtcomm
 from dtcomm.errors import DtcommError
-from dtcomm.launch.ranks import tell
+from dtcomm.launch.ranks import send_to_parent
 
 SILENT_SECONDS = 60.0  # longer than any group timeout of the campaign
 ABSENT_SECONDS = 6.0
@@ -54,7 +54,7 @@ def survive(rank: int, world_size: int, fault: Fault) -> Seen:
     before = holdings()
     tensor = torch.zeros(fault.numel)  # sums of it stay what they are, however often it is reduced
     dtcomm.all_reduce(tensor)
-    tell(("running", os.getpid()))
+    send_to_parent(("running", os.getpid()))
     seen = Seen()
     if rank == fault.victim:
         _arm(fault)
@@ -81,11 +81,11 @@ def _arm(fault: Fault) -> None:
         if child == 0:
             time.sleep(SILENT_SECONDS)
             os._exit(0)
-        tell(("child", child))
+        send_to_parent(("child", child))
     if fault.kind.startswith("exit"):
 
         def leave() -> None:
-            tell(("struck", time.monotonic()))
+            send_to_parent(("struck", time.monotonic()))
             os._exit(int(fault.kind[-2]))  # exit(0), exit(1)
 
         threading.Timer(fault.after, leave).start()
@@ -101,7 +101,7 @@ def _loop(rank: int, fault: Fault, tensor: torch.Tensor, seen: Seen) -> None:
         # Calls differ in size, so that one skipped shows at the next and not at the end.
         numel = fault.numel - 1024 * (seen.calls % 2)
         if rank == fault.victim and seen.calls == wrong_call and not _deadly(fault.kind):
-            tell(("struck", time.monotonic()))
+            send_to_parent(("struck", time.monotonic()))
             if fault.kind == "absent":
                 time.sleep(ABSENT_SECONDS)
                 raise DtcommError("the victim stayed away, as it should")

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from bench.common import machine, output
 from bench.fault_ranks import Fault, Seen, rounds, survive
-from dtcomm.launch.ranks import Outcome, Ranks, run_ranks, spawn_ranks
+from dtcomm.launch.ranks import RankOutcome, RunningRanks, run_ranks, spawn_ranks
 
 SMALL, LARGE = 16 << 10, 16 << 20  # floats: 64 KB and 64 MB
 LIMIT_SECONDS = 2.0
@@ -33,23 +33,23 @@ EXPECTED = {
 }
 
 
-def strike(ranks: Ranks, fault: Fault, world_size: int) -> tuple[float, int, list[int]]:
+def strike(ranks: RunningRanks, fault: Fault, world_size: int) -> tuple[float, int, list[int]]:
     """Waits until all ranks run, lets the fault happen; (when, the victim's pid, pids of children to end)."""
     pids = [0] * world_size
     for rank in range(world_size):
-        word = ranks.hear(rank)
+        word = ranks.receive(rank)
         assert isinstance(word, tuple) and word[0] == "running"
         pids[rank] = word[1]
     children: list[int] = []
     if fault.fork:
-        _, child = cast("tuple[str, int]", ranks.hear(fault.victim))
+        _, child = cast("tuple[str, int]", ranks.receive(fault.victim))
         children.append(child)
     if fault.kind.startswith("SIG"):
         time.sleep(fault.after)
         at = time.monotonic()
         ranks.kill(fault.victim, signal.Signals[fault.kind])
     else:
-        _, at = cast("tuple[str, float]", ranks.hear(fault.victim))
+        _, at = cast("tuple[str, float]", ranks.receive(fault.victim))
     return at, pids[fault.victim], children
 
 
@@ -77,11 +77,11 @@ def attempt(fault: Fault, world_size: int) -> dict[str, Any]:
     return {"seconds": max(seconds, default=float("inf")), "faults": complaints}
 
 
-def judge(fault: Fault, outcome: Outcome, at: float, pid: int) -> list[str]:
+def judge(fault: Fault, outcome: RankOutcome, at: float, pid: int) -> list[str]:
     """What is wrong with one survivor's report, each as a sentence."""
     who = f"rank {outcome.rank}"
     if not isinstance(outcome.result, Seen):
-        return [f"{who}: {outcome.failure()}"]
+        return [f"{who}: {outcome.describe_failure()}"]
     seen, found = outcome.result, []
     if seen.error != EXPECTED[fault.kind]:
         found.append(f"{who}: {seen.error or 'no error'} instead of {EXPECTED[fault.kind]}: {seen.message}")

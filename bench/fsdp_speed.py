@@ -57,7 +57,7 @@ class ShardedRank:
 
     def __init__(self, rank: int, ranks: int, rendezvous: str, namespaces: list[str] | None) -> None:
         if namespaces is not None:
-            netns.join(rank, ranks, rendezvous, namespaces)
+            netns.init_process_group(rank, ranks, rendezvous, namespaces)
         else:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
             torch.set_num_threads(1)
@@ -245,7 +245,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--json", help="where to write instead of bench/results/fsdp_speed.json")
     options = parser.parse_args(arguments)
     path = Path(options.json or output.RESULTS / "fsdp_speed.json")
-    if any(link != MEMORY for link in options.links) and (why := netns.available()):
+    if any(link != MEMORY for link in options.links) and (why := netns.why_unavailable()):
         sys.exit(f"bench.fsdp_speed: {why}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows: list[dict[str, Any]] = []

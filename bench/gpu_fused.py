@@ -25,8 +25,8 @@ from bench.common.budget import Budget
 from dtcomm.codecs import codec
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure import gpu_info
-from dtcomm.measure.device_clock import clock_of, median_seconds, seconds_of
-from dtcomm.measure.memory_floor import Copy, moved_bytes
+from dtcomm.measure.device_clock import make_clock, median_seconds, time_calls
+from dtcomm.measure.memory_floor import TimedCopy, minimum_bytes_moved
 from dtcomm.measure.virtual_ranks import VirtualRanks
 
 TARGETS, FLOOR = ("int8", "fp8_e4m3", "int4"), 0.85
@@ -37,11 +37,16 @@ REPLAYS = 20
 
 
 def bandwidth(
-    ranks: int, numel: int, specs: list[str], budget: Budget, device: torch.device, copied: int = Copy.LARGE
+    ranks: int,
+    numel: int,
+    specs: list[str],
+    budget: Budget,
+    device: torch.device,
+    copied: int = TimedCopy.LARGE,
 ) -> list[dict[str, Any]]:
     """Two-shot all-reduce of ``ranks`` fp32 tensors beside the floor: a copy of ``copied`` bytes."""
-    clock = clock_of(device)
-    copy = Copy(device, clock, copied)
+    clock = make_clock(device)
+    copy = TimedCopy(device, clock, copied)
     xs = [torch.randn(numel, device=device) for _ in range(ranks)]
     outs = [torch.empty_like(x) for x in xs]
     rows = []
@@ -57,12 +62,12 @@ def bandwidth(
         times = []
         for _ in range(10):
             copy.time()
-            times.append(seconds_of(clock, run, ahead=copy.run))
+            times.append(time_calls(clock, run, queued_before=copy.run))
         virtual.check()
         wire = codec(spec).wire_bytes(numel, torch.float32)
-        moved = moved_bytes("all_reduce", "two_shot", ranks, numel, 4, wire)
+        moved = minimum_bytes_moved("all_reduce", "two_shot", ranks, numel, 4, wire)
         assert moved is not None
-        rate, seconds = copy.rate(forget=True), statistics.median(times)
+        rate, seconds = copy.bytes_per_second(reset=True), statistics.median(times)
         row = {
             "algorithm": "two_shot",
             "codec": spec,
@@ -86,7 +91,7 @@ def latency(
     ranks: int, sizes: Sequence[int], specs: list[str], budget: Budget, device: torch.device
 ) -> list[dict[str, Any]]:
     """One-shot all-reduce of small tensors, fp32 bytes, by replays of a graph of 20 calls, and launched one by one."""
-    clock, rows = clock_of(device), []
+    clock, rows = make_clock(device), []
     for spec in specs:
         virtual = VirtualRanks(ranks, device)
         for size in sizes:
@@ -207,8 +212,8 @@ def main(argv: list[str] | None = None) -> int:
     device, copied = torch.device("cpu"), 1 << 20
     said: dict[str, Any] = {"name": "emulator", "driver": None}
     if options.device == "cuda":
-        device, copied = torch.device("cuda", torch.cuda.current_device()), Copy.LARGE
-        said = gpu_info.facts(device)
+        device, copied = torch.device("cuda", torch.cuda.current_device()), TimedCopy.LARGE
+        said = gpu_info.describe_gpu(device)
     print(f"{said['name']}, driver {said['driver']}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     # What a target asks for comes first, so that a cut takes the rest.
     targets = [spec for spec in options.codecs if spec in TARGETS]

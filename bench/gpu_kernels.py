@@ -21,9 +21,9 @@ import torch
 from bench.common.budget import Budget
 from dtcomm.codecs import codec
 from dtcomm.measure import gpu_info
-from dtcomm.measure.device_clock import clock_of, median_seconds
-from dtcomm.measure.kernel_workloads import Verb, Verbs, sets_for
-from dtcomm.measure.memory_floor import Copy
+from dtcomm.measure.device_clock import make_clock, median_seconds
+from dtcomm.measure.kernel_workloads import KernelWorkload, KernelWorkloads, buffer_sets_for
+from dtcomm.measure.memory_floor import TimedCopy
 
 FIRST_TIER = (
     "fp16",
@@ -91,50 +91,52 @@ def peers(numel: int, sets: int, device: torch.device) -> Iterator[tuple[str, in
 class Measured:
     """Rows of one size, each beside a copy that is timed in turn with it."""
 
-    def __init__(self, numel: int, device: torch.device, copied: int = Copy.LARGE) -> None:
+    def __init__(self, numel: int, device: torch.device, copied: int = TimedCopy.LARGE) -> None:
         self.rows: list[dict[str, Any]] = []
         self.numel, self.device = numel, device
-        self.sets = sets_for(self.numel)
-        self._clock = clock_of(device)
-        self._copy = Copy(device, self._clock, copied)
+        self.sets = buffer_sets_for(self.numel)
+        self._clock = make_clock(device)
+        self._copy = TimedCopy(device, self._clock, copied)
 
-    def add(self, name: str, verb: Verb) -> None:
+    def add(self, name: str, workload: KernelWorkload) -> None:
         """Measure it, and print its row."""
         for warm in range(self.sets):
-            verb.run(warm)
+            workload.run(warm)
         turns = itertools.cycle(range(self.sets))
         self._copy.time(5)
-        seconds = median_seconds(self._clock, lambda: verb.run(next(turns)), REPEATS, ahead=self._copy.run)
-        rate, copy = verb.moved / seconds, self._copy.rate(forget=True)
+        seconds = median_seconds(
+            self._clock, lambda: workload.run(next(turns)), REPEATS, queued_before=self._copy.run
+        )
+        rate, copy = workload.bytes_moved / seconds, self._copy.bytes_per_second(reset=True)
         self.rows.append(
             {
                 "codec": name,
-                "verb": verb.name,
+                "workload": workload.name,
                 "mib": self.numel / (1 << 18),
                 "microseconds": seconds * 1e6,
-                "bytes": verb.moved,
+                "bytes": workload.bytes_moved,
                 "gigabytes_per_second": rate / 1e9,
                 "copy_gigabytes_per_second": copy / 1e9,
                 "of_copy": rate / copy,
             }
         )
         print(
-            f"{self.numel / (1 << 18):>5g} MiB  {name:<42} {verb.name:<24} {seconds * 1e6:>8.1f} µs "
+            f"{self.numel / (1 << 18):>5g} MiB  {name:<42} {workload.name:<24} {seconds * 1e6:>8.1f} µs "
             f"{rate / 1e9:>6.0f} GB/s {rate / copy:>5.2f}"
         )
 
 
 def measure(measured: Measured, specs: list[str], budget: Budget) -> list[dict[str, Any]]:
-    """One row for each codec and verb, and for peers that are here."""
+    """One row for each codec and workload, and for peers that are here."""
     mib = f"{measured.numel / (1 << 18):g} MiB"
     for spec in specs:
         if budget.allows(f"{spec}, {mib}"):
-            verbs = Verbs(codec(spec), measured.numel, measured.sets, measured.device)
-            for verb in (verbs.encode(), verbs.decode(), *verbs.sums()):
-                measured.add(spec, verb)
+            workloads = KernelWorkloads(codec(spec), measured.numel, measured.sets, measured.device)
+            for workload in (workloads.encode(), workloads.decode(), *workloads.reductions()):
+                measured.add(spec, workload)
     if budget.allows(f"peers, {mib}"):
         for name, moved, run in peers(measured.numel, measured.sets, measured.device):
-            measured.add(name, Verb("encode", moved, lambda i, run=run: run(i) and None))
+            measured.add(name, KernelWorkload("encode", moved, lambda i, run=run: run(i) and None))
     return measured.rows
 
 
@@ -157,8 +159,8 @@ def main(argv: list[str] | None = None) -> int:
     device, copied = torch.device("cpu"), 1 << 20
     said: dict[str, Any] = {"name": "the CPU"}
     if options.device == "cuda":
-        device, copied = torch.device("cuda", torch.cuda.current_device()), Copy.LARGE
-        said = gpu_info.facts(device)
+        device, copied = torch.device("cuda", torch.cuda.current_device()), TimedCopy.LARGE
+        said = gpu_info.describe_gpu(device)
     print(f"{said['name']}: bytes moved per second, and beside a copy of {copied >> 20} MiB")
     rows = []
     for mib in options.mib:

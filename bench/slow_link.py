@@ -70,7 +70,7 @@ class LinkRank:
     """One rank in a namespace of its own; models are built one at a time, as gigabytes of them would not fit."""
 
     def __init__(self, rank: int, ranks: int, rendezvous: str, namespaces: list[str]) -> None:
-        netns.join(rank, ranks, rendezvous, namespaces)
+        netns.init_process_group(rank, ranks, rendezvous, namespaces)
         self.rank = rank
         self.models: dict[str, torch.nn.Module] = {}
         self.states: dict[str, Any] = {}
@@ -281,7 +281,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--json", help="where to write instead of bench/results/slow_link.json")
     options = parser.parse_args(arguments)
     path = Path(options.json or output.RESULTS / "slow_link.json")
-    if why := netns.available():
+    if why := netns.why_unavailable():
         sys.exit(f"bench.slow_link: {why}")
     names = ["compute", *TORCH, *options.only]
     rows: list[dict[str, Any]] = []

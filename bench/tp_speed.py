@@ -92,7 +92,7 @@ class Rank:
 
     def __init__(self, rank: int, ranks: int, rendezvous: str, namespaces: list[str]) -> None:
         if namespaces:
-            netns.join(rank, ranks, rendezvous, namespaces)
+            netns.init_process_group(rank, ranks, rendezvous, namespaces)
         else:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
             torch.set_num_threads(1)
@@ -313,7 +313,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", help="where to write instead of bench/results/tp_speed.json")
     options = parser.parse_args(arguments)
-    if any(options.gbit) and (why := netns.available()):
+    if any(options.gbit) and (why := netns.why_unavailable()):
         sys.exit(f"bench.tp_speed: {why}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows: list[dict[str, Any]] = []

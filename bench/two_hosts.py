@@ -38,7 +38,7 @@ class HostRank:
     """One rank in a namespace of its own."""
 
     def __init__(self, rank: int, ranks: int, rendezvous: str, namespaces: list[str]) -> None:
-        netns.join(rank, ranks, rendezvous, namespaces)
+        netns.init_process_group(rank, ranks, rendezvous, namespaces)
         self.rank, self.ranks = rank, ranks
         self._tensor = torch.empty(0)
 
@@ -191,7 +191,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--add", action="store_true", help="keep the file's rows of other rates and sizes")
     parser.add_argument("--json", help="where to write instead of bench/results/two_hosts.json")
     options = parser.parse_args(arguments)
-    if why := netns.available():
+    if why := netns.why_unavailable():
         sys.exit(f"bench.two_hosts: {why}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows: list[dict[str, Any]] = []

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.training.tasks import RANKS, TASKS, Task
 from dtcomm import ddp
-from dtcomm.measure.simulated_ranks import Simulated, plain_bytes
+from dtcomm.measure.simulated_ranks import SimulatedRanks, uncompressed_bytes
 
 CURVE = 40  # points that are kept of a loss curve
 
@@ -67,13 +67,15 @@ def in_a_loop(task: Task, method: Method, feedback: bool, seed: int) -> dict[str
     torch.manual_seed(seed)
     first = task.model()
     names = list(first.named_parameters())
-    run = Simulated(method.spec, RANKS, names, feedback=method.feedback if feedback else False, seed=seed)
+    run = SimulatedRanks(
+        method.spec, RANKS, names, feedback=method.feedback if feedback else False, seed=seed
+    )
     losses = (_local if method.every else _synchronous)(task, method, first, run, seed)
-    sent = run.meeting.payload_bytes / (plain_bytes(names) * task.steps)
+    sent = run.all_reduce.payload_bytes / (uncompressed_bytes(names) * task.steps)
     return _result(task, first, losses, sent, time.process_time() - begin)
 
 
-def _synchronous(task: Task, method: Method, model: nn.Module, run: Simulated, seed: int) -> list[float]:
+def _synchronous(task: Task, method: Method, model: nn.Module, run: SimulatedRanks, seed: int) -> list[float]:
     parameters = list(model.parameters())
     optimizer = task.optimizer(parameters, momentum=not method.sgd)
     losses = []
@@ -90,7 +92,7 @@ def _synchronous(task: Task, method: Method, model: nn.Module, run: Simulated, s
     return losses
 
 
-def _local(task: Task, method: Method, model: nn.Module, run: Simulated, seed: int) -> list[float]:
+def _local(task: Task, method: Method, model: nn.Module, run: SimulatedRanks, seed: int) -> list[float]:
     """`dtcomm.ddp.LocalSGD`, without an outer optimiser."""
     replicas = [task.model() for _ in range(RANKS)]
     optimizers = []
@@ -113,7 +115,7 @@ def _local(task: Task, method: Method, model: nn.Module, run: Simulated, seed: i
 
 
 @torch.no_grad()
-def _meet(model: nn.Module, replicas: Sequence[nn.Module], run: Simulated) -> None:
+def _meet(model: nn.Module, replicas: Sequence[nn.Module], run: SimulatedRanks) -> None:
     common = list(model.parameters())
     ways = [
         [start - now for start, now in zip(common, replica.parameters(), strict=True)] for replica in replicas

@@ -148,7 +148,7 @@ class Shards:
         ]
         world = World(ranks=self.ranks, seed=0, delay=0.0, piece_bytes=PIECE, slot_bytes=2 * PIECE)
         outcomes = run(world, operations)
-        if any(outcome.fate != "done" for outcome in outcomes):
+        if any(outcome.status != "done" for outcome in outcomes):
             raise AssertionError(f"{collective}: {outcomes}")
         self._last = sum(outcome.wire_bytes for outcome in outcomes)
         self.wire_bytes += self._last

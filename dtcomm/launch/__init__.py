@@ -1,0 +1,21 @@
+"""Start ranks on this machine: used by the command line, benchmarks, tests and users' scripts.
+
+`run_ranks` runs a function on several local ranks and returns their results. `spawn_ranks` returns the running
+processes. `run_elastic` runs a function like torchrun, with restarts.
+"""
+
+from dtcomm.launch.elastic import run_elastic
+from dtcomm.launch.process_pool import RankError
+from dtcomm.launch.ranks import RankOutcome, RankTimeout, RunningRanks, run_ranks, spawn_ranks
+from dtcomm.launch.worker import send_to_parent
+
+__all__ = [
+    "RankError",
+    "RankOutcome",
+    "RankTimeout",
+    "RunningRanks",
+    "run_elastic",
+    "run_ranks",
+    "send_to_parent",
+    "spawn_ranks",
+]

@@ -1,7 +1,7 @@
-"""A function as torchrun's workers, restarted when one fails, without the minute that starting their Pythons takes.
+"""Run a function as torchrun workers that are restarted on failure, without the start-up time of new interpreters.
 
-The agent, its rendezvous, its store and the workers' environment are torchrun's; the agent is a rank of this package's
-pool and its workers come from a fork server, which imports what all of them need once.
+The agent, the rendezvous, the store and the workers' environment are torchrun's. The agent runs in a rank process of
+this package, and its workers are forked from a server process that has imported their modules.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from dtcomm.launch import fork_server
 from dtcomm.launch.ranks import run_ranks
 
-# Or ranks of a second life read from the agent's store where those of the first could be reached.
-STORE_OF_THEIR_OWN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+# Without this, restarted workers read the addresses of the previous workers from the agent's store.
+WORKERS_OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-def launch(
+def run_elastic(
     fn: Callable[..., Any],
     ranks: int,
     *args: Any,
@@ -26,9 +26,22 @@ def launch(
     env: Mapping[str, str] | None = None,
     timeout: float = 240.0,
 ) -> None:
-    """Run ``fn(*args)``, importable, as ``torchrun --standalone --nproc-per-node ranks --max-restarts restarts`` would.
+    """Run ``fn(*args)`` like ``torchrun --standalone --nproc-per-node ranks --max-restarts restarts``.
 
-    Raises what the agent raises when there are failures and no restarts left, RankTimeout after ``timeout`` seconds.
+    Args:
+        fn: A function at the top level of an importable module.
+        ranks: Number of workers.
+        *args: Picklable arguments.
+        restarts: How often failed workers are restarted.
+        env: Environment variables set in the agent and the workers.
+        timeout: Seconds until the workers must have returned.
+
+    Raises:
+        ChildFailedError: A worker failed and no restart is left.
+        RankTimeout: The workers did not return in time.
+
+    Example:
+        run_elastic(train, 2, "config.yaml", restarts=1)
     """
     task = (fn, ranks, args, restarts, fork_server.MODULES)
     run_ranks(_agent, 1, *task, backend=None, fresh=True, env=env, timeout=timeout)

@@ -1,8 +1,9 @@
-"""A process that has torch and dtcomm imported and forks into ranks: importing takes seconds, forking milliseconds.
+"""Server process that has imported torch and dtcomm and forks rank processes: an import takes seconds, a fork does not.
 
-It has no threads, no group and no CUDA context while it forks, so a rank begins as if it had imported all by itself;
-only what lies where in memory is shaken up, for an address of one rank must mean nothing in another. The nursery is
-the ranks' parent: it waits for them where the test asks, and they die with it, as it does with the test.
+The server has no threads, no process group and no CUDA context when it forks, so a rank starts as if it had imported
+the modules itself. Only the addresses of later allocations are randomized, so that an address of one rank is not
+valid in another. The server is the parent of the ranks: it reaps them on request, and they die with it, as it dies
+with the process that started it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from collections.abc import Mapping
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
-STARTUP_SECONDS = 120.0  # importing torch on a busy machine; not part of anyone's deadline
-MODULES = ["torch.distributed", "dtcomm"]  # what it imports; a program that runs many ranks may add to them
+STARTUP_SECONDS = 120.0  # time to import torch on a busy machine; not part of a run's deadline
+MODULES = [
+    "torch.distributed",
+    "dtcomm",
+]  # imported before forking; a program that runs many ranks may extend the list
 _MESSAGE_BYTES = 65536
 _START = (
     "import sys; sys.path[:] = sys.argv[4:]; "
@@ -32,85 +36,85 @@ _START = (
 )
 
 
-class NurseryError(RuntimeError):
-    """The nursery did not start, or ended; what it wrote is on stderr."""
+class ForkServerError(RuntimeError):
+    """The fork server did not start, or ended; its output is on stderr."""
 
 
-class Nursery:
-    """The nursery as the test sees it. Its processes' environment is the one it was started with."""
+class ForkServer:
+    """Client of the server process. Forked ranks have the environment the server was started with."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = dict(environment)
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(STARTUP_SECONDS)
-        self._asked = 0
+        self._requests = 0
         self._ranks: set[int] = set()
-        self._retired = False
+        self._shutting_down = False
         self._process = subprocess.Popen(
             [
                 sys.executable,
                 "-c",
                 _START,
-                str(theirs.fileno()),
+                str(server_end.fileno()),
                 str(os.getpid()),
                 " ".join(MODULES),
                 *sys.path,
             ],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[server_end.fileno()],
             stdin=subprocess.DEVNULL,
-            # One thread: those of a BLAS that is loaded would not be in the ranks.
+            # One thread, because threads of a loaded BLAS would not exist in the forked ranks.
             env={**self.environment, "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
-        theirs.close()
+        server_end.close()
 
     def fork(self, connection: int) -> int:
-        """The pid of a new rank, which serves ``connection`` and has this process's directory and output."""
-        pid = self._ask("fork", os.getcwd(), files=[connection, 1, 2])
+        """Fork a rank that serves ``connection`` with this process's working directory and output; return its pid."""
+        pid = self._request("fork", os.getcwd(), files=[connection, 1, 2])
         if pid is None:
-            raise NurseryError("the process that ranks are forked from did not start, or ended: see stderr")
+            raise ForkServerError("the fork server did not start, or ended; see stderr")
         self._ranks.add(pid)
         return pid
 
     def exitcode(self, pid: int) -> int:
-        """The exit code of a rank that is dead, which stays unreaped: its children may be wanted alive."""
-        code = self._ask("exitcode", pid)
-        return -signal.SIGKILL if code is None else code  # ranks do not outlive the nursery
+        """Return the exit code of a dead rank without reaping it."""
+        code = self._request("exitcode", pid)
+        return -signal.SIGKILL if code is None else code  # ranks do not outlive the server
 
-    def end(self, pid: int) -> int:
-        """Kill what is left of the rank's process group, reap it, and return its exit code."""
-        code = self._ask("end", pid)
+    def kill_and_reap(self, pid: int) -> int:
+        """Kill what is left of the rank's process group, reap the rank and return its exit code."""
+        code = self._request("kill", pid)
         self._ranks.discard(pid)
-        self._leave()
+        self._shut_down_if_idle()
         return -signal.SIGKILL if code is None else code
 
-    def retire(self) -> None:
-        """End as soon as no rank is left."""
-        self._retired = True
-        self._leave()
+    def shut_down_when_idle(self) -> None:
+        """Stop the server as soon as no rank is left."""
+        self._shutting_down = True
+        self._shut_down_if_idle()
 
-    def _leave(self) -> None:
-        if self._retired and not self._ranks:
+    def _shut_down_if_idle(self) -> None:
+        if self._shutting_down and not self._ranks:
             self._control.close()
-            self._process.kill()  # it has nothing to tidy, and may hang in an import
+            self._process.kill()  # it has nothing to clean up, and may hang in an import
             self._process.wait()
 
-    def _ask(self, what: str, argument: object, files: list[int] | None = None) -> int | None:
-        self._asked += 1
+    def _request(self, command: str, argument: object, files: list[int] | None = None) -> int | None:
+        self._requests += 1
         try:
-            message = json.dumps([self._asked, what, argument]).encode()
+            message = json.dumps([self._requests, command, argument]).encode()
             socket.send_fds(self._control, [message], files or [])
-            # An exception, say of a timeout of the test, may have come between a question and its answer.
-            while (said := self._control.recv(_MESSAGE_BYTES)) and json.loads(said)[0] != self._asked:
+            # An exception in the caller, such as a timeout, may have left the answer of an earlier request unread.
+            while (reply := self._control.recv(_MESSAGE_BYTES)) and json.loads(reply)[0] != self._requests:
                 pass
         except OSError:
             return None
-        return int(json.loads(said)[1]) if said else None
+        return int(json.loads(reply)[1]) if reply else None
 
 
 def main(fd: int, parent_pid: int, modules: list[str]) -> None:
-    """The life of a nursery, and in its children that of a rank."""
-    die_with_the_parent(parent_pid)
+    """Entry point of the server process; in forked children, of a rank."""
+    kill_when_parent_dies(parent_pid)
     os.set_inheritable(fd, False)
     for module in modules:
         importlib.import_module(module)
@@ -118,67 +122,68 @@ def main(fd: int, parent_pid: int, modules: list[str]) -> None:
 
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # what is never looked at is never copied
-    connection = _breed(socket.socket(fileno=fd))
+    gc.freeze()  # the collector would touch, and so copy, all shared pages
+    connection = _serve_requests(socket.socket(fileno=fd))
     if connection is not None:
         from dtcomm.launch.worker import serve
 
         serve(connection)
 
 
-def die_with_the_parent(parent_pid: int) -> None:
+def kill_when_parent_dies(parent_pid: int) -> None:
+    """Let the kernel kill this process when its parent ``parent_pid`` dies."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent_pid:  # the parent died before the line above
         os._exit(1)
 
 
-def _breed(control: socket.socket) -> int | None:
-    """Answer until nobody asks any more; in a forked rank, its connection."""
+def _serve_requests(control: socket.socket) -> int | None:
+    """Serve requests until the client closes the socket. In a forked rank, return the descriptor of its connection."""
     own_pid = os.getpid()
     while True:
         message, files, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, 3)
         if not message:
             return None
-        number, what, argument = json.loads(message)
+        number, command, argument = json.loads(message)
         answer = 0
-        if what == "fork":
+        if command == "fork":
             answer = os.fork()
             if answer == 0:
                 control.close()
                 os.setsid()
-                die_with_the_parent(own_pid)
-                return _settle(argument, *files)
-        elif what == "exitcode":
-            answer = _code(os.waitid(os.P_PID, argument, os.WEXITED | os.WNOWAIT))
-        elif what == "end":
-            # Before reaping: until then neither the pid nor the group's number can belong to somebody else.
+                kill_when_parent_dies(own_pid)
+                return _set_up_rank(argument, *files)
+        elif command == "exitcode":
+            answer = _exit_code(os.waitid(os.P_PID, argument, os.WEXITED | os.WNOWAIT))
+        elif command == "kill":
+            # Before reaping: until then neither the pid nor the process group id can be reused.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(argument, signal.SIGKILL)
-            os.kill(argument, signal.SIGKILL)  # one that leads no group yet
-            answer = _code(os.waitid(os.P_PID, argument, os.WEXITED))
+            os.kill(argument, signal.SIGKILL)  # a rank that does not lead its group yet
+            answer = _exit_code(os.waitid(os.P_PID, argument, os.WEXITED))
         for file in files:
             os.close(file)
         control.send(json.dumps([number, answer]).encode())
 
 
-def _settle(folder: str, connection: int, out: int, error: int) -> int:
-    for file, place in ((out, 1), (error, 2)):
-        os.dup2(file, place)
+def _set_up_rank(folder: str, connection: int, out: int, error: int) -> int:
+    for file, target in ((out, 1), (error, 2)):
+        os.dup2(file, target)
         os.close(file)
     os.chdir(folder)
-    shake()
+    randomize_addresses()
     return connection
 
 
-_kept: list[Any] = []
+_address_padding: list[Any] = []
 
 
-def shake() -> None:
-    """Move the place of everything that is allocated from now on by an odd number of pages and bytes."""
-    _kept.append(mmap.mmap(-1, mmap.PAGESIZE * random.randrange(1, 1 << 16)))
-    _kept.append(bytes(random.randrange(1, 1 << 16)))
+def randomize_addresses() -> None:
+    """Shift the addresses of all later allocations by a random number of pages and bytes."""
+    _address_padding.append(mmap.mmap(-1, mmap.PAGESIZE * random.randrange(1, 1 << 16)))
+    _address_padding.append(bytes(random.randrange(1, 1 << 16)))
 
 
-def _code(status: os.waitid_result | None) -> int:
+def _exit_code(status: os.waitid_result | None) -> int:
     assert status is not None
     return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status

@@ -1,4 +1,4 @@
-"""The processes behind :mod:`dtcomm.launch.ranks`: forked off the nursery, heard and ended; and the warm pool."""
+"""Rank processes as `dtcomm.launch.ranks` sees them, and the pool of idle ones."""
 
 from __future__ import annotations
 
@@ -14,152 +14,158 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from dtcomm.launch.fork_server import STARTUP_SECONDS, Nursery, NurseryError
+from dtcomm.launch.fork_server import STARTUP_SECONDS, ForkServer, ForkServerError
 
 POOL_SIZE = 8
-_FLEETING = "PYTEST_CURRENT_TEST"  # pytest's own; nobody's setting
+_PYTEST_VARIABLE = "PYTEST_CURRENT_TEST"  # pytest changes this variable for every test
 
 
 class RankError(RuntimeError):
-    """A rank died before it returned, or raised what cannot be pickled; the message names the rank."""
+    """A rank died before it returned, or raised an exception that cannot be pickled; the message names the rank."""
 
 
 def environment(env: Mapping[str, str | None] | None) -> dict[str, str]:
-    """The caller's environment as ranks get it: Gloo on loopback, one thread each, ``env`` on top."""
+    """Return the ranks' environment: the caller's, with Gloo on loopback and one OpenMP thread, updated by ``env``."""
     merged = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **os.environ, **(env or {})}
     return {name: value for name, value in merged.items() if value is not None}
 
 
 class RankProcess:
-    """One rank process, seen from the parent; it leads a process group, so that its children go with it."""
+    """A rank process, seen from its parent.
 
-    def __init__(self, nursery: Nursery) -> None:
-        self.connection, theirs = Pipe()
-        self._nursery = nursery
+    It leads a process group, so that its own child processes are killed with it.
+    """
+
+    def __init__(self, fork_server: ForkServer) -> None:
+        self.connection, child_end = Pipe()
+        self._fork_server = fork_server
         self._ended: int | None = None
         try:
-            self.pid = nursery.fork(theirs.fileno())
+            self.pid = fork_server.fork(child_end.fileno())
         except BaseException:
             self.connection.close()
             raise
         finally:
-            theirs.close()
-        # A socket shows no end while a forked child of the rank holds it; a pidfd does.
+            child_end.close()
+        # A socket stays open while a forked child of the rank holds it; a pidfd reports the exit at once.
         self.pidfd = os.pidfd_open(self.pid)
-        self.events: list[Any] = [self.connection, self.pidfd]  # what to wait for
-        self.heard: deque[object] = deque()
-        self._words: deque[str] = deque()
+        self.events: list[Any] = [self.connection, self.pidfd]  # objects for multiprocessing.connection.wait
+        self.messages: deque[object] = deque()
+        self._statuses: deque[str] = deque()
 
     def alive(self) -> bool:
         return not select.select([self.pidfd], [], [], 0)[0]
 
-    def put_back(self, word: str) -> None:
-        """Undo one ``word``."""
-        self._words.appendleft(word)
+    def push_back_status(self, status: str) -> None:
+        """Return a status to the front of the queue of `next_status`."""
+        self._statuses.appendleft(status)
 
-    def word(self) -> str | None:
-        """The next protocol word that has arrived, if any; what the rank told is put aside in ``heard``."""
+    def next_status(self) -> str | None:
+        """Return the next status ("ready" or "done") that has arrived, if any; user messages go to ``messages``."""
         try:
             while self.events[0] is self.connection and self.connection.poll():
                 kind, message = self.connection.recv()
-                if kind == "tell":
-                    self.heard.append(message)
+                if kind == "message":
+                    self.messages.append(message)
                 else:
-                    self._words.append(kind)
+                    self._statuses.append(kind)
         except (EOFError, OSError):
-            self.events = [self.pidfd]  # a closed socket would wake every wait
-        return self._words.popleft() if self._words else None
+            self.events = [self.pidfd]  # a closed socket would end every wait at once
+        return self._statuses.popleft() if self._statuses else None
 
-    def expect(self, word: str, deadline: float) -> bool:
-        """Wait for ``word``; False where the rank died or the deadline passed first."""
-        while self.word() != word:
+    def wait_for_status(self, status: str, deadline: float) -> bool:
+        """Wait for ``status``; return False if the rank dies or the deadline passes first."""
+        while self.next_status() != status:
             if not self.alive():
-                return self.word() == word
+                return self.next_status() == status
             if time.monotonic() >= deadline:
                 return False
             wait(self.events, max(0.0, deadline - time.monotonic()))
         return True
 
     def send(self, message: object) -> None:
-        with contextlib.suppress(OSError):  # a dead rank is noticed by its pidfd
+        with contextlib.suppress(OSError):  # the pidfd reports a dead rank
             self.connection.send(message)
 
     def state(self) -> str:
-        """The letter of the process state: ``T`` is stopped."""
+        """Return the letter of the process state in /proc, for example ``T`` for stopped."""
         with contextlib.suppress(OSError):
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         return "?"
 
     def exitcode(self) -> int:
-        """The exit code of a rank that is dead, which stays unreaped: its children may be wanted alive."""
-        return self._nursery.exitcode(self.pid) if self._ended is None else self._ended
+        """Return the exit code of a dead rank without reaping it, so that its child processes stay alive."""
+        return self._fork_server.exitcode(self.pid) if self._ended is None else self._ended
 
-    def end(self) -> int:
-        """Kill what is left of the process group, reap, and return the exit code."""
+    def kill_and_reap(self) -> int:
+        """Kill what is left of the process group, reap the rank and return its exit code."""
         if self._ended is None:
-            self._ended = self._nursery.end(self.pid)
+            self._ended = self._fork_server.kill_and_reap(self.pid)
             os.close(self.pidfd)
             self.connection.close()
         return self._ended
 
 
-class Pool:
-    """Idle processes that have imported torch and dtcomm, and the nursery they come from."""
+class ProcessPool:
+    """Pool of idle rank processes that have imported torch and dtcomm, and the fork server they come from."""
 
     def __init__(self) -> None:
         self._owner = os.getpid()
         self._idle: list[RankProcess] = []
-        self._nursery: Nursery | None = None
+        self._fork_server: ForkServer | None = None
         atexit.register(self.close)
 
-    def take(self, count: int, fresh: bool) -> list[RankProcess]:
-        taken: list[RankProcess] = []
-        while not fresh and self._idle and len(taken) < count:
+    def acquire(self, count: int, fresh: bool) -> list[RankProcess]:
+        """Return ``count`` ready processes, idle ones unless ``fresh``; RankError if some do not start."""
+        reused: list[RankProcess] = []
+        while not fresh and self._idle and len(reused) < count:
             process = self._idle.pop(0)
             if process.alive():
-                taken.append(process)
+                reused.append(process)
             else:
-                process.end()
+                process.kill_and_reap()
         started: list[RankProcess] = []
         try:
-            while len(taken) + len(started) < count:
-                started.append(RankProcess(self._source(fresh)))
+            while len(reused) + len(started) < count:
+                started.append(RankProcess(self._current_fork_server(fresh)))
             deadline = time.monotonic() + STARTUP_SECONDS
-            if not all(process.expect("ready", deadline) for process in started):
-                raise NurseryError("a rank process did not start; its error is above, on stderr")
-        except NurseryError as error:
-            for process in taken + started:
-                process.end()
-            self._retire()
+            if not all(process.wait_for_status("ready", deadline) for process in started):
+                raise ForkServerError("a rank process did not start; its error is on stderr")
+        except ForkServerError as error:
+            for process in reused + started:
+                process.kill_and_reap()
+            self._retire_fork_server()
             raise RankError(str(error)) from error
-        return taken + started
+        return reused + started
 
-    def _source(self, fresh: bool) -> Nursery:
-        """The nursery; for fresh processes one that was started in the environment of now."""
-        now = {name: value for name, value in environment(None).items() if name != _FLEETING}
-        if fresh and self._nursery is not None and self._nursery.environment != now:
-            self._retire()
-        if self._nursery is None:
-            self._nursery = Nursery(now)
-        return self._nursery
+    def _current_fork_server(self, fresh: bool) -> ForkServer:
+        """Return the fork server; for fresh processes, one that was started with the current environment."""
+        current = {name: value for name, value in environment(None).items() if name != _PYTEST_VARIABLE}
+        if fresh and self._fork_server is not None and self._fork_server.environment != current:
+            self._retire_fork_server()
+        if self._fork_server is None:
+            self._fork_server = ForkServer(current)
+        return self._fork_server
 
-    def _retire(self) -> None:
-        nursery, self._nursery = self._nursery, None
-        if nursery is not None:
-            nursery.retire()
+    def _retire_fork_server(self) -> None:
+        fork_server, self._fork_server = self._fork_server, None
+        if fork_server is not None:
+            fork_server.shut_down_when_idle()
 
-    def give(self, process: RankProcess) -> None:
+    def release(self, process: RankProcess) -> None:
+        """Keep a process for later runs, or end it if the pool is full."""
         if len(self._idle) < POOL_SIZE:
-            process.heard.clear()
+            process.messages.clear()
             self._idle.append(process)
         else:
-            process.end()
+            process.kill_and_reap()
 
-    def mine(self) -> bool:
+    def owned_by_this_process(self) -> bool:
+        """Return False in a process forked from the pool's owner."""
         return self._owner == os.getpid()
 
     def close(self) -> None:
-        while self.mine() and self._idle:
-            self._idle.pop().end()
-        if self.mine():
-            self._retire()
+        while self.owned_by_this_process() and self._idle:
+            self._idle.pop().kill_and_reap()
+        if self.owned_by_this_process():
+            self._retire_fork_server()

@@ -1,8 +1,10 @@
-"""Run a function as n ranks: processes with torch.distributed up, one deadline, and nothing left behind.
+"""Run a function on several ranks of this machine: local processes with an initialized process group.
 
-``run_ranks`` returns each rank's result or re-raises the first failure; ``spawn_ranks`` hands out the
-processes for tests that kill or stop them. Importing torch takes longer than most tests, so ranks come from a
-pool of processes that have it imported; one that failed, hung or was killed is never used again.
+`run_ranks` returns every rank's result or raises the first failure. `spawn_ranks` returns the running processes, for
+callers that send signals to ranks or exchange messages with them. Both enforce a deadline and leave no process behind.
+
+Ranks come from a pool of processes that have already imported torch, since the import takes longer than most runs. A
+process that failed, hung or was killed is not reused.
 """
 
 from __future__ import annotations
@@ -21,25 +23,40 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dtcomm.launch.process_pool import Pool, RankError, RankProcess, environment
-from dtcomm.launch.worker import STACK_SIGNAL, Report, Task, tell
+from dtcomm.launch.process_pool import ProcessPool, RankError, RankProcess, environment
+from dtcomm.launch.worker import STACK_SIGNAL, Report, Task, send_to_parent
 
-__all__ = ["Outcome", "RankError", "RankTimeout", "Ranks", "run_ranks", "spawn_ranks", "tell"]
+__all__ = [
+    "RankError",
+    "RankOutcome",
+    "RankTimeout",
+    "RunningRanks",
+    "run_ranks",
+    "send_to_parent",
+    "spawn_ranks",
+]
 
-GRACE_SECONDS = 2.0  # after a first failure, for the others to report theirs
-SHUTDOWN_SECONDS = 10.0  # for destroying the process group once all have reported
+GRACE_SECONDS = 2.0  # time for the other ranks to report after a first failure
+SHUTDOWN_SECONDS = 10.0  # time to destroy the process group after all ranks have reported
 
 
 class RankTimeout(RankError):
-    """A rank did not return before the deadline and was killed; the message shows where it stood."""
+    """A rank did not return before the deadline and was killed; the message contains its stack."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How a rank ended: ``ok`` with ``result``, with ``exception``, dead with ``exitcode``, or ``timed_out``.
+class RankOutcome:
+    """How a rank ended.
 
-    ``exitcode`` follows subprocess (``-9``: killed by SIGKILL); None for a rank that went back to the pool.
-    ``seconds`` is how long after the start the rank reported or died.
+    Attributes:
+        rank: The rank.
+        ok: Whether the function returned.
+        result: What it returned.
+        exception: What it raised, if that can be pickled.
+        traceback: The traceback of the exception, or the stack of a rank that timed out.
+        exitcode: Exit code as in subprocess (-9: killed by SIGKILL); None if the process went back to the pool.
+        timed_out: Whether the rank was killed at the deadline.
+        seconds: Seconds from the start until the rank reported or died.
     """
 
     rank: int
@@ -51,8 +68,8 @@ class Outcome:
     timed_out: bool = False
     seconds: float = 0.0
 
-    def failure(self) -> str:
-        """One line that says what went wrong."""
+    def describe_failure(self) -> str:
+        """Return one line that describes the failure."""
         if self.timed_out:
             return f"rank {self.rank} did not return within {self.seconds:.1f} s and was killed"
         if self.traceback:
@@ -63,99 +80,114 @@ class Outcome:
         return f"rank {self.rank} exited with code {self.exitcode} {when} it returned"
 
 
-_pool = Pool()
+_pool = ProcessPool()
 
 
-class Ranks:
-    """The processes of one run. As a context manager it leaves none of them behind, whatever happened."""
+class RunningRanks:
+    """The rank processes of one run, as returned by `spawn_ranks`.
+
+    As a context manager it kills whatever still runs at the end of the block.
+    """
 
     def __init__(self, processes: list[RankProcess], directory: Path, reuse: bool) -> None:
         self._processes = processes
         self._directory = directory
         self._reuse = reuse
         self._start = time.monotonic()
-        self._outcomes: dict[int, Outcome] = {}
+        self._outcomes: dict[int, RankOutcome] = {}
         for rank, process in enumerate(processes):
             process.send((str(directory), rank))
 
     @property
     def pids(self) -> list[int]:
-        """The process id of each rank."""
+        """Process id of each rank."""
         return [process.pid for process in self._processes]
 
     def kill(self, rank: int, sig: int = signal.SIGKILL) -> None:
-        """Send ``sig`` to one rank; a rank that is already dead is left alone."""
+        """Send signal ``sig`` to a rank, unless the rank is already dead."""
         if self._processes[rank].alive():
             os.kill(self._processes[rank].pid, sig)
 
-    def hear(self, rank: int, timeout: float = 60.0) -> object:
-        """The next message that ``rank`` sent with ``tell``; RankTimeout where none comes in time."""
+    def receive(self, rank: int, timeout: float = 60.0) -> object:
+        """Return the next message that ``rank`` sent with `send_to_parent`.
+
+        Args:
+            rank: The sender.
+            timeout: Seconds to wait.
+
+        Raises:
+            RankTimeout: No message came in time, or the rank ended without sending one.
+        """
         process, deadline = self._processes[rank], time.monotonic() + timeout
         while True:
-            if (word := process.word()) is not None:
-                process.put_back(word)
-            if process.heard:
-                return process.heard.popleft()
+            if (status := process.next_status()) is not None:
+                process.push_back_status(status)
+            if process.messages:
+                return process.messages.popleft()
             left = deadline - time.monotonic()
-            if word is not None or left <= 0 or not process.alive():
-                raise RankTimeout(f"rank {rank} said nothing within {timeout:g} s, or ended without a word")
+            if status is not None or left <= 0 or not process.alive():
+                raise RankTimeout(f"rank {rank} sent no message within {timeout:g} s, or ended without one")
             wait(process.events, left)
 
-    def join(self, timeout: float | None = 60.0, *, grace: float | None = None) -> list[Outcome]:
-        """Wait until every rank has returned, raised or died, and say how each ended.
+    def join(self, timeout: float | None = 60.0, *, grace: float | None = None) -> list[RankOutcome]:
+        """Wait until every rank has returned, raised or died.
 
-        Those that have not by ``timeout`` seconds from now (None: no limit), or by ``grace`` seconds after
-        the first failure, are killed.
+        Args:
+            timeout: Seconds from now after which remaining ranks are killed; None for no limit.
+            grace: Seconds after the first failure after which remaining ranks are killed; None for no such limit.
+
+        Returns:
+            The outcome of each rank, in rank order.
         """
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while waiting := [r for r in range(len(self._processes)) if r not in self._outcomes]:
             for rank in waiting:
-                self._look(rank)
+                self._poll(rank)
             if grace is not None and any(not outcome.ok for outcome in self._outcomes.values()):
                 deadline, grace = min(deadline, time.monotonic() + grace), None
             waiting = [r for r in waiting if r not in self._outcomes]
             left = deadline - time.monotonic()
             if waiting and left <= 0:
-                self._give_up(waiting)
+                self._kill_timed_out(waiting)
             elif waiting:
                 objects = [event for rank in waiting for event in self._processes[rank].events]
                 wait(objects, None if left == float("inf") else left)
         return self._finish()
 
-    def _look(self, rank: int) -> None:
+    def _poll(self, rank: int) -> None:
         process, seconds = self._processes[rank], time.monotonic() - self._start
-        alive = process.alive()  # before the word: a rank may report and die at once
-        if process.word() == "done":
+        alive = process.alive()  # checked before the status: a rank may report and exit at once
+        if process.next_status() == "done":
             report: Report = pickle.loads((self._directory / f"result.{rank}").read_bytes())
             if report.ok:
                 assert report.value is not None
                 result = pickle.loads(report.value)
-                self._outcomes[rank] = Outcome(rank=rank, ok=True, result=result, seconds=seconds)
+                self._outcomes[rank] = RankOutcome(rank=rank, ok=True, result=result, seconds=seconds)
             else:
                 error = None if report.value is None else pickle.loads(report.value)
-                self._outcomes[rank] = Outcome(
+                self._outcomes[rank] = RankOutcome(
                     rank=rank, exception=error, traceback=report.traceback, seconds=seconds
                 )
         elif not alive:
-            self._outcomes[rank] = Outcome(rank=rank, exitcode=process.exitcode(), seconds=seconds)
+            self._outcomes[rank] = RankOutcome(rank=rank, exitcode=process.exitcode(), seconds=seconds)
 
-    def _give_up(self, ranks: list[int]) -> None:
+    def _kill_timed_out(self, ranks: list[int]) -> None:
         states = {rank: self._processes[rank].state() for rank in ranks}
         for rank in ranks:
             self.kill(rank, STACK_SIGNAL)
-        time.sleep(0.2)  # for the stacks to be written
+        time.sleep(0.2)  # time for the ranks to write their stacks
         for rank in ranks:
             path = self._directory / f"stack.{rank}"
-            where = path.read_text() if path.exists() else ""
-            self._outcomes[rank] = Outcome(
+            stack = path.read_text() if path.exists() else ""
+            self._outcomes[rank] = RankOutcome(
                 rank=rank,
                 timed_out=True,
-                traceback="the process was stopped" if states[rank] == "T" else where,
-                exitcode=self._processes[rank].end(),
+                traceback="the process was stopped" if states[rank] == "T" else stack,
+                exitcode=self._processes[rank].kill_and_reap(),
                 seconds=time.monotonic() - self._start,
             )
 
-    def _finish(self) -> list[Outcome]:
+    def _finish(self) -> list[RankOutcome]:
         outcomes = [self._outcomes[rank] for rank in range(len(self._processes))]
         clean = [rank for rank, outcome in enumerate(outcomes) if outcome.ok]
         for rank in clean:
@@ -163,26 +195,26 @@ class Ranks:
         deadline = time.monotonic() + SHUTDOWN_SECONDS
         for rank in clean:
             process = self._processes[rank]
-            if self._reuse and process.expect("ready", deadline):
-                _pool.give(process)
+            if self._reuse and process.wait_for_status("ready", deadline):
+                _pool.release(process)
                 continue
             if not self._reuse:
                 wait([process.pidfd], max(0.0, deadline - time.monotonic()))
-            outcomes[rank] = Outcome(**{**vars(outcomes[rank]), "exitcode": process.end()})
+            outcomes[rank] = RankOutcome(**{**vars(outcomes[rank]), "exitcode": process.kill_and_reap()})
         for rank in set(range(len(outcomes))) - set(clean):
-            self._processes[rank].end()
+            self._processes[rank].kill_and_reap()
         self._processes = []
         shutil.rmtree(self._directory, ignore_errors=True)
         return outcomes
 
     def close(self) -> None:
-        """Kill and reap whatever runs still."""
+        """Kill and reap all processes that still run."""
         for process in self._processes:
-            process.end()
+            process.kill_and_reap()
         self._processes = []
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> RunningRanks:
         return self
 
     def __exit__(
@@ -199,20 +231,37 @@ def spawn_ranks(
     fresh: bool = False,
     env: Mapping[str, str | None] | None = None,
     group_timeout: float = 60.0,
-) -> Ranks:
-    """Start ``fn(rank, world_size, *args)`` in ``world_size`` processes and return them running.
+) -> RunningRanks:
+    """Start ``fn(rank, world_size, *args)`` in ``world_size`` processes and return while they run.
 
-    ``fn`` must be importable (a function at the top of a module). ``backend`` None starts no process group;
-    ``group_timeout`` is the group's, in seconds. Ranks see the caller's environment with ``env`` on top (None
-    unsets); what a module reads once at import needs ``fresh`` processes.
+    Args:
+        fn: A function at the top level of an importable module, or of the script that runs.
+        world_size: Number of ranks.
+        *args: Picklable arguments.
+        backend: Backend of the process group that each rank initializes first; None for no process group.
+        fresh: Start new processes instead of pooled ones. Needed if a module reads a variable of ``env`` at import.
+        env: Environment variables set in the ranks in addition to the caller's; None as a value unsets one.
+        group_timeout: Timeout of the process group in seconds.
+
+    Returns:
+        The running processes; use it as a context manager.
+
+    Raises:
+        TypeError: ``fn`` or ``args`` cannot be pickled.
+        RankError: The processes could not be started.
+
+    Example:
+        with spawn_ranks(train, 2) as ranks:
+            ranks.kill(1)
+            outcomes = ranks.join(timeout=30)
     """
     global _pool
     try:
         payload = pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(f"fn and args must be picklable, fn a top-level function: {error}") from error
-    if not _pool.mine():  # forked: the processes in it answer to the parent
-        _pool = Pool()
+    if not _pool.owned_by_this_process():  # a forked process must not use its parent's pool
+        _pool = ProcessPool()
     module = sys.modules[fn.__module__]
     task = Task(
         world_size=world_size,
@@ -227,7 +276,7 @@ def spawn_ranks(
     directory = Path(tempfile.mkdtemp(prefix="dtcomm-ranks-"))
     try:
         (directory / "task").write_bytes(pickle.dumps(task))
-        return Ranks(_pool.take(world_size, fresh), directory, reuse=not fresh)
+        return RunningRanks(_pool.acquire(world_size, fresh), directory, reuse=not fresh)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
@@ -242,12 +291,32 @@ def run_ranks(
     fresh: bool = False,
     env: Mapping[str, str | None] | None = None,
 ) -> list[Any]:
-    """Each rank's ``fn(rank, world_size, *args)``, in rank order; see ``spawn_ranks`` for what a rank is.
+    """Run ``fn(rank, world_size, *args)`` on ``world_size`` ranks of this machine and return their results.
 
-    If a rank fails, the others get two seconds to end and are killed. What is raised is the failed rank's own
-    exception, its traceback as the cause; ``RankError`` where the process died; ``RankTimeout`` after
-    ``timeout`` seconds (start-up not counted). A death comes before exceptions, these being mostly its
-    consequence.
+    If a rank fails, the others get two seconds to finish and are then killed. If several ranks fail, a process that
+    died takes precedence over exceptions, since these are mostly its consequence.
+
+    Args:
+        fn: A function at the top level of an importable module, or of the script that runs.
+        world_size: Number of ranks.
+        *args: Picklable arguments.
+        timeout: Seconds until all ranks must have returned, not counting their start; None for no limit.
+        backend: Backend of the process group that each rank initializes first; None for no process group.
+        fresh: Start new processes instead of pooled ones. Needed if a module reads a variable of ``env`` at import.
+        env: Environment variables set in the ranks in addition to the caller's; None as a value unsets one.
+
+    Returns:
+        The results in rank order.
+
+    Raises:
+        RankError: A rank died.
+        RankTimeout: A rank did not return in time; the message contains its stack.
+        Exception: The exception that a rank raised, with the rank's traceback as its cause.
+
+    Example:
+        >>> from operator import add
+        >>> run_ranks(add, 2, backend=None)  # add(rank, world_size)
+        [2, 3]
     """
     limit = 3600.0 if timeout is None else timeout
     with spawn_ranks(
@@ -256,18 +325,18 @@ def run_ranks(
         outcomes = ranks.join(timeout, grace=GRACE_SECONDS)
     failures = [o for o in outcomes if not o.ok or o.exitcode]
     if failures:
-        _raise(sorted(failures, key=_precedence))
+        _raise_failure(sorted(failures, key=_precedence))
     return [outcome.result for outcome in outcomes]
 
 
-def _precedence(outcome: Outcome) -> tuple[int, float]:
+def _precedence(outcome: RankOutcome) -> tuple[int, float]:
     died = outcome.exitcode is not None and not outcome.timed_out
     return (0 if died else 1 if outcome.traceback and not outcome.timed_out else 2, outcome.seconds)
 
 
-def _raise(failures: list[Outcome]) -> None:
+def _raise_failure(failures: list[RankOutcome]) -> None:
     first = failures[0]
-    summary = [failure.failure() for failure in failures]
+    summary = [failure.describe_failure() for failure in failures]
     traces = [f"\nrank {failure.rank}:\n{failure.traceback}" for failure in failures if failure.traceback]
     detail = "\n".join(summary + traces)
     if first.timed_out:

@@ -1,8 +1,7 @@
-"""What a rank process of :mod:`dtcomm.launch.ranks` does: wait for a task, run it, report, repeat.
+"""Main loop of a rank process of `dtcomm.launch.ranks`: wait for a task, run it, report, repeat.
 
-Bulk (function, arguments, results) goes through files in the task's directory; the socket to the parent
-carries only words. So a rank that is stopped or killed half way through a large result cannot block the
-parent in a read.
+Functions, arguments and results go through files in the task's directory; the socket to the parent carries only short
+messages. A rank that is stopped or killed while it writes a large result therefore cannot block the parent in a read.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _parent: Connection | None = None
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What all ranks of one run have in common; ``payload`` is the pickled (function, arguments)."""
+    """A task, equal for all ranks of a run; ``payload`` is the pickled (function, arguments)."""
 
     world_size: int
     backend: str | None
@@ -44,24 +43,31 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """How a task ended in one rank: ``value`` is the pickled result, or exception if it can be pickled."""
+    """How a task ended on one rank; ``value`` is the pickled result, or the exception if it can be pickled."""
 
     ok: bool
     value: bytes | None
     traceback: str = ""
 
 
-def tell(message: object) -> None:
-    """Called in a rank: hand ``message`` (small, picklable) to the parent's ``Ranks.hear``."""
+def send_to_parent(message: object) -> None:
+    """Send a message from a rank to the parent, which gets it from `RunningRanks.receive`.
+
+    Args:
+        message: A small picklable object.
+
+    Raises:
+        RuntimeError: This process is not a rank.
+    """
     if _parent is None:
-        raise RuntimeError("tell() is for functions that run as a rank")
-    _parent.send(("tell", message))
+        raise RuntimeError("send_to_parent() works only in a function that runs as a rank")
+    _parent.send(("message", message))
 
 
 def serve(fd: int) -> None:
-    """The life of a rank process: socket ``fd`` to the test, until it closes or asks for the end."""
+    """Serve tasks from socket ``fd`` until it closes or the parent asks this process to exit."""
     global _parent
-    faulthandler.enable()  # a rank that crashes says where
+    faulthandler.enable()  # a crash prints the stack
     _parent = Connection(fd)
     _parent.send(("ready", None))
     while True:
@@ -69,10 +75,10 @@ def serve(fd: int) -> None:
             directory, rank = _parent.recv()
         except EOFError:
             return
-        report = _run(Path(directory), rank)
+        report = _run_task(Path(directory), rank)
         _write(Path(directory) / f"result.{rank}", pickle.dumps(report))
         _parent.send(("done", None))
-        # Peers may still be inside a collective: nobody takes the group down before all have reported.
+        # Peers may still be inside a collective, so the group is destroyed only after all ranks have reported.
         try:
             reuse = _parent.recv()
         except EOFError:
@@ -85,19 +91,19 @@ def serve(fd: int) -> None:
         _parent.send(("ready", None))
 
 
-def _run(directory: Path, rank: int) -> Report:
+def _run_task(directory: Path, rank: int) -> Report:
     task: Task = pickle.loads((directory / "task").read_bytes())
-    # Stays open as long as the process: the handler writes to the descriptor whenever the signal comes.
+    # The file stays open: the handler writes to its descriptor whenever the signal arrives.
     faulthandler.register(STACK_SIGNAL, file=open(directory / f"stack.{rank}", "w"), all_threads=True)
     try:
         function, args = _prepare(task)
         if task.backend is not None:
-            _join_group(task, directory, rank)
+            _init_process_group(task, directory, rank)
         return Report(ok=True, value=pickle.dumps(function(rank, task.world_size, *args)))
     except SystemExit:
-        raise  # a rank that exits does exit, with its code
+        raise  # sys.exit in a rank ends the process with that code
     except BaseException as error:
-        return Report(ok=False, value=_pickled(error), traceback=traceback.format_exc())
+        return Report(ok=False, value=_pickle_or_none(error), traceback=traceback.format_exc())
 
 
 def _prepare(task: Task) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -114,17 +120,17 @@ def _prepare(task: Task) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def _import(name: str, file: str | None) -> None:
-    """Make module ``name`` importable here even where the parent loaded it by path, or ran it as a script."""
+    """Make module ``name`` importable even if the parent loaded it by path or ran it as a script."""
     if name != "__main__":
         try:
-            found = getattr(importlib.import_module(name), "__file__", None)
-            if file is None or (found is not None and os.path.samefile(found, file)):
+            imported = getattr(importlib.import_module(name), "__file__", None)
+            if file is None or (imported is not None and os.path.samefile(imported, file)):
                 return
         except ImportError:
             if file is None:
                 raise
     if file is None:
-        raise ValueError("ranks import the function from a file; this one was defined interactively")
+        raise ValueError("fn: was defined interactively; ranks can only import functions from a file")
     alias = "__mp_main__" if name == "__main__" else name
     if getattr(sys.modules.get(name), "__file__", None) == file:
         return
@@ -135,10 +141,10 @@ def _import(name: str, file: str | None) -> None:
     spec.loader.exec_module(module)
 
 
-def _join_group(task: Task, directory: Path, rank: int) -> None:
+def _init_process_group(task: Task, directory: Path, rank: int) -> None:
     import torch.distributed as dist
 
-    # A file outlives any rank; a TCPStore would die with its host rank, and hide what a fault test looks at.
+    # A file outlives any rank; a TCPStore would die with the rank that hosts it, which fault tests must not see.
     dist.init_process_group(
         task.backend,
         store=dist.FileStore(str(directory / "store"), task.world_size),  # type: ignore[attr-defined]
@@ -157,15 +163,15 @@ def _reset() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
-    communicator.sweep()  # of groups that something still refers to
+    communicator.sweep()  # of groups that are still referenced
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
 
 
-def _pickled(error: BaseException) -> bytes | None:
+def _pickle_or_none(error: BaseException) -> bytes | None:
     try:
         data = pickle.dumps(error)
-        pickle.loads(data)  # an exception with a constructor of its own may pickle and not come back
+        pickle.loads(data)  # an exception with its own constructor may pickle but not unpickle
         return data
     except Exception:
         return None

@@ -1,0 +1,1 @@
+"""Measurement tools shared by the command line, the benchmarks and the tests."""

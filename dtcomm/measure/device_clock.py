@@ -1,7 +1,8 @@
-"""Clocks for what is queued on a device: marks between calls, read when the device has come past them.
+"""Clocks for operations that run on the host or are queued on a CUDA device.
 
-Whoever measures says all of this through :class:`Clock`, so that the same code runs by the host's clock on CPU tensors,
-and by a made-up one in tests. A mark costs the host nothing to wait for; ``settle`` is the one place where it waits.
+The command line, the benchmarks and the device tests measure through the `Clock` protocol, so the same code times CPU
+tensors, CUDA tensors and, in tests, a clock with made-up times. `Clock.record` never blocks the host;
+`Clock.synchronize` is the only method that does.
 """
 
 from __future__ import annotations
@@ -17,35 +18,35 @@ Run = Callable[[], object]
 
 
 class Clock(Protocol):
-    """Of one device, or of the host."""
+    """Measures the time between two points of the work given to a device, or to the host."""
 
-    def mark(self) -> Any:
-        """The time at which the device is through with what the current stream was given so far."""
+    def record(self) -> Any:
+        """Return a mark for the time at which the work queued so far on the current stream completes."""
 
-    def settle(self) -> None:
-        """The host waits for the current stream; all marks can be read then."""
+    def synchronize(self) -> None:
+        """Block the host until the current stream is idle. All marks can be read afterwards."""
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Between two marks."""
+        """Return the seconds between two marks."""
 
     def graph(self, run: Run, calls: int) -> Run:
-        """``calls`` calls of ``run`` as one graph; what is returned replays it."""
+        """Capture ``calls`` calls of ``run`` as one graph and return a function that replays it."""
 
 
 class HostClock:
-    """What the host does itself: calls have ended when they return. ``now`` is in seconds."""
+    """Clock for synchronous host work; ``now`` returns the time in seconds."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self.mark = now
+        self.record = now
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         return None
 
     def seconds(self, begin: float, end: float) -> float:
         return end - begin
 
     def graph(self, run: Run, calls: int) -> Run:
-        """The host keeps no graphs: the calls themselves."""
+        """Return a function that makes the calls, since the host has no graphs."""
 
         def replay() -> None:
             for _ in range(calls):
@@ -55,30 +56,31 @@ class HostClock:
 
 
 class DeviceClock:
-    """Events on the current stream of a CUDA device."""
+    """Clock that records CUDA events on the current stream of a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def mark(self) -> Any:
+    def record(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
 
     def seconds(self, begin: Any, end: Any) -> float:
         return float(begin.elapsed_time(end)) / 1e3
 
     def graph(self, run: Run, calls: int) -> Run:
-        """Captured on a stream of its own, after a call there that is not. Other threads may go on meanwhile."""
+        """Capture the calls on a side stream, after one uncaptured call that initializes lazily created state."""
         side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
             run()
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
+        # "thread_local" lets other threads, such as NCCL's watchdog, call CUDA during the capture.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(calls):
                 run()
@@ -86,37 +88,39 @@ class DeviceClock:
 
 
 class LaunchClock(DeviceClock):
-    """The CPU time that the host spends to queue calls on a device."""
+    """Clock that measures the CPU time the host spends queueing work on a device."""
 
-    def mark(self) -> float:
+    def record(self) -> float:
         return time.process_time()
 
     def seconds(self, begin: float, end: float) -> float:
         return end - begin
 
 
-def clock_of(device: torch.device, cpu: bool = False) -> Clock:
-    """Of calls on tensors there; ``cpu``: the CPU time that they take of this process instead."""
+def make_clock(device: torch.device, cpu: bool = False) -> Clock:
+    """Return the clock for work on ``device``; ``cpu`` measures this process's CPU time instead of elapsed time."""
     if device.type == "cuda":
         return LaunchClock(device) if cpu else DeviceClock(device)
     return HostClock(time.process_time) if cpu else HostClock()
 
 
-def seconds_of(clock: Clock, run: Run, calls: int = 1, ahead: Run | None = None) -> float:
-    """Of one of ``calls`` calls that ``run`` makes on the current stream.
+def time_calls(clock: Clock, run: Run, calls: int = 1, queued_before: Run | None = None) -> float:
+    """Return the seconds of one call, where ``run`` makes ``calls`` calls on the current stream.
 
-    ``ahead`` is queued before and not timed: while a device is busy with it the host comes ahead, so that the way from
-    the host to an idle device does not count.
+    ``queued_before`` is queued first and not timed. While the device executes it the host runs ahead, so that launch
+    latency on an idle device is not measured.
     """
-    if ahead is not None:
-        ahead()
-    begin = clock.mark()
+    if queued_before is not None:
+        queued_before()
+    begin = clock.record()
     run()
-    end = clock.mark()
-    clock.settle()
+    end = clock.record()
+    clock.synchronize()
     return clock.seconds(begin, end) / calls
 
 
-def median_seconds(clock: Clock, run: Run, repeats: int, calls: int = 1, ahead: Run | None = None) -> float:
-    """The median of ``repeats`` times of ``run``, each settled before the next one begins."""
-    return statistics.median(seconds_of(clock, run, calls, ahead) for _ in range(repeats))
+def median_seconds(
+    clock: Clock, run: Run, repeats: int, calls: int = 1, queued_before: Run | None = None
+) -> float:
+    """Return the median of ``repeats`` measurements by `time_calls`, each synchronized before the next."""
+    return statistics.median(time_calls(clock, run, calls, queued_before) for _ in range(repeats))

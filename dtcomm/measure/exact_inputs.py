@@ -1,13 +1,14 @@
-"""Inputs whose reduction is exact in every order, and the results they must give.
+"""Test inputs whose reduction is exact in every order of summation, and the expected results of collectives.
 
-All values are integers small enough that any partial sum over the ranks fits into the dtype's significand, and
-for ``avg`` so chosen that the division is exact too. So every correct implementation gives the same bits, and
-any lost, doubled or misplaced contribution shows. Values come from a seeded pattern whose period is prime: a
-block that lands at a wrong place does not match by accident, and a check costs little more than a copy.
+All values are integers small enough that any partial sum over the ranks fits into the dtype's significand. For
+``avg`` they are multiples of the world size, so that the division is exact too. Every correct implementation therefore
+returns the same bits, and a lost, doubled or misplaced contribution is detected. Values repeat with a prime period, so
+that a block written to a wrong offset does not match by accident while a check costs little more than a copy.
 
-``count`` is nccl-tests': the elements of the whole tensor for all_reduce, broadcast, reduce and sendrecv (every
-rank sends to the next), of one rank's shard for the others: the input of reduce_scatter and scatter, the output of
-all_gather and gather, and both of all_to_all have ``count * world_size``.
+``count`` has the meaning of nccl-tests. For all_reduce, broadcast, reduce and sendrecv (every rank sends to the next)
+it is the number of elements of the whole tensor. For the others it is the number of elements of one shard; the input
+of reduce_scatter and scatter, the output of all_gather and gather, and both tensors of all_to_all have
+``count * world_size`` elements.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ COLLECTIVES = (
 )
 OPS = ("sum", "avg", "min", "max")
 
-# (dtype, op, rank, world_size, seed, numel) -> the rank's first numel values, or PERIOD of them where that is
-# less, as float64 or int64, in which they can be summed.
-Values = Callable[[torch.dtype, str, int, int, int, int], torch.Tensor]
+# (dtype, op, rank, world_size, seed, numel) -> the first min(numel, PERIOD) values of a rank, as float64 or int64 so
+# that they can be summed.
+ValueSource = Callable[[torch.dtype, str, int, int, int, int], torch.Tensor]
 
 
 def integers(dtype: torch.dtype, op: str, rank: int, world_size: int, seed: int, numel: int) -> torch.Tensor:
-    """Integers whose sums are exact in ``dtype`` in every order."""
-    step, bound, active = largest(dtype, op, world_size)
+    """Return integers whose sums are exact in ``dtype`` in every order."""
+    step, bound, active = integer_range(dtype, op, world_size)
     low = -bound if dtype.is_signed else 0
     values = torch.randint(low, bound + 1, (min(numel, PERIOD),), generator=_generator(rank, seed)) * step
     if rank >= active:
@@ -48,7 +49,7 @@ def integers(dtype: torch.dtype, op: str, rank: int, world_size: int, seed: int,
 
 
 def normal(dtype: torch.dtype, op: str, rank: int, world_size: int, seed: int, numel: int) -> torch.Tensor:
-    """Normally distributed values, as gradients are, for what is lossy anyway; rounded to ``dtype``."""
+    """Return normally distributed values rounded to ``dtype``, for lossy codecs."""
     return _drawn(rank, seed)[:numel].to(dtype).double()
 
 
@@ -61,10 +62,11 @@ def inputs(
     rank: int,
     world_size: int,
     seed: int = 0,
-    values: Values = integers,
+    values: ValueSource = integers,
 ) -> torch.Tensor:
-    """What ``rank`` puts in: 1-D, of ``count * world_size`` elements where it has a shard for each rank, else
-    ``count``.
+    """Return the 1-D input of ``rank``.
+
+    It has ``count * world_size`` elements if the rank holds a shard for each rank, otherwise ``count``.
     """
     _check(collective, op)
     numel = count * world_size if collective in SHARDS_IN else count
@@ -81,47 +83,51 @@ def expected(
     world_size: int,
     root: int = 0,
     seed: int = 0,
-    values: Values = integers,
+    values: ValueSource = integers,
 ) -> torch.Tensor:
-    """What ``rank`` must end with if each rank put in its ``inputs`` of the same arguments: with ``integers``
-    bit for bit, otherwise the reduction in float64, rounded once. Nothing for a rank without an output."""
+    """Return the expected output of ``rank`` if each rank passes its `inputs` with the same arguments.
+
+    With `integers` the result must match bit for bit. With other values it is the reduction in float64, rounded once.
+    The tensor is empty for a rank that has no output.
+    """
     _check(collective, op)
     if collective in ("reduce", "gather") and rank != root:
         return torch.empty(0, dtype=dtype)
     offset = rank * count if collective in SHARDS_IN else 0
-    givers = list(range(world_size))
+    sources = list(range(world_size))
     if collective in ("broadcast", "scatter", "sendrecv"):
-        givers = [root if collective != "sendrecv" else (rank - 1) % world_size]
-    patterns = [values(dtype, op, giver, world_size, seed, offset + count) for giver in givers]
+        sources = [root if collective != "sendrecv" else (rank - 1) % world_size]
+    patterns = [values(dtype, op, source, world_size, seed, offset + count) for source in sources]
     if collective in ("all_reduce", "reduce", "reduce_scatter"):
         return _repeat(_combine(patterns, op).to(dtype), offset, count)
     return torch.cat([_repeat(pattern.to(dtype), offset, count) for pattern in patterns])
 
 
-def wrong(result: torch.Tensor, reference: torch.Tensor) -> int:
-    """How many elements of ``result`` are not equal to ``reference`` (a NaN never is)."""
+def count_mismatches(result: torch.Tensor, reference: torch.Tensor) -> int:
+    """Return how many elements of ``result`` differ from ``reference``; a NaN always counts."""
     return int((result.reshape(-1) != reference.reshape(-1)).sum())
 
 
-def largest(dtype: torch.dtype, op: str, world_size: int) -> tuple[int, int, int]:
-    """``(step, bound, active)``: values are ``step * k``, |k| <= ``bound``; ranks >= ``active`` give zeros.
+def integer_range(dtype: torch.dtype, op: str, world_size: int) -> tuple[int, int, int]:
+    """Return ``(step, bound, active)``: values are ``step * k`` with |k| <= ``bound``.
 
-    More ranks than the dtype has integers can only be summed exactly if some of them stay out.
+    Ranks from ``active`` on contribute zeros, because more ranks than the dtype has integers cannot all contribute to
+    an exact sum.
     """
-    exact = torch.iinfo(dtype).max if not dtype.is_floating_point else int(2 / torch.finfo(dtype).eps)
+    largest_exact = torch.iinfo(dtype).max if not dtype.is_floating_point else int(2 / torch.finfo(dtype).eps)
     step = world_size if op == "avg" else 1
-    bound = max(1, exact // (step * world_size))
-    return step, bound, max(1, min(world_size, exact // (step * bound)))
+    bound = max(1, largest_exact // (step * world_size))
+    return step, bound, max(1, min(world_size, largest_exact // (step * bound)))
 
 
 def _check(collective: str, op: str) -> None:
     if collective not in COLLECTIVES:
-        raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, not {collective!r}")
+        raise ValueError(f"collective: {collective!r}; valid: {', '.join(COLLECTIVES)}")
     if op not in OPS:
-        raise ValueError(f"op must be one of {', '.join(OPS)}, not {op!r}")
+        raise ValueError(f"op: {op!r}; valid: {', '.join(OPS)}")
 
 
-@functools.lru_cache(maxsize=16)  # every rank's values are asked for by all ranks, and more than once
+@functools.lru_cache(maxsize=16)  # all ranks need every rank's values, several times
 def _drawn(rank: int, seed: int) -> torch.Tensor:
     return torch.randn(PERIOD, generator=_generator(rank, seed))
 
@@ -146,5 +152,5 @@ def _repeat(pattern: torch.Tensor, offset: int, numel: int) -> torch.Tensor:
     start = offset % PERIOD
     if start + numel <= pattern.numel():
         return pattern[start : start + numel].clone()
-    turned = pattern.roll(-start)  # only a whole period is ever repeated
-    return turned.repeat(-(-numel // PERIOD))[:numel].clone()
+    rolled = pattern.roll(-start)  # patterns shorter than a period never reach this line
+    return rolled.repeat(-(-numel // PERIOD))[:numel].clone()

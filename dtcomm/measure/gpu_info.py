@@ -1,4 +1,7 @@
-"""What a result must say about the GPU that it was measured on: name, driver, versions, clocks."""
+"""Facts about the GPU and the software of a measurement: name, driver, clocks, versions.
+
+Benchmarks and the command line write them into their JSON results.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ import torch.distributed as dist
 
 import dtcomm
 
-# nvidia-smi's names, and ours
-ASKED = {
+# nvidia-smi's field names and the keys used in results
+NVIDIA_SMI_FIELDS = {
     "driver_version": "driver",
     "clocks.sm": "sm_clock_mhz",
     "clocks.mem": "memory_clock_mhz",
@@ -27,24 +30,24 @@ ASKED = {
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def facts(device: torch.device) -> dict[str, Any]:
-    """Of a CUDA device: what torch knows, and of driver and clocks what nvidia-smi tells; None where it does not."""
+def describe_gpu(device: torch.device) -> dict[str, Any]:
+    """Return name, uuid, compute capability, memory, driver and clocks of a CUDA device; None for unknown values."""
     properties = torch.cuda.get_device_properties(device)
     uuid = str(getattr(properties, "uuid", ""))
-    said = asked(uuid)
-    said["driver"] = said["driver"] or _driver()
+    fields = query_nvidia_smi(uuid)
+    fields["driver"] = fields["driver"] or _driver_version()
     return {
         "name": properties.name,
         "uuid": uuid,
         "capability": [properties.major, properties.minor],
         "multiprocessors": properties.multi_processor_count,
         "memory": properties.total_memory,
-        **said,
+        **fields,
     }
 
 
 def versions() -> dict[str, Any]:
-    """Of dtcomm, torch, what torch was built with, and Python."""
+    """Return the versions of dtcomm, torch, CUDA, NCCL and Python, and the number of CPU cores."""
     nccl = None
     if torch.version.cuda is not None and dist.is_nccl_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
@@ -58,26 +61,28 @@ def versions() -> dict[str, Any]:
     }
 
 
-def asked(uuid: str) -> dict[str, Any]:
-    """What nvidia-smi says of the device with this id; None for what it does not say, or where it is not there."""
+def query_nvidia_smi(uuid: str) -> dict[str, Any]:
+    """Return nvidia-smi's fields for the device with this uuid; None for missing values or without nvidia-smi."""
     program = shutil.which("nvidia-smi")
     text = ""
     if program is not None:
-        query = [program, f"--query-gpu=uuid,{','.join(ASKED)}", "--format=csv,noheader,nounits"]
+        query = [program, f"--query-gpu=uuid,{','.join(NVIDIA_SMI_FIELDS)}", "--format=csv,noheader,nounits"]
         try:
             text = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False).stdout
         except (OSError, subprocess.TimeoutExpired):
             text = ""
-    return read(text, uuid)
+    return parse_nvidia_smi(text, uuid)
 
 
-def read(text: str, uuid: str) -> dict[str, Any]:
-    """The line of nvidia-smi's CSV that is about the device; numbers as numbers."""
+def parse_nvidia_smi(text: str, uuid: str) -> dict[str, Any]:
+    """Parse the line of nvidia-smi's CSV output for the device with this uuid; numbers become floats."""
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) == 1 + len(ASKED) and uuid and cells[0].removeprefix("GPU-") == uuid:
-            return dict(zip(ASKED.values(), map(_value, ASKED, cells[1:]), strict=True))
-    return dict.fromkeys(ASKED.values())
+        if len(cells) == 1 + len(NVIDIA_SMI_FIELDS) and uuid and cells[0].removeprefix("GPU-") == uuid:
+            return dict(
+                zip(NVIDIA_SMI_FIELDS.values(), map(_value, NVIDIA_SMI_FIELDS, cells[1:]), strict=True)
+            )
+    return dict.fromkeys(NVIDIA_SMI_FIELDS.values())
 
 
 def _value(name: str, cell: str) -> Any:
@@ -86,9 +91,9 @@ def _value(name: str, cell: str) -> Any:
     return float(cell) if re.fullmatch(r"\d+(\.\d+)?", cell) else None
 
 
-def _driver() -> str | None:
+def _driver_version() -> str | None:
     try:
-        found = re.search(r"\b(\d+\.\d+(\.\d+)?)\b", DRIVER.read_text())
+        match = re.search(r"\b(\d+\.\d+(\.\d+)?)\b", DRIVER.read_text())
     except OSError:
         return None
-    return found.group(1) if found else None
+    return match.group(1) if match else None

@@ -1,4 +1,4 @@
-"""The memory floor of what kernels do on one device: the bytes that they must read and write, over a timed copy."""
+"""The memory floor of a kernel: the time a device copy takes for the bytes the kernel must read and write."""
 
 from __future__ import annotations
 
@@ -7,58 +7,73 @@ from typing import ClassVar
 
 import torch
 
-from dtcomm.measure.device_clock import Clock, seconds_of
+from dtcomm.measure.device_clock import Clock, time_calls
 
 
-def moved_bytes(
+def minimum_bytes_moved(
     collective: str, algorithm: str, ranks: int, numel: int, itemsize: int, wire: int
 ) -> int | None:
-    """What all virtual ranks of a fused collective read and write at the least; None of one that is not known here.
+    """Return the bytes that all virtual ranks of a fused collective read and write at least.
 
-    ``numel`` elements of ``itemsize`` bytes are the tensor of an all_reduce, and one shard of the others; ``wire`` is
-    its payload. Payloads that a rank keeps for itself are counted where the algorithm writes them.
+    Args:
+        collective: Name of the collective.
+        algorithm: Name of the algorithm.
+        ranks: Number of ranks that share the device.
+        numel: Elements of the tensor (all_reduce) or of one shard (all other collectives).
+        itemsize: Bytes of an element.
+        wire: Bytes of the encoded payload of ``numel`` elements.
+
+    Returns:
+        Bytes, or None if the pair of collective and algorithm is not known. A payload that a rank keeps for itself
+        counts only where the algorithm writes it.
     """
     tensor = numel * itemsize
     match collective, algorithm:
-        case "all_reduce", "one_shot":  # written to all, own slot included, and all read
-            each = 2 * tensor + 2 * ranks * wire
+        case (
+            "all_reduce",
+            "one_shot",
+        ):  # each payload is written to all slots, including the own one, and read
+            per_rank = 2 * tensor + 2 * ranks * wire
         case "all_reduce", "two_shot":
-            # Payloads of the others' chunks written and read, then the sum's: written to all, read by all.
-            each = 2 * tensor + 4 * ((ranks - 1) * wire // ranks) + 2 * (wire // ranks)
-        case "reduce_scatter", "one_shot":  # what a rank has for itself is not encoded
-            each = (ranks + 1) * tensor + 2 * (ranks - 1) * wire
-        case "all_gather", "one_shot":  # written to all, own slot included, and all decoded
-            each = (1 + ranks) * tensor + 2 * ranks * wire
-        case "all_to_all", "one_shot":  # what a rank has for itself is copied
-            each = 2 * ranks * tensor + 2 * (ranks - 1) * wire
+            # The other ranks' chunk payloads are written and read, then the sum's: written to all and read by all.
+            per_rank = 2 * tensor + 4 * ((ranks - 1) * wire // ranks) + 2 * (wire // ranks)
+        case "reduce_scatter", "one_shot":  # a rank's contribution to its own shard is not encoded
+            per_rank = (ranks + 1) * tensor + 2 * (ranks - 1) * wire
+        case (
+            "all_gather",
+            "one_shot",
+        ):  # each payload is written to all slots, including the own one, and decoded
+            per_rank = (1 + ranks) * tensor + 2 * ranks * wire
+        case "all_to_all", "one_shot":  # a rank's own shard is copied
+            per_rank = 2 * ranks * tensor + 2 * (ranks - 1) * wire
         case _:
             return None
-    return ranks * each
+    return ranks * per_rank
 
 
-class Copy:
-    """A copy of ``nbytes``, timed again and again beside what is compared with it, since a device's clocks move."""
+class TimedCopy:
+    """A copy of ``nbytes`` that is timed repeatedly between other measurements, since device clocks drift."""
 
-    LARGE: ClassVar[int] = 1 << 30  # more than any cache holds
+    LARGE: ClassVar[int] = 1 << 30  # larger than any cache
 
     def __init__(self, device: torch.device, clock: Clock, nbytes: int = LARGE) -> None:
-        self._ends = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._buffers = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
         self._clock = clock
         self._times: list[float] = []
-        self.run()  # untimed: the first one finds cold pages
-        clock.settle()
+        self.run()  # untimed: the first copy touches cold pages
+        clock.synchronize()
 
     def time(self, repeats: int = 1) -> None:
-        """Time it once more, or several times."""
-        self._times += [seconds_of(self._clock, self.run, ahead=self.run) for _ in range(repeats)]
+        """Time the copy ``repeats`` more times."""
+        self._times += [time_calls(self._clock, self.run, queued_before=self.run) for _ in range(repeats)]
 
-    def rate(self, forget: bool = False) -> float:
-        """Bytes read and written a second, in the median of what was timed since the start, or since forgetting."""
-        rate = 2 * self._ends[0].nbytes / max(statistics.median(self._times), 1e-12)
-        if forget:
+    def bytes_per_second(self, reset: bool = False) -> float:
+        """Return the median of bytes read and written per second since the start or the last reset."""
+        rate = 2 * self._buffers[0].nbytes / max(statistics.median(self._times), 1e-12)
+        if reset:
             self._times = []
         return rate
 
     def run(self) -> None:
-        """Queue it once."""
-        self._ends[1].copy_(self._ends[0])
+        """Queue the copy once."""
+        self._buffers[1].copy_(self._buffers[0])

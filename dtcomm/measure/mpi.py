@@ -1,6 +1,7 @@
-"""Open MPI as what we are compared with: ranks started once by ``mpirun``, told through named pipes what to measure.
+"""Open MPI as a peer in comparisons: ranks started once by ``mpirun`` and controlled through named pipes.
 
-The program (mpi_rank.c) is compiled where it is first needed, so that nothing of it is built where nobody compares.
+The rank program (mpi_rank.c) is compiled on first use, so that installing dtcomm does not need MPI. Used by `dtcomm
+perf --compare mpi` and by benchmarks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 SOURCE = Path(__file__).with_name("mpi_rank.c")
-# Which of them is best differs by size and by version: a comparison of all_reduce takes the best of all.
+# The fastest setting depends on size and version; a comparison of all_reduce takes the best of all.
 SETTINGS: dict[str, list[str]] = {
     "default": [],
     "ob1": ["--mca", "pml", "ob1"],
@@ -25,36 +26,36 @@ SETTINGS: dict[str, list[str]] = {
         *("--mca", "coll_tuned_allreduce_algorithm", "4"),
     ],
 }
-TYPES = ("float", "double", "int32", "int64", "uint8", "int8")  # by nccl-tests' names
+TYPES = ("float", "double", "int32", "int64", "uint8", "int8")  # names as in nccl-tests
 OPS = ("sum", "min", "max")
 
 
-class MpiFailed(RuntimeError):
-    """mpirun or one of its ranks ended or did not answer; the message carries what they wrote."""
+class MpiError(RuntimeError):
+    """mpirun or one of its ranks exited or did not answer; the message contains its output."""
 
 
-def missing() -> str | None:
-    """What to install before Open MPI can be measured; None where it is all there."""
-    lacking = [tool for tool in ("mpirun", "mpicc") if shutil.which(tool) is None]
-    if not lacking:
+def why_unavailable() -> str | None:
+    """Return what to install before Open MPI can be measured, or None if it is installed."""
+    missing = [tool for tool in ("mpirun", "mpicc") if shutil.which(tool) is None]
+    if not missing:
         return None
-    return f"Open MPI is left out: no {' or '.join(lacking)} (apt-get install openmpi-bin libopenmpi-dev)"
+    return f"Open MPI is not measured: {' and '.join(missing)} not found (apt-get install openmpi-bin libopenmpi-dev)"
 
 
-def program() -> Path:
-    """The compiled rank program, kept in the user's cache under a digest of its source."""
+def compile_rank_program() -> Path:
+    """Compile the rank program if needed; it is cached in the user's cache folder under a digest of its source."""
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dtcomm"
     out = cache / f"mpi_rank-{digest}"
     if out.exists():
         return out
     cache.mkdir(parents=True, exist_ok=True)
-    # A name of its own, so that two processes that build at once do not read each other's half-written file.
+    # A unique name, so that two processes that compile at once never run each other's half-written file.
     scratch = out.with_suffix(f".{os.getpid()}")
     command = ["mpicc", "-O2", "-Wall", "-Werror", str(SOURCE), "-o", str(scratch)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise MpiFailed(f"{' '.join(command)}\n{done.stderr}")
+        raise MpiError(f"{' '.join(command)}\n{done.stderr}")
     scratch.replace(out)
     return out
 
@@ -63,25 +64,25 @@ class MpiRanks:
     """``ranks`` MPI processes on this host under one of ``SETTINGS``."""
 
     def __init__(self, setting: str, ranks: int, *, timeout: float = 120) -> None:
-        path = program()
+        path = compile_rank_program()
         self.timeout = timeout
         self._folder = tempfile.TemporaryDirectory(prefix="dtcomm-mpi-")
         folder = Path(self._folder.name)
         for rank in range(ranks):
             os.mkfifo(folder / f"in.{rank}")
             os.mkfifo(folder / f"out.{rank}")
-        # Opened for reading and writing, so that opening does not wait for the ranks.
+        # O_RDWR, so that opening does not block until the ranks open their ends.
         self._to = [os.open(folder / f"in.{rank}", os.O_RDWR) for rank in range(ranks)]
         self._from = [os.open(folder / f"out.{rank}", os.O_RDWR) for rank in range(ranks)]
-        crowded = ranks > len(os.sched_getaffinity(0))
+        oversubscribed = ranks > len(os.sched_getaffinity(0))
         command = ["mpirun", "-np", str(ranks), "--oversubscribe"]
-        # A session folder of its own: two mpiruns that start at once trip over each other's in /tmp.
+        # A separate session folder, because two mpiruns that start at once collide in /tmp.
         command += ["--mca", "orte_tmpdir_base", self._folder.name]
-        if crowded:
+        if oversubscribed:
             command += ["--bind-to", "none"]
         if os.geteuid() == 0:
             command.append("--allow-run-as-root")
-        # Under torchrun this process has variables that MPI would take for its own launcher's.
+        # A launcher may have set variables that MPI would mistake for its own.
         environment = {
             name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_"))
         }
@@ -95,9 +96,9 @@ class MpiRanks:
         )
 
     def call(self, method: str, **arguments: Any) -> list[float]:
-        """Seconds a call on every rank, for contestants that take turns; ``method`` must be ``measure``."""
+        """Return the mean seconds of a call on every rank; ``method`` must be ``measure``."""
         if method != "measure":
-            raise ValueError(f"method: {method!r}; an MPI rank only knows 'measure'")
+            raise ValueError(f"method: {method!r}; valid: measure")
         return [times[0] for times in self.measure(**arguments)]
 
     def measure(
@@ -110,19 +111,19 @@ class MpiRanks:
         datatype: str = "float",
         op: str = "sum",
         root: int = 0,
-        each: bool = False,
+        per_call: bool = False,
     ) -> list[list[float]]:
-        """By rank: the mean seconds of a call, or with ``each`` those of every call.
+        """Return, for each rank, the mean seconds of a call, or with ``per_call`` the seconds of every call.
 
-        ``numel`` counts one shard where the collective has a shard for every rank. Buffers hold zeros.
+        ``numel`` counts one shard if the collective has a shard for every rank. Buffers hold zeros.
         """
-        line = f"{collective} {numel} {datatype} {op} {root} {warm} {iters} {int(each)}\n"
+        line = f"{collective} {numel} {datatype} {op} {root} {warm} {iters} {int(per_call)}\n"
         for fd in self._to:
             os.write(fd, line.encode())
-        return [[float(word) for word in self._line(fd).split()] for fd in self._from]
+        return [[float(field) for field in self._read_line(fd).split()] for fd in self._from]
 
     def close(self) -> None:
-        """Ends the ranks and removes the pipes."""
+        """Stop the ranks and remove the pipes."""
         for fd in self._to:
             os.write(fd, b"end -1 float sum 0 0 0 0\n")
         try:
@@ -135,14 +136,14 @@ class MpiRanks:
         self._folder.cleanup()
         self._log.close()
 
-    def _line(self, fd: int) -> str:
+    def _read_line(self, fd: int) -> str:
         deadline = time.monotonic() + self.timeout
         line = b""
         while not line.endswith(b"\n"):
             ready, _, _ = select.select([fd], [], [], 0.2)
             if ready:
-                line += os.read(fd, 65536)  # one line is answered to one
+                line += os.read(fd, 65536)  # a rank answers each request with one line
             elif self._process.poll() is not None or time.monotonic() > deadline:
                 self._log.seek(0)
-                raise MpiFailed(f"mpirun: no answer\n{self._log.read().decode(errors='replace')}")
+                raise MpiError(f"mpirun: no answer\n{self._log.read().decode(errors='replace')}")
         return line.decode()

@@ -1,6 +1,7 @@
-"""Several "hosts" on one machine: network namespaces joined by cables of a given rate.
+"""Several emulated hosts on one machine: network namespaces connected by rate-limited veth links.
 
-Traffic stays on the machine. Making namespaces takes root and iproute2; `available` says what is missing.
+Used by tests and benchmarks of the TCP transport. Traffic never leaves the machine. Creating namespaces needs root and
+iproute2; `why_unavailable` reports what is missing.
 """
 
 from __future__ import annotations
@@ -19,23 +20,28 @@ import torch.distributed as dist
 _CLONE_NEWNET = 0x40000000
 
 
-def available() -> str:
-    """Empty, or why there can be no namespaces here."""
+def why_unavailable() -> str:
+    """Return why namespaces cannot be created here, or an empty string if they can."""
     if shutil.which("ip") is None or shutil.which("tc") is None:
         return "ip and tc are missing: on Debian and Ubuntu, apt install iproute2"
-    made = subprocess.run(["ip", "netns", "add", _name(99)], capture_output=True, text=True)
-    if made.returncode != 0:
-        return f"ip netns add: {made.stderr.strip()}"
+    created = subprocess.run(["ip", "netns", "add", _name(99)], capture_output=True, text=True)
+    if created.returncode != 0:
+        return f"ip netns add: {created.stderr.strip()}"
     subprocess.run(["ip", "netns", "del", _name(99)], check=False)
     return ""
 
 
 @contextmanager
 def two_hosts(gbit: float, *, burst_ms: float = 4.0) -> Iterator[list[str]]:
-    """The names of two namespaces whose interface ``dt0`` runs at so many Gbit/s each way.
+    """Create two connected namespaces whose interface ``dt0`` is limited to ``gbit`` Gbit/s in each direction.
 
-    After a rest it carries what takes ``burst_ms`` milliseconds at once (128 KiB at least). 4: enough for the kernel's
-    ticks, too little to hide the rate.
+    Args:
+        gbit: Rate in Gbit/s.
+        burst_ms: After an idle time the link passes as many bytes at once as it carries in this many milliseconds,
+            at least 128 KiB. The default of 4 covers the kernel's timer ticks without hiding the rate.
+
+    Yields:
+        The names of the namespaces, which are deleted at the end.
     """
     names = [_name(0), _name(1)]
     ends = [f"{name}v" for name in names]
@@ -43,13 +49,13 @@ def two_hosts(gbit: float, *, burst_ms: float = 4.0) -> Iterator[list[str]]:
         _run("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
         for number, (name, end) in enumerate(zip(names, ends)):
             _run("ip", "link", "set", end, "netns", name)
-            _plug(name, end, number, gbit, burst_ms)
+            _configure_link(name, end, number, gbit, burst_ms)
         yield names
 
 
 @contextmanager
 def many_hosts(count: int, gbit: float, *, burst_ms: float = 4.0) -> Iterator[list[str]]:
-    """As ``two_hosts``, but any number, joined by a switch (a bridge in a namespace of its own)."""
+    """Create ``count`` namespaces connected through a bridge in a further namespace; see `two_hosts`."""
     names, switch = [_name(number) for number in range(count)], _name(90)
     with _namespaces([*names, switch]):
         _run("ip", "-n", switch, "link", "add", "switch", "type", "bridge")
@@ -59,7 +65,7 @@ def many_hosts(count: int, gbit: float, *, burst_ms: float = 4.0) -> Iterator[li
             peer = ("peer", "name", "cable", "netns", name)
             _run("ip", "-n", switch, "link", "add", port, "type", "veth", *peer)
             _run("ip", "-n", switch, "link", "set", port, "master", "switch", "up")
-            _plug(name, "cable", number, gbit, burst_ms)
+            _configure_link(name, "cable", number, gbit, burst_ms)
         yield names
 
 
@@ -74,8 +80,8 @@ def _namespaces(names: list[str]) -> Iterator[None]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def _plug(name: str, end: str, number: int, gbit: float, burst_ms: float) -> None:
-    """The cable's ``end`` in namespace ``name`` becomes its interface dt0, up, with an address and a rate."""
+def _configure_link(name: str, end: str, number: int, gbit: float, burst_ms: float) -> None:
+    """Rename the link's ``end`` in namespace ``name`` to dt0, bring it up and set its address and rate."""
     inside = ("ip", "-n", name)
     _run(*inside, "link", "set", end, "name", "dt0")
     _run(*inside, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "dt0")
@@ -86,36 +92,38 @@ def _plug(name: str, end: str, number: int, gbit: float, burst_ms: float) -> Non
     _run("tc", "-n", name, "qdisc", "add", "dev", "dt0", "root", "tbf", *shape)
 
 
-def enter(name: str) -> None:
-    """This thread's sockets, and those of threads it makes, are made in the namespace from now on. OSError where that
-    is not allowed.
+def enter_namespace(name: str) -> None:
+    """Move this thread, and threads it starts later, into a network namespace.
+
+    Raises:
+        OSError: The process lacks the permission.
     """
     with open(f"/run/netns/{name}") as handle:
-        _switch(handle.fileno(), name)
+        _set_namespace(handle.fileno(), name)
 
 
-def _switch(namespace: int, what: str) -> None:
+def _set_namespace(namespace: int, description: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(namespace, _CLONE_NEWNET) != 0:
-        raise OSError(ctypes.get_errno(), f"setns to {what}")
+        raise OSError(ctypes.get_errno(), f"setns to {description}")
 
 
 @contextmanager
-def visit(rank: int, ranks: int, rendezvous: str, namespaces: list[str]) -> Iterator[None]:
-    """``join`` for the time of the block; then the group is gone and this thread back in its own namespace."""
+def temporary_process_group(rank: int, ranks: int, rendezvous: str, namespaces: list[str]) -> Iterator[None]:
+    """Run the block as in `init_process_group`; then destroy the group and return to the original namespace."""
     with open("/proc/self/ns/net") as home:
         try:
-            join(rank, ranks, rendezvous, namespaces)
+            init_process_group(rank, ranks, rendezvous, namespaces)
             yield
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            _switch(home.fileno(), "its own namespace")
+            _set_namespace(home.fileno(), "the original namespace")
 
 
-def join(rank: int, ranks: int, rendezvous: str, namespaces: list[str]) -> None:
-    """Make this process a rank, in the namespace listed for it, of a Gloo group that meets in a file."""
-    enter(namespaces[rank])
+def init_process_group(rank: int, ranks: int, rendezvous: str, namespaces: list[str]) -> None:
+    """Enter ``namespaces[rank]`` and initialize a Gloo group through the file ``rendezvous``."""
+    enter_namespace(namespaces[rank])
     os.environ["GLOO_SOCKET_IFNAME"] = "dt0"
     os.environ["DTCOMM_HOST_ID"] = namespaces[rank]
     torch.set_num_threads(1)

@@ -1,7 +1,8 @@
-"""Compressors of several ranks in one thread, their collectives the one-shot all-reduce, to the bit.
+"""Gradient compression of several ranks simulated in one thread, bit for bit.
 
-Every rank has memories and factors of its own, as in processes; what they average goes through the kernels in the
-order of the ranks, so that a run here and one of DDP with ``algorithm="one_shot"`` end with the same bits.
+Every rank has its own error state and factors, as in separate processes. The averages are computed by the kernels in
+rank order, so that a run ends with the same bits as DDP with ``algorithm="one_shot"``. Used by tests and by the
+training benchmarks.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class _Call:
     seed: int
 
 
-class _Pending(Work):
-    """Done when the call of the last rank is."""
+class _CompletedByLastRank(Work):
+    """Work of a simulated call. The last rank's call has completed it before anything reads the result."""
 
     wire_bytes = 0
     seconds = 0.0
@@ -41,37 +42,40 @@ class _Pending(Work):
         return None
 
 
-class Meeting:
-    """Where the calls of all ranks meet; each of them makes its calls in order, and the last one runs them."""
+class SimulatedAllReduce:
+    """Collects the calls of all ranks; the last rank's call computes the result of all of them."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self.payload_bytes = 0  # of one rank, all calls together
+        self.payload_bytes = 0  # sent by one rank, over all calls
         self._calls: list[_Call] = []
 
-    def reduce(self) -> Callable[..., Work]:
-        """The collective of the next rank, with the arguments of `all_reduce_coalesced` that matter here."""
+    def for_next_rank(self) -> Callable[..., Work]:
+        """Return the collective of the next rank.
+
+        It takes the arguments of `all_reduce_coalesced` that are needed here.
+        """
 
         def call(tensors: Sequence[torch.Tensor], op: str, **options: Any) -> Work:
             if op != "avg":
-                raise ValueError(f"op: {op!r}; valid here: avg")
+                raise ValueError(f"op: {op!r}; valid: avg")
             self._calls.append(_Call(tensors, options["codec"], options["residuals"], options["seed"]))
             if len(self._calls) == self.ranks:
                 calls, self._calls = self._calls, []
                 self._run(calls)
-            return _Pending(tensors)
+            return _CompletedByLastRank(tensors)
 
         return call
 
     def _run(self, calls: list[_Call]) -> None:
         first = calls[0]
-        for position, (tensor, which) in enumerate(zip(first.tensors, first.codecs, strict=True)):
-            if which.needs_agreement:
-                self._run_shared(which, calls, position)
+        for position, (tensor, layout) in enumerate(zip(first.tensors, first.codecs, strict=True)):
+            if layout.needs_agreement:
+                self._run_shared_positions(layout, calls, position)
                 continue
             payloads = [
                 ops.encode(
-                    which,
+                    layout,
                     call.tensors[position],
                     key=counter_rng.mix_key(call.seed, rank, 0),
                     residual=call.residuals[position],
@@ -79,35 +83,41 @@ class Meeting:
                 for rank, call in enumerate(calls)
             ]
             self.payload_bytes += payloads[0].numel()
-            mean = ops.reduce(which, payloads, tensor.numel(), divisor=self.ranks, dtype=tensor.dtype)
+            mean = ops.reduce(layout, payloads, tensor.numel(), divisor=self.ranks, dtype=tensor.dtype)
             for call in calls:
                 call.tensors[position].copy_(mean)
 
-    def _run_shared(self, which: RandK, calls: list[_Call], position: int) -> None:
-        """One tensor whose values are added at positions that all ranks draw."""
+    def _run_shared_positions(self, layout: RandK, calls: list[_Call], position: int) -> None:
+        """Average one tensor whose values are added at random positions shared by all ranks."""
         numel, seed = calls[0].tensors[position].numel(), calls[0].seed
-        key, kept, values = local_steps.shared_key(seed), which.kept_in(numel), which.value_codec()
-        payloads, owed = [], []
+        key, kept, values = local_steps.shared_key(seed), layout.kept_in(numel), layout.value_codec()
+        payloads, residuals_at_positions = [], []
         for rank, call in enumerate(calls):
             x, residual = call.tensors[position], call.residuals[position]
-            found = torch.empty(kept)
-            owed.append(None if residual is None else torch.empty(kept))
-            local_steps.gather(which, key, 0, x, residual, found, owed[-1])()
+            values_at_positions = torch.empty(kept)
+            residuals_at_positions.append(None if residual is None else torch.empty(kept))
+            local_steps.gather(layout, key, 0, x, residual, values_at_positions, residuals_at_positions[-1])()
             rounding = counter_rng.mix_key(seed, rank, 0)
-            payloads.append(ops.encode(values, found, key=rounding, residual=owed[-1]))
+            payloads.append(
+                ops.encode(values, values_at_positions, key=rounding, residual=residuals_at_positions[-1])
+            )
         self.payload_bytes += payloads[0].numel()
         mean = ops.reduce(values, payloads, kept, divisor=self.ranks)
-        for call, debt in zip(calls, owed, strict=True):
+        for call, residual_at_positions in zip(calls, residuals_at_positions, strict=True):
             residual = call.residuals[position]
-            if residual is not None and debt is not None:
-                local_steps.settle(which, key, 0, debt, residual)()
-            local_steps.scatter(which, key, 0, residual is None, mean, call.tensors[position])()
+            if residual is not None and residual_at_positions is not None:
+                local_steps.settle(layout, key, 0, residual_at_positions, residual)()
+            local_steps.scatter(layout, key, 0, residual is None, mean, call.tensors[position])()
 
 
-class Simulated:
-    """The gradients of `parameters` ((name, tensor) pairs), averaged over `ranks` under `spec`.
+class SimulatedRanks:
+    """Averages the gradients of ``parameters`` over ``ranks`` simulated ranks under a compression ``spec``.
 
-    feedback, residual, seed: as `dtcomm.ddp.State` takes them.
+    Args:
+        spec: A codec, scheme or policy, as `dtcomm.ddp.State` takes it.
+        ranks: Number of simulated ranks.
+        parameters: (name, tensor) pairs.
+        feedback, residual, seed: As for `dtcomm.ddp.State`.
     """
 
     def __init__(
@@ -122,17 +132,17 @@ class Simulated:
     ) -> None:
         self.policy = as_policy(spec)
         self.parameters = list(parameters)
-        self.meeting = Meeting(ranks)
+        self.all_reduce = SimulatedAllReduce(ranks)
         schemes = [rule.codec for rule in self.policy.rules]
         self.memories = [Memory(feedback, residual, schemes) for _ in range(ranks)]
-        reduces = [self.meeting.reduce() for _ in range(ranks)]
+        reduces = [self.all_reduce.for_next_rank() for _ in range(ranks)]
         self._averagers = [Averager("one_shot", None, seed, reduce=reduce) for reduce in reduces]
         self._packings: dict[tuple[int, ...], Packing] = {}
         self.steps = 0
 
     def average(self, gradients: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """The mean of ``gradients[rank]``, those of every parameter in order; all of one dtype."""
-        ranks, step = self.meeting.ranks, self.steps
+        """Return the averaged gradients of all parameters; ``gradients[rank]`` lists a rank's, all of one dtype."""
+        ranks, step = self.all_reduce.ranks, self.steps
         self.steps += 1
         buffers = [torch.cat([gradient.flatten() for gradient in mine]) for mine in gradients]
         packing = self._packing(buffers[0], step)
@@ -158,7 +168,7 @@ class Simulated:
         for rank, (memory, mine) in enumerate(zip(self.memories, handed, strict=True)):
             for each in mine:
                 memory.take(each, counter_rng.mix_key(self._averagers[rank].seed, rank, step))
-        return self._cut(buffers[0])
+        return self._split(buffers[0])
 
     def _packing(self, buffer: torch.Tensor, step: int) -> Packing:
         def choose(name: str, gradient: torch.Tensor) -> Choice:
@@ -169,11 +179,11 @@ class Simulated:
         stage = tuple(scheme.stage(step) for scheme in schemes if isinstance(scheme, DGC))
         if stage not in self._packings:
             names = [name for name, _ in self.parameters]
-            named = zip(names, self._cut(buffer), strict=True)
+            named = zip(names, self._split(buffer), strict=True)
             self._packings[stage] = pack(buffer, named, stage, choose)
         return self._packings[stage]
 
-    def _cut(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+    def _split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         sizes = [parameter.numel() for _, parameter in self.parameters]
         return [
             part.view(parameter.shape)
@@ -181,6 +191,6 @@ class Simulated:
         ]
 
 
-def plain_bytes(parameters: Sequence[tuple[str, torch.Tensor]]) -> int:
-    """Of the same gradients uncompressed."""
+def uncompressed_bytes(parameters: Sequence[tuple[str, torch.Tensor]]) -> int:
+    """Return the bytes of the same gradients without compression."""
     return sum(codec("none").wire_bytes(parameter.numel(), parameter.dtype) for _, parameter in parameters)

@@ -1,6 +1,6 @@
-"""All ranks in one thread: the native machines, stepped in a seeded order with delays, deaths and flipped bits.
+"""Simulated ranks in one thread: native interpreters stepped in a seeded order with delays, deaths and bit flips.
 
-Nothing here waits or forks, so thousands of interleavings run in a second and a failing seed is a reproducer.
+Nothing blocks or forks, so that thousands of interleavings run per second and a failing seed reproduces the failure.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from dtcomm.runtime.op_hooks import NOTHING, Around
 from dtcomm.runtime.types import Shape
 from dtcomm.schedule import Schedule
 
-FATES = ("done", "died", "peer_lost", "mismatch", "stuck", "corrupt")
+STATUSES = ("done", "died", "peer_lost", "mismatch", "stuck", "corrupt")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One collective of one rank; ``shared``: its tensor counts as lying in shared memory; ``pulled``: peers read it
-    where it lies; ``around``: its steps.
+    """One collective of one rank.
+
+    ``shared`` treats its tensor as shared memory; ``pulled`` lets peers read it in place (single copy); ``around``
+    holds the local steps before and after.
     """
 
     shape: Shape
@@ -39,9 +41,9 @@ class Operation:
 class World:
     """How the ranks are stepped.
 
-    ``delay`` is the chance that a rank does not yet see the next thing a peer published; ``victim`` dies
-    after ``death`` looks at its machine; in the ``flip``-th box published a bit is flipped; ``piece_bytes``
-    and ``slot_bytes`` are small, so that small tensors make many pieces.
+    ``delay`` is the probability that a rank does not see a peer's next published payload yet. Rank ``victim`` dies
+    after ``death`` steps. A bit is flipped in the ``flip``-th published payload. ``piece_bytes`` and ``slot_bytes`` are
+    small, so that small tensors are cut into many pieces.
     """
 
     ranks: int
@@ -56,16 +58,16 @@ class World:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a rank ended: a fate of ``FATES``, the rank it waited for, operations finished and bytes sent."""
+    """How a rank ended: one of ``STATUSES``, the rank it blames, completed operations and bytes sent."""
 
-    fate: str
-    culprit: int
+    status: str
+    failed_rank: int
     finished: int
     wire_bytes: int
 
 
 def run(world: World, operations: Sequence[Sequence[Operation]]) -> list[Outcome]:
-    """Run ``operations[rank]`` in order on every rank; ranks run ahead of each other as the engine lets them."""
+    """Run ``operations[rank]`` in order on every rank; ranks run ahead of each other as far as the engine allows."""
     calls: list[list[Any]] = []
     for rank, mine in enumerate(operations):
         calls.append([])
@@ -88,8 +90,8 @@ def run(world: World, operations: Sequence[Sequence[Operation]]) -> list[Outcome
         calls=calls,
     )
     return [
-        Outcome(fate=FATES[fate], culprit=culprit, finished=finished, wire_bytes=wire_bytes)
-        for fate, culprit, finished, wire_bytes in outcomes
+        Outcome(status=STATUSES[status], failed_rank=failed_rank, finished=finished, wire_bytes=wire_bytes)
+        for status, failed_rank, finished, wire_bytes in outcomes
     ]
 
 

@@ -1,7 +1,7 @@
-"""All ranks of a host in one process and one launch: fused collectives without a second GPU, or without any.
+"""Virtual ranks: all ranks of a fused collective in one process and one kernel launch.
 
-Tensors on a CUDA device run the kernels there, tensors on the CPU the same source in an emulator. Results, residuals
-included, are those of as many processes.
+CUDA tensors run the kernels on their device; CPU tensors run the same source in an emulator. Results and residuals are
+equal, bit for bit, to those of separate processes.
 """
 
 from __future__ import annotations
@@ -35,11 +35,20 @@ EMULATED_BOX_BYTES = 2**20
 
 
 class VirtualRanks:
-    """``ranks`` ranks on one device, with memory of their own that is kept from call to call.
+    """Several ranks on one device, with buffers that are kept from call to call.
 
-    ``blocks`` are thread blocks of a rank, by default as many as run at once; ``slot_bytes`` and ``box_bytes`` are room
-    for payloads of direct algorithms and of programs. ``order`` seeds the emulator's, which runs on the CPU, ``absent``
-    is a rank that never comes, there.
+    Args:
+        ranks: Number of ranks, at least 2.
+        device: A CUDA device, or ``"cpu"`` for the emulator.
+        blocks: Thread blocks of a rank; 0 takes as many as run concurrently.
+        slot_bytes: Bytes for a payload of the direct algorithms.
+        box_bytes: Bytes for a payload of a program; 0 takes the default of the device.
+        budget_ns: Nanoseconds a kernel waits for a peer before it reports the peer missing.
+        order: Seed of the emulator's scheduling order.
+        absent: A rank that never starts, in the emulator; -1 for none.
+
+    Raises:
+        ValueError: The number of ranks or the device is not supported.
     """
 
     def __init__(
@@ -87,8 +96,10 @@ class VirtualRanks:
         splits: tuple[int, ...] = (),
         schedule: Schedule | None = None,
     ) -> FusedPlan:
-        """A call of one shape, to be run again and again; ``numel`` is of the tensor or of one shard. ``algorithm``: a
-        name of ``dtcomm.algorithms``, or anything where a ``schedule`` of one's own is given.
+        """Prepare a call of one shape, which `run` can repeat.
+
+        ``numel`` counts elements of the tensor or of one shard. ``algorithm`` is a name of ``dtcomm.algorithms``; it is
+        only a label if a ``schedule`` is passed.
         """
         shape = Shape(collective, op, (Part(numel, dtype, codec(spec)),), algorithm, root, splits)
         if schedule is None and algorithm != TWO_SHOT_SYMMETRIC:
@@ -103,8 +114,10 @@ class VirtualRanks:
         residuals: Sequence[torch.Tensor | None] | None = None,
         after: Sequence[After] = (),
     ) -> None:
-        """Queue it for all ranks; nothing is waited for on a device, and a graph may capture it. None: a rank that has
-        no such tensor, as under a root; ``after``: what each adds to its sum.
+        """Queue the call for all ranks without blocking the host; a CUDA graph can capture it.
+
+        A tensor is None for a rank that has none, for example the inputs of a scatter on ranks other than the root.
+        ``after`` holds the fused epilogue of each rank.
         """
         losses = [None] * self.ranks if residuals is None else residuals
         given = [[Buffers(*each)] for each in zip(inputs, outputs, losses, strict=True)]
@@ -119,14 +132,14 @@ class VirtualRanks:
         algorithm: str = "two_shot",
         residuals: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
-        """Reduce the ranks' tensors in place; ``check`` says whether all came."""
+        """Reduce the ranks' tensors in place; `check` raises if a rank was missing."""
         first = tensors[0]
         plan = self.plan("all_reduce", first.numel(), first.dtype, codec, algorithm=algorithm, op=op)
         self.run(plan, tensors, tensors, residuals)
 
     def check(self) -> None:
-        """Wait for the device; PeerLost where a rank missed another one."""
+        """Wait for the device and raise PeerLost if a rank missed a peer."""
         for rank, pad in enumerate(self.fused.pads):
             missing = int(pad)
             if missing:
-                raise PeerLost(f"rank {missing - 1} did not come in time, says rank {rank}")
+                raise PeerLost(f"rank {missing - 1} did not arrive in time, reported by rank {rank}")

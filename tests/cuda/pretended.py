@@ -155,7 +155,7 @@ def _install() -> None:
             _queued(super().launch)(*call)
 
     fused.OnDevice = virtual_ranks.OnDevice = OnDevice  # type: ignore[assignment, misc]
-    memory_floor.Copy.LARGE = 1 << 20  # no host copies gigabytes in no time
+    memory_floor.TimedCopy.LARGE = 1 << 20  # no host copies gigabytes in no time
     host_sync_trace.trace = lambda step: (step(), host_sync_trace.Trace([], ["fused_kernel step_kernel"]))[1]  # type: ignore[func-returns-value]
     _OnCpu().__enter__()
 

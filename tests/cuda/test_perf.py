@@ -11,8 +11,8 @@ import torch
 
 from dtcomm.cli.codecs import main as codecs_command
 from dtcomm.cli.main import main
-from dtcomm.measure.device_clock import DeviceClock, LaunchClock, clock_of, seconds_of
-from dtcomm.measure.memory_floor import Copy
+from dtcomm.measure.device_clock import DeviceClock, LaunchClock, make_clock, time_calls
+from dtcomm.measure.memory_floor import TimedCopy
 from tests.cuda.cases import ON_A_DEVICE
 
 pytestmark = ON_A_DEVICE
@@ -30,17 +30,17 @@ def perf(tmp_path: Path, line: str, status: int = 0) -> dict[str, Any]:
 
 def test_events_time_the_device_and_graphs_replay() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    clock = clock_of(device)
-    assert isinstance(clock, DeviceClock) and isinstance(clock_of(device, cpu=True), LaunchClock)
+    clock = make_clock(device)
+    assert isinstance(clock, DeviceClock) and isinstance(make_clock(device, cpu=True), LaunchClock)
     x = torch.zeros(1 << 20, device=device)
     many = clock.graph(lambda: x.add_(1), 5)
     before = x[0].item()
     many()
     assert x[0].item() == before + 5
-    assert 0 < seconds_of(clock, many, 5, ahead=many) < 1
-    copy = Copy(device, clock, 64 << 20)
+    assert 0 < time_calls(clock, many, 5, queued_before=many) < 1
+    copy = TimedCopy(device, clock, 64 << 20)
     copy.time(3)
-    assert copy.rate() > 1e9
+    assert copy.bytes_per_second() > 1e9
 
 
 @pytest.mark.parametrize("sizes", ["-b 256 -e 256", "-b 1K -e 4M -f 64"], ids=["small", "large"])

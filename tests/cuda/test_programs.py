@@ -56,7 +56,7 @@ def test_every_algorithm_by_virtual_ranks(spec: str, ranks: int) -> None:
             plan = virtual.fused.prepare(case.shape, case.operations[0].schedule)
             virtual.fused.launch(plan, [[each] for each in ours])
             world = World(ranks=ranks, seed=1, slot_bytes=2**20)
-            assert {each.fate for each in run(world, together([case]))} == {"done"}
+            assert {each.status for each in run(world, together([case]))} == {"done"}
             same([on_cpu(each) for each in ours], theirs)
     virtual.check()
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import dtcomm
 from dtcomm.errors import PeerLost
-from dtcomm.launch.ranks import run_ranks, spawn_ranks, tell
+from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 
 WIDTH, BATCH = 48, 8
 
@@ -102,7 +102,7 @@ def test_feedback_makes_up_for_what_was_lost() -> None:
 def left_alone(rank: int, n: int) -> str:
     if rank == 1:
         dtcomm.pipeline.Receiver(0)((BATCH, WIDTH))
-        tell("running")
+        send_to_parent("running")
         time.sleep(60)
     link = dtcomm.pipeline.Sender(1)
     sent = link(inputs(0).requires_grad_())
@@ -113,7 +113,7 @@ def left_alone(rank: int, n: int) -> str:
 
 def test_a_killed_stage_is_named() -> None:
     with spawn_ranks(left_alone, 2) as ranks:
-        assert ranks.hear(1, 60) == "running"
+        assert ranks.receive(1, 60) == "running"
         ranks.kill(1)
         outcomes = ranks.join(20)
     assert outcomes[0].ok and "rank 1" in outcomes[0].result

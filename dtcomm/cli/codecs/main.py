@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     device, facts = None, None
     if options.device == placement.CUDA:
         where = torch.device("cuda", torch.cuda.current_device())
-        device, facts = OnDevice(where), gpu_info.facts(where)
+        device, facts = OnDevice(where), gpu_info.describe_gpu(where)
     with _progress(len(codecs)) as step:
         rows = report.measure(codecs, samples, size, step, device)
 

@@ -19,10 +19,10 @@ from dtcomm.cli.codecs.speed import OnDevice, Speed
 from dtcomm.codecs import Codec
 from dtcomm.kernels import available, current
 from dtcomm.measure import gpu_info
-from dtcomm.measure.kernel_workloads import PAYLOADS
+from dtcomm.measure.kernel_workloads import REDUCED_PAYLOADS
 
 VERSION = 1
-SUM = f"reduce {PAYLOADS}"  # the verb whose share of the floor the table shows beside encode's and decode's
+SUM = f"reduce {REDUCED_PAYLOADS}"  # the verb whose share of the floor the table shows beside encode's and decode's
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,9 @@ import torch
 from dtcomm.cli.codecs.error import KEY
 from dtcomm.codecs import Codec
 from dtcomm.kernels.ops import decode, encode
-from dtcomm.measure.device_clock import Clock, clock_of, median_seconds
-from dtcomm.measure.kernel_workloads import Verb, Verbs, sets_for
-from dtcomm.measure.memory_floor import Copy
+from dtcomm.measure.device_clock import Clock, make_clock, median_seconds
+from dtcomm.measure.kernel_workloads import KernelWorkload, KernelWorkloads, buffer_sets_for
+from dtcomm.measure.memory_floor import TimedCopy
 
 #: Seconds for each of the two figures of a codec; a reference kernel needs longer for its three calls.
 SECONDS = 0.03
@@ -33,40 +33,42 @@ class Speed:
     encode: float
     decode: float
     of_floor: dict[str, float] = field(default_factory=dict)
-    """By verb, on a GPU: the time of a device copy of the bytes that it must read and write, over its own."""
+    """By workload, on a GPU: the time of a device copy of the bytes that it must read and write, over its own."""
 
 
 class OnDevice:
     """Measures on a device; ``clock`` and ``copied``, the bytes of the copy, are for tests."""
 
-    def __init__(self, device: torch.device, clock: Clock | None = None, copied: int = Copy.LARGE) -> None:
-        self._device, self._clock = device, clock or clock_of(device)
-        self._copy = Copy(device, self._clock, copied)
+    def __init__(
+        self, device: torch.device, clock: Clock | None = None, copied: int = TimedCopy.LARGE
+    ) -> None:
+        self._device, self._clock = device, clock or make_clock(device)
+        self._copy = TimedCopy(device, self._clock, copied)
 
     def measure(self, codec: Codec, size: int) -> Speed | str:
         """The median speed at `size` bytes of fp32, or why no kernel there runs the codec."""
         numel = max(1, size // 4)
         try:
-            verbs = Verbs(codec, numel, sets_for(numel), self._device)
+            workloads = KernelWorkloads(codec, numel, buffer_sets_for(numel), self._device)
         except (RuntimeError, ValueError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             return str(error)
         rates, shares = {}, {}
-        for verb in (verbs.encode(), verbs.decode(), *verbs.sums()):
-            seconds = self._seconds(verb, verbs.sets)
-            rates[verb.name] = 4 * numel / seconds / 1e9
+        for workload in (workloads.encode(), workloads.decode(), *workloads.reductions()):
+            seconds = self._seconds(workload, workloads.sets)
+            rates[workload.name] = 4 * numel / seconds / 1e9
             self._copy.time(REPLAYS)
-            shares[verb.name] = verb.moved / self._copy.rate(forget=True) / seconds
+            shares[workload.name] = workload.bytes_moved / self._copy.bytes_per_second(reset=True) / seconds
         return Speed(encode=rates["encode"], decode=rates["decode"], of_floor=shares)
 
-    def _seconds(self, verb: Verb, sets: int) -> float:
+    def _seconds(self, workload: KernelWorkload, sets: int) -> float:
         def all_sets() -> None:
             for turn in range(sets):
-                verb.run(turn)
+                workload.run(turn)
 
         replay = self._clock.graph(all_sets, 1)
-        return max(median_seconds(self._clock, replay, REPLAYS, sets, ahead=replay), 1e-9)
+        return max(median_seconds(self._clock, replay, REPLAYS, sets, queued_before=replay), 1e-9)
 
 
 def measure(codec: Codec, size: int, seconds: float = SECONDS) -> Speed:

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from dtcomm.cli.demo import plot, report
 from dtcomm.cli.demo.train import PLAIN, Settings, train
 from dtcomm.codecs import codec
-from dtcomm.launch.ranks import RankError, RankTimeout, spawn_ranks, tell
+from dtcomm.launch.ranks import RankError, RankTimeout, send_to_parent, spawn_ranks
 
 CODECS = "none,fp16,int8"
 
@@ -67,9 +67,9 @@ def train_rank(rank: int, world_size: int, settings: Settings) -> list[dict[str,
     if rank:
         return train(settings)
     try:
-        return train(settings, lambda name, step, loss: tell((name, step, loss)))
+        return train(settings, lambda name, step, loss: send_to_parent((name, step, loss)))
     finally:
-        tell(None)
+        send_to_parent(None)
 
 
 def _train(settings: Settings, nproc: int, console: Console, prefix: str) -> list[list[dict[str, Any]]]:
@@ -85,7 +85,7 @@ def _train(settings: Settings, nproc: int, console: Console, prefix: str) -> lis
         bars = {name: progress.add_task(name, total=settings.steps, loss="  -  ") for name in settings.runs}
         with spawn_ranks(train_rank, nproc, settings, fresh=True, group_timeout=SILENCE_SECONDS) as ranks:
             try:
-                while (word := ranks.hear(0, SILENCE_SECONDS)) is not None:
+                while (word := ranks.receive(0, SILENCE_SECONDS)) is not None:
                     assert isinstance(word, tuple)
                     name, step, loss = word
                     progress.update(bars[name], completed=step, loss=f"{loss:.3f}")
@@ -94,7 +94,9 @@ def _train(settings: Settings, nproc: int, console: Console, prefix: str) -> lis
             outcomes = ranks.join(SILENCE_SECONDS, grace=5.0)
     failures = [outcome for outcome in outcomes if not outcome.ok]
     if failures:
-        raise RankError("\n".join(f"{failure.failure()}\n{failure.traceback}" for failure in failures))
+        raise RankError(
+            "\n".join(f"{failure.describe_failure()}\n{failure.traceback}" for failure in failures)
+        )
     return [outcome.result for outcome in outcomes]
 
 

@@ -107,6 +107,6 @@ class Bench:
         return combined([verdict for theirs in everyone for verdict in theirs])
 
 
-def timed_values(dtype: torch.dtype) -> exact_inputs.Values:
+def timed_values(dtype: torch.dtype) -> exact_inputs.ValueSource:
     """What is timed: numbers like gradients, where the type has such."""
     return exact_inputs.normal if dtype.is_floating_point else exact_inputs.integers

@@ -187,7 +187,7 @@ def _root_of(given: argparse.Namespace, schedule: Schedule | None) -> int | None
 
 
 def _require_mpi(given: argparse.Namespace) -> None:
-    if absent := mpi.missing():
+    if absent := mpi.why_unavailable():
         raise ValueError(f"mpi: {absent}")
     if given.agg_iters != 1 or given.report_cputime or given.blocking:
         raise ValueError("mpi: Open MPI is measured without -m, -z and -C")

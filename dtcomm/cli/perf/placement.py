@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dtcomm.cli.perf import host
 from dtcomm.measure import gpu_info
-from dtcomm.measure.device_clock import Clock, clock_of
+from dtcomm.measure.device_clock import Clock, make_clock
 
 CPU, CUDA, EMULATOR = "cpu", "cuda", "emulator"
 DEVICES = (CPU, CUDA, EMULATOR)
@@ -48,7 +48,7 @@ class OnHost:
         return host.pin(wanted)
 
     def clock(self, cpu: bool) -> Clock:
-        return clock_of(self.device, cpu)
+        return make_clock(self.device, cpu)
 
     def free(self) -> int:
         return 1 << 62
@@ -75,13 +75,13 @@ class OnGpu:
         return f"{self.device} {torch.cuda.get_device_name(self.device)}{pinned}"
 
     def clock(self, cpu: bool) -> Clock:
-        return clock_of(self.device, cpu)
+        return make_clock(self.device, cpu)
 
     def free(self) -> int:
         return torch.cuda.mem_get_info(self.device)[0] // self.here
 
     def facts(self) -> dict[str, Any] | None:
-        return {"host": platform.node(), "device": str(self.device), **gpu_info.facts(self.device)}
+        return {"host": platform.node(), "device": str(self.device), **gpu_info.describe_gpu(self.device)}
 
 
 def found() -> bool:

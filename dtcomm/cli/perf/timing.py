@@ -83,24 +83,24 @@ def time_iterations(
         for _ in range(min(safe, warmup - done)):
             run()
     times: list[float] = []
-    mark = clock.mark
+    mark = clock.record
     while len(times) < iters:
         refill()
-        clock.settle()
+        clock.synchronize()
         barrier()
         # Ranks leave the barrier up to a scheduler's tick apart; the collective itself brings them together.
         run()
         spans, begin = [], mark()
         for _ in range(min(max(1, safe - 1), iters - len(times))):
             if blocking:
-                clock.settle()
+                clock.synchronize()
                 barrier()
                 begin = mark()
             run()
             end = mark()
             spans.append((begin, end))
             begin = end
-        clock.settle()
+        clock.synchronize()
         times += [clock.seconds(begin, end) for begin, end in spans]
     return times
 
@@ -123,19 +123,19 @@ def time_graphs(
     for _ in range(max(1, warmup)):  # what connects at the first call cannot be captured
         refill()
         run()
-    clock.settle()
+    clock.synchronize()
     replay = clock.graph(run, calls)
     refill()
     replay()
-    clock.settle()
+    clock.synchronize()
     barrier()
     marks = []
     for _ in range(replays):
         refill()
-        begin = clock.mark()
+        begin = clock.record()
         replay()
-        marks.append((begin, clock.mark()))
-    clock.settle()
+        marks.append((begin, clock.record()))
+    clock.synchronize()
     return [clock.seconds(begin, end) for begin, end in marks]
 
 

@@ -40,7 +40,7 @@ class Case:
     rank: int
     ranks: int
 
-    def inputs(self, seed: int, values: exact_inputs.Values) -> torch.Tensor:
+    def inputs(self, seed: int, values: exact_inputs.ValueSource) -> torch.Tensor:
         return exact_inputs.inputs(
             self.collective,
             self.count,
@@ -52,7 +52,7 @@ class Case:
             values=values,
         )
 
-    def expected(self, seed: int, values: exact_inputs.Values) -> torch.Tensor:
+    def expected(self, seed: int, values: exact_inputs.ValueSource) -> torch.Tensor:
         return exact_inputs.expected(
             self.collective,
             self.count,
@@ -87,7 +87,7 @@ class Case:
         return buffer, buffer[mine] if self.collective in ("all_gather", "gather") else buffer
 
 
-def values_for(variant: Variant, dtype: torch.dtype) -> exact_inputs.Values:
+def values_for(variant: Variant, dtype: torch.dtype) -> exact_inputs.ValueSource:
     """What to feed: numbers whose sum is exact, or for a lossy codec numbers like gradients."""
     return exact_inputs.integers if codec(variant.codec).lossless(dtype) else exact_inputs.normal
 
@@ -105,7 +105,7 @@ def judge(
         lossless = values is exact_inputs.integers
         return Verdict(wrong=0) if lossless else Verdict(wrong=0, max_error=0.0, mean_error=0.0)
     if values is exact_inputs.integers:
-        return Verdict(wrong=exact_inputs.wrong(result, want))
+        return Verdict(wrong=exact_inputs.count_mismatches(result, want))
     bound, mean_bound = bounds(case, variant, seed)
     wrong, largest, total = _errors(result.reshape(-1), want, bound)
     mean = total / want.numel()

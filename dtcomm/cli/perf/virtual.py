@@ -24,8 +24,8 @@ from dtcomm.cli.perf.runner import groups, limited, rounds
 from dtcomm.cli.perf.verify import Case, Verdict, combined, digest, judge, values_for
 from dtcomm.codecs import codec
 from dtcomm.measure import gpu_info
-from dtcomm.measure.device_clock import Clock, Run, clock_of
-from dtcomm.measure.memory_floor import Copy, moved_bytes
+from dtcomm.measure.device_clock import Clock, Run, make_clock
+from dtcomm.measure.memory_floor import TimedCopy, minimum_bytes_moved
 from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.cuda_peer.launch import FusedPlan
 
@@ -45,7 +45,9 @@ def run(options: Options, listener: Listener, clock: Clock | None = None) -> Rep
             for rank in range(options.virtual)
         ],
         backends={"virtual": f"{options.virtual} ranks in one launch of the fused kernels"},
-        gpus=[{"host": platform.node(), "device": str(device), **gpu_info.facts(device)}] if device else [],
+        gpus=[{"host": platform.node(), "device": str(device), **gpu_info.describe_gpu(device)}]
+        if device
+        else [],
         warnings=[] if device else [WARNING],
     )
     try:
@@ -64,9 +66,11 @@ class VirtualBench:
 
     def __init__(self, options: Options, device: torch.device, clock: Clock | None = None) -> None:
         self._options, self._device = options, device
-        self._clock = clock or clock_of(device, options.report_cputime)
+        self._clock = clock or make_clock(device, options.report_cputime)
         self._virtual = VirtualRanks(options.virtual, device)
-        self._copy = Copy(device, self._clock, Copy.LARGE if device.type == "cuda" else EMULATED_COPY)
+        self._copy = TimedCopy(
+            device, self._clock, TimedCopy.LARGE if device.type == "cuda" else EMULATED_COPY
+        )
 
     def row(self, variant: Variant, size: int, datatype: str, op: str, root: int) -> Row:
         """One line of the table."""
@@ -101,7 +105,7 @@ class VirtualBench:
             schedule=schedule,
         )
         wire = codec(variant.codec).wire_bytes(count, dtype)
-        moved = moved_bytes(collective.name, algorithm, ranks, count, dtype.itemsize, wire)
+        moved = minimum_bytes_moved(collective.name, algorithm, ranks, count, dtype.itemsize, wire)
         sources = [case.inputs(0, timed_values(dtype)).to(self._device) for case in cases]
         buffers = [torch.empty(case.span, dtype=dtype, device=self._device) for case in cases]
         placements = [False] if collective.separate else [False, True]
@@ -158,7 +162,7 @@ class VirtualBench:
         )
         self._copy.time(3)
         self._virtual.check()
-        rate, seconds = self._copy.rate(forget=True), timing.statistics.p50
+        rate, seconds = self._copy.bytes_per_second(reset=True), timing.statistics.p50
         share = None
         if moved and seconds > 0 and not self._options.report_cputime:
             share = moved / rate / seconds

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import dtcomm
 from dtcomm.errors import CollectiveTimeout, PeerLost
 from dtcomm.launch.ranks import run_ranks, spawn_ranks
-from dtcomm.launch.worker import tell
+from dtcomm.launch.worker import send_to_parent
 from tests.support.patience import Patience
 
 LIMIT_S = 2.0
@@ -87,7 +87,7 @@ def groups_come_and_go(rank: int, world_size: int) -> list[int]:
             dist.destroy_process_group(group)
         dist.barrier()
         counts.append(_descriptors())
-    tell(os.getpid())
+    send_to_parent(os.getpid())
     return counts
 
 

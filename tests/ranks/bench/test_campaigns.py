@@ -11,14 +11,14 @@ from bench.fault_ranks import Fault, Seen, excess
 from bench.faults import GROUP_TIMEOUT, LIMIT_SECONDS, judge
 from bench.random_ops import COLLECTIVES, WHOLE, memberships, sequence
 from bench.soak import CYCLE, SETTLED, growth
-from dtcomm.launch.ranks import Outcome
+from dtcomm.launch.ranks import RankOutcome
 
 FAULT = Fault(kind="SIGKILL", victim=1, numel=16)
 GOOD = Seen(error="PeerLost", message="rank 1 (pid 77) is gone", at=10.5, next_error="PeerLost")
 
 
-def outcome(seen: Seen) -> Outcome:
-    return Outcome(rank=0, ok=True, result=seen)
+def outcome(seen: Seen) -> RankOutcome:
+    return RankOutcome(rank=0, ok=True, result=seen)
 
 
 def test_a_right_report_has_no_complaints() -> None:
@@ -44,8 +44,8 @@ def test_each_flaw_is_named(change: dict[str, object], complaint: str) -> None:
 
 
 def test_a_survivor_that_hangs_or_dies_is_a_complaint() -> None:
-    assert "did not return" in judge(FAULT, Outcome(rank=0, timed_out=True, seconds=20), 10.0, 77)[0]
-    assert "SIGSEGV" in judge(FAULT, Outcome(rank=0, exitcode=-11), 10.0, 77)[0]
+    assert "did not return" in judge(FAULT, RankOutcome(rank=0, timed_out=True, seconds=20), 10.0, 77)[0]
+    assert "SIGSEGV" in judge(FAULT, RankOutcome(rank=0, exitcode=-11), 10.0, 77)[0]
 
 
 def test_a_stopped_rank_is_reported_at_the_groups_timeout() -> None:

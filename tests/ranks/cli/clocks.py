@@ -25,11 +25,11 @@ class Counted:
     def did(self, what: str) -> None:
         self.story.append(what)
 
-    def mark(self) -> int:
+    def record(self) -> int:
         self.did("mark")
         return len(self.story)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self.did("settle")
         self._settled = len(self.story)
 

@@ -16,7 +16,7 @@ import dtcomm.collectives as C
 from dtcomm.cli.doctor import main as doctor_command
 from dtcomm.cli.doctor.diagnosis import judge, listing, size
 from dtcomm.errors import DtcommError
-from dtcomm.launch.ranks import run_ranks, spawn_ranks, tell
+from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 
 NUMEL = 25 * 2**20 // 4
 OVER_GLOO = {"DTCOMM_RUNTIME": "process_group", "DTCOMM_PIECE_KIB": "256"}
@@ -29,7 +29,7 @@ def go_wrong(rank: int, world_size: int, kind: str) -> str:
         C.all_reduce(x)
     odd = rank == world_size - 1
     if odd and kind in ("SIGKILL", "SIGSTOP", "absent"):
-        tell("here")
+        send_to_parent("here")
         time.sleep(30 if kind.startswith("SIG") else 4)
     try:
         if kind == "mismatch" and odd:
@@ -46,7 +46,7 @@ def records(kind: str, tmp_path: Path, env: dict[str, str], timeout: float) -> N
         go_wrong, 3, kind, env={"DTCOMM_FLIGHT_DIR": str(tmp_path), **env}, group_timeout=timeout
     ) as ranks:
         if kind in ("SIGKILL", "SIGSTOP"):
-            assert ranks.hear(2) == "here"
+            assert ranks.receive(2) == "here"
             ranks.kill(2, signal.Signals[kind])
         if kind == "SIGSTOP":
             time.sleep(timeout + 2)

@@ -228,7 +228,7 @@ def test_under_torchrun_its_ranks_are_used(tmp_path: Path) -> None:
 
 
 def test_beside_its_peers_with_a_picture(tmp_path: Path) -> None:
-    peers = "gloo" if mpi.missing() else "gloo,mpi"
+    peers = "gloo" if mpi.why_unavailable() else "gloo,mpi"
     file = tmp_path / "picture.png"
     document = perf(
         tmp_path, f"broadcast -b 4K -e 32K -f 8 --codec none,int8:block=64 --compare {peers} --plot {file}"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dtcomm.cli.perf import timing
-from dtcomm.measure.device_clock import HostClock, clock_of, median_seconds, seconds_of
+from dtcomm.measure.device_clock import HostClock, make_clock, median_seconds, time_calls
 from tests.ranks.cli.clocks import Counted
 
 
@@ -68,15 +68,17 @@ def test_replays_are_queued_together_and_their_refills_are_not_timed() -> None:
 def test_a_mark_is_not_read_before_the_host_has_waited() -> None:
     clock = Counted()
     with pytest.raises(AssertionError, match="before the host had waited"):
-        clock.seconds(clock.mark(), clock.mark())
+        clock.seconds(clock.record(), clock.record())
 
 
 def test_the_host_s_clock() -> None:
     now = iter([1.0, 4.0, 10.0, 11.0, 20.0, 22.0]).__next__
     done = []
-    assert seconds_of(HostClock(now), lambda: done.append(1), calls=3) == 1.0
+    assert time_calls(HostClock(now), lambda: done.append(1), calls=3) == 1.0
     assert median_seconds(HostClock(now), lambda: done.append(1), repeats=2) == 1.5
     HostClock().graph(lambda: done.append(2), 3)()
     assert done == [1, 1, 1, 2, 2, 2]
     cpu = torch.device("cpu")
-    assert clock_of(cpu).mark is time.perf_counter and clock_of(cpu, cpu=True).mark is time.process_time
+    assert (
+        make_clock(cpu).record is time.perf_counter and make_clock(cpu, cpu=True).record is time.process_time
+    )

@@ -16,7 +16,7 @@ from dtcomm.cli.perf import virtual as perf_virtual
 from dtcomm.cli.perf.collectives import COLLECTIVES
 from dtcomm.cli.perf.report import Listener, Report
 from dtcomm.codecs import codec
-from dtcomm.measure.memory_floor import moved_bytes
+from dtcomm.measure.memory_floor import minimum_bytes_moved
 from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.cuda_peer.launch import COLLECTIVES as FUSED
 from tests.ranks.cli.clocks import Counted
@@ -90,7 +90,7 @@ def test_the_share_is_that_of_a_copy_of_as_many_bytes() -> None:
 
     report = virtual("all_reduce --virtual 2 -b 4K -e 4K --codec int4 --algorithm two_shot", Told())
     count = 1 << 10
-    moved = moved_bytes("all_reduce", "two_shot", 2, count, 4, codec("int4").wire_bytes(count))
+    moved = minimum_bytes_moved("all_reduce", "two_shot", 2, count, 4, codec("int4").wire_bytes(count))
     for place in (report.rows[0].in_place, report.rows[0].out_of_place):
         assert place.of_floor == pytest.approx(moved / (2 * perf_virtual.EMULATED_COPY))
     assert virtual("all_reduce --virtual 2 -b 1K -e 1K -C").rows[0].compared.of_floor is None

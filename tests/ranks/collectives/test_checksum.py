@@ -51,11 +51,13 @@ def test_a_flipped_bit_is_found_or_was_in_the_padding(collective: str, algorithm
             for each in case.operations
         ]
         outcomes = run(world, together([case]))
-        fates = {outcome.fate for outcome in outcomes}
+        fates = {outcome.status for outcome in outcomes}
         if "corrupt" in fates:
             found += 1
             assert fates <= {"corrupt", "done"}, (world, outcomes)
-            assert len({outcome.culprit for outcome in outcomes if outcome.fate == "corrupt"}) == 1, world
+            assert len({outcome.failed_rank for outcome in outcomes if outcome.status == "corrupt"}) == 1, (
+                world
+            )
             continue
         finished(outcomes, world)
         for rank in range(world.ranks):  # nothing that anybody reads was hit

@@ -71,7 +71,7 @@ def every_dtype(rank: int, n: int) -> None:
                 given = exact_inputs.inputs(name, 3001, dtype, op=op, rank=rank, world_size=n)
                 expected = exact_inputs.expected(name, 3001, dtype, op=op, rank=rank, world_size=n)
                 output = call(name, given, n, op=op)
-                assert exact_inputs.wrong(output, expected) == 0, (dtype, op, name)
+                assert exact_inputs.count_mismatches(output, expected) == 0, (dtype, op, name)
         if dtype in (torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8):
             torch.manual_seed(rank)
             ours = torch.randint(0, 20, (513,)).to(dtype)

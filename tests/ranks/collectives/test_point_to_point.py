@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dtcomm import collectives
 from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
-from dtcomm.launch.ranks import run_ranks, spawn_ranks, tell
+from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 from dtcomm.runtime.native.chunk_size import piece_bytes
 from dtcomm.runtime.types import Part, Shape
 
@@ -97,7 +97,7 @@ def test_wrong_calls_are_named() -> None:
 def alone(rank: int, n: int) -> Any:
     if rank == 1:
         collectives.send(torch.ones(3), 0)
-        tell("sent")
+        send_to_parent("sent")
         time.sleep(60)
     collectives.recv(torch.empty(3), 1)
     try:
@@ -109,7 +109,7 @@ def alone(rank: int, n: int) -> Any:
 
 def test_a_dead_peer_is_named() -> None:
     with spawn_ranks(alone, 2, group_timeout=20.0) as ranks:
-        assert ranks.hear(1) == "sent"
+        assert ranks.receive(1) == "sent"
         ranks.kill(1)
         outcome = ranks.join(30)[0]
     assert outcome.ok and "PeerLost: rank 1" in outcome.result, outcome

@@ -23,7 +23,7 @@ def shared_tensors(rank: int, n: int) -> None:
                 tensor.copy_(exact_inputs.inputs("all_reduce", count, op=op, rank=rank, world_size=n))
                 collectives.all_reduce(tensor, op, algorithm="two_shot")
                 assert (
-                    exact_inputs.wrong(
+                    exact_inputs.count_mismatches(
                         tensor, exact_inputs.expected("all_reduce", count, op=op, rank=rank, world_size=n)
                     )
                     == 0
@@ -33,7 +33,7 @@ def shared_tensors(rank: int, n: int) -> None:
             output = torch.empty(count)
             collectives.reduce_scatter(output, given)
             assert (
-                exact_inputs.wrong(
+                exact_inputs.count_mismatches(
                     output, exact_inputs.expected("reduce_scatter", count, rank=rank, world_size=n)
                 )
                 == 0
@@ -45,7 +45,7 @@ def shared_tensors(rank: int, n: int) -> None:
             collectives.all_gather(gathered, shard)
             shard.zero_()
             assert (
-                exact_inputs.wrong(
+                exact_inputs.count_mismatches(
                     gathered, exact_inputs.expected("all_gather", count, rank=rank, world_size=n)
                 )
                 == 0
@@ -79,7 +79,10 @@ def copied_from_shared(rank: int, n: int) -> None:
 
             def check(collective: str, result: torch.Tensor, count: int = count) -> None:
                 expected = exact_inputs.expected(collective, count, rank=rank, world_size=n, root=root)
-                assert exact_inputs.wrong(result[: expected.numel()], expected) == 0, (collective, count)
+                assert exact_inputs.count_mismatches(result[: expected.numel()], expected) == 0, (
+                    collective,
+                    count,
+                )
 
             tensor = given("broadcast", 1)
             collectives.broadcast(tensor, root)
@@ -107,7 +110,7 @@ def copied_from_shared(rank: int, n: int) -> None:
                         collectives.recv(output, peer)
                 source.zero_()
                 expected = exact_inputs.inputs("sendrecv", count, rank=peer, world_size=n)
-                assert exact_inputs.wrong(output, expected) == 0
+                assert exact_inputs.count_mismatches(output, expected) == 0
 
 
 @pytest.mark.parametrize("n", [2, 3])

@@ -15,7 +15,7 @@ import torch
 
 from dtcomm import collectives
 from dtcomm.errors import DtcommError, PeerLost
-from dtcomm.launch.ranks import run_ranks, spawn_ranks, tell
+from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 from dtcomm.measure import exact_inputs
 
 ON = {"DTCOMM_SINGLE_COPY": "on"}
@@ -32,7 +32,7 @@ def pulled(rank: int, n: int) -> int:
             for source in sources:
                 source.fill_(float("nan"))  # whoever reads it now reads it too late
             expected = exact_inputs.expected(collective, count, rank=rank, world_size=n, root=root)
-            assert exact_inputs.wrong(result.reshape(-1)[: expected.numel()], expected) == 0, (
+            assert exact_inputs.count_mismatches(result.reshape(-1)[: expected.numel()], expected) == 0, (
                 collective,
                 count,
             )
@@ -68,7 +68,7 @@ def pulled(rank: int, n: int) -> int:
                 collectives.send(source, peer) if sends else collectives.recv(output, peer)
             source.zero_()
             expected = exact_inputs.inputs("sendrecv", count, rank=peer, world_size=n)
-            assert exact_inputs.wrong(output, expected) == 0
+            assert exact_inputs.count_mismatches(output, expected) == 0
     info = collectives.info()
     assert info["single_copy"] == "process_vm_readv"
     bytes: int = info["pulled_bytes"]
@@ -133,7 +133,7 @@ def test_a_sender_returns_when_it_has_been_read() -> None:
 def gathers(rank: int, n: int) -> str:
     x, out = torch.ones(1_000_000), torch.empty(1_000_000 * n)
     collectives.all_gather(out, x)
-    tell("running")
+    send_to_parent("running")
     try:
         while True:
             collectives.all_gather(out, x)
@@ -144,7 +144,7 @@ def gathers(rank: int, n: int) -> str:
 def test_a_death_while_memory_is_read_is_named() -> None:
     with spawn_ranks(gathers, 3, env=ON, group_timeout=20.0) as ranks:
         for rank in range(3):
-            assert ranks.hear(rank) == "running"
+            assert ranks.receive(rank) == "running"
         time.sleep(0.1)
         ranks.kill(1)
         outcomes = ranks.join(30)

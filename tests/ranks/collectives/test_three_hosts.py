@@ -15,7 +15,7 @@ from dtcomm import algorithms, collectives
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure import exact_inputs, netns
 
-WHY = netns.available()
+WHY = netns.why_unavailable()
 pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY or "-")
 HOST_OF = (0, 0, 1, 2)
 HIERARCHIES = ("hierarchical", "hierarchical:ring/tree", "hierarchical:one_shot/ring")
@@ -56,7 +56,7 @@ def others(rank: int, ranks: int, numel: int) -> list[str]:
             expected = exact_inputs.expected(name, numel, rank=rank, world_size=ranks, root=3)
             out = torch.empty(given.numel() if name in ("broadcast", "reduce") else expected.numel())
             call(given, out, how)
-            if expected.numel() and exact_inputs.wrong(out, expected):
+            if expected.numel() and exact_inputs.count_mismatches(out, expected):
                 wrong.append(f"{name} {how}")
     return wrong
 
@@ -64,7 +64,7 @@ def others(rank: int, ranks: int, numel: int) -> list[str]:
 def everything(
     rank: int, ranks: int, rendezvous: str, namespaces: list[str]
 ) -> tuple[dict[str, int], list[str]]:
-    with netns.visit(rank, ranks, rendezvous, [namespaces[host] for host in HOST_OF]):
+    with netns.temporary_process_group(rank, ranks, rendezvous, [namespaces[host] for host in HOST_OF]):
         found = {size: sums(rank, ranks, size) for size in (1, 20_000)}
         wrong = others(rank, ranks, 5000)
         info = collectives.info()

@@ -11,7 +11,7 @@ from dtcomm import algorithms, collectives
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure import netns
 
-WHY = netns.available()
+WHY = netns.why_unavailable()
 pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY or "-")
 
 
@@ -20,7 +20,7 @@ def reduce(
 ) -> dict[tuple[str, str, int], torch.Tensor]:
     """Sums of small integers, by codec, algorithm and size."""
     found = {}
-    with netns.visit(rank, ranks, rendezvous, namespaces):
+    with netns.temporary_process_group(rank, ranks, rendezvous, namespaces):
         for codec in ("none", "fp16", "int8"):
             for algorithm in ("auto", *algorithms.available("all_reduce")):
                 for numel in (1, 1000, 300_001):

@@ -10,7 +10,7 @@ import torch
 
 from dtcomm import ddp
 from dtcomm.errors import PeerLost
-from dtcomm.launch.ranks import run_ranks, spawn_ranks, tell
+from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 from tests.support.patience import Patience
 from tests.unit.ddp.models import SMALL_BUCKETS, backward, wrapped
 
@@ -66,17 +66,17 @@ def train_until_it_fails(rank: int, world_size: int, options: dict[str, Any]) ->
             seconds = patience.seconds()
             if state.error is None and "find_unused_parameters" in options:
                 # torch's own all-reduce, of which parameters were used, met the death before the hook did.
-                tell((type(error).__name__, str(error), seconds, ""))
+                send_to_parent((type(error).__name__, str(error), seconds, ""))
                 os._exit(
                     0
                 )  # as the process of a job would: those who wait in it for this rank are told by that
             assert state.error is error
             with pytest.raises(type(error)) as again:
                 backward(model, rank, step)
-            tell((type(error).__name__, str(error), seconds, str(again.value)))
+            send_to_parent((type(error).__name__, str(error), seconds, str(again.value)))
             return
         if step == 3:
-            tell("running")
+            send_to_parent("running")
     raise AssertionError("nothing happened")
 
 
@@ -84,10 +84,10 @@ def train_until_it_fails(rank: int, world_size: int, options: dict[str, Any]) ->
 def test_a_killed_peer_is_named_by_backward_within_two_seconds(options: dict[str, Any]) -> None:
     with spawn_ranks(train_until_it_fails, 3, options) as ranks:
         for rank in range(3):
-            assert ranks.hear(rank, 60) == "running"
+            assert ranks.receive(rank, 60) == "running"
         pid = ranks.pids[1]
         ranks.kill(1)
-        told = [ranks.hear(rank, 20) for rank in (0, 2)]
+        told = [ranks.receive(rank, 20) for rank in (0, 2)]
     for name, text, seconds, again in told:
         assert seconds < 2.0
         if name == "RuntimeError" and not again:

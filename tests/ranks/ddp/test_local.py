@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtcomm import ddp
 from dtcomm.compress.guard import Guard
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.measure.simulated_ranks import Simulated
+from dtcomm.measure.simulated_ranks import SimulatedRanks
 from tests.unit.ddp.models import Net, backward, wrapped
 
 
@@ -106,7 +106,7 @@ def as_stated(rank: int, world_size: int, spec: str, options: dict[str, Any], ou
         bucket_bytes=12_000,
         **options,
     )
-    run = Simulated(spec, world_size, named, **options)
+    run = SimulatedRanks(spec, world_size, named, **options)
     theirs = momentum(start)
     for sync in range(4):
         train(model, local, rank, range(4 * sync, 4 * sync + 3))

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.measure.simulated_ranks import Simulated
+from dtcomm.measure.simulated_ranks import SimulatedRanks
 from tests.unit.ddp.models import SMALL_BUCKETS, backward, gradients, local_gradients, train, wrapped
 
 #: Everything that keeps something, with what it is given.
@@ -33,7 +33,7 @@ def against_the_loop(rank: int, world_size: int, spec: str, options: dict[str, A
     model = wrapped(**SMALL_BUCKETS)
     state = ddp.compress(model, spec, algorithm="one_shot", sample_every=2, guard=None, **options)
     named = list(model.module.named_parameters())
-    run = Simulated(spec, world_size, named, **options)
+    run = SimulatedRanks(spec, world_size, named, **options)
     with local_gradients(model) as mine:
         for step in range(6):
             model.zero_grad()

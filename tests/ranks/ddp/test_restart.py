@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dtcomm.launch.elastic import launch
+from dtcomm.launch.elastic import run_elastic
 from dtcomm.launch.ranks import run_ranks
 from tests.unit.ddp.restarting import main, train
 
@@ -22,7 +22,7 @@ def test_a_run_whose_rank_was_killed_in_backward_ends_as_if_nothing_had_been(tmp
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()
     whole = run_ranks(uninterrupted, 2, str(tmp_path / "whole"))
-    launch(main, 2, str(tmp_path / "killed"), 4, restarts=1)
+    run_elastic(main, 2, str(tmp_path / "killed"), 4, restarts=1)
     survivor = (tmp_path / "killed" / "survivor0.txt").read_text()
     assert re.search(r"rank 1 .*pid \d+", survivor), survivor
     ends = [json.loads((tmp_path / "killed" / f"end{rank}.json").read_text()) for rank in range(2)]

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtcomm import fsdp
 from dtcomm.errors import PeerLost
 from dtcomm.fsdp.comm import Gather, Scatter
-from dtcomm.launch.elastic import STORE_OF_THEIR_OWN, launch
+from dtcomm.launch.elastic import WORKERS_OWN_STORE, run_elastic
 from dtcomm.launch.ranks import run_ranks, spawn_ranks
 from tests.ranks.fsdp.models import WIDTH, sharded
 from tests.ranks.fsdp.restarted import main
@@ -112,7 +112,7 @@ def contents(folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_torchrun_restarts_from_the_checkpoint_and_ends_as_a_resumed_run(tmp_path: Path) -> None:
     run, again = tmp_path / "run", tmp_path / "again"
-    launch(main, 2, 3, [*ARGUMENTS, "--checkpoints", str(run)], restarts=1, env=STORE_OF_THEIR_OWN)
+    run_elastic(main, 2, 3, [*ARGUMENTS, "--checkpoints", str(run)], restarts=1, env=WORKERS_OWN_STORE)
     assert (tmp_path / "deaths").read_text() == "rank 1\n"
     shutil.copytree(run / "2", again / "2")
     run_ranks(resumed, 2, str(again))

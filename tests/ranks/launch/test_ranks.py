@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtcomm.launch.ranks import RankError, RankTimeout, run_ranks, spawn_ranks, tell
+from dtcomm.launch.ranks import RankError, RankTimeout, run_ranks, send_to_parent, spawn_ranks
 
 
 def summed(rank: int, world_size: int, scale: int) -> tuple[int, int, torch.Tensor]:
@@ -45,7 +45,7 @@ def environment(rank: int, world_size: int, name: str) -> str | None:
 
 
 def announce(rank: int, world_size: int) -> int:
-    tell(("here", rank))
+    send_to_parent(("here", rank))
     time.sleep(60)
     return rank
 
@@ -55,7 +55,7 @@ def fork_and_wait(rank: int, world_size: int) -> None:
     if child == 0:
         time.sleep(600)
         os._exit(0)
-    tell(child)
+    send_to_parent(child)
     time.sleep(600)
 
 
@@ -167,9 +167,9 @@ def test_a_rank_that_failed_is_not_used_again() -> None:
 
 def test_ranks_can_be_heard_and_killed() -> None:
     with spawn_ranks(announce, 2) as ranks:
-        assert [ranks.hear(rank) for rank in (0, 1)] == [("here", 0), ("here", 1)]
-        with pytest.raises(RankTimeout, match="rank 0 said nothing"):
-            ranks.hear(0, timeout=0.1)
+        assert [ranks.receive(rank) for rank in (0, 1)] == [("here", 0), ("here", 1)]
+        with pytest.raises(RankTimeout, match="rank 0 sent no message"):
+            ranks.receive(0, timeout=0.1)
         ranks.kill(1)
         outcomes = ranks.join(1.0)
     assert (outcomes[1].exitcode, outcomes[1].timed_out) == (-signal.SIGKILL, False)
@@ -178,7 +178,7 @@ def test_ranks_can_be_heard_and_killed() -> None:
 
 def test_leaving_the_block_kills_the_rank_and_its_children() -> None:
     with spawn_ranks(fork_and_wait, 1, backend=None) as ranks:
-        child = ranks.hear(0)
+        child = ranks.receive(0)
         assert isinstance(child, int)
         ranks.kill(0, signal.SIGSTOP)
         pids = [*ranks.pids, child]
@@ -187,7 +187,7 @@ def test_leaving_the_block_kills_the_rank_and_its_children() -> None:
 
 def test_a_death_is_seen_though_a_child_holds_the_socket() -> None:
     with spawn_ranks(fork_and_wait, 1, backend=None) as ranks:
-        ranks.hear(0)
+        ranks.receive(0)
         ranks.kill(0)
         (outcome,) = ranks.join(10)
         assert outcome.exitcode == -signal.SIGKILL and outcome.seconds < 10
@@ -221,10 +221,10 @@ def test_functions_must_be_importable() -> None:
 
 SCRIPT = """
 import sys, time
-from dtcomm.launch.ranks import spawn_ranks, tell, run_ranks
+from dtcomm.launch.ranks import spawn_ranks, send_to_parent, run_ranks
 
 def work(rank, world_size):
-    tell(rank)
+    send_to_parent(rank)
     time.sleep(600)
 
 def name(rank, world_size):
@@ -233,7 +233,7 @@ def name(rank, world_size):
 if __name__ == "__main__":
     print([rank for _, rank in run_ranks(name, 2)], flush=True)
     ranks = spawn_ranks(work, 2)
-    ranks.hear(0), ranks.hear(1)
+    ranks.receive(0), ranks.receive(1)
     print(*ranks.pids, flush=True)
     time.sleep(600)
 """

@@ -12,7 +12,7 @@ import dtcomm.collectives as C
 from dtcomm import algorithms
 from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError, PeerLost
-from dtcomm.launch.ranks import run_ranks, spawn_ranks, tell
+from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 from dtcomm.measure import exact_inputs
 from dtcomm.runtime.native.runtime import Buffers
 from dtcomm.runtime.torchdist.arithmetic import Arithmetic
@@ -176,7 +176,7 @@ def exact_sums(rank: int, world_size: int) -> int:
         for count in (1, 1000, 300_000):
             x = exact_inputs.inputs("all_reduce", count, op=op, rank=rank, world_size=world_size)
             C.all_reduce(x, op)
-            wrong += exact_inputs.wrong(
+            wrong += exact_inputs.count_mismatches(
                 x, exact_inputs.expected("all_reduce", count, op=op, rank=rank, world_size=world_size)
             )
     return wrong
@@ -230,7 +230,7 @@ def test_unchecked_disagreement_ends_at_the_timeout_and_not_with_the_process() -
     with spawn_ranks(wrong_sizes, 2, env=OVER_GLOO, group_timeout=2.0) as ranks:
         outcomes = ranks.join(30)
     for rank, outcome in enumerate(outcomes):
-        assert outcome.ok, outcome.failure()
+        assert outcome.ok, outcome.describe_failure()
         assert outcome.result.startswith(f"CollectiveTimeout: rank {1 - rank}")
         assert "DTCOMM_CHECK=1" in outcome.result
 
@@ -238,7 +238,7 @@ def test_unchecked_disagreement_ends_at_the_timeout_and_not_with_the_process() -
 def until_failure(rank: int, world_size: int, algorithm: str) -> None:
     x = torch.ones(2_000_000)
     C.all_reduce(x, algorithm=algorithm)
-    tell("ready")
+    send_to_parent("ready")
     try:
         while True:
             patience = Patience()
@@ -249,7 +249,7 @@ def until_failure(rank: int, world_size: int, algorithm: str) -> None:
             C.all_reduce(x)
         except type(error) as again:
             assert str(again) == str(error)
-        tell((type(error).__name__, str(error), seconds))
+        send_to_parent((type(error).__name__, str(error), seconds))
 
 
 @pytest.mark.slow
@@ -259,11 +259,11 @@ def test_a_lost_rank_is_named(sig: signal.Signals, algorithm: str) -> None:
     waited = []
     with spawn_ranks(until_failure, 4, algorithm, env=OVER_GLOO, group_timeout=4.0) as ranks:
         for rank in range(4):
-            assert ranks.hear(rank) == "ready"
+            assert ranks.receive(rank) == "ready"
         time.sleep(0.2)
         ranks.kill(victim, sig)
         for rank in (0, 2, 3):
-            name, text, seconds = ranks.hear(rank)
+            name, text, seconds = ranks.receive(rank)
             assert name == kind.__name__, text
             assert text.startswith(f"rank {victim} "), text
             assert f"pid {ranks.pids[victim]}" in text

@@ -16,7 +16,7 @@ import dtcomm.collectives as C
 from dtcomm import _C, algorithms, env
 from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError, PayloadCorrupt, PeerLost
-from dtcomm.launch.ranks import run_ranks, spawn_ranks, tell
+from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 from dtcomm.runtime.bootstrap.cpu import Joining
 from dtcomm.runtime.bootstrap.tcp import Door
 from dtcomm.runtime.native.runtime import native_plan
@@ -258,13 +258,13 @@ def until_failure(rank: int, world_size: int, children: bool) -> None:
     if children and os.fork() == 0:
         time.sleep(10)
         os._exit(0)
-    tell("ready")
+    send_to_parent("ready")
     try:
         while True:
             patience = Patience()
             C.all_reduce(x, codec="int8", algorithm="ring")
     except DtcommError as error:
-        tell((type(error).__name__, str(error), patience.seconds()))
+        send_to_parent((type(error).__name__, str(error), patience.seconds()))
         with pytest.raises(type(error)):
             C.all_reduce(x)
 
@@ -278,11 +278,11 @@ def test_a_lost_rank_is_named(sig: signal.Signals) -> None:
         until_failure, 3, children, env=SOCKETS, group_timeout=2.0 if sig == signal.SIGSTOP else 30.0
     ) as ranks:
         for rank in range(3):
-            assert ranks.hear(rank) == "ready"
+            assert ranks.receive(rank) == "ready"
         time.sleep(0.2)
         ranks.kill(victim, sig)
         for rank in (0, 2):
-            name, text, seconds = ranks.hear(rank)
+            name, text, seconds = ranks.receive(rank)
             assert name == kind.__name__, text
             assert f"rank {victim} (" in text and f"pid {ranks.pids[victim]}" in text, text
             assert seconds < (2.0 if sig == signal.SIGKILL else 5.0)

@@ -41,7 +41,7 @@ def collective(parts: list[torch.Tensor], spec: str, algorithm: str) -> torch.Te
         World(ranks=ranks, seed=1, delay=0.1),
         [[Operation(shape=shape, schedule=schedule, buffers=[Buffers(t, t, None)])] for t in tensors],
     )
-    assert {outcome.fate for outcome in outcomes} == {"done"}
+    assert {outcome.status for outcome in outcomes} == {"done"}
     assert all(torch.equal(tensors[0], tensor) for tensor in tensors)
     return tensors[0]
 

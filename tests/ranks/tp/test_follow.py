@@ -53,7 +53,7 @@ def sums(
             [Operation(shape=shape, schedule=schedule, buffers=buffers, shared=shared, around=around)]
         )
     outcomes = run(World(ranks=ranks, seed=seed, delay=0.3), operations)
-    assert {outcome.fate for outcome in outcomes} == {"done"}
+    assert {outcome.status for outcome in outcomes} == {"done"}
     if not parts:
         for tensor, normed in zip(tensors, norms, strict=True):
             runs = [(ops.encode("none", tensor), tensor.numel())]

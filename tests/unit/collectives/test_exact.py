@@ -101,7 +101,7 @@ def test_the_same_bits_whatever_the_way(algorithm: str, ranks: int) -> None:
                 for rank in range(ranks)
             ]
             outcomes, _ = reduce_all(world, plans, [[Buffers(x, x)] for x in dealt])
-            assert {outcome.fate for outcome in outcomes} == {"done"}
+            assert {outcome.status for outcome in outcomes} == {"done"}
             for rank, x in enumerate(dealt):
                 assert torch.equal(bits(x), bits(truth)), (spec, op, world, rank)
 
@@ -138,7 +138,7 @@ def test_other_collectives_and_types_give_the_same_bits(collective: str, dtype: 
             for rank in range(ranks)
         ]
         outcomes, _ = reduce_all(World(ranks=ranks, seed=1), plans, buffers)
-        assert {outcome.fate for outcome in outcomes} == {"done"}
+        assert {outcome.status for outcome in outcomes} == {"done"}
         for part, numel in enumerate(numels):
             # The shards of a reduce_scatter have grids of their own.
             columns = [[x[part][i * numel : (i + 1) * numel] for x in inputs] for i in range(scale)]
@@ -228,7 +228,7 @@ def audited(
         for rank in range(ranks)
     ]
     outcomes, checks = reduce_all(world, plans, [[Buffers(x, x)] for x in given])
-    assert {outcome.fate for outcome in outcomes} == {"done"}
+    assert {outcome.status for outcome in outcomes} == {"done"}
     said = []
     for check in checks:
         assert check is not None

@@ -56,7 +56,7 @@ def reduced(
         shape = Shape("all_reduce", op, (Part(numel, torch.float32, codec(spec)),), algorithm)
         calls = [[Operation(shape=shape, schedule=schedule, buffers=part, seed=seed)] for part in buffers]
         outcomes = run(world, calls)
-    assert {outcome.fate for outcome in outcomes} == {"done"}
+    assert {outcome.status for outcome in outcomes} == {"done"}
     for x in tensors[1:]:
         assert torch.equal(x.view(torch.int32), tensors[0].view(torch.int32))
     return tensors, [outcome.wire_bytes for outcome in outcomes]

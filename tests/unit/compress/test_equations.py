@@ -9,7 +9,7 @@ import torch
 from dtcomm.codecs import codec
 from dtcomm.compress.powersgd import _key
 from dtcomm.kernels import counter_rng
-from dtcomm.measure.simulated_ranks import Simulated
+from dtcomm.measure.simulated_ranks import SimulatedRanks
 from tests.unit.compress import statements
 from tests.unit.compress.statements import Array
 
@@ -35,13 +35,13 @@ def close(ours: torch.Tensor, theirs: Array, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(ours.double() / scale, expected / scale, rtol=0, atol=tolerance)
 
 
-def average(run: Simulated, step: int) -> torch.Tensor:
+def average(run: SimulatedRanks, step: int) -> torch.Tensor:
     return run.average([[gradient] for gradient in gradients(step)])[0]
 
 
 @pytest.mark.parametrize("clip", [0.0, 20.0])
 def test_dgc(clip: float) -> None:
-    run = Simulated(f"dgc:ratio=0.05,momentum=0.9,clip={clip}/fp32", RANKS, LAYER)
+    run = SimulatedRanks(f"dgc:ratio=0.05,momentum=0.9,clip={clip}/fp32", RANKS, LAYER)
     paper = statements.DeepGradientCompression(RANKS, NUMEL, 0.9, clip)
     kept = codec("topk:ratio=0.05").layout().kept_of(NUMEL)
     for step in range(STEPS):
@@ -54,7 +54,7 @@ def test_dgc(clip: float) -> None:
 def test_dgc_s_momentum_is_that_of_the_optimiser_where_everything_is_sent() -> None:
     """Of the layer because all of it is sent, of the bias because it is sent uncompressed."""
     parameters = [*LAYER, ("bias", torch.zeros(ROWS))]
-    run = Simulated("numel<100 -> none; * -> dgc:ratio=0.99,momentum=0.5/fp32", RANKS, parameters)
+    run = SimulatedRanks("numel<100 -> none; * -> dgc:ratio=0.99,momentum=0.5/fp32", RANKS, parameters)
     # Of nearly all elements the smallest wait: the sum of what arrived is what counts.
     velocity, total, arrived = torch.zeros(ROWS), torch.zeros(ROWS), torch.zeros(ROWS)
     for step in range(STEPS):
@@ -66,7 +66,7 @@ def test_dgc_s_momentum_is_that_of_the_optimiser_where_everything_is_sent() -> N
 
 
 def test_ef_signsgd() -> None:
-    run = Simulated("sign:block=2048,scale=fp32", RANKS, LAYER)
+    run = SimulatedRanks("sign:block=2048,scale=fp32", RANKS, LAYER)
     paper = statements.SignSGD(RANKS, NUMEL)
     for step in range(STEPS):
         close(average(run, step), paper.step(numbers(gradients(step))))
@@ -74,7 +74,7 @@ def test_ef_signsgd() -> None:
 
 @pytest.mark.parametrize(("feedback", "rate"), [("ef21", 1.0), ("diana", 0.5)])
 def test_differences_to_a_reference(feedback: str, rate: float) -> None:
-    run = Simulated("topk:ratio=0.1/fp32", RANKS, LAYER, feedback=feedback)
+    run = SimulatedRanks("topk:ratio=0.1/fp32", RANKS, LAYER, feedback=feedback)
     paper = statements.Differences(RANKS, NUMEL, rate)
     kept = codec("topk:ratio=0.1").layout().kept_of(NUMEL)
     for step in range(STEPS):
@@ -93,7 +93,7 @@ def start(rank: int) -> Array:
 
 @pytest.mark.parametrize("rank", [1, 4])
 def test_powersgd_is_torch_s(rank: int) -> None:
-    run = Simulated(f"powersgd:rank={rank}", RANKS, LAYER)
+    run = SimulatedRanks(f"powersgd:rank={rank}", RANKS, LAYER)
     theirs = statements.TorchPowerSGD(start(rank), RANKS, ROWS)
     for step in range(STEPS):
         close(average(run, step), theirs.step([each.double().numpy() for each in gradients(step)]))
@@ -101,7 +101,7 @@ def test_powersgd_is_torch_s(rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [1, 4])
 def test_alternating_powersgd_is_epfml_s(rank: int) -> None:
-    run = Simulated(f"powersgd:rank={rank},alternate=true", RANKS, LAYER)
+    run = SimulatedRanks(f"powersgd:rank={rank},alternate=true", RANKS, LAYER)
     theirs = statements.EpfmlPowerSGD(start(rank), RANKS, ROWS)
     for step in range(STEPS):
         close(average(run, step), theirs.step([each.double().numpy() for each in gradients(step)]))

@@ -10,7 +10,7 @@ import torch
 from dtcomm.compress.error_state import FEEDBACKS, Memory
 from dtcomm.compress.residuals import FORMS, Residuals
 from dtcomm.compress.spec import scheme
-from dtcomm.measure.simulated_ranks import Simulated
+from dtcomm.measure.simulated_ranks import SimulatedRanks
 
 SHAPE = (64, 64)
 LAYER = [("layer", torch.zeros(SHAPE))]
@@ -23,7 +23,7 @@ def gradients(ranks: int, step: int, dtype: torch.dtype = torch.float32) -> list
     return [[torch.randn(SHAPE, generator=generator).to(dtype)] for _ in range(ranks)]
 
 
-def kept(run: Simulated) -> list[dict[str, Any]]:
+def kept(run: SimulatedRanks) -> list[dict[str, Any]]:
     """What every rank would save."""
     states = []
     for rank, memory in enumerate(run.memories):
@@ -35,7 +35,7 @@ def kept(run: Simulated) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("spec", ["int4", "topk:ratio=0.05", "powersgd:rank=2"])
 def test_nothing_is_lost_but_the_rounding_of_what_is_kept(spec: str, form: str) -> None:
-    run = Simulated(spec, 2, LAYER, residual=form)
+    run = SimulatedRanks(spec, 2, LAYER, residual=form)
     old = torch.zeros(SHAPE, dtype=torch.float64)
     for step in range(6):
         given = gradients(2, step)
@@ -50,7 +50,7 @@ def test_nothing_is_lost_but_the_rounding_of_what_is_kept(spec: str, form: str) 
 
 @pytest.mark.parametrize(("form", "most"), [("fp32", 4.0), ("bf16", 2.01), ("int8", 1.1)])
 def test_memory_is_accounted_for(form: str, most: float) -> None:
-    run = Simulated("int4", 2, LAYER, residual=form)
+    run = SimulatedRanks("int4", 2, LAYER, residual=form)
     run.average(gradients(2, 0))
     numel = SHAPE[0] * SHAPE[1]
     memory = run.memories[0]
@@ -74,10 +74,10 @@ def test_what_is_small_adds_up_in_eight_bits_too() -> None:
 
 @pytest.mark.parametrize("form", ["bf16", "int8"])
 def test_a_state_continues_bit_for_bit_in_every_form(form: str) -> None:
-    whole = Simulated("int4", 2, LAYER, residual=form)
+    whole = SimulatedRanks("int4", 2, LAYER, residual=form)
     for step in range(3):
         whole.average(gradients(2, step))
-    resumed = Simulated("int4", 2, LAYER, residual=form)
+    resumed = SimulatedRanks("int4", 2, LAYER, residual=form)
     for rank, (memory, state) in enumerate(zip(resumed.memories, kept(whole), strict=True)):
         memory.load(state, state["residuals"], rank, 2)
     resumed.steps = 3
@@ -88,7 +88,7 @@ def test_a_state_continues_bit_for_bit_in_every_form(form: str) -> None:
 @pytest.mark.parametrize("feedback", ["ef21", "diana"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_shared_reference_is_the_mean_of_all(feedback: str, dtype: torch.dtype) -> None:
-    run = Simulated("int3", 3, [("layer", torch.zeros(SHAPE, dtype=dtype))], feedback=feedback)
+    run = SimulatedRanks("int3", 3, [("layer", torch.zeros(SHAPE, dtype=dtype))], feedback=feedback)
     for step in range(30):
         run.average(gradients(3, step, dtype))
     states = [state["references"] for state in kept(run)]
@@ -101,7 +101,7 @@ def test_the_shared_reference_is_the_mean_of_all(feedback: str, dtype: torch.dty
 @pytest.mark.parametrize("spec", ["int2", "topk:ratio=0.05", "powersgd:rank=1"])
 def test_differences_vanish_where_the_gradient_stays(spec: str) -> None:
     """EF21's errors shrink with the differences: a gradient that stays arrives, ever better."""
-    run = Simulated(spec, 2, LAYER, feedback="ef21")
+    run = SimulatedRanks(spec, 2, LAYER, feedback="ef21")
     given = gradients(2, 0)
     mean = torch.stack([each[0] for each in given]).mean(0)
     errors = [float((run.average(given)[0] - mean).norm() / mean.norm()) for _ in range(60)]
@@ -112,7 +112,7 @@ def test_differences_vanish_where_the_gradient_stays(spec: str) -> None:
 @pytest.mark.parametrize("feedback", FEEDBACKS)
 @pytest.mark.parametrize("spec", ["int8", "topk", "powersgd:rank=2"])
 def test_one_rank_s_nan_reaches_all_and_is_gone_at_the_next_step(spec: str, feedback: str) -> None:
-    run = Simulated(spec, 2, LAYER, feedback=feedback)
+    run = SimulatedRanks(spec, 2, LAYER, feedback=feedback)
     run.average(gradients(2, 0))
     bad = gradients(2, 1)
     bad[1][0][3, 5] = float("nan")
@@ -122,7 +122,7 @@ def test_one_rank_s_nan_reaches_all_and_is_gone_at_the_next_step(spec: str, feed
 
 
 def test_dgc_keeps_no_nan() -> None:
-    run = Simulated("dgc:ratio=0.01", 2, LAYER)
+    run = SimulatedRanks("dgc:ratio=0.01", 2, LAYER)
     run.average(gradients(2, 0))
     bad = gradients(2, 1)
     bad[1][0][3, 5] = float("inf")
@@ -134,11 +134,11 @@ def test_dgc_keeps_no_nan() -> None:
 @pytest.mark.parametrize("after", [1, 2, 5])
 @pytest.mark.parametrize(("spec", "feedback"), [("int4", "ef21"), ("dgc:ratio=0.01", True)])
 def test_means_survive_a_change_of_world_size(spec: str, feedback: bool | str, after: int) -> None:
-    run = Simulated(spec, 3, LAYER, feedback=feedback)
+    run = SimulatedRanks(spec, 3, LAYER, feedback=feedback)
     for step in range(4):
         run.average(gradients(3, step))
     states = kept(run)
-    resumed = Simulated(spec, after, LAYER, feedback=feedback)
+    resumed = SimulatedRanks(spec, after, LAYER, feedback=feedback)
     for rank, memory in enumerate(resumed.memories):
         memory.load(states, {}, rank, after)
     new = kept(resumed)

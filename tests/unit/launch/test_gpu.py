@@ -8,8 +8,8 @@ import torch
 from dtcomm.codecs import codec
 from dtcomm.measure import gpu_info
 from dtcomm.measure.device_clock import HostClock
-from dtcomm.measure.kernel_workloads import Verbs, sets_for
-from dtcomm.measure.memory_floor import Copy, moved_bytes
+from dtcomm.measure.kernel_workloads import KernelWorkloads, buffer_sets_for
+from dtcomm.measure.memory_floor import TimedCopy, minimum_bytes_moved
 
 SAID = """\
 GPU-1111, 580.82.07, 345, 2619, 1980, 3201, 700.00
@@ -18,7 +18,7 @@ GPU-2222, 580.82.07, 1980, 3201, 1980, 3201, [N/A]
 
 
 def test_nvidia_smi_is_read_by_the_device_s_id() -> None:
-    assert gpu_info.read(SAID, "2222") == {
+    assert gpu_info.parse_nvidia_smi(SAID, "2222") == {
         "driver": "580.82.07",
         "sm_clock_mhz": 1980.0,
         "memory_clock_mhz": 3201.0,
@@ -27,7 +27,7 @@ def test_nvidia_smi_is_read_by_the_device_s_id() -> None:
         "power_limit_w": None,
     }
     for text, uuid in ((SAID, "3333"), ("", "1111"), ("no devices were found", "1111"), (SAID, "")):
-        assert set(gpu_info.read(text, uuid).values()) == {None}
+        assert set(gpu_info.parse_nvidia_smi(text, uuid).values()) == {None}
 
 
 def test_versions_name_what_was_measured() -> None:
@@ -39,37 +39,37 @@ def test_versions_name_what_was_measured() -> None:
 def test_bytes_are_those_of_reading_and_writing_once() -> None:
     # Two ranks, 1000 fp32 elements, a payload as large as the tensor. One shot: each reads and writes its tensor,
     # writes its payload to both and reads both.
-    assert moved_bytes("all_reduce", "one_shot", 2, 1000, 4, 4000) == 2 * (8000 + 2 * (4000 + 4000))
+    assert minimum_bytes_moved("all_reduce", "one_shot", 2, 1000, 4, 4000) == 2 * (8000 + 2 * (4000 + 4000))
     # Two shots: half a payload goes out, half comes in; half a sum is written twice and read, the other read.
     expected = 2 * (8000 + 2000 + 2000 + 2 * 2000 + 2000 + 2000)
-    assert moved_bytes("all_reduce", "two_shot", 2, 1000, 4, 4000) == expected
+    assert minimum_bytes_moved("all_reduce", "two_shot", 2, 1000, 4, 4000) == expected
     # A shard each: two are read, one is written; a payload goes out, one comes in.
-    assert moved_bytes("reduce_scatter", "one_shot", 2, 1000, 2, 500) == 2 * (3 * 2000 + 2 * 500)
-    assert moved_bytes("all_gather", "one_shot", 2, 1000, 2, 500) == 2 * (3 * 2000 + 4 * 500)
-    assert moved_bytes("all_to_all", "one_shot", 2, 1000, 2, 500) == 2 * (4 * 2000 + 2 * 500)
-    assert moved_bytes("all_reduce", "ring", 2, 1000, 4, 4000) is None
+    assert minimum_bytes_moved("reduce_scatter", "one_shot", 2, 1000, 2, 500) == 2 * (3 * 2000 + 2 * 500)
+    assert minimum_bytes_moved("all_gather", "one_shot", 2, 1000, 2, 500) == 2 * (3 * 2000 + 4 * 500)
+    assert minimum_bytes_moved("all_to_all", "one_shot", 2, 1000, 2, 500) == 2 * (4 * 2000 + 2 * 500)
+    assert minimum_bytes_moved("all_reduce", "ring", 2, 1000, 4, 4000) is None
 
 
 def test_a_copy_s_rate_is_the_median_s() -> None:
     # Pairs of begin and end: 1, 3 and 2 seconds, then 4.
     now = iter([0.0, 1.0, 0.0, 3.0, 0.0, 2.0, 0.0, 4.0]).__next__
-    copy = Copy(torch.device("cpu"), HostClock(now), nbytes=1000)
+    copy = TimedCopy(torch.device("cpu"), HostClock(now), nbytes=1000)
     copy.time(3)
-    assert copy.rate(forget=True) == pytest.approx(2 * 1000 / 2)
+    assert copy.bytes_per_second(reset=True) == pytest.approx(2 * 1000 / 2)
     copy.time()
-    assert copy.rate() == pytest.approx(2 * 1000 / 4)
+    assert copy.bytes_per_second() == pytest.approx(2 * 1000 / 4)
 
 
 @pytest.mark.parametrize("spec", ["int8", "topk:ratio=0.1", "none"])
 def test_verbs_do_what_they_are_called(spec: str) -> None:
     numel, each = 3000, codec(spec)
-    verbs = Verbs(each, numel, 2, torch.device("cpu"))
+    workloads = KernelWorkloads(each, numel, 2, torch.device("cpu"))
     wire = each.wire_bytes(numel)
     found = {}
-    for verb in (verbs.encode(), verbs.decode(), *verbs.sums()):
-        for turn in range(verbs.sets):
-            verb.run(turn)
-        found[verb.name.split()[0] + ("+" if "residual" in verb.name else "")] = verb.moved
+    for workload in (workloads.encode(), workloads.decode(), *workloads.reductions()):
+        for turn in range(workloads.sets):
+            workload.run(turn)
+        found[workload.name.split()[0] + ("+" if "residual" in workload.name else "")] = workload.bytes_moved
     assert found == {
         "encode": 4 * numel + wire,
         "decode": 4 * numel + wire,
@@ -77,4 +77,4 @@ def test_verbs_do_what_they_are_called(spec: str) -> None:
         "reduce_encode": 8 * wire + 4 * numel,
         "encode+": 12 * numel + wire,
     }
-    assert sets_for(1 << 28) == 2 and sets_for(1) == 8
+    assert buffer_sets_for(1 << 28) == 2 and buffer_sets_for(1) == 8

@@ -131,7 +131,7 @@ def together(cases: list[Case]) -> list[list[Operation]]:
 
 
 def finished(outcomes: list[Outcome], world: World) -> None:
-    assert {outcome.fate for outcome in outcomes} == {"done"}, (world, outcomes)
+    assert {outcome.status for outcome in outcomes} == {"done"}, (world, outcomes)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ def tensors(collective: str, ranks: int, numel: int, dtype: torch.dtype, feedbac
 def by_the_engine(shape: Shape, ranks: int, given: list[Buffers]) -> None:
     schedule = algorithms.build(shape.algorithm, shape.collective, ranks)
     operations = [[Operation(shape=shape, schedule=schedule, buffers=[each])] for each in given]
-    assert {each.fate for each in run(World(ranks=ranks, seed=1), operations)} == {"done"}
+    assert {each.status for each in run(World(ranks=ranks, seed=1), operations)} == {"done"}
 
 
 def same(ours: list[Buffers], theirs: list[Buffers]) -> None:
@@ -84,7 +84,7 @@ def test_all_reduce_of_virtual_ranks() -> None:
 def test_who_does_not_come_is_named() -> None:
     virtual = VirtualRanks(3, absent=1)
     virtual.all_reduce([torch.ones(100) for _ in range(3)])
-    with pytest.raises(PeerLost, match="rank 1 did not come in time"):
+    with pytest.raises(PeerLost, match="rank 1 did not arrive in time"):
         virtual.check()
 
 

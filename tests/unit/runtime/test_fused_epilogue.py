@@ -78,7 +78,7 @@ def by_the_engine(
         [Operation(shape=shape, schedule=schedule, buffers=[Buffers(x, x)], around=given.follow(rank, parts))]
         for rank, x in enumerate(given.sums)
     ]
-    assert {each.fate for each in run(World(ranks=ranks, seed=1), operations)} == {"done"}
+    assert {each.status for each in run(World(ranks=ranks, seed=1), operations)} == {"done"}
 
 
 def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:

@@ -114,7 +114,7 @@ def test_unequal_splits_of_a_program() -> None:
         )
         virtual.fused.launch(virtual.fused.prepare(shape, schedule), [[each] for each in ours])
         operations = [[Operation(shape=shape, schedule=schedule, buffers=[each])] for each in theirs]
-        assert {each.fate for each in run(World(ranks=ranks, seed=1), operations)} == {"done"}
+        assert {each.status for each in run(World(ranks=ranks, seed=1), operations)} == {"done"}
         same(ours, theirs)
         virtual.check()
 
@@ -149,7 +149,7 @@ def test_a_step_of_more_tasks_than_a_launch_takes(chunks: int) -> None:
     virtual.fused.launch(virtual.fused.prepare(shape, schedule), [[each] for each in ours])
     world = World(ranks=ranks, seed=1, slot_bytes=2**20)
     operations = [[Operation(shape=shape, schedule=schedule, buffers=[each])] for each in theirs]
-    assert {each.fate for each in run(world, operations)} == {"done"}
+    assert {each.status for each in run(world, operations)} == {"done"}
     same(ours, theirs)
     virtual.check()
 
@@ -161,7 +161,7 @@ def test_who_does_not_come_to_a_program_is_named(algorithm: str) -> None:
         virtual.all_reduce([torch.ones(3000) for _ in range(4)], codec="int8", algorithm=algorithm)
         missing = {int(pad) for rank, pad in enumerate(virtual.fused.pads) if rank != absent}
         assert missing == {1 + absent}
-        with pytest.raises(PeerLost, match=f"rank {absent} did not come in time"):
+        with pytest.raises(PeerLost, match=f"rank {absent} did not arrive in time"):
             virtual.check()
 
 

@@ -23,13 +23,13 @@ def test_a_death_is_seen_and_nobody_hangs(collective: str, algorithm: str) -> No
         cases = [make(rng, world.ranks, collective, algorithm, ["int8"], [6000]) for _ in range(3)]
         outcomes = run(world, together(cases))
         for rank, outcome in enumerate(outcomes):
-            seen.add(outcome.fate)
+            seen.add(outcome.status)
             if rank != victim:
-                assert outcome.fate in ("done", "peer_lost"), (world, rank, outcome)
-            if outcome.fate == "peer_lost":
-                assert outcome.culprit != rank, (world, rank, outcome)
+                assert outcome.status in ("done", "peer_lost"), (world, rank, outcome)
+            if outcome.status == "peer_lost":
+                assert outcome.failed_rank != rank, (world, rank, outcome)
             else:
-                assert outcome.fate == "died" or outcome.finished == 3, (world, rank, outcome)
+                assert outcome.status == "died" or outcome.finished == 3, (world, rank, outcome)
     assert "peer_lost" in seen and "died" in seen
 
 
@@ -73,8 +73,8 @@ def test_disagreeing_ranks_find_out(what: str) -> None:
         operations = together(usual)
         operations[odd][1] = other.operations[odd]
         outcomes = run(world, operations)
-        fates = {outcome.fate for outcome in outcomes}
+        fates = {outcome.status for outcome in outcomes}
         assert fates <= {"mismatch", "done"} and "mismatch" in fates, (world, outcomes)
         assert all(outcome.finished >= 1 for outcome in outcomes), (world, outcomes)
-        noticed += sum(outcome.fate == "mismatch" for outcome in outcomes)
+        noticed += sum(outcome.status == "mismatch" for outcome in outcomes)
     assert noticed >= 100

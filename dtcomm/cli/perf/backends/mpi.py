@@ -35,7 +35,7 @@ class OpenMpi(Backend):
             try:
                 self._started = mpi.MpiRanks("default", ranks, timeout=timeout)
                 self._started.measure(numel=1, warm=1, iters=1)
-            except mpi.MpiFailed as error:
+            except mpi.MpiError as error:
                 trouble = [str(error)]
         dist.broadcast_object_list(trouble, 0)
         if trouble[0] is not None:
@@ -63,7 +63,7 @@ class OpenMpi(Backend):
                     root=case.root,
                     warm=warmup,
                     iters=iters,
-                    each=True,
+                    per_call=True,
                 )
             ]
         dist.broadcast_object_list(found, 0)
