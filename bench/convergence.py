@@ -5,7 +5,7 @@ python -m bench.convergence [--tasks mlp cnn gpt] [--methods int8 …] [--seeds 
 Digits (scikit-learn's) with a perceptron and a small convolutional network, Python's source with a small GPT, four
 ranks in a loop in one process (bench/training/runs.py says why that is exact), then the perceptron as DDP.
 Runs that bench/results/convergence.json has are not repeated; `--fresh` repeats them, ``--seconds`` stops after so many
-and goes on at the next call. Table and plot go to docs/convergence.md and docs/convergence.png.
+and goes on at the next call. Table and plot go to docs/results/convergence.md and docs/results/convergence.png.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ python -m bench.fsdp_convergence [--methods defaults qwZ …] [--seeds 3] [--ste
 
 Four ranks in a loop in one process, on the native engine (bench/training/shards.py says why that is exact). Runs that
 bench/results/fsdp_convergence.json has are not repeated; `--fresh` repeats them. A full run writes the table of
-docs/fsdp.md and docs/fsdp_convergence.png.
+docs/guides/fsdp.md and docs/results/fsdp_convergence.png.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a timeline costs, and a picture of one: python -m bench.insight [--json FILE] [--picture docs/timeline.png].
+"""Cost of a timeline, and a picture of one: python -m bench.insight [--json FILE] [--picture FILE].
 
 Two ranks train a perceptron with int8 gradients; steps with a timeline, with a profiler, and with neither take turns
 within every repetition, in blocks, so that a machine that moves moves for all of them. The cost is the ratio of the

@@ -19,11 +19,11 @@ README = pages.DOCS.parent / "README.md"
 PAGES: list[tuple[Path, str, Callable[..., str], tuple[str, ...]]] = [
     (README, "bench", readme.readme, ("all_reduce",)),
     (README, "hosts", readme.between_hosts, ("two_hosts", "slow_link", "fsdp_speed")),
-    (pages.DOCS / "hosts.md", "two_hosts", two_hosts.page, ("two_hosts",)),
-    (pages.DOCS / "ddp.md", "slow_link", slow_link.page, ("slow_link",)),
-    (pages.DOCS / "fsdp.md", "fsdp_speed", fsdp_speed.page, ("fsdp_speed",)),
-    (pages.DOCS / "tensor-parallel.md", "tp_speed", tp_speed.page, ("tp_speed",)),
-    (pages.DOCS / "codecs.md", "quality", quality.page, ("quality",)),
+    (pages.DOCS / "results/two-hosts.md", "two_hosts", two_hosts.page, ("two_hosts",)),
+    (pages.DOCS / "results/ddp.md", "slow_link", slow_link.page, ("slow_link",)),
+    (pages.DOCS / "results/fsdp.md", "fsdp_speed", fsdp_speed.page, ("fsdp_speed",)),
+    (pages.DOCS / "results/tensor-parallel.md", "tp_speed", tp_speed.page, ("tp_speed",)),
+    (pages.DOCS / "results/codecs.md", "quality", quality.page, ("quality",)),
 ]
 
 

@@ -1,4 +1,4 @@
-"""What error every codec makes, beside what it must make: the table of docs/codecs.md.
+"""What error every codec makes, beside what it must make: the table of docs/guides/codecs.md.
 
 python -m bench.quality [--json [FILE]]
 

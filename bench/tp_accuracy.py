@@ -6,7 +6,7 @@ python -m bench.tp_accuracy [--ranks 2 4] [--codecs int8 …] [--windows N] [--s
 A small GPT learns Python's source once (minutes; its weights stay under build/bench). Then the outputs of its attention
 and perceptron blocks are summed over n ranks in a codec, the ranks in one process (dtcomm.tp.emulate; a test holds that
 to the bytes of the collectives), on held-out text. Results that the file has are not repeated; `--fresh` repeats them,
-`--seconds` stops after so many and goes on at the next call. Table and plot go to docs/tensor-parallel.md and .png.
+`--seconds` stops after so many and goes on at the next call. Table and plot go to docs/results.
 """
 
 from __future__ import annotations

@@ -294,10 +294,12 @@ def verdicts(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def page(result: dict[str, Any]) -> str:
-    """The table and the verdicts for docs/tensor-parallel.md."""
-    heads, lines = table(result["rows"])
-    told = "\n".join(f"- {line}" for line in verdicts(result["rows"]))
-    return f"{pages.markdown(heads, lines, aligned=True)}\n\n{told}"
+    """The table of docs/results/tensor-parallel.md."""
+    rows = [
+        {**row, "figures": [{**figure, "verdict": None} for figure in row["figures"]]}
+        for row in result["rows"]
+    ]
+    return pages.markdown(*table(rows), aligned=True)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

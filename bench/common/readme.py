@@ -45,7 +45,7 @@ def between_hosts(two_hosts: dict[str, Any], slow_link: dict[str, Any], fsdp_spe
         if row["bytes"] == 64 * 2**20
         for figure in row["figures"]
     }
-    steps = {(f"{row['gbit']:g}", str(row["batch"]), row["name"]): row["faster"] for row in slow_link["rows"]}
+    steps = {(f"{row['gbit']:g}", str(row["batch"]), row["name"]): row for row in slow_link["rows"]}
     shards = {(row["link"], row["name"]): row["faster_than_fp32"] for row in fsdp_speed["rows"]}
     lines = []
     for codec in ("none", "int8", "int4"):
@@ -54,7 +54,7 @@ def between_hosts(two_hosts: dict[str, Any], slow_link: dict[str, Any], fsdp_spe
     shown |= {name: f"`{name}`" for name in ("fp16", "int8", "int4", "auto")}
     shown |= {"topk 1%": "`topk:ratio=0.01`", "powersgd 1": "`powersgd:rank=1`"}
     for name, label in shown.items():
-        cells = [" and ".join(f"{steps[link, batch, name]:.2f}x" for batch in ("4", "256")) for link in links]
+        cells = ["; ".join(_speedup(steps[link, batch, name]) for batch in ("4", "256")) for link in links]
         lines.append(["DDP, 25 M parameters", label, *cells])
     shown = {
         "gloo bf16": "Gloo, bf16 throughout",
@@ -67,6 +67,12 @@ def between_hosts(two_hosts: dict[str, Any], slow_link: dict[str, Any], fsdp_spe
             ["FSDP2, a GPT of 12.7 M parameters", label, *(f"{shards[link, name]:.2f}x" for link in links)]
         )
     return markdown(["2 hosts", "what travels", *(f"{link} Gbit/s" for link in links)], lines, aligned=True)
+
+
+def _speedup(row: dict[str, Any]) -> str:
+    """``1.31x (1.31-1.37)``: the median over runs, and their range where there are several."""
+    low, high = row.get("faster_range", (row["faster"], row["faster"]))
+    return f"{row['faster']:.2f}x" + (f" ({low:.2f}–{high:.2f})" if low != high else "")
 
 
 def medians(row: dict[str, Any]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""docs/convergence.md: tables, verdicts and the plot, from the runs."""
+"""The generated tables and the plot of docs/results/convergence.md."""
 
 from __future__ import annotations
 
@@ -97,13 +97,10 @@ def verdicts(runs: Runs) -> list[str]:
 
 def write(runs: Runs) -> list[Path]:
     """The generated part of the page, and the plot; returns both paths."""
-    page, picture = DOCS / "convergence.md", DOCS / "convergence.png"
+    page, picture = DOCS / "results/convergence.md", DOCS / "results/convergence.png"
     parts = []
     for title, columns, rows in tables(runs):
         parts.append(f"{title[0].upper()}{title[1:]}:\n\n{markdown(columns, rows, aligned=True)}")
-    parts.append(
-        "\n".join(["Within the spread of uncompressed:", "", *(f"- {line}" for line in verdicts(runs))])
-    )
     fill(page, "convergence", "\n\n".join(parts))
     plot(runs, picture)
     return [page, picture]

@@ -1,4 +1,4 @@
-"""The convergence part of docs/fsdp.md: table, verdict and plot, from the runs of bench.fsdp_convergence."""
+"""The convergence table and plot of docs/results/fsdp.md, from the runs of bench.fsdp_convergence."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def verdicts(runs: Runs) -> list[str]:
 
 def write(runs: Runs) -> list[Path]:
     """The generated part of the page, and the plot; returns both paths."""
-    page, picture = DOCS / "fsdp.md", DOCS / "fsdp_convergence.png"
+    page, picture = DOCS / "results/fsdp.md", DOCS / "results/fsdp_convergence.png"
     title, columns, rows = table(runs)
     cells = [[cell.replace("none", "`none`") if cell == "none" else cell for cell in row] for row in rows]
     for row in cells:
         row[1:3] = [cell if cell.startswith("`") else f"`{cell}`" for cell in row[1:3]]
-    parts = [f"{title[0].upper()}{title[1:]}:", "", markdown(columns, cells), "", *verdicts(runs)]
+    parts = [f"{title[0].upper()}{title[1:]}:", "", markdown(columns, cells)]
     fill(page, "convergence", "\n".join(parts))
     plot(runs, picture)
     return [page, picture]

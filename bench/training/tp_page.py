@@ -1,4 +1,4 @@
-"""The generated parts of docs/tensor-parallel.md and its plot."""
+"""The accuracy table and plot of docs/results/tensor-parallel.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 def insert(part: str, text: str) -> Path:
     """Replaces what stands between the page's marks of that part."""
-    page = DOCS / "tensor-parallel.md"
+    page = DOCS / "results/tensor-parallel.md"
     begin, end = f"<!-- {part}:begin -->", f"<!-- {part}:end -->"
     whole = page.read_text(encoding="utf-8")
     head, rest = whole.split(begin)
@@ -28,10 +28,9 @@ def markdown(columns: list[str], rows: list[list[str]]) -> str:
 
 def write_page(result: dict[str, Any], columns: list[str], rows: list[list[str]]) -> list[Path]:
     """The accuracy table and the plot; returns both paths."""
-    picture = DOCS / "tensor-parallel.png"
+    picture = DOCS / "results/tensor-parallel.png"
     plot(result["rows"], picture)
-    told = "\n".join(f"- {line}" for line in result["verdicts"])
-    return [insert("accuracy", f"{markdown(columns, rows)}\n\n{told}"), picture]
+    return [insert("accuracy", markdown(columns, rows)), picture]
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:

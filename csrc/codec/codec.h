@@ -1,5 +1,5 @@
 // A codec as the native core sees it: a frozen description of a byte layout (dtcomm/codecs holds the same in
-// Python, docs/wire-format.md says what the bytes mean).
+// Python, docs/reference/wire-format.md says what the bytes mean).
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
 // rotate=hadamard: the randomized Hadamard transform of a block, and its inverse. An outlier is spread over its block,
-// whose elements become nearly Gaussian whatever they were (docs/wire-format.md names the sources).
+// whose elements become nearly Gaussian whatever they were (docs/reference/wire-format.md names the sources).
 #pragma once
 
 #include "codec/counter_rng.h"

@@ -1,5 +1,5 @@
 // Integer codecs: how a block of floats becomes a scale, an optional zero point and one code per element.
-// docs/wire-format.md derives the bounds; tests compare every kernel with an independent reference.
+// docs/reference/wire-format.md derives the bounds; tests compare every kernel with an independent reference.
 #pragma once
 
 #include "codec/codec.h"

@@ -1,5 +1,5 @@
 // spikes=1: each block's smallest and largest element are sent apart, in the scale's type and with their places, so
-// that the others have the codes for themselves (docs/wire-format.md names the source).
+// that the others have the codes for themselves (docs/reference/wire-format.md names the source).
 #pragma once
 
 #include "codec/codec.h"

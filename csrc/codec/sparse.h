@@ -1,6 +1,6 @@
 // Sparse codecs: which elements of a granule are sent, and how their positions are written. topk keeps the largest
 // magnitudes and lists where they were; randk keeps positions that anyone can draw again from the granule's key.
-// docs/wire-format.md has the sources.
+// docs/reference/wire-format.md has the sources.
 #pragma once
 
 #include "codec/counter_rng.h"

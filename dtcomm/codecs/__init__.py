@@ -1,4 +1,4 @@
-"""Codecs: byte layouts as frozen values. See :func:`codec`; docs/wire-format.md says what the bytes mean."""
+"""Codecs: byte layouts as frozen values. See :func:`codec`; docs/reference/wire-format.md says what the bytes mean."""
 
 from dtcomm.codecs.base import Codec, Layout
 from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed

@@ -1,6 +1,6 @@
 """Sums with ``exact``: agree on every block's exponent, add integers, and audit the sum where that is asked for.
 
-docs/exact.md has the arithmetic and says why the audit misses nothing.
+docs/guides/reproducible-sums.md has the arithmetic and says why the audit misses nothing.
 """
 
 from __future__ import annotations

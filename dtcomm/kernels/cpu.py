@@ -1,4 +1,4 @@
-"""The C++ kernels: one source, built once per instruction set; docs/wire-format.md says what they compute."""
+"""The C++ kernels: one source, built once per instruction set; docs/reference/wire-format.md says what they compute."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ inline __attribute__((always_inline)) __m512i codes_of(const Rounding& how, cons
     t = _mm512_maskz_min_ps(0xffff, t, _mm512_set1_ps(how.rules.levels));
   }
   // Symmetric codes to nearest need no clamp: a scale is at most a half unit of bf16 below top / levels
-  // (docs/wire-format.md).
+  // (docs/reference/wire-format.md).
   if constexpr (!Stochastic) return _mm512_maskz_cvtps_epi32(0xffff, t);
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   __m512i h = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(index)), lane);
@@ -102,7 +102,7 @@ inline __attribute__((always_inline)) __m256i codes_of(const Rounding& how, cons
     t = _mm256_min_ps(t, _mm256_set1_ps(how.rules.levels));
   }
   // Symmetric codes to nearest need no clamp: a scale is at most a half unit of bf16 below top / levels
-  // (docs/wire-format.md).
+  // (docs/reference/wire-format.md).
   if constexpr (!Stochastic) return _mm256_cvtps_epi32(t);
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   __m256i h = _mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(index)), lane);

@@ -90,7 +90,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="dtcomm codecs",
         description="What each codec costs and what error it makes.",
-        epilog="docs/codecs.md says what each is for.",
+        epilog="docs/guides/codecs.md says what each is for.",
     )
     add = parser.add_argument
     add("--codec", metavar="SPEC", type=_codec, action="append", default=[],

@@ -25,7 +25,7 @@ examples
   dtcomm plan all_reduce --inside memory --between 1gbit --hosts 2 --per-host 1 --record steps.json --codec int8
 
 Without a codec GPUs run NCCL, which is modelled with its own published constants; payloads of a codec travel along
-dtcomm's schedules, whose times are read off the schedules. docs/planner.md says how, and how far to trust it.
+dtcomm's schedules, whose times are read off the schedules. docs/guides/planning.md says how, and how far to trust it.
 algbw and busbw count uncompressed bytes, as nccl-tests does; GB is 1e9 bytes, K, M and G are powers of 1024."""
 
 
@@ -74,7 +74,7 @@ def parse(argv: list[str] | None) -> Options:
         help=f"{', '.join(hardware.SYSTEMS)}: nodes of 8 GPUs, each with a port; or local, this machine")  # fmt: skip
     of("--inside", metavar="LINK", help=f"each rank's link in its host: {', '.join(links.PORTS)}, or N gbit")
     of("--between", metavar="LINK", help="a host's link to the others, from the same list")
-    of("--topology", metavar="FILE", type=Path, help="a JSON file instead; docs/planner.md shows one")
+    of("--topology", metavar="FILE", type=Path, help="a JSON file instead; docs/guides/planning.md shows one")
     of(
         "--device",
         metavar="NAME",

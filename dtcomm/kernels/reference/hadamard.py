@@ -8,7 +8,7 @@ from dtcomm.codecs import Codec
 from dtcomm.kernels import counter_rng
 from dtcomm.kernels.reference.floats import Floats, canonical
 
-SEED = 8135563  # of the signs; docs/wire-format.md says why this one
+SEED = 8135563  # of the signs; docs/reference/wire-format.md says why this one
 
 
 def rotates(codec: Codec) -> bool:

@@ -1,6 +1,6 @@
 """Device functions on fp32 and its bits: widening, narrowing, the one NaN, the random numbers of rounding.
 
-Magnitudes are int32 with the sign cleared, so that they compare as docs/wire-format.md orders them.
+Magnitudes are int32 with the sign cleared, so that they compare as docs/reference/wire-format.md orders them.
 """
 
 from __future__ import annotations

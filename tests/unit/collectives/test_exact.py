@@ -37,7 +37,7 @@ def contributions(ranks: int, numel: int, seed: int) -> list[torch.Tensor]:
 
 
 def true_sum(spec: str, given: list[torch.Tensor], divisor: int = 1) -> torch.Tensor:
-    """By the text of docs/exact.md, in plain arithmetic."""
+    """By the text of docs/guides/reproducible-sums.md, in plain arithmetic."""
     each, n = codec(spec), len(given)
     digits = each.bits - 1 - (n - 1).bit_length()  # type: ignore[attr-defined]
     numel, block = given[0].numel(), each.block  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """Golden payloads: bytes that this wire format has had since its first version.
 
 ``python -m tests.unit.kernels.golden`` writes the files anew, which is right only together with a change of
-docs/wire-format.md: peers of two versions would no longer understand each other.
+docs/reference/wire-format.md: peers of two versions would no longer understand each other.
 """
 
 from __future__ import annotations

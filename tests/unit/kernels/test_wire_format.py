@@ -1,4 +1,4 @@
-"""docs/wire-format.md suffices to read a payload: a decoder that follows only the text gives the same floats."""
+"""docs/reference/wire-format.md suffices: a decoder that follows only its text gives the same floats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.kernels import wire_decoder
 from tests.unit.kernels.golden import FOLDER, NUMEL, SPECS
 from tests.unit.kernels.inputs import floats
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "wire-format.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "reference" / "wire-format.md"
 
 
 @pytest.mark.parametrize("name", SPECS)

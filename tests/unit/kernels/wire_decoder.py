@@ -1,4 +1,4 @@
-"""A decoder written from docs/wire-format.md alone, to prove that the text suffices: plain Python and struct.
+"""A decoder written from docs/reference/wire-format.md alone, to prove that the text suffices: plain Python and struct.
 
 It knows nothing of dtcomm; a codec is the sixteen bytes of the document's last section. Numbers are Python floats,
 rounded to fp32 after every operation (a double holds the exact product, and rounding twice is harmless for a sum).

@@ -156,7 +156,7 @@ def test_rotation_pays_on_heavy_tails_and_costs_nothing_on_others(spec: str, gai
 
 
 def test_rotation_does_not_pay_with_three_levels() -> None:
-    """What docs/codecs.md warns of: of a block's largest and zero, the largest is what three levels are good at."""
+    """docs/guides/codecs.md warns of it: three levels represent a block's largest element and zero best."""
     assert relative("int2", "Student-t") < relative("int2:rotate=hadamard", "Student-t")
 
 
@@ -208,7 +208,7 @@ def test_what_is_random_is_unbiased(each: Codec) -> None:
     assert (spread > 0).all() or each.layout().kept == each.granularity  # which draws everything
 
 
-# --- the tables of docs/codecs.md ---------------------------------------------------------------------------------
+# --- the tables of docs/results/codecs.md -----------------------------------------------------------------
 
 
 def result() -> dict[str, Any]:
@@ -238,7 +238,7 @@ def test_tables_are_put_between_the_marks(tmp_path: Path) -> None:
 
 def test_the_document_has_the_errors_of_today() -> None:
     """The document's numbers are those that the code makes: a change of a format must change them too."""
-    text = (pages.DOCS / "codecs.md").read_text(encoding="utf-8")
+    text = (pages.DOCS / "results/codecs.md").read_text(encoding="utf-8")
     inside = text.partition("<!-- quality:begin -->")[2].partition("<!-- quality:end -->")[0]
     rows = {}
     for line in inside.strip().split("\n\n")[0].splitlines()[2:]:

@@ -1,4 +1,4 @@
-"""What docs/schedules.md says of the algorithms, held against their schedules."""
+"""What docs/how-it-works/schedules.md says of the algorithms, held against their schedules."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from dtcomm.codecs import codec
 from dtcomm.errors import ScheduleError
 from dtcomm.schedule import parse, verify
 
-TEXT = (Path(__file__).parents[3] / "docs" / "schedules.md").read_text()
+TEXT = (Path(__file__).parents[3] / "docs" / "how-it-works" / "schedules.md").read_text()
 
 
 def test_the_printed_schedule_is_what_is_printed() -> None:
