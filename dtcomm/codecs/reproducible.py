@@ -2,7 +2,8 @@
 
 A block's elements are integers times a power of two. A collective that adds up first agrees on every block's power of
 two (the largest of the ranks' own) and then adds integers, with as many bits left free as the number of ranks may
-carry into: no order of additions, no cutting into chunks and no hierarchy changes a bit of the sum. docs/guides/reproducible-sums.md has
+carry into: no order of additions, no cutting into chunks and no hierarchy changes a bit of the sum.
+docs/guides/reproducible-sums.md has
 the arithmetic. Sums by integers on a common exponent: Demmel and Nguyen, "Parallel Reproducible Summation", IEEE
 Transactions on Computers 64, 2015, of which this is the case with one bin per block.
 

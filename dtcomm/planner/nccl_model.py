@@ -9,7 +9,8 @@ than by a factor (NVLS), it keeps the factor. The time that we predict for the c
 
 The last term is that of a pipeline whose pieces are chosen well: with d stages and o seconds a piece, k pieces cost
 (d + k) (o + B / k), which is least at 2 sqrt(d o B) over B. ``FILL`` is d o of a protocol; LL needs no pieces, its
-flags travel with each word. These figures and ``Device.launch_us`` are ours; docs/guides/planning.md shows what they do.
+flags travel with each word. These figures and ``Device.launch_us`` are ours; docs/guides/planning.md shows what
+they do.
 """
 
 from __future__ import annotations

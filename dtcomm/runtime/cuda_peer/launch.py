@@ -2,7 +2,8 @@
 for a lowered schedule (ring, tree, one's own), as one a step.
 
 The same code serves one rank of many processes, all ranks as virtual ones on one device, and all ranks on the CPU,
-where an emulator runs the kernels' source. docs/how-it-works/gpu-status.md says what the kernels do; csrc/cuda/fused.h what a call is.
+where an emulator runs the kernels' source. docs/how-it-works/gpu-status.md
+says what the kernels do; csrc/cuda/fused.h what a call is.
 """
 
 from __future__ import annotations
