@@ -1,6 +1,7 @@
 // exact: blocks of integers under a common power of two. Integers of one grid add up without loss, in any order, as
-// long as there is room for the carries; ranks that are to add theirs agree on the grid first. docs/guides/reproducible-sums.md has the
-// arithmetic. Arithmetic is in fp64, where a float times a power of two, and its rounding to an integer, are exact.
+// long as there is room for the carries; ranks that are to add theirs agree on the grid first.
+// docs/guides/reproducible-sums.md has the arithmetic. Arithmetic is in fp64, where a float times a power of two, and
+// its rounding to an integer, are exact.
 #pragma once
 
 #include <cstddef>
