@@ -91,8 +91,8 @@ ASAN_TESTS = $(addprefix tests/unit/,kernels/test_memory.py kernels/test_golden.
 FUZZ ?= --seconds 60
 
 asan: $(ASAN)  ## kernels, a minute of damaged payloads and engine tests against a core built with ASan and UBSan
-	$(if $(FUZZ),UBSAN_OPTIONS=print_stacktrace=1 build/asan/cmake/wheel/fuzz_test $(FUZZ))
-	build/asan/cmake/wheel/rotate_test
+	$(if $(FUZZ),UBSAN_OPTIONS=print_stacktrace=1 build/asan/cmake/wheel/fuzz_payloads_test $(FUZZ))
+	build/asan/cmake/wheel/hadamard_test
 	$(ASAN_ENV) $(PYTEST) -n 2 $(ASAN_TESTS) $(ARGS)
 
 # ThreadSanitizer's shadow memory meets some kernels' address randomisation.
@@ -101,7 +101,7 @@ NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 tsan: $(DEPS)  ## csrc/tests/*.cpp that have threads under ThreadSanitizer, without Python
 	cmake -S . -B build/tsan -G Ninja -DDTCOMM_SANITIZE=thread -DDTCOMM_PYTHON=OFF -DDTCOMM_TESTS=ON
 	cmake --build build/tsan
-	$(NO_ASLR) ctest --test-dir build/tsan --output-on-failure -E '^fuzz$$'
+	$(NO_ASLR) ctest --test-dir build/tsan --output-on-failure -E '^fuzz'
 
 # The core of the in-place build serves, so only the test itself is compiled.
 INPLACE = build/inplace-$(shell $(PY) -c 'import sys; print(sys.implementation.cache_tag)')

@@ -62,7 +62,7 @@ def epilogue(
     normed: int,
 ) -> None: ...
 
-# csrc/python/lowrank.cpp
+# csrc/python/low_rank.cpp
 def project_rows(
     kernel: str,
     gradient: int,
@@ -98,7 +98,7 @@ def expand(
 ) -> None: ...
 def orthonormalise(kernel: str, vectors: int, count: int, n: int, key: int) -> None: ...
 
-# csrc/python/steps.cpp
+# csrc/python/local_tasks.cpp
 SOUND: int
 AUDIT_RUN: int
 
@@ -198,6 +198,15 @@ class NativePlan:
     def pieces(self) -> int: ...
     @property
     def fingerprint(self) -> int: ...
+
+def chunk_layout(
+    geometry: int,
+    segments: Sequence[tuple[int, int]],
+    chunks: int,
+    ranks: int,
+    splits: Sequence[int] = ...,
+    elements: int = 0,
+) -> list[list[list[tuple[int, int, int, int]]]]: ...
 
 class NativeWork:
     def wait(self) -> None: ...

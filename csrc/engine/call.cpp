@@ -1,8 +1,8 @@
 // A call as the others see it, and what memory it touches.
 #include <algorithm>
 
-#include "engine/machine.h"
-#include "engine/mix.h"
+#include "engine/hash.h"
+#include "engine/interpreter.h"
 
 namespace dtcomm {
 

@@ -9,8 +9,8 @@
 #include <system_error>
 #include <utility>
 
-#include "engine/pause.h"
-#include "engine/progress.h"
+#include "engine/cpu_relax.h"
+#include "engine/progress_thread.h"
 
 namespace dtcomm {
 namespace {

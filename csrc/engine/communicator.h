@@ -11,12 +11,12 @@
 #include <string>
 #include <vector>
 
-#include "engine/flight.h"
-#include "engine/machine.h"
-#include "engine/process.h"
-#include "engine/remote.h"
+#include "engine/flight_recorder.h"
+#include "engine/interpreter.h"
+#include "engine/process_page.h"
+#include "engine/tcp_peer.h"
 #include "engine/work.h"
-#include "net/watch.h"
+#include "net/epoll_set.h"
 
 namespace dtcomm {
 

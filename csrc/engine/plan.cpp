@@ -4,8 +4,8 @@
 #include <numeric>
 #include <stdexcept>
 
-#include "engine/area.h"
-#include "engine/mix.h"
+#include "engine/hash.h"
+#include "engine/shm_layout.h"
 
 namespace dtcomm {
 namespace {
@@ -13,65 +13,9 @@ namespace {
 // What a rank reads and writes of so many bytes, with its peers doing the same, does not stay in the last cache.
 constexpr std::size_t kLargeBytes = 16 * 1024 * 1024;
 
-struct Run {
-  std::uint32_t segment;
-  std::size_t in_offset;
-  std::size_t out_offset;
-  std::size_t numel;
-};
-
-std::size_t granules(const Segment& segment) {
-  const std::size_t unit = segment.granule();
-  return (segment.numel + unit - 1) / unit;
-}
-
 }  // namespace
 
 std::size_t Segment::granule() const { return std::lcm(granule_elements(codec), granule_elements(between)); }
-
-namespace {
-
-// Where a chunk of an exchange lies: behind the sender's shards for lower receivers, and in the receiver's output
-// behind the shards of lower senders.
-Run exchanged(std::size_t numel, const std::vector<std::size_t>& splits, std::size_t chunk, std::size_t ranks) {
-  const std::size_t src = chunk / ranks;
-  const std::size_t dst = chunk % ranks;
-  if (splits.empty()) return {0, dst * numel, src * numel, numel};
-  Run run{0, 0, 0, splits[chunk]};
-  for (std::size_t to = 0; to < dst; ++to) run.in_offset += splits[src * ranks + to];
-  for (std::size_t from = 0; from < src; ++from) run.out_offset += splits[from * ranks + dst];
-  return run;
-}
-
-// The runs of one chunk, in segment order. A segment is cut at its own granules, so which rank sums an element does
-// not depend on what else is in the message.
-std::vector<Run> runs_of(const std::vector<Segment>& segments, Geometry geometry,
-                         const std::vector<std::size_t>& splits, std::size_t chunk, std::size_t chunks,
-                         std::size_t ranks) {
-  std::vector<Run> runs;
-  for (std::size_t i = 0; i < segments.size(); ++i) {
-    const Segment& segment = segments[i];
-    Run run{static_cast<std::uint32_t>(i), 0, 0, segment.numel};
-    if (geometry == Geometry::whole) {
-      const std::size_t unit = segment.granule();
-      const std::size_t total = granules(segment);
-      const std::size_t from = std::min(segment.numel, total * chunk / chunks * unit);
-      const std::size_t to = std::min(segment.numel, total * (chunk + 1) / chunks * unit);
-      run = {static_cast<std::uint32_t>(i), from, from, to - from};
-    } else if (geometry == Geometry::scatter) {
-      run.in_offset = chunk * segment.numel;
-    } else if (geometry == Geometry::exchange) {
-      run = exchanged(segment.numel, splits, chunk, ranks);
-      run.segment = static_cast<std::uint32_t>(i);
-    } else {
-      run.out_offset = chunk * segment.numel;
-    }
-    if (run.numel > 0) runs.push_back(run);
-  }
-  return runs;
-}
-
-}  // namespace
 
 Plan::Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp op, bool average,
            std::vector<Segment> segments, const PlanOptions& options, std::string text)
@@ -109,7 +53,8 @@ Plan::Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp o
     cut(1);
     return;
   }
-  const bool reads = std::find(program_->reads.begin(), program_->reads.end(), true) != program_->reads.end();
+  const bool reads =
+      std::find(program_->reads_input.begin(), program_->reads_input.end(), true) != program_->reads_input.end();
   const bool writes = !program_->outputs.empty();
   const bool apart = geometry != Geometry::whole;
   large_ = writes && output_bytes + (reads && apart ? input_bytes_ : 0) >= kLargeBytes;
@@ -153,34 +98,14 @@ void Plan::check(const PlanOptions& options) const {
 // Pieces take whole granules from the front of each chunk until they have `elements` of it.
 void Plan::cut(std::size_t elements) {
   const auto chunks = static_cast<std::size_t>(program_->chunks);
-  std::vector<std::vector<std::vector<Slice>>> cuts(chunks);  // [chunk][piece]
+  const ChunkLayout layout{geometry_, chunks, static_cast<std::size_t>(program_->ranks), &splits_};
+  std::vector<SegmentShape> shapes;
+  for (const Segment& segment : segments_) shapes.push_back({segment.numel, segment.granule()});
+  std::vector<std::vector<std::vector<ElementRange>>> cuts;  // [chunk][piece]
   pieces_ = 0;
   for (std::size_t chunk = 0; chunk < chunks; ++chunk) {
-    std::size_t room = 0;
-    for (Run run : runs_of(segments_, geometry_, splits_, chunk, chunks, static_cast<std::size_t>(program_->ranks))) {
-      const Segment& segment = segments_[run.segment];
-      const std::size_t unit = segment.granule();
-      while (run.numel > 0) {
-        if (room == 0) {
-          cuts[chunk].emplace_back();
-          room = elements;
-        }
-        const std::size_t take = std::min(run.numel, (room + unit - 1) / unit * unit);
-        auto& piece = cuts[chunk].back();
-        Place inside{0, wire_bytes(segment.codec, take, segment.dtype)};
-        Place between{0, wire_bytes(segment.between, take, segment.dtype)};
-        if (!piece.empty()) {
-          inside.offset = piece.back().inside.offset + piece.back().inside.bytes;
-          between.offset = piece.back().between.offset + piece.back().between.bytes;
-        }
-        piece.push_back({run.segment, run.in_offset, run.out_offset, take, inside, between});
-        run.in_offset += take;
-        run.out_offset += take;
-        run.numel -= take;
-        room -= std::min(room, take);
-      }
-    }
-    pieces_ = std::max(pieces_, cuts[chunk].size());
+    cuts.push_back(cut_chunk(layout, shapes, chunk, elements));
+    pieces_ = std::max(pieces_, cuts.back().size());
   }
   // Also what moves nothing takes a piece: nobody may be further ahead than there are slots.
   pieces_ = std::max<std::size_t>(pieces_, 1);
@@ -191,15 +116,19 @@ void Plan::cut(std::size_t elements) {
   for (std::size_t piece = 0; piece < pieces_; ++piece) {
     for (std::size_t chunk = 0; chunk < chunks; ++chunk) {
       if (piece < cuts[chunk].size()) {
-        std::size_t kept = 0;
-        for (const Slice& slice : cuts[chunk][piece]) {
-          slices_.push_back(slice);
-          kept += AreaLayout::round_up(slice.numel * size_of(accumulator_dtype(segments_[slice.segment].dtype)), kLine);
+        std::size_t sum_bytes = 0;
+        Place inside{0, 0}, between{0, 0};  // of the slice before
+        for (const ElementRange& range : cuts[chunk][piece]) {
+          const Segment& segment = segments_[range.segment];
+          inside = {inside.offset + inside.bytes, wire_bytes(segment.codec, range.numel, segment.dtype)};
+          between = {between.offset + between.bytes, wire_bytes(segment.between, range.numel, segment.dtype)};
+          slices_.push_back({range.segment, range.in_offset, range.out_offset, range.numel, inside, between});
+          sum_bytes += AreaLayout::round_up(range.numel * size_of(accumulator_dtype(segment.dtype)), kLine);
         }
         for (const Place& last : {slices_.back().inside, slices_.back().between}) {
           box_stride_ = std::max(box_stride_, AreaLayout::round_up(last.offset + last.bytes, kLine));
         }
-        accumulator_bytes_ = std::max(accumulator_bytes_, kept);
+        accumulator_bytes_ = std::max(accumulator_bytes_, sum_bytes);
       }
       first_.push_back(slices_.size());
     }

@@ -9,18 +9,11 @@
 #include <vector>
 
 #include "codec/codec.h"
+#include "core/chunk_layout.h"
 #include "core/types.h"
 #include "engine/program.h"
 
 namespace dtcomm {
-
-// How chunks lie in the caller's tensors.
-enum class Geometry : std::uint8_t {
-  whole = 0,     // input and output alike: each segment is cut at its own granules into `chunks` (all_reduce, ...)
-  scatter = 1,   // input holds one shard per chunk, output one shard (reduce_scatter, scatter)
-  gather = 2,    // input is one shard, output holds one per chunk (all_gather, gather)
-  exchange = 3,  // input holds one shard per receiver, output one per sender; chunk = sender * ranks + receiver
-};
 
 // One tensor of the message. `numel` counts the whole tensor for Geometry::whole, one shard otherwise (the largest
 // where an exchange has splits). What crosses hosts has the codec `between`.
@@ -90,7 +83,7 @@ class Plan {
   std::size_t given_bytes(int rank) const;
   // Whether what this rank writes of a chunk goes around the cache: large results that were not read just before.
   bool streams(int chunk) const {
-    return large_ && (geometry_ != Geometry::whole || !program_->reads[static_cast<std::size_t>(chunk)]);
+    return large_ && (geometry_ != Geometry::whole || !program_->reads_input[static_cast<std::size_t>(chunk)]);
   }
 
   const Slice* begin(std::size_t piece, int chunk) const { return slices_.data() + index(piece, chunk); }

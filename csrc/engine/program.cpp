@@ -43,8 +43,8 @@ void mark_residuals(Program& program) {
       if (encoding && !encodes) encodes = &instruction;
     }
     if (!reads) continue;
-    reads->takes_residual = true;
-    (encodes ? encodes : reads)->leaves_residual = true;
+    reads->reads_residual = true;
+    (encodes ? encodes : reads)->writes_residual = true;
   }
 }
 
@@ -52,7 +52,7 @@ void mark_residuals(Program& program) {
 
 int Program::max_boxes() const { return boxes.empty() ? 0 : *std::max_element(boxes.begin(), boxes.end()); }
 
-bool Program::writes_once() const {
+bool Program::writes_chunks_once() const {
   std::vector<int> sorted = outputs;
   std::sort(sorted.begin(), sorted.end());
   return static_cast<int>(sorted.size()) == chunks && std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end();
@@ -72,9 +72,9 @@ Program Program::parse(int rank, int ranks, int chunks, std::vector<int> boxes, 
   program.ranks = ranks;
   program.chunks = chunks;
   program.boxes = boxes;
-  program.reads.assign(static_cast<std::size_t>(chunks), false);
-  program.feeds.assign(static_cast<std::size_t>(ranks), false);
-  program.takes.assign(static_cast<std::size_t>(ranks), false);
+  program.reads_input.assign(static_cast<std::size_t>(chunks), false);
+  program.sends_to.assign(static_cast<std::size_t>(ranks), false);
+  program.receives_from.assign(static_cast<std::size_t>(ranks), false);
   const auto own_boxes = boxes[static_cast<std::size_t>(rank)];
   const auto box_of = [&](Reader& reader, int peer, const char* what) {
     return reader.next(0, boxes[static_cast<std::size_t>(peer)], what);
@@ -107,7 +107,7 @@ Program Program::parse(int rank, int ranks, int chunks, std::vector<int> boxes, 
         while (reader.more()) instruction.peers.push_back(reader.next(0, ranks, "peer"));
         break;
       case Op::receive:
-      case Op::adopt:
+      case Op::decode:
         instruction.peer = reader.next(0, ranks, "peer");
         instruction.box = box_of(reader, instruction.peer, "box");
         instruction.level = reader.next(0, kLevels, "level");
@@ -145,13 +145,13 @@ Program Program::parse(int rank, int ranks, int chunks, std::vector<int> boxes, 
     }
     if (reader.more()) throw std::invalid_argument("program: instruction with operands to spare");
     if (instruction.op == Op::encode || instruction.op == Op::copy || instruction.local == Local::input) {
-      program.reads[static_cast<std::size_t>(instruction.chunk)] = true;
+      program.reads_input[static_cast<std::size_t>(instruction.chunk)] = true;
     }
-    if (instruction.op == Op::receive) program.takes[static_cast<std::size_t>(instruction.peer)] = true;
-    for (const int peer : instruction.peers) program.feeds[static_cast<std::size_t>(peer)] = true;
-    program.shares_sums |= instruction.op == Op::reduce && instruction.box >= 0;
+    if (instruction.op == Op::receive) program.receives_from[static_cast<std::size_t>(instruction.peer)] = true;
+    for (const int peer : instruction.peers) program.sends_to[static_cast<std::size_t>(peer)] = true;
+    program.sends_sums |= instruction.op == Op::reduce && instruction.box >= 0;
     program.accumulates |= instruction.keep || instruction.local == Local::accumulator;
-    if (instruction.output || instruction.op == Op::adopt || instruction.op == Op::copy) {
+    if (instruction.output || instruction.op == Op::decode || instruction.op == Op::copy) {
       program.outputs.push_back(instruction.chunk);
     }
     program.instructions.push_back(std::move(instruction));

@@ -7,7 +7,7 @@
 
 namespace dtcomm {
 
-enum class Op : std::uint8_t { encode = 1, send = 2, receive = 3, reduce = 4, adopt = 5, forward = 6, copy = 7 };
+enum class Op : std::uint8_t { encode = 1, send = 2, receive = 3, reduce = 4, decode = 5, forward = 6, copy = 7 };
 enum class Local : std::uint8_t { none = 0, input = 1, accumulator = 2 };
 
 struct BoxRef {
@@ -28,8 +28,8 @@ struct Instruction {
   bool output = false;
   bool keep = false;
   bool divide = false;
-  bool takes_residual = false;   // this instruction reads the input: the residual joins it here
-  bool leaves_residual = false;  // this instruction settles the chunk's residual: the encoding's error, or zero
+  bool reads_residual = false;   // this instruction reads the input: the residual joins it here
+  bool writes_residual = false;  // this instruction settles the chunk's residual: the encoding's error, or zero
   std::vector<BoxRef> inputs;    // reduce
   std::vector<int> peers;        // send
 };
@@ -41,19 +41,19 @@ struct Program {
   std::vector<int> boxes;  // per rank
   std::vector<Instruction> instructions;
   bool accumulates = false;
-  std::vector<int> outputs;  // chunks that have an output at this rank
-  std::vector<bool> reads;   // by chunk: this rank reads its own input of it
-  std::vector<bool> feeds;   // by rank: this rank sends it something
-  std::vector<bool> takes;   // by rank: this rank receives something from it
-  bool shares_sums = false;  // a rank sends on sums of its own making
+  std::vector<int> outputs;         // chunks that have an output at this rank
+  std::vector<bool> reads_input;    // by chunk: this rank reads its own input of it
+  std::vector<bool> sends_to;       // by rank: this rank sends it something
+  std::vector<bool> receives_from;  // by rank: this rank receives something from it
+  bool sends_sums = false;          // a rank sends on sums of its own making
 
   // Whether a rank hands anything of its own to others.
-  bool gives(int peer) const { return boxes[static_cast<std::size_t>(peer)] > 0; }
+  bool publishes(int peer) const { return boxes[static_cast<std::size_t>(peer)] > 0; }
 
   int max_boxes() const;
 
   // Whether every chunk's output is written by one instruction.
-  bool writes_once() const;
+  bool writes_chunks_once() const;
 
   // Parses and checks every operand, so that the interpreter need not: std::invalid_argument says what is wrong.
   static Program parse(int rank, int ranks, int chunks, std::vector<int> boxes, const std::vector<std::int64_t>& flat);

@@ -9,7 +9,7 @@
 #include <memory>
 #include <mutex>
 
-#include "engine/times.h"
+#include "engine/phase_times.h"
 
 namespace dtcomm {
 

@@ -1,7 +1,7 @@
 // How this module was compiled, for `dtcomm doctor`.
 #include "build_info.h"
 
-#include "python/bind.h"
+#include "python/bindings.h"
 
 namespace dtcomm::python {
 

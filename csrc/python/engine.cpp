@@ -6,9 +6,9 @@
 
 #include "engine/communicator.h"
 #include "engine/crc32c.h"
-#include "engine/progress.h"
-#include "python/bind.h"
-#include "python/calls.h"
+#include "engine/progress_thread.h"
+#include "python/bindings.h"
+#include "python/engine_calls.h"
 
 namespace py = pybind11;
 
@@ -59,6 +59,38 @@ std::shared_ptr<Plan> make_plan(std::shared_ptr<Program> program, int geometry, 
   options.pulls = pulls;
   return std::make_shared<Plan>(std::move(program), static_cast<Geometry>(geometry), static_cast<ReduceOp>(op), average,
                                 std::move(parsed), options, text);
+}
+
+// (segment, input offset, output offset, elements)
+using RangeTuple = std::tuple<std::uint32_t, std::size_t, std::size_t, std::size_t>;
+
+// core/chunk_layout.h for the Python executor: [chunk][piece] of ranges. `elements` 0 leaves the chunks uncut.
+std::vector<std::vector<std::vector<RangeTuple>>> chunk_layout(
+    int geometry, const std::vector<std::pair<std::size_t, std::size_t>>& segments, std::size_t chunks,
+    std::size_t ranks, const std::vector<std::size_t>& splits, std::size_t elements) {
+  if (geometry < 0 || geometry > 3) throw py::value_error("geometry: expected 0 to 3, got " + std::to_string(geometry));
+  if (chunks < 1 || ranks < 1) throw py::value_error("chunks, ranks: must be at least 1");
+  const bool exchange = geometry == static_cast<int>(Geometry::exchange);
+  if (exchange && chunks != ranks * ranks) throw py::value_error("chunks: an exchange has one for each pair of ranks");
+  if (!splits.empty() && (!exchange || splits.size() != chunks || segments.size() != 1)) {
+    throw py::value_error("splits: one for each chunk of an exchange of one segment");
+  }
+  std::vector<SegmentShape> shapes;
+  for (const auto& [numel, granule] : segments) {
+    if (granule < 1) throw py::value_error("segments: a granule has at least 1 element");
+    shapes.push_back({numel, granule});
+  }
+  const ChunkLayout layout{static_cast<Geometry>(geometry), chunks, ranks, &splits};
+  std::vector<std::vector<std::vector<RangeTuple>>> result(chunks);
+  for (std::size_t chunk = 0; chunk < chunks; ++chunk) {
+    for (const auto& piece : cut_chunk(layout, shapes, chunk, elements ? elements : SIZE_MAX / 2)) {
+      result[chunk].emplace_back();
+      for (const ElementRange& range : piece) {
+        result[chunk].back().emplace_back(range.segment, range.in_offset, range.out_offset, range.numel);
+      }
+    }
+  }
+  return result;
 }
 
 void place_region(Call& call) {
@@ -235,6 +267,11 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("pieces", &Plan::pieces)
       .def_property_readonly("max_boxes", &Plan::max_boxes)
       .def_property_readonly("fingerprint", &Plan::fingerprint);
+  module.def("chunk_layout", &chunk_layout, py::arg("geometry"), py::arg("segments"), py::arg("chunks"),
+             py::arg("ranks"), py::arg("splits") = std::vector<std::size_t>(), py::arg("elements") = 0,
+             "Where each chunk of a schedule lies in the tensors of a call, cut into pieces of at least `elements` "
+             "elements (0: uncut). `geometry`: 0 whole, 1 scatter, 2 gather, 3 exchange; `segments`: (elements, "
+             "elements of a granule). Returns [chunk][piece] of (segment, input offset, output offset, elements).");
   py::class_<Region, std::shared_ptr<Region>>(module, "Region", py::buffer_protocol())
       .def(py::init<std::size_t>(), py::arg("bytes"))
       .def_buffer([](Region& region) {

@@ -10,8 +10,8 @@
 #include <pybind11/stl.h>
 
 #include "python/arguments.h"
-#include "python/bind.h"
-#include "python/steps.h"
+#include "python/bindings.h"
+#include "python/local_tasks.h"
 
 namespace dtcomm::python {
 

@@ -2,7 +2,7 @@
 #include "python/fused.h"
 
 #include "cuda/fused/host/emulator.h"
-#include "python/bind.h"
+#include "python/bindings.h"
 
 namespace dtcomm::python {
 

@@ -10,7 +10,7 @@
 #include "codec/validate.h"
 #include "cpu/kernels.h"
 #include "python/arguments.h"
-#include "python/bind.h"
+#include "python/bindings.h"
 
 namespace dtcomm::python {
 

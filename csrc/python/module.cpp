@@ -1,4 +1,4 @@
-#include "python/bind.h"
+#include "python/bindings.h"
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "dtcomm's native core";

@@ -23,7 +23,7 @@ from dtcomm.runtime.types import Shape
 from dtcomm.schedule.ir import REDUCING, ROOTED
 
 FORMAT = 1
-KEPT = 256  # operations of a communicator, as csrc/engine/flight.h
+KEPT = 256  # operations of a communicator, as csrc/engine/flight_recorder.h
 STAGES = ("issued", "started", "done", "failed")
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from dtcomm import _C
 
-PHASES = ("encode", "reduce", "decode")  # as csrc/engine/times.h has them
+PHASES = ("encode", "reduce", "decode")  # as csrc/engine/phase_times.h has them
 
 
 class Span(NamedTuple):

@@ -110,10 +110,10 @@ def test_lawful_python(path: str, text: str) -> None:
         ("engine/x.cpp", "#include <pybind11/pybind11.h>"),
         ("engine/x.cpp", "#include <Python.h>"),
         ("engine/x.cpp", "#include <cuda_runtime.h>"),
-        ("engine/x.cpp", '#include "../python/bind.h"'),
+        ("engine/x.cpp", '#include "../python/bindings.h"'),
         ("python/x.cpp", "#include <cuda_runtime_api.h>"),
         ("python/x.cpp", "#include <ATen/ATen.h>"),
-        ("tests/x.cpp", '#include "python/bind.h"'),
+        ("tests/x.cpp", '#include "python/bindings.h"'),
         ("newcomer/x.cpp", ""),
     ],
 )

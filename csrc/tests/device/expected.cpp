@@ -5,7 +5,7 @@
 #include <stdexcept>
 
 #include "cpu/epilogue.h"
-#include "engine/local.h"
+#include "engine/simulated_world.h"
 
 namespace dtcomm::device_tests {
 

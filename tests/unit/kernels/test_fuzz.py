@@ -1,6 +1,6 @@
 """Bytes that no encoder wrote: refused by their length, or decoded alike by every kernel and by the reference.
 
-csrc/tests/fuzz.cpp does the same by the million, at guard pages and under sanitizers, for the kernels in C++.
+csrc/tests/fuzz_payloads.cpp does the same by the million, at guard pages and under sanitizers, for the kernels in C++.
 """
 
 from __future__ import annotations

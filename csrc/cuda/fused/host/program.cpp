@@ -1,6 +1,7 @@
 // From lowered programs to the launches of their steps.
 #include <algorithm>
 
+#include "core/chunk_layout.h"
 #include "cuda/fused/plan.h"
 
 namespace dtcomm::cuda {
@@ -13,28 +14,25 @@ std::uint64_t granules_of(const Layout& layout, std::uint64_t numel) {
   return (numel + layout.granule - 1) / layout.granule;
 }
 
-// Where a chunk lies in the caller's tensors, as csrc/engine/plan.cpp has it.
-Run chunk_of(const FusedCall& call, const Layout& layout, int chunk, int chunks) {
-  const auto c = static_cast<std::uint64_t>(chunk), n = static_cast<std::uint64_t>(call.ranks);
-  const std::uint64_t numel = call.numel;
-  switch (call.collective) {
+Geometry geometry_of(Collective collective) {
+  switch (collective) {
     case Collective::reduce_scatter:
-      return {c * numel, 0, numel};
+      return Geometry::scatter;
     case Collective::all_gather:
-      return {0, c * numel, numel};
-    case Collective::all_to_all: {
-      if (call.splits.empty()) return {c % n * numel, c / n * numel, numel};
-      Run run = {0, 0, call.splits[c]};
-      for (std::uint64_t before = c / n * n; before < c; ++before) run.in += call.splits[before];
-      for (std::uint64_t before = c % n; before < c; before += n) run.out += call.splits[before];
-      return run;
-    }
-    default: {
-      const std::uint64_t granules = granules_of(layout, numel), of = static_cast<std::uint64_t>(chunks);
-      const std::uint64_t from = std::min(numel, granules * c / of * layout.granule);
-      return {from, from, std::min(numel, granules * (c + 1) / of * layout.granule) - from};
-    }
+      return Geometry::gather;
+    case Collective::all_to_all:
+      return Geometry::exchange;
+    default:
+      return Geometry::whole;
   }
+}
+
+// Where a chunk lies in the caller's tensors.
+Run chunk_of(const FusedCall& call, const Layout& layout, int chunk, int chunks) {
+  const ChunkLayout chunk_layout{geometry_of(call.collective), static_cast<std::size_t>(chunks),
+                                 static_cast<std::size_t>(call.ranks), &call.splits};
+  const ElementRange range = chunk_range(chunk_layout, {call.numel, layout.granule}, static_cast<std::size_t>(chunk));
+  return {range.in_offset, range.out_offset, range.numel};
 }
 
 const Program& program_of(const FusedCall& call) { return call.programs[0].program; }
@@ -69,8 +67,8 @@ Task task_of(const FusedCall& call, const Share& share, const Instruction& instr
   task.box = static_cast<std::int16_t>(instruction.box);
   task.sum = static_cast<std::uint16_t>(instruction.chunk);
   task.local = instruction.local;
-  task.takes = residual && instruction.takes_residual;
-  task.leaves = residual && instruction.leaves_residual;
+  task.takes = residual && instruction.reads_residual;
+  task.leaves = residual && instruction.writes_residual;
   task.output = instruction.output;
   task.keep = instruction.keep;
   task.divides = divides;
@@ -89,7 +87,7 @@ Task task_of(const FusedCall& call, const Share& share, const Instruction& instr
       task.before = true;
       reads(instruction.peer, instruction.source);
       break;
-    case Op::adopt:
+    case Op::decode:
       task.box = -1;
       task.output = true;
       reads(instruction.peer, instruction.box);
@@ -108,7 +106,7 @@ Task task_of(const FusedCall& call, const Share& share, const Instruction& instr
   task.joins = task.count + (local ? 1 : 0) > 1 || divides || (task.local == Local::input && task.takes);
   task.canonical = task.joins || task.box >= 0 || (!local && !is_cast(call.codec));
   const bool lone = task.count + (local ? 1 : 0) == 1 && !task.takes && !task.leaves && !divides && !task.keep;
-  const bool moves = instruction.op == Op::encode || instruction.op == Op::adopt;
+  const bool moves = instruction.op == Op::encode || instruction.op == Op::decode;
   if (call.codec.family == Family::none && moves && lone) task.doing = Doing::copies;
   return task;
 }
@@ -208,7 +206,7 @@ bool reads_input(const FusedCall& call, int i) {
   const Program& program = call.programs[static_cast<std::size_t>(i)].program;
   const Layout layout = layout_of(call.codec, call.dtype);
   for (int chunk = 0; chunk < program.chunks; ++chunk) {
-    if (program.reads[static_cast<std::size_t>(chunk)] && chunk_of(call, layout, chunk, program.chunks).numel) {
+    if (program.reads_input[static_cast<std::size_t>(chunk)] && chunk_of(call, layout, chunk, program.chunks).numel) {
       return true;
     }
   }

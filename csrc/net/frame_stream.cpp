@@ -1,4 +1,4 @@
-#include "net/stream.h"
+#include "net/frame_stream.h"
 
 #include <linux/sockios.h>
 #include <pthread.h>

@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "engine/communicator.h"
-#include "engine/pause.h"
-#include "engine/progress.h"
+#include "engine/cpu_relax.h"
+#include "engine/progress_thread.h"
 
 namespace dtcomm {
 namespace {

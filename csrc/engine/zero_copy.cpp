@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "engine/machine.h"
-#include "engine/process.h"
+#include "engine/interpreter.h"
+#include "engine/process_page.h"
 
 namespace dtcomm {
 
@@ -13,7 +13,7 @@ namespace dtcomm {
 bool Machine::meet() {
   bool all = true;
   for (int peer = 0; peer < fabric_.ranks; ++peer) {
-    if (!program_.gives(peer)) continue;
+    if (!program_.publishes(peer)) continue;
     const OpHeader& header = fabric_.peers[static_cast<std::size_t>(peer)].head->ops[number_ % kOpRing];
     if (header.number.load(std::memory_order_acquire) != number_) {
       blocker_ = peer;
@@ -34,8 +34,8 @@ bool Machine::meet() {
     peer_tensors_.push_back(const_cast<std::uint8_t*>(call_.segments[0].in));
     pulled_.push_back(0);
     // Of others it knows nothing: one whose readers are done may have let go of its tensor.
-    const bool touches = program_.shares_sums || program_.takes[static_cast<std::size_t>(peer)];
-    if (peer == fabric_.rank || !program_.gives(peer) || !touches) continue;
+    const bool touches = program_.sends_sums || program_.receives_from[static_cast<std::size_t>(peer)];
+    if (peer == fabric_.rank || !program_.publishes(peer) || !touches) continue;
     const OpHeader& header = fabric_.peers[static_cast<std::size_t>(peer)].head->ops[number_ % kOpRing];
     const std::int64_t region = header.region.load(std::memory_order_relaxed);
     if (region >= 0) {
@@ -82,7 +82,7 @@ Progress Machine::advance_direct(int budget) {
 // Whether the peer touches this rank's tensor in a direct operation.
 bool Machine::read_by_peers(int peer) const {
   if (peer == fabric_.rank) return false;
-  return program_.shares_sums || program_.feeds[static_cast<std::size_t>(peer)];
+  return program_.sends_sums || program_.sends_to[static_cast<std::size_t>(peer)];
 }
 
 // What the owner has of a slice, as it is, into the output.
@@ -98,7 +98,7 @@ void Machine::take(int owner, const Slice& slice, const Instruction& instruction
 }
 
 void Machine::run_direct(std::size_t piece) {
-  const bool pushes = program_.shares_sums;  // whoever sums a chunk writes it into every tensor
+  const bool pushes = program_.sends_sums;  // whoever sums a chunk writes it into every tensor
   for (const Instruction& instruction : program_.instructions) {
     if (instruction.op == Op::copy) {
       copy(piece, instruction);
@@ -106,12 +106,12 @@ void Machine::run_direct(std::size_t piece) {
       wire_bytes_ += plan_.payload_bytes(piece, instruction.chunk, 0) * instruction.peers.size();
     } else if (instruction.op == Op::reduce) {
       reduce_direct(piece, instruction);
-    } else if (!pushes && (instruction.op == Op::adopt || instruction.op == Op::encode)) {
-      const int owner = instruction.op == Op::adopt ? instruction.peer : fabric_.rank;
+    } else if (!pushes && (instruction.op == Op::decode || instruction.op == Op::encode)) {
+      const int owner = instruction.op == Op::decode ? instruction.peer : fabric_.rank;
       for (const Slice* slice = plan_.begin(piece, instruction.chunk); slice != plan_.end(piece, instruction.chunk);
            ++slice) {
         std::uint8_t* out = call_.segments[slice->segment].out;
-        const bool wanted = instruction.op == Op::adopt || instruction.output;
+        const bool wanted = instruction.op == Op::decode || instruction.output;
         if (!out || !wanted) continue;
         take(owner, *slice, instruction, out + slice->out_offset * size_of(plan_.segments()[slice->segment].dtype));
       }
@@ -120,7 +120,7 @@ void Machine::run_direct(std::size_t piece) {
 }
 
 void Machine::reduce_direct(std::size_t piece, const Instruction& instruction) {
-  const bool pushes = program_.shares_sums;
+  const bool pushes = program_.sends_sums;
   for (const Slice* slice = plan_.begin(piece, instruction.chunk); slice != plan_.end(piece, instruction.chunk);
        ++slice) {
     const Segment& segment = plan_.segments()[slice->segment];

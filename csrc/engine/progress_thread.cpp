@@ -1,4 +1,4 @@
-#include "engine/progress.h"
+#include "engine/progress_thread.h"
 
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -8,8 +8,8 @@
 #include <system_error>
 
 #include "engine/communicator.h"
-#include "engine/pause.h"
-#include "net/watch.h"
+#include "engine/cpu_relax.h"
+#include "net/epoll_set.h"
 
 namespace dtcomm {
 namespace {

@@ -1,12 +1,12 @@
-#include "engine/link.h"
+#include "engine/emulated_link.h"
 
 #include <sys/prctl.h>
 #include <time.h>
 
 #include <algorithm>
 
-#include "engine/pause.h"
-#include "engine/process.h"
+#include "engine/cpu_relax.h"
+#include "engine/process_page.h"
 
 namespace dtcomm {
 namespace {

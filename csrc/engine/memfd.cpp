@@ -1,4 +1,4 @@
-#include "engine/mapping.h"
+#include "engine/memfd.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>

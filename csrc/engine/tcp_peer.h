@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <memory>
 
-#include "engine/area.h"
-#include "net/stream.h"
+#include "engine/shm_layout.h"
+#include "net/frame_stream.h"
 
 namespace dtcomm {
 

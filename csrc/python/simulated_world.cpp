@@ -1,9 +1,9 @@
 // Ranks of one process as Python sees them: the engine's machines in orders that a seed decides.
 #include <utility>
 
-#include "engine/local.h"
-#include "python/bind.h"
-#include "python/calls.h"
+#include "engine/simulated_world.h"
+#include "python/bindings.h"
+#include "python/engine_calls.h"
 
 namespace py = pybind11;
 

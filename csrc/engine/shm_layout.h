@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "core/error.h"
-#include "engine/link.h"
+#include "engine/emulated_link.h"
 
 namespace dtcomm {
 

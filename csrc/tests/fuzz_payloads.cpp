@@ -2,7 +2,7 @@
 // flipped, constants. Nothing outside the buffers may be touched, and every kernel must do the same: the same floats,
 // the same payloads, the same residuals. Payloads that the verbs refuse (codec/validate.h) are decoded like the others.
 //
-//   fuzz_test [--seconds S] [--payloads N] [--seed X] [--family NAME]
+//   fuzz_payloads_test [--seconds S] [--payloads N] [--seed X] [--family NAME]
 //
 // Ends at whichever of the two comes first, after 5 seconds where neither is given; the same seed tries the same.
 // Prints how many payloads of each family were decoded, and how many of them were refused.
@@ -18,8 +18,8 @@
 #include "codec/layout.h"
 #include "codec/validate.h"
 #include "cpu/kernels.h"
-#include "tests/fuzz_input.h"
-#include "tests/guarded.h"
+#include "tests/fuzz_payloads.h"
+#include "tests/guard_pages.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-#include "engine/flight.h"
+#include "engine/flight_recorder.h"
 
 #include <algorithm>
 

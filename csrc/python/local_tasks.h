@@ -1,7 +1,7 @@
-// A task of an operation (engine/machine.h) as a value that Python makes, runs by itself or hands to the engine.
+// A task of an operation (engine/interpreter.h) as a value that Python makes, runs by itself or hands to the engine.
 #pragma once
 
-#include "engine/machine.h"
+#include "engine/interpreter.h"
 
 namespace dtcomm::python {
 

@@ -6,8 +6,8 @@
 #include <string>
 
 #include "python/arguments.h"
-#include "python/bind.h"
-#include "python/steps.h"
+#include "python/bindings.h"
+#include "python/local_tasks.h"
 
 #include "codec/reproducible.h"
 

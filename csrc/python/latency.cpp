@@ -1,7 +1,7 @@
 // The distance of two CPUs for Python. dtcomm/cli/tune/cpu_placement.py says what is made of it.
 #include "cpu/core_to_core_latency.h"
 
-#include "python/bind.h"
+#include "python/bindings.h"
 
 namespace dtcomm::python {
 

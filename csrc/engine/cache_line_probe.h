@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "engine/area.h"
+#include "engine/shm_layout.h"
 
 namespace dtcomm {
 

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/mapping.h"
+#include "engine/memfd.h"
 
 namespace dtcomm {
 

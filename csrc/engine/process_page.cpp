@@ -1,4 +1,4 @@
-#include "engine/process.h"
+#include "engine/process_page.h"
 
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -15,7 +15,7 @@
 #include <string>
 #include <system_error>
 
-#include "engine/area.h"
+#include "engine/shm_layout.h"
 
 namespace dtcomm {
 namespace {

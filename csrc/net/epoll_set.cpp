@@ -1,4 +1,4 @@
-#include "net/watch.h"
+#include "net/epoll_set.h"
 
 #include <poll.h>
 #include <sys/epoll.h>
@@ -9,7 +9,7 @@
 #include <cerrno>
 #include <system_error>
 
-#include "net/stream.h"
+#include "net/frame_stream.h"
 
 namespace dtcomm {
 namespace {

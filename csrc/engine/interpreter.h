@@ -9,10 +9,10 @@
 #include <vector>
 
 #include "cpu/kernels.h"
-#include "engine/area.h"
+#include "engine/cache_line_probe.h"
+#include "engine/phase_times.h"
 #include "engine/plan.h"
-#include "engine/probe.h"
-#include "engine/times.h"
+#include "engine/shm_layout.h"
 
 namespace dtcomm {
 

@@ -1,4 +1,4 @@
-#include "engine/remote.h"
+#include "engine/tcp_peer.h"
 
 #include <sys/mman.h>
 
@@ -9,7 +9,7 @@
 #include <string>
 #include <system_error>
 
-#include "engine/process.h"
+#include "engine/process_page.h"
 
 namespace dtcomm {
 namespace {

@@ -1,9 +1,9 @@
-#include "engine/probe.h"
+#include "engine/cache_line_probe.h"
 
 #include <algorithm>
 
-#include "engine/pause.h"
-#include "engine/process.h"
+#include "engine/cpu_relax.h"
+#include "engine/process_page.h"
 
 namespace dtcomm {
 namespace {

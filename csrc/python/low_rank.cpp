@@ -4,7 +4,7 @@
 
 #include "cpu/kernels.h"
 #include "python/arguments.h"
-#include "python/bind.h"
+#include "python/bindings.h"
 
 namespace dtcomm::python {
 

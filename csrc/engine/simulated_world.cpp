@@ -1,10 +1,10 @@
-#include "engine/local.h"
+#include "engine/simulated_world.h"
 
 #include <cstring>
 #include <new>
 #include <stdexcept>
 
-#include "engine/mix.h"
+#include "engine/hash.h"
 
 namespace dtcomm {
 namespace {

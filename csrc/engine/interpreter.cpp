@@ -1,9 +1,9 @@
-#include "engine/machine.h"
+#include "engine/interpreter.h"
 
 #include <algorithm>
 
 #include "engine/crc32c.h"
-#include "engine/process.h"
+#include "engine/process_page.h"
 
 namespace dtcomm {
 namespace {
@@ -37,7 +37,7 @@ Machine::Machine(Fabric& fabric, Call call, std::uint64_t operation, std::uint64
   payloads_.reserve(static_cast<std::size_t>(fabric.ranks));
   // A rank that gives something that peers cannot reach knows at once that the payloads go through the slots;
   // otherwise all that give have to say so first.
-  met_ = !plan_.direct() || (program_.gives(fabric.rank) && call_.region < 0 && call_.address == 0);
+  met_ = !plan_.direct() || (program_.publishes(fabric.rank) && call_.region < 0 && call_.address == 0);
   // Ranks run the same operations, so they probe in the same ones.
   if (fabric.probes && plan_.input_bytes() > 0) {
     if (fabric.until_probe == 0) {

@@ -10,8 +10,8 @@
 #include <tuple>
 #include <vector>
 
-#include "engine/machine.h"
-#include "python/steps.h"
+#include "engine/interpreter.h"
+#include "python/local_tasks.h"
 
 namespace dtcomm::python {
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/machine.h"
+#include "engine/interpreter.h"
 
 namespace dtcomm {
 

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "codec/counter_rng.h"
-#include "engine/machine.h"
+#include "engine/interpreter.h"
 
 namespace dtcomm {
 
@@ -13,7 +13,7 @@ void Machine::compute(std::size_t piece, const Instruction& instruction) {
       return encode(piece, instruction);
     case Op::reduce:
       return reduce(piece, instruction);
-    case Op::adopt:
+    case Op::decode:
       return adopt(piece, instruction);
     case Op::forward:
       return forward(piece, instruction);
@@ -47,8 +47,8 @@ Combine Machine::combine_for(const Instruction& instruction, const Slice& slice)
     call.stream_payload = fabric_.stream_staging;
   }
   if (pointers.residual) {
-    if (instruction.takes_residual) call.residual_in = pointers.residual + slice.in_offset;
-    if (instruction.leaves_residual) call.residual_out = pointers.residual + slice.in_offset;
+    if (instruction.reads_residual) call.residual_in = pointers.residual + slice.in_offset;
+    if (instruction.writes_residual) call.residual_out = pointers.residual + slice.in_offset;
   }
   if (instruction.output && pointers.out) {
     call.out = pointers.out + slice.out_offset * size_of(dtype);
@@ -139,7 +139,7 @@ void Machine::add_up(const Instruction& instruction, const Slice& slice, Combine
   sum.dtype = sum.out_dtype = wide;
   sum.out = terms + count * stride;
   sum.stream_out = false;
-  const bool settles = instruction.leaves_residual && instruction.box >= 0;  // its encoding's error
+  const bool settles = instruction.writes_residual && instruction.box >= 0;  // its encoding's error
   if (settles) sum.residual_in = sum.residual_out = nullptr;
   call_.kernels->combine(Codec{}, sum);
   call.payloads = nullptr;

@@ -19,8 +19,8 @@
 #include <vector>
 
 #include "engine/communicator.h"
-#include "engine/progress.h"
-#include "tests/thread_calls.h"
+#include "engine/progress_thread.h"
+#include "tests/tsan_cases.h"
 
 namespace {
 
