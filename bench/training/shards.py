@@ -22,8 +22,7 @@ from dtcomm.fsdp.residual_store import Errors, Exact, MovingAverage
 from dtcomm.fsdp.spec import Recipe
 from dtcomm.kernels.ops import encode, reduce, reduce_encode
 from dtcomm.measure.simulated_world import Operation, World, run
-from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.types import Part, Shape
+from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 
 Tensors = dict[str, torch.Tensor]
 PIECE = 256 * 1024
@@ -141,7 +140,7 @@ class Shards:
         """On the native engine, which has one codec for all levels."""
         numel = min(inputs[0].numel(), outputs[0].numel())
         schedule = algorithms.build("one_shot", collective, self.ranks)
-        shape = Shape(collective, op, (Part(numel, inputs[0].dtype, codec),), "one_shot")
+        shape = OpSpec(collective, op, (TensorSpec(numel, inputs[0].dtype, codec),), "one_shot")
         operations = [
             [Operation(shape=shape, schedule=schedule, buffers=[Buffers(given, output, residual)])]
             for given, output, residual in zip(inputs, outputs, residuals, strict=True)

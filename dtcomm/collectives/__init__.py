@@ -25,15 +25,12 @@ from dtcomm.collectives.gather_ops import all_gather, broadcast, gather, scatter
 from dtcomm.collectives.group_ops import barrier, empty, flight_record, info
 from dtcomm.collectives.p2p import recv, send
 from dtcomm.collectives.reduce_ops import all_reduce, reduce, reduce_scatter
-from dtcomm.device.streams import Fetched, Streams, beside, hold, sent, streams_of
 from dtcomm.runtime.communicator import release
 from dtcomm.runtime.phase_timer import Span
 from dtcomm.runtime.work import Work
 
 __all__ = [
-    "Fetched",
     "Span",
-    "Streams",
     "Work",
     "all_gather",
     "all_gather_coalesced",
@@ -41,12 +38,10 @@ __all__ = [
     "all_reduce_coalesced",
     "all_to_all",
     "barrier",
-    "beside",
     "broadcast",
     "empty",
     "flight_record",
     "gather",
-    "hold",
     "info",
     "recv",
     "reduce",
@@ -56,6 +51,4 @@ __all__ = [
     "run",
     "scatter",
     "send",
-    "sent",
-    "streams_of",
 ]

@@ -11,7 +11,7 @@ from dtcomm.codecs import Codec
 from dtcomm.collectives._arguments import require_apart, require_beside, require_pair, require_residual
 from dtcomm.collectives._dispatch import Several, plan_for, start
 from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.types import Buffers
 from dtcomm.runtime.work import Work
 
 Specs = str | Codec | Sequence[str | Codec]
@@ -23,7 +23,7 @@ ALONE_BYTES = 2**20  # of a shard that is only copied: peers take it past the st
 class Item(NamedTuple):
     """One tensor of a call: what its message counts, and where it comes from and goes to.
 
-    ``numel`` counts as ``Part`` does, ``nbytes`` the whole tensor; ``alone`` has a message of its own.
+    ``numel`` counts as ``TensorSpec`` does, ``nbytes`` the whole tensor; ``alone`` has a message of its own.
     """
 
     numel: int

@@ -15,13 +15,11 @@ from dtcomm.collectives._arguments import op_name, require_dtype
 from dtcomm.collectives._multi_stage import Groups, Message, MultiStagePlan
 from dtcomm.collectives._reproducible_sum import ExactSum
 from dtcomm.collectives._shared_randk_sum import SharedSum
-from dtcomm.device.streams import hold
+from dtcomm.device.streams import record_streams
 from dtcomm.kernels.local_steps import Step
 from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.op_hooks import Around
 from dtcomm.runtime.phase_timer import Span
-from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Part, Shape
+from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, TensorSpec
 from dtcomm.runtime.work import Done, Work
 from dtcomm.schedule import Schedule
 from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
@@ -58,7 +56,7 @@ def plan_for(
 ) -> Any:
     """Check what does not depend on the tensors' memory, choose the algorithm and keep the plan under ``key``.
 
-    Arguments as in ``Shape`` and ``Part``; ``checksum`` None is what DTCOMM_CHECKSUM says.
+    Arguments as in ``OpSpec`` and ``TensorSpec``; ``checksum`` None is what DTCOMM_CHECKSUM says.
     """
     if checksum is None:
         checksum = communicator.checksum
@@ -70,7 +68,7 @@ def plan_for(
         inside, between = _levels(spec)
         for codec in (inside, between or inside):
             require_dtype(name, dtype, codec)
-        parts.append(Part(numel, dtype, inside, between))
+        parts.append(TensorSpec(numel, dtype, inside, between))
     message = Message(collective, name, tuple(parts), algorithm, root, "", checksum)
     if collective in REDUCING and any(_on_common_ground(part) for part in parts):
         plan: Any = _on_ground(communicator, message, audit)
@@ -92,13 +90,13 @@ def _prepare(communicator: Communicator, message: Message, splits: tuple[int, ..
     if communicator.runtime is None:
         return chosen
     called = chosen.name if isinstance(chosen, CustomSchedule) else chosen
-    shape = Shape(
+    shape = OpSpec(
         collective, message.op, message.parts, called, root, splits, message.checksum, message.purpose
     )
     return communicator.runtime.prepare(shape, _schedule(communicator, chosen, collective, root))
 
 
-def _on_common_ground(part: Part) -> bool:
+def _on_common_ground(part: TensorSpec) -> bool:
     found = [codec for codec in (part.codec, part.between) if codec is not None and codec.needs_agreement]
     if found and part.between is not None:
         raise ValueError(
@@ -155,10 +153,10 @@ def start(
         if epilogue is not None:
             epilogue()
         return work
-    around = None if epilogue is None else Around(after=(epilogue,))
+    hooks = None if epilogue is None else OpHooks(after=(epilogue,))
     if async_op:
-        return runtime.submit(plan, buffers, outputs, key, around)
-    runtime.run(plan, buffers, key, around)
+        return runtime.submit(plan, buffers, outputs, key, hooks)
+    runtime.run(plan, buffers, key, hooks)
     return None
 
 
@@ -174,13 +172,13 @@ def _start_stages(
     assert runtime is not None
     stages, check = plan.stages(buffers, key, communicator.scratch)
     if async_op:
-        works = [runtime.submit(stage.plan, stage.buffers, outputs, key, stage.around) for stage in stages]
+        works = [runtime.submit(stage.plan, stage.buffers, outputs, key, stage.hooks) for stage in stages]
         work = Several(works, outputs)
         return work if check is None else Then(work, check, outputs)
     for stage in stages:
-        for tensors in stage.around.held() if communicator.device is not None else ():
-            hold(*tensors)  # scratch may be another stream's
-        runtime.run(stage.plan, stage.buffers, key, stage.around)
+        for tensors in stage.hooks.tensors() if communicator.device is not None else ():
+            record_streams(*tensors)  # scratch may be another stream's
+        runtime.run(stage.plan, stage.buffers, key, stage.hooks)
     if check is not None:
         check()
     return None
@@ -224,7 +222,7 @@ def _levels(spec: str | Codec) -> tuple[Codec, Codec | None]:
     return codecs.codec(inside), codecs.codec(between)
 
 
-def _choose(communicator: Communicator, collective: str, parts: Sequence[Part], algorithm: str) -> str:
+def _choose(communicator: Communicator, collective: str, parts: Sequence[TensorSpec], algorithm: str) -> str:
     """The algorithm of a message: chosen for its whole size; the shots that suit every part's codec."""
     if not isinstance(algorithm, str):
         raise TypeError(f"algorithm: expected a name, got {type(algorithm).__name__}")

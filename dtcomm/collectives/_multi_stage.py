@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.op_hooks import Around
-from dtcomm.runtime.types import Part
+from dtcomm.runtime.types import Buffers, OpHooks, TensorSpec
 
 ALIGNMENT = 64
 Room = tuple[int, torch.dtype]  # elements
@@ -23,11 +21,11 @@ Scratch = Callable[[int], torch.Tensor]  # memory of at least so many bytes
 
 
 class Message(NamedTuple):
-    """What a stage asks the runtime for: fields as in ``Shape``; ``algorithm`` is the caller's or a name."""
+    """What a stage asks the runtime for: fields as in ``OpSpec``; ``algorithm`` is the caller's or a name."""
 
     collective: str
     op: str
-    parts: tuple[Part, ...]
+    parts: tuple[TensorSpec, ...]
     algorithm: Any
     root: int
     purpose: str
@@ -39,7 +37,7 @@ class Stage(NamedTuple):
 
     plan: Any
     buffers: Sequence[Buffers]
-    around: Around
+    hooks: OpHooks
 
 
 Make = Callable[[Message], Any]

@@ -24,9 +24,7 @@ from dtcomm.collectives._multi_stage import (
 )
 from dtcomm.errors import PayloadCorrupt
 from dtcomm.kernels import local_steps
-from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.op_hooks import Around
-from dtcomm.runtime.types import Part
+from dtcomm.runtime.types import Buffers, OpHooks, TensorSpec
 
 NONE = Uncompressed()
 # Of what is no chunk of the caller's tensor: exponents of a reduce_scatter, checksums, verdicts.
@@ -64,7 +62,7 @@ class ExactSum(MultiStagePlan):
         agreement = Message(
             "all_reduce",
             "max",
-            tuple(Part(count, torch.uint8, NONE) for count in blocks),
+            tuple(TensorSpec(count, torch.uint8, NONE) for count in blocks),
             message.algorithm if everybody else DIRECT,
             0,
             f"exponents of {spec}",
@@ -72,7 +70,7 @@ class ExactSum(MultiStagePlan):
         )
         self._agreement = make(agreement)
         codes = tuple(
-            Part(part.numel, codec.code_type, NONE) for codec, part in zip(self._codecs, self._parts)
+            TensorSpec(part.numel, codec.code_type, NONE) for codec, part in zip(self._codecs, self._parts)
         )
         self._integers = make(message._replace(op="sum", parts=codes, purpose=f"integers of {spec}"))
         self._rooms: list[Room] = []
@@ -83,7 +81,7 @@ class ExactSum(MultiStagePlan):
         if audit:
             (part,) = self._parts
             runs = -(-part.numel // local_steps.AUDIT_RUN)
-            sums, verdict = Part(runs, torch.int64, NONE), Part(1, torch.int64, NONE)
+            sums, verdict = TensorSpec(runs, torch.int64, NONE), TensorSpec(1, torch.int64, NONE)
             once_more = agreement._replace(algorithm=DIRECT, purpose=f"exponents of {spec} once more")
             self._sums = make(once_more._replace(op="sum", parts=(sums,), purpose=f"checksums of {spec}"))
             self._again = make(once_more)
@@ -120,8 +118,8 @@ class ExactSum(MultiStagePlan):
             return self._audited(buffers[0], grids[0], integers[0], list(carved))
         results = [local_steps.from_grid(c, self._ranks, q, e, self._divisor, out) for c, q, e, out in takes]
         return [
-            Stage(self._agreement, grids, Around(before=measures)),
-            Stage(self._integers, integers, Around(before=puts, after=results)),
+            Stage(self._agreement, grids, OpHooks(before=measures)),
+            Stage(self._integers, integers, OpHooks(before=puts, after=results)),
         ], None
 
     def _audited(
@@ -149,11 +147,13 @@ class ExactSum(MultiStagePlan):
                 raise PayloadCorrupt(self._accuse(int(verdict), numel))
 
         return [
-            Stage(self._agreement, [grid], Around(before=measures)),
-            Stage(self._integers, [integer], Around(before=puts)),
-            Stage(self._sums, [Buffers(sums, sums)], Around(before=[local_steps.audit(codec, codes, found)])),
-            Stage(self._again, [Buffers(again, again)], Around()),
-            Stage(self._verdict, [Buffers(verdict, verdict)], Around(before=[judge], after=[take])),
+            Stage(self._agreement, [grid], OpHooks(before=measures)),
+            Stage(self._integers, [integer], OpHooks(before=puts)),
+            Stage(
+                self._sums, [Buffers(sums, sums)], OpHooks(before=[local_steps.audit(codec, codes, found)])
+            ),
+            Stage(self._again, [Buffers(again, again)], OpHooks()),
+            Stage(self._verdict, [Buffers(verdict, verdict)], OpHooks(before=[judge], after=[take])),
         ], check
 
     def _accuse(self, verdict: int, numel: int) -> str:

@@ -19,9 +19,7 @@ from dtcomm.collectives._multi_stage import (
     shards,
 )
 from dtcomm.kernels import local_steps
-from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.op_hooks import Around
-from dtcomm.runtime.types import Part
+from dtcomm.runtime.types import Buffers, OpHooks, TensorSpec
 
 
 class SharedSum(MultiStagePlan):
@@ -39,7 +37,7 @@ class SharedSum(MultiStagePlan):
                 parts.append(part)
                 continue
             kept = codec.kept_in(part.numel)
-            parts.append(Part(kept, torch.float32, codec.value_codec()))
+            parts.append(TensorSpec(kept, torch.float32, codec.value_codec()))
             specs.append(str(codec))
             self._rooms += [(kept * self._shards, torch.float32)] * 2
             self._rooms += [(kept if self._shards > 1 else 0, torch.float32)]
@@ -81,4 +79,4 @@ class SharedSum(MultiStagePlan):
             messages.append(Buffers(values, output, None if given.residual is None else owed))
         # Ranks that keep what they do not send get the sum as it is, others get it scaled: all must do alike.
         agreed = local_steps.agreed_key(key, [part.residual is not None for part in buffers])
-        return [Stage(self._plan, messages, Around(before, after, agreed))], None
+        return [Stage(self._plan, messages, OpHooks(before, after, agreed))], None

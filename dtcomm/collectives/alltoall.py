@@ -21,7 +21,7 @@ from dtcomm.collectives._dispatch import Algorithm, plan_for, start
 from dtcomm.collectives.gather_ops import all_gather
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.runtime.communicator import Communicator, find_for
-from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.types import Buffers
 from dtcomm.runtime.work import Work
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from dtcomm.collectives._coalesced_call import (
     paired,
 )
 from dtcomm.runtime.communicator import find_for
-from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.types import Buffers
 from dtcomm.runtime.work import Work
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from dtcomm.collectives._arguments import (
 )
 from dtcomm.collectives._dispatch import Algorithm, Then, plan_for, start
 from dtcomm.runtime.communicator import Communicator, find_for
-from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.types import Buffers
 from dtcomm.runtime.work import Work
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from dtcomm.collectives._arguments import (
 from dtcomm.collectives._dispatch import own, plan_for, start
 from dtcomm.device.streams import streams_of
 from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.native.runtime import Buffers
 from dtcomm.runtime.p2p_pairs import Pair, pair_of
+from dtcomm.runtime.types import Buffers
 from dtcomm.runtime.work import Work
 from dtcomm.schedule import Schedule, Transfer
 

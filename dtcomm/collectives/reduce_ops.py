@@ -22,8 +22,7 @@ from dtcomm.collectives._arguments import (
 from dtcomm.collectives._dispatch import Algorithm, plan_for, start
 from dtcomm.kernels.local_steps import Step
 from dtcomm.runtime.communicator import find_for
-from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Part, Shape
+from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpSpec, TensorSpec
 from dtcomm.runtime.work import Work
 
 if TYPE_CHECKING:
@@ -115,7 +114,9 @@ def supports_two_shot_symmetric(tensor: torch.Tensor, codec: Codec, group: Group
         return False
     from dtcomm.runtime.cuda_peer.launch import why_not
 
-    shape = Shape("all_reduce", "sum", (Part(tensor.numel(), tensor.dtype, codec),), TWO_SHOT_SYMMETRIC)
+    shape = OpSpec(
+        "all_reduce", "sum", (TensorSpec(tensor.numel(), tensor.dtype, codec),), TWO_SHOT_SYMMETRIC
+    )
     return not why_not(shape, communicator.size)
 
 

@@ -19,7 +19,7 @@ import torch
 from dtcomm.codecs import TopK
 from dtcomm.codecs.base import FLOAT_TYPES, option
 from dtcomm.codecs.spec import options_of
-from dtcomm.collectives import beside
+from dtcomm.device.streams import match_device
 
 NAME = "dgc"
 FIRST_RATIO = 0.25
@@ -152,7 +152,7 @@ class Velocities:
                 f"the velocity of {name!r} has {velocity.numel()} elements, its gradient {gradient.numel()}: "
                 "was the state saved from another model?"
             )
-        velocity = self._kept[name] = beside(velocity, gradient)
+        velocity = self._kept[name] = match_device(velocity, gradient)
         return velocity
 
     def mask(self, name: str, sent: torch.Tensor) -> None:

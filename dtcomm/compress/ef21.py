@@ -18,8 +18,8 @@ from collections.abc import Mapping
 
 import torch
 
-from dtcomm.collectives import beside
 from dtcomm.compress.residuals import checked
+from dtcomm.device.streams import match_device
 
 
 class References:
@@ -98,5 +98,5 @@ def _kept(estimates: dict[str, torch.Tensor], name: str, like: torch.Tensor) -> 
             f"the reference of {name!r} has {estimate.numel()} elements, its gradient {like.numel()}: "
             "was the state saved from another model?"
         )
-    estimate = estimates[name] = beside(estimate, like)
+    estimate = estimates[name] = match_device(estimate, like)
     return estimate

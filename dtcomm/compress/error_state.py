@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from dtcomm.collectives import hold
 from dtcomm.compress.bucket_layout import Segment
 from dtcomm.compress.dgc import DGC, Velocities
 from dtcomm.compress.ef21 import References
 from dtcomm.compress.residuals import Residuals, averaged
 from dtcomm.compress.spec import Scheme
+from dtcomm.device.streams import record_streams
 
 REPAID = 32  # steps over which what is owed to a parameter that is no longer compressed is given back
 FEEDBACKS = ("residual", "ef21", "diana")
@@ -178,7 +178,7 @@ class Memory:
         if not residual.is_cpu:  # made on the stream that gradients come from, and this may be another
             kept = (None, None) if self._references is None else self._references.get(name)
             given = (handed.gradient, handed.sent, residual, handed.before, handed.owed, handed.moved)
-            hold(*given, self._velocities.get(name), *kept)
+            record_streams(*given, self._velocities.get(name), *kept)
         if self._references is not None:
             self._references.after(name, handed.gradient, handed.sent, residual)
         elif handed.postponed:

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from dtcomm.codecs import Integer, codec
-from dtcomm.collectives import sent
 from dtcomm.compress.dgc import DGC
 from dtcomm.compress.error_sample import SAMPLES, Sample
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.running_stats import Usual
 from dtcomm.compress.spec import Scheme
+from dtcomm.device.streams import copy_to_device
 from dtcomm.errors import DtcommError
 
 ACTIONS = ("ignore", "warn", "raise", "none", "reset", "stop")
@@ -157,7 +157,7 @@ class Watch:
         told += [value for name in self._told for value in self._measured.get(name, (0.0, 0.0))]
         said = torch.nan_to_num(torch.tensor(told, dtype=torch.float32), nan=0.0, posinf=3e38, neginf=-3e38)
         if device is not None and device.type != "cpu":
-            said = self._with_what_is_there(sent(said, device))
+            said = self._with_what_is_there(copy_to_device(said, device))
         self._loss, self._bad, self._square, self._bad_there = math.nan, 0.0, 0.0, None
         self._measured, self._measured_there = {}, {}
         self._asked.append(self._told)

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import torch
 
-from dtcomm.collectives import Streams, sent, streams_of
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.spec import Scheme, wire
+from dtcomm.device.streams import Streams, copy_to_device, streams_of
 from dtcomm.kernels import low_rank, ops
 
 SAMPLE = 1 << 16  # elements of one gradient that errors and kernels are measured on
@@ -26,7 +26,7 @@ def kernel_seconds(
     ``device``: on that, for which the host waits then.
     """
     x = torch.randn(elements, generator=torch.Generator().manual_seed(0))
-    x = x if device is None else sent(x, device)
+    x = x if device is None else copy_to_device(x, device)
     lost = torch.zeros_like(x)
     fastest = _fastest if device is None else functools.partial(_fastest_there, streams_of(device))
     if isinstance(chosen, PowerSGD):
@@ -90,7 +90,7 @@ def _fastest_there(streams: Streams, call: Callable[[], object]) -> float:
     for _ in range(5):
         call()
         marks.append(streams.mark())
-    if not streams.passed(marks[-1]):
-        streams.settle(marks[-1])
-    times = [streams.between(*pair) for pair in itertools.pairwise(marks)]
+    if not streams.query(marks[-1]):
+        streams.synchronize(marks[-1])
+    times = [streams.elapsed(*pair) for pair in itertools.pairwise(marks)]
     return max(sorted(times)[1], 1e-9)

@@ -17,8 +17,9 @@ import torch
 
 from dtcomm.codecs import Codec, codec
 from dtcomm.codecs.base import FLOAT_TYPES
-from dtcomm.collectives import Work, all_reduce_coalesced, beside
+from dtcomm.collectives import Work, all_reduce_coalesced
 from dtcomm.compress.stage_scheduler import Stages
+from dtcomm.device.streams import match_device
 from dtcomm.kernels import counter_rng, low_rank
 
 NAME = "powersgd"
@@ -215,7 +216,7 @@ def _kept(factors: dict[str, torch.Tensor], task: Task, length: int) -> torch.Te
             f"the factor of {task.name!r} has shape {tuple(factor.shape)}, want {(task.rank, length)}: "
             "was the state saved from another model or with another rank?"
         )
-    factor = factors[task.name] = beside(factor, task.gradient)
+    factor = factors[task.name] = match_device(factor, task.gradient)
     return factor
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from dtcomm.codecs import codec
-from dtcomm.collectives import beside, hold
+from dtcomm.device.streams import match_device, record_streams
 from dtcomm.kernels import counter_rng, ops
 
 #: How residuals may be kept between two steps, and the codec that does it.
@@ -52,7 +52,7 @@ class Residuals:
                 f"the residual of {name!r} has {residual.numel()} elements, its gradient {like.numel()}: "
                 "was the state saved from another model?"
             )
-        residual = beside(residual, like)
+        residual = match_device(residual, like)
         self._packed.pop(name, None)
         self._open[name] = residual
         if self._codec is not None:
@@ -115,7 +115,7 @@ class Residuals:
     def _expanded(self, name: str) -> torch.Tensor:
         assert self._codec is not None
         payload, numel = self._packed[name]
-        hold(payload)  # it was made where the step before had landed
+        record_streams(payload)  # it was made where the step before had landed
         return ops.decode(self._codec, payload, numel)
 
 

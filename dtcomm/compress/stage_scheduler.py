@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from dtcomm.collectives import Span, Streams, Work, hold
+from dtcomm.collectives import Span, Work
+from dtcomm.device.streams import Streams, record_streams
 
 #: Stages of one bucket: each yields the collective that it started, and goes on when that is done.
 Stages = Generator[Work, None, None]
@@ -145,9 +146,9 @@ class QueuedSequencer:
         if self._first:
             _give_up(self._active)
             self._active = []
-        with streams.on(streams.side()):
+        with streams.on(streams.side_stream()):
             streams.wait(ready)
-            hold(*outputs, *used)
+            record_streams(*outputs, *used)
             self._active = _tick([work, *self._active])
             while last and self._active:
                 self._active = _tick(self._active)

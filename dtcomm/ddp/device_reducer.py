@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from dtcomm.collectives import Work, hold, streams_of
+from dtcomm.collectives import Work
 from dtcomm.compress.error_state import Memory
 from dtcomm.compress.stage_scheduler import QueuedSequencer, Stages
 from dtcomm.ddp.autotune.clock import Clock, Marked
 from dtcomm.ddp.chooser import Chooser
 from dtcomm.ddp.in_flight_bucket import Flight
+from dtcomm.device.streams import record_streams, streams_of
 
 
 class There:
@@ -71,9 +72,9 @@ class There:
             carried: Exception | None = None
             try:
                 future.value()
-                with streams.on(streams.side()):
+                with streams.on(streams.side_stream()):
                     flight.work.wait()
-                    hold(buffer)
+                    record_streams(buffer)
                     flight.land(memory)
                     flight.done_ns = time.monotonic_ns()
                     flight.landed_there = there.ready()
@@ -83,7 +84,7 @@ class There:
             if carried is not None:
                 landed.set_exception(carried)
                 return
-            with streams.on(streams.side()):
+            with streams.on(streams.side_stream()):
                 landed.set_result(buffer)
 
         flight.work.get_future().add_done_callback(land)

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from dtcomm.collectives import Fetched, Work
+from dtcomm.collectives import Work
 from dtcomm.compress.bucket_layout import Packing
 from dtcomm.compress.error_sample import Sample, norm_of
 from dtcomm.compress.error_state import Handed, Memory
 from dtcomm.compress.step_recorder import Sent
 from dtcomm.compress.unwatched import Watcher
+from dtcomm.device.streams import AsyncHostCopy
 from dtcomm.profiling import Message
 
 
@@ -31,7 +32,7 @@ class Flight:
     samples: list[Sample] | None
     told: torch.Tensor | None
     key: int
-    heard: Fetched | None = None
+    heard: AsyncHostCopy | None = None
     done: torch.futures.Future[torch.Tensor] | None = None
     ready: float = field(default_factory=time.perf_counter)
     index: int = 0
@@ -82,4 +83,4 @@ class Flight:
             watch.measured(sample, handed.residual)
         watch.arrived(self.buffer)
         if self.told is not None:
-            self.heard = Fetched(self.told)
+            self.heard = AsyncHostCopy(self.told)

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import env
-from dtcomm.collectives import all_reduce, info, streams_of
+from dtcomm.collectives import all_reduce, info
 from dtcomm.compress.autotune_model import crowded
+from dtcomm.device.streams import streams_of
 
 PROBES = [1 << at for at in (16, 18, 20, 22)]  # bytes
 ENOUGH = 0.02  # seconds, after which no larger one is sent
@@ -84,6 +85,6 @@ class Group:
         for _ in range(calls):
             all_reduce(tensor, group=self._group)
             marks.append(streams.mark())
-        if self.device is not None and not streams.passed(marks[-1]):
-            streams.settle(marks[-1])
-        return [streams.between(*pair) for pair in pairwise(marks)]
+        if self.device is not None and not streams.query(marks[-1]):
+            streams.synchronize(marks[-1])
+        return [streams.elapsed(*pair) for pair in pairwise(marks)]

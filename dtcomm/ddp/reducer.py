@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 
-from dtcomm.collectives import Fetched, Work
+from dtcomm.collectives import Work
 from dtcomm.compress.bucket_averager import Averager
 from dtcomm.compress.error_sample import Sample, norm_of
 from dtcomm.compress.error_state import Handed, Memory
@@ -25,6 +25,7 @@ from dtcomm.ddp.chooser import Chooser
 from dtcomm.ddp.device_reducer import There
 from dtcomm.ddp.in_flight_bucket import Flight
 from dtcomm.ddp.plain_allreduce import OwnWork
+from dtcomm.device.streams import AsyncHostCopy
 from dtcomm.kernels import counter_rng
 from dtcomm.profiling import Timeline
 from dtcomm.profiling.profiler_ranges import UnderWay
@@ -158,7 +159,7 @@ class Backward:
                 flight = self._told.popleft()
                 if flight.told is not None:
                     flight.work.wait()
-                    heard = flight.heard or Fetched(flight.told)
+                    heard = flight.heard or AsyncHostCopy(flight.told)
                     self._watch.judge(self.steps, heard.get())
         except Exception as error:
             self.error = self.error or error

@@ -1,8 +1,8 @@
-"""The order of what is queued on a device: streams, events, and which stream uses which memory.
+"""Streams and events of CPU and CUDA devices behind one interface.
 
-A runtime for devices says all of this through :class:`Streams`, so that it runs on CPU tensors too, where
-``tests.support.stream_checker`` checks the discipline: work on one stream that follows work on another waits for an
-event, memory that another stream uses is held for it, and the host waits for nothing.
+Everything in dtcomm that queues work on a device does so through :class:`Streams`, so that the same code runs on CPU
+tensors, where the tests check its discipline: work on one stream that depends on another stream waits for an event,
+memory used by a second stream is recorded for it, and the host never blocks. Every package may import this module.
 """
 
 from __future__ import annotations
@@ -16,48 +16,48 @@ import torch
 
 
 class Streams(Protocol):
-    """Streams of one device."""
+    """The streams of one device, with one side stream of its own."""
 
     device: torch.device
 
     def current(self) -> Any:
-        """The stream that the caller queues on now."""
+        """The stream that the caller queues work on at present."""
 
-    def side(self) -> Any:
-        """A stream of our own, the same one every time."""
+    def side_stream(self) -> Any:
+        """A second stream; every call returns the same one."""
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Within the block, ``stream`` is the current one."""
+        """A context in which ``stream`` is the current stream."""
 
     def record(self) -> Any:
-        """An event behind all that the current stream was given so far."""
+        """An event behind all work queued on the current stream so far."""
 
     def wait(self, event: Any) -> None:
-        """What the current stream is given from now on starts after the event; the host goes on."""
+        """Make later work of the current stream wait for the event. The host does not wait."""
 
-    def passed(self, event: Any) -> bool:
-        """Whether the device has come past an event."""
+    def query(self, event: Any) -> bool:
+        """Whether the device has passed the event."""
 
     def mark(self) -> Any:
-        """An event as of ``record``, of which the device notes the time."""
+        """An event like that of ``record`` that also takes the time."""
 
-    def between(self, first: Any, second: Any) -> float:
-        """Seconds of the device from one mark to another, both of which it has come past."""
+    def elapsed(self, first: Any, second: Any) -> float:
+        """Seconds on the device between two marks that it has passed."""
 
-    def settle(self, event: Any) -> None:
-        """The host waits for an event. Only where bytes go through the host's memory, or are to be looked at."""
+    def synchronize(self, event: Any) -> None:
+        """Block the host until the device has passed the event."""
 
-    def hold(self, tensor: torch.Tensor) -> None:
-        """The current stream uses a tensor of another stream: its memory is not given away before that."""
+    def record_stream(self, tensor: torch.Tensor) -> None:
+        """Tell the allocator that the current stream uses a tensor allocated on another stream."""
 
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""
 
     def staging(self, size: int) -> torch.Tensor:
-        """Bytes of the host that the device copies from and to without the host's help."""
+        """A host buffer of ``size`` bytes that the device can copy from and to without blocking the host."""
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """One whose value may be used by other streams: they wait for the stream that is current when it is set."""
+        """A future whose value other streams may use: they wait for the stream that is current when it is set."""
 
 
 class CudaStreams:
@@ -70,7 +70,7 @@ class CudaStreams:
     def current(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
 
-    def side(self) -> torch.cuda.Stream:
+    def side_stream(self) -> torch.cuda.Stream:
         if self._side is None:
             self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         return self._side
@@ -86,7 +86,7 @@ class CudaStreams:
     def wait(self, event: torch.cuda.Event) -> None:
         self.current().wait_event(event)
 
-    def passed(self, event: torch.cuda.Event) -> bool:
+    def query(self, event: torch.cuda.Event) -> bool:
         return bool(event.query())  # type: ignore[no-untyped-call]
 
     def mark(self) -> torch.cuda.Event:
@@ -94,13 +94,13 @@ class CudaStreams:
         event.record(self.current())
         return event
 
-    def between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
+    def elapsed(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
         return float(first.elapsed_time(second)) * 1e-3
 
-    def settle(self, event: torch.cuda.Event) -> None:
+    def synchronize(self, event: torch.cuda.Event) -> None:
         event.synchronize()
 
-    def hold(self, tensor: torch.Tensor) -> None:
+    def record_stream(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self.current())
 
     def capturing(self) -> bool:
@@ -114,7 +114,7 @@ class CudaStreams:
 
 
 class HostStreams:
-    """CPU tensors: what is queued has been done."""
+    """The CPU as a device: queued work is done at once, so streams and events are None."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -122,7 +122,7 @@ class HostStreams:
     def current(self) -> None:
         return None
 
-    def side(self) -> None:
+    def side_stream(self) -> None:
         return None
 
     def on(self, stream: None) -> AbstractContextManager[Any]:
@@ -134,19 +134,19 @@ class HostStreams:
     def wait(self, event: None) -> None:
         return None
 
-    def passed(self, event: None) -> bool:
+    def query(self, event: None) -> bool:
         return True
 
     def mark(self) -> float:
         return time.perf_counter()
 
-    def between(self, first: float, second: float) -> float:
+    def elapsed(self, first: float, second: float) -> float:
         return second - first
 
-    def settle(self, event: None) -> None:
+    def synchronize(self, event: None) -> None:
         return None
 
-    def hold(self, tensor: torch.Tensor) -> None:
+    def record_stream(self, tensor: torch.Tensor) -> None:
         return None
 
     def capturing(self) -> bool:
@@ -159,82 +159,83 @@ class HostStreams:
         return torch.futures.Future()
 
 
-#: What serves a type of device; the CPU's streams any other.
-KINDS: dict[str, Callable[[torch.device], Streams]] = {"cuda": CudaStreams}
+#: The class that serves each device type; HostStreams serves every other type.
+STREAM_TYPES: dict[str, Callable[[torch.device], Streams]] = {"cuda": CudaStreams}
 
 
 def streams_of(device: torch.device) -> Streams:
-    """Those of a CUDA device, otherwise the CPU's. Whoever asks gets a side stream of his own."""
-    made = KINDS.get(device.type)
-    return HostStreams() if made is None else made(device)
+    """New streams for a device; each caller gets a side stream of its own."""
+    stream_type = STREAM_TYPES.get(device.type)
+    return HostStreams() if stream_type is None else stream_type(device)
 
 
-def hold(*tensors: torch.Tensor | None) -> None:
-    """The current stream of each one's device uses it, whatever stream it was made on."""
+def record_streams(*tensors: torch.Tensor | None) -> None:
+    """Tell the allocator that the current stream of each tensor's device uses it, wherever it was allocated."""
     for tensor in tensors:
         if tensor is not None and not tensor.is_cpu:
-            streams_of(tensor.device).hold(tensor)
+            streams_of(tensor.device).record_stream(tensor)
 
 
-def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on the device, which the current stream makes; nobody waits for it, and ``host`` may change at once."""
+def record_buffers(streams: Streams, buffers: Iterable[Iterable[torch.Tensor | None]]) -> None:
+    """Tell the allocator that the current stream of ``streams`` uses all tensors in ``buffers``."""
+    for tensors in buffers:
+        for tensor in tensors:
+            if tensor is not None:
+                streams.record_stream(tensor)
+
+
+def copy_to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on ``device``, queued on its current stream without blocking; ``host`` may be overwritten at once."""
     if device.type == "cpu":
         return host.clone() if host.is_cpu else host.cpu()
     staging = streams_of(device).staging(host.nbytes).view(host.dtype).view(host.shape)
     return staging.copy_(host).to(device, non_blocking=True)
 
 
-def beside(kept: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """What was kept, on the device of ``like``: a checkpoint brings CPU tensors."""
-    return kept if (kept.is_cpu and like.is_cpu) or kept.device == like.device else sent(kept, like.device)
+def match_device(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``tensor`` on the device of ``like``: state loaded from a checkpoint is on the CPU."""
+    same = (tensor.is_cpu and like.is_cpu) or tensor.device == like.device
+    return tensor if same else copy_to_device(tensor, like.device)
 
 
-class Fetched:
-    """``there``, of a device, on its way to the host behind what the current stream was given; nobody waits for it."""
+class AsyncHostCopy:
+    """A copy of a device tensor to the host, queued behind the current stream's work; the host does not block."""
 
-    def __init__(self, there: torch.Tensor) -> None:
-        self._streams = streams_of(there.device)
-        self._host = there
-        if not there.is_cpu:
-            self._host = self._streams.staging(there.nbytes).view(there.dtype).view(there.shape)
-            self._host.copy_(there, non_blocking=True)
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._streams = streams_of(tensor.device)
+        self._host = tensor
+        if not tensor.is_cpu:
+            self._host = self._streams.staging(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+            self._host.copy_(tensor, non_blocking=True)
         self._copied = self._streams.record()
 
     def get(self) -> torch.Tensor:
-        """On the CPU. The host waits where it is not there yet, for the copy alone."""
-        if not self._streams.passed(self._copied):
-            self._streams.settle(self._copied)
+        """The CPU tensor. Blocks the host until the copy is done."""
+        if not self._streams.query(self._copied):
+            self._streams.synchronize(self._copied)
         return self._host
 
 
-def lend(streams: Streams, buffers: Iterable[Iterable[torch.Tensor | None]]) -> None:
-    """The current stream uses these tensors of another stream."""
-    for part in buffers:
-        for tensor in part:
-            if tensor is not None:
-                streams.hold(tensor)
+class StreamOrder:
+    """Keeps the operations of one communicator in issue order across the streams that they are queued on.
 
-
-class Fence:
-    """Calls of one communicator follow each other, whatever streams they are queued on.
-
-    While a graph is captured nothing waits for what came before the capture: torch lets the device come to rest first.
+    During graph capture no wait is queued for work from before the capture: torch synchronizes the device first.
     """
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._last: tuple[Any, Any] | None = None  # the stream of the last call, and the event behind it
+        self._last: tuple[Any, Any] | None = None  # the stream of the last operation and the event behind it
 
-    def enter(self) -> None:
-        """The current stream is about to be given a call."""
+    def before_op(self) -> None:
+        """Make the current stream wait for the previous operation if that was queued on another stream."""
         if self._last is None or self._streams.capturing():
             return
         stream, event = self._last
         if stream != self._streams.current():
             self._streams.wait(event)
 
-    def leave(self) -> Any:
-        """It has been given one; returns the event behind it."""
+    def after_op(self) -> Any:
+        """Note that an operation has been queued on the current stream; returns the event behind it."""
         event = self._streams.record()
         if not self._streams.capturing():
             self._last = self._streams.current(), event

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 
-from dtcomm.collectives import Work, all_gather, all_reduce, hold, reduce_scatter
+from dtcomm.collectives import Work, all_gather, all_reduce, reduce_scatter
+from dtcomm.device.streams import record_streams
 from dtcomm.fsdp.cpu_overlap import only_cuts
 from dtcomm.fsdp.reduction import Reduction
 from dtcomm.fsdp.report import Traffic
@@ -124,7 +125,7 @@ class Gather(_Collective, AllGather):
         )
 
         def then() -> None:
-            hold(differences, reference)  # FSDP waits on another stream than it gathers on
+            record_streams(differences, reference)  # FSDP waits on another stream than it gathers on
             reference.add_(differences)
             output.copy_(reference)
             self.state.keep_reference(self.module, reference)

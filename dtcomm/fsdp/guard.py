@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.codecs import Codec
-from dtcomm.collectives import Fetched, all_reduce
+from dtcomm.collectives import all_reduce
 from dtcomm.compress.error_sample import Sample, norm_of
 from dtcomm.compress.guard import Event, Guard
 from dtcomm.compress.unwatched import watcher
+from dtcomm.device.streams import AsyncHostCopy
 from dtcomm.fsdp.spec import Recipe
 
 ROOT = "(root)"  # a guard takes no name for all modules
@@ -35,7 +36,7 @@ class Watching:
         self._every = every
         self._pending = False
         self._device: torch.device | None = None  # of gradients
-        self._heard: Fetched | None = None  # what ranks told each other, on its way from there
+        self._heard: AsyncHostCopy | None = None  # what ranks told each other, on its way from there
         self.steps = 0
         self.sampling = False
 
@@ -65,7 +66,7 @@ class Watching:
                 if told.is_cpu:
                     watch.judge(self.steps, told)
                 else:
-                    self._heard = Fetched(told)
+                    self._heard = AsyncHostCopy(told)
         resets = ["" if name == ROOT else name for name in watch.take_resets()]
         self._pending = self._every > 0 and self.steps % self._every == 0
         self.sampling = self._every > 0 and self.steps % self._every == 0

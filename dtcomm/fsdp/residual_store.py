@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from dtcomm.codecs import codec
-from dtcomm.collectives import beside
 from dtcomm.compress.residuals import Residuals
+from dtcomm.device.streams import match_device
 from dtcomm.kernels.ops import decode, encode
 
 BETA = 0.8
@@ -106,7 +106,7 @@ class MovingAverage:
                 f"the residual of {module!r} has {payload.numel()} bytes, its gradient of {numel} elements "
                 f"{STORED.wire_bytes(numel)}: was the state saved from another model?"
             )
-        decode(STORED, beside(payload, out), numel, out=out)
+        decode(STORED, match_device(payload, out), numel, out=out)
         factor = self._factors.get(module)
         return out if factor is None else out.mul_(factor)
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.codecs import Codec, codec
-from dtcomm.collectives import Streams, hold, streams_of
 from dtcomm.compress.checkpoint import VERSION, share_of
 from dtcomm.compress.guard import Event, Guard, summary
+from dtcomm.device.streams import Streams, record_streams, streams_of
 from dtcomm.fsdp.buffer_pool import Pool
 from dtcomm.fsdp.cpu_overlap import Overlap
 from dtcomm.fsdp.flat_layout import Layout
@@ -160,7 +160,7 @@ class State:
         if module in self.written:
             streams, event = self.written[module]
             streams.wait(event)
-        hold(self.references.get(module))
+        record_streams(self.references.get(module))
         return self.references.get(module)
 
     def state_dict(self) -> dict[str, Any]:

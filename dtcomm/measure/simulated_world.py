@@ -12,9 +12,8 @@ from typing import Any
 
 from dtcomm import _C
 from dtcomm.runtime.native.chunk_size import may_be_pulled
-from dtcomm.runtime.native.runtime import Buffers, native_plan
-from dtcomm.runtime.op_hooks import NOTHING, Around
-from dtcomm.runtime.types import Shape
+from dtcomm.runtime.native.runtime import native_plan
+from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec
 from dtcomm.schedule import Schedule
 
 STATUSES = ("done", "died", "peer_lost", "mismatch", "stuck", "corrupt")
@@ -24,17 +23,17 @@ STATUSES = ("done", "died", "peer_lost", "mismatch", "stuck", "corrupt")
 class Operation:
     """One collective of one rank.
 
-    ``shared`` treats its tensor as shared memory; ``pulled`` lets peers read it in place (single copy); ``around``
+    ``shared`` treats its tensor as shared memory; ``pulled`` lets peers read it in place (single copy); ``hooks``
     holds the local steps before and after.
     """
 
-    shape: Shape
+    shape: OpSpec
     schedule: Schedule
     buffers: Sequence[Buffers]
     seed: int = 0
     shared: bool = False
     pulled: bool = False
-    around: Around = NOTHING
+    hooks: OpHooks = NO_HOOKS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +76,7 @@ def run(world: World, operations: Sequence[Sequence[Operation]]) -> list[Outcome
                 shape, operation.schedule, rank, *sizes, pulls=operation.pulled and may_be_pulled(shape)
             )
             pointers = [buffers.pointers() for buffers in operation.buffers]
-            calls[rank].append((plan, pointers, operation.seed, operation.shared, *operation.around.native()))
+            calls[rank].append((plan, pointers, operation.seed, operation.shared, *operation.hooks.native()))
     outcomes = _C.run_local(
         ranks=world.ranks,
         seed=world.seed,

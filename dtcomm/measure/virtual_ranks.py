@@ -26,8 +26,7 @@ from dtcomm.runtime.cuda_peer.launch import (
     OnDevice,
     Room,
 )
-from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Part, Shape
+from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule
 
 EMULATED_BLOCKS = 2
@@ -101,7 +100,7 @@ class VirtualRanks:
         ``numel`` counts elements of the tensor or of one shard. ``algorithm`` is a name of ``dtcomm.algorithms``; it is
         only a label if a ``schedule`` is passed.
         """
-        shape = Shape(collective, op, (Part(numel, dtype, codec(spec)),), algorithm, root, splits)
+        shape = OpSpec(collective, op, (TensorSpec(numel, dtype, codec(spec)),), algorithm, root, splits)
         if schedule is None and algorithm != TWO_SHOT_SYMMETRIC:
             schedule = algorithms.build(algorithm, collective, self.ranks, root)
         return self.fused.prepare(shape, schedule)

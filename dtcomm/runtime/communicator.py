@@ -18,8 +18,9 @@ from torch.distributed import distributed_c10d as c10d
 from dtcomm import env
 from dtcomm.errors import DtcommError
 from dtcomm.runtime import flight_recorder, work
-from dtcomm.runtime.bootstrap.cpu import PROTOCOL, Joining, Runtime
+from dtcomm.runtime.bootstrap.cpu import PROTOCOL, CpuBootstrap
 from dtcomm.runtime.process_groups import group_store, inherited, position, require_group
+from dtcomm.runtime.types import Runtime
 
 
 class Communicator:
@@ -57,7 +58,7 @@ class Communicator:
         self.calls = 0
         self.plans: dict[Hashable, Any] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self.runtime: Runtime | None = None
+        self.runtime: Runtime[Any] | None = None
         self.why = "one rank: nothing to move"
         self.groups: tuple[tuple[int, ...], ...] = ((0,),)
         self.table = ""
@@ -109,9 +110,11 @@ class Communicator:
             "names": self.names,
             "runtime": "none" if runtime is None else runtime.name,
             "failure": self._trouble if runtime is None else runtime.failure,
-            "operations": [] if runtime is None else flight_recorder.describe(runtime.flights(), self.ranks),
+            "operations": []
+            if runtime is None
+            else flight_recorder.describe(runtime.flight_entries(), self.ranks),
         }
-        seen = [] if runtime is None else runtime.sightings()
+        seen = [] if runtime is None else runtime.peer_snapshots()
         said["seen"] = [{"rank": rank, **vars(each)} for rank, each in zip(self.ranks, seen, strict=False)]
         return said
 
@@ -135,12 +138,12 @@ def _joining(
     epoch: int | str,
     store: c10d.Store | None,
     device: torch.device | None,
-) -> Joining:
+) -> CpuBootstrap:
     if device is None:
-        return Joining(rank, ranks, group, epoch, store)
-    from dtcomm.runtime.bootstrap.cuda import DeviceJoining
+        return CpuBootstrap(rank, ranks, group, epoch, store)
+    from dtcomm.runtime.bootstrap.cuda import CudaBootstrap
 
-    return DeviceJoining(device, rank, ranks, group, epoch, store)
+    return CudaBootstrap(device, rank, ranks, group, epoch, store)
 
 
 class Closeable(Protocol):

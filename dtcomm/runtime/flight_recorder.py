@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dtcomm import env
-from dtcomm.runtime.types import Shape
-from dtcomm.schedule.ir import REDUCING, ROOTED
 
 FORMAT = 1
 KEPT = 256  # operations of a communicator, as csrc/engine/flight_recorder.h
@@ -28,7 +26,7 @@ STAGES = ("issued", "started", "done", "failed")
 
 
 @dataclass
-class Flight:
+class FlightEntry:
     """One operation: its number counts the communicator's calls from 1; times are ``time.monotonic_ns``, 0 for what
     has not come; ``waited_for`` are ranks of the group.
     """
@@ -45,7 +43,7 @@ class Flight:
 
 
 @dataclass(frozen=True)
-class Sighting:
+class PeerSnapshot:
     """What a rank sees of another one in shared memory: its last operation, whether its process is there."""
 
     last: int
@@ -60,36 +58,19 @@ class Recorder:
     """The ring of a runtime that is written in Python."""
 
     def __init__(self) -> None:
-        self._ring: deque[Flight] = deque(maxlen=KEPT)
+        self._ring: deque[FlightEntry] = deque(maxlen=KEPT)
         self._issued = 0
 
-    def issue(self, text: str, shape: Shape) -> Flight:
+    def issue(self, text: str, details: dict[str, Any]) -> FlightEntry:
         """A new operation."""
         self._issued += 1
-        flight = Flight(self._issued, text, about(shape), issued_ns=time.monotonic_ns())
+        flight = FlightEntry(self._issued, text, details, issued_ns=time.monotonic_ns())
         self._ring.append(flight)
         return flight
 
-    def list(self) -> list[Flight]:
+    def list(self) -> list[FlightEntry]:
         """Oldest first."""
         return list(self._ring)
-
-
-def about(shape: Shape) -> dict[str, Any]:
-    """A call in words that programs read; ``numel`` and ``bytes`` are those of a shard for gathers and scatters."""
-    said: dict[str, Any] = {
-        "collective": "send" if shape.algorithm == "send" else shape.collective,
-        "numel": sum(part.numel for part in shape.parts),
-        "bytes": sum(part.numel * part.dtype.itemsize for part in shape.parts),
-        "dtype": "/".join(dict.fromkeys(str(part.dtype).removeprefix("torch.") for part in shape.parts)),
-        "codec": " ".join(dict.fromkeys(part.spec for part in shape.parts)),
-        "algorithm": shape.algorithm,
-    }
-    if shape.collective in REDUCING:
-        said["op"] = shape.op
-    if shape.collective in ROOTED:
-        said["root"] = shape.root
-    return said
 
 
 class Recorded(Protocol):
@@ -156,7 +137,7 @@ def failed(reason: BaseException) -> None:
         warnings.warn(f"DTCOMM_FLIGHT_DIR={directory!r}: no flight record: {problem}", stacklevel=2)
 
 
-def describe(flights: list[Flight], ranks: list[int]) -> list[dict[str, Any]]:
+def describe(flights: list[FlightEntry], ranks: list[int]) -> list[dict[str, Any]]:
     """Operations as JSON values, times in seconds of the wall clock, ranks as global ones."""
     offset = time.time_ns() - time.monotonic_ns()
 

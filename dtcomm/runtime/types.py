@@ -1,16 +1,26 @@
-"""What a runtime is asked to do, without the tensors: the key of its plans."""
+"""Types shared by all runtimes: what an operation is, the tensors it works on, and the interface of a runtime.
+
+``dtcomm.collectives`` describes an operation as an :class:`OpSpec`, asks the communicator's :class:`Runtime` to
+``prepare`` a plan for it once, and then runs the plan on :class:`Buffers` as often as it is called.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from dtcomm import _C
 from dtcomm.codecs import Codec
+from dtcomm.kernels.local_steps import Step
+from dtcomm.runtime.flight_recorder import FlightEntry, PeerSnapshot
+from dtcomm.runtime.work import Work
+from dtcomm.schedule import Schedule
 from dtcomm.schedule.ir import REDUCING, ROOTED
 
-# How chunks lie in the caller's tensors (csrc/engine/plan.h, Geometry).
+# How chunks are laid out in the caller's tensors (csrc/engine/plan.h, Geometry).
 GEOMETRY = {
     "all_reduce": 0,
     "broadcast": 0,
@@ -29,9 +39,11 @@ TWO_SHOT_SYMMETRIC = "two_shot_symmetric"
 OPS = {"sum": 0, "avg": 0, "min": 1, "max": 2}
 
 
-class Part(NamedTuple):
-    """One tensor of a message; ``numel`` counts all of it, or one shard for gather, scatter and all_to_all (the
-    largest shard where they differ). ``between`` is the codec of what crosses hosts, where it is another one.
+class TensorSpec(NamedTuple):
+    """One tensor of a message: its size, type and codec.
+
+    ``numel`` counts the elements of the whole tensor, or of one shard for gather, scatter and all_to_all (the largest
+    shard where they differ). ``between`` is the codec between hosts where that differs from ``codec``.
     """
 
     numel: int
@@ -40,53 +52,193 @@ class Part(NamedTuple):
     between: Codec | None = None
 
     def at(self, level: int) -> Codec:
-        """The codec of a level of the hierarchy."""
+        """The codec at a level of the hierarchy: 0 is inside a host, 1 between hosts."""
         return self.codec if level == 0 or self.between is None else self.between
 
     @property
     def granularity(self) -> int:
-        """Where payloads of both codecs may be cut."""
+        """Elements at whose multiples the payloads of both codecs may be cut."""
         return math.lcm(self.codec.granularity, self.at(1).granularity)
 
     @property
     def spec(self) -> str:
-        """``int8``, or ``none/int4`` where what crosses hosts has a codec of its own."""
+        """The codec as a spec string, such as ``int8``, or ``none/int4`` with another codec between hosts."""
         return str(self.codec) if self.between is None else f"{self.codec}/{self.between}"
 
 
-class Shape(NamedTuple):
-    """Everything that ranks must agree on: it makes the plan and its fingerprint.
+class OpSpec(NamedTuple):
+    """An operation without its tensors: everything that ranks must agree on.
 
-    ``splits`` are the elements that each rank sends to each in an all_to_all of unequal shards, sender * ranks +
-    receiver; empty where all are equal. With ``checksum`` every payload travels with its CRC32C. ``purpose`` says
-    what of a larger operation this is.
+    A plan and its fingerprint are made from it. ``parts`` are the tensors of the message. ``splits`` are the elements
+    that each rank sends to each other rank in an all_to_all of unequal shards, at index sender * ranks + receiver;
+    empty if all shards are equal. With ``checksum`` every payload travels with its CRC32C. ``purpose`` names the stage
+    of a multi-stage operation that this one is.
     """
 
     collective: str
     op: str
-    parts: tuple[Part, ...]
+    parts: tuple[TensorSpec, ...]
     algorithm: str
     root: int = 0
     splits: tuple[int, ...] = ()
     checksum: bool = False
     purpose: str = ""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the input tensors of all parts."""
+        return sum(part.numel * part.dtype.itemsize for part in self.parts)
+
+    @property
+    def _operation(self) -> str:
+        return "send" if self.algorithm == "send" else self.collective
+
+    @property
+    def _dtypes(self) -> str:
+        return "/".join(dict.fromkeys(str(part.dtype).removeprefix("torch.") for part in self.parts))
+
+    @property
+    def _codecs(self) -> str:
+        return " ".join(dict.fromkeys(part.spec for part in self.parts))
+
+    def details(self) -> dict[str, Any]:
+        """The operation as JSON values, for flight records; sizes are those of a shard for gathers and scatters."""
+        details: dict[str, Any] = {
+            "collective": self._operation,
+            "numel": sum(part.numel for part in self.parts),
+            "bytes": self.nbytes,
+            "dtype": self._dtypes,
+            "codec": self._codecs,
+            "algorithm": self.algorithm,
+        }
+        if self.collective in REDUCING:
+            details["op"] = self.op
+        if self.collective in ROOTED:
+            details["root"] = self.root
+        return details
+
     def __str__(self) -> str:
-        """As error messages show it: ``all_reduce(sum, 1024 float32, codec int8, two_shot)``."""
-        name = "send" if self.algorithm == "send" else self.collective
+        """The text in error messages: ``all_reduce(sum, 1024 float32, codec int8, two_shot)``."""
         numel = sum(part.numel for part in self.parts)
-        dtypes = "/".join(dict.fromkeys(str(part.dtype).removeprefix("torch.") for part in self.parts))
-        codecs = " ".join(dict.fromkeys(part.spec for part in self.parts))
-        what = f"{numel} {dtypes}" + (f" in {len(self.parts)} tensors" if len(self.parts) != 1 else "")
-        details = [what, f"codec {codecs}", self.algorithm]
+        size = f"{numel} {self._dtypes}" + (f" in {len(self.parts)} tensors" if len(self.parts) != 1 else "")
+        details = [size, f"codec {self._codecs}", self.algorithm]
         if self.purpose:
             details.insert(1, self.purpose)
-        if name in REDUCING:
+        if self._operation in REDUCING:
             details.insert(0, self.op)
         if self.splits:
             details.insert(1, "the most of unequal splits")
-        if name in ROOTED:
+        if self._operation in ROOTED:
             details.append(f"root {self.root}")
         if self.checksum:
             details.append("checksum")
-        return f"{name}({', '.join(details)})"
+        return f"{self._operation}({', '.join(details)})"
+
+
+class Buffers(NamedTuple):
+    """The tensors of one part of a message; None for a tensor that this rank does not have."""
+
+    input: torch.Tensor | None
+    output: torch.Tensor | None
+    residual: torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors."""
+        for tensor in (self.input, self.output):
+            if tensor is not None:
+                return tensor.device
+        return torch.device("cpu")
+
+    def pointers(self) -> tuple[int, int, int]:
+        """Addresses of input, output and residual; 0 for a tensor that is None."""
+        return (
+            0 if self.input is None else self.input.data_ptr(),
+            0 if self.output is None else self.output.data_ptr(),
+            0 if self.residual is None else self.residual.data_ptr(),
+        )
+
+
+class OpHooks(NamedTuple):
+    """Rank-local tasks that run with an operation.
+
+    ``before`` runs when the operation starts, after all operations queued before it; ``after`` runs when it ends.
+    ``agreed`` is 0 or a number that ranks compare as they compare the operation itself.
+    """
+
+    before: Sequence[Step] = ()
+    after: Sequence[Step] = ()
+    agreed: int = 0
+
+    def tensors(self) -> list[tuple[torch.Tensor | None, ...]]:
+        """The tensors that each task uses."""
+        return [task.held for task in (*self.before, *self.after)]
+
+    def native(self) -> tuple[list[_C.NativeStep], list[_C.NativeStep], int]:
+        """The hooks as the native engine takes them."""
+        before, after = (
+            [task.native for task in tasks if task.native] for tasks in (self.before, self.after)
+        )
+        return before, after, self.agreed
+
+
+NO_HOOKS = OpHooks()
+
+PlanT = TypeVar("PlanT")
+
+
+class Plan(Protocol):
+    """The plan of a runtime written in Python, as far as the flight recorder and reports read it."""
+
+    @property
+    def text(self) -> str:
+        """The operation as error messages show it."""
+
+    @property
+    def spec(self) -> OpSpec:
+        """The operation that the plan was made for."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends in one call."""
+
+
+class Runtime(Protocol[PlanT]):
+    """The executor of one communicator's operations. Only the runtime that made a plan can run it."""
+
+    name: str
+
+    def prepare(self, spec: OpSpec, schedule: Schedule) -> PlanT:
+        """A plan for calls of this operation, to be kept and reused."""
+
+    def run(self, plan: PlanT, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None) -> int:
+        """Run to the end; returns the bytes that this rank sent."""
+
+    def submit(
+        self,
+        plan: PlanT,
+        buffers: Sequence[Buffers],
+        outputs: Sequence[torch.Tensor],
+        seed: int,
+        hooks: OpHooks | None = None,
+    ) -> Work:
+        """Queue the operation behind earlier ones; returns its handle, whose future holds ``outputs``."""
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set how long later calls wait for the other ranks."""
+
+    def close(self) -> None:
+        """Release everything."""
+
+    def info(self) -> dict[str, Any]:
+        """The runtime's configuration and counters, for ``dtcomm.info``."""
+
+    @property
+    def failure(self) -> str:
+        """The error that every later call raises; empty if there is none."""
+
+    def flight_entries(self) -> list[FlightEntry]:
+        """The last operations, oldest first."""
+
+    def peer_snapshots(self) -> list[PeerSnapshot]:
+        """What shared memory shows of every rank, in rank order; empty without shared memory."""

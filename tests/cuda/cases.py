@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.types import Buffers
 
 ON_A_DEVICE = [
     pytest.mark.gpu,

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import dtcomm.collectives as C
 from dtcomm import ddp, fsdp, tp
 from dtcomm.compress.guard import Guard, Watch
+from dtcomm.device.streams import AsyncHostCopy
 from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.runtime.cuda_peer import memory
@@ -216,7 +217,7 @@ def test_the_guard_of_ddp_waits_for_no_device() -> None:
             watch.arrived(mean)
             mean.fill_(1.0)
             watch.arrived(mean)
-            told.append(C.Fetched(watch.vector(mean.device)))
+            told.append(AsyncHostCopy(watch.vector(mean.device)))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert [each.get()[2].item() for each in told] == [0.0, 1.0, 0.0]

@@ -9,8 +9,7 @@ from dtcomm import _C
 from dtcomm.codecs import codec
 from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.cuda_peer.launch import COLLECTIVES, FusedRanks, OnDevice, Room
-from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.types import Part, Shape
+from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from tests.cuda.cases import ON_A_DEVICE, on_cpu, on_device
 from tests.unit.runtime.test_fused import DIRECT, SPECS, by_the_engine, same, tensors
 
@@ -25,9 +24,9 @@ def test_virtual_ranks(collective: str, dtype: torch.dtype, ranks: int) -> None:
     for algorithm in DIRECT[collective]:
         for spec in SPECS:
             for numel, feedback in ((1, False), (5000, True), (300_000, False)):
-                part = Part(numel, dtype, codec(spec))
+                part = TensorSpec(numel, dtype, codec(spec))
                 op = "avg" if feedback and collective in ("all_reduce", "reduce_scatter") else "sum"
-                shape = Shape(collective, op, (part,), algorithm)
+                shape = OpSpec(collective, op, (part,), algorithm)
                 plan = virtual.fused.prepare(shape)
                 theirs = tensors(collective, ranks, numel, dtype, feedback)
                 ours = [on_device(each) for each in theirs]
@@ -41,7 +40,9 @@ def test_sanitizer_sized_virtual_ranks() -> None:
     """Little enough for compute-sanitizer."""
     for collective in COLLECTIVES:
         virtual = VirtualRanks(3, "cuda", blocks=2, slot_bytes=4096)
-        shape = Shape(collective, "sum", (Part(4000, torch.float32, codec("int8")),), DIRECT[collective][0])
+        shape = OpSpec(
+            collective, "sum", (TensorSpec(4000, torch.float32, codec("int8")),), DIRECT[collective][0]
+        )
         ours = [on_device(each) for each in tensors(collective, 3, 4000, torch.float32, True)]
         virtual.fused.launch(virtual.fused.prepare(shape), [[each] for each in ours])
         virtual.check()
@@ -89,6 +90,6 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     addresses = [each.data_ptr() for each in memory]
     alone = FusedRanks(OnDevice(torch.device("cuda")), room, addresses, [pad], 0, 1, budget_ns=50_000_000)
     x = torch.ones(5000, device="cuda")
-    shape = Shape("all_reduce", "sum", (Part(5000, torch.float32, codec("int8")),), "two_shot")
+    shape = OpSpec("all_reduce", "sum", (TensorSpec(5000, torch.float32, codec("int8")),), "two_shot")
     alone.launch(alone.prepare(shape), [[Buffers(x, x)]])
     assert int(pad) == 2

@@ -15,8 +15,7 @@ from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure.simulated_world import World, run
 from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.cuda_peer.launch import FusedRanks, OnDevice, Room
-from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.types import Part, Shape
+from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule.ir import REDUCING
 from tests.cuda.cases import ON_A_DEVICE, PEER, on_cpu, on_device
 from tests.unit.algorithms.every_algorithm import NAMES, build
@@ -79,7 +78,7 @@ def test_a_rank_that_does_not_come_to_a_program_is_named() -> None:
     addresses = [each.data_ptr() for each in memory]
     alone = FusedRanks(OnDevice(torch.device("cuda")), room, addresses, [pad], 0, 1, budget_ns=50_000_000)
     x = torch.ones(5000, device="cuda")
-    shape = Shape("all_reduce", "sum", (Part(5000, torch.float32, codec("int8")),), "ring")
+    shape = OpSpec("all_reduce", "sum", (TensorSpec(5000, torch.float32, codec("int8")),), "ring")
     alone.launch(alone.prepare(shape, build("ring", "all_reduce", 2)), [[Buffers(x, x)]])
     assert int(pad) == 2
 

@@ -331,10 +331,10 @@ class _Kernels:
 @contextmanager
 def device(streams: RecordedStreams) -> Iterator[None]:
     """Within the block this process has a device, whose streams are ``streams``, on this thread."""
-    kept = dispatch._for_devices, dispatch.module, runtime_streams.KINDS["cuda"]
+    kept = dispatch._for_devices, dispatch.module, runtime_streams.STREAM_TYPES["cuda"]
     dispatch._for_devices = lambda: (dispatch.CUDA,)
     dispatch.module = lambda name: _Kernels
-    runtime_streams.KINDS["cuda"] = lambda _: streams.another()
+    runtime_streams.STREAM_TYPES["cuda"] = lambda _: streams.another()
     streams.device = DEVICE
     _dressing.streams = streams
     try:
@@ -342,7 +342,7 @@ def device(streams: RecordedStreams) -> Iterator[None]:
             yield
     finally:
         _dressing.streams = None
-        dispatch._for_devices, dispatch.module, runtime_streams.KINDS["cuda"] = kept
+        dispatch._for_devices, dispatch.module, runtime_streams.STREAM_TYPES["cuda"] = kept
 
 
 @contextmanager

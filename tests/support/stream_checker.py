@@ -67,7 +67,7 @@ class RecordedStreams:
     def current(self) -> str:
         return str(getattr(self._local, "name", MAIN))
 
-    def side(self) -> str:
+    def side_stream(self) -> str:
         return self._side
 
     @contextmanager
@@ -90,25 +90,25 @@ class RecordedStreams:
         if self._leave_out != "wait":
             self.learn(self.current(), event)
 
-    def passed(self, event: Clock) -> bool:
+    def query(self, event: Clock) -> bool:
         self._arrive(event)
         return True
 
     def mark(self) -> Clock:
         return Mark(self.record())
 
-    def between(self, first: Clock, second: Clock) -> float:
+    def elapsed(self, first: Clock, second: Clock) -> float:
         assert isinstance(first, Mark) and isinstance(second, Mark)
         return second.at - first.at
 
-    def settle(self, event: Clock) -> None:
+    def synchronize(self, event: Clock) -> None:
         if not self._host_may_wait:
             self.faults.append("the host waits for the device")
         if self._leave_out != "settle":
             self.learn(HOST, event)
         self._arrive(event)
 
-    def hold(self, tensor: torch.Tensor) -> None:
+    def record_stream(self, tensor: torch.Tensor) -> None:
         if self._leave_out != "hold":
             with self._lock:
                 self._held[_memory(getattr(tensor, "host", tensor))].add(self.current())

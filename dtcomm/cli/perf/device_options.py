@@ -14,7 +14,7 @@ from dtcomm.cli.perf.collectives import DTYPES
 from dtcomm.cli.perf.placement import CPU, CUDA, EMULATOR
 from dtcomm.codecs import codec
 from dtcomm.runtime.cuda_peer.launch import MOST_RANKS, why_not
-from dtcomm.runtime.types import Part, Shape
+from dtcomm.runtime.types import OpSpec, TensorSpec
 from dtcomm.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ def why_no_kernel(collective: str, variant: Variant, datatype: str, op: str) -> 
     """Why virtual ranks have no kernel for it; None where they have one."""
     name = "one_shot" if variant.algorithm in CHOOSERS else variant.algorithm
     schedule = variant.schedule or algorithms.build(name, collective, 2)
-    part = Part(1, DTYPES[datatype], codec(variant.codec))
-    shape = Shape(collective, "sum" if op == "none" else op, (part,), name)
+    part = TensorSpec(1, DTYPES[datatype], codec(variant.codec))
+    shape = OpSpec(collective, "sum" if op == "none" else op, (part,), name)
     reason = why_not(shape, schedule.ranks, schedule)
     return f"--virtual: {reason}" if reason else None
 

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from dtcomm.collectives import Streams
 from dtcomm.ddp.autotune.measure import Timed
+from dtcomm.device.streams import Streams
 
 
 class Marked(NamedTuple):
@@ -50,13 +50,13 @@ class Clock:
         streams = self._streams
         while self._steps:
             step = self._steps[0]
-            if not streams.passed(step.over):
+            if not streams.query(step.over):
                 if not wait:
                     return
-                streams.settle(step.over)
+                streams.synchronize(step.over)
             self._steps.popleft()
             buckets = [
-                Timed(streams.between(step.begun, ready), streams.between(ready, landed), sent)
+                Timed(streams.elapsed(step.begun, ready), streams.elapsed(ready, landed), sent)
                 for ready, landed, sent in step.buckets
             ]
-            end(step.number, streams.between(step.begun, step.over), buckets)
+            end(step.number, streams.elapsed(step.begun, step.over), buckets)

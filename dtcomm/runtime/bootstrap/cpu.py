@@ -5,72 +5,27 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import _C, env
 from dtcomm.errors import DtcommError
 from dtcomm.kernels import dispatch
-from dtcomm.runtime import emulated_link, flight_recorder
-from dtcomm.runtime.bootstrap.store_exchange import Meeting, host_id, require_equal
-from dtcomm.runtime.bootstrap.tcp import Door
+from dtcomm.runtime import emulated_link
+from dtcomm.runtime.bootstrap.store_exchange import StoreExchange, host_id, require_equal
+from dtcomm.runtime.bootstrap.tcp import Listener
 from dtcomm.runtime.native.chunk_size import MESSAGE_SLOT_BYTES
-from dtcomm.runtime.native.runtime import Buffers, NativeRuntime
-from dtcomm.runtime.op_hooks import Around
+from dtcomm.runtime.native.runtime import NativeRuntime
 from dtcomm.runtime.process_groups import group_store, group_timeout
 from dtcomm.runtime.torchdist.checksum_frames import Wire
-from dtcomm.runtime.types import Shape
-from dtcomm.runtime.work import Work
-from dtcomm.schedule import Schedule
+from dtcomm.runtime.types import Runtime
 
 PROTOCOL = 2  # what ranks say to each other when they meet, and the layout of shared areas
 
 
-class Runtime(Protocol):
-    """What moves the bytes of one group."""
-
-    name: str
-
-    def prepare(self, shape: Shape, schedule: Schedule) -> Any:
-        """A plan for calls of this shape, to be kept and reused."""
-
-    def run(self, plan: Any, buffers: Sequence[Buffers], seed: int, around: Around | None = None) -> int:
-        """Run to the end; returns the bytes this rank sent."""
-
-    def submit(
-        self,
-        plan: Any,
-        buffers: Sequence[Buffers],
-        outputs: Sequence[torch.Tensor],
-        seed: int,
-        around: Around | None = None,
-    ) -> Work:
-        """Queue behind what runs already."""
-
-    def set_timeout(self, seconds: float) -> None:
-        """How long the calls from now on wait for the other ranks."""
-
-    def close(self) -> None:
-        """Release everything."""
-
-    def info(self) -> dict[str, Any]:
-        """For reports."""
-
-    @property
-    def failure(self) -> str:
-        """Why every call raises; empty where none does."""
-
-    def flights(self) -> list[flight_recorder.Flight]:
-        """The last operations, oldest first."""
-
-    def sightings(self) -> list[flight_recorder.Sighting]:
-        """What is to be seen of every rank, in rank order; empty where nothing is."""
-
-
-class Joining:
+class CpuBootstrap:
     """One rank's part. Once ``meet`` returned, ``runtime`` serves the ranks and ``why`` says why it is the one it is.
 
     ``names`` is how errors call the ranks, ``groups`` those of each host, ``table`` what rank 0 brought from tuning.
@@ -93,7 +48,7 @@ class Joining:
         self.groups: tuple[tuple[int, ...], ...] = ((0,),)
         self.table = ""
         self.why = ""
-        self.runtime: Runtime | None = None
+        self.runtime: Runtime[Any] | None = None
         self._group = group
         self._epoch = epoch
         self._store = group_store(group) if store is None else store
@@ -106,7 +61,7 @@ class Joining:
     def meet(self) -> None:
         """With all ranks. DtcommError where they differ, or where what a variable asks for cannot be had."""
         timeout, store, epoch = self._timeout, self._store, self._epoch
-        meeting = Meeting(store, f"dtcomm/{PROTOCOL}/{epoch}", self.rank, self.ranks, timeout)
+        meeting = StoreExchange(store, f"dtcomm/{PROTOCOL}/{epoch}", self.rank, self.ranks, timeout)
         native = NativeRuntime(self.rank, self.size, timeout.total_seconds())
         door, closed = _door()
         try:
@@ -178,7 +133,7 @@ class Joining:
         return self._hosts > 1 or env.get("DTCOMM_TRANSPORT") == "sockets"
 
     def _attach(
-        self, native: NativeRuntime, words: Sequence[dict[str, Any]], door: Door | None, timeout_s: float
+        self, native: NativeRuntime, words: Sequence[dict[str, Any]], door: Listener | None, timeout_s: float
     ) -> str:
         """What keeps the engine from serving the ranks; empty where nothing does."""
         if env.get("DTCOMM_RUNTIME") == "process_group":
@@ -254,12 +209,12 @@ class Joining:
         return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
 
 
-def _door() -> tuple[Door | None, str]:
+def _door() -> tuple[Listener | None, str]:
     """Where ranks of other hosts connect to, or why they cannot."""
     if env.get("DTCOMM_RUNTIME") == "process_group" or env.get("DTCOMM_TRANSPORT") == "memory":
         return None, "its variables say so"
     try:
-        return Door(), ""
+        return Listener(), ""
     except OSError as error:
         return None, str(error)
 

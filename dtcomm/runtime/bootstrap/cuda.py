@@ -15,19 +15,20 @@ from dtcomm import _C, env
 from dtcomm.device.streams import Streams, streams_of
 from dtcomm.errors import CollectiveMismatch, DtcommError
 from dtcomm.kernels import dispatch
-from dtcomm.runtime.bootstrap.cpu import PROTOCOL, Joining, Runtime
+from dtcomm.runtime.bootstrap.cpu import PROTOCOL, CpuBootstrap
 from dtcomm.runtime.bootstrap.gpu_topology import describe, why_not_peers
-from dtcomm.runtime.bootstrap.store_exchange import Meeting, host_id, require_equal
+from dtcomm.runtime.bootstrap.store_exchange import StoreExchange, host_id, require_equal
 from dtcomm.runtime.cuda_peer.launch import FusedRanks, launcher_of, room_of
 from dtcomm.runtime.cuda_peer.memory import reach
 from dtcomm.runtime.cuda_peer.runtime import PeerRuntime
 from dtcomm.runtime.torchdist.host_runtime import ProcessGroupRuntime
 from dtcomm.runtime.torchdist.stream_runtime import StreamRuntime
 from dtcomm.runtime.torchdist.transport import GroupExchange
+from dtcomm.runtime.types import Runtime
 
 
-class DeviceJoining(Joining):
-    """As :class:`Joining`, for tensors on ``device``.
+class CudaBootstrap(CpuBootstrap):
+    """As :class:`CpuBootstrap`, for tensors on ``device``.
 
     A group that has NCCL for the device gets a NCCL group of its own, whose work is queued on streams; any other one
     sends messages of Gloo through the host's memory. Where all ranks reach each other's memory, fused kernels over that
@@ -56,7 +57,7 @@ class DeviceJoining(Joining):
             )
         if env.get("DTCOMM_LINK"):
             raise DtcommError(f"DTCOMM_LINK: emulated links carry CPU tensors; this one is on {self._device}")
-        meeting = Meeting(
+        meeting = StoreExchange(
             self._store, f"dtcomm/{PROTOCOL}/{self._epoch}", self.rank, self.ranks, self._timeout
         )
         backend = backend_of(self._group, self._device)
@@ -87,7 +88,7 @@ class DeviceJoining(Joining):
         self._serve(meeting, words, backend)
         meeting.close()
 
-    def _serve(self, meeting: Meeting, words: Sequence[dict[str, Any]], backend: str) -> None:
+    def _serve(self, meeting: StoreExchange, words: Sequence[dict[str, Any]], backend: str) -> None:
         streams = streams_of(self._device)
         below = self._below(streams, backend)
         self.runtime, self.why = below, f"the group has {backend} for {self._device.type}"
@@ -116,7 +117,7 @@ class DeviceJoining(Joining):
         else:
             self.why += f"; no fused kernels: {reason}"
 
-    def _below(self, streams: Streams, backend: str) -> Runtime:
+    def _below(self, streams: Streams, backend: str) -> Runtime[Any]:
         """What the group's own backend serves."""
         if backend == "nccl":
             exchange = GroupExchange(self._private_backend("nccl"), "nccl", self._device)
@@ -130,7 +131,7 @@ class DeviceJoining(Joining):
         """What this rank is about to do, with all others, by way of the store."""
         number, _, what = text.partition(": ")
         prefix = f"dtcomm/{PROTOCOL}/{self._epoch}/{number.replace(' ', '')}"
-        meeting = Meeting(self._store, prefix, self.rank, self.ranks, self._timeout)
+        meeting = StoreExchange(self._store, prefix, self.rank, self.ranks, self._timeout)
         said = [word["said"] for word in meeting.exchange({"said": what})]
         meeting.close()
         if len(set(said)) > 1:

@@ -32,7 +32,7 @@ def host_id() -> str:
         return f"{socket.gethostname()}/{os.getpid()}"
 
 
-class Meeting:
+class StoreExchange:
     """One exchange of words among the ranks of a group; each round is one JSON object a rank.
 
     ``rank`` counts among those that meet; ``names`` are their global ranks.

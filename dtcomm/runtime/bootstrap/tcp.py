@@ -18,7 +18,7 @@ _MOST_SECONDS = 30.0  # for connections to be made, where the group waits longer
 _SIOCGIFADDR = 0x8915
 
 
-class Door:
+class Listener:
     """Where this rank is called: a listening socket at the address that its peers reach it by.
 
     GLOO_SOCKET_IFNAME names the interface (or several, of which the first that has an address is taken), as it does

@@ -18,8 +18,7 @@ from dtcomm import _C
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.kernels.types import OPERATIONS
 from dtcomm.runtime.cuda_peer.programs import Lowered, lowered
-from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Part, Shape
+from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule
 from dtcomm.schedule.ir import REDUCING
 
@@ -116,7 +115,7 @@ class Launch(NamedTuple):
 class FusedPlan(NamedTuple):
     """A call of one shape: a launch, or a program's, for each of its parts that has elements."""
 
-    shape: Shape
+    spec: OpSpec
     text: str
     launches: tuple[Launch, ...]
     sent_bytes: int
@@ -124,7 +123,7 @@ class FusedPlan(NamedTuple):
     @property
     def finishes(self) -> bool:
         """Whether its kernel adds what an ``After`` says."""
-        return self.shape.collective == "all_reduce" and self.shape.algorithm in ALGORITHMS
+        return self.spec.collective == "all_reduce" and self.spec.algorithm in ALGORITHMS
 
 
 class After(NamedTuple):
@@ -172,7 +171,7 @@ class FusedRanks:
         self._memory = list(memory)
         self._budget_ns = budget_ns
 
-    def prepare(self, shape: Shape, schedule: Schedule | None = None) -> FusedPlan:
+    def prepare(self, shape: OpSpec, schedule: Schedule | None = None) -> FusedPlan:
         """A plan for calls of this shape; ``schedule`` is needed where its algorithm is none of ``ALGORITHMS``.
 
         NoKernel says why there is none, on all ranks alike.
@@ -211,7 +210,7 @@ class FusedRanks:
             ]
             self._launcher.launch(call, shares, last[0].features)
 
-    def _state(self, shape: Shape, part: Part, program: Lowered | None) -> Any:
+    def _state(self, shape: OpSpec, part: TensorSpec, program: Lowered | None) -> Any:
         granule = part.codec.granularity
         if program is not None:
             special = {"algorithm": PROGRAM, **program.stated(shape, self.first, self.here)}
@@ -244,7 +243,7 @@ class FusedRanks:
             **special,
         )
 
-    def _sent(self, shape: Shape, part: Part) -> int:
+    def _sent(self, shape: OpSpec, part: TensorSpec) -> int:
         """Bytes that the first rank here puts into peers' memory."""
         mine, ranks, granule = self.first, self.ranks, part.codec.granularity
 
@@ -262,7 +261,7 @@ class FusedRanks:
         return sum(chunks) - chunks[mine] + chunks[mine] * (ranks - 1)
 
 
-def why_not(shape: Shape, ranks: int, schedule: Schedule | None = None) -> str:
+def why_not(shape: OpSpec, ranks: int, schedule: Schedule | None = None) -> str:
     """Why there is no fused kernel for calls of this shape; empty where there is one, but for what a device's memory
     has no room for. ``schedule``: what is run where there is no direct kernel.
     """
@@ -287,14 +286,14 @@ def why_not(shape: Shape, ranks: int, schedule: Schedule | None = None) -> str:
     return ""
 
 
-def _direct(shape: Shape) -> bool:
+def _direct(shape: OpSpec) -> bool:
     """Whether it is one launch of its own."""
     if shape.algorithm not in ALGORITHMS or shape.collective not in COLLECTIVES:
         return False
     return shape.algorithm == "one_shot" or shape.collective == "all_reduce"
 
 
-def _inside(part: Part, direct: bool, schedule: Schedule | None) -> bool:
+def _inside(part: TensorSpec, direct: bool, schedule: Schedule | None) -> bool:
     """Whether nothing of the part travels in the codec of another level, which cuts it at the same granules."""
     levels = schedule is not None and any(transfer.level for transfer in schedule.transfers)
     return part.granularity == part.codec.granularity and (direct or not levels)

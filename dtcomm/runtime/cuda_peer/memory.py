@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.runtime.bootstrap.gpu_topology import ids_seen
-from dtcomm.runtime.bootstrap.store_exchange import Meeting
+from dtcomm.runtime.bootstrap.store_exchange import StoreExchange
 
 SYMMETRIC, IPC = "symmetric memory", "CUDA IPC"
 Made = TypeVar("Made", "Offer", "Reached")
@@ -45,7 +45,7 @@ class Reached(NamedTuple):
 
 
 def reach(
-    meeting: Meeting,
+    meeting: StoreExchange,
     names: Sequence[str],
     group: dist.ProcessGroup,
     device: torch.device,
@@ -75,7 +75,7 @@ def reach(
 
 
 def _agree(
-    meeting: Meeting, names: Sequence[str], step: Callable[[], Made]
+    meeting: StoreExchange, names: Sequence[str], step: Callable[[], Made]
 ) -> tuple[Made | None, list[Any], str]:
     """What a step made here and what all say of it; or, where one rank could not, nothing and why."""
     made, trouble = None, ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from dtcomm.runtime.torchdist.layout import lay_out, payload_bytes
-from dtcomm.runtime.types import GEOMETRY, Part, Shape
+from dtcomm.runtime.types import GEOMETRY, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule, lower
 from dtcomm.schedule.ir import CUT_AT_GRANULES
 from dtcomm.schedule.lower import steps
@@ -27,7 +27,7 @@ class Lowered(NamedTuple):
         """Of the tensors; the same in all programs."""
         return self.programs[0].chunks
 
-    def stated(self, shape: Shape, first: int, here: int) -> dict[str, Any]:
+    def stated(self, shape: OpSpec, first: int, here: int) -> dict[str, Any]:
         """What a ``FusedCall`` of the ranks first .. first + here - 1 says of it."""
         return {
             "collective": GEOMETRY[shape.collective],
@@ -44,12 +44,12 @@ class Lowered(NamedTuple):
             "keeps": self.keeps,
         }
 
-    def granules(self, shape: Shape, part: Part) -> int:
+    def granules(self, shape: OpSpec, part: TensorSpec) -> int:
         """Of the largest chunk."""
         whole = -(-(max(shape.splits) if shape.splits else part.numel) // part.codec.granularity)
         return -(-whole // self.chunks) if shape.collective in CUT_AT_GRANULES else whole
 
-    def sent(self, shape: Shape, rank: int) -> int:
+    def sent(self, shape: OpSpec, rank: int) -> int:
         """Bytes of the payloads that a rank sends, one that goes to two peers twice."""
         pieces = lay_out(shape, self.chunks, EVERYTHING)
         if not pieces:

@@ -19,13 +19,10 @@ from dtcomm.errors import DtcommError, PeerLost
 from dtcomm.kernels.epilogue import Follow
 from dtcomm.kernels.local_steps import Step
 from dtcomm.runtime import flight_recorder
-from dtcomm.runtime.bootstrap.cpu import Runtime
 from dtcomm.runtime.cuda_peer.launch import After, FusedPlan, FusedRanks, NoKernel
-from dtcomm.runtime.flight_recorder import Flight
-from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.op_hooks import NOTHING, Around
+from dtcomm.runtime.flight_recorder import FlightEntry
 from dtcomm.runtime.torchdist.stream_runtime_base import Streamed, StreamWork
-from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Shape
+from dtcomm.runtime.types import NO_HOOKS, TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, Runtime
 from dtcomm.runtime.work import Work
 from dtcomm.schedule import Schedule
 
@@ -49,7 +46,7 @@ class PeerRuntime(Streamed):
         self,
         fused: FusedRanks,
         streams: Streams,
-        below: Runtime,
+        below: Runtime[Any],
         names: Sequence[str],
         memory: str,
         held: Any = None,
@@ -67,7 +64,7 @@ class PeerRuntime(Streamed):
         self._looked: Any = None
         self._reasons: Counter[str] = Counter()
 
-    def prepare(self, shape: Shape, schedule: Schedule) -> FusedPlan | Below:
+    def prepare(self, shape: OpSpec, schedule: Schedule) -> FusedPlan | Below:
         """A plan for calls of this shape. ValueError where only fused kernels are allowed and there is none."""
         try:
             return self._fused.prepare(shape, schedule)
@@ -79,15 +76,15 @@ class PeerRuntime(Streamed):
             return Below(self._below.prepare(shape, schedule), str(reason))
 
     def run(
-        self, plan: FusedPlan | Below, buffers: Sequence[Buffers], seed: int, around: Around | None = None
+        self, plan: FusedPlan | Below, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None
     ) -> int:
         """Queue on the current stream; returns the bytes sent."""
         with self._lock:
             if isinstance(plan, Below):
                 self._require_usable()
                 self._reasons[plan.reason] += 1
-                return self._below.run(plan.plan, buffers, seed, around)
-            self._queue(plan, buffers, around or NOTHING)
+                return self._below.run(plan.plan, buffers, seed, hooks)
+            self._queue(plan, buffers, hooks or NO_HOOKS)
         return plan.sent_bytes
 
     def submit(
@@ -96,16 +93,16 @@ class PeerRuntime(Streamed):
         buffers: Sequence[Buffers],
         outputs: Sequence[torch.Tensor],
         seed: int,
-        around: Around | None = None,
+        hooks: OpHooks | None = None,
     ) -> Work:
         """Queue beside the current stream, after what that was given so far."""
         with self._lock:
             if isinstance(plan, Below):
                 self._require_usable()
                 self._reasons[plan.reason] += 1
-                return self._below.submit(plan.plan, buffers, outputs, seed, around)
+                return self._below.submit(plan.plan, buffers, outputs, seed, hooks)
             done = self._beside(
-                buffers, around or NOTHING, lambda: self._queue(plan, buffers, around or NOTHING)
+                buffers, hooks or NO_HOOKS, lambda: self._queue(plan, buffers, hooks or NO_HOOKS)
             )
         return PeerWork(self, self._streams, done, outputs, plan.sent_bytes)
 
@@ -148,16 +145,18 @@ class PeerRuntime(Streamed):
         """Why calls raise; empty where they do not."""
         return str(self._failure) if self._failure is not None else self._below.failure
 
-    def flights(self) -> list[Flight]:
+    def flight_entries(self) -> list[FlightEntry]:
         """The last operations of both kinds, oldest first."""
-        return sorted([*super().flights(), *self._below.flights()], key=lambda each: each.issued_ns)
+        return sorted(
+            [*super().flight_entries(), *self._below.flight_entries()], key=lambda each: each.issued_ns
+        )
 
-    def _queue(self, plan: FusedPlan, buffers: Sequence[Buffers], around: Around) -> Any:
+    def _queue(self, plan: FusedPlan, buffers: Sequence[Buffers], hooks: OpHooks) -> Any:
         self.check()
-        taken, left = finishing(plan, buffers, around.after)
+        taken, left = finishing(plan, buffers, hooks.after)
 
         def begin() -> None:
-            for step in around.before:
+            for step in hooks.before:
                 step()
             self._fused.launch(plan, [buffers], taken)
             for step in left:
@@ -176,8 +175,8 @@ class PeerRuntime(Streamed):
         streams = self._streams
         if streams.capturing():
             return
-        if self._looked is None or streams.passed(self._looked):
-            with streams.on(streams.side()):
+        if self._looked is None or streams.query(self._looked):
+            with streams.on(streams.side_stream()):
                 streams.wait(done)
                 self._missing.copy_(self._fused.pads[0], non_blocking=True)
                 self._looked = streams.record()

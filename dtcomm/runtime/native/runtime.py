@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,7 +15,7 @@ from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.errors import DtcommError
 from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.emulated_link import Link, links
-from dtcomm.runtime.flight_recorder import STAGES, Flight, Sighting
+from dtcomm.runtime.flight_recorder import STAGES, FlightEntry, PeerSnapshot
 from dtcomm.runtime.native.chunk_size import (
     SLOT_BYTES,
     is_direct,
@@ -24,8 +24,7 @@ from dtcomm.runtime.native.chunk_size import (
     piece_bytes,
     tensor_bytes,
 )
-from dtcomm.runtime.op_hooks import Around
-from dtcomm.runtime.types import GEOMETRY, OPS, Shape
+from dtcomm.runtime.types import GEOMETRY, OPS, Buffers, OpHooks, OpSpec
 from dtcomm.runtime.work import NativeWork, Work
 from dtcomm.schedule import Schedule, lower
 
@@ -39,30 +38,6 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 # when it is woken: in the 1 ms it is, on most messages, not yet asleep.
 YIELD_US, SHARED_YIELD_US = 50.0, 1000.0
 LEAST_BOXES = 128  # of 4 KiB fill a slot: a user's own schedule may need as many
-
-
-class Buffers(NamedTuple):
-    """The tensors of one part of a message; None where this rank has none."""
-
-    input: torch.Tensor | None
-    output: torch.Tensor | None
-    residual: torch.Tensor | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors are."""
-        for tensor in (self.input, self.output):
-            if tensor is not None:
-                return tensor.device
-        return torch.device("cpu")
-
-    def pointers(self) -> tuple[int, int, int]:
-        """Addresses, 0 for what is not there."""
-        return (
-            0 if self.input is None else self.input.data_ptr(),
-            0 if self.output is None else self.output.data_ptr(),
-            0 if self.residual is None else self.residual.data_ptr(),
-        )
 
 
 class NativeRuntime:
@@ -148,27 +123,25 @@ class NativeRuntime:
             return "tensors lie in small pages, which take longer to read than to stage; see THP_MEM_ALLOC_ENABLE=1"
         return why
 
-    def prepare(self, shape: Shape, schedule: Schedule) -> _C.NativePlan:
+    def prepare(self, spec: OpSpec, schedule: Schedule) -> _C.NativePlan:
         """A plan for calls of this shape."""
         # What ranks read in each other's tensors would come over no link.
         shared = self.transport == "memory"
         least = 0 if env.get("DTCOMM_SINGLE_COPY") == "on" else LEAST_PULLED
-        pulls = not self.single_copy and may_be_pulled(shape) and tensor_bytes(shape) >= least
-        direct = shared and self._link is None and is_direct(shape, LEAST_DIRECT)
-        piece = piece_bytes(shape, self.ranks) * (self._slot_bytes // SLOT_BYTES)
+        pulls = not self.single_copy and may_be_pulled(spec) and tensor_bytes(spec) >= least
+        direct = shared and self._link is None and is_direct(spec, LEAST_DIRECT)
+        piece = piece_bytes(spec, self.ranks) * (self._slot_bytes // SLOT_BYTES)
         if not shared and env.get("DTCOMM_PIECE_KIB") == "0":
-            piece = message_piece(shape, self.ranks)
+            piece = message_piece(spec, self.ranks)
         return native_plan(
-            shape, schedule, self.rank, piece, self._slot_bytes, _boxes(self.ranks), direct, pulls
+            spec, schedule, self.rank, piece, self._slot_bytes, _boxes(self.ranks), direct, pulls
         )
 
-    def run(self, plan: Any, buffers: Sequence[Buffers], seed: int, around: Around | None = None) -> int:
+    def run(self, plan: Any, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None) -> int:
         """Run to the end; returns the bytes sent."""
         try:
-            if around is not None:
-                return self.native.run_all(
-                    plan, [part.pointers() for part in buffers], seed, *around.native()
-                )
+            if hooks is not None:
+                return self.native.run_all(plan, [part.pointers() for part in buffers], seed, *hooks.native())
             if len(buffers) == 1:
                 return self.native.run(plan, *buffers[0].pointers(), seed)
             return self.native.run_all(plan, [part.pointers() for part in buffers], seed)
@@ -182,16 +155,16 @@ class NativeRuntime:
         buffers: Sequence[Buffers],
         outputs: Sequence[torch.Tensor],
         seed: int,
-        around: Around | None = None,
+        hooks: OpHooks | None = None,
     ) -> Work:
         """Queue behind what runs already."""
-        steps = () if around is None else around.native()
+        steps = () if hooks is None else hooks.native()
         try:
             native = self.native.submit(plan, [part.pointers() for part in buffers], seed, *steps)
         except DtcommError as error:
             self.failed(error)
             raise
-        return NativeWork(native, (buffers, around), outputs, self.failed)
+        return NativeWork(native, (buffers, hooks), outputs, self.failed)
 
     def failed(self, error: DtcommError) -> None:
         """An operation raised: leave a record of it, once."""
@@ -204,16 +177,18 @@ class NativeRuntime:
         """Why calls raise; empty where they do not."""
         return self.native.failure
 
-    def flights(self) -> list[Flight]:
+    def flight_entries(self) -> list[FlightEntry]:
         """The last operations, oldest first."""
         return [
-            Flight(number, text, json.loads(about), STAGES[stage], issued, started, finished, peer, peers)
+            FlightEntry(
+                number, text, json.loads(about), STAGES[stage], issued, started, finished, peer, peers
+            )
             for number, text, about, stage, issued, started, finished, peer, peers in self.native.flights()
         ]
 
-    def sightings(self) -> list[Sighting]:
+    def peer_snapshots(self) -> list[PeerSnapshot]:
         """What is to be seen of every rank, in rank order."""
-        return [Sighting(*seen) for seen in self.native.sightings()]
+        return [PeerSnapshot(*seen) for seen in self.native.sightings()]
 
     def set_timeout(self, seconds: float) -> None:
         """How long the calls from now on wait for the other ranks."""
@@ -248,7 +223,7 @@ def empty_shared(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 
 
 def native_plan(
-    shape: Shape,
+    spec: OpSpec,
     schedule: Schedule,
     rank: int,
     piece_bytes: int,
@@ -257,26 +232,26 @@ def native_plan(
     direct: bool | None = None,
     pulls: bool = False,
 ) -> _C.NativePlan:
-    """The schedule, lowered for ``rank`` and laid over the shape's parts; ``direct`` None: wherever it can be."""
+    """The schedule, lowered for ``rank`` and laid over the spec's parts; ``direct`` None: wherever it can be."""
     program = lower(schedule, rank)
     native = _C.NativeProgram(rank, schedule.ranks, program.chunks, list(program.boxes), program.flat())
     return _C.NativePlan(
         program=native,
-        geometry=GEOMETRY[shape.collective],
-        op=OPS[shape.op],
-        average=shape.op == "avg",
+        geometry=GEOMETRY[spec.collective],
+        op=OPS[spec.op],
+        average=spec.op == "avg",
         segments=[
             (part.numel, ELEMENT_TYPES[part.dtype], part.codec.native(), part.at(1).native())
-            for part in shape.parts
+            for part in spec.parts
         ],
         piece_bytes=piece_bytes,
         slot_bytes=slot_bytes,
-        direct=is_direct(shape) if direct is None else direct,
-        text=str(shape),
+        direct=is_direct(spec) if direct is None else direct,
+        text=str(spec),
         max_boxes=max_boxes,
-        splits=list(shape.splits),
-        checksum=shape.checksum,
-        about=json.dumps(flight_recorder.about(shape)),
+        splits=list(spec.splits),
+        checksum=spec.checksum,
+        about=json.dumps(spec.details()),
         pulls=pulls,
     )
 

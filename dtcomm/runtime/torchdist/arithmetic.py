@@ -11,10 +11,10 @@ from dtcomm import _C
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.kernels import ops
-from dtcomm.runtime.native.runtime import Buffers
 from dtcomm.runtime.phase_timer import Stopwatch
 from dtcomm.runtime.torchdist.layout import Chunk, Piece, Slice, payload_bytes
 from dtcomm.runtime.torchdist.plan import Box, Plan, accumulator_dtype
+from dtcomm.runtime.types import Buffers
 from dtcomm.schedule.program import Adopt, Copy, Encode, Instruction, Local, Reduce
 
 NONE = parse("none")
@@ -41,7 +41,7 @@ class Arithmetic:
         self._slots = slots
         self._places = places
         self._seed = seed
-        self._op = "sum" if plan.shape.op == "avg" else plan.shape.op
+        self._op = "sum" if plan.spec.op == "avg" else plan.spec.op
         self._inputs = [None if part.input is None else _flat(part.input) for part in buffers]
         self._outputs = [None if part.output is None else _flat(part.output) for part in buffers]
         self._residuals = [None if part.residual is None else _flat(part.residual) for part in buffers]
@@ -68,7 +68,7 @@ class Arithmetic:
             match instruction:
                 case Encode(box=box, output=output, level=level):
                     ops.encode(
-                        self._plan.shape.parts[each.part].at(level),
+                        self._plan.spec.parts[each.part].at(level),
                         self._input(each),
                         key=_C.mix_key(self._seed, self._plan.rank, box),
                         offset=each.in_offset,
@@ -79,7 +79,7 @@ class Arithmetic:
                 case Reduce():
                     self._reduce(slot, at, instruction, each, (slot, instruction.chunk, nth))
                 case Adopt(peer=peer, box=box, level=level):
-                    part, out = self._plan.shape.parts[each.part], self._output(each)
+                    part, out = self._plan.spec.parts[each.part], self._output(each)
                     if out is not None:
                         payload = self._bytes(slot, peer, box, each, level)
                         ops.decode(part.at(level), payload, each.numel, part.dtype, out=out)
@@ -91,7 +91,7 @@ class Arithmetic:
                     raise TypeError(f"{instruction} is not arithmetic")
 
     def _reduce(self, slot: int, at: int, r: Reduce, each: Slice, place: tuple[int, int, int]) -> None:
-        part = self._plan.shape.parts[each.part]
+        part = self._plan.spec.parts[each.part]
         levels = r.input_levels or (0,) * len(r.inputs)
         payloads = [
             self._bytes(slot, rank, box, each, level)

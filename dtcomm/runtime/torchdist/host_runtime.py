@@ -23,14 +23,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import env
-from dtcomm.device.streams import Fence, HostStreams, Streams, lend
+from dtcomm.device.streams import HostStreams, StreamOrder, Streams, record_buffers
 from dtcomm.errors import DtcommError
 from dtcomm.kernels import dispatch
 from dtcomm.runtime import flight_recorder, phase_timer
-from dtcomm.runtime.flight_recorder import Flight, Recorder, Sighting
+from dtcomm.runtime.flight_recorder import FlightEntry, PeerSnapshot, Recorder
 from dtcomm.runtime.native.chunk_size import message_bytes
-from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.op_hooks import NOTHING, Around
 from dtcomm.runtime.phase_timer import Stopwatch
 from dtcomm.runtime.torchdist.arithmetic import Arithmetic
 from dtcomm.runtime.torchdist.checksum_frames import Sealed, Wire
@@ -40,7 +38,7 @@ from dtcomm.runtime.torchdist.host_staging import Staged
 from dtcomm.runtime.torchdist.plan import WINDOW, Plan
 from dtcomm.runtime.torchdist.replay import Messages, Replay
 from dtcomm.runtime.torchdist.work_queue import Item, Outcome, QueuedWork, disjoint
-from dtcomm.runtime.types import Shape
+from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec
 from dtcomm.schedule import Schedule
 
 
@@ -80,29 +78,29 @@ class ProcessGroupRuntime:
         self._wire_bytes = 0
         self._failure: DtcommError | None = None
         self._recorder = Recorder()
-        self._current: Flight | None = None  # the operation under way
+        self._current: FlightEntry | None = None  # the operation under way
         self._wires = list(wires) if any(wires) else []
         self._streams = HostStreams() if streams is None else streams
         self._on_device = streams is not None
-        self._fence = Fence(self._streams)
+        self._order = StreamOrder(self._streams)
         self._pid = os.getpid()
         self._lock = threading.Lock()  # held while a call runs inline: calls run in issue order
         self._last: Future[Outcome] | None = None
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def prepare(self, shape: Shape, schedule: Schedule) -> Plan:
+    def prepare(self, spec: OpSpec, schedule: Schedule) -> Plan:
         """A plan for calls of this shape."""
         chosen = int(env.get("DTCOMM_PIECE_KIB")) * 1024
-        return Plan(shape, schedule, self.rank, chosen or message_bytes(shape, schedule))
+        return Plan(spec, schedule, self.rank, chosen or message_bytes(spec, schedule))
 
-    def run(self, plan: Plan, buffers: Sequence[Buffers], seed: int, around: Around | None = None) -> int:
+    def run(self, plan: Plan, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None) -> int:
         """Run to the end, inline where nothing is queued; returns the bytes sent."""
         with self._lock:
             if self._last is None or self._last.done():
                 self._require_usable()
-                return self._perform(self._item(plan, buffers, seed, around)).wire_bytes
-            item = self._enqueue(plan, buffers, seed, around)
+                return self._perform(self._item(plan, buffers, seed, hooks)).wire_bytes
+            item = self._enqueue(plan, buffers, seed, hooks)
         outcome = item.future.result()
         self._streams.wait(item.done)
         return outcome.wire_bytes
@@ -113,11 +111,11 @@ class ProcessGroupRuntime:
         buffers: Sequence[Buffers],
         outputs: Sequence[torch.Tensor],
         seed: int,
-        around: Around | None = None,
+        hooks: OpHooks | None = None,
     ) -> QueuedWork:
         """Queue behind what runs already."""
         with self._lock:
-            return QueuedWork(self._enqueue(plan, buffers, seed, around), outputs, self._streams)
+            return QueuedWork(self._enqueue(plan, buffers, seed, hooks), outputs, self._streams)
 
     def set_timeout(self, seconds: float) -> None:
         """How long the calls from now on wait for the other ranks."""
@@ -151,20 +149,20 @@ class ProcessGroupRuntime:
         """Why calls raise; empty where they do not."""
         return "" if self._failure is None else str(self._failure)
 
-    def flights(self) -> list[Flight]:
+    def flight_entries(self) -> list[FlightEntry]:
         """The last operations, oldest first."""
         return self._recorder.list()
 
-    def sightings(self) -> list[Sighting]:
+    def peer_snapshots(self) -> list[PeerSnapshot]:
         """Nothing: the ranks share no memory."""
         return []
 
-    def _enqueue(self, plan: Plan, buffers: Sequence[Buffers], seed: int, around: Around | None) -> Item:
+    def _enqueue(self, plan: Plan, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None) -> Item:
         self._require_usable()
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="dtcomm-process-group", daemon=True)
             self._thread.start()
-        item = self._item(plan, buffers, seed, around)
+        item = self._item(plan, buffers, seed, hooks)
         if self._on_device:
             self._lend(item)
         self._last = item.future
@@ -174,14 +172,16 @@ class ProcessGroupRuntime:
     def _lend(self, item: Item) -> None:
         # Our own stream uses the caller's tensors, once they are ready.
         item.ready = self._streams.record()
-        with self._streams.on(self._streams.side()):
-            lend(self._streams, [*item.buffers, *item.around.held()])
+        with self._streams.on(self._streams.side_stream()):
+            record_buffers(self._streams, [*item.buffers, *item.hooks.tensors()])
 
-    def _item(self, plan: Plan, buffers: Sequence[Buffers], seed: int, around: Around | None) -> Item:
-        return Item(self._recorder.issue(plan.text, plan.shape), plan, buffers, seed, around or NOTHING)
+    def _item(self, plan: Plan, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None) -> Item:
+        return Item(
+            self._recorder.issue(plan.text, plan.spec.details()), plan, buffers, seed, hooks or NO_HOOKS
+        )
 
     def _serve(self) -> None:
-        with self._streams.on(self._streams.side()):
+        with self._streams.on(self._streams.side_stream()):
             self._serve_queue()
 
     def _serve_queue(self) -> None:
@@ -224,7 +224,7 @@ class ProcessGroupRuntime:
             self._reserve(turn, item.plan, item.buffers[0].device)
         item.watch = Stopwatch() if phase_timer.wanted() else None
         arithmetic = Arithmetic(item.plan, item.buffers, self._slots[turn], item.seed, item.watch)
-        return Replay(item.plan, arithmetic, self._messages(item.plan), number, item.around.agreed)
+        return Replay(item.plan, arithmetic, self._messages(item.plan), number, item.hooks.agreed)
 
     def _require_usable(self) -> None:
         if os.getpid() != self._pid:
@@ -248,20 +248,20 @@ class ProcessGroupRuntime:
         noted.started_ns = noted.started_ns or time.monotonic_ns()
         noted.stage = "started"
         self._current = noted
-        self._fence.enter()
+        self._order.before_op()
         try:
             if replay is not None:
                 self._turn = 1 - self._turn
             else:
                 if self._check:
-                    self._compare(item.plan, item.around.agreed)
-                for step in item.around.before:
+                    self._compare(item.plan, item.hooks.agreed)
+                for step in item.hooks.before:
                     step()
                 replay = self._replay(item, self._turn, self._operations)
             sent = replay.run(launched)
-            for step in item.around.after:
+            for step in item.hooks.after:
                 step()
-            item.done = self._fence.leave()
+            item.done = self._order.after_op()
         except BaseException as error:
             if isinstance(error, DtcommError):
                 self._failure = type(error)(str(error))
@@ -287,8 +287,8 @@ class ProcessGroupRuntime:
 
     def _messages(self, plan: Plan) -> Messages:
         messages: Messages = self
-        if plan.shape.checksum or self._wires:
-            messages = Sealed(self, self._names, self.rank, plan.shape.checksum, self._wires)
+        if plan.spec.checksum or self._wires:
+            messages = Sealed(self, self._names, self.rank, plan.spec.checksum, self._wires)
         return Staged(messages, self._streams) if self._on_device else messages
 
     def _reserve(self, turn: int, plan: Plan, device: torch.device) -> None:
@@ -296,7 +296,7 @@ class ProcessGroupRuntime:
         slots = self._slots[turn]
         if not slots or slots[0].numel() < plan.slot_bytes or slots[0].device != device:
             for slot in slots:
-                self._streams.hold(slot)
+                self._streams.record_stream(slot)
             slots.clear()
             slots += [torch.empty(plan.slot_bytes, dtype=torch.uint8, device=device) for _ in range(WINDOW)]
 
@@ -328,7 +328,7 @@ class ProcessGroupRuntime:
 
     def _compare(self, plan: Plan, agreed: int) -> None:
         text = f"call {self._operations}: {plan.text}" + (f" with number {agreed}" if agreed else "")
-        compare(self, self.rank, self._names, text, (plan.shape, self._operations, agreed))
+        compare(self, self.rank, self._names, text, (plan.spec, self._operations, agreed))
 
     def _leave(self) -> None:
         # Dropping the group closes its connections, which wakes whoever waits for this rank.

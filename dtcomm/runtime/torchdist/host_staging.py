@@ -26,7 +26,7 @@ class Staged:
         """Start to send; the payload may change at once."""
         staging = self._streams.staging(payload.numel())
         staging.copy_(payload, non_blocking=True)
-        self._streams.settle(self._streams.record())
+        self._streams.synchronize(self._streams.record())
         return self._messages.send(staging, peer, tag), staging, None
 
     def receive(self, payload: torch.Tensor, peer: int, tag: int) -> Any:

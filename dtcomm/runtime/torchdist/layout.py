@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from dtcomm.runtime.types import Shape
+from dtcomm.runtime.types import OpSpec
 
 
 class Slice(NamedTuple):
@@ -41,43 +41,43 @@ def payload_bytes(chunk: Chunk, level: int = 0) -> int:
     return sum(chunk[-1].place(level)) if chunk else 0
 
 
-def lay_out(shape: Shape, chunks: int, elements: int) -> tuple[Piece, ...]:
+def lay_out(spec: OpSpec, chunks: int, elements: int) -> tuple[Piece, ...]:
     """The pieces in order, each with a run of slices per chunk.
 
     A piece takes from each chunk the next whole granules until it has at least ``elements`` of it, or until the
     chunk ends: short chunks are empty in the last pieces.
     """
-    columns = [list(_pieces(shape, chunk, chunks, elements)) for chunk in range(chunks)]
+    columns = [list(_pieces(spec, chunk, chunks, elements)) for chunk in range(chunks)]
     rows = max(map(len, columns))
     return tuple(tuple(column[row] if row < len(column) else () for column in columns) for row in range(rows))
 
 
-def piece_elements(shape: Shape, chunks: int, message_bytes: int) -> int:
+def piece_elements(spec: OpSpec, chunks: int, message_bytes: int) -> int:
     """How many elements of a chunk a piece takes so that none of its messages but the last is below
     ``message_bytes`` bytes, and all are about the same.
     """
-    unit = min((part.granularity for part in shape.parts), default=1)
+    unit = min((part.granularity for part in spec.parts), default=1)
     least = 1
-    for part in shape.parts:
+    for part in spec.parts:
         granule = part.granularity
         least = max(least, -(-message_bytes // part.codec.wire_bytes(granule, part.dtype)) * granule)
-    longest = max(sum(run.numel for run in _runs(shape, chunk, chunks)) for chunk in range(chunks))
+    longest = max(sum(run.numel for run in _runs(spec, chunk, chunks)) for chunk in range(chunks))
     even = -(-longest // max(1, longest // least))
     return max(unit, -(-even // unit) * unit)
 
 
-def _runs(shape: Shape, chunk: int, chunks: int) -> Iterator[Slice]:
+def _runs(spec: OpSpec, chunk: int, chunks: int) -> Iterator[Slice]:
     # A part is cut at its own granules, so which rank sums an element does not depend on what else is in the
     # message; the shards of a scatter or gather are the caller's.
-    for index, part in enumerate(shape.parts):
+    for index, part in enumerate(spec.parts):
         start_in = start_out = 0
         numel = part.numel
-        if shape.collective in ("reduce_scatter", "scatter"):
+        if spec.collective in ("reduce_scatter", "scatter"):
             start_in = chunk * numel
-        elif shape.collective in ("all_gather", "gather"):
+        elif spec.collective in ("all_gather", "gather"):
             start_out = chunk * numel
-        elif shape.collective == "all_to_all":
-            start_in, start_out, numel = _exchanged(shape, numel, chunk, math.isqrt(chunks))
+        elif spec.collective == "all_to_all":
+            start_in, start_out, numel = _exchanged(spec, numel, chunk, math.isqrt(chunks))
         else:
             granule = part.granularity
             granules = -(-part.numel // granule)
@@ -87,21 +87,21 @@ def _runs(shape: Shape, chunk: int, chunks: int) -> Iterator[Slice]:
             yield Slice(index, start_in, start_out, numel, 0, 0)
 
 
-def _exchanged(shape: Shape, numel: int, chunk: int, ranks: int) -> tuple[int, int, int]:
+def _exchanged(spec: OpSpec, numel: int, chunk: int, ranks: int) -> tuple[int, int, int]:
     # Offsets into the sender's input and the receiver's output, and how many elements.
     src, dst = divmod(chunk, ranks)
-    if not shape.splits:
+    if not spec.splits:
         return dst * numel, src * numel, numel
-    sent = shape.splits[src * ranks : chunk]
-    received = shape.splits[dst:chunk:ranks]
-    return sum(sent), sum(received), shape.splits[chunk]
+    sent = spec.splits[src * ranks : chunk]
+    received = spec.splits[dst:chunk:ranks]
+    return sum(sent), sum(received), spec.splits[chunk]
 
 
-def _pieces(shape: Shape, chunk: int, chunks: int, elements: int) -> Iterator[Chunk]:
+def _pieces(spec: OpSpec, chunk: int, chunks: int, elements: int) -> Iterator[Chunk]:
     slices: list[Slice] = []
     room = elements
-    for run in _runs(shape, chunk, chunks):
-        part = shape.parts[run.part]
+    for run in _runs(spec, chunk, chunks):
+        part = spec.parts[run.part]
         done = 0
         while done < run.numel:
             if room <= 0:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from dtcomm.runtime.torchdist.layout import Piece, lay_out, payload_bytes, piece_elements
-from dtcomm.runtime.types import Shape
+from dtcomm.runtime.types import OpSpec
 from dtcomm.schedule import Schedule, lower
 from dtcomm.schedule.lower import steps
 from dtcomm.schedule.program import Encode, Forward, Instruction, Local, Receive, Reduce
@@ -27,17 +27,17 @@ class Plan:
     ``takes`` and ``leaves`` are the positions of the instructions that read and rewrite the residual.
     """
 
-    def __init__(self, shape: Shape, schedule: Schedule, rank: int, message_bytes: int) -> None:
+    def __init__(self, spec: OpSpec, schedule: Schedule, rank: int, message_bytes: int) -> None:
         program = lower(schedule, rank)
-        self.shape = shape
-        self.text = str(shape)
+        self.spec = spec
+        self.text = str(spec)
         self.rank = rank
         self.instructions = program.instructions
-        self.divisor = program.ranks if shape.op == "avg" else 1
+        self.divisor = program.ranks if spec.op == "avg" else 1
         chunks = program.chunks
         self.pieces: tuple[Piece, ...] = ()
-        if shape.parts:
-            self.pieces = lay_out(shape, chunks, piece_elements(shape, chunks, message_bytes))
+        if spec.parts:
+            self.pieces = lay_out(spec, chunks, piece_elements(spec, chunks, message_bytes))
         self.order = _order(self.pieces, self.instructions, steps(schedule, rank), schedule.steps)
         self.takes, self.leaves = _residuals(self.instructions)
         self.places: dict[Box, int] = {}

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from dtcomm.runtime.torchdist.layout import Piece, payload_bytes
 from dtcomm.runtime.torchdist.plan import ALIGNMENT, Box, Plan
-from dtcomm.runtime.types import Shape
+from dtcomm.runtime.types import OpSpec
 from dtcomm.schedule import Schedule
 from dtcomm.schedule.lower import steps
 from dtcomm.schedule.program import Forward, Instruction, Receive, Send
@@ -67,11 +67,11 @@ class Rounds:
     rounds before it in this order have brought, whatever the rank: nobody waits in a circle.
     """
 
-    def __init__(self, shape: Shape, schedule: Schedule, rank: int, message_bytes: int = 0) -> None:
-        self.ranks, self.rank, self.shape = schedule.ranks, rank, shape
-        payload = sum(part.codec.wire_bytes(part.numel, part.dtype) for part in shape.parts)
+    def __init__(self, spec: OpSpec, schedule: Schedule, rank: int, message_bytes: int = 0) -> None:
+        self.ranks, self.rank, self.spec = schedule.ranks, rank, spec
+        payload = sum(part.codec.wire_bytes(part.numel, part.dtype) for part in spec.parts)
         whole = max(LEAST_PIECE_BYTES, -(-payload // MOST_PIECES))
-        self.plan = Plan(shape, schedule, rank, message_bytes or max(1, whole // schedule.chunks))
+        self.plan = Plan(spec, schedule, rank, message_bytes or max(1, whole // schedule.chunks))
         self.text = self.plan.text
         self.rounds = tuple(_rounds(schedule, self.plan))
         pieces, rounds = len(self.plan.pieces), len(self.rounds)

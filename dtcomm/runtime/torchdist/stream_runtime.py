@@ -17,14 +17,12 @@ import torch
 from dtcomm.device.streams import Streams
 from dtcomm.errors import DtcommError
 from dtcomm.kernels import dispatch
-from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.op_hooks import NOTHING, Around
 from dtcomm.runtime.torchdist.arithmetic import Arithmetic
 from dtcomm.runtime.torchdist.replay import TAGS
 from dtcomm.runtime.torchdist.rounds import ALL_GATHER, ALL_TO_ALL, MESSAGES, Parcel, Rounds
 from dtcomm.runtime.torchdist.stream_runtime_base import Streamed, StreamWork
 from dtcomm.runtime.torchdist.transport import Exchange, Letter
-from dtcomm.runtime.types import Shape
+from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec
 from dtcomm.runtime.work import Work
 from dtcomm.schedule import Schedule
 
@@ -53,18 +51,18 @@ class StreamRuntime(Streamed):
         self._piece_bytes = piece_bytes
         self._compare = compare
 
-    def prepare(self, shape: Shape, schedule: Schedule) -> Rounds:
+    def prepare(self, spec: OpSpec, schedule: Schedule) -> Rounds:
         """A plan for calls of this shape. ValueError where it asks for what only the CPU can do."""
-        if shape.checksum:
+        if spec.checksum:
             raise ValueError(
                 "checksum: payloads are not looked at on their way between devices; expected False"
             )
-        return Rounds(shape, schedule, self.rank, self._piece_bytes)
+        return Rounds(spec, schedule, self.rank, self._piece_bytes)
 
-    def run(self, plan: Rounds, buffers: Sequence[Buffers], seed: int, around: Around | None = None) -> int:
+    def run(self, plan: Rounds, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None) -> int:
         """Queue on the current stream; returns the bytes sent."""
         with self._lock:
-            self._queue(plan, buffers, seed, around or NOTHING)
+            self._queue(plan, buffers, seed, hooks or NO_HOOKS)
         return plan.sent_bytes
 
     def submit(
@@ -73,12 +71,12 @@ class StreamRuntime(Streamed):
         buffers: Sequence[Buffers],
         outputs: Sequence[torch.Tensor],
         seed: int,
-        around: Around | None = None,
+        hooks: OpHooks | None = None,
     ) -> Work:
         """Queue beside the current stream, after what that was given so far."""
         with self._lock:
             done = self._beside(
-                buffers, around or NOTHING, lambda: self._queue(plan, buffers, seed, around or NOTHING)
+                buffers, hooks or NO_HOOKS, lambda: self._queue(plan, buffers, seed, hooks or NO_HOOKS)
             )
         return StreamWork(self._streams, done, outputs, plan.sent_bytes)
 
@@ -101,16 +99,16 @@ class StreamRuntime(Streamed):
             "wire_bytes": self._wire_bytes,
         }
 
-    def _queue(self, plan: Rounds, buffers: Sequence[Buffers], seed: int, around: Around) -> Any:
+    def _queue(self, plan: Rounds, buffers: Sequence[Buffers], seed: int, hooks: OpHooks) -> Any:
         self._require_usable()
 
         def begin() -> None:
             if self._compare is not None:
                 self._compare(f"call {self._operations}: {plan.text}")
-            for step in around.before:
+            for step in hooks.before:
                 step()
             _Call(plan, buffers, seed, self._exchange, self._streams).run()
-            for step in around.after:
+            for step in hooks.after:
                 step()
 
         return self._enter(plan, begin, self._broken)

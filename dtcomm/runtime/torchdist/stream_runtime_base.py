@@ -11,13 +11,11 @@ from typing import Any, Protocol
 
 import torch
 
-from dtcomm.device.streams import Fence, Streams, lend
+from dtcomm.device.streams import StreamOrder, Streams, record_buffers
 from dtcomm.errors import DtcommError
 from dtcomm.runtime import flight_recorder
-from dtcomm.runtime.flight_recorder import KEPT, Flight, Recorder, Sighting
-from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.op_hooks import Around
-from dtcomm.runtime.types import Shape
+from dtcomm.runtime.flight_recorder import KEPT, FlightEntry, PeerSnapshot, Recorder
+from dtcomm.runtime.types import Buffers, OpHooks, OpSpec
 from dtcomm.runtime.work import Work
 
 
@@ -29,7 +27,7 @@ class Queueable(Protocol):
         """For people."""
 
     @property
-    def shape(self) -> Shape:
+    def spec(self) -> OpSpec:
         """What is called."""
 
     @property
@@ -42,12 +40,12 @@ class Streamed:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._fence = Fence(streams)
+        self._order = StreamOrder(streams)
         self._operations = 0
         self._wire_bytes = 0
         self._failure: DtcommError | None = None
         self._recorder = Recorder()
-        self._under_way: deque[tuple[Flight, Any]] = deque(maxlen=KEPT)
+        self._under_way: deque[tuple[FlightEntry, Any]] = deque(maxlen=KEPT)
         self._pid = os.getpid()
         self._lock = threading.RLock()  # calls run in issue order
 
@@ -56,24 +54,24 @@ class Streamed:
         """Why calls raise; empty where they do not."""
         return "" if self._failure is None else str(self._failure)
 
-    def flights(self) -> list[Flight]:
+    def flight_entries(self) -> list[FlightEntry]:
         """The last operations, oldest first."""
         for noted, event in self._under_way:
-            if noted.stage == "started" and self._streams.passed(event):
+            if noted.stage == "started" and self._streams.query(event):
                 noted.stage = "done"
         return self._recorder.list()
 
-    def sightings(self) -> list[Sighting]:
+    def peer_snapshots(self) -> list[PeerSnapshot]:
         """Nothing: the ranks share no memory of the host."""
         return []
 
-    def _beside(self, buffers: Sequence[Buffers], around: Around, queue: Callable[[], Any]) -> Any:
+    def _beside(self, buffers: Sequence[Buffers], hooks: OpHooks, queue: Callable[[], Any]) -> Any:
         """``queue`` on a stream of our own, after what the current one was given so far; returns what it returns."""
         streams = self._streams
         ready = streams.record()
-        with streams.on(streams.side()):
+        with streams.on(streams.side_stream()):
             streams.wait(ready)
-            lend(streams, [*buffers, *around.held()])
+            record_buffers(streams, [*buffers, *hooks.tensors()])
             return queue()
 
     def _enter(
@@ -83,10 +81,10 @@ class Streamed:
 
         ``broken`` makes of what it raises the error that this and all later calls raise.
         """
-        noted = self._recorder.issue(plan.text, plan.shape)
+        noted = self._recorder.issue(plan.text, plan.spec.details())
         noted.started_ns = time.monotonic_ns()
         noted.stage = "failed"  # unless it comes to something
-        self._fence.enter()
+        self._order.before_op()
         try:
             begin()
         except BaseException as error:
@@ -94,7 +92,7 @@ class Streamed:
             flight_recorder.failed(self._failure)
             raise self._failure from error
         noted.stage = "started"
-        done = self._fence.leave()
+        done = self._order.after_op()
         if not self._streams.capturing():
             self._under_way.append((noted, done))
         self._operations += 1
@@ -127,13 +125,13 @@ class StreamWork(Work):
         self._streams.wait(self._event)
 
     def is_completed(self) -> bool:
-        return self._streams.passed(self._event)
+        return self._streams.query(self._event)
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Complete at once: whoever uses its value waits on his stream."""
         if self._future is None:
             self._future = self._streams.future()
-            with self._streams.on(self._streams.side()):
+            with self._streams.on(self._streams.side_stream()):
                 self._streams.wait(self._event)
                 self._future.set_result(self._outputs)
         return self._future

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from dtcomm.device.streams import Streams
-from dtcomm.runtime.flight_recorder import Flight
-from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.op_hooks import NOTHING, Around
+from dtcomm.runtime.flight_recorder import FlightEntry
 from dtcomm.runtime.phase_timer import Span, Stopwatch
 from dtcomm.runtime.torchdist.plan import Plan
 from dtcomm.runtime.torchdist.replay import Replay
+from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks
 from dtcomm.runtime.work import Work
 
 
@@ -36,11 +35,11 @@ class Item:
     On a device, ``ready`` is the event that its tensors are ready at, ``done`` the one behind it.
     """
 
-    noted: Flight
+    noted: FlightEntry
     plan: Plan
     buffers: Sequence[Buffers]
     seed: int
-    around: Around = NOTHING
+    hooks: OpHooks = NO_HOOKS
     future: Future[Outcome] = field(default_factory=Future)
     replay: Replay | None = None
     watch: Stopwatch | None = None
@@ -50,7 +49,7 @@ class Item:
 
 def disjoint(one: Item, other: Item) -> bool:
     """Whether two calls, in this order, touch no byte in common; steps between them touch what they like."""
-    if one.around.after or other.around.before:
+    if one.hooks.after or other.hooks.before:
         return False
     events = sorted([(*span, 0) for span in _spans(one)] + [(*span, 1) for span in _spans(other)])
     ends = [0, 0]  # of everything so far, by call
@@ -97,7 +96,7 @@ class QueuedWork(Work):
         if isinstance(failure, Exception):
             self._future.set_exception(failure)  # type: ignore[arg-type]
         else:
-            with self._streams.on(self._streams.side()):
+            with self._streams.on(self._streams.side_stream()):
                 self._streams.wait(self._item.done)
                 self._future.set_result(self._outputs)
 

@@ -15,7 +15,7 @@ from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 from dtcomm.runtime.native.chunk_size import piece_bytes
-from dtcomm.runtime.types import Part, Shape
+from dtcomm.runtime.types import OpSpec, TensorSpec
 
 
 def messages(rank: int, n: int) -> int:
@@ -136,5 +136,5 @@ def test_a_peer_that_never_comes_is_named() -> None:
 
 def test_a_large_message_goes_in_pieces_whose_copies_overlap() -> None:
     for numel in (2**17, 2**18, 2**20, 2**24):
-        shape = Shape("broadcast", "sum", (Part(numel, torch.float32, codec("none")),), "send")
+        shape = OpSpec("broadcast", "sum", (TensorSpec(numel, torch.float32, codec("none")),), "send")
         assert 8 <= 4 * numel / piece_bytes(shape, 2) <= 4 * numel / 2**16

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import dtcomm.collectives as C
 from dtcomm.compress.guard import Guard
+from dtcomm.device.streams import record_streams
 from dtcomm.fsdp import ShardedOptimizer, spec
 from dtcomm.fsdp.comm import Gather, Scatter
 from dtcomm.fsdp.spec import FEEDBACKS
@@ -39,14 +40,14 @@ class Streams:
         if self.judged is None or self.own is None:
             return call(*args, **options)
         ready = self.judged.record()
-        with self.judged.on(self.own.side()):
+        with self.judged.on(self.own.side_stream()):
             self.judged.wait(ready)
             return call(*args, **options)
 
     def arrived(self) -> None:
         """The model's stream waits for FSDP's, as FSDP sees to."""
         if self.judged is not None and self.own is not None:
-            with self.judged.on(self.own.side()):
+            with self.judged.on(self.own.side_stream()):
                 event = self.judged.record()
             self.judged.wait(event)
 
@@ -77,12 +78,12 @@ def sharded(rank: int, judged: RecordedStreams | None, gradients: str, parameter
         loss = there(torch.ones(()))
         state.observe(loss)
         for task in (-1, 0):  # in forward and in backward
-            streams.beside(C.hold, own)
+            streams.beside(record_streams, own)
             whole = streams.beside(torch.empty, 2 * SHARD, device=own.device)
             with mock.patch.object(torch._C, "_current_graph_task_id", return_value=task):
                 work = streams.beside(gather, whole, own, group, async_op=True)
                 streams.arrived()
-                C.hold(whole)  # FSDP keeps it until it has copied from it
+                record_streams(whole)  # FSDP keeps it until it has copied from it
                 work.wait()
             seen.append(undress(whole * 1.0))
         gradient = torch.randn(2 * SHARD, generator=torch.Generator().manual_seed(10 * step + rank))

@@ -10,7 +10,7 @@ from dtcomm.errors import CollectiveMismatch
 from dtcomm.kernels import dispatch
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.runtime.bootstrap import cuda
-from dtcomm.runtime.bootstrap.cuda import DeviceJoining
+from dtcomm.runtime.bootstrap.cuda import CudaBootstrap
 
 CUDA = torch.device("cuda", 0)
 
@@ -20,8 +20,8 @@ def meet(rank: int, world_size: int, differ: str) -> str:
         patch.setattr(cuda, "describe", lambda device: {})
         patch.setattr(cuda, "backend_of", lambda *_: ("gloo", "nccl")[differ == "backend" and rank])
         patch.setattr(dispatch, "for_factors", lambda: ("cuda", "torch")[differ == "factors" and rank])
-        patch.setattr(DeviceJoining, "_serve", lambda *_: None)
-        joining = DeviceJoining(CUDA, rank, list(range(world_size)), dist.group.WORLD, "met")
+        patch.setattr(CudaBootstrap, "_serve", lambda *_: None)
+        joining = CudaBootstrap(CUDA, rank, list(range(world_size)), dist.group.WORLD, "met")
         try:
             joining.meet()
         except CollectiveMismatch as error:

@@ -16,10 +16,9 @@ from dtcomm.errors import CollectiveMismatch
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.runtime import communicator
 from dtcomm.runtime.bootstrap import cpu, cuda
-from dtcomm.runtime.native.runtime import Buffers
 from dtcomm.runtime.torchdist.host_runtime import ProcessGroupRuntime
 from dtcomm.runtime.torchdist.stream_runtime import StreamRuntime
-from dtcomm.runtime.types import Part, Shape
+from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from tests.support.op_recorder import unwatched, watched
 from tests.support.stream_checker import HOST, RecordedStreams
 from tests.support.thread_transport import Letters
@@ -33,7 +32,7 @@ SHARED = "randk:positions=shared,ratio=0.1"
 def as_on_a_device(backend: str) -> communicator.Communicator:
     """The default group's communicator for tensors of a device, which is the CPU; ``backend`` is what it is told of."""
     cuda.backend_of = lambda group, device: backend
-    cuda.DeviceJoining._private_backend = _gloo
+    cuda.CudaBootstrap._private_backend = _gloo
     group = communicator.require_group(None)
     entry = communicator.entry_of(group)
     made = communicator.Communicator(group, f"there/{backend}", device=torch.device("cpu"))
@@ -43,8 +42,8 @@ def as_on_a_device(backend: str) -> communicator.Communicator:
     return made
 
 
-def _gloo(self: cuda.DeviceJoining, backend: str) -> dist.ProcessGroupGloo:
-    return cpu.Joining._private_backend(self, "gloo")
+def _gloo(self: cuda.CudaBootstrap, backend: str) -> dist.ProcessGroupGloo:
+    return cpu.CpuBootstrap._private_backend(self, "gloo")
 
 
 def all_runtimes(rank: int, world_size: int) -> dict[str, object]:
@@ -217,7 +216,7 @@ def train(name: str, spec: str, residual: bool = True) -> Callable[..., None]:
             xs = [floats("normal", 5000, seed=rank + 7 * i) for i in range(3)]
             losses = [torch.zeros(5000) for _ in xs]
             streams.own(*xs, *losses)
-        shape = Shape("all_reduce", "avg", (Part(5000, torch.float32, codec(spec)),), name)
+        shape = OpSpec("all_reduce", "avg", (TensorSpec(5000, torch.float32, codec(spec)),), name)
         plan = runtime.prepare(shape, algorithms.build(name, "all_reduce", ranks))
         works = []
         for x, loss in zip(xs[:2], losses):

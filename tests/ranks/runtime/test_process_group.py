@@ -14,11 +14,10 @@ from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError, PeerLost
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 from dtcomm.measure import exact_inputs
-from dtcomm.runtime.native.runtime import Buffers
 from dtcomm.runtime.torchdist.arithmetic import Arithmetic
 from dtcomm.runtime.torchdist.plan import WINDOW, Plan
 from dtcomm.runtime.torchdist.replay import Replay
-from dtcomm.runtime.types import Part, Shape
+from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule.ir import CUT_AT_GRANULES, ROOTED
 from tests.support.patience import Patience
 from tests.unit.algorithms.every_algorithm import NAMES, build
@@ -31,7 +30,7 @@ def replay(
     collective, name, ranks, numel, spec, op="sum", message_bytes=4096, residuals=None, root=0, seed=1
 ):
     """The inputs and outputs of all ranks after one call, with the pieces that it took."""
-    shape = Shape(collective, op, (Part(numel, torch.float32, codec(spec)),), name, root)
+    shape = OpSpec(collective, op, (TensorSpec(numel, torch.float32, codec(spec)),), name, root)
     schedule = build(name, collective, ranks, root)
     fabric, failures = Rendezvous(), []
     count_in = numel * (ranks if collective in SHARDS_IN else 1)
@@ -126,7 +125,7 @@ def test_a_block_that_is_no_number_keeps_its_residual() -> None:
     # In a tree the root adds its residual when it reads its input and settles it when it encodes the sum.
     residuals = [torch.full((2048,), 0.25 * (rank + 1)) for rank in range(4)]
     inputs = [torch.randn(2048, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
-    shape = Shape("all_reduce", "sum", (Part(2048, torch.float32, codec("int8")),), "tree")
+    shape = OpSpec("all_reduce", "sum", (TensorSpec(2048, torch.float32, codec("int8")),), "tree")
     schedule = algorithms.build("tree", "all_reduce", 4)
     inputs[0][5] = torch.inf
     plans = [Plan(shape, schedule, rank, 4096) for rank in range(4)]

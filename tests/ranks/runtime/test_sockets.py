@@ -17,10 +17,10 @@ from dtcomm import _C, algorithms, env
 from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError, PayloadCorrupt, PeerLost
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
-from dtcomm.runtime.bootstrap.cpu import Joining
-from dtcomm.runtime.bootstrap.tcp import Door
+from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
+from dtcomm.runtime.bootstrap.tcp import Listener
 from dtcomm.runtime.native.runtime import native_plan
-from dtcomm.runtime.types import Part, Shape
+from dtcomm.runtime.types import OpSpec, TensorSpec
 from tests.support.patience import Patience
 from tests.unit.runtime.everything import OVER_GLOO, calls
 
@@ -113,7 +113,7 @@ def refused(rank: int, world_size: int, transport: str, nowhere: bool) -> str:
         with mock.patch.dict(os.environ):
             if nowhere:
                 os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
-            with mock.patch.object(Joining, "_private_group", lambda self: self._group):
+            with mock.patch.object(CpuBootstrap, "_private_group", lambda self: self._group):
                 C.all_reduce(torch.ones(10))
     except DtcommError as error:
         return str(error)
@@ -132,7 +132,7 @@ def test_nothing_falls_back_in_silence() -> None:
 
 
 def test_a_door_lets_only_those_in_who_were_told_its_token() -> None:
-    door, other = Door(), Door()
+    door, other = Listener(), Listener()
     word = {**door.word(), "token": 1}
     names = ["rank 0", "rank 1"]
     found: dict[str, Any] = {}
@@ -163,8 +163,8 @@ def test_a_door_lets_only_those_in_who_were_told_its_token() -> None:
 
 def over_wires(numel: int, tamper: Any, checksum: bool) -> tuple[list[torch.Tensor], list[BaseException]]:
     """An all-reduce of two communicators of this process, whose bytes go through ``tamper``."""
-    shape = Shape(
-        "all_reduce", "sum", (Part(numel, torch.float32, codec("none")),), "two_shot", 0, (), checksum
+    shape = OpSpec(
+        "all_reduce", "sum", (TensorSpec(numel, torch.float32, codec("none")),), "two_shot", 0, (), checksum
     )
     schedule = algorithms.build("two_shot", "all_reduce", 2)
     near = [socket.socketpair() for _ in range(2)]

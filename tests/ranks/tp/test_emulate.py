@@ -12,8 +12,7 @@ from dtcomm.codecs import codec
 from dtcomm.codecs.spec import CODECS
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure.simulated_world import Operation, World, run
-from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.types import Part, Shape
+from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.tp.emulate import emulate, restore, summed
 
 SPECS = [
@@ -29,12 +28,14 @@ PLAN = {
     "blocks.*.up": "column",
     "blocks.*.down": "row",
 }
-SHAPE = demo_model.Shape(vocabulary=20, context=16, layers=1, width=64, heads=4)
+SHAPE = demo_model.OpSpec(vocabulary=20, context=16, layers=1, width=64, heads=4)
 
 
 def collective(parts: list[torch.Tensor], spec: str, algorithm: str) -> torch.Tensor:
     ranks = len(parts)
-    shape = Shape("all_reduce", "sum", (Part(parts[0].numel(), parts[0].dtype, codec(spec)),), algorithm)
+    shape = OpSpec(
+        "all_reduce", "sum", (TensorSpec(parts[0].numel(), parts[0].dtype, codec(spec)),), algorithm
+    )
     schedule = algorithms.build(algorithm, "all_reduce", ranks)
     tensors = [part.clone() for part in parts]
     outcomes = run(

@@ -14,9 +14,7 @@ from dtcomm.kernels import available, ops, use
 from dtcomm.kernels.epilogue import epilogue, follow
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure.simulated_world import Operation, World, run
-from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.op_hooks import NOTHING, Around
-from dtcomm.runtime.types import Part, Shape
+from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec, TensorSpec
 
 ROWS, FEATURES = 37, 150  # rows that pieces and shares cut anywhere
 
@@ -38,7 +36,7 @@ def sums(
         return torch.randn(*shape, generator=generator).to(dtype)
 
     bias, weight, residual = random(FEATURES), random(FEATURES), random(ROWS, FEATURES)
-    shape = Shape("all_reduce", "sum", (Part(ROWS * FEATURES, dtype, codec(spec)),), algorithm)
+    shape = OpSpec("all_reduce", "sum", (TensorSpec(ROWS * FEATURES, dtype, codec(spec)),), algorithm)
     schedule = algorithms.build(algorithm, "all_reduce", ranks)
     tensors = [random(ROWS, FEATURES) for _ in range(ranks)]
     norms = [torch.zeros(ROWS, FEATURES, dtype=dtype) for _ in range(ranks)]
@@ -47,10 +45,10 @@ def sums(
     operations = []
     for tensor, normed in zip(tensors, norms, strict=True):
         step = follow(tensor, **chosen, **({"normed": normed} if "weight" in parts else {}))
-        around = NOTHING if not parts else Around(after=(step,))
+        hooks = NO_HOOKS if not parts else OpHooks(after=(step,))
         buffers = [Buffers(tensor, tensor, None)]
         operations.append(
-            [Operation(shape=shape, schedule=schedule, buffers=buffers, shared=shared, around=around)]
+            [Operation(shape=shape, schedule=schedule, buffers=buffers, shared=shared, hooks=hooks)]
         )
     outcomes = run(World(ranks=ranks, seed=seed, delay=0.3), operations)
     assert {outcome.status for outcome in outcomes} == {"done"}

@@ -13,15 +13,14 @@ from dtcomm.collectives._multi_stage import Check, Message, MultiStagePlan
 from dtcomm.collectives._reproducible_sum import ExactSum
 from dtcomm.collectives._shared_randk_sum import SharedSum
 from dtcomm.measure.simulated_world import Operation, Outcome, World, run
-from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.types import Part, Shape
+from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule
 
 
 class Prepared(NamedTuple):
     """What a runtime would make of a message."""
 
-    shape: Shape
+    shape: OpSpec
     schedule: Schedule
 
 
@@ -32,7 +31,7 @@ def maker(ranks: int, hosts: Sequence[int] | None) -> Callable[[Message], Prepar
             name = "one_shot"
         levels = hosts if name.startswith("hierarchical") else None
         schedule = algorithms.build(name, message.collective, ranks, message.root, hosts=levels)
-        shape = Shape(
+        shape = OpSpec(
             message.collective, message.op, message.parts, name, message.root, (), False, message.purpose
         )
         return Prepared(shape, schedule)
@@ -54,7 +53,7 @@ def plan_of(
     audit: bool = False,
     hosts: Sequence[int] | None = None,
 ) -> MultiStagePlan:
-    parts = tuple(Part(numel, dtype, codec(spec)) for numel in numels)
+    parts = tuple(TensorSpec(numel, dtype, codec(spec)) for numel in numels)
     message = Message(collective, op, parts, algorithm, root, "")
     make = maker(ranks, hosts)
     if spec.startswith("exact"):
@@ -84,7 +83,7 @@ def reduce_all(
                     schedule=stage.plan.schedule,
                     buffers=stage.buffers,
                     seed=seed,
-                    around=stage.around,
+                    hooks=stage.hooks,
                 )
                 for stage in stages
             ]

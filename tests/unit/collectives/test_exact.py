@@ -13,7 +13,7 @@ from dtcomm.collectives._arguments import require_auditable
 from dtcomm.errors import PayloadCorrupt
 from dtcomm.kernels import local_steps
 from dtcomm.measure.simulated_world import World
-from dtcomm.runtime.native.runtime import Buffers
+from dtcomm.runtime.types import Buffers
 from tests.unit.collectives.local_multi_stage import plan_of, reduce_all
 
 SPECS = ("exact", "exact:bits=16", "exact:block=256")

@@ -9,8 +9,7 @@ from dtcomm import algorithms
 from dtcomm.codecs import codec
 from dtcomm.kernels import counter_rng, local_steps, ops
 from dtcomm.measure.simulated_world import Operation, World, run
-from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.types import Part, Shape
+from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from tests.unit.collectives.local_multi_stage import plan_of, reduce_all
 
 SPARSE = ("topk:ratio=0.01", "topk:ratio=0.3,values=fp32", "randk:ratio=0.05", "randk:ratio=0.2,values=int4")
@@ -53,7 +52,7 @@ def reduced(
     else:
         levels = hosts if algorithm.startswith("hierarchical") else None
         schedule = algorithms.build(algorithm, "all_reduce", ranks, hosts=levels)
-        shape = Shape("all_reduce", op, (Part(numel, torch.float32, codec(spec)),), algorithm)
+        shape = OpSpec("all_reduce", op, (TensorSpec(numel, torch.float32, codec(spec)),), algorithm)
         calls = [[Operation(shape=shape, schedule=schedule, buffers=part, seed=seed)] for part in buffers]
         outcomes = run(world, calls)
     assert {outcome.status for outcome in outcomes} == {"done"}

@@ -10,8 +10,7 @@ import torch
 
 from dtcomm.codecs import codec
 from dtcomm.measure.simulated_world import Operation, Outcome, World
-from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.types import Part, Shape
+from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule.ir import ROOTED
 from tests.unit.algorithms.every_algorithm import NAMES, build
 
@@ -47,7 +46,7 @@ class Case:
     inputs: list[list[torch.Tensor]]  # as they were
     outputs: list[list[torch.Tensor | None]]
     residuals: list[list[torch.Tensor | None]]
-    shape: Shape
+    shape: OpSpec
 
 
 def make(
@@ -64,8 +63,8 @@ def make(
     integers: bool = True,
 ) -> Case:
     root = rng.randrange(ranks) if collective in ROOTED else 0
-    parts = tuple(Part(numel, dtype, codec(spec)) for numel, spec in zip(numels, specs, strict=True))
-    shape = Shape(collective, op, parts, algorithm, root)
+    parts = tuple(TensorSpec(numel, dtype, codec(spec)) for numel, spec in zip(numels, specs, strict=True))
+    shape = OpSpec(collective, op, parts, algorithm, root)
     schedule = build(algorithm, collective, ranks, root)
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     case = Case([], [], [], [], shape)

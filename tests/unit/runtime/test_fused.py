@@ -9,8 +9,7 @@ from dtcomm.errors import PeerLost
 from dtcomm.measure.simulated_world import Operation, World, run
 from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.cuda_peer.launch import COLLECTIVES, why_not
-from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.types import Part, Shape
+from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from tests.unit.kernels.inputs import floats
 from tests.unit.runtime.orders import SHARDS_IN, SHARDS_OUT
 
@@ -36,7 +35,7 @@ def tensors(collective: str, ranks: int, numel: int, dtype: torch.dtype, feedbac
     return made
 
 
-def by_the_engine(shape: Shape, ranks: int, given: list[Buffers]) -> None:
+def by_the_engine(shape: OpSpec, ranks: int, given: list[Buffers]) -> None:
     schedule = algorithms.build(shape.algorithm, shape.collective, ranks)
     operations = [[Operation(shape=shape, schedule=schedule, buffers=[each])] for each in given]
     assert {each.status for each in run(World(ranks=ranks, seed=1), operations)} == {"done"}
@@ -60,7 +59,7 @@ def test_virtual_ranks_get_the_engine_s_bytes(collective: str, ranks: int) -> No
             turn += 1
             numel, dtype = (5000, 1, 2048)[turn % 3], (torch.float32, torch.bfloat16)[turn % 2]
             op = ("sum", "avg")[turn % 2] if collective in ("all_reduce", "reduce_scatter") else "sum"
-            shape = Shape(collective, op, (Part(numel, dtype, codec(spec)),), algorithm)
+            shape = OpSpec(collective, op, (TensorSpec(numel, dtype, codec(spec)),), algorithm)
             ours = tensors(collective, ranks, numel, dtype, turn % 3 == 0)
             theirs = tensors(collective, ranks, numel, dtype, turn % 3 == 0)
             virtual.fused.launch(virtual.fused.prepare(shape), [[each] for each in ours])
@@ -95,14 +94,17 @@ def test_who_does_not_come_is_named() -> None:
         ({"algorithm": "ring"}, "ring has no fused kernel of all_reduce"),
         ({"collective": "all_gather"}, "two_shot has no fused kernel of all_gather"),
         ({"checksum": True}, "no checksum"),
-        ({"parts": (Part(9, torch.float32, codec("topk:ratio=0.1")),)}, "topk:ratio=0.1"),
-        ({"parts": (Part(9, torch.float32, codec("int8:round=stochastic")),)}, "round=stochastic"),
-        ({"parts": (Part(9, torch.int32, codec("none")),)}, "int32"),
-        ({"parts": (Part(9, torch.float32, codec("none"), codec("topk:ratio=0.1")),)}, "inside one host"),
+        ({"parts": (TensorSpec(9, torch.float32, codec("topk:ratio=0.1")),)}, "topk:ratio=0.1"),
+        ({"parts": (TensorSpec(9, torch.float32, codec("int8:round=stochastic")),)}, "round=stochastic"),
+        ({"parts": (TensorSpec(9, torch.int32, codec("none")),)}, "int32"),
+        (
+            {"parts": (TensorSpec(9, torch.float32, codec("none"), codec("topk:ratio=0.1")),)},
+            "inside one host",
+        ),
     ],
 )
 def test_what_has_no_kernel_says_why(change: dict, reason: str) -> None:
-    shape = Shape("all_reduce", "sum", (Part(9, torch.float32, codec("int8")),), "two_shot")
+    shape = OpSpec("all_reduce", "sum", (TensorSpec(9, torch.float32, codec("int8")),), "two_shot")
     assert why_not(shape, 2) == ""
     assert reason in why_not(shape._replace(**change), 2)
     with pytest.raises(ValueError):

@@ -25,9 +25,7 @@ from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.cuda_peer.launch import ALGORITHMS, After, NoKernel
 from dtcomm.runtime.cuda_peer.runtime import PeerRuntime
-from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.op_hooks import Around
-from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Part, Shape
+from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, TensorSpec
 from dtcomm.tp.comm_config import Wire
 from dtcomm.tp.emulate import summed
 from dtcomm.tp.flash_all_reduce import Epilogue, Norm, two_step
@@ -54,7 +52,7 @@ class Given:
         self.residuals = [random(ROWS, FEATURES) for _ in range(ranks)]
         self.normed = [torch.zeros(ROWS, FEATURES, dtype=dtype) for _ in range(ranks)]
 
-    def follow(self, rank: int, parts: tuple[str, ...] = ("bias", "residual", "norm")) -> Around:
+    def follow(self, rank: int, parts: tuple[str, ...] = ("bias", "residual", "norm")) -> OpHooks:
         step = follow(
             self.sums[rank],
             bias=self.bias if "bias" in parts else None,
@@ -63,7 +61,7 @@ class Given:
             normed=self.normed[rank] if "norm" in parts else None,
             eps=1e-5,
         )
-        return Around(after=(step,))
+        return OpHooks(after=(step,))
 
 
 def by_the_engine(
@@ -71,11 +69,11 @@ def by_the_engine(
 ) -> None:
     """One call, in place."""
     ranks = len(given.sums)
-    part = Part(ROWS * FEATURES, given.bias.dtype, codec(spec))
-    shape = Shape("all_reduce", "avg", (part,), algorithm)
+    part = TensorSpec(ROWS * FEATURES, given.bias.dtype, codec(spec))
+    shape = OpSpec("all_reduce", "avg", (part,), algorithm)
     schedule = algorithms.build(algorithm, "all_reduce", ranks)
     operations = [
-        [Operation(shape=shape, schedule=schedule, buffers=[Buffers(x, x)], around=given.follow(rank, parts))]
+        [Operation(shape=shape, schedule=schedule, buffers=[Buffers(x, x)], hooks=given.follow(rank, parts))]
         for rank, x in enumerate(given.sums)
     ]
     assert {each.status for each in run(World(ranks=ranks, seed=1), operations)} == {"done"}
@@ -122,19 +120,19 @@ def test_the_sum_of_tensor_parallelism_is_one_kernel(ranks: int) -> None:
 def peers(ranks: int, given: Given, algorithm: str, spec: str, way: str) -> list[str]:
     """Every rank by a runtime of its own; the faults of their streams."""
     dtype = given.bias.dtype
-    shape = Shape("all_reduce", "avg", (Part(ROWS * FEATURES, dtype, codec(spec)),), algorithm)
+    shape = OpSpec("all_reduce", "avg", (TensorSpec(ROWS * FEATURES, dtype, codec(spec)),), algorithm)
 
     def work(rank: int, runtime: PeerRuntime, streams: RecordedStreams) -> None:
         x = given.sums[rank]
         with unwatched():
-            around = given.follow(rank)
+            hooks = given.follow(rank)
             streams.own(x, given.residuals[rank], given.normed[rank])
         plan = runtime.prepare(shape, algorithms.build(algorithm, "all_reduce", ranks))
         buffers = [Buffers(x, x)]
         if way == "run":
-            runtime.run(plan, buffers, 1, around)
+            runtime.run(plan, buffers, 1, hooks)
         else:
-            runtime.submit(plan, buffers, [x], 1, around).wait()
+            runtime.submit(plan, buffers, [x], 1, hooks).wait()
         given.normed[rank].mul_(1)  # the caller's stream may use it now
 
     return JudgedPeers(ranks).run(work)
@@ -173,8 +171,8 @@ def test_calls_and_layers_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     def work(rank: int, runtime: PeerRuntime, _: RecordedStreams) -> None:
         here.communicator = communicator_of(rank, ranks, runtime)
         with unwatched():
-            around = ours[0].follow(rank)
-        all_reduce(ours[0].sums[rank], "avg", codec="int4", algorithm="two_shot", epilogue=around.after[0])
+            hooks = ours[0].follow(rank)
+        all_reduce(ours[0].sums[rank], "avg", codec="int4", algorithm="two_shot", epilogue=hooks.after[0])
         over = Wire(codec=codec("int8"), backward_codec=codec("none"), algorithm=TWO_SHOT_SYMMETRIC)
         after = Epilogue(ours[1].bias, ours[1].residuals[rank], Norm(ours[1].weight, 1e-5))
         results[rank] = two_step(ours[1].sums[rank], over, after)
@@ -209,8 +207,8 @@ def by_verbs(given: Given, spec: str, rank: int) -> list[torch.Tensor]:
 
 def test_no_schedule_replaces_the_symmetric_two_shot_sum() -> None:
     def work(rank: int, runtime: PeerRuntime, _: RecordedStreams) -> None:
-        shape = Shape(
-            "all_reduce", "sum", (Part(9, torch.float32, codec("topk:ratio=0.1")),), TWO_SHOT_SYMMETRIC
+        shape = OpSpec(
+            "all_reduce", "sum", (TensorSpec(9, torch.float32, codec("topk:ratio=0.1")),), TWO_SHOT_SYMMETRIC
         )
         with pytest.raises(NoKernel, match="topk"):
             runtime.prepare(shape, algorithms.build("two_shot", "all_reduce", 2))

@@ -12,8 +12,7 @@ from dtcomm.errors import PeerLost
 from dtcomm.measure.simulated_world import Operation, World, run
 from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.cuda_peer.launch import NoKernel, why_not
-from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.types import Part, Shape
+from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule, Transfer, verify
 from dtcomm.schedule.ir import REDUCING
 from tests.unit.algorithms.every_algorithm import NAMES, build
@@ -103,8 +102,8 @@ def test_unequal_splits_of_a_program() -> None:
     splits = tuple(size for row in sizes for size in row)
     for spec in ("int8", "none"):
         virtual = VirtualRanks(ranks)
-        shape = Shape(
-            "all_to_all", "sum", (Part(max(splits), torch.float32, codec(spec)),), "tree", splits=splits
+        shape = OpSpec(
+            "all_to_all", "sum", (TensorSpec(max(splits), torch.float32, codec(spec)),), "tree", splits=splits
         )
         schedule = build("tree", "all_to_all", ranks)
         given = [torch.randn(sum(row)) for row in sizes]
@@ -138,7 +137,7 @@ def crowded(ranks: int, chunks: int) -> Schedule:
 def test_a_step_of_more_tasks_than_a_launch_takes(chunks: int) -> None:
     ranks, numel = 3, 1024 * chunks - 5
     virtual, schedule = VirtualRanks(ranks, box_bytes=2**19), crowded(ranks, chunks)
-    shape = Shape("all_reduce", "sum", (Part(numel, torch.float32, codec("int8")),), "my own")
+    shape = OpSpec("all_reduce", "sum", (TensorSpec(numel, torch.float32, codec("int8")),), "my own")
     ours, theirs = (
         [
             Buffers(x := torch.randn(numel, generator=torch.Generator().manual_seed(rank)), x)
@@ -167,15 +166,17 @@ def test_who_does_not_come_to_a_program_is_named(algorithm: str) -> None:
 
 def test_what_has_no_program_says_why() -> None:
     two_hosts = build("hierarchical", "all_reduce", 4, hosts=(2, 2))
-    parts = (Part(9, torch.float32, codec("none"), codec("int4")),)
-    shape = Shape("all_reduce", "sum", parts, "hierarchical")
+    parts = (TensorSpec(9, torch.float32, codec("none"), codec("int4")),)
+    shape = OpSpec("all_reduce", "sum", parts, "hierarchical")
     assert "inside one host" in why_not(shape, 4, two_hosts)
     assert why_not(shape, 4, build("hierarchical", "all_reduce", 4, hosts=(4,))) == ""
     assert "two_shot_symmetric has no fused kernel of reduce" in why_not(
         shape._replace(collective="reduce", algorithm="two_shot_symmetric"), 4, two_hosts
     )
     sent = shape._replace(
-        collective="broadcast", algorithm="send", parts=(Part(9, torch.float32, codec("int8")),)
+        collective="broadcast", algorithm="send", parts=(TensorSpec(9, torch.float32, codec("int8")),)
     )
     assert "send has no fused kernel" in why_not(sent, 2, build("one_shot", "broadcast", 2))
-    assert "int32" in why_not(shape._replace(parts=(Part(9, torch.int32, codec("none")),)), 4, two_hosts)
+    assert "int32" in why_not(
+        shape._replace(parts=(TensorSpec(9, torch.int32, codec("none")),)), 4, two_hosts
+    )

@@ -9,14 +9,14 @@ from dtcomm import _C, algorithms
 from dtcomm.codecs import codec
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.runtime.torchdist.layout import lay_out, payload_bytes, piece_elements
-from dtcomm.runtime.types import GEOMETRY, OPS, Part, Shape
+from dtcomm.runtime.types import GEOMETRY, OPS, OpSpec, TensorSpec
 from dtcomm.schedule import lower
 from dtcomm.schedule.ir import CUT_AT_GRANULES
 from tests.unit.runtime.orders import SHARDS_IN, SHARDS_OUT
 from tests.unit.schedule.test_verify import schedules
 
 parts = st.builds(
-    Part,
+    TensorSpec,
     st.one_of(st.integers(0, 40), st.integers(0, 20_000)),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.sampled_from([codec(spec) for spec in ("none", "fp16", "int8", "int8:block=4096")]),
@@ -25,19 +25,19 @@ parts = st.builds(
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> Shape:
+def shapes(draw: st.DrawFn) -> OpSpec:
     collective = draw(st.sampled_from(sorted(GEOMETRY)))
     drawn = draw(st.lists(parts, min_size=1, max_size=4))
-    return Shape(collective, "sum", tuple(drawn), "one_shot")
+    return OpSpec(collective, "sum", tuple(drawn), "one_shot")
 
 
-def chunks_of(shape: Shape, ranks: int) -> int:
+def chunks_of(shape: OpSpec, ranks: int) -> int:
     return ranks**2 if shape.collective == "all_to_all" else ranks
 
 
 @given(shapes(), st.integers(1, 6), st.integers(1, 9000))
 @settings(max_examples=60, deadline=None)
-def test_every_element_is_in_one_slice(shape: Shape, ranks: int, elements: int) -> None:
+def test_every_element_is_in_one_slice(shape: OpSpec, ranks: int, elements: int) -> None:
     schedule = algorithms.build("one_shot", shape.collective, ranks)
     chunks = chunks_of(shape, ranks)
     pieces = lay_out(shape, chunks, elements)
@@ -68,7 +68,7 @@ def test_every_element_is_in_one_slice(shape: Shape, ranks: int, elements: int) 
 
 @given(shapes(), st.integers(1, 6), st.integers(1, 9000))
 @settings(max_examples=60, deadline=None)
-def test_slices_are_granules_back_to_back(shape: Shape, ranks: int, elements: int) -> None:
+def test_slices_are_granules_back_to_back(shape: OpSpec, ranks: int, elements: int) -> None:
     chunks = chunks_of(shape, ranks)
     pieces = lay_out(shape, chunks, elements)
     for number, piece in enumerate(pieces):
@@ -93,7 +93,7 @@ def test_slices_are_granules_back_to_back(shape: Shape, ranks: int, elements: in
 def test_both_levels_are_cut_alike(numel: int, chunks: int, elements: int, coarse_inside: bool) -> None:
     fine, coarse = codec("int8"), codec("int8:block=4096")
     levels = (coarse, fine) if coarse_inside else (fine, coarse)
-    shape = Shape("all_reduce", "sum", (Part(numel, torch.float32, *levels),), "hierarchical")
+    shape = OpSpec("all_reduce", "sum", (TensorSpec(numel, torch.float32, *levels),), "hierarchical")
     for piece in lay_out(shape, chunks, elements):
         for chunk in piece:
             for level, layout in enumerate(levels):
@@ -106,10 +106,10 @@ def test_both_levels_are_cut_alike(numel: int, chunks: int, elements: int, coars
 )
 @settings(max_examples=40, deadline=None)
 def test_neighbours_do_not_move_an_element_to_another_chunk(
-    part: Part, before: list[Part], after: list[Part], chunks: int, elements: int
+    part: TensorSpec, before: list[TensorSpec], after: list[TensorSpec], chunks: int, elements: int
 ) -> None:
-    def owners(*parts: Part, index: int) -> list[int]:
-        shape = Shape("all_reduce", "sum", parts, "two_shot")
+    def owners(*parts: TensorSpec, index: int) -> list[int]:
+        shape = OpSpec("all_reduce", "sum", parts, "two_shot")
         found = [-1] * part.numel
         for piece in lay_out(shape, chunks, elements):
             for number, chunk in enumerate(piece):
@@ -124,7 +124,7 @@ def test_neighbours_do_not_move_an_element_to_another_chunk(
 @settings(max_examples=30, deadline=None)
 def test_chunks_are_the_schedule_s(schedule, numel: int, spec: str) -> None:
     total = numel if schedule.collective in CUT_AT_GRANULES else numel * schedule.ranks
-    shape = Shape(schedule.collective, "sum", (Part(numel, torch.float32, codec(spec)),), "one_shot")
+    shape = OpSpec(schedule.collective, "sum", (TensorSpec(numel, torch.float32, codec(spec)),), "one_shot")
     pieces = lay_out(shape, schedule.chunks, 5000)
     for chunk in range(schedule.chunks):
         laid = sum(each.numel for piece in pieces for each in piece[chunk])
@@ -133,7 +133,7 @@ def test_chunks_are_the_schedule_s(schedule, numel: int, spec: str) -> None:
 
 @given(shapes(), st.integers(1, 4), st.sampled_from([1, 4096, 65536]))
 @settings(max_examples=60, deadline=None)
-def test_the_engine_cuts_alike(shape: Shape, ranks: int, elements: int) -> None:
+def test_the_engine_cuts_alike(shape: OpSpec, ranks: int, elements: int) -> None:
     schedule = algorithms.build("one_shot", shape.collective, ranks)
     program = lower(schedule, 0)
     native = _C.NativeProgram(0, ranks, program.chunks, list(program.boxes), program.flat())
@@ -163,7 +163,7 @@ def test_the_engine_cuts_alike(shape: Shape, ranks: int, elements: int) -> None:
 @pytest.mark.parametrize("chunks", [1, 2, 5])
 @pytest.mark.parametrize("numel", [0, 1, 10**5, 10**6 + 7])
 def test_messages_are_large(numel: int, chunks: int, spec: str) -> None:
-    shape = Shape("all_reduce", "sum", (Part(numel, torch.float32, codec(spec)),), "two_shot")
+    shape = OpSpec("all_reduce", "sum", (TensorSpec(numel, torch.float32, codec(spec)),), "two_shot")
     pieces = lay_out(shape, chunks, piece_elements(shape, chunks, 65536))
     sizes = [payload_bytes(chunk) for piece in pieces[:-1] for chunk in piece if chunk]
     assert all(65536 <= size <= 2 * 65536 + 8192 for size in sizes)

@@ -8,8 +8,7 @@ import torch
 from dtcomm import algorithms
 from dtcomm.codecs import codec
 from dtcomm.measure.simulated_world import Operation, World, run
-from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.types import Part, Shape
+from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule.ir import CUT_AT_GRANULES
 from tests.unit.runtime.orders import CASES, CODECS, bits, exact, finished, make, together, worlds
 
@@ -78,8 +77,8 @@ def test_unequal_splits() -> None:
         spec = rng.choice(["none", "int8", "fp16", "int8:round=stochastic"])
         sizes = [[rng.choice([0, 1, 700, 2048, 5000]) for _ in range(n)] for _ in range(n)]
         splits = tuple(size for row in sizes for size in row)
-        part = Part(max(splits), torch.float32, codec(spec))
-        shape = Shape("all_to_all", "sum", (part,), rng.choice(["one_shot", "tree"]), 0, splits)
+        part = TensorSpec(max(splits), torch.float32, codec(spec))
+        shape = OpSpec("all_to_all", "sum", (part,), rng.choice(["one_shot", "tree"]), 0, splits)
         schedule = algorithms.build(shape.algorithm, "all_to_all", n)
         given = [torch.randn(sum(row)) for row in sizes]
         taken = [torch.full((sum(row[rank] for row in sizes),), torch.nan) for rank in range(n)]

@@ -11,12 +11,11 @@ import torch
 from dtcomm import _C, algorithms
 from dtcomm.codecs import codec
 from dtcomm.errors import DtcommError, PeerLost
-from dtcomm.runtime.bootstrap.cuda import DeviceJoining
+from dtcomm.runtime.bootstrap.cuda import CudaBootstrap
 from dtcomm.runtime.bootstrap.gpu_topology import describe, why_not_peers
 from dtcomm.runtime.cuda_peer.launch import FusedPlan, FusedRanks, Room
 from dtcomm.runtime.cuda_peer.runtime import Below, PeerRuntime
-from dtcomm.runtime.native.runtime import Buffers
-from dtcomm.runtime.types import Part, Shape
+from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from tests.ranks.runtime.test_on_streams import Judged
 from tests.support.stream_checker import RecordedStreams
 from tests.unit.kernels.inputs import floats
@@ -88,9 +87,9 @@ class JudgedPeers(Judged):
         ]
 
 
-def shape_of(algorithm: str = "two_shot", spec: str = "int8", numels: tuple[int, ...] = (3000,)) -> Shape:
-    parts = tuple(Part(numel, torch.float32, codec(spec)) for numel in numels)
-    return Shape("all_reduce", "avg", parts, algorithm)
+def shape_of(algorithm: str = "two_shot", spec: str = "int8", numels: tuple[int, ...] = (3000,)) -> OpSpec:
+    parts = tuple(TensorSpec(numel, torch.float32, codec(spec)) for numel in numels)
+    return OpSpec("all_reduce", "avg", parts, algorithm)
 
 
 @pytest.mark.parametrize("algorithm", ["two_shot", "ring", "tree"])
@@ -111,7 +110,7 @@ def test_ranks_of_their_own_get_the_engine_s_bytes(algorithm: str) -> None:
         again = runtime.submit(plan, buffers, given[rank], 2)
         again.wait()
         assert again.get_future().wait() == given[rank] and again.wire_bytes == plan.sent_bytes > 0
-        assert [each.stage for each in runtime.flights()] == ["done", "done"]
+        assert [each.stage for each in runtime.flight_entries()] == ["done", "done"]
         info = runtime.info()
         assert info["runtime"] == "peer" and info["operations"] == 2 and info["elsewhere"] == {}
 
@@ -143,7 +142,7 @@ def test_what_has_no_kernel_goes_elsewhere_and_is_counted() -> None:
             runtime.run(plan, [Buffers(xs[rank], xs[rank])], 1)
         runtime.submit(plan, [Buffers(xs[rank], xs[rank])], [xs[rank]], 1).wait()
         assert runtime.info()["elsewhere"] == {"codec fp8_e5m2 of float32 has no fused kernel": 3}
-        assert runtime.info()["operations"] == 3 == len(runtime.flights())
+        assert runtime.info()["operations"] == 3 == len(runtime.flight_entries())
 
     everywhere(3, work)
     assert all(torch.allclose(x, torch.ones(100), rtol=0.3) for x in xs)
@@ -209,8 +208,8 @@ def test_the_cpu_has_no_seat() -> None:
 def test_pairs_have_no_memory_that_nothing_would_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """send and recv have no fused kernels; where these are asked for, calls say so."""
     below = object()
-    monkeypatch.setattr(DeviceJoining, "_below", lambda *_: below)
-    pair = object.__new__(DeviceJoining)
+    monkeypatch.setattr(CudaBootstrap, "_below", lambda *_: below)
+    pair = object.__new__(CudaBootstrap)
     pair._device, pair._pair = torch.device("cpu"), True
     pair._serve(None, [], "nccl")
     assert pair.runtime is below and "send and recv have no fused kernels" in pair.why

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_memory
 
-from dtcomm.runtime.bootstrap.store_exchange import Meeting
+from dtcomm.runtime.bootstrap.store_exchange import StoreExchange
 from dtcomm.runtime.cuda_peer import memory
 from dtcomm.runtime.cuda_peer.memory import IPC, SYMMETRIC, Offer, Reached
 
@@ -38,7 +38,7 @@ def agreed(
     store, said = dist.HashStore(), [("", "")] * RANKS
 
     def work(rank: int) -> None:
-        meeting = Meeting(store, "test", rank, range(RANKS), timedelta(seconds=20))
+        meeting = StoreExchange(store, "test", rank, range(RANKS), timedelta(seconds=20))
         device = torch.device("cpu")
         made, why = memory.reach(meeting, NAMES, None, device, 8, rank, ["a", "b", "c"])
         said[rank] = "" if made is None else made.kind, why
