@@ -18,10 +18,10 @@ NATIVE := build/native.stamp
 INSTALLED := $(VENV)/.installed.stamp
 ASAN := build/asan/native.stamp
 
-.PHONY: help demo build test test-fast lint format bench asan tsan device races gpu-check gpu-bench clean distclean
+.PHONY: help demo build test test-fast lint format docs bench cuda asan tsan device races gpu-check gpu-bench clean distclean
 .DELETE_ON_ERROR:
 
-help:  ## say what there is
+help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: build  ## build, then train a small language model on two ranks with compressed gradients
@@ -30,24 +30,29 @@ demo: build  ## build, then train a small language model on two ranks with compr
 build: $(NATIVE) $(INSTALLED)  ## make .venv and compile the native modules in place
 
 # Tests that start no processes run two at a time; those in tests/ranks need both cores.
-test: tsan asan device races build  ## everything: the core under sanitizers, then the whole test suite
+test: build  ## the whole test suite; .ci/run adds sanitizers, the CUDA build, emulated devices and documents
 	$(PYTEST) -n 2 tests/unit tests/cuda $(ARGS)
 	$(PYTEST) tests/ranks $(ARGS)
 
-test-fast: build  ## the test suite without what is marked slow
-	$(PYTEST) -m "not slow" $(ARGS)
+test-fast: build  ## the tests that start no processes and are not marked slow
+	$(PYTEST) -n 2 -m "not slow" tests/unit $(ARGS)
 
+# With DTCOMM_WERROR=1, as in .ci/run, the build in place is the one whose warnings are errors, so lint needs no second one.
 lint: $(DEPS)  ## ruff, mypy --strict, clang-format, compiler warnings as errors
 	ruff check $(SOURCES)
 	ruff format --check $(SOURCES)
 	mypy
 	clang-format --dry-run -Werror $(CXX_SOURCES)
-	$(call native,build/lint,DTCOMM_WERROR=1 DTCOMM_CUDA=0)
+	$(if $(DTCOMM_WERROR),$(MAKE) --no-print-directory build,$(call native,build/lint,DTCOMM_WERROR=1 DTCOMM_CUDA=0))
 
 format: $(DEPS)  ## rewrite the sources the way lint wants them
 	ruff check --fix-only --exit-zero $(SOURCES)
 	ruff format $(SOURCES)
 	clang-format -i $(CXX_SOURCES)
+
+docs: build  ## the HTML documentation in build/docs, warnings as errors
+	$(PY) -m sphinx -q -W --keep-going -j auto -b html docs build/docs
+	@echo "build/docs/index.html"
 
 bench: build  ## print the README's table: dtcomm beside its peers on this machine
 	$(PY) -m bench $(ARGS)
@@ -71,6 +76,11 @@ $(NATIVE): $(DEPS) $(NATIVE_INPUTS)
 $(INSTALLED): pyproject.toml | $(NATIVE)
 	$(PY) -m pip install -q --no-deps --no-build-isolation --editable .
 	@touch $@
+
+# The modules of the in-place build stay; _cuda is added to them for the architectures of release wheels.
+cuda: $(NATIVE)  ## compile _cuda without a GPU (CUDAARCHS=90-real: for one architecture), and test what needs no device
+	DTCOMM_CUDA=1 $(PY) setup.py -q build_ext --inplace
+	DTCOMM_CUDA=1 $(PYTEST) tests/unit/test_native_build.py tests/cuda $(ARGS)
 
 $(ASAN): $(DEPS) $(NATIVE_INPUTS)
 	$(call native,build/asan,DTCOMM_SANITIZE=address$(comma)undefined DTCOMM_TESTS=ON)

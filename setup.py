@@ -1,7 +1,7 @@
 """Builds the native modules with CMake and Ninja; everything else is in pyproject.toml.
 
 Environment, read at build time only:
-  DTCOMM_CUDA=0|1              leave out / insist on `_cuda`; by default it is built where nvcc works
+  DTCOMM_CUDA=0|1              never / always build `_cuda`; by default it is built where a GPU is visible, for that GPU
   DTCOMM_BUILD_TYPE=Release    CMake's build type
   DTCOMM_SANITIZE=address,...  instrument the native code
   DTCOMM_TESTS=ON              also build csrc/tests

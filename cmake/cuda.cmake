@@ -1,33 +1,57 @@
 # `_cuda`, a module of its own, so that importing dtcomm never needs a GPU or the CUDA runtime.
+#
+# DTCOMM_CUDA=AUTO builds it where a GPU is visible, for that GPU. DTCOMM_CUDA=1 builds it for the architectures of release
+# wheels, with or without a GPU. CUDAARCHS, CMake's own variable, overrides the architectures.
 set(build_cuda OFF)
-if(NOT DTCOMM_CUDA STREQUAL "0" AND NOT DTCOMM_SANITIZE)
-  if(DTCOMM_CUDA STREQUAL "1")
-    enable_language(CUDA)  # which says what is the matter
+set(reason "DTCOMM_CUDA=${DTCOMM_CUDA}")
+set(visible_architectures "")
+if(DTCOMM_SANITIZE)
+  set(reason "the build is for sanitizers")
+elseif(DTCOMM_CUDA STREQUAL "1")
+  set(build_cuda ON)
+elseif(DTCOMM_CUDA STREQUAL "AUTO")
+  execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
+                  OUTPUT_VARIABLE capabilities RESULT_VARIABLE failed ERROR_QUIET OUTPUT_STRIP_TRAILING_WHITESPACE)
+  if(failed OR NOT capabilities MATCHES "^[0-9]")
+    set(reason "no GPU is visible; DTCOMM_CUDA=1 builds it anyway")
   else()
+    string(REPLACE "\n" ";" capabilities "${capabilities}")
+    foreach(capability IN LISTS capabilities)
+      string(REPLACE "." "" capability "${capability}")
+      list(APPEND visible_architectures "${capability}-real")
+    endforeach()
+    list(REMOVE_DUPLICATES visible_architectures)
     include(CheckLanguage)
     check_language(CUDA)
-  endif()
-  if(CMAKE_CUDA_COMPILER)
-    enable_language(CUDA)
-    set(build_cuda ON)
-    # Before 12.1 a kernel has 4 KB of arguments; fused ones take up to 16.
-    if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.1)
-      set(build_cuda OFF)
-      if(DTCOMM_CUDA STREQUAL "1")
-        message(FATAL_ERROR "DTCOMM_CUDA=1, but this nvcc is ${CMAKE_CUDA_COMPILER_VERSION}: _cuda needs 12.1")
-      endif()
+    if(CMAKE_CUDA_COMPILER)
+      set(build_cuda ON)
+    else()
+      set(reason "a GPU is visible, but nvcc was not found")
     endif()
   endif()
 endif()
+if(build_cuda)
+  enable_language(CUDA)
+  # Before 12.1 a kernel has 4 KB of arguments; fused ones take up to 16.
+  if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.1)
+    if(DTCOMM_CUDA STREQUAL "1")
+      message(FATAL_ERROR "DTCOMM_CUDA=1, but this nvcc is ${CMAKE_CUDA_COMPILER_VERSION}: _cuda needs 12.1")
+    endif()
+    set(build_cuda OFF)
+    set(reason "nvcc is ${CMAKE_CUDA_COMPILER_VERSION}; _cuda needs 12.1")
+  endif()
+endif()
 if(NOT build_cuda)
-  message(STATUS "dtcomm: _cuda is not built (DTCOMM_CUDA=${DTCOMM_CUDA}, nvcc: ${CMAKE_CUDA_COMPILER})")
+  message(STATUS "dtcomm: _cuda is not built: ${reason}")
   return()
 endif()
 
-# sm_80's code runs on 86 and 89, sm_90's on Hopper alone, compute_100's PTX on whatever comes after it.
-# Always set: the cache holds nvcc's own default from the first configuration on.
+# Always set, because the cache holds nvcc's own default from the first configuration on. Release wheels: the code of sm_80
+# runs on 86 and 89, that of sm_90 on Hopper alone, and the PTX of compute_100 on what comes after it.
 if(DEFINED ENV{CUDAARCHS})
   set(CMAKE_CUDA_ARCHITECTURES "$ENV{CUDAARCHS}")
+elseif(visible_architectures)
+  set(CMAKE_CUDA_ARCHITECTURES "${visible_architectures}")
 elseif(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
   set(CMAKE_CUDA_ARCHITECTURES 80-real 90)
 else()
