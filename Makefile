@@ -120,17 +120,17 @@ INPLACE = build/inplace-$(shell $(PY) -c 'import sys; print(sys.implementation.c
 ORDERS ?=
 
 device: $(NATIVE)  ## the CUDA kernels' source on this CPU, byte for byte beside the CPU's kernels
-	cmake --build $(INPLACE) --target device_test
+	cmake --build $(INPLACE) --target cuda_emulated_test
 	$(PY) -m tests.cuda.lowered $(INPLACE)/programs.txt
-	$(INPLACE)/device_test $(INPLACE)/programs.txt $(ORDERS)
+	$(INPLACE)/cuda_emulated_test $(INPLACE)/programs.txt $(ORDERS)
 
 # 330 calls of the fused collectives and some of the codec kernels; `make races CALLS=5000`: so many, and all of the others.
 CALLS ?=
 
 races: $(NATIVE)  ## data races between the CUDA kernels' threads, blocks and ranks, found on this CPU
-	cmake --build $(INPLACE) --target races_test
+	cmake --build $(INPLACE) --target race_detector_test
 	$(PY) -m tests.cuda.lowered $(INPLACE)/programs.txt
-	$(INPLACE)/races_test $(INPLACE)/programs.txt $(CALLS)
+	$(INPLACE)/race_detector_test $(INPLACE)/programs.txt $(CALLS)
 
 # --- with a GPU -----------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 Environment, read at build time only:
   DTCOMM_CUDA=0|1              never / always build `_cuda`; by default it is built where a GPU is visible, for that GPU
   DTCOMM_BUILD_TYPE=Release    CMake's build type
+  DTCOMM_EMULATOR=0|1          leave out / build `_emulator`; by default it is built in place, and not in wheels
   DTCOMM_SANITIZE=address,...  instrument the native code
   DTCOMM_TESTS=ON              also build csrc/tests
   DTCOMM_WERROR=1              warnings are errors
@@ -22,7 +23,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
-PASSED_ON = ("DTCOMM_CUDA", "DTCOMM_SANITIZE", "DTCOMM_TESTS", "DTCOMM_WERROR")
+PASSED_ON = ("DTCOMM_CUDA", "DTCOMM_EMULATOR", "DTCOMM_SANITIZE", "DTCOMM_TESTS", "DTCOMM_WERROR")
 
 
 class CMakeBuild(build_ext):
@@ -49,6 +50,7 @@ class CMakeBuild(build_ext):
             "Python_EXECUTABLE": sys.executable,
             "pybind11_DIR": pybind11.get_cmake_dir(),
             "DTCOMM_OUTPUT_DIR": str(target),
+            "DTCOMM_EMULATOR": "1" if self.inplace else "0",
             **{name: os.environ[name] for name in PASSED_ON if name in os.environ},
         }
         configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]

@@ -21,9 +21,9 @@ from typing import TypedDict
 ROOT = Path(__file__).resolve().parent.parent
 # compute capability → (registers, bytes of shared memory, threads) of a multiprocessor
 LIMITS = {80: (65536, 163840, 2048), 90: (65536, 232448, 2048), 100: (65536, 232448, 2048)}
-NEAR_THREADS, FAR_THREADS = 256, 512  # csrc/cuda/choose.h and fused/peers.cuh, lanes.cuh
+NEAR_THREADS, FAR_THREADS = 256, 512  # csrc/cuda/kernel_variants.h and fused/peers.cuh, lanes.cuh
 RESERVED_SHARED = 1024  # bytes that the system takes of each thread block's
-# as csrc/cuda/fused.h numbers them
+# as csrc/cuda/fused/collective.h numbers them
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 ALGORITHMS = ("two_shot", "one_shot", "program")
 COUNTS = {"-1": "n", "0": "0", "1": "1", "2": "2", "4": "4", "8": "8"}

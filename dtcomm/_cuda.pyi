@@ -43,7 +43,7 @@ def decode(
     codec: bytes, payload: int, numel: int, dtype: int, out: int, out_dtype: int, stream: int
 ) -> None: ...
 
-# csrc/python/cuda_lowrank.cpp
+# csrc/python/cuda_low_rank.cpp
 MOST_VECTORS: int  # of one kernel
 
 def orthonormalise(vectors: list[tuple[int, int, int, int]], stream: int) -> None: ...
@@ -62,14 +62,6 @@ def expand(
 ) -> None: ...
 
 # csrc/python/cuda_fused.cpp
-MOST_RANKS: int
-MOST_BLOCKS: int
-MISSING_OFFSET: int
-PAD_BYTES: int
-
-def fused_bytes(ranks: int, room: tuple[int, int, int]) -> int: ...
-def fusible(codec: bytes, dtype: int) -> bool: ...
-
 class FusedCall:
     def __init__(
         self,

@@ -2,12 +2,12 @@
 // families/ each, so that they compile side by side.
 #pragma once
 
-#include "cuda/call.cuh"
 #include "cuda/families/cast.cuh"
 #include "cuda/families/float8.cuh"
 #include "cuda/families/integer.cuh"
 #include "cuda/families/mx.cuh"
 #include "cuda/families/sign.cuh"
+#include "cuda/params.cuh"
 #include "cuda/sparse.cuh"
 
 namespace dtcomm::cuda {

@@ -2,9 +2,9 @@
 
 #include <cuda_runtime.h>
 
-#include "cuda/exact.h"
 #include "cuda/launch.cuh"
-#include "cuda/plan.h"
+#include "cuda/make_params.h"
+#include "cuda/sum_native_types.h"
 
 namespace dtcomm::cuda {
 

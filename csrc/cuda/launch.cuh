@@ -3,8 +3,8 @@
 
 #include <cuda_runtime.h>
 
-#include "cuda/choose.h"
-#include "cuda/tile.cuh"
+#include "cuda/combine_tile.cuh"
+#include "cuda/kernel_variants.h"
 
 namespace dtcomm::cuda {
 

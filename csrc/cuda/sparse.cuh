@@ -2,8 +2,8 @@
 #pragma once
 
 #include "codec/sparse.h"
+#include "cuda/combine_tile.cuh"
 #include "cuda/families/integer.cuh"
-#include "cuda/tile.cuh"
 
 namespace dtcomm::cuda {
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "codec/layout.h"
-#include "cuda/device.h"
+#include "cuda/device_info.h"
 #include "cuda/kernels.h"
 #include "python/arguments.h"
 #include "python/cuda.h"

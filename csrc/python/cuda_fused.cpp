@@ -2,7 +2,7 @@
 #include <stdexcept>
 
 #include "python/cuda.h"
-#include "python/fused.h"
+#include "python/fused_plan.h"
 
 namespace dtcomm::python {
 

@@ -1,26 +1,25 @@
-// Fused collectives on the emulator: what tests and virtual ranks run where there is no device.
-#include "python/fused.h"
-
-#include "cuda/fused/host/emulator.h"
+// What `_C` knows of fused CUDA collectives: limits, and the layout of the memory that peers reach. Available without a
+// GPU, so that ranks can agree on them.
 #include "python/bindings.h"
+#include "python/fused_plan.h"
 
 namespace dtcomm::python {
 
 namespace py = pybind11;
 
 void bind_fused(py::module_& module) {
-  bind_fused_call(module).def(
-      "launch",
-      [](const cuda::FusedCall& stated, const std::vector<ShareNumbers>& shares, std::uint64_t order, int absent,
-         std::size_t features) {
-        const cuda::FusedCall call = with_tensors(stated, shares, features);
-        static cuda::Emulator emulator;  // its lanes' stacks are kept; under the interpreter's lock
-        const std::string why = emulator.launch(call, order, absent);
-        if (!why.empty()) throw py::value_error(why);
-      },
-      py::arg("shares"), py::arg("order") = 0, py::arg("absent") = -1, py::arg("features") = 0,
-      "Run it to its end, all ranks here, lanes taking turns in the order of a seed. `absent`: a rank that never "
-      "starts. ValueError says why there is no kernel for it.");
+  module.attr("MOST_RANKS") = cuda::kMostRanks;
+  module.attr("MOST_BLOCKS") = cuda::kMostBlocks;
+  module.attr("MISSING_OFFSET") = cuda::kMissingOffset;
+  module.attr("PAD_BYTES") = cuda::kPadBytes;
+  module.def(
+      "fused_bytes", [](int ranks, const RoomNumbers& room) { return cuda::memory_bytes(room_of(ranks, room)); },
+      py::arg("ranks"), py::arg("room"),
+      "Bytes of memory that each rank must make reachable for its peers; the signal pad at its start begins as zeros.");
+  module.def(
+      "fusible", [](const py::bytes& codec, int dtype) { return cuda::fusible(codec_of(codec), dtype_of(dtype)); },
+      py::arg("codec"), py::arg("dtype"),
+      "Whether there are fused kernels that encode tensors of `dtype` with `codec`.");
 }
 
 }  // namespace dtcomm::python

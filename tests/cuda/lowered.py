@@ -1,4 +1,4 @@
-"""Lowered programs as text, for csrc/tests/device: python -m tests.cuda.lowered FILE.
+"""Lowered programs as text, for csrc/tests/cuda_emulated: python -m tests.cuda.lowered FILE.
 
 A line for each schedule: collective algorithm ranks chunks steps; then two for each rank: the boxes of all ranks and
 the flat instructions (their number first), and the steps of the instructions.

@@ -31,7 +31,7 @@ PYTHON_LAW: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     # Streams and events of CPU and CUDA: a leaf.
     "device": _may("", "torch"),
     "kernels": _may("codecs device _C _cuda", "torch numpy triton"),
-    "runtime": _may("schedule codecs kernels device _C _cuda", "torch numpy"),
+    "runtime": _may("schedule codecs kernels device _C _cuda _emulator", "torch numpy"),
     "planner": _may("schedule algorithms codecs", "torch"),
     # typing_extensions, which torch needs too, for types alone.
     "collectives": _may(
@@ -57,6 +57,7 @@ PYTHON_LAW: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     # Stubs of the native modules.
     "_C": _may(),
     "_cuda": _may(),
+    "_emulator": _may(),
 }
 
 
@@ -125,8 +126,9 @@ CXX_LAW: dict[str, frozenset[str]] = {
     "cuda": frozenset({"core", "codec", "cuda", "cpu/kernels.h", "engine/program.h"}),
     "net": frozenset({"core", "net"}),
     "engine": frozenset({"core", "codec", "net", "engine", "cpu/kernels.h"}),
-    "python": frozenset({"core", "codec", "cpu", "cuda", "engine", "python", "build_info.h"}),
-    "tests": frozenset({"core", "codec", "cpu", "cuda", "net", "engine", "tests"}),
+    "emulator": frozenset({"core", "codec", "cuda", "emulator"}),
+    "python": frozenset({"core", "codec", "cpu", "cuda", "emulator", "engine", "python", "build_info.h"}),
+    "tests": frozenset({"core", "codec", "cpu", "cuda", "emulator", "net", "engine", "tests"}),
 }
 
 _STANDARD = frozenset(

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "codec/integer.h"
-#include "cuda/call.cuh"
-#include "cuda/codes.cuh"
+#include "cuda/code_packing.cuh"
+#include "cuda/params.cuh"
 
 namespace dtcomm::cuda {
 

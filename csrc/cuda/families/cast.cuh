@@ -1,8 +1,8 @@
 // Casts: an element of the payload is an element of the tensor in the wire's type.
 #pragma once
 
-#include "cuda/call.cuh"
-#include "cuda/octet.cuh"
+#include "cuda/params.cuh"
+#include "cuda/vec8.cuh"
 
 namespace dtcomm::cuda {
 

@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "cuda/families/blocks.cuh"
-#include "cuda/families/spikes.cuh"
+#include "cuda/families/outliers.cuh"
 
 namespace dtcomm::cuda {
 

@@ -8,8 +8,8 @@
 // the other half is written meanwhile, and this one only after the peer's signal for that.
 #pragma once
 
-#include "cuda/fused/after.cuh"
-#include "cuda/fused/sections.cuh"
+#include "cuda/fused/epilogue.cuh"
+#include "cuda/fused/pipeline.cuh"
 
 namespace dtcomm::cuda {
 

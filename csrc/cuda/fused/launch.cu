@@ -1,5 +1,5 @@
+#include "cuda/fused/launch_table.h"
 #include "cuda/fused/plan.h"
-#include "cuda/fused/queue.h"
 
 namespace dtcomm::cuda {
 

@@ -3,8 +3,8 @@
 
 #include <cuda_runtime.h>
 
-#include "cuda/fused/choose.h"
-#include "cuda/fused/queue.h"
+#include "cuda/fused/kernel_variants.h"
+#include "cuda/fused/launch_table.h"
 
 namespace dtcomm::cuda {
 

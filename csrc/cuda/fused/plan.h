@@ -2,8 +2,8 @@
 // emulator.
 #pragma once
 
-#include "cuda/fused/steps.cuh"
-#include "cuda/plan.h"
+#include "cuda/fused/program_step.cuh"
+#include "cuda/make_params.h"
 
 namespace dtcomm::cuda {
 

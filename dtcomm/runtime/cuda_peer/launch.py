@@ -2,8 +2,8 @@
 for a lowered schedule (ring, tree, one's own), as one a step.
 
 The same code serves one rank of many processes, all ranks as virtual ones on one device, and all ranks on the CPU,
-where an emulator runs the kernels' source. docs/how-it-works/gpu-status.md
-says what the kernels do; csrc/cuda/fused.h what a call is.
+where an emulator runs the kernels' source. docs/how-it-works/gpu-status.md says what the kernels do,
+csrc/cuda/fused/collective.h what a call is.
 """
 
 from __future__ import annotations
@@ -67,7 +67,14 @@ class Emulated:
         self.absent = absent
 
     def state(self, **stated: Any) -> Any:
-        return _C.FusedCall(**stated)
+        try:
+            from dtcomm import _emulator
+        except ImportError:
+            raise RuntimeError(
+                "the module dtcomm._emulator was not built; build it from a checkout: "
+                "DTCOMM_EMULATOR=1 pip install --no-build-isolation ."
+            ) from None
+        return _emulator.FusedCall(**stated)
 
     def why_not(self, stated: Any) -> str:
         return str(stated.why_not())

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dtcomm import _C, algorithms
+from dtcomm import _C, _emulator, algorithms
 from dtcomm.codecs import codec
 from dtcomm.errors import DtcommError, PeerLost
 from dtcomm.runtime.bootstrap.cuda import CudaBootstrap
@@ -40,7 +40,7 @@ class Joined:
         programs = [program for each in stated for program in each.pop("programs", [])]  # a rank's own
         assert all(each == stated[0] for each in stated), "ranks state different calls"
         shares = [self.given[rank][1][0] for rank in range(self.ranks)]
-        _C.FusedCall(**stated[0], programs=programs).launch(shares, 3, self.absent, self.given[0][2])
+        _emulator.FusedCall(**stated[0], programs=programs).launch(shares, 3, self.absent, self.given[0][2])
 
     class One:
         def __init__(self, joined: "Joined", rank: int, streams: RecordedStreams) -> None:
@@ -51,7 +51,7 @@ class Joined:
             return stated
 
         def why_not(self, stated) -> str:
-            return _C.FusedCall(**stated).why_not()
+            return _emulator.FusedCall(**stated).why_not()
 
         def launch(self, stated, shares, features=0) -> None:
             self.joined.given[self.rank] = stated, shares, features

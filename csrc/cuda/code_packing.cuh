@@ -1,0 +1,129 @@
+// Eight codes of up to eight bits in two words, a byte each; their bit planes; and bytes as floats.
+#pragma once
+
+#include "cuda/vec8.cuh"
+
+namespace dtcomm::cuda {
+
+// Bytes of (low, high), which are numbered 0..3 and 4..7, by the four digits of `select`, the lowest digit first.
+DTCOMM_DEVICE std::uint32_t pick_bytes(std::uint32_t low, std::uint32_t high, std::uint32_t select) {
+#if defined(__CUDA_ARCH__)
+  return __byte_perm(low, high, select);
+#else
+  const std::uint64_t both = static_cast<std::uint64_t>(high) << 32 | low;
+  std::uint32_t picked = 0;
+  for (int i = 0; i < 4; ++i)
+    picked |= static_cast<std::uint32_t>(both >> (8 * (select >> (4 * i) & 7)) & 0xff) << (8 * i);
+  return picked;
+#endif
+}
+
+struct Codes {
+  std::uint32_t word[2];
+};
+
+// The lowest bytes of eight integers.
+DTCOMM_DEVICE Codes codes_of(const std::int32_t (&q)[kOctet]) {
+  Codes codes;
+  DTCOMM_UNROLL
+  for (int w = 0; w < 2; ++w) {
+    const auto byte = [&](int j) { return static_cast<std::uint32_t>(q[4 * w + j]); };
+    codes.word[w] = pick_bytes(pick_bytes(byte(0), byte(1), 0x0040), pick_bytes(byte(2), byte(3), 0x0040), 0x5410);
+  }
+  return codes;
+}
+
+// The lowest `Unit` bits of four bytes, side by side in the lowest bits; and the other way.
+template <int Unit>
+DTCOMM_DEVICE std::uint32_t narrowed(std::uint32_t v) {
+  if constexpr (Unit == 8) return v;
+  if constexpr (Unit == 4) {
+    v &= 0x0f0f0f0fU;
+    v = (v | v >> 4) & 0x00ff00ffU;
+    return (v | v >> 8) & 0xffffU;
+  }
+  if constexpr (Unit == 2) {
+    v &= 0x03030303U;
+    v = (v | v >> 6) & 0x000f000fU;
+    return (v | v >> 12) & 0xffU;
+  }
+  v &= 0x01010101U;
+  v = (v | v >> 7) & 0x00030003U;
+  return (v | v >> 14) & 0xfU;
+}
+
+template <int Unit>
+DTCOMM_DEVICE std::uint32_t widened(std::uint32_t v) {
+  if constexpr (Unit == 8) return v;
+  if constexpr (Unit == 4) {
+    v = (v & 0xffffU) | (v & 0xffffU) << 8;
+    v &= 0x00ff00ffU;
+    return (v | v << 4) & 0x0f0f0f0fU;
+  }
+  if constexpr (Unit == 2) {
+    v &= 0xffU;
+    v = (v | v << 12) & 0x000f000fU;
+    return (v | v << 6) & 0x03030303U;
+  }
+  v &= 0xfU;
+  v = (v | v << 14) & 0x00030003U;
+  return (v | v << 7) & 0x01010101U;
+}
+
+// One plane of an octet's codes: bits shift .. shift + Unit - 1 of each, at a byte of the plane's own.
+template <int Unit>
+DTCOMM_DEVICE void store_plane(const Codes& codes, unsigned shift, std::uint8_t* to) {
+  const std::uint64_t low = narrowed<Unit>(codes.word[0] >> shift), high = narrowed<Unit>(codes.word[1] >> shift);
+  store_bytes<Unit>(low | high << (4 * Unit), to);
+}
+
+template <int Unit>
+DTCOMM_DEVICE void load_plane(const std::uint8_t* from, unsigned shift, Codes& codes) {
+  const std::uint64_t plane = load_bytes<Unit>(from);
+  codes.word[0] |= widened<Unit>(static_cast<std::uint32_t>(plane)) << shift;
+  codes.word[1] |= widened<Unit>(static_cast<std::uint32_t>(plane >> (4 * Unit))) << shift;
+}
+
+// The codes of the octet at element `at` of a granule, whose `stored` codes of `bits` bits begin at `section`: planes
+// of 8, 4, 2 and 1 bits, as the binary number `bits` has them, the lowest bits of the codes first.
+DTCOMM_DEVICE void store_codes(const Codes& codes, unsigned bits, std::uint32_t stored, std::uint32_t at,
+                               std::uint8_t* section) {
+  unsigned shift = 0;
+  if (bits & 8) return store_plane<8>(codes, 0, section + at);
+  if (bits & 4) {
+    store_plane<4>(codes, 0, section + at / 2);
+    shift = 4;
+  }
+  if (bits & 2) {
+    store_plane<2>(codes, shift, section + (stored * shift + at * 2) / 8);
+    shift += 2;
+  }
+  if (bits & 1) store_plane<1>(codes, shift, section + (stored * shift + at) / 8);
+}
+
+DTCOMM_DEVICE Codes load_codes(unsigned bits, std::uint32_t stored, std::uint32_t at, const std::uint8_t* section) {
+  Codes codes = {};
+  unsigned shift = 0;
+  if (bits & 8) load_plane<8>(section + at, 0, codes);
+  if (bits & 4) {
+    load_plane<4>(section + at / 2, 0, codes);
+    shift = 4;
+  }
+  if (bits & 2) {
+    load_plane<2>(section + (stored * shift + at * 2) / 8, shift, codes);
+    shift += 2;
+  }
+  if (bits & 1) load_plane<1>(section + (stored * shift + at) / 8, shift, codes);
+  return codes;
+}
+
+DTCOMM_DEVICE std::uint32_t code_at(const Codes& codes, int j) { return codes.word[j / 4] >> (8 * (j % 4)) & 0xff; }
+
+// Byte j of the octet, less `flip`, as a float: 2^23 + byte is a float whose last bits are the byte.
+DTCOMM_DEVICE float float_of_byte(const Codes& codes, int j, float flip) {
+  constexpr std::uint32_t kTwo23 = 0x4b000000U;
+  const std::uint32_t bits = pick_bytes(codes.word[j / 4], kTwo23, 0x7650U + static_cast<unsigned>(j % 4));
+  return float_of(bits) - (0x1p23f + flip);
+}
+
+}  // namespace dtcomm::cuda

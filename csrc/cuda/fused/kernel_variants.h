@@ -1,0 +1,62 @@
+// Which fused kernel serves a launch. Host code alone, for the device's launch and for the emulator.
+#pragma once
+
+#include "cuda/fused/all_reduce.cuh"
+#include "cuda/fused/scatter_gather.cuh"
+
+namespace dtcomm::cuda {
+
+// `Ranks` where they are known, else kAnyCount.
+template <Collective What, Algorithm Which, int Ranks, bool Feedback>
+struct FusedKernel {
+  template <class Family, class Block>
+  DTCOMM_DEVICE static void run(const Block& block, const Fused& fused, const Family& family, int rank,
+                                unsigned index) {
+    if constexpr (What == Collective::reduce_scatter) {
+      reduce_scatter(block, fused, family, rank, index);
+    } else if constexpr (What == Collective::all_gather) {
+      all_gather(block, fused, family, rank, index);
+    } else if constexpr (What == Collective::all_to_all) {
+      all_to_all(block, fused, family, rank, index);
+    } else if constexpr (Which == Algorithm::two_shot) {
+      two_shot<Ranks == kAnyCount ? kAnyCount : Ranks - 1, Feedback>(block, fused, family, rank, index);
+    } else {
+      one_shot<Ranks, Feedback>(block, fused, family, rank, index);
+    }
+  }
+};
+
+// Sums of eight ranks, a host's usual number, have kernels of their own; those of any number ask for residuals as they
+// go.
+template <Algorithm Which, bool Feedback, class Run>
+auto choose_all_reduce(const Fused& fused, const Run& run) {
+  const bool plain = fused.seats[0].calls[static_cast<unsigned>(Verb::reduce)].op == ReduceOp::sum && !fused.after &&
+                     !fused.encodes_own;
+  if (fused.ranks == kMostRanks && plain) {
+    return run(FusedKernel<Collective::all_reduce, Which, kMostRanks, Feedback>());
+  }
+  return run(FusedKernel<Collective::all_reduce, Which, kAnyCount, true>());
+}
+
+// run(FusedKernel<...>()). What is not a sum of everything asks for residuals as it goes.
+template <class Run>
+auto choose_fused(const Fused& fused, const Run& run) {
+  switch (fused.collective) {
+    case Collective::reduce_scatter:
+      return run(FusedKernel<Collective::reduce_scatter, Algorithm::one_shot, kAnyCount, true>());
+    case Collective::all_gather:
+      return run(FusedKernel<Collective::all_gather, Algorithm::one_shot, kAnyCount, true>());
+    case Collective::all_to_all:
+      return run(FusedKernel<Collective::all_to_all, Algorithm::one_shot, kAnyCount, true>());
+    default:
+      break;
+  }
+  if (fused.algorithm == Algorithm::two_shot) {
+    return fused.feedback ? choose_all_reduce<Algorithm::two_shot, true>(fused, run)
+                          : choose_all_reduce<Algorithm::two_shot, false>(fused, run);
+  }
+  return fused.feedback ? choose_all_reduce<Algorithm::one_shot, true>(fused, run)
+                        : choose_all_reduce<Algorithm::one_shot, false>(fused, run);
+}
+
+}  // namespace dtcomm::cuda

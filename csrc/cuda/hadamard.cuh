@@ -1,0 +1,49 @@
+// codec/hadamard.h's transform of the block that a group of lanes holds.
+#pragma once
+
+#include "codec/hadamard.h"
+#include "cuda/warp.cuh"
+
+namespace dtcomm::cuda {
+
+template <class Lanes>
+DTCOMM_DEVICE void butterflies(const Lanes& lanes, unsigned group, float (&x)[kOctet]) {
+  DTCOMM_UNROLL
+  for (int half = 1; half < kOctet; half *= 2) {
+    DTCOMM_UNROLL
+    for (int j = 0; j < kOctet; ++j) {
+      if ((j & half) == 0) butterfly(x[j], x[j + half]);
+    }
+  }
+  DTCOMM_LOOP
+  for (unsigned reach = 1; reach < group; reach *= 2) {
+    float other[kOctet];
+    lanes.swap_octet(x, reach, other);
+    const bool upper = (lanes.thread() & reach) != 0;
+    DTCOMM_UNROLL
+    for (int j = 0; j < kOctet; ++j) x[j] = upper ? other[j] - x[j] : x[j] + other[j];
+  }
+}
+
+// `at`: the octet's first element in its granule.
+template <class Lanes>
+DTCOMM_DEVICE void rotate(const Lanes& lanes, unsigned group, std::uint32_t at, float (&x)[kOctet]) {
+  const float norm = rotation_norm(group * kOctet);
+  const std::uint32_t first = at % (group * kOctet);
+  DTCOMM_UNROLL
+  for (int j = 0; j < kOctet; ++j) x[j] = rotation_in(x[j], first + static_cast<unsigned>(j), norm);
+  butterflies(lanes, group, x);
+}
+
+template <class Lanes>
+DTCOMM_DEVICE void rotate_back(const Lanes& lanes, unsigned group, std::uint32_t at, float (&x)[kOctet]) {
+  const float norm = rotation_norm(group * kOctet);
+  const std::uint32_t first = at % (group * kOctet);
+  DTCOMM_UNROLL
+  for (int j = 0; j < kOctet; ++j) x[j] = rotation_back(x[j], norm);
+  butterflies(lanes, group, x);
+  DTCOMM_UNROLL
+  for (int j = 0; j < kOctet; ++j) x[j] = rotation_out(x[j], first + static_cast<unsigned>(j));
+}
+
+}  // namespace dtcomm::cuda

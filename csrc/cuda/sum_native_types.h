@@ -1,0 +1,140 @@
+// Family::none for the types that are summed as themselves: f64 and the integers (wrapping), bool (logical).
+#pragma once
+
+#include "codec/layout.h"
+#include "cuda/kernels.h"
+#include "cuda/warp.cuh"
+
+namespace dtcomm::cuda {
+
+// What a thread needs of such a call.
+struct ExactCall {
+  const std::uint8_t* near[kNearPayloads];
+  const std::uint8_t* const* table;
+  int count, position;
+  const void* local;
+  std::uint8_t* payload_out;
+  void* out;
+  std::size_t numel, padded;  // elements, and those that fill the payload's last sixteen bytes
+  std::size_t divisor;
+  ReduceOp op;
+};
+
+inline ExactCall exact_call(const Combine& call, const std::uint8_t* const* table) {
+  ExactCall to = {};
+  if (call.count <= kNearPayloads) {
+    for (int t = 0; t < call.count; ++t) to.near[t] = call.payloads[t];
+  }
+  to.table = table;
+  to.count = call.count;
+  to.position = call.position;
+  to.local = call.local;
+  to.payload_out = call.payload_out;
+  to.out = call.out;
+  to.numel = call.numel;
+  to.padded = aligned(call.numel * size_of(call.dtype)) / size_of(call.dtype);
+  to.divisor = call.divisor;
+  to.op = call.op;
+  return to;
+}
+
+// The byte of a bool: what is not zero is true.
+struct Logical {
+  std::uint8_t byte;
+};
+
+DTCOMM_DEVICE double settled(double value) {
+  std::uint64_t bits = 0x7ff8000000000000ULL;
+  double nan;
+  std::memcpy(&nan, &bits, sizeof nan);
+  return value == value ? value : nan;
+}
+template <class T>
+DTCOMM_DEVICE T settled(T value) {
+  return value;
+}
+
+template <class T>
+DTCOMM_DEVICE T join_exact(ReduceOp op, T a, T b) {
+  if (op == ReduceOp::sum)
+    return settled(static_cast<T>(static_cast<std::uint64_t>(a) + static_cast<std::uint64_t>(b)));
+  const bool second = op == ReduceOp::min ? b < a : b > a;
+  return settled(second || b != b ? b : a);
+}
+template <>
+DTCOMM_DEVICE double join_exact(ReduceOp op, double a, double b) {
+  if (op == ReduceOp::sum) return settled(a + b);
+  const bool second = op == ReduceOp::min ? b < a : b > a;
+  return settled(second || b != b ? b : a);
+}
+template <>
+DTCOMM_DEVICE Logical join_exact(ReduceOp op, Logical a, Logical b) {
+  const bool both = op == ReduceOp::min;
+  return {static_cast<std::uint8_t>(both ? a.byte && b.byte : a.byte || b.byte)};
+}
+
+// Division cuts towards zero.
+template <class T>
+DTCOMM_DEVICE T divide_exact(T a, std::size_t by) {
+  return static_cast<T>(static_cast<std::int64_t>(a) / static_cast<std::int64_t>(by));
+}
+template <>
+DTCOMM_DEVICE double divide_exact(double a, std::size_t by) {
+  return settled(a / static_cast<double>(by));
+}
+template <>
+DTCOMM_DEVICE Logical divide_exact(Logical a, std::size_t) {
+  return a;
+}
+
+// Element i < padded, from its first term to where it goes.
+template <class T>
+DTCOMM_DEVICE void combine_element(const ExactCall& call, std::size_t i) {
+  if (i >= call.numel) {
+    if (call.payload_out) reinterpret_cast<T*>(call.payload_out)[i] = T{};
+    return;
+  }
+  T sum = {};
+  bool started = false;
+  for (int t = 0; t <= call.count; ++t) {
+    if (t == call.position && call.local) {
+      const T term = static_cast<const T*>(call.local)[i];
+      sum = started ? join_exact(call.op, sum, term) : term;
+      started = true;
+    }
+    if (t < call.count) {
+      const std::uint8_t* payload = call.count > kNearPayloads ? call.table[t] : call.near[t];
+      const T term = reinterpret_cast<const T*>(payload)[i];
+      sum = started ? join_exact(call.op, sum, term) : term;
+      started = true;
+    }
+  }
+  if (call.divisor != 1) sum = divide_exact(sum, call.divisor);
+  if (call.payload_out) reinterpret_cast<T*>(call.payload_out)[i] = sum;
+  if (call.out) static_cast<T*>(call.out)[i] = sum;
+}
+
+// use(T{}) for the type of the elements.
+template <class Use>
+auto with_exact(DType dtype, const Use& use) {
+  switch (dtype) {
+    case DType::f64:
+      return use(double{});
+    case DType::i8:
+      return use(std::int8_t{});
+    case DType::u8:
+      return use(std::uint8_t{});
+    case DType::i16:
+      return use(std::int16_t{});
+    case DType::i32:
+      return use(std::int32_t{});
+    case DType::i64:
+      return use(std::int64_t{});
+    default:
+      return use(Logical{});
+  }
+}
+
+const char* combine_exact(const Combine& call, const std::uint8_t* const* table, void* stream);
+
+}  // namespace dtcomm::cuda
