@@ -33,7 +33,7 @@ def contestants(spec: str, tokens: int, features: int, dtype: torch.dtype) -> di
 
     def together() -> None:
         runs = [(payload, x.numel())]
-        epilogue(spec, runs, out, bias=bias, residual=residual, weight=weight, eps=EPS, normed=normed)
+        epilogue(spec, runs, out, bias=bias, residual=residual, weight=weight, eps=EPS, norm_out=normed)
 
     def apart() -> None:
         ops.decode(spec, payload, x.numel(), dtype, out.view(-1))

@@ -26,7 +26,7 @@ from bench.common.stats import Timing, iterations
 from dtcomm import _C, codecs
 from dtcomm.codecs import Codec, codec
 from dtcomm.codecs.base import ELEMENT_TYPES
-from dtcomm.kernels import available, cpu
+from dtcomm.kernels import available, cpu, dispatch
 
 SKEW = 276 << 10  # buffers whose addresses agree modulo the cache evict each other
 PLACEMENTS = 4  # times that the buffers are made anew: which pages they get moves a result by a fifth
@@ -253,7 +253,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [name for name in available() if name != "reference"]
-    parser.add_argument("--kernel", default=cpu.current_name(), choices=names)
+    parser.add_argument("--kernel", default=dispatch.native_kernel(), choices=names)
     parser.add_argument("--codecs", nargs="+", metavar="SPEC", help="default: every name, and some options")
     parser.add_argument("--sizes", type=int, nargs="+", default=[kernel_targets.CACHE, kernel_targets.DRAM])
     parser.add_argument("--seconds", type=float, default=4, help="for each size and codec")

@@ -24,7 +24,7 @@ from bench.common.pool import pin
 from bench.common.stats import Timing
 from bench.kernels import Buffers, combine, decode, ratios, repeated
 from dtcomm.codecs import codec
-from dtcomm.kernels import available, cpu
+from dtcomm.kernels import available, cpu, dispatch
 
 PEER, FLOOR, COPY = "torch.topk(x.abs(), k)", "residual.add_(x)", "streaming copy"
 TARGET = 40.0  # times faster than the peer
@@ -80,7 +80,7 @@ def main() -> None:
     names = [name for name in available() if name != "reference"]
     parser.add_argument("--numel", type=int, default=16 << 20)
     parser.add_argument("--ratio", type=float, default=0.01)
-    parser.add_argument("--kernel", default=cpu.current_name(), choices=names)
+    parser.add_argument("--kernel", default=dispatch.native_kernel(), choices=names)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--cpu", type=int, default=0, help="which of this process's CPUs to run on")
     parser.add_argument("--json", nargs="?", const="", help="write bench/results/topk.json, or this file")

@@ -99,13 +99,13 @@ def expand(
 def orthonormalise(kernel: str, vectors: int, count: int, n: int, key: int) -> None: ...
 
 # csrc/python/local_tasks.cpp
-SOUND: int
+AUDIT_OK: int
 AUDIT_RUN: int
 
-class NativeStep:
+class NativeTask:
     def run(self, kernel: str) -> None: ...
 
-def step_follow(
+def task_epilogue(
     numel: int,
     features: int,
     dtype: int,
@@ -115,11 +115,11 @@ def step_follow(
     weight: int,
     eps: float,
     normed: int,
-) -> NativeStep: ...
-def step_measure(
+) -> NativeTask: ...
+def task_measure_exponents(
     codec: bytes, local: int, dtype: int, residual: int, numel: int, exponents: int
-) -> NativeStep: ...
-def step_put(
+) -> NativeTask: ...
+def task_quantize_to_exponents(
     codec: bytes,
     ranks: int,
     local: int,
@@ -128,8 +128,8 @@ def step_put(
     numel: int,
     exponents: int,
     codes: int,
-) -> NativeStep: ...
-def step_take(
+) -> NativeTask: ...
+def task_dequantize(
     codec: bytes,
     ranks: int,
     codes: int,
@@ -139,12 +139,12 @@ def step_take(
     dtype: int,
     out: int,
     sound: int = 0,
-) -> NativeStep: ...
-def step_audit(bits: int, codes: int, numel: int, sums: int) -> NativeStep: ...
-def step_verdict(
+) -> NativeTask: ...
+def task_audit_checksums(bits: int, codes: int, numel: int, sums: int) -> NativeTask: ...
+def task_audit_verdict(
     sums: int, found: int, exponents: int, again: int, numel: int, block: int, out: int
-) -> NativeStep: ...
-def step_gather(
+) -> NativeTask: ...
+def task_gather_values(
     codec: bytes,
     key: int,
     offset: int,
@@ -154,8 +154,8 @@ def step_gather(
     numel: int,
     values: int,
     owed: int,
-) -> NativeStep: ...
-def step_scatter(
+) -> NativeTask: ...
+def task_scatter_values(
     codec: bytes,
     key: int,
     offset: int,
@@ -164,8 +164,10 @@ def step_scatter(
     numel: int,
     dtype: int,
     out: int,
-) -> NativeStep: ...
-def step_settle(codec: bytes, key: int, offset: int, owed: int, numel: int, residual: int) -> NativeStep: ...
+) -> NativeTask: ...
+def task_restore_residual(
+    codec: bytes, key: int, offset: int, owed: int, numel: int, residual: int
+) -> NativeTask: ...
 
 # csrc/python/engine.cpp
 class NativeProgram:
@@ -246,8 +248,8 @@ class NativeCommunicator:
         plan: NativePlan,
         pointers: list[tuple[int, int, int]],
         seed: int,
-        before: list[NativeStep] = ...,
-        after: list[NativeStep] = ...,
+        before: list[NativeTask] = ...,
+        after: list[NativeTask] = ...,
         agreed: int = 0,
     ) -> int: ...
     def submit(
@@ -255,8 +257,8 @@ class NativeCommunicator:
         plan: NativePlan,
         pointers: list[tuple[int, int, int]],
         seed: int,
-        before: list[NativeStep] = ...,
-        after: list[NativeStep] = ...,
+        before: list[NativeTask] = ...,
+        after: list[NativeTask] = ...,
         agreed: int = 0,
     ) -> NativeWork: ...
     def set_patience(self, spins: int, yield_us: float) -> None: ...

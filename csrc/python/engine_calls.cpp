@@ -35,11 +35,11 @@ std::vector<Pointers> unpack_all(const std::vector<PointerTuple>& tuples) {
 }
 
 void add_steps(Call& call, const Steps& before, const Steps& after, std::uint64_t agreed) {
-  for (const NativeStep& step : before) call.before.push_back(step.run);
+  for (const NativeTask& step : before) call.before.push_back(step.run);
   const Plan& plan = *call.plan;
   const bool tells =
       plan.geometry() == Geometry::whole && plan.segments().size() == 1 && plan.program().writes_chunks_once();
-  for (const NativeStep& step : after) {
+  for (const NativeTask& step : after) {
     // Steps run in order: once one waits for the end those behind it do, too.
     if (step.arrival.take && tells && !call.arrival.take && call.after.empty()) {
       call.arrival = step.arrival;

@@ -18,7 +18,7 @@ namespace dtcomm::python {
 // (input address, output address or 0, residual address or 0)
 using PointerTuple = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t>;
 // What is done before and after the operation.
-using Steps = std::vector<NativeStep>;
+using Steps = std::vector<NativeTask>;
 
 Pointers unpack(std::uintptr_t in, std::uintptr_t out, std::uintptr_t residual);
 std::vector<Pointers> unpack_all(const std::vector<PointerTuple>& tuples);

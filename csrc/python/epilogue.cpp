@@ -36,12 +36,12 @@ Epilogue call_of(std::size_t features, int dtype, std::uintptr_t bias, std::uint
   return call;
 }
 
-NativeStep following(std::size_t numel, std::size_t features, int dtype, std::uintptr_t bias, std::uintptr_t residual,
+NativeTask following(std::size_t numel, std::size_t features, int dtype, std::uintptr_t bias, std::uintptr_t residual,
                      std::uintptr_t out, std::uintptr_t weight, float eps, std::uintptr_t normed) {
   if (features == 0 || numel % features != 0) throw py::value_error("features: must divide the elements");
   const auto state =
       std::make_shared<Following>(call_of(features, dtype, bias, residual, out, weight, eps, normed), numel);
-  NativeStep step;
+  NativeTask step;
   step.run = [state, numel](const Kernels& kernels) { state->arrived(kernels, 0, numel); };
   step.arrival.take = [state](const Kernels& kernels, std::size_t at, std::size_t n) {
     state->arrived(kernels, at, n);
@@ -72,7 +72,7 @@ void bind_epilogue(py::module_& module) {
       py::arg("kernel"), py::arg("codec"), py::arg("runs"), py::arg("features"), py::arg("dtype"), py::arg("bias"),
       py::arg("residual"), py::arg("out"), py::arg("weight"), py::arg("eps"), py::arg("normed"),
       "One call of dtcomm::epilogue on raw addresses; runs are (address, elements).");
-  module.def("step_follow", &following, py::arg("numel"), py::arg("features"), py::arg("dtype"), py::arg("bias"),
+  module.def("task_epilogue", &following, py::arg("numel"), py::arg("features"), py::arg("dtype"), py::arg("bias"),
              py::arg("residual"), py::arg("out"), py::arg("weight"), py::arg("eps"), py::arg("normed"),
              "The same of sums that `out` holds when the step runs, or as they come in.");
 }

@@ -1,4 +1,4 @@
-// What ranks do on their own around a sum on common ground, for Python: raw pointers in. dtcomm/kernels/local_steps.py
+// What ranks do on their own around a sum on common ground, for Python: raw pointers in. dtcomm/kernels/local_tasks.py
 // checks the arguments.
 #include <pybind11/stl.h>
 
@@ -17,7 +17,7 @@ namespace py = pybind11;
 
 namespace {
 
-constexpr std::int64_t kSound = INT64_MAX;  // of a verdict: no run is wrong
+constexpr std::int64_t kAuditOk = INT64_MAX;  // of a verdict: no run is wrong
 
 Contribution contribution(std::uintptr_t local, int dtype, std::uintptr_t residual, std::size_t numel) {
   return {pointer<const void>(local), dtype_of(dtype), pointer<float>(residual), numel};
@@ -33,41 +33,41 @@ std::int64_t verdict(const std::uint64_t* sums, const std::uint64_t* found, cons
     if (!std::equal(exponents + first, exponents + last, again + first)) return static_cast<std::int64_t>(2 * run + 1);
     if (sums[run] != found[run]) return static_cast<std::int64_t>(2 * run);
   }
-  return kSound;
+  return kAuditOk;
 }
 
 void bind_grid(py::module_& module) {
   module.def(
-      "step_measure",
+      "task_measure_exponents",
       [](const py::bytes& bytes, std::uintptr_t local, int dtype, std::uintptr_t residual, std::size_t numel,
          std::uintptr_t exponents) {
         const Codec codec = codec_of(bytes);
         const Contribution from = contribution(local, dtype, residual, numel);
-        return NativeStep{
+        return NativeTask{
             [=](const Kernels& kernels) { kernels.common.measure(codec, from, pointer<std::uint8_t>(exponents)); }};
       },
       py::arg("codec"), py::arg("local"), py::arg("dtype"), py::arg("residual"), py::arg("numel"),
       py::arg("exponents"));
   module.def(
-      "step_put",
+      "task_quantize_to_exponents",
       [](const py::bytes& bytes, std::size_t ranks, std::uintptr_t local, int dtype, std::uintptr_t residual,
          std::size_t numel, std::uintptr_t exponents, std::uintptr_t codes) {
         const Codec codec = codec_of(bytes);
         const Contribution from = contribution(local, dtype, residual, numel);
-        return NativeStep{[=](const Kernels& kernels) {
+        return NativeTask{[=](const Kernels& kernels) {
           kernels.common.put(codec, ranks, from, pointer<const std::uint8_t>(exponents), pointer<void>(codes));
         }};
       },
       py::arg("codec"), py::arg("ranks"), py::arg("local"), py::arg("dtype"), py::arg("residual"), py::arg("numel"),
       py::arg("exponents"), py::arg("codes"));
   module.def(
-      "step_take",
+      "task_dequantize",
       [](const py::bytes& bytes, std::size_t ranks, std::uintptr_t codes, std::uintptr_t exponents, std::size_t numel,
          std::size_t divisor, int dtype, std::uintptr_t out, std::uintptr_t sound) {
         const Codec codec = codec_of(bytes);
         const DType type = dtype_of(dtype);
-        return NativeStep{[=](const Kernels& kernels) {
-          if (sound && *pointer<const std::int64_t>(sound) != kSound) return;
+        return NativeTask{[=](const Kernels& kernels) {
+          if (sound && *pointer<const std::int64_t>(sound) != kAuditOk) return;
           kernels.common.take(codec, ranks, pointer<const void>(codes), pointer<const std::uint8_t>(exponents), numel,
                               divisor, type, pointer<void>(out));
         }};
@@ -75,18 +75,18 @@ void bind_grid(py::module_& module) {
       py::arg("codec"), py::arg("ranks"), py::arg("codes"), py::arg("exponents"), py::arg("numel"), py::arg("divisor"),
       py::arg("dtype"), py::arg("out"), py::arg("sound") = 0, "Nothing is taken where the verdict `sound` is another.");
   module.def(
-      "step_audit",
+      "task_audit_checksums",
       [](int bits, std::uintptr_t codes, std::size_t numel, std::uintptr_t sums) {
-        return NativeStep{[=](const Kernels& kernels) {
+        return NativeTask{[=](const Kernels& kernels) {
           kernels.common.audit(bits, pointer<const void>(codes), numel, pointer<std::uint64_t>(sums));
         }};
       },
       py::arg("bits"), py::arg("codes"), py::arg("numel"), py::arg("sums"));
   module.def(
-      "step_verdict",
+      "task_audit_verdict",
       [](std::uintptr_t sums, std::uintptr_t found, std::uintptr_t exponents, std::uintptr_t again, std::size_t numel,
          std::size_t block, std::uintptr_t out) {
-        return NativeStep{[=](const Kernels&) {
+        return NativeTask{[=](const Kernels&) {
           *pointer<std::int64_t>(out) =
               verdict(pointer<const std::uint64_t>(sums), pointer<const std::uint64_t>(found),
                       pointer<const std::uint8_t>(exponents), pointer<const std::uint8_t>(again), numel, block);
@@ -98,24 +98,24 @@ void bind_grid(py::module_& module) {
 
 void bind_shared(py::module_& module) {
   module.def(
-      "step_gather",
+      "task_gather_values",
       [](const py::bytes& bytes, std::uint64_t key, std::uint64_t offset, std::uintptr_t local, int dtype,
          std::uintptr_t residual, std::size_t numel, std::uintptr_t values, std::uintptr_t owed) {
         const Codec codec = codec_of(bytes);
         const Contribution from = contribution(local, dtype, residual, numel);
-        return NativeStep{[=](const Kernels& kernels) {
+        return NativeTask{[=](const Kernels& kernels) {
           kernels.common.gather(codec, key, offset, from, pointer<float>(values), pointer<float>(owed));
         }};
       },
       py::arg("codec"), py::arg("key"), py::arg("offset"), py::arg("local"), py::arg("dtype"), py::arg("residual"),
       py::arg("numel"), py::arg("values"), py::arg("owed"));
   module.def(
-      "step_scatter",
+      "task_scatter_values",
       [](const py::bytes& bytes, std::uint64_t key, std::uint64_t offset, bool scaled, std::uintptr_t values,
          std::size_t numel, int dtype, std::uintptr_t out) {
         const Codec codec = codec_of(bytes);
         const DType type = dtype_of(dtype);
-        return NativeStep{[=](const Kernels& kernels) {
+        return NativeTask{[=](const Kernels& kernels) {
           kernels.common.scatter(codec, key, offset, scaled, pointer<const float>(values), numel, type,
                                  pointer<void>(out));
         }};
@@ -123,11 +123,11 @@ void bind_shared(py::module_& module) {
       py::arg("codec"), py::arg("key"), py::arg("offset"), py::arg("scaled"), py::arg("values"), py::arg("numel"),
       py::arg("dtype"), py::arg("out"));
   module.def(
-      "step_settle",
+      "task_restore_residual",
       [](const py::bytes& bytes, std::uint64_t key, std::uint64_t offset, std::uintptr_t owed, std::size_t numel,
          std::uintptr_t residual) {
         const Codec codec = codec_of(bytes);
-        return NativeStep{[=](const Kernels& kernels) {
+        return NativeTask{[=](const Kernels& kernels) {
           kernels.common.settle(codec, key, offset, pointer<const float>(owed), numel, pointer<float>(residual));
         }};
       },
@@ -137,17 +137,17 @@ void bind_shared(py::module_& module) {
 }  // namespace
 
 void bind_steps(py::module_& module) {
-  py::class_<NativeStep>(module, "NativeStep")
+  py::class_<NativeTask>(module, "NativeTask")
       .def(
           "run",
-          [](const NativeStep& self, const char* name) {
+          [](const NativeTask& self, const char* name) {
             const Kernels* kernels = find_kernels(name);
             if (!kernels) throw py::value_error(std::string("kernel: this CPU has no kernel named ") + name);
             const py::gil_scoped_release release;
             self.run(*kernels);
           },
           py::arg("kernel"), "Now, by the kernels of that name.");
-  module.attr("SOUND") = kSound;
+  module.attr("AUDIT_OK") = kAuditOk;
   module.attr("AUDIT_RUN") = kAuditRun;
   bind_grid(module);
   bind_shared(module);

@@ -6,7 +6,7 @@
 namespace dtcomm::python {
 
 // Keeps no memory: whoever makes one holds the tensors.
-struct NativeStep {
+struct NativeTask {
   Task run;
   Arrival arrival = {};  // the same, piece by piece, where the engine can tell when an element is final
 };

@@ -136,7 +136,16 @@ class Codec(abc.ABC):
     """A byte layout. ``str(codec)`` is its spec; ``dtcomm.codecs.codec`` parses it back to an equal value."""
 
     family: ClassVar[int]  # csrc/codec/codec.h's number
-    elementwise: ClassVar[bool] = False  # no element's bytes depend on its neighbours
+    # Capabilities, which callers ask for instead of the class.
+    elementwise: ClassVar[bool] = False  # the bytes of an element do not depend on its neighbours
+    sparse: ClassVar[bool] = False  # only a part of the elements is sent; option `values` is their codec
+    stores_positions: ClassVar[bool] = (
+        False  # payloads hold positions, which a corrupt payload may have wrong
+    )
+    reproducible: ClassVar[bool] = (
+        False  # sums have the same bits in any order of additions, and can be audited
+    )
+    has_cuda_kernel: ClassVar[bool] = True  # `dtcomm._cuda` encodes and decodes it
 
     @property
     @abc.abstractmethod
@@ -179,7 +188,7 @@ class Codec(abc.ABC):
             raise ValueError(f"numel: expected 0 or more, got {numel}")
         return self.layout(dtype).payload_bytes(numel)
 
-    def terms(self, numel: int) -> list[tuple[int, Codec, torch.dtype]]:
+    def sum_messages(self, numel: int) -> list[tuple[int, Codec, torch.dtype]]:
         """The messages that a sum of `numel` elements takes: (elements, codec, dtype) of each, in order.
 
         One of the tensor itself, unless the ranks add on common ground.

@@ -31,6 +31,8 @@ class Exact(Codec):
     """Two's complement integers of `bits` bits; a block shares an exponent of one byte. Encoded alone: one rank's."""
 
     family: ClassVar[int] = 9
+    reproducible: ClassVar[bool] = True
+    has_cuda_kernel: ClassVar[bool] = False
     bits: int = option(default=32, valid="16, 32")
     block: int = option(default=32, valid=BLOCKS)
 
@@ -72,7 +74,7 @@ class Exact(Codec):
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
         return block_layout(self.block, 1, self.bits)
 
-    def terms(self, numel: int) -> list[tuple[int, Codec, torch.dtype]]:
+    def sum_messages(self, numel: int) -> list[tuple[int, Codec, torch.dtype]]:
         return [
             (self.blocks(numel), Uncompressed(), torch.uint8),
             (numel, Uncompressed(), self.code_type),

@@ -44,6 +44,7 @@ VALUES = ", ".join((*CASTS, *INTEGERS))
 class _Sparse(Codec):
     """A granule of 4096 elements keeps ``round(ratio * 4096)``, at least one; a shorter one its share, rounded up."""
 
+    sparse: ClassVar[bool] = True
     head: ClassVar[int] = 0
     ratio: float = option(default=0.01, valid="a number above 0, at most 1")
     values: str = option(default="bf16", valid=VALUES)
@@ -110,6 +111,7 @@ class TopK(_Sparse):
     """The largest magnitudes, of equals the first, and where they were: a list, or a bitmap where that is shorter."""
 
     family: ClassVar[int] = 7
+    stores_positions: ClassVar[bool] = True
 
     @property
     def name(self) -> str:
@@ -150,9 +152,9 @@ class RandK(_Sparse):
         whole, rest = divmod(numel, layout.granule)
         return whole * layout.kept + (layout.kept_of(rest) if rest else 0)
 
-    def terms(self, numel: int) -> list[tuple[int, Codec, torch.dtype]]:
+    def sum_messages(self, numel: int) -> list[tuple[int, Codec, torch.dtype]]:
         if not self.needs_agreement:
-            return super().terms(numel)
+            return super().sum_messages(numel)
         return [(self.kept_in(numel), self.value_codec(), torch.float32)]
 
     @property

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 
-from dtcomm.codecs import Codec, Exact
+from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.runtime.types import OPS
@@ -83,7 +83,7 @@ def require_dtype(op: str, dtype: torch.dtype, codec: Codec) -> None:
 
 def require_auditable(codec: str | Codec) -> None:
     """A codec whose sums can be checked: integers add up without loss, floats do not."""
-    if not (isinstance(codec, str) and "/" in codec) and isinstance(parse(codec), Exact):
+    if not (isinstance(codec, str) and "/" in codec) and parse(codec).reproducible:
         return
     raise ValueError(
         f"audit: needs a codec whose sums are exact, got {codec}; valid: exact, exact:bits=16, exact:bits=32"

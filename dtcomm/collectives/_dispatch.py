@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from dtcomm import algorithms, codecs, planner
-from dtcomm.codecs import Codec, Exact
+from dtcomm.codecs import Codec
 from dtcomm.collectives._arguments import op_name, require_dtype
 from dtcomm.collectives._multi_stage import Groups, Message, MultiStagePlan
 from dtcomm.collectives._reproducible_sum import ExactSum
 from dtcomm.collectives._shared_randk_sum import SharedSum
 from dtcomm.device.streams import record_streams
-from dtcomm.kernels.local_steps import Step
+from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.phase_timer import Span
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, TensorSpec
@@ -109,7 +109,7 @@ def _on_ground(communicator: Communicator, message: Message, audit: bool) -> Mul
     """The plan of a sum in which some parts are added on common ground."""
     make = functools.partial(_prepare, communicator)
     rank, ranks = communicator.rank, communicator.size
-    exact = [i for i, part in enumerate(message.parts) if isinstance(part.codec, Exact)]
+    exact = [i for i, part in enumerate(message.parts) if part.codec.reproducible]
     other = [i for i in range(len(message.parts)) if i not in exact]
 
     def only(positions: list[int]) -> Message:
@@ -134,7 +134,7 @@ def start(
     outputs: Sequence[torch.Tensor],
     seed: int | None,
     async_op: bool,
-    epilogue: Step | None = None,
+    epilogue: LocalTask | None = None,
 ) -> Work | None:
     """Run the plan on these tensors, or queue it; ``epilogue`` is applied to the result."""
     key = communicator.next_seed(seed)

@@ -23,7 +23,7 @@ from dtcomm.collectives._multi_stage import (
     shards,
 )
 from dtcomm.errors import PayloadCorrupt
-from dtcomm.kernels import local_steps
+from dtcomm.kernels import local_tasks
 from dtcomm.runtime.types import Buffers, OpHooks, TensorSpec
 
 NONE = Uncompressed()
@@ -80,7 +80,7 @@ class ExactSum(MultiStagePlan):
         self._audits = audit
         if audit:
             (part,) = self._parts
-            runs = -(-part.numel // local_steps.AUDIT_RUN)
+            runs = -(-part.numel // local_tasks.AUDIT_RUN)
             sums, verdict = TensorSpec(runs, torch.int64, NONE), TensorSpec(1, torch.int64, NONE)
             once_more = agreement._replace(algorithm=DIRECT, purpose=f"exponents of {spec} once more")
             self._sums = make(once_more._replace(op="sum", parts=(sums,), purpose=f"checksums of {spec}"))
@@ -105,8 +105,8 @@ class ExactSum(MultiStagePlan):
             )
             for x, residual, grid, integer in pieces:
                 assert x is not None and grid is not None and integer is not None
-                measures.append(local_steps.measure(codec, x, residual, grid))
-                puts.append(local_steps.to_grid(codec, self._ranks, x, residual, grid, integer))
+                measures.append(local_tasks.measure_exponents(codec, x, residual, grid))
+                puts.append(local_tasks.quantize_to_exponents(codec, self._ranks, x, residual, grid, integer))
             grids.append(Buffers(exponents, exponents))
             output = own if self._shards > 1 else codes
             integers.append(Buffers(codes, None if part.output is None else output))
@@ -116,7 +116,7 @@ class ExactSum(MultiStagePlan):
                 takes.append((codec, output, grid, flat(part.output)))
         if self._audits:
             return self._audited(buffers[0], grids[0], integers[0], list(carved))
-        results = [local_steps.from_grid(c, self._ranks, q, e, self._divisor, out) for c, q, e, out in takes]
+        results = [local_tasks.dequantize(c, self._ranks, q, e, self._divisor, out) for c, q, e, out in takes]
         return [
             Stage(self._agreement, grids, OpHooks(before=measures)),
             Stage(self._integers, integers, OpHooks(before=puts, after=results)),
@@ -131,26 +131,28 @@ class ExactSum(MultiStagePlan):
         assert exponents is not None and codes is not None and x is not None and part.output is not None
         x, residual = flat(x), None if part.residual is None else flat(part.residual)
         verdict = x.new_empty(1, dtype=torch.int64)  # read after the call, so it is this call's own
-        measures = [local_steps.measure(codec, x, residual, each) for each in (exponents, again)]
+        measures = [local_tasks.measure_exponents(codec, x, residual, each) for each in (exponents, again)]
         puts = [
-            local_steps.to_grid(codec, self._ranks, x, residual, exponents, codes),
-            local_steps.audit(codec, codes, sums),
+            local_tasks.quantize_to_exponents(codec, self._ranks, x, residual, exponents, codes),
+            local_tasks.audit_checksums(codec, codes, sums),
         ]
-        judge = local_steps.judge(codec, x.numel(), sums, found, exponents, again, verdict)
-        take = local_steps.from_grid(
+        judge = local_tasks.audit_verdict(codec, x.numel(), sums, found, exponents, again, verdict)
+        take = local_tasks.dequantize(
             codec, self._ranks, codes, exponents, self._divisor, flat(part.output), verdict
         )
         numel = x.numel()
 
         def check() -> None:
-            if int(verdict) != local_steps.SOUND:
+            if int(verdict) != local_tasks.AUDIT_OK:
                 raise PayloadCorrupt(self._accuse(int(verdict), numel))
 
         return [
             Stage(self._agreement, [grid], OpHooks(before=measures)),
             Stage(self._integers, [integer], OpHooks(before=puts)),
             Stage(
-                self._sums, [Buffers(sums, sums)], OpHooks(before=[local_steps.audit(codec, codes, found)])
+                self._sums,
+                [Buffers(sums, sums)],
+                OpHooks(before=[local_tasks.audit_checksums(codec, codes, found)]),
             ),
             Stage(self._again, [Buffers(again, again)], OpHooks()),
             Stage(self._verdict, [Buffers(verdict, verdict)], OpHooks(before=[judge], after=[take])),
@@ -158,9 +160,9 @@ class ExactSum(MultiStagePlan):
 
     def _accuse(self, verdict: int, numel: int) -> str:
         run, kind = divmod(verdict, 2)
-        if not 0 <= run * local_steps.AUDIT_RUN < numel:
+        if not 0 <= run * local_tasks.AUDIT_RUN < numel:
             return f"rank {self._rank}: audit of {self._name}: a bit changed in the verdict on its way"
-        first, last = run * local_steps.AUDIT_RUN, min(numel, (run + 1) * local_steps.AUDIT_RUN) - 1
+        first, last = run * local_tasks.AUDIT_RUN, min(numel, (run + 1) * local_tasks.AUDIT_RUN) - 1
         what = (
             "the ranks do not agree on the exponents"
             if kind

@@ -18,7 +18,7 @@ from dtcomm.collectives._multi_stage import (
     carve,
     shards,
 )
-from dtcomm.kernels import local_steps
+from dtcomm.kernels import local_tasks
 from dtcomm.runtime.types import Buffers, OpHooks, TensorSpec
 
 
@@ -47,7 +47,7 @@ class SharedSum(MultiStagePlan):
     def stages(
         self, buffers: Sequence[Buffers], seed: int, scratch: Scratch
     ) -> tuple[list[Stage], Check | None]:
-        key = local_steps.shared_key(seed)
+        key = local_tasks.shared_key(seed)
         carved = iter(carve(scratch, self._rooms))
         before, after, messages = [], [], []
         for part, given in zip(self._parts, buffers, strict=True):
@@ -66,17 +66,17 @@ class SharedSum(MultiStagePlan):
             for shard, (x, residual, value, debt) in enumerate(pieces):
                 assert x is not None and value is not None and debt is not None
                 offset = shard * part.numel
-                before.append(local_steps.gather(codec, key, offset, x, residual, value, debt))
+                before.append(local_tasks.gather_values(codec, key, offset, x, residual, value, debt))
                 if residual is not None:
-                    after.append(local_steps.settle(codec, key, offset, debt, residual))
+                    after.append(local_tasks.restore_residual(codec, key, offset, debt, residual))
             output = None if given.output is None else own if self._shards > 1 else values
             if given.output is not None and output is not None:
                 offset = self._rank * part.numel if self._shards > 1 else 0
                 (out,) = shards(given.output, 1)
                 assert out is not None
                 scaled = given.residual is None
-                after.append(local_steps.scatter(codec, key, offset, scaled, output, out))
+                after.append(local_tasks.scatter_values(codec, key, offset, scaled, output, out))
             messages.append(Buffers(values, output, None if given.residual is None else owed))
         # Ranks that keep what they do not send get the sum as it is, others get it scaled: all must do alike.
-        agreed = local_steps.agreed_key(key, [part.residual is not None for part in buffers])
+        agreed = local_tasks.consistency_key(key, [part.residual is not None for part in buffers])
         return [Stage(self._plan, messages, OpHooks(before, after, agreed))], None

@@ -20,7 +20,7 @@ from dtcomm.collectives._arguments import (
     require_type,
 )
 from dtcomm.collectives._dispatch import Algorithm, plan_for, start
-from dtcomm.kernels.local_steps import Step
+from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime.communicator import find_for
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpSpec, TensorSpec
 from dtcomm.runtime.work import Work
@@ -36,7 +36,7 @@ def all_reduce(
     *,
     async_op: Literal[True],
     audit: bool = False,
-    epilogue: Step | None = None,
+    epilogue: LocalTask | None = None,
     **options: Unpack[Options],
 ) -> Work: ...
 
@@ -48,7 +48,7 @@ def all_reduce(
     *,
     async_op: bool = False,
     audit: bool = False,
-    epilogue: Step | None = None,
+    epilogue: LocalTask | None = None,
     **options: Unpack[Options],
 ) -> Work | None: ...
 
@@ -65,7 +65,7 @@ def all_reduce(
     residual: torch.Tensor | None = None,
     checksum: bool | None = None,
     audit: bool = False,
-    epilogue: Step | None = None,
+    epilogue: LocalTask | None = None,
 ) -> Work | None:
     """Reduce ``tensor`` in place over the ranks of the group: sum, avg, min or max.
 
@@ -74,7 +74,7 @@ def all_reduce(
     ``audit`` (codec ``exact`` alone): the checksums of the ranks' integers must add up to the result's. Otherwise all
     ranks raise PayloadCorrupt, which names the elements; the tensor is then as it was, and the call may be repeated.
 
-    ``epilogue`` (``dtcomm.kernels.epilogue.follow`` of the same tensor) is applied to the sum. The native engine
+    ``epilogue`` (``dtcomm.kernels.epilogue.epilogue_task`` of the same tensor) is applied to the sum. The native engine
     applies it to each piece as soon as that piece is final, while it is in the cache.
     """
     require_type(tensor, "tensor")

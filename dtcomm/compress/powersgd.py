@@ -169,7 +169,7 @@ def stages(
         return work
 
     def orthonormalise(sides: list[tuple[Task, torch.Tensor]]) -> None:
-        low_rank.orthonormalise_each([side for _, side in sides], [_key(task.name) for task, _ in sides])
+        low_rank.orthonormalise_all([side for _, side in sides], [_key(task.name) for task, _ in sides])
 
     by_rows = [not task.scheme.alternate or step % 2 == 0 for task in tasks]
     every = list(zip(tasks, lefts, rights, by_rows, strict=True))
@@ -193,7 +193,7 @@ def stages(
     if second:
         yield average(second, False)
     if tasks and not lefts[0].is_cpu:  # nobody waits to see: from zeros both factors begin anew
-        found = low_rank.judge(lefts, rights)
+        found = low_rank.factors_finite(lefts, rights)
         for task, left, right, finite in zip(tasks, lefts, rights, found, strict=True):
             low_rank.expand(task.gradient, task.residual, left, right, finite)
         return

@@ -7,17 +7,11 @@ import torch
 from dtcomm import _C
 from dtcomm.codecs import Codec
 from dtcomm.codecs.base import ELEMENT_TYPES
-from dtcomm.kernels import dispatch
 from dtcomm.kernels.types import OPERATIONS, Combine
 
 # From this many bytes on an output is written around the cache. With a 32 MB L3, and a reader that comes next,
 # ordinary stores are up to twice as fast at 8 MB and below, streaming ones 1.2 to 1.4 times as fast at 32 MB.
 STREAM_BYTES = 16 << 20
-
-
-def current_name() -> str:
-    """The native build in use, for those who need one (the engine): `generic` stands in for the reference."""
-    return dispatch.native_name()
 
 
 def combine(kernel: str, call: Combine) -> None:

@@ -66,15 +66,15 @@ def decode(codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, 
 
 
 def orthonormalise(vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
-    """:func:`dtcomm.kernels.low_rank.orthonormalise_each`, a kernel for every 64 of them."""
+    """:func:`dtcomm.kernels.low_rank.orthonormalise_all`, a kernel for every 64 of them."""
     device = _device_of(*vectors)
     stated = [(each.data_ptr(), *_sides(each), key) for each, key in zip(vectors, keys, strict=True)]
     with torch.cuda.device(device):
         _cuda.orthonormalise(stated, torch.cuda.current_stream(device).cuda_stream)
 
 
-def judge(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """:func:`dtcomm.kernels.low_rank.judge`, a kernel for every 64 matrices."""
+def factors_finite(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """:func:`dtcomm.kernels.low_rank.factors_finite`, a kernel for every 64 matrices."""
     device = _device_of(*lefts, *rights)
     found = torch.empty(len(lefts), dtype=torch.bool, device=device)
     stated = [

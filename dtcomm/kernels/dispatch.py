@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from dtcomm import _C, env
-from dtcomm.codecs import Codec, Exact
+from dtcomm.codecs import Codec
 from dtcomm.kernels import triton
 
 REFERENCE, CUDA, TRITON = "reference", "cuda", "triton"
-TORCH = "torch"  # no kernels: what :func:`for_factors` says where there are none
-ELSEWHERE = frozenset({CUDA, TRITON})  # what :func:`module` has
+TORCH = "torch"  # no kernels: what :func:`low_rank_backend` says where there are none
+CUDA_KERNELS = frozenset({CUDA, TRITON})  # what :func:`load_backend` has
 
 # One list for the process and not one per thread: autograd runs a model's hooks on threads of its own.
 _forced: list[str] = []
@@ -47,7 +47,7 @@ def current() -> str:
     return _force() or _BEST
 
 
-def native_name() -> str:
+def native_kernel() -> str:
     """The native build in use, for those who need one (the engine): `generic` stands in for the reference."""
     name = current()
     return "generic" if name == REFERENCE else name if name in _NATIVE else _BEST
@@ -65,7 +65,7 @@ def use(name: str) -> Iterator[None]:
         _tell_engine()
 
 
-def for_call(codec: Codec, argument: str, tensor: torch.Tensor) -> str:
+def kernel_for(codec: Codec, argument: str, tensor: torch.Tensor) -> str:
     """The kernel that runs `codec` on the device of `tensor`, which the caller passed as `argument`.
 
     Raises ValueError where what is forced cannot, RuntimeError where nothing that is installed can.
@@ -90,7 +90,7 @@ def for_call(codec: Codec, argument: str, tensor: torch.Tensor) -> str:
     return _able(name, codec)
 
 
-def for_factors() -> str:
+def low_rank_backend() -> str:
     """What makes factors of low rank orthonormal on a device, and multiplies them: `cuda`, unless `triton` is forced or
     `_cuda` was not built; then `torch`, the operators of torch, with bits of their own.
     """
@@ -98,7 +98,7 @@ def for_factors() -> str:
     return CUDA if CUDA in ((name,) if name else _for_devices()) else TORCH
 
 
-def module(name: str) -> Any:
+def load_backend(name: str) -> Any:
     """What runs `cuda` or `triton`: a module with ``combine`` and ``decode``; of `cuda` also with what factors need."""
     return import_module("dtcomm.kernels.cuda") if name == CUDA else triton
 
@@ -124,8 +124,8 @@ def _able(name: str, codec: Codec) -> str:
 
 
 def runs_on(name: str, codec: Codec) -> bool:
-    """Does `cuda`, which has every codec but `exact`, or `triton` run this one?"""
-    return not isinstance(codec, Exact) if name == CUDA else triton.supports(codec)
+    """Whether kernel `name`, which is `cuda` or `triton`, runs this codec."""
+    return codec.has_cuda_kernel if name == CUDA else triton.supports(codec)
 
 
 def _force() -> str:

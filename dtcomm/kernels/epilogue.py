@@ -1,7 +1,8 @@
-"""What follows a summed activation, as one verb: decode, add the bias, add the residual stream, and its RMS norm.
+"""The epilogue of a summed activation: decode, add the bias, add the residual stream, take its RMS norm.
 
-Apart they are four passes over memory; here a row is decoded into the cache, where the rest happens to it. On CUDA
-tensors Triton does the rest in a pass of its own, or two where a norm follows, with the CPU's bytes.
+As separate operators these are four passes over memory. Here a row is decoded into the cache and everything else is
+done there. On CUDA tensors Triton adds bias and residual in one pass and takes the norm in a second one, with the
+same bits as on the CPU. `dtcomm.tp` calls this module; an all-reduce takes an :class:`EpilogueTask`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ from dtcomm import _C
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import ELEMENT_TYPES, FLOAT_TYPES
-from dtcomm.kernels import checks, corrupt, cpu, ops, triton
-from dtcomm.kernels.dispatch import REFERENCE, TRITON, current
-from dtcomm.kernels.local_steps import Step
+from dtcomm.kernels import checks, dispatch, ops, triton
+from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.kernels.reference import epilogue as reference
 
-PLAIN = parse("none")
+UNCOMPRESSED = parse("none")
 
 
 def epilogue(
@@ -32,17 +32,41 @@ def epilogue(
     residual: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
     eps: float = 1e-6,
-    normed: torch.Tensor | None = None,
+    norm_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``out`` (fp32, fp16 or bf16 [..., features]) <- the decoded payloads, plus bias, plus residual; returns it.
+    """Decode payloads into ``out``, add bias and residual, and take the RMS norm of the result.
 
-    runs: payloads and their elements, joined those of `out`. bias, weight: [features]; residual, normed: as `out`,
-    which the residual may be; all of its type and on its device. normed <- ``out`` over the root of its mean square
-    (plus eps), by rows, times the weight. Sums and products are fp32; `out` and `normed` are rounded once. TypeError
-    and ValueError name the argument.
+    All tensors have the type of ``out`` and are on its device. Sums and products are taken in fp32; ``out`` and
+    ``norm_out`` are each rounded once.
+
+    Args:
+        codec: The codec of the payloads.
+        runs: Pairs of a payload and its number of elements. Joined, they are the elements of ``out``.
+        out: fp32, fp16 or bf16 [..., features].
+        bias: [features], added to every row.
+        residual: Of the shape of ``out``, added after the bias; may be ``out`` itself.
+        weight: [features], multiplied into ``norm_out``; needs ``norm_out``.
+        eps: Added to the mean square of a row before the root is taken.
+        norm_out: Of the shape of ``out``; receives each row over the root of its mean square.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        TypeError: An argument has the wrong type; the message names it.
+        ValueError: An argument has the wrong size, layout or device; the message names it.
+        PayloadCorrupt: A payload holds what no encoder writes.
+
+    Example:
+        >>> import torch, dtcomm
+        >>> from dtcomm.kernels.epilogue import epilogue
+        >>> payload = dtcomm.encode("fp16", torch.ones(6))
+        >>> epilogue("fp16", [(payload, 6)], torch.empty(2, 3), bias=torch.tensor([1.0, 2.0, 3.0]))
+        tensor([[2., 3., 4.],
+                [2., 3., 4.]])
     """
     which = parse(codec)
-    _check(which, out, bias, residual, weight, normed)
+    _check(which, out, bias, residual, weight, norm_out)
     if sum(numel for _, numel in runs) != out.numel():
         raise ValueError(
             f"runs: hold {sum(numel for _, numel in runs)} elements, out {tuple(out.shape)} has {out.numel()}"
@@ -52,18 +76,18 @@ def epilogue(
         for at, (payload, numel) in enumerate(runs)
     ]
     for payload, (_, numel) in zip(payloads, runs, strict=True):
-        corrupt.refuse(which, [payload], numel)
+        checks.require_valid_payload(which, [payload], numel)
     if out.numel() == 0:
         return out
     if _by_triton(out):
         sums = _decoded(which, runs, out, bias is not None or residual is not None)
-        triton.follow(sums, out, bias, residual, weight, eps, normed)
+        triton.run_epilogue(sums, out, bias, residual, weight, eps, norm_out)
         return out
-    if current() == REFERENCE:
-        reference.epilogue(which, runs, out, bias, residual, weight, eps, normed)
+    if dispatch.current() == dispatch.REFERENCE:
+        reference.epilogue(which, runs, out, bias, residual, weight, eps, norm_out)
         return out
     _C.epilogue(
-        cpu.current_name(),
+        dispatch.native_kernel(),
         which.native(),
         [(payload.data_ptr(), numel) for payload, (_, numel) in zip(payloads, runs, strict=True)],
         out.shape[-1],
@@ -73,59 +97,84 @@ def epilogue(
         out.data_ptr(),
         _address(weight),
         eps,
-        _address(normed),
+        _address(norm_out),
     )
     return out
 
 
 @dataclass(frozen=True, kw_only=True)
-class Follow(Step):
-    """What `follow` makes. On a CUDA device it is queued on the current stream; kernels of a sum may take it over."""
+class EpilogueTask(LocalTask):
+    """The epilogue of a tensor that is summed uncompressed; made by :func:`epilogue_task`.
+
+    Calling it runs it, on CUDA tensors on the current stream. An operation that takes it may fuse it into its kernels.
+    """
 
     out: torch.Tensor
     bias: torch.Tensor | None
     residual: torch.Tensor | None
     weight: torch.Tensor | None
     eps: float
-    normed: torch.Tensor | None
+    norm_out: torch.Tensor | None
 
     def __call__(self) -> None:
         if not _by_triton(self.out):
             super().__call__()
         elif self.out.numel():
-            triton.follow(self.out, self.out, self.bias, self.residual, self.weight, self.eps, self.normed)
+            triton.run_epilogue(
+                self.out, self.out, self.bias, self.residual, self.weight, self.eps, self.norm_out
+            )
 
-    def norm(self) -> Follow | None:
-        """What is left where bias and residual have been added."""
-        if self.normed is None:
+    def norm(self) -> EpilogueTask | None:
+        """The norm alone, for kernels that add bias and residual themselves; None if there is no norm."""
+        if self.norm_out is None:
             return None
-        return follow(self.out, weight=self.weight, eps=self.eps, normed=self.normed)
+        return epilogue_task(self.out, weight=self.weight, eps=self.eps, norm_out=self.norm_out)
 
 
-def follow(
+def epilogue_task(
     out: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
     eps: float = 1e-6,
-    normed: torch.Tensor | None = None,
-) -> Follow:
-    """`epilogue` of sums that an operation leaves in ``out`` uncompressed; the residual must be another tensor.
+    norm_out: torch.Tensor | None = None,
+) -> EpilogueTask:
+    """The epilogue of the sum that an operation leaves in ``out``, as a task for that operation.
 
-    As a step after an operation of the native engine it is taken piece by piece, while the elements are in the cache;
-    after a fused all-reduce on CUDA devices bias and residual are added by its kernel.
+    The native engine runs it on each piece of the sum while that is in the cache. A fused all-reduce on CUDA devices
+    adds bias and residual in its own kernel.
+
+    Args:
+        out: The tensor that the operation writes; fp32, fp16 or bf16 [..., features].
+        bias: [features], added to every row.
+        residual: Of the shape of ``out``, added after the bias; must not be ``out``.
+        weight: [features], multiplied into ``norm_out``; needs ``norm_out``.
+        eps: Added to the mean square of a row before the root is taken.
+        norm_out: Of the shape of ``out``; receives each row over the root of its mean square.
+
+    Returns:
+        The task. Callers keep the tensors unchanged until the operation is complete.
+
+    Raises:
+        TypeError: A tensor has the wrong type; the message names it.
+        ValueError: A tensor has the wrong size, layout or device; the message names it.
+
+    Example:
+        Add a bias to a sum while it is received::
+
+            dtcomm.all_reduce(y, then=epilogue_task(y, bias=bias))
     """
-    _check(PLAIN, out, bias, residual, weight, normed)
-    others = (bias, residual, weight, normed)
+    _check(UNCOMPRESSED, out, bias, residual, weight, norm_out)
+    others = (bias, residual, weight, norm_out)
 
-    def alone() -> None:
-        payload = torch.zeros(PLAIN.wire_bytes(out.numel(), out.dtype), dtype=torch.uint8)
+    def by_reference() -> None:
+        payload = torch.zeros(UNCOMPRESSED.wire_bytes(out.numel(), out.dtype), dtype=torch.uint8)
         sums = out.view(-1).view(torch.uint8)
         payload[: sums.numel()] = sums
-        reference.epilogue(PLAIN, [(payload, out.numel())], out, bias, residual, weight, eps, normed)
+        reference.epilogue(UNCOMPRESSED, [(payload, out.numel())], out, bias, residual, weight, eps, norm_out)
 
-    native = _C.step_follow(
+    native = _C.task_epilogue(
         out.numel(),
         out.shape[-1] or 1,
         ELEMENT_TYPES[out.dtype],
@@ -134,41 +183,43 @@ def follow(
         out.data_ptr(),
         _address(weight),
         eps,
-        _address(normed),
+        _address(norm_out),
     )
-    return Follow(
+    return EpilogueTask(
         native=native,
-        reference=alone,
-        codec=PLAIN,
-        held=(out, *others),
+        fallback=by_reference,
+        codec=UNCOMPRESSED,
+        tensors=(out, *others),
         out=out,
         bias=bias,
         residual=residual,
         weight=weight,
         eps=eps,
-        normed=normed,
+        norm_out=norm_out,
     )
 
 
-def can_follow(*tensors: torch.Tensor | None) -> bool:
-    """Whether passes of our own can take them all: of one type, on one device that has the kernels."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    dtype, device = given[0].dtype, given[0].device
-    if dtype not in FLOAT_TYPES or any(each.dtype != dtype or each.device != device for each in given):
+def supports_epilogue(*tensors: torch.Tensor | None) -> bool:
+    """Whether kernels of this module take these tensors: one float type, one device, and kernels for it installed."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    dtype, device = present[0].dtype, present[0].device
+    if dtype not in FLOAT_TYPES or any(
+        tensor.dtype != dtype or tensor.device != device for tensor in present
+    ):
         return False
     return device.type == "cpu" or (device.type == "cuda" and triton.installed())
 
 
 def _by_triton(out: torch.Tensor) -> bool:
-    return not out.is_cpu or current() == TRITON
+    return not out.is_cpu or dispatch.current() == dispatch.TRITON
 
 
 def _decoded(
-    codec: Codec, runs: Sequence[tuple[torch.Tensor, int]], out: torch.Tensor, added: bool
+    codec: Codec, runs: Sequence[tuple[torch.Tensor, int]], out: torch.Tensor, adds: bool
 ) -> torch.Tensor:
-    """The runs, joined: in ``out``, unless something is ``added`` before they are rounded."""
-    dtype = torch.float32 if added and codec.name != "none" else out.dtype
-    sums = torch.empty(out.numel(), dtype=dtype, device=out.device) if added else out.view(-1)
+    """The decoded runs: in a temporary tensor if something is added before rounding, else in ``out``."""
+    dtype = torch.float32 if adds and codec.name != "none" else out.dtype
+    sums = torch.empty(out.numel(), dtype=dtype, device=out.device) if adds else out.view(-1)
     at = 0
     for payload, numel in runs:
         ops.decode(codec, payload, numel, dtype, out=sums[at : at + numel])
@@ -182,7 +233,7 @@ def _check(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     weight: torch.Tensor | None,
-    normed: torch.Tensor | None,
+    norm_out: torch.Tensor | None,
 ) -> None:
     checks.floats("out", out, out.numel(), *FLOAT_TYPES)
     checks.element_type("out", codec, out.dtype)
@@ -190,12 +241,12 @@ def _check(
         raise ValueError("out: expected [..., features], got no dimension")
     for name, tensor in (("bias", bias), ("weight", weight)):
         if tensor is not None:
-            checks.floats(name, tensor, out.shape[-1], out.dtype, beside=out)
-    for name, tensor in (("residual", residual), ("normed", normed)):
+            checks.floats(name, tensor, out.shape[-1], out.dtype, like=out)
+    for name, tensor in (("residual", residual), ("norm_out", norm_out)):
         if tensor is not None:
-            checks.floats(name, tensor, out.numel(), out.dtype, beside=out)
-    if weight is not None and normed is None:
-        raise ValueError("weight: belongs to normed, which is not given")
+            checks.floats(name, tensor, out.numel(), out.dtype, like=out)
+    if weight is not None and norm_out is None:
+        raise ValueError("weight: needs norm_out, which was not given")
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -6,8 +6,8 @@ order, so that ranks with the same factors hold the same bits afterwards, whatev
 
 A gradient is fp32, fp16 or bf16 [rows, columns] or flat; a residual fp32, of as many elements, or None. Both are
 dense and on one device. On others than the CPU projections are torch's matrix products (`lowrank_there`); the other
-passes are kernels of CUDA with the CPU's bits, or torch's operators: :func:`dtcomm.kernels.dispatch.for_factors` says
-which. ValueError and TypeError name the argument.
+passes are kernels of CUDA with the CPU's bits, or torch's operators, as
+:func:`dtcomm.kernels.dispatch.low_rank_backend` says. ValueError and TypeError name the argument.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 
 from dtcomm import _C
 from dtcomm.codecs.base import ELEMENT_TYPES, FLOAT_TYPES
-from dtcomm.kernels import checks, cpu, dispatch, low_rank_torch
-from dtcomm.kernels.dispatch import CUDA, REFERENCE, TORCH, current, for_factors
+from dtcomm.kernels import checks, dispatch, low_rank_torch
+from dtcomm.kernels.dispatch import CUDA, REFERENCE, TORCH, current, low_rank_backend
 from dtcomm.kernels.reference import low_rank as reference
 
 MOST_RANK = 64  # csrc/cpu/kernels.h's kMostRank
@@ -65,7 +65,7 @@ def expand(
     """
     matrix = _matrix(gradient, residual, left, right)
     if not gradient.is_cpu:
-        there = low_rank_torch if for_factors() == TORCH else dispatch.module(CUDA)
+        there = low_rank_torch if low_rank_backend() == TORCH else dispatch.load_backend(CUDA)
         there.expand(gradient, residual, left, right, finite)
     elif finite is not None:
         raise ValueError("finite: goes with tensors on a device; expected None")
@@ -75,7 +75,7 @@ def expand(
         _C.expand(*matrix, left.data_ptr(), right.data_ptr())
 
 
-def judge(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def factors_finite(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Whether the factors of each matrix are finite: bools on their device, as `expand` takes them, which nobody waits
     to see. Where one factor is not both become zeros. On devices alone: on the CPU look.
     """
@@ -83,13 +83,13 @@ def judge(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> Sequ
         raise ValueError(f"rights: expected {len(lefts)}, as many as lefts, got {len(rights)}")
     for name, factors in (("lefts", lefts), ("rights", rights)):
         for each in factors:
-            checks.floats(name, each, each.numel(), torch.float32, beside=lefts[0])
+            checks.floats(name, each, each.numel(), torch.float32, like=lefts[0])
             if each.is_cpu:
                 raise ValueError(f"{name}: expected tensors on a device, got one on {each.device}")
     if not lefts:
         return []
-    there = low_rank_torch if for_factors() == TORCH else dispatch.module(CUDA)
-    found: torch.Tensor = there.judge(lefts, rights)
+    there = low_rank_torch if low_rank_backend() == TORCH else dispatch.load_backend(CUDA)
+    found: torch.Tensor = there.factors_finite(lefts, rights)
     return found.unbind()
 
 
@@ -99,20 +99,20 @@ def orthonormalise(vectors: torch.Tensor, key: int = 0) -> None:
     A row that depends on those before it (a zero one, say) is replaced by a random one, drawn by ``key``; where
     there are no more directions by zeros. Rows that hold NaN or Inf stay as they are.
     """
-    orthonormalise_each([vectors], [key])
+    orthonormalise_all([vectors], [key])
 
 
-def orthonormalise_each(vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
+def orthonormalise_all(vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
     """:func:`orthonormalise` for each of ``vectors``, all on one device, with a key each: there as one kernel."""
     if len(vectors) != len(keys):
         raise ValueError(f"keys: expected {len(vectors)}, as many as vectors, got {len(keys)}")
     for each in vectors:
-        checks.floats("vectors", each, each.numel(), torch.float32, beside=vectors[0])
+        checks.floats("vectors", each, each.numel(), torch.float32, like=vectors[0])
         if each.ndim != 2:
             raise ValueError(f"vectors: expected 2 dimensions, got {each.ndim}")
     there = [(each, checks.word("key", key)) for each, key in zip(vectors, keys) if each.numel()]
-    if there and not there[0][0].is_cpu and for_factors() == CUDA:
-        dispatch.module(CUDA).orthonormalise([each for each, _ in there], [word for _, word in there])
+    if there and not there[0][0].is_cpu and low_rank_backend() == CUDA:
+        dispatch.load_backend(CUDA).orthonormalise([each for each, _ in there], [word for _, word in there])
         return
     for each, key in there:
         if not each.is_cpu:
@@ -121,7 +121,7 @@ def orthonormalise_each(vectors: Sequence[torch.Tensor], keys: Sequence[int]) ->
             reference.orthonormalise(each, key)
         else:
             count, n = each.shape
-            _C.orthonormalise(cpu.current_name(), each.data_ptr(), count, n, key)
+            _C.orthonormalise(dispatch.native_kernel(), each.data_ptr(), count, n, key)
 
 
 def _matrix(
@@ -141,5 +141,5 @@ def _matrix(
     if not gradient.is_cpu:
         return "", 0, 0, 0, rows, columns, rank
     address = 0 if residual is None else residual.data_ptr()
-    name = cpu.current_name()
+    name = dispatch.native_kernel()
     return name, gradient.data_ptr(), ELEMENT_TYPES[gradient.dtype], address, rows, columns, rank

@@ -1,8 +1,8 @@
 """The passes of low-rank compression on tensors of a device, as torch's own operators, which nobody waits for.
 
 Projections are matrix products, in the order that the device's library takes: ranks average them. The other passes
-serve where there are no kernels of CUDA (`dispatch.for_factors`). The product of the factors is added up element by
-element in the order of the CPU's kernels, with its bits. Only the orthonormal factors, which every rank makes for
+serve where there are no kernels of CUDA (`dispatch.low_rank_backend`). The product of the factors is added up element
+by element in the order of the CPU's kernels, with its bits. Only the orthonormal factors, which every rank makes for
 itself, rest on sums of torch's that are the same on devices of the same model.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dtcomm.kernels import counter_rng, local_steps_torch
+from dtcomm.kernels import counter_rng, local_tasks_torch
 
 LOST = 2.0**-18  # of a vector's length, when what is left of it is rounding
 LEAST = 2.0**-126  # of a vector's largest element, below which it counts as zero
@@ -39,7 +39,7 @@ def project_columns(
         right.addmm_(left, second)
 
 
-def judge(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> torch.Tensor:
+def factors_finite(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Whether the factors of each matrix are finite; those that are not become zeros."""
     found = [
         torch.isfinite(left).all() & torch.isfinite(right).all()
@@ -121,5 +121,5 @@ def _spare(vectors: torch.Tensor, key: int) -> torch.Tensor:
     """Random numbers between -0.5 and 0.5, as many."""
     first = counter_rng.mix32(key & 0xFFFFFFFF)
     at = torch.arange(vectors.numel(), device=vectors.device)
-    found = (local_steps_torch.mix32(at + first & 0xFFFFFFFF) >> 8).float() * 2.0**-24 - 0.5
+    found = (local_tasks_torch.mix32(at + first & 0xFFFFFFFF) >> 8).float() * 2.0**-24 - 0.5
     return found.view(vectors.shape)

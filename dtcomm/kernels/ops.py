@@ -18,7 +18,7 @@ import torch
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import FLOAT_TYPES
-from dtcomm.kernels import checks, corrupt, cpu, dispatch, reference
+from dtcomm.kernels import checks, cpu, dispatch, reference
 from dtcomm.kernels.dispatch import available, current, use
 from dtcomm.kernels.types import Combine
 
@@ -61,7 +61,7 @@ def encode(
         key=checks.word("key", key),
         offset=checks.word("offset", offset),
         payload_out=payload,
-        out=None if decoded is None else checks.floats("decoded", decoded, x.numel(), dtype, beside=x),
+        out=None if decoded is None else checks.floats("decoded", decoded, x.numel(), dtype, like=x),
     )
     _run(call, "x", x)
     return payload
@@ -87,14 +87,14 @@ def decode(
     numel = checks.count("numel", numel)
     checks.element_type("dtype", codec, dtype)
     payload = checks.payload("payload", payload, codec, numel, dtype)
-    corrupt.refuse(codec, [payload], numel)
+    checks.require_valid_payload(codec, [payload], numel)
     if out is None:
         out = payload.new_empty(numel, dtype=dtype)
     else:
-        checks.floats("out", out, numel, dtype, beside=payload)
+        checks.floats("out", out, numel, dtype, like=payload)
     if numel == 0:
         return out
-    decode_by(dispatch.for_call(codec, "payload", payload), codec, payload, numel, dtype, out)
+    run_decode(dispatch.kernel_for(codec, "payload", payload), codec, payload, numel, dtype, out)
     return out
 
 
@@ -127,7 +127,7 @@ def reduce(
     if out is None:
         out = first.new_empty(numel, dtype=call.dtype)
     else:
-        checks.floats("out", out, numel, call.dtype, *_running(call.dtype), beside=first)
+        checks.floats("out", out, numel, call.dtype, *_running(call.dtype), like=first)
     _run(replace(call, out=out), name, first)
     return out
 
@@ -164,7 +164,7 @@ def reduce_encode(
     call, name, first = _reduction(codec, payloads, numel, local, position, divisor, op, dtype, decoded)
     dtype = call.dtype
     if decoded is not None:
-        checks.floats("decoded", decoded, numel, dtype, *_running(dtype), beside=first)
+        checks.floats("decoded", decoded, numel, dtype, *_running(dtype), like=first)
     payload = _payload_out(out, call.codec, numel, dtype, first)
     call = replace(
         call,
@@ -208,7 +208,7 @@ def _reduction(
         checked.append(checks.payload(f"payloads[{i}]", payload, codec, numel, dtype, first))
         first = checked[0]
     if local is not None:
-        checks.floats("local", local, numel, dtype, *_running(dtype), beside=first)
+        checks.floats("local", local, numel, dtype, *_running(dtype), like=first)
     call = Combine(
         codec=codec,
         numel=numel,
@@ -229,28 +229,28 @@ def _run(call: Combine, name: str, first: torch.Tensor) -> None:
     """Run `call` on the device of its argument `first`, called `name`."""
     if call.numel == 0:
         return
-    corrupt.refuse(call.codec, call.payloads, call.numel)
-    combine_by(dispatch.for_call(call.codec, name, first), call)
+    checks.require_valid_payload(call.codec, call.payloads, call.numel)
+    run_combine(dispatch.kernel_for(call.codec, name, first), call)
 
 
-def combine_by(kernel: str, call: Combine) -> None:
+def run_combine(kernel: str, call: Combine) -> None:
     """Run a call that has been checked with the kernel of that name, which can run it."""
     if kernel == dispatch.REFERENCE:
         reference.combine(call)
-    elif kernel in dispatch.ELSEWHERE:
-        dispatch.module(kernel).combine(call)
+    elif kernel in dispatch.CUDA_KERNELS:
+        dispatch.load_backend(kernel).combine(call)
     else:
         cpu.combine(kernel, call)
 
 
-def decode_by(
+def run_decode(
     kernel: str, codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, out: torch.Tensor
 ) -> None:
     """The same for a decoding: the payload into `out`."""
     if kernel == dispatch.REFERENCE:
         reference.decode(codec, payload, numel, dtype, out)
-    elif kernel in dispatch.ELSEWHERE:
-        dispatch.module(kernel).decode(codec, payload, numel, dtype, out)
+    elif kernel in dispatch.CUDA_KERNELS:
+        dispatch.load_backend(kernel).decode(codec, payload, numel, dtype, out)
     else:
         cpu.decode(kernel, codec, payload, numel, dtype, out)
 
@@ -261,18 +261,18 @@ def _running(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
 
 
 def _residual(
-    residual: torch.Tensor | None, numel: int, dtype: torch.dtype, beside: torch.Tensor
+    residual: torch.Tensor | None, numel: int, dtype: torch.dtype, like: torch.Tensor
 ) -> torch.Tensor | None:
     if residual is None:
         return None
     if dtype not in FLOAT_TYPES:
         raise TypeError(f"residual: {dtype} is summed as itself and loses nothing; expected None")
-    return checks.floats("residual", residual, numel, torch.float32, beside=beside)
+    return checks.floats("residual", residual, numel, torch.float32, like=like)
 
 
 def _payload_out(
-    out: torch.Tensor | None, codec: Codec, numel: int, dtype: torch.dtype, beside: torch.Tensor
+    out: torch.Tensor | None, codec: Codec, numel: int, dtype: torch.dtype, like: torch.Tensor
 ) -> torch.Tensor:
     if out is None:
-        return beside.new_empty(codec.wire_bytes(numel, dtype), dtype=torch.uint8)
-    return checks.payload("out", out, codec, numel, dtype, beside)
+        return like.new_empty(codec.wire_bytes(numel, dtype), dtype=torch.uint8)
+    return checks.payload("out", out, codec, numel, dtype, like)

@@ -13,7 +13,7 @@ import torch
 
 from dtcomm.codecs import Codec
 from dtcomm.kernels import dispatch
-from dtcomm.kernels.ops import combine_by, decode_by
+from dtcomm.kernels.ops import run_combine, run_decode
 from dtcomm.kernels.types import Combine
 
 REDUCED_PAYLOADS = 8  # payloads added by a reduction
@@ -42,7 +42,7 @@ class KernelWorkloads:
 
     def __init__(self, codec: Codec, numel: int, sets: int, device: torch.device) -> None:
         self._codec, self._numel, self.sets = codec, numel, sets
-        self._kernel = dispatch.for_call(codec, "codec", torch.empty(0, device=device))
+        self._kernel = dispatch.kernel_for(codec, "codec", torch.empty(0, device=device))
         wire = codec.wire_bytes(numel)
         self._x = [torch.randn(numel, device=device) for _ in range(sets)]
         self._out = [torch.zeros(numel, device=device) for _ in range(sets)]
@@ -91,7 +91,7 @@ class KernelWorkloads:
         self._combine(local=self._x[i], payload_out=self._encoded[i])
 
     def _decode(self, i: int) -> None:
-        decode_by(
+        run_decode(
             self._kernel, self._codec, self._payload_sets[i][0], self._numel, torch.float32, self._out[i]
         )
 
@@ -107,7 +107,9 @@ class KernelWorkloads:
         self._combine(local=self._x[i], residual=self._out[i], payload_out=self._encoded[i])
 
     def _combine(self, **fields: Any) -> None:
-        combine_by(self._kernel, Combine(codec=self._codec, numel=self._numel, dtype=torch.float32, **fields))
+        run_combine(
+            self._kernel, Combine(codec=self._codec, numel=self._numel, dtype=torch.float32, **fields)
+        )
 
 
 def buffer_sets_for(numel: int) -> int:

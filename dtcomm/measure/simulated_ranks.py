@@ -21,7 +21,7 @@ from dtcomm.compress.dgc import DGC
 from dtcomm.compress.error_state import Handed, Memory
 from dtcomm.compress.policy import Choice, Policy, as_policy
 from dtcomm.compress.spec import Scheme
-from dtcomm.kernels import counter_rng, local_steps, ops
+from dtcomm.kernels import counter_rng, local_tasks, ops
 
 
 @dataclass
@@ -90,13 +90,15 @@ class SimulatedAllReduce:
     def _run_shared_positions(self, layout: RandK, calls: list[_Call], position: int) -> None:
         """Average one tensor whose values are added at random positions shared by all ranks."""
         numel, seed = calls[0].tensors[position].numel(), calls[0].seed
-        key, kept, values = local_steps.shared_key(seed), layout.kept_in(numel), layout.value_codec()
+        key, kept, values = local_tasks.shared_key(seed), layout.kept_in(numel), layout.value_codec()
         payloads, residuals_at_positions = [], []
         for rank, call in enumerate(calls):
             x, residual = call.tensors[position], call.residuals[position]
             values_at_positions = torch.empty(kept)
             residuals_at_positions.append(None if residual is None else torch.empty(kept))
-            local_steps.gather(layout, key, 0, x, residual, values_at_positions, residuals_at_positions[-1])()
+            local_tasks.gather_values(
+                layout, key, 0, x, residual, values_at_positions, residuals_at_positions[-1]
+            )()
             rounding = counter_rng.mix_key(seed, rank, 0)
             payloads.append(
                 ops.encode(values, values_at_positions, key=rounding, residual=residuals_at_positions[-1])
@@ -106,8 +108,8 @@ class SimulatedAllReduce:
         for call, residual_at_positions in zip(calls, residuals_at_positions, strict=True):
             residual = call.residuals[position]
             if residual is not None and residual_at_positions is not None:
-                local_steps.settle(layout, key, 0, residual_at_positions, residual)()
-            local_steps.scatter(layout, key, 0, residual is None, mean, call.tensors[position])()
+                local_tasks.restore_residual(layout, key, 0, residual_at_positions, residual)()
+            local_tasks.scatter_values(layout, key, 0, residual is None, mean, call.tensors[position])()
 
 
 class SimulatedRanks:

@@ -14,7 +14,7 @@ import torch
 
 from dtcomm import _C
 from dtcomm.codecs import Codec
-from dtcomm.kernels.local_steps import Step
+from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime.flight_recorder import FlightEntry, PeerSnapshot
 from dtcomm.runtime.work import Work
 from dtcomm.schedule import Schedule
@@ -166,15 +166,15 @@ class OpHooks(NamedTuple):
     ``agreed`` is 0 or a number that ranks compare as they compare the operation itself.
     """
 
-    before: Sequence[Step] = ()
-    after: Sequence[Step] = ()
+    before: Sequence[LocalTask] = ()
+    after: Sequence[LocalTask] = ()
     agreed: int = 0
 
     def tensors(self) -> list[tuple[torch.Tensor | None, ...]]:
         """The tensors that each task uses."""
-        return [task.held for task in (*self.before, *self.after)]
+        return [task.tensors for task in (*self.before, *self.after)]
 
-    def native(self) -> tuple[list[_C.NativeStep], list[_C.NativeStep], int]:
+    def native(self) -> tuple[list[_C.NativeTask], list[_C.NativeTask], int]:
         """The hooks as the native engine takes them."""
         before, after = (
             [task.native for task in tasks if task.native] for tasks in (self.before, self.after)

@@ -184,7 +184,7 @@ class Schedule:
         shards = 1 if self.collective in CUT_AT_GRANULES else self.ranks
         sent = [
             self.bytes_on_wire(count * shards, each, dtype)
-            for count, each, dtype in codec.terms(numel // shards)
+            for count, each, dtype in codec.sum_messages(numel // shards)
         ]
         return tuple(map(sum, zip(*sent, strict=True)))
 

@@ -15,7 +15,7 @@ import torch
 from dtcomm.collectives import Work, all_gather, all_reduce, all_to_all
 from dtcomm.collectives.reduce_ops import supports_two_shot_symmetric
 from dtcomm.kernels import ops
-from dtcomm.kernels.epilogue import Follow, epilogue, follow
+from dtcomm.kernels.epilogue import EpilogueTask, epilogue, epilogue_task
 from dtcomm.tp.comm_config import Wire
 
 
@@ -97,7 +97,7 @@ class TwoStep:
             residual=after.residual,
             weight=None if norm is None else norm.weight,
             eps=0.0 if norm is None else norm.eps,
-            normed=normed,
+            norm_out=normed,
         )
 
     @property
@@ -137,7 +137,7 @@ def two_step(x: torch.Tensor, wire: Wire, after: Epilogue = Epilogue()) -> Resul
     return Result(y, normed)
 
 
-def following(y: torch.Tensor, normed: torch.Tensor | None, after: Epilogue) -> Follow:
+def following(y: torch.Tensor, normed: torch.Tensor | None, after: Epilogue) -> EpilogueTask:
     """What follows a sum in ``y``."""
     norm = after.norm
     contiguous = {
@@ -145,14 +145,14 @@ def following(y: torch.Tensor, normed: torch.Tensor | None, after: Epilogue) -> 
         "residual": after.residual,
         "weight": None if norm is None else norm.weight,
     }
-    return follow(
+    return epilogue_task(
         y,
         **{
             name: None if tensor is None else tensor.detach().contiguous()
             for name, tensor in contiguous.items()
         },
         eps=0.0 if norm is None else norm.eps,
-        normed=normed,
+        norm_out=normed,
     )
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dtcomm.codecs import Codec
-from dtcomm.kernels.epilogue import can_follow
+from dtcomm.kernels.epilogue import supports_epilogue
 from dtcomm.tp import functional
 from dtcomm.tp.comm_config import Group, wire
 from dtcomm.tp.flash_all_reduce import Epilogue, Norm, Result
@@ -167,7 +167,7 @@ class RowParallelLinear(_Linear):
             y = functional.reduce_scatter_to_ranks(F.linear(x, self.matrix), self.wire, self.sequence_dim)
         elif torch.compiler.is_compiling():
             y = functional.reduce_from_ranks(F.linear(x, self.matrix), self.wire)
-        elif not torch.is_autocast_enabled(x.device.type) and can_follow(
+        elif not torch.is_autocast_enabled(x.device.type) and supports_epilogue(
             x, self.weight, self.bias, residual, norm and norm.weight
         ):
             return multiplied(x, self.matrix, self.wire, self.chunks, after)

@@ -16,7 +16,7 @@ from dtcomm import ddp
 from dtcomm.codecs import Exact, RandK, codec
 from dtcomm.compress.error_state import FEEDBACKS
 from dtcomm.compress.spec import COMPRESSORS
-from dtcomm.kernels import dispatch, local_steps, low_rank
+from dtcomm.kernels import dispatch, local_tasks, low_rank
 from dtcomm.launch.ranks import run_ranks
 from tests.cuda.cases import ON_A_DEVICE, PEER, Given
 from tests.support.host_sync_trace import trace
@@ -58,16 +58,16 @@ def test_steps_of_exact_sums(spec: str, dtype: torch.dtype) -> None:
         x[numel // 2] = torch.inf
         grid = torch.zeros(which.blocks(numel), dtype=torch.uint8)
         codes, out = torch.zeros(numel, dtype=which.code_type), torch.zeros(numel, dtype=dtype)
-        sums = torch.zeros(-(-numel // local_steps.AUDIT_RUN), dtype=torch.int64)
+        sums = torch.zeros(-(-numel // local_tasks.AUDIT_RUN), dtype=torch.int64)
         cpu = [x, lost, grid, codes, out, sums]
         device = [there(each) for each in cpu]
 
         def steps(x: Any, lost: Any, grid: Any, codes: Any, out: Any, sums: Any) -> None:
             assert isinstance(which, Exact)
-            local_steps.measure(which, x, lost, grid)()
-            local_steps.to_grid(which, 3, x, lost, grid, codes)()
-            local_steps.from_grid(which, 3, codes, grid, 3, out)()
-            local_steps.audit(which, codes, sums)()
+            local_tasks.measure_exponents(which, x, lost, grid)()
+            local_tasks.quantize_to_exponents(which, 3, x, lost, grid, codes)()
+            local_tasks.dequantize(which, 3, codes, grid, 3, out)()
+            local_tasks.audit_checksums(which, codes, sums)()
 
         steps(*cpu)
         with no_wait():
@@ -92,9 +92,9 @@ def test_steps_of_shared_positions(ratio: float) -> None:
 
         def steps(x: Any, lost: Any, values: Any, owed: Any, out: Any) -> None:
             assert isinstance(which, RandK)
-            local_steps.gather(which, 77, 4096, x, lost, values, owed)()
-            local_steps.scatter(which, 77, 4096, False, values, out)()
-            local_steps.settle(which, 77, 4096, owed, lost)()
+            local_tasks.gather_values(which, 77, 4096, x, lost, values, owed)()
+            local_tasks.scatter_values(which, 77, 4096, False, values, out)()
+            local_tasks.restore_residual(which, 77, 4096, owed, lost)()
 
         steps(*cpu)
         with no_wait():
@@ -131,17 +131,17 @@ def test_passes_of_low_rank(rank: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rank", [1, 2, 4, 8, 32])
 def test_passes_of_low_rank_as_kernels(rank: int) -> None:
     """The CPU's bits, captured and replayed: rows that are zero, depend on others or are no numbers too."""
-    if dispatch.for_factors() != dispatch.CUDA:
+    if dispatch.low_rank_backend() != dispatch.CUDA:
         pytest.skip("needs dtcomm._cuda: DTCOMM_CUDA=1 make build, with nvcc")
     cpu = [torch.randn(rank, n) for n in (3, 33, 3840, 3841, 50_257)]
     cpu += [torch.zeros(rank, 100), torch.randn(1, 300).repeat(rank, 1), torch.randn(rank, 1000) * 1e30]
     cpu[-1][rank // 2, 7] = torch.nan
     cpu += [torch.randn(rank, 20 + at) for at in range(60)]  # more than one kernel takes
     device, keys = [each.cuda() for each in cpu], list(range(len(cpu)))
-    low_rank.orthonormalise_each(cpu, keys)
+    low_rank.orthonormalise_all(cpu, keys)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        low_rank.orthonormalise_each(device, keys)
+        low_rank.orthonormalise_all(device, keys)
     with no_wait():
         graph.replay()
     assert all(map(same, cpu, device))
@@ -158,7 +158,9 @@ def test_passes_of_low_rank_as_kernels(rank: int) -> None:
         broken = factors[0].cuda()
         broken[rank - 1, 300] = torch.inf
         with no_wait():
-            right, wrong = low_rank.judge([on_device[2], broken], [on_device[3], on_device[3].clone()])
+            right, wrong = low_rank.factors_finite(
+                [on_device[2], broken], [on_device[3], on_device[3].clone()]
+            )
             low_rank.expand(*on_device, wrong)
         assert bool(on_device[0].isnan().all()) and same(lost, on_device[1]) and not broken.any()
         low_rank.expand(gradient, None, *factors)

@@ -136,7 +136,7 @@ def test_tensors_must_be_on_one_device() -> None:
     for call in (
         lambda: cuda.expand(x, None, x, x),
         lambda: cuda.orthonormalise([x], [0]),
-        lambda: cuda.judge([x], [x]),
+        lambda: cuda.factors_finite([x], [x]),
     ):
         with pytest.raises(ValueError, match="all on one CUDA device"):
             call()

@@ -12,7 +12,7 @@ import torch
 import dtcomm.collectives as C
 from dtcomm import tp
 from dtcomm.kernels import ops
-from dtcomm.kernels.epilogue import epilogue, follow
+from dtcomm.kernels.epilogue import epilogue, epilogue_task
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.cuda_peer.launch import After
@@ -45,9 +45,9 @@ def test_triton_gives_the_cpu_s_bits(rows: int, features: int, dtype: torch.dtyp
                 payload = ops.encode(spec, x.view(-1).to(device))
                 out, normed, again = (torch.empty(rows, features, dtype=dtype, device=device) for _ in "abc")
                 norm = {"weight": weight.to(device), "eps": 1e-5}
-                epilogue(spec, [(payload, x.numel())], out, **given, **norm, normed=normed)
+                epilogue(spec, [(payload, x.numel())], out, **given, **norm, norm_out=normed)
                 sums = x.to(device, copy=True)
-                follow(sums, **given, **norm, normed=again)()
+                epilogue_task(sums, **given, **norm, norm_out=again)()
                 found.append(bits([out, normed, sums, again]))
             same(*found)
 
@@ -148,7 +148,7 @@ def both_devices(rank: int, world_size: int) -> dict[str, object]:
     seen: list[str] = []
     if chosen == "peer":
         x, bias = torch.ones(ROWS, FEATURES, device="cuda"), torch.ones(FEATURES, device="cuda")
-        then = follow(x, bias=bias)
+        then = epilogue_task(x, bias=bias)
         C.all_reduce(x, codec="int8", algorithm="two_shot", epilogue=then)
         seen = trace(lambda: C.all_reduce(x, codec="int8", algorithm="two_shot", epilogue=then)).waits
     info = next(iter(C.info()["devices"].values()))

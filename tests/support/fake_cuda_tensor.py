@@ -273,7 +273,7 @@ class _Kernels:
             out=_host(call.out),
         )
         with unwatched():
-            cpu.combine(cpu.current_name(), bare)
+            cpu.combine(dispatch.native_kernel(), bare)
 
     @staticmethod
     def decode(codec: Any, payload: Any, numel: int, dtype: torch.dtype, out: Any) -> None:
@@ -282,7 +282,7 @@ class _Kernels:
             judge.access(payload.host, False)
             judge.access(out.host, True)
         with unwatched():
-            cpu.decode(cpu.current_name(), codec, payload.host, numel, dtype, out.host)
+            cpu.decode(dispatch.native_kernel(), codec, payload.host, numel, dtype, out.host)
 
     @staticmethod
     def orthonormalise(vectors: Sequence[Any], keys: Sequence[int]) -> None:
@@ -294,7 +294,7 @@ class _Kernels:
                 low_rank.orthonormalise(each.host, key)
 
     @staticmethod
-    def judge(lefts: Sequence[Any], rights: Sequence[Any]) -> Any:
+    def factors_finite(lefts: Sequence[Any], rights: Sequence[Any]) -> Any:
         found = dress(torch.empty(len(lefts), dtype=torch.bool))
         judge = _judge()
         for at, sides in enumerate(zip(lefts, rights, strict=True)):
@@ -331,9 +331,9 @@ class _Kernels:
 @contextmanager
 def device(streams: RecordedStreams) -> Iterator[None]:
     """Within the block this process has a device, whose streams are ``streams``, on this thread."""
-    kept = dispatch._for_devices, dispatch.module, runtime_streams.STREAM_TYPES["cuda"]
+    kept = dispatch._for_devices, dispatch.load_backend, runtime_streams.STREAM_TYPES["cuda"]
     dispatch._for_devices = lambda: (dispatch.CUDA,)
-    dispatch.module = lambda name: _Kernels
+    dispatch.load_backend = lambda name: _Kernels
     runtime_streams.STREAM_TYPES["cuda"] = lambda _: streams.another()
     streams.device = DEVICE
     _dressing.streams = streams
@@ -342,7 +342,7 @@ def device(streams: RecordedStreams) -> Iterator[None]:
             yield
     finally:
         _dressing.streams = None
-        dispatch._for_devices, dispatch.module, runtime_streams.STREAM_TYPES["cuda"] = kept
+        dispatch._for_devices, dispatch.load_backend, runtime_streams.STREAM_TYPES["cuda"] = kept
 
 
 @contextmanager

@@ -23,7 +23,7 @@ def epilogue(
     residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     eps: float,
-    normed: torch.Tensor | None,
+    norm_out: torch.Tensor | None,
 ) -> None:
     """As `dtcomm.kernels.epilogue.epilogue`."""
     parts = []
@@ -42,7 +42,7 @@ def epilogue(
     if residual is not None:
         y = y + get(residual).reshape(y.shape)
     put(out, y.reshape(-1))
-    if normed is None:
+    if norm_out is None:
         return
     y = get(out).reshape(y.shape)
     mean = squares(y) / np.float32(out.shape[-1])
@@ -50,7 +50,7 @@ def epilogue(
     y = y * scale[:, None]
     if weight is not None:
         y = y * get(weight)
-    put(normed, y.reshape(-1))
+    put(norm_out, y.reshape(-1))
 
 
 def squares(rows: Any) -> Any:

@@ -16,7 +16,7 @@ from dtcomm.codecs import Bf16, Codec, Fp16
 from dtcomm.kernels.triton.codec_constants import rules_of
 from dtcomm.kernels.types import Combine
 
-__all__ = ["combine", "decode", "follow", "installed", "interpreted", "supports"]
+__all__ = ["combine", "decode", "installed", "interpreted", "run_epilogue", "supports"]
 
 
 @cache
@@ -49,16 +49,16 @@ def decode(codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, 
     launch.decode(codec, payload, numel, dtype, out)
 
 
-def follow(
+def run_epilogue(
     sums: torch.Tensor,
     out: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     eps: float,
-    normed: torch.Tensor | None,
+    norm_out: torch.Tensor | None,
 ) -> None:
-    """``out`` <- (sums + bias) + residual, ``normed`` <- its RMS norm: `dtcomm.kernels.epilogue` of decoded ``sums``,
+    """``out`` <- (sums + bias) + residual, ``norm_out`` <- its RMS norm: `dtcomm.kernels.epilogue` of decoded ``sums``,
     fp32 or as ``out``, which they may be. RuntimeError where Triton is not installed.
     """
     if not installed():
@@ -67,4 +67,4 @@ def follow(
         )
     from dtcomm.kernels.triton import epilogue
 
-    epilogue.follow(sums, out, bias, residual, weight, eps, normed)
+    epilogue.run_epilogue(sums, out, bias, residual, weight, eps, norm_out)

@@ -44,14 +44,14 @@ def _halves(lanes, ROWS: tl.constexpr, HALF: tl.constexpr):
 def norm_rows(
     x,
     weight,
-    normed,
+    norm_out,
     rows: tl.int64,
     features: tl.int64,
     eps: tl.float32,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """``normed`` <- x over the root of its rows' mean square, times the weight if there is one."""
+    """``norm_out`` <- x over the root of its rows' mean square, times the weight if there is one."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     lane = tl.arange(0, LANES)[None, :]
     begin = row * features
@@ -68,27 +68,27 @@ def norm_rows(
         part = widen(tl.load(x + begin + column + lane, mask=here, other=0.0)) * scale
         if weight is not None:
             part *= widen(tl.load(weight + column + lane, mask=column + lane < features, other=0.0))
-        tl.store(normed + begin + column + lane, narrow(part, normed.dtype.element_ty), mask=here)
+        tl.store(norm_out + begin + column + lane, narrow(part, norm_out.dtype.element_ty), mask=here)
 
 
-def follow(
+def run_epilogue(
     sums: torch.Tensor,
     out: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     eps: float,
-    normed: torch.Tensor | None,
+    norm_out: torch.Tensor | None,
 ) -> None:
-    """``out`` [..., features] <- (sums + bias) + residual, ``normed`` <- its norm, on torch's current stream."""
+    """``out`` [..., features] <- (sums + bias) + residual, ``norm_out`` <- its norm, on torch's current stream."""
     features, numel = out.shape[-1], out.numel()
     options: dict[str, Any] = {"enable_fp_fusion": False}
     with on_device(out.device):
         if bias is not None or residual is not None:
             grid = (-(-numel // TILE),)
             add_terms[grid](sums, bias, residual, out, numel, features, TILE, num_warps=4, **options)
-        if normed is not None:
+        if norm_out is not None:
             rows = numel // features
             norm_rows[(-(-rows // ROWS),)](
-                out, weight, normed, rows, features, eps, ROWS, LANES, num_warps=2, **options
+                out, weight, norm_out, rows, features, eps, ROWS, LANES, num_warps=2, **options
             )

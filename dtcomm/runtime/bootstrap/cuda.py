@@ -69,7 +69,7 @@ class CudaBootstrap(CpuBootstrap):
                 "variables": env.shared(),
                 "backend": backend,
                 "seat": describe(self._device),
-                "factors": dispatch.for_factors(),
+                "factors": dispatch.low_rank_backend(),
             }
         )
         for key, what in (

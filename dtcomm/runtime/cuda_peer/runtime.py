@@ -16,8 +16,8 @@ import torch
 
 from dtcomm.device.streams import Streams
 from dtcomm.errors import DtcommError, PeerLost
-from dtcomm.kernels.epilogue import Follow
-from dtcomm.kernels.local_steps import Step
+from dtcomm.kernels.epilogue import EpilogueTask
+from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.cuda_peer.launch import After, FusedPlan, FusedRanks, NoKernel
 from dtcomm.runtime.flight_recorder import FlightEntry
@@ -196,10 +196,10 @@ class PeerWork(StreamWork):
 
 
 def finishing(
-    plan: FusedPlan, buffers: Sequence[Buffers], steps: Sequence[Step]
-) -> tuple[list[After], list[Step]]:
+    plan: FusedPlan, buffers: Sequence[Buffers], steps: Sequence[LocalTask]
+) -> tuple[list[After], list[LocalTask]]:
     """What the kernel of a sum adds to it, and the steps that are left."""
-    if not (plan.finishes and len(buffers) == 1 and steps and isinstance(steps[0], Follow)):
+    if not (plan.finishes and len(buffers) == 1 and steps and isinstance(steps[0], EpilogueTask)):
         return [], list(steps)
     first, output = steps[0], buffers[0].output
     if output is None or first.out.data_ptr() != output.data_ptr() or first.out.numel() != output.numel():

@@ -75,14 +75,14 @@ def test_speeds_of_a_device_come_with_their_share_of_the_memory_floor(
 ) -> None:
     """On the CPU as if it were a device, which has no kernel of one codec."""
     device = OnDevice(torch.device("cpu"), copied=1 << 16)
-    for_call = dispatch.for_call
+    kernel_for = dispatch.kernel_for
 
     def but_one(codec: Codec, argument: str, tensor: torch.Tensor) -> str:
         if codec.name == "sign" and argument == "codec":  # errors are measured on the CPU, where there is one
             raise RuntimeError("codec: no kernel of this installation runs codec 'sign'")
-        return for_call(codec, argument, tensor)
+        return kernel_for(codec, argument, tensor)
 
-    monkeypatch.setattr(dispatch, "for_call", but_one)
+    monkeypatch.setattr(dispatch, "kernel_for", but_one)
     sample = [samples.distributions(4096)[0]]
     rows = report.measure([codec("int8"), codec("sign")], sample, 1 << 14, lambda _: None, device)
     int8, sign = report.as_dict(rows, 1 << 14, {"name": "a GPU"})["codecs"]

@@ -17,7 +17,7 @@ import dtcomm
 from dtcomm import algorithms
 from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveMismatch, PayloadCorrupt
-from dtcomm.kernels import local_steps, ops
+from dtcomm.kernels import local_tasks, ops
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.runtime.communicator import find
 from tests.unit.collectives.call_by_name import require_alike
@@ -33,7 +33,7 @@ def one_result(rank: int, n: int) -> None:
         total = given[0].clone()
         for x in given[1:]:
             total += x
-        key = local_steps.shared_key(9)
+        key = local_tasks.shared_key(9)
         drawn = ops.decode(SHARED, ops.encode(SHARED, total, key=key), numel)
         for spec, truth in (("exact", true_sum("exact", given)), (SHARED, drawn)):
             for algorithm in algorithms.available("all_reduce"):
@@ -155,8 +155,8 @@ def flipped_in_shared_memory(rank: int, n: int, spec: str, async_op: bool) -> No
         )  # type: ignore[attr-defined]
         both = torch.stack(given).abs().amax(dim=0).nan_to_num(torch.nan)
         both[torch.stack(given).isnan().any(dim=0)] = torch.nan
-        local_steps.measure(each, both, None, grid)()  # type: ignore[arg-type]
-        local_steps.to_grid(each, n, given[0], None, grid, codes)()  # type: ignore[arg-type]
+        local_tasks.measure_exponents(each, both, None, grid)()  # type: ignore[arg-type]
+        local_tasks.quantize_to_exponents(each, n, given[0], None, grid, codes)()  # type: ignore[arg-type]
         wanted = codes[4500:4600].numpy().tobytes()
         for start, end in areas():
             at = ctypes.string_at(start, end - start).find(wanted)

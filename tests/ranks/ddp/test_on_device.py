@@ -173,7 +173,7 @@ def test_no_compressor_waits_for_the_device() -> None:
 
 
 def without_kernels(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    with mock.patch.object(low_rank, "for_factors", lambda: dispatch.TORCH):
+    with mock.patch.object(low_rank, "low_rank_backend", lambda: dispatch.TORCH):
         return run(rank, world_size, cases)
 
 

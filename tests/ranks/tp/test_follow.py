@@ -11,7 +11,7 @@ import dtcomm
 from dtcomm import algorithms
 from dtcomm.codecs import codec
 from dtcomm.kernels import available, ops, use
-from dtcomm.kernels.epilogue import epilogue, follow
+from dtcomm.kernels.epilogue import epilogue, epilogue_task
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure.simulated_world import Operation, World, run
 from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec, TensorSpec
@@ -44,7 +44,7 @@ def sums(
     chosen = {name: given[name] for name in parts}
     operations = []
     for tensor, normed in zip(tensors, norms, strict=True):
-        step = follow(tensor, **chosen, **({"normed": normed} if "weight" in parts else {}))
+        step = epilogue_task(tensor, **chosen, **({"norm_out": normed} if "weight" in parts else {}))
         hooks = NO_HOOKS if not parts else OpHooks(after=(step,))
         buffers = [Buffers(tensor, tensor, None)]
         operations.append(
@@ -55,7 +55,7 @@ def sums(
     if not parts:
         for tensor, normed in zip(tensors, norms, strict=True):
             runs = [(ops.encode("none", tensor), tensor.numel())]
-            epilogue("none", runs, tensor, normed=normed, **given)
+            epilogue("none", runs, tensor, norm_out=normed, **given)
     return list(zip(tensors, norms, strict=True))
 
 
@@ -78,12 +78,12 @@ def test_each_part_alone_and_by_every_kernel() -> None:
         results = []
         for kernel in (None, *available()):
             out, normed = total.clone(), torch.zeros(5, 33)
-            given = {name: tensor} | ({"normed": normed} if name == "weight" else {})
+            given = {name: tensor} | ({"norm_out": normed} if name == "weight" else {})
             if kernel is None:
                 epilogue("none", [(ops.encode("none", total), 165)], out, **given)
             else:
                 with use(kernel):
-                    follow(out, **given)()
+                    epilogue_task(out, **given)()
             results.append(torch.cat([out, normed]))
         assert all(torch.equal(result, results[0]) for result in results), name
 
@@ -95,14 +95,16 @@ def real(rank: int, ranks: int) -> None:
         tensors = [torch.full((64, 96), float(rank + at)) for at in range(6)]
         plain = [tensor.clone() for tensor in tensors]
         works = [
-            dtcomm.all_reduce(tensor, codec=spec, async_op=True, epilogue=follow(tensor, residual=stream))
+            dtcomm.all_reduce(
+                tensor, codec=spec, async_op=True, epilogue=epilogue_task(tensor, residual=stream)
+            )
             for tensor, stream in zip(tensors, streams, strict=True)
         ]
         for work, tensor, whole, stream in zip(works, tensors, plain, streams, strict=True):
             work.wait()
             dtcomm.all_reduce(whole, codec=spec)
             assert torch.equal(tensor, whole + stream)
-            dtcomm.all_reduce(whole, codec=spec, epilogue=follow(whole, residual=stream))
+            dtcomm.all_reduce(whole, codec=spec, epilogue=epilogue_task(whole, residual=stream))
 
 
 def test_among_ranks() -> None:
@@ -112,8 +114,8 @@ def test_among_ranks() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="bias: expected 8 elements, got 7"):
-        follow(torch.zeros(3, 8), bias=torch.zeros(7))
+        epilogue_task(torch.zeros(3, 8), bias=torch.zeros(7))
     with pytest.raises(TypeError, match=r"residual: expected float32, got torch.bfloat16"):
-        follow(torch.zeros(3, 8), residual=torch.zeros(3, 8, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match="weight: belongs to normed"):
-        follow(torch.zeros(3, 8), weight=torch.zeros(8))
+        epilogue_task(torch.zeros(3, 8), residual=torch.zeros(3, 8, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="weight: needs norm_out"):
+        epilogue_task(torch.zeros(3, 8), weight=torch.zeros(8))

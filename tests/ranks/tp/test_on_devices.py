@@ -6,7 +6,7 @@ import torch
 
 import dtcomm.collectives as C
 from dtcomm import tp
-from dtcomm.kernels.epilogue import follow
+from dtcomm.kernels.epilogue import epilogue_task
 from dtcomm.launch.ranks import run_ranks
 from tests.ranks.runtime.test_on_streams import as_on_a_device
 
@@ -22,7 +22,7 @@ def results(rank: int, ranks: int) -> list[torch.Tensor]:
         terms = [torch.randn(40, FEATURES, generator=dice).to(dtype) for _ in range(ranks)]
         for async_op in (False, True):
             y, normed, stream = terms[rank].clone(), torch.empty(40, FEATURES, dtype=dtype), terms[0] * 2
-            then = follow(y, bias=bias, residual=stream, weight=weight, normed=normed)
+            then = epilogue_task(y, bias=bias, residual=stream, weight=weight, norm_out=normed)
             work = C.all_reduce(y, codec="int8", algorithm="two_shot", async_op=async_op, epilogue=then)
             if work is not None:
                 work.wait()

@@ -11,7 +11,7 @@ from dtcomm import algorithms
 from dtcomm.codecs import codec
 from dtcomm.collectives._arguments import require_auditable
 from dtcomm.errors import PayloadCorrupt
-from dtcomm.kernels import local_steps
+from dtcomm.kernels import local_tasks
 from dtcomm.measure.simulated_world import World
 from dtcomm.runtime.types import Buffers
 from tests.unit.collectives.local_multi_stage import plan_of, reduce_all
@@ -282,7 +282,7 @@ def test_the_accusation_names_the_elements() -> None:
     for verdict, text in (
         (2, "checksums do not add up to the result's of elements 4096 to 8191"),
         (5, "do not agree on the exponents of elements 8192 to 8999"),
-        (local_steps.SOUND - 4, "a bit changed in the verdict"),
+        (local_tasks.AUDIT_OK - 4, "a bit changed in the verdict"),
         (-8, "a bit changed in the verdict"),
     ):
         assert text in plan._accuse(verdict, 9000)  # type: ignore[attr-defined]
@@ -296,16 +296,16 @@ def test_every_single_change_changes_the_checksum(kernel: str) -> None:
     codes = torch.randint(-(2**31), 2**31 - 1, (5000,), dtype=torch.int64).to(torch.int32)
     sums, again = torch.empty(2, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
     with use("reference" if kernel == "reference" else current()):
-        local_steps.audit(each, codes, sums)()  # type: ignore[arg-type]
+        local_tasks.audit_checksums(each, codes, sums)()  # type: ignore[arg-type]
         for at in (0, 1, 4095, 4096, 4999):
             for bit in range(32):
                 changed = codes.clone()
                 changed.view(torch.uint8)[4 * at + bit // 8] ^= 1 << bit % 8
-                local_steps.audit(each, changed, again)()  # type: ignore[arg-type]
+                local_tasks.audit_checksums(each, changed, again)()  # type: ignore[arg-type]
                 assert (again != sums).tolist() == [at < 4096, at >= 4096], (at, bit)
         swapped = codes.clone()
         swapped[[10, 11]] = codes[[11, 10]]
-        local_steps.audit(each, swapped, again)()  # type: ignore[arg-type]
+        local_tasks.audit_checksums(each, swapped, again)()  # type: ignore[arg-type]
         assert again[0] != sums[0]
 
 

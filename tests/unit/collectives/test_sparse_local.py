@@ -7,7 +7,7 @@ import torch
 
 from dtcomm import algorithms
 from dtcomm.codecs import codec
-from dtcomm.kernels import counter_rng, local_steps, ops
+from dtcomm.kernels import counter_rng, local_tasks, ops
 from dtcomm.measure.simulated_world import Operation, World, run
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from tests.unit.collectives.local_multi_stage import plan_of, reduce_all
@@ -99,7 +99,7 @@ def test_shared_positions_are_linear(algorithm: str, ranks: int) -> None:
     given = [torch.randint(-99, 100, (numel,)).float() for _ in range(ranks)]  # sums of integers are exact
     (got, *_), sent = reduced(spec, given, algorithm, seed=21)
     total = torch.stack(given).sum(0)
-    alone = ops.encode(spec, total, key=local_steps.shared_key(21))
+    alone = ops.encode(spec, total, key=local_tasks.shared_key(21))
     assert torch.equal(got, ops.decode(spec, alone, numel))
     levels = (1, ranks - 1) if algorithm == "hierarchical" else None
     schedule = algorithms.build(algorithm, "all_reduce", ranks, hosts=levels)

@@ -7,7 +7,7 @@ import torch
 
 from dtcomm import _C
 from dtcomm.codecs import Exact, RandK, codec
-from dtcomm.kernels import local_steps, local_steps_torch
+from dtcomm.kernels import local_tasks, local_tasks_torch
 
 SIZES = [0, 1, 31, 4095, 4096, 4097, 20_000]
 
@@ -39,14 +39,14 @@ def test_exact(spec: str, dtype: torch.dtype) -> None:
             runs = -(-numel // _C.AUDIT_RUN)
             sums = [torch.zeros(runs, dtype=torch.int64) for _ in range(2)]
             if numel:
-                local_steps.measure(which, x, owed[0], grids[0])()
-                local_steps.to_grid(which, 3, x, owed[0], grids[0], integers[0])()
-                local_steps.from_grid(which, 3, integers[0], grids[0], 3, outs[0])()
-                local_steps.audit(which, integers[0], sums[0])()
-            local_steps_torch.measure(which, x, owed[1], grids[1])
-            local_steps_torch.to_grid(which, 3, x, owed[1], grids[1], integers[1])
-            local_steps_torch.from_grid(which, 3, integers[1], grids[1], 3, outs[1], None)
-            local_steps_torch.audit(integers[1], sums[1])
+                local_tasks.measure_exponents(which, x, owed[0], grids[0])()
+                local_tasks.quantize_to_exponents(which, 3, x, owed[0], grids[0], integers[0])()
+                local_tasks.dequantize(which, 3, integers[0], grids[0], 3, outs[0])()
+                local_tasks.audit_checksums(which, integers[0], sums[0])()
+            local_tasks_torch.measure_exponents(which, x, owed[1], grids[1])
+            local_tasks_torch.quantize_to_exponents(which, 3, x, owed[1], grids[1], integers[1])
+            local_tasks_torch.dequantize(which, 3, integers[1], grids[1], 3, outs[1], None)
+            local_tasks_torch.audit_checksums(integers[1], sums[1])
             for here, there in (grids, integers, sums, outs):
                 assert alike(here, there), (numel, feedback)
             assert not feedback or alike(*owed)  # type: ignore[arg-type]
@@ -66,13 +66,13 @@ def test_verdicts(block: int) -> None:
         elif at is not None:
             found[at:] += 1
         verdicts = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
-        local_steps.judge(which, numel, sums, found, exponents, again, verdicts[0])()
-        local_steps_torch.judge(which, sums, found, exponents, again, verdicts[1])
+        local_tasks.audit_verdict(which, numel, sums, found, exponents, again, verdicts[0])()
+        local_tasks_torch.audit_verdict(which, sums, found, exponents, again, verdicts[1])
         assert torch.equal(*verdicts)
         out = [torch.ones(numel), torch.ones(numel)]
         codes = torch.full((numel,), 5, dtype=which.code_type)
-        local_steps.from_grid(which, 2, codes, exponents, 1, out[0], verdicts[0])()
-        local_steps_torch.from_grid(which, 2, codes, exponents, 1, out[1], verdicts[1])
+        local_tasks.dequantize(which, 2, codes, exponents, 1, out[0], verdicts[0])()
+        local_tasks_torch.dequantize(which, 2, codes, exponents, 1, out[1], verdicts[1])
         assert torch.equal(*out) and bool((out[0] == 1).all()) == (at is not None)
 
 
@@ -83,21 +83,23 @@ def test_shared_positions(ratio: float, dtype: torch.dtype) -> None:
     assert isinstance(which, RandK)
     for numel in SIZES[1:]:
         for feedback in (False, True):
-            for key, offset in ((local_steps.shared_key(numel), 0), (2**64 - 5, 4096 * 7 + 3)):
+            for key, offset in ((local_tasks.shared_key(numel), 0), (2**64 - 5, 4096 * 7 + 3)):
                 x = floats(numel, numel, dtype)
                 left = [floats(numel, 3, bad=False) if feedback else None for _ in range(2)]
                 kept = which.kept_in(numel)
                 values, owed = ([torch.zeros(kept) for _ in range(2)] for _ in range(2))
                 outs = [torch.zeros(numel, dtype=dtype) for _ in range(2)]
-                local_steps.gather(which, key, offset, x, left[0], values[0], owed[0] if feedback else None)()
-                local_steps_torch.gather(
+                local_tasks.gather_values(
+                    which, key, offset, x, left[0], values[0], owed[0] if feedback else None
+                )()
+                local_tasks_torch.gather_values(
                     which, key, offset, x, left[1], values[1], owed[1] if feedback else None
                 )
-                local_steps.scatter(which, key, offset, not feedback, values[0], outs[0])()
-                local_steps_torch.scatter(which, key, offset, not feedback, values[1], outs[1])
+                local_tasks.scatter_values(which, key, offset, not feedback, values[0], outs[0])()
+                local_tasks_torch.scatter_values(which, key, offset, not feedback, values[1], outs[1])
                 assert alike(*values) and alike(*owed) and alike(*outs), (numel, feedback)
                 if left[0] is not None and left[1] is not None:
                     assert alike(left[0], left[1])
-                    local_steps.settle(which, key, offset, owed[0] + 1, left[0])()
-                    local_steps_torch.settle(which, key, offset, owed[1] + 1, left[1])
+                    local_tasks.restore_residual(which, key, offset, owed[0] + 1, left[0])()
+                    local_tasks_torch.restore_residual(which, key, offset, owed[1] + 1, left[1])
                     assert alike(left[0], left[1])

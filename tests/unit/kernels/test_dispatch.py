@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtcomm import _C
 from dtcomm.codecs import Codec
-from dtcomm.kernels import available, cpu, current, dispatch, ops, reference, use
+from dtcomm.kernels import available, current, dispatch, ops, reference, use
 from dtcomm.kernels.types import Combine
 
 
@@ -114,10 +114,10 @@ def test_use_holds_in_other_threads() -> None:
 
 def test_the_engine_gets_a_native_kernel() -> None:
     with use("reference"):
-        assert cpu.current_name() == "generic"
+        assert dispatch.native_kernel() == "generic"
     for name in available()[:-1]:
         with use(name):
-            assert cpu.current_name() == name
+            assert dispatch.native_kernel() == name
 
 
 class Elsewhere:
@@ -142,7 +142,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[str]]
     def install(*names: str) -> list[str]:
         modules = {name: Elsewhere(ran, name) for name in names}
         monkeypatch.setattr(dispatch, "_installed", lambda name: name in modules)
-        monkeypatch.setattr(dispatch, "module", modules.__getitem__)
+        monkeypatch.setattr(dispatch, "load_backend", modules.__getitem__)
         return ran
 
     with FakeTensorMode():
@@ -166,7 +166,7 @@ def test_forcing_a_device_s_kernel(device: Callable[..., list[str]]) -> None:
     """What is forced runs or raises, whatever else could run."""
     ran = device("cuda", "triton")
     with use("triton"):
-        assert current() == "triton" and cpu.current_name() in available()
+        assert current() == "triton" and dispatch.native_kernel() in available()
         ops.encode("int8", on_device())
         with pytest.raises(ValueError, match=r"codec: .*'triton', does not run 'none'"):
             ops.encode("none", on_device())
@@ -184,14 +184,14 @@ def test_forcing_a_device_s_kernel(device: Callable[..., list[str]]) -> None:
 def test_what_factors_of_low_rank_are_made_by(device: Callable[..., list[str]]) -> None:
     """CUDA's kernels or torch's operators: there are none of Triton."""
     device("cuda", "triton")
-    assert dispatch.for_factors() == "cuda"
+    assert dispatch.low_rank_backend() == "cuda"
     for name in ("cuda", "triton"):
         with use(name):
-            assert dispatch.for_factors() == {"cuda": "cuda", "triton": "torch"}[name]
+            assert dispatch.low_rank_backend() == {"cuda": "cuda", "triton": "torch"}[name]
     device("triton")
-    assert dispatch.for_factors() == "torch"
+    assert dispatch.low_rank_backend() == "torch"
     device()
-    assert dispatch.for_factors() == "torch"
+    assert dispatch.low_rank_backend() == "torch"
 
 
 def test_nothing_runs_it(device: Callable[..., list[str]]) -> None:

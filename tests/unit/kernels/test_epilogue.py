@@ -38,7 +38,7 @@ def test_every_kernel_gives_the_references_bytes(spec: str) -> None:
             out, normed = (torch.empty(rows, features, dtype=dtype) for _ in range(2))
             with use(kernel):
                 epilogue(
-                    which, runs, out, bias=bias, residual=residual, weight=weight, eps=1e-5, normed=normed
+                    which, runs, out, bias=bias, residual=residual, weight=weight, eps=1e-5, norm_out=normed
                 )
                 alone = epilogue(which, runs, torch.empty_like(out))
             results[kernel] = out, normed, alone
@@ -67,5 +67,5 @@ def test_what_is_wrong_is_named() -> None:
         epilogue("int8", [(payload, 64)], torch.empty(3, 64))
     with pytest.raises(ValueError, match="bias: expected 64 elements"):
         epilogue("int8", [(payload, 64)], torch.empty(1, 64), bias=torch.zeros(3))
-    with pytest.raises(ValueError, match="weight: belongs to normed"):
+    with pytest.raises(ValueError, match="weight: needs norm_out"):
         epilogue("int8", [(payload, 64)], torch.empty(1, 64), weight=torch.zeros(64))

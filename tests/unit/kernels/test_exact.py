@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dtcomm.codecs import Exact, codec
-from dtcomm.kernels import available, local_steps, use
+from dtcomm.kernels import available, local_tasks, use
 from tests.unit.kernels.inputs import KINDS, floats
 
 FLT_MAX = 3.4028234663852886e38
@@ -26,9 +26,9 @@ def on_grid(
     """(exponents, integers) of a contribution; its own exponents where none are given."""
     if grid is None:
         grid = torch.empty(each.blocks(x.numel()), dtype=torch.uint8)
-        local_steps.measure(each, x, residual, grid)()
+        local_tasks.measure_exponents(each, x, residual, grid)()
     codes = torch.empty(x.numel(), dtype=each.code_type)
-    local_steps.to_grid(each, ranks, x, residual, grid, codes)()
+    local_tasks.quantize_to_exponents(each, ranks, x, residual, grid, codes)()
     return grid, codes
 
 
@@ -74,7 +74,7 @@ def test_the_result_is_the_quotient_rounded_once(bits: int) -> None:
     codes[::16], codes[1::16], codes[2::16] = 0, 1, -(2 ** (bits - 1))
     for ranks, divisor in ((1, 1), (3, 3), (8, 1), (100, 100)):
         out = torch.empty(codes.numel())
-        local_steps.from_grid(each, ranks, codes, grid, divisor, out)()
+        local_tasks.dequantize(each, ranks, codes, grid, divisor, out)()
         for code, got, unit in zip(
             codes.tolist(), out.tolist(), units(each, ranks, grid, len(codes)), strict=True
         ):
@@ -99,7 +99,7 @@ def test_subnormals_are_exact_where_the_integers_hold_them() -> None:
     x = torch.arange(1, 2**20, 9973).float() * 2.0**-149
     grid, codes = on_grid(Exact(bits=32), 128, x)
     out = torch.empty_like(x)
-    local_steps.from_grid(Exact(bits=32), 128, codes, grid, 1, out)()
+    local_tasks.dequantize(Exact(bits=32), 128, codes, grid, 1, out)()
     assert torch.equal(out, x) and set(grid.tolist()) == {1}
 
 
@@ -115,7 +115,7 @@ def test_bad_numbers_take_their_block(kernel: str) -> None:
             assert grid.tolist() == [127, 255, 127] and codes[32:64].tolist() == [0] * 32
             assert residual[32:64].tolist() == [0.25] * 32 and residual[:32].tolist() == [0.0] * 32
             out = torch.empty(96, dtype=torch.bfloat16)
-            local_steps.from_grid(each, 2, codes, grid, 1, out)()
+            local_tasks.dequantize(each, 2, codes, grid, 1, out)()
             assert out[32:64].isnan().all() and (out[:32] == 1.25).all()
 
 
@@ -129,10 +129,10 @@ def test_every_kernel_makes_the_same_numbers(kind: str, dtype: torch.dtype) -> N
             with use(kernel):
                 residual = torch.linspace(-1, 1, n)
                 grid, codes = on_grid(each, 5, x, residual)
-                sums = torch.empty(-(-n // local_steps.AUDIT_RUN), dtype=torch.int64)
+                sums = torch.empty(-(-n // local_tasks.AUDIT_RUN), dtype=torch.int64)
                 out = torch.empty(n, dtype=dtype)
-                local_steps.audit(each, codes, sums)()
-                local_steps.from_grid(each, 5, codes, grid, 3, out)()
+                local_tasks.audit_checksums(each, codes, sums)()
+                local_tasks.dequantize(each, 5, codes, grid, 3, out)()
                 parts = (grid, codes, sums, residual, out)
                 found.append([part.view(torch.uint8) for part in parts])
         for other in found[1:]:
@@ -157,10 +157,10 @@ def test_shared_positions_are_the_same_in_every_kernel(kind: str, options: str) 
                 kept = each.kept_in(n)  # type: ignore[attr-defined]
                 values, owed, out = torch.empty(kept), torch.zeros(kept), torch.empty(n, dtype=dtype)
                 residual = torch.linspace(-1, 1, n) if feed else None
-                local_steps.gather(each, 99, 7, x, residual, values, owed)()  # type: ignore[arg-type]
-                local_steps.scatter(each, 99, 7, not feed, values, out)()  # type: ignore[arg-type]
+                local_tasks.gather_values(each, 99, 7, x, residual, values, owed)()  # type: ignore[arg-type]
+                local_tasks.scatter_values(each, 99, 7, not feed, values, out)()  # type: ignore[arg-type]
                 if residual is not None:
-                    local_steps.settle(each, 99, 7, owed * 2, residual)()  # type: ignore[arg-type]
+                    local_tasks.restore_residual(each, 99, 7, owed * 2, residual)()  # type: ignore[arg-type]
                 parts = (values, owed, out, *(() if residual is None else (residual,)))
                 found.append([part.view(torch.uint8) for part in parts])
         for other in found[1:]:

@@ -106,7 +106,7 @@ def test_many_at_once(kernel: str) -> None:
     many[0][1] = 0.0
     alone = [each.clone() for each in many]
     with use(kernel):
-        low_rank.orthonormalise_each(many, [9, 8, 7, 6])
+        low_rank.orthonormalise_all(many, [9, 8, 7, 6])
         for each, key in zip(alone, (9, 8, 7, 6)):
             low_rank.orthonormalise(each, key)
     assert all(map(torch.equal, many, alone))
@@ -127,8 +127,8 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="vectors: expected 2"):
         low_rank.orthonormalise(torch.ones(3))
     with pytest.raises(ValueError, match="rights: expected 1, as many as lefts, got 2"):
-        low_rank.judge([left], [right, right])
+        low_rank.factors_finite([left], [right, right])
     with pytest.raises(ValueError, match="lefts: expected tensors on a device, got one on cpu"):
-        low_rank.judge([left], [right])
+        low_rank.factors_finite([left], [right])
     with pytest.raises(ValueError, match="keys: expected 2, as many as vectors, got 1"):
-        low_rank.orthonormalise_each([left, right], [1])
+        low_rank.orthonormalise_all([left, right], [1])

@@ -36,7 +36,7 @@ def test_passes(
 def test_factors_that_are_no_numbers_become_zeros() -> None:
     lefts, rights = [torch.ones(2, 3) for _ in range(3)], [torch.ones(2, 5) for _ in range(3)]
     lefts[0][1, 1], rights[2][0, 4] = torch.nan, torch.inf
-    assert low_rank_torch.judge(lefts, rights).tolist() == [False, True, False]
+    assert low_rank_torch.factors_finite(lefts, rights).tolist() == [False, True, False]
     for at, factor in enumerate([*lefts, *rights]):
         assert bool((factor == (at % 3 == 1)).all())
 

@@ -19,7 +19,7 @@ from dtcomm.collectives import (
     reduce_scatter,
 )
 from dtcomm.collectives import run as run_schedule
-from dtcomm.kernels.epilogue import follow
+from dtcomm.kernels.epilogue import epilogue_task
 from dtcomm.measure.simulated_world import Operation, World, run
 from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.communicator import Communicator
@@ -52,13 +52,13 @@ class Given:
         self.residuals = [random(ROWS, FEATURES) for _ in range(ranks)]
         self.normed = [torch.zeros(ROWS, FEATURES, dtype=dtype) for _ in range(ranks)]
 
-    def follow(self, rank: int, parts: tuple[str, ...] = ("bias", "residual", "norm")) -> OpHooks:
-        step = follow(
+    def task(self, rank: int, parts: tuple[str, ...] = ("bias", "residual", "norm")) -> OpHooks:
+        step = epilogue_task(
             self.sums[rank],
             bias=self.bias if "bias" in parts else None,
             residual=self.residuals[rank] if "residual" in parts else None,
             weight=self.weight if "norm" in parts else None,
-            normed=self.normed[rank] if "norm" in parts else None,
+            norm_out=self.normed[rank] if "norm" in parts else None,
             eps=1e-5,
         )
         return OpHooks(after=(step,))
@@ -73,7 +73,7 @@ def by_the_engine(
     shape = OpSpec("all_reduce", "avg", (part,), algorithm)
     schedule = algorithms.build(algorithm, "all_reduce", ranks)
     operations = [
-        [Operation(shape=shape, schedule=schedule, buffers=[Buffers(x, x)], hooks=given.follow(rank, parts))]
+        [Operation(shape=shape, schedule=schedule, buffers=[Buffers(x, x)], hooks=given.task(rank, parts))]
         for rank, x in enumerate(given.sums)
     ]
     assert {each.status for each in run(World(ranks=ranks, seed=1), operations)} == {"done"}
@@ -125,7 +125,7 @@ def peers(ranks: int, given: Given, algorithm: str, spec: str, way: str) -> list
     def work(rank: int, runtime: PeerRuntime, streams: RecordedStreams) -> None:
         x = given.sums[rank]
         with unwatched():
-            hooks = given.follow(rank)
+            hooks = given.task(rank)
             streams.own(x, given.residuals[rank], given.normed[rank])
         plan = runtime.prepare(shape, algorithms.build(algorithm, "all_reduce", ranks))
         buffers = [Buffers(x, x)]
@@ -171,7 +171,7 @@ def test_calls_and_layers_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     def work(rank: int, runtime: PeerRuntime, _: RecordedStreams) -> None:
         here.communicator = communicator_of(rank, ranks, runtime)
         with unwatched():
-            hooks = ours[0].follow(rank)
+            hooks = ours[0].task(rank)
         all_reduce(ours[0].sums[rank], "avg", codec="int4", algorithm="two_shot", epilogue=hooks.after[0])
         over = Wire(codec=codec("int8"), backward_codec=codec("none"), algorithm=TWO_SHOT_SYMMETRIC)
         after = Epilogue(ours[1].bias, ours[1].residuals[rank], Norm(ours[1].weight, 1e-5))
@@ -201,7 +201,7 @@ def by_verbs(given: Given, spec: str, rank: int) -> list[torch.Tensor]:
     total = summed([each.float() for each in given.sums], spec, TWO_SHOT_SYMMETRIC)
     y = ((total + given.bias.float()) + given.residuals[rank].float()).to(given.bias.dtype)
     normed = torch.empty_like(y)
-    follow(y, weight=given.weight, eps=1e-5, normed=normed)()
+    epilogue_task(y, weight=given.weight, eps=1e-5, norm_out=normed)()
     return [y, normed]
 
 

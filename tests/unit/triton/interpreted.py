@@ -11,7 +11,7 @@ import torch
 
 from dtcomm.codecs import Codec, codec
 from dtcomm.kernels import available, current, use
-from dtcomm.kernels.epilogue import epilogue, follow
+from dtcomm.kernels.epilogue import epilogue, epilogue_task
 from dtcomm.kernels.ops import decode, encode, reduce, reduce_encode
 from dtcomm.kernels.triton import launch
 from tests.unit.kernels.inputs import floats
@@ -160,9 +160,11 @@ def test_what_follows_a_sum(rows: int, features: int, dtype: torch.dtype) -> Non
         for kernel in ("reference", "triton"):
             with use(kernel):
                 out, normed, again = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
-                epilogue("int8", [(payload, x.numel())], out, **given, weight=weight, eps=1e-5, normed=normed)
+                epilogue(
+                    "int8", [(payload, x.numel())], out, **given, weight=weight, eps=1e-5, norm_out=normed
+                )
                 sums = x.clone()
-                follow(sums, **given, eps=1e-5, normed=again)()
+                epilogue_task(sums, **given, eps=1e-5, norm_out=again)()
                 results.append([raw(each) for each in (out, normed, sums, again)])
         assert results[0] == results[1], given
 

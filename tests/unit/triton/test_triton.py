@@ -135,7 +135,7 @@ def test_compiled_code(spec: str, dtype: torch.dtype, capability: int, compiled:
 @pytest.mark.parametrize("capability", [90])
 def test_what_follows_a_sum_compiles(capability: int, compiled: list[str]) -> None:
     x = torch.zeros(64, 128, dtype=torch.bfloat16)
-    kernels.follow(torch.zeros(x.numel()), x, x[0], x.clone(), x[0], 1e-6, x.clone())
+    kernels.run_epilogue(torch.zeros(x.numel()), x, x[0], x.clone(), x[0], 1e-6, x.clone())
     assert len(compiled) == 2
     for text in compiled:
         assert not re.search(r"\bfma\b|\.ftz|\.approx|div\.full|\bmad\.\w*\.?f32", text)

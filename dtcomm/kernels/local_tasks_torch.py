@@ -13,14 +13,16 @@ from dtcomm.kernels.reference.sparse import ROUNDS, positions
 _M32 = 0xFFFFFFFF
 
 
-def measure(codec: Exact, x: torch.Tensor, residual: torch.Tensor | None, exponents: torch.Tensor) -> None:
+def measure_exponents(
+    codec: Exact, x: torch.Tensor, residual: torch.Tensor | None, exponents: torch.Tensor
+) -> None:
     size = _rows(_term(x, residual), codec.block).view(torch.int32) & 0x7FFFFFFF
     top = size.amax(1)
     found = torch.where((top > 0) & (top >> 23 == 0), 1, top >> 23)
     exponents.copy_(torch.where(top >= 0x7F800000, NAN_BLOCK, found))
 
 
-def to_grid(
+def quantize_to_exponents(
     codec: Exact,
     ranks: int,
     x: torch.Tensor,
@@ -38,7 +40,7 @@ def to_grid(
         residual.copy_(torch.where(bad, residual, (term - integers * unit).float()))
 
 
-def from_grid(
+def dequantize(
     codec: Exact,
     ranks: int,
     codes: torch.Tensor,
@@ -50,16 +52,16 @@ def from_grid(
     unit = _units(codec, codec.digits(ranks), exponents, out.numel())
     found = (codes.double() * unit / divisor).float()
     found = torch.where(_bad(codec, exponents, out.numel()), float("nan"), found).to(out.dtype)
-    out.copy_(found if verdict is None else torch.where(verdict == _C.SOUND, found, out))
+    out.copy_(found if verdict is None else torch.where(verdict == _C.AUDIT_OK, found, out))
 
 
-def audit(codes: torch.Tensor, sums: torch.Tensor) -> None:
+def audit_checksums(codes: torch.Tensor, sums: torch.Tensor) -> None:
     weights = mix32(torch.arange(codes.numel(), device=codes.device)) * 2 + 1
     terms = weights * codes.long()
     sums.copy_(_rows(terms, _C.AUDIT_RUN).sum(1))
 
 
-def judge(
+def audit_verdict(
     codec: Exact,
     sums: torch.Tensor,
     found: torch.Tensor,
@@ -71,11 +73,11 @@ def judge(
     runs = 2 * torch.arange(sums.numel(), device=sums.device)
     # Blocks larger than a run: each counts for the run that it begins with, as on the CPU.
     differ = torch.nn.functional.pad(differ, (0, max(0, sums.numel() - differ.numel())))[: sums.numel()]
-    wrong = torch.where(differ, runs + 1, torch.where(sums != found, runs, _C.SOUND))
-    verdict.copy_(torch.cat([wrong, wrong.new_full((1,), _C.SOUND)]).amin().reshape(1))
+    wrong = torch.where(differ, runs + 1, torch.where(sums != found, runs, _C.AUDIT_OK))
+    verdict.copy_(torch.cat([wrong, wrong.new_full((1,), _C.AUDIT_OK)]).amin().reshape(1))
 
 
-def gather(
+def gather_values(
     codec: RandK,
     key: int,
     offset: int,
@@ -95,7 +97,7 @@ def gather(
         residual.copy_(torch.where(_of_elements(codec, finite, x.numel()), total, residual))
 
 
-def scatter(
+def scatter_values(
     codec: RandK, key: int, offset: int, scaled: bool, values: torch.Tensor, out: torch.Tensor
 ) -> None:
     numel, layout = out.numel(), codec.layout()
@@ -115,7 +117,7 @@ def scatter(
     out.copy_(torch.where(bad, float("nan"), found))
 
 
-def settle(codec: RandK, key: int, offset: int, owed: torch.Tensor, residual: torch.Tensor) -> None:
+def restore_residual(codec: RandK, key: int, offset: int, owed: torch.Tensor, residual: torch.Tensor) -> None:
     residual.index_copy_(0, _places(codec, key, offset, residual), owed)
 
 
