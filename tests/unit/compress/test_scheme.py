@@ -52,7 +52,7 @@ def test_options_of_powersgd_may_follow_the_codec_of_its_factors() -> None:
         ("dgc:warmup=soon", "option 'warmup' is 'soon'; valid: 0 or more steps"),
         ("dgc:values=int9", "option 'values' is int9"),
         ("powersgd:rank=2,factors=", "powersgd: option 'factors='; valid: rank=1 to 64"),
-        ("powersgd:factors=int8,rung=2", "int8: unknown option 'rung'"),
+        ("powersgd:factors=int8:block=64,rung=2", "int8: unknown option 'rung'"),
     ],
 )
 def test_wrong_specs_are_refused_by_name(spec: str, says: str) -> None:
