@@ -162,12 +162,14 @@ class Rank:
         count, tokens, features = SUMS
         x = torch.randn(tokens, features, generator=torch.Generator().manual_seed(self.rank))
         algorithm = "two_shot_symmetric" if name.endswith("two_shot_symmetric") else "auto"
-        over = None if name in TORCH else tp.wire(OURS[name], algorithm=algorithm, group=self.mesh)
+        over = (
+            None if name in TORCH else tp.make_comm_config(OURS[name], algorithm=algorithm, group=self.mesh)
+        )
 
         def call() -> None:
             for _ in range(count):
                 if over is not None:
-                    functional.summed(x, over)
+                    functional.all_reduce(x, over)
                 elif name == "torch bf16":
                     rounded = x.to(torch.bfloat16)
                     dist.all_reduce(rounded)

@@ -1,22 +1,29 @@
-"""Expert parallelism with compressed tokens: dispatch to the ranks that hold the experts, and combine what comes back.
+"""Expert parallelism: `dispatch` sends tokens to the ranks that hold their experts, `combine` brings the results back.
 
-    tokens, route = dtcomm.moe.dispatch(x, experts, total, codec="fp8_e4m3")
-    outputs = [expert(part) for expert, part in zip(mine, route.split(tokens))]
+    tokens, route = dtcomm.moe.dispatch(x, experts, num_experts, codec="fp8_e4m3")
+    outputs = [expert(part) for expert, part in zip(local_experts, route.split(tokens))]
     y = dtcomm.moe.combine(torch.cat(outputs), route, weights)
 
-Experts are shared out evenly, in order: of `total` on n ranks, rank r holds r * total / n to (r + 1) * total / n - 1.
-Both directions are differentiable, each the other's backward; the gradients travel in `backward_codec`.
+Experts are distributed evenly and in order: of n ranks, rank r holds the experts ``r * num_experts / n`` to
+``(r + 1) * num_experts / n - 1``. Both functions are differentiable; each one's gradient travels the other's way, in
+``backward_codec``. This is the all-to-all scheme of GShard (Lepikhin et al. 2020, arXiv:2006.16668) without a capacity:
+no token is dropped.
+
+On CUDA tensors all index tensors stay on the device. `dispatch` waits for the device twice: to check the range of
+``experts``, and to learn how many rows to send and to receive, which the size of its result depends on. `combine` and
+the backward passes do not wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from dtcomm._autograd import autograd_apply
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.collectives import all_to_all
@@ -24,55 +31,76 @@ from dtcomm.collectives import all_to_all
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """Where this rank's tokens went and whose it got.
+    """Where `dispatch` sent this rank's tokens, which `combine` needs to bring their results back.
 
-    sent, received: rows to and from each rank. counts: rows of each local expert, in order, as `tokens` holds them.
+    A row is one (token, choice) pair: a token that chooses two experts is sent as two rows.
+
+    Attributes:
+        sent: Number of rows sent to each rank.
+        received: Number of rows received from each rank.
+        counts: Number of received rows of each local expert, in the experts' order.
+        choices_shape: Number of tokens, and of choices of each token.
+        send_order: [sent rows], for each sent row the index of its (token, choice) pair.
+        expert_order: [received rows], for each row that `dispatch` returned its position among the received rows.
+        codec: Codec of the rows.
+        backward_codec: Codec of the rows' gradients.
+        group: Process group; None is the default group.
     """
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
     counts: tuple[int, ...]
-    shape: tuple[int, int]  # of `experts`: tokens, choices of each
-    order: torch.Tensor  # the (token, choice) pair, as an index, of each row that was sent
-    grouped: torch.Tensor  # the received row that each row of `tokens` is
+    choices_shape: tuple[int, int]
+    send_order: torch.Tensor
+    expert_order: torch.Tensor
     codec: Codec
     backward_codec: Codec
     group: dist.ProcessGroup | None
 
     def split(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The rows of each local expert."""
+        """Split the rows that `dispatch` returned into those of each local expert."""
         return torch.split(tokens, list(self.counts))
 
     def reverse(self) -> Route:
-        """The way back: what was received is sent."""
-        return Route(
-            sent=self.received,
-            received=self.sent,
-            counts=self.counts,
-            shape=self.shape,
-            order=self.order,
-            grouped=self.grouped,
-            codec=self.codec,
-            backward_codec=self.backward_codec,
-            group=self.group,
-        )
+        """Return the route in the other direction: it sends what was received."""
+        return replace(self, sent=self.received, received=self.sent)
 
 
 def dispatch(
     x: torch.Tensor,
     experts: torch.Tensor,
-    total: int,
+    num_experts: int,
     *,
     codec: str | Codec = "none",
     backward_codec: str | Codec = "none",
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, Route]:
-    """Send each token to its experts; returns the rows for this rank's experts, grouped by expert, and the route.
+    """Send each token to the ranks that hold its experts. Differentiable with respect to ``x``.
 
-    x: [tokens, features]; experts: integers [tokens] or [tokens, choices], 0 to total - 1. Rows of an expert are in the
-    order of their rank and then of their token. ValueError and TypeError name the argument.
+    Args:
+        x: This rank's tokens, [tokens, features]; fp32, fp16 or bf16. The number of tokens may differ between ranks
+            and may be 0.
+        experts: The experts of each token, int32 or int64, [tokens] or [tokens, choices], 0 to ``num_experts - 1``, on
+            the device of ``x``.
+        num_experts: Number of experts on all ranks together; divisible by the number of ranks.
+        codec: Codec of the tokens, a spec or a `Codec`. Default: ``"none"``.
+        backward_codec: Codec of the gradients. Default: ``"none"``.
+        group: Process group. Default: all ranks.
+
+    Returns:
+        The rows for this rank's experts, [rows, features], grouped by expert; the rows of an expert are ordered by
+        their rank and then by token. And the route, for `Route.split` and `combine`.
+
+    Raises:
+        ValueError: A shape, dtype, device or value does not fit; the message names the argument.
+
+    Example::
+
+        scores, experts = router(x).topk(2)                      # [tokens, 2]
+        tokens, route = dtcomm.moe.dispatch(x, experts, 64, codec="fp8_e4m3", backward_codec="fp8_e5m2")
+        y = dtcomm.moe.combine(run_experts(tokens, route.counts), route, scores.softmax(-1))
     """
-    ranks = dist.get_world_size(group)
+    world_size = dist.get_world_size(group)
     if x.ndim != 2:
         raise ValueError(f"x: expected [tokens, features], got {tuple(x.shape)}")
     if (
@@ -83,86 +111,108 @@ def dispatch(
         raise ValueError(
             f"experts: expected integers [{len(x)}] or [{len(x)}, choices], got {experts.dtype} {tuple(experts.shape)}"
         )
-    if total < 1 or total % ranks:
-        raise ValueError(f"total: {total} experts do not divide among {ranks} ranks")
+    if experts.device != x.device:
+        raise ValueError(f"experts: expected a tensor on {x.device}, as x, got one on {experts.device}")
+    if num_experts < 1 or num_experts % world_size:
+        raise ValueError(f"num_experts: {num_experts} experts are not divisible by the {world_size} ranks")
     choices = experts if experts.ndim == 2 else experts[:, None]
     flat = choices.reshape(-1)
-    if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < total:
-        raise ValueError(f"experts: expected 0 to {total - 1}, got {int(flat.min())} to {int(flat.max())}")
-    order = torch.argsort(flat, stable=True)
-    mine = total // ranks
-    asked = torch.bincount(flat, minlength=total)
-    told = torch.empty_like(asked)  # [rank, local expert]: rows that each rank sends to each of mine
-    all_to_all(told, asked, group=group)
-    told = told.view(ranks, mine)
-    # Rows arrive by rank and, of a rank, by expert: regroup them by expert and, of an expert, by rank.
-    kind = torch.arange(mine).repeat(ranks).repeat_interleave(told.reshape(-1))
-    grouped = torch.argsort(kind, stable=True)
+    if flat.numel():
+        lowest, highest = torch.stack(torch.aminmax(flat)).tolist()
+        if not 0 <= lowest <= highest < num_experts:
+            raise ValueError(f"experts: expected 0 to {num_experts - 1}, got {lowest} to {highest}")
+    send_order = torch.argsort(flat, stable=True)
+    local_experts = num_experts // world_size
+    send_counts = torch.bincount(flat, minlength=num_experts)
+    receive_counts = torch.empty_like(send_counts)
+    all_to_all(receive_counts, send_counts, group=group)
+    send_matrix = send_counts.view(world_size, local_experts)  # rows for [rank, expert of that rank]
+    receive_matrix = receive_counts.view(world_size, local_experts)  # rows from [rank] for [local expert]
+    # One transfer to the host for all three lists.
+    totals = torch.cat([send_matrix.sum(1), receive_matrix.sum(1), receive_matrix.sum(0)]).tolist()
+    sent, received = totals[:world_size], totals[world_size : 2 * world_size]
+    # Received rows are ordered by rank and then by expert: a stable sort by expert orders them by expert, then by rank.
+    row_experts = (
+        torch.arange(local_experts, device=x.device)
+        .repeat(world_size)
+        .repeat_interleave(receive_counts, output_size=sum(received))
+    )
+    expert_order = torch.argsort(row_experts, stable=True)
     route = Route(
-        sent=tuple(asked.view(ranks, mine).sum(1).tolist()),
-        received=tuple(told.sum(1).tolist()),
-        counts=tuple(told.sum(0).tolist()),
-        shape=(len(x), choices.shape[1]),
-        order=order,
-        grouped=grouped,
+        sent=tuple(sent),
+        received=tuple(received),
+        counts=tuple(totals[2 * world_size :]),
+        choices_shape=(len(x), choices.shape[1]),
+        send_order=send_order,
+        expert_order=expert_order,
         codec=parse(codec),
         backward_codec=parse(backward_codec),
         group=group,
     )
-    rows = x.index_select(0, order // choices.shape[1]) if len(x) else x
-    arrived: torch.Tensor = _differentiable(_Exchange, rows, route)
-    return arrived.index_select(0, grouped), route
+    rows = x.index_select(0, send_order // choices.shape[1]) if len(x) else x
+    arrived: torch.Tensor = autograd_apply(_Exchange, rows, route)
+    return arrived.index_select(0, expert_order), route
 
 
 def combine(outputs: torch.Tensor, route: Route, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """Send the experts' outputs back; each token's are added, times its weights where given.
+    """Return the experts' outputs to their tokens' ranks and sum those of each token. Differentiable.
 
-    outputs: [rows, features'], rows as `dispatch` gave them. weights: [tokens] or [tokens, choices]. Returns
-    [tokens, features']. ValueError names the argument.
+    Args:
+        outputs: The results of this rank's experts, [rows, out_features], one per row that `dispatch` returned and in
+            the same order.
+        route: The route that `dispatch` returned.
+        weights: Weights of the sum, [tokens, choices] (or [tokens] with one choice). Default: 1.
+
+    Returns:
+        [tokens, out_features], in the order of the tokens passed to `dispatch`.
+
+    Raises:
+        ValueError: A shape does not fit the route; the message names the argument.
     """
     if outputs.ndim != 2 or len(outputs) != sum(route.counts):
         raise ValueError(
-            f"outputs: expected [{sum(route.counts)}, features], got {tuple(outputs.shape)}: one row a dispatched one"
+            f"outputs: expected [{sum(route.counts)}, features], one row for each row that dispatch returned, "
+            f"got {tuple(outputs.shape)}"
         )
-    tokens, choices = route.shape
+    tokens, choices = route.choices_shape
     if weights is not None and weights.numel() != tokens * choices:
         raise ValueError(f"weights: expected [{tokens}, {choices}], got {tuple(weights.shape)}")
-    back = torch.empty_like(route.grouped)
-    back[route.grouped] = torch.arange(len(back))
-    returned: torch.Tensor = _differentiable(_Exchange, outputs.index_select(0, back), route.reverse())
-    place = torch.empty_like(route.order)
-    place[route.order] = torch.arange(len(place))
-    rows = returned.index_select(0, place).view(tokens, choices, outputs.shape[1])
+    rows = outputs.index_select(0, _inverse_permutation(route.expert_order))
+    returned: torch.Tensor = autograd_apply(_Exchange, rows, route.reverse())
+    results = returned.index_select(0, _inverse_permutation(route.send_order))
+    results = results.view(tokens, choices, outputs.shape[1])
     if weights is not None:
-        rows = rows * weights.view(tokens, choices, 1).to(rows.dtype)
-    return rows.sum(1)
+        results = results * weights.view(tokens, choices, 1).to(results.dtype)
+    return results.sum(1)
+
+
+def _inverse_permutation(permutation: torch.Tensor) -> torch.Tensor:
+    inverse = torch.empty_like(permutation)
+    inverse[permutation] = torch.arange(len(permutation), device=permutation.device)
+    return inverse
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows along a route; gradients back along it."""
+    """Sends rows along a route, and their gradients in the other direction."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, route: Route) -> torch.Tensor:
         ctx.route = route
-        return _exchanged(rows, route.sent, route.received, route.codec, route.group)
+        return _exchange(rows, route.sent, route.received, route.codec, route.group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         route = ctx.route
-        return _exchanged(gradient, route.received, route.sent, route.backward_codec, route.group), None
+        return _exchange(gradient, route.received, route.sent, route.backward_codec, route.group), None
 
 
-def _exchanged(
+def _exchange(
     rows: torch.Tensor,
     sent: Sequence[int],
     received: Sequence[int],
-    which: Codec,
+    codec: Codec,
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
-    arrived = torch.empty((sum(received), rows.shape[1]), dtype=rows.dtype, device=rows.device)
-    all_to_all(arrived, rows.detach().contiguous(), list(received), list(sent), codec=which, group=group)
-    return arrived
-
-
-def _differentiable(function: Any, *arguments: Any) -> Any:
-    return function.apply(*arguments)
+    output = torch.empty((sum(received), rows.shape[1]), dtype=rows.dtype, device=rows.device)
+    all_to_all(output, rows.detach().contiguous(), list(received), list(sent), codec=codec, group=group)
+    return output

@@ -1,14 +1,14 @@
-"""Pipeline parallelism with compressed activations and gradients: one end of a link between two stages each.
+"""Pipeline parallelism: a link between two stages that sends activations forward and gradients back, compressed.
 
-    first stage                                     second stage
-    link = dtcomm.pipeline.Sender(1, "int8")        link = dtcomm.pipeline.Receiver(0, "int8")
-    sent = link(block(x))                           y = link((8, 128, 512))
-                                                    loss(block(y)).backward()     # sends the gradient of y
-    sent.backward()                                 # receives it, and goes on to x and the parameters
+    # first stage                                    # second stage
+    link = dtcomm.pipeline.Sender(1, "int8")         link = dtcomm.pipeline.Receiver(0, "int8")
+    sent = link(block(x))                            y = link((8, 128, 512))
+                                                     loss(block(y)).backward()     # sends the gradient of y
+    sent.backward()                                  # receives it, and continues to x and the parameters
 
-Activations travel in `codec`, gradients in `backward_codec`; both ends are told the same. Compression is
-straight-through. Micro-batches may overlap in any schedule (GPipe, 1F1B) in which a link's gradients come back in the
-order of its activations: those of one direction arrive in the order in which they were sent.
+Both ends must have the same codecs. Compression is straight-through. Micro-batches may overlap in any schedule (GPipe,
+1F1B) in which a link's gradients return in the order of its activations: messages of one direction arrive in the order
+in which they were sent.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dtcomm._autograd import autograd_apply
 from dtcomm.codecs import Codec, codec
 from dtcomm.collectives import Work, recv, send
 from dtcomm.compress.residuals import Residuals
 
-AT_ONCE = 64  # messages under way before the sender waits for the oldest
+MAX_IN_FLIGHT = 64  # messages; before sending more, a sender waits for the oldest
 
 
-class _End:
-    """What both ends of a link know."""
+class _LinkEnd:
+    """The common part of both ends of a link."""
 
     def __init__(
         self,
@@ -43,90 +44,141 @@ class _End:
         self.codec = codec(spec)
         self.backward_codec = self.codec if backward is None else codec(backward)
         self.sent_bytes = 0
-        self._calls = 0
-        self._under_way: deque[Work] = deque()
+        self._messages = 0
+        self._in_flight: deque[Work] = deque()
 
-    def _send(self, tensor: torch.Tensor, which: Codec, residual: torch.Tensor | None = None) -> None:
-        self._calls += 1
+    def _send(self, tensor: torch.Tensor, codec: Codec, residual: torch.Tensor | None = None) -> None:
+        self._messages += 1
         work = send(
             tensor,
             self.peer,
-            codec=which,
+            codec=codec,
             group=self.group,
             async_op=True,
-            seed=self.seed + self._calls,
+            seed=self.seed + self._messages,
             residual=residual,
         )
-        self._under_way.append(work)
-        # A residual is rewritten by the encoding, so the next one has to find it done.
-        while len(self._under_way) > (0 if residual is not None else AT_ONCE):
-            self._landed()
+        self._in_flight.append(work)
+        # Encoding rewrites the residual, so it must be finished before the next message uses the residual.
+        while len(self._in_flight) > (0 if residual is not None else MAX_IN_FLIGHT):
+            self._wait_for_oldest()
 
-    def _landed(self) -> None:
-        work = self._under_way.popleft()
+    def _wait_for_oldest(self) -> None:
+        work = self._in_flight.popleft()
         work.wait()
         self.sent_bytes += work.wire_bytes
 
     def flush(self) -> None:
-        """Wait until the peer has everything; raises what went wrong."""
-        while self._under_way:
-            self._landed()
+        """Wait until the peer has received all messages; raises the error of one that failed."""
+        while self._in_flight:
+            self._wait_for_oldest()
 
 
-class Sender(_End):
-    """The end of a link that hands activations on to ``peer``, a global rank, and gets their gradients back.
+class Sender(_LinkEnd):
+    """The end of a link that sends activations to the next stage and receives their gradients.
 
-    spec, backward: codecs of activations and gradients; gradients by default as activations.
+    Args:
+        peer: Global rank of the next stage.
+        spec: Codec of the activations, a spec or a `Codec`. Default: ``"none"``.
+        backward: Codec of the gradients. Default: that of the activations.
+        group: Process group that contains both ranks. Default: the default group.
+        seed: Seed of stochastic rounding. Default: 0.
+
+    Attributes:
+        sent_bytes: Bytes of the completed messages; `flush` completes all.
+
+    Example::
+
+        link = dtcomm.pipeline.Sender(1, "int8")
+        outputs = [link(block(batch)) for batch in micro_batches]
+        for output in outputs:
+            output.backward()
+        link.flush()
     """
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Send ``x``; returns a zero, whose ``backward()`` receives the gradient and passes it on to ``x``."""
-        zero: torch.Tensor = _differentiable(_Sent, x, self)
+        """Send ``x`` (any shape).
+
+        Returns:
+            A scalar zero. Its ``backward()`` receives the gradient and passes it on to ``x``.
+        """
+        zero: torch.Tensor = autograd_apply(_SendActivation, x, self)
         return zero
 
 
-class Receiver(_End):
-    """The end of a link that gets activations from ``peer``, a global rank, and sends their gradients back.
+class Receiver(_LinkEnd):
+    """The end of a link that receives activations from the previous stage and sends their gradients back.
 
-    feedback: keep what a gradient's encoding lost and add it to the next one of the same shape. Worth it where
-    gradients of successive steps are alike, as with few bits and large batches.
+    Args:
+        peer: Global rank of the previous stage.
+        spec: Codec of the activations, a spec or a `Codec`. Default: ``"none"``.
+        backward: Codec of the gradients. Default: that of the activations.
+        feedback: Error feedback: keep the error of each encoded gradient and add it to the next gradient of the same
+            shape. Pays where the gradients of successive steps are alike, as with few bits and large batches. Default:
+            False.
+        group: Process group that contains both ranks. Default: the default group.
+        seed: Seed of stochastic rounding. Default: 0.
+
+    Attributes:
+        sent_bytes: Bytes of the completed messages; `flush` completes all.
+
+    Example::
+
+        link = dtcomm.pipeline.Receiver(0, "int8", feedback=True)
+        for target in targets:
+            loss(block(link((8, 128, 512))), target).backward()
+        link.flush()
     """
 
-    def __init__(self, *arguments: Any, feedback: bool = False, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, *args: Any, feedback: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.feedback = feedback
         self._residuals = Residuals()
 
-    def __call__(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Receive a tensor of this shape and type, as the peer sent it; its backward sends the gradient."""
-        y = torch.empty(*shape, dtype=dtype)
-        recv(y, self.peer, codec=self.codec, group=self.group)
-        given: torch.Tensor = _differentiable(_Received, y.requires_grad_(), self)
-        return given
+    def __call__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> torch.Tensor:
+        """Receive a tensor.
 
-    def give_back(self, gradient: torch.Tensor) -> None:
-        """Send a gradient; called by autograd."""
+        Args:
+            shape: Shape of the tensor that the peer sends.
+            dtype: Its data type. Default: float32.
+            device: Its device. Default: torch's default device, the CPU.
+
+        Returns:
+            The tensor; its backward pass sends the gradient.
+        """
+        y = torch.empty(*shape, dtype=dtype, device=device)
+        recv(y, self.peer, codec=self.codec, group=self.group)
+        received: torch.Tensor = autograd_apply(_ReceiveActivation, y.requires_grad_(), self)
+        return received
+
+    def send_gradient(self, gradient: torch.Tensor) -> None:
+        """Send the gradient of a received tensor; autograd calls this."""
         residual = None
         if self.feedback and not self.backward_codec.lossless(gradient.dtype):
             residual = self._residuals.get(str(tuple(gradient.shape)), gradient).view(gradient.shape)
         self._send(gradient, self.backward_codec, residual)
 
 
-class _Sent(torch.autograd.Function):
+class _SendActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, end: Sender) -> torch.Tensor:
-        ctx.end, ctx.shape, ctx.dtype = end, x.shape, x.dtype
+        ctx.end, ctx.shape, ctx.dtype, ctx.device = end, x.shape, x.dtype, x.device
         end._send(x.detach().contiguous(), end.codec)
         return x.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
-        gradient = torch.empty(ctx.shape, dtype=ctx.dtype)
+        gradient = torch.empty(ctx.shape, dtype=ctx.dtype, device=ctx.device)
         recv(gradient, ctx.end.peer, codec=ctx.end.backward_codec, group=ctx.end.group)
         return gradient, None
 
 
-class _Received(torch.autograd.Function):
+class _ReceiveActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, end: Receiver) -> torch.Tensor:
         ctx.end = end
@@ -134,9 +186,5 @@ class _Received(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.end.give_back(gradient.contiguous())
+        ctx.end.send_gradient(gradient.contiguous())
         return None, None
-
-
-def _differentiable(function: Any, *arguments: Any) -> Any:
-    return function.apply(*arguments)

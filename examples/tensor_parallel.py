@@ -39,7 +39,7 @@ def run(codec: str = "int8", plan: str | None = None, tokens: int = 8) -> tuple[
     if dist.get_rank() == 0:
         print(report)
         print(f"logits differ by {100 * error:.2f} %; it writes {written}")
-        traffic = shared.model.layers[0].mlp.down_proj.wire.traffic
+        traffic = shared.model.layers[0].mlp.down_proj.comm.traffic
         print(f"down_proj: {traffic}")
     return written, error
 

@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"dtcomm tp calibrate: {error}", file=sys.stderr)
         return 2
     if options.json is not None:
-        told = {**found.told(), "layers": {name: entry._asdict() for name, entry in found.layers.items()}}
+        told = {**found.to_dict(), "layers": {name: entry._asdict() for name, entry in found.layers.items()}}
         text = json.dumps(told, indent=1) + "\n"
         if options.json == "-":
             sys.stdout.write(text)

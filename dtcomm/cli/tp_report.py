@@ -23,7 +23,7 @@ def lines(found: Calibration) -> tuple[list[str], list[list[str]]]:
 
 def words(found: Calibration) -> list[str]:
     """The plan in sentences."""
-    change = found.chosen
+    change = found.plan_error
     said = [
         f"{found.ranks} ranks, {found.tokens} tokens, uncompressed perplexity {found.perplexity:.4f}; with the plan "
         f"{100 * change.perplexity:+.3f} % (budget {100 * found.budget:g} %), logits diverge by "
@@ -32,10 +32,10 @@ def words(found: Calibration) -> list[str]:
     ]
     spent = {name: found.bits[str(found.layers[name].codec)] for name in found.errors}
     widest = [name for name, bits in spent.items() if bits == max(spent.values())]
-    if not found.high and len(widest) < len(spent):
+    if not found.high_precision and len(widest) < len(spent):
         said.append(f"Widest, because most sensitive: {', '.join(widest)}.")
-    if found.high:
-        said.append(f"Stay at high precision: {', '.join(found.high)}.")
+    if found.high_precision:
+        said.append(f"Stay at high precision: {', '.join(found.high_precision)}.")
     return said
 
 

@@ -1,15 +1,27 @@
-"""Tensor parallelism with compressed communication: layers, and styles for `parallelize_module`."""
+"""Tensor parallelism with compressed communication.
+
+- Layers: `ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding`, `ParallelMLP`, `ParallelAttention`.
+- `compress` replaces the layers of an existing model; `calibrate` chooses a codec for each of them.
+- Styles for torch's `parallelize_module`: `ColwiseParallel`, `RowwiseParallel`, `SequenceParallel`,
+  `PrepareModuleInput`, `PrepareModuleOutput`. `dtcomm.tp.hf_transformers` has styles for transformers.
+- `dtcomm.tp.functional` has the differentiable collectives that all of them use.
+"""
 
 from dtcomm.tp.blocks import ParallelAttention, ParallelMLP
 from dtcomm.tp.calibrate import Calibration, calibrate
-from dtcomm.tp.comm_config import Wire, wire
-from dtcomm.tp.convert_model import Swapped, compress
+from dtcomm.tp.comm_config import CommConfig, make_comm_config
+from dtcomm.tp.convert_model import ConversionReport, compress
 from dtcomm.tp.embedding import VocabParallelEmbedding
 from dtcomm.tp.layer_plan import KINDS, PLANS
 from dtcomm.tp.linear import ColumnParallelLinear, RowParallelLinear
-from dtcomm.tp.prepare import PrepareModuleInput, PrepareModuleOutput, SequenceParallel
 from dtcomm.tp.sharded_module import full_state_dict
-from dtcomm.tp.styles import ColwiseParallel, RowwiseParallel
+from dtcomm.tp.styles import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 __all__ = [
     "KINDS",
@@ -17,6 +29,8 @@ __all__ = [
     "Calibration",
     "ColumnParallelLinear",
     "ColwiseParallel",
+    "CommConfig",
+    "ConversionReport",
     "ParallelAttention",
     "ParallelMLP",
     "PrepareModuleInput",
@@ -24,11 +38,9 @@ __all__ = [
     "RowParallelLinear",
     "RowwiseParallel",
     "SequenceParallel",
-    "Swapped",
     "VocabParallelEmbedding",
-    "Wire",
     "calibrate",
     "compress",
     "full_state_dict",
-    "wire",
+    "make_comm_config",
 ]

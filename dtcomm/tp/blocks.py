@@ -1,7 +1,8 @@
-"""Whole blocks of a transformer, shared out among ranks: they start, load and save as their dense counterparts would.
+"""Tensor-parallel transformer blocks: `ParallelMLP` and `ParallelAttention`.
 
-`ParallelMLP` sends one sum a forward pass and `ParallelAttention` one; both take the residual stream, so that the pass
-that decodes the sum adds it (see `RowParallelLinear`). ``dtcomm.tp.full_state_dict`` gives the dense state.
+They are initialized, loaded and saved as their dense counterparts; `dtcomm.tp.full_state_dict` gathers the dense state.
+Each sends one sum per forward pass. Both take the residual stream, which is added in the pass that decodes the sum (see
+`RowParallelLinear`).
 """
 
 from __future__ import annotations
@@ -23,10 +24,27 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class ParallelMLP(nn.Module):
-    """``down(activation(up(x)))``, or, gated, ``down(activation(gate(x)) * up(x))``; hidden features are shared out.
+    """A feed-forward block whose hidden features are cut over the ranks.
 
-    Parameters are those of nn.Linear layers up, gate and down, made in this order. options: as of the layers: codec,
-    backward_codec, algorithm, chunks, latency, sequence_parallel, sequence_dim, group, device, dtype.
+    It computes ``down(activation(up(x)))``, or ``down(activation(gate(x)) * up(x))`` if gated. The parameters are those
+    of nn.Linear layers ``up``, ``gate`` and ``down``, made in this order.
+
+    Args:
+        width: Size of the last dimension of input and output.
+        hidden: Number of hidden features; divisible by the number of ranks.
+        activation: ``"gelu"``, ``"relu"`` or ``"silu"``. Default: ``"gelu"``.
+        gated: Add the gate layer. Default: False.
+        bias: Add biases to all layers. Default: True.
+        **options: Options of the layers: codec, backward_codec, algorithm, chunks, latency, sequence_parallel,
+            sequence_dim, group, device, dtype.
+
+    Raises:
+        ValueError: An unknown activation, or an option that the layers do not accept.
+
+    Example::
+
+        mlp = dtcomm.tp.ParallelMLP(1024, 4096, codec="int8", group=mesh)
+        x = mlp(norm(x), residual=x)
     """
 
     def __init__(
@@ -43,13 +61,13 @@ class ParallelMLP(nn.Module):
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation: {activation!r}; valid: {', '.join(ACTIVATIONS)}")
         self.activation = activation
-        inner = _column(options)
-        self.up = ColumnParallelLinear(width, hidden, bias, **inner)
-        self.gate = ColumnParallelLinear(width, hidden, bias, **inner) if gated else None
+        column_options = _column_options(options)
+        self.up = ColumnParallelLinear(width, hidden, bias, **column_options)
+        self.gate = ColumnParallelLinear(width, hidden, bias, **column_options) if gated else None
         self.down = RowParallelLinear(hidden, width, bias, **options)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., width] → [..., width], plus the residual stream where given."""
+        """Return the block's output, plus the residual stream if one is passed; all are [..., width]."""
         activate = ACTIVATIONS[self.activation]
         hidden = activate(self.up(x)) if self.gate is None else activate(self.gate(x)) * self.up(x)
         y: torch.Tensor = self.down(hidden, residual)
@@ -57,10 +75,27 @@ class ParallelMLP(nn.Module):
 
 
 class ParallelAttention(nn.Module):
-    """Softmax attention whose heads are shared out; with ``kv_heads`` fewer than heads, queries share keys and values.
+    """A softmax attention block whose heads are cut over the ranks.
 
-    Parameters are those of nn.Linear layers q, k, v and o, made in this order. options: as of `ParallelMLP`. ValueError
-    where the heads do not divide among the ranks.
+    The parameters are those of nn.Linear layers ``q``, ``k``, ``v`` and ``o``, made in this order.
+
+    Args:
+        width: Size of the last dimension of input and output.
+        heads: Number of query heads; divisible by the number of ranks.
+        kv_heads: Number of key and value heads, each of which serves ``heads / kv_heads`` query heads; divisible by
+            the number of ranks. Default: ``heads``.
+        head_dim: Features of a head. Default: ``width / heads``.
+        causal: Mask later positions. Default: True.
+        bias: Add biases to all layers. Default: True.
+        **options: As of `ParallelMLP`.
+
+    Raises:
+        ValueError: The heads are not divisible by the number of ranks, or the sizes do not fit together.
+
+    Example::
+
+        attention = dtcomm.tp.ParallelAttention(1024, 16, kv_heads=4, codec="int8", group=mesh)
+        x = attention(norm(x), residual=x)
     """
 
     def __init__(
@@ -77,37 +112,42 @@ class ParallelAttention(nn.Module):
         super().__init__()
         kv = heads if kv_heads is None else kv_heads
         if kv < 1 or heads % kv:
-            raise ValueError(f"kv_heads: {kv} does not divide the {heads} heads")
+            raise ValueError(f"kv_heads: {heads} heads are not divisible by {kv}")
         if head_dim is None and width % heads:
-            raise ValueError(f"heads: {heads} do not divide the width, {width}; give head_dim")
+            raise ValueError(f"heads: the width, {width}, is not divisible by {heads}; pass head_dim")
         self.head_dim = width // heads if head_dim is None else head_dim
         self.causal = causal
-        inner = _column(options)
-        self.q = ColumnParallelLinear(width, heads * self.head_dim, bias, **inner)
+        column_options = _column_options(options)
+        self.q = ColumnParallelLinear(width, heads * self.head_dim, bias, **column_options)
         for name, count in (("heads", heads), ("kv_heads", kv)):
-            if count % self.q.wire.ranks:
-                raise ValueError(f"{name}: {count} do not divide among {self.q.wire.ranks} ranks")
-        self.k = ColumnParallelLinear(width, kv * self.head_dim, bias, **inner)
-        self.v = ColumnParallelLinear(width, kv * self.head_dim, bias, **inner)
+            if count % self.q.comm.world_size:
+                raise ValueError(f"{name}: {count} is not divisible by the {self.q.comm.world_size} ranks")
+        self.k = ColumnParallelLinear(width, kv * self.head_dim, bias, **column_options)
+        self.v = ColumnParallelLinear(width, kv * self.head_dim, bias, **column_options)
         self.o = RowParallelLinear(heads * self.head_dim, width, bias, **options)
-        self.shared = heads != kv
+        self.grouped_query = heads != kv
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[batch, length, width] → the same, plus the residual stream where given. mask: as of torch's
-        scaled_dot_product_attention; with one, `causal` is up to it.
+        """Return the block's output, plus the residual stream if one is passed.
+
+        Args:
+            x: [batch, length, width].
+            residual: Tensor of the same shape. Default: None.
+            mask: Attention mask as torch's scaled_dot_product_attention takes it; it replaces the causal mask.
+                Default: None.
         """
         query, key, value = (
-            each(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in (self.q, self.k, self.v)
+            layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.q, self.k, self.v)
         )
         attended = F.scaled_dot_product_attention(
-            query, key, value, mask, is_causal=self.causal and mask is None, enable_gqa=self.shared
+            query, key, value, mask, is_causal=self.causal and mask is None, enable_gqa=self.grouped_query
         )
         y: torch.Tensor = self.o(attended.transpose(1, 2).flatten(2), residual)
         return y
 
 
-def _column(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of the layers before the sum."""
+def _column_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that a `ColumnParallelLinear` takes."""
     return {name: value for name, value in options.items() if name != "chunks"}

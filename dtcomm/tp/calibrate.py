@@ -1,9 +1,9 @@
-"""Which codec each layer can bear: errors measured on a few batches, and a plan within a budget.
+"""Calibration: measures how much compression each layer tolerates, and makes a plan within a perplexity budget.
 
-Every layer that sends activations is compressed by itself, in every candidate codec, with ranks emulated in one
-process (`dtcomm.tp.emulate`). The order in which layers are then given fewer bits takes, each time, the step that adds
-the least divergence of the logits for each bit that it saves; the plan is the last in that order whose perplexity,
-measured on the whole model, is within the budget.
+Every layer that sends activations is compressed by itself, in every candidate codec, with the ranks emulated in one
+process (`dtcomm.tp.emulate`). Starting from uncompressed layers, the search then repeatedly takes the change of one
+layer's codec that adds the least divergence of the logits per bit saved. The plan is the last state of this sequence
+whose perplexity, measured on the whole model, is within the budget; bisection finds it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,25 @@ from torch.nn import functional as F
 
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
-from dtcomm.tp.emulate import Emulated, emulate, restore
-from dtcomm.tp.layer_plan import SENDING, Entry, Plan, write
+from dtcomm.tp.emulate import EmulatedLayer, emulate, restore
+from dtcomm.tp.layer_plan import SENDING, Plan, PlanEntry, write_plan
 
 CANDIDATES = ("int8", "int6", "int5", "int4", "int3", "int2")
-#: What a batch may be: tokens [batch, length], each predicting the next, or inputs and targets.
+#: A batch: tokens [batch, length], each predicting the next one, or a pair of inputs and targets.
 Batch = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-PLAIN = "none"
-HIGH_BITS = 9.0  # from which on a layer counts as kept at high precision
+UNCOMPRESSED = "none"
+#: A layer whose codec has at least this many bits per element counts as kept at high precision.
+HIGH_PRECISION_BITS = 9.0
 
 
-class Error(NamedTuple):
-    """Of one layer in one codec, or of a plan: relative L2 of the layer's output, mean divergence of the logits in nats
-    (Kullback-Leibler, from the uncompressed model), perplexity as a change (0.01: one per cent more)."""
+class CompressionError(NamedTuple):
+    """The error of one layer in one codec, or of a whole plan.
+
+    Attributes:
+        relative: Relative L2 error of the layer's output; 0 for a plan.
+        divergence: Mean Kullback-Leibler divergence of the logits from those of the uncompressed model, in nats.
+        perplexity: Relative change of the perplexity; 0.01 is one per cent more.
+    """
 
     relative: float
     divergence: float
@@ -42,10 +48,18 @@ class Error(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """`errors[layer][codec]`, the plan that was chosen and what it does to the whole model.
+    """The measurements and the chosen plan.
 
-    bits: per element on the wire, for each codec. perplexity: of the uncompressed model. high: layers that stay at high
-    precision, with `none` if no candidate was good enough.
+    Attributes:
+        ranks: Number of emulated ranks.
+        budget: The largest allowed relative change of the perplexity.
+        perplexity: Perplexity of the uncompressed model.
+        tokens: Number of predicted tokens.
+        bits: Codec → bits per element that it sends.
+        errors: Layer → codec → error of that layer alone in that codec.
+        layers: Layer → kind and codec: the plan.
+        plan_error: Error of the whole model with the plan.
+        high_precision: Layers that stay at high precision: with codec ``none`` if no candidate was good enough.
     """
 
     ranks: int
@@ -53,35 +67,35 @@ class Calibration:
     perplexity: float
     tokens: int
     bits: dict[str, float]
-    errors: dict[str, dict[str, Error]]
-    layers: dict[str, Entry]
-    chosen: Error
-    high: list[str] = field(default_factory=list)
+    errors: dict[str, dict[str, CompressionError]]
+    layers: dict[str, PlanEntry]
+    plan_error: CompressionError
+    high_precision: list[str] = field(default_factory=list)
 
     @property
     def mean_bits(self) -> float:
-        """Of the layers that send, each counted once."""
-        sent = [self.bits[str(self.layers[name].codec)] for name in self.errors]
-        return sum(sent) / len(sent)
+        """Mean bits per element over the layers that send activations."""
+        bits = [self.bits[str(self.layers[name].codec)] for name in self.errors]
+        return sum(bits) / len(bits)
 
     def write(self, path: str | Path) -> None:
-        """The plan, for ``dtcomm.tp.compress(model, mesh, plan=path)``."""
-        write(path, self.layers, **self.told())
+        """Write the plan to a file for ``dtcomm.tp.compress(model, mesh, plan=path)``."""
+        write_plan(path, self.layers, **self.to_dict())
 
-    def told(self) -> dict[str, Any]:
-        """For reports: everything but the plan."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything but the plan as plain values."""
         return {
             "ranks": self.ranks,
             "budget": self.budget,
             "perplexity": self.perplexity,
             "tokens": self.tokens,
             "mean_bits": self.mean_bits,
-            "plan_error": self.chosen._asdict(),
-            "high_precision": self.high,
+            "plan_error": self.plan_error._asdict(),
+            "high_precision": self.high_precision,
             "bits": self.bits,
             "errors": {
-                name: {spec: error._asdict() for spec, error in found.items()}
-                for name, found in self.errors.items()
+                name: {spec: error._asdict() for spec, error in errors.items()}
+                for name, errors in self.errors.items()
             },
         }
 
@@ -97,57 +111,77 @@ def calibrate(
     budget: float = 0.01,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Calibration:
-    """Measure and choose; the model ends as it was.
+    """Measure every layer in every candidate codec and choose a codec for each layer.
 
-    plan: as of `compress`. codecs: the candidates; `none` is one always. budget: the most that perplexity may rise, as
-    a fraction. progress: told how many of how many evaluations are done. ValueError names the argument. Memory: the
-    logits of all batches, twice.
+    The model is unchanged afterwards. The logits of all batches are kept in memory twice.
+
+    Args:
+        model: A language model whose output is logits [batch, length, vocabulary], or has them as ``.logits``.
+        batches: Tokens [batch, length], or pairs of inputs and targets.
+        ranks: Number of ranks to emulate. Default: 2.
+        plan: The layers, as `dtcomm.tp.compress` takes them. Default: the built-in plan of the model's type.
+        codecs: Candidates; ``"none"`` is always one. Default: int8 to int2.
+        budget: The most that the perplexity may rise, as a fraction. Default: 0.01.
+        progress: Called with the number of evaluations done and their total. Default: nothing.
+
+    Returns:
+        The measurements and the plan; `Calibration.write` saves it.
+
+    Raises:
+        ValueError: An argument is not valid, or no layer of the plan sends activations.
+
+    Example::
+
+        result = dtcomm.tp.calibrate(model, batches, ranks=4, plan={"*.up": "column", "*.down": "row"})
+        result.write("plan.json")
     """
     if not batches:
         raise ValueError("batches: expected at least one, got none")
     if not budget >= 0:
         raise ValueError(f"budget: expected 0 or more, got {budget}")
-    candidates = [each for each in dict.fromkeys(map(parse, codecs)) if each.name != PLAIN]
+    candidates = [codec for codec in dict.fromkeys(map(parse, codecs)) if codec.name != UNCOMPRESSED]
     if not candidates:
         raise ValueError("codecs: expected at least one besides none")
     training = model.training
     model.eval()
-    layers = emulate(model, ranks, plan, PLAIN)
+    layers = emulate(model, ranks, plan, UNCOMPRESSED)
     sending = {name: layer for name, layer in layers.items() if layer.kind in SENDING}
     try:
         if not sending:
-            raise ValueError(f"plan: no layer sends activations; such are {', '.join(SENDING)}")
-        # The uncompressed model, the measurements, and as many of whole plans as a bisection of their order takes.
-        measured_ones = len(sending) * len(candidates)
-        total = 1 + measured_ones + measured_ones.bit_length()
+            raise ValueError(
+                f"plan: none of its layers sends activations; layers that do are of kind {', '.join(SENDING)}"
+            )
+        # The uncompressed model, one evaluation per layer and codec, and those of the bisection.
+        single_layer_evaluations = len(sending) * len(candidates)
+        total = 1 + single_layer_evaluations + single_layer_evaluations.bit_length()
         done = itertools.count(1)
         baseline = _Baseline(model, batches)
         progress(next(done), total)
-        errors: dict[str, dict[str, Error]] = {}
+        errors: dict[str, dict[str, CompressionError]] = {}
         for name, layer in sending.items():
             errors[name] = {}
-            for each in candidates:
-                layer.codec = each
-                errors[name][str(each)] = baseline.error(layer)
+            for codec in candidates:
+                layer.codec = codec
+                errors[name][str(codec)] = baseline.error(layer)
                 progress(next(done), total)
-            layer.codec = parse(PLAIN)
+            layer.codec = parse(UNCOMPRESSED)
         dtype = next(model.parameters()).dtype
-        bits = {str(each): _bits(each, dtype) for each in (parse(PLAIN), *candidates)}
-        states = list(_order(errors, bits))
-        low, high, chosen = 0, len(states) - 1, Error(0.0, 0.0, 0.0)
+        bits = {str(codec): _bits_per_element(codec, dtype) for codec in (parse(UNCOMPRESSED), *candidates)}
+        states = list(_greedy_states(errors, bits))
+        low, high, plan_error = 0, len(states) - 1, CompressionError(0.0, 0.0, 0.0)
         while low < high:
             middle = (low + high + 1) // 2
-            measured = _of_plan(baseline, sending, states[middle])
+            error = _error_of_state(baseline, sending, states[middle])
             progress(next(done), total)
-            if measured.perplexity <= budget:
-                low, chosen = middle, measured
+            if error.perplexity <= budget:
+                low, plan_error = middle, error
             else:
                 high = middle - 1
         progress(total, total)
     finally:
         restore(model, layers)
         model.train(training)
-    entries = {name: Entry(layer.kind, states[low].get(name)) for name, layer in layers.items()}
+    entries = {name: PlanEntry(layer.kind, states[low].get(name)) for name, layer in layers.items()}
     return Calibration(
         ranks=ranks,
         budget=budget,
@@ -156,88 +190,98 @@ def calibrate(
         bits=bits,
         errors=errors,
         layers=entries,
-        chosen=chosen,
-        high=[name for name, spec in states[low].items() if bits[spec] >= HIGH_BITS],
+        plan_error=plan_error,
+        high_precision=[name for name, spec in states[low].items() if bits[spec] >= HIGH_PRECISION_BITS],
     )
 
 
 class _Baseline:
-    """The uncompressed model's logits on the batches, and how far others are from them."""
+    """The uncompressed model's log-probabilities on the batches, to which compressed models are compared."""
 
     def __init__(self, model: nn.Module, batches: Sequence[Batch]) -> None:
         self.model = model
-        self.batches = [_pair(batch) for batch in batches]
-        self.logs = [F.log_softmax(self._logits(inputs), -1) for inputs, _ in self.batches]
+        self.batches = [_inputs_and_targets(batch) for batch in batches]
+        self.log_probs = [F.log_softmax(self._logits(inputs), -1) for inputs, _ in self.batches]
         self.tokens = sum(targets.numel() for _, targets in self.batches)
-        self.loss = (
-            sum(
-                float(F.nll_loss(logs.flatten(0, -2), targets.flatten(), reduction="sum"))
-                for logs, (_, targets) in zip(self.logs, self.batches, strict=True)
-            )
-            / self.tokens
+        losses = (
+            _sum_of_losses(log_probs, targets)
+            for log_probs, (_, targets) in zip(self.log_probs, self.batches, strict=True)
         )
+        self.loss = sum(losses) / self.tokens
 
-    def error(self, watched: Emulated | None = None) -> Error:
-        """Of the model as it is now; the relative error is that of the output of `watched`."""
-        lost = [0.0, 0.0]
+    def error(self, layer: EmulatedLayer | None = None) -> CompressionError:
+        """Measure the model as it is now; the relative error is that of the output of ``layer``."""
+        squares = [0.0, 0.0]  # of the error, and of the exact output
 
-        def watch(layer: nn.Module, given: Any, result: torch.Tensor) -> None:
-            assert isinstance(layer, Emulated)
-            exact = layer.module(given[0])
-            lost[0] += float((result - exact).double().square().sum())
-            lost[1] += float(exact.double().square().sum())
+        def add_squares(layer: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            assert isinstance(layer, EmulatedLayer)
+            exact = layer.module(inputs[0])
+            squares[0] += float((output - exact).double().square().sum())
+            squares[1] += float(exact.double().square().sum())
 
-        handle = watched.register_forward_hook(watch) if watched is not None else None
+        handle = None if layer is None else layer.register_forward_hook(add_squares)
         loss = divergence = 0.0
         try:
-            for (inputs, targets), plain in zip(self.batches, self.logs, strict=True):
-                logs = F.log_softmax(self._logits(inputs), -1)
-                loss += float(F.nll_loss(logs.flatten(0, -2), targets.flatten(), reduction="sum"))
-                divergence += float(F.kl_div(logs, plain, log_target=True, reduction="sum"))
+            for (inputs, targets), reference in zip(self.batches, self.log_probs, strict=True):
+                log_probs = F.log_softmax(self._logits(inputs), -1)
+                loss += _sum_of_losses(log_probs, targets)
+                divergence += float(F.kl_div(log_probs, reference, log_target=True, reduction="sum"))
         finally:
             if handle is not None:
                 handle.remove()
-        relative = math.sqrt(lost[0] / lost[1]) if lost[1] else 0.0
-        return Error(relative, divergence / self.tokens, math.expm1(loss / self.tokens - self.loss))
+        relative = math.sqrt(squares[0] / squares[1]) if squares[1] else 0.0
+        change = math.expm1(loss / self.tokens - self.loss)
+        return CompressionError(relative, divergence / self.tokens, change)
 
     def _logits(self, inputs: torch.Tensor) -> torch.Tensor:
-        result = self.model(inputs)
-        logits: torch.Tensor = result if isinstance(result, torch.Tensor) else result.logits
+        output = self.model(inputs)
+        logits: torch.Tensor = output if isinstance(output, torch.Tensor) else output.logits
         return logits.float()
 
 
-def _pair(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def _sum_of_losses(log_probs: torch.Tensor, targets: torch.Tensor) -> float:
+    return float(F.nll_loss(log_probs.flatten(0, -2), targets.flatten(), reduction="sum"))
+
+
+def _inputs_and_targets(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     if isinstance(batch, torch.Tensor):
         return batch[:, :-1], batch[:, 1:]
     inputs, targets = batch
     return inputs, targets
 
 
-def _of_plan(baseline: _Baseline, sending: dict[str, Emulated], state: dict[str, str]) -> Error:
-    for name, layer in sending.items():
+def _error_of_state(
+    baseline: _Baseline, layers: dict[str, EmulatedLayer], state: dict[str, str]
+) -> CompressionError:
+    for name, layer in layers.items():
         layer.codec = parse(state[name])
     return baseline.error()
 
 
-def _order(errors: dict[str, dict[str, Error]], bits: dict[str, float]) -> Iterator[dict[str, str]]:
-    """States from all layers uncompressed to all at the fewest bits, one layer's codec changed at a time."""
-    state = dict.fromkeys(errors, PLAIN)
+def _greedy_states(
+    errors: dict[str, dict[str, CompressionError]], bits: dict[str, float]
+) -> Iterator[dict[str, str]]:
+    """Yield states (layer → codec) from all layers uncompressed to all at the fewest bits.
+
+    Each differs from the one before in one layer: the change that adds the least divergence per bit saved.
+    """
+    state = dict.fromkeys(errors, UNCOMPRESSED)
     yield dict(state)
     while True:
-        best: tuple[float, str, str] | None = None
-        for name, found in errors.items():
-            now = found[state[name]].divergence if state[name] in found else 0.0
-            for spec, error in found.items():
+        best: tuple[float, str, str] | None = None  # divergence per bit, layer, codec
+        for name, by_codec in errors.items():
+            current = by_codec[state[name]].divergence if state[name] in by_codec else 0.0
+            for spec, error in by_codec.items():
                 saved = bits[state[name]] - bits[spec]
                 if saved > 0:
-                    step = (max(error.divergence - now, 0.0) / saved, name, spec)
-                    best = step if best is None else min(best, step)
+                    change = (max(error.divergence - current, 0.0) / saved, name, spec)
+                    best = change if best is None else min(best, change)
         if best is None:
             return
         state[best[1]] = best[2]
         yield dict(state)
 
 
-def _bits(codec: Codec, dtype: torch.dtype) -> float:
+def _bits_per_element(codec: Codec, dtype: torch.dtype) -> float:
     numel = 1 << 20
     return 8 * codec.wire_bytes(numel, dtype) / numel

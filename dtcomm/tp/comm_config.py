@@ -1,4 +1,7 @@
-"""How a layer's activations travel: over which ranks, in which codecs, by which algorithm."""
+"""Settings of a tensor-parallel layer's communication: ranks, codecs and algorithm.
+
+Every layer, style and conversion function of `dtcomm.tp` makes one `CommConfig` with `make_comm_config`.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtcomm.codecs import Codec, codec
 from dtcomm.collectives.compression_payoff import compression_pays
 
-Group = dist.ProcessGroup | DeviceMesh | None
-#: Messages up to so many uncompressed bytes (a token or a few) travel uncompressed where the planner finds that faster.
-SMALL_BYTES = 64 * 1024
+GroupOrMesh = dist.ProcessGroup | DeviceMesh | None
+#: Up to this many uncompressed bytes (one token, or a few) a message is sent uncompressed if the planner predicts that
+#: to be faster.
+SMALL_MESSAGE_BYTES = 64 * 1024
 NONE = codec("none")
-#: Algorithms under which no result depends on where in the message an element is.
-INVARIANT = ("one_shot", "two_shot_symmetric")
+#: Algorithms whose result for an element does not depend on the element's position in the message.
+POSITION_INDEPENDENT = ("one_shot", "two_shot_symmetric")
 
 
 @dataclass(kw_only=True)
 class Traffic:
-    """What a layer's forward pass has sent since it was made: calls, elements, bytes of their payloads; how many of the
-    calls took the latency path, and why the last of them did."""
+    """Counters of a layer's forward communication since the layer was made.
+
+    Attributes:
+        calls: Number of sums.
+        elements: Elements summed.
+        payload_bytes: Bytes of the encoded elements.
+        uncompressed: Number of calls that were sent uncompressed because that is faster (the latency path).
+        why: Reason of the most recent of them, with the predicted times.
+    """
 
     calls: int = 0
     elements: int = 0
@@ -30,21 +41,31 @@ class Traffic:
     uncompressed: int = 0
     why: str = ""
 
-    def count(self, numel: int, payload: int) -> None:
+    def count(self, numel: int, payload_bytes: int) -> None:
+        """Add one call."""
         self.calls += 1
         self.elements += numel
-        self.payload_bytes += payload
+        self.payload_bytes += payload_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wire:
-    """`codec` is for what the forward pass sends, `backward_codec` for gradients.
+class CommConfig:
+    """Communication settings that all collectives of one layer share; `make_comm_config` builds one from spec strings.
 
-    algorithm: a name of the collectives, or "two_shot_symmetric" (`dtcomm.tp.flash_all_reduce`: every rank's
-    contribution is encoded, the chunk owner's included) or "auto": one shot on two ranks, which
-    send no more in it than in two and encode an activation once instead of twice, and direct on others. With "one_shot"
-    and "two_shot_symmetric" every rank's contribution is encoded where it lies in the tensor, so that a result depends
-    on its block alone (see `invariant`). latency: small messages may travel uncompressed; never with those two.
+    Attributes:
+        codec: Codec of what the forward pass sends.
+        backward_codec: Codec of the gradients that the backward pass sends.
+        algorithm: An algorithm of `dtcomm.all_reduce`; ``"two_shot_symmetric"`` for the all-reduce of Flash
+            Communication (`dtcomm.tp.flash_all_reduce`); or ``"auto"``: one-shot on two ranks, where it sends no more
+            bytes than two-shot and encodes each activation once instead of twice, and ``"direct"`` on more ranks. With
+            ``"one_shot"`` and ``"two_shot_symmetric"`` every rank's contribution is encoded at its position in the
+            tensor, so a result depends only on the elements of its own block (see `batch_invariant`).
+        group: Process group; None is the default group.
+        latency: Send small messages uncompressed where the planner predicts that to be faster. Never done with
+            ``"one_shot"`` and ``"two_shot_symmetric"``, whose results would then depend on the message's size.
+        traffic: Counters of the forward pass.
+        codec_specs: The specs of ``codec`` and ``backward_codec``, for compiled code.
+        group_name: The name of the group, for compiled code.
     """
 
     codec: Codec
@@ -53,88 +74,124 @@ class Wire:
     group: dist.ProcessGroup | None = None
     latency: bool = True
     traffic: Traffic = field(default_factory=Traffic, compare=False)
-    #: codec, backward_codec and the group's name, for compiled code.
-    specs: tuple[str, str] = ("none", "none")
-    name: str = ""
+    codec_specs: tuple[str, str] = ("none", "none")
+    group_name: str = ""
 
     @property
-    def ranks(self) -> int:
-        """How many ranks share a layer."""
+    def world_size(self) -> int:
+        """Number of ranks that share the layer."""
         return dist.get_world_size(self.group)
 
     @property
     def rank(self) -> int:
-        """This rank among them."""
+        """This process's rank in the group."""
         return dist.get_rank(self.group)
 
-    def invariant(self, features: int) -> bool:
-        """Does a token's result not depend on what else is in the batch? `features` is the last dimension.
+    def batch_invariant(self, features: int) -> bool:
+        """Return whether a token's result is independent of the other tokens in the batch.
 
-        So it is where each token has blocks of its own (sparse codecs choose
-        among many tokens), unrotated and rounded to nearest, and where all ranks' decoded
-        blocks are added in rank order: in one shot, or in the two-step sum.
+        It is if every token has blocks of its own (sparse codecs choose among the elements of many tokens), the codec
+        neither rotates nor rounds stochastically, and the decoded blocks of all ranks are added in rank order, as
+        ``"one_shot"`` and ``"two_shot_symmetric"`` do.
+
+        Args:
+            features: Size of the tensor's last dimension.
         """
         layout = self.codec.layout()
-        own = layout.kept == 0 and not self.codec.needs_agreement and features % layout.block == 0
-        rounds = getattr(self.codec, "round", "nearest") == "nearest"
-        plain = getattr(self.codec, "rotate", "none") == "none"
-        return self.algorithm in INVARIANT and rounds and plain and own
+        token_blocks = layout.kept == 0 and not self.codec.needs_agreement and features % layout.block == 0
+        nearest = getattr(self.codec, "round", "nearest") == "nearest"
+        unrotated = getattr(self.codec, "rotate", "none") == "none"
+        return self.algorithm in POSITION_INDEPENDENT and nearest and unrotated and token_blocks
 
     def codec_for(self, numel: int, dtype: torch.dtype, *, backward: bool = False) -> Codec:
-        """What a sum of so many elements travels in: none where the message is small and the planner says so."""
-        which = self.backward_codec if backward else self.codec
-        small = numel * dtype.itemsize <= SMALL_BYTES
-        if self.latency and small and self.algorithm not in INVARIANT and not which.lossless(dtype):
-            verdict = compression_pays(which, numel, dtype, self.group)
+        """Return the codec for a sum of ``numel`` elements.
+
+        That is `NONE` if the message is small and the planner predicts it to be faster uncompressed.
+        """
+        chosen = self.backward_codec if backward else self.codec
+        small = numel * dtype.itemsize <= SMALL_MESSAGE_BYTES
+        if (
+            self.latency
+            and small
+            and self.algorithm not in POSITION_INDEPENDENT
+            and not chosen.lossless(dtype)
+        ):
+            verdict = compression_pays(chosen, numel, dtype, self.group)
             if not verdict.pays:
                 self.traffic.uncompressed += 1
                 self.traffic.why = verdict.why
                 return NONE
-        return which
+        return chosen
 
-    def shots(self, codec: Codec, dtype: torch.dtype) -> str:
-        """The collectives' algorithm for a sum in this codec; the two-step sum of what loses nothing is any."""
+    def algorithm_for(self, codec: Codec, dtype: torch.dtype) -> str:
+        """Return the `dtcomm.all_reduce` algorithm for a sum in ``codec``.
+
+        ``"two_shot_symmetric"`` becomes ``"direct"``, which is right for lossless codecs; callers handle the lossy ones
+        themselves.
+        """
         if self.algorithm not in ("auto", "two_shot_symmetric"):
             return self.algorithm
-        return algorithm(self.ranks, codec, dtype) if self.algorithm == "auto" else "direct"
+        if self.algorithm == "auto":
+            return default_algorithm(self.world_size, codec, dtype)
+        return "direct"
 
-    def parts(self, features: int, what: str) -> int:
-        """`features` over the ranks; ValueError where it does not divide."""
-        if features % self.ranks:
-            raise ValueError(f"{what}: {features} does not divide among {self.ranks} ranks")
-        return features // self.ranks
+    def shard_size(self, features: int, argument: str) -> int:
+        """Return ``features`` divided by the number of ranks.
+
+        Raises:
+            ValueError: The ranks do not divide ``features``; the message names ``argument``.
+        """
+        if features % self.world_size:
+            raise ValueError(f"{argument}: {features} is not divisible by the {self.world_size} ranks")
+        return features // self.world_size
 
 
-def algorithm(ranks: int, codec: Codec, dtype: torch.dtype) -> str:
-    """What "auto" is."""
-    own_blocks = not codec.needs_agreement and codec.layout().kept == 0
-    return "one_shot" if ranks == 2 and own_blocks and not codec.lossless(dtype) else "direct"
+def default_algorithm(world_size: int, codec: Codec, dtype: torch.dtype) -> str:
+    """Return what ``algorithm="auto"`` stands for."""
+    independent_blocks = not codec.needs_agreement and codec.layout().kept == 0
+    if world_size == 2 and independent_blocks and not codec.lossless(dtype):
+        return "one_shot"
+    return "direct"
 
 
-def wire(
+def make_comm_config(
     spec: str | Codec = "none",
     backward: str | Codec = "none",
     *,
     algorithm: str = "auto",
-    group: Group = None,
+    group: GroupOrMesh = None,
     latency: bool = True,
-) -> Wire:
-    """A `Wire` from what users write; a mesh must have one dimension."""
-    own = group_of(group)
-    forward, back = codec(spec), codec(backward)
-    return Wire(
-        codec=forward,
-        backward_codec=back,
+) -> CommConfig:
+    """Build a `CommConfig` from what users write.
+
+    Args:
+        spec: Codec of the forward pass, as a spec such as ``"int8"`` or a `Codec`. Default: uncompressed.
+        backward: Codec of the gradients. Default: uncompressed.
+        algorithm: See `CommConfig`. Default: ``"auto"``.
+        group: Process group, or a device mesh with one dimension. Default: all ranks.
+        latency: See `CommConfig`. Default: True.
+
+    Raises:
+        ValueError: A spec is not valid, or the mesh has more than one dimension.
+
+    Example:
+        >>> make_comm_config("int8", backward="fp8_e4m3")  # doctest: +SKIP
+    """
+    process_group = process_group_of(group)
+    forward_codec, backward_codec = codec(spec), codec(backward)
+    return CommConfig(
+        codec=forward_codec,
+        backward_codec=backward_codec,
         algorithm=algorithm,
-        group=own,
+        group=process_group,
         latency=latency,
-        specs=(str(forward), str(back)),
-        name=(dist.group.WORLD if own is None else own).group_name,  # type: ignore[union-attr]
+        codec_specs=(str(forward_codec), str(backward_codec)),
+        group_name=(dist.group.WORLD if process_group is None else process_group).group_name,  # type: ignore[union-attr]
     )
 
 
-def group_of(group: Group) -> dist.ProcessGroup | None:
-    """The process group of a one-dimensional mesh, or what was given."""
+def process_group_of(group: GroupOrMesh) -> dist.ProcessGroup | None:
+    """Return the process group of a one-dimensional mesh; a process group or None is returned unchanged."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"mesh: expected one dimension, got {group.ndim}: pass mesh['tp']")

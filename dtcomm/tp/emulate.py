@@ -1,8 +1,9 @@
-"""Tensor parallelism of n ranks in one process: what compression does to a model, without the ranks.
+"""Tensor parallelism of several ranks emulated in one process, to measure what compression does to a model.
 
-`emulate` puts in place of a model's layers such as keep the dense weights and send what ranks would send through the
-same verbs in the same order, so that with nearest rounding the sums are those of the collectives, to the bit
-(stochastic rounding and randk draw other numbers). Forward and backward pass are compressed as the layers' are.
+`emulate` replaces a model's layers by `EmulatedLayer`s, which keep the dense weights and pass every partial result
+through the same encodings, in the same order, as the ranks would. With nearest rounding the sums are bit-identical to
+those of the collectives; stochastic rounding and randk draw other random numbers. Forward and backward pass are
+compressed as in the tensor-parallel layers. `dtcomm.tp.calibrate` is built on it.
 """
 
 from __future__ import annotations
@@ -15,85 +16,110 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from dtcomm._autograd import autograd_apply
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.kernels import counter_rng, ops
-from dtcomm.tp.comm_config import algorithm as automatic
-from dtcomm.tp.functional import differentiable
-from dtcomm.tp.layer_plan import SENDING, Plan, dense, packed, resolve
+from dtcomm.tp.comm_config import default_algorithm
+from dtcomm.tp.layer_plan import SENDING, Plan, dense_weight_and_bias, packed_outputs, resolve_plan
 
-SHOTS = ("auto", "direct", "two_shot", "one_shot", "two_shot_symmetric")
+ALGORITHMS = ("auto", "direct", "two_shot", "one_shot", "two_shot_symmetric")
 
 
-def summed(
-    parts: Sequence[torch.Tensor], spec: str | Codec, algorithm: str = "auto", seed: int = 0
+def emulate_all_reduce(
+    partials: Sequence[torch.Tensor], spec: str | Codec, algorithm: str = "auto", seed: int = 0
 ) -> torch.Tensor:
-    """The all-reduce of ``parts[rank]`` as every rank ends with it.
+    """Return the compressed sum that every rank would have after an all-reduce.
 
-    algorithm: "auto" as of `Wire`, "one_shot" or "two_shot" ("direct" takes one shot where the codec loses nothing, as
-    the planner does; the bits are the same), or "two_shot_symmetric", in which the owner's share is encoded too. The
-    codec must not need an agreement of the ranks (exact, randk with a shared seed). ValueError.
+    Args:
+        partials: The tensor of each rank, of equal shapes and dtypes (fp32, fp16 or bf16).
+        spec: The codec. Codecs whose ranks communicate before they encode (``exact``, randk with a shared seed) are
+            not emulated.
+        algorithm: ``"auto"`` as in `CommConfig`, ``"one_shot"``, ``"two_shot"``, ``"direct"`` (one-shot if the codec
+            loses nothing, otherwise two-shot; the planner may choose differently, with the same bits), or
+            ``"two_shot_symmetric"``, in which the owner's contribution is encoded too. Default: ``"auto"``.
+        seed: Seed of stochastic rounding. Default: 0.
+
+    Raises:
+        ValueError: The algorithm or the codec is not supported.
+
+    Example:
+        >>> import torch
+        >>> emulate_all_reduce([torch.ones(4), torch.ones(4)], "int8").tolist()
+        [2.0, 2.0, 2.0, 2.0]
     """
-    which = parse(spec)
-    if algorithm not in SHOTS:
-        raise ValueError(f"algorithm: {algorithm!r}; valid: {', '.join(SHOTS)}")
-    if which.needs_agreement:
-        raise ValueError(f"codec: {which} needs ranks that talk before they encode; it is not emulated")
-    first = parts[0]
+    codec = parse(spec)
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm: {algorithm!r}; valid: {', '.join(ALGORITHMS)}")
+    if codec.needs_agreement:
+        raise ValueError(
+            f"codec: {codec} cannot be emulated, because its ranks communicate before they encode"
+        )
+    first = partials[0]
     if algorithm == "auto":
-        algorithm = automatic(len(parts), which, first.dtype)
-    flat = [part.detach().reshape(-1) for part in parts]
-    numel, ranks = first.numel(), len(parts)
+        algorithm = default_algorithm(len(partials), codec, first.dtype)
+    flat = [partial.detach().reshape(-1) for partial in partials]
+    numel, world_size = first.numel(), len(partials)
     total = torch.empty_like(flat[0])
-    if ranks == 1:
+    if world_size == 1:
         return first.detach().clone()
-    if algorithm == "one_shot" or (algorithm == "direct" and which.lossless(first.dtype)):
+    if algorithm == "one_shot" or (algorithm == "direct" and codec.lossless(first.dtype)):
         payloads = [
-            ops.encode(which, mine, key=counter_rng.mix_key(seed, rank, 0)) for rank, mine in enumerate(flat)
+            ops.encode(codec, partial, key=counter_rng.mix_key(seed, rank, 0))
+            for rank, partial in enumerate(flat)
         ]
-        ops.reduce(which, payloads, numel, dtype=first.dtype, out=total)
+        ops.reduce(codec, payloads, numel, dtype=first.dtype, out=total)
         return total.view(first.shape)
-    granules = -(-numel // which.granularity)
-    for owner in range(ranks):
-        start, stop = (min(numel, granules * at // ranks * which.granularity) for at in (owner, owner + 1))
+    granularity = codec.granularity
+    granules = -(-numel // granularity)
+    encodes_owner = algorithm == "two_shot_symmetric"
+    for owner in range(world_size):
+        start, stop = (min(numel, granules * rank // world_size * granularity) for rank in (owner, owner + 1))
         if start == stop:
             continue
         payloads = [
-            ops.encode(which, mine[start:stop], key=counter_rng.mix_key(seed, rank, owner), offset=start)
-            for rank, mine in enumerate(flat)
-            if rank != owner or algorithm == "two_shot_symmetric"
+            ops.encode(codec, partial[start:stop], key=counter_rng.mix_key(seed, rank, owner), offset=start)
+            for rank, partial in enumerate(flat)
+            if rank != owner or encodes_owner
         ]
         ops.reduce_encode(
-            which,
+            codec,
             payloads,
             stop - start,
-            local=None if algorithm == "two_shot_symmetric" else flat[owner][start:stop],
-            position=None if algorithm == "two_shot_symmetric" else owner,
+            local=None if encodes_owner else flat[owner][start:stop],
+            position=None if encodes_owner else owner,
             dtype=first.dtype,
-            key=counter_rng.mix_key(seed, owner, ranks),
+            key=counter_rng.mix_key(seed, owner, world_size),
             offset=start,
             decoded=total[start:stop],
         )
     return total.view(first.shape)
 
 
-def gathered(parts: Sequence[torch.Tensor], spec: str | Codec, dim: int = -1) -> torch.Tensor:
-    """The all-gather of ``parts[rank]``, joined along ``dim``: every part through its own encoding."""
-    which = parse(spec)
-    seen = []
-    for rank, part in enumerate(parts):
-        own = part.detach().contiguous()
-        result = torch.empty_like(own)
-        ops.encode(which, own, key=counter_rng.mix_key(0, rank, 0), decoded=result)
-        seen.append(result)
-    return torch.cat(seen, dim)
+def emulate_all_gather(shards: Sequence[torch.Tensor], spec: str | Codec, dim: int = -1) -> torch.Tensor:
+    """Return the result of a compressed all-gather: the ranks' shards, each decoded, concatenated along ``dim``."""
+    codec = parse(spec)
+    decoded_shards = []
+    for rank, shard in enumerate(shards):
+        contiguous = shard.detach().contiguous()
+        decoded = torch.empty_like(contiguous)
+        ops.encode(codec, contiguous, key=counter_rng.mix_key(0, rank, 0), decoded=decoded)
+        decoded_shards.append(decoded)
+    return torch.cat(decoded_shards, dim)
 
 
-class Emulated(nn.Module):
-    """A linear layer or an embedding, of ``kind`` as in a plan, as if on so many ranks.
+class EmulatedLayer(nn.Module):
+    """A dense linear layer or embedding that computes what the ranks of its tensor-parallel layer would compute.
 
-    `codec` and `backward_codec` may be changed between calls; `sent` counts the elements that were summed or gathered
-    in the forward pass.
+    Attributes:
+        module: The dense layer.
+        kind: Its kind in the plan (`dtcomm.tp.KINDS`).
+        ranks: Number of emulated ranks.
+        codec: Codec of the forward pass; may be changed between calls.
+        backward_codec: Codec of gradients; may be changed between calls.
+        algorithm: See `emulate_all_reduce`.
+        name: Name of the layer in the model, for error messages.
+        sent: Number of elements summed or gathered in forward passes so far.
     """
 
     def __init__(
@@ -112,83 +138,78 @@ class Emulated(nn.Module):
         self.module = module
         self.sent = 0
         if kind != "vocabulary":
-            weight, _ = dense(module, name)
-            over, what = (weight.shape[1], "input") if kind == "row" else (weight.shape[0], "output")
-            if over % (ranks * packed(kind)):
-                raise ValueError(f"{name}: {over} {what} features do not divide among {ranks} ranks")
+            weight, _ = dense_weight_and_bias(module, name)
+            features, side = (weight.shape[1], "input") if kind == "row" else (weight.shape[0], "output")
+            if features % (ranks * packed_outputs(kind)):
+                raise ValueError(f"{name}: {features} {side} features are not divisible by {ranks} ranks")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As the layer that stands for it in a tensor-parallel model, all its ranks together."""
+        """Return the output that all ranks of the tensor-parallel layer would have together."""
         y: torch.Tensor
         if self.kind == "vocabulary":
             assert isinstance(self.module, nn.Embedding)
             vectors = F.embedding(x, self.module.weight)
             self.sent += vectors.numel()
-            y = differentiable(_Vocabulary, vectors, x, self)
+            y = autograd_apply(_Vocabulary, vectors, x, self)
             return y
-        weight, bias = dense(self.module, self.name)
-        y = differentiable(_Row if self.kind == "row" else _Column, x, weight, self)
+        weight, bias = dense_weight_and_bias(self.module, self.name)
+        y = autograd_apply(_Row if self.kind == "row" else _Column, x, weight, self)
         if self.kind in SENDING:
             self.sent += y.numel()
         if bias is not None:
             y = y + bias.to(y.dtype)
         if self.kind == "column_gather":
-            y = differentiable(_Gather, y, self)
+            y = autograd_apply(_Gather, y, self)
         return y
 
-    def features(self, rank: int, total: int) -> torch.Tensor:
-        """Which of the output features are a rank's."""
-        count = packed(self.kind)
-        each = torch.arange(total).view(count, self.ranks, -1)
-        return each[:, rank].reshape(-1)
+    def features_of(self, rank: int, out_features: int) -> torch.Tensor:
+        """Return the indices of the output features that a rank has."""
+        features = torch.arange(out_features).view(packed_outputs(self.kind), self.ranks, -1)
+        return features[:, rank].reshape(-1)
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: Emulated) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: EmulatedLayer) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        parts = [
-            mine.contiguous() @ columns.t()
-            for mine, columns in zip(
-                x.chunk(layer.ranks, -1), weight.to(x.dtype).chunk(layer.ranks, 1), strict=True
-            )
-        ]
-        return summed(parts, layer.codec, layer.algorithm)
+        shards = zip(x.chunk(layer.ranks, -1), weight.to(x.dtype).chunk(layer.ranks, 1), strict=True)
+        partials = [features.contiguous() @ columns.t() for features, columns in shards]
+        return emulate_all_reduce(partials, layer.codec, layer.algorithm)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        flat = gradient.reshape(-1, gradient.shape[-1])
-        dx = gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None
-        dw = flat.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
-        return dx, dw, None
+        flat = dy.reshape(-1, dy.shape[-1])
+        dx = dy @ weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
+        dweight = flat.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        return dx, dweight, None
 
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: Emulated) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: EmulatedLayer) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
         return F.linear(x, weight.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        layer: Emulated = ctx.layer
+        layer: EmulatedLayer = ctx.layer
         dx = None
         if ctx.needs_input_grad[0]:
-            own = [layer.features(rank, len(weight)) for rank in range(layer.ranks)]
-            parts = [gradient[..., rows].contiguous() @ weight[rows].to(gradient.dtype) for rows in own]
-            dx = summed(parts, layer.backward_codec, layer.algorithm)
-        flat = gradient.reshape(-1, gradient.shape[-1])
-        dw = flat.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
-        return dx, dw, None
+            rows_of_ranks = [layer.features_of(rank, len(weight)) for rank in range(layer.ranks)]
+            partials = [dy[..., rows].contiguous() @ weight[rows].to(dy.dtype) for rows in rows_of_ranks]
+            dx = emulate_all_reduce(partials, layer.backward_codec, layer.algorithm)
+        flat = dy.reshape(-1, dy.shape[-1])
+        dweight = flat.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        return dx, dweight, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, layer: Emulated) -> torch.Tensor:
-        return gathered(y.chunk(layer.ranks, -1), layer.codec)
+    def forward(ctx: Any, y: torch.Tensor, layer: EmulatedLayer) -> torch.Tensor:
+        return emulate_all_gather(y.chunk(layer.ranks, -1), layer.codec)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -197,11 +218,13 @@ class _Gather(torch.autograd.Function):
 
 class _Vocabulary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, tokens: torch.Tensor, layer: Emulated) -> torch.Tensor:
+    def forward(ctx: Any, vectors: torch.Tensor, tokens: torch.Tensor, layer: EmulatedLayer) -> torch.Tensor:
         assert isinstance(layer.module, nn.Embedding)
         rows = layer.module.num_embeddings // layer.ranks
-        parts = [y * (tokens // rows == rank).unsqueeze(-1).to(y.dtype) for rank in range(layer.ranks)]
-        return summed(parts, layer.codec, layer.algorithm)
+        partials = [
+            vectors * (tokens // rows == rank).unsqueeze(-1).to(vectors.dtype) for rank in range(layer.ranks)
+        ]
+        return emulate_all_reduce(partials, layer.codec, layer.algorithm)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -216,30 +239,47 @@ def emulate(
     *,
     backward_codec: str | Codec = "none",
     algorithm: str = "auto",
-) -> dict[str, Emulated]:
-    """Put `Emulated` layers in place, as `compress` would the layers of ``ranks`` ranks; returns them by name.
+) -> dict[str, EmulatedLayer]:
+    """Replace the model's layers, in place, by emulations of tensor-parallel ones; `restore` undoes it.
 
-    plan, codec, backward_codec, algorithm: as of `compress`. ValueError as `compress` raises it; the model is unchanged
-    then. ``restore`` takes them out again.
+    Args:
+        model: The model.
+        ranks: Number of ranks to emulate.
+        plan: The layers, as `dtcomm.tp.compress` takes them. Default: the built-in plan of the model's type.
+        codec: Codec of the activations. Default: ``"int8"``.
+        backward_codec: Codec of gradients. Default: ``"none"``.
+        algorithm: See `emulate_all_reduce`. Default: ``"auto"``.
+
+    Returns:
+        The new layers by name.
+
+    Raises:
+        ValueError: As `dtcomm.tp.compress` raises it. The model is unchanged then.
+
+    Example::
+
+        layers = emulate(model, 4, {"*.up": "column", "*.down": "row"}, "int4")
+        loss = model(inputs)
+        restore(model, layers)
     """
     if ranks < 1:
         raise ValueError(f"ranks: expected 1 or more, got {ranks}")
-    back = parse(backward_codec)
-    made = {
-        name: Emulated(module, entry.kind, ranks, parse(entry.codec or codec), back, algorithm, name)
-        for name, (module, entry) in resolve(model, plan, ranks).items()
+    backward = parse(backward_codec)
+    layers = {
+        name: EmulatedLayer(module, entry.kind, ranks, parse(entry.codec or codec), backward, algorithm, name)
+        for name, (module, entry) in resolve_plan(model, plan, ranks).items()
     }
-    for name, layer in made.items():
-        _put(model, name, layer)
-    return made
-
-
-def restore(model: nn.Module, layers: dict[str, Emulated]) -> None:
-    """The model as it was before `emulate`."""
     for name, layer in layers.items():
-        _put(model, name, layer.module)
+        _replace_module(model, name, layer)
+    return layers
 
 
-def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
+def restore(model: nn.Module, layers: dict[str, EmulatedLayer]) -> None:
+    """Put the dense layers back that `emulate` replaced."""
+    for name, layer in layers.items():
+        _replace_module(model, name, layer.module)
+
+
+def _replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, layer)
+    setattr(model.get_submodule(parent), child, module)

@@ -1,100 +1,104 @@
-"""The two-step all-reduce of Flash Communication (Li et al. 2024), with what follows it in the same pass.
+"""The symmetric two-shot all-reduce of Flash Communication (Li et al. 2024, arXiv:2412.04964), with a fused epilogue.
 
-Quantise → exchange shards → dequantise, sum, quantise → gather → dequantise, and with the last step plus the bias, plus
-the residual stream, and its RMS norm. Every rank's contribution is encoded, the owner's too, so an element goes through
-exactly two encodings and, where it has a block of its own token's elements alone, its result depends on that token's
-alone: see `Wire.invariant`.
+Step one encodes every shard and exchanges the shards; each rank decodes and sums its own. Step two encodes the sum and
+gathers it; the pass that decodes it applies the epilogue. The owner's contribution is encoded as all others are.
+Every element therefore goes through exactly two encodings, and where the blocks of the codec do not span tokens, a
+token's result depends on that token alone (`CommConfig.batch_invariant`). The two-shot all-reduce of
+`dtcomm.all_reduce` differs in this one point: it adds the owner's contribution unencoded.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 
 from dtcomm.collectives import Work, all_gather, all_reduce, all_to_all
 from dtcomm.collectives.reduce_ops import supports_two_shot_symmetric
 from dtcomm.kernels import ops
-from dtcomm.kernels.epilogue import EpilogueTask, epilogue, epilogue_task
-from dtcomm.tp.comm_config import Wire
+from dtcomm.kernels.epilogue import epilogue as apply_epilogue
+from dtcomm.tp.comm_config import CommConfig
+from dtcomm.tp.epilogue import Epilogue, EpilogueResult
 
 
-class Norm(NamedTuple):
-    """An RMS norm that follows: its weight ([features] or None) and epsilon."""
+def flash_all_reduce(x: torch.Tensor, comm: CommConfig, epilogue: Epilogue = Epilogue()) -> EpilogueResult:  # noqa: B008
+    """Sum ``x`` over the ranks in ``comm.codec`` and apply ``epilogue``; the result has no gradient.
 
-    weight: torch.Tensor | None
-    eps: float
+    Args:
+        x: fp32, fp16 or bf16 tensor [..., features], of the same shape on all ranks. It is not changed.
+        comm: Ranks and codec.
+        epilogue: Operations after the sum. Default: none.
 
-
-class Epilogue(NamedTuple):
-    """What follows a sum; all may be None."""
-
-    bias: torch.Tensor | None = None
-    residual: torch.Tensor | None = None
-    norm: Norm | None = None
-
-    def __bool__(self) -> bool:
-        return any(each is not None for each in self)
-
-    def rows(self, start: int, stop: int) -> Epilogue:
-        """Of some of the tokens."""
-        residual = self.residual
-        return self if residual is None else self._replace(residual=_flat(residual)[start:stop])
-
-
-class Result(NamedTuple):
-    """The sum, and its norm where one was asked for."""
-
-    y: torch.Tensor
-    normed: torch.Tensor | None
+    Returns:
+        The sum, in a new tensor, and its norm if the epilogue has one.
+    """
+    if supports_two_shot_symmetric(x, comm.codec, comm.group):
+        y = x.detach().clone(memory_format=torch.contiguous_format)
+        normed = None if epilogue.norm is None else torch.empty_like(y)
+        task = epilogue.task(y, normed) if epilogue else None
+        all_reduce(y, codec=comm.codec, algorithm="two_shot_symmetric", group=comm.group, epilogue=task)
+        return EpilogueResult(y, normed)
+    operation = FlashAllReduce(x.contiguous(), comm)
+    operation.start_gather()
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    normed = None if epilogue.norm is None else torch.empty_like(y)
+    operation.finish(y, normed, epilogue)
+    return EpilogueResult(y, normed)
 
 
-class TwoStep:
-    """One all-reduce under way, of a contiguous tensor [..., features]: `exchange` is called by making it, then
-    `gather`, then `finish`. Several may be under way, their calls in the same order on all ranks."""
+class FlashAllReduce:
+    """One symmetric two-shot all-reduce in progress, of a contiguous tensor [..., features], made of two collectives.
 
-    def __init__(self, x: torch.Tensor, wire: Wire) -> None:
-        self.x, self.wire, self.codec = x.detach(), wire, wire.codec
+    The constructor starts the exchange of shards, `start_gather` the gather of sums, and `finish` decodes the result.
+    Several may be in progress at once if all ranks make the calls in the same order.
+    """
+
+    def __init__(self, x: torch.Tensor, comm: CommConfig) -> None:
+        self.x, self.comm, self.codec = x.detach(), comm, comm.codec
         self.flat = self.x.reshape(-1)
-        ranks, granule = wire.ranks, self.codec.granularity
-        granules = -(-self.flat.numel() // granule)
-        self.cuts = [min(self.flat.numel(), granules * rank // ranks * granule) for rank in range(ranks + 1)]
-        largest = max(stop - start for start, stop in zip(self.cuts, self.cuts[1:]))
-        # Shares differ by a granule: all travel in room for the largest.
-        self.room = self.codec.wire_bytes(largest, x.dtype)
-        sent = torch.empty(ranks, self.room, dtype=torch.uint8, device=x.device)
-        for rank in range(ranks):
+        world_size, granularity = comm.world_size, self.codec.granularity
+        granules = -(-self.flat.numel() // granularity)
+        #: Rank r owns the elements offsets[r] to offsets[r + 1] - 1.
+        self.offsets = [
+            min(self.flat.numel(), granules * rank // world_size * granularity)
+            for rank in range(world_size + 1)
+        ]
+        largest = max(stop - start for start, stop in zip(self.offsets, self.offsets[1:]))
+        # Shards differ by at most one granule: all use slots of the largest shard's size.
+        self.slot_bytes = self.codec.wire_bytes(largest, x.dtype)
+        sent = torch.empty(world_size, self.slot_bytes, dtype=torch.uint8, device=x.device)
+        for rank in range(world_size):
             self._encode(rank, sent[rank])
         self.received = torch.empty_like(sent)
         self.gathered = torch.empty_like(sent)
-        self._work: Work | None = all_to_all(self.received, sent, group=wire.group, async_op=True)
+        self._work: Work | None = all_to_all(self.received, sent, group=comm.group, async_op=True)
 
-    def gather(self) -> None:
-        """Once the shards are here, their sum goes to all."""
+    def start_gather(self) -> None:
+        """Wait for the shards, sum and encode them, and start the gather of the sums."""
         self._wait()
-        own = self.wire.rank
-        numel = self._numel(own)
-        mine = self.received.new_empty(self.room)
+        rank = self.comm.rank
+        numel = self._shard_numel(rank)
+        payload = self.received.new_empty(self.slot_bytes)
         if numel:
-            payloads = [self._payload(self.received[rank], own) for rank in range(self.wire.ranks)]
-            ops.reduce_encode(self.codec, payloads, numel, out=self._payload(mine, own), dtype=self.x.dtype)
-        self._work = all_gather(self.gathered, mine, group=self.wire.group, async_op=True)
+            payloads = [self._payload(slot, rank) for slot in self.received]
+            ops.reduce_encode(
+                self.codec, payloads, numel, out=self._payload(payload, rank), dtype=self.x.dtype
+            )
+        self._work = all_gather(self.gathered, payload, group=self.comm.group, async_op=True)
 
-    def finish(self, out: torch.Tensor, normed: torch.Tensor | None, after: Epilogue) -> None:
-        """The sum, with what follows it, in `out` and `normed`, of the tensor's shape."""
+    def finish(self, out: torch.Tensor, normed: torch.Tensor | None, epilogue: Epilogue) -> None:
+        """Wait for the sums and decode them, with the epilogue, into ``out`` and ``normed`` (both of x's shape)."""
         self._wait()
-        runs = [
-            (self._payload(self.gathered[rank], rank), self._numel(rank))
-            for rank in range(self.wire.ranks)
-            if self._numel(rank)
+        payloads = [
+            (self._payload(self.gathered[rank], rank), self._shard_numel(rank))
+            for rank in range(self.comm.world_size)
+            if self._shard_numel(rank)
         ]
-        norm = after.norm
-        epilogue(
+        norm = epilogue.norm
+        apply_epilogue(
             self.codec,
-            runs,
+            payloads,
             out,
-            bias=after.bias,
-            residual=after.residual,
+            bias=epilogue.bias,
+            residual=epilogue.residual,
             weight=None if norm is None else norm.weight,
             eps=0.0 if norm is None else norm.eps,
             norm_out=normed,
@@ -102,59 +106,20 @@ class TwoStep:
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank sends to others."""
-        return 2 * (self.wire.ranks - 1) * self.room
+        """Bytes that this rank sends to other ranks."""
+        return 2 * (self.comm.world_size - 1) * self.slot_bytes
 
-    def _encode(self, rank: int, to: torch.Tensor) -> None:
-        start, stop = self.cuts[rank], self.cuts[rank + 1]
+    def _encode(self, rank: int, slot: torch.Tensor) -> None:
+        start, stop = self.offsets[rank], self.offsets[rank + 1]
         if start < stop:
-            ops.encode(self.codec, self.flat[start:stop], out=self._payload(to, rank), offset=start)
+            ops.encode(self.codec, self.flat[start:stop], out=self._payload(slot, rank), offset=start)
 
-    def _payload(self, room: torch.Tensor, rank: int) -> torch.Tensor:
-        return room[: self.codec.wire_bytes(self._numel(rank), self.x.dtype)]
+    def _payload(self, slot: torch.Tensor, rank: int) -> torch.Tensor:
+        return slot[: self.codec.wire_bytes(self._shard_numel(rank), self.x.dtype)]
 
-    def _numel(self, rank: int) -> int:
-        return self.cuts[rank + 1] - self.cuts[rank]
+    def _shard_numel(self, rank: int) -> int:
+        return self.offsets[rank + 1] - self.offsets[rank]
 
     def _wait(self) -> None:
         assert self._work is not None
         self._work.wait()
-
-
-def two_step(x: torch.Tensor, wire: Wire, after: Epilogue = Epilogue()) -> Result:  # noqa: B008
-    """The sum of `x` over the ranks in ``wire.codec``, with what follows it."""
-    if supports_two_shot_symmetric(x, wire.codec, wire.group):
-        y = x.detach().clone(memory_format=torch.contiguous_format)
-        normed = None if after.norm is None else torch.empty_like(y)
-        then = following(y, normed, after) if after else None
-        all_reduce(y, codec=wire.codec, algorithm="two_shot_symmetric", group=wire.group, epilogue=then)
-        return Result(y, normed)
-    step = TwoStep(x.contiguous(), wire)
-    step.gather()
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    normed = None if after.norm is None else torch.empty_like(y)
-    step.finish(y, normed, after)
-    return Result(y, normed)
-
-
-def following(y: torch.Tensor, normed: torch.Tensor | None, after: Epilogue) -> EpilogueTask:
-    """What follows a sum in ``y``."""
-    norm = after.norm
-    contiguous = {
-        "bias": after.bias,
-        "residual": after.residual,
-        "weight": None if norm is None else norm.weight,
-    }
-    return epilogue_task(
-        y,
-        **{
-            name: None if tensor is None else tensor.detach().contiguous()
-            for name, tensor in contiguous.items()
-        },
-        eps=0.0 if norm is None else norm.eps,
-        norm_out=normed,
-    )
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().reshape(-1, x.shape[-1]).contiguous()

@@ -1,17 +1,21 @@
-"""The conjugate pairs of tensor parallelism (Megatron-LM, Shoeybi et al. 2019; sequence parallel: Korthikanti et al.
-2022), each a function whose backward is its partner, both compressed.
+"""The conjugate pairs of tensor parallelism, compressed: each function's backward pass is its partner's forward pass.
+
+They are Megatron-LM's (Shoeybi et al. 2019, arXiv:1909.08053) and, for sequence parallelism, those of Korthikanti et
+al. 2022 (arXiv:2205.05198).
 
 | function | forward | backward |
 |---|---|---|
-| `copy_to_ranks` | – | all_reduce |
-| `reduce_from_ranks` | all_reduce | – |
-| `gather_from_ranks` | all_gather | own part |
-| `split_to_ranks` | own part | all_gather |
+| `copy_to_ranks` | identity | all_reduce |
+| `reduce_from_ranks` | all_reduce | identity |
+| `gather_from_ranks` | all_gather | split |
+| `split_to_ranks` | split | all_gather |
 | `reduce_scatter_to_ranks` | reduce_scatter | all_gather |
 | `all_gather_from_ranks` | all_gather | reduce_scatter |
 
-Compression is straight-through: the backward pass is that of the uncompressed function. Tensors are fp32, fp16 or bf16
-(with codec none any type that may have a gradient), of any shape; `dim` must divide among the ranks.
+Compression is straight-through: the backward pass is that of the uncompressed function, with the gradients sent in
+``comm.backward_codec``. Tensors are fp32, fp16 or bf16 (with codec ``none`` any dtype that can have a gradient) of any
+shape; the ranks must divide the size of ``dim``. In code compiled by torch.compile each function is one operator,
+``torch.ops.dtcomm.tp_collective``.
 """
 
 from __future__ import annotations
@@ -21,118 +25,183 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d as c10d
 
-from dtcomm.collectives import all_gather, all_reduce, reduce_scatter
-from dtcomm.tp import compiled
-from dtcomm.tp.comm_config import Wire
-from dtcomm.tp.flash_all_reduce import two_step
-
-
-def copy_to_ranks(x: torch.Tensor, wire: Wire) -> torch.Tensor:
-    """The same tensor, used by all ranks: its gradient is the sum of theirs."""
-    return _pair(x, "same", "summed", wire, 0)
+from dtcomm import collectives
+from dtcomm._autograd import autograd_apply
+from dtcomm.tp.comm_config import CommConfig, make_comm_config
+from dtcomm.tp.flash_all_reduce import flash_all_reduce
 
 
-def reduce_from_ranks(x: torch.Tensor, wire: Wire) -> torch.Tensor:
-    """The sum of all ranks' tensors."""
-    return _pair(x, "summed", "same", wire, 0)
+def copy_to_ranks(x: torch.Tensor, comm: CommConfig) -> torch.Tensor:
+    """Return ``x``, which is the same on all ranks; its gradient is the sum of the ranks' gradients."""
+    return _conjugate_pair(x, "identity", "all_reduce", comm, 0)
 
 
-def gather_from_ranks(x: torch.Tensor, wire: Wire, dim: int = -1) -> torch.Tensor:
-    """All ranks' parts, joined along `dim`, where all ranks go on to compute the same."""
-    return _pair(x, "joined", "own part", wire, dim)
+def reduce_from_ranks(x: torch.Tensor, comm: CommConfig) -> torch.Tensor:
+    """Return the sum of all ranks' tensors."""
+    return _conjugate_pair(x, "all_reduce", "identity", comm, 0)
 
 
-def split_to_ranks(x: torch.Tensor, wire: Wire, dim: int = -1) -> torch.Tensor:
-    """This rank's part of a tensor that all ranks have."""
-    return _pair(x, "own part", "joined", wire, dim)
+def gather_from_ranks(x: torch.Tensor, comm: CommConfig, dim: int = -1) -> torch.Tensor:
+    """Return all ranks' shards, concatenated along ``dim``, for a computation that is the same on all ranks."""
+    return _conjugate_pair(x, "all_gather", "split", comm, dim)
 
 
-def reduce_scatter_to_ranks(x: torch.Tensor, wire: Wire, dim: int = 0) -> torch.Tensor:
-    """This rank's part of the sum of all ranks' tensors."""
-    return _pair(x, "summed part", "joined", wire, dim)
+def split_to_ranks(x: torch.Tensor, comm: CommConfig, dim: int = -1) -> torch.Tensor:
+    """Return this rank's shard, along ``dim``, of a tensor that is the same on all ranks."""
+    return _conjugate_pair(x, "split", "all_gather", comm, dim)
 
 
-def all_gather_from_ranks(x: torch.Tensor, wire: Wire, dim: int = 0) -> torch.Tensor:
-    """All ranks' parts, joined along `dim`, where each rank goes on to compute something else."""
-    return _pair(x, "joined", "summed part", wire, dim)
+def reduce_scatter_to_ranks(x: torch.Tensor, comm: CommConfig, dim: int = 0) -> torch.Tensor:
+    """Return this rank's shard, along ``dim``, of the sum of all ranks' tensors."""
+    return _conjugate_pair(x, "reduce_scatter", "all_gather", comm, dim)
 
 
-def differentiable(function: Any, *arguments: Any) -> Any:
-    """``function.apply``, which torch leaves untyped."""
-    return function.apply(*arguments)
+def all_gather_from_ranks(x: torch.Tensor, comm: CommConfig, dim: int = 0) -> torch.Tensor:
+    """Return all ranks' shards, concatenated along ``dim``, for a computation that differs between ranks."""
+    return _conjugate_pair(x, "all_gather", "reduce_scatter", comm, dim)
 
 
-def _pair(x: torch.Tensor, which: str, conjugate: str, wire: Wire, dim: int) -> torch.Tensor:
+def _conjugate_pair(x: torch.Tensor, forward: str, backward: str, comm: CommConfig, dim: int) -> torch.Tensor:
+    """Apply the primitive ``forward``; the gradient goes through the primitive ``backward``."""
+    result: torch.Tensor
     if torch.compiler.is_compiling():
-        return compiled.move(x, which, conjugate, wire, dim)
+        options = (comm.algorithm, comm.group_name, comm.latency)
+        result = torch.ops.dtcomm.tp_collective(x, forward, backward, *comm.codec_specs, *options, dim)
+        return result
     if not (x.requires_grad and torch.is_grad_enabled()):
-        return x if which == "same" else MOVES[which](x, wire, dim, False)
-    result: torch.Tensor = differentiable(_Pair, x, which, conjugate, wire, dim)
+        return x if forward == "identity" else PRIMITIVES[forward](x, comm, dim, False)
+    result = autograd_apply(_ConjugatePair, x, forward, backward, comm, dim)
     return result
 
 
-class _Pair(torch.autograd.Function):
-    """One of `MOVES`, and what its gradient takes."""
-
+class _ConjugatePair(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, which: str, conjugate: str, wire: Wire, dim: int) -> torch.Tensor:
-        ctx.back = conjugate, wire, dim
-        return x.view_as(x) if which == "same" else MOVES[which](x, wire, dim, False)
+    def forward(
+        ctx: Any, x: torch.Tensor, forward: str, backward: str, comm: CommConfig, dim: int
+    ) -> torch.Tensor:
+        ctx.backward_arguments = backward, comm, dim
+        return x.view_as(x) if forward == "identity" else PRIMITIVES[forward](x, comm, dim, False)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        conjugate, wire, dim = ctx.back
-        back = gradient if conjugate == "same" else MOVES[conjugate](gradient, wire, dim, True)
-        return back, None, None, None, None
+        backward, comm, dim = ctx.backward_arguments
+        dx = gradient if backward == "identity" else PRIMITIVES[backward](gradient, comm, dim, True)
+        return dx, None, None, None, None
 
 
-def summed(x: torch.Tensor, wire: Wire, *, backward: bool = False) -> torch.Tensor:
-    """A new tensor: the sum over ranks."""
-    if wire.algorithm == "two_shot_symmetric":
-        over = wire if not backward else replace(wire, codec=wire.backward_codec)
-        if x.is_floating_point() and not over.codec.lossless(x.dtype):
-            return two_step(x.detach(), over).y
+# --- primitives, without gradients; each returns a new tensor ---------------------------------------------------------
+
+
+def all_reduce(x: torch.Tensor, comm: CommConfig, *, backward: bool = False) -> torch.Tensor:
+    """Return the sum over the ranks; ``backward`` chooses ``comm.backward_codec``."""
+    if comm.algorithm == "two_shot_symmetric":
+        config = replace(comm, codec=comm.backward_codec) if backward else comm
+        if x.is_floating_point() and not config.codec.lossless(x.dtype):
+            return flash_all_reduce(x.detach(), config).y
     total = x.detach().clone(memory_format=torch.contiguous_format)
-    codec = wire.codec_for(x.numel(), x.dtype, backward=backward)
+    codec = comm.codec_for(x.numel(), x.dtype, backward=backward)
     if not backward:
-        wire.traffic.count(x.numel(), codec.wire_bytes(x.numel(), x.dtype))
-    all_reduce(total, codec=codec, algorithm=wire.shots(codec, x.dtype), group=wire.group)
+        comm.traffic.count(x.numel(), codec.wire_bytes(x.numel(), x.dtype))
+    collectives.all_reduce(total, codec=codec, algorithm=comm.algorithm_for(codec, x.dtype), group=comm.group)
     return total
 
 
-def joined(x: torch.Tensor, wire: Wire, dim: int, *, backward: bool = False) -> torch.Tensor:
-    """A new tensor: the parts of all ranks along `dim`, this rank's own decoded from what the others see."""
-    part = x.detach().contiguous()
-    parts = torch.empty((wire.ranks, *part.shape), dtype=part.dtype, device=part.device)
-    all_gather(parts, part, codec=wire.backward_codec if backward else wire.codec, group=wire.group)
+def all_gather(x: torch.Tensor, comm: CommConfig, dim: int, *, backward: bool = False) -> torch.Tensor:
+    """Return all ranks' shards, concatenated along ``dim``; every rank decodes its own shard too."""
+    shard = x.detach().contiguous()
+    shards = torch.empty((comm.world_size, *shard.shape), dtype=shard.dtype, device=shard.device)
+    codec = comm.backward_codec if backward else comm.codec
+    collectives.all_gather(shards, shard, codec=codec, group=comm.group)
     dim = dim % x.ndim
-    shape = [*x.shape[:dim], wire.ranks * x.shape[dim], *x.shape[dim + 1 :]]
-    return parts.movedim(0, dim).reshape(shape)
+    shape = [*x.shape[:dim], comm.world_size * x.shape[dim], *x.shape[dim + 1 :]]
+    return shards.movedim(0, dim).reshape(shape)
 
 
-def own_part(x: torch.Tensor, wire: Wire, dim: int) -> torch.Tensor:
-    """A new tensor: this rank's part along `dim`."""
-    length = wire.parts(x.shape[dim], f"dim {dim}")
-    return x.detach().narrow(dim, wire.rank * length, length).contiguous()
+def split(x: torch.Tensor, comm: CommConfig, dim: int) -> torch.Tensor:
+    """Return this rank's shard of ``x`` along ``dim``."""
+    length = comm.shard_size(x.shape[dim], f"dim {dim}")
+    return x.detach().narrow(dim, comm.rank * length, length).contiguous()
 
 
-def summed_part(x: torch.Tensor, wire: Wire, dim: int, *, backward: bool = False) -> torch.Tensor:
-    """A new tensor: this rank's part along `dim` of the sum over ranks."""
+def reduce_scatter(x: torch.Tensor, comm: CommConfig, dim: int, *, backward: bool = False) -> torch.Tensor:
+    """Return this rank's shard, along ``dim``, of the sum over the ranks."""
     dim = dim % x.ndim
-    length = wire.parts(x.shape[dim], f"dim {dim}")
-    shape = (*x.shape[:dim], wire.ranks, length, *x.shape[dim + 1 :])
-    parts = x.detach().reshape(shape).movedim(dim, 0).contiguous()
-    part = torch.empty(parts.shape[1:], dtype=x.dtype, device=x.device)
-    reduce_scatter(part, parts, codec=wire.backward_codec if backward else wire.codec, group=wire.group)
-    return part
+    length = comm.shard_size(x.shape[dim], f"dim {dim}")
+    shape = (*x.shape[:dim], comm.world_size, length, *x.shape[dim + 1 :])
+    shards = x.detach().reshape(shape).movedim(dim, 0).contiguous()
+    shard = torch.empty(shards.shape[1:], dtype=x.dtype, device=x.device)
+    codec = comm.backward_codec if backward else comm.codec
+    collectives.reduce_scatter(shard, shards, codec=codec, group=comm.group)
+    return shard
 
 
-#: What happens to a tensor [of x, over, along, for a gradient]: each makes a new one.
-MOVES: dict[str, Callable[[torch.Tensor, Wire, int, bool], torch.Tensor]] = {
-    "same": lambda x, wire, dim, back: x.detach().clone(memory_format=torch.contiguous_format),
-    "summed": lambda x, wire, dim, back: summed(x, wire, backward=back),
-    "joined": lambda x, wire, dim, back: joined(x, wire, dim, backward=back),
-    "own part": lambda x, wire, dim, back: own_part(x, wire, dim),
-    "summed part": lambda x, wire, dim, back: summed_part(x, wire, dim, backward=back),
+#: Name → function (x, comm, dim, backward) → new tensor.
+PRIMITIVES: dict[str, Callable[[torch.Tensor, CommConfig, int, bool], torch.Tensor]] = {
+    "identity": lambda x, comm, dim, backward: x.detach().clone(memory_format=torch.contiguous_format),
+    "all_reduce": lambda x, comm, dim, backward: all_reduce(x, comm, backward=backward),
+    "all_gather": lambda x, comm, dim, backward: all_gather(x, comm, dim, backward=backward),
+    "split": lambda x, comm, dim, backward: split(x, comm, dim),
+    "reduce_scatter": lambda x, comm, dim, backward: reduce_scatter(x, comm, dim, backward=backward),
 }
+
+
+# --- the operator for compiled code: codecs are spec strings, the group is its name -----------------------------------
+
+
+@torch.library.custom_op("dtcomm::tp_collective", mutates_args=())
+def _tp_collective(
+    x: torch.Tensor,
+    forward: str,
+    backward: str,
+    codec: str,
+    backward_codec: str,
+    algorithm: str,
+    group: str,
+    latency: bool,
+    dim: int,
+) -> torch.Tensor:
+    comm = make_comm_config(
+        codec, backward_codec, algorithm=algorithm, group=_group_by_name(group), latency=latency
+    )
+    return PRIMITIVES[forward](x, comm, dim, False)
+
+
+@_tp_collective.register_fake
+def _(
+    x: torch.Tensor,
+    forward: str,
+    backward: str,
+    codec: str,
+    backward_codec: str,
+    algorithm: str,
+    group: str,
+    latency: bool,
+    dim: int,
+) -> torch.Tensor:
+    shape = list(x.shape)
+    world_size = _group_by_name(group).size()
+    if forward == "all_gather":
+        shape[dim] *= world_size
+    elif forward in ("split", "reduce_scatter"):
+        shape[dim] //= world_size
+    return x.new_empty(shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.options = inputs[1:]
+
+
+def _tp_collective_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    forward, backward, codec, backward_codec, *rest = ctx.options
+    dx = torch.ops.dtcomm.tp_collective(gradient, backward, forward, backward_codec, codec, *rest)
+    return (dx, *(None for _ in ctx.options))
+
+
+def _group_by_name(name: str) -> Any:
+    resolve: Any = vars(c10d)["_resolve_process_group"]
+    return resolve(name)
+
+
+_tp_collective.register_autograd(_tp_collective_backward, setup_context=_setup_context)

@@ -1,7 +1,9 @@
-"""Styles for transformers' own tensor parallelism, so that a ``tp_plan`` can name ours.
+"""Compressed styles for transformers' own tensor parallelism, and models and text for calibration.
 
-dtcomm.tp.hf_transformers.register("int8", backward_codec="int8")          # once, before the model is made
-plan = {"model.layers.*.mlp.up_proj": "colwise_int8", "model.layers.*.mlp.down_proj": "rowwise_int8", …}
+    dtcomm.tp.hf_transformers.register("int8", backward_codec="int8")  # once, before the model is made
+    tp_plan = {"model.layers.*.mlp.up_proj": "colwise_int8", "model.layers.*.mlp.down_proj": "rowwise_int8"}
+
+`register` adds styles that a ``tp_plan`` can name. `from_folder` and `cut_windows` are used by ``dtcomm tp calibrate``.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from dtcomm.codecs import Codec, codec
 from dtcomm.tp import functional
-from dtcomm.tp.comm_config import Wire, wire
-from dtcomm.tp.styles import replicated
+from dtcomm.tp.comm_config import CommConfig, make_comm_config
+from dtcomm.tp.styles import to_replicated
 
 
-class Styles(NamedTuple):
-    """The names that a ``tp_plan`` can use."""
+class StyleNames(NamedTuple):
+    """The names of the registered styles, for a ``tp_plan``."""
 
     rowwise: str
     colwise: str
@@ -34,14 +36,31 @@ def register(
     backward_codec: str | Codec = "none",
     algorithm: str = "auto",
     latency: bool = True,
-) -> Styles:
-    """Register the styles ``rowwise_<name>`` and ``colwise_<name>`` (by default the codec's spec); returns the names.
+) -> StyleNames:
+    """Register the styles ``rowwise_<name>`` and ``colwise_<name>`` with transformers.
 
-    They are transformers' own "rowwise" with the sum of the partial outputs in a codec, and "colwise" with the sum of
-    the input's gradients in `backward_codec`. RuntimeError where the installed transformers has no such registry, or
-    one of another shape.
+    They are transformers' own ``rowwise``, with a compressed sum of the partial outputs, and ``colwise``, with a
+    compressed sum of the input's gradients.
+
+    Args:
+        spec: Codec of the outputs' sum, a spec or a `Codec`.
+        name: Ending of the styles' names. Default: the codec's spec.
+        backward_codec: Codec of the gradients' sum. Default: ``"none"``.
+        algorithm: Algorithm of the sums, see `CommConfig`. Default: ``"auto"``.
+        latency: Send small messages uncompressed where that is predicted to be faster. Default: True.
+
+    Returns:
+        The names of both styles.
+
+    Raises:
+        RuntimeError: The installed transformers has no registry of parallel styles, or one with another interface.
+
+    Example::
+
+        names = dtcomm.tp.hf_transformers.register("int8")
+        tp_plan = {"layers.*.mlp.up_proj": names.colwise, "layers.*.mlp.down_proj": names.rowwise}
     """
-    forward, back = codec(spec), codec(backward_codec)
+    forward, backward = codec(spec), codec(backward_codec)
     try:
         module: Any = importlib.import_module("transformers.distributed.tensor_parallel")
         bases: tuple[Any, Any] = module.RowwiseParallel, module.ColwiseParallel
@@ -52,39 +71,39 @@ def register(
         ) from None
     hooks = ("transform_inputs_pre_forward", "transform_output_post_forward", "should_use_local_tensors")
     if not all(hasattr(base, hook) for base in bases for hook in hooks):
-        raise RuntimeError("transformers: the styles of this version are of another shape")
+        raise RuntimeError("transformers: the parallel styles of this version have another interface")
 
-    def over(mesh: Any) -> Wire:
+    def comm_config_for(mesh: Any) -> CommConfig:
         group = mesh if mesh.ndim == 1 else mesh["tp"]
-        return wire(forward, back, algorithm=algorithm, group=group, latency=latency)
+        return make_comm_config(forward, backward, algorithm=algorithm, group=group, latency=latency)
 
-    full = Styles(f"rowwise_{name or forward}", f"colwise_{name or forward}")
-    styles.register(full.rowwise, _rowwise(bases[0], over, full.rowwise)())
-    styles.register(full.colwise, _colwise(bases[1], over)())
-    return full
+    names = StyleNames(f"rowwise_{name or forward}", f"colwise_{name or forward}")
+    styles.register(names.rowwise, _rowwise_style(bases[0], comm_config_for, names.rowwise)())
+    styles.register(names.colwise, _colwise_style(bases[1], comm_config_for)())
+    return names
 
 
-def _rowwise(base: Any, over: Callable[[Any], Wire], name: str) -> Any:
+def _rowwise_style(base: Any, comm_config_for: Callable[[Any], CommConfig], name: str) -> Any:
     class Rowwise(base):  # type: ignore[misc]
-        """The partial outputs are summed by dtcomm."""
+        """transformers' rowwise style, with the partial outputs summed by dtcomm."""
 
         def transform_output_post_forward(self, module: Any, output: Any, mesh: Any) -> Any:
             if not isinstance(self.output_layouts, Replicate):
                 raise ValueError(f"{name}: output_layouts must be Replicate()")
             local = output.to_local(grad_placements=[Replicate()]) if isinstance(output, DTensor) else output
-            y = functional.reduce_from_ranks(local, over(mesh))
+            y = functional.reduce_from_ranks(local, comm_config_for(mesh))
             bias = module._parameters.get("bias")
             if bias is not None and not isinstance(output, DTensor):
-                # The local product leaves the bias out; DTensor's has it once.
+                # The local product has no bias yet; DTensor's product contains it once.
                 y = y + (bias.to_local() if isinstance(bias, DTensor) else bias)
             return y if self.use_local_output else DTensor.from_local(y, mesh, [Replicate()], run_check=False)
 
     return Rowwise
 
 
-def _colwise(base: Any, over: Callable[[Any], Wire]) -> Any:
+def _colwise_style(base: Any, comm_config_for: Callable[[Any], CommConfig]) -> Any:
     class Colwise(base):  # type: ignore[misc]
-        """The gradients of the input are summed by dtcomm."""
+        """transformers' colwise style, with the gradients of the input summed by dtcomm."""
 
         def transform_inputs_pre_forward(self, module: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
             x, *rest = args
@@ -94,7 +113,7 @@ def _colwise(base: Any, over: Callable[[Any], Wire]) -> Any:
                 x = DTensor.from_local(x, mesh, [self.input_layouts], run_check=False)
             if x.placements != (Replicate(),):
                 x = x.redistribute(placements=[Replicate()])
-            x = replicated(x.to_local(grad_placements=[Replicate()]), over(mesh), None, mesh)
+            x = to_replicated(x.to_local(grad_placements=[Replicate()]), comm_config_for(mesh), None, mesh)
             if self.should_use_local_tensors(module):
                 x = x.to_local(grad_placements=[Partial()])
             return (x, *rest), kwargs
@@ -105,10 +124,21 @@ def _colwise(base: Any, over: Callable[[Any], Wire]) -> Any:
 def from_folder(
     folder: str | Path, text: str, *, batches: int, size: int, length: int
 ) -> tuple[Any, list[torch.Tensor]]:
-    """A causal language model of a local folder, and so many batches [size, length + 1] of tokens of the text.
+    """Load a causal language model from a local folder and cut a text into batches of tokens.
 
-    RuntimeError where transformers is not installed; ValueError where the folder has no such model or tokenizer, or the
-    text is too short.
+    Args:
+        folder: Folder with the model and its tokenizer; nothing is downloaded.
+        text: The text to tokenize.
+        batches: Number of batches.
+        size: Sequences in a batch.
+        length: Tokens of a sequence that have a next token to predict.
+
+    Returns:
+        The model, and ``batches`` integer tensors [size, length + 1].
+
+    Raises:
+        RuntimeError: transformers is not installed.
+        ValueError: The folder has no such model or tokenizer, or the text is too short.
     """
     try:
         module: Any = importlib.import_module("transformers")
@@ -119,13 +149,28 @@ def from_folder(
         tokenizer = module.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder}: no causal language model with a tokenizer: {error}") from None
-    return model, cut(torch.tensor(tokenizer(text)["input_ids"]), batches=batches, size=size, length=length)
+    return model, cut_windows(
+        torch.tensor(tokenizer(text)["input_ids"]), batches=batches, size=size, length=length
+    )
 
 
-def cut(tokens: torch.Tensor, *, batches: int, size: int, length: int) -> list[torch.Tensor]:
-    """Evenly spaced windows of a run of tokens, [size, length + 1] each. ValueError where it is too short."""
+def cut_windows(tokens: torch.Tensor, *, batches: int, size: int, length: int) -> list[torch.Tensor]:
+    """Cut evenly spaced windows from a sequence of tokens.
+
+    Args:
+        tokens: Integers [n].
+        batches: Number of batches.
+        size: Windows in a batch.
+        length: Tokens of a window that have a next token to predict.
+
+    Returns:
+        ``batches`` tensors [size, length + 1].
+
+    Raises:
+        ValueError: There are fewer tokens than one window has.
+    """
     if len(tokens) < length + 1:
-        raise ValueError(f"text: {len(tokens)} tokens are less than one window of {length + 1}")
+        raise ValueError(f"text: {len(tokens)} tokens are fewer than one window of {length + 1}")
     starts = torch.linspace(0, len(tokens) - length - 1, batches * size).long()
     windows = tokens[starts[:, None] + torch.arange(length + 1)]
-    return [windows[at : at + size] for at in range(0, len(windows), size)]
+    return [windows[start : start + size] for start in range(0, len(windows), size)]

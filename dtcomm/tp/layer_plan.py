@@ -1,7 +1,8 @@
-"""Plans: which layers of a model are shared out, in which way, and what their activations travel in.
+"""Layer plans: which layers of a model are cut over the ranks, how, and with which codec.
 
-A plan maps name patterns to kinds, is the name of a ready one, or a file that `dtcomm tp calibrate` wrote, in which
-each layer has a codec of its own.
+A plan maps name patterns to kinds of layers. It can be passed as a mapping, as the name of a built-in plan (`PLANS`),
+or as a file that ``dtcomm tp calibrate`` wrote, in which every layer has its own codec. `dtcomm.tp.compress` and
+`dtcomm.tp.emulate` resolve plans with `resolve_plan`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torch import nn
 
 from dtcomm.codecs import codec as parse
 
-#: What a plan may say of a module. packed3: three outputs side by side, each shared out (queries, keys and values).
+#: The kinds of layers. column_packed3 is a column-parallel layer with three outputs side by side (queries, keys and
+#: values), each of which is cut over the ranks by itself.
 KINDS = ("column", "column_gather", "column_packed3", "row", "vocabulary")
-#: The kinds whose forward pass sends activations that are compressed.
+#: The kinds whose forward pass communicates activations.
 SENDING = ("column_gather", "row", "vocabulary")
 FORMAT = "dtcomm tp plan 1"
 
@@ -31,14 +33,14 @@ _GATED = {
     "*.mlp.up_proj": "column",
     "*.mlp.down_proj": "row",
 }
-#: Plans for models of these shapes, by transformers' ``config.model_type``.
+#: Built-in plans, by transformers' ``config.model_type``.
 PLANS: dict[str, Mapping[str, str]] = {
     "llama": _GATED,
     "mistral": _GATED,
     "qwen2": _GATED,
     "qwen3": _GATED,
     "gpt_neox": {
-        # Queries, keys and values of a head lie together, so whole heads are shared out.
+        # Queries, keys and values of one head are adjacent, so cutting the layer's rows gives each rank whole heads.
         "*.attention.query_key_value": "column",
         "*.attention.dense": "row",
         "*.mlp.dense_h_to_4h": "column",
@@ -53,36 +55,49 @@ PLANS: dict[str, Mapping[str, str]] = {
 }
 
 
-class Entry(NamedTuple):
-    """What is done to a layer; ``codec`` None: the one that `compress` was given."""
+class PlanEntry(NamedTuple):
+    """The kind of a layer and its codec; a codec of None is the one passed to `dtcomm.tp.compress`."""
 
     kind: str
     codec: str | None = None
 
 
-#: Pattern → kind, or kind and codec.
-Plan = Mapping[str, str | Entry]
+#: Name pattern (as of `fnmatch`) → kind, or kind and codec.
+Plan = Mapping[str, str | PlanEntry]
 
 
-def resolve(
-    model: nn.Module, plan: Plan | str | Path | None, ranks: int
-) -> dict[str, tuple[nn.Module, Entry]]:
-    """Module name → module and what is done to it. ValueError says what does not fit the model."""
-    found = _matches(model, read(plan, str(getattr(getattr(model, "config", None), "model_type", None))))
+def resolve_plan(
+    model: nn.Module, plan: Plan | str | Path | None, world_size: int
+) -> dict[str, tuple[nn.Module, PlanEntry]]:
+    """Return the model's layers that a plan names: module name → module and plan entry.
+
+    Raises:
+        ValueError: The plan does not fit the model, or the attention heads are not divisible by the number of ranks.
+    """
     config = getattr(model, "config", None)
-    for what in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, what, None)
-        if isinstance(heads, int) and heads % ranks:
-            raise ValueError(f"mesh: the model's {what}, {heads}, do not divide among {ranks} ranks")
-    return found
+    layers = _match_layers(model, read_plan(plan, str(getattr(config, "model_type", None))))
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if isinstance(heads, int) and heads % world_size:
+            raise ValueError(f"mesh: the model's {name}, {heads}, is not divisible by the {world_size} ranks")
+    return layers
 
 
-def read(plan: Plan | str | Path | None, model_type: str = "None") -> Plan:
-    """The plan that is meant: of the model's type, of a name, of a file (its name ends in .json), or itself."""
+def read_plan(plan: Plan | str | Path | None, model_type: str = "None") -> Plan:
+    """Return a plan as a mapping.
+
+    Args:
+        plan: A mapping, the name of one of `PLANS`, a file (its name ends in .json), or None: the plan of
+            ``model_type``.
+        model_type: transformers' ``config.model_type``.
+
+    Raises:
+        ValueError: There is no such plan, or the file is not a plan.
+    """
     if plan is None:
         if model_type not in PLANS:
             raise ValueError(
-                f"plan: none for models of type {model_type}; give one, or a name: {', '.join(PLANS)}"
+                f"plan: no built-in plan for models of type {model_type}; pass a plan, or a name: {', '.join(PLANS)}"
             )
         return PLANS[model_type]
     if isinstance(plan, os.PathLike) or (isinstance(plan, str) and plan.endswith(".json")):
@@ -94,32 +109,37 @@ def read(plan: Plan | str | Path | None, model_type: str = "None") -> Plan:
     return plan
 
 
-def write(path: str | Path, layers: Mapping[str, Entry], **told: Any) -> None:
-    """A file for `compress`: the layers, and what else is to be kept of how they were chosen."""
-    kept = {"format": FORMAT, **told, "layers": {name: entry._asdict() for name, entry in layers.items()}}
-    Path(path).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+def write_plan(path: str | Path, layers: Mapping[str, PlanEntry], **metadata: Any) -> None:
+    """Write a plan file for `dtcomm.tp.compress`: the layers, and metadata about how the plan was chosen."""
+    entries = {name: entry._asdict() for name, entry in layers.items()}
+    content = {"format": FORMAT, **metadata, "layers": entries}
+    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _load(path: Path) -> Plan:
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"plan: cannot read {path}: {error}") from None
-    if not isinstance(kept, dict) or kept.get("format") != FORMAT or not isinstance(kept.get("layers"), dict):
-        raise ValueError(f"plan: {path} is no plan: expected format {FORMAT!r} and layers")
+    if (
+        not isinstance(content, dict)
+        or content.get("format") != FORMAT
+        or not isinstance(content.get("layers"), dict)
+    ):
+        raise ValueError(f"plan: {path} is not a plan: expected format {FORMAT!r} and layers")
     layers = {}
-    for name, entry in kept["layers"].items():
+    for name, entry in content["layers"].items():
         if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str):
             raise ValueError(f"plan: {path}: {name} is {entry!r}; expected a kind and a codec")
-        layers[name] = Entry(entry["kind"], entry.get("codec"))
+        layers[name] = PlanEntry(entry["kind"], entry.get("codec"))
     return layers
 
 
-def _matches(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Entry]]:
+def _match_layers(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, PlanEntry]]:
     modules = dict(model.named_modules())
-    found: dict[str, tuple[nn.Module, Entry]] = {}
-    for pattern, given in plan.items():
-        entry = Entry(given) if isinstance(given, str) else given
+    layers: dict[str, tuple[nn.Module, PlanEntry]] = {}
+    for pattern, value in plan.items():
+        entry = PlanEntry(value) if isinstance(value, str) else value
         if entry.kind not in KINDS:
             raise ValueError(f"plan: {pattern!r} is {entry.kind!r}; valid: {', '.join(KINDS)}")
         if entry.codec is not None:
@@ -127,28 +147,32 @@ def _matches(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Entry]]
         names = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
         if not names:
             raise ValueError(f"plan: {pattern!r} matches no module of {type(model).__name__}")
-        found |= {name: (modules[name], entry) for name in names}
-    return found
+        layers |= {name: (modules[name], entry) for name in names}
+    return layers
 
 
-def packed(kind: str) -> int:
-    """How many outputs lie side by side."""
+def packed_outputs(kind: str) -> int:
+    """Return the number of outputs that lie side by side in a layer of this kind."""
     return 3 if kind == "column_packed3" else 1
 
 
-def transposed(module: nn.Module) -> bool:
-    """Does it keep its weight as [in, out]? GPT-2's Conv1D does."""
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether a linear module stores its weight as [in_features, out_features], as GPT-2's Conv1D does."""
     return type(module).__name__ == "Conv1D"
 
 
-def dense(module: nn.Module, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight [out, in] and bias of a linear layer."""
+def dense_weight_and_bias(module: nn.Module, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the weight, as [out_features, in_features], and the bias of a linear module.
+
+    Raises:
+        ValueError: It is not a linear module; the message contains ``name``.
+    """
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if isinstance(weight, nn.Parameter) and weight.ndim == 2 and (bias is None or bias.ndim == 1):
         if isinstance(module, nn.Linear):
             return weight, bias
-        if transposed(module):
+        if is_transposed(module):
             return weight.t(), bias
     raise ValueError(
-        f"plan: {name} is a {type(module).__name__}; columns and rows are a Linear's or Conv1D's"
+        f"plan: {name} is a {type(module).__name__}; the kinds column and row expect a Linear or a Conv1D"
     )

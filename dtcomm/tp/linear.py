@@ -1,4 +1,7 @@
-"""Linear layers whose weights are shared out among ranks."""
+"""Linear layers whose weights are cut over the ranks of a group: `ColumnParallelLinear` and `RowParallelLinear`.
+
+They are Megatron-LM's layers (Shoeybi et al. 2019, arXiv:1909.08053), with compressed communication.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from torch.nn import functional as F
 from dtcomm.codecs import Codec
 from dtcomm.kernels.epilogue import supports_epilogue
 from dtcomm.tp import functional
-from dtcomm.tp.comm_config import Group, wire
-from dtcomm.tp.flash_all_reduce import Epilogue, Norm, Result
-from dtcomm.tp.multiplied import multiplied
-from dtcomm.tp.sharded_module import Sharded
+from dtcomm.tp.comm_config import GroupOrMesh, make_comm_config
+from dtcomm.tp.epilogue import Epilogue, EpilogueResult, Norm
+from dtcomm.tp.row_linear import row_linear
+from dtcomm.tp.sharded_module import ShardedModule
 
 
-class _Linear(Sharded):
-    """What both layers have in common."""
+class _ParallelLinear(ShardedModule):
+    """The common part of both layers."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -29,31 +32,63 @@ class _Linear(Sharded):
 
     @property
     def matrix(self) -> torch.Tensor:
-        """The weight as [out, in]."""
+        """The weight as [out_features, in_features]."""
         return self.weight.t() if self.transposed else self.weight
 
     def reset_parameters(self) -> None:
-        """As nn.Linear's (or Conv1D's): with the same seed the ranks' parts are those of the dense layer."""
+        """Initialize as nn.Linear (or Conv1D) does: with the same seed the shards are those of the dense layer."""
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        self.fill(_fill_conv1d if self.transposed else lambda name, full: _fill(name, full, bound))
+        self.init_parameters(
+            _init_conv1d if self.transposed else lambda name, full: _init_linear(name, full, bound)
+        )
 
-    def _share(self, rows: int, columns: int, dim: int, device: Any, dtype: torch.dtype | None) -> None:
-        """The weight, [rows, columns], cut along ``dim`` of that, as it is kept."""
+    def _register_weight(
+        self, rows: int, columns: int, dim: int, device: Any, dtype: torch.dtype | None
+    ) -> None:
+        """Make the weight's shard [rows, columns], cut along ``dim``, stored as ``transposed`` says."""
         shape = (columns, rows) if self.transposed else (rows, columns)
-        self.share("weight", shape, 1 - dim if self.transposed else dim, device, dtype)
+        self.register_shard("weight", shape, 1 - dim if self.transposed else dim, device, dtype)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, ranks={self.wire.ranks}, codec={self.wire.codec}"
+        return (
+            f"{self.in_features}, {self.out_features}, ranks={self.comm.world_size}, codec={self.comm.codec}"
+        )
 
 
-class ColumnParallelLinear(_Linear):
-    """``y = x W' + b`` with the rows of W (the features of y) shared out; x is the same on all ranks.
+class ColumnParallelLinear(_ParallelLinear):
+    """A linear layer, ``y = x W' + b``, whose output features (the rows of W) are cut over the ranks.
 
-    gather_output: join y on all ranks (compressed in `codec`), otherwise each rank keeps its features.
-    sequence_parallel: x is this rank's part of the sequence (dimension `sequence_dim`) and is gathered first.
-    backward_codec: of the gradient of x, which is summed over ranks. packed: y is so many outputs side by side
-    (queries, keys and values), of each of which every rank has its part. transposed: the weight is kept as [in, out],
-    as GPT-2's Conv1D keeps it.
+    The input is the same on all ranks. Each rank computes its features of the output and needs no communication for
+    that; the gradient of the input is summed over the ranks.
+
+    Args:
+        in_features: Size of the last dimension of the input.
+        out_features: Size of the last dimension of the dense layer's output; divisible by the number of ranks.
+        bias: Add a bias. Default: True.
+        codec: Codec of the forward pass: of the output if it is gathered, or of the input with
+            ``sequence_parallel``. A spec or a `Codec`. Default: ``"none"``.
+        backward_codec: Codec of the sum of the input's gradients. Default: ``"none"``.
+        gather_output: Gather the features of all ranks. By default each rank returns its own features.
+        sequence_parallel: The input is this rank's part of the sequence, which is gathered first. Default: False.
+        sequence_dim: The dimension of the sequence. Default: 1.
+        packed: The output consists of this many tensors side by side (queries, keys and values: 3), each of which is
+            cut over the ranks by itself. Default: 1.
+        transposed: Store the weight as [in_features, out_features], as GPT-2's Conv1D does. Default: False.
+        algorithm: Algorithm of the sums, see `CommConfig`. Default: ``"auto"``.
+        latency: Send small messages uncompressed where that is predicted to be faster. Default: True.
+        group: Process group or one-dimensional device mesh. Default: all ranks.
+        device: Device of the parameters.
+        dtype: Data type of the parameters.
+
+    Raises:
+        ValueError: A size is not divisible by the number of ranks, a codec or algorithm is not valid, or
+            ``gather_output`` is combined with ``sequence_parallel``.
+
+    Example::
+
+        up = dtcomm.tp.ColumnParallelLinear(1024, 4096, backward_codec="int8", group=mesh)
+        down = dtcomm.tp.RowParallelLinear(4096, 1024, codec="int8", group=mesh)
+        y = down(torch.relu(up(x)))  # one compressed sum forward, one backward
     """
 
     def __init__(
@@ -71,46 +106,83 @@ class ColumnParallelLinear(_Linear):
         transposed: bool = False,
         algorithm: str = "auto",
         latency: bool = True,
-        group: Group = None,
+        group: GroupOrMesh = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(wire(codec, backward_codec, algorithm=algorithm, group=group, latency=latency))
+        super().__init__(
+            make_comm_config(codec, backward_codec, algorithm=algorithm, group=group, latency=latency)
+        )
         if gather_output and sequence_parallel:
-            raise ValueError("gather_output: with sequence_parallel the output stays shared out; choose one")
+            raise ValueError(
+                "gather_output: not valid with sequence_parallel, which keeps the output sharded; choose one"
+            )
         self.in_features, self.out_features = in_features, out_features
         self.gather_output = gather_output
         self.sequence_dim = sequence_dim if sequence_parallel else None
-        rows = self.wire.parts(out_features, "out_features")
+        rows = self.comm.shard_size(out_features, "out_features")
         if packed < 1 or rows % packed:
             raise ValueError(f"packed: {packed} does not divide the {rows} output features of a rank")
         self.packed, self.transposed = packed, transposed
-        self._share(rows, in_features, 0, device, dtype)
+        self._register_weight(rows, in_features, 0, device, dtype)
         if bias:
-            self.share("bias", (rows,), 0, device, dtype)
+            self.register_shard("bias", (rows,), 0, device, dtype)
         else:
             self.bias = None
         self.reset_parameters()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] → [..., out_features / ranks], or all features where they are gathered."""
+        """Return ``x W' + b``.
+
+        Args:
+            x: [..., in_features]; with ``sequence_parallel`` this rank's part of the sequence.
+
+        Returns:
+            [..., out_features / ranks], or [..., out_features] with ``gather_output``.
+        """
         if self.sequence_dim is None:
-            x = functional.copy_to_ranks(x, self.wire)
+            x = functional.copy_to_ranks(x, self.comm)
         else:
-            x = functional.all_gather_from_ranks(x, self.wire, self.sequence_dim)
+            x = functional.all_gather_from_ranks(x, self.comm, self.sequence_dim)
         y = F.linear(x, self.matrix, self.bias)
-        return functional.gather_from_ranks(y, self.wire) if self.gather_output else y
+        return functional.gather_from_ranks(y, self.comm) if self.gather_output else y
 
 
-class RowParallelLinear(_Linear):
-    """``y = x W' + b`` with the columns of W (the features of x) shared out; the partial products are summed.
+class RowParallelLinear(_ParallelLinear):
+    """A linear layer, ``y = x W' + b``, whose input features (the columns of W) are cut over the ranks.
 
-    The bias is added once, after the sum. input_is_parallel: x holds this rank's features; otherwise it holds all and
-    is split. sequence_parallel: y is scattered along `sequence_dim`. chunks: tokens are multiplied in so many parts, so
-    that one part's sum is on its way while the next is multiplied; "auto": see `dtcomm.tp.row_linear`. latency: small
-    messages travel uncompressed where the planner finds that faster (`wire.traffic` says how many did, and why).
-    transposed: the weight is kept as [in, out], as GPT-2's Conv1D keeps it. Compiled, a sum is one operation: neither
-    chunks nor what follows go into it.
+    Each rank multiplies its features; the partial products are summed over the ranks in ``codec``. The bias is
+    replicated and added once, after the sum. Under torch.compile the sum is one operator: ``chunks`` is ignored, and
+    bias, residual and norm are computed by separate kernels.
+
+    Args:
+        in_features: Size of the last dimension of the dense layer's input; divisible by the number of ranks.
+        out_features: Size of the last dimension of the output.
+        bias: Add a bias. Default: True.
+        codec: Codec of the sum, a spec or a `Codec`. Default: ``"none"``.
+        backward_codec: Codec of gradients that are gathered: with ``sequence_parallel``, or without
+            ``input_is_parallel``. Default: ``"none"``.
+        input_is_parallel: The input holds this rank's features, as `ColumnParallelLinear` returns them. Otherwise it
+            holds all features, and this rank takes its own. Default: True.
+        sequence_parallel: Scatter the output along the sequence. Default: False.
+        sequence_dim: The dimension of the sequence. Default: 1.
+        chunks: Multiply the tokens in this many chunks, so that the sum of one chunk is communicated while the next is
+            multiplied; ``"auto"`` chooses the number (`dtcomm.tp.row_linear`). Default: 1.
+        transposed: Store the weight as [in_features, out_features], as GPT-2's Conv1D does. Default: False.
+        algorithm: Algorithm of the sum, see `CommConfig`. Default: ``"auto"``.
+        latency: Send small messages uncompressed where that is predicted to be faster; ``layer.comm.traffic`` counts
+            them and gives the reason. Default: True.
+        group: Process group or one-dimensional device mesh. Default: all ranks.
+        device: Device of the parameters.
+        dtype: Data type of the parameters.
+
+    Raises:
+        ValueError: ``in_features`` is not divisible by the number of ranks, or another argument is not valid.
+
+    Example::
+
+        down = dtcomm.tp.RowParallelLinear(4096, 1024, codec="int8", chunks="auto", group=mesh)
+        x = down(hidden, residual=x)  # the sum, plus bias, plus the residual stream, in one pass
     """
 
     def __init__(
@@ -128,11 +200,13 @@ class RowParallelLinear(_Linear):
         transposed: bool = False,
         algorithm: str = "auto",
         latency: bool = True,
-        group: Group = None,
+        group: GroupOrMesh = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(wire(codec, backward_codec, algorithm=algorithm, group=group, latency=latency))
+        super().__init__(
+            make_comm_config(codec, backward_codec, algorithm=algorithm, group=group, latency=latency)
+        )
         if chunks != "auto" and (
             not isinstance(chunks, int) or chunks < 1 or (chunks > 1 and sequence_parallel)
         ):
@@ -141,57 +215,71 @@ class RowParallelLinear(_Linear):
         self.input_is_parallel = input_is_parallel
         self.sequence_dim = sequence_dim if sequence_parallel else None
         self.chunks, self.transposed = chunks, transposed
-        columns = self.wire.parts(in_features, "in_features")
-        self._share(out_features, columns, 1, device, dtype)
+        columns = self.comm.shard_size(in_features, "in_features")
+        self._register_weight(out_features, columns, 1, device, dtype)
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., in_features / ranks] (or all features) → [..., out_features], plus the residual stream where given.
+        """Return ``x W' + b``, plus the residual stream if one is passed, added in the pass that decodes the sum.
 
-        Bias and residual are added in the pass that decodes the sum.
+        Args:
+            x: [..., in_features / ranks], or [..., in_features] without ``input_is_parallel``.
+            residual: Tensor of the output's shape. Default: None.
+
+        Returns:
+            [..., out_features]; with ``sequence_parallel`` this rank's part of the sequence.
         """
-        return self._added(x, residual, None).y
+        return self._forward(x, residual, None).y
 
     def with_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float = 1e-6
-    ) -> Result:
-        """`forward`, and the RMS norm of its result in the same pass over memory."""
-        return self._added(x, residual, Norm(weight, eps))
+    ) -> EpilogueResult:
+        """Return `forward` and the RMS norm of its result, computed in the same pass over memory.
 
-    def _added(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None) -> Result:
+        Args:
+            x: See `forward`.
+            residual: See `forward`.
+            weight: Weight of the norm, [out_features], or None.
+            eps: Added to the mean square. Default: 1e-6.
+
+        Returns:
+            A named tuple: ``y``, which is `forward`'s result, and ``normed``, of the same shape.
+        """
+        return self._forward(x, residual, Norm(weight, eps))
+
+    def _forward(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None) -> EpilogueResult:
         if not self.input_is_parallel:
-            x = functional.split_to_ranks(x, self.wire)
-        after = Epilogue(self.bias, residual, norm)
+            x = functional.split_to_ranks(x, self.comm)
         if self.sequence_dim is not None:
-            y = functional.reduce_scatter_to_ranks(F.linear(x, self.matrix), self.wire, self.sequence_dim)
+            y = functional.reduce_scatter_to_ranks(F.linear(x, self.matrix), self.comm, self.sequence_dim)
         elif torch.compiler.is_compiling():
-            y = functional.reduce_from_ranks(F.linear(x, self.matrix), self.wire)
+            y = functional.reduce_from_ranks(F.linear(x, self.matrix), self.comm)
         elif not torch.is_autocast_enabled(x.device.type) and supports_epilogue(
             x, self.weight, self.bias, residual, norm and norm.weight
         ):
-            return multiplied(x, self.matrix, self.wire, self.chunks, after)
+            return row_linear(x, self.matrix, self.comm, self.chunks, Epilogue(self.bias, residual, norm))
         else:
             if torch.is_autocast_enabled(x.device.type):
                 x = x.to(torch.get_autocast_dtype(x.device.type))
-            y = multiplied(x, self.matrix, self.wire, self.chunks, Epilogue()).y
+            y = row_linear(x, self.matrix, self.comm, self.chunks, Epilogue()).y
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         if residual is not None:
             y = y + residual
         if norm is None:
-            return Result(y, None)
-        return Result(y, F.rms_norm(y, (y.shape[-1],), norm.weight, norm.eps))
+            return EpilogueResult(y, None)
+        return EpilogueResult(y, F.rms_norm(y, (y.shape[-1],), norm.weight, norm.eps))
 
 
-def _fill(name: str, full: torch.Tensor, bound: float) -> None:
+def _init_linear(name: str, full: torch.Tensor, bound: float) -> None:
     if name == "weight":
         nn.init.kaiming_uniform_(full, a=math.sqrt(5))
     else:
         nn.init.uniform_(full, -bound, bound)
 
 
-def _fill_conv1d(name: str, full: torch.Tensor) -> None:
+def _init_conv1d(name: str, full: torch.Tensor) -> None:
     if name == "weight":
         nn.init.normal_(full, std=0.02)
     else:

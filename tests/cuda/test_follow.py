@@ -17,7 +17,7 @@ from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.cuda_peer.launch import After
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC
-from dtcomm.tp.emulate import summed
+from dtcomm.tp.emulate import emulate_all_reduce
 from tests.cuda.cases import ON_A_DEVICE, PEER
 from tests.support.host_sync_trace import trace
 from tests.unit.runtime.test_fused import SPECS
@@ -74,7 +74,7 @@ def test_the_symmetric_sum_of_virtual_ranks(ranks: int) -> None:
     for turn, spec in enumerate(SPECS[1:]):
         dtype = TYPES[turn % 3]
         given = Given(ranks, dtype)
-        expected = summed(given.sums, spec, TWO_SHOT_SYMMETRIC)
+        expected = emulate_all_reduce(given.sums, spec, TWO_SHOT_SYMMETRIC)
         ours = [x.cuda() for x in given.sums]
         plan = virtual.plan("all_reduce", ROWS * FEATURES, dtype, spec, algorithm=TWO_SHOT_SYMMETRIC)
         virtual.run(plan, ours, ours)

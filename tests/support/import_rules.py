@@ -19,12 +19,14 @@ def _may(parts: str = "", libraries: str = "") -> tuple[frozenset[str], frozense
     return frozenset(parts.split()), frozenset(libraries.split())
 
 
-_INTEGRATION = _may("profiling compress collectives codecs kernels device", "torch")
+_INTEGRATION = _may("_autograd profiling compress collectives codecs kernels device", "torch")
 
 # part of dtcomm → (parts it may import besides itself and the leaves, libraries besides the standard one)
 PYTHON_LAW: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "errors": _may(),
     "env": _may(),
+    # One typed helper for autograd functions: a leaf.
+    "_autograd": _may("", "torch"),
     "schedule": _may(),
     "algorithms": _may("schedule"),
     "codecs": _may("", "torch"),
@@ -41,7 +43,9 @@ PYTHON_LAW: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "compress": _may("profiling collectives planner kernels codecs device", "torch"),
     "ddp": _may("local_sgd planner profiling compress collectives codecs kernels device", "torch"),
     "fsdp": _INTEGRATION,
-    "tp": _may("planner profiling compress collectives codecs kernels device", "torch transformers"),
+    "tp": _may(
+        "_autograd planner profiling compress collectives codecs kernels device", "torch transformers"
+    ),
     "moe": _INTEGRATION,
     "pipeline": _INTEGRATION,
     "local_sgd": _INTEGRATION,

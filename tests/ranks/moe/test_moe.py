@@ -96,7 +96,7 @@ def refusals(rank: int, ranks: int) -> None:
         (torch.zeros(4), 4, "experts: expected integers"),
         (torch.zeros(3, dtype=torch.long), 4, r"experts: expected integers \[4\]"),
         (torch.full((4,), 7), 4, "experts: expected 0 to 3, got 7 to 7"),
-        (torch.zeros(4, dtype=torch.long), 5, "total: 5 experts do not divide among 2 ranks"),
+        (torch.zeros(4, dtype=torch.long), 5, "num_experts: 5 experts are not divisible by the 2 ranks"),
     ):
         with pytest.raises(ValueError, match=says):
             moe.dispatch(x, experts, total)

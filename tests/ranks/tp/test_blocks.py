@@ -79,7 +79,7 @@ def same(rank: int, ranks: int, which: str, options: dict[str, Any], tolerance: 
     torch.testing.assert_close(mine.grad, x.grad, rtol=tolerance, atol=tolerance * scale)
     for name, parameter in block.named_parameters():
         layer, _, kind = name.rpartition(".")
-        wanted = block.get_submodule(layer).part(kind, dense.get_parameter(name).grad)
+        wanted = block.get_submodule(layer).shard_of(kind, dense.get_parameter(name).grad)
         torch.testing.assert_close(
             parameter.grad, wanted, rtol=tolerance, atol=tolerance * float(wanted.abs().max() + 1)
         )
@@ -100,15 +100,15 @@ def test_compressed_blocks_are_near(which: str) -> None:
 
 
 def refusals(rank: int, ranks: int) -> None:
-    with pytest.raises(ValueError, match="heads: 3 do not divide among 2 ranks"):
+    with pytest.raises(ValueError, match="heads: 3 is not divisible by the 2 ranks"):
         tp.ParallelAttention(48, 3)
-    with pytest.raises(ValueError, match="kv_heads: 1 do not divide among 2 ranks"):
+    with pytest.raises(ValueError, match="kv_heads: 1 is not divisible by the 2 ranks"):
         tp.ParallelAttention(48, 4, kv_heads=1)
-    with pytest.raises(ValueError, match="kv_heads: 3 does not divide the 4 heads"):
+    with pytest.raises(ValueError, match="kv_heads: 4 heads are not divisible by 3"):
         tp.ParallelAttention(48, 4, kv_heads=3)
-    with pytest.raises(ValueError, match="heads: 5 do not divide the width, 48"):
+    with pytest.raises(ValueError, match="heads: the width, 48, is not divisible by 5"):
         tp.ParallelAttention(48, 5)
-    with pytest.raises(ValueError, match="out_features: 49 does not divide among 2 ranks"):
+    with pytest.raises(ValueError, match="out_features: 49 is not divisible by the 2 ranks"):
         tp.ParallelMLP(48, 49)
     with pytest.raises(ValueError, match="activation: 'tan'; valid: gelu"):
         tp.ParallelMLP(48, 48, activation="tan")

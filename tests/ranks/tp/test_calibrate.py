@@ -60,8 +60,8 @@ def test_the_plan_is_the_lowest_within_its_budget() -> None:
         relative = [errors[name][spec].relative for spec in codecs]
         assert relative == sorted(relative) and 1e-3 < relative[0] < 0.02 < relative[1] < 0.2 < relative[2]
         assert errors[name]["int2"].divergence > errors[name]["int8"].divergence > 0
-    assert all(each.chosen.perplexity <= budget for budget, each in found.items())
-    assert found[1e9].mean_bits == pytest.approx(2.5) and not found[1e9].high
+    assert all(each.plan_error.perplexity <= budget for budget, each in found.items())
+    assert found[1e9].mean_bits == pytest.approx(2.5) and not found[1e9].high_precision
     assert found[0.02].mean_bits < 32 and found[0].mean_bits >= found[0.02].mean_bits
     # What it says of the plan is so.
     layers = emulate(dense, 2, found[0.02].layers, "none")
@@ -69,7 +69,7 @@ def test_the_plan_is_the_lowest_within_its_budget() -> None:
         loss = sum(float(demo_model.loss(dense, each[:, :-1], each[:, 1:])) for each in batches()) / 2
     restore(dense, layers)
     assert float(torch.tensor(loss).exp()) == pytest.approx(
-        found[0.02].perplexity * (1 + found[0.02].chosen.perplexity), rel=1e-5
+        found[0.02].perplexity * (1 + found[0.02].plan_error.perplexity), rel=1e-5
     )
     assert all(torch.equal(tensor, before[name]) for name, tensor in dense.state_dict().items())
     assert dense.training
@@ -94,19 +94,19 @@ def test_the_command_writes_what_compress_reads(tmp_path: Path, capsys: pytest.C
 def swapped(rank: int, ranks: int, plan: str) -> dict[str, str]:
     made = model()
     report = tp.compress(made, None, plan, "int8")
-    assert str(made.get_submodule("head").wire.codec) == report.codecs["head"]
+    assert str(made.get_submodule("head").comm.codec) == report.codecs["head"]
     return report.codecs
 
 
 def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"bad\.json is no plan: expected format 'dtcomm tp plan 1'"):
+    with pytest.raises(ValueError, match=r"bad\.json is not a plan: expected format 'dtcomm tp plan 1'"):
         calibrate(model(), batches(), 2, tmp_path / "bad.json")
     with pytest.raises(ValueError, match="batches: expected at least one"):
         calibrate(model(), [], 2, KINDS)
     with pytest.raises(ValueError, match="budget: expected 0 or more, got -1"):
         calibrate(model(), batches(), 2, KINDS, budget=-1)
-    with pytest.raises(ValueError, match="plan: no layer sends activations"):
+    with pytest.raises(ValueError, match="plan: none of its layers sends activations"):
         calibrate(model(), batches(), 2, {"blocks.*.up": "column"})
     assert main(["tp", "calibrate", "nowhere:made"]) == 2
     assert "MODEL: nowhere:made: No module named 'nowhere'" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from dtcomm.codecs.spec import CODECS
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure.simulated_world import Operation, World, run
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
-from dtcomm.tp.emulate import emulate, restore, summed
+from dtcomm.tp.emulate import emulate, emulate_all_reduce, restore
 
 SPECS = [
     # randk's positions come from keys that an engine's messages number.
@@ -28,7 +28,7 @@ PLAN = {
     "blocks.*.up": "column",
     "blocks.*.down": "row",
 }
-SHAPE = demo_model.OpSpec(vocabulary=20, context=16, layers=1, width=64, heads=4)
+SHAPE = demo_model.Shape(vocabulary=20, context=16, layers=1, width=64, heads=4)
 
 
 def collective(parts: list[torch.Tensor], spec: str, algorithm: str) -> torch.Tensor:
@@ -58,7 +58,7 @@ def test_sums_are_the_engines_to_the_bit(spec: str, algorithm: str) -> None:
         generator = torch.Generator().manual_seed(numel)
         parts = [torch.randn(numel, generator=generator).to(dtype) for _ in range(ranks)]
         expected = collective(parts, spec, algorithm)
-        assert torch.equal(summed(parts, spec, algorithm), expected), (ranks, numel)
+        assert torch.equal(emulate_all_reduce(parts, spec, algorithm), expected), (ranks, numel)
 
 
 def test_uncompressed_it_is_the_dense_model_and_comes_out_again() -> None:
@@ -108,12 +108,12 @@ def test_a_compressed_model_is_that_of_real_ranks() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     model = _model()
-    with pytest.raises(ValueError, match=r"blocks\.0\.qkv: 192 output features do not divide among 5 ranks"):
+    with pytest.raises(ValueError, match=r"blocks\.0\.qkv: 192 output features are not divisible by 5 ranks"):
         emulate(model, 5, PLAN)
     with pytest.raises(ValueError, match="ranks: expected 1 or more, got 0"):
         emulate(model, 0, PLAN)
     with pytest.raises(ValueError, match="algorithm: 'ring'; valid: auto, direct"):
-        summed([torch.zeros(4)] * 2, "int8", "ring")
-    with pytest.raises(ValueError, match=r"codec: exact.* needs ranks that talk"):
-        summed([torch.zeros(4)] * 2, "exact")
+        emulate_all_reduce([torch.zeros(4)] * 2, "int8", "ring")
+    with pytest.raises(ValueError, match=r"codec: exact.* cannot be emulated"):
+        emulate_all_reduce([torch.zeros(4)] * 2, "exact")
     assert type(model.blocks[0].down) is nn.Linear

@@ -136,7 +136,7 @@ def test_embedding() -> None:
 
 def conjugates(rank: int, ranks: int) -> None:
     """Numerical gradients, the same random numbers on all ranks, the loss summed over ranks where outputs differ."""
-    over = tp.wire()
+    over = tp.make_comm_config()
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(4, 6, dtype=torch.float64, generator=generator, requires_grad=True)
     # These are what they say by themselves: every rank perturbs the same element of the same tensor.
@@ -156,18 +156,18 @@ def test_each_pair_is_conjugate() -> None:
 
 
 def refusals(rank: int, ranks: int) -> None:
-    with pytest.raises(ValueError, match="out_features: 35 does not divide among 2 ranks"):
+    with pytest.raises(ValueError, match="out_features: 35 is not divisible by the 2 ranks"):
         tp.ColumnParallelLinear(IN, 35)
-    with pytest.raises(ValueError, match="in_features: 25 does not divide"):
+    with pytest.raises(ValueError, match="in_features: 25 is not divisible"):
         tp.RowParallelLinear(25, OUT)
     with pytest.raises(ValueError, match="chunks: 0; valid: 1 or more"):
         tp.RowParallelLinear(IN, OUT, chunks=0)
-    with pytest.raises(ValueError, match="gather_output: with sequence_parallel"):
+    with pytest.raises(ValueError, match="gather_output: not valid with sequence_parallel"):
         tp.ColumnParallelLinear(IN, OUT, gather_output=True, sequence_parallel=True)
     with pytest.raises(ValueError, match="unknown codec"):
         tp.RowParallelLinear(IN, OUT, codec="int9")
-    with pytest.raises(ValueError, match="dim 0: 5 does not divide among 2 ranks"):
-        functional.split_to_ranks(torch.zeros(5, 2), tp.wire(), 0)
+    with pytest.raises(ValueError, match="dim 0: 5 is not divisible by the 2 ranks"):
+        functional.split_to_ranks(torch.zeros(5, 2), tp.make_comm_config(), 0)
 
 
 def test_what_cannot_be_is_refused_with_the_reason() -> None:

@@ -26,9 +26,10 @@ from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.cuda_peer.launch import ALGORITHMS, After, NoKernel
 from dtcomm.runtime.cuda_peer.runtime import PeerRuntime
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, TensorSpec
-from dtcomm.tp.comm_config import Wire
-from dtcomm.tp.emulate import summed
-from dtcomm.tp.flash_all_reduce import Epilogue, Norm, two_step
+from dtcomm.tp.comm_config import CommConfig
+from dtcomm.tp.emulate import emulate_all_reduce
+from dtcomm.tp.epilogue import Epilogue, Norm
+from dtcomm.tp.flash_all_reduce import flash_all_reduce
 from tests.support.op_recorder import unwatched
 from tests.support.stream_checker import RecordedStreams
 from tests.unit.runtime.test_fused import SPECS
@@ -108,7 +109,7 @@ def test_the_sum_of_tensor_parallelism_is_one_kernel(ranks: int) -> None:
     virtual = VirtualRanks(ranks)
     for turn, spec in enumerate(SPECS[1:]):
         given = Given(ranks, TYPES[turn % 3])
-        expected = summed(given.sums, spec, TWO_SHOT_SYMMETRIC)
+        expected = emulate_all_reduce(given.sums, spec, TWO_SHOT_SYMMETRIC)
         plan = virtual.plan(
             "all_reduce", ROWS * FEATURES, TYPES[turn % 3], spec, algorithm=TWO_SHOT_SYMMETRIC
         )
@@ -173,9 +174,9 @@ def test_calls_and_layers_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
         with unwatched():
             hooks = ours[0].task(rank)
         all_reduce(ours[0].sums[rank], "avg", codec="int4", algorithm="two_shot", epilogue=hooks.after[0])
-        over = Wire(codec=codec("int8"), backward_codec=codec("none"), algorithm=TWO_SHOT_SYMMETRIC)
+        over = CommConfig(codec=codec("int8"), backward_codec=codec("none"), algorithm=TWO_SHOT_SYMMETRIC)
         after = Epilogue(ours[1].bias, ours[1].residuals[rank], Norm(ours[1].weight, 1e-5))
-        results[rank] = two_step(ours[1].sums[rank], over, after)
+        results[rank] = flash_all_reduce(ours[1].sums[rank], over, after)
         # A schedule of one's own, and algorithms by name; whole numbers, so that sums are exact.
         mine = torch.arange(900.0) + rank
         run_schedule(algorithms.build("tree", "all_reduce", ranks), mine)
@@ -198,7 +199,7 @@ def test_calls_and_layers_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
 
 def by_verbs(given: Given, spec: str, rank: int) -> list[torch.Tensor]:
     """The two-step sum of the fp32 terms, what follows it rounded once, and the norm of that."""
-    total = summed([each.float() for each in given.sums], spec, TWO_SHOT_SYMMETRIC)
+    total = emulate_all_reduce([each.float() for each in given.sums], spec, TWO_SHOT_SYMMETRIC)
     y = ((total + given.bias.float()) + given.residuals[rank].float()).to(given.bias.dtype)
     normed = torch.empty_like(y)
     epilogue_task(y, weight=given.weight, eps=1e-5, norm_out=normed)()

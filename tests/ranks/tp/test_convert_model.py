@@ -47,7 +47,7 @@ def plain(rank: int, ranks: int) -> None:
     model(tokens).square().mean().backward()
     for name, parameter in model.named_parameters():
         layer, _, kind = name.rpartition(".")
-        expected = model.get_submodule(layer).part(kind, dense.get_parameter(name).grad)
+        expected = model.get_submodule(layer).shard_of(kind, dense.get_parameter(name).grad)
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-6)
     # Dense checkpoints still load.
     model.load_state_dict(dense.state_dict())
@@ -117,10 +117,10 @@ def named_styles(rank: int, ranks: int) -> None:
     expected = dense(tokens).logits
     expected.square().mean().backward()
     counted = []
-    summed = functional.summed
-    functional.summed = lambda x, over, backward=False: (
-        counted.append(str(over.backward_codec)) if backward else None,
-        summed(x, over, backward=backward),
+    all_reduce = functional.all_reduce
+    functional.all_reduce = lambda x, comm, backward=False: (
+        counted.append(str(comm.backward_codec)) if backward else None,
+        all_reduce(x, comm, backward=backward),
     )[1]
     for codec, back, tolerance in (("none", "none", 1e-4), ("int8", "int6", 0.05)):
         rowwise, colwise = register(codec, backward_codec=back, latency=False)
@@ -156,17 +156,17 @@ def refusals(rank: int, ranks: int) -> None:
     for plan, says in (
         ({"up": "diagonal"}, "'up' is 'diagonal'; valid: column"),
         ({"nowhere.*": "row"}, "'nowhere.\\*' matches no module of Mlp"),
-        ({"up": "vocabulary"}, "up is a Linear; a vocabulary is an Embedding's"),
-        ({"embed": "row"}, "embed is a Embedding; columns and rows"),
+        ({"up": "vocabulary"}, "up is a Linear; the kind vocabulary expects an Embedding"),
+        ({"embed": "row"}, "embed is a Embedding; the kinds column and row"),
         ("bert", "unknown 'bert'; valid: llama"),
-        (None, "none for models of type None"),
+        (None, "no built-in plan for models of type None"),
     ):
         with pytest.raises(ValueError, match=says):
             tp.compress(model, None, plan)
     assert {name: type(module) for name, module in model.named_modules()} == before
     odd = tiny("llama")
     odd.config.num_key_value_heads = 3
-    with pytest.raises(ValueError, match="num_key_value_heads, 3, do not divide among 2"):
+    with pytest.raises(ValueError, match="num_key_value_heads, 3, is not divisible by the 2"):
         tp.compress(odd, None)
 
 

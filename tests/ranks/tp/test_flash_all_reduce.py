@@ -1,4 +1,5 @@
-"""The two-step sum: its bytes, what follows it in the same pass, and that a token's result is its own."""
+"""The symmetric two-shot all-reduce: its bytes, its fused epilogue, and that a token's result depends on that token
+alone."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from dtcomm.codecs import codec
 from dtcomm.codecs.spec import CODECS
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.tp import functional, row_linear
-from dtcomm.tp.comm_config import Wire
-from dtcomm.tp.emulate import summed
-from dtcomm.tp.flash_all_reduce import Epilogue, TwoStep, two_step
+from dtcomm.tp.comm_config import CommConfig
+from dtcomm.tp.emulate import emulate_all_reduce
+from dtcomm.tp.epilogue import Epilogue
+from dtcomm.tp.flash_all_reduce import FlashAllReduce, flash_all_reduce
 
 SPECS = [
     *(name for name in CODECS if name not in ("none", "exact", "randk")),
@@ -34,13 +36,15 @@ def sums(rank: int, ranks: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         parts = [given(each, dtype=dtype) for each in range(ranks)]
         for spec in SPECS:
-            over = tp.wire(spec, algorithm="two_shot_symmetric")
-            got = two_step(parts[rank], over).y
-            assert torch.equal(got, summed(parts, spec, "two_shot_symmetric")), (spec, dtype)
-        assert two_step(parts[rank][:0], tp.wire("int8")).y.shape == (0, FEATURES)
+            over = tp.make_comm_config(spec, algorithm="two_shot_symmetric")
+            got = flash_all_reduce(parts[rank], over).y
+            assert torch.equal(got, emulate_all_reduce(parts, spec, "two_shot_symmetric")), (spec, dtype)
+        assert flash_all_reduce(parts[rank][:0], tp.make_comm_config("int8")).y.shape == (0, FEATURES)
         # What loses nothing is the plain sum, whatever the algorithm.
-        plain = functional.summed(parts[rank], tp.wire("none", algorithm="two_shot_symmetric"))
-        assert torch.equal(plain, summed(parts, "none", "one_shot"))
+        plain = functional.all_reduce(
+            parts[rank], tp.make_comm_config("none", algorithm="two_shot_symmetric")
+        )
+        assert torch.equal(plain, emulate_all_reduce(parts, "none", "one_shot"))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -62,11 +66,11 @@ def invariant(rank: int, ranks: int) -> None:
         "fp16",
     ):
         for algorithm in ("one_shot", "two_shot_symmetric"):
-            over = tp.wire(spec, algorithm=algorithm)
-            assert over.invariant(FEATURES)
-            alone = torch.cat([functional.summed(tokens[at : at + 1], over) for at in range(40)])
+            over = tp.make_comm_config(spec, algorithm=algorithm)
+            assert over.batch_invariant(FEATURES)
+            alone = torch.cat([functional.all_reduce(tokens[at : at + 1], over) for at in range(40)])
             for start, stop in ((0, 40), (3, 9), (7, 40)):
-                together = functional.summed(tokens[start:stop], over)
+                together = functional.all_reduce(tokens[start:stop], over)
                 assert torch.equal(together, alone[start:stop]), (spec, algorithm, start, stop)
     for spec, algorithm, features in (
         ("int8", "direct", 96),
@@ -75,7 +79,7 @@ def invariant(rank: int, ranks: int) -> None:
         ("int8", "two_shot_symmetric", 100),
         ("topk:ratio=0.1", "two_shot_symmetric", 96),
     ):
-        assert not tp.wire(spec, algorithm=algorithm).invariant(features)
+        assert not tp.make_comm_config(spec, algorithm=algorithm).batch_invariant(features)
 
 
 def test_a_token_does_not_depend_on_its_batch() -> None:
@@ -104,7 +108,7 @@ def followed(rank: int, ranks: int) -> None:
         plain = tp.RowParallelLinear(
             64 * ranks, FEATURES, bias=False, codec=spec, algorithm=algorithm, chunks=chunks, latency=False
         )
-        plain.take({"weight": layer.full_state_dict()["weight"].requires_grad_()})
+        plain.load_dense({"weight": layer.full_state_dict()["weight"].requires_grad_()})
         generator = torch.Generator().manual_seed(rank)
         x = torch.randn(5, 10, 64, generator=generator).to(dtype).requires_grad_()
         parameters = [x, stream, weight, layer.bias]
@@ -150,11 +154,11 @@ def latency(rank: int, ranks: int) -> None:
         for each in (layer, always):
             each(torch.ones(1, 32))
             each(torch.ones(1000, 32))
-    traffic = layer.wire.traffic
+    traffic = layer.comm.traffic
     assert (traffic.calls, traffic.elements, traffic.uncompressed) == (2, 1001 * FEATURES, 1)
     assert traffic.why.startswith("int8 ") and f"none {traffic.why.split('none ')[1]}" in traffic.why
     assert traffic.payload_bytes == FEATURES * 4 + 1000 * FEATURES * 34 // 32
-    assert always.wire.traffic.uncompressed == 0 and always.wire.traffic.why == ""
+    assert always.comm.traffic.uncompressed == 0 and always.comm.traffic.why == ""
 
 
 def test_the_latency_path_is_chosen_and_told() -> None:
@@ -162,12 +166,12 @@ def test_the_latency_path_is_chosen_and_told() -> None:
 
 
 def test_chunks_are_chosen_between_hosts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    over = Wire(codec=codec("int4"), backward_codec=codec("none"))
+    over = CommConfig(codec=codec("int4"), backward_codec=codec("none"))
     y = torch.empty(512, 4096)
     for hosts, expected in ((1, 1), (2, 8)):
         monkeypatch.setattr(row_linear, "info", lambda group, hosts=hosts: {"hosts": hosts})
-        assert row_linear.automatic(over, y, over.codec) == expected
-    assert row_linear.automatic(over, y[:4], over.codec) == 1
+        assert row_linear.automatic_chunks(over, y, over.codec) == expected
+    assert row_linear.automatic_chunks(over, y[:4], over.codec) == 1
 
 
 @pytest.mark.parametrize(
@@ -189,7 +193,7 @@ def wire_bytes(rank: int, ranks: int, spec: str) -> tuple[int, int, int]:
         )
         work.wait()
         sent.append(work.wire_bytes)
-    step = TwoStep(torch.zeros(512, 1024, dtype=torch.bfloat16), tp.wire(spec))
-    step.gather()
+    step = FlashAllReduce(torch.zeros(512, 1024, dtype=torch.bfloat16), tp.make_comm_config(spec))
+    step.start_gather()
     step.finish(torch.empty(512, 1024, dtype=torch.bfloat16), None, Epilogue())
     return sent[0], sent[1], step.sent_bytes
