@@ -17,17 +17,17 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm.collectives import Work, broadcast
-from dtcomm.compress.bucket_averager import NONE, Averager
-from dtcomm.compress.bucket_layout import Packing, pack
-from dtcomm.compress.checkpoint import VERSION, require_fit, share_of
+from dtcomm.compress.bucket_averager import NONE, BucketAverager
+from dtcomm.compress.bucket_layout import BucketLayout, build_layout
+from dtcomm.compress.checkpoint import VERSION, require_matching_sizes, select_share
 from dtcomm.compress.dgc import DGC
-from dtcomm.compress.error_sample import Sample, norm_of
-from dtcomm.compress.error_state import Handed, Memory
-from dtcomm.compress.guard import Event, Guard, summary
-from dtcomm.compress.policy import ALONE, Choice, Policy, as_policy
-from dtcomm.compress.report import Report, Tally, rows
+from dtcomm.compress.error_sample import ErrorSample, l2_norm
+from dtcomm.compress.error_state import ErrorState, PendingGradient
+from dtcomm.compress.guard import Event, Guard, count_events
+from dtcomm.compress.guard_monitor import make_monitor
+from dtcomm.compress.policy import SINGLE_RANK, CodecChoice, Policy, as_policy
+from dtcomm.compress.report import ParameterTotals, Report, rows
 from dtcomm.compress.spec import Scheme
-from dtcomm.compress.unwatched import watcher
 from dtcomm.kernels import counter_rng
 
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
@@ -39,8 +39,8 @@ class _Landing:
     """A bucket's differences, which become their mean, what was handed over of them, and samples of it."""
 
     mean: torch.Tensor
-    handed: list[Handed]
-    samples: list[Sample]
+    handed: list[PendingGradient]
+    samples: list[ErrorSample]
 
 
 class LocalSGD:
@@ -92,8 +92,8 @@ class LocalSGD:
             raise ValueError("spec: dgc has a momentum for gradients; here momentum is the outer optimiser's")
         self.every, self.warmup, self.group = every, warmup, group
         self.steps = self.syncs = 0
-        self._memory = Memory(feedback, residual, schemes)
-        self._averager = Averager(algorithm, group, seed)
+        self._error_state = ErrorState(feedback, residual, schemes)
+        self._averager = BucketAverager(algorithm, group, seed)
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self._weights:
             raise ValueError("model: has no parameters that require gradients")
@@ -106,10 +106,10 @@ class LocalSGD:
                 tensor.copy_(whole)
         self._common = [weight.detach().float().clone() for weight in self._weights.values()]
         self._outer = None if outer is None else outer(self._common)
-        self._watch = watcher(guard if any(scheme != NONE for scheme in schemes) else None)
+        self._watch = make_monitor(guard if any(scheme != NONE for scheme in schemes) else None)
         self._sample_every, self._bucket_bytes = sample_every, bucket_bytes
-        self._retired: list[Packing] = []
-        self._buckets: list[tuple[list[str], Packing]] = []
+        self._retired: list[BucketLayout] = []
+        self._buckets: list[tuple[list[str], BucketLayout]] = []
         self._repack()
 
     def step(self) -> bool:
@@ -126,9 +126,9 @@ class LocalSGD:
 
         FloatingPointError on every rank where one brought NaN or Inf; all have the weights of the last average then.
         """
-        self._watch.begin(self.syncs)
+        self._watch.begin_step(self.syncs)
         self._repack()
-        told = self._watch.vector(self._common[0].device)
+        told = self._watch.stats_tensor(self._common[0].device)
         last = self._buckets[-1][1]
         starting = [
             self._bucket(names, packing, told if packing is last else None)
@@ -148,10 +148,10 @@ class LocalSGD:
         key = counter_rng.mix_key(self._averager.seed, dist.get_rank(self.group), self.syncs)
         means = [self._landed(landing, key) for _, _, landing in starting]
         if told is not None:
-            self._watch.judge(self.syncs, told)
-        for name in self._watch.take_resets():
-            self._memory.reset(name)
-        for name in self._watch.take_changes():
+            self._watch.evaluate(self.syncs, told)
+        for name in self._watch.pop_resets():
+            self._error_state.reset(name)
+        for name in self._watch.pop_changes():
             self._averager.factors.forget(name)
         finite = all(bool(torch.isfinite(buffer).all()) for buffer in means)
         if finite:
@@ -166,24 +166,24 @@ class LocalSGD:
 
     def report(self) -> Report:
         """What was sent and saved, against uncompressed averages; the rest is saved by not averaging every step."""
-        tallies: dict[str, Tally] = {}
+        tallies: dict[str, ParameterTotals] = {}
         packings = [*self._retired, *(packing for _, packing in self._buckets)]
         for packing in packings:
             packing.add_to(tallies)
         return Report(
             policy=f"every {self.every} steps: {self.policy}",
-            feedback=self._memory.kind,
+            feedback=self._error_state.kind,
             steps=self.steps,
             messages=sum(packing.messages for packing in packings),
             wire_bytes=sum(packing.wire_bytes for packing in packings),
             plain_bytes=round(sum(packing.plain_bytes for packing in packings)),
             seconds=sum(packing.seconds for packing in packings),
-            residual_bytes=self._memory.held(),
+            residual_bytes=self._error_state.persistent_bytes(),
             memory={
-                **self._memory.nbytes(),
+                **self._error_state.nbytes(),
                 "common weights": sum(4 * common.numel() for common in self._common),
             },
-            events=summary(self.events),
+            events=count_events(self.events),
             rows=rows(tallies.items()),
         )
 
@@ -194,7 +194,7 @@ class LocalSGD:
 
     def observe(self, loss: float | torch.Tensor) -> None:
         """Tell the guard this step's loss, on every rank; what counts is the last one before an average."""
-        self._watch.observe(loss)
+        self._watch.observe_loss(loss)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's; every rank saves its own, and its model's weights beside it: between averages they differ."""
@@ -205,7 +205,7 @@ class LocalSGD:
             "seed": self._averager.seed,
             "rank": dist.get_rank(self.group),
             "world_size": dist.get_world_size(self.group),
-            **self._memory.state_dict(),
+            **self._error_state.state_dict(),
             "factors": self._averager.factors.state_dict(),
             "watch": self._watch.state_dict(),
             "common": {
@@ -217,11 +217,11 @@ class LocalSGD:
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from `state_dict`: this rank's own, or the list of every rank's, where their number has changed."""
         rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        first, residuals = share_of(state, rank, world_size)
+        first, residuals = select_share(state, rank, world_size)
         sizes = {name: weight.numel() for name, weight in self._weights.items()}
-        require_fit(residuals, sizes)
-        require_fit({name: common.flatten() for name, common in first["common"].items()}, sizes)
-        self._memory.load(state, residuals, rank, world_size)
+        require_matching_sizes(residuals, sizes)
+        require_matching_sizes({name: common.flatten() for name, common in first["common"].items()}, sizes)
+        self._error_state.load(state, residuals, rank, world_size)
         self._averager.factors.load_state_dict(first["factors"])
         self._watch.load_state_dict(first.get("watch", {}))
         self._averager.seed, self.steps, self.syncs = first["seed"], first["steps"], first["syncs"]
@@ -231,23 +231,29 @@ class LocalSGD:
             self._outer.load_state_dict(first["outer"])
 
     def _bucket(
-        self, names: Sequence[str], packing: Packing, told: torch.Tensor | None
-    ) -> tuple[Iterator[Work], Packing, _Landing]:
+        self, names: Sequence[str], packing: BucketLayout, told: torch.Tensor | None
+    ) -> tuple[Iterator[Work], BucketLayout, _Landing]:
         """The stages of a bucket, of which none has begun, and what is needed when they are done."""
         buffer, ranks = self._differences(names), dist.get_world_size(self.group)
         sampled = self._sample_every > 0 and self.syncs % self._sample_every == 0
-        samples: list[Sample] = []
+        samples: list[ErrorSample] = []
         tensors: list[torch.Tensor] = []
         residuals: list[torch.Tensor | None] = []
-        handed: list[Handed] = []
-        for segment, tensor in zip(packing.segments, packing.cut(buffer), strict=True):
-            norm = norm_of(tensor) if sampled and not segment.lossless else 0.0
-            given = None if segment.lossless else self._memory.hand(segment, tensor, ranks, sampled=sampled)
+        handed: list[PendingGradient] = []
+        for segment, tensor in zip(packing.segments, packing.split(buffer), strict=True):
+            norm = l2_norm(tensor) if sampled and not segment.lossless else 0.0
+            given = (
+                None
+                if segment.lossless
+                else self._error_state.prepare(segment, tensor, ranks, sampled=sampled)
+            )
             if given is not None:
                 handed.append(given)
                 if sampled:
-                    samples.append(Sample.take(segment.name, segment.codec, norm, given.sent, given.residual))
-                    self._watch.sampled(segment.name, segment.codec)
+                    samples.append(
+                        ErrorSample.take(segment.name, segment.codec, norm, given.sent, given.residual)
+                    )
+                    self._watch.register_sample(segment.name, segment.codec)
             tensors.append(tensor if given is None else given.sent)
             residuals.append(None if given is None else given.residual)
         packing.messages += 1
@@ -258,10 +264,10 @@ class LocalSGD:
         lost = {each.segment.name: each.residual for each in landing.handed}
         for sample in landing.samples:
             if (residual := lost[sample.name]) is not None:
-                self._watch.measured(sample, residual)
-        self._watch.arrived(landing.mean)
+                self._watch.record_error(sample, residual)
+        self._watch.check_finite(landing.mean)
         for each in landing.handed:
-            self._memory.take(each, key)
+            self._error_state.finish(each, key)
         return landing.mean
 
     def _differences(self, names: Sequence[str]) -> torch.Tensor:
@@ -302,16 +308,16 @@ class LocalSGD:
         for _, packing in self._buckets:
             packing.revision = self._watch.revision
 
-    def _packed(self, bucket_bytes: int) -> Iterator[tuple[list[str], Packing]]:
+    def _packed(self, bucket_bytes: int) -> Iterator[tuple[list[str], BucketLayout]]:
         """Names and packing of every bucket, weights first."""
 
-        def choose(name: str, tensor: torch.Tensor) -> Choice:
+        def choose(name: str, tensor: torch.Tensor) -> CodecChoice:
             if name in self._running:
-                return Choice(codec=NONE, why="a buffer")
+                return CodecChoice(codec=NONE, why="a buffer")
             if dist.get_world_size(self.group) == 1:
-                return ALONE
+                return SINGLE_RANK
             choice = self.policy.choose(name, tensor)
-            return choice.instead(self._watch.scheme(name, choice.codec, self.syncs), tensor)
+            return choice.instead(self._watch.scheme_for(name, choice.codec, self.syncs), tensor)
 
         groups: list[list[tuple[str, torch.Tensor]]] = [[]]
         for named in {**self._weights, **self._running}.items():
@@ -324,4 +330,4 @@ class LocalSGD:
             parts = torch.split(buffer, sizes)
             names = [name for name, _ in members]
             views = [part.view(tensor.shape) for part, (_, tensor) in zip(parts, members, strict=True)]
-            yield names, pack(buffer, zip(names, views, strict=True), (), choose)
+            yield names, build_layout(buffer, zip(names, views, strict=True), (), choose)

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 import dtcomm.fsdp  # +
-from dtcomm.compress.distributed_checkpoint import Checkpointed  # +
+from dtcomm.compress.checkpoint import Checkpointed  # +
 
 
 class GPT(nn.Module):

@@ -17,14 +17,14 @@ import torch
 from dtcomm.codecs import Codec, codec
 from dtcomm.compress.dgc import DGC
 from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.compress.spec import Scheme, scheme, wire
+from dtcomm.compress.spec import Scheme, parse_scheme, wire_codec
 from dtcomm.planner.estimate import CALL, STEP, estimate
 from dtcomm.planner.hardware import Device, System
 from dtcomm.planner.links import Port
 
 NAME = "auto"
 NONE = codec("none")
-PLAIN = "plain DDP"
+BASELINE = "plain DDP"
 CANDIDATES = ("none", "fp16", "int8", "int4")
 BUDGET = 0.2  # of the default candidates; int4's error on ordinary gradients is about 0.1
 MEMORY_SPEED = 2e9  # bytes a second, beyond which there is no link worth the name
@@ -32,7 +32,7 @@ GAIN = 1.05  # that is expected of what loses anything
 
 
 @dataclass(frozen=True, kw_only=True)
-class Auto:
+class AutoConfig:
     """What `compress` with "auto" may choose from.
 
     budget: the relative error of one encoding of a gradient, at most; None: 0.2, and no limit where `candidates` are
@@ -53,7 +53,7 @@ class Auto:
         given = CANDIDATES if self.candidates is None else self.candidates
         if isinstance(given, str) or not given:
             raise ValueError(f"candidates={given!r}: want a list of specs, such as {list(CANDIDATES)}")
-        schemes = tuple(dict.fromkeys((NONE, *map(scheme, given))))
+        schemes = tuple(dict.fromkeys((NONE, *map(parse_scheme, given))))
         if any(isinstance(each, DGC) for each in schemes):
             raise ValueError("candidates: dgc replaces the optimiser's momentum and cannot come and go")
         object.__setattr__(self, "schemes", schemes)
@@ -67,7 +67,7 @@ class Auto:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class BucketProfile:
     """One bucket: when it was ready, seconds after the first; its matrices, which may be compressed; elements that go
     uncompressed in any case."""
 
@@ -83,15 +83,16 @@ class Load:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
+class LinkCosts:
     """This job's figures: seconds of a small message, and of a byte that a rank sends uncompressed; seconds an element
-    to encode and to decode (PowerSGD: of its passes, and 0), by scheme. ``crowded``: no core is free for it."""
+    to encode and to decode (PowerSGD: of its passes, and 0), by scheme. ``cpu_oversubscribed``: no core is
+    free for it."""
 
     ranks: int
     latency: float
     per_byte: float
     work: Mapping[Scheme, tuple[float, float]]
-    crowded: bool
+    cpu_oversubscribed: bool
 
     def system(self) -> System:
         """For the planner: every rank behind a link of its own, unless it is as fast as memory."""
@@ -105,7 +106,7 @@ class Costs:
         )
         codecs = [(each, pair) for each, pair in self.work.items() if not isinstance(each, PowerSGD)]
         rates = tuple(
-            (str(wire(each)), 4e-9 / max(a, 1e-12), 4e-9 / max(b, 1e-12)) for each, (a, b) in codecs
+            (str(wire_codec(each)), 4e-9 / max(a, 1e-12), 4e-9 / max(b, 1e-12)) for each, (a, b) in codecs
         )
         device = Device(name="here", memory_gbytes=40.0, rates=rates)
         hosts = self.ranks if apart else 1
@@ -113,7 +114,7 @@ class Costs:
             name="here", device=device, inside=port, between=port, hosts=hosts, per_host=self.ranks // hosts
         )
 
-    def bucket(self, load: Load, chosen: Scheme) -> tuple[float, float]:
+    def bucket(self, load: BucketProfile, chosen: Scheme) -> tuple[float, float]:
         """Seconds of one bucket's way, and those of them that a core works."""
         system = self.system()
 
@@ -134,15 +135,15 @@ class Costs:
         encode, decode = self.work[chosen]
         # Two shots: a rank encodes its tensor and its part of the sum, and decodes what comes of either.
         work = load.elements * (encode + decode) * (1 + 1 / self.ranks)
-        return rest + message(wire(chosen), load.elements), work
+        return rest + message(wire_codec(chosen), load.elements), work
 
-    def step(self, loads: Sequence[Load], chosen: Sequence[Scheme]) -> float:
+    def step(self, loads: Sequence[BucketProfile], chosen: Sequence[Scheme]) -> float:
         """Seconds from the first bucket to the end, with a scheme for each bucket."""
         free = delay = 0.0
         for load, each in zip(loads, chosen, strict=True):
             seconds, work = self.bucket(load, each)
             free = max(free, load.ready + delay) + seconds
-            if self.crowded:
+            if self.cpu_oversubscribed:
                 delay += work
         return max(free, loads[-1].ready + delay)
 
@@ -164,7 +165,7 @@ class Plan:
 
     def __str__(self) -> str:
         if self.own:
-            return PLAIN
+            return BASELINE
         counts: dict[str, int] = {}
         for each in self.schemes:
             counts[str(each)] = counts.get(str(each), 0) + 1
@@ -176,7 +177,11 @@ class Plan:
 
 
 def plans(
-    costs: Costs, loads: Sequence[Load], errors: Mapping[Scheme, float], limit: float, most: int = 4
+    costs: LinkCosts,
+    loads: Sequence[BucketProfile],
+    errors: Mapping[Scheme, float],
+    limit: float,
+    most: int = 4,
 ) -> list[Plan]:
     """What is worth a trial, the best first; the last two are always plain DDP and ours uncompressed.
 
@@ -225,6 +230,6 @@ def pick(tried: Sequence[tuple[Plan, float]]) -> Plan:
     return min(good, key=lambda plan: plan.error)
 
 
-def crowded(local_ranks: int) -> bool:
+def cpu_oversubscribed(local_ranks: int) -> bool:
     """Whether ranks have no core besides the one that computes."""
     return len(os.sched_getaffinity(0)) < 2 * local_ranks

@@ -1,4 +1,4 @@
-"""One packed message on its way: its codecs in one collective, its compressors in stages."""
+"""Starts the collectives that average one bucket: one all-reduce for codecs, several in stages for PowerSGD."""
 
 from __future__ import annotations
 
@@ -9,18 +9,26 @@ import torch
 
 from dtcomm.codecs import Codec, codec
 from dtcomm.collectives import Work, all_reduce_coalesced
-from dtcomm.compress.bucket_layout import Packing
-from dtcomm.compress.powersgd import Factors, PowerSGD, Task, stages
+from dtcomm.compress.bucket_layout import BucketLayout
+from dtcomm.compress.powersgd import Factors, LowRankTask, PowerSGD, low_rank_stages
 from dtcomm.compress.stage_scheduler import Stages
 
 NONE = codec("none")
 
-#: Takes the arguments of `all_reduce_coalesced` and returns its handle.
-Reduce = Callable[..., Work | None]
+#: A function with the arguments of `all_reduce_coalesced`, which returns the handle of the operation.
+AllReduce = Callable[..., Work | None]
 
 
-class Averager:
-    """Averages packings over a group: with `reduce`, by default the collective, and the `factors` of PowerSGD."""
+class BucketAverager:
+    """Averages buckets over a group.
+
+    Args:
+        algorithm: The algorithm of the all-reduce.
+        group: The process group; None is the default group.
+        seed: The seed of stochastic rounding; the step is added to it.
+        factors: The factors of PowerSGD to continue with; None: new ones.
+        all_reduce: The collective; `dtcomm.measure.simulated_ranks` passes another one.
+    """
 
     def __init__(
         self,
@@ -28,68 +36,76 @@ class Averager:
         group: Any,
         seed: int,
         factors: Factors | None = None,
-        reduce: Reduce = all_reduce_coalesced,
+        all_reduce: AllReduce = all_reduce_coalesced,
     ) -> None:
         self.seed = seed
         self.factors = factors or Factors()
-        self._algorithm, self._group, self._reduce = algorithm, group, reduce
+        self._algorithm, self._group, self._all_reduce = algorithm, group, all_reduce
 
-    def start(
+    def all_reduce(
         self,
-        packing: Packing,
+        layout: BucketLayout,
         tensors: Sequence[torch.Tensor],
         residuals: Sequence[torch.Tensor | None],
-        told: torch.Tensor | None,
+        stats: torch.Tensor | None,
         step: int,
     ) -> Work:
-        """A packing without PowerSGD. `tensors` and `residuals` are the segments', `told` goes along uncompressed."""
-        more = [] if told is None else [told]
-        work = self._reduce(
-            [*tensors, *more],
+        """Start averaging a bucket without PowerSGD, in one message.
+
+        Args:
+            layout: The layout of the bucket.
+            tensors: The tensor to average of each segment.
+            residuals: The residual of each segment, or None.
+            stats: A tensor to average along with the bucket, uncompressed, or None.
+            step: The step, for stochastic rounding.
+        """
+        extra = [] if stats is None else [stats]
+        work = self._all_reduce(
+            [*tensors, *extra],
             "avg",
-            codec=[*packing.codecs, *(NONE for _ in more)],
+            codec=[*layout.codecs, *(NONE for _ in extra)],
             algorithm=self._algorithm,
             group=self._group,
             async_op=True,
             seed=self.seed + step,
-            residuals=[*residuals, *(None for _ in more)],
+            residuals=[*residuals, *(None for _ in extra)],
             bucket_bytes=1 << 40,
         )
-        assert work is not None  # it is with async_op
+        assert work is not None  # because of async_op
         return work
 
     def stages(
         self,
-        packing: Packing,
+        layout: BucketLayout,
         tensors: Sequence[torch.Tensor],
         residuals: Sequence[torch.Tensor | None],
-        told: torch.Tensor | None,
+        stats: torch.Tensor | None,
         step: int,
     ) -> Stages:
-        """Any packing, as stages for a `Sequencer`."""
-        tasks: list[Task] = []
-        others: list[torch.Tensor] = []
-        kept: list[torch.Tensor | None] = []
-        for segment, tensor, residual in zip(packing.segments, tensors, residuals, strict=True):
+        """Return the stages that average any bucket, for a `StageScheduler`; the arguments are `all_reduce`'s."""
+        tasks: list[LowRankTask] = []
+        other_tensors: list[torch.Tensor] = []
+        other_residuals: list[torch.Tensor | None] = []
+        for segment, tensor, residual in zip(layout.segments, tensors, residuals, strict=True):
             if isinstance(segment.codec, PowerSGD):
-                tasks.append(Task(segment.name, segment.codec, *segment.matrix, tensor, residual))
+                tasks.append(LowRankTask(segment.name, segment.codec, *segment.matrix, tensor, residual))
             else:
-                others.append(tensor)
-                kept.append(residual)
-        codecs: list[Codec] = list(packing.codecs)
-        if told is not None:
-            others.append(told)
+                other_tensors.append(tensor)
+                other_residuals.append(residual)
+        codecs: list[Codec] = list(layout.codecs)
+        if stats is not None:
+            other_tensors.append(stats)
             codecs.append(NONE)
-            kept.append(None)
-        return stages(
+            other_residuals.append(None)
+        return low_rank_stages(
             tasks,
-            others,
+            other_tensors,
             codecs,
-            kept,
+            other_residuals,
             factors=self.factors,
             step=step,
             algorithm=self._algorithm,
             group=self._group,
             seed=self.seed + step,
-            reduce=self._reduce,
+            all_reduce=self._all_reduce,
         )

@@ -1,7 +1,8 @@
-"""How one flat buffer of gradients is cut into the segments of one message.
+"""How one flat buffer of gradients is divided into the segments of one message.
 
-Every parameter is a segment with a grid and a codec of its own, so that its blocks never mix with a
-neighbour's; only neighbours that go uncompressed are merged, since nothing can tell them apart on the wire.
+Every compressed parameter is a segment with its own grid and codec, so that its blocks never mix with those of a
+neighbour. Adjacent uncompressed parameters are merged into one segment, which sends the same bytes. A `BucketLayout`
+also counts what was sent and lost while it was in use, for the reports.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from dataclasses import dataclass, field
 import torch
 
 from dtcomm.codecs import Codec, codec
-from dtcomm.compress.policy import Choice
+from dtcomm.compress.policy import CodecChoice
 from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.compress.report import BucketRow, Tally
-from dtcomm.compress.spec import Scheme, matrix_of, wire
+from dtcomm.compress.report import BucketRow, ParameterTotals
+from dtcomm.compress.spec import Scheme, matrix_shape, wire_codec
 
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter's gradient within a segment."""
+    """One parameter's gradient within a segment; ``why`` says why it is not compressed."""
 
     name: str
     numel: int
@@ -32,8 +33,18 @@ class Member:
 
 @dataclass
 class Segment:
-    """Elements [start, stop) of the buffer, under one codec or compressor; ``matrix``: its rows and columns, for
-    the latter. ``error`` and ``signal`` are sums of squares."""
+    """The elements [start, stop) of the buffer, under one codec or compressor.
+
+    Attributes:
+        start: The first element.
+        stop: The element after the last one.
+        codec: The scheme.
+        dtype: The dtype of the buffer.
+        members: The parameters; a lossy segment holds one.
+        matrix: The rows and columns that PowerSGD sees.
+        error: The sum of |what was lost|^2 over the sampled steps that were read from the device.
+        signal: The sum of |gradient|^2 over the same steps.
+    """
 
     start: int
     stop: int
@@ -43,59 +54,67 @@ class Segment:
     matrix: tuple[int, int] = (0, 0)
     error: float = 0.0
     signal: float = 0.0
-    there: torch.Tensor | None = None  # what of both is still on a device
+    _unread: torch.Tensor | None = None  # (signal, error) of the sampled steps since the last `read_errors`
 
-    def count(self, signal: float | torch.Tensor, error: float | torch.Tensor) -> None:
-        """Norms of a gradient and of what was lost of it; what is not finite is not counted."""
-        if isinstance(signal, torch.Tensor) and isinstance(error, torch.Tensor):
-            both = torch.stack([signal, error]).double()
-            squares = torch.where(torch.isfinite(both).all(), both.square(), 0.0)
-            self.there = squares if self.there is None else self.there + squares
-        elif math.isfinite(signal) and math.isfinite(error):
-            self.signal += float(signal) ** 2
-            self.error += float(error) ** 2
+    def add_sample(self, gradient_norm: float | torch.Tensor, lost_norm: float | torch.Tensor) -> None:
+        """Count the norms of a gradient and of what was lost of it, if both are finite; the host does not wait."""
+        norms = torch.stack(
+            [torch.as_tensor(norm, dtype=torch.float64) for norm in (gradient_norm, lost_norm)]
+        )
+        squares = torch.where(torch.isfinite(norms).all(), norms.square(), 0.0)
+        self._unread = squares if self._unread is None else self._unread + squares
 
-    def read(self) -> Segment:
-        """Itself, after what was counted on a device has come: whoever asks waits for it."""
-        if self.there is not None:
-            signal, error = self.there.tolist()
-            self.signal, self.error, self.there = self.signal + signal, self.error + error, None
+    def read_errors(self) -> Segment:
+        """Bring ``signal`` and ``error`` up to date and return the segment; the host waits for the device."""
+        if self._unread is not None:
+            signal, error = self._unread.tolist()
+            self.signal, self.error, self._unread = self.signal + signal, self.error + error, None
         return self
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return self.stop - self.start
 
     @property
     def lossless(self) -> bool:
+        """Whether the scheme keeps every bit of this dtype."""
         return self.codec.lossless(self.dtype)
 
     @property
     def payload_bytes(self) -> int:
+        """The size of one payload of the segment."""
         if isinstance(self.codec, PowerSGD):
             return self.codec.payload_bytes(*self.matrix)
-        return wire(self.codec).wire_bytes(self.numel, self.dtype)
+        return wire_codec(self.codec).wire_bytes(self.numel, self.dtype)
 
     @property
     def plain_bytes(self) -> int:
-        """Of the payload that the segment would be without compression."""
+        """The size of the payload that the segment would have uncompressed."""
         return codec("none").wire_bytes(self.numel, self.dtype)
 
     @property
     def name(self) -> str:
-        """Of the only member: a lossy segment holds one parameter."""
+        """The name of the only member of a lossy segment."""
         return self.members[0].name
 
 
 @dataclass
-class Packing:
-    """The segments of one buffer and what was counted while it was in use.
+class BucketLayout:
+    """The segments of one buffer, and what was counted while this layout was in use.
 
-    ``layout`` identifies the parameters in order, ``revision`` what decided about them; a bucket in which one
-    of them differs needs a new packing.
+    Attributes:
+        parameter_ids: Identifies the parameters, in order. A bucket with others needs a new layout.
+        dtype: The dtype of the buffer.
+        segments: The segments, in order.
+        messages: How often the buffer was sent.
+        wire_bytes: What this rank sent, all messages together.
+        seconds: The time of the collectives, start to finish, all messages together.
+        revision: Identifies the decisions behind the codecs. After other decisions a bucket needs a new layout.
+        lossy: The segments that lose something.
     """
 
-    layout: tuple[int, ...]
+    parameter_ids: tuple[int, ...]
     dtype: torch.dtype
     segments: list[Segment]
     messages: int = 0
@@ -109,43 +128,43 @@ class Packing:
 
     @property
     def codecs(self) -> list[Codec]:
-        """What travels, of every segment but PowerSGD's."""
-        return [wire(segment.codec) for segment in self.segments if not isinstance(segment.codec, PowerSGD)]
+        """The codecs of all segments but PowerSGD's."""
+        return [
+            wire_codec(segment.codec) for segment in self.segments if not isinstance(segment.codec, PowerSGD)
+        ]
 
-    def cut(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+    def split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Return a view of the buffer for each segment."""
         if len(self.segments) == 1:
             return [buffer]
         return [buffer[segment.start : segment.stop] for segment in self.segments]
 
     @property
     def plain_bytes(self) -> float:
-        """What the same schedule would have sent uncompressed: the counted bytes, payload scaled to plain."""
+        """The bytes that the same schedule would have sent uncompressed: what was sent, scaled by the payloads."""
         payload = sum(segment.payload_bytes for segment in self.segments)
-        return (
-            self.wire_bytes * sum(segment.plain_bytes for segment in self.segments) / payload
-            if payload
-            else 0.0
-        )
+        plain = sum(segment.plain_bytes for segment in self.segments)
+        return self.wire_bytes * plain / payload if payload else 0.0
 
     @functools.cached_property
     def spec(self) -> str:
-        """What its segments travel in, in words."""
+        """The codecs of the segments, each once."""
         return ", ".join(dict.fromkeys(str(segment.codec) for segment in self.segments))
 
     @property
     def relative_error(self) -> float | None:
-        """Of sampled steps; None before the first, where something is lost."""
-        signal = sum(segment.read().signal for segment in self.lossy)
+        """|what was lost| / |gradient| over the sampled steps; None before the first of them."""
+        signal = sum(segment.read_errors().signal for segment in self.lossy)
         if not self.lossy:
             return 0.0
         return math.sqrt(sum(segment.error for segment in self.lossy) / signal) if signal else None
 
     def row(self, index: int, events: Mapping[str, Mapping[str, int]]) -> BucketRow:
-        """For a report; ``events`` counts the guard's, by parameter."""
-        counted: Counter[str] = Counter()
+        """Return the row of a report; ``events`` counts the guard's events by parameter."""
+        counts: Counter[str] = Counter()
         members = [member for segment in self.segments for member in segment.members]
         for member in members:
-            counted.update(events.get(member.name, {}))
+            counts.update(events.get(member.name, {}))
         return BucketRow(
             index=index,
             codec=self.spec,
@@ -156,34 +175,43 @@ class Packing:
             plain_bytes=round(self.plain_bytes),
             seconds=self.seconds,
             relative_error=self.relative_error,
-            events=dict(counted),
+            events=dict(counts),
         )
 
-    def add_to(self, tallies: dict[str, Tally]) -> None:
-        """Split what was counted among the parameters; what they travel in now counts as theirs."""
+    def add_to(self, totals: dict[str, ParameterTotals]) -> None:
+        """Divide what was counted among the parameters; the codec of the last layout counts as theirs."""
         payload = sum(segment.payload_bytes for segment in self.segments)
         sent_per_byte = self.wire_bytes / payload if payload else 0.0
-        for segment in map(Segment.read, self.segments):
+        for segment in map(Segment.read_errors, self.segments):
             for member in segment.members:
-                tally = tallies.setdefault(member.name, Tally(numel=member.numel))
-                tally.codec, tally.why = str(segment.codec), member.why
-                tally.dtype = str(segment.dtype).removeprefix("torch.")
-                tally.lossless = tally.lossless and segment.lossless
+                total = totals.setdefault(member.name, ParameterTotals(numel=member.numel))
+                total.codec, total.why = str(segment.codec), member.why
+                total.dtype = str(segment.dtype).removeprefix("torch.")
+                total.lossless = total.lossless and segment.lossless
                 share = sent_per_byte * (member.numel / segment.numel if segment.numel else 0.0)
-                tally.wire_bytes += share * segment.payload_bytes
-                tally.plain_bytes += share * segment.plain_bytes
-                tally.error += segment.error
-                tally.signal += segment.signal
+                total.wire_bytes += share * segment.payload_bytes
+                total.plain_bytes += share * segment.plain_bytes
+                total.error += segment.error
+                total.signal += segment.signal
 
 
-def pack(
+def build_layout(
     buffer: torch.Tensor,
     gradients: Iterable[tuple[str, torch.Tensor]],
-    layout: tuple[int, ...],
-    choose: Callable[[str, torch.Tensor], Choice],
-) -> Packing:
-    """The packing of ``buffer`` (1-D): ``gradients`` are (name, view) pairs in the order they lie in it,
-    ``choose`` says what each of them gets."""
+    parameter_ids: tuple[int, ...],
+    choose: Callable[[str, torch.Tensor], CodecChoice],
+) -> BucketLayout:
+    """Return the layout of a buffer.
+
+    Args:
+        buffer: A 1-D tensor.
+        gradients: (name, view of the buffer) pairs, in the order in which they lie in it.
+        parameter_ids: Identifies the parameters.
+        choose: Returns what a gradient is compressed with.
+
+    Raises:
+        ValueError: The gradients extend beyond the buffer.
+    """
     segments: list[Segment] = []
     origin = buffer.storage_offset()
     for name, gradient in gradients:
@@ -197,8 +225,8 @@ def pack(
             last.stop += numel
             last.members.append(member)
         else:
-            matrix = matrix_of(gradient) if gradient.ndim else (0, 0)
+            matrix = matrix_shape(gradient) if gradient.ndim else (0, 0)
             segments.append(Segment(start, start + numel, choice.codec, buffer.dtype, [member], matrix))
     if segments and segments[-1].stop > buffer.numel():
         raise ValueError(f"gradients end at element {segments[-1].stop} of a buffer of {buffer.numel()}")
-    return Packing(layout, buffer.dtype, segments)
+    return BucketLayout(parameter_ids, buffer.dtype, segments)

@@ -1,11 +1,14 @@
-"""Deep Gradient Compression: top-k whose waiting gradients keep their momentum.
+"""Deep Gradient Compression (DGC): top-k sparsification with momentum correction.
 
-Lin, Han, Mao, Wang, Dally 2018, "Deep Gradient Compression" (arXiv:1712.01887). Momentum correction: every rank runs
-its momentum on its own gradients, ``u = m u + g``, and what waits is the velocity, ``v = v + u``. Local clipping: a
-gradient is clipped before it is added, to the bound over sqrt(ranks). Momentum factor masking: where v was sent, u
-starts anew. Warm-up: the share that is sent falls from a quarter to `ratio` by quarters.
+Lin, Han, Mao, Wang, Dally 2018, "Deep Gradient Compression" (arXiv:1712.01887):
 
-The optimiser must then have no momentum of its own; what travels uncompressed gets the same momentum here.
+- Momentum correction: every rank applies momentum to its own gradients, ``u = m u + g``, and accumulates the velocity
+  instead of the gradient, ``v = v + u``.
+- Local clipping: a gradient is clipped before it is added, to the bound over sqrt(ranks).
+- Momentum factor masking: u is set to zero where v was sent.
+- Warm-up: the share of elements that is sent falls from a quarter to `ratio`, by factors of four.
+
+The optimizer must then have no momentum of its own; parameters that travel uncompressed get the same momentum here.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 
 from dtcomm.codecs import TopK
 from dtcomm.codecs.base import FLOAT_TYPES, option
+from dtcomm.codecs.sparse import VALUES
 from dtcomm.codecs.spec import options_of
 from dtcomm.device.streams import match_device
 
@@ -27,18 +31,25 @@ FIRST_RATIO = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class DGC:
-    """The `ratio` largest elements of every granule of 4096, in the codec `values`, with momentum.
+    """Deep Gradient Compression (Lin et al. 2018, arXiv:1712.01887), a compressor.
 
-    clip: a parameter's gradient is scaled to a norm of at most clip / sqrt(ranks) on each rank (DDP hands out the
-    buckets one by one, so the bound is a parameter's and not the whole model's); 0: not at all. warmup: steps in which
-    the ratio falls. Spec: ``dgc:ratio=0.001,momentum=0.9,clip=1.0,warmup=400/fp16``.
+    It sends the `ratio` largest elements of every granule of 4096, with momentum on each rank. Use an optimizer without
+    momentum. The spec is ``dgc:ratio=0.001,momentum=0.9,clip=1.0,warmup=400,values=fp16``.
+
+    Attributes:
+        ratio: The share of elements that is sent, above 0 and at most 1. Default 0.001.
+        momentum: The momentum, 0 or more and below 1. Default 0.9.
+        clip: The norm to which a parameter's gradient is clipped, over sqrt(ranks), on each rank. DDP reduces bucket by
+            bucket, so the bound holds for a parameter and not for the whole model. Default 0: no clipping.
+        warmup: The number of steps in which the ratio falls from 0.25 to ``ratio``. Default 0.
+        values: The codec of the values: bf16, fp16, fp32 or int8 to int2. Default bf16.
     """
 
     ratio: float = option(default=0.001, valid="a number above 0, at most 1")
     momentum: float = option(default=0.9, valid="0 or more, below 1")
     clip: float = option(default=0.0, valid="0 (not at all) or a norm")
     warmup: int = option(default=0, valid="0 or more steps")
-    values: str = "bf16"
+    values: str = option(default="bf16", valid=VALUES)
 
     def __post_init__(self) -> None:
         bounds = {
@@ -52,99 +63,98 @@ class DGC:
                 raise ValueError(
                     f"{NAME}: option {name!r} is {getattr(self, name)}; valid: {field.metadata['valid']}"
                 )
-        TopK(ratio=self.ratio, values=self.values)  # refuses what it refuses
+        TopK(ratio=self.ratio, values=self.values)  # validates both
 
     @property
     def topk(self) -> TopK:
-        """The codec that travels."""
+        """The codec of the payload."""
         return TopK(ratio=self.ratio, values=self.values)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of the gradients that it takes."""
+        """The dtypes of gradients that can be compressed."""
         return FLOAT_TYPES
 
     def lossless(self, dtype: torch.dtype) -> bool:
+        """Return False: DGC loses something of every dtype."""
         return False
 
-    def stage(self, step: int) -> int:
-        """Of the warm-up: how often the ratio has fallen."""
+    def warmup_stage(self, step: int) -> int:
+        """Return how often the ratio has fallen at a step of the warm-up."""
         last = 0
         while FIRST_RATIO / 4**last > self.ratio:
             last += 1
         return last if step >= self.warmup else last * step // self.warmup
 
     def at(self, step: int) -> DGC:
-        """With the ratio of this step."""
-        ratio = max(self.ratio, FIRST_RATIO / 4 ** self.stage(step)) if step < self.warmup else self.ratio
+        """Return the compressor with the ratio of a step and without warm-up."""
+        warming_up = step < self.warmup
+        ratio = max(self.ratio, FIRST_RATIO / 4 ** self.warmup_stage(step)) if warming_up else self.ratio
         return dataclasses.replace(self, ratio=ratio, warmup=0)
 
     def __str__(self) -> str:
         changed = [
             f"{field.name}={getattr(self, field.name)}"
             for field in dataclasses.fields(self)
-            if "valid" in field.metadata and getattr(self, field.name) != field.default
+            if getattr(self, field.name) != field.default
         ]
-        tail = "" if self.values == "bf16" else f"/{self.values}"
-        return (f"{NAME}:{','.join(changed)}" if changed else NAME) + tail
+        return f"{NAME}:{','.join(changed)}" if changed else NAME
 
     @staticmethod
     def parse(spec: str) -> DGC:
-        """The inverse of ``str``; ValueError names the option that is wrong."""
-        head, slash, tail = spec.strip().partition("/")
-        name, colon, rest = head.partition(":")
+        """Parse the output of ``str``; ValueError names the option that is wrong."""
+        name, colon, rest = spec.strip().partition(":")
         if name != NAME or (colon and not rest):
-            raise ValueError(f"compressor: {head!r}; valid: {NAME}:OPTION=VALUE,…")
-        fields = {field.name: field for field in dataclasses.fields(DGC) if "valid" in field.metadata}
-        values = options_of(NAME, rest, fields)
-        return DGC(**values, values=tail) if slash else DGC(**values)
+            raise ValueError(f"compressor: {spec!r}; valid: {NAME}:OPTION=VALUE,…")
+        return DGC(**options_of(NAME, rest, {field.name: field for field in dataclasses.fields(DGC)}))
 
 
 class Velocities:
     """The momentum of one rank's own gradients: ``name -> fp32 tensor [numel]``."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, torch.Tensor] = {}
+        self._velocities: dict[str, torch.Tensor] = {}
 
-    def step(
-        self, name: str, gradient: torch.Tensor, momentum: float, bound: float = 0.0
-    ) -> torch.Tensor | None:
-        """``u = momentum u + gradient``, which is clipped to a norm of `bound` (0: not at all); returns u.
-
-        None, and u stays as it was, where the gradient holds NaN or Inf.
-        """
-        norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float32))
-        if not norm < float("inf"):
-            return None
-        velocity = self._of(name, gradient)
-        return velocity.mul_(momentum).add_(gradient, alpha=bound / norm if 0 < bound < norm else 1.0)
-
-    def step_there(
+    def update(
         self,
         name: str,
         gradient: torch.Tensor,
         momentum: float,
-        bound: float = 0.0,
-        moves: torch.Tensor | None = None,
+        max_norm: float,
+        used: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same on a device, where nobody waits to see: u, and whether it has moved, a bool without dimensions.
+        """Compute ``u = momentum u + gradient`` in place, with the gradient clipped to ``max_norm`` (0: not clipped).
 
-        Where ``moves`` says no it stays as well.
+        Args:
+            name: The parameter.
+            gradient: Its gradient, flat.
+            momentum: The momentum.
+            max_norm: The bound of the gradient's norm; 0 for none.
+            used: A bool tensor without dimensions; u stays as it is where it is False. None: True.
+
+        Returns:
+            u, and whether it was updated: a bool tensor without dimensions on the gradient's device. u stays as it is
+            if the gradient holds NaN or Inf.
         """
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-        moved = norm < float("inf")
-        moved = moved if moves is None else moved & moves
+        has_update = norm < float("inf")
+        if used is not None:
+            has_update = has_update & used
         velocity = self._of(name, gradient)
-        term = gradient.float() * (bound / norm).clamp(max=1.0) if bound else gradient
-        torch.where(moved, momentum * velocity + term, velocity, out=velocity)
-        return velocity, moved
+        if not gradient.is_cpu:  # the host does not wait for the device
+            term = gradient.float() * (max_norm / norm).clamp(max=1.0) if max_norm else gradient
+            torch.where(has_update, momentum * velocity + term, velocity, out=velocity)
+        elif has_update:  # in place: fewer passes over memory
+            scale = min(1.0, max_norm / float(norm)) if max_norm and norm > 0 else 1.0
+            velocity.mul_(momentum).add_(gradient, alpha=scale)
+        return velocity, has_update
 
     def get(self, name: str) -> torch.Tensor | None:
-        """u as it is."""
-        return self._kept.get(name)
+        """Return u as it is, or None before the first update."""
+        return self._velocities.get(name)
 
     def _of(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        velocity = self._kept.get(name)
+        velocity = self._velocities.get(name)
         if velocity is None:
             velocity = torch.zeros(gradient.numel(), dtype=torch.float32, device=gradient.device)
         elif velocity.numel() != gradient.numel():
@@ -152,25 +162,30 @@ class Velocities:
                 f"the velocity of {name!r} has {velocity.numel()} elements, its gradient {gradient.numel()}: "
                 "was the state saved from another model?"
             )
-        velocity = self._kept[name] = match_device(velocity, gradient)
+        velocity = self._velocities[name] = match_device(velocity, gradient)
         return velocity
 
-    def mask(self, name: str, sent: torch.Tensor) -> None:
-        """Start anew where `sent` (bool [numel]) says so."""
-        self._kept[name].masked_fill_(sent, 0)
+    def mask(self, name: str, was_sent: torch.Tensor) -> None:
+        """Set u to zero where ``was_sent`` (bool [numel]) is True."""
+        self._velocities[name].masked_fill_(was_sent, 0)
 
     def scale(self, factor: float) -> None:
-        for velocity in self._kept.values():
+        """Multiply every velocity by ``factor``."""
+        for velocity in self._velocities.values():
             velocity.mul_(factor)
 
     def reset(self, name: str) -> None:
-        self._kept.pop(name, None)
+        """Start the parameter's velocity from zero."""
+        self._velocities.pop(name, None)
 
     def nbytes(self) -> int:
-        return sum(4 * velocity.numel() for velocity in self._kept.values())
+        """Return the bytes of all velocities."""
+        return sum(4 * velocity.numel() for velocity in self._velocities.values())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return {name: velocity.to("cpu", copy=True) for name, velocity in self._kept.items()}
+        """Return copies on the CPU."""
+        return {name: velocity.to("cpu", copy=True) for name, velocity in self._velocities.items()}
 
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._kept = {name: tensor.detach().flatten().clone() for name, tensor in tensors.items()}
+        """Replace all velocities with copies of ``tensors``."""
+        self._velocities = {name: tensor.detach().flatten().clone() for name, tensor in tensors.items()}

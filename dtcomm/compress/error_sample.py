@@ -1,73 +1,77 @@
-"""What an encoding loses of a gradient, measured on some of its elements."""
+"""Measures what an encoding loses of a gradient, on a sample of its elements.
+
+The DDP hook, `LocalSGD` and FSDP take samples on every ``sample_every``-th step; the guard and the reports read them.
+"""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
 from dtcomm.compress.spec import Scheme
 
-SAMPLES = 8192  # elements of a gradient or a mean that are looked at
-ORDINARY = 0.9  # the share of elements, the smallest ones, that the typical error is taken over
+MAX_SAMPLES = 8192  # elements of a gradient, or of a mean, that are looked at
+TYPICAL_SHARE = 0.9  # the share of elements, the smallest ones, over which the typical error is taken
 
 
 @dataclass
-class Sample:
-    """Some elements of one parameter before its encoding, to be compared with what was lost of them."""
+class ErrorSample:
+    """A sample of one parameter before its encoding, to be compared with what the encoding lost.
+
+    Attributes:
+        name: The parameter.
+        scheme: What it is compressed with.
+        stride: Every ``stride``-th element is in the sample.
+        encoder_input: The sampled elements of gradient + residual, fp32.
+        gradient_norm: The norm of the whole gradient; a tensor without dimensions on the gradient's device.
+    """
 
     name: str
     scheme: Scheme
     stride: int
-    offered: torch.Tensor  # gradient + residual
-    gradient: float | torch.Tensor  # |gradient|, of all elements; on a device where the gradient is
+    encoder_input: torch.Tensor
+    gradient_norm: float | torch.Tensor
 
     @staticmethod
     def take(
         name: str,
         scheme: Scheme,
-        gradient: float | torch.Tensor,
+        gradient_norm: float | torch.Tensor,
         sent: torch.Tensor,
         residual: torch.Tensor | None,
-    ) -> Sample:
-        """`gradient`: its norm; `sent` and `residual`: what is handed to the collective."""
-        stride = max(1, sent.numel() // SAMPLES)
-        offered = sent[::stride].float()
+    ) -> ErrorSample:
+        """Copy every n-th element of ``sent`` + ``residual``, the two tensors that are given to the collective."""
+        stride = max(1, sent.numel() // MAX_SAMPLES)
+        encoder_input = sent[::stride].float()
         if residual is not None:
-            offered = offered + residual[::stride]
-        return Sample(name, scheme, stride, offered, gradient)
+            encoder_input = encoder_input + residual[::stride]
+        return ErrorSample(name, scheme, stride, encoder_input, gradient_norm)
 
-    def measure(self, lost: torch.Tensor) -> tuple[float, float]:
-        """The share of the typical elements that is missing, and |lost| / |gradient|; zeros where there is nothing."""
-        size, gradient = self.offered.abs(), float(self.gradient)
-        if not size.numel():
-            return 0.0, 0.0
-        ordinary = size <= torch.quantile(size, ORDINARY)
-        offered = self.offered[ordinary]
-        square = float(offered @ offered)
-        typical = max(0.0, float(offered @ lost[:: self.stride][ordinary]) / square) if square > 0 else 0.0
-        kept = float(torch.linalg.vector_norm(lost)) / gradient if gradient > 0 else 0.0
-        return (typical if math.isfinite(typical) else 0.0, kept if math.isfinite(kept) else 0.0)
+    def measure(self, lost: torch.Tensor) -> torch.Tensor:
+        """Return fp32 [3] on the device of ``lost``; the host does not wait for it.
 
-    def measure_there(self, lost: torch.Tensor) -> torch.Tensor:
-        """The same and |gradient| squared, fp32 [3], on the device, which nobody waits for."""
-        size = self.offered.abs()
-        if not size.numel():
+        The values are the share of the typical elements that is missing (1 less their projection on what arrived),
+        |lost| / |gradient|, and |gradient| squared. The first two are 0 if they are not finite.
+        """
+        magnitudes = self.encoder_input.abs()
+        if not magnitudes.numel():
             return torch.zeros(3, device=lost.device)
-        # The largest of them: a place in what is sorted, since a number that chose the place would have to be read.
-        most = size.sort().values[int(ORDINARY * (size.numel() - 1))]
-        ordinary = size <= most
-        offered = torch.where(ordinary, self.offered, 0.0)
-        typical = (offered * torch.where(ordinary, lost[:: self.stride], 0.0)).sum() / offered.square().sum()
-        gradient = torch.as_tensor(self.gradient).reshape(1)
-        kept = torch.linalg.vector_norm(lost) / gradient
-        typical = torch.where(torch.isfinite(self.offered).all(), typical, 0.0)
-        found = torch.stack([typical.clamp(min=0.0), kept.reshape(())])
-        return torch.cat([torch.where(torch.isfinite(found), found, 0.0), gradient.square()])
+        # A place in the sorted magnitudes instead of a quantile, whose number would have to be read on the host.
+        largest_typical = magnitudes.sort().values[int(TYPICAL_SHARE * (magnitudes.numel() - 1))]
+        is_typical = magnitudes <= largest_typical
+        typical = torch.where(is_typical, self.encoder_input, 0.0)
+        missing = (
+            typical * torch.where(is_typical, lost[:: self.stride], 0.0)
+        ).sum() / typical.square().sum()
+        missing = torch.where(torch.isfinite(self.encoder_input).all(), missing, 0.0)
+        gradient_norm = torch.as_tensor(self.gradient_norm, dtype=torch.float32).reshape(1)
+        residual_ratio = torch.linalg.vector_norm(lost) / gradient_norm
+        errors = torch.stack([missing.clamp(min=0.0), residual_ratio.reshape(())])
+        return torch.cat([torch.where(torch.isfinite(errors), errors, 0.0), gradient_norm.square()])
 
 
-def norm_of(tensor: torch.Tensor) -> float | torch.Tensor:
-    """The norm in fp32: a number, or where the tensor is on a device a tensor there."""
-    found = torch.linalg.vector_norm(tensor, dtype=torch.float32)
-    return float(found) if found.is_cpu else found
+def l2_norm(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the norm in fp32, a tensor without dimensions on the device of ``tensor``."""
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32)
+    return norm

@@ -1,7 +1,8 @@
-"""What one rank keeps from step to step, by parameter: residuals or references, and velocities.
+"""The state that error feedback keeps from step to step on one rank, by parameter name.
 
-A parameter is handed to a collective by `Memory.hand`, which says what to average and what to add to it, and given
-back by `Memory.take`, once the mean is there.
+It consists of residuals (`residuals`), or of references (`ef21`), and with DGC of velocities (`dgc`).
+`ErrorState.prepare` turns a gradient into what a collective averages, `ErrorState.finish` stores what the encoding lost
+once the mean has arrived. The DDP hook, `LocalSGD` and the simulated ranks of the tests call them.
 """
 
 from __future__ import annotations
@@ -15,37 +16,53 @@ import torch
 from dtcomm.compress.bucket_layout import Segment
 from dtcomm.compress.dgc import DGC, Velocities
 from dtcomm.compress.ef21 import References
-from dtcomm.compress.residuals import Residuals, averaged
+from dtcomm.compress.residuals import Residuals, average_states
 from dtcomm.compress.spec import Scheme
 from dtcomm.device.streams import record_streams
 
-REPAID = 32  # steps over which what is owed to a parameter that is no longer compressed is given back
+REPAYMENT_STEPS = (
+    32  # steps over which the residual of a parameter that is no longer compressed is given back
+)
 FEEDBACKS = ("residual", "ef21", "diana")
 DIANA_RATE = 0.5
 
 
 @dataclass
-class Handed:
-    """One lossy segment under way: `gradient` is to become the mean, `sent` (often itself) travels with `residual`
-    added to it, None without feedback. `postponed`: what is lost is added to what is kept afterwards. `before`: what
-    was offered, where that is asked for. On a device, where nobody waits to see which it is, `owed` is what was kept
-    back, and `moved` (a bool without dimensions) says whether there was anything to offer."""
+class PendingGradient:
+    """One lossy segment of a bucket while its collective is in flight.
+
+    Attributes:
+        segment: The segment.
+        gradient: The gradient, flat; it is to become the mean.
+        sent: The tensor that is averaged in place, often the gradient itself.
+        residual: The collective adds it to ``sent`` and leaves there what the encoding lost; None without feedback.
+        encoder_input: A copy of what was offered to the encoder; with DGC only.
+        deferred_residual: The residual that is withheld in this step because the gradient is all zeros; it is added to
+            the new residual afterwards. On a device it holds zeros if nothing is withheld.
+        has_update: A bool tensor without dimensions, with DGC only: whether the velocity took the gradient in. On a
+            device the host does not read it.
+    """
 
     segment: Segment
     gradient: torch.Tensor
     sent: torch.Tensor
     residual: torch.Tensor | None
-    postponed: bool = False
-    before: torch.Tensor | None = None
-    owed: torch.Tensor | None = None
-    moved: torch.Tensor | None = None
+    encoder_input: torch.Tensor | None = None
+    deferred_residual: torch.Tensor | None = None
+    has_update: torch.Tensor | None = None
 
 
-class Memory:
-    """feedback: True or "residual" (error feedback), "ef21", "diana", or False: nothing; form: how residuals are kept.
+class ErrorState:
+    """Residuals or references, and velocities, of all parameters on one rank.
 
-    schemes: all that may be asked for; where DGC is one of them its momentum goes to every parameter. ValueError where
-    they do not go together.
+    Args:
+        feedback: True or "residual": error feedback; "ef21" or "diana": differences to shared references; False:
+            nothing is kept.
+        form: How residuals are kept between steps: "fp32", "bf16" or "int8".
+        schemes: All schemes that may be used. If DGC is one of them, every parameter gets its momentum.
+
+    Raises:
+        ValueError: An argument is unknown, or the arguments exclude each other.
     """
 
     def __init__(
@@ -68,76 +85,84 @@ class Memory:
         if kind in ("ef21", "diana"):
             self._references = References(1.0 if kind == "ef21" else DIANA_RATE)
         self._velocities = Velocities()
-        self._repaying: dict[
-            str, int
-        ] = {}  # steps that are left; the residual stays whole until the last one
+        # Steps left until a residual is repaid; it stays whole until the last of them.
+        self._repaying: dict[str, int] = {}
 
-    def repay(self, name: str) -> None:
-        """A parameter is no longer compressed: give back what is owed to it with its next gradients, in equal parts.
+    def repay_residual(self, name: str) -> None:
+        """Add the residual of a parameter that is no longer compressed to its next gradients, in equal parts.
 
-        All at once it would be a leap: sparse schemes may owe a hundred gradients.
+        Sparse schemes may have a hundred gradients in a residual; added at once it would be a jump.
         """
         if name in self._residuals:
-            self._repaying[name] = REPAID
+            self._repaying[name] = REPAYMENT_STEPS
 
-    def hand(
+    def prepare(
         self,
         segment: Segment,
         gradient: torch.Tensor,
         ranks: int,
         *,
-        unused: bool = False,
+        may_be_unused: bool = False,
         sampled: bool = False,
-    ) -> Handed:
-        """What to give to the collective of so many ranks for a lossy segment. `unused`: it may be that no rank has
-        used the parameter; `sampled`: what is lost is measured, even where it is not kept."""
+    ) -> PendingGradient:
+        """Return what to average for a lossy segment.
+
+        Args:
+            segment: The segment; it holds one parameter.
+            gradient: The local gradient, flat; it may be changed.
+            ranks: The number of ranks of the collective.
+            may_be_unused: It may be that no rank used the parameter.
+            sampled: The error is measured in this step, so a residual is needed even without feedback.
+        """
         name, scheme = segment.name, segment.codec
-        self._keep_the_rest(name)
+        self._stop_repaying(name)
         if self.kind is False:
             lost = torch.zeros(gradient.numel(), dtype=torch.float32, device=gradient.device)
-            return Handed(segment, gradient, gradient, lost if sampled else None)
+            return PendingGradient(segment, gradient, gradient, lost if sampled else None)
         if self._references is not None:
-            return Handed(segment, gradient, *self._references.before(name, gradient))
-        # For a parameter that no rank used DDP drops the result, and with it what the residuals gave to it: where a
-        # gradient is all zeros its residual waits for one that is not.
-        if not gradient.is_cpu:
-            return self._hand_there(segment, gradient, ranks, unused and name in self._residuals)
-        if unused and name in self._residuals and is_zero(gradient):
-            lost = torch.zeros(gradient.numel(), dtype=torch.float32, device=gradient.device)
-            return Handed(segment, gradient, gradient, lost, postponed=True)
+            return PendingGradient(segment, gradient, *self._references.begin(name, gradient))
+        # DDP drops the result of a parameter that no rank used, and with it what the residuals added to it. A residual
+        # is therefore withheld as long as the gradient is all zeros.
+        used = deferred = None
+        if may_be_unused and name in self._residuals:
+            if not gradient.is_cpu:  # the host does not wait for the device
+                used = gradient.any()
+                residual = self._residuals.get(name, gradient)
+                deferred = torch.where(used, 0.0, residual)
+                residual.masked_fill_(~used, 0.0)
+            elif is_zero(gradient):
+                used = torch.tensor(False)
+                residual = self._residuals.get(name, gradient)
+                deferred = residual.clone()
+                residual.zero_()
         residual = self._residuals.get(name, gradient)
         if not isinstance(scheme, DGC):
-            self.plain(segment, gradient)
-            return Handed(segment, gradient, gradient, residual)
-        bound = scheme.clip / ranks**0.5
-        velocity = self._velocities.step(name, gradient, scheme.momentum, bound)
-        if velocity is None:
-            return Handed(segment, gradient, gradient, residual)
-        gradient.zero_()  # all of it is in the residual, in fp32
-        return Handed(segment, gradient, gradient, residual.add_(velocity), before=residual.clone())
+            self.prepare_uncompressed(segment, gradient, used)
+            return PendingGradient(segment, gradient, gradient, residual, deferred_residual=deferred)
+        max_norm = scheme.clip / ranks**0.5
+        velocity, has_update = self._velocities.update(name, gradient, scheme.momentum, max_norm, used)
+        # The velocity, which is always finite, moves to the residual, in fp32, and takes the gradient's place.
+        gradient.masked_fill_(has_update, 0.0)
+        residual.addcmul_(velocity, has_update.float())
+        return PendingGradient(
+            segment,
+            gradient,
+            gradient,
+            residual,
+            encoder_input=residual.clone(),
+            deferred_residual=deferred,
+            has_update=has_update,
+        )
 
-    def _hand_there(self, segment: Segment, gradient: torch.Tensor, ranks: int, may_wait: bool) -> Handed:
-        """With residuals on a device: the same choices, made there."""
-        name, scheme = segment.name, segment.codec
-        residual = self._residuals.get(name, gradient)
-        used = owed = None
-        if may_wait:
-            used = gradient.any()
-            owed = torch.where(used, 0.0, residual)
-            residual.masked_fill_(~used, 0.0)
-        if not isinstance(scheme, DGC):
-            self.plain(segment, gradient, used)
-            return Handed(segment, gradient, gradient, residual, owed=owed)
-        bound = scheme.clip / ranks**0.5
-        velocity, moved = self._velocities.step_there(name, gradient, scheme.momentum, bound, used)
-        gradient.masked_fill_(moved, 0.0)
-        residual.add_(torch.where(moved, velocity, 0.0))
-        return Handed(segment, gradient, gradient, residual, before=residual.clone(), owed=owed, moved=moved)
+    def prepare_uncompressed(
+        self, segment: Segment, gradient: torch.Tensor, used: torch.Tensor | None = None
+    ) -> None:
+        """Apply what a segment without DGC needs, in place: DGC's momentum, if others use it, and repayments.
 
-    def plain(self, segment: Segment, gradient: torch.Tensor, moves: torch.Tensor | None = None) -> None:
-        """What a segment needs that is not DGC's own, where others are: the same momentum; and what it is owed.
-
-        ``moves``: on a device, whether the momentum is to.
+        Args:
+            segment: The segment, with any number of parameters.
+            gradient: Its gradients, flat.
+            used: A bool tensor without dimensions; the momentum stays as it is where it is False. None: True.
         """
         if self._momentum is None and not self._repaying:
             return
@@ -146,61 +171,58 @@ class Memory:
             part = gradient[start : start + member.numel]
             start += member.numel
             if member.name in self._repaying:
-                self._repay(member.name, part)
+                self._repay_part(member.name, part)
             if self._momentum is None or not part.is_floating_point():
                 continue
-            if part.is_cpu:
-                velocity = self._velocities.step(member.name, part, self._momentum)
-                if velocity is not None:
-                    part.copy_(velocity)
-            else:
-                there, moved = self._velocities.step_there(member.name, part, self._momentum, 0.0, moves)
-                part.copy_(torch.where(moved, there, part))
+            velocity, has_update = self._velocities.update(
+                member.name, part, self._momentum, max_norm=0.0, used=used
+            )
+            part.copy_(torch.where(has_update, velocity, part))
 
-    def _repay(self, name: str, gradient: torch.Tensor) -> None:
-        # One pass over memory: what is left is not written down, it is a share of the whole.
-        gradient.add_(self._residuals.get(name, gradient), alpha=1 / REPAID)
-        self._repaying[name] -= 1
-        if not self._repaying[name]:
-            del self._repaying[name]
-            self._residuals.reset(name)
+    def finish(self, pending: PendingGradient, key: int) -> None:
+        """Store what the encoding lost, once the mean has arrived.
 
-    def _keep_the_rest(self, name: str) -> None:
-        """Repaying ends before its time: what is still owed is the residual."""
-        if left := self._repaying.pop(name, 0):
-            self._residuals.scale(left / REPAID, [name])
-
-    def take(self, handed: Handed, key: int) -> None:
-        """The mean is there. `key` chooses the random numbers of rounding what is kept."""
-        name, residual = handed.segment.name, handed.residual
+        Args:
+            pending: What `prepare` returned.
+            key: Chooses the random numbers with which a residual is rounded to its form.
+        """
+        name, residual = pending.segment.name, pending.residual
         if self.kind is False or residual is None:
             return
-        if not residual.is_cpu:  # made on the stream that gradients come from, and this may be another
-            kept = (None, None) if self._references is None else self._references.get(name)
-            given = (handed.gradient, handed.sent, residual, handed.before, handed.owed, handed.moved)
-            record_streams(*given, self._velocities.get(name), *kept)
+        if (
+            not residual.is_cpu
+        ):  # these were allocated on the gradients' stream; the current one may be another
+            references = (None, None) if self._references is None else self._references.get(name)
+            record_streams(
+                pending.gradient,
+                pending.sent,
+                residual,
+                pending.encoder_input,
+                pending.deferred_residual,
+                pending.has_update,
+                self._velocities.get(name),
+                *references,
+            )
         if self._references is not None:
-            self._references.after(name, handed.gradient, handed.sent, residual)
-        elif handed.postponed:
-            self._residuals.add(name, residual, key)
-        else:
-            if handed.before is not None:
-                # Sent is what left this rank, and not what the encoding of a sum may have cost beside it.
-                went = (handed.before - residual).abs() > handed.before.abs() / 2
-                self._velocities.mask(name, went if handed.moved is None else went & handed.moved)
-            if handed.owed is not None:
-                residual.add_(handed.owed)
-            self._residuals.put(name, key)
+            self._references.finish(name, pending.gradient, pending.sent, residual)
+            return
+        if pending.encoder_input is not None and pending.has_update is not None:
+            # What left this rank; the encoding of a sum may have lost something as well, which is in the residual too.
+            was_sent = (pending.encoder_input - residual).abs() > pending.encoder_input.abs() / 2
+            self._velocities.mask(name, was_sent & pending.has_update)
+        if pending.deferred_residual is not None:
+            residual.add_(pending.deferred_residual)
+        self._residuals.put(name, key)
 
     def scale(self, factor: float) -> None:
-        """Multiply all of it, as the loss scale of mixed-precision training was."""
+        """Multiply all state by ``factor``, if the loss scale of mixed-precision training changed by it."""
         self._residuals.scale(factor)
         self._velocities.scale(factor)
         if self._references is not None:
             self._references.scale(factor)
 
     def reset(self, name: str) -> None:
-        """What was kept for ``name`` is given up; on all ranks at the same time."""
+        """Drop the state of a parameter; to be called on all ranks in the same step."""
         self._residuals.reset(name)
         self._repaying.pop(name, None)
         self._velocities.reset(name)
@@ -208,32 +230,32 @@ class Memory:
             self._references.reset(name)
 
     def nbytes(self) -> dict[str, int]:
-        """What is held between the steps, and within one beside it, by what it is; nothing that is nothing."""
-        held = {
+        """Return the bytes that are kept between steps, and within a step in addition, by kind; zeros are left out."""
+        sizes = {
             f"residuals in {self._residuals.form}": self._residuals.nbytes(),
             "references": 0 if self._references is None else self._references.nbytes(),
             "velocities": self._velocities.nbytes(),
-            "fp32 within a step": self._residuals.most_open,
+            "fp32 within a step": self._residuals.max_expanded_bytes,
         }
-        return {what: size for what, size in held.items() if size}
+        return {kind: size for kind, size in sizes.items() if size}
 
-    def held(self) -> int:
-        """Bytes between the steps."""
+    def persistent_bytes(self) -> int:
+        """Return the bytes that are kept between steps."""
         references = 0 if self._references is None else self._references.nbytes()
         return self._residuals.nbytes() + self._velocities.nbytes() + references
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's, as entries of a checkpoint; see ``compress.checkpoint``. What is being given back is in it as
-        far as it is still owed.
+        """Return this rank's state as entries of a checkpoint (`compress.checkpoint`).
+
+        Of a residual that is being repaid it holds the part that is left.
         """
         residuals = self._residuals.state_dict()
         for name, left in self._repaying.items():
-            residuals[name] *= left / REPAID
-        references = {} if self._references is None else self._references.state_dict()
+            residuals[name] *= left / REPAYMENT_STEPS
         return {
             "residuals": residuals,
             "velocities": self._velocities.state_dict(),
-            "references": references,
+            "references": {} if self._references is None else self._references.state_dict(),
         }
 
     def load(
@@ -243,21 +265,41 @@ class Memory:
         rank: int,
         world_size: int,
     ) -> None:
-        """From the states that `share_of` took the residuals from.
+        """Continue from a checkpoint.
 
-        With another number of ranks the sum of residuals is kept, and the mean of velocities and of references.
+        Args:
+            saved: This rank's state or the list of all ranks' states.
+            residuals: This rank's residuals, as `select_share` returns them for ``saved``.
+            rank: This rank.
+            world_size: The number of ranks now. If it differs from the saved one, the sum of the residuals over ranks
+                is kept, and the mean of the velocities and of the references.
         """
         states = [saved] if isinstance(saved, Mapping) else list(saved)
-        same = states[0]["world_size"] == world_size
-        own = states[0] if isinstance(saved, Mapping) else states[rank if same else 0]
+        same_size = states[0]["world_size"] == world_size
+        own = states[0] if isinstance(saved, Mapping) else states[rank if same_size else 0]
         self._residuals.load_state_dict(residuals)
         self._repaying.clear()
         velocities = [state.get("velocities", {}) for state in states]
-        self._velocities.load_state_dict(own.get("velocities", {}) if same else averaged(velocities))
+        self._velocities.load_state_dict(
+            own.get("velocities", {}) if same_size else average_states(velocities)
+        )
         if self._references is not None:
-            self._references.load_state_dict(own.get("references", {}), same_world=same)
+            self._references.load_state_dict(own.get("references", {}), same_world_size=same_size)
+
+    def _repay_part(self, name: str, gradient: torch.Tensor) -> None:
+        # One pass over memory: the residual stays as it is, and each step adds the same share of it.
+        gradient.add_(self._residuals.get(name, gradient), alpha=1 / REPAYMENT_STEPS)
+        self._repaying[name] -= 1
+        if not self._repaying[name]:
+            del self._repaying[name]
+            self._residuals.reset(name)
+
+    def _stop_repaying(self, name: str) -> None:
+        """The parameter is compressed again: its residual is what was not repaid yet."""
+        if left := self._repaying.pop(name, 0):
+            self._residuals.scale(left / REPAYMENT_STEPS, [name])
 
 
 def is_zero(gradient: torch.Tensor) -> bool:
-    """Whether every element is 0, at next to no cost where the first or the last is not."""
+    """Return whether every element of a CPU tensor is 0; cheap if the first or the last one is not."""
     return gradient.numel() == 0 or not (bool(gradient[0]) or bool(gradient[-1]) or bool(gradient.any()))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.compress.spec import Scheme, wire
+from dtcomm.compress.spec import Scheme, wire_codec
 from dtcomm.device.streams import Streams, copy_to_device, streams_of
 from dtcomm.kernels import low_rank, ops
 
@@ -41,7 +41,7 @@ def kernel_seconds(
             low_rank.expand(x[:square], lost[:square], left, right)
 
         return fastest(passes) / square, 0.0
-    codec = wire(chosen)
+    codec = wire_codec(chosen)
     payload = ops.encode(codec, x)
     out = torch.empty_like(x)
     feeds = None if codec.lossless(x.dtype) else lost
@@ -68,7 +68,7 @@ def relative_error(chosen: Scheme, gradient: torch.Tensor) -> float:
             low_rank.project_columns(x, lost, left, right)
         low_rank.expand(x, lost, left, right)
     else:
-        ops.encode(wire(chosen), x.view(-1), residual=lost)
+        ops.encode(wire_codec(chosen), x.view(-1), residual=lost)
     return float(torch.linalg.vector_norm(lost)) / norm
 
 

@@ -18,7 +18,7 @@ import torch
 
 from dtcomm.codecs import codec
 from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.compress.spec import Scheme, matrix_of, scheme, wire
+from dtcomm.compress.spec import Scheme, matrix_shape, parse_scheme, wire_codec
 
 #: Below one granule a payload is mostly scales and padding, and there is next to nothing to save.
 SMALL = 1024
@@ -27,22 +27,22 @@ CONDITIONS = {"ndim<": "ndim_below", "numel<": "numel_below", "name=": "name", "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class CodecChoice:
     """What a tensor gets; ``why`` says, for one that stays uncompressed, why it does."""
 
     codec: Scheme
     why: str = ""
 
-    def instead(self, wanted: Scheme, tensor: torch.Tensor) -> Choice:
+    def instead(self, wanted: Scheme, tensor: torch.Tensor) -> CodecChoice:
         """Where a guard wants another scheme; what goes uncompressed stays so."""
         none = codec("none")
         if self.codec == none or wanted == self.codec:
             return self
-        return Choice(codec=none, why="guard") if wanted == none else choose(wanted, tensor)
+        return CodecChoice(codec=none, why="guard") if wanted == none else choose(wanted, tensor)
 
 
 #: Of everything, where there is nobody to send it to.
-ALONE = Choice(codec=codec("none"), why="one rank alone")
+SINGLE_RANK = CodecChoice(codec=codec("none"), why="one rank alone")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class Rule:
         except ValueError:
             raise ValueError(f"policy rule {text.strip()!r}: the bound must be an integer") from None
         return Rule(
-            codec=scheme(right.strip()),
+            codec=parse_scheme(right.strip()),
             ndim_below=ndim,
             numel_below=numel,
             name=conditions.get("name"),
@@ -134,7 +134,7 @@ class Policy:
         }
         return replace(self, modules=held)
 
-    def choose(self, name: str, tensor: torch.Tensor) -> Choice:
+    def choose(self, name: str, tensor: torch.Tensor) -> CodecChoice:
         """The codec for the gradient of ``tensor``, whose dtype and shape are the gradient's.
 
         ValueError where a rule asks for a module's type and nobody has said which model it is (`of`).
@@ -148,9 +148,9 @@ class Policy:
         module = self.modules.get(name, "")
         rule = next((rule for rule in self.rules if rule.matches(name, tensor, module)), None)
         if rule is None:
-            return Choice(codec=none, why="no rule matches")
+            return CodecChoice(codec=none, why="no rule matches")
         if rule.codec == none:
-            return Choice(codec=none, why=f"policy: {rule.condition()}")
+            return CodecChoice(codec=none, why=f"policy: {rule.condition()}")
         return choose(rule.codec, tensor)
 
     def __or__(self, other: Policy) -> Policy:
@@ -165,27 +165,29 @@ class Policy:
         return Policy(rules=tuple(Rule.parse(part) for part in text.split(";") if part.strip()))
 
 
-def choose(chosen: Scheme, tensor: torch.Tensor) -> Choice:
+def choose(chosen: Scheme, tensor: torch.Tensor) -> CodecChoice:
     """`chosen` for a gradient of this dtype and shape, or none and why."""
     none = codec("none")
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.dtype not in chosen.dtypes:
-        return Choice(codec=none, why=f"{chosen} does not take {dtype}")
+        return CodecChoice(codec=none, why=f"{chosen} does not take {dtype}")
     if isinstance(chosen, PowerSGD):
         return _low_rank(chosen, tensor)
-    if wire(chosen).wire_bytes(tensor.numel(), tensor.dtype) >= none.wire_bytes(tensor.numel(), tensor.dtype):
-        return Choice(codec=none, why=f"{chosen} would not make {dtype} smaller")
-    return Choice(codec=chosen)
+    if wire_codec(chosen).wire_bytes(tensor.numel(), tensor.dtype) >= none.wire_bytes(
+        tensor.numel(), tensor.dtype
+    ):
+        return CodecChoice(codec=none, why=f"{chosen} would not make {dtype} smaller")
+    return CodecChoice(codec=chosen)
 
 
-def _low_rank(chosen: PowerSGD, tensor: torch.Tensor) -> Choice:
+def _low_rank(chosen: PowerSGD, tensor: torch.Tensor) -> CodecChoice:
     none = codec("none")
     if tensor.ndim < 2:
-        return Choice(codec=none, why="powersgd needs a matrix")
-    rows, columns = matrix_of(tensor)
+        return CodecChoice(codec=none, why="powersgd needs a matrix")
+    rows, columns = matrix_shape(tensor)
     if chosen.payload_bytes(rows, columns) >= none.wire_bytes(tensor.numel(), tensor.dtype):
-        return Choice(codec=none, why=f"{chosen} would not make {rows}x{columns} smaller")
-    return Choice(codec=chosen)
+        return CodecChoice(codec=none, why=f"{chosen} would not make {rows}x{columns} smaller")
+    return CodecChoice(codec=chosen)
 
 
 def default_policy(matrices: Scheme | str) -> Policy:
@@ -199,7 +201,7 @@ def default_policy(matrices: Scheme | str) -> Policy:
         rules=(
             Rule(codec=none, ndim_below=2),
             Rule(codec=none, numel_below=SMALL),
-            Rule(codec=scheme(matrices)),
+            Rule(codec=parse_scheme(matrices)),
         )
     )
 

@@ -1,10 +1,14 @@
-"""PowerSGD: gradients as products of two thin matrices that can be averaged as they are.
+"""PowerSGD: gradients as products of two thin matrices, which can be averaged as they are.
 
 Vogels, Karimireddy, Jaggi 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization"
-(arXiv:1905.13727), with warm start and error feedback: ``P = M Q``, averaged and made orthonormal, ``Q = M' P``,
-averaged; the gradient becomes ``P Q'`` and what that lost stays in the residual. ``alternate``: only one of the
-factors is computed and averaged in a step, in turn, the other is the last step's, made orthonormal (ACP-SGD, Zhang
-et al. 2023, ICDCS): one all-reduce instead of two, and half the bytes.
+(arXiv:1905.13727), with warm start and error feedback. One step of a matrix M (gradient + residual):
+
+1. P = M Q, averaged over ranks and made orthonormal. Q comes from the last step.
+2. Q = M' P, averaged over ranks.
+3. The gradient becomes P Q', and M - P Q' stays in the residual.
+
+With ``alternate`` only one of the factors is computed and averaged in a step, in turn; the other is the last step's,
+made orthonormal (ACP-SGD, Zhang et al. 2023, ICDCS): one all-reduce instead of two, and half the bytes.
 """
 
 from __future__ import annotations
@@ -27,10 +31,15 @@ NAME = "powersgd"
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD:
-    """A matrix as `rank` pairs of vectors, which travel in the codec `factors`.
+    """PowerSGD (Vogels et al. 2019, arXiv:1905.13727), a compressor for matrices.
 
-    rank: 1 to 64; more keeps more of the gradient and costs bytes and time in proportion. alternate: one factor a
-    step. Spec: ``powersgd:rank=4,alternate=true/int8``.
+    A matrix is sent as `rank` pairs of vectors. The spec is ``powersgd:rank=4,alternate=true,factors=int8``.
+
+    Attributes:
+        rank: The number of pairs, 1 to 64. More keeps more of the gradient, and costs bytes and time in proportion.
+            Default 1.
+        alternate: Compute and send one factor in a step, in turn (ACP-SGD). Default False.
+        factors: The codec of the factors. Default none.
     """
 
     rank: int = 1
@@ -45,48 +54,56 @@ class PowerSGD:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of the gradients that it takes."""
+        """The dtypes of gradients that can be compressed."""
         return FLOAT_TYPES
 
     def lossless(self, dtype: torch.dtype) -> bool:
+        """Return False: PowerSGD loses something of every dtype."""
         return False
 
     def payload_bytes(self, rows: int, columns: int) -> int:
-        """Of the factors of a matrix that are sent in one step."""
+        """Return the bytes of the factors of a matrix that are sent in one step."""
         rank = min(self.rank, rows, columns)
         sides = [self.factors.wire_bytes(rank * side) for side in (rows, columns)]
         return -(-sum(sides) // 2) if self.alternate else sum(sides)
 
     def __str__(self) -> str:
         options = [f"rank={self.rank}"] + ["alternate=true"] * self.alternate
-        tail = "" if str(self.factors) == "none" else f"/{self.factors}"
-        return f"{NAME}:{','.join(options)}{tail}"
+        options += [] if str(self.factors) == "none" else [f"factors={self.factors}"]
+        return f"{NAME}:{','.join(options)}"
 
     @staticmethod
     def parse(spec: str) -> PowerSGD:
-        """The inverse of ``str``; ValueError names the option that is wrong."""
-        head, slash, tail = spec.strip().partition("/")
-        name, _, rest = head.partition(":")
-        if name != NAME:
-            raise ValueError(f"compressor: unknown {name!r}; valid: {NAME}")
-        rank, alternate = 1, False
+        """Parse the output of ``str``; options that follow ``factors=CODEC`` and are not PowerSGD's are the codec's.
+
+        Raises:
+            ValueError: An option is wrong; the message names it and what is valid.
+        """
+        name, colon, rest = spec.strip().partition(":")
+        if name != NAME or (colon and not rest):
+            raise ValueError(f"compressor: {spec!r}; valid: {NAME}:OPTION=VALUE,…")
+        rank, alternate, factors = 1, False, ""
         for part in rest.split(",") if rest else ():
-            key, _, value = (piece.strip() for piece in part.partition("="))
+            key, equals, value = (piece.strip() for piece in part.partition("="))
             if key == "rank" and value.isascii() and value.isdigit():
                 rank = int(value)
             elif key == "alternate" and value in ("true", "false"):
                 alternate = value == "true"
+            elif key == "factors" and not factors and value:
+                factors = value
+            elif factors and equals and key not in ("rank", "alternate", "factors"):
+                factors += f",{part.strip()}"
             else:
                 raise ValueError(
-                    f"powersgd: option {part.strip()!r}; valid: rank=1 to 64, alternate=true or false"
+                    f"powersgd: option {part.strip()!r}; valid: rank=1 to {low_rank.MOST_RANK}, alternate=true or "
+                    "false, factors=CODEC"
                 )
-        factors = codec(tail) if slash else codec("none")
-        return PowerSGD(rank=rank, alternate=alternate, factors=factors)
+        return PowerSGD(rank=rank, alternate=alternate, factors=codec(factors or "none"))
 
 
 @dataclass
-class Task:
-    """One matrix of a bucket: gradient (flat) and residual (fp32, flat, or None) are rewritten."""
+class LowRankTask:
+    """One matrix of a bucket; its gradient (flat) and its residual (fp32, flat, or None) are overwritten."""
 
     name: str
     scheme: PowerSGD
@@ -97,48 +114,51 @@ class Task:
 
     @property
     def rank(self) -> int:
+        """The rank of the factors, which is at most that of the matrix."""
         return min(self.scheme.rank, self.rows, self.columns)
 
 
 class Factors:
-    """The factors of the last step, by parameter name: the same on all ranks."""
+    """The factors of the last step, by parameter name; the same on all ranks."""
 
     def __init__(self) -> None:
         self._left: dict[str, torch.Tensor] = {}
         self._right: dict[str, torch.Tensor] = {}
 
-    def left(self, task: Task) -> torch.Tensor:
-        """[rank, rows], as the last step left it."""
-        return _kept(self._left, task, task.rows)
+    def left(self, task: LowRankTask) -> torch.Tensor:
+        """Return P' [rank, rows] of the last step."""
+        return _factor(self._left, task, task.rows)
 
-    def right(self, task: Task) -> torch.Tensor:
-        """[rank, columns], as the last step left it; at first sight random numbers that the name decides."""
-        return _kept(self._right, task, task.columns)
+    def right(self, task: LowRankTask) -> torch.Tensor:
+        """Return Q' [rank, columns] of the last step; at first use random numbers that depend on the name only."""
+        return _factor(self._right, task, task.columns)
 
     def forget(self, name: str) -> None:
-        """Start anew: after numbers that are none, or with another rank."""
+        """Start the parameter's factors anew: after NaN or Inf, or with another rank."""
         self._left.pop(name, None)
         self._right.pop(name, None)
 
     def nbytes(self) -> int:
+        """Return the bytes of all factors."""
         return sum(4 * factor.numel() for factor in (*self._left.values(), *self._right.values()))
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Copies on the CPU, by side and name."""
+        """Return copies on the CPU, by side and name."""
         return {
             side: {name: factor.to("cpu", copy=True) for name, factor in factors.items()}
             for side, factors in (("left", self._left), ("right", self._right))
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Replace all factors with copies of ``state``."""
         for side, factors in (("left", self._left), ("right", self._right)):
             factors.clear()
             factors.update({name: factor.clone() for name, factor in state.get(side, {}).items()})
 
 
-def stages(
-    tasks: Sequence[Task],
-    others: Sequence[torch.Tensor],
+def low_rank_stages(
+    tasks: Sequence[LowRankTask],
+    other_tensors: Sequence[torch.Tensor],
     codecs: Sequence[Codec],
     residuals: Sequence[torch.Tensor | None],
     *,
@@ -147,15 +167,27 @@ def stages(
     algorithm: str,
     group: object,
     seed: int,
-    reduce: Callable[..., Work | None] = all_reduce_coalesced,
+    all_reduce: Callable[..., Work | None] = all_reduce_coalesced,
 ) -> Stages:
-    """Average one bucket: `tasks` by their factors, `others`, with codecs and residuals, in the first message."""
+    """Average one bucket; yields each collective that it starts, and continues when that is done.
+
+    Args:
+        tasks: The matrices, which are averaged by their factors.
+        other_tensors: The other tensors of the bucket; they travel in the first message.
+        codecs: The codecs of the other tensors.
+        residuals: The residuals of the other tensors.
+        factors: The factors of the last step; they are updated.
+        step: The step; with ``alternate`` it decides which factor is computed.
+        algorithm: The algorithm of the all-reduce.
+        group: The process group.
+        seed: The seed of stochastic rounding.
+        all_reduce: The collective.
+    """
     lefts, rights = [factors.left(task) for task in tasks], [factors.right(task) for task in tasks]
 
-    def average(sides: list[tuple[Task, torch.Tensor]], first: bool) -> Work:
-        sent = [factor.view(-1) for _, factor in sides] + (list(others) if first else [])
-        work = reduce(
-            sent,
+    def average(sides: list[tuple[LowRankTask, torch.Tensor]], first: bool) -> Work:
+        work = all_reduce(
+            [factor.view(-1) for _, factor in sides] + (list(other_tensors) if first else []),
             "avg",
             codec=[task.scheme.factors for task, _ in sides] + (list(codecs) if first else []),
             algorithm=algorithm,
@@ -165,19 +197,19 @@ def stages(
             residuals=[None] * len(sides) + (list(residuals) if first else []),
             bucket_bytes=1 << 40,
         )
-        assert work is not None  # it is with async_op
+        assert work is not None  # because of async_op
         return work
 
-    def orthonormalise(sides: list[tuple[Task, torch.Tensor]]) -> None:
+    def orthonormalise(sides: list[tuple[LowRankTask, torch.Tensor]]) -> None:
         low_rank.orthonormalise_all([side for _, side in sides], [_key(task.name) for task, _ in sides])
 
     by_rows = [not task.scheme.alternate or step % 2 == 0 for task in tasks]
-    every = list(zip(tasks, lefts, rights, by_rows, strict=True))
+    matrices = list(zip(tasks, lefts, rights, by_rows, strict=True))
     first, second = [], []
     orthonormalise(
-        [(task, right if rows else left) for task, left, right, rows in every if task.scheme.alternate]
+        [(task, right if rows else left) for task, left, right, rows in matrices if task.scheme.alternate]
     )
-    for task, left, right, rows in every:
+    for task, left, right, rows in matrices:
         if rows:
             low_rank.project_rows(task.gradient, task.residual, right, left)
             first.append((task, left))
@@ -185,28 +217,28 @@ def stages(
             low_rank.project_columns(task.gradient, task.residual, left, right)
             first.append((task, right))
     yield average(first, True)
-    orthonormalise([(task, left) for task, left, _, _ in every if not task.scheme.alternate])
-    for task, left, right, _ in every:
+    orthonormalise([(task, left) for task, left, _, _ in matrices if not task.scheme.alternate])
+    for task, left, right, _ in matrices:
         if not task.scheme.alternate:
             low_rank.project_columns(task.gradient, task.residual, left, right)
             second.append((task, right))
     if second:
         yield average(second, False)
-    if tasks and not lefts[0].is_cpu:  # nobody waits to see: from zeros both factors begin anew
-        found = low_rank.factors_finite(lefts, rights)
-        for task, left, right, finite in zip(tasks, lefts, rights, found, strict=True):
-            low_rank.expand(task.gradient, task.residual, left, right, finite)
+    if tasks and not lefts[0].is_cpu:  # the host does not wait; `factors_finite` sets bad factors to zero
+        finite = low_rank.factors_finite(lefts, rights)
+        for task, left, right, is_finite in zip(tasks, lefts, rights, finite, strict=True):
+            low_rank.expand(task.gradient, task.residual, left, right, is_finite)
         return
     for task, left, right in zip(tasks, lefts, rights, strict=True):
         if torch.isfinite(left).all() and torch.isfinite(right).all():
             low_rank.expand(task.gradient, task.residual, left, right)
         else:
-            # Somebody's NaN or Inf reached everybody: it must reach the optimiser, and no residual.
+            # NaN or Inf of one rank reached all of them. It must reach the optimizer, and no residual.
             task.gradient.fill_(float("nan"))
             factors.forget(task.name)
 
 
-def _kept(factors: dict[str, torch.Tensor], task: Task, length: int) -> torch.Tensor:
+def _factor(factors: dict[str, torch.Tensor], task: LowRankTask, length: int) -> torch.Tensor:
     factor = factors.get(task.name)
     if factor is None:
         numbers = counter_rng.uniform(_key(task.name), length, task.rank * length) - 0.5

@@ -24,7 +24,7 @@ _BUCKET_LEFT = {0, 1, len(_BUCKET_HEAD) - 1}
 
 
 @dataclass
-class Tally:
+class ParameterTotals:
     """Running totals of one parameter; ``error`` and ``signal`` are sums of squares over sampled steps."""
 
     numel: int
@@ -223,9 +223,9 @@ class Report:
         return lines
 
 
-def rows(tallies: Iterable[tuple[str, Tally]]) -> tuple[Row, ...]:
+def rows(tallies: Iterable[tuple[str, ParameterTotals]]) -> tuple[Row, ...]:
     """Group (name, tally) pairs, the largest group first."""
-    groups: dict[tuple[str, str, str], list[tuple[str, Tally]]] = {}
+    groups: dict[tuple[str, str, str], list[tuple[str, ParameterTotals]]] = {}
     for name, tally in tallies:
         groups.setdefault((tally.codec, tally.dtype, tally.why), []).append((name, tally))
     made = [
@@ -252,7 +252,7 @@ def _counted(events: dict[str, int]) -> str:
     return ", ".join(f"{kind} {count}x" for kind, count in events.items())
 
 
-def _relative_error(tallies: list[Tally]) -> float | None:
+def _relative_error(tallies: list[ParameterTotals]) -> float | None:
     if all(tally.lossless for tally in tallies):
         return 0.0
     signal = sum(tally.signal for tally in tallies)

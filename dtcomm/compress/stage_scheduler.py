@@ -1,9 +1,11 @@
-"""Compressions that take several collectives: their stages on one thread, in an order that all ranks share.
+"""Runs compressions that take several collectives, in an order that all ranks share.
 
-A collective must start in the same order on every rank, and the second one of a bucket starts when the first is
-done, which is a matter of luck. So that order is fixed by the buckets and not by the clock: when bucket i comes,
-its own first stage runs, then the second stage of bucket i - 1, then the third of i - 2, and so on; after the last
-bucket the rest in the same way. While one bucket's factors are on the wire, another's are computed.
+Collectives must start in the same order on every rank, and when the second one of a bucket can start depends on when
+the first one ends. The order is therefore fixed by the buckets and not by the clock: when bucket i is submitted, its
+first stage runs, then the second stage of bucket i - 1, then the third of bucket i - 2, and so on; after the last
+bucket the rest runs in the same way. While the factors of one bucket are on the wire, another's are computed.
+
+The DDP hook uses a `StageScheduler` for PowerSGD.
 """
 
 from __future__ import annotations
@@ -12,37 +14,34 @@ import queue
 import threading
 import time
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from dtcomm.collectives import Span, Work
 from dtcomm.device.streams import Streams, record_streams
 
-#: Stages of one bucket: each yields the collective that it started, and goes on when that is done.
+#: The stages of one bucket: it yields each collective that it starts, and continues when that is done.
 Stages = Generator[Work, None, None]
 
 
-class Sequenced(Work):
-    """A bucket under way; done when its last stage is."""
+class StagedWork(Work):
+    """The handle of a bucket; it is done when its last stage is."""
 
-    def __init__(
-        self, stages: Stages, outputs: Sequence[torch.Tensor], streams: Streams | None = None
-    ) -> None:
+    def __init__(self, stages: Stages, outputs: Sequence[torch.Tensor], streams: Streams) -> None:
         super().__init__(outputs)
-        self._streams = streams
+        self._streams, self._stages = streams, stages
         self._event: Any = None
-        self._stages = stages
         self._pending: Work | None = None
-        self._over = threading.Event()
+        self._done = threading.Event()
         self._error: Exception | None = None
-        self._future = torch.futures.Future() if streams is None else streams.future()
+        self._future = streams.future()
         self.wire_bytes = 0
         self.seconds = 0.0
         self._spans: list[Span] = []
 
     def advance(self) -> bool:
-        """Wait for the collective under way and run the next stage; False once that was the last."""
+        """Wait for the collective in flight and run the next stage; return False after the last one."""
         try:
             if self._pending is not None:
                 self._pending.wait()
@@ -60,123 +59,130 @@ class Sequenced(Work):
         except Exception as error:
             self.fail(error)
         else:
-            self._event = None if self._streams is None else self._streams.record()
-            self._over.set()
+            self._event = self._streams.record()
+            self._done.set()
             self._future.set_result(self._outputs)
         return False
 
     def fail(self, error: Exception) -> None:
-        """End it with this error."""
+        """End the bucket with an error."""
         self._stages.close()
         self._error = error
-        self._over.set()
+        self._done.set()
         self._future.set_exception(error)  # type: ignore[arg-type]
 
     def wait(self) -> None:
-        self._over.wait()
+        """Wait for the last stage; on a device only the current stream waits."""
+        self._done.wait()
         if self._error is not None:
             raise self._error
-        if self._streams is not None:
-            self._streams.wait(self._event)
+        self._streams.wait(self._event)
 
     def is_completed(self) -> bool:
-        return self._over.is_set()
+        """Return whether the last stage has run."""
+        return self._done.is_set()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return the future of the outputs."""
         return self._future
 
     def spans(self) -> list[Span]:
-        """The collectives', and what the stages compute."""
+        """Return the phases of the collectives, and the times in which stages computed."""
         return self._spans
 
 
-class Sequencer:
-    """The thread. Buckets of one backward pass are submitted in order, the last one marked."""
+class _Submission(NamedTuple):
+    work: StagedWork
+    first: bool
+    last: bool
+
+
+class _Pipeline:
+    """The buckets of one backward pass whose stages are not done, the newest first."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Sequenced, bool, bool] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._first = True
+        self._active: list[StagedWork] = []
 
-    def submit(self, stages: Stages, outputs: Sequence[torch.Tensor], *, last: bool) -> Sequenced:
-        """Queue a bucket; its first stage runs as soon as the thread is free."""
-        work = Sequenced(stages, outputs)
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(
-                target=_run, args=(self._queue,), name="dtcomm-sequencer", daemon=True
-            )
-            self._thread.start()
-        self._queue.put((work, self._first, last))
-        self._first = last
-        return work
+    def add(self, submission: _Submission) -> None:
+        """Run the first stage of a bucket and the next one of those before it; after the last bucket, all stages."""
+        work, first, last = submission
+        if first:
+            for abandoned in self._active:
+                abandoned.fail(
+                    RuntimeError("the backward pass that this bucket belongs to was never finished")
+                )
+            self._active = []
+        self._active.insert(0, work)
+        self._advance_all()
+        while last and self._active:
+            self._advance_all()
 
-    def restart(self) -> None:
-        """A new backward pass begins: what an unfinished one left behind is given up."""
-        self._first = True
-
-    def close(self) -> None:
-        """End the thread, when what is queued is done."""
-        if self._thread is not None:
-            self._queue.put(None)
+    def _advance_all(self) -> None:
+        self._active = [work for work in self._active if work.advance()]
 
 
-class QueuedSequencer:
-    """The same order on a device, where nobody waits for what is queued: on a stream beside the caller's, at once.
+class StageScheduler:
+    """Runs the stages of buckets that are submitted in order, the last one of a backward pass marked as such.
 
-    So the collectives of all ranks are queued in one order with whatever else their callers queue.
+    On the CPU the stages run on a thread of their own, because they compute and wait. On a device, where the host does
+    not wait, they are queued at once on a side stream; the collectives of all ranks are then queued in one order with
+    everything else that their callers queue.
     """
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._active: list[Sequenced] = []
+        self._uses_thread = streams.device.type == "cpu"
+        self._queue: queue.SimpleQueue[_Submission | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._pipeline = _Pipeline()  # on a device
         self._first = True
 
     def submit(
         self,
         stages: Stages,
         outputs: Sequence[torch.Tensor],
-        used: Sequence[torch.Tensor | None],
+        used: Sequence[torch.Tensor | None] = (),
         *,
         last: bool,
-    ) -> Sequenced:
-        """Queue a bucket's first stage, and what is due of those before it; ``used`` is what stages read and write."""
+    ) -> StagedWork:
+        """Run the first stage of a bucket, and the stages of earlier buckets that are due.
+
+        Args:
+            stages: The stages.
+            outputs: The tensors of the handle's future.
+            used: Other tensors that the stages read and write.
+            last: This is the last bucket of the backward pass.
+        """
+        submission = _Submission(StagedWork(stages, outputs, self._streams), self._first, last)
+        self._first = last
+        if self._uses_thread:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(
+                    target=_run_thread, args=(self._queue,), name="dtcomm-stages", daemon=True
+                )
+                self._thread.start()
+            self._queue.put(submission)
+            return submission.work
         streams = self._streams
-        work = Sequenced(stages, outputs, streams)
         ready = streams.record()
-        if self._first:
-            _give_up(self._active)
-            self._active = []
         with streams.on(streams.side_stream()):
             streams.wait(ready)
             record_streams(*outputs, *used)
-            self._active = _tick([work, *self._active])
-            while last and self._active:
-                self._active = _tick(self._active)
-        self._first = last
-        return work
+            self._pipeline.add(submission)
+        return submission.work
 
     def restart(self) -> None:
-        """As `Sequencer` does."""
+        """Start a new backward pass; the buckets that an unfinished one left behind fail."""
         self._first = True
 
-
-def _run(jobs: queue.SimpleQueue[tuple[Sequenced, bool, bool] | None]) -> None:
-    active: list[Sequenced] = []
-    while (job := jobs.get()) is not None:
-        work, first, last = job
-        if first:
-            _give_up(active)
-            active = []
-        active = _tick([work, *active])
-        while last and active:
-            active = _tick(active)
-        del job, work
+    def close(self) -> None:
+        """End the thread when the buckets that were submitted are done."""
+        if self._thread is not None:
+            self._queue.put(None)
 
 
-def _give_up(left: list[Sequenced]) -> None:
-    for each in left:
-        each.fail(RuntimeError("the backward pass that this bucket belongs to was never finished"))
-
-
-def _tick(newest_first: list[Sequenced]) -> list[Sequenced]:
-    return [work for work in newest_first if work.advance()]
+def _run_thread(submissions: queue.SimpleQueue[_Submission | None]) -> None:
+    pipeline = _Pipeline()
+    while (submission := submissions.get()) is not None:
+        pipeline.add(submission)
+        del submission  # while it waits, the thread must not keep a bucket and with it a process group alive

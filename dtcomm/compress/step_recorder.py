@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
-class Sent(NamedTuple):
+class BucketRecord(NamedTuple):
     """One bucket: uncompressed bytes, when it was ready and how long it took, in seconds."""
 
     nbytes: int
@@ -23,7 +23,7 @@ class Sent(NamedTuple):
     took: float
 
 
-class Recorder:
+class StepRecorder:
     """Collects ``steps`` whole steps, then writes ``path`` once; ``ranks`` and ``codec`` are told along."""
 
     def __init__(
@@ -35,9 +35,9 @@ class Recorder:
         if not self.path.absolute().parent.is_dir():
             raise ValueError(f"path: there is no folder {self.path.parent}")
         self._wanted, self._ranks, self._codec, self._writes = steps, ranks, codec, writes
-        self._steps: list[list[Sent]] = []
+        self._steps: list[list[BucketRecord]] = []
 
-    def step(self, sent: Sequence[Sent]) -> bool:
+    def step(self, sent: Sequence[BucketRecord]) -> bool:
         """A step is over; True when there are enough and the file is written."""
         if sent:
             step = sorted(sent, key=lambda each: each.ready)
@@ -52,7 +52,7 @@ class Recorder:
         return True
 
 
-def summary(steps: Sequence[Sequence[Sent]], ranks: int, codec: str) -> dict[str, Any]:
+def summary(steps: Sequence[Sequence[BucketRecord]], ranks: int, codec: str) -> dict[str, Any]:
     """What `dtcomm plan --record` reads; the last step only tells when the one before ended."""
     usual = statistics.mode(map(len, steps))
     kept = [(step, later[0].ready) for step, later in pairwise(steps) if len(step) == usual]
@@ -77,7 +77,7 @@ def summary(steps: Sequence[Sequence[Sent]], ranks: int, codec: str) -> dict[str
     }
 
 
-def _arrival(step: Sequence[Sent]) -> float:
+def _arrival(step: Sequence[BucketRecord]) -> float:
     # They go one after the other.
     free = 0.0
     for each in step:

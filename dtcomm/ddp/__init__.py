@@ -53,8 +53,8 @@ def compress(model: DistributedDataParallel, spec: str | Scheme | Policy = "int8
         if state.error is not None:
             raise state.error
 
-    state._backward.wait_before_ddp = model.find_unused_parameters
-    state._backward.may_leave_unused = model.find_unused_parameters or model.static_graph
+    state._reducer.wait_before_ddp = model.find_unused_parameters
+    state._reducer.may_leave_unused = model.find_unused_parameters or model.static_graph
     model.register_comm_hook(state, hook)
     model.register_forward_pre_hook(refuse_after_failure)
     state.timeline.watch(model)

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from dtcomm.compress.guard import Event
-from dtcomm.compress.policy import Choice, Policy
+from dtcomm.compress.policy import CodecChoice, Policy
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.spec import Scheme
-from dtcomm.ddp.autotune.measure import Timed
+from dtcomm.ddp.autotune.measure import BucketTiming
 from dtcomm.ddp.autotune.tuner import Tuner
 
 
-class Fixed:
+class FixedPolicy:
     """The same answers at every step."""
 
     revision = 0
@@ -31,7 +31,7 @@ class Fixed:
     def __str__(self) -> str:
         return str(self.policy)
 
-    def choose(self, name: str, gradient: torch.Tensor) -> Choice:
+    def choose(self, name: str, gradient: torch.Tensor) -> CodecChoice:
         return self.policy.choose(name, gradient)
 
     timed = False
@@ -48,12 +48,12 @@ class Fixed:
 
     def look(self, index: int, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None: ...
 
-    def end(self, step: int, seconds: float, buckets: Sequence[Timed]) -> None: ...
+    def end(self, step: int, seconds: float, buckets: Sequence[BucketTiming]) -> None: ...
 
-    def take_changes(self) -> list[str]:
+    def pop_changes(self) -> list[str]:
         return []
 
-    def take_plain(self) -> list[str]:
+    def pop_uncompressed(self) -> list[str]:
         return []
 
     def state_dict(self) -> dict[str, Any]:
@@ -62,4 +62,4 @@ class Fixed:
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-Chooser = Fixed | Tuner
+Chooser = FixedPolicy | Tuner

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from dtcomm.collectives import Work
-from dtcomm.compress.error_state import Memory
-from dtcomm.compress.stage_scheduler import QueuedSequencer, Stages
+from dtcomm.compress.error_state import ErrorState
+from dtcomm.compress.stage_scheduler import Stages, StageScheduler
 from dtcomm.ddp.autotune.clock import Clock, Marked
 from dtcomm.ddp.chooser import Chooser
-from dtcomm.ddp.in_flight_bucket import Flight
+from dtcomm.ddp.in_flight_bucket import InFlightBucket
 from dtcomm.device.streams import record_streams, streams_of
 
 
@@ -23,7 +23,7 @@ class There:
     def __init__(self, device: torch.device, chooser: Chooser) -> None:
         self.streams = streams_of(device)
         self.clock = Clock(self.streams) if chooser.timed else None
-        self._sequencer = QueuedSequencer(self.streams)
+        self._sequencer = StageScheduler(self.streams)
         chooser.on(device)
 
     def restart(self) -> None:
@@ -50,21 +50,21 @@ class There:
         """A mark behind a bucket's gradients."""
         return None if self.clock is None else self.clock.mark()
 
-    def end(self, step: int, flights: Sequence[Flight]) -> None:
+    def end(self, step: int, flights: Sequence[InFlightBucket]) -> None:
         """The current stream has been told to wait for all of them."""
         if self.clock is not None:
             marked = [Marked(each.ready_there, each.landed_there, each.work.wire_bytes) for each in flights]
             self.clock.end(step, marked)
 
     def land(
-        self, flight: Flight, memory: Memory, failed: Callable[[Exception], bool]
+        self, flight: InFlightBucket, memory: ErrorState, failed: Callable[[Exception], bool]
     ) -> torch.futures.Future[Any]:
         """The future of a bucket's landing, on a stream beside the caller's: a callback's own would hold no memory.
 
         ``failed`` is told an error, and says whether the future is to carry it.
         """
         landed: torch.futures.Future[Any] = self.streams.future()
-        held = [(self, flight, memory, failed)]  # emptied, as `Backward` does
+        held = [(self, flight, memory, failed)]  # emptied, as `Reducer` does
 
         def land(future: torch.futures.Future[Any]) -> None:
             there, flight, memory, failed = held.pop()

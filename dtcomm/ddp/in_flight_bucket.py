@@ -9,27 +9,27 @@ from typing import Any
 import torch
 
 from dtcomm.collectives import Work
-from dtcomm.compress.bucket_layout import Packing
-from dtcomm.compress.error_sample import Sample, norm_of
-from dtcomm.compress.error_state import Handed, Memory
-from dtcomm.compress.step_recorder import Sent
-from dtcomm.compress.unwatched import Watcher
+from dtcomm.compress.bucket_layout import BucketLayout
+from dtcomm.compress.error_sample import ErrorSample, l2_norm
+from dtcomm.compress.error_state import ErrorState, PendingGradient
+from dtcomm.compress.guard_monitor import Monitor
+from dtcomm.compress.step_recorder import BucketRecord
 from dtcomm.device.streams import AsyncHostCopy
 from dtcomm.profiling import Message
 
 
 @dataclass
-class Flight:
+class InFlightBucket:
     """``handed`` is what the collective was given of each lossy segment; ``samples`` are there on sampled steps;
     ``told`` is what the ranks tell each other about the step before, on its way with the last bucket; ``key`` chooses
     the random numbers of what is kept; ``done`` is what DDP waits for; ``ready`` is when
     it left; ``*_ns`` are for timelines: the hook's beginning and end, and when the mean had landed."""
 
     work: Work
-    packing: Packing
+    packing: BucketLayout
     buffer: torch.Tensor
-    handed: list[Handed]
-    samples: list[Sample] | None
+    handed: list[PendingGradient]
+    samples: list[ErrorSample] | None
     told: torch.Tensor | None
     key: int
     heard: AsyncHostCopy | None = None
@@ -43,9 +43,9 @@ class Flight:
     landed_there: Any = None
 
     @property
-    def sent(self) -> Sent:
+    def sent(self) -> BucketRecord:
         """For a record; the work is done."""
-        return Sent(self.buffer.numel() * self.buffer.element_size(), self.ready, self.work.seconds)
+        return BucketRecord(self.buffer.numel() * self.buffer.element_size(), self.ready, self.work.seconds)
 
     @property
     def message(self) -> Message:
@@ -63,14 +63,14 @@ class Flight:
             spans=self.work.spans(),
         )
 
-    def land(self, memory: Memory) -> None:
+    def land(self, memory: ErrorState) -> None:
         """Finish the gradients and keep what was lost of them; the work is done. Once, before DDP reads the buffer."""
         for handed in self.handed:
-            memory.take(handed, self.key)
+            memory.finish(handed, self.key)
         if self.samples is None:
             self.handed = []  # what is kept in fewer bytes gives up its fp32 here
 
-    def settle(self, watch: Watcher) -> None:
+    def settle(self, watch: Monitor) -> None:
         """Count what was sent and lost, after it has landed."""
         packing = self.packing
         packing.messages += 1
@@ -79,8 +79,8 @@ class Flight:
         for handed, sample in zip(self.handed, self.samples or (), strict=True):
             if handed.residual is None:
                 continue
-            handed.segment.count(sample.gradient, norm_of(handed.residual))
-            watch.measured(sample, handed.residual)
-        watch.arrived(self.buffer)
+            handed.segment.add_sample(sample.gradient_norm, l2_norm(handed.residual))
+            watch.record_error(sample, handed.residual)
+        watch.check_finite(self.buffer)
         if self.told is not None:
             self.heard = AsyncHostCopy(self.told)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from dtcomm.collectives import Work
 
 
-class OwnWork(Work):
+class PlainAllReduceWork(Work):
     """The all-reduce of a buffer, which is multiplied by 1 / ranks before as DDP does it, for the same bits."""
 
     def __init__(self, buffer: torch.Tensor, group: dist.ProcessGroup | None) -> None:

@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 from dtcomm import env
 from dtcomm.collectives import all_reduce, info
-from dtcomm.compress.autotune_model import crowded
+from dtcomm.compress.autotune_model import cpu_oversubscribed
 from dtcomm.device.streams import streams_of
 
 PROBES = [1 << at for at in (16, 18, 20, 22)]  # bytes
 ENOUGH = 0.02  # seconds, after which no larger one is sent
 
 
-class Meet(Protocol):
+class Consensus(Protocol):
     """How a rank learns what the others found; calls are made on all ranks in the same order."""
 
     ranks: int
@@ -30,7 +30,7 @@ class Meet(Protocol):
     def probe(self) -> tuple[float, float]:
         """Seconds of a message of next to nothing, and of a byte of a large one that a rank sends."""
 
-    def crowded(self) -> bool:
+    def cpu_oversubscribed(self) -> bool:
         """Whether this rank has no core besides the one that computes."""
 
     def in_memory(self) -> bool:
@@ -40,8 +40,8 @@ class Meet(Protocol):
         """Whether DTCOMM_LINK slows our own messages, and so the group's backend tells nothing of the link."""
 
 
-class Group:
-    """`Meet` over a process group."""
+class ProcessGroupConsensus:
+    """`Consensus` over a process group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
@@ -65,8 +65,10 @@ class Group:
                 break
         return latency, per_byte
 
-    def crowded(self) -> bool:
-        return self.device is None and crowded(self.ranks // max(1, int(info(self._group)["hosts"])))
+    def cpu_oversubscribed(self) -> bool:
+        return self.device is None and cpu_oversubscribed(
+            self.ranks // max(1, int(info(self._group)["hosts"]))
+        )
 
     def in_memory(self) -> bool:
         if self.device is not None:  # what is between devices is no memory of the host

@@ -12,26 +12,26 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 
 from dtcomm.collectives import Work
-from dtcomm.compress.bucket_averager import Averager
-from dtcomm.compress.error_sample import Sample, norm_of
-from dtcomm.compress.error_state import Handed, Memory
+from dtcomm.compress.bucket_averager import BucketAverager
+from dtcomm.compress.error_sample import ErrorSample, l2_norm
+from dtcomm.compress.error_state import ErrorState, PendingGradient
+from dtcomm.compress.guard_monitor import Monitor
 from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.compress.stage_scheduler import Sequencer
-from dtcomm.compress.step_recorder import Recorder
-from dtcomm.compress.unwatched import Watcher
-from dtcomm.ddp.autotune.measure import Timed
-from dtcomm.ddp.bucket_layouts import Packings
+from dtcomm.compress.stage_scheduler import StageScheduler
+from dtcomm.compress.step_recorder import StepRecorder
+from dtcomm.ddp.autotune.measure import BucketTiming
+from dtcomm.ddp.bucket_layouts import BucketLayouts
 from dtcomm.ddp.chooser import Chooser
 from dtcomm.ddp.device_reducer import There
-from dtcomm.ddp.in_flight_bucket import Flight
-from dtcomm.ddp.plain_allreduce import OwnWork
-from dtcomm.device.streams import AsyncHostCopy
+from dtcomm.ddp.in_flight_bucket import InFlightBucket
+from dtcomm.ddp.plain_allreduce import PlainAllReduceWork
+from dtcomm.device.streams import AsyncHostCopy, streams_of
 from dtcomm.kernels import counter_rng
 from dtcomm.profiling import Timeline
 from dtcomm.profiling.profiler_ranges import UnderWay
 
 
-class Backward:
+class Reducer:
     """``steps`` are over; ``error`` is the first one that any of them had. `wait_before_ddp`: DDP reduces a map of
     unused parameters after the pass; `may_leave_unused`: it may be that no rank uses some parameter.
     """
@@ -40,10 +40,10 @@ class Backward:
         self,
         group: dist.ProcessGroup | None,
         chooser: Chooser,
-        watch: Watcher,
-        packings: Packings,
-        memory: Memory,
-        averager: Averager,
+        watch: Monitor,
+        packings: BucketLayouts,
+        memory: ErrorState,
+        averager: BucketAverager,
         timeline: Timeline,
         sample_every: int,
     ) -> None:
@@ -51,16 +51,16 @@ class Backward:
         self.error: Exception | None = None
         self.wait_before_ddp = False
         self.may_leave_unused = True
-        self.recorder: Recorder | None = None
+        self.recorder: StepRecorder | None = None
         self._group, self._sample_every = group, sample_every
-        self._chooser, self._watch, self._packings = chooser, watch, packings
-        self._memory, self._averager, self._timeline = memory, averager, timeline
+        self._chooser, self._watch, self._layouts = chooser, watch, packings
+        self._error_state, self._averager, self._timeline = memory, averager, timeline
         # Where buckets take several collectives, all of them start on one thread, in an order that ranks share.
         in_stages = any(isinstance(scheme, PowerSGD) for scheme in chooser.schemes)
-        self._sequencer = Sequencer() if in_stages else None
+        self._sequencer = StageScheduler(streams_of(torch.device("cpu"))) if in_stages else None
         self._there: There | None = None  # where gradients are on a device
-        self._told: deque[Flight] = deque()
-        self._flights: list[Flight] = []
+        self._told: deque[InFlightBucket] = deque()
+        self._flights: list[InFlightBucket] = []
         self._begun = 0.0  # this step's first bucket
         self._waiting = UnderWay("")
         self._in_backward = False
@@ -91,13 +91,13 @@ class Backward:
         landed = (
             flight.work.get_future().then(self._landing(flight))
             if self._there is None
-            else self._there.land(flight, self._memory, self._failed())
+            else self._there.land(flight, self._error_state, self._failed())
         )
         flight.done = under_way.until(landed)
         flight.index, flight.ready_ns, flight.launched_ns = bucket.index(), ready_ns, time.monotonic_ns()
         return flight.done
 
-    def _landing(self, flight: Flight) -> Callable[[torch.futures.Future[Any]], torch.Tensor]:
+    def _landing(self, flight: InFlightBucket) -> Callable[[torch.futures.Future[Any]], torch.Tensor]:
         # Emptied before the future is done: this may run on a thread of the group's backend, and that must not be left
         # with the last reference to the group. Gloo's would then wait for itself, and the process end.
         held = [(self, flight, not self._in_backward)]
@@ -106,7 +106,7 @@ class Backward:
             backward, flight, carries_error = held.pop()
             try:
                 future.value()
-                flight.land(backward._memory)
+                flight.land(backward._error_state)
                 flight.done_ns = time.monotonic_ns()
             except Exception as error:
                 backward.error = backward.error or error
@@ -160,13 +160,13 @@ class Backward:
                 if flight.told is not None:
                     flight.work.wait()
                     heard = flight.heard or AsyncHostCopy(flight.told)
-                    self._watch.judge(self.steps, heard.get())
+                    self._watch.evaluate(self.steps, heard.get())
         except Exception as error:
             self.error = self.error or error
-        self._watch.begin(self.steps)
-        for name in self._watch.take_resets():
-            self._memory.reset(name)
-        for name in self._watch.take_changes():
+        self._watch.begin_step(self.steps)
+        for name in self._watch.pop_resets():
+            self._error_state.reset(name)
+        for name in self._watch.pop_changes():
             self._averager.factors.forget(name)
 
     def _choose(self) -> None:
@@ -177,44 +177,48 @@ class Backward:
         except Exception as error:
             self.error = error
             return
-        for name in self._chooser.take_changes():
+        for name in self._chooser.pop_changes():
             self._averager.factors.forget(name)
-        for name in self._chooser.take_plain():
-            self._memory.repay(name)
+        for name in self._chooser.pop_uncompressed():
+            self._error_state.repay_residual(name)
         self._begun = time.perf_counter()
         if self._there is not None:
             self._there.begin()
 
-    def _launch(self, bucket: GradBucket, buffer: torch.Tensor) -> Flight:
+    def _launch(self, bucket: GradBucket, buffer: torch.Tensor) -> InFlightBucket:
         ranks = dist.get_world_size(self._group)
-        packing = self._packings.of(bucket, buffer, self.steps, ranks)
+        packing = self._layouts.of(bucket, buffer, self.steps, ranks)
         if self._chooser.wants(self.steps):
-            self._chooser.look(bucket.index(), self._packings.names(bucket), bucket.gradients())
+            self._chooser.look(bucket.index(), self._layouts.names(bucket), bucket.gradients())
         sampled = self._sample_every > 0 and self.steps % self._sample_every == 0
-        samples: list[Sample] | None = [] if sampled else None
-        handed: list[Handed] = []
+        samples: list[ErrorSample] | None = [] if sampled else None
+        handed: list[PendingGradient] = []
         tensors: list[torch.Tensor] = []
         residuals: list[torch.Tensor | None] = []
-        for segment, tensor in zip(packing.segments, packing.cut(buffer), strict=True):
+        for segment, tensor in zip(packing.segments, packing.split(buffer), strict=True):
             if segment.lossless:
-                self._memory.plain(segment, tensor)
+                self._error_state.prepare_uncompressed(segment, tensor)
                 tensors.append(tensor)
                 residuals.append(None)
                 continue
-            norm = norm_of(tensor) if sampled else 0.0
-            given = self._memory.hand(segment, tensor, ranks, unused=self.may_leave_unused, sampled=sampled)
+            norm = l2_norm(tensor) if sampled else 0.0
+            given = self._error_state.prepare(
+                segment, tensor, ranks, may_be_unused=self.may_leave_unused, sampled=sampled
+            )
             if samples is not None:
-                samples.append(Sample.take(segment.name, segment.codec, norm, given.sent, given.residual))
-                self._watch.sampled(segment.name, segment.codec)
+                samples.append(
+                    ErrorSample.take(segment.name, segment.codec, norm, given.sent, given.residual)
+                )
+                self._watch.register_sample(segment.name, segment.codec)
             handed.append(given)
             tensors.append(given.sent)
             residuals.append(given.residual)
         last, told = bucket.is_last(), None
-        if last and not self._chooser.own and (found := self._watch.vector(buffer.device)) is not None:
+        if last and not self._chooser.own and (found := self._watch.stats_tensor(buffer.device)) is not None:
             told = found
         ready_there = None if self._there is None else self._there.ready()
         if self._chooser.own:  # nothing is lost, and nobody watches
-            work: Work = OwnWork(buffer, self._group)
+            work: Work = PlainAllReduceWork(buffer, self._group)
         elif self._sequencer is not None and self._chooser.in_stages:
             stages = self._averager.stages(packing, tensors, residuals, told, self.steps)
             if self._there is None:
@@ -222,9 +226,9 @@ class Backward:
             else:
                 work = self._there.submit(stages, buffer, [*tensors, *residuals, told], last=last)
         else:
-            work = self._averager.start(packing, tensors, residuals, told, self.steps)
+            work = self._averager.all_reduce(packing, tensors, residuals, told, self.steps)
         key = counter_rng.mix_key(self._averager.seed, dist.get_rank(self._group), self.steps)
-        flight = Flight(work, packing, buffer, handed, samples, told, key, ready_there=ready_there)
+        flight = InFlightBucket(work, packing, buffer, handed, samples, told, key, ready_there=ready_there)
         if told is not None:
             self._told.append(flight)
         return flight
@@ -263,7 +267,7 @@ class Backward:
             self._there.end(self.steps - 1, flights)
         else:
             buckets = [
-                Timed(each.ready - self._begun, each.took, flight.work.wire_bytes)
+                BucketTiming(each.ready - self._begun, each.took, flight.work.wire_bytes)
                 for each, flight in zip(sent, flights, strict=True)
             ]
             self._chooser.end(self.steps - 1, time.perf_counter() - self._begun, buckets)

@@ -11,21 +11,21 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 
 from dtcomm.compress.autotune_model import NAME as AUTO
-from dtcomm.compress.autotune_model import Auto
-from dtcomm.compress.bucket_averager import NONE, Averager
-from dtcomm.compress.checkpoint import VERSION, require_fit, share_of
-from dtcomm.compress.error_state import Memory
-from dtcomm.compress.guard import Event, Guard, summary
+from dtcomm.compress.autotune_model import AutoConfig
+from dtcomm.compress.bucket_averager import NONE, BucketAverager
+from dtcomm.compress.checkpoint import VERSION, require_matching_sizes, select_share
+from dtcomm.compress.error_state import ErrorState
+from dtcomm.compress.guard import Event, Guard, count_events
+from dtcomm.compress.guard_monitor import make_monitor
 from dtcomm.compress.policy import Policy, as_policy
-from dtcomm.compress.report import Report, Tally, rows
+from dtcomm.compress.report import ParameterTotals, Report, rows
 from dtcomm.compress.spec import Scheme
-from dtcomm.compress.step_recorder import Recorder
-from dtcomm.compress.unwatched import watcher
+from dtcomm.compress.step_recorder import StepRecorder
 from dtcomm.ddp.autotune.tuner import Tuner
-from dtcomm.ddp.bucket_layouts import Packings
-from dtcomm.ddp.chooser import Chooser, Fixed
-from dtcomm.ddp.rank_agreement import Group
-from dtcomm.ddp.reducer import Backward
+from dtcomm.ddp.bucket_layouts import BucketLayouts
+from dtcomm.ddp.chooser import Chooser, FixedPolicy
+from dtcomm.ddp.rank_agreement import ProcessGroupConsensus
+from dtcomm.ddp.reducer import Reducer
 from dtcomm.profiling import Metric, Timeline
 
 _GUARD = Guard()
@@ -50,7 +50,7 @@ class State:
     guard: limits beyond which compression counts as harmful, and what is done then; None: nothing is watched.
         What happened is in ``state.events`` and the report.
     warmup: steps at the start of training that are sent uncompressed.
-    timeline: keep the times of so many last steps, for ``timeline.summary()`` and `trace`; 0: look at no clock
+    timeline: keep the times of so many last steps, for ``timeline.count_events()`` and `trace`; 0: look at no clock
         (``timeline.start()`` begins at any step).
     budget, candidates, check_every: of "auto": the largest relative error of an encoding (0.2 by default), the schemes
         to choose from (none, fp16, int8, int4 by default; naming them allows them whatever their error), and the steps
@@ -80,29 +80,29 @@ class State:
         if warmup < 0:
             raise ValueError(f"warmup={warmup}: want 0 or more steps")
         if spec == AUTO:
-            auto = Auto(budget=budget, candidates=candidates, every=check_every)
-            self._chooser: Chooser = Tuner(auto, Group(group))
+            auto = AutoConfig(budget=budget, candidates=candidates, every=check_every)
+            self._chooser: Chooser = Tuner(auto, ProcessGroupConsensus(group))
         elif budget is not None or candidates is not None:
             raise ValueError(f"spec: budget and candidates go with {AUTO!r}, got {spec!r}")
         else:
-            self._chooser = Fixed(as_policy(spec))
+            self._chooser = FixedPolicy(as_policy(spec))
         self.group = group
         self.feedback = feedback
         schemes = self._chooser.schemes
         # Where nothing is lost nothing can be harmful.
-        self._watch = watcher(guard if any(scheme != NONE for scheme in schemes) else None)
-        self._memory = Memory(feedback, residual, schemes)
-        self._averager = Averager(algorithm, group, seed)
-        self._packings = Packings(self._chooser, self._watch, warmup, parameters)
+        self._watch = make_monitor(guard if any(scheme != NONE for scheme in schemes) else None)
+        self._error_state = ErrorState(feedback, residual, schemes)
+        self._averager = BucketAverager(algorithm, group, seed)
+        self._layouts = BucketLayouts(self._chooser, self._watch, warmup, parameters)
         self.timeline = Timeline("ddp")
         if timeline:
             self.timeline.start(timeline)
-        self._backward = Backward(
+        self._reducer = Reducer(
             group,
             self._chooser,
             self._watch,
-            self._packings,
-            self._memory,
+            self._layouts,
+            self._error_state,
             self._averager,
             self.timeline,
             sample_every,
@@ -111,12 +111,12 @@ class State:
     @property
     def steps(self) -> int:
         """Backward passes that were reduced."""
-        return self._backward.steps
+        return self._reducer.steps
 
     @property
     def error(self) -> Exception | None:
         """What a collective failed with; after it the model needs a new DDP around it."""
-        return self._backward.error
+        return self._reducer.error
 
     @property
     def seed(self) -> int:
@@ -130,17 +130,17 @@ class State:
 
     def observe(self, loss: float | torch.Tensor) -> None:
         """Tell the guard this step's loss, once a step and before its backward, on every rank."""
-        self._watch.observe(loss)
+        self._watch.observe_loss(loss)
 
     def report(self) -> Report:
         """What was compressed, with what, and what it saved, up to the last finished backward."""
         events = {
-            name: summary([event for event in self.events if event.name == name])
+            name: count_events([event for event in self.events if event.name == name])
             for name in {event.name for event in self.events}
         }
-        packings = [*self._packings.retired, *self._packings.current.values()]
-        tallies: dict[str, Tally] = {}
-        memory = self._memory.nbytes()
+        packings = [*self._layouts.retired, *self._layouts.current.values()]
+        tallies: dict[str, ParameterTotals] = {}
+        memory = self._error_state.nbytes()
         if factors := self._averager.factors.nbytes():
             memory["factors"] = factors
         for packing in packings:
@@ -153,14 +153,14 @@ class State:
             wire_bytes=sum(packing.wire_bytes for packing in packings),
             plain_bytes=round(sum(packing.plain_bytes for packing in packings)),
             seconds=sum(packing.seconds for packing in packings),
-            residual_bytes=self._memory.held(),
+            residual_bytes=self._error_state.persistent_bytes(),
             memory=memory,
-            events=summary(self._watch.events),
+            events=count_events(self._watch.events),
             auto=tuple(map(str, self._chooser.decisions)),
             plans=tuple(self._chooser.rows),
             rows=rows(tallies.items()),
             buckets=tuple(
-                packing.row(index, events) for index, packing in sorted(self._packings.current.items())
+                packing.row(index, events) for index, packing in sorted(self._layouts.current.items())
             ),
         )
 
@@ -182,11 +182,11 @@ class State:
         """
         first = dist.get_rank(self.group) == 0
         ranks = dist.get_world_size(self.group)
-        self._backward.recorder = Recorder(path, steps, ranks, str(self._chooser), first)
+        self._reducer.recorder = StepRecorder(path, steps, ranks, str(self._chooser), first)
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals by ``factor``: for a loss scale that changed by it between two steps."""
-        self._memory.scale(factor)
+        self._error_state.scale(factor)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals by parameter name, and the counters; every rank saves its own."""
@@ -196,7 +196,7 @@ class State:
             "seed": self.seed,
             "rank": dist.get_rank(self.group),
             "world_size": dist.get_world_size(self.group),
-            **self._memory.state_dict(),
+            **self._error_state.state_dict(),
             "factors": self._averager.factors.state_dict(),
             "watch": self._watch.state_dict(),
             "auto": self._chooser.state_dict(),
@@ -216,18 +216,18 @@ class State:
         """
         rank = dist.get_rank(self.group) if rank is None else rank
         world_size = dist.get_world_size(self.group) if world_size is None else world_size
-        first, residuals = share_of(state, rank, world_size)
-        sizes = self._packings.sizes()
+        first, residuals = select_share(state, rank, world_size)
+        sizes = self._layouts.sizes()
         if sizes is not None:
-            require_fit(residuals, sizes)
-        self._memory.load(state, residuals, rank, world_size)
+            require_matching_sizes(residuals, sizes)
+        self._error_state.load(state, residuals, rank, world_size)
         self._averager.factors.load_state_dict(first.get("factors", {}))
         self._watch.load_state_dict(first.get("watch", {}))
         # Another number of ranks makes another link of it.
         same = first["world_size"] == world_size
         self._chooser.load_state_dict(first.get("auto", {}) if same else {})
-        self._backward.steps, self._averager.seed = first["steps"], first["seed"]
+        self._reducer.steps, self._averager.seed = first["steps"], first["seed"]
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start averaging the bucket in place; the future holds its buffer once that is done."""
-        return self._backward.reduce(bucket)
+        return self._reducer.reduce(bucket)

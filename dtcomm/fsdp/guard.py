@@ -6,7 +6,6 @@ average a few floats of it, and all act on the mean alike.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,9 +14,9 @@ import torch.distributed as dist
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_reduce
-from dtcomm.compress.error_sample import Sample, norm_of
+from dtcomm.compress.error_sample import ErrorSample, l2_norm
 from dtcomm.compress.guard import Event, Guard
-from dtcomm.compress.unwatched import watcher
+from dtcomm.compress.guard_monitor import make_monitor
 from dtcomm.device.streams import AsyncHostCopy
 from dtcomm.fsdp.spec import Recipe
 
@@ -32,7 +31,7 @@ class Watching:
     def __init__(self, guard: Guard | None, every: int) -> None:
         if every < 0:
             raise ValueError(f"sample_every: expected 0 (never) or more, got {every!r}")
-        self._watch = watcher(guard)
+        self._watch = make_monitor(guard)
         self._every = every
         self._pending = False
         self._device: torch.device | None = None  # of gradients
@@ -47,7 +46,7 @@ class Watching:
 
     def observe(self, loss: float | torch.Tensor) -> None:
         """This step's loss on this rank."""
-        self._watch.observe(loss)
+        self._watch.observe_loss(loss)
 
     def begin(self, group: dist.ProcessGroup | None) -> list[str]:
         """A forward pass begins, on every rank of ``group``: judge what the last one told; on a device, where nobody
@@ -58,16 +57,16 @@ class Watching:
         watch = self._watch
         if self._heard is not None:
             heard, self._heard = self._heard, None
-            watch.judge(self.steps, heard.get())
+            watch.evaluate(self.steps, heard.get())
         if self._pending:
-            watch.begin(self.steps)
-            if (told := watch.vector(self._device)) is not None:
+            watch.begin_step(self.steps)
+            if (told := watch.stats_tensor(self._device)) is not None:
                 all_reduce(told, "avg", group=group)
                 if told.is_cpu:
-                    watch.judge(self.steps, told)
+                    watch.evaluate(self.steps, told)
                 else:
                     self._heard = AsyncHostCopy(told)
-        resets = ["" if name == ROOT else name for name in watch.take_resets()]
+        resets = ["" if name == ROOT else name for name in watch.pop_resets()]
         self._pending = self._every > 0 and self.steps % self._every == 0
         self.sampling = self._every > 0 and self.steps % self._every == 0
         self.steps += 1
@@ -77,7 +76,7 @@ class Watching:
         """What `module` is compressed with now, where `recipe` was asked for."""
         step = max(0, self.steps - 1)  # which has begun
         inside, between = (
-            each and self._watch.scheme(module or ROOT, each, step)
+            each and self._watch.scheme_for(module or ROOT, each, step)
             for each in (recipe.inside, recipe.between)
         )
         assert isinstance(inside, Codec) and (between is None or isinstance(between, Codec))
@@ -85,22 +84,18 @@ class Watching:
 
     def take(
         self, module: str, recipe: Recipe, gradient: torch.Tensor, residual: torch.Tensor
-    ) -> Sample | None:
-        """Some of a gradient that is about to be encoded; None where there is nothing to measure."""
-        norm = norm_of(gradient)
+    ) -> ErrorSample:
+        """Return a sample of a gradient that is about to be encoded."""
+        norm = l2_norm(gradient)
         self._device = gradient.device
-        self._watch.sampled(module or ROOT, recipe.inside)
-        if isinstance(norm, torch.Tensor):
-            self._watch.bad(~torch.isfinite(norm))
-        elif not math.isfinite(norm):
-            self._watch.bad()
-            return None
-        return Sample.take(module or ROOT, recipe.inside, norm, gradient, residual)
+        self._watch.register_sample(module or ROOT, recipe.inside)
+        self._watch.report_nonfinite(~torch.isfinite(norm))
+        return ErrorSample.take(module or ROOT, recipe.inside, norm, gradient, residual)
 
-    def measured(self, sample: Sample, lost: torch.Tensor) -> float | torch.Tensor:
+    def measured(self, sample: ErrorSample, lost: torch.Tensor) -> float | torch.Tensor:
         """|lost| over |offered|, of the elements that were looked at; of a device's, it stays there."""
-        self._watch.measured(sample, lost)
-        offered = torch.linalg.vector_norm(sample.offered)
+        self._watch.record_error(sample, lost)
+        offered = torch.linalg.vector_norm(sample.encoder_input)
         found = torch.where(offered > 0, torch.linalg.vector_norm(lost[:: sample.stride]) / offered, 0.0)
         return float(found) if found.is_cpu else found
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dtcomm.compress.error_sample import Sample
+from dtcomm.compress.error_sample import ErrorSample
 from dtcomm.fsdp.spec import Recipe
 from dtcomm.fsdp.state import State, fitting
 
@@ -29,7 +29,7 @@ class Reduction:
         lossy = not all(each.lossless(gradient.dtype) for each in recipe.codecs()) and not self.traffic.why
         self._kept = state.take_residual(self._key, gradient) if lossy else None
         self._residual = self._kept
-        self._sample: Sample | None = None
+        self._sample: ErrorSample | None = None
         if lossy and watched and state.watching.sampling:
             self._measure(module, recipe, gradient)
         self.options: dict[str, Any] = {

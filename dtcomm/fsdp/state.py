@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.codecs import Codec, codec
-from dtcomm.compress.checkpoint import VERSION, share_of
-from dtcomm.compress.guard import Event, Guard, summary
+from dtcomm.compress.checkpoint import VERSION, select_share
+from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.device.streams import Streams, record_streams, streams_of
 from dtcomm.fsdp.buffer_pool import Pool
 from dtcomm.fsdp.cpu_overlap import Overlap
@@ -58,7 +58,7 @@ class State:
         self._report.residual_bytes = 0 if self._errors is None else self._errors.nbytes()
         self._report.reference_bytes = sum(each.nbytes for each in self.references.values())
         self._report.buffer_bytes = self.pool.nbytes()
-        self._report.events = summary(self.events)
+        self._report.events = count_events(self.events)
         self._report.read()
         if self.pool.why:
             self.note(self.pool.why)
@@ -196,7 +196,7 @@ class State:
         whole parameters. ValueError where one alone comes from another number of ranks.
         """
         ranks = dist.get_world_size()
-        first, residuals = share_of(state, dist.get_rank(), ranks)
+        first, residuals = select_share(state, dist.get_rank(), ranks)
         self.calls, self.seed = first["calls"], first["seed"]
         self.watching.load_state_dict(first.get("watching", {}))
         self.resync()

@@ -15,11 +15,11 @@ import torch
 
 from dtcomm.codecs import RandK, codec
 from dtcomm.collectives import Work
-from dtcomm.compress.bucket_averager import Averager
-from dtcomm.compress.bucket_layout import Packing, pack
+from dtcomm.compress.bucket_averager import BucketAverager
+from dtcomm.compress.bucket_layout import BucketLayout, build_layout
 from dtcomm.compress.dgc import DGC
-from dtcomm.compress.error_state import Handed, Memory
-from dtcomm.compress.policy import Choice, Policy, as_policy
+from dtcomm.compress.error_state import ErrorState, PendingGradient
+from dtcomm.compress.policy import CodecChoice, Policy, as_policy
 from dtcomm.compress.spec import Scheme
 from dtcomm.kernels import counter_rng, local_tasks, ops
 
@@ -136,10 +136,10 @@ class SimulatedRanks:
         self.parameters = list(parameters)
         self.all_reduce = SimulatedAllReduce(ranks)
         schemes = [rule.codec for rule in self.policy.rules]
-        self.memories = [Memory(feedback, residual, schemes) for _ in range(ranks)]
+        self.memories = [ErrorState(feedback, residual, schemes) for _ in range(ranks)]
         reduces = [self.all_reduce.for_next_rank() for _ in range(ranks)]
-        self._averagers = [Averager("one_shot", None, seed, reduce=reduce) for reduce in reduces]
-        self._packings: dict[tuple[int, ...], Packing] = {}
+        self._averagers = [BucketAverager("one_shot", None, seed, all_reduce=reduce) for reduce in reduces]
+        self._layouts: dict[tuple[int, ...], BucketLayout] = {}
         self.steps = 0
 
     def average(self, gradients: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
@@ -148,19 +148,19 @@ class SimulatedRanks:
         self.steps += 1
         buffers = [torch.cat([gradient.flatten() for gradient in mine]) for mine in gradients]
         packing = self._packing(buffers[0], step)
-        handed: list[list[Handed]] = []
+        handed: list[list[PendingGradient]] = []
         running = []
         for memory, averager, buffer in zip(self.memories, self._averagers, buffers, strict=True):
             tensors: list[torch.Tensor] = []
             residuals: list[torch.Tensor | None] = []
-            mine: list[Handed] = []
-            for segment, tensor in zip(packing.segments, packing.cut(buffer), strict=True):
+            mine: list[PendingGradient] = []
+            for segment, tensor in zip(packing.segments, packing.split(buffer), strict=True):
                 if segment.lossless:
-                    memory.plain(segment, tensor)
+                    memory.prepare_uncompressed(segment, tensor)
                     tensors.append(tensor)
                     residuals.append(None)
                 else:
-                    mine.append(memory.hand(segment, tensor, ranks))
+                    mine.append(memory.prepare(segment, tensor, ranks))
                     tensors.append(mine[-1].sent)
                     residuals.append(mine[-1].residual)
             handed.append(mine)
@@ -169,21 +169,21 @@ class SimulatedRanks:
             pass
         for rank, (memory, mine) in enumerate(zip(self.memories, handed, strict=True)):
             for each in mine:
-                memory.take(each, counter_rng.mix_key(self._averagers[rank].seed, rank, step))
+                memory.finish(each, counter_rng.mix_key(self._averagers[rank].seed, rank, step))
         return self._split(buffers[0])
 
-    def _packing(self, buffer: torch.Tensor, step: int) -> Packing:
-        def choose(name: str, gradient: torch.Tensor) -> Choice:
+    def _packing(self, buffer: torch.Tensor, step: int) -> BucketLayout:
+        def choose(name: str, gradient: torch.Tensor) -> CodecChoice:
             choice = self.policy.choose(name, gradient)
-            return Choice(codec=choice.codec.at(step)) if isinstance(choice.codec, DGC) else choice
+            return CodecChoice(codec=choice.codec.at(step)) if isinstance(choice.codec, DGC) else choice
 
         schemes = [rule.codec for rule in self.policy.rules]
-        stage = tuple(scheme.stage(step) for scheme in schemes if isinstance(scheme, DGC))
-        if stage not in self._packings:
+        stage = tuple(scheme.warmup_stage(step) for scheme in schemes if isinstance(scheme, DGC))
+        if stage not in self._layouts:
             names = [name for name, _ in self.parameters]
             named = zip(names, self._split(buffer), strict=True)
-            self._packings[stage] = pack(buffer, named, stage, choose)
-        return self._packings[stage]
+            self._layouts[stage] = build_layout(buffer, named, stage, choose)
+        return self._layouts[stage]
 
     def _split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         sizes = [parameter.numel() for _, parameter in self.parameters]

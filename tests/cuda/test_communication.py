@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 import dtcomm.collectives as C
 from dtcomm import ddp, fsdp, tp
-from dtcomm.compress.guard import Guard, Watch
+from dtcomm.compress.guard import Guard
+from dtcomm.compress.guard_monitor import GuardMonitor
 from dtcomm.device.streams import AsyncHostCopy
 from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import run_ranks
@@ -208,16 +209,16 @@ def test_integrations_give_the_cpu_s_bits(integration: Callable[..., list[torch.
 
 def test_the_guard_of_ddp_waits_for_no_device() -> None:
     """What is found in a mean stays on the device until it is told, and comes to the host by a copy of its own."""
-    watch, mean = Watch(Guard()), torch.ones(5000, device="cuda")
+    watch, mean = GuardMonitor(Guard()), torch.ones(5000, device="cuda")
     told = []
     torch.cuda.set_sync_debug_mode("error")
     try:
         for bad in (False, True, False):
             mean.fill_(float("nan") if bad else 1.0)
-            watch.arrived(mean)
+            watch.check_finite(mean)
             mean.fill_(1.0)
-            watch.arrived(mean)
-            told.append(AsyncHostCopy(watch.vector(mean.device)))
+            watch.check_finite(mean)
+            told.append(AsyncHostCopy(watch.stats_tensor(mean.device)))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert [each.get()[2].item() for each in told] == [0.0, 1.0, 0.0]

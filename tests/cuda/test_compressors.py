@@ -22,7 +22,11 @@ from tests.cuda.cases import ON_A_DEVICE, PEER, Given
 from tests.support.host_sync_trace import trace
 
 pytestmark = ON_A_DEVICE
-MORE = [("powersgd:rank=4,alternate=true", True), ("powersgd:rank=2/int8", True), ("topk:ratio=0.05", True)]
+MORE = [
+    ("powersgd:rank=4,alternate=true", True),
+    ("powersgd:rank=2,factors=int8", True),
+    ("topk:ratio=0.05", True),
+]
 HOOKS: list[tuple[str, bool | str]] = [
     *((name, True) for name in COMPRESSORS),
     *MORE,

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from dtcomm.ddp.autotune.measure import Timed
+from dtcomm.ddp.autotune.measure import BucketTiming
 from dtcomm.device.streams import Streams
 
 
@@ -45,7 +45,7 @@ class Clock:
         """The current stream has been told to wait for the last one."""
         self._steps.append(_Step(number, self._begun, self.mark(), buckets))
 
-    def tell(self, end: Callable[[int, float, Sequence[Timed]], None], *, wait: bool) -> None:
+    def tell(self, end: Callable[[int, float, Sequence[BucketTiming]], None], *, wait: bool) -> None:
         """``end`` of the steps that the device is through with; of all of them where the host is to ``wait``."""
         streams = self._streams
         while self._steps:
@@ -56,7 +56,7 @@ class Clock:
                 streams.synchronize(step.over)
             self._steps.popleft()
             buckets = [
-                Timed(streams.elapsed(step.begun, ready), streams.elapsed(ready, landed), sent)
+                BucketTiming(streams.elapsed(step.begun, ready), streams.elapsed(ready, landed), sent)
                 for ready, landed, sent in step.buckets
             ]
             end(step.number, streams.elapsed(step.begun, step.over), buckets)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dtcomm.compress.autotune_model import Plan
-from dtcomm.ddp.rank_agreement import Meet
+from dtcomm.ddp.rank_agreement import Consensus
 
 NEAR = 1.2  # times the best: steps of a busy machine vary as much
 ROUNDS = 3
@@ -45,10 +45,10 @@ class Trials:
         """The steps of the plan whose turn it was."""
         self.seconds[self._left.pop(0)] += seconds
 
-    def agreed(self, meet: Meet) -> list[float]:
+    def agreed(self, consensus: Consensus) -> list[float]:
         """What a step takes, by plan: medians of the slowest rank."""
         mine = [statistics.median(each) for each in self.seconds]
-        return meet.agree(mine) if mine else []
+        return consensus.agree(mine) if mine else []
 
     def again(self, found: Sequence[float]) -> bool:
         """Whether another round is to be: of those near the best, whichever they are on all ranks."""

@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from dtcomm.compress.autotune_model import NAME, NONE, PLAIN, Auto, Plan, pick, plans
+from dtcomm.compress.autotune_model import BASELINE, NAME, NONE, AutoConfig, Plan, pick, plans
 from dtcomm.compress.guard import Event
-from dtcomm.compress.policy import Choice, default_policy
+from dtcomm.compress.policy import CodecChoice, default_policy
 from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.compress.spec import Scheme, scheme
-from dtcomm.ddp.autotune.measure import Figures, Timed
+from dtcomm.compress.spec import Scheme, parse_scheme
+from dtcomm.ddp.autotune.measure import BucketTiming, Measurements
 from dtcomm.ddp.autotune.trials import Trials, rivals
-from dtcomm.ddp.rank_agreement import Meet
+from dtcomm.ddp.rank_agreement import Consensus
 
 FIRST = 3  # steps before measuring counts: DDP makes its buckets anew, memory is touched for the first time
 AGAIN = 1  # the same after every change
@@ -54,8 +54,8 @@ class Tuner:
 
     timed = True
 
-    def __init__(self, auto: Auto, meet: Meet) -> None:
-        self.auto, self._meet = auto, meet
+    def __init__(self, auto: AutoConfig, consensus: Consensus) -> None:
+        self.auto, self._consensus = auto, consensus
         self.revision = 0
         self.decisions: list[Decision] = []
         self.rows: list[dict[str, Any]] = []  # of the last choice: what was predicted and what it took
@@ -66,7 +66,7 @@ class Tuner:
         self._measuring = True
         self._start = self._until = -1  # of the steps that count; -1: not begun
         self._times: deque[float] = deque(maxlen=20)
-        self._figures = Figures()
+        self._measurements = Measurements()
         self._trials: Trials | None = None
         self._rivals: list[Plan] = []  # of the choice, until they have been tried beside it once more
         self._chosen: Plan | None = None
@@ -94,39 +94,40 @@ class Tuner:
         """Whether PowerSGD is in force."""
         return any(isinstance(each, PowerSGD) for each in self._by_name.values())
 
-    def choose(self, name: str, gradient: torch.Tensor) -> Choice:
+    def choose(self, name: str, gradient: torch.Tensor) -> CodecChoice:
         """What a parameter gets now."""
         chosen = self._by_name.get(name, NONE)
         if chosen != NONE:
             return default_policy(chosen).choose(name, gradient)
-        return Choice(
-            codec=NONE, why="auto: measuring" if self._measuring else f"auto: {PLAIN}" if self.own else "auto"
+        return CodecChoice(
+            codec=NONE,
+            why="auto: measuring" if self._measuring else f"auto: {BASELINE}" if self.own else "auto",
         )
 
-    def take_changes(self) -> list[str]:
+    def pop_changes(self) -> list[str]:
         """Parameters that get something else from now on."""
         taken, self._changed = self._changed, []
         return taken
 
-    def take_plain(self) -> list[str]:
+    def pop_uncompressed(self) -> list[str]:
         """Parameters that a choice has left uncompressed: what is owed to them is due."""
         taken, self._plain = self._plain, []
         return taken
 
     def on(self, device: torch.device) -> None:
         """Gradients are on a device."""
-        self._meet.device = device
+        self._consensus.device = device
 
     def decides(self, step: int) -> bool:
         """Whether `begin` of this step looks at times: of a device's, the host waits for those then."""
-        return 0 <= self._until <= step and self._meet.ranks > 1 and not self._alone
+        return 0 <= self._until <= step and self._consensus.ranks > 1 and not self._alone
 
     def begin(self, step: int) -> None:
         """A step begins, on all ranks."""
         if self._until < 0:
             self._start, self._until = step + FIRST, step + FIRST + COUNTED
-            if self._meet.ranks > 1 and self._meet.in_memory():
-                self._leave_alone(step)
+            if self._consensus.ranks > 1 and self._consensus.in_memory():
+                self._disable(step)
         if not self.decides(step):
             return
         if self._measuring:
@@ -142,15 +143,15 @@ class Tuner:
 
     def look(self, index: int, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
         """A bucket before it is reduced."""
-        self._figures.look(index, names, gradients)
+        self._measurements.look(index, names, gradients)
 
-    def end(self, step: int, seconds: float, buckets: Sequence[Timed]) -> None:
+    def end(self, step: int, seconds: float, buckets: Sequence[BucketTiming]) -> None:
         """A step is over: seconds from its first bucket to the last one's arrival."""
         if step < self._start:
             return
         self._times.append(seconds)
         if self._measuring:
-            self._figures.add(buckets)
+            self._measurements.add(buckets)
 
     def state_dict(self) -> dict[str, Any]:
         """The choice in force, and when it is looked at again; nothing while there is none."""
@@ -166,7 +167,7 @@ class Tuner:
             self._again(-1)
             return
         self._alone = False
-        self._by_name = {name: scheme(spec) for name, spec in state["chosen"].items()}
+        self._by_name = {name: parse_scheme(spec) for name, spec in state["chosen"].items()}
         self._measuring, self._trials, self._rivals = False, None, []
         self._start, self._until = 0, state["until"]
         self._usual, self._link, self.own = state["usual"], state["link"], state["own"]
@@ -178,17 +179,17 @@ class Tuner:
         self._measuring, self._trials, self._rivals = True, None, []
         self._start, self._until = (step + AGAIN, step + AGAIN + COUNTED) if step >= 0 else (-1, -1)
         self._times.clear()
-        self._figures = Figures()
+        self._measurements = Measurements()
         self._by_name, self.own, self._chosen = {}, False, None
         self.revision += 1
 
     def _predict(self, step: int) -> None:
         """The first steps are over: agree on their figures, and on what to try."""
-        found = self._figures.agree(self._meet, self.auto.schemes, self._median())
+        found = self._measurements.agree(self._consensus, self.auto.schemes, self._median())
         self._link, self._usual = found.link, found.plain
         self._measuring = False
         worth = plans(found.costs, found.loads, found.errors, self.auto.limit) if found.loads else []
-        if self._meet.emulated():
+        if self._consensus.emulated():
             worth = [plan for plan in worth if not plan.own]
         limit = self.auto.limit
         self._refused = [
@@ -207,13 +208,13 @@ class Tuner:
             self._times.clear()
             self._start, self._until = step + AGAIN, step + AGAIN + COUNTED
         else:
-            self._decide(step, list(zip(trials.plans, trials.agreed(self._meet), strict=True)))
+            self._decide(step, list(zip(trials.plans, trials.agreed(self._consensus), strict=True)))
 
     def _next(self, step: int, trials: Trials) -> None:
         """A turn of one plan is over."""
         trials.took(self._times)
         if not trials.running:
-            trials.again(trials.agreed(self._meet))
+            trials.again(trials.agreed(self._consensus))
         self._try(step, trials)
 
     def _decide(self, step: int, tried: list[tuple[Plan, float]]) -> None:
@@ -253,7 +254,7 @@ class Tuner:
         _log.info("%s", made)
         self.decisions.append(made)
 
-    def _leave_alone(self, step: int) -> None:
+    def _disable(self, step: int) -> None:
         self._alone, self._measuring = True, False
         self._plain, self._by_name, self.own = list(self._by_name), {}, False
         why = "all ranks share this host's memory, where bytes cost less than encoding them"
@@ -262,10 +263,10 @@ class Tuner:
 
     def _check(self, step: int) -> None:
         """Whether link and steps are what they were."""
-        if self._meet.in_memory():  # a choice that was loaded comes from a job with a link
-            self._leave_alone(step)
+        if self._consensus.in_memory():  # a choice that was loaded comes from a job with a link
+            self._disable(step)
             return
-        _, alone, mine = self._meet.agree([*self._meet.probe(), self._median()])
+        _, alone, mine = self._consensus.agree([*self._consensus.probe(), self._median()])
         self._until = step + self.auto.every
         changed = self._link / alone if alone > 0 and self._link > 0 else 1.0
         slower = mine / self._usual if self._usual > 0 else 1.0
@@ -285,7 +286,7 @@ class Tuner:
         before = self._by_name
         self._by_name = {
             name: each
-            for names, each in zip(self._figures.names(), plan.schemes, strict=False)
+            for names, each in zip(self._measurements.names(), plan.schemes, strict=False)
             for name in names
         }
         self.own = plan.own

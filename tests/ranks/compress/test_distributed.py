@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import checkpoint
 
 from dtcomm import ddp
-from dtcomm.compress.distributed_checkpoint import Checkpointed, restore
+from dtcomm.compress.checkpoint import Checkpointed, restore
 from dtcomm.launch.ranks import run_ranks
 from tests.unit.ddp.models import backward, wrapped
 
@@ -79,9 +79,7 @@ def misused(rank: int, n: int, path: Path) -> None:
         caught = str(error)
     seen: list[Any] = [None] * n
     dist.all_gather_object(seen, caught)
-    assert any("wrap it in dtcomm.compress.distributed_checkpoint.Checkpointed" in each for each in seen), (
-        seen
-    )
+    assert any("wrap it in dtcomm.compress.checkpoint.Checkpointed" in each for each in seen), seen
 
 
 def test_misuse_is_named(tmp_path: Path) -> None:

@@ -12,31 +12,35 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp
 from dtcomm.codecs import codec
-from dtcomm.compress.autotune_model import NONE, Auto, Costs, Load, Plan, pick, plans
+from dtcomm.compress.autotune_model import NONE, AutoConfig, BucketProfile, LinkCosts, Plan, pick, plans
 from dtcomm.compress.bucket_layout import Member, Segment
-from dtcomm.compress.error_state import REPAID, Memory
+from dtcomm.compress.error_state import REPAYMENT_STEPS, ErrorState
 from dtcomm.compress.kernel_costs import relative_error
 from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.compress.spec import scheme
+from dtcomm.compress.spec import parse_scheme
 from dtcomm.ddp.autotune.tuner import COUNTED, FIRST, Tuner
-from dtcomm.ddp.rank_agreement import Group
+from dtcomm.ddp.rank_agreement import ProcessGroupConsensus
 from dtcomm.launch.ranks import run_ranks
 from tests.unit.ddp.models import SMALL_BUCKETS, backward, gradients, wrapped
 
-SCHEMES = [scheme(spec) for spec in ("none", "fp16", "int8", "int4", "topk:ratio=0.01", "powersgd:rank=1")]
+SCHEMES = [
+    parse_scheme(spec) for spec in ("none", "fp16", "int8", "int4", "topk:ratio=0.01", "powersgd:rank=1")
+]
 ERRORS = dict(zip(SCHEMES, [0.0, 2e-4, 6e-3, 0.1, 0.95, 0.9], strict=True))
 MATRIX = (1024, 1024)
 
 
-def costs(gbit: float, encode: float = 3e-10, crowded: bool = False) -> Costs:
+def costs(gbit: float, encode: float = 3e-10, cpu_oversubscribed: bool = False) -> LinkCosts:
     work = {each: (0.0, 0.0) if each == NONE else (encode, encode) for each in SCHEMES}
-    return Costs(ranks=2, latency=1e-4, per_byte=8e-9 / gbit, work=work, crowded=crowded)
+    return LinkCosts(
+        ranks=2, latency=1e-4, per_byte=8e-9 / gbit, work=work, cpu_oversubscribed=cpu_oversubscribed
+    )
 
 
-def loads(last: float, count: int = 4) -> list[Load]:
+def loads(last: float, count: int = 4) -> list[BucketProfile]:
     """Buckets of four matrices, ready evenly until `last`."""
     return [
-        Load(ready=last * at / (count - 1), matrices=(MATRIX,) * 4, rest=4096, dtype=torch.float32)
+        BucketProfile(ready=last * at / (count - 1), matrices=(MATRIX,) * 4, rest=4096, dtype=torch.float32)
         for at in range(count)
     ]
 
@@ -58,7 +62,7 @@ def test_a_step_of_computing_hides_all_but_the_last_bucket() -> None:
 
 
 def test_kernels_that_cost_more_than_the_link_are_not_tried() -> None:
-    found = plans(costs(100, encode=1e-8, crowded=True), loads(0.01), ERRORS, 0.2)
+    found = plans(costs(100, encode=1e-8, cpu_oversubscribed=True), loads(0.01), ERRORS, 0.2)
     assert [str(plan) for plan in found] == ["plain DDP", "none"]
 
 
@@ -107,15 +111,15 @@ def test_plain_ddp_is_plain_ddp(ranks: int) -> None:
 
 
 def test_what_is_owed_is_given_back_in_parts() -> None:
-    memory = Memory()
+    memory = ErrorState()
     segment = Segment(0, 8, codec("int8"), torch.float32, [Member("w", 8, "")])
-    handed = memory.hand(segment, torch.zeros(8), 2)
+    handed = memory.prepare(segment, torch.zeros(8), 2)
     assert handed.residual is not None
     handed.residual.copy_(torch.arange(8.0))
-    memory.take(handed, 0)
-    memory.repay("w")
+    memory.finish(handed, 0)
+    memory.repay_residual("w")
     total, largest = torch.zeros(8), 0.0
-    for step in range(REPAID + 10):
+    for step in range(REPAYMENT_STEPS + 10):
         if step in (
             5,
             9,
@@ -124,15 +128,15 @@ def test_what_is_owed_is_given_back_in_parts() -> None:
                 total + memory.state_dict()["residuals"].get("w", 0), torch.arange(8.0)
             )
         if step == 9:
-            owed = memory.hand(segment, torch.zeros(8), 2).residual
+            owed = memory.prepare(segment, torch.zeros(8), 2).residual
             torch.testing.assert_close(total + owed, torch.arange(8.0))
-            memory.repay("w")
+            memory.repay_residual("w")
             total, largest = torch.arange(8.0) - owed, 0.0
         gradient = torch.zeros(8)
-        memory.plain(segment, gradient)
+        memory.prepare_uncompressed(segment, gradient)
         total, largest = total + gradient, max(largest, float(gradient.max()))
     torch.testing.assert_close(total, torch.arange(8.0))
-    assert largest < 7 / REPAID * 1.01 and memory.held() == 0
+    assert largest < 7 / REPAYMENT_STEPS * 1.01 and memory.persistent_bytes() == 0
 
 
 Outcome = tuple[str, list[str], list[dict[str, Any]]]
@@ -170,7 +174,7 @@ def on_two_hosts(rank: int, world_size: int) -> tuple[bool, bool]:
     """The native engine serves several hosts too, over sockets."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DTCOMM_HOST_ID", f"host {rank}")
-        apart = Group(None)
+        apart = ProcessGroupConsensus(None)
         per_byte = apart.probe()[1]
         return apart.in_memory(), per_byte > 0
 
@@ -224,7 +228,7 @@ def test_a_choice_is_in_the_checkpoint_and_a_link_that_has_become_fast_ends_it(
 )
 def test_wrong_options(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        Auto(**options)
+        AutoConfig(**options)
 
 
 def test_budget_without_auto() -> None:

@@ -74,7 +74,9 @@ def load(rank: int, world_size: int, data: list[bytes]) -> tuple[bytes, str]:
 def test_the_sum_of_the_residuals_survives_a_change_of_world_size(before: int, after: int) -> None:
     states = run_ranks(save, before)
     results = run_ranks(load, after, states)
-    assert all(f"one of {before} ranks', the group has {after}" in complaint for _, complaint in results)
+    assert all(
+        f"saved by one of {before} ranks, the group has {after}" in complaint for _, complaint in results
+    )
     old = [loaded(data)["residuals"] for data in states]
     new = [loaded(data)["residuals"] for data, _ in results]
     for name in old[0]:

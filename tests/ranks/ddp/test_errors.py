@@ -44,7 +44,7 @@ def test_an_error_of_the_hook_keeps_its_type_and_comes_again(options: dict[str, 
 def refuse_forward(rank: int, world_size: int) -> str:
     model = wrapped()
     state = ddp.compress(model, "int8")
-    state._backward.error = PeerLost("rank 5 is gone")
+    state._reducer.error = PeerLost("rank 5 is gone")
     with pytest.raises(PeerLost) as error:
         model(torch.zeros(1, 48))
     return str(error.value)

@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp
 from dtcomm.codecs import codec
-from dtcomm.compress.error_sample import Sample
-from dtcomm.compress.guard import CompressionHarmful, Guard, Watch, finer, residual_limit
+from dtcomm.compress.error_sample import ErrorSample
+from dtcomm.compress.guard import CompressionHarmful, Guard, finer, residual_limit
+from dtcomm.compress.guard_monitor import GuardMonitor
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.kernels import ops
 from dtcomm.launch.ranks import run_ranks
@@ -30,7 +31,7 @@ def chosen(state: ddp.State) -> dict[str, str]:
     """What each parameter was compressed with last."""
     return {
         member.name: str(segment.codec)
-        for packing in state._packings.current.values()
+        for packing in state._layouts.current.values()
         for segment in packing.segments
         for member in segment.members
     }
@@ -205,13 +206,13 @@ def test_a_diverging_learning_rate_switches_compression_off() -> None:
 def test_losses_near_zero_may_differ_by_factors() -> None:
     """Minibatch losses of a model that has almost learnt its data, and then one that diverges."""
     generator = torch.Generator().manual_seed(0)
-    watch = Watch(Guard())
+    watch = GuardMonitor(Guard())
     for step in range(400):
         loss = math.exp(-step / 100 + float(torch.randn((), generator=generator)))
-        watch.judge(step, torch.tensor([0.0, loss, 0.0, 0.0]))
+        watch.evaluate(step, torch.tensor([0.0, loss, 0.0, 0.0]))
     assert watch.events == []
     for step in range(400, 410):
-        watch.judge(step, torch.tensor([0.0, 3.0 * 2 ** (step - 400), 0.0, 0.0]))
+        watch.evaluate(step, torch.tensor([0.0, 3.0 * 2 ** (step - 400), 0.0, 0.0]))
     assert [event.kind for event in watch.events][:1] == ["loss"]
     assert watch.events[0].step < 406
 
@@ -225,10 +226,10 @@ def test_outliers_are_told_from_few_bits(spec: str, tails: float | None) -> None
     spiky[::16] = 1e6
     missing = []
     for gradient in (x, spiky):
-        sample = Sample.take("w", codec(spec), 1.0, gradient, None)
+        sample = ErrorSample.take("w", codec(spec), 1.0, gradient, None)
         lost = torch.zeros_like(gradient)
         ops.encode(spec, gradient, residual=lost)
-        missing.append(sample.measure(lost)[0])
+        missing.append(float(sample.measure(lost)[0]))
     assert missing[0] < 0.85
     assert missing[1] > 0.9
 

@@ -22,10 +22,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "in 8 bit": ("int2", {"residual": "int8"}),
     "EF21": ("topk:ratio=0.05", {"feedback": "ef21"}),
     "DIANA": ("int4:round=stochastic", {"feedback": "diana"}),
-    "EF21 of factors": ("powersgd:rank=2/int8", {"feedback": "ef21"}),
+    "EF21 of factors": ("powersgd:rank=2,factors=int8", {"feedback": "ef21"}),
     "shared positions": ("randk:ratio=0.05,positions=shared", {"seed": 3}),
     "DGC": ("dgc:ratio=0.02,clip=0.5,warmup=4", {}),
-    "DGC in bf16": ("dgc:ratio=0.02,warmup=3/int4", {"residual": "bf16"}),
+    "DGC in bf16": ("dgc:ratio=0.02,warmup=3,values=int4", {"residual": "bf16"}),
 }
 
 

@@ -16,7 +16,7 @@ from dtcomm.codecs.spec import CODECS
 from dtcomm.compress.error_state import FEEDBACKS
 from dtcomm.compress.residuals import FORMS
 from dtcomm.compress.spec import COMPRESSORS
-from dtcomm.ddp.rank_agreement import Group
+from dtcomm.ddp.rank_agreement import ProcessGroupConsensus
 from dtcomm.kernels import dispatch, low_rank
 from dtcomm.launch.ranks import run_ranks
 from tests.support.fake_cuda_ranks import devices
@@ -25,7 +25,7 @@ from tests.support.stream_checker import RecordedStreams
 
 #: What else there is of a name.
 MORE = {
-    "powersgd": ["powersgd:rank=3", "powersgd:rank=2,alternate=true", "powersgd:rank=2/int8"],
+    "powersgd": ["powersgd:rank=3", "powersgd:rank=2,alternate=true", "powersgd:rank=2,factors=int8"],
     "exact": ["exact:bits=16"],  # with 32 it makes nothing smaller
     "randk": ["randk:positions=shared"],
     "int8": ["int8:round=stochastic"],
@@ -87,7 +87,7 @@ def steps(rank: int, on_device: bool, options: dict[str, Any]) -> tuple[list[tor
         state.observe(dress(loss) if on_device else loss)
         for bucket in buckets:
             state.reduce(bucket)  # type: ignore[arg-type]
-        state._backward._settle()
+        state._reducer._settle()
         for bucket in buckets:
             bucket.whole.mul_(1.0)  # as the optimiser does
             means.append(bucket.memory.clone())
@@ -234,7 +234,7 @@ def automatic(rank: int, world_size: int) -> tuple[list[torch.Tensor], list[int]
     streams, surprised = RecordedStreams(), []
     parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     # Plain DDP is the group's own business, which has no device here.
-    with devices(streams), mock.patch.object(Group, "emulated", lambda _: True):
+    with devices(streams), mock.patch.object(ProcessGroupConsensus, "emulated", lambda _: True):
         state = ddp.State(
             "auto", parameters=parameters.items(), candidates=["int8", "powersgd"], sample_every=2
         )
@@ -248,7 +248,7 @@ def automatic(rank: int, world_size: int) -> tuple[list[torch.Tensor], list[int]
                 bucket.memory.copy_(torch.randn(bucket.memory.shape, generator=dice))
                 bucket.whole.mul_(1.0)
                 state.reduce(bucket)  # type: ignore[arg-type]
-            state._backward._settle()
+            state._reducer._settle()
             if calm and not tuner.wants(step) and streams.faults:
                 surprised.append(step)
             streams.faults.clear()

@@ -18,7 +18,7 @@ from tests.unit.ddp.models import SMALL_BUCKETS, WIDTH, backward, gradients, loc
 
 
 @pytest.mark.parametrize(
-    "spec", ["powersgd:rank=1", "powersgd:rank=4,alternate=true", "powersgd:rank=2/int8:block=64"]
+    "spec", ["powersgd:rank=1", "powersgd:rank=4,alternate=true", "powersgd:rank=2,factors=int8:block=64"]
 )
 def test_specs_print_and_parse(spec: str) -> None:
     assert str(PowerSGD.parse(spec)) == spec
@@ -30,7 +30,7 @@ def test_specs_print_and_parse(spec: str) -> None:
     [
         ("powersgd:rank=0", "rank is 0; valid: 1 to 64"),
         ("powersgd:rang=2", "option 'rang=2'; valid: rank"),
-        ("powersgd:rank=2/int9", "unknown codec 'int9'"),
+        ("powersgd:rank=2,factors=int9", "unknown codec 'int9'"),
         ("power", "unknown codec 'power'"),
     ],
 )
@@ -85,7 +85,7 @@ def against_the_paper(rank: int, world_size: int, low: int) -> None:
                 torch.testing.assert_close(ours / scale, expected / scale, rtol=0, atol=1e-5)
                 # Nothing is lost: what is not in the result is in the residuals.
                 lost = [torch.empty_like(ours.view(-1)) for _ in range(world_size)]
-                dist.all_gather(lost, state._memory._residuals.get(name, ours.view(-1)))
+                dist.all_gather(lost, state._error_state._residuals.get(name, ours.view(-1)))
                 assert paper.errors is not None
                 for theirs, own in zip(paper.errors, lost):
                     torch.testing.assert_close(
@@ -129,7 +129,7 @@ def everywhere(rank: int, world_size: int, spec: str, mode: str, dtype: torch.dt
 
 
 @pytest.mark.parametrize(
-    "spec", ["powersgd:rank=2", "powersgd:rank=2,alternate=true", "powersgd:rank=2/int8"]
+    "spec", ["powersgd:rank=2", "powersgd:rank=2,alternate=true", "powersgd:rank=2,factors=int8"]
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_ranks_stay_identical(mode: str, spec: str) -> None:

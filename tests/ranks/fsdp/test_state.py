@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dtcomm import fsdp
-from dtcomm.compress.distributed_checkpoint import Checkpointed, restore
+from dtcomm.compress.checkpoint import Checkpointed, restore
 from dtcomm.launch.ranks import run_ranks
 from tests.ranks.fsdp.models import WIDTH, Net, sharded, train
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtcomm.compress.checkpoint import VERSION, require_fit, share_of
+from dtcomm.compress.checkpoint import VERSION, require_matching_sizes, select_share
 
 
 def state(rank: int, world_size: int) -> dict[str, Any]:
@@ -21,18 +21,18 @@ def state(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_a_rank_takes_its_own_from_one_state_or_from_all() -> None:
-    first, alone = share_of(state(1, 3), 1, 3)
-    _, chosen = share_of([state(rank, 3) for rank in range(3)], 1, 3)
+    first, alone = select_share(state(1, 3), 1, 3)
+    _, chosen = select_share([state(rank, 3) for rank in range(3)], 1, 3)
     assert alone["w"].tolist() == chosen["w"].tolist() == [2.0] * 4
     assert (first["steps"], first["seed"]) == (9, 2)
 
 
 def test_another_number_of_ranks_needs_all_states_and_keeps_their_sum() -> None:
     states = [state(rank, 3) for rank in range(3)]
-    shares = [share_of(states, rank, 2)[1]["w"] for rank in range(2)]
+    shares = [select_share(states, rank, 2)[1]["w"] for rank in range(2)]
     assert torch.stack(shares).sum(0).tolist() == [6.0] * 4
-    with pytest.raises(ValueError, match="one of 3 ranks', the group has 2"):
-        share_of(states[0], 0, 2)
+    with pytest.raises(ValueError, match="saved by one of 3 ranks, the group has 2"):
+        select_share(states[0], 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -47,12 +47,12 @@ def test_another_number_of_ranks_needs_all_states_and_keeps_their_sum() -> None:
 )
 def test_what_is_not_a_complete_set_of_states_is_refused(saved: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        share_of(saved, 0, 2)
+        select_share(saved, 0, 2)
 
 
 def test_residuals_must_fit_the_model() -> None:
-    require_fit({"w": torch.zeros(4)}, {"w": 4, "other": 7})
+    require_matching_sizes({"w": torch.zeros(4)}, {"w": 4, "other": 7})
     with pytest.raises(ValueError, match="4 residuals for 'w', the model 5"):
-        require_fit({"w": torch.zeros(4)}, {"w": 5})
+        require_matching_sizes({"w": torch.zeros(4)}, {"w": 5})
     with pytest.raises(ValueError, match="no such parameter"):
-        require_fit({"w": torch.zeros(4)}, {})
+        require_matching_sizes({"w": torch.zeros(4)}, {})

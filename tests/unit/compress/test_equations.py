@@ -41,7 +41,7 @@ def average(run: SimulatedRanks, step: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("clip", [0.0, 20.0])
 def test_dgc(clip: float) -> None:
-    run = SimulatedRanks(f"dgc:ratio=0.05,momentum=0.9,clip={clip}/fp32", RANKS, LAYER)
+    run = SimulatedRanks(f"dgc:ratio=0.05,momentum=0.9,clip={clip},values=fp32", RANKS, LAYER)
     paper = statements.DeepGradientCompression(RANKS, NUMEL, 0.9, clip)
     kept = codec("topk:ratio=0.05").layout().kept_of(NUMEL)
     for step in range(STEPS):
@@ -54,7 +54,7 @@ def test_dgc(clip: float) -> None:
 def test_dgc_s_momentum_is_that_of_the_optimiser_where_everything_is_sent() -> None:
     """Of the layer because all of it is sent, of the bias because it is sent uncompressed."""
     parameters = [*LAYER, ("bias", torch.zeros(ROWS))]
-    run = SimulatedRanks("numel<100 -> none; * -> dgc:ratio=0.99,momentum=0.5/fp32", RANKS, parameters)
+    run = SimulatedRanks("numel<100 -> none; * -> dgc:ratio=0.99,momentum=0.5,values=fp32", RANKS, parameters)
     # Of nearly all elements the smallest wait: the sum of what arrived is what counts.
     velocity, total, arrived = torch.zeros(ROWS), torch.zeros(ROWS), torch.zeros(ROWS)
     for step in range(STEPS):
@@ -74,7 +74,7 @@ def test_ef_signsgd() -> None:
 
 @pytest.mark.parametrize(("feedback", "rate"), [("ef21", 1.0), ("diana", 0.5)])
 def test_differences_to_a_reference(feedback: str, rate: float) -> None:
-    run = SimulatedRanks("topk:ratio=0.1/fp32", RANKS, LAYER, feedback=feedback)
+    run = SimulatedRanks("topk:ratio=0.1,values=fp32", RANKS, LAYER, feedback=feedback)
     paper = statements.Differences(RANKS, NUMEL, rate)
     kept = codec("topk:ratio=0.1").layout().kept_of(NUMEL)
     for step in range(STEPS):

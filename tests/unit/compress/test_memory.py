@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from dtcomm.compress.error_state import FEEDBACKS, Memory
+from dtcomm.compress.error_state import FEEDBACKS, ErrorState
 from dtcomm.compress.residuals import FORMS, Residuals
-from dtcomm.compress.spec import scheme
+from dtcomm.compress.spec import parse_scheme
 from dtcomm.measure.simulated_ranks import SimulatedRanks
 
 SHAPE = (64, 64)
@@ -54,8 +54,8 @@ def test_memory_is_accounted_for(form: str, most: float) -> None:
     run.average(gradients(2, 0))
     numel = SHAPE[0] * SHAPE[1]
     memory = run.memories[0]
-    assert memory.held() <= most * numel
-    assert memory.nbytes()[f"residuals in {form}"] == memory.held()
+    assert memory.persistent_bytes() <= most * numel
+    assert memory.nbytes()[f"residuals in {form}"] == memory.persistent_bytes()
     assert memory.nbytes().get("fp32 within a step", 0) == (0 if form == "fp32" else 4 * numel)
 
 
@@ -162,10 +162,13 @@ def test_means_survive_a_change_of_world_size(spec: str, feedback: bool | str, a
     [
         ({"feedback": "ef22"}, "feedback: 'ef22'; valid: True, False, 'residual', 'ef21', 'diana'"),
         ({"form": "fp64"}, "residual: 'fp64'; valid: fp32, bf16, int8"),
-        ({"feedback": False, "schemes": [scheme("dgc")]}, "does not go with dgc"),
-        ({"schemes": [scheme("dgc:momentum=0.5"), scheme("dgc:momentum=0.9")]}, r"momenta \[0.5, 0.9\]"),
+        ({"feedback": False, "schemes": [parse_scheme("dgc")]}, "does not go with dgc"),
+        (
+            {"schemes": [parse_scheme("dgc:momentum=0.5"), parse_scheme("dgc:momentum=0.9")]},
+            r"momenta \[0.5, 0.9\]",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        Memory(**options)
+        ErrorState(**options)

@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from dtcomm.codecs import codec
-from dtcomm.compress.bucket_layout import Packing, pack
+from dtcomm.compress.bucket_layout import BucketLayout, build_layout
 from dtcomm.compress.policy import default_policy
-from dtcomm.compress.report import Report, Tally, human, rows
+from dtcomm.compress.report import ParameterTotals, Report, human, rows
 
 SHAPES = {"norm": (40,), "bias": (10,), "matrix": (50, 40), "other": (64, 64), "tail": (3,)}
 
 
 def packing(
     spec: str = "int8", dtype: torch.dtype = torch.float32, skew: int = 0
-) -> tuple[torch.Tensor, Packing]:
+) -> tuple[torch.Tensor, BucketLayout]:
     """A buffer as DDP's: views of one allocation, in order, and itself perhaps not at its start."""
     numel = sum(torch.Size(shape).numel() for shape in SHAPES.values())
     buffer = torch.zeros(numel + skew, dtype=dtype)[skew:]
@@ -22,7 +22,7 @@ def packing(
         size = torch.Size(shape).numel()
         views.append((name, buffer[start : start + size].view(shape)))
         start += size
-    return buffer, pack(buffer, views, tuple(range(len(views))), default_policy(spec).choose)
+    return buffer, build_layout(buffer, views, tuple(range(len(views))), default_policy(spec).choose)
 
 
 @pytest.mark.parametrize("skew", [0, 5])
@@ -35,7 +35,7 @@ def test_each_matrix_has_a_segment_and_uncompressed_neighbours_share_one(skew: i
         ["tail"],
     ]
     assert [str(segment.codec) for segment in packed.segments] == ["none", "int8", "int8", "none"]
-    cut = packed.cut(buffer)
+    cut = packed.split(buffer)
     assert [tensor.numel() for tensor in cut] == [50, 2000, 4096, 3]
     for tensor in cut:
         tensor.fill_(1)
@@ -45,7 +45,7 @@ def test_each_matrix_has_a_segment_and_uncompressed_neighbours_share_one(skew: i
 def test_without_compression_a_buffer_is_one_segment() -> None:
     buffer, packed = packing("none")
     assert len(packed.segments) == 1
-    assert packed.cut(buffer)[0] is buffer
+    assert packed.split(buffer)[0] is buffer
     assert packed.lossy == []
 
 
@@ -53,7 +53,7 @@ def test_bytes_are_split_in_proportion_to_the_payloads() -> None:
     _, packed = packing()
     payload = sum(segment.payload_bytes for segment in packed.segments)
     packed.wire_bytes = 3 * payload
-    tallies: dict[str, Tally] = {}
+    tallies: dict[str, ParameterTotals] = {}
     packed.add_to(tallies)
     assert sum(tally.wire_bytes for tally in tallies.values()) == pytest.approx(3 * payload)
     assert tallies["matrix"].wire_bytes == pytest.approx(3 * codec("int8").wire_bytes(2000))
@@ -65,7 +65,7 @@ def test_report_groups_by_codec_and_reason_and_says_why() -> None:
     _, packed = packing()
     packed.wire_bytes = sum(segment.payload_bytes for segment in packed.segments)
     packed.lossy[0].signal, packed.lossy[0].error = 4.0, 0.01
-    tallies: dict[str, Tally] = {}
+    tallies: dict[str, ParameterTotals] = {}
     packed.add_to(tallies)
     made = rows(tallies.items())
     by_codec = {row.codec: row for row in made}

@@ -4,7 +4,7 @@ import pytest
 
 from dtcomm.compress.dgc import DGC
 from dtcomm.compress.guard import finer
-from dtcomm.compress.spec import scheme
+from dtcomm.compress.spec import parse_scheme
 
 
 @pytest.mark.parametrize(
@@ -12,38 +12,52 @@ from dtcomm.compress.spec import scheme
     [
         "dgc",
         "dgc:ratio=0.01,momentum=0.5",
-        "dgc:clip=2.5,warmup=400/fp16",
-        "powersgd:rank=2,alternate=true/int8",
+        "dgc:clip=2.5,warmup=400,values=fp16",
+        "powersgd:rank=2,alternate=true,factors=int8",
         "topk:values=fp16",
         "randk:ratio=0.02,values=int4",
     ],
 )
 def test_specs_print_and_parse(spec: str) -> None:
-    assert str(scheme(spec)) == spec
-    assert scheme(str(scheme(spec))) == scheme(spec)
+    assert str(parse_scheme(spec)) == spec
+    assert parse_scheme(str(parse_scheme(spec))) == parse_scheme(spec)
 
 
-def test_what_topk_sends_travels_in_the_codec_behind_the_slash() -> None:
-    assert scheme("topk:ratio=0.02/fp16") == scheme("topk:ratio=0.02,values=fp16")
-    assert scheme("randk/int8") == scheme("randk:values=int8")
+def test_options_of_powersgd_may_follow_the_codec_of_its_factors() -> None:
+    parsed = parse_scheme("powersgd:factors=int8:block=64,round=stochastic,rank=2")
+    assert str(parsed) == "powersgd:rank=2,factors=int8:block=64,round=stochastic"
 
 
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("int8/fp16", "int8/fp16: int8 leaves nothing for another codec; valid: topk, randk, powersgd, dgc"),
-        ("topk/sign", "option 'values' is sign; valid: bf16, fp16, fp32, int8"),
-        ("dgc:ration=0.1", "dgc: unknown option 'ration'; valid options: ratio, momentum, clip, warmup"),
+        (
+            "none/int8",
+            "A/B means codec A inside hosts and codec B between hosts, which is not supported here",
+        ),
+        ("topk:ratio=0.01/fp16", "the codec of what topk sends is an option: topk:ratio=0.01,values=fp16"),
+        ("randk/int8", "the codec of what randk sends is an option: randk:values=int8"),
+        (
+            "powersgd:rank=4/int8",
+            "the codec of what powersgd sends is an option: powersgd:rank=4,factors=int8",
+        ),
+        ("dgc/fp16", "the codec of what dgc sends is an option: dgc:values=fp16"),
+        ("topk:values=sign", "option 'values' is sign; valid: bf16, fp16, fp32, int8"),
+        (
+            "dgc:ration=0.1",
+            "dgc: unknown option 'ration'; valid options: ratio, momentum, clip, warmup, values",
+        ),
         ("dgc:momentum=1", "dgc: option 'momentum' is 1.0; valid: 0 or more, below 1"),
         ("dgc:ratio=0", "option 'ratio' is 0"),
         ("dgc:warmup=soon", "option 'warmup' is 'soon'; valid: 0 or more steps"),
-        ("dgc/int9", "option 'values' is int9"),
-        ("powersgd:rank=2/", "unknown codec ''"),
+        ("dgc:values=int9", "option 'values' is int9"),
+        ("powersgd:rank=2,factors=", "powersgd: option 'factors='; valid: rank=1 to 64"),
+        ("powersgd:factors=int8:block=64,rung=2", "int8: unknown option 'rung'"),
     ],
 )
 def test_wrong_specs_are_refused_by_name(spec: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        scheme(spec)
+        parse_scheme(spec)
 
 
 def test_dgc_s_ratio_falls_by_quarters() -> None:

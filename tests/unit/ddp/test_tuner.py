@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from dtcomm.codecs import codec
-from dtcomm.compress.autotune_model import NONE, Auto
+from dtcomm.compress.autotune_model import NONE, AutoConfig
 from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.ddp.autotune.measure import Timed
+from dtcomm.ddp.autotune.measure import BucketTiming
 from dtcomm.ddp.autotune.tuner import COUNTED, Tuner
 
 
 class Link:
-    """`Meet` of ranks that are all alike, over a link whose rate a test may change."""
+    """`Consensus` of ranks that are all alike, over a link whose rate a test may change."""
 
     ranks = 2
     device = None
@@ -28,7 +28,7 @@ class Link:
     def probe(self) -> tuple[float, float]:
         return 1e-4, 8e-9 / self.gbit
 
-    def crowded(self) -> bool:
+    def cpu_oversubscribed(self) -> bool:
         return False
 
     def in_memory(self) -> bool:
@@ -52,19 +52,19 @@ def drive(tuner: Tuner, link: Link, steps: range) -> None:
         assert not isinstance(chosen, PowerSGD)
         sent = chosen.wire_bytes(gradient.numel())  # type: ignore[union-attr]
         took = link.seconds(sent) + 1e-4 * (chosen != NONE) + 1e-3 * tuner.own
-        tuner.end(step, took, [Timed(0.0, took, sent)])
+        tuner.end(step, took, [BucketTiming(0.0, took, sent)])
 
 
 def test_a_link_that_becomes_fast_ends_compression_and_one_that_becomes_slow_brings_it_back() -> None:
     link = Link(0.05)
-    tuner = Tuner(Auto(every=20), link)
+    tuner = Tuner(AutoConfig(every=20), link)
     drive(tuner, link, range(40))
     assert [each.action for each in tuner.decisions] == ["int4"]
     assert [row["plan"] for row in tuner.rows[-2:]] == ["plain DDP", "none"]
     link.gbit = 400
     drive(tuner, link, range(40, 80))
     assert [each.action for each in tuner.decisions[1:]] == ["measure again", "none"]
-    assert "the link is" in tuner.decisions[1].why and tuner.take_plain() == ["weight"]
+    assert "the link is" in tuner.decisions[1].why and tuner.pop_uncompressed() == ["weight"]
     link.gbit = 0.05
     drive(tuner, link, range(80, 120))
     assert [each.action for each in tuner.decisions[3:]] == ["measure again", "int4"]
@@ -75,7 +75,7 @@ def noisy(
 ) -> tuple[Tuner, list[str]]:
     """Steps of one matrix that take what a plan takes, 15 % longer in those of its turns that are disturbed; what was
     used in each of them."""
-    tuner = Tuner(Auto(every=every, candidates=["int8"]), Link(0.05))
+    tuner = Tuner(AutoConfig(every=every, candidates=["int8"]), Link(0.05))
     gradient = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
     used: list[str] = []
     turns: dict[str, int] = {}
@@ -88,7 +88,7 @@ def noisy(
             turns[name] = turns.get(name, 0) + 1
         used.append(name)
         slow = 1.15 if turns[name] in disturbed.get(name, ()) else 1.0
-        tuner.end(step, slow * seconds[name], [Timed(0.0, slow * seconds[name], 10**6)])
+        tuner.end(step, slow * seconds[name], [BucketTiming(0.0, slow * seconds[name], 10**6)])
     return tuner, used
 
 
@@ -116,11 +116,11 @@ def test_a_close_choice_is_looked_at_once_more() -> None:
 
 def test_a_settled_choice_is_left_alone_and_is_in_the_state() -> None:
     link = Link(0.05)
-    tuner = Tuner(Auto(every=10), link)
+    tuner = Tuner(AutoConfig(every=10), link)
     assert tuner.state_dict() == {}
     drive(tuner, link, range(100))
     assert len(tuner.decisions) == 1 and tuner.settled
-    again = Tuner(Auto(every=10), link)
+    again = Tuner(AutoConfig(every=10), link)
     again.load_state_dict(tuner.state_dict())
     assert again.settled and again.choose("weight", torch.empty(512, 512)).codec == codec("int4")
     drive(again, link, range(100, 130))
@@ -129,6 +129,6 @@ def test_a_settled_choice_is_left_alone_and_is_in_the_state() -> None:
 
 def test_the_budget_is_held_and_said() -> None:
     link = Link(0.05)
-    tuner = Tuner(Auto(budget=0.05), link)
+    tuner = Tuner(AutoConfig(budget=0.05), link)
     drive(tuner, link, range(40))
     assert tuner.decisions[0].action == "int8" and "over the budget: int4" in str(tuner.decisions[0])

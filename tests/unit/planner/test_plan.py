@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dtcomm.codecs import codec
-from dtcomm.compress.step_recorder import Sent, summary
+from dtcomm.compress.step_recorder import BucketRecord, summary
 from dtcomm.planner import Measured, Table, sweep
 from dtcomm.planner.estimate import estimate
 from dtcomm.planner.hardware import SYSTEMS, from_dict, from_links, system
@@ -123,7 +123,9 @@ def test_buckets_of_a_model() -> None:
 
 def test_records_are_replayed_and_checked() -> None:
     # Steps of 10 ms, two buckets each: ready after 0 and 2 ms, on their way for 1 and 3 ms.
-    steps = [[Sent(100, 0.01 * n, 0.001), Sent(50, 0.01 * n + 0.002, 0.003)] for n in range(3)]
+    steps = [
+        [BucketRecord(100, 0.01 * n, 0.001), BucketRecord(50, 0.01 * n + 0.002, 0.003)] for n in range(3)
+    ]
     record = parse_record(summary(steps, ranks=2, codec="none"))
     assert [bucket.nbytes for bucket in record.buckets] == [100, 50]
     assert record.rest == pytest.approx(0.005)

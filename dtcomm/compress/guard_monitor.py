@@ -1,0 +1,327 @@
+"""Monitors: what a rank measures for the guard, and what all ranks decide from the averages.
+
+All ranks must act alike. What a rank measures in one step therefore travels, as a few floats, with the last bucket of
+the next step, and every rank evaluates the mean over ranks when the step after that begins.
+
+The DDP hook, `LocalSGD` and FSDP make a monitor with `make_monitor`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from dtcomm.codecs import codec
+from dtcomm.compress.error_sample import MAX_SAMPLES, ErrorSample
+from dtcomm.compress.guard import (
+    CompressionHarmful,
+    Event,
+    Guard,
+    finer,
+    residual_limit,
+    sends_most_elements,
+)
+from dtcomm.compress.spec import Scheme
+from dtcomm.device.streams import copy_to_device
+
+LOSS_PATIENCE = 2  # steps in a row in which a loss must exceed its limit
+DECAY = 0.9  # of the running means, for each value
+MIN_VALUES = 5  # values that a running mean needs before anything is compared with it
+DEVIATIONS = (
+    4.0  # a value must exceed the mean by so many; minibatch losses near zero differ by factors between steps
+)
+
+_log = logging.getLogger("dtcomm")
+
+
+class Monitor(Protocol):
+    """What an integration tells the guard in a step, and asks it between steps."""
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """What exceeded a limit so far, in order; the same on all ranks."""
+
+    @property
+    def revision(self) -> int:
+        """Changes whenever the scheme of a parameter may have changed."""
+
+    def begin_step(self, step: int) -> None:
+        """Start a step, after the statistics that have arrived were evaluated."""
+
+    def observe_loss(self, loss: float | torch.Tensor) -> None:
+        """Record this step's loss on this rank; a tensor on a device is not read by the host."""
+
+    def register_sample(self, name: str, scheme: Scheme) -> None:
+        """Announce that a parameter is sampled in this step, on every rank and in the same order."""
+
+    def record_error(self, sample: ErrorSample, lost: torch.Tensor) -> None:
+        """Record what the encoding of a sampled parameter lost."""
+
+    def check_finite(self, mean: torch.Tensor) -> None:
+        """Look for NaN and Inf in a sample of an averaged bucket."""
+
+    def report_nonfinite(self, nonfinite: torch.Tensor) -> None:
+        """Record whether this step's gradients held NaN or Inf, a bool tensor without dimensions."""
+
+    def stats_tensor(self, device: torch.device | None = None) -> torch.Tensor | None:
+        """Return what to average over ranks: fp32 [n] on ``device`` (None: the CPU), or None if there is no guard."""
+
+    def evaluate(self, step: int, mean: torch.Tensor) -> None:
+        """Compare the mean over ranks of the oldest `stats_tensor` that was not evaluated yet with the limits."""
+
+    def scheme_for(self, name: str, wanted: Scheme, step: int) -> Scheme:
+        """Return what a parameter is compressed with in a step, if the policy wants ``wanted``."""
+
+    def pop_resets(self) -> list[str]:
+        """Return the parameters whose residuals are to be set to zero, once."""
+
+    def pop_changes(self) -> list[str]:
+        """Return the parameters that are compressed with another scheme from now on, once."""
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the decisions in force as plain values."""
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue with the decisions of a `state_dict`."""
+
+
+def make_monitor(guard: Guard | None) -> Monitor:
+    """Return the monitor of a guard; without a guard one that does nothing."""
+    return NullMonitor() if guard is None else GuardMonitor(guard)
+
+
+@dataclass
+class EwmaLogStats:
+    """Exponentially weighted mean and deviation of the logarithm of a value that varies by factors."""
+
+    mean: float = 0.0
+    deviation: float = 0.0
+    count: int = 0
+    excess_count: int = 0  # values in a row beyond the limit
+
+    def update(self, value: float, limit: float, patience: int) -> float | None:
+        """Add a logarithm; a value beyond ``limit`` above the mean does not change the mean.
+
+        Returns:
+            How far the value is above the mean if it is at least the ``patience``-th in a row beyond the limit, else
+            None.
+        """
+        excess = value - self.mean
+        if self.count >= MIN_VALUES and excess > max(limit, DEVIATIONS * self.deviation):
+            self.excess_count += 1
+            return excess if self.excess_count >= patience else None
+        self.excess_count = 0
+        if self.count == 0:
+            self.mean = value
+        else:
+            self.deviation += (1 - DECAY) * (abs(excess) - self.deviation)
+            self.mean += (1 - DECAY) * excess
+        self.count += 1
+        return None
+
+
+@dataclass
+class GuardMonitor:
+    """The `Monitor` of a guard."""
+
+    guard: Guard
+    events: list[Event] = field(default_factory=list)
+    revision: int = 0
+    # What this rank measured in this step.
+    _loss: float | torch.Tensor = math.nan
+    _nonfinite: torch.Tensor | None = None
+    _errors: dict[str, torch.Tensor] = field(default_factory=dict)  # `ErrorSample.measure` by parameter
+    # Which parameters were sampled: in this step, in the one whose statistics are sent next, and in each `stats_tensor`
+    # that was not evaluated yet.
+    _sampled: list[str] = field(default_factory=list)
+    _sampled_before: list[str] = field(default_factory=list)
+    _in_flight: deque[list[str]] = field(default_factory=deque)
+    _schemes: dict[str, Scheme] = field(default_factory=dict)
+    # What all ranks decided.
+    _resets: list[str] = field(default_factory=list)
+    _changed: list[str] = field(default_factory=list)
+    _finer_steps: dict[str, int] = field(default_factory=dict)
+    _uncompressed_until: int = 0
+    _running: dict[str, EwmaLogStats] = field(default_factory=dict)
+    _nonfinite_steps: int = 0
+
+    def observe_loss(self, loss: float | torch.Tensor) -> None:
+        """See `Monitor.observe_loss`."""
+        if isinstance(loss, torch.Tensor) and not loss.is_cpu:
+            self._loss = loss.detach().reshape(1).float()
+        else:
+            self._loss = float(loss)
+
+    def register_sample(self, name: str, scheme: Scheme) -> None:
+        """See `Monitor.register_sample`."""
+        self._sampled.append(name)
+        self._schemes[name] = scheme
+
+    def record_error(self, sample: ErrorSample, lost: torch.Tensor) -> None:
+        """See `Monitor.record_error`."""
+        self._errors[sample.name] = sample.measure(lost)
+
+    def check_finite(self, mean: torch.Tensor) -> None:
+        """See `Monitor.check_finite`."""
+        self.report_nonfinite(~torch.isfinite(mean[:: max(1, mean.numel() // MAX_SAMPLES)]).all())
+
+    def report_nonfinite(self, nonfinite: torch.Tensor) -> None:
+        """See `Monitor.report_nonfinite`."""
+        self._nonfinite = nonfinite if self._nonfinite is None else self._nonfinite | nonfinite
+
+    def stats_tensor(self, device: torch.device | None = None) -> torch.Tensor:
+        """See `Monitor.stats_tensor`.
+
+        The layout is: 1 if this rank has no loss, the loss, 1 if a gradient was not finite, the squared norm of the
+        sampled gradients, then (missing share, |residual| / |gradient|) of each sampled parameter.
+        """
+        names = self._sampled_before
+        loss = self._loss if isinstance(self._loss, float) else math.nan
+        header = [0.0 if math.isfinite(loss) else 1.0, loss, 0.0, 0.0]
+        stats = torch.tensor([*header, *[0.0] * (2 * len(names))], dtype=torch.float32)
+        if device is not None and device.type != "cpu":
+            stats = copy_to_device(stats, device)
+        if isinstance(self._loss, torch.Tensor):
+            device_loss = self._loss.to(stats.device)
+            finite = torch.isfinite(device_loss)
+            stats[:1] = (~finite).float()
+            stats[1:2] = torch.where(finite, device_loss, 0.0)
+        if self._nonfinite is not None:
+            stats[2:3] = self._nonfinite.to(stats.device, torch.float32)
+        for index, name in enumerate(names):
+            if (error := self._errors.get(name)) is not None:
+                stats[4 + 2 * index : 6 + 2 * index] = error[:2]
+                stats[3:4] += error[2:]
+        self._loss, self._nonfinite, self._errors = math.nan, None, {}
+        self._in_flight.append(names)
+        return torch.nan_to_num(stats, nan=0.0, posinf=3e38, neginf=-3e38)
+
+    def evaluate(self, step: int, mean: torch.Tensor) -> None:
+        """See `Monitor.evaluate`. Raises CompressionHarmful if an action is "stop"."""
+        names = self._in_flight.popleft() if self._in_flight else self._sampled_before
+        without_loss, loss, nonfinite, square, *errors = mean.tolist()
+        self._nonfinite_steps = self._nonfinite_steps + 1 if nonfinite > 0 else 0
+        if self._nonfinite_steps >= self.guard.nonfinite:
+            self._act(step, "nonfinite", "", self._nonfinite_steps, self.guard.nonfinite)
+        if without_loss < 1:
+            self._compare(step, "loss", loss / (1 - without_loss), self.guard.loss, LOSS_PATIENCE)
+        if square > 0:
+            self._compare(step, "spike", math.sqrt(square), self.guard.spike)
+        for name, missing, residual_ratio in zip(names, errors[::2], errors[1::2], strict=True):
+            scheme = self._schemes[name]
+            if sends_most_elements(scheme) and missing > self.guard.error:
+                self._act(step, "error", name, missing, self.guard.error)
+            limit = residual_limit(scheme) if self.guard.residual is None else self.guard.residual
+            if residual_ratio > limit:
+                self._act(step, "residual", name, residual_ratio, limit)
+
+    def scheme_for(self, name: str, wanted: Scheme, step: int) -> Scheme:
+        """See `Monitor.scheme_for`."""
+        if step < self._uncompressed_until:
+            return codec("none")
+        for _ in range(self._finer_steps.get(name, 0)):
+            wanted = finer(wanted)
+        return wanted
+
+    def begin_step(self, step: int) -> None:
+        """See `Monitor.begin_step`."""
+        self._sampled_before, self._sampled = self._sampled, []
+        if step == self._uncompressed_until and step > 0:
+            self.revision += 1  # the action "none" ends here
+
+    def pop_resets(self) -> list[str]:
+        """See `Monitor.pop_resets`."""
+        popped, self._resets = self._resets, []
+        return popped
+
+    def pop_changes(self) -> list[str]:
+        """See `Monitor.pop_changes`."""
+        popped, self._changed = self._changed, []
+        return popped
+
+    def state_dict(self) -> dict[str, object]:
+        """See `Monitor.state_dict`."""
+        return {"finer": dict(self._finer_steps), "plain_until": self._uncompressed_until}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """See `Monitor.load_state_dict`."""
+        finer_steps, until = state.get("finer", {}), state.get("plain_until", 0)
+        assert isinstance(finer_steps, Mapping) and isinstance(until, int)
+        self._finer_steps, self._uncompressed_until = dict(finer_steps), until
+        self.revision += 1
+
+    def _compare(self, step: int, kind: str, value: float, limit: float, patience: int = 1) -> None:
+        """Compare a positive value with its running geometric mean."""
+        if not value > 0:
+            return
+        running = self._running.setdefault(kind, EwmaLogStats())
+        excess = running.update(math.log(value), math.log(limit), patience)
+        if excess is not None:
+            del self._running[kind]  # the values after this one are compared with a new mean
+            self._act(step, kind, "", math.exp(excess), limit)
+
+    def _act(self, step: int, kind: str, name: str, value: float, limit: float) -> None:
+        action = getattr(self.guard, f"on_{kind}")
+        if action == "ignore":
+            return
+        event = Event(step=step, kind=kind, name=name, value=value, limit=limit, action=action)
+        if not any((old.kind, old.name) == (kind, name) for old in self.events):
+            _log.warning("%s", event)
+        self.events.append(event)
+        if action == "stop":
+            raise CompressionHarmful(str(event))
+        affected = [name] if name else list(self._schemes)
+        if action == "raise":
+            for parameter in affected:
+                self._finer_steps[parameter] = self._finer_steps.get(parameter, 0) + 1
+                self._changed.append(parameter)
+            self.revision += 1
+        elif action == "none":
+            self._uncompressed_until = step + self.guard.steps
+            self.revision += 1
+        elif action == "reset":
+            self._resets += affected
+
+
+class NullMonitor:
+    """The `Monitor` of a run without a guard: it records and changes nothing."""
+
+    events: Sequence[Event] = ()
+    revision = 0
+
+    def begin_step(self, step: int) -> None: ...
+
+    def observe_loss(self, loss: float | torch.Tensor) -> None: ...
+
+    def register_sample(self, name: str, scheme: Scheme) -> None: ...
+
+    def record_error(self, sample: ErrorSample, lost: torch.Tensor) -> None: ...
+
+    def check_finite(self, mean: torch.Tensor) -> None: ...
+
+    def report_nonfinite(self, nonfinite: torch.Tensor) -> None: ...
+
+    def stats_tensor(self, device: torch.device | None = None) -> torch.Tensor | None:
+        return None
+
+    def evaluate(self, step: int, mean: torch.Tensor) -> None: ...
+
+    def scheme_for(self, name: str, wanted: Scheme, step: int) -> Scheme:
+        return wanted
+
+    def pop_resets(self) -> list[str]:
+        return []
+
+    def pop_changes(self) -> list[str]:
+        return []
+
+    def state_dict(self) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None: ...
