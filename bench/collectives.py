@@ -65,7 +65,7 @@ def least_copied(collective: str, ranks: int) -> float:
 
 def floor(pool: Pool, ranks: int, collective: str, numel: int, warm: int, iters: int) -> list[float]:
     """Seconds of the copies on every rank; ``numel`` as a contestant gets it."""
-    shards = collective in COLLECTIVES and COLLECTIVES[collective].shards
+    shards = collective in COLLECTIVES and COLLECTIVES[collective].sharded
     share = int(numel * (ranks if shards else 1) * least_copied(collective, ranks))
     algorithm = native.STREAMING_COPY if share * 4 >= STREAMED else native.COPY
     settings = native.tuning(ranks=ranks).as_dict()
@@ -120,7 +120,7 @@ def row_of(
     quick: bool,
 ) -> dict[str, Any]:
     """One collective at one size: timings, ratios and verdicts."""
-    shards = collective in COLLECTIVES and COLLECTIVES[collective].shards
+    shards = collective in COLLECTIVES and COLLECTIVES[collective].sharded
     numel = size // 4 // (ranks if shards else 1)
     wrong = {
         name: max(check(collective=collective, numel=numel))

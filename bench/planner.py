@@ -63,11 +63,11 @@ def check(
     rank: int, world_size: int, names: Sequence[str], seconds: float, text: str
 ) -> list[tuple[Visits, Visits | None]]:
     """All algorithms and auto at all sizes, then what auto takes and what was fastest, on each rank."""
-    from dtcomm.cli.perf import host
+    from dtcomm.cli.perf import placement
     from dtcomm.cli.tune import cpu_placement
 
     cpus = cpu_placement.cpus()
-    host.pin(None)
+    placement.pin_to_core(None)
     first = visit_all(cases(names, world_size), (1 - AGAIN) * seconds, cpus)
     pairs = {
         at: pair for at, visits in enumerate(first) if (pair := _pair(visits, world_size, parse_table(text)))

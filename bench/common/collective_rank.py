@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from bench.common.pool import pin
-from dtcomm.cli.perf.backends import registry
+from dtcomm.cli.perf.backends import find_backend
+from dtcomm.cli.perf.backends.base import CollectiveCall
 from dtcomm.cli.perf.collectives import COLLECTIVES
 from dtcomm.measure import exact_inputs
 
@@ -36,7 +37,7 @@ class CollectiveRank:
         dist.barrier()
         if pinned:
             pin(rank)
-        self._backend = registry.find(backend)(120)
+        self._backend = find_backend(backend)(120)
         self._made: tuple[Any, ...] = ()
         self._run: Callable[[], Any] | None = None
 
@@ -79,17 +80,17 @@ class CollectiveRank:
 
     def _make(self, collective: str, shared: bool, numel: int) -> Callable[[], Any]:
         known = COLLECTIVES.get(collective)
-        whole = numel * (self.ranks if known is not None and known.shards else 1)
+        whole = numel * (self.ranks if known is not None and known.sharded else 1)
         inputs = whole if collective in exact_inputs.SHARDS_IN else numel
         outputs = numel if collective in ("reduce_scatter", "scatter") else whole
         self._output = self._tensor(outputs, shared)
-        alike = known is not None and known.whole_in_place
+        alike = known is not None and known.in_place_api
         self._input = self._output if alike else self._tensor(inputs, shared)
         self._input.fill_(1.0)
         if known is None:
             return self._pingpong()
-        call = registry.Call(collective=collective, output=self._output, input=self._input, op="sum")
-        return self._backend.operation(call)
+        call = CollectiveCall(collective=collective, output=self._output, input=self._input, op="sum")
+        return self._backend.bind_with_copy(call)
 
     def _pingpong(self) -> Callable[[], Any]:
         peer = self.rank ^ 1

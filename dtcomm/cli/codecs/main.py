@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from dtcomm.cli._sizes import parse_size
+from dtcomm.cli._sizes import count_argument, size_argument
 from dtcomm.cli.codecs import plot, presets, report
 from dtcomm.cli.codecs import samples as codecs_samples
 from dtcomm.cli.codecs.speed import OnDevice
@@ -103,10 +103,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--no-speed", action="store_true", help="leave out the GB/s")
     add("--device", choices=(placement.CPU, placement.CUDA), default=placement.CPU,
         help="what the GB/s are of: one core (default), or a GPU, with the share of the memory floor")  # fmt: skip
-    add("--size", metavar="SIZE", type=_size,
+    add("--size", metavar="SIZE", type=size_argument(4),
         help="bytes of fp32 that the GB/s are measured with (default 4M, on a GPU 64M; "
         "K, M and G are powers of 1024)")  # fmt: skip
-    add("--numel", metavar="N", type=_count, default=codecs_samples.NUMEL,
+    add("--numel", metavar="N", type=count_argument(1), default=codecs_samples.NUMEL,
         help=f"elements of each distribution (default {codecs_samples.NUMEL})")  # fmt: skip
     add("--plot", metavar="FILE", type=Path, nargs="?", const=Path("codecs.png"),
         help="draw error against bits per element (default codecs.png)")  # fmt: skip
@@ -118,7 +118,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name} {given}: there is no folder {Path(given).parent}")
     if options.size is None:
         options.size = SIZES[options.device]
-    if options.device == placement.CUDA and not placement.found():
+    if options.device == placement.CUDA and not placement.cuda_available():
         parser.error("--device cuda: torch sees no CUDA device; valid here: cpu")
     if options.device == placement.CUDA and options.no_speed:
         parser.error("--device cuda: --no-speed leaves out what would be measured there")
@@ -132,19 +132,3 @@ def _codec(text: str) -> Codec:
         return codec(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _size(text: str) -> int:
-    try:
-        size = parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if size < 4:
-        raise argparse.ArgumentTypeError(f"{text}: want at least 4 bytes, one element")
-    return size
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: want a whole number of at least 1")
-    return int(text)

@@ -1,4 +1,4 @@
-"""What distinguishes one collective from another in a bandwidth benchmark: byte counts and formulas."""
+"""The measured collectives: their byte counts and bandwidth formulas, as in nccl-tests."""
 
 from __future__ import annotations
 
@@ -22,36 +22,42 @@ ALIASES |= {"fp64": "double", "float64": "double", "bf16": "bfloat16"}
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """``shards``: input or output holds a shard of every rank, and ``count`` is one of them.
+    """Properties of a collective that a bandwidth benchmark needs.
 
-    ``reduces``: there is an operator; ``rooted``: there is a root; ``alike``: all ranks end with the same.
-    ``whole_in_place``: the API works on one tensor, so that out of place takes a copy. ``separate``: it needs two,
-    so that there is no in place. ``bus`` (n) is how many times the bytes of the whole operation cross the slowest
-    link at least, which turns algbw into busbw.
+    Attributes:
+        name: Name in dtcomm.
+        sharded: Whether the input or output holds a shard of every rank; ``count`` is then that of one shard.
+        reduces: Whether it has a reduction operator.
+        rooted: Whether it has a root.
+        round_trip: Whether bytes cross the slowest link twice, as in all_reduce.
+        same_on_all_ranks: Whether all ranks end with the same output.
+        in_place_api: Whether its API works on one tensor, so that an out-of-place call is a copy and the operation.
+        needs_two_tensors: Whether it cannot work in place.
     """
 
     name: str
-    shards: bool = False
+    sharded: bool = False
     reduces: bool = False
     rooted: bool = False
     round_trip: bool = False
-    alike: bool = False
-    whole_in_place: bool = False
-    separate: bool = False
+    same_on_all_ranks: bool = False
+    in_place_api: bool = False
+    needs_two_tensors: bool = False
 
     def count(self, size: int, dtype: torch.dtype, ranks: int) -> int:
-        """Elements for about ``size`` bytes; shards are cut to 16 bytes, as in nccl-tests."""
+        """Return the elements for about ``size`` bytes; shards are cut to 16 bytes, as in nccl-tests."""
         count = size // dtype.itemsize
-        if not self.shards:
+        if not self.sharded:
             return count
         return count // ranks // (16 // dtype.itemsize) * (16 // dtype.itemsize)
 
     def size(self, count: int, dtype: torch.dtype, ranks: int) -> int:
-        """Bytes of the whole operation: of all shards where there are any."""
-        return count * dtype.itemsize * (ranks if self.shards else 1)
+        """Return the bytes of the whole operation, over all shards if there are any."""
+        return count * dtype.itemsize * (ranks if self.sharded else 1)
 
-    def bus(self, ranks: int) -> float:
-        if self.round_trip or self.shards:
+    def bus_factor(self, ranks: int) -> float:
+        """Return how many times the bytes of the operation cross the slowest link at least: busbw over algbw."""
+        if self.round_trip or self.sharded:
             return (2 if self.round_trip else 1) * (ranks - 1) / ranks
         return 1.0
 
@@ -59,20 +65,22 @@ class Collective:
 COLLECTIVES = {
     collective.name: collective
     for collective in (
-        Collective(name="all_reduce", reduces=True, round_trip=True, alike=True, whole_in_place=True),
-        Collective(name="reduce_scatter", reduces=True, shards=True),
-        Collective(name="all_gather", shards=True, alike=True),
-        Collective(name="broadcast", rooted=True, alike=True, whole_in_place=True),
-        Collective(name="reduce", reduces=True, rooted=True, whole_in_place=True),
-        Collective(name="gather", shards=True, rooted=True),
-        Collective(name="scatter", shards=True, rooted=True),
-        Collective(name="all_to_all", shards=True, separate=True),
-        Collective(name="sendrecv", separate=True),  # every rank to the next
+        Collective(
+            name="all_reduce", reduces=True, round_trip=True, same_on_all_ranks=True, in_place_api=True
+        ),
+        Collective(name="reduce_scatter", reduces=True, sharded=True),
+        Collective(name="all_gather", sharded=True, same_on_all_ranks=True),
+        Collective(name="broadcast", rooted=True, same_on_all_ranks=True, in_place_api=True),
+        Collective(name="reduce", reduces=True, rooted=True, in_place_api=True),
+        Collective(name="gather", sharded=True, rooted=True),
+        Collective(name="scatter", sharded=True, rooted=True),
+        Collective(name="all_to_all", sharded=True, needs_two_tensors=True),
+        Collective(name="sendrecv", needs_two_tensors=True),  # every rank sends to the next
     )
 }
 
 
 def bandwidths(collective: Collective, size: int, seconds: float, ranks: int) -> tuple[float, float]:
-    """(algbw, busbw) in GB/s, GB = 1e9 bytes; ``size`` counts uncompressed bytes, whatever the codec sends."""
+    """Return (algbw, busbw) in GB/s, GB = 1e9 bytes; ``size`` counts uncompressed bytes with every codec."""
     algorithm = size / seconds / 1e9 if seconds > 0 else 0.0
-    return algorithm, algorithm * collective.bus(ranks)
+    return algorithm, algorithm * collective.bus_factor(ranks)

@@ -1,9 +1,7 @@
-"""``dtcomm perf all_reduce …``: nccl-tests for dtcomm, and for what it is compared with.
+"""Command ``dtcomm perf``: an nccl-tests for dtcomm and its peers.
 
-To read on: perf_flags, perf_options and perf_device (the flags), perf_run and perf_bench (what a rank does),
-perf_virtual (virtual ranks), perf_measure (how often, by dtcomm.measure.device_clock), perf_check (right or wrong),
-perf_backend, perf_backends, perf_ours, perf_torch and perf_mpi (who does the work), perf_host and perf_place (where),
-perf_report (what is found), perf_table, perf_json, perf_plot, perf_live and perf_progress (what is shown).
+A measurement goes through `main`, `runner.run` on every rank, `runner.CaseBench.measure`, `timing.time_operation` and
+`backends.base.Backend.bind`.
 """
 
 from __future__ import annotations
@@ -18,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.cli.perf import virtual
-from dtcomm.cli.perf.options import Options, parse
+from dtcomm.cli.perf.args import Options, parse
 from dtcomm.cli.perf.output.json_output import to_csv, to_json
+from dtcomm.cli.perf.output.live import Printer
 from dtcomm.cli.perf.output.plot import plot
-from dtcomm.cli.perf.output.progress import Printer
-from dtcomm.cli.perf.report import Listener, Report
+from dtcomm.cli.perf.report import ProgressListener, Report
 from dtcomm.cli.perf.runner import run
 from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import RankError, run_ranks
@@ -31,11 +29,11 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def main(argv: list[str]) -> int:
-    """0 where all values are right, 1 where one is wrong, 2 where a rank failed (or the arguments are wrong)."""
+    """Run the command; return 0, 1 if a value is wrong, or 2 if a rank failed or an argument is wrong."""
     options = parse(argv)
     launched = all(name in os.environ for name in LAUNCHER)
     try:
-        report = _measured(options, launched)
+        report = _run(options, launched)
     except BrokenPipeError:
         raise
     except Exception as error:
@@ -53,31 +51,33 @@ def main(argv: list[str]) -> int:
 
 
 def measure(rank: int, world_size: int, options: Options) -> Report | None:
-    """The benchmark as one of the ranks that ``--nproc`` starts; rank 0 returns what was found."""
-    report = run(options, Printer(options) if rank == 0 else Listener())
+    """Run the benchmark as a rank that ``--nproc`` started; rank 0 returns the report."""
+    report = run(options, Printer(options) if rank == 0 else ProgressListener())
     return report if rank == 0 else None
 
 
-def _measured(options: Options, launched: bool) -> Report:
+def _run(options: Options, launched: bool) -> Report:
     if not options.virtual:
-        return _as_rank(options) if launched else _own_ranks(options)
+        return _run_as_rank(options) if launched else _run_on_local_ranks(options)
     if launched:
-        raise ValueError(f"--virtual {options.virtual}: is for one process, and a launcher started this one")
+        raise ValueError(
+            f"--virtual {options.virtual}: needs a single process, but a launcher started this one"
+        )
     return virtual.run(options, Printer(options))
 
 
-def _own_ranks(options: Options) -> Report:
+def _run_on_local_ranks(options: Options) -> Report:
     report = run_ranks(measure, options.nproc, options, timeout=None, fresh=True)[0]
     assert isinstance(report, Report)
     return report
 
 
-def _as_rank(options: Options) -> Report:
-    """Under torchrun: this process is one of the ranks."""
+def _run_as_rank(options: Options) -> Report:
+    """Run as a rank that torchrun started."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout))
     try:
-        return run(options, Printer(options) if dist.get_rank() == 0 else Listener())
+        return run(options, Printer(options) if dist.get_rank() == 0 else ProgressListener())
     finally:
         dist.destroy_process_group()
 

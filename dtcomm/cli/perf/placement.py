@@ -1,15 +1,15 @@
-"""Where a rank's tensors are: on the CPU, or on a GPU that it has to itself or shares."""
+"""Where a rank runs: its host, core and device, and how much memory it may use."""
 
 from __future__ import annotations
 
 import os
 import platform
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from dtcomm.cli.perf import host
 from dtcomm.measure import gpu_info
 from dtcomm.measure.device_clock import Clock, make_clock
 
@@ -17,104 +17,153 @@ CPU, CUDA, EMULATOR = "cpu", "cuda", "emulator"
 DEVICES = (CPU, CUDA, EMULATOR)
 
 
-class Place(Protocol):
-    """``kind`` is one of DEVICES; ``shared`` says which ranks share a GPU, empty where none do."""
+@dataclass(frozen=True, kw_only=True)
+class RankInfo:
+    """Process, host and device of a rank, as the table's header shows them."""
+
+    rank: int
+    pid: int
+    hostname: str
+    device: str
+
+
+class Placement(Protocol):
+    """Where the tensors of a rank are.
+
+    ``kind`` is one of DEVICES. ``shared_gpu`` says which ranks share a GPU; it is empty if none do.
+    """
 
     kind: str
     device: torch.device
-    shared: str
+    shared_gpu: str
 
     def pin(self, wanted: bool | None) -> str:
-        """Give this rank a core where that is wanted; a few words on where it is, for the header."""
+        """Pin this rank to a core if ``wanted`` says so; return a description for the header."""
 
     def clock(self, cpu: bool) -> Clock:
-        """What times calls here; ``cpu``: the CPU time that they take."""
+        """Return the clock for calls on this device; ``cpu`` measures CPU time."""
 
-    def free(self) -> int:
-        """Bytes of the device that this rank may use; a large number on the CPU, whose memory is asked elsewhere."""
+    def free_bytes(self) -> int:
+        """Return the bytes of device memory this rank may use; practically unlimited on the CPU."""
 
-    def facts(self) -> dict[str, Any] | None:
-        """Of the GPU, for the JSON."""
+    def describe_gpu(self) -> dict[str, Any] | None:
+        """Return facts about the GPU for the JSON, or None on the CPU."""
 
 
-class OnHost:
-    """Tensors on the CPU."""
+class CpuPlacement:
+    """CPU tensors."""
 
     kind = CPU
     device = torch.device("cpu")
-    shared = ""
+    shared_gpu = ""
 
     def pin(self, wanted: bool | None) -> str:
-        return host.pin(wanted)
+        return pin_to_core(wanted)
 
     def clock(self, cpu: bool) -> Clock:
         return make_clock(self.device, cpu)
 
-    def free(self) -> int:
-        return 1 << 62
+    def free_bytes(self) -> int:
+        return 1 << 62  # `memory_per_rank` checks the host's memory
 
-    def facts(self) -> dict[str, Any] | None:
+    def describe_gpu(self) -> dict[str, Any] | None:
         return None
 
 
-class OnGpu:
-    """Tensors on the GPU of this process's local rank; ranks share where there are more of them."""
+class GpuPlacement:
+    """Tensors on the GPU of this process's local rank; ranks share GPUs if there are more ranks than GPUs."""
 
     kind = CUDA
 
-    def __init__(self, local: int) -> None:
-        self.device = torch.device("cuda", local % torch.cuda.device_count())
+    def __init__(self, local_rank: int) -> None:
+        self.device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(self.device)
         self.id = f"{platform.node()} {torch.cuda.get_device_properties(self.device).uuid}"
-        self.shared = ""
-        self.here = 1  # ranks on this GPU
+        self.shared_gpu = ""
+        self.ranks_on_gpu = 1
 
     def pin(self, wanted: bool | None) -> str:
-        # The threads of NCCL and of the driver would be bound with the rank: only where that is asked for.
-        pinned = f", {host.pin(True)}" if wanted else ""
+        # Pinning also binds the threads of NCCL and of the driver, so it is done only on request.
+        pinned = f", {pin_to_core(True)}" if wanted else ""
         return f"{self.device} {torch.cuda.get_device_name(self.device)}{pinned}"
 
     def clock(self, cpu: bool) -> Clock:
         return make_clock(self.device, cpu)
 
-    def free(self) -> int:
-        return torch.cuda.mem_get_info(self.device)[0] // self.here
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0] // self.ranks_on_gpu
 
-    def facts(self) -> dict[str, Any] | None:
+    def describe_gpu(self) -> dict[str, Any] | None:
         return {"host": platform.node(), "device": str(self.device), **gpu_info.describe_gpu(self.device)}
 
 
-def found() -> bool:
-    """Whether torch sees a GPU."""
+def cuda_available() -> bool:
+    """Return whether torch sees a GPU."""
     return torch.cuda.is_available()
 
 
-def take(kind: str) -> Place:
-    """This rank's place; all ranks call it. ValueError where there is no GPU."""
+def place_rank(kind: str) -> Placement:
+    """Return this rank's placement; all ranks must call it. ValueError if there is no GPU."""
     if kind != CUDA:
-        return OnHost()
-    if not found():
-        raise ValueError(
-            "--device cuda: torch sees no CUDA device; valid here: cpu, and emulator with --virtual"
-        )
-    place = OnGpu(int(os.environ.get("LOCAL_RANK", dist.get_rank())))
+        return CpuPlacement()
+    if not cuda_available():
+        raise ValueError("--device cuda: torch sees no CUDA device; valid: cpu, and emulator with --virtual")
+    place = GpuPlacement(int(os.environ.get("LOCAL_RANK", dist.get_rank())))
     ids: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ids, place.id)
-    place.shared = shared(ids)
-    place.here = ids.count(place.id)
+    place.shared_gpu = describe_shared_gpu(ids)
+    place.ranks_on_gpu = ids.count(place.id)
     return place
 
 
-def shared(ids: list[str]) -> str:
-    """The first ranks that are on one GPU, in words; ``ids`` are the ranks' GPUs."""
-    for rank, each in enumerate(ids):
-        if each in ids[:rank]:
-            return f"ranks {ids.index(each)} and {rank} share a GPU"
+def describe_shared_gpu(ids: list[str]) -> str:
+    """Name the first two ranks on one GPU, given the ranks' GPU ids; an empty string if no GPU is shared."""
+    for rank, gpu in enumerate(ids):
+        if gpu in ids[:rank]:
+            return f"ranks {ids.index(gpu)} and {rank} share a GPU"
     return ""
 
 
-def gpus(place: Place) -> list[dict[str, Any]]:
-    """The GPUs of all ranks, each once; all ranks call it."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, place.facts())
-    return list({(each["host"], each["uuid"]): each for each in everyone if each is not None}.values())
+def gather_gpus(place: Placement) -> list[dict[str, Any]]:
+    """Return the GPUs of all ranks, without duplicates; all ranks must call it."""
+    gpus: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gpus, place.describe_gpu())
+    return list({(gpu["host"], gpu["uuid"]): gpu for gpu in gpus if gpu is not None}.values())
+
+
+def pin_to_core(wanted: bool | None) -> str:
+    """Pin this rank to a core and return a description for the header.
+
+    ``wanted`` None pins only if this host has a core for each of its ranks.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    cores = sorted(os.sched_getaffinity(0))
+    if not (local_ranks <= len(cores) if wanted is None else wanted):
+        return f"cpu any of {len(cores)}"
+    core = cores[local_rank % len(cores)]
+    os.sched_setaffinity(0, {core})
+    return f"cpu {core}"
+
+
+def gather_rank_info(device: str) -> list[RankInfo]:
+    """Return process, host and device of every rank; all ranks must call it."""
+    own = RankInfo(rank=dist.get_rank(), pid=os.getpid(), hostname=platform.node(), device=device)
+    infos: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(infos, own)
+    return infos
+
+
+def available_memory() -> int:
+    """Return the free bytes of this host's memory."""
+    with open("/proc/meminfo") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+
+
+def memory_per_rank(place: Placement, ranks: list[RankInfo]) -> int:
+    """Return the bytes that every rank may use, of its host and of its device; all ranks must call it."""
+    local_ranks = sum(rank.hostname == platform.node() for rank in ranks)
+    limits = [0] * len(ranks)
+    own = min(int(0.8 * available_memory() / local_ranks), int(0.8 * place.free_bytes()))
+    dist.all_gather_object(limits, own)
+    return min(limits)

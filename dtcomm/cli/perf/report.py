@@ -1,4 +1,4 @@
-"""What ``dtcomm perf`` finds, and who hears of it while it is found."""
+"""Results of ``dtcomm perf`` and the interface of what displays them while they are measured."""
 
 from __future__ import annotations
 
@@ -6,31 +6,37 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dtcomm.cli.perf.backends.base import Moved
-from dtcomm.cli.perf.host import Rank
-from dtcomm.cli.perf.options import Options, Variant
+from dtcomm.cli.perf.args import Options, Variant
+from dtcomm.cli.perf.backends.base import TransportUsed
+from dtcomm.cli.perf.placement import RankInfo
 from dtcomm.cli.perf.timing import Timing
-from dtcomm.cli.perf.verify import Verdict
+from dtcomm.cli.perf.verify import CheckResult
 from dtcomm.measure import gpu_info
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One timed and checked operation; ``verdict`` is None with -c 0, its ``wrong`` summed over the ranks.
+    """One timed and checked operation.
 
-    ``of_floor`` is the share of the memory floor, where one is known: a copy of as many bytes would take that part of
-    the time.
+    Attributes:
+        timing: Times.
+        check: Result of the checks, summed over the ranks; None with -c 0.
+        memory_floor_share: Time of a copy of as many bytes as the operation must move, over the operation's time; None
+            if the bytes are not known.
     """
 
     timing: Timing
-    verdict: Verdict | None
-    of_floor: float | None = None
+    check: CheckResult | None
+    memory_floor_share: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table; ``wire_bytes`` is that of the rank which sends most, None where nobody counts;
-    ``moved`` is what moved the bytes."""
+    """One line of the table.
+
+    ``wire_bytes`` is that of the rank that sends most, or None if the backend does not count. ``ratio`` and ``ratios``
+    (by the names of --compare) are the reference's and the peers' median times over this row's.
+    """
 
     size: int
     count: int
@@ -41,26 +47,30 @@ class Row:
     wire_bytes: int | None
     out_of_place: Measurement | None
     in_place: Measurement | None
-    moved: Moved | None = None
+    transport: TransportUsed | None = None
     ratio: float | None = None
-    ratios: dict[str, float] = field(
-        default_factory=dict
-    )  # by --compare's names: their median time over this one's
+    ratios: dict[str, float] = field(default_factory=dict)
 
     @property
-    def compared(self) -> Measurement:
-        """What ratios are taken of: in place where there is such a thing."""
-        measured = self.in_place or self.out_of_place
-        assert measured is not None
-        return measured
+    def primary(self) -> Measurement:
+        """The measurement that ratios refer to: in place if there is one."""
+        measurement = self.in_place or self.out_of_place
+        assert measurement is not None
+        return measurement
+
+    @property
+    def checks(self) -> list[CheckResult]:
+        """The check results out of place and in place, if there are any."""
+        measurements = (self.out_of_place, self.in_place)
+        return [m.check for m in measurements if m is not None and m.check is not None]
 
 
 @dataclass(kw_only=True)
 class Report:
-    """Everything that was found; the same on every rank, times included."""
+    """All results; equal on all ranks, times included."""
 
     options: Options
-    ranks: list[Rank]
+    ranks: list[RankInfo]
     backends: dict[str, str] = field(default_factory=dict)
     gpus: list[dict[str, Any]] = field(default_factory=list)
     versions: dict[str, Any] = field(default_factory=gpu_info.versions)
@@ -71,47 +81,49 @@ class Report:
 
     @property
     def wrong(self) -> int:
-        measured = [m for row in self.rows for m in (row.out_of_place, row.in_place) if m is not None]
-        return sum(m.verdict.wrong for m in measured if m.verdict is not None)
+        """Number of wrong elements in all rows."""
+        return sum(check.wrong for row in self.rows for check in row.checks)
 
 
-class Listener:
-    """What hears of the run as it goes on; rank 0's prints the table."""
+class ProgressListener:
+    """Notified while the benchmark runs; rank 0's listener prints the table."""
 
     def begin(self, report: Report, steps: int) -> None:
-        """Before the first row; ``steps`` rows will follow, 0 if nobody knows."""
+        """Called before the first row; ``steps`` rows will follow, 0 if unknown."""
 
-    def step(self, what: str) -> None:
-        """A row is about to be measured."""
+    def step(self, description: str) -> None:
+        """Called before a row is measured."""
 
     def rows(self, report: Report, rows: list[Row]) -> None:
-        """All rows of one size are there."""
+        """Called when all rows of one size have been measured."""
 
     def end(self, report: Report) -> None:
-        """After the last row."""
+        """Called after the last row."""
 
     def stop(self) -> None:
-        """Whatever happened, nothing will follow."""
+        """Called at the end, also after a failure."""
 
 
-def compared(rows: list[Row], peers: tuple[str, ...]) -> list[Row]:
-    """With each row's ratios: the reference's and every peer's median time over its own."""
+def with_ratios(rows: list[Row], peers: tuple[str, ...]) -> list[Row]:
+    """Return the rows of one size with their ratios; the reference is gloo if measured, else the last row."""
     if len(rows) < 2:
         return rows
-    reference = next((row for row in rows if row.variant.backend == "gloo"), rows[-1])
-    beside = {peer: next((row for row in rows if row.variant.backend == peer), None) for peer in peers}
-    compared = []
+    by_backend: dict[str, Row] = {}
     for row in rows:
-        ratios = {peer: _ratio(theirs, row) for peer, theirs in beside.items() if theirs is not None}
+        by_backend.setdefault(row.variant.backend, row)
+    reference = by_backend.get("gloo", rows[-1])
+    result = []
+    for row in rows:
+        ratios = {peer: _ratio(by_backend[peer], row) for peer in peers if peer in by_backend}
         known = {peer: ratio for peer, ratio in ratios.items() if ratio is not None}
-        compared.append(replace(row, ratio=_ratio(reference, row), ratios=known))
-    return compared
+        result.append(replace(row, ratio=_ratio(reference, row), ratios=known))
+    return result
 
 
 def _ratio(reference: Row, row: Row) -> float | None:
-    """Of what both were measured in: in place where they can be."""
+    """Return the ratio of median times, in place if both rows have that."""
     for theirs, ours in ((reference.in_place, row.in_place), (reference.out_of_place, row.out_of_place)):
         if theirs is not None and ours is not None:
-            own = ours.timing.statistics.p50
-            return theirs.timing.statistics.p50 / own if own > 0 else None
+            median = ours.timing.statistics.p50
+            return theirs.timing.statistics.p50 / median if median > 0 else None
     return None

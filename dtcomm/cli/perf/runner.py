@@ -1,89 +1,113 @@
-"""What one rank does: every size, type and variant in turn, timed and checked, with rank 0 telling the story."""
+"""What one rank of ``dtcomm perf`` does: measure and check every size, type and variant in turn.
+
+`run` is the entry point on every rank. It calls `measure_rows`, which calls `_measure_row` for each line of the table;
+`CaseBench` times and checks one case on one backend. `dtcomm.cli.perf.virtual` uses the same loop for virtual ranks.
+"""
 
 from __future__ import annotations
 
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
-from dtcomm.cli.perf import host, placement, timing
-from dtcomm.cli.perf.backends import registry
-from dtcomm.cli.perf.backends.base import Backend
-from dtcomm.cli.perf.bench import BUFFERS_IN_FLIGHT, Bench
+from dtcomm.cli.perf import placement, timing
+from dtcomm.cli.perf.args import Options, Variant
+from dtcomm.cli.perf.backends import find_backend
+from dtcomm.cli.perf.backends.base import Backend, CollectiveCall, TransportUsed
 from dtcomm.cli.perf.collectives import COLLECTIVES, DTYPES
-from dtcomm.cli.perf.options import Options, Variant
-from dtcomm.cli.perf.placement import Place
-from dtcomm.cli.perf.report import Listener, Measurement, Report, Row, compared
-from dtcomm.cli.perf.verify import Case
+from dtcomm.cli.perf.placement import Placement
+from dtcomm.cli.perf.report import Measurement, ProgressListener, Report, Row, with_ratios
+from dtcomm.cli.perf.verify import (
+    Case,
+    CheckResult,
+    check_result,
+    check_values,
+    combine_results,
+    equal_on_all_ranks,
+)
+from dtcomm.measure import exact_inputs
 
-Group = tuple[int, str, str, int, list[Variant]]  # size, type, operator, root, and who does it
+MAX_BUFFERS = 4  # with a larger -m, operations reuse these buffers in turn
 
 
-def run(options: Options, listener: Listener, place: Place | None = None) -> Report:
-    """Measure on this rank, with all others; torch.distributed is initialised. ``place``: by default the options'."""
+class RowGroup(NamedTuple):
+    """Rows that are measured and compared together: one for each variant."""
+
+    size: int
+    datatype: str
+    op: str
+    root: int
+    variants: list[Variant]
+
+
+def run(options: Options, listener: ProgressListener, place: Placement | None = None) -> Report:
+    """Measure on this rank; all ranks must call it after torch.distributed is initialized.
+
+    ``place`` is by default the placement that the options name.
+    """
     ranks = dist.get_world_size()
     if options.root is not None and options.root >= ranks:
         raise ValueError(f"-r {options.root}: there are only {ranks} ranks")
     for schedule in (variant.schedule for variant in options.variants):
         if schedule is not None and schedule.ranks != ranks:
             raise ValueError(f"--schedule: is for {schedule.ranks} ranks, there are {ranks}")
-    place = place or placement.take(options.device)
-    # Threads inherit the core: those of the backends we compare with start before it is set, so that they keep
-    # the freedom that they are used to; ours start on it, where they measure the cores' distance.
-    backends = _backends(options, place, plain=True)
+    place = place or placement.place_rank(options.device)
+    # Threads inherit the core of the thread that starts them. The peers' backends are created before pinning, so that
+    # their threads stay free as usual; dtcomm's are created after it, since they measure the distance of the cores.
+    backends = _create_backends(options, place, supports_codecs=False)
     device = place.pin(options.pin)
-    backends |= _backends(options, place, plain=False)
-    report = Report(options=options, ranks=host.ranks(device), gpus=placement.gpus(place))
-    if place.shared:
+    backends |= _create_backends(options, place, supports_codecs=True)
+    report = Report(
+        options=options, ranks=placement.gather_rank_info(device), gpus=placement.gather_gpus(place)
+    )
+    if place.shared_gpu:
         report.warnings.append(
-            f"{place.shared}: no NCCL there, and kernels of theirs take turns; --virtual N measures fused kernels alone"
+            f"{place.shared_gpu}: NCCL is unavailable and their kernels are serialised; --virtual N measures the fused "
+            "kernels alone"
         )
     try:
-        return _run(options, listener, report, backends, place)
+        report.backends = {name: backends[name].describe() for name in options.backends}
+        for name, backend in backends.items():
+            if options.cudagraph and (reason := backend.why_no_cuda_graph()):
+                raise ValueError(f"-G {options.cudagraph}: --backend {name}: {reason}")
+        limit = size_limit(options, report, placement.memory_per_rank(place, report.ranks))
+        groups = row_groups(options, ranks, limit)
+        return measure_rows(
+            options,
+            listener,
+            report,
+            groups,
+            lambda variant, group: _measure_row(options, backends[variant.backend], variant, group),
+        )
     finally:
         listener.stop()
         for backend in backends.values():
             backend.close()
 
 
-def _run(
-    options: Options, listener: Listener, report: Report, backends: dict[str, Backend], place: Place
-) -> Report:
-    report.backends = {name: backends[name].describe() for name in options.backends}
-    for name, backend in backends.items():
-        if options.cudagraph and (reason := backend.why_no_graph()):
-            raise ValueError(f"-G {options.cudagraph}: --backend {name}: {reason}")
-    limit = limited(options, report, min(host.memory(report.ranks), _share(place)))
-    return rounds(
-        options,
-        listener,
-        report,
-        groups(options, len(report.ranks), limit),
-        lambda variant, *what: _row(options, backends[variant.backend], variant, *what),
-    )
-
-
-def rounds(
+def measure_rows(
     options: Options,
-    listener: Listener,
+    listener: ProgressListener,
     report: Report,
-    what: Iterator[Group],
-    measure: Callable[[Variant, int, str, str, int], Row],
+    groups: Iterator[RowGroup],
+    measure_row: Callable[[Variant, RowGroup], Row],
 ) -> Report:
-    """Fill the report: ``measure`` makes a row of (variant, size, type, operator, root)."""
-    listed = list(what)
-    listener.begin(report, sum(len(variants) for *_, variants in listed) * options.run_cycles)
+    """Fill the report with a row of ``measure_row`` for every variant of every group."""
+    all_groups = list(groups)
+    listener.begin(report, sum(len(group.variants) for group in all_groups) * options.run_cycles)
     for cycle in itertools.count():
         if cycle >= options.run_cycles > 0:
             break
-        for size, datatype, op, root, variants in listed:
+        for group in all_groups:
             rows = []
-            for variant in variants:
-                listener.step(f"{size} {datatype} {variant}")
-                rows.append(measure(variant, size, datatype, op, root))
-            rows = compared(rows, options.compare)
+            for variant in group.variants:
+                listener.step(f"{group.size} {group.datatype} {variant}")
+                rows.append(measure_row(variant, group))
+            rows = with_ratios(rows, options.compare)
             report.rows += rows
             listener.rows(report, rows)
     report.ended = time.time()
@@ -91,12 +115,12 @@ def rounds(
     return report
 
 
-def limited(options: Options, report: Report, free: int) -> int:
-    """The largest size for which there is memory: tensors, what is expected, and the copies in between.
+def size_limit(options: Options, report: Report, free: int) -> int:
+    """Return the largest size for which memory suffices: tensors, expected results and temporary copies.
 
-    ``free`` is what each rank may use; ValueError where no size fits.
+    ``free`` is what each rank may use. ValueError if no size fits.
     """
-    copies = 4 + min(options.agg_iters, BUFFERS_IN_FLIGHT)
+    copies = 4 + min(options.agg_iters, MAX_BUFFERS)
     limit = free // copies
     if options.maxbytes > limit:
         report.warnings.append(
@@ -107,67 +131,163 @@ def limited(options: Options, report: Report, free: int) -> int:
     return limit
 
 
-def groups(options: Options, ranks: int, limit: int) -> Iterator[Group]:
-    """What is measured together: every size, type, operator and root with the variants that can do it."""
+def row_groups(options: Options, ranks: int, limit: int) -> Iterator[RowGroup]:
+    """Yield every size up to ``limit``, type, operator and root, with the variants that support it."""
     rooted = COLLECTIVES[options.collective].rooted
     roots = [-1] if not rooted else range(ranks) if options.root is None else [options.root]
     for datatype, op, root in itertools.product(options.datatypes, options.ops, roots):
-        variants = [variant for variant in options.variants if options.refusal(variant, datatype, op) is None]
+        variants = [
+            variant
+            for variant in options.variants
+            if variant.why_unsupported(options.collective, datatype, op) is None
+        ]
         for size in options.sizes if variants else ():
             if size <= limit:
-                yield size, datatype, op, root, variants
+                yield RowGroup(size, datatype, op, root, variants)
 
 
-def _share(place: Place) -> int:
-    """Bytes of its device that every rank may use: what the rank has that has least."""
-    shares = [0] * dist.get_world_size()
-    dist.all_gather_object(shares, int(0.8 * place.free()))
-    return min(shares)
+def _create_backends(options: Options, place: Placement, supports_codecs: bool) -> dict[str, Backend]:
+    classes = {name: find_backend(name) for name in options.backends}
+    return {
+        name: backend(options.timeout, place)
+        for name, backend in classes.items()
+        if backend.supports_codecs == supports_codecs
+    }
 
 
-def _backends(options: Options, place: Place, plain: bool) -> dict[str, Backend]:
-    found = {name: registry.find(name) for name in options.backends}
-    return {name: make(options.timeout, place) for name, make in found.items() if make.plain == plain}
-
-
-def _row(
-    options: Options, backend: Backend, variant: Variant, size: int, datatype: str, op: str, root: int
-) -> Row:
-    collective, dtype = COLLECTIVES[options.collective], DTYPES[datatype]
+def _measure_row(options: Options, backend: Backend, variant: Variant, group: RowGroup) -> Row:
+    collective, dtype = COLLECTIVES[options.collective], DTYPES[group.datatype]
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    count = collective.count(size, dtype, ranks)
+    count = collective.count(group.size, dtype, ranks)
     case = Case(
         collective=options.collective,
         count=count,
         dtype=dtype,
-        op=op,
-        root=max(root, 0),
+        op=group.op,
+        root=max(group.root, 0),
         rank=rank,
         ranks=ranks,
     )
     out_of_place = in_place = wire_bytes = None
-    if backend.measures:
-        times = backend.times(case, options.iters, options.warmup_iters)
-        measured = Measurement(timing=timing.summary(times, 1, options.average), verdict=None)
-        # One of the two is what its API is for.
-        out_of_place, in_place = (None, measured) if collective.whole_in_place else (measured, None)
-        moved = backend.moved(None)
+    if backend.measures_itself:
+        times = backend.measure_calls(case, options.iters, options.warmup_iters)
+        measurement = Measurement(timing=timing.summarize(times, 1, options.average), check=None)
+        # The backend measures only what its API supports.
+        out_of_place, in_place = (None, measurement) if collective.in_place_api else (measurement, None)
+        transport = backend.transport_used(None)
     else:
-        bench = Bench(options, backend, variant, case)
-        works_in_place = backend.in_place and not collective.separate
+        bench = CaseBench(options, backend, variant, case)
+        works_in_place = backend.supports_in_place and not collective.needs_two_tensors
         if options.out_of_place or not works_in_place:
             out_of_place = bench.measure(in_place=False)
         in_place = bench.measure(in_place=True) if works_in_place else None
-        wire_bytes, moved = bench.wire()
+        wire_bytes, transport = bench.measure_transport()
     return Row(
         size=collective.size(count, dtype, ranks),
         count=count,
-        datatype=datatype,
-        op=op,
-        root=root,
+        datatype=group.datatype,
+        op=group.op,
+        root=group.root,
         variant=variant,
         wire_bytes=wire_bytes,
         out_of_place=out_of_place,
         in_place=in_place,
-        moved=moved,
+        transport=transport,
     )
+
+
+class CaseBench:
+    """One case on one backend, with its tensors on this rank."""
+
+    def __init__(self, options: Options, backend: Backend, variant: Variant, case: Case) -> None:
+        self._options, self._backend, self._variant, self._case = options, backend, variant, case
+        self._clock = backend.place.clock(options.report_cputime)
+        # Timed inputs resemble gradients; checked inputs may have to be such that sums are exact.
+        self._check_values = check_values(variant, case.dtype)
+        self._timed_values = timed_values(case.dtype)
+        inputs = case.inputs(0, self._timed_values)
+        self._source = backend.empty(inputs.numel(), case.dtype).copy_(inputs)
+        buffers = min(options.agg_iters, MAX_BUFFERS)
+        self._buffers = [backend.empty(case.buffer_numel, case.dtype) for _ in range(buffers)]
+
+    def measure(self, in_place: bool) -> Measurement:
+        """Time and check the case."""
+        options, case = self._options, self._case
+        calls = [self._call(buffer, in_place) for buffer in self._buffers]
+        together = options.agg_iters
+        calls_per_buffer = -(-together // len(calls))  # in one iteration
+        run = self._backend.bind_with_copy(calls[0]) if together == 1 else self._bind_several(calls, together)
+        measured = timing.time_operation(
+            options,
+            run,
+            (lambda: self._refill(calls)) if in_place else None,
+            self._clock,
+            dist.barrier,
+            safe=max(1, timing.calls_before_overflow(case.dtype, case.op, case.ranks) // calls_per_buffer),
+        )
+        return Measurement(timing=measured, check=self._check(calls[0]))
+
+    def measure_transport(self) -> tuple[int | None, TransportUsed]:
+        """Return the bytes sent by the rank that sends most, if the backend counts them, and what moved them."""
+        in_place = (
+            self._backend.supports_in_place and not COLLECTIVES[self._case.collective].needs_two_tensors
+        )
+        call = self._call(self._buffers[0], in_place)
+        self._refill([call])
+        before = self._backend.transport_snapshot()
+        work = self._backend.bind_with_copy(call, asynchronous=True)()
+        work.wait()
+        wire_bytes: list[Any] = [None] * self._case.ranks
+        dist.all_gather_object(wire_bytes, getattr(work, "wire_bytes", None))
+        return None if None in wire_bytes else max(wire_bytes), self._backend.transport_used(before)
+
+    def _call(self, buffer: torch.Tensor, in_place: bool) -> CollectiveCall:
+        case, variant = self._case, self._variant
+        output, source = case.output_and_input(buffer, self._source, in_place)
+        return CollectiveCall(
+            collective=case.collective,
+            output=output,
+            input=source,
+            op=case.op,
+            root=case.root,
+            codec=variant.codec,
+            algorithm=variant.algorithm,
+            schedule=variant.schedule,
+        )
+
+    def _refill(self, calls: list[CollectiveCall]) -> None:
+        for call in calls:
+            if call.input is not self._source:
+                call.input.copy_(self._source)
+
+    def _bind_several(self, calls: list[CollectiveCall], together: int) -> Callable[[], None]:
+        """Return a function that starts ``together`` operations, on the calls in turn, and waits for all."""
+        starts = [self._backend.bind_with_copy(call, asynchronous=True) for call in calls]
+        order = [starts[index % len(starts)] for index in range(together)]
+
+        def run() -> None:
+            works = [start() for start in order]
+            for work in works:
+                work.wait()
+
+        return run
+
+    def _check(self, call: CollectiveCall) -> CheckResult | None:
+        """Check the call -c times with new values and combine the results of all ranks."""
+        checks = []
+        for seed in range(1, self._options.check + 1):
+            call.input.copy_(self._case.inputs(seed, self._check_values))
+            self._backend.bind_with_copy(call)()
+            checks.append(check_result(call.output, self._case, self._variant, seed, equal_on_all_ranks))
+            if call.input is self._source:
+                self._source.copy_(self._case.inputs(0, self._timed_values))
+        if not checks:
+            return None
+        by_rank: list[list[CheckResult]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(by_rank, checks)
+        return combine_results([check for rank_checks in by_rank for check in rank_checks])
+
+
+def timed_values(dtype: torch.dtype) -> exact_inputs.ValueSource:
+    """Return the values that are timed: normally distributed, or integers for an integer type."""
+    return exact_inputs.normal if dtype.is_floating_point else exact_inputs.integers

@@ -1,4 +1,4 @@
-"""The clock: one operation, timed many times on all ranks together."""
+"""Timing of one operation that all ranks repeat together, and statistics of the times."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtcomm.cli.perf.options import Options
+from dtcomm.cli.perf.args import Options
 from dtcomm.measure.device_clock import Clock
 
-# Powers of two that a normally distributed value may grow by before it overflows.
-_ROOM = {torch.float16: 12, torch.bfloat16: 100, torch.float32: 100, torch.float64: 900}
+# Powers of two by which a normally distributed value may grow before it overflows.
+_HEADROOM_BITS = {torch.float16: 12, torch.bfloat16: 100, torch.float32: 100, torch.float64: 900}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """Of the iterations' times, in seconds, each that of the slowest rank."""
+    """Statistics of the iterations' times in seconds, each time that of the slowest rank."""
 
     min: float
     max: float
@@ -32,13 +32,17 @@ class Statistics:
 
     @property
     def variation(self) -> float:
-        """Standard deviation in per cent of the mean."""
+        """Standard deviation in percent of the mean."""
         return 100 * self.stdev / self.avg if self.avg > 0 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """``seconds`` per operation over ranks as -a says; ``iterations`` is the slowest rank's time of each."""
+    """Times of an operation in seconds.
+
+    ``seconds`` is per operation, combined over ranks as -a says; ``iterations`` has the slowest rank's time of each
+    iteration.
+    """
 
     seconds: float
     iterations: tuple[float, ...]
@@ -58,7 +62,7 @@ class Timing:
 
 
 def percentile(ordered: Sequence[float], percent: int) -> float:
-    """The smallest value that at least ``percent`` per cent of ``ordered`` do not exceed."""
+    """Return the smallest value that at least ``percent`` percent of the sorted values do not exceed."""
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
@@ -73,10 +77,10 @@ def time_iterations(
     safe: int,
     blocking: bool,
 ) -> list[float]:
-    """Seconds of each of ``iters`` calls of ``run`` on this rank, between marks of the clock.
+    """Return the seconds of each of ``iters`` calls of ``run`` on this rank.
 
-    ``refill`` restores the input every ``safe`` calls, since a sum in place grows from call to call. The host waits
-    for a device once before and once after such a batch; ``blocking``: and before each call.
+    ``refill`` restores the input every ``safe`` calls, because a sum in place grows from call to call. The host waits
+    for the device before and after such a batch; with ``blocking`` also before each call.
     """
     for done in range(0, warmup, safe):
         refill()
@@ -88,7 +92,7 @@ def time_iterations(
         refill()
         clock.synchronize()
         barrier()
-        # Ranks leave the barrier up to a scheduler's tick apart; the collective itself brings them together.
+        # Ranks leave the barrier up to a scheduler tick apart; an untimed call synchronizes them.
         run()
         spans, begin = [], mark()
         for _ in range(min(max(1, safe - 1), iters - len(times))):
@@ -105,7 +109,7 @@ def time_iterations(
     return times
 
 
-def time_graphs(
+def time_graph_replays(
     run: Callable[[], Any],
     refill: Callable[[], None],
     clock: Clock,
@@ -115,12 +119,12 @@ def time_graphs(
     replays: int,
     warmup: int,
 ) -> list[float]:
-    """Seconds of each of ``replays`` replays of ``calls`` calls of ``run``, captured as one graph.
+    """Return the seconds of each of ``replays`` replays of a graph of ``calls`` calls of ``run``.
 
-    Before that as many calls as ``warmup`` says are made as they are, and one replay is not timed. The host queues all
-    replays, each with a fresh input, and waits once.
+    ``warmup`` calls are made without a graph first, and one replay is not timed. The host queues all replays, each with
+    a fresh input, and waits once.
     """
-    for _ in range(max(1, warmup)):  # what connects at the first call cannot be captured
+    for _ in range(max(1, warmup)):  # connections made by the first call cannot be captured
         refill()
         run()
     clock.synchronize()
@@ -139,7 +143,7 @@ def time_graphs(
     return [clock.seconds(begin, end) for begin, end in marks]
 
 
-def timed(
+def time_operation(
     options: Options,
     run: Callable[[], Any],
     refill: Callable[[], None] | None,
@@ -148,23 +152,29 @@ def timed(
     safe: int,
     gather: Callable[[list[float]], list[list[float]]] | None = None,
 ) -> Timing:
-    """As the options ask for: call by call, or by replays of a graph; all ranks call it.
+    """Time an operation call by call, or by graph replays, as the options say; all ranks must call it.
 
-    ``refill`` restores inputs that grow, which they may in ``safe`` calls; None: they stay as they are. ``gather``
-    brings the times of all ranks, by default over torch.distributed.
+    Args:
+        options: Options of the command.
+        run: Carries out the operation once.
+        refill: Restores inputs that grow from call to call; None if they do not.
+        clock: Clock of the device.
+        barrier: Synchronizes the ranks.
+        safe: Calls after which a growing input must be restored.
+        gather: Collects the times of all ranks, by default over torch.distributed.
     """
     safe = safe if refill is not None else options.iters + options.warmup_iters + 1
-    again = refill or (lambda: None)
+    restore = refill or (lambda: None)
     calls = 1
     if options.cudagraph:
         calls = min(options.iters, safe)
-        times = time_graphs(
-            run, again, clock, barrier, calls=calls, replays=options.cudagraph, warmup=options.warmup_iters
+        times = time_graph_replays(
+            run, restore, clock, barrier, calls=calls, replays=options.cudagraph, warmup=options.warmup_iters
         )
     else:
         times = time_iterations(
             run,
-            again,
+            restore,
             clock,
             barrier,
             iters=options.iters,
@@ -172,33 +182,32 @@ def timed(
             safe=safe,
             blocking=options.blocking > 0,
         )
-    everyone = (gather or everywhere)(times)
-    return summary(everyone, options.agg_iters * calls, options.average)
+    by_rank = (gather or gather_times)(times)
+    return summarize(by_rank, options.agg_iters * calls, options.average)
 
 
-def everywhere(times: list[float]) -> list[list[float]]:
-    """Those of all ranks, which call it together."""
-    everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, times)
-    return everyone
+def gather_times(times: list[float]) -> list[list[float]]:
+    """Return the times of all ranks; all ranks must call it."""
+    by_rank: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(by_rank, times)
+    return by_rank
 
 
-def summary(everyone: list[list[float]], per_iteration: int, average: int) -> Timing:
-    """All ranks' times, each a list, of ``per_iteration`` operations each, as one.
+def summarize(by_rank: list[list[float]], per_iteration: int, average: int) -> Timing:
+    """Combine the ranks' times of iterations with ``per_iteration`` operations each.
 
-    ``average``: 0 is rank 0's mean, 1 the mean over ranks, 2 the fastest rank's, 3 the slowest rank's.
+    ``average`` 0 takes rank 0's mean, 1 the mean over ranks, 2 the fastest rank's and 3 the slowest rank's.
     """
-    means = [statistics.fmean(theirs) / per_iteration for theirs in everyone]
+    means = [statistics.fmean(times) / per_iteration for times in by_rank]
     seconds = (means[0], statistics.fmean(means), min(means), max(means))[average]
     return Timing(
         seconds=seconds,
-        iterations=tuple(max(column) / per_iteration for column in zip(*everyone, strict=True)),
+        iterations=tuple(max(column) / per_iteration for column in zip(*by_rank, strict=True)),
     )
 
 
-def safe_calls(dtype: torch.dtype, op: str, ranks: int) -> int:
-    """How often a reduction may be repeated in place before floating-point values overflow (at least once: a
-    single -m that is larger overflows, which costs no more time)."""
-    if op != "sum" or ranks == 1 or dtype not in _ROOM:
+def calls_before_overflow(dtype: torch.dtype, op: str, ranks: int) -> int:
+    """Return how often a reduction may be repeated in place before floating-point values overflow, at least 1."""
+    if op != "sum" or ranks == 1 or dtype not in _HEADROOM_BITS:
         return 1_000_000
-    return max(1, int(_ROOM[dtype] / math.log2(ranks)))
+    return max(1, int(_HEADROOM_BITS[dtype] / math.log2(ranks)))

@@ -1,4 +1,4 @@
-"""Are the results right? Bit for bit where nothing is lost; inside the codec's error bound where something is."""
+"""Checks of results: bit for bit without loss, otherwise within the error bound of the codec."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import algorithms, planner
+from dtcomm.cli.perf.args import Variant
 from dtcomm.cli.perf.collectives import COLLECTIVES
-from dtcomm.cli.perf.options import Variant
 from dtcomm.codecs import codec
 from dtcomm.measure import exact_inputs
 
-_BLOCK = 1 << 20  # elements looked at together, to keep the float64 copies small
+_BLOCK = 1 << 20  # elements compared at a time, to keep the float64 copies small
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """``wrong`` elements on this rank; the errors, of a lossy codec, are relative to the result's own size."""
+class CheckResult:
+    """Number of wrong elements; for a lossy codec, also errors relative to the magnitude of the result."""
 
     wrong: int
     max_error: float | None = None
@@ -30,7 +30,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One collective of ``count`` elements (as in ``dtcomm.measure.exact_inputs``) as this rank takes part in it."""
+    """One collective of ``count`` elements, counted as in `dtcomm.measure.exact_inputs`, on this rank."""
 
     collective: str
     count: int
@@ -45,7 +45,7 @@ class Case:
             self.collective,
             self.count,
             self.dtype,
-            op=self.arithmetic,
+            op=self.reduce_op,
             rank=self.rank,
             world_size=self.ranks,
             seed=seed,
@@ -57,7 +57,7 @@ class Case:
             self.collective,
             self.count,
             self.dtype,
-            op=self.arithmetic,
+            op=self.reduce_op,
             rank=self.rank,
             world_size=self.ranks,
             root=self.root,
@@ -66,78 +66,78 @@ class Case:
         )
 
     @property
-    def arithmetic(self) -> str:
+    def reduce_op(self) -> str:
         return self.op if COLLECTIVES[self.collective].reduces else "sum"
 
     @property
-    def span(self) -> int:
-        """Elements of a buffer in which the call can be made in place."""
-        return self.count * (self.ranks if COLLECTIVES[self.collective].shards else 1)
+    def buffer_numel(self) -> int:
+        """Elements of a buffer in which the call can work in place."""
+        return self.count * (self.ranks if COLLECTIVES[self.collective].sharded else 1)
 
-    def arranged(
+    def output_and_input(
         self, buffer: torch.Tensor, source: torch.Tensor, in_place: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output, input) of a call: both within ``buffer``, which has ``span`` elements, or from ``source``."""
-        mine = slice(self.rank * self.count, (self.rank + 1) * self.count)
+        """Return (output, input) of a call: views of ``buffer`` of ``buffer_numel`` elements, or ``source``."""
+        own_shard = slice(self.rank * self.count, (self.rank + 1) * self.count)
         if self.collective in ("reduce_scatter", "scatter"):
-            # Out of place, the other shards of the buffer stay unused.
-            return buffer[mine], buffer if in_place else source
+            # Out of place, the other shards of the buffer are not used.
+            return buffer[own_shard], buffer if in_place else source
         if not in_place:
             return buffer, source
-        return buffer, buffer[mine] if self.collective in ("all_gather", "gather") else buffer
+        return buffer, buffer[own_shard] if self.collective in ("all_gather", "gather") else buffer
 
 
-def values_for(variant: Variant, dtype: torch.dtype) -> exact_inputs.ValueSource:
-    """What to feed: numbers whose sum is exact, or for a lossy codec numbers like gradients."""
+def check_values(variant: Variant, dtype: torch.dtype) -> exact_inputs.ValueSource:
+    """Return the inputs of a check: numbers whose sum is exact, or normal values for a lossy codec."""
     return exact_inputs.integers if codec(variant.codec).lossless(dtype) else exact_inputs.normal
 
 
-def judge(
+def check_result(
     result: torch.Tensor, case: Case, variant: Variant, seed: int, same: Callable[[torch.Tensor], bool]
-) -> Verdict:
-    """Compare with what the ranks' inputs of ``seed`` must give, where ``result`` is.
+) -> CheckResult:
+    """Compare ``result`` with the expected result of the ranks' inputs of ``seed``, on its device.
 
-    ``same`` says whether all ranks have the same bits as this one; it is asked on all ranks, or on none.
+    ``same`` returns whether all ranks have the same bits; it is called on all ranks or on none.
     """
-    values = values_for(variant, case.dtype)
-    want = case.expected(seed, values).to(result.device)
-    if want.numel() == 0:  # also of a rank that has no output
+    values = check_values(variant, case.dtype)
+    expected = case.expected(seed, values).to(result.device)
+    if expected.numel() == 0:  # a rank that has no output
         lossless = values is exact_inputs.integers
-        return Verdict(wrong=0) if lossless else Verdict(wrong=0, max_error=0.0, mean_error=0.0)
+        return CheckResult(wrong=0) if lossless else CheckResult(wrong=0, max_error=0.0, mean_error=0.0)
     if values is exact_inputs.integers:
-        return Verdict(wrong=exact_inputs.count_mismatches(result, want))
-    bound, mean_bound = bounds(case, variant, seed)
-    wrong, largest, total = _errors(result.reshape(-1), want, bound)
-    mean = total / want.numel()
-    alike = not COLLECTIVES[case.collective].alike or same(result)
-    # A broken reduction may keep every element inside a coarse codec's bound; its mean error gives it away.
-    if not mean <= mean_bound or not alike:
-        wrong = want.numel()
-    scale, mean_scale = want.abs().amax().item(), want.abs().mean(dtype=torch.float64).item()
-    return Verdict(
+        return CheckResult(wrong=exact_inputs.count_mismatches(result, expected))
+    bound, mean_bound = error_bounds(case, variant, seed)
+    wrong, largest, total = _errors(result.reshape(-1), expected, bound)
+    mean = total / expected.numel()
+    same_bits = not COLLECTIVES[case.collective].same_on_all_ranks or same(result)
+    # A broken reduction may keep every element within a coarse codec's bound; the mean error reveals it.
+    if not mean <= mean_bound or not same_bits:
+        wrong = expected.numel()
+    scale, mean_scale = expected.abs().amax().item(), expected.abs().mean(dtype=torch.float64).item()
+    return CheckResult(
         wrong=wrong,
         max_error=largest / scale if scale else largest,
         mean_error=mean / mean_scale if mean_scale else mean,
     )
 
 
-def bounds(case: Case, variant: Variant, seed: int) -> tuple[float, float]:
-    """The largest and the mean absolute error that the codec explains.
+def error_bounds(case: Case, variant: Variant, seed: int) -> tuple[float, float]:
+    """Return bounds of the largest and of the mean absolute error that the codec can cause.
 
-    A contribution is encoded at most d times on its way (read off the schedule), each time as part of a sum no
-    larger than that of all contributions. What one encoding does is measured on this rank's own values; a factor
-    of 2 covers sums whose exponent is one higher than any value's.
+    The schedule gives how often a contribution is encoded on its path, each time as part of a sum no larger than that
+    of all contributions. The error of one encoding is measured on this rank's values; a factor of 2 covers sums whose
+    exponent is one higher than that of any value.
     """
     encodings = _encodings(case, variant)
-    peak, worst, mean = _one_encoding(case.dtype, case.rank, seed, variant.codec)
-    peak *= 1.25  # the other ranks' largest value is not far from this one's
+    peak, largest_error, mean_error = _one_encoding(case.dtype, case.rank, seed, variant.codec)
+    peak *= 1.25  # the other ranks' largest values are close to this rank's
     contributions = case.ranks if COLLECTIVES[case.collective].reduces else 1
     if case.op in ("min", "max"):
         contributions = 1
     divisor = case.ranks if case.op == "avg" else 1
     rounding = torch.finfo(case.dtype).eps * contributions * peak / divisor
-    bound = 2 * encodings * worst * contributions * 1.25 / divisor + rounding
-    return bound, 1.5 * encodings * mean * contributions / divisor + rounding
+    bound = 2 * encodings * largest_error * contributions * 1.25 / divisor + rounding
+    return bound, 1.5 * encodings * mean_error * contributions / divisor + rounding
 
 
 def _encodings(case: Case, variant: Variant) -> int:
@@ -145,7 +145,7 @@ def _encodings(case: Case, variant: Variant) -> int:
         return max(1, variant.schedule.requantizations())
     if case.collective not in algorithms.collectives():
         return 1
-    shards = COLLECTIVES[case.collective].shards
+    shards = COLLECTIVES[case.collective].sharded
     name = planner.select(
         case.collective,
         case.count * (case.ranks if shards else 1),
@@ -157,9 +157,9 @@ def _encodings(case: Case, variant: Variant) -> int:
     return max(1, algorithms.build(name, case.collective, case.ranks, case.root).requantizations())
 
 
-@functools.lru_cache(maxsize=64)  # the same for every size, in place and out of place
+@functools.lru_cache(maxsize=64)  # does not depend on the size or on in place
 def _one_encoding(dtype: torch.dtype, rank: int, seed: int, spec: str) -> tuple[float, float, float]:
-    """Of a rank's values: the largest, and the largest and mean absolute error of encoding and decoding them once."""
+    """Return the largest value of a rank and the largest and mean absolute error of encoding its values once."""
     from dtcomm.kernels import ops
 
     values = exact_inputs.normal(dtype, "sum", rank, rank + 1, seed, exact_inputs.PERIOD).float()
@@ -167,36 +167,36 @@ def _one_encoding(dtype: torch.dtype, rank: int, seed: int, spec: str) -> tuple[
     return float(values.abs().amax()), float(error.amax()), float(error.mean())
 
 
-def _errors(result: torch.Tensor, want: torch.Tensor, bound: float) -> tuple[int, float, float]:
-    """Elements further off than ``bound`` (NaN is), the largest absolute error and the sum of all."""
+def _errors(result: torch.Tensor, expected: torch.Tensor, bound: float) -> tuple[int, float, float]:
+    """Return how many elements differ by more than ``bound`` (or are NaN), the largest and the summed error."""
     wrong, largest, total = 0, 0.0, 0.0
-    for start in range(0, want.numel(), _BLOCK):
+    for start in range(0, expected.numel(), _BLOCK):
         part = slice(start, start + _BLOCK)
-        error = (result[part].double() - want[part].double()).abs()
+        error = (result[part].double() - expected[part].double()).abs()
         wrong += int((~(error <= bound)).sum())
         largest = max(largest, float(error.amax()))
         total += float(error.sum())
     return wrong, largest, total
 
 
-def digest(result: torch.Tensor) -> int:
-    """A checksum of its bytes."""
+def checksum(result: torch.Tensor) -> int:
+    """Return a checksum of the tensor's bytes."""
     return zlib.crc32(result.contiguous().view(torch.uint8).cpu().numpy().data)
 
 
 def equal_on_all_ranks(result: torch.Tensor) -> bool:
-    """Whether all ranks, which call it together, have the same bits."""
+    """Return whether all ranks have the same bits; all ranks must call it."""
     seen: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(seen, digest(result))
+    dist.all_gather_object(seen, checksum(result))
     return len(set(seen)) == 1
 
 
-def combined(verdicts: Sequence[Verdict]) -> Verdict:
-    """The verdicts of all checks on all ranks as one."""
-    largest = [verdict.max_error for verdict in verdicts if verdict.max_error is not None]
-    means = [verdict.mean_error for verdict in verdicts if verdict.mean_error is not None]
-    return Verdict(
-        wrong=sum(verdict.wrong for verdict in verdicts),
+def combine_results(checks: Sequence[CheckResult]) -> CheckResult:
+    """Combine the results of several checks and ranks."""
+    largest = [check.max_error for check in checks if check.max_error is not None]
+    means = [check.mean_error for check in checks if check.mean_error is not None]
+    return CheckResult(
+        wrong=sum(check.wrong for check in checks),
         max_error=max(largest) if largest else None,
         mean_error=max(means) if means else None,
     )

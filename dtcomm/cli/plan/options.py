@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from dtcomm import algorithms, codecs
-from dtcomm.cli._sizes import parse_size, series
+from dtcomm.cli._sizes import count_argument, parse_size, series, size_argument
 from dtcomm.cli.perf.collectives import ALIASES, DTYPES
 from dtcomm.planner import hardware, links, memory_model
 from dtcomm.planner.hardware import System
@@ -81,13 +81,18 @@ def parse(argv: list[str] | None) -> Options:
         choices=list(hardware.DEVICES),
         help="what encodes, where the link does not tell",
     )
-    of("--hosts", metavar="N", type=_count, help="hosts (default 1)")
-    of("--per-host", metavar="N", type=_count, help="ranks on each (default 8 on GPUs, 2 here)")
-    of("--ranks", metavar="N", type=_count, help="ranks altogether, instead of --hosts or --per-host")
+    of("--hosts", metavar="N", type=count_argument(1), help="hosts (default 1)")
+    of("--per-host", metavar="N", type=count_argument(1), help="ranks on each (default 8 on GPUs, 2 here)")
+    of(
+        "--ranks",
+        metavar="N",
+        type=count_argument(1),
+        help="ranks altogether, instead of --hosts or --per-host",
+    )
     of(
         "--nics",
         metavar="N",
-        type=_count,
+        type=count_argument(1),
         help="network ports of a host (default 8 with --system, 1 with --between)",
     )
     of(
@@ -98,10 +103,31 @@ def parse(argv: list[str] | None) -> Options:
     )
     what = parser.add_argument_group("what to estimate")
     ask = what.add_argument
-    ask("-b", "--minbytes", metavar="SIZE", type=_size, default=2**20, help="smallest size (default 1M)")
-    ask("-e", "--maxbytes", metavar="SIZE", type=_size, default=2**30, help="largest size (default 1G)")
-    ask("-i", "--stepbytes", metavar="SIZE", type=_size, help="step between sizes, instead of -f")
-    ask("-f", "--stepfactor", metavar="N", type=_count, default=8, help="factor between sizes (default 8)")
+    ask(
+        "-b",
+        "--minbytes",
+        metavar="SIZE",
+        type=size_argument(1),
+        default=2**20,
+        help="smallest size (default 1M)",
+    )
+    ask(
+        "-e",
+        "--maxbytes",
+        metavar="SIZE",
+        type=size_argument(1),
+        default=2**30,
+        help="largest size (default 1G)",
+    )
+    ask("-i", "--stepbytes", metavar="SIZE", type=size_argument(1), help="step between sizes, instead of -f")
+    ask(
+        "-f",
+        "--stepfactor",
+        metavar="N",
+        type=count_argument(1),
+        default=8,
+        help="factor between sizes (default 8)",
+    )
     ask("-d", "--datatype", metavar="TYPE", default="float", help="of the tensor (default float)")
     ask(
         "--codec",
@@ -240,9 +266,9 @@ def _memory(text: str) -> memory_model.Model:
                     if not 0 < fields[key] < 1e18:
                         raise ValueError
                 case "layers":
-                    fields[key] = _count(value)
+                    fields[key] = count_argument(1)(value)
                 case "states":
-                    fields[key] = 0 if value == "0" else _count(value)
+                    fields[key] = 0 if value == "0" else count_argument(1)(value)
                 case "dtype":
                     fields["itemsize"] = DTYPES[ALIASES.get(value, value)].itemsize
                 case "bucket":
@@ -256,19 +282,3 @@ def _memory(text: str) -> memory_model.Model:
     if "params" not in fields:
         raise argparse.ArgumentTypeError("no params=")
     return memory_model.Model(**fields)
-
-
-def _size(text: str) -> int:
-    try:
-        size = parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text}: want at least one byte")
-    return size
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: want a whole number of at least 1")
-    return int(text)

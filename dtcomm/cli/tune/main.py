@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import algorithms, codecs, env
-from dtcomm.cli._sizes import parse_size
+from dtcomm.cli._sizes import size_argument
 from dtcomm.cli.perf.main import LAUNCHER
 from dtcomm.cli.tune.measure import Options, Rank0, group
 from dtcomm.errors import DtcommError
@@ -205,7 +205,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--collective", metavar="NAME", action="append", choices=algorithms.collectives(),
         help="only this one; may be repeated (default: those with a choice of algorithms)")  # fmt: skip
     add("--codec", metavar="SPEC", action="append", help="may be repeated (default none and int8)")
-    add("-e", "--maxbytes", metavar="SIZE", type=_bytes, default=64 << 20, help="largest size (default 64M)")
+    add(
+        "-e",
+        "--maxbytes",
+        metavar="SIZE",
+        type=size_argument(1024),
+        default=64 << 20,
+        help="largest size (default 64M)",
+    )
     add("--fresh", action="store_true", help="forget what the file holds of other groups")
     add("--json", action="store_true", help="print the table as JSON")
     given = parser.parse_args(argv)
@@ -219,13 +226,3 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         except ValueError as error:
             parser.error(str(error))
     return given
-
-
-def _bytes(text: str) -> int:
-    try:
-        size = parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if size < 1024:
-        raise argparse.ArgumentTypeError(f"{text}: want at least 1K")
-    return size

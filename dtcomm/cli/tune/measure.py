@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dtcomm import algorithms, codecs, collectives
 from dtcomm.cli.codecs import speed as codecs_speed
-from dtcomm.cli.perf import host
+from dtcomm.cli.perf import placement
 from dtcomm.cli.tune import cpu_placement
 from dtcomm.cli.tune.sampling import Contest, Visits, visit_all
 from dtcomm.planner.cost_model import PLACEMENTS
@@ -40,7 +40,7 @@ class Options:
 def group(options: Options) -> list[Rank0] | None:
     """Measure this group; all ranks call it. Rank 0 returns one entry, the others None."""
     cpus = cpu_placement.cpus()
-    host.pin(None)
+    placement.pin_to_core(None)
     ranks, hosts = dist.get_world_size(), _hosts()
     everything = list(contests(options, ranks, hosts))
     seconds = options.seconds

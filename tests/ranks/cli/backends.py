@@ -7,16 +7,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dtcomm.cli.perf.backends.dtcomm_backend import ProcessGroup
-from dtcomm.cli.perf.backends.registry import Call, Native, TorchDistributed
+from dtcomm.cli.perf.backends.base import CollectiveCall
+from dtcomm.cli.perf.backends.dtcomm_backend import Native, ProcessGroup
+from dtcomm.cli.perf.backends.torch_backend import TorchDistributed
 from dtcomm.runtime.work import Done
 
 
 class OffByOne(TorchDistributed):
     """One element of rank 1's results is wrong."""
 
-    def start(self, call: Call, asynchronous: bool) -> Callable[[], Any]:
-        run = super().start(call, asynchronous)
+    def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
+        run = super().bind(call, asynchronous)
 
         def spoiled() -> Any:
             work = run()
@@ -30,8 +31,8 @@ class OffByOne(TorchDistributed):
 class LosesRank1(Native):
     """With a lossy codec: what rank 1 has to say does not arrive."""
 
-    def start(self, call: Call, asynchronous: bool) -> Callable[[], Any]:
-        run = super().start(call, asynchronous)
+    def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
+        run = super().bind(call, asynchronous)
 
         def spoiled() -> Any:
             if dist.get_rank() == 1:
@@ -44,8 +45,8 @@ class LosesRank1(Native):
 class DiffersByABit(Native):
     """With a lossy codec: inside its bound, but not the same on all ranks."""
 
-    def start(self, call: Call, asynchronous: bool) -> Callable[[], Any]:
-        run = super().start(call, asynchronous)
+    def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
+        run = super().bind(call, asynchronous)
 
         def spoiled() -> Any:
             work = run()
@@ -59,17 +60,17 @@ class DiffersByABit(Native):
 class Raises(TorchDistributed):
     """Rank 1 fails."""
 
-    def start(self, call: Call, asynchronous: bool) -> Callable[[], Any]:
+    def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
         if dist.get_rank() == 1:
             raise OSError("the cable is out")
-        return super().start(call, asynchronous)
+        return super().bind(call, asynchronous)
 
 
 class StaysFinite(TorchDistributed):
     """Refuses to go on with what has overflowed."""
 
-    def start(self, call: Call, asynchronous: bool) -> Callable[[], Any]:
-        run = super().start(call, False)
+    def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
+        run = super().bind(call, False)
 
         def watched() -> Any:
             run()
@@ -83,8 +84,8 @@ class StaysFinite(TorchDistributed):
 class Looks(ProcessGroup):
     """Takes a value of every result to the host."""
 
-    def start(self, call: Call, asynchronous: bool) -> Callable[[], Any]:
-        run = super().start(call, asynchronous)
+    def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
+        run = super().bind(call, asynchronous)
 
         def looked() -> Any:
             work = run()

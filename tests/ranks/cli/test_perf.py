@@ -11,10 +11,10 @@ import pytest
 
 from dtcomm import algorithms
 from dtcomm.cli.main import main
+from dtcomm.cli.perf.args import parse
 from dtcomm.cli.perf.collectives import COLLECTIVES, DTYPES
 from dtcomm.cli.perf.main import measure
-from dtcomm.cli.perf.options import parse
-from dtcomm.cli.perf.output.plot import lines
+from dtcomm.cli.perf.output.plot import plot_lines
 from dtcomm.cli.perf.report import Report, Row
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure import mpi
@@ -40,7 +40,7 @@ def measured(line: str, nproc: int = 2) -> Report:
 
 def wrong(row: Row) -> list[int | None]:
     places = [place for place in (row.out_of_place, row.in_place) if place is not None]
-    return [None if place.verdict is None else place.verdict.wrong for place in places]
+    return [None if place.check is None else place.check.wrong for place in places]
 
 
 def test_native_beside_gloo(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -74,10 +74,10 @@ def test_every_collective_with_and_without_loss(collective: str) -> None:
     )
     assert len(report.rows) == 2 * 3 and report.wrong == 0
     for row in report.rows:
-        assert (row.in_place is None) == COLLECTIVES[collective].separate
+        assert (row.in_place is None) == COLLECTIVES[collective].needs_two_tensors
         for place in filter(None, (row.out_of_place, row.in_place)):
-            assert place.verdict is not None
-            error = place.verdict.mean_error
+            assert place.check is not None
+            error = place.check.mean_error
             assert (error is not None and 0 < error < 0.02) if row.variant.codec == "int8" else error is None
         assert (row.wire_bytes is None) == (row.variant.backend == "gloo")
     none, int8 = (row.wire_bytes for row in report.rows[:2])
@@ -125,7 +125,7 @@ def test_growing_sums_are_refilled_before_they_overflow() -> None:
         report = measured(
             f"all_reduce -b 4K -e 4K -d half {flags} --backend tests.ranks.cli.backends:StaysFinite", nproc=3
         )
-        timing = report.rows[0].compared.timing
+        timing = report.rows[0].primary.timing
         assert report.wrong == 0 and len(timing.iterations) == int(flags.split()[1])
 
 
@@ -163,7 +163,7 @@ def test_bus_bandwidth_counts_as_nccl_tests_does() -> None:
     whole = {"broadcast", "reduce", "sendrecv"}
     for name, collective in COLLECTIVES.items():
         factor = 1.0 if name in whole else 0.75 * (2 if name == "all_reduce" else 1)
-        assert collective.bus(4) == factor, name
+        assert collective.bus_factor(4) == factor, name
         assert collective.size(collective.count(4096, DTYPES["float"], 4), DTYPES["float"], 4) == 4096
 
 
@@ -243,7 +243,7 @@ def test_beside_its_peers_with_a_picture(tmp_path: Path) -> None:
 
 def test_lines_of_a_picture_bear_what_differs() -> None:
     report = measured("all_reduce -b 1K -e 2K -f 2 --codec none,int8 --backend native,gloo")
-    assert [(name, len(rows)) for name, rows in lines(report).items()] == [
+    assert [(name, len(rows)) for name, rows in plot_lines(report).items()] == [
         ("dtcomm none", 2),
         ("dtcomm int8", 2),
         ("gloo", 2),

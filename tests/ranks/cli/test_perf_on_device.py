@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dtcomm.cli.perf import options as perf_options
+from dtcomm.cli.perf import args as perf_args
 from dtcomm.cli.perf import placement, runner
-from dtcomm.cli.perf.backends.base import Moved
+from dtcomm.cli.perf.backends.base import TransportUsed
 from dtcomm.cli.perf.backends.torch_backend import OVERLAPPING
 from dtcomm.cli.perf.output import json_output, table
-from dtcomm.cli.perf.report import Listener, Report
+from dtcomm.cli.perf.report import ProgressListener, Report
 from dtcomm.launch.ranks import run_ranks
-from tests.ranks.cli.clocks import Counted, FakeGpu
 from tests.support.fake_cuda_ranks import devices
 from tests.support.fake_cuda_tensor import DEVICE
+from tests.support.recording_clock import SHARED, FakeGpu, RecordingClock
 from tests.support.stream_checker import RecordedStreams
 
 SMALL = "-b 4K -e 4K -n 3 -w 1"
@@ -27,36 +28,36 @@ SMALL = "-b 4K -e 4K -n 3 -w 1"
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
     """Whoever reads the flags sees four."""
-    monkeypatch.setattr(placement, "found", lambda: True)
+    monkeypatch.setattr(placement, "cuda_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
 
 
-def parse(line: str) -> perf_options.Options:
-    return perf_options.parse(line.split())
+def parse(line: str) -> perf_args.Options:
+    return perf_args.parse(line.split())
 
 
-def on_a_fake(rank: int, world_size: int, options: perf_options.Options) -> tuple[Report, list[list[str]]]:
+def on_a_fake(rank: int, world_size: int, options: perf_args.Options) -> tuple[Report, list[list[str]]]:
     place = FakeGpu()
-    report = runner.run(options, Listener(), place)
-    return report, [clock.story for clock in place.clocks]
+    report = runner.run(options, ProgressListener(), place)
+    return report, [clock.events for clock in place.clocks]
 
 
 def test_the_whole_way_on_a_gpu_that_is_not_there() -> None:
     options = parse(f"all_reduce {SMALL} --nproc 2 --backend dtcomm,gloo --codec none,int8 -m 2 -c 2")
     report, stories = run_ranks(on_a_fake, 2, options)[0]
-    assert report.wrong == 0 and [row.moved.by for row in report.rows] == ["native", "native", "gloo"]
+    assert report.wrong == 0 and [row.transport.name for row in report.rows] == ["native", "native", "gloo"]
     # A call is nothing that this clock counts, so all times are 0; the marks are what matters here.
     for told in stories:
-        assert told.count("settle") == 4 and told.count("mark") == 2 * 4  # out of place, then in place
-    shown = "\n".join([*table.header(report), *table.footer(report)])
-    assert "# WARNING: ranks 0 and 1 share a GPU: no NCCL there" in shown
+        assert told.count("synchronize") == 4 and told.count("record") == 2 * 4  # out of place, then in place
+    shown = "\n".join([*table.format_header(report), *table.format_footer(report)])
+    assert "# WARNING: ranks 0 and 1 share a GPU: NCCL is unavailable" in shown
     assert "# Device cuda: torch sees a GPU; --device cpu measures CPU tensors" in shown
     assert "device cuda:0 no GPU" in shown
     document = json.loads(json_output.to_json(report, ["all_reduce"]))
     assert [gpu["name"] for gpu in document["config"]["gpus"]] == ["no GPU"]
     assert document["config"]["device"] == "cuda" and document["results"][2]["moved_by"] == "gloo"
-    heads = next(line for line in table.header(report) if line.startswith("#       size"))
-    lines = [table.row(options, row, 2) for row in report.rows]
+    heads = next(line for line in table.format_header(report) if line.startswith("#       size"))
+    lines = [table.format_row(options, row, 2) for row in report.rows]
     end = heads.index("moved") + len("moved")
     assert [line[:end].split()[-1] for line in lines] == ["native", "native", "gloo"]
 
@@ -71,11 +72,11 @@ def test_graphs_are_replayed_with_fresh_inputs_and_refused_through_the_host() ->
         len(each.timing.iterations) == 3 for each in (report.rows[0].in_place, report.rows[0].out_of_place)
     )
     options = parse(f"all_reduce {SMALL} --nproc 2 -G 3 --backend gloo")
-    with pytest.raises(ValueError, match="-G 3: --backend gloo: Gloo moves bytes through the host's memory"):
+    with pytest.raises(ValueError, match="-G 3: --backend gloo: Gloo moves bytes through host memory"):
         run_ranks(on_a_fake, 2, options)
 
 
-class Watching(Counted):
+class Watching(RecordingClock):
     """Also keeps how many faults there were at each mark."""
 
     def __init__(self, streams: RecordedStreams) -> None:
@@ -83,14 +84,14 @@ class Watching(Counted):
         self._streams = streams
         self.faults: list[tuple[int, int]] = []
 
-    def mark(self) -> int:
-        at = super().mark()
+    def record(self) -> int:
+        at = super().record()
         self.faults.append((at, len(self._streams.faults)))
         return at
 
 
 def on_tensors_that_pass_for_a_device_s(
-    rank: int, world_size: int, options: perf_options.Options
+    rank: int, world_size: int, options: perf_args.Options
 ) -> tuple[Report, list[str]]:
     """The report, and what was wrong between two marks of a batch; checks and refills may wait for the device."""
     streams, clocks = RecordedStreams(), []
@@ -103,11 +104,11 @@ def on_tensors_that_pass_for_a_device_s(
             return clocks[-1]
 
     with devices(streams):
-        report = runner.run(options, Listener(), Dressed())
+        report = runner.run(options, ProgressListener(), Dressed())
     wrong = []
     for clock in clocks:
         for (begin, before), (end, after) in itertools.pairwise(clock.faults):
-            if "settle" not in clock.story[begin:end]:
+            if "synchronize" not in clock.events[begin:end]:
                 wrong += streams.faults[before:after]
     assert clocks and all(clock.faults for clock in clocks)
     return report, wrong
@@ -119,7 +120,7 @@ def test_nothing_that_is_timed_waits_for_the_device(collective: str) -> None:
     line = f"{collective} {SMALL} --nproc 2 --backend process_group --codec none,int8"
     report, wrong = run_ranks(on_tensors_that_pass_for_a_device_s, 2, parse(line), fresh=True)[0]
     assert report.wrong == 0 and wrong == []
-    assert [row.moved for row in report.rows] == [Moved("threads")] * 2  # what stands in for NCCL
+    assert [row.transport for row in report.rows] == [TransportUsed("threads")] * 2  # what stands in for NCCL
 
 
 def test_what_is_timed_and_does_wait_is_noticed() -> None:
@@ -128,7 +129,7 @@ def test_what_is_timed_and_does_wait_is_noticed() -> None:
     assert wrong and set(wrong) == {"the host waits for the device in item"}
 
 
-def with_symmetric_memory(rank: int, world_size: int, options: perf_options.Options) -> Report:
+def with_symmetric_memory(rank: int, world_size: int, options: perf_args.Options) -> Report:
     """torch's operators over symmetric memory, as their schemas have them, made of Gloo on CPU tensors."""
     import torch.distributed._symmetric_memory as memory
 
@@ -148,15 +149,41 @@ def with_symmetric_memory(rank: int, world_size: int, options: perf_options.Opti
     here.impl("two_shot_all_reduce_", two_shot, "CPU")
     memory.empty = torch.empty  # type: ignore[assignment]
     memory.rendezvous = lambda made, group: group  # type: ignore[assignment]
-    return runner.run(options, Listener(), FakeGpu())
+    return runner.run(options, ProgressListener(), FakeGpu())
 
 
 def test_torch_s_all_reduces_over_symmetric_memory() -> None:
     options = parse(f"all_reduce {SMALL} --nproc 2 -O 0 -c 2 --backend symm_one_shot,symm_two_shot")
     report = run_ranks(with_symmetric_memory, 2, options, fresh=True, env={OVERLAPPING: "1"})[0]
     one, two = report.rows
-    assert report.wrong == 0 and {row.moved.by for row in report.rows} == {"symm_mem"}
+    assert report.wrong == 0 and {row.transport.name for row in report.rows} == {"symm_mem"}
     assert one.in_place is None and one.out_of_place is not None  # peers read the input: not in place
     assert two.in_place is not None and two.out_of_place is None
     with pytest.raises(ValueError, match="--backend symm_one_shot: ranks 0 and 1 share a GPU"):
         run_ranks(with_symmetric_memory, 2, options, fresh=True, env={OVERLAPPING: None})
+
+
+def on_two_gpus(rank: int, world_size: int, ids: list[str]) -> tuple[str, str, int, list[str], str]:
+    """Where a rank finds itself by what torch says, which sees one GPU in each process."""
+    said = SimpleNamespace(uuid=ids[rank], name="no GPU", major=9, minor=0, multi_processor_count=2)
+    said.total_memory = 1 << 30
+    for name, stand_in in {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "set_device": lambda device: None,
+        "get_device_properties": lambda device: said,
+        "get_device_name": lambda device: said.name,
+        "mem_get_info": lambda device: (600, 1000),
+    }.items():
+        assert hasattr(torch.cuda, name)
+        setattr(torch.cuda, name, stand_in)
+    place = placement.place_rank("cuda")
+    facts = [gpu["uuid"] for gpu in placement.gather_gpus(place)]
+    return str(place.device), place.shared_gpu, place.free_bytes(), facts, place.pin(None)
+
+
+def test_ranks_know_whether_they_share_a_gpu() -> None:
+    for said in run_ranks(on_two_gpus, 2, ["1", "2"], fresh=True):
+        assert said == ("cuda:0", "", 600, ["1", "2"], "cuda:0 no GPU")
+    for said in run_ranks(on_two_gpus, 2, ["1", "1"], fresh=True):
+        assert said == ("cuda:0", SHARED, 300, ["1"], "cuda:0 no GPU")

@@ -78,7 +78,7 @@ def test_where_the_cpus_are(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--nproc", "1"], "--nproc 1: want at least 2 ranks"),
         (["--seconds", "0"], "--seconds 0: want more than 0"),
         (["--codec", "int9"], "unknown codec 'int9'"),
-        (["-e", "12"], "12: want at least 1K"),
+        (["-e", "12"], "12: expected at least 1K bytes"),
     ],
 )
 def test_refusals(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a backend of ``dtcomm perf`` is: who carries out a measured collective."""
+"""Interface of a backend of ``dtcomm perf``, and the types its methods use."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.cli.perf.collectives import COLLECTIVES
-from dtcomm.cli.perf.placement import CPU, CUDA, OnHost, Place
+from dtcomm.cli.perf.placement import CPU, CUDA, CpuPlacement, Placement
 from dtcomm.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
-    """One collective on given tensors. all_reduce, broadcast and reduce work on ``output``; ``input`` is copied into
-    it first where that is another tensor, since their API is in place. ``schedule`` stands for the algorithm."""
+class CollectiveCall:
+    """One collective on given tensors.
+
+    all_reduce, broadcast and reduce have in-place APIs and work on ``output``; if ``input`` is another tensor it is
+    copied into ``output`` first. ``schedule`` replaces the algorithm.
+    """
 
     collective: str
     output: torch.Tensor
@@ -32,89 +35,95 @@ class Call:
 
     @property
     def copies(self) -> bool:
-        return COLLECTIVES[self.collective].whole_in_place and self.output is not self.input
+        """Whether the input must be copied to the output first."""
+        return COLLECTIVES[self.collective].in_place_api and self.output is not self.input
 
 
-class Moved(NamedTuple):
-    """What moved the bytes of a call (fused, nccl, gloo, …), and why not what one would expect; empty: as expected."""
+class TransportUsed(NamedTuple):
+    """What moved the bytes of a call (fused, nccl, gloo, ...); ``reason`` says why it was not the expected one."""
 
-    by: str
-    why: str = ""
+    name: str
+    reason: str = ""
 
 
 class Backend(abc.ABC):
-    """``plain``: it knows neither codecs nor algorithms. ``measures``: it has processes and a clock of its own
-    (``times``), and what it computes is not seen. ``devices``: where its tensors may be. ``in_place``: it can work on
-    one tensor.
+    """A library that carries out collectives.
 
-    All ranks make it, in the same order, after torch.distributed is up; ValueError says why it cannot be had.
+    All ranks construct it, in the same order, after torch.distributed is initialized. The constructor raises ValueError
+    with the reason if the backend is not available.
+
+    Attributes:
+        supports_codecs: Whether it has codecs and algorithms.
+        measures_itself: Whether it has its own processes and clock (`measure_calls`); its results are not checked.
+        supports_in_place: Whether it can work on one tensor.
+        devices: The devices its tensors may be on.
     """
 
-    plain: ClassVar[bool] = True
-    measures: ClassVar[bool] = False
+    supports_codecs: ClassVar[bool] = False
+    measures_itself: ClassVar[bool] = False
+    supports_in_place: ClassVar[bool] = True
     devices: ClassVar[tuple[str, ...]] = (CPU, CUDA)
-    in_place: ClassVar[bool] = True
 
-    def __init__(self, timeout: float, place: Place | None = None) -> None:
-        self.place = place or OnHost()
-        self.group = dist.new_group(timeout=timedelta(seconds=timeout), backend=self.moves_with())
+    def __init__(self, timeout: float, place: Placement | None = None) -> None:
+        self.place = place or CpuPlacement()
+        self.group = dist.new_group(timeout=timedelta(seconds=timeout), backend=self.group_backend())
 
-    def moves_with(self) -> str | None:
-        """The backend of its group; None: that of the ranks' own, which is Gloo."""
+    def group_backend(self) -> str | None:
+        """Return the torch.distributed backend of its group, or None for that of the default group (Gloo)."""
         return None
 
     @classmethod
-    def refusal(cls, collective: str, datatype: str, op: str) -> str | None:
-        """Why it cannot do that, or None."""
+    def why_unsupported(cls, collective: str, datatype: str, op: str) -> str | None:
+        """Return why it cannot carry out such a call, or None if it can."""
         return None
 
     @abc.abstractmethod
-    def start(self, call: Call, asynchronous: bool) -> Callable[[], Any]:
-        """A function that does the collective, or starts it and returns an object with ``wait()``."""
+    def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
+        """Return a function that carries out the call, or that starts it and returns an object with ``wait()``."""
 
-    def operation(self, call: Call, asynchronous: bool = False) -> Callable[[], Any]:
-        """``start``, with the copy that an out-of-place call needs."""
-        run = self.start(call, asynchronous)
+    def bind_with_copy(self, call: CollectiveCall, asynchronous: bool = False) -> Callable[[], Any]:
+        """Return `bind`'s function, preceded by the copy that an out-of-place call needs."""
+        run = self.bind(call, asynchronous)
         if not call.copies:
             return run
         copy, source = call.output.copy_, call.input
 
-        def copied() -> Any:
+        def copy_and_run() -> Any:
             copy(source)
             return run()
 
-        return copied
+        return copy_and_run
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a tensor of a call; all ranks call it in the same order."""
+        """Allocate a tensor for calls; all ranks must call it in the same order."""
         return torch.empty(numel, dtype=dtype, device=self.place.device)
 
-    def tally(self) -> Any:
-        """What ``moved`` compares with."""
+    def transport_snapshot(self) -> Any:
+        """Return the counters that `transport_used` compares with."""
         return None
 
-    def moved(self, before: Any) -> Moved:
-        """What moved the bytes since that tally."""
-        return Moved(dist.get_backend(self.group))
+    def transport_used(self, before: Any) -> TransportUsed:
+        """Return what moved the bytes since the snapshot ``before``."""
+        return TransportUsed(dist.get_backend(self.group))
 
-    def why_no_graph(self) -> str:
-        """Why a CUDA graph cannot capture its calls; empty where it can."""
+    def why_no_cuda_graph(self) -> str:
+        """Return why a CUDA graph cannot capture its calls; empty if it can."""
         return ""
 
-    def times(self, case: Any, iters: int, warmup: int) -> list[list[float]]:
-        """Seconds of each call of a ``perf_check.Case``, by rank, where it ``measures``."""
+    def measure_calls(self, case: Any, iters: int, warmup: int) -> list[list[float]]:
+        """Return the seconds of each call of a `verify.Case`, by rank, if it ``measures_itself``."""
         raise TypeError("abstract")
 
     def describe(self) -> str:
-        """A few words for the header."""
+        """Return a short description for the header."""
         return ""
 
-    def close(self) -> None:  # noqa: B027 - most start nothing
-        """End what it started."""
+    def close(self) -> None:  # noqa: B027 - most backends start nothing
+        """Stop the processes it started."""
 
 
-def agree(trouble: str) -> str:
-    """What went wrong on any rank, the first one's words; empty where all are well. All ranks call it."""
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, trouble)
-    return next((f"rank {rank}: {words}" for rank, words in enumerate(said) if words), "")
+def first_error_of_any_rank(error: str) -> str:
+    """Return the error of the lowest rank that has one, or an empty string; all ranks must call it."""
+    errors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(errors) if text), "")

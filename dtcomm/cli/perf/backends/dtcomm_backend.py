@@ -1,4 +1,4 @@
-"""dtcomm as a backend: on the runtime that it chooses, or on a given one."""
+"""Backends of dtcomm: with the runtime that dtcomm chooses, or with a given one."""
 
 from __future__ import annotations
 
@@ -10,44 +10,42 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from dtcomm.cli.perf.backends.base import Backend, Call, Moved
-from dtcomm.cli.perf.backends.torch_backend import THROUGH_HOST, why_no_nccl
-from dtcomm.cli.perf.backends.works import ring, wait
+from dtcomm.cli.perf.backends.base import Backend, CollectiveCall, TransportUsed
+from dtcomm.cli.perf.backends.torch_backend import THROUGH_HOST, bind_ring_exchange, wait, why_no_nccl
 from dtcomm.cli.perf.collectives import COLLECTIVES
-from dtcomm.cli.perf.placement import CPU, CUDA, Place
+from dtcomm.cli.perf.placement import CPU, CUDA, Placement
 
-QUEUED = (
-    ", queued on streams of "  # what runtimes say of a backend's messages that follow each other on a device
-)
+# Part of a runtime's description if a backend queues its messages on a device's streams.
+QUEUED = ", queued on streams of "
 
 
 class Dtcomm(Backend):
-    """dtcomm as it is called: what DTCOMM_RUNTIME says, by default what it takes for the best.
+    """dtcomm with the runtime of DTCOMM_RUNTIME, by default the one dtcomm chooses.
 
-    The runtime is chosen when a communicator is made, so each backend has a group of its own.
+    The runtime is chosen when a communicator is created, so each backend has its own group.
     """
 
-    plain = False
+    supports_codecs = True
     runtime: ClassVar[str] = ""
 
-    def __init__(self, timeout: float, place: Place | None = None) -> None:
+    def __init__(self, timeout: float, place: Placement | None = None) -> None:
         from dtcomm import collectives
 
         super().__init__(timeout, place)
         self._collectives = collectives
         with _environment("DTCOMM_RUNTIME", self.runtime):
             collectives.all_reduce(torch.zeros(1, device=self.place.device), group=self.group)
-            self._info = self._told()
+            self._info = self._info_now()
 
-    def moves_with(self) -> str | None:
+    def group_backend(self) -> str | None:
         if self.place.kind != CUDA:
             return None
-        return "gloo" if why_no_nccl(self.place.shared) else "cpu:gloo,cuda:nccl"
+        return "gloo" if why_no_nccl(self.place.shared_gpu) else "cpu:gloo,cuda:nccl"
 
-    def start(self, call: Call, asynchronous: bool) -> Callable[[], Any]:
+    def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
         do: Any = self._collectives
         out, source = call.output, call.input
-        given = {
+        options = {
             "codec": call.codec,
             "algorithm": call.algorithm,
             "group": self.group,
@@ -55,41 +53,41 @@ class Dtcomm(Backend):
         }
         is_root = dist.get_rank() == call.root
         if call.schedule is not None:
-            return self._own(call, given)
+            return self._bind_schedule(call, options)
         match call.collective:
             case "all_reduce":
-                return lambda: do.all_reduce(out, call.op, **given)
+                return lambda: do.all_reduce(out, call.op, **options)
             case "reduce":
-                return lambda: do.reduce(out, call.root, call.op, **given)
+                return lambda: do.reduce(out, call.root, call.op, **options)
             case "reduce_scatter":
-                return lambda: do.reduce_scatter(out, source, call.op, **given)
+                return lambda: do.reduce_scatter(out, source, call.op, **options)
             case "all_gather":
-                return lambda: do.all_gather(out, source, **given)
+                return lambda: do.all_gather(out, source, **options)
             case "gather":
-                return lambda: do.gather(source, out if is_root else None, call.root, **given)
+                return lambda: do.gather(source, out if is_root else None, call.root, **options)
             case "scatter":
-                return lambda: do.scatter(out, source if is_root else None, call.root, **given)
+                return lambda: do.scatter(out, source if is_root else None, call.root, **options)
             case "all_to_all":
-                return lambda: do.all_to_all(out, source, **given)
+                return lambda: do.all_to_all(out, source, **options)
             case "sendrecv":
                 return self._sendrecv(call, asynchronous)
             case _:
-                return lambda: do.broadcast(out, call.root, **given)
+                return lambda: do.broadcast(out, call.root, **options)
 
-    def _own(self, call: Call, given: dict[str, Any]) -> Callable[[], Any]:
+    def _bind_schedule(self, call: CollectiveCall, options: dict[str, Any]) -> Callable[[], Any]:
         do: Any = self._collectives
         schedule, op = call.schedule, call.op if COLLECTIVES[call.collective].reduces else "sum"
-        given = {name: value for name, value in given.items() if name != "algorithm"}
+        options = {name: value for name, value in options.items() if name != "algorithm"}
         out: torch.Tensor | None = call.output
-        source: torch.Tensor | None = None if COLLECTIVES[call.collective].whole_in_place else call.input
-        if dist.get_rank() != call.root:  # only the root has these
+        source: torch.Tensor | None = None if COLLECTIVES[call.collective].in_place_api else call.input
+        if dist.get_rank() != call.root:  # only the root has an output or an input of all shards
             out = None if call.collective == "gather" else out
             source = None if call.collective == "scatter" else source
-        return lambda: do.run(schedule, out, source, op, **given)
+        return lambda: do.run(schedule, out, source, op, **options)
 
-    def _sendrecv(self, call: Call, asynchronous: bool) -> Callable[[], Any]:
+    def _sendrecv(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
         do: Any = self._collectives
-        run = ring(
+        run = bind_ring_exchange(
             lambda peer: do.send(call.input, peer, codec=call.codec, group=self.group, async_op=True),
             lambda peer: do.recv(call.output, peer, codec=call.codec, group=self.group, async_op=True),
             call.output,
@@ -97,33 +95,33 @@ class Dtcomm(Backend):
             asynchronous,
         )
         with _environment("DTCOMM_RUNTIME", self.runtime):
-            wait(run())  # pairs are made when two ranks first talk
+            wait(run())  # a pair of ranks connects at its first message
         return run
 
-    def tally(self) -> Any:
-        return self._told()
+    def transport_snapshot(self) -> Any:
+        return self._info_now()
 
-    def moved(self, before: Any) -> Moved:
-        after = self._told()
+    def transport_used(self, before: Any) -> TransportUsed:
+        after = self._info_now()
         if after.get("operations", 0) == before.get("operations", 0) and after["runtime"] != "none":
-            # Messages, which go by communicators of two ranks: these have no fused kernels.
-            messages = self.moves_with() or after["runtime"]
-            return Moved("nccl" if "nccl" in messages else messages)
-        return moved(before, after)
+            # Point-to-point messages use communicators of two ranks, which have no fused kernels.
+            messages = self.group_backend() or after["runtime"]
+            return TransportUsed("nccl" if "nccl" in messages else messages)
+        return transport_between(before, after)
 
-    def why_no_graph(self) -> str:
+    def why_no_cuda_graph(self) -> str:
         over_gloo = self._info["runtime"] == "process_group" and QUEUED not in self._info["transport"]
         return THROUGH_HOST if over_gloo else ""
 
     def describe(self) -> str:
-        told = {key: self._info[key] for key in ("runtime", "kernels", "why") if self._info.get(key)}
-        return ", ".join(f"{key} {value}" for key, value in told.items())
+        fields = {key: self._info[key] for key in ("runtime", "kernels", "why") if self._info.get(key)}
+        return ", ".join(f"{key} {value}" for key, value in fields.items())
 
-    def _told(self) -> dict[str, Any]:
-        """What dtcomm says of the communicator for tensors that are where ours are."""
+    def _info_now(self) -> dict[str, Any]:
+        """Return dtcomm.info of the communicator for tensors on this placement's device."""
         info: dict[str, Any] = self._collectives.info(self.group)
-        found: dict[str, Any] = info.get("devices", {}).get(str(self.place.device), info)
-        return found
+        device_info: dict[str, Any] = info.get("devices", {}).get(str(self.place.device), info)
+        return device_info
 
 
 class Native(Dtcomm):
@@ -134,32 +132,32 @@ class Native(Dtcomm):
 
 
 class Peer(Dtcomm):
-    """dtcomm's fused kernels over memory that the GPUs reach; what has none is an error."""
+    """dtcomm's fused kernels over peer memory; a call without a fused kernel is an error."""
 
     runtime = "peer"
     devices: ClassVar[tuple[str, ...]] = (CUDA,)
 
 
 class ProcessGroup(Dtcomm):
-    """dtcomm's schedules and codecs over the group's own NCCL, or point-to-point messages."""
+    """dtcomm's schedules and codecs over torch.distributed's NCCL or point-to-point messages."""
 
     runtime = "process_group"
 
 
-def moved(before: dict[str, Any], after: dict[str, Any]) -> Moved:
-    """What moved the bytes of the calls between two reports of ``dtcomm.info``."""
+def transport_between(before: dict[str, Any], after: dict[str, Any]) -> TransportUsed:
+    """Return what moved the bytes of the calls between two results of ``dtcomm.info``."""
     if after["runtime"] == "none":
-        return Moved("none", after["why"])
+        return TransportUsed("none", after["why"])
     if after["runtime"] != "peer":
-        return Moved(_short(after["runtime"], after["transport"]))
+        return TransportUsed(_transport_name(after["runtime"], after["transport"]))
     for reason, count in after["elsewhere"].items():
         if count > before["elsewhere"].get(reason, 0):
-            return Moved(_short("process_group", after["elsewhere transport"]), reason)
-    return Moved("fused")
+            return TransportUsed(_transport_name("process_group", after["elsewhere transport"]), reason)
+    return TransportUsed("fused")
 
 
-def _short(runtime: str, transport: str) -> str:
-    """The group's backend that moves a process group's bytes: the one that queues on streams, else Gloo."""
+def _transport_name(runtime: str, transport: str) -> str:
+    """Return the name of the transport; for a process group, the backend that queues on streams, else Gloo."""
     if runtime != "process_group":
         return runtime
     name, _, queued = transport.partition(QUEUED)
@@ -168,7 +166,7 @@ def _short(runtime: str, transport: str) -> str:
 
 @contextlib.contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """Within the block the variable has the value; an empty one leaves it as it is."""
+    """Set an environment variable in the block; an empty value leaves it unchanged."""
     before = os.environ.get(name)
     if value:
         os.environ[name] = value

@@ -1,4 +1,4 @@
-"""torch's own collectives: torch.distributed on Gloo and NCCL, and the all-reduces over symmetric memory."""
+"""Backends of torch: torch.distributed over Gloo and NCCL, and all-reduce over symmetric memory."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from dtcomm.cli.perf.backends.base import Backend, Call, Moved, agree
-from dtcomm.cli.perf.backends.works import Both, Then, ring
-from dtcomm.cli.perf.placement import CUDA, Place
+from dtcomm.cli.perf.backends.base import Backend, CollectiveCall, TransportUsed, first_error_of_any_rank
+from dtcomm.cli.perf.placement import CUDA, Placement
 
-THROUGH_HOST = "Gloo moves bytes through the host's memory, which a graph cannot capture"
+THROUGH_HOST = "Gloo moves bytes through host memory, which a graph cannot capture"
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 class TorchDistributed(Backend):
-    """torch.distributed's own collectives on its Gloo backend."""
+    """torch.distributed's collectives over the default group's backend."""
 
-    averages: ClassVar[bool] = False  # Gloo has no average: whoever wants one there divides the sum
+    averages: ClassVar[bool] = False  # Gloo has no average, so the sum is divided
 
-    def start(self, call: Call, asynchronous: bool) -> Callable[[], Any]:
+    def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
         out, group, root = call.output, self.group, call.root
         rank, ranks = dist.get_rank(), dist.get_world_size()
         match call.collective:
@@ -33,13 +32,13 @@ class TorchDistributed(Backend):
                 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
                 return lambda: gather(out, call.input, group=group, async_op=asynchronous)
             case "gather":
-                taken = list(out.chunk(ranks)) if rank == root and out.numel() else None
-                taken = [out] * ranks if rank == root and taken is None else taken
-                return lambda: dist.gather(call.input, taken, root, group=group, async_op=asynchronous)
+                outputs = list(out.chunk(ranks)) if rank == root and out.numel() else None
+                outputs = [out] * ranks if rank == root and outputs is None else outputs
+                return lambda: dist.gather(call.input, outputs, root, group=group, async_op=asynchronous)
             case "scatter":
-                given = list(call.input.chunk(ranks)) if rank == root and out.numel() else None
-                given = [call.input] * ranks if rank == root and given is None else given
-                return lambda: dist.scatter(out, given, root, group=group, async_op=asynchronous)
+                inputs = list(call.input.chunk(ranks)) if rank == root and out.numel() else None
+                inputs = [call.input] * ranks if rank == root and inputs is None else inputs
+                return lambda: dist.scatter(out, inputs, root, group=group, async_op=asynchronous)
             case "all_to_all":
                 return lambda: dist.all_to_all_single(out, call.input, group=group, async_op=asynchronous)
             case "sendrecv":
@@ -55,8 +54,8 @@ class TorchDistributed(Backend):
             run = lambda: scatter(out, call.input, op, group=group, async_op=asynchronous)  # noqa: E731
         return self._divided(run, out, asynchronous) if divides else run
 
-    def _sendrecv(self, call: Call, asynchronous: bool) -> Callable[[], Any]:
-        return ring(
+    def _sendrecv(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
+        return bind_ring_exchange(
             lambda peer: dist.isend(call.input, peer, group=self.group),
             lambda peer: dist.irecv(call.output, peer, group=self.group),
             call.output,
@@ -72,11 +71,11 @@ class TorchDistributed(Backend):
             if not asynchronous:
                 out.div_(ranks)
                 return None
-            return Then(work, lambda: out.div_(ranks))
+            return WorkWithCallback(work, lambda: out.div_(ranks))
 
         return divided
 
-    def why_no_graph(self) -> str:
+    def why_no_cuda_graph(self) -> str:
         return THROUGH_HOST
 
     def describe(self) -> str:
@@ -84,28 +83,28 @@ class TorchDistributed(Backend):
 
 
 class Gloo(TorchDistributed):
-    """Its Gloo backend; CUDA tensors go through the host's memory."""
+    """torch.distributed over Gloo; CUDA tensors go through host memory."""
 
-    def moves_with(self) -> str | None:
+    def group_backend(self) -> str | None:
         return "gloo"
 
 
 class Nccl(TorchDistributed):
-    """Its NCCL backend."""
+    """torch.distributed over NCCL."""
 
     devices: ClassVar[tuple[str, ...]] = (CUDA,)
     averages: ClassVar[bool] = True
 
-    def __init__(self, timeout: float, place: Place | None = None) -> None:
-        if reason := why_no_nccl(place.shared if place else ""):
+    def __init__(self, timeout: float, place: Placement | None = None) -> None:
+        if reason := why_no_nccl(place.shared_gpu if place else ""):
             raise ValueError(f"--backend nccl: {reason}")
         super().__init__(timeout, place)
 
-    def moves_with(self) -> str | None:
+    def group_backend(self) -> str | None:
         return "nccl"
 
-    def _sendrecv(self, call: Call, asynchronous: bool) -> Callable[[], Any]:
-        # As one group: a send alone may wait for its receive, which the peer queues behind a send of its own.
+    def _sendrecv(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
+        # Batched: a single send may block until its receive, which the peer queues behind its own send.
         rank, ranks = dist.get_rank(), dist.get_world_size()
         messages = [
             dist.P2POp(dist.isend, call.input, (rank + 1) % ranks, self.group),
@@ -115,16 +114,16 @@ class Nccl(TorchDistributed):
         def run() -> Any:
             if ranks == 1:
                 call.output.copy_(call.input)
-                return Both([]) if asynchronous else None
-            both = Both(dist.batch_isend_irecv(messages))
+                return CompositeWork([]) if asynchronous else None
+            work = CompositeWork(dist.batch_isend_irecv(messages))
             if asynchronous:
-                return both
-            both.wait()
+                return work
+            work.wait()
             return None
 
         return run
 
-    def why_no_graph(self) -> str:
+    def why_no_cuda_graph(self) -> str:
         return ""
 
     def describe(self) -> str:
@@ -133,29 +132,29 @@ class Nccl(TorchDistributed):
 
 
 class _Symmetric(Backend):
-    """torch's all-reduces over symmetric memory: the kernels alone, on tensors that lie in such memory."""
+    """torch's all-reduce kernels over symmetric memory, on tensors allocated there."""
 
     devices: ClassVar[tuple[str, ...]] = (CUDA,)
     name: ClassVar[str]
 
-    def __init__(self, timeout: float, place: Place | None = None) -> None:
+    def __init__(self, timeout: float, place: Placement | None = None) -> None:
         super().__init__(timeout, place)
         hosts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(hosts, platform.node())
-        reason = why_no_symmetric(len(hosts), len(set(hosts)), self.place.shared)
+        reason = why_no_symmetric(len(hosts), len(set(hosts)), self.place.shared_gpu)
         if reason:
             raise ValueError(f"--backend {self.name}: {reason}")
-        trouble = ""
+        error_text = ""
         try:
             self.empty(4, torch.float32)
         except (RuntimeError, ImportError) as error:
-            trouble = (str(error).splitlines() or [repr(error)])[0]
-        if trouble := agree(trouble):
-            raise ValueError(f"--backend {self.name}: torch makes no symmetric memory here: {trouble}")
+            error_text = (str(error).splitlines() or [repr(error)])[0]
+        if error_text := first_error_of_any_rank(error_text):
+            raise ValueError(f"--backend {self.name}: torch cannot allocate symmetric memory: {error_text}")
 
     @classmethod
-    def refusal(cls, collective: str, datatype: str, op: str) -> str | None:
-        """It sums floats and bfloat16s."""
+    def why_unsupported(cls, collective: str, datatype: str, op: str) -> str | None:
+        """Return why a call is not supported: the kernels sum float and bfloat16."""
         if collective != "all_reduce":
             return f"--backend {cls.name}: torch has all_reduce over symmetric memory, not {collective}"
         if op != "sum":
@@ -167,65 +166,122 @@ class _Symmetric(Backend):
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         import torch.distributed._symmetric_memory as memory
 
-        made: torch.Tensor = memory.empty(numel, dtype=dtype, device=self.place.device)
-        if memory.rendezvous(made, self.group.group_name) is None:
-            raise RuntimeError("rendezvous found no memory that all ranks reach")
-        return made
+        tensor: torch.Tensor = memory.empty(numel, dtype=dtype, device=self.place.device)
+        if memory.rendezvous(tensor, self.group.group_name) is None:
+            raise RuntimeError("the ranks cannot map each other's memory")
+        return tensor
 
-    def moved(self, before: Any) -> Moved:
-        return Moved("symm_mem")
+    def transport_used(self, before: Any) -> TransportUsed:
+        return TransportUsed("symm_mem")
 
     def describe(self) -> str:
         return f"torch.ops.symm_mem, torch {torch.__version__}"
 
 
 class SymmetricOneShot(_Symmetric):
-    """``one_shot_all_reduce_out``: every rank reads all of everybody's input. Peers read it, so not in place."""
+    """``one_shot_all_reduce_out``: every rank reads all inputs, so it cannot work in place."""
 
     name = "symm_one_shot"
-    in_place: ClassVar[bool] = False
+    supports_in_place: ClassVar[bool] = False
 
-    def start(self, call: Call, asynchronous: bool) -> Callable[[], Any]:
+    def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
         do = torch.ops.symm_mem.one_shot_all_reduce_out
         group = self.group.group_name
         return lambda: _done(do(call.input, "sum", group, call.output), asynchronous)
 
-    def operation(self, call: Call, asynchronous: bool = False) -> Callable[[], Any]:
-        """It needs no copy: its input and its output are two tensors."""
-        return self.start(call, asynchronous)
+    def bind_with_copy(self, call: CollectiveCall, asynchronous: bool = False) -> Callable[[], Any]:
+        """Return `bind`'s function; input and output are two tensors, so no copy is needed."""
+        return self.bind(call, asynchronous)
 
 
 class SymmetricTwoShot(_Symmetric):
-    """``two_shot_all_reduce_``: every rank sums a part and hands it to all, in place."""
+    """``two_shot_all_reduce_``: every rank sums a chunk and writes it to all ranks, in place."""
 
     name = "symm_two_shot"
 
-    def start(self, call: Call, asynchronous: bool) -> Callable[[], Any]:
+    def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
         do = torch.ops.symm_mem.two_shot_all_reduce_
         group = self.group.group_name
         return lambda: _done(do(call.output, "sum", group), asynchronous)
 
 
 def _done(result: Any, asynchronous: bool) -> Any:
-    """What is queued on the current stream needs no wait."""
-    return Both([]) if asynchronous else None
+    """Return a handle for work queued on the current stream, which needs no wait."""
+    return CompositeWork([]) if asynchronous else None
 
 
-def why_no_nccl(shared: str) -> str:
-    """Why NCCL cannot move the ranks' tensors; ``shared`` says which ranks share a GPU. Empty where it can."""
+def why_no_nccl(shared_gpu: str) -> str:
+    """Return why NCCL cannot be used, or an empty string; ``shared_gpu`` says which ranks share a GPU."""
     if not dist.is_nccl_available():
         return f"torch {torch.__version__} was built without NCCL"
-    if shared:
-        return f"{shared}, and NCCL wants one for each rank; valid here: dtcomm, process_group, gloo"
+    if shared_gpu:
+        return f"{shared_gpu}, but NCCL needs one for each rank; valid: dtcomm, process_group, gloo"
     return ""
 
 
-def why_no_symmetric(ranks: int, hosts: int, shared: str) -> str:
-    """Why torch's kernels over symmetric memory cannot serve the ranks; empty where nothing is known against it."""
+def why_no_symmetric(ranks: int, hosts: int, shared_gpu: str) -> str:
+    """Return why torch's kernels over symmetric memory cannot be used, or an empty string if no reason is known."""
     if ranks < 2:
-        return "one rank has no peer"
+        return "there is only one rank"
     if hosts > 1:
-        return f"the ranks are on {hosts} hosts, and these kernels read each other's memory"
-    if shared and os.environ.get(OVERLAPPING) != "1":
-        return f"{shared}, which torch takes for symmetric memory only with {OVERLAPPING}=1"
+        return f"the ranks are on {hosts} hosts, but these kernels need ranks of one host"
+    if shared_gpu and os.environ.get(OVERLAPPING) != "1":
+        return f"{shared_gpu}, which torch supports for symmetric memory only with {OVERLAPPING}=1"
     return ""
+
+
+def wait(work: Any) -> None:
+    """Wait for a work handle; None means that the operation is complete."""
+    if work is not None:
+        work.wait()
+
+
+def bind_ring_exchange(
+    send: Callable[[int], Any],
+    receive: Callable[[int], Any],
+    output: torch.Tensor,
+    input: torch.Tensor,
+    asynchronous: bool,
+) -> Callable[[], Any]:
+    """Return a function in which every rank sends to the next rank and receives from the previous one."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def run() -> Any:
+        if ranks == 1:
+            output.copy_(input)
+            return CompositeWork([]) if asynchronous else None
+        work = CompositeWork([send((rank + 1) % ranks), receive((rank - 1) % ranks)])
+        if asynchronous:
+            return work
+        work.wait()
+        return None
+
+    return run
+
+
+class CompositeWork:
+    """Several work handles as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    @property
+    def wire_bytes(self) -> int | None:
+        byte_counts: list[Any] = [getattr(work, "wire_bytes", None) for work in self._works]
+        return None if None in byte_counts else sum(byte_counts)
+
+
+class WorkWithCallback:
+    """A work handle and a callback that `wait` calls after it."""
+
+    def __init__(self, work: Any, callback: Callable[[], Any]) -> None:
+        self._work = work
+        self._callback = callback
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._callback()

@@ -1,4 +1,4 @@
-"""The report as JSON and as CSV. JSON has nccl-tests' keys, with numbers as numbers and no environment."""
+"""The report as JSON and CSV. The JSON has nccl-tests' keys, with values as numbers and without the environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VERSION = 1
 
 
 def to_json(report: Report, argv: list[str]) -> str:
-    """One JSON object; times in microseconds, bandwidths in GB/s (1e9 bytes), missing values null."""
+    """Return one JSON object; times in microseconds, bandwidths in GB/s (1e9 bytes), missing values null."""
     averages = average_bandwidths(report)
     document = {
         "version": VERSION,
@@ -36,7 +36,7 @@ def to_json(report: Report, argv: list[str]) -> str:
 
 
 def to_csv(report: Report) -> str:
-    """One line a row, with a head; the columns are the JSON's, ``in_place.time`` for a nested one."""
+    """Return one line per row, with a head; columns are the JSON's keys, with a dot for nested ones (in_place.time)."""
     lines = [_flat(_result(report, row)) for row in report.rows]
     out = io.StringIO()
     if lines:
@@ -87,8 +87,8 @@ def _result(report: Report, row: Row) -> dict[str, Any]:
         "codec": row.variant.codec,
         "algorithm": row.variant.algorithm,
         "wire_bytes": row.wire_bytes,
-        "moved_by": None if row.moved is None else row.moved.by,
-        "moved_why": None if row.moved is None else row.moved.why,
+        "moved_by": None if row.transport is None else row.transport.name,
+        "moved_why": None if row.transport is None else row.transport.reason,
         "ratio": _finite(row.ratio),
         "ratios": row.ratios,
     }
@@ -101,23 +101,27 @@ def _result(report: Report, row: Row) -> dict[str, Any]:
 
 def _measured(report: Report, row: Row, measured: Measurement) -> dict[str, Any]:
     collective = COLLECTIVES[report.options.collective]
-    seconds, verdict = measured.timing.seconds, measured.verdict
+    seconds, check = measured.timing.seconds, measured.check
     algorithm, bus = bandwidths(collective, row.size, seconds, len(report.ranks))
     return {
         "cpu_time" if report.options.report_cputime else "time": seconds * 1e6,
         "alg_bw": algorithm,
         "bus_bw": bus,
-        "of_floor": _finite(measured.of_floor),
-        "nwrong": None if verdict is None else verdict.wrong,
-        "max_error": None if verdict is None else _finite(verdict.max_error),
-        "mean_error": None if verdict is None else _finite(verdict.mean_error),
+        "of_floor": _finite(measured.memory_floor_share),
+        "nwrong": None if check is None else check.wrong,
+        "max_error": None if check is None else _finite(check.max_error),
+        "mean_error": None if check is None else _finite(check.mean_error),
     }
 
 
 def _per_iteration(measured: Measurement) -> dict[str, Any]:
-    found = measured.timing.statistics
-    times = {f"{name}_us": value * 1e6 for name, value in vars(found).items()}
-    return {**times, "cv_pct": found.variation, "times_us": [t * 1e6 for t in measured.timing.iterations]}
+    statistics = measured.timing.statistics
+    times = {f"{name}_us": value * 1e6 for name, value in vars(statistics).items()}
+    return {
+        **times,
+        "cv_pct": statistics.variation,
+        "times_us": [t * 1e6 for t in measured.timing.iterations],
+    }
 
 
 def _flat(result: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The picture of ``dtcomm perf``: bus bandwidth against size, and what small messages take on an axis of its own."""
+"""Plot of ``dtcomm perf``: bus bandwidth against size, and the time of small messages on a second panel."""
 
 from __future__ import annotations
 
@@ -11,38 +11,47 @@ from dtcomm.cli.demo.plot import STYLE
 from dtcomm.cli.perf.collectives import COLLECTIVES, bandwidths
 from dtcomm.cli.perf.report import Report, Row
 
-SMALL = 64 * 1024  # bytes, up to which time says more than bandwidth
+SMALL = 64 * 1024  # bytes up to which latency matters more than bandwidth
 MARKERS = "osD^vP*X<>ph8d"
 
 
-def lines(report: Report) -> dict[str, list[Row]]:
-    """The rows of each line by its name: what does not differ between lines is left out of the names."""
-    words = [_words(row) for row in report.rows]
-    ours = [each for row, each in zip(report.rows, words, strict=True) if row.variant.algorithm != "own"]
-    # What only tells us from a peer, which knows neither codecs nor algorithms, is told by the backend's name.
-    kinds = [len({each[part] for each in (ours if part in (1, 2) else words)}) for part in range(6)]
-    found: dict[str, list[Row]] = {}
-    for row, each in zip(report.rows, words, strict=True):
-        plain = row.variant.algorithm == "own"
-        said = [each[part] for part in range(6) if kinds[part] > 1 and not (plain and part in (1, 2))]
-        found.setdefault(" ".join(said) or row.variant.backend, []).append(row)
-    return {name: sorted(rows, key=lambda row: row.size) for name, rows in found.items()}
+def plot_lines(report: Report) -> dict[str, list[Row]]:
+    """Return the rows of each line by its label; labels leave out what does not differ between lines."""
+    fields = [_label_fields(row) for row in report.rows]
+    # Peers have no codec and no algorithm, so these two fields are compared over dtcomm's rows only.
+    with_codec = [
+        row_fields
+        for row, row_fields in zip(report.rows, fields, strict=True)
+        if row.variant.algorithm != "own"
+    ]
+    distinct = [
+        len({row_fields[part] for row_fields in (with_codec if part in (1, 2) else fields)})
+        for part in range(6)
+    ]
+    lines: dict[str, list[Row]] = {}
+    for row, row_fields in zip(report.rows, fields, strict=True):
+        is_peer = row.variant.algorithm == "own"
+        label = [
+            row_fields[part] for part in range(6) if distinct[part] > 1 and not (is_peer and part in (1, 2))
+        ]
+        lines.setdefault(" ".join(label) or row.variant.backend, []).append(row)
+    return {label: sorted(rows, key=lambda row: row.size) for label, rows in lines.items()}
 
 
-def _words(row: Row) -> tuple[str, ...]:
+def _label_fields(row: Row) -> tuple[str, ...]:
     variant = row.variant
     backend = "dtcomm" if variant.backend == "native" else variant.backend
     return backend, variant.codec, variant.algorithm, row.datatype, row.op, f"root {row.root}"
 
 
 def plot(report: Report, path: Path) -> None:
-    """Write a picture, in the format that ``path`` ends with; medians, in place where there is such a thing."""
+    """Write the plot in the format of the path's extension; it shows medians, in place if that was measured."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    series = lines(report)
+    series = plot_lines(report)
     small = {name: [row for row in rows if 0 < row.size <= SMALL] for name, rows in series.items()}
     panels = 2 if any(len(rows) > 1 for rows in small.values()) else 1
     colours = pyplot.get_cmap("tab10").colors  # type: ignore[attr-defined]
@@ -87,7 +96,7 @@ def _panel(axes: Any, series: dict[str, list[Row]], colours: Sequence[Any], valu
 
 
 def _seconds(row: Row) -> float:
-    return row.compared.timing.statistics.p50
+    return row.primary.timing.statistics.p50
 
 
 def _bandwidth(row: Row, ranks: int, collective: str) -> float:

@@ -1,19 +1,19 @@
-"""The table, as nccl-tests prints it: its columns first and unchanged, so that what parses that parses this."""
+"""The table on stdout. Its first columns are exactly those of nccl-tests, so that parsers of these work."""
 
 from __future__ import annotations
 
 import dtcomm
-from dtcomm.cli.perf.backends.base import Moved
+from dtcomm.cli.perf.args import Options
+from dtcomm.cli.perf.backends.base import TransportUsed
 from dtcomm.cli.perf.collectives import COLLECTIVES, bandwidths
-from dtcomm.cli.perf.options import Options
 from dtcomm.cli.perf.report import Measurement, Report, Row
 from dtcomm.codecs import codec
 
-_MOVED = len("fused:double_tree")  # the column's width
+_TRANSPORT_WIDTH = len("fused:double_tree")  # the column's width
 
 
-def header(report: Report) -> list[str]:
-    """Version, parameters, one line per rank, backends, warnings and the heads of the columns."""
+def format_header(report: Report) -> list[str]:
+    """Return the lines above the rows: version, parameters, ranks, backends, warnings and column heads."""
     options = report.options
     step = f"{options.stepfactor}(factor)" if options.stepfactor > 1 else f"{options.stepbytes}(bytes)"
     lines = [
@@ -27,7 +27,7 @@ def header(report: Report) -> list[str]:
     if options.blocking:
         lines.append("# Blocking Enabled: wait for completion of each collective, barrier before the next")
     if options.per_iter:
-        lines.append("# Per-Iteration Report: i_* are of the slowest rank in each iteration")
+        lines.append("# Per-Iteration Report: i_* columns are of the slowest rank in each iteration")
     lines += ["#", "# Using devices"]
     lines += [
         f"#  Rank {rank.rank:2d} Pid {rank.pid:6d} on {rank.hostname:>10} device {rank.device}"
@@ -35,7 +35,9 @@ def header(report: Report) -> list[str]:
     ]
     if options.device_why:
         lines.append(f"# Device {options.device}: {options.device_why}")
-    lines += [f"# Backend {name}: {words}" for name, words in report.backends.items() if words]
+    lines += [
+        f"# Backend {name}: {description}" for name, description in report.backends.items() if description
+    ]
     if len(options.variants) == 1:
         lines.append(f"# Codec {options.variants[0].codec}, algorithm {options.variants[0].algorithm}")
     lines += [f"# WARNING: {warning}" for warning in report.warnings]
@@ -54,7 +56,7 @@ def _column_heads(options: Options) -> list[str]:
         ]
     case = [("#       size", "#        (B)"), ("       count", "  (elements)"), ("    type", "        ")]
     case += [(" redop", "      "), ("  root", "      ")]
-    columns = case + place + place + _own_heads(options)
+    columns = case + place + place + _dtcomm_heads(options)
     width = len("  ".join(head for head, _ in place))
     above = f"{'out-of-place':^{width}}  {'in-place':^{width}}"
     return [
@@ -64,12 +66,12 @@ def _column_heads(options: Options) -> list[str]:
     ]
 
 
-def _own_heads(options: Options) -> list[tuple[str, str]]:
+def _dtcomm_heads(options: Options) -> list[tuple[str, str]]:
     heads = [("    wire", "     (B)")]
     if options.virtual:
         heads.append(("  floor", "       "))
     if options.on_device:
-        heads.append(("moved".rjust(_MOVED), " " * _MOVED))
+        heads.append(("moved".rjust(_TRANSPORT_WIDTH), " " * _TRANSPORT_WIDTH))
     if _lossy(options):
         heads += [("   maxerr", "         "), ("  meanerr", "         ")]
     if len(options.variants) > 1:
@@ -82,61 +84,69 @@ def _own_heads(options: Options) -> list[tuple[str, str]]:
     return heads
 
 
-def row(options: Options, row: Row, ranks: int) -> str:
-    """One line of the table."""
+def format_row(options: Options, row: Row, ranks: int) -> str:
+    """Return one line of the table."""
     cells = [f"{row.size:12d}  {row.count:12d}  {row.datatype:>8}  {row.op:>6}  {row.root:6d}"]
-    cells += [_place(options, row, measured, ranks) for measured in (row.out_of_place, row.in_place)]
+    cells += [
+        _measurement_cells(options, row, measured, ranks) for measured in (row.out_of_place, row.in_place)
+    ]
     cells.append(f"{'N/A' if row.wire_bytes is None else row.wire_bytes:>8}")
     if options.virtual:
-        share = row.compared.of_floor
-        cells.append(f"{'N/A' if share is None else fixed(share, 7):>7}")
+        share = row.primary.memory_floor_share
+        cells.append(f"{'N/A' if share is None else format_fixed(share, 7):>7}")
     if options.on_device:
-        cells.append(f"{'N/A' if row.moved is None else row.moved.by:>{_MOVED}}")
+        cells.append(f"{'N/A' if row.transport is None else row.transport.name:>{_TRANSPORT_WIDTH}}")
     if _lossy(options):
         cells += [f"{_error(row, 'max_error'):>9}", f"{_error(row, 'mean_error'):>9}"]
     if len(options.variants) > 1:
         ratios = {f"vs {peer}": row.ratios.get(peer) for peer in options.compare} or {"ratio": row.ratio}
         cells += [
-            ("N/A" if ratio is None else fixed(ratio, 7)).rjust(max(7, len(name)))
+            ("N/A" if ratio is None else format_fixed(ratio, 7)).rjust(max(7, len(name)))
             for name, ratio in ratios.items()
         ]
         cells.append(f"{row.variant!s:<{_variant_width(options)}}")
     return "  ".join(cells).rstrip()
 
 
-def footer(report: Report) -> list[str]:
-    """Whether values were wrong, and the mean busbw of each variant, as nccl-tests averages it."""
+def format_footer(report: Report) -> list[str]:
+    """Return the lines below the rows: wrong values and the mean busbw of each variant, as in nccl-tests."""
     verdict = "FAILED" if report.wrong else "OK"
     lines = [f"# {'Out of bounds values':<20} : {report.wrong} {verdict}"]
     averages = average_bandwidths(report)
     for variant, bandwidth in averages.items():
         name = f" ({variant})" if len(averages) > 1 else ""
         lines.append(f"# {'Avg bus bandwidth':<20} : {bandwidth:g}{name}")
-    lines += [f"# {variant} went over {moved.by}: {moved.why}" for variant, moved in detours(report)]
+    lines += [
+        f"# {variant} used {transport.name}: {transport.reason}"
+        for variant, transport in unexpected_transports(report)
+    ]
     return [*lines, "#", f"# Collective test concluded: {report.options.collective}"]
 
 
-def detours(report: Report) -> list[tuple[str, Moved]]:
-    """What did not go the way that one would expect, each variant's ways once."""
-    found = [(str(row.variant), row.moved) for row in report.rows if row.moved is not None and row.moved.why]
-    return list(dict.fromkeys(found)) if report.options.on_device else []
+def unexpected_transports(report: Report) -> list[tuple[str, TransportUsed]]:
+    """Return each variant's unexpected transports, without duplicates."""
+    transports = [
+        (str(row.variant), row.transport)
+        for row in report.rows
+        if row.transport is not None and row.transport.reason
+    ]
+    return list(dict.fromkeys(transports)) if report.options.on_device else []
 
 
 def average_bandwidths(report: Report) -> dict[str, float]:
-    """Mean busbw in GB/s over sizes and both placements, for each variant."""
-    found: dict[str, list[float]] = {}
+    """Return each variant's mean busbw in GB/s over sizes, out of place and in place."""
+    by_variant: dict[str, list[float]] = {}
     collective = COLLECTIVES[report.options.collective]
     for row in report.rows:
         for measured in (row.out_of_place, row.in_place):
             if measured is not None:
                 _, bus = bandwidths(collective, row.size, measured.timing.seconds, len(report.ranks))
-                found.setdefault(str(row.variant), []).append(bus)
-    return {variant: sum(values) / len(values) for variant, values in found.items()}
+                by_variant.setdefault(str(row.variant), []).append(bus)
+    return {variant: sum(values) / len(values) for variant, values in by_variant.items()}
 
 
-def fixed(value: float, width: int) -> str:
-    """``value`` in ``width`` characters: as many of two decimals as fit, an exponent where not even the integer
-    does."""
+def format_fixed(value: float, width: int) -> str:
+    """Format ``value`` in ``width`` characters with up to two decimals, or an exponent if it does not fit."""
     digits = len(str(int(value))) if value >= 1 else 0
     if digits < width - 2:
         return f"{value:.2f}"
@@ -145,26 +155,23 @@ def fixed(value: float, width: int) -> str:
     return f"{value:.0f}" if digits <= width else f"{value:.1e}"
 
 
-def _place(options: Options, row: Row, measured: Measurement | None, ranks: int) -> str:
+def _measurement_cells(options: Options, row: Row, measured: Measurement | None, ranks: int) -> str:
     widths = (7, 6, 6, 6) + ((7, 7, 7, 7) if options.per_iter else ())
     if measured is None:
         return "  ".join(f"{'N/A':>{width}}" for width in widths)
     timing = measured.timing
     algorithm, bus = bandwidths(COLLECTIVES[options.collective], row.size, timing.seconds, ranks)
-    wrong = "N/A" if measured.verdict is None else f"{float(measured.verdict.wrong):g}"
-    cells = [fixed(timing.seconds * 1e6, 7), fixed(algorithm, 6), fixed(bus, 6), wrong]
+    wrong = "N/A" if measured.check is None else f"{float(measured.check.wrong):g}"
+    cells = [format_fixed(timing.seconds * 1e6, 7), format_fixed(algorithm, 6), format_fixed(bus, 6), wrong]
     if options.per_iter:
-        found = timing.statistics
-        cells += [fixed(value * 1e6, 7) for value in (found.min, found.max, found.p99)]
-        cells.append(fixed(found.variation, 7))
+        statistics = timing.statistics
+        cells += [format_fixed(v * 1e6, 7) for v in (statistics.min, statistics.max, statistics.p99)]
+        cells.append(format_fixed(statistics.variation, 7))
     return "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
 
 def _error(row: Row, which: str) -> str:
-    verdicts = [
-        m.verdict for m in (row.out_of_place, row.in_place) if m is not None and m.verdict is not None
-    ]
-    errors = [getattr(verdict, which) for verdict in verdicts if getattr(verdict, which) is not None]
+    errors = [getattr(check, which) for check in row.checks if getattr(check, which) is not None]
     return f"{max(errors):.2e}" if errors else "N/A"
 
 

@@ -12,27 +12,27 @@ import torch
 
 import dtcomm
 from dtcomm.cli.perf import placement
+from dtcomm.cli.perf.args import parse
 from dtcomm.cli.perf.collectives import COLLECTIVES, bandwidths
-from dtcomm.cli.perf.host import Rank
-from dtcomm.cli.perf.options import parse
 from dtcomm.cli.perf.output import json_output
 from dtcomm.cli.perf.output import table as perf_table
+from dtcomm.cli.perf.placement import RankInfo
 from dtcomm.cli.perf.report import Measurement, Report, Row
 from dtcomm.cli.perf.timing import Timing, percentile
-from dtcomm.cli.perf.verify import Verdict
+from dtcomm.cli.perf.verify import CheckResult
 
 
 def measured(microseconds: float, wrong: int = 0, error: float | None = None) -> Measurement:
     iterations = tuple(microseconds * factor * 1e-6 for factor in (0.5, 1.5, 1.0, 1.0))
-    verdict = Verdict(wrong=wrong, max_error=error, mean_error=error)
-    return Measurement(timing=Timing(seconds=microseconds * 1e-6, iterations=iterations), verdict=verdict)
+    check = CheckResult(wrong=wrong, max_error=error, mean_error=error)
+    return Measurement(timing=Timing(seconds=microseconds * 1e-6, iterations=iterations), check=check)
 
 
 def report(line: str) -> Report:
     options = parse(line.split())
     found = Report(
         options=options,
-        ranks=[Rank(rank=r, pid=4000 + r, hostname="host", device=f"cpu {r}") for r in range(2)],
+        ranks=[RankInfo(rank=r, pid=4000 + r, hostname="host", device=f"cpu {r}") for r in range(2)],
         started=0.0,
         ended=60.0,
     )
@@ -61,8 +61,8 @@ def report(line: str) -> Report:
 
 
 def table(found: Report) -> str:
-    rows = [perf_table.row(found.options, row, len(found.ranks)) for row in found.rows]
-    return "\n".join([*perf_table.header(found), *rows, *perf_table.footer(found)]) + "\n"
+    rows = [perf_table.format_row(found.options, row, len(found.ranks)) for row in found.rows]
+    return "\n".join([*perf_table.format_header(found), *rows, *perf_table.format_footer(found)]) + "\n"
 
 
 GOLDEN = """\
@@ -136,7 +136,7 @@ def test_numbers_end_where_their_heads_end(flags: str) -> None:
 
 
 def test_numbers_end_where_the_heads_of_peers_and_of_devices_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "found", lambda: True)
+    monkeypatch.setattr(placement, "cuda_available", lambda: True)
     shown = table(
         report("all_reduce -b 1K -e 64M -f 65536 --device cuda --nproc 2 --compare nccl,symm_one_shot")
     )
@@ -153,8 +153,8 @@ def test_numbers_end_where_the_heads_of_peers_and_of_devices_end(monkeypatch: py
 def test_no_check_no_number_and_a_wrong_value_fails() -> None:
     found = report("all_reduce -b 1K -e 1K -c 0 -O 0")
     row = found.rows[0]
-    unchecked = Measurement(timing=row.compared.timing, verdict=None)
-    line = perf_table.row(found.options, replace(row, out_of_place=None, in_place=unchecked), 2)
+    unchecked = Measurement(timing=row.primary.timing, check=None)
+    line = perf_table.format_row(found.options, replace(row, out_of_place=None, in_place=unchecked), 2)
     assert line.split()[5:9] == ["N/A"] * 4 and line.split()[12] == "N/A"
     found.rows[0] = replace(row, in_place=measured(1.0, wrong=1234567))
     assert "Out of bounds values : 1234567 FAILED" in table(found)
@@ -176,7 +176,7 @@ def test_no_check_no_number_and_a_wrong_value_fails() -> None:
     ],
 )
 def test_numbers_keep_their_width(value: float, width: int, text: str) -> None:
-    assert perf_table.fixed(value, width) == text and len(text) <= width
+    assert perf_table.format_fixed(value, width) == text and len(text) <= width
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
 
-from dtcomm.cli.perf import options, placement
-from dtcomm.cli.perf.backends import registry
-from dtcomm.cli.perf.backends.base import Moved
-from dtcomm.cli.perf.backends.dtcomm_backend import moved
+from dtcomm.cli.perf import args, backends, placement
+from dtcomm.cli.perf.backends.base import TransportUsed
+from dtcomm.cli.perf.backends.dtcomm_backend import transport_between
 from dtcomm.cli.perf.backends.torch_backend import OVERLAPPING, why_no_nccl, why_no_symmetric
-from dtcomm.launch.ranks import run_ranks
-from tests.ranks.cli.clocks import SHARED
+from tests.support.recording_clock import SHARED
 
 SMALL = "-b 4K -e 4K -n 3 -w 1"
 
@@ -22,12 +18,12 @@ SMALL = "-b 4K -e 4K -n 3 -w 1"
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch sees four."""
-    monkeypatch.setattr(placement, "found", lambda: True)
+    monkeypatch.setattr(placement, "cuda_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
 
 
-def parse(line: str) -> options.Options:
-    return options.parse(line.split())
+def parse(line: str) -> args.Options:
+    return args.parse(line.split())
 
 
 @pytest.mark.usefixtures("gpus")
@@ -41,7 +37,7 @@ def test_where_torch_sees_gpus_these_are_measured_unless_something_else_is_named
             named = parse(f"all_reduce {line}")
         except SystemExit:  # Open MPI may not be here
             continue
-        assert named.device == "cpu" and "CPU tensors alone" in named.device_why
+        assert named.device == "cpu" and "CPU tensors only" in named.device_why
     assert parse("all_reduce --nproc 2 --device cuda").nproc == 2
     peers = parse("all_reduce --compare nccl,symm_two_shot,symm_one_shot -d bfloat16")
     assert peers.backends == ["dtcomm", "nccl", "symm_two_shot", "symm_one_shot"]
@@ -64,17 +60,17 @@ def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("--device cuda", "--device cuda: torch sees no CUDA device; valid here: cpu, and emulator"),
+        ("--device cuda", "--device cuda: torch sees no CUDA device; valid: cpu, and emulator"),
         ("--device tpu", "--device: invalid choice: 'tpu'"),
-        ("--device emulator", "--device emulator: is for --virtual N; without it, valid: cpu, cuda"),
-        ("--backend nccl", "--backend nccl: has no cpu tensors; on that device: dtcomm, native, "),
-        ("--compare nccl", "--compare nccl: has no cpu tensors; on that device: gloo"),
+        ("--device emulator", "--device emulator: needs --virtual N; valid without it: cpu, cuda"),
+        ("--backend nccl", "--backend nccl: has no cpu tensors; valid for cpu: dtcomm, native, "),
+        ("--compare nccl", "--compare nccl: has no cpu tensors; valid for cpu: gloo, mpi"),
         ("-G 3", "-G 3: CUDA graphs need --device cuda or --virtual N, not cpu"),
         ("--virtual 2", "--virtual 2: torch sees no CUDA device; --device emulator runs"),
         ("--virtual 9 --device emulator", "--virtual 9: expected 2 to 8 ranks"),
-        ("--virtual 2 --device cpu", "--device cpu: virtual ranks run on cuda, or "),
-        ("--virtual 2 --device emulator --backend gloo", "--backend: with --virtual one process"),
-        ("--virtual 2 --device emulator --nproc 2", "--nproc: with --virtual one process"),
+        ("--virtual 2 --device cpu", "--device cpu: virtual ranks need a GPU or the kernels' emulator"),
+        ("--virtual 2 --device emulator --backend gloo", "--backend: not valid with --virtual"),
+        ("--virtual 2 --device emulator --nproc 2", "--nproc: not valid with --virtual"),
         ("--virtual 2 --device emulator -m 2", "--virtual: is measured without -m and -z"),
         (
             "--virtual 2 --device emulator --codec topk:ratio=0.1",
@@ -92,7 +88,7 @@ def test_what_gpus_cannot_do_is_told(capsys: pytest.CaptureFixture[str]) -> None
     assert "--backend native: has no cuda tensors" in refused(
         "all_reduce --device cuda --backend native", capsys
     )
-    assert "-z 1: the calls of a graph (-G 5)" in refused("all_reduce -G 5 -z 1", capsys)
+    assert "-z 1: not possible with -G 5" in refused("all_reduce -G 5 -z 1", capsys)
     assert "not broadcast" in refused("broadcast --backend symm_two_shot", capsys)
     assert "-d half: symm_one_shot takes float, bfloat16" in refused(
         "all_reduce -d half --backend symm_one_shot", capsys
@@ -104,18 +100,18 @@ def test_what_gpus_cannot_do_is_told(capsys: pytest.CaptureFixture[str]) -> None
 def test_why_peers_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     assert why_no_nccl("") == ""
-    assert why_no_nccl(SHARED).startswith("ranks 0 and 1 share a GPU, and NCCL wants one for each rank")
+    assert why_no_nccl(SHARED).startswith("ranks 0 and 1 share a GPU, but NCCL needs one for each rank")
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     assert "was built without NCCL" in why_no_nccl("")
     monkeypatch.delenv(OVERLAPPING, raising=False)
     assert why_no_symmetric(2, 1, "") == ""
-    assert "one rank has no peer" in why_no_symmetric(1, 1, "")
+    assert "only one rank" in why_no_symmetric(1, 1, "")
     assert "2 hosts" in why_no_symmetric(4, 2, "")
     assert f"only with {OVERLAPPING}=1" in why_no_symmetric(2, 1, SHARED)
     monkeypatch.setenv(OVERLAPPING, "1")
     assert why_no_symmetric(2, 1, SHARED) == ""
-    assert placement.shared(["a 1", "a 2", "b 1"]) == ""
-    assert placement.shared(["a 1", "a 2", "b 1", "a 2"]) == "ranks 1 and 3 share a GPU"
+    assert placement.describe_shared_gpu(["a 1", "a 2", "b 1"]) == ""
+    assert placement.describe_shared_gpu(["a 1", "a 2", "b 1", "a 2"]) == "ranks 1 and 3 share a GPU"
 
 
 def info(runtime: str, operations: int, transport: str, **more: object) -> dict[str, object]:
@@ -125,60 +121,34 @@ def info(runtime: str, operations: int, transport: str, **more: object) -> dict[
 @pytest.mark.parametrize(
     ("before", "after", "by"),
     [
-        (info("native", 1, "shared memory"), info("native", 2, "shared memory"), Moved("native")),
+        (info("native", 1, "shared memory"), info("native", 2, "shared memory"), TransportUsed("native")),
         (
             info("process_group", 0, ""),
             info("process_group", 1, "nccl, queued on streams of cuda:0"),
-            Moved("nccl"),
+            TransportUsed("nccl"),
         ),
-        (info("process_group", 0, ""), info("process_group", 1, "messages of the"), Moved("gloo")),
+        (info("process_group", 0, ""), info("process_group", 1, "messages of the"), TransportUsed("gloo")),
         (
             info("peer", 3, "", elsewhere={"ring has none": 1}),
             info("peer", 4, "", elsewhere={"ring has none": 1}),
-            Moved("fused"),
+            TransportUsed("fused"),
         ),
         (
             info("peer", 3, "", elsewhere={"ring has none": 1}),
             info("peer", 4, "", elsewhere={"ring has none": 2})
             | {"elsewhere transport": "nccl, queued on streams of cuda:1"},
-            Moved("nccl", "ring has none"),
+            TransportUsed("nccl", "ring has none"),
         ),
-        ({"runtime": "none"}, {"runtime": "none", "why": "one rank"}, Moved("none", "one rank")),
+        ({"runtime": "none"}, {"runtime": "none", "why": "one rank"}, TransportUsed("none", "one rank")),
     ],
 )
 def test_what_moved_the_bytes_is_read_off_two_reports(
-    before: dict[str, object], after: dict[str, object], by: Moved
+    before: dict[str, object], after: dict[str, object], by: TransportUsed
 ) -> None:
-    assert moved(before, after) == by
+    assert transport_between(before, after) == by
 
 
 def test_every_backend_says_where_its_tensors_are() -> None:
-    for name, each in registry.BACKENDS.items():
+    for name, each in backends.BACKENDS.items():
         assert each.devices and set(each.devices) <= {"cpu", "cuda"}, name
-    assert set(registry.PEERS) - {"mpi"} <= set(registry.BACKENDS)
-
-
-def on_two_gpus(rank: int, world_size: int, ids: list[str]) -> tuple[str, str, int, list[str], str]:
-    """Where a rank finds itself by what torch says, which sees one GPU in each process."""
-    said = SimpleNamespace(uuid=ids[rank], name="no GPU", major=9, minor=0, multi_processor_count=2)
-    said.total_memory = 1 << 30
-    for name, stand_in in {
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "set_device": lambda device: None,
-        "get_device_properties": lambda device: said,
-        "get_device_name": lambda device: said.name,
-        "mem_get_info": lambda device: (600, 1000),
-    }.items():
-        assert hasattr(torch.cuda, name)
-        setattr(torch.cuda, name, stand_in)
-    place = placement.take("cuda")
-    facts = [gpu["uuid"] for gpu in placement.gpus(place)]
-    return str(place.device), place.shared, place.free(), facts, place.pin(None)
-
-
-def test_ranks_know_whether_they_share_a_gpu() -> None:
-    for said in run_ranks(on_two_gpus, 2, ["1", "2"], fresh=True):
-        assert said == ("cuda:0", "", 600, ["1", "2"], "cuda:0 no GPU")
-    for said in run_ranks(on_two_gpus, 2, ["1", "1"], fresh=True):
-        assert said == ("cuda:0", SHARED, 300, ["1"], "cuda:0 no GPU")
+    assert set(backends.PEERS) <= set(backends.BACKENDS)

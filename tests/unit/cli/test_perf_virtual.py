@@ -11,21 +11,21 @@ import pytest
 
 from dtcomm import algorithms
 from dtcomm.cli.main import main
-from dtcomm.cli.perf import options
+from dtcomm.cli.perf import args
 from dtcomm.cli.perf import virtual as perf_virtual
 from dtcomm.cli.perf.collectives import COLLECTIVES
-from dtcomm.cli.perf.report import Listener, Report
+from dtcomm.cli.perf.report import ProgressListener, Report
 from dtcomm.codecs import codec
 from dtcomm.measure.memory_floor import minimum_bytes_moved
 from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.cuda_peer.launch import COLLECTIVES as FUSED
-from tests.ranks.cli.clocks import Counted
+from tests.support.recording_clock import RecordingClock
 
 QUICK = "--device emulator -n 2 -w 1"
 
 
-def virtual(line: str, clock: Counted | None = None) -> Report:
-    return perf_virtual.run(options.parse(f"{line} {QUICK}".split()), Listener(), clock)
+def virtual(line: str, clock: RecordingClock | None = None) -> Report:
+    return perf_virtual.run(args.parse(f"{line} {QUICK}".split()), ProgressListener(), clock)
 
 
 @pytest.mark.parametrize("collective", algorithms.collectives())
@@ -39,10 +39,10 @@ def test_every_collective_by_one_launch_and_by_programs(collective: str) -> None
     for row in report.rows:
         lossy, direct = row.variant.codec == "int8", row.variant.algorithm == "auto"
         name = "two_shot" if collective == "all_reduce" and lossy else "one_shot"
-        assert row.moved is not None and row.moved.by == f"fused:{name if direct else ring}"
-        assert row.compared.verdict.wrong == 0  # it was checked
+        assert row.transport is not None and row.transport.name == f"fused:{name if direct else ring}"
+        assert row.primary.check.wrong == 0  # it was checked
         # The bytes that a program moves at the least are not known.
-        assert (row.compared.of_floor is not None) == (direct and collective in FUSED)
+        assert (row.primary.memory_floor_share is not None) == (direct and collective in FUSED)
     sent = {(row.variant.codec, row.variant.algorithm): row.wire_bytes for row in report.rows}
     for name in ("auto", ring):
         none, int8 = sent["none", name], sent["int8", name]
@@ -53,7 +53,7 @@ def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     file.write_text(str(algorithms.build("halving", "all_reduce", 3)))
     (row,) = virtual(f"--schedule {file} --virtual 3 -b 1K -e 1K --codec int8").rows
-    assert row.moved is not None and row.moved.by == "fused:mine"
+    assert row.transport is not None and row.transport.name == "fused:mine"
     with pytest.raises(SystemExit):
         virtual(f"--schedule {file} --virtual 2")
 
@@ -81,7 +81,7 @@ def test_from_the_flags_to_the_picture(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_the_share_is_that_of_a_copy_of_as_many_bytes() -> None:
-    class Told(Counted):
+    class Told(RecordingClock):
         """Copies and calls take a millisecond each."""
 
         def seconds(self, begin: int, end: int) -> float:
@@ -92,8 +92,8 @@ def test_the_share_is_that_of_a_copy_of_as_many_bytes() -> None:
     count = 1 << 10
     moved = minimum_bytes_moved("all_reduce", "two_shot", 2, count, 4, codec("int4").wire_bytes(count))
     for place in (report.rows[0].in_place, report.rows[0].out_of_place):
-        assert place.of_floor == pytest.approx(moved / (2 * perf_virtual.EMULATED_COPY))
-    assert virtual("all_reduce --virtual 2 -b 1K -e 1K -C").rows[0].compared.of_floor is None
+        assert place.memory_floor_share == pytest.approx(moved / (2 * perf_virtual.EMULATED_COPY))
+    assert virtual("all_reduce --virtual 2 -b 1K -e 1K -C").rows[0].primary.memory_floor_share is None
 
 
 def test_a_wrong_value_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,4 +126,4 @@ def test_a_launcher_s_ranks_are_refused(
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
     assert main(f"perf all_reduce --virtual 2 {QUICK}".split()) == 2
-    assert "--virtual 2: is for one process" in capsys.readouterr().err
+    assert "--virtual 2: needs a single process" in capsys.readouterr().err

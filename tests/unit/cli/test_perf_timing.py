@@ -10,63 +10,63 @@ import torch
 
 from dtcomm.cli.perf import timing
 from dtcomm.measure.device_clock import HostClock, make_clock, median_seconds, time_calls
-from tests.ranks.cli.clocks import Counted
+from tests.support.recording_clock import RecordingClock
 
 
-def story(clock: Counted) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
+def story(clock: RecordingClock) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
     """What is measured, what restores its input and a barrier, as the clock's story has them."""
-    return lambda: clock.did("run"), lambda: clock.did("refill"), lambda: clock.did("barrier")
+    return lambda: clock.append("run"), lambda: clock.append("refill"), lambda: clock.append("barrier")
 
 
 def test_calls_are_timed_between_marks_and_the_host_waits_once_a_batch() -> None:
-    clock = Counted()
+    clock = RecordingClock()
     run, refill, barrier = story(clock)
     times = timing.time_iterations(run, refill, clock, barrier, iters=3, warmup=1, safe=9, blocking=False)
     assert times == [1.0, 1.0, 1.0]
-    batch = ["run", "mark", "run", "mark", "run", "mark", "run", "mark"]
-    assert clock.story == ["refill", "run", "refill", "settle", "barrier", *batch, "settle"]
+    batch = ["run", "record", "run", "record", "run", "record", "run", "record"]
+    assert clock.events == ["refill", "run", "refill", "synchronize", "barrier", *batch, "synchronize"]
 
 
 def test_sums_that_grow_are_refilled_between_batches() -> None:
-    clock = Counted()
+    clock = RecordingClock()
     run, refill, barrier = story(clock)
     times = timing.time_iterations(run, refill, clock, barrier, iters=5, warmup=0, safe=3, blocking=False)
     assert times == [1.0] * 5
     runs_between, count = [], 0
-    for what in [*clock.story, "refill"]:
+    for what in [*clock.events, "refill"]:
         count = 0 if what == "refill" and not runs_between.append(count) else count + (what == "run")
     assert runs_between == [0, 3, 3, 2]
 
 
 def test_blocking_calls_begin_behind_a_barrier_that_is_not_timed() -> None:
-    clock = Counted()
+    clock = RecordingClock()
     run, refill, barrier = story(clock)
     times = timing.time_iterations(run, refill, clock, barrier, iters=2, warmup=0, safe=9, blocking=True)
     assert times == [1.0, 1.0]
-    assert clock.story[5:] == ["settle", "barrier", "mark", "run", "mark"] * 2 + ["settle"]
+    assert clock.events[5:] == ["synchronize", "barrier", "record", "run", "record"] * 2 + ["synchronize"]
 
 
 def test_replays_are_queued_together_and_their_refills_are_not_timed() -> None:
-    clock = Counted()
+    clock = RecordingClock()
     run, refill, barrier = story(clock)
-    times = timing.time_graphs(run, refill, clock, barrier, calls=4, replays=2, warmup=1)
+    times = timing.time_graph_replays(run, refill, clock, barrier, calls=4, replays=2, warmup=1)
     assert times == [4.0, 4.0]
-    at = clock.story.index("graph of 4")
-    assert clock.story[:at] == ["refill", "run", "settle"]
-    replay = ["refill", "mark", *["run"] * 4, "mark"]
-    assert clock.story[at + 1 :] == [
+    at = clock.events.index("graph of 4")
+    assert clock.events[:at] == ["refill", "run", "synchronize"]
+    replay = ["refill", "record", *["run"] * 4, "record"]
+    assert clock.events[at + 1 :] == [
         "refill",
         *["run"] * 4,
-        "settle",
+        "synchronize",
         "barrier",
         *replay,
         *replay,
-        "settle",
+        "synchronize",
     ]
 
 
 def test_a_mark_is_not_read_before_the_host_has_waited() -> None:
-    clock = Counted()
+    clock = RecordingClock()
     with pytest.raises(AssertionError, match="before the host had waited"):
         clock.seconds(clock.record(), clock.record())
 

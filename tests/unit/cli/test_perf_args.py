@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dtcomm import algorithms
-from dtcomm.cli.perf.options import Options, Variant, parse
+from dtcomm.cli.perf.args import Options, Variant, parse
 
 
 def test_the_defaults_are_those_of_nccl_tests_but_for_two() -> None:
@@ -61,7 +61,12 @@ def test_variants_are_backends_times_codecs_times_algorithms() -> None:
 def test_all_types_and_ops_leave_out_what_does_not_go_together() -> None:
     options = parse("all_reduce -d all -o all --codec int8".split())
     variant = options.variants[0]
-    does = {(d, o) for d in options.datatypes for o in options.ops if options.refusal(variant, d, o) is None}
+    does = {
+        (d, o)
+        for d in options.datatypes
+        for o in options.ops
+        if variant.why_unsupported("all_reduce", d, o) is None
+    }
     assert does == {(d, o) for d in ("half", "float", "bfloat16") for o in ("sum", "avg")}
     assert options.json is None and not options.quiet
 
@@ -74,21 +79,21 @@ def test_a_gather_has_no_operator() -> None:
     ("line", "told"),
     [
         ("alltoall", "invalid choice: 'alltoall'"),
-        ("-b 1K", "collective: want one of all_reduce, "),
+        ("-b 1K", "collective: expected one of all_reduce, "),
         ("all_reduce -b 1Q", "'1Q' is not a size"),
         ("all_reduce --compare ucc", "--compare 'ucc' is not one of gloo, mpi, nccl, symm_one_shot, "),
-        ("all_reduce --compare gloo --backend gloo", "nothing of ours is measured by --backend gloo"),
+        ("all_reduce --compare gloo --backend gloo", "--backend gloo does not measure dtcomm"),
         ("all_reduce -b 2K -e 1K", "-b 2048 is larger than -e 1024"),
         ("all_reduce -b 0 -e 1K -f 2", "do not grow"),
-        ("all_reduce -n 0", "whole number of 1 or more"),
-        ("all_reduce -f 1", "whole number of 2 or more"),
+        ("all_reduce -n 0", "'0': expected a whole number of at least 1"),
+        ("all_reduce -f 1", "'1': expected a whole number of at least 2"),
         ("all_reduce -d float128", "'float128' is not one of int8, "),
         ("all_reduce -o prod", "'prod' is not one of sum, avg, min, max, all"),
         ("all_reduce -d int32 -o avg", "-o avg: int32 has no average"),
         ("all_reduce --codec int9", "unknown codec 'int9'; valid names: none"),
         ("all_reduce --codec int8 -d int32", "-d int32: codec int8 takes half, float, bfloat16"),
         ("all_reduce --codec int8 -o max", "-o max: codec int8 takes"),
-        ("all_reduce --codec int8 --backend gloo", "--codec 'int8': gloo sends tensors as they are"),
+        ("all_reduce --codec int8 --backend gloo", "--codec 'int8': gloo sends tensors uncompressed"),
         ("all_reduce --algorithm rign", "'rign' is not one of auto, direct, ring"),
         (
             "all_reduce --algorithm hierarchical:rign",

@@ -1,0 +1,499 @@
+"""Command-line arguments of ``dtcomm perf``: nccl-tests' flags and dtcomm's own, parsed into checked `Options`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dtcomm import algorithms
+from dtcomm.cli import _sizes
+from dtcomm.cli.perf import placement
+from dtcomm.cli.perf.backends import BACKEND_HELP, PEERS, backend_names, find_backend
+from dtcomm.cli.perf.collectives import ALIASES, COLLECTIVES, DTYPES
+from dtcomm.cli.perf.placement import CPU, CUDA, EMULATOR
+from dtcomm.codecs import codec
+from dtcomm.errors import ScheduleError
+from dtcomm.measure import mpi
+from dtcomm.measure.exact_inputs import OPS
+from dtcomm.runtime.cuda_peer.launch import MOST_RANKS, why_not
+from dtcomm.runtime.types import OpSpec, TensorSpec
+from dtcomm.schedule import Schedule, verify
+from dtcomm.schedule import parse as parse_schedule
+
+CHOOSERS = ("auto", "direct")  # values of --algorithm that choose an algorithm themselves
+VIRTUAL = "virtual"  # name of the backend of virtual ranks in the table
+
+EPILOG = """\
+reading the table
+  time is per operation, of the slowest rank (-a). all_reduce, broadcast and reduce are in place in torch.distributed;
+  out of place they are a copy and the operation. all_to_all and sendrecv (every rank to the next) are out of place
+  only. algbw is size / time, with GB = 1e9 bytes; size is that of all shards if every rank has one. busbw is algbw
+  times 2(n-1)/n for all_reduce, (n-1)/n for reduce_scatter, all_gather, gather, scatter and all_to_all, 1 for
+  broadcast, reduce and sendrecv: what the slowest link carries if every byte takes the shortest path. It is comparable
+  between rank counts. It can exceed the speed of a link if bytes do not cross it (shared memory) or if a codec sends
+  fewer: both bandwidths count uncompressed bytes. wire(B) is what was sent by the rank that sends most.
+  #wrong counts elements that differ from the exact result, on all ranks; with a lossy codec, elements outside the
+  codec's error bound (all elements if the mean error is too large or if ranks differ in a bit). maxerr is
+  max|error| / max|result|, meanerr is mean|error| / mean|result|. ratio is the median time of the reference
+  (gloo, or else the last row of a size) over this row's, in place; with --compare, "vs gloo", "vs mpi" and so on are
+  that peer's median over this row's. Open MPI runs in separate processes and is called from C; its results are not
+  checked.
+on GPUs
+  times are between CUDA events on the stream, and the host waits once per batch; -C reports the CPU time of queueing
+  instead. With -G time is a graph replay's divided by its calls (-n, or fewer if a sum in place would overflow).
+  moved is what moved the bytes: fused (dtcomm's kernels over peer memory), nccl, gloo (through host memory), symm_mem;
+  the reason why it is not fused is printed below the table. floor, of virtual ranks, is the share of the memory floor:
+  the time a device copy takes for the bytes that all ranks must read and write, over the kernel's time.
+differences from nccl-tests: -w is 5, -a is 3 (max), -g and -t are --nproc.
+exit status: 0; 1 if a value is wrong; 2 if an argument is wrong or a rank failed.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A backend, codec and algorithm; the rows of one size are compared over variants."""
+
+    backend: str
+    codec: str = "none"
+    algorithm: str = "auto"
+    schedule: Schedule | None = None  # the user's own; ``algorithm`` is then the name of its file
+
+    def __str__(self) -> str:
+        return f"{self.backend} {self.codec} {self.algorithm}"
+
+    def why_unsupported(self, collective: str, datatype: str, op: str) -> str | None:
+        """Return why this variant cannot run ``op`` on ``datatype``, or None if it can."""
+        if self.backend == VIRTUAL:
+            reason = _why_no_fused_kernel(collective, self, datatype, op)
+        else:
+            reason = find_backend(self.backend).why_unsupported(collective, datatype, op)
+        if reason:
+            return reason
+        layout = codec(self.codec)
+        if DTYPES[datatype] not in layout.dtypes:
+            valid = ", ".join(name for name, dtype in DTYPES.items() if dtype in layout.dtypes)
+            return f"-d {datatype}: codec {self.codec} takes {valid}"
+        if op in ("min", "max") and op not in layout.operations:
+            return f"-o {op}: codec {self.codec} takes {', '.join(layout.operations)}, avg"
+        if op == "avg" and not DTYPES[datatype].is_floating_point:
+            return f"-o avg: {datatype} has no average"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure, checked; the parser's help describes the fields named like flags."""
+
+    collective: str
+    minbytes: int
+    maxbytes: int
+    stepbytes: int
+    stepfactor: int
+    iters: int
+    warmup_iters: int
+    agg_iters: int
+    run_cycles: int
+    check: int
+    ops: tuple[str, ...]
+    datatypes: tuple[str, ...]
+    root: int | None
+    average: int
+    blocking: int
+    report_cputime: bool
+    per_iter: bool
+    out_of_place: bool
+    variants: tuple[Variant, ...]
+    compare: tuple[str, ...]
+    nproc: int
+    device: str
+    device_why: str
+    virtual: int
+    cudagraph: int
+    pin: bool | None
+    timeout: float
+    quiet: bool
+    json: str | None
+    csv: str | None
+    plot: str | None
+
+    @property
+    def on_device(self) -> bool:
+        """Whether tensors are on a GPU or in its emulator."""
+        return self.device != CPU
+
+    @property
+    def backends(self) -> list[str]:
+        """Names of the backends, without duplicates."""
+        return list(dict.fromkeys(variant.backend for variant in self.variants))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sizes in bytes."""
+        return _sizes.series(self.minbytes, self.maxbytes, self.stepbytes, self.stepfactor)
+
+
+def parse(argv: list[str]) -> Options:
+    """Parse a command line; exits with status 2 and one line on stderr if it is wrong."""
+    command = parser()
+    namespace = command.parse_args(argv)
+    try:
+        return _checked_options(namespace)
+    except (ValueError, TypeError, OSError, ScheduleError) as error:
+        command.error(str(error))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the flags; `parse` checks which of them go together."""
+    command = argparse.ArgumentParser(
+        prog="dtcomm perf",
+        usage=f"dtcomm perf {{{','.join(COLLECTIVES)}}} [options]",
+        description="Measure one collective and check its results, with nccl-tests' flags and columns.",
+        epilog=EPILOG,
+        formatter_class=_HelpFormatter,
+    )
+    size, count = _sizes.size_argument, _sizes.count_argument
+    add = command.add_argument
+    add("collective", nargs="?", choices=tuple(COLLECTIVES), help="with --schedule: default, the schedule's")
+    add("-b", "--minbytes", type=size(0), default="32M", metavar="SIZE", help="smallest size (1K, 64M, ...)")
+    add("-e", "--maxbytes", type=size(0), default="32M", metavar="SIZE", help="largest size")
+    add("-i", "--stepbytes", type=size(0), default="1M", metavar="SIZE", help="step between sizes")
+    add(
+        "-f",
+        "--stepfactor",
+        type=count(2),
+        default=0,
+        metavar="N",
+        help="factor between sizes, instead of -i",
+    )
+    add("-n", "--iters", type=count(1), default=20, metavar="N", help="timed operations")
+    add(
+        "-w", "--warmup_iters", type=count(0), default=5, metavar="N", help="operations before the timed ones"
+    )
+    add(
+        "-m",
+        "--agg_iters",
+        type=count(1),
+        default=1,
+        metavar="N",
+        help="operations started together per iteration",
+    )
+    add(
+        "-N",
+        "--run_cycles",
+        type=count(0),
+        default=1,
+        metavar="N",
+        help="repeat all sizes N times; 0: forever",
+    )
+    add("-c", "--check", type=count(0), default=1, metavar="N", help="check results N times, with new values")
+    add("-o", "--op", default="sum", metavar="OP", help=f"{', '.join(OPS)}, several (a,b), or all")
+    add(
+        "-d",
+        "--datatype",
+        default="float",
+        metavar="TYPE",
+        help=f"{', '.join(DTYPES)}, several (a,b), or all",
+    )
+    add(
+        "-r",
+        "--root",
+        type=_root,
+        default="0",
+        metavar="RANK",
+        help="root of a rooted collective, or all in turn",
+    )
+    add("-a", "--average", type=int, choices=(0, 1, 2, 3), default=3, help="report rank 0, mean, min or max")
+    add(
+        "-z",
+        "--blocking",
+        type=int,
+        choices=(0, 1),
+        default=0,
+        help="1: untimed barrier before each operation",
+    )
+    add("-C", "--report_cputime", action="store_true", help="report CPU time instead of elapsed time")
+    add("-I", "--per_iter", action="store_true", help="statistics over iterations, slowest rank of each")
+    add("-O", "--out_of_place", type=int, choices=(0, 1), default=1, help="0: measure in place only")
+    add("-G", "--cudagraph", type=count(0), default=0, metavar="N",
+        help="capture the -n operations as one CUDA graph and time N replays of it")  # fmt: skip
+    add(
+        "-T", "--timeout", type=float, default=600.0, metavar="S", help="timeout of one operation, in seconds"
+    )
+    add = command.add_argument_group("not in nccl-tests").add_argument
+    add(
+        "--codec",
+        action="append",
+        metavar="SPEC",
+        help="none, fp16, int8:block=64, ...; repeated or a,b (none)",
+    )
+    add(
+        "--algorithm", action="append", metavar="NAME", help="auto, direct, ring, ...; repeated or a,b (auto)"
+    )
+    add("--schedule", metavar="FILE",
+        help="your own schedule, as `print(schedule)` writes it: verified, then measured")  # fmt: skip
+    add("--backend", action="append", metavar="NAME", help=BACKEND_HELP)
+    add("--compare", action="append", metavar="NAME",
+        help=f"{', '.join(PEERS)}, or several (a,b): measured alternately with dtcomm, with a column of ratios "
+        "each")  # fmt: skip
+    add("--device", choices=placement.DEVICES,
+        help="where the tensors are (cuda if torch sees a GPU and all named backends have CUDA tensors, else "
+        "cpu)")  # fmt: skip
+    add("--virtual", type=count(1), default=0, metavar="N",
+        help="N virtual ranks on one GPU, each call one launch of the fused kernels, with its share of the memory "
+        "floor; --device emulator runs their source on the CPU")  # fmt: skip
+    add("--nproc", type=count(1), metavar="N",
+        help="local ranks to start, unless torchrun started this process (2, or the ranks of --schedule; with "
+        "GPUs one for each)")  # fmt: skip
+    add("--pin", action=argparse.BooleanOptionalAction,
+        help="pin each rank, and dtcomm's threads, to a core (if there are enough cores)")  # fmt: skip
+    add("-J", "--json", metavar="FILE", help="also write JSON; - writes only that, to stdout")
+    add("--csv", metavar="FILE", help="also write CSV; - writes only that, to stdout")
+    add("--plot", metavar="FILE",
+        help="also plot busbw against size, a line for each variant, and the time up to 64K (needs "
+        "matplotlib)")  # fmt: skip
+    return command
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Prints defaults after each flag and the epilog verbatim."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False, argparse.SUPPRESS):
+            return action.help
+        return super()._get_help_string(action)
+
+
+def _root(text: str) -> str:
+    if text not in ("all", "-1") and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a rank nor all")
+    return "all" if text == "-1" else text
+
+
+def _checked_options(namespace: argparse.Namespace) -> Options:
+    schedule = None if namespace.schedule is None else _read_schedule(namespace)
+    if namespace.collective is None:
+        if schedule is None:
+            raise ValueError(f"collective: expected one of {', '.join(COLLECTIVES)}, or --schedule")
+        namespace.collective = schedule.collective
+    collective = COLLECTIVES[namespace.collective]
+    if namespace.minbytes > namespace.maxbytes:
+        raise ValueError(f"-b {namespace.minbytes} is larger than -e {namespace.maxbytes}")
+    # Raises if the sizes do not grow.
+    _sizes.series(namespace.minbytes, namespace.maxbytes, namespace.stepbytes, namespace.stepfactor)
+    compare = tuple(dict.fromkeys(_split_commas(namespace.compare)))
+    if unknown := set(compare) - set(PEERS):
+        raise ValueError(f"--compare {sorted(unknown)[0]!r} is not one of {', '.join(PEERS)}")
+    device, device_why = _choose_device(namespace, compare, schedule)
+    if namespace.nproc is None:
+        namespace.nproc = _default_ranks(device) if schedule is None else schedule.ranks
+    variants = tuple(_variants(namespace, schedule, compare, device))
+    if any(variant.backend == "mpi" for variant in variants):
+        _require_mpi(namespace)
+    ops = OPS if namespace.op == "all" else tuple(namespace.op.split(","))
+    if unknown := set(ops) - set(OPS):
+        raise ValueError(f"-o {sorted(unknown)[0]!r} is not one of {', '.join(OPS)}, all")
+    names = tuple(DTYPES) if namespace.datatype == "all" else tuple(namespace.datatype.split(","))
+    datatypes = tuple(ALIASES.get(name, name) for name in names)
+    if unknown := set(datatypes) - set(DTYPES):
+        raise ValueError(f"-d {sorted(unknown)[0]!r} is not one of {', '.join(DTYPES)}, all")
+    ops = ops if collective.reduces else ("none",)
+    for variant in variants:
+        reasons = [
+            variant.why_unsupported(collective.name, datatype, op) for datatype in datatypes for op in ops
+        ]
+        if None not in reasons:
+            raise ValueError(reasons[0])
+    fields = {name: value for name, value in vars(namespace).items() if name in Options.__dataclass_fields__}
+    fields |= {
+        "ops": ops,
+        "datatypes": datatypes,
+        "root": _root_rank(namespace, schedule),
+        "out_of_place": bool(namespace.out_of_place),
+        "quiet": "-" in (namespace.json, namespace.csv),
+        "variants": variants,
+        "compare": compare,
+        "device": device,
+        "device_why": device_why,
+    }
+    return Options(**fields)
+
+
+def _split_commas(texts: list[str] | None) -> list[str]:
+    return [name for text in texts or [] for name in text.split(",")]
+
+
+def _read_schedule(namespace: argparse.Namespace) -> Schedule:
+    """Read and verify the user's schedule; ScheduleError names the rank, step and chunk at fault."""
+    try:
+        schedule = parse_schedule(Path(namespace.schedule).read_text())
+        verify(schedule)
+    except ScheduleError as error:
+        raise ScheduleError(f"--schedule {namespace.schedule}: {error}") from error
+    except OSError as error:
+        raise OSError(f"--schedule {namespace.schedule}: {error.strerror}") from error
+    if namespace.collective not in (None, schedule.collective):
+        raise ValueError(
+            f"--schedule {namespace.schedule}: is for {schedule.collective}, not {namespace.collective}"
+        )
+    return schedule
+
+
+def _root_rank(namespace: argparse.Namespace, schedule: Schedule | None) -> int | None:
+    if schedule is not None:
+        return schedule.root
+    return None if namespace.root == "all" else int(namespace.root)
+
+
+def _require_mpi(namespace: argparse.Namespace) -> None:
+    if reason := mpi.why_unavailable():
+        raise ValueError(f"mpi: {reason}")
+    if namespace.agg_iters != 1 or namespace.report_cputime or namespace.blocking:
+        raise ValueError("mpi: Open MPI is measured without -m, -z and -C")
+
+
+def _split_codecs(texts: list[str]) -> list[str]:
+    """Split comma-separated codec specs; a comma also separates the options (``name=value``) of a codec."""
+    specs: list[str] = []
+    for text in texts:
+        for number, part in enumerate(text.split(",")):
+            if number and re.match(r"\w+=", part):
+                specs[-1] += f",{part}"
+            else:
+                specs.append(part)
+    return [str(codec(spec)) for spec in specs]
+
+
+def _variants(
+    namespace: argparse.Namespace, schedule: Schedule | None, compare: tuple[str, ...], device: str
+) -> list[Variant]:
+    names = _backend_names(namespace, device)
+    if compare and names != [VIRTUAL] and not any(find_backend(name).supports_codecs for name in names):
+        raise ValueError(f"--compare {compare[0]}: --backend {','.join(names)} does not measure dtcomm")
+    names += [name for name in compare if name not in names]
+    codecs = _split_codecs(namespace.codec or ["none"])
+    chosen = _split_commas(namespace.algorithm) or (["auto"] if schedule is None else [])
+    for name in chosen:
+        try:
+            if namespace.collective in algorithms.collectives():
+                algorithms.require(name, namespace.collective, besides=CHOOSERS)
+            elif name != "auto":
+                raise ValueError(f"{namespace.collective} has no algorithms")
+        except ValueError as error:
+            raise ValueError(f"--algorithm {str(error).removeprefix('algorithm: ')}") from None
+    variants: list[Variant] = []
+    for name in names:
+        if name != VIRTUAL and not find_backend(name).supports_codecs:
+            variants.append(Variant(backend=name, algorithm="own"))
+            continue
+        for spec in codecs:
+            variants += [Variant(backend=name, codec=spec, algorithm=algorithm) for algorithm in chosen]
+            if schedule is not None:
+                label = Path(namespace.schedule).stem
+                variants.append(Variant(backend=name, codec=spec, algorithm=label, schedule=schedule))
+    if all(variant.algorithm == "own" for variant in variants) and codecs != ["none"]:
+        raise ValueError(f"--codec {codecs[0]!r}: {', '.join(names)} sends tensors uncompressed")
+    return list(dict.fromkeys(variants))
+
+
+def _choose_device(
+    namespace: argparse.Namespace, compare: tuple[str, ...], schedule: Schedule | None
+) -> tuple[str, str]:
+    """Return the device and, if it was not named, why it was chosen; ValueError names an argument that conflicts."""
+    if namespace.virtual:
+        return _device_of_virtual_ranks(namespace, compare, schedule), ""
+    device, why = namespace.device, ""
+    names = [*_split_commas(namespace.backend), *compare]
+    if device is None:
+        device, why = _default_device(names)
+    if device == EMULATOR:
+        raise ValueError("--device emulator: needs --virtual N; valid without it: cpu, cuda")
+    if device == CUDA and not placement.cuda_available():
+        raise ValueError(
+            "--device cuda: torch sees no CUDA device; valid: cpu, and emulator with --virtual N"
+        )
+    for name in names:
+        if device not in find_backend(name).devices:
+            argument = "--compare" if name in compare else "--backend"
+            valid = [other for other in backend_names(device) if name not in compare or other in PEERS]
+            raise ValueError(
+                f"{argument} {name}: has no {device} tensors; valid for {device}: {', '.join(valid)}"
+            )
+    if namespace.cudagraph and device != CUDA:
+        raise ValueError(
+            f"-G {namespace.cudagraph}: CUDA graphs need --device cuda or --virtual N, not {device}"
+        )
+    if namespace.cudagraph and namespace.blocking:
+        raise ValueError(
+            f"-z 1: not possible with -G {namespace.cudagraph}; a graph has no barrier between calls"
+        )
+    return device, why
+
+
+def _device_of_virtual_ranks(
+    namespace: argparse.Namespace, compare: tuple[str, ...], schedule: Schedule | None
+) -> str:
+    """Return the device of virtual ranks; ValueError names an argument that conflicts with --virtual."""
+    if not 2 <= namespace.virtual <= MOST_RANKS:
+        raise ValueError(f"--virtual {namespace.virtual}: expected 2 to {MOST_RANKS} ranks")
+    device: str = namespace.device or CUDA
+    if device == CPU:
+        raise ValueError(
+            "--device cpu: virtual ranks need a GPU or the kernels' emulator; valid: cuda, emulator"
+        )
+    if device == CUDA and not placement.cuda_available():
+        raise ValueError(
+            f"--virtual {namespace.virtual}: torch sees no CUDA device; --device emulator runs the kernels' source on "
+            "the CPU, where times are not those of a device"
+        )
+    for argument, value in (
+        ("--backend", namespace.backend),
+        ("--compare", compare),
+        ("--nproc", namespace.nproc),
+        ("--pin", namespace.pin),
+    ):
+        if value:
+            raise ValueError(
+                f"{argument}: not valid with --virtual, which measures the fused kernels in one process"
+            )
+    if namespace.agg_iters != 1 or namespace.blocking:
+        raise ValueError("--virtual: is measured without -m and -z")
+    valid = algorithms.collectives()
+    if namespace.collective not in valid:
+        raise ValueError(f"--virtual: {namespace.collective} has no fused kernel; valid: {', '.join(valid)}")
+    if schedule is not None and schedule.ranks != namespace.virtual:
+        raise ValueError(f"--virtual {namespace.virtual}: --schedule is for {schedule.ranks} ranks")
+    return device
+
+
+def _default_device(names: list[str]) -> tuple[str, str]:
+    if not placement.cuda_available():
+        return CPU, ""
+    if any(CUDA not in find_backend(name).devices for name in names):
+        return CPU, "a named backend supports CPU tensors only"
+    return CUDA, "torch sees a GPU; --device cpu measures CPU tensors"
+
+
+def _default_ranks(device: str) -> int:
+    """Return the number of local ranks: one for each GPU, at least two."""
+    return max(2, torch.cuda.device_count()) if device == CUDA else 2
+
+
+def _backend_names(namespace: argparse.Namespace, device: str) -> list[str]:
+    """Return the named backends, by default dtcomm's."""
+    if namespace.virtual:
+        return [VIRTUAL]
+    return _split_commas(namespace.backend) or ["dtcomm" if device == CUDA else "native"]
+
+
+def _why_no_fused_kernel(collective: str, variant: Variant, datatype: str, op: str) -> str | None:
+    """Return why virtual ranks have no kernel for the variant, or None if they have one."""
+    name = "one_shot" if variant.algorithm in CHOOSERS else variant.algorithm
+    schedule = variant.schedule or algorithms.build(name, collective, 2)
+    tensor = TensorSpec(1, DTYPES[datatype], codec(variant.codec))
+    spec = OpSpec(collective, "sum" if op == "none" else op, (tensor,), name)
+    reason = why_not(spec, schedule.ranks, schedule)
+    return f"--virtual: {reason}" if reason else None
