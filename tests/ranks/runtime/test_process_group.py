@@ -19,7 +19,7 @@ from dtcomm.runtime.torchdist.plan import WINDOW, Plan
 from dtcomm.runtime.torchdist.replay import Replay
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule.ir import CUT_AT_GRANULES, ROOTED
-from tests.support.patience import Patience
+from tests.support.stopwatch import Stopwatch
 from tests.unit.algorithms.every_algorithm import NAMES, build
 from tests.unit.runtime.everything import OVER_GLOO, calls
 from tests.unit.runtime.orders import SHARDS_IN, SHARDS_OUT
@@ -240,15 +240,15 @@ def until_failure(rank: int, world_size: int, algorithm: str) -> None:
     send_to_parent("ready")
     try:
         while True:
-            patience = Patience()
+            watch = Stopwatch()
             C.all_reduce(x, algorithm=algorithm, codec="int8")
     except DtcommError as error:
-        seconds = patience.seconds()
+        elapsed = watch.elapsed()
         try:
             C.all_reduce(x)
         except type(error) as again:
             assert str(again) == str(error)
-        send_to_parent((type(error).__name__, str(error), seconds))
+        send_to_parent((type(error).__name__, str(error), elapsed))
 
 
 @pytest.mark.slow
@@ -262,11 +262,12 @@ def test_a_lost_rank_is_named(sig: signal.Signals, algorithm: str) -> None:
         time.sleep(0.2)
         ranks.kill(victim, sig)
         for rank in (0, 2, 3):
-            name, text, seconds = ranks.receive(rank)
+            name, text, elapsed = ranks.receive(rank)
             assert name == kind.__name__, text
             assert text.startswith(f"rank {victim} "), text
             assert f"pid {ranks.pids[victim]}" in text
-            assert seconds < 7.0
-            waited.append(seconds)
-    # Gloo does not tell a message that it is just writing that the connection has ended.
-    assert sig == signal.SIGSTOP or min(waited) < 2.0
+            assert elapsed.within(cpu_s=7.0, wall_s=20.0), elapsed
+            waited.append(elapsed)
+    # Gloo does not report a closed connection to a message that it is writing, so only one rank must be quick: before
+    # the group's timeout.
+    assert sig == signal.SIGSTOP or any(elapsed.within(cpu_s=2.0, wall_s=3.5) for elapsed in waited), waited
