@@ -15,7 +15,7 @@ import torch
 from dtcomm.codecs.base import Codec
 from dtcomm.planner.topology import Topology
 from dtcomm.schedule.ir import Schedule
-from dtcomm.schedule.simulate import Link, Work, simulate
+from dtcomm.schedule.simulate import ComputeCost, Link, simulate
 
 VERSION = 1
 NEAR, FAR = "near", "far"
@@ -79,8 +79,8 @@ class Table:
     one_shot_bytes: int = 128 * 1024
     inside: Link = field(default=Link(latency=5e-7, bandwidth=1e10))
     between: Link = field(default=Link(latency=2e-5, bandwidth=1.25e9, overhead=2e-6))
-    work: Work = field(default=Work(encode=2.5e-10, decode=2.5e-10))
-    rates: tuple[tuple[str, Work], ...] = ()
+    work: ComputeCost = field(default=ComputeCost(encode=2.5e-10, decode=2.5e-10))
+    rates: tuple[tuple[str, ComputeCost], ...] = ()
     measured: tuple[Measured, ...] = ()
     source: str = "dtcomm's own constants"
 
@@ -88,7 +88,7 @@ class Table:
         if self.one_shot_bytes < 0:
             raise ValueError(f"one_shot_bytes: must be at least 0, got {self.one_shot_bytes}")
 
-    def work_of(self, codec: Codec) -> Work:
+    def work_of(self, codec: Codec) -> ComputeCost:
         """Of one codec."""
         return next((work for spec, work in self.rates if spec == str(codec)), self.work)
 
@@ -151,7 +151,7 @@ def _link(link: Link) -> dict[str, float]:
     }
 
 
-def _work(work: Work) -> list[float]:
+def _work(work: ComputeCost) -> list[float]:
     # GB/s of fp32: what goes in, what comes out.
     return [4e-9 / work.encode if work.encode else 0.0, 4e-9 / work.decode if work.decode else 0.0]
 
@@ -187,9 +187,9 @@ def _to_link(found: Mapping[str, float]) -> Link:
     )
 
 
-def _to_work(pair: Sequence[float]) -> Work:
+def _to_work(pair: Sequence[float]) -> ComputeCost:
     encode, decode = pair
-    return Work(encode=4e-9 / encode if encode else 0.0, decode=4e-9 / decode if decode else 0.0)
+    return ComputeCost(encode=4e-9 / encode if encode else 0.0, decode=4e-9 / decode if decode else 0.0)
 
 
 def _to_measured(found: Mapping[str, Any]) -> Measured:

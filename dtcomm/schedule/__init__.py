@@ -1,4 +1,9 @@
-"""Schedules: collectives as data, and their readers (verifier, printer, simulator, lowering)."""
+"""Schedules: collectives as data.
+
+A `Schedule` lists which rank sends which chunk to which rank in which step. The functions here read that one value:
+`verify` proves it, `str` prints it and `parse` reads the text back, `simulate` predicts its time, and `lower` turns it
+into the `Program` of one rank, which is all that a runtime executes. `dtcomm.algorithms` builds schedules.
+"""
 
 from dtcomm.schedule.ir import Schedule, Transfer
 from dtcomm.schedule.lower import lower

@@ -1,11 +1,15 @@
-"""What one rank does for one piece of a collective: the only thing a runtime reads.
+"""The program of one rank for one piece of a collective: the only thing that a runtime reads.
 
-A program is a tuple of instructions, run in order. Its operands are *chunks* of the piece and *boxes*: a box
-holds one encoded chunk, is written once by the rank that owns it and read by any number of peers. Boxes are
-numbered per owner, so (rank, box) names a payload in the whole group.
+A program is a tuple of instructions that run in order. Their operands are *chunks* of the piece and *payloads*. A
+payload is one encoded chunk: the rank that owns it writes it once, and any number of peers read it. Payloads are
+numbered per owner, so (rank, payload_id) names a payload in the whole group.
 
-The input tensor is read once per chunk (by ``Encode``, or by the ``Reduce`` whose ``local`` is ``INPUT``) and
-the output is written once per chunk (by the instruction with ``output``), so the two may be the same memory.
+A program reads the input tensor once per chunk (by `Encode`, or by the `Reduce` whose ``local`` is ``INPUT``) and
+writes the output once per chunk (by the instruction with ``output``). Therefore input and output may be the same
+memory.
+
+The native engine reads a program in the form of `Program.flat`. In csrc/engine/program.h a payload lives in a *box* of
+the rank's shared memory, and `Decode` is called adopt.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from typing import ClassVar
 
 
 class Local(enum.IntEnum):
-    """Where the unencoded term of a ``Reduce`` comes from."""
+    """The source of the unencoded term of a `Reduce`."""
 
     NONE = 0
     INPUT = 1
@@ -25,46 +29,46 @@ class Local(enum.IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Encode:
-    """``box`` <- encoding of the input's chunk; with ``output`` also output <- its decoding."""
+    """Encode the input's chunk into the own payload ``payload_id``; with ``output``, decode it into the output too."""
 
     code: ClassVar[int] = 1
     chunk: int
-    box: int
+    payload_id: int
     output: bool = False
     level: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Send:
-    """Own ``box`` is complete: let ``peers`` have it."""
+    """Make the complete own payload ``payload_id`` available to ``peers``."""
 
     code: ClassVar[int] = 2
     chunk: int
-    box: int
+    payload_id: int
     peers: tuple[int, ...]
     level: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Receive:
-    """Wait until ``peer``'s ``box`` can be read."""
+    """Wait until payload ``payload_id`` of ``peer`` can be read."""
 
     code: ClassVar[int] = 3
     chunk: int
     peer: int
-    box: int
+    payload_id: int
     level: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reduce:
-    """One fp32 sum of decoded ``inputs`` (rank, box) in order, ``local`` standing before
-    ``inputs[position]``.
+    """Compute one fp32 sum of the decoded ``inputs`` (rank, payload_id) in order.
 
-    The sum goes to ``box`` (encoded) where that is not None; to the output, decoded from ``box`` if there is
-    one, where ``output``; to the chunk's fp32 accumulator where ``keep``. ``divide`` marks the sum that holds
-    every rank's contribution: ``avg`` divides there. ``level`` is the level of ``box``; ``input_levels`` of
-    the inputs.
+    The unencoded ``local`` term stands before ``inputs[position]``. The sum is encoded into the own payload
+    ``payload_id`` if that is not None. With ``output`` it is written to the output, decoded from the payload if there
+    is one. With ``keep_partial_sum`` it is stored in the chunk's fp32 accumulator. ``divide`` marks the sum that
+    contains every rank's contribution: ``avg`` divides there. ``level`` is the level of the payload written,
+    ``input_levels`` are those of the inputs.
     """
 
     code: ClassVar[int] = 4
@@ -72,84 +76,92 @@ class Reduce:
     inputs: tuple[tuple[int, int], ...]
     local: Local
     position: int = 0
-    box: int | None = None
+    payload_id: int | None = None
     output: bool = False
-    keep: bool = False
+    keep_partial_sum: bool = False
     divide: bool = False
     level: int = 0
     input_levels: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adopt:
-    """Output <- decoding of ``peer``'s ``box``; (own rank, own box) is allowed."""
+class Decode:
+    """Decode payload ``payload_id`` of ``peer`` into the output; the peer may be the rank itself."""
 
     code: ClassVar[int] = 5
     chunk: int
     peer: int
-    box: int
+    payload_id: int
     level: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forward:
-    """Own ``box`` <- the bytes of ``peer``'s ``source``, unchanged, to be sent on."""
+    """Copy the bytes of ``peer``'s payload ``source_id`` unchanged into the own payload ``payload_id``, to send them
+    on.
+    """
 
     code: ClassVar[int] = 6
     chunk: int
     peer: int
-    source: int
-    box: int
+    source_id: int
+    payload_id: int
     level: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """Output <- input: a chunk that nobody sent and nothing changed."""
+    """Copy the input's chunk to the output: no rank sent the chunk, and nothing changed it."""
 
     code: ClassVar[int] = 7
     chunk: int
 
 
-Instruction = Encode | Send | Receive | Reduce | Adopt | Forward | Copy
+Instruction = Encode | Send | Receive | Reduce | Decode | Forward | Copy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """``boxes[r]`` is how many boxes rank r owns, so that every rank knows every other's layout."""
+    """The instructions of one rank; `dtcomm.schedule.lower` builds it.
+
+    ``payload_counts[r]`` is how many payloads rank r owns, so that every rank knows the memory layout of all others.
+    """
 
     collective: str
     rank: int
     ranks: int
     chunks: int
-    boxes: tuple[int, ...]
+    payload_counts: tuple[int, ...]
     instructions: tuple[Instruction, ...]
 
     def flat(self) -> list[int]:
-        """The instructions as integers, as the native engine reads them.
+        """Return the instructions as integers, the form that the native engine reads.
 
-        Each is ``code, chunk, length`` and then ``length`` operands: Encode ``box output level``; Send ``box
-        level peers...``; Receive ``peer box level``; Reduce ``local position box(-1) output keep divide level
-        count (rank box level)...``; Adopt ``peer box level``; Forward ``peer source box level``; Copy
-        nothing.
+        Each instruction is ``code, chunk, length`` and then ``length`` operands, where ``id`` is a payload_id: Encode
+        ``id output level``; Send ``id level peers...``; Receive ``peer id level``; Reduce ``local position id(-1)
+        output keep_partial_sum divide level count (rank id level)...``; Decode ``peer id level``; Forward ``peer
+        source_id id level``; Copy has none.
         """
-        out: list[int] = []
+        integers: list[int] = []
         for instruction in self.instructions:
             operands = _operands(instruction)
-            out += [instruction.code, instruction.chunk, len(operands), *operands]
-        return out
+            integers += [instruction.code, instruction.chunk, len(operands), *operands]
+        return integers
 
 
 def _operands(instruction: Instruction) -> list[int]:
     match instruction:
-        case Encode(box=box, output=output, level=level):
-            return [box, int(output), level]
-        case Send(box=box, level=level, peers=peers):
-            return [box, level, *peers]
-        case Receive(peer=peer, box=box, level=level) | Adopt(peer=peer, box=box, level=level):
-            return [peer, box, level]
-        case Forward(peer=peer, source=source, box=box, level=level):
-            return [peer, source, box, level]
+        case Encode(payload_id=payload_id, output=output, level=level):
+            return [payload_id, int(output), level]
+        case Send(payload_id=payload_id, level=level, peers=peers):
+            return [payload_id, level, *peers]
+        case (
+            Receive(peer=peer, payload_id=payload_id, level=level)
+            | Decode(peer=peer, payload_id=payload_id, level=level)
+        ):
+            return [peer, payload_id, level]
+        case Forward(peer=peer, source_id=source_id, payload_id=payload_id, level=level):
+            return [peer, source_id, payload_id, level]
         case Copy():
             return []
         case Reduce():
@@ -157,13 +169,13 @@ def _operands(instruction: Instruction) -> list[int]:
             operands = [
                 int(instruction.local),
                 instruction.position,
-                -1 if instruction.box is None else instruction.box,
+                -1 if instruction.payload_id is None else instruction.payload_id,
                 int(instruction.output),
-                int(instruction.keep),
+                int(instruction.keep_partial_sum),
                 int(instruction.divide),
                 instruction.level,
                 len(instruction.inputs),
             ]
-            for (rank, box), level in zip(instruction.inputs, levels, strict=True):
-                operands += [rank, box, level]
+            for (rank, payload_id), level in zip(instruction.inputs, levels, strict=True):
+                operands += [rank, payload_id, level]
             return operands

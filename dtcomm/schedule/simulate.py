@@ -1,9 +1,9 @@
-"""The simulator: how long a schedule's steps take on links and processors with given constants.
+"""The simulator: predicts how long a schedule's steps take on links and processors with given constants.
 
-The model is deliberately small. Every rank has one full-duplex port per level; what it sends in a step shares
-the port, and messages to several peers wait for the latency together. Steps do not overlap, and all ranks
-leave a step together. So the total is that of ONE pass over the schedule: a tensor that is cut into pieces
-does better, since a piece's transfers overlap its neighbours' arithmetic.
+The model is deliberately small. Every rank has one full-duplex port per level. What a rank sends in a step shares the
+port, and messages to several peers wait for the latency together. Steps do not overlap, and all ranks leave a step
+together. The total is therefore that of ONE pass over the schedule: a tensor that is cut into pieces does better, since
+the transfers of one piece overlap the arithmetic of its neighbours. The planner's cost model calls `simulate`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtcomm.schedule.ir import Schedule, Transfer, WireFormat, common_granularity
-from dtcomm.schedule.trace import Origin, Version, trace
+from dtcomm.schedule.ir import (
+    Origin,
+    Schedule,
+    Transfer,
+    Version,
+    WireFormat,
+    common_granularity,
+    trace,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """``latency`` in seconds, ``bandwidth`` in bytes a second each way at once; each message keeps the port
-    busy for ``overhead`` seconds more than its bytes do.
+    """A link between two ranks.
+
+    Args:
+        latency: Seconds from the start of a message until its first byte arrives.
+        bandwidth: Bytes per second in each direction at once.
+        overhead: Seconds that each message occupies the port in addition to its bytes.
+
+    Raises:
+        ValueError: If a value is negative, or the bandwidth is not positive.
     """
 
     latency: float
@@ -32,21 +46,21 @@ class Link:
             raise ValueError(f"link: latency and overhead must be >= 0 and bandwidth > 0, got {self}")
 
     def seconds(self, nbytes: int, messages: int = 1) -> float:
-        """``messages`` messages of ``nbytes`` bytes in all, one after the other through one port."""
+        """Return the time of ``messages`` messages of ``nbytes`` bytes in all, one after the other through one port."""
         return self.latency + messages * self.overhead + nbytes / self.bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """Seconds an element: to ``encode`` one, and to ``decode`` one and add it or write it out."""
+class ComputeCost:
+    """Seconds per element to ``encode`` it, and to ``decode`` it and add it or write it to the output."""
 
     encode: float = 0.0
     decode: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
-    """The slowest rank's times within one step, in seconds, and the most bytes that one port moves in it."""
+class StepTime:
+    """The times of the slowest rank within one step, in seconds, and the most bytes that one port moves in the step."""
 
     encode: float
     wire: float
@@ -55,19 +69,19 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """Encode, move, decode, one after the other."""
+        """The time of the step: encode, move and decode, one after the other."""
         return self.encode + self.wire + self.decode
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline:
-    """One entry a step."""
+class ScheduleTime:
+    """The predicted times of a schedule, one entry per step."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[StepTime, ...]
 
     @property
     def seconds(self) -> float:
-        """The whole schedule, once."""
+        """The time of one pass over the schedule."""
         return sum(step.seconds for step in self.steps)
 
 
@@ -76,16 +90,37 @@ def simulate(
     numel: int,
     codec: WireFormat | Sequence[WireFormat],
     links: Link | Sequence[Link],
-    work: Work | None = None,
+    compute: ComputeCost | None = None,
     dtype: Any = None,
     level_of: Callable[[Transfer], int] | None = None,
-) -> Timeline:
-    """Times of each step for a tensor of ``numel`` elements (counted as in ``Schedule.bytes_on_wire``).
+) -> ScheduleTime:
+    """Predict the time of each step of a schedule.
 
-    ``codec`` and ``links`` may be one per level; ``level_of`` says which link a transfer takes (by default
-    that of its own level).
+    Args:
+        schedule: The schedule.
+        numel: Elements of the tensor, counted as in `Schedule.bytes_on_wire`.
+        codec: One codec, or one for each level.
+        links: One link, or one for each level.
+        compute: Seconds per element of encoding and decoding; None means that they take no time.
+        dtype: The dtype of the elements; None leaves it to the codec's default.
+        level_of: Returns the level whose link a transfer takes; None means ``transfer.level``.
+
+    Returns:
+        The times by step; ``.seconds`` is their sum.
+
+    Raises:
+        ValueError: If the schedule uses a level that has no link.
+
+    Example:
+        >>> from dtcomm import algorithms, codec
+        >>> from dtcomm.schedule import simulate
+        >>> from dtcomm.schedule.simulate import Link
+        >>> ring = algorithms.build("ring", "all_reduce", 2)
+        >>> link = Link(latency=1e-6, bandwidth=1e9)
+        >>> round(simulate(ring, 1_000_000, codec("none"), link).seconds * 1e3, 3)
+        4.004
     """
-    work = Work() if work is None else work
+    compute = ComputeCost() if compute is None else compute
     by_level = [links] if isinstance(links, Link) else list(links)
     level_of = level_of or (lambda transfer: transfer.level)
     granularity = common_granularity(codec)
@@ -104,30 +139,31 @@ def simulate(
             ports[transfer.step, level][transfer.src, "out"].add(nbytes)
             ports[transfer.step, level][transfer.dst, "in"].add(nbytes)
         if version.encoded:
-            # A sum is encoded as it is made, an input when it is first sent.
+            # A sum is encoded when it is computed, an input when it is first sent.
             step = version.sends[0].step if version.origin is Origin.INPUT else version.step
             encoded[step][version.rank] += elements
-        decoded[version.step][version.rank] += elements * _reads(version, version in outputs)
+        decoded[version.step][version.rank] += elements * _terms_decoded(version, version in outputs)
 
-    steps = []
+    times = []
     for step in range(schedule.steps):
         used = [
             (by_level[level], port) for at, level in ports if at == step for port in ports[at, level].values()
         ]
-        steps.append(
-            Step(
-                encode=work.encode * max(encoded[step].values(), default=0),
+        times.append(
+            StepTime(
+                encode=compute.encode * max(encoded[step].values(), default=0),
                 wire=max((link.seconds(port.nbytes, port.messages) for link, port in used), default=0.0),
-                decode=work.decode * max(decoded[step].values(), default=0),
+                decode=compute.decode * max(decoded[step].values(), default=0),
                 nbytes=max((port.nbytes for _, port in used), default=0),
             )
         )
-    return Timeline(steps=tuple(steps))
+    return ScheduleTime(steps=tuple(times))
 
 
 @dataclass
 class _Port:
-    # One direction of one rank's port within one step.
+    """The traffic in one direction of one rank's port within one step."""
+
     nbytes: int = 0
     messages: int = 0
 
@@ -136,8 +172,8 @@ class _Port:
         self.messages += 1
 
 
-def _reads(version: Version, output: bool) -> int:
-    # Terms of a sum, its own among them; a copy costs its decoding where it is an output.
+def _terms_decoded(version: Version, is_output: bool) -> int:
+    """Return how many terms are decoded: all terms of a sum, the own one included; a copy only if it is an output."""
     if version.origin is Origin.SUM:
         return len(version.sources)
-    return int(version.origin is Origin.COPY and output)
+    return int(version.origin is Origin.COPY and is_output)

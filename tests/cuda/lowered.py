@@ -1,7 +1,7 @@
 """Lowered programs as text, for csrc/tests/cuda_emulated: python -m tests.cuda.lowered FILE.
 
-A line for each schedule: collective algorithm ranks chunks steps; then two for each rank: the boxes of all ranks and
-the flat instructions (their number first), and the steps of the instructions.
+A line for each schedule: collective algorithm ranks chunks steps; then two for each rank: the payload counts of all
+ranks and the flat instructions (their number first), and the steps of the instructions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def lines() -> list[str]:
                 for rank in range(ranks):
                     program = lower(schedule, rank)
                     flat, step_of = program.flat(), steps(schedule, rank)
-                    out.append(" ".join(map(str, [*program.boxes, len(flat), *flat])))
+                    out.append(" ".join(map(str, [*program.payload_counts, len(flat), *flat])))
                     out.append(" ".join(map(str, [len(step_of), *step_of])))
     return out
 

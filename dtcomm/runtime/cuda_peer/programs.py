@@ -34,7 +34,7 @@ class Lowered(NamedTuple):
             "programs": [
                 (
                     self.chunks,
-                    list(self.programs[rank].boxes),
+                    list(self.programs[rank].payload_counts),
                     self.programs[rank].flat(),
                     list(self.step_of[rank]),
                 )
@@ -66,6 +66,8 @@ def lowered(schedule: Schedule) -> Lowered:
     ranks = range(schedule.ranks)
     programs = tuple(lower(schedule, rank) for rank in ranks)
     keeps = any(
-        isinstance(each, Reduce) and each.keep for program in programs for each in program.instructions
+        isinstance(each, Reduce) and each.keep_partial_sum
+        for program in programs
+        for each in program.instructions
     )
     return Lowered(programs, tuple(steps(schedule, rank) for rank in ranks), max(schedule.steps, 1), keeps)

@@ -234,7 +234,9 @@ def native_plan(
 ) -> _C.NativePlan:
     """The schedule, lowered for ``rank`` and laid over the spec's parts; ``direct`` None: wherever it can be."""
     program = lower(schedule, rank)
-    native = _C.NativeProgram(rank, schedule.ranks, program.chunks, list(program.boxes), program.flat())
+    native = _C.NativeProgram(
+        rank, schedule.ranks, program.chunks, list(program.payload_counts), program.flat()
+    )
     return _C.NativePlan(
         program=native,
         geometry=GEOMETRY[spec.collective],

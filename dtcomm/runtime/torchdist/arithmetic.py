@@ -15,7 +15,7 @@ from dtcomm.runtime.phase_timer import Stopwatch
 from dtcomm.runtime.torchdist.layout import Chunk, Piece, Slice, payload_bytes
 from dtcomm.runtime.torchdist.plan import Box, Plan, accumulator_dtype
 from dtcomm.runtime.types import Buffers
-from dtcomm.schedule.program import Adopt, Copy, Encode, Instruction, Local, Reduce
+from dtcomm.schedule.program import Copy, Decode, Encode, Instruction, Local, Reduce
 
 NONE = parse("none")
 _PHASE: dict[type, str] = {Encode: "encode", Reduce: "reduce"}
@@ -66,7 +66,7 @@ class Arithmetic:
         chunk = piece[instruction.chunk]
         for nth, each in enumerate(chunk):
             match instruction:
-                case Encode(box=box, output=output, level=level):
+                case Encode(payload_id=box, output=output, level=level):
                     ops.encode(
                         self._plan.spec.parts[each.part].at(level),
                         self._input(each),
@@ -78,7 +78,7 @@ class Arithmetic:
                     )
                 case Reduce():
                     self._reduce(slot, at, instruction, each, (slot, instruction.chunk, nth))
-                case Adopt(peer=peer, box=box, level=level):
+                case Decode(peer=peer, payload_id=box, level=level):
                     part, out = self._plan.spec.parts[each.part], self._output(each)
                     if out is not None:
                         payload = self._bytes(slot, peer, box, each, level)
@@ -101,7 +101,7 @@ class Arithmetic:
         local, takes, leaves = None, at in self._plan.takes, at in self._plan.leaves
         if r.local is Local.INPUT:
             local = self._input(each)
-            if residual is not None and takes and not (leaves and r.box is not None):
+            if residual is not None and takes and not (leaves and r.payload_id is not None):
                 # The sum is encoded later or never, so the residual joins it here.
                 local = local.float() + residual
                 if leaves:
@@ -114,13 +114,13 @@ class Arithmetic:
         out = self._output(each) if r.output else None
         position: int | None = r.position
         codecs = [part.at(level) for level in levels]
-        codec = part.at(r.level) if r.box is not None else codecs[0]
+        codec = part.at(r.level) if r.payload_id is not None else codecs[0]
         if any(each_codec != codec for each_codec in codecs):
             # Terms of another codec than the sum's: their fp32 sum is all that its encoding sees of them.
             local = self._sum(codecs, payloads, each.numel, part.dtype, local, r.position)
             payloads, position = [], None
-        if r.box is None:
-            if r.keep:
+        if r.payload_id is None:
+            if r.keep_partial_sum:
                 wide = accumulator_dtype(part.dtype)
                 out = self._accumulators[place] = torch.empty(
                     each.numel, dtype=wide, device=self._slots[slot].device
@@ -151,10 +151,10 @@ class Arithmetic:
             position,
             divisor,
             residual if leaves else None,
-            self._bytes(slot, self._plan.rank, r.box, each, r.level),
+            self._bytes(slot, self._plan.rank, r.payload_id, each, r.level),
             op=self._op,
             dtype=part.dtype,
-            key=_C.mix_key(self._seed, self._plan.rank, r.box),
+            key=_C.mix_key(self._seed, self._plan.rank, r.payload_id),
             offset=each.in_offset,
             decoded=out,
         )

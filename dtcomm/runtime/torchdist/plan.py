@@ -51,11 +51,11 @@ class Plan:
         for instruction in self.instructions:
             owner = self.rank
             match instruction:
-                case Receive(peer=owner, box=box):
+                case Receive(peer=owner, payload_id=box):
                     pass
-                case Encode(box=box) | Reduce(box=int(box)):
+                case Encode(payload_id=box) | Reduce(payload_id=int(box)):
                     pass
-                case Forward(peer=peer, source=source, box=box):
+                case Forward(peer=peer, source_id=source, payload_id=box):
                     self.places[owner, box] = self.places[peer, source]  # passed on from where it arrived
                     continue
                 case _:
@@ -107,7 +107,7 @@ def _residuals(instructions: Sequence[Instruction]) -> tuple[frozenset[int], fro
             case Encode(chunk=chunk):
                 reads.setdefault(chunk, at)
                 encodes.setdefault(chunk, at)
-            case Reduce(chunk=chunk, local=local, box=box):
+            case Reduce(chunk=chunk, local=local, payload_id=box):
                 if local is Local.INPUT:
                     reads.setdefault(chunk, at)
                 if box is not None:

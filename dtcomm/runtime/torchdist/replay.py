@@ -81,9 +81,9 @@ class Replay:
             for at, instruction in enumerate(self._plan.instructions):
                 if isinstance(instruction, Receive) and pieces[number][instruction.chunk]:
                     payload = self._payload(
-                        number, instruction.peer, instruction.box, instruction.chunk, instruction.level
+                        number, instruction.peer, instruction.payload_id, instruction.chunk, instruction.level
                     )
-                    tag = self._tag(number, instruction.box)
+                    tag = self._tag(number, instruction.payload_id)
                     self._receives[number, at] = self._messages.receive(payload, instruction.peer, tag)
             self._started += 1
             self._go(number, 0)
@@ -98,7 +98,7 @@ class Replay:
             match instruction:
                 case Receive():
                     return
-                case Send(chunk=chunk, box=box, peers=peers, level=level):
+                case Send(chunk=chunk, payload_id=box, peers=peers, level=level):
                     payload = self._payload(number, self._plan.rank, box, chunk, level)
                     for peer in peers:
                         handle = self._messages.send(payload, peer, self._tag(number, box))

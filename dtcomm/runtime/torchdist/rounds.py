@@ -13,9 +13,9 @@ from dtcomm.runtime.torchdist.layout import Piece, payload_bytes
 from dtcomm.runtime.torchdist.plan import ALIGNMENT, Box, Plan
 from dtcomm.runtime.types import OpSpec
 from dtcomm.schedule import Schedule
+from dtcomm.schedule.ir import Origin, Version, trace
 from dtcomm.schedule.lower import steps
 from dtcomm.schedule.program import Forward, Instruction, Receive, Send
-from dtcomm.schedule.trace import Origin, Version, trace
 
 ALL_TO_ALL, ALL_GATHER, MESSAGES, NOTHING = "all_to_all", "all_gather", "messages", ""
 # A launch and its bookkeeping take as long as some megabytes: smaller pieces would overlap nothing.
@@ -148,11 +148,11 @@ def _rounds(schedule: Schedule, plan: Plan) -> Iterator[Round]:
             if step_of[at] != step:
                 continue
             match instruction:
-                case Send(chunk=chunk, box=box, peers=peers, level=level):
+                case Send(chunk=chunk, payload_id=box, peers=peers, level=level):
                     sends += [Parcel(peer, (plan.rank, box), (chunk, level)) for peer in peers]
-                case Receive(chunk=chunk, peer=peer, box=box, level=level):
+                case Receive(chunk=chunk, peer=peer, payload_id=box, level=level):
                     receives.append(Parcel(peer, (peer, box), (chunk, level)))
-                case Forward(peer=peer, source=source, box=box):
+                case Forward(peer=peer, source_id=source, payload_id=box):
                     forwards.append(((plan.rank, box), (peer, source)))
                 case _:
                     (after if receives else before).append((at, instruction))

@@ -50,8 +50,10 @@ def test_many_ranks() -> None:
     few = replace(ring, transfers=tuple(t for t in ring.transfers if t.chunk < 2))
     assert few.requantizations() == 200
     assert len(few.bytes_on_wire(1000, codec("none"))) == 200
-    assert sum(lower(few, 0).boxes) == 2 * 398  # a version is sent once and has one box
-    with pytest.raises(ScheduleError, match=r"rank 0 step 397 chunk 2: .* lacks what ranks 1, 2, "):
+    assert sum(lower(few, 0).payload_counts) == 2 * 398  # a version is sent once and has one payload
+    with pytest.raises(
+        ScheduleError, match=r"rank 0 step 397 chunk 2: .* lacks the contribution of ranks 1, 2, "
+    ):
         verify(few)
 
 

@@ -9,7 +9,7 @@ from dtcomm import algorithms
 from dtcomm.codecs import Codec, codec
 from dtcomm.planner import Measured, Table, Topology, explain, parse, predict, select
 from dtcomm.schedule import Transfer
-from dtcomm.schedule.simulate import Link, Work
+from dtcomm.schedule.simulate import ComputeCost, Link
 
 SIZES = [0, 1, 1000, 10**5, 10**7]
 
@@ -239,7 +239,7 @@ def test_cost_by_hand() -> None:
     table = Table(
         inside=Link(latency=1e-6, bandwidth=1e10),
         between=Link(latency=1e-5, bandwidth=1e9, overhead=1e-6),
-        work=Work(),
+        work=ComputeCost(),
     )
     schedule, none = algorithms.build("one_shot", "all_reduce", 4), codec("none")
 

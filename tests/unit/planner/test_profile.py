@@ -10,7 +10,7 @@ from dtcomm.codecs import codec
 from dtcomm.planner import symmetric_traffic
 from dtcomm.planner import traffic_profile as profiles
 from dtcomm.planner.traffic_profile import Load, of_schedule, of_ways, profile
-from dtcomm.schedule.simulate import Link, Work, simulate
+from dtcomm.schedule.simulate import ComputeCost, Link, simulate
 
 SHAPES = [
     (1, 1),
@@ -57,7 +57,7 @@ def test_symmetry_is_proved_by_enumeration(collective: str, name: str) -> None:
 
 @pytest.mark.parametrize(("collective", "name"), CASES)
 def test_loads_cost_what_the_simulator_says(collective: str, name: str) -> None:
-    none, work = codec("none"), Work(encode=3e-10, decode=1e-10)
+    none, work = codec("none"), ComputeCost(encode=3e-10, decode=1e-10)
     links = (
         Link(latency=1e-6, bandwidth=1e9, overhead=1e-7),
         Link(latency=2e-5, bandwidth=1e8, overhead=3e-6),

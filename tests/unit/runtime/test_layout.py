@@ -136,7 +136,7 @@ def test_chunks_are_the_schedule_s(schedule, numel: int, spec: str) -> None:
 def test_the_engine_cuts_alike(shape: OpSpec, ranks: int, elements: int) -> None:
     schedule = algorithms.build("one_shot", shape.collective, ranks)
     program = lower(schedule, 0)
-    native = _C.NativeProgram(0, ranks, program.chunks, list(program.boxes), program.flat())
+    native = _C.NativeProgram(0, ranks, program.chunks, list(program.payload_counts), program.flat())
     largest = max(part.dtype.itemsize for part in shape.parts)
     finest = min(part.codec.granularity for part in shape.parts)
     plan = _C.NativePlan(

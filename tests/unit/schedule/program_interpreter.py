@@ -1,6 +1,6 @@
 """Two independent machines for the tests: what a schedule means, and what its lowered programs do.
 
-``evaluate`` follows the definition of versions literally and knows nothing of boxes or instructions;
+``evaluate`` follows the definition of versions literally and knows nothing of payloads or instructions;
 ``Programs`` runs the instructions of all ranks and knows nothing of schedules. Both take the codec as a
 function of (rank, chunk, value) -> decoded value, so that an encoding done by the wrong rank, or twice, shows
 in the bits.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtcomm.schedule import Program, Schedule
-from dtcomm.schedule.program import Adopt, Copy, Encode, Forward, Local, Receive, Reduce, Send
+from dtcomm.schedule.program import Copy, Decode, Encode, Forward, Local, Receive, Reduce, Send
 
 Codec = Callable[[int, int, Any], Any]
 Place = tuple[int, int]
@@ -140,8 +140,8 @@ class Programs:
     inputs: dict[Place, float]
     codec: Codec
     divisor: int = 1
-    boxes: dict[Place, float] = field(default_factory=dict)
-    visible: set[tuple[int, int, int]] = field(default_factory=set)  # (reader, owner, box)
+    payloads: dict[Place, float] = field(default_factory=dict)
+    visible: set[tuple[int, int, int]] = field(default_factory=set)  # (reader, owner, payload_id)
     accumulators: dict[Place, float] = field(default_factory=dict)
     outputs: dict[Place, float] = field(default_factory=dict)
     encodings: Counter[Place] = field(default_factory=Counter)
@@ -155,9 +155,9 @@ class Programs:
             for rank in unfinished:
                 instruction = self.programs[rank].instructions[at[rank]]
                 if isinstance(instruction, Receive):
-                    if (instruction.peer, instruction.box) not in self.boxes:
+                    if (instruction.peer, instruction.payload_id) not in self.payloads:
                         continue
-                    if (rank, instruction.peer, instruction.box) not in self.visible:
+                    if (rank, instruction.peer, instruction.payload_id) not in self.visible:
                         continue
                 self._do(rank, instruction)
                 at[rank] += 1
@@ -167,22 +167,22 @@ class Programs:
 
     def _do(self, rank: int, instruction: object) -> None:
         match instruction:
-            case Encode(chunk=chunk, box=box, output=output):
-                self._write(rank, box, self._encode(rank, chunk, self._input(rank, chunk)))
+            case Encode(chunk=chunk, payload_id=payload_id, output=output):
+                self._write(rank, payload_id, self._encode(rank, chunk, self._input(rank, chunk)))
                 if output:
-                    self._output(rank, chunk, self.boxes[rank, box])
-            case Send(box=box, peers=peers):
-                assert (rank, box) in self.boxes, "sent before it was written"
+                    self._output(rank, chunk, self.payloads[rank, payload_id])
+            case Send(payload_id=payload_id, peers=peers):
+                assert (rank, payload_id) in self.payloads, "sent before it was written"
                 assert peers == tuple(sorted(set(peers))) and rank not in peers
                 for peer in peers:
-                    assert (peer, rank, box) not in self.visible, "sent twice to the same peer"
-                    self.visible.add((peer, rank, box))
+                    assert (peer, rank, payload_id) not in self.visible, "sent twice to the same peer"
+                    self.visible.add((peer, rank, payload_id))
             case Receive():
                 pass
-            case Forward(peer=peer, source=source, box=box):
-                self._write(rank, box, self._read(rank, peer, source))
-            case Adopt(chunk=chunk, peer=peer, box=box):
-                self._output(rank, chunk, self._read(rank, peer, box))
+            case Forward(peer=peer, source_id=source, payload_id=payload_id):
+                self._write(rank, payload_id, self._read(rank, peer, source))
+            case Decode(chunk=chunk, peer=peer, payload_id=payload_id):
+                self._output(rank, chunk, self._read(rank, peer, payload_id))
             case Copy(chunk=chunk):
                 self._output(rank, chunk, self._input(rank, chunk))
             case Reduce():
@@ -201,27 +201,27 @@ class Programs:
             total += term
         if r.divide:
             total /= self.divisor
-        if r.box is not None:
+        if r.payload_id is not None:
             total = self._encode(rank, r.chunk, total)
-            self._write(rank, r.box, total)
+            self._write(rank, r.payload_id, total)
         if r.output:
             self._output(rank, r.chunk, total)
-        if r.keep:
-            assert r.box is None and not r.output
+        if r.keep_partial_sum:
+            assert r.payload_id is None and not r.output
             self.accumulators[rank, r.chunk] = total
 
     def _encode(self, rank: int, chunk: int, value: float) -> float:
         self.encodings[rank, chunk] += 1
         return self.codec(rank, chunk, value)
 
-    def _write(self, rank: int, box: int, value: float) -> None:
-        assert (rank, box) not in self.boxes, "a box is written once"
-        assert 0 <= box < self.programs[rank].boxes[rank]
-        self.boxes[rank, box] = value
+    def _write(self, rank: int, payload_id: int, value: float) -> None:
+        assert (rank, payload_id) not in self.payloads, "a payload_id is written once"
+        assert 0 <= payload_id < self.programs[rank].payload_counts[rank]
+        self.payloads[rank, payload_id] = value
 
-    def _read(self, rank: int, peer: int, box: int) -> float:
-        assert rank == peer or (rank, peer, box) in self.visible, "read before it was received"
-        return self.boxes[peer, box]
+    def _read(self, rank: int, peer: int, payload_id: int) -> float:
+        assert rank == peer or (rank, peer, payload_id) in self.visible, "read before it was received"
+        return self.payloads[peer, payload_id]
 
     def _input(self, rank: int, chunk: int) -> float:
         assert (rank, chunk) not in self.outputs, "input read after the output was written over it"

@@ -44,7 +44,7 @@ def test_transfers_that_cannot_be(transfer: Transfer, message: str) -> None:
 
 
 def test_gathers_add_nothing_up() -> None:
-    with pytest.raises(ScheduleError, match="all_gather adds nothing up"):
+    with pytest.raises(ScheduleError, match="all_gather does not reduce"):
         Schedule(collective="all_gather", ranks=2, chunks=2, transfers=(Transfer(0, 0, 1, 0, "reduce"),))
 
 

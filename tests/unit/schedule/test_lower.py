@@ -7,7 +7,7 @@ from dtcomm.errors import ScheduleError
 from dtcomm.schedule import Schedule, Transfer, lower, parse
 from dtcomm.schedule.ir import REDUCING, ROOTED
 from dtcomm.schedule.lower import steps
-from dtcomm.schedule.program import Adopt, Copy, Encode, Forward, Local, Receive, Reduce, Send
+from dtcomm.schedule.program import Copy, Decode, Encode, Forward, Local, Receive, Reduce, Send
 from tests.unit.algorithms.every_algorithm import NAMES, build
 from tests.unit.schedule.program_interpreter import Programs, coarse, evaluate, inputs_of
 
@@ -27,9 +27,9 @@ def check(schedule: Schedule, divisor: int = 1) -> None:
         machine = Programs(programs, inputs, coarse, divisor)
         assert machine.run(seed) == expected
         assert max(machine.encodings.values(), default=0) <= 1
-    assert {program.boxes for program in programs} == {programs[0].boxes}
+    assert {program.payload_counts for program in programs} == {programs[0].payload_counts}
     received = {
-        (rank, i.peer, i.box)
+        (rank, i.peer, i.payload_id)
         for rank, p in enumerate(programs)
         for i in p.instructions
         if isinstance(i, Receive)
@@ -56,22 +56,22 @@ def test_chunks(ranks: int, chunks: int) -> None:
 
 def test_two_shot_over_two_ranks() -> None:
     assert lower(algorithms.build("two_shot", "all_reduce", 2), 1).instructions == (
-        Encode(chunk=0, box=0),
-        Send(chunk=0, box=0, peers=(0,)),
-        Receive(chunk=1, peer=0, box=0),
+        Encode(chunk=0, payload_id=0),
+        Send(chunk=0, payload_id=0, peers=(0,)),
+        Receive(chunk=1, peer=0, payload_id=0),
         Reduce(
             chunk=1,
             inputs=((0, 0),),
             local=Local.INPUT,
             position=1,
-            box=1,
+            payload_id=1,
             output=True,
             divide=True,
             input_levels=(0,),
         ),
-        Send(chunk=1, box=1, peers=(0,)),
-        Receive(chunk=0, peer=0, box=1),
-        Adopt(chunk=0, peer=0, box=1),
+        Send(chunk=1, payload_id=1, peers=(0,)),
+        Receive(chunk=0, peer=0, payload_id=1),
+        Decode(chunk=0, peer=0, payload_id=1),
     )
 
 
@@ -89,14 +89,19 @@ def test_a_copy_is_passed_on_before_it_is_written_out() -> None:
             parse("broadcast ranks=3 chunks=1\nrank 0|c0=1|.\nrank 1|.|c0=2\nrank 2|.|."), 1
         ).instructions
     ]
-    assert kinds == [Receive, Forward, Send, Adopt]
+    assert kinds == [Receive, Forward, Send, Decode]
 
 
 def test_sums_that_are_not_sent_stay_unencoded() -> None:
     program = lower(algorithms.build("tree", "all_reduce", 4), 0)
     first, second = (i for i in program.instructions if isinstance(i, Reduce))
-    assert first.keep and first.box is None and first.local is Local.INPUT and not first.divide
-    assert second.local is Local.ACCUMULATOR and second.box == 0 and second.output and second.divide
+    assert (
+        first.keep_partial_sum
+        and first.payload_id is None
+        and first.local is Local.INPUT
+        and not first.divide
+    )
+    assert second.local is Local.ACCUMULATOR and second.payload_id == 0 and second.output and second.divide
 
 
 def test_an_adopted_version_that_is_added_to_is_read_where_it_was_received() -> None:
@@ -166,7 +171,7 @@ def test_rank_out_of_range() -> None:
         ),
         (
             "rank 0|.\nrank 1|c0=2\nrank 2|.",
-            "step 0: rank 1 -> rank 2 chunk 0 copy: rank 1 holds nothing of it yet",
+            "step 0: rank 1 -> rank 2 chunk 0 copy: rank 1 does not hold this chunk yet",
         ),
         ("rank 0|c0=1 c0=2@1\nrank 1|.\nrank 2|.", "first sent at level 0 and at this one"),
     ],

@@ -4,7 +4,7 @@ import pytest
 
 from dtcomm import algorithms
 from dtcomm.schedule import Schedule, Transfer, simulate
-from dtcomm.schedule.simulate import Link, Work
+from dtcomm.schedule.simulate import ComputeCost, Link
 
 
 class Plain:
@@ -32,7 +32,7 @@ def test_one_port_is_shared_by_all_messages_of_a_step() -> None:
 
 
 def test_arithmetic_is_counted_where_it_happens() -> None:
-    work = Work(encode=2e-9, decode=1e-9)
+    work = ComputeCost(encode=2e-9, decode=1e-9)
     (step,) = simulate(algorithms.build("one_shot", "all_reduce", 4), 1000, Plain(), LINK, work).steps
     assert step.encode == pytest.approx(2e-6)
     assert step.decode == pytest.approx(4e-6)  # its own bytes are decoded too
@@ -49,7 +49,7 @@ def test_compression_pays_on_a_slow_link_only() -> None:
         def wire_bytes(self, numel: int, dtype: object = None) -> int:
             return numel
 
-    ring, work = algorithms.build("ring", "all_reduce", 8), Work(encode=1e-10, decode=1e-10)
+    ring, work = algorithms.build("ring", "all_reduce", 8), ComputeCost(encode=1e-10, decode=1e-10)
     for bandwidth, pays in ((1e9, True), (1e12, False)):
         link = Link(latency=1e-6, bandwidth=bandwidth)
         plain = simulate(ring, 10**6, Plain(), link).seconds
