@@ -133,7 +133,7 @@ def _number_payloads(schedule: Schedule) -> tuple[PayloadIds, list[int]]:
 
 
 def _payload_of(version: Version, payload_ids: PayloadIds) -> tuple[int, int]:
-    """Return the (rank, payload_id) with the version's bytes: the rank's own, or the one that a copy was received in."""
+    """Return the (rank, payload_id) of the version's bytes: its own, or the one that a copy was received in."""
     if version in payload_ids:
         return version.rank, payload_ids[version]
     return version.sources[0].rank, payload_ids[version.sources[0]]
