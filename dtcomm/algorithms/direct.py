@@ -1,15 +1,15 @@
-"""Direct: everybody talks to everybody; one or two steps however many ranks there are."""
+"""Direct: every rank sends to every rank, in one step (one shot) or two (two shot), whatever the number of ranks."""
 
 from __future__ import annotations
 
 from itertools import permutations
 
-from dtcomm.algorithms.compose import then
+from dtcomm.algorithms.compose import sequence
 from dtcomm.schedule.ir import Schedule, Transfer
 
 
 def reduce_scatter(ranks: int) -> Schedule:
-    """One shot: every shard goes straight to its owner."""
+    """One shot: every shard is sent straight to its owner."""
     return Schedule(
         collective="reduce_scatter",
         ranks=ranks,
@@ -19,7 +19,7 @@ def reduce_scatter(ranks: int) -> Schedule:
 
 
 def all_gather(ranks: int) -> Schedule:
-    """One shot: every owner sends its shard to all."""
+    """One shot: every owner sends its shard to all ranks."""
     return Schedule(
         collective="all_gather",
         ranks=ranks,
@@ -29,7 +29,7 @@ def all_gather(ranks: int) -> Schedule:
 
 
 def one_shot(ranks: int, chunks: int | None = None) -> Schedule:
-    """All-reduce in one step: everybody sends everything to all, and all add up the same bytes."""
+    """All-reduce in one step: every rank sends its whole tensor to all others, and all sum the same bytes."""
     chunks = 1 if chunks is None else chunks
     return Schedule(
         collective="all_reduce",
@@ -44,12 +44,12 @@ def one_shot(ranks: int, chunks: int | None = None) -> Schedule:
 
 
 def two_shot(ranks: int) -> Schedule:
-    """All-reduce in two steps: rank c adds up chunk c and sends the sum to all."""
-    return then("all_reduce", reduce_scatter(ranks), all_gather(ranks))
+    """All-reduce in two steps: rank c sums chunk c and sends the sum to all others."""
+    return sequence("all_reduce", reduce_scatter(ranks), all_gather(ranks))
 
 
 def broadcast(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
-    """One shot: the root sends everything to all."""
+    """One shot: the root sends its whole tensor to all others."""
     chunks = 1 if chunks is None else chunks
     return Schedule(
         collective="broadcast",
@@ -66,21 +66,28 @@ def broadcast(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
 
 
 def broadcast_two_shot(ranks: int, root: int = 0) -> Schedule:
-    """The root deals the chunks out, rank c sends chunk c on: the root sends little more than once."""
-    deal = tuple(Transfer(0, root, chunk, chunk, "copy") for chunk in range(ranks) if chunk != root)
-    own = tuple(Transfer(0, root, dst, root, "copy") for dst in range(ranks) if dst != root)
-    share = tuple(
+    """Two shot: the root scatters the chunks, then rank c sends chunk c to all others.
+
+    The root sends little more than the tensor once.
+    """
+    scattered = tuple(Transfer(0, root, chunk, chunk, "copy") for chunk in range(ranks) if chunk != root)
+    root_chunk = tuple(Transfer(0, root, dst, root, "copy") for dst in range(ranks) if dst != root)
+    shared = tuple(
         Transfer(1, src, dst, src, "copy")
         for src, dst in permutations(range(ranks), 2)
         if root not in (src, dst)
     )
     return Schedule(
-        collective="broadcast", ranks=ranks, chunks=ranks, root=root, transfers=deal + own + share
+        collective="broadcast",
+        ranks=ranks,
+        chunks=ranks,
+        root=root,
+        transfers=scattered + root_chunk + shared,
     )
 
 
 def reduce(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
-    """One shot: everybody sends everything to the root, which adds up."""
+    """One shot: every rank sends its whole tensor to the root, which sums."""
     chunks = 1 if chunks is None else chunks
     return Schedule(
         collective="reduce",
@@ -97,12 +104,12 @@ def reduce(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
 
 
 def reduce_two_shot(ranks: int, root: int = 0) -> Schedule:
-    """Rank c adds up chunk c and sends the sum to the root, which receives little more than the tensor twice."""
-    return then("reduce", reduce_scatter(ranks), gather(ranks, root), root)
+    """Two shot: rank c sums chunk c and sends it to the root, which receives little more than two tensors."""
+    return sequence("reduce", reduce_scatter(ranks), gather(ranks, root), root)
 
 
 def gather(ranks: int, root: int = 0) -> Schedule:
-    """One shot: everybody sends its shard to the root."""
+    """One shot: every rank sends its shard to the root."""
     return Schedule(
         collective="gather",
         ranks=ranks,
@@ -113,7 +120,7 @@ def gather(ranks: int, root: int = 0) -> Schedule:
 
 
 def scatter(ranks: int, root: int = 0) -> Schedule:
-    """One shot: the root sends everybody its shard."""
+    """One shot: the root sends every rank its shard."""
     return Schedule(
         collective="scatter",
         ranks=ranks,
@@ -124,7 +131,7 @@ def scatter(ranks: int, root: int = 0) -> Schedule:
 
 
 def all_to_all(ranks: int) -> Schedule:
-    """One shot: everybody sends everybody its shard."""
+    """One shot: every rank sends every other rank its shard."""
     return Schedule(
         collective="all_to_all",
         ranks=ranks,

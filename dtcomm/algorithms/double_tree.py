@@ -1,6 +1,6 @@
-"""Two complementary binary trees, each for half of the chunks: nobody has children in both.
+"""Double binary tree: two complementary trees, each for half of the chunks, so that no rank has children in both.
 
-In a single tree the leaves, half of all ranks, never send down and never add up, while the others carry everything.
+In a single tree the leaves, half of all ranks, never send down and never sum, while the inner ranks do all the work.
 Here a rank is an inner node of at most one tree and a leaf of the other: it receives each byte once and sends each
 byte about once, in floor(log2 n) steps each way. P. Sanders, J. Speck, J. L. Träff, "Two-tree algorithms for full
 bandwidth broadcast, reduction and scan", Parallel Computing 35, 2009.
@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dtcomm.algorithms.compose import backwards
+from dtcomm.algorithms.compose import reverse
 from dtcomm.schedule.ir import Schedule, Transfer
 
 CHUNKS = 2
 
 
 def _parent(node: int, nodes: int) -> int:
-    """Of ``node`` in the in-order binary tree over 1 … ``nodes``; 0 for the root.
+    """Return the parent of ``node`` in the in-order binary tree over 1 … ``nodes``; 0 for the root.
 
-    A node's height is the number of zeros its binary form ends in, so odd nodes are leaves. Its ancestors in the
-    endless tree are it with the bits up to each higher place replaced by 10…0; the nearest that exists counts.
+    A node's height is the number of zeros at the end of its binary form, so odd nodes are leaves. Replacing the bits up
+    to each higher place by 10…0 gives its ancestors in the infinite tree; the nearest one that exists is the parent.
     """
     place = 2 * (node & -node)
     while place <= nodes:
@@ -31,8 +31,8 @@ def _parent(node: int, nodes: int) -> int:
     return 0
 
 
-def _down(ranks: Sequence[int], chunk: int, first: int) -> tuple[int, list[Transfer]]:
-    """The tree's root, and its transfers from step ``first`` on; ``ranks[i]`` is node i + 1."""
+def _down(ranks: Sequence[int], chunk: int, first_step: int) -> tuple[int, list[Transfer]]:
+    """Return the tree's root and its transfers from step ``first_step`` on; ``ranks[i]`` is node i + 1."""
     nodes = len(ranks)
     parents = {node: _parent(node, nodes) for node in range(1, nodes + 1)}
     depth = {0: -1}
@@ -43,52 +43,52 @@ def _down(ranks: Sequence[int], chunk: int, first: int) -> tuple[int, list[Trans
         return depth[node]
 
     transfers = [
-        Transfer(first + depth_of(parent), ranks[parent - 1], ranks[node - 1], chunk, "copy")
+        Transfer(first_step + depth_of(parent), ranks[parent - 1], ranks[node - 1], chunk, "copy")
         for node, parent in parents.items()
         if parent
     ]
     return next(ranks[node - 1] for node, parent in parents.items() if not parent), transfers
 
 
-def _ranks(ranks: Sequence[int], chunk: int) -> list[int]:
-    # Odd chunks go down the same tree with everybody one node further: who was a leaf is none now.
+def _node_order(ranks: Sequence[int], chunk: int) -> list[int]:
+    # Odd chunks take the same tree with all ranks one node further, which makes inner nodes of the leaves.
     return [ranks[(place + chunk % 2) % len(ranks)] for place in range(len(ranks))]
 
 
 def _up(transfers: list[Transfer]) -> Iterator[Transfer]:
-    # All children of a node send in one step, so that they make one sum with its own contribution.
+    # All children of a node send in one step, so that they form one sum with its own contribution.
     height: dict[int, int] = {}
     for t in sorted(transfers, key=lambda t: -t.step):
         height[t.src] = max(height.get(t.src, 0), 1 + height.get(t.dst, 0))
-    for t in backwards(transfers, "reduce"):
+    for t in reverse(transfers, "reduce"):
         yield Transfer(height[t.dst] - 1, t.src, t.dst, t.chunk, "reduce")
 
 
 def all_reduce(ranks: int, chunks: int | None = None) -> Schedule:
-    """Up both trees, then down again: a contribution is encoded at most floor(log2 n) + 1 times."""
+    """Up both trees, then down again. A contribution is encoded at most floor(log2 n) + 1 times."""
     chunks = CHUNKS if chunks is None else chunks
     transfers: list[Transfer] = []
     for chunk in range(chunks):
-        order = _ranks(range(ranks), chunk)
+        order = _node_order(range(ranks), chunk)
         _, down = _down(order, chunk, ranks.bit_length() - 1)
         transfers += [*_up(down), *down]
     return Schedule(collective="all_reduce", ranks=ranks, chunks=chunks, transfers=tuple(transfers))
 
 
 def broadcast(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
-    """The root sends each half to the top of its tree over the others: it sends every byte once."""
+    """The root sends each half to the root of a tree over the other ranks, so it sends every byte once."""
     chunks = CHUNKS if chunks is None else chunks
     others = [(root + place) % ranks for place in range(1, ranks)]
     transfers: list[Transfer] = []
     for chunk in range(chunks if others else 0):
-        top, down = _down(_ranks(others, chunk), chunk, 1)
+        top, down = _down(_node_order(others, chunk), chunk, 1)
         transfers += [Transfer(0, root, top, chunk, "copy"), *down]
     return Schedule(collective="broadcast", ranks=ranks, chunks=chunks, root=root, transfers=tuple(transfers))
 
 
 def reduce(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
-    """The broadcast's ways backwards."""
+    """The paths of the broadcast in reverse."""
     chunks = CHUNKS if chunks is None else chunks
-    ways = broadcast(ranks, root, chunks).transfers
-    transfers = [t for chunk in range(chunks) for t in _up([w for w in ways if w.chunk == chunk])]
+    down = broadcast(ranks, root, chunks).transfers
+    transfers = [t for chunk in range(chunks) for t in _up([d for d in down if d.chunk == chunk])]
     return Schedule(collective="reduce", ranks=ranks, chunks=chunks, root=root, transfers=tuple(transfers))

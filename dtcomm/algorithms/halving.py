@@ -1,25 +1,27 @@
-"""Recursive halving and doubling: ceil(log2 n) steps each way, and no byte more than round a ring.
+"""Recursive halving and doubling: ceil(log2 n) steps each way, with no more bytes than a ring.
 
-What a rank still holds for others is halved in every step: n shards become ceil(n / 2), then half of that rounded
-up, down to its own. In a step from ``far`` to ``near`` shards it sends those at distance near … far - 1 to the
-rank at distance ``near``, for which they are at distance 0 … far - near - 1. Distances are counted round the ring,
-so n need not be a power of two, and nobody waits for ranks to be paired up first. The pattern for any n: J. L.
-Träff, "Optimal, Non-pipelined Reduce-scatter and Allreduce Algorithms", 2024; for powers of two it is the halving
-and doubling of R. Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004, with neighbours
-instead of pairs.
+The shards that a rank still holds for other ranks are halved in every step: n shards become ceil(n / 2), then half of
+that rounded up, down to its own shard. In a step from ``far`` to ``near`` shards the rank sends the shards at distance
+near … far - 1 to the rank at distance ``near``, for which they are at distance 0 … far - near - 1. Distances are
+counted around the ring, so n need not be a power of two, and no pairing of ranks is needed first.
+
+The pattern for any n: J. L. Träff, "Optimal, Non-pipelined Reduce-scatter and Allreduce Algorithms", 2024. For powers
+of two it is the halving and doubling of R. Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004,
+with neighbours instead of pairs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from dtcomm.algorithms import tree
-from dtcomm.algorithms.compose import backwards, then
+from dtcomm.algorithms.compose import reverse, sequence
 from dtcomm.schedule.ir import Schedule, Transfer
 
 
 def reduce_scatter(ranks: int) -> Schedule:
-    """Every rank sends each shard but its own once, half of what is left in each step."""
+    """Every rank sends each shard but its own once, half of the remaining ones in each step."""
     transfers = tuple(
         Transfer(step, rank, (rank + near) % ranks, (rank + distance) % ranks, "reduce")
         for step, (near, far) in enumerate(distances(ranks))
@@ -30,7 +32,7 @@ def reduce_scatter(ranks: int) -> Schedule:
 
 
 def distances(ranks: int) -> Iterator[tuple[int, int]]:
-    """(near, far) of each step of the reduce-scatter."""
+    """Yield (near, far) of each step of the reduce-scatter."""
     far = ranks
     while far > 1:
         near = (far + 1) // 2
@@ -39,28 +41,28 @@ def distances(ranks: int) -> Iterator[tuple[int, int]]:
 
 
 def all_gather(ranks: int) -> Schedule:
-    """The way of the reduce-scatter backwards: what a rank holds doubles in each step."""
-    transfers = tuple(backwards(reduce_scatter(ranks).transfers, "copy"))
+    """The reduce-scatter in reverse: the shards that a rank holds double in each step."""
+    transfers = tuple(reverse(reduce_scatter(ranks).transfers, "copy"))
     return Schedule(collective="all_gather", ranks=ranks, chunks=ranks, transfers=transfers)
 
 
 def all_reduce(ranks: int) -> Schedule:
     """Halving, then doubling: a contribution is encoded at most ceil(log2 n) + 1 times."""
-    return then("all_reduce", reduce_scatter(ranks), all_gather(ranks))
+    return sequence("all_reduce", reduce_scatter(ranks), all_gather(ranks))
 
 
 def broadcast(ranks: int, root: int = 0) -> Schedule:
-    """The root deals one chunk a rank out along a binomial tree, then doubling brings them to all.
+    """A binomial tree scatters one chunk per rank from the root, then doubling gathers them on all ranks.
 
-    In ceil(log2 n) steps each; what a rank has had in its hands on the way down is not sent to it again.
+    Each phase takes ceil(log2 n) steps. A chunk that a rank has passed on during the scatter is not sent to it again.
     """
-    deal = tree.scatter(ranks, root)
-    held = {(root, chunk) for chunk in range(ranks)} | {(t.dst, t.chunk) for t in deal.transfers}
-    gather = all_gather(ranks)
-    wanted = tuple(t for t in gather.transfers if (t.dst, t.chunk) not in held)
-    return then("broadcast", deal, Schedule(**{**vars(gather), "transfers": wanted}), root)
+    scattered = tree.scatter(ranks, root)
+    held = {(root, chunk) for chunk in range(ranks)} | {(t.dst, t.chunk) for t in scattered.transfers}
+    gathered = all_gather(ranks)
+    missing = tuple(t for t in gathered.transfers if (t.dst, t.chunk) not in held)
+    return sequence("broadcast", scattered, replace(gathered, transfers=missing), root)
 
 
 def reduce(ranks: int, root: int = 0) -> Schedule:
-    """Halving leaves the sum of chunk c at rank c, and a binomial tree collects them at the root."""
-    return then("reduce", reduce_scatter(ranks), tree.gather(ranks, root), root)
+    """Halving leaves the sum of chunk c at rank c, then a binomial tree gathers the sums at the root."""
+    return sequence("reduce", reduce_scatter(ranks), tree.gather(ranks, root), root)

@@ -1,6 +1,6 @@
-"""The one list of algorithms: what a name makes.
+"""The registry of algorithms: which name builds which schedule of which collective.
 
-A name is one of ``flat.ALGORITHMS``, or ``hierarchical``, or ``hierarchical:INSIDE/BETWEEN`` with names of those:
+A name is one of `SINGLE_LEVEL`, or ``hierarchical``, or ``hierarchical:INSIDE/BETWEEN`` with names of those:
 ``hierarchical:ring/tree`` runs rings inside the hosts and a tree between them.
 """
 
@@ -8,11 +8,59 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
-from dtcomm.algorithms import flat, hierarchical
+from dtcomm.algorithms import direct, double_tree, halving, hierarchical, ring, tree
 from dtcomm.algorithms.hierarchical import Hosts
 from dtcomm.schedule.ir import COLLECTIVES, ROOTED, Schedule
 
+# name -> collective -> function of ranks, and of root and chunks if it takes them. The order is that of error messages.
+SINGLE_LEVEL: dict[str, dict[str, Callable[..., Schedule]]] = {
+    "ring": {
+        "all_reduce": ring.all_reduce,
+        "reduce_scatter": ring.reduce_scatter,
+        "all_gather": ring.all_gather,
+        "broadcast": ring.broadcast,
+        "reduce": ring.reduce,
+    },
+    "tree": {
+        "all_reduce": tree.all_reduce,
+        "reduce_scatter": tree.reduce_scatter,
+        "all_gather": tree.all_gather,
+        "broadcast": tree.broadcast,
+        "reduce": tree.reduce,
+        "gather": tree.gather,
+        "scatter": tree.scatter,
+        "all_to_all": tree.all_to_all,
+    },
+    "double_tree": {
+        "all_reduce": double_tree.all_reduce,
+        "broadcast": double_tree.broadcast,
+        "reduce": double_tree.reduce,
+    },
+    "halving": {
+        "all_reduce": halving.all_reduce,
+        "reduce_scatter": halving.reduce_scatter,
+        "all_gather": halving.all_gather,
+        "broadcast": halving.broadcast,
+        "reduce": halving.reduce,
+    },
+    "one_shot": {
+        "all_reduce": direct.one_shot,
+        "reduce_scatter": direct.reduce_scatter,
+        "all_gather": direct.all_gather,
+        "broadcast": direct.broadcast,
+        "reduce": direct.reduce,
+        "gather": direct.gather,
+        "scatter": direct.scatter,
+        "all_to_all": direct.all_to_all,
+    },
+    "two_shot": {
+        "all_reduce": direct.two_shot,
+        "broadcast": direct.broadcast_two_shot,
+        "reduce": direct.reduce_two_shot,
+    },
+}
 HIERARCHICAL: dict[str, Callable[..., Schedule]] = {
     "all_reduce": hierarchical.all_reduce,
     "reduce_scatter": hierarchical.reduce_scatter,
@@ -20,47 +68,61 @@ HIERARCHICAL: dict[str, Callable[..., Schedule]] = {
     "broadcast": hierarchical.broadcast,
     "reduce": hierarchical.reduce,
 }
+# The algorithms of ``hierarchical`` without a suffix.
+DEFAULT_INSIDE, DEFAULT_BETWEEN = "one_shot", "halving"
 
 
 def collectives() -> tuple[str, ...]:
-    """The collectives that some algorithm can do."""
-    return tuple(name for name in COLLECTIVES if flat.available(name))
+    """Return the collectives that at least one algorithm implements.
+
+    Example:
+        >>> from dtcomm import algorithms
+        >>> "all_reduce" in algorithms.collectives()
+        True
+    """
+    return tuple(name for name in COLLECTIVES if single_level(name))
 
 
 def available(collective: str) -> tuple[str, ...]:
-    """The names that ``build`` takes for ``collective``, ``hierarchical`` without its levels' algorithms."""
-    names = flat.available(collective)
+    """Return the algorithms' names that `build` accepts for a collective.
+
+    Args:
+        collective: A collective's name, such as ``"all_reduce"``.
+
+    Returns:
+        The names; ``hierarchical`` stands for all its variants ``hierarchical:INSIDE/BETWEEN``.
+
+    Raises:
+        ValueError: If there is no such collective.
+
+    Example:
+        >>> from dtcomm import algorithms
+        >>> algorithms.available("all_gather")
+        ('ring', 'tree', 'halving', 'one_shot', 'hierarchical')
+    """
+    names = single_level(collective)
     if not names:
         raise ValueError(f"collective: {collective!r} is not one of {', '.join(collectives())}")
     return (*names, "hierarchical") if collective in HIERARCHICAL else names
 
 
 def require(name: str, collective: str, besides: tuple[str, ...] = ()) -> None:
-    """ValueError that lists what is valid, where ``collective`` has no algorithm ``name`` (nor is it one of
-    ``besides``).
+    """Check that a collective has an algorithm of this name.
+
+    Args:
+        name: The algorithm's name.
+        collective: The collective's name.
+        besides: Further names to accept, such as ``"auto"``.
+
+    Raises:
+        ValueError: If the name is not valid. The message lists the valid names.
     """
     names = (*besides, *available(collective))
     kind, colon, levels = name.partition(":")
     if kind not in names or (colon and kind != "hierarchical"):
         raise ValueError(f"algorithm: {name!r} is not one of {', '.join(names)}, which {collective} has")
     if colon:
-        _levels(name, collective, levels)
-
-
-def _levels(name: str, collective: str, levels: str) -> tuple[str, str]:
-    inside, _, between = levels.partition("/")
-    inside, between = inside or hierarchical.INSIDE, between or hierarchical.BETWEEN
-    # Inside a host an all-reduce is a reduce-scatter and, later, an all-gather. Between hosts its one shot would
-    # leave the deputies with sums that each encodes for its own host: equal numbers, but not the same bits.
-    below = "reduce_scatter" if collective == "all_reduce" else collective
-    above = [each for each in flat.available(collective) if (each, collective) != ("one_shot", "all_reduce")]
-    for part, valid in ((inside, flat.available(below)), (between, above)):
-        if part not in valid:
-            raise ValueError(
-                f"algorithm: {part!r} in {name!r} is not one of {', '.join(valid)}; "
-                "expected hierarchical:INSIDE/BETWEEN, like hierarchical:ring/tree"
-            )
-    return inside, between
+        _require_levels(name, collective, *split_levels(levels))
 
 
 @functools.lru_cache(maxsize=256)
@@ -72,11 +134,31 @@ def build(
     chunks: int | None = None,
     hosts: Hosts | None = None,
 ) -> Schedule:
-    """The schedule of ``collective`` over ``ranks`` ranks by algorithm ``name``.
+    """Build the schedule of a collective by an algorithm.
 
-    ``root`` is for the rooted collectives; ``chunks`` (default: what suits the algorithm) for those that leave a
-    choice; ``hosts`` for hierarchical: the hosts' sizes, or the ranks on each (default: all on one).
-    Raises ValueError naming the argument and what is valid.
+    Args:
+        name: The algorithm's name, one of ``available(collective)``, or ``hierarchical:INSIDE/BETWEEN``.
+        collective: The collective's name.
+        ranks: The number of ranks, at least 1.
+        root: The root of broadcast, reduce, gather and scatter; 0 for the others.
+        chunks: How many chunks the tensor is cut into, for algorithms that leave a choice; None takes the algorithm's
+            default.
+        hosts: For ``hierarchical``: the sizes of the hosts in the order of the ranks, or a tuple of the ranks on each
+            host. None means that all ranks are on one host.
+
+    Returns:
+        The schedule. It is a value: print it, verify it, or pass it to `dtcomm.run`.
+
+    Raises:
+        ValueError: If an argument is not valid. The message names it and lists what is valid.
+
+    Example:
+        >>> from dtcomm import algorithms
+        >>> print(algorithms.build("ring", "all_reduce", 3))
+        all_reduce ranks=3 chunks=3
+        rank 0 | c2+1 | c1+1 | c0=1 | c2=1
+        rank 1 | c0+2 | c2+2 | c1=2 | c0=2
+        rank 2 | c1+0 | c0+0 | c2=0 | c1=0
     """
     require(name, collective)
     if ranks < 1:
@@ -88,12 +170,65 @@ def build(
         raise ValueError(f"root: {collective} has none, got {root}")
     kind, _, levels = name.partition(":")
     if kind != "hierarchical":
-        return flat.build(name, collective, ranks, root, chunks)
+        return build_single_level(name, collective, ranks, root, chunks)
     if chunks is not None:
         raise ValueError(f"chunks: hierarchical makes as many as its levels need, got chunks={chunks}")
-    groups = hierarchical.members((ranks,) if hosts is None else hosts)
+    groups = hierarchical.ranks_by_host((ranks,) if hosts is None else hosts)
     if sum(map(len, groups)) != ranks:
         raise ValueError(f"hosts: {hosts!r} have {sum(map(len, groups))} ranks, expected {ranks}")
-    inside, between = _levels(name, collective, levels)
+    inside, between = split_levels(levels)
     rooted = (root,) if collective in ROOTED else ()
-    return HIERARCHICAL[collective](groups, *rooted, inside=inside, between=between)
+    return HIERARCHICAL[collective](
+        groups,
+        *rooted,
+        inside=functools.partial(build_single_level, inside),
+        between=functools.partial(build_single_level, between),
+    )
+
+
+def split_levels(levels: str) -> tuple[str, str]:
+    """Return the algorithms inside hosts and between hosts of ``INSIDE/BETWEEN``; an empty name is the default."""
+    inside, _, between = levels.partition("/")
+    return inside or DEFAULT_INSIDE, between or DEFAULT_BETWEEN
+
+
+def single_level(collective: str) -> tuple[str, ...]:
+    """Return the names of `SINGLE_LEVEL` that implement ``collective``."""
+    return tuple(name for name, builders in SINGLE_LEVEL.items() if collective in builders)
+
+
+@functools.lru_cache(maxsize=256)
+def build_single_level(
+    name: str, collective: str, ranks: int, root: int = 0, chunks: int | None = None
+) -> Schedule:
+    """Return the schedule by an algorithm of `SINGLE_LEVEL`, which must implement ``collective``."""
+    options: dict[str, Any] = {"root": root} if collective in ROOTED else {}
+    builder = SINGLE_LEVEL[name][collective]
+    if chunks is not None:
+        if not takes_chunks(name, collective):
+            raise ValueError(f"chunks: {name} cuts {collective} into one chunk a rank, got chunks={chunks}")
+        options["chunks"] = chunks
+    return builder(ranks, **options)
+
+
+def takes_chunks(name: str, collective: str) -> bool:
+    """Return whether the caller may choose the number of chunks."""
+    return "chunks" in SINGLE_LEVEL[name][collective].__annotations__
+
+
+def _require_levels(name: str, collective: str, inside: str, between: str) -> None:
+    # Inside a host an all-reduce is a reduce-scatter and, later, an all-gather. Between hosts one_shot is not valid for
+    # all_reduce: it would leave the representatives with sums that each encodes for its own host, which are equal
+    # numbers but not the same bits.
+    collective_inside = "reduce_scatter" if collective == "all_reduce" else collective
+    valid_between = [
+        algorithm
+        for algorithm in single_level(collective)
+        if (algorithm, collective) != ("one_shot", "all_reduce")
+    ]
+    for part, valid in ((inside, single_level(collective_inside)), (between, valid_between)):
+        if part not in valid:
+            raise ValueError(
+                f"algorithm: {part!r} in {name!r} is not one of {', '.join(valid)}; "
+                "expected hierarchical:INSIDE/BETWEEN, like hierarchical:ring/tree"
+            )

@@ -1,13 +1,18 @@
-"""Ring: every rank sends to its right neighbour only; the least bytes per link, the most steps."""
+"""Ring: every rank sends to its right neighbour only. A ring moves the fewest bytes per link in the most steps."""
 
 from __future__ import annotations
 
-from dtcomm.algorithms.compose import backwards, then
+from dataclasses import replace
+
+from dtcomm.algorithms.compose import reverse, sequence
 from dtcomm.schedule.ir import Schedule, Transfer
 
 
 def reduce_scatter(ranks: int) -> Schedule:
-    """Shard c starts at rank c + 1 and gathers one contribution a step until it reaches rank c."""
+    """Shard c starts at rank c + 1 and collects one contribution per step until it reaches rank c.
+
+    In step s rank r therefore sends shard (r - 1 - s) modulo ranks.
+    """
     return Schedule(
         collective="reduce_scatter",
         ranks=ranks,
@@ -21,7 +26,7 @@ def reduce_scatter(ranks: int) -> Schedule:
 
 
 def all_gather(ranks: int) -> Schedule:
-    """Shard c starts at rank c and is passed on until all have it."""
+    """Shard c starts at rank c and is passed on until all ranks have it."""
     return Schedule(
         collective="all_gather",
         ranks=ranks,
@@ -35,12 +40,12 @@ def all_gather(ranks: int) -> Schedule:
 
 
 def all_reduce(ranks: int) -> Schedule:
-    """Reduce-scatter, then all-gather: each chunk goes round twice and is encoded by every rank once."""
-    return then("all_reduce", reduce_scatter(ranks), all_gather(ranks))
+    """Reduce-scatter, then all-gather: each chunk goes around the ring twice, and every rank encodes it once."""
+    return sequence("all_reduce", reduce_scatter(ranks), all_gather(ranks))
 
 
 def broadcast(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
-    """A chain from the root; chunk c follows c steps behind chunk 0. By default one chunk a rank."""
+    """A chain from the root. Chunk c follows c steps behind chunk 0; by default there are as many chunks as ranks."""
     chunks = ranks if chunks is None else chunks
     return Schedule(
         collective="broadcast",
@@ -56,7 +61,6 @@ def broadcast(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
 
 
 def reduce(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
-    """The chain of the broadcast backwards, every rank adding its own. By default one chunk a rank."""
+    """The chain of the broadcast in reverse, every rank adding its contribution; by default as many chunks as ranks."""
     chain = broadcast(ranks, root, chunks)
-    transfers = tuple(backwards(chain.transfers, "reduce"))
-    return Schedule(**{**vars(chain), "collective": "reduce", "transfers": transfers})
+    return replace(chain, collective="reduce", transfers=tuple(reverse(chain.transfers, "reduce")))

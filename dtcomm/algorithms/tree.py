@@ -1,4 +1,4 @@
-"""Binomial tree: the fewest steps, ceil(log2 n) each way; a rank may speak for the whole tensor."""
+"""Binomial tree: the fewest steps, ceil(log2 n) each way. An inner rank sends the whole tensor in several steps."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ def _depth(ranks: int) -> int:
     return (ranks - 1).bit_length()
 
 
-def _down(ranks: int, root: int, chunk: int, first: int = 0) -> Iterator[Transfer]:
-    # Places count from the root. In each step everybody who has the chunk reaches half as far as in the step
-    # before.
+def copy_down(ranks: int, root: int, chunk: int, first_step: int = 0) -> Iterator[Transfer]:
+    """Yield the transfers that copy ``chunk`` from ``root`` to all ranks."""
+    # Places count from the root. In each step every rank that has the chunk reaches half as far as in the step before.
     for step in range(_depth(ranks)):
         reach = 1 << (_depth(ranks) - 1 - step)
         for place in range(0, ranks - reach, 2 * reach):
             src, dst = (root + place) % ranks, (root + place + reach) % ranks
-            yield Transfer(first + step, src, dst, chunk, "copy")
+            yield Transfer(first_step + step, src, dst, chunk, "copy")
 
 
-def _up(ranks: int, root: int, chunk: int) -> Iterator[Transfer]:
+def reduce_up(ranks: int, root: int, chunk: int) -> Iterator[Transfer]:
+    """Yield the transfers that sum ``chunk`` of all ranks at ``root``."""
     last = _depth(ranks) - 1
-    for t in _down(ranks, root, chunk):
+    for t in copy_down(ranks, root, chunk):
         yield Transfer(last - t.step, t.dst, t.src, chunk, "reduce")
 
 
-def _path(ranks: int, root: int, rank: int, chunk: int) -> Iterator[Transfer]:
-    # The way down to one rank: its place's bits from the highest, so that paths share steps with ``_down``.
+def path_down(ranks: int, root: int, rank: int, chunk: int) -> Iterator[Transfer]:
+    """Yield the transfers that bring ``chunk`` from ``root`` to one rank, in the steps of `copy_down`."""
+    # The path follows the bits of the rank's place, from the highest on.
     place = (rank - root) % ranks
     for step in range(_depth(ranks)):
         reach = 1 << (_depth(ranks) - 1 - step)
@@ -37,32 +39,36 @@ def _path(ranks: int, root: int, rank: int, chunk: int) -> Iterator[Transfer]:
             yield Transfer(step, (root + before) % ranks, (root + before + reach) % ranks, chunk, "copy")
 
 
-def _all(
+def _tree_per_chunk(
     ranks: int, chunks: int, tree: Callable[[int, int, int], Iterator[Transfer]]
 ) -> tuple[Transfer, ...]:
-    # Chunk c's tree has its root at rank c, so that several chunks spread the load.
+    # Chunk c's tree has its root at rank c, so that several chunks distribute the load.
     return tuple(t for chunk in range(chunks) for t in tree(ranks, chunk % ranks, chunk))
 
 
 def reduce_scatter(ranks: int) -> Schedule:
-    """Every shard is added up along a tree of its own, rooted at its owner."""
-    return Schedule(collective="reduce_scatter", ranks=ranks, chunks=ranks, transfers=_all(ranks, ranks, _up))
+    """Every shard is summed along a tree of its own, with its owner as the root."""
+    transfers = _tree_per_chunk(ranks, ranks, reduce_up)
+    return Schedule(collective="reduce_scatter", ranks=ranks, chunks=ranks, transfers=transfers)
 
 
 def all_gather(ranks: int) -> Schedule:
-    """Every shard is handed down a tree of its own, rooted at its owner."""
-    return Schedule(collective="all_gather", ranks=ranks, chunks=ranks, transfers=_all(ranks, ranks, _down))
+    """Every shard is copied down a tree of its own, with its owner as the root."""
+    transfers = _tree_per_chunk(ranks, ranks, copy_down)
+    return Schedule(collective="all_gather", ranks=ranks, chunks=ranks, transfers=transfers)
 
 
 def all_reduce(ranks: int, chunks: int | None = None) -> Schedule:
-    """Up the tree, then down again; one chunk by default, chunk c's tree rooted at rank c modulo ranks."""
+    """Up the tree, then down again. One chunk by default; chunk c's tree has its root at rank c modulo ranks."""
 
     def tree(ranks: int, root: int, chunk: int) -> Iterator[Transfer]:
-        yield from _up(ranks, root, chunk)
-        yield from _down(ranks, root, chunk, first=_depth(ranks))
+        yield from reduce_up(ranks, root, chunk)
+        yield from copy_down(ranks, root, chunk, first_step=_depth(ranks))
 
     chunks = 1 if chunks is None else chunks
-    return Schedule(collective="all_reduce", ranks=ranks, chunks=chunks, transfers=_all(ranks, chunks, tree))
+    return Schedule(
+        collective="all_reduce", ranks=ranks, chunks=chunks, transfers=_tree_per_chunk(ranks, chunks, tree)
+    )
 
 
 def broadcast(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
@@ -73,7 +79,7 @@ def broadcast(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
         ranks=ranks,
         chunks=chunks,
         root=root,
-        transfers=tuple(t for chunk in range(chunks) for t in _down(ranks, root, chunk)),
+        transfers=tuple(t for chunk in range(chunks) for t in copy_down(ranks, root, chunk)),
     )
 
 
@@ -85,23 +91,23 @@ def reduce(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
         ranks=ranks,
         chunks=chunks,
         root=root,
-        transfers=tuple(t for chunk in range(chunks) for t in _up(ranks, root, chunk)),
+        transfers=tuple(t for chunk in range(chunks) for t in reduce_up(ranks, root, chunk)),
     )
 
 
 def scatter(ranks: int, root: int = 0) -> Schedule:
-    """The root gives each half of the tree its shards at once; every shard goes down its own branch."""
+    """The root sends each half of the tree its shards together; every shard takes its own path down."""
     return Schedule(
         collective="scatter",
         ranks=ranks,
         chunks=ranks,
         root=root,
-        transfers=tuple(t for rank in range(ranks) for t in _path(ranks, root, rank, rank)),
+        transfers=tuple(t for rank in range(ranks) for t in path_down(ranks, root, rank, rank)),
     )
 
 
 def gather(ranks: int, root: int = 0) -> Schedule:
-    """The way of the scatter backwards; a rank passes on the bytes of all below it."""
+    """The scatter in reverse: a rank passes on the shards of all ranks below it."""
     last = _depth(ranks) - 1
     return Schedule(
         collective="gather",
@@ -115,7 +121,7 @@ def gather(ranks: int, root: int = 0) -> Schedule:
 
 
 def all_to_all(ranks: int) -> Schedule:
-    """Every rank's scatter at once: ceil(log2 n) steps, in which each message makes up to that many hops.
+    """The scatters of all ranks at once: ceil(log2 n) steps, and each shard takes up to as many hops.
 
     About n/2 log2 n shards leave a rank instead of n - 1, in log2 n messages instead of n - 1 (J. Bruck et al.,
     "Efficient Algorithms for All-to-All Communications", 1997): for many ranks and short messages.
@@ -128,6 +134,6 @@ def all_to_all(ranks: int) -> Schedule:
             t
             for src in range(ranks)
             for dst in range(ranks)
-            for t in _path(ranks, src, dst, src * ranks + dst)
+            for t in path_down(ranks, src, dst, src * ranks + dst)
         ),
     )

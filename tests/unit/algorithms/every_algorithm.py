@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dtcomm import algorithms
-from dtcomm.algorithms import flat
+from dtcomm.algorithms import registry
 from dtcomm.schedule import Schedule
 from dtcomm.schedule.ir import ROOTED
 
@@ -27,4 +27,4 @@ def build(
 
 def takes_chunks(name: str, collective: str) -> bool:
     """Whether the number of chunks is the caller's choice."""
-    return name in flat.available(collective) and flat.takes_chunks(name, collective)
+    return name in registry.single_level(collective) and registry.takes_chunks(name, collective)

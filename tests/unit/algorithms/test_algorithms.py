@@ -86,7 +86,7 @@ LEVELS = [
 @pytest.mark.parametrize("hosts", LEVELS)
 @pytest.mark.parametrize("levels", ["", ":ring", ":tree/ring", ":halving/tree", ":/one_shot", ":/two_shot"])
 def test_hierarchies(hosts: hierarchical.Hosts, levels: str) -> None:
-    groups = hierarchical.members(hosts)
+    groups = hierarchical.ranks_by_host(hosts)
     host_of = {rank: host for host, group in enumerate(groups) for rank in group}
     name = f"hierarchical{levels}"
     for collective in registry.HIERARCHICAL:

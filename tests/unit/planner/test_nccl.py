@@ -41,7 +41,7 @@ def test_the_ring_is_that_of_our_schedules() -> None:
 
 
 def test_choices_are_nccls() -> None:
-    # As NCCL_DEBUG_SUBSYS=TUNING told of 8 H100 (nccl-tests issue 309): LL round a ring up to 1 MB, then NVLS.
+    # As NCCL_DEBUG_SUBSYS=TUNING paths of 8 H100 (nccl-tests issue 309): LL round a ring up to 1 MB, then NVLS.
     node = system("h100")
     chosen = {size: nccl_model.choose("all_reduce", node, size) for size in (8, MB, 2 * MB, 16 * GB)}
     assert [(c.algorithm, c.protocol) for c in chosen.values()] == [

@@ -9,7 +9,7 @@ from dtcomm import algorithms
 from dtcomm.codecs import codec
 from dtcomm.planner import symmetric_traffic
 from dtcomm.planner import traffic_profile as profiles
-from dtcomm.planner.traffic_profile import Load, of_schedule, of_ways, profile
+from dtcomm.planner.traffic_profile import StepLoad, profile, profile_of_paths, profile_of_schedule
 from dtcomm.schedule.simulate import ComputeCost, Link, simulate
 
 SHAPES = [
@@ -46,13 +46,13 @@ CASES = [
 def test_symmetry_is_proved_by_enumeration(collective: str, name: str) -> None:
     for ranks, per_host in SHAPES:
         schedule = algorithms.build(name, collective, ranks, hosts=(per_host,) * (ranks // per_host))
-        enumerated = of_schedule(schedule, per_host)
+        enumerated = profile_of_schedule(schedule, per_host)
         assert enumerated.encodings == schedule.requantizations()
         if (name, collective) == ("one_shot", "all_reduce"):
             assert profiles._one_shot(ranks, per_host) == enumerated
-        told = symmetric_traffic.ways(name, collective, ranks, per_host)
-        if told is not None:
-            assert of_ways(told, per_host) == enumerated
+        paths = symmetric_traffic.chunk_paths(name, collective, ranks, per_host)
+        if paths is not None:
+            assert profile_of_paths(paths, per_host) == enumerated
 
 
 @pytest.mark.parametrize(("collective", "name"), CASES)
@@ -68,7 +68,7 @@ def test_loads_cost_what_the_simulator_says(collective: str, name: str) -> None:
         found = profile(name, collective, ranks, per_host)
         chunk = schedule.chunk_numel(0, numel, none.granularity)
 
-        def seconds(load: Load, chunk: int = chunk) -> float:
+        def seconds(load: StepLoad, chunk: int = chunk) -> float:
             wires = [
                 link.seconds(count * 4 * chunk, count)
                 for link, count in zip(links, (load.inside, load.between))
