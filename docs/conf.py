@@ -56,7 +56,9 @@ def write_command_line(folder: Path) -> None:
     environment = {**os.environ, "COLUMNS": "110", "NO_COLOR": "1"}
     for arguments in ([], *([command] for command in COMMANDS)):
         command = [sys.executable, "-m", "dtcomm", *arguments, "--help"]
-        text = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        ).stdout
         title = " ".join(["dtcomm", *arguments])
         sections.append(f"## {title}\n\n```text\n{text.rstrip()}\n```\n")
     (folder / "command-line.md").write_text("\n".join(sections), encoding="utf-8")
