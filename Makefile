@@ -94,8 +94,8 @@ ASAN_ENV = DTCOMM_NATIVE_DIR=$(abspath build/asan/lib/dtcomm) \
 	PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 
 # Memory is what matters here: bytes and numbers are compared without sanitizers, thirty times as fast.
-ASAN_TESTS = $(addprefix tests/unit/,kernels/test_memory.py kernels/test_golden.py kernels/test_corrupt.py \
-	kernels/test_fuzz.py kernels/test_lowrank.py test_native_build.py) $(wildcard tests/unit/runtime/test_local*.py)
+ASAN_TESTS = $(addprefix tests/unit/,kernels/test_memory.py kernels/test_golden.py kernels/test_corrupt_payloads.py \
+	kernels/test_fuzz.py kernels/test_low_rank.py test_native_build.py) $(wildcard tests/unit/runtime/test_local*.py)
 
 # `make asan FUZZ=` leaves the fuzzer out.
 FUZZ ?= --seconds 60

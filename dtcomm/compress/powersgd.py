@@ -49,8 +49,8 @@ class PowerSGD:
     def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int):
             raise TypeError(f"powersgd: rank is {self.rank!r}; want an int")
-        if not 1 <= self.rank <= low_rank.MOST_RANK:
-            raise ValueError(f"powersgd: rank is {self.rank}; valid: 1 to {low_rank.MOST_RANK}")
+        if not 1 <= self.rank <= low_rank.MAX_RANK:
+            raise ValueError(f"powersgd: rank is {self.rank}; valid: 1 to {low_rank.MAX_RANK}")
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:

@@ -1,4 +1,4 @@
-"""What the verbs demand of their arguments: errors name the argument, what was given and what is valid."""
+"""Argument checks of the verbs. Errors name the argument, what was given and what is valid."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtcomm.kernels.types import OPERATIONS
 
 
 def tensor(name: str, value: object, like: torch.Tensor | None = None) -> torch.Tensor:
-    """`value` as a dense tensor on the CPU or a CUDA device: that of `like`, if given."""
+    """`value`, if it is a contiguous tensor on the CPU or a CUDA device, which is that of `like` if given."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
     # is_cpu: comparing devices or their names takes as long as encoding a kilobyte.
@@ -30,9 +30,9 @@ def tensor(name: str, value: object, like: torch.Tensor | None = None) -> torch.
 
 
 def element_type(name: str, codec: Codec, dtype: torch.dtype) -> torch.dtype:
-    """A type whose tensors `codec` takes."""
+    """`dtype`, if `codec` encodes tensors of this type."""
     if dtype not in codec.dtypes:
-        valid = ", ".join(str(each).removeprefix("torch.") for each in codec.dtypes)
+        valid = ", ".join(str(valid).removeprefix("torch.") for valid in codec.dtypes)
         raise TypeError(f"{name}: codec {str(codec)!r} does not take {dtype}; valid: {valid}")
     return dtype
 
@@ -40,10 +40,10 @@ def element_type(name: str, codec: Codec, dtype: torch.dtype) -> torch.dtype:
 def floats(
     name: str, value: object, numel: int, *dtypes: torch.dtype, like: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A tensor of `numel` elements of one of `dtypes`, on the device of `like`."""
+    """`value`, if it is a tensor of `numel` elements of one of `dtypes`, on the device of `like`."""
     checked = tensor(name, value, like)
     if checked.dtype not in dtypes:
-        valid = ", ".join(dict.fromkeys(str(each).removeprefix("torch.") for each in dtypes))
+        valid = ", ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise TypeError(f"{name}: expected {valid}, got {checked.dtype}")
     if checked.numel() != numel:
         raise ValueError(f"{name}: expected {numel} elements, got {checked.numel()}")
@@ -58,7 +58,7 @@ def payload(
     dtype: torch.dtype,
     like: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A uint8 tensor of exactly the bytes that `codec` makes of `numel` elements, on the device of `like`."""
+    """`value`, if it is a uint8 tensor of the size that `codec` gives `numel` elements, on the device of `like`."""
     checked = tensor(name, value, like)
     if checked.dtype != torch.uint8:
         raise TypeError(f"{name}: expected uint8, got {checked.dtype}")
@@ -70,42 +70,8 @@ def payload(
     return checked
 
 
-def count(name: str, value: object, least: int = 0) -> int:
-    """An integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name}: expected at least {least}, got {value}")
-    return value
-
-
-def word(name: str, value: object) -> int:
-    """An unsigned integer of 64 bits."""
-    checked = count(name, value)
-    if checked >= 2**64:
-        raise ValueError(f"{name}: expected less than 2**64, got {checked}")
-    return checked
-
-
-def operation(codec: Codec, op: object) -> str:
-    """A reduction that `codec` can do."""
-    if not isinstance(op, str) or op not in OPERATIONS:
-        raise ValueError(f"op: unknown {op!r}; valid: {', '.join(OPERATIONS)}")
-    if op not in codec.operations:
-        raise ValueError(f"op: codec {str(codec)!r} cannot do {op!r}; valid: {', '.join(codec.operations)}")
-    return op
-
-
-def divisor(value: object, dtype: torch.dtype) -> int:
-    """What the sum is divided by; 1 for types that have no fractions."""
-    checked = count("divisor", value, 1)
-    if checked != 1 and not dtype.is_floating_point:
-        raise TypeError(f"divisor: {dtype} cannot be averaged; expected 1, got {checked}")
-    return checked
-
-
 def require_valid_payload(codec: Codec, payloads: Sequence[torch.Tensor], numel: int) -> None:
-    """Raise PayloadCorrupt if a payload holds positions that no encoder of ``codec`` writes.
+    """Raise PayloadCorrupt if a payload holds positions that no encoder of `codec` writes.
 
     The error names the granule and the reason. The check takes a few nanoseconds per kept element, and nothing for
     codecs without stored positions. Payloads have the right size; those that are not on the CPU are not checked.
@@ -117,3 +83,37 @@ def require_valid_payload(codec: Codec, payloads: Sequence[torch.Tensor], numel:
             reason = _C.why_corrupt(codec.native(), payload.data_ptr(), numel)
             if reason:
                 raise errors.PayloadCorrupt(f"payload {i} in codec {str(codec)!r}, {reason}")
+
+
+def count(name: str, value: object, least: int = 0) -> int:
+    """`value`, if it is an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name}: expected at least {least}, got {value}")
+    return value
+
+
+def uint64(name: str, value: object) -> int:
+    """`value`, if it is an integer from 0 to 2**64 - 1."""
+    checked = count(name, value)
+    if checked >= 2**64:
+        raise ValueError(f"{name}: expected less than 2**64, got {checked}")
+    return checked
+
+
+def operation(codec: Codec, op: object) -> str:
+    """`op`, if it names a reduction that `codec` supports."""
+    if not isinstance(op, str) or op not in OPERATIONS:
+        raise ValueError(f"op: unknown {op!r}; valid: {', '.join(OPERATIONS)}")
+    if op not in codec.operations:
+        raise ValueError(f"op: codec {str(codec)!r} cannot do {op!r}; valid: {', '.join(codec.operations)}")
+    return op
+
+
+def divisor(value: object, dtype: torch.dtype) -> int:
+    """`value`, if it is an integer by which a sum of `dtype` can be divided: 1 for types without fractions."""
+    checked = count("divisor", value, 1)
+    if checked != 1 and not dtype.is_floating_point:
+        raise TypeError(f"divisor: {dtype} cannot be averaged; expected 1, got {checked}")
+    return checked

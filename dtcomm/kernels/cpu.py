@@ -1,21 +1,27 @@
-"""The C++ kernels: one source, built once per instruction set; docs/reference/wire-format.md says what they compute."""
+"""The C++ kernels for CPU tensors: one source, built once per instruction set.
+
+docs/reference/wire-format.md specifies what they compute. Callers have checked the arguments.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from dtcomm import _C
 from dtcomm.codecs import Codec
 from dtcomm.codecs.base import ELEMENT_TYPES
+from dtcomm.kernels import dispatch
 from dtcomm.kernels.types import OPERATIONS, Combine
 
-# From this many bytes on an output is written around the cache. With a 32 MB L3, and a reader that comes next,
-# ordinary stores are up to twice as fast at 8 MB and below, streaming ones 1.2 to 1.4 times as fast at 32 MB.
+# Outputs of at least this size are written around the cache. With a 32 MB L3 cache and a reader that comes next,
+# ordinary stores are up to twice as fast at 8 MB and below; streaming stores are 1.2 to 1.4 times as fast at 32 MB.
 STREAM_BYTES = 16 << 20
 
 
 def combine(kernel: str, call: Combine) -> None:
-    """Run one call (see :class:`Combine`) with the build called `kernel`."""
+    """Run one call (see :class:`Combine`) with the native build called `kernel`."""
     dtype = ELEMENT_TYPES[call.dtype]
     residual = _address(call.residual)
     _C.combine(
@@ -44,7 +50,7 @@ def combine(kernel: str, call: Combine) -> None:
 def decode(
     kernel: str, codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, out: torch.Tensor
 ) -> None:
-    """`out` <- the payload's `numel` elements; `dtype` is the wire type of `none`."""
+    """`out` <- the `numel` elements of the payload; `dtype` is the element type that ``none`` has there."""
     _C.decode(
         kernel,
         codec.native(),
@@ -57,9 +63,51 @@ def decode(
     )
 
 
+def project_rows(
+    gradient: torch.Tensor, residual: torch.Tensor | None, right: torch.Tensor, left: torch.Tensor
+) -> None:
+    """:func:`dtcomm.kernels.low_rank.project_rows`."""
+    _C.project_rows(*_matrix(gradient, residual, left, right), right.data_ptr(), left.data_ptr())
+
+
+def project_columns(
+    gradient: torch.Tensor, residual: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor
+) -> None:
+    """:func:`dtcomm.kernels.low_rank.project_columns`."""
+    _C.project_columns(*_matrix(gradient, residual, left, right), left.data_ptr(), right.data_ptr())
+
+
+def expand(
+    gradient: torch.Tensor,
+    residual: torch.Tensor | None,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    finite: torch.Tensor | None = None,
+) -> None:
+    """:func:`dtcomm.kernels.low_rank.expand`; `finite` is None."""
+    _C.expand(*_matrix(gradient, residual, left, right), left.data_ptr(), right.data_ptr())
+
+
+def orthonormalise(vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
+    """:func:`dtcomm.kernels.low_rank.orthonormalise_all`."""
+    for tensor, key in zip(vectors, keys, strict=True):
+        count, n = tensor.shape
+        _C.orthonormalise(dispatch.native_kernel(), tensor.data_ptr(), count, n, key)
+
+
+def _matrix(
+    gradient: torch.Tensor, residual: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor
+) -> tuple[str, int, int, int, int, int, int]:
+    """The first arguments of a native pass: kernel, gradient, dtype, residual, rows, columns, rank."""
+    (rank, rows), columns = left.shape, right.shape[1]
+    name, address = dispatch.native_kernel(), _address(residual)
+    return name, gradient.data_ptr(), ELEMENT_TYPES[gradient.dtype], address, rows, columns, rank
+
+
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def _streams(tensor: torch.Tensor | None) -> bool:
+    """Whether to write `tensor` with non-temporal stores."""
     return tensor is not None and tensor.numel() * tensor.itemsize >= STREAM_BYTES

@@ -1,7 +1,7 @@
-"""The CUDA kernels: the bytes of the CPU's, from the same scalar rules (csrc/cuda, csrc/codec).
+"""The CUDA kernels (csrc/cuda), which compile the CPU's scalar rules (csrc/codec) and give the same bytes.
 
-Work is queued on the current stream of the tensors' device, as one kernel or as copies: nothing waits for it, and
-a CUDA graph may capture it. Tensors are checked by the caller (contiguous, of the right size, all on one device).
+Work is queued on the current stream of the tensors' device, as one kernel or as copies. The host never waits for it,
+and a CUDA graph may capture it. Callers have checked the tensors: contiguous, of the right size, on one device.
 """
 
 from __future__ import annotations
@@ -13,14 +13,25 @@ import torch
 from dtcomm import _cuda
 from dtcomm.codecs import Codec
 from dtcomm.codecs.base import ELEMENT_TYPES
+from dtcomm.kernels.low_rank_torch import project_columns, project_rows
 from dtcomm.kernels.types import OPERATIONS, Combine
+
+__all__ = [
+    "combine",
+    "decode",
+    "expand",
+    "factors_finite",
+    "orthonormalise",
+    "project_columns",
+    "project_rows",
+]
 
 
 def combine(call: Combine) -> None:
     """Run one call (see :class:`Combine`) whose tensors are on a CUDA device.
 
-    Raises ValueError for a payload that is not aligned to 16 bytes, and for more than 16 payloads while a graph
-    is captured: their addresses have to be copied to the device, from memory that the graph could not keep.
+    Raises ValueError for a payload that is not aligned to 16 bytes, and for more than 16 payloads during graph
+    capture: their addresses are copied to the device from memory that the graph could not keep alive.
     """
     device = _device_of(call.payload_out, call.out, call.local, *call.payloads, call.residual)
     dtype = ELEMENT_TYPES[call.dtype]
@@ -51,7 +62,7 @@ def combine(call: Combine) -> None:
 
 
 def decode(codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, out: torch.Tensor) -> None:
-    """`out` <- the payload's `numel` elements, on their device; `dtype` is the wire type of `none`."""
+    """`out` <- the `numel` elements of the payload; `dtype` is the element type that ``none`` has there."""
     device = _device_of(payload, out)
     with torch.cuda.device(device):
         _cuda.decode(
@@ -66,24 +77,24 @@ def decode(codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, 
 
 
 def orthonormalise(vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
-    """:func:`dtcomm.kernels.low_rank.orthonormalise_all`, a kernel for every 64 of them."""
+    """:func:`dtcomm.kernels.low_rank.orthonormalise_all`, in one launch per 64 tensors."""
     device = _device_of(*vectors)
-    stated = [(each.data_ptr(), *_sides(each), key) for each, key in zip(vectors, keys, strict=True)]
+    arguments = [(tensor.data_ptr(), *_shape(tensor), key) for tensor, key in zip(vectors, keys, strict=True)]
     with torch.cuda.device(device):
-        _cuda.orthonormalise(stated, torch.cuda.current_stream(device).cuda_stream)
+        _cuda.orthonormalise(arguments, torch.cuda.current_stream(device).cuda_stream)
 
 
 def factors_finite(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """:func:`dtcomm.kernels.low_rank.factors_finite`, a kernel for every 64 matrices."""
+    """:func:`dtcomm.kernels.low_rank.factors_finite`, in one launch per 64 matrices."""
     device = _device_of(*lefts, *rights)
-    found = torch.empty(len(lefts), dtype=torch.bool, device=device)
-    stated = [
-        (left.data_ptr(), right.data_ptr(), left.numel(), right.numel(), found.data_ptr() + at)
+    results = torch.empty(len(lefts), dtype=torch.bool, device=device)
+    arguments = [
+        (left.data_ptr(), right.data_ptr(), left.numel(), right.numel(), results.data_ptr() + at)
         for at, (left, right) in enumerate(zip(lefts, rights, strict=True))
     ]
     with torch.cuda.device(device):
-        _cuda.judge(stated, torch.cuda.current_stream(device).cuda_stream)
-    return found
+        _cuda.judge(arguments, torch.cuda.current_stream(device).cuda_stream)
+    return results
 
 
 def expand(
@@ -93,9 +104,9 @@ def expand(
     right: torch.Tensor,
     finite: torch.Tensor | None = None,
 ) -> None:
-    """:func:`dtcomm.kernels.low_rank.expand` as one kernel."""
+    """:func:`dtcomm.kernels.low_rank.expand` in one launch."""
     device = _device_of(gradient, residual, left, right, finite)
-    (rank, rows), (_, columns) = _sides(left), _sides(right)
+    (rank, rows), (_, columns) = _shape(left), _shape(right)
     with torch.cuda.device(device):
         _cuda.expand(
             gradient.data_ptr(),
@@ -111,28 +122,28 @@ def expand(
         )
 
 
-def _sides(factor: torch.Tensor) -> tuple[int, int]:
+def _shape(factor: torch.Tensor) -> tuple[int, int]:
     count, n = factor.shape
     return count, n
 
 
 def _table(payloads: list[int], device: torch.device) -> torch.Tensor | None:
-    """The payloads' addresses in the device's memory, where they are too many for a kernel's arguments.
+    """The payloads' addresses in device memory, if they are too many for a kernel's arguments; else None.
 
-    The allocators of torch keep both ends of the copy, and the table, until the stream has used them.
+    The allocators of torch keep both ends of the copy, and the table, alive until the stream has used them.
     """
     if len(payloads) <= _cuda.NEAR_PAYLOADS:
         return None
     if torch.cuda.is_current_stream_capturing():
         raise ValueError(
-            f"payloads: expected at most {_cuda.NEAR_PAYLOADS} while a graph is captured, got {len(payloads)}"
+            f"payloads: expected at most {_cuda.NEAR_PAYLOADS} during graph capture, got {len(payloads)}"
         )
     host = torch.tensor(payloads, dtype=torch.int64).pin_memory()
     return host.to(device, non_blocking=True)
 
 
 def _device_of(*tensors: torch.Tensor | None) -> torch.device:
-    """The one device of `tensors`. Raises ValueError where they are on several, or not on a CUDA device."""
+    """The device of `tensors`. Raises ValueError unless it is one CUDA device for all."""
     devices = {tensor.device for tensor in tensors if tensor is not None}
     if len(devices) != 1 or any(device.type != "cuda" for device in devices):
         raise ValueError(f"tensors: expected all on one CUDA device, got {sorted(map(str, devices))}")

@@ -1,8 +1,8 @@
-"""Which kernel runs: the best for the tensors' device, unless DTCOMM_KERNEL or :func:`use` forces another.
+"""Which kernel runs a call: the best one for the tensors' device, unless DTCOMM_KERNEL or :func:`use` forces another.
 
-Tensors on the CPU go to the native build that is best for it. Tensors on a CUDA device go to `cuda` where the module
-`_cuda` was built, otherwise to `triton`, if that knows the codec (none knows `exact`). What is forced runs or raises:
-nothing falls back in silence. The engine has native kernels only: forcing `cuda` or `triton` leaves it the best one.
+CPU tensors go to the best native build (csrc/cpu). CUDA tensors go to `cuda` if the module `_cuda` was built, else to
+`triton` if it supports the codec. A forced kernel runs the call or raises; nothing falls back silently. The engine has
+native kernels only: while `cuda` or `triton` is forced it uses the best native build.
 """
 
 from __future__ import annotations
@@ -11,28 +11,41 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 
 from dtcomm import _C, env
 from dtcomm.codecs import Codec
 from dtcomm.kernels import triton
+from dtcomm.kernels.types import DeviceKernels
 
 REFERENCE, CUDA, TRITON = "reference", "cuda", "triton"
-TORCH = "torch"  # no kernels: what :func:`low_rank_backend` says where there are none
-CUDA_KERNELS = frozenset({CUDA, TRITON})  # what :func:`load_backend` has
+TORCH = "torch"  # :func:`low_rank_backend`: operators of torch instead of kernels
+CUDA_KERNELS = frozenset({CUDA, TRITON})  # the names that :func:`load_backend` takes
 
-# One list for the process and not one per thread: autograd runs a model's hooks on threads of its own.
+# One list per process, not per thread: autograd runs hooks of a model in threads of its own.
 _forced: list[str] = []
 
 
 def available(device: str = "cpu") -> tuple[str, ...]:
-    """The kernels that can run here on tensors of that type of device (cpu or cuda), best first.
+    """The kernels that can run on tensors of a type of device, best first.
 
-    `triton` is one of the CPU's where TRITON_INTERPRET=1: its interpreter is for tests.
+    With TRITON_INTERPRET=1 the CPU's list includes `triton`, whose interpreter is for tests.
+
+    Args:
+        device: "cpu" or "cuda".
+
+    Returns:
+        Names that :func:`use` and DTCOMM_KERNEL take. Empty for "cuda" if torch sees no CUDA device.
+
+    Raises:
+        ValueError: Another device was named.
+
+    Example:
+        >>> import dtcomm
+        >>> dtcomm.kernels.available()[-2:]
+        ('generic', 'reference')
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device: no kernels for {device!r}; valid: cpu, cuda")
@@ -43,32 +56,58 @@ def available(device: str = "cpu") -> tuple[str, ...]:
 
 
 def current() -> str:
-    """The kernel that runs now: what is forced, otherwise the CPU's best."""
+    """The kernel that runs now on CPU tensors: the forced one, otherwise the best native build.
+
+    Returns:
+        A name of :func:`available`.
+
+    Example:
+        >>> import dtcomm
+        >>> with dtcomm.kernels.use("generic"):
+        ...     dtcomm.kernels.current()
+        'generic'
+    """
     return _force() or _BEST
 
 
 def native_kernel() -> str:
-    """The native build in use, for those who need one (the engine): `generic` stands in for the reference."""
+    """The native build in use, for callers that need one (the engine): `generic` stands in for the reference."""
     name = current()
     return "generic" if name == REFERENCE else name if name in _NATIVE else _BEST
 
 
 @contextmanager
 def use(name: str) -> Iterator[None]:
-    """Within the block, in every thread, run the kernel called `name`; the innermost block wins."""
+    """Force a kernel within a ``with`` block, in all threads; the innermost block wins.
+
+    Args:
+        name: One of :func:`available`, for the CPU or for CUDA devices.
+
+    Raises:
+        ValueError: This machine has no kernel of that name. Calls within the block raise ValueError if the forced
+            kernel cannot run them.
+
+    Example:
+        >>> import torch, dtcomm
+        >>> x = torch.tensor([0.5, -1.0])
+        >>> with dtcomm.kernels.use("reference"):
+        ...     expected = dtcomm.encode("int8", x)
+        >>> torch.equal(dtcomm.encode("int8", x), expected)
+        True
+    """
     _forced.append(_known(name, "name"))
-    _tell_engine()
+    _update_engine()
     try:
         yield
     finally:
         _forced.pop()
-        _tell_engine()
+        _update_engine()
 
 
 def kernel_for(codec: Codec, argument: str, tensor: torch.Tensor) -> str:
     """The kernel that runs `codec` on the device of `tensor`, which the caller passed as `argument`.
 
-    Raises ValueError where what is forced cannot, RuntimeError where nothing that is installed can.
+    Raises ValueError if the forced kernel cannot, and RuntimeError if no installed kernel can.
     """
     name = _force()
     if tensor.is_cpu:
@@ -76,60 +115,61 @@ def kernel_for(codec: Codec, argument: str, tensor: torch.Tensor) -> str:
         if name in _ON_CPU:
             return name
         if name != TRITON or not triton.interpreted():
-            hint = " but with TRITON_INTERPRET=1" if name == TRITON else ""
-            raise ValueError(
-                f"{argument}: on cpu, where the kernel that is forced, {name!r}, cannot run{hint}"
-            )
-        return _able(name, codec)
+            hint = " without TRITON_INTERPRET=1" if name == TRITON else ""
+            raise ValueError(f"{argument}: is on cpu, where the forced kernel {name!r} cannot run{hint}")
+        return _supporting(name, codec)
     if not name:
-        return _best_of_device(codec, argument, tensor.device)
-    if name not in (CUDA, TRITON):
-        raise ValueError(
-            f"{argument}: on {tensor.device}, where the kernel that is forced, {name!r}, cannot run"
-        )
-    return _able(name, codec)
+        return _best_for_device(codec, argument, tensor.device)
+    if name not in CUDA_KERNELS:
+        raise ValueError(f"{argument}: is on {tensor.device}, where the forced kernel {name!r} cannot run")
+    return _supporting(name, codec)
 
 
 def low_rank_backend() -> str:
-    """What makes factors of low rank orthonormal on a device, and multiplies them: `cuda`, unless `triton` is forced or
-    `_cuda` was not built; then `torch`, the operators of torch, with bits of their own.
+    """What runs the passes of `low_rank` on CUDA tensors: CUDA, or TORCH (operators of torch).
+
+    It is TORCH if `triton` is forced or `_cuda` was not built. The two differ in the bits of orthonormal factors.
     """
     name = _force()
     return CUDA if CUDA in ((name,) if name else _for_devices()) else TORCH
 
 
-def load_backend(name: str) -> Any:
-    """What runs `cuda` or `triton`: a module with ``combine`` and ``decode``; of `cuda` also with what factors need."""
-    return import_module("dtcomm.kernels.cuda") if name == CUDA else triton
+def load_backend(name: str) -> DeviceKernels:
+    """The module of kernel `cuda` or `triton`, imported when it is first used."""
+    if name == CUDA:
+        from dtcomm.kernels import cuda
+
+        return cuda
+    return triton
 
 
-def _best_of_device(codec: Codec, argument: str, device: torch.device) -> str:
+def runs_on(name: str, codec: Codec) -> bool:
+    """Whether kernel `name`, which is `cuda` or `triton`, supports `codec`."""
+    return codec.has_cuda_kernel if name == CUDA else triton.supports(codec)
+
+
+def _best_for_device(codec: Codec, argument: str, device: torch.device) -> str:
     for name in _for_devices():
         if runs_on(name, codec):
             return name
     missing = [] if _installed(CUDA) or not runs_on(CUDA, codec) else [f"for it build {_INSTALL[CUDA]}"]
     if triton.supports(codec):
         missing.append(f"for this one install {_INSTALL[TRITON]}")
-    here = ", ".join(_for_devices()) or "none"
+    installed = ", ".join(_for_devices()) or "none"
     raise RuntimeError(
-        f"{argument}: no kernel of this installation runs codec {str(codec)!r} on {device} (installed: {here}); "
+        f"{argument}: no kernel of this installation runs codec {str(codec)!r} on {device} (installed: {installed}); "
         + ("; or ".join(missing) or "move it to the cpu")
     )
 
 
-def _able(name: str, codec: Codec) -> str:
+def _supporting(name: str, codec: Codec) -> str:
     if not runs_on(name, codec):
-        raise ValueError(f"codec: the kernel that is forced, {name!r}, does not run {str(codec)!r}")
+        raise ValueError(f"codec: the forced kernel {name!r} does not support {str(codec)!r}")
     return name
 
 
-def runs_on(name: str, codec: Codec) -> bool:
-    """Whether kernel `name`, which is `cuda` or `triton`, runs this codec."""
-    return codec.has_cuda_kernel if name == CUDA else triton.supports(codec)
-
-
 def _force() -> str:
-    """The kernel that is forced; empty: none."""
+    """The forced kernel; empty if none is."""
     if _forced:
         return _forced[-1]
     name = env.get("DTCOMM_KERNEL")
@@ -137,21 +177,21 @@ def _force() -> str:
 
 
 def _known(name: str, argument: str) -> str:
-    if name not in _ON_CPU and name not in _devices_kernels():
-        valid = ", ".join((*_devices_kernels(), *_ON_CPU))
+    if name not in _ON_CPU and name not in _installed_for_devices():
+        valid = ", ".join((*_installed_for_devices(), *_ON_CPU))
         hint = f"; {name!r} needs {_INSTALL[name]}" if name in _INSTALL else ""
         raise ValueError(f"{argument}: no kernel {name!r} on this machine; valid: {valid}{hint}")
     return name
 
 
-def _devices_kernels() -> tuple[str, ...]:
-    """The kernels for CUDA devices that are installed, best first."""
+def _installed_for_devices() -> tuple[str, ...]:
+    """The installed kernels for CUDA devices, best first."""
     return tuple(name for name in (CUDA, TRITON) if _installed(name))
 
 
 def _for_devices() -> tuple[str, ...]:
-    """Those that would run on the device: Triton's interpreter takes copies to the CPU, and only where it is forced."""
-    return tuple(name for name in _devices_kernels() if name != TRITON or not triton.interpreted())
+    """Installed kernels that run on the device itself: Triton's interpreter works on copies, so it must be forced."""
+    return tuple(name for name in _installed_for_devices() if name != TRITON or not triton.interpreted())
 
 
 @cache
@@ -160,7 +200,7 @@ def _installed(name: str) -> bool:
     return module in sys.modules or find_spec(module) is not None
 
 
-def _tell_engine() -> None:
+def _update_engine() -> None:
     name = current()
     _C.set_engine_kernels(name if name in _ON_CPU else _BEST)
 
@@ -172,4 +212,4 @@ _INSTALL = {
 _NATIVE = tuple(name for name, supported in _C.kernels() if supported)
 _ON_CPU = (*_NATIVE, REFERENCE)
 _BEST = _NATIVE[0]
-_tell_engine()  # a wrong DTCOMM_KERNEL is refused here, before any rank depends on it
+_update_engine()  # raises for a wrong DTCOMM_KERNEL now, before any rank depends on it

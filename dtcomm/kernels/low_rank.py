@@ -1,54 +1,93 @@
 """The passes of low-rank compression (PowerSGD, Vogels et al. 2019, arXiv:1905.13727) over one matrix.
 
-What is compressed is gradient + residual, read once a pass and never stored. Factors are fp32, one row per rank:
-``left`` [rank, rows], ``right`` [rank, columns]; their product is ``left.T @ right``. All sums are taken in one
-order, so that ranks with the same factors hold the same bits afterwards, whatever their CPUs.
+The matrix that is compressed is gradient + residual; it is read once per pass and never stored. Its two factors are
+fp32 with one row per rank of the approximation: ``left`` [rank, rows] and ``right`` [rank, columns]; their product is
+``left.T @ right``. Every sum has one fixed order, so ranks with the same factors compute the same bits on any CPU.
 
-A gradient is fp32, fp16 or bf16 [rows, columns] or flat; a residual fp32, of as many elements, or None. Both are
-dense and on one device. On others than the CPU projections are torch's matrix products (`lowrank_there`); the other
-passes are kernels of CUDA with the CPU's bits, or torch's operators, as
-:func:`dtcomm.kernels.dispatch.low_rank_backend` says. ValueError and TypeError name the argument.
+A gradient is fp32, fp16 or bf16 and has shape [rows, columns] or is flat; a residual is fp32 with as many elements, or
+None. Both are dense and on one device. The functions check their arguments and call the implementation for that
+device (:class:`Passes`): the C++ kernels or the reference for CPU tensors; for CUDA tensors the kernels of `_cuda`,
+with the CPU's bits, or operators of torch, as :func:`dtcomm.kernels.dispatch.low_rank_backend` says. Projections of
+CUDA tensors are matrix products of torch either way. `dtcomm.compress.powersgd` calls this module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol, cast
 
 import torch
 
-from dtcomm import _C
-from dtcomm.codecs.base import ELEMENT_TYPES, FLOAT_TYPES
-from dtcomm.kernels import checks, dispatch, low_rank_torch
+from dtcomm.codecs.base import FLOAT_TYPES
+from dtcomm.kernels import checks, cpu, dispatch, low_rank_torch
 from dtcomm.kernels.dispatch import CUDA, REFERENCE, TORCH, current, low_rank_backend
 from dtcomm.kernels.reference import low_rank as reference
 
-MOST_RANK = 64  # csrc/cpu/kernels.h's kMostRank
+MAX_RANK = 64  # kMaxRank in csrc/cpu/kernels.h
+
+
+class Passes(Protocol):
+    """An implementation of the passes, for checked arguments: `cpu`, `reference.low_rank`, `low_rank_torch`, `cuda`."""
+
+    def project_rows(
+        self,
+        gradient: torch.Tensor,
+        residual: torch.Tensor | None,
+        right: torch.Tensor,
+        left: torch.Tensor,
+    ) -> None:
+        """See :func:`project_rows`."""
+
+    def project_columns(
+        self,
+        gradient: torch.Tensor,
+        residual: torch.Tensor | None,
+        left: torch.Tensor,
+        right: torch.Tensor,
+    ) -> None:
+        """See :func:`project_columns`."""
+
+    def expand(
+        self,
+        gradient: torch.Tensor,
+        residual: torch.Tensor | None,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        finite: torch.Tensor | None,
+    ) -> None:
+        """See :func:`expand`. `finite` is None on the CPU."""
+
+    def orthonormalise(self, vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
+        """See :func:`orthonormalise_all`. No tensor is empty."""
+
+
+class DevicePasses(Passes, Protocol):
+    """An implementation for CUDA tensors, which also answers on the device whether factors are finite."""
+
+    def factors_finite(self, lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See :func:`factors_finite`: one bool tensor with an element per matrix."""
 
 
 def project_rows(
     gradient: torch.Tensor, residual: torch.Tensor | None, right: torch.Tensor, left: torch.Tensor
 ) -> None:
-    """``left[k, i] = sum over j of matrix[i, j] * right[k, j]``."""
-    matrix = _matrix(gradient, residual, left, right)
-    if not gradient.is_cpu:
-        low_rank_torch.project_rows(gradient, residual, right, left)
-    elif current() == REFERENCE:
-        reference.project_rows(gradient, residual, right, left)
-    else:
-        _C.project_rows(*matrix, right.data_ptr(), left.data_ptr())
+    """``left[k, i] <- sum over j of matrix[i, j] * right[k, j]``.
+
+    Raises TypeError or ValueError, which name the argument.
+    """
+    _check(gradient, residual, left, right)
+    _passes(gradient).project_rows(gradient, residual, right, left)
 
 
 def project_columns(
     gradient: torch.Tensor, residual: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor
 ) -> None:
-    """``right[k, j] = sum over i of matrix[i, j] * left[k, i]``."""
-    matrix = _matrix(gradient, residual, left, right)
-    if not gradient.is_cpu:
-        low_rank_torch.project_columns(gradient, residual, left, right)
-    elif current() == REFERENCE:
-        reference.project_columns(gradient, residual, left, right)
-    else:
-        _C.project_columns(*matrix, left.data_ptr(), right.data_ptr())
+    """``right[k, j] <- sum over i of matrix[i, j] * left[k, i]``.
+
+    Raises TypeError or ValueError, which name the argument.
+    """
+    _check(gradient, residual, left, right)
+    _passes(gradient).project_columns(gradient, residual, left, right)
 
 
 def expand(
@@ -58,88 +97,81 @@ def expand(
     right: torch.Tensor,
     finite: torch.Tensor | None = None,
 ) -> None:
-    """The gradient becomes the product of the factors, and the residual what gradient + residual had more.
+    """gradient <- the product of the factors; residual <- gradient + residual - product.
 
-    ``finite``, on a device: a bool there without dimensions; where it says no, which nobody waits to see, the gradient
-    becomes NaN and the residual stays.
+    ``finite``, for CUDA tensors only, is a 0-d bool on the device, from :func:`factors_finite`: if it is False the
+    gradient becomes NaN and the residual stays. The host does not wait for it. Raises TypeError or ValueError, which
+    name the argument.
     """
-    matrix = _matrix(gradient, residual, left, right)
-    if not gradient.is_cpu:
-        there = low_rank_torch if low_rank_backend() == TORCH else dispatch.load_backend(CUDA)
-        there.expand(gradient, residual, left, right, finite)
-    elif finite is not None:
-        raise ValueError("finite: goes with tensors on a device; expected None")
-    elif current() == REFERENCE:
-        reference.expand(gradient, residual, left, right)
-    else:
-        _C.expand(*matrix, left.data_ptr(), right.data_ptr())
+    _check(gradient, residual, left, right)
+    if gradient.is_cpu and finite is not None:
+        raise ValueError("finite: is for tensors on a CUDA device; expected None")
+    _passes(gradient).expand(gradient, residual, left, right, finite)
 
 
 def factors_finite(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Whether the factors of each matrix are finite: bools on their device, as `expand` takes them, which nobody waits
-    to see. Where one factor is not both become zeros. On devices alone: on the CPU look.
+    """For each matrix a 0-d bool on the device: whether both factors are finite. Factors that are not become zeros.
+
+    It is for CUDA tensors, where the host must not wait for the answer; :func:`expand` takes it. Raises TypeError or
+    ValueError, which name the argument.
     """
     if len(lefts) != len(rights):
         raise ValueError(f"rights: expected {len(lefts)}, as many as lefts, got {len(rights)}")
     for name, factors in (("lefts", lefts), ("rights", rights)):
-        for each in factors:
-            checks.floats(name, each, each.numel(), torch.float32, like=lefts[0])
-            if each.is_cpu:
-                raise ValueError(f"{name}: expected tensors on a device, got one on {each.device}")
+        for factor in factors:
+            checks.floats(name, factor, factor.numel(), torch.float32, like=lefts[0])
+            if factor.is_cpu:
+                raise ValueError(f"{name}: expected tensors on a CUDA device, got one on {factor.device}")
     if not lefts:
         return []
-    there = low_rank_torch if low_rank_backend() == TORCH else dispatch.load_backend(CUDA)
-    found: torch.Tensor = there.factors_finite(lefts, rights)
-    return found.unbind()
+    return _device_passes().factors_finite(lefts, rights).unbind()
 
 
 def orthonormalise(vectors: torch.Tensor, key: int = 0) -> None:
-    """The rows of ``vectors`` (fp32 [count, n]) become orthonormal, in order: modified Gram-Schmidt, twice.
+    """Make the rows of ``vectors`` (fp32 [count, n]) orthonormal, in order, by modified Gram-Schmidt run twice.
 
-    A row that depends on those before it (a zero one, say) is replaced by a random one, drawn by ``key``; where
-    there are no more directions by zeros. Rows that hold NaN or Inf stay as they are.
+    A row that depends on the rows before it (a zero row, say) is replaced by a random one drawn with ``key``, or by
+    zeros if there is no further direction. Rows with NaN or Inf stay. Raises TypeError or ValueError, which name the
+    argument.
     """
     orthonormalise_all([vectors], [key])
 
 
 def orthonormalise_all(vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
-    """:func:`orthonormalise` for each of ``vectors``, all on one device, with a key each: there as one kernel."""
+    """:func:`orthonormalise` for several tensors on one device, with a key each; on CUDA devices in one launch."""
     if len(vectors) != len(keys):
         raise ValueError(f"keys: expected {len(vectors)}, as many as vectors, got {len(keys)}")
-    for each in vectors:
-        checks.floats("vectors", each, each.numel(), torch.float32, like=vectors[0])
-        if each.ndim != 2:
-            raise ValueError(f"vectors: expected 2 dimensions, got {each.ndim}")
-    there = [(each, checks.word("key", key)) for each, key in zip(vectors, keys) if each.numel()]
-    if there and not there[0][0].is_cpu and low_rank_backend() == CUDA:
-        dispatch.load_backend(CUDA).orthonormalise([each for each, _ in there], [word for _, word in there])
-        return
-    for each, key in there:
-        if not each.is_cpu:
-            low_rank_torch.orthonormalise(each, key)
-        elif current() == REFERENCE:
-            reference.orthonormalise(each, key)
-        else:
-            count, n = each.shape
-            _C.orthonormalise(dispatch.native_kernel(), each.data_ptr(), count, n, key)
+    for tensor in vectors:
+        checks.floats("vectors", tensor, tensor.numel(), torch.float32, like=vectors[0])
+        if tensor.ndim != 2:
+            raise ValueError(f"vectors: expected 2 dimensions, got {tensor.ndim}")
+    checked = [(tensor, checks.uint64("key", key)) for tensor, key in zip(vectors, keys) if tensor.numel()]
+    if checked:
+        tensors, words = zip(*checked)
+        _passes(tensors[0]).orthonormalise(tensors, words)
 
 
-def _matrix(
+def _passes(tensor: torch.Tensor) -> Passes:
+    """The implementation for the device of `tensor`: the only place that chooses one."""
+    if not tensor.is_cpu:
+        return _device_passes()
+    return reference if current() == REFERENCE else cpu
+
+
+def _device_passes() -> DevicePasses:
+    return low_rank_torch if low_rank_backend() == TORCH else cast(DevicePasses, dispatch.load_backend(CUDA))
+
+
+def _check(
     gradient: torch.Tensor, residual: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor
-) -> tuple[str, int, int, int, int, int, int]:
-    """The matrix as the native passes take it, after everything was checked."""
+) -> None:
     for name, factor in (("left", left), ("right", right)):
         checks.tensor(name, factor, gradient)
         if factor.ndim != 2 or factor.dtype != torch.float32:
             raise ValueError(f"{name}: expected fp32 [rank, n], got {factor.dtype} {tuple(factor.shape)}")
     (rank, rows), (other, columns) = left.shape, right.shape
-    if rank != other or not 1 <= rank <= MOST_RANK:
-        raise ValueError(f"right: expected 1 to {MOST_RANK} rows and as many as left's {rank}, got {other}")
+    if rank != other or not 1 <= rank <= MAX_RANK:
+        raise ValueError(f"right: expected 1 to {MAX_RANK} rows and as many as left's {rank}, got {other}")
     checks.floats("gradient", gradient, rows * columns, *FLOAT_TYPES)
     if residual is not None:
         checks.floats("residual", residual, rows * columns, torch.float32)
-    if not gradient.is_cpu:
-        return "", 0, 0, 0, rows, columns, rank
-    address = 0 if residual is None else residual.data_ptr()
-    name = dispatch.native_kernel()
-    return name, gradient.data_ptr(), ELEMENT_TYPES[gradient.dtype], address, rows, columns, rank

@@ -1,28 +1,24 @@
-"""The verbs: floats into payloads, payloads into floats and into sums, each in one pass over memory.
+"""The verbs: encode floats into payloads, decode payloads, and reduce payloads to floats or to a new payload.
 
-Tensors are contiguous, of any shape, and those of a call on one device, the CPU or a CUDA device (there a call is
-queued on torch's current stream); they are read and written in memory order. Every verb takes an `out`: at tens of
-megabytes a fresh allocation costs more than the encoding, so hot paths reuse their buffers.
+Each verb is one pass over memory. Tensors are contiguous, of any shape, and read in memory order; those of one call
+are on one device. Calls on a CUDA device are queued on torch's current stream. Every verb takes an output tensor: at
+tens of megabytes a fresh allocation costs more than the encoding, so hot paths reuse their buffers.
 
-Results have no gradient: what a verb is given is taken as if detached. `dtcomm.kernels.custom_op_library` has the verbs
-as torch operators, which they become by themselves under torch.compile, and `quantize`, which lets gradients through.
+Results have no gradient; arguments are used as if detached. Under `torch.compile` the verbs become the operators
+`torch.ops.dtcomm.*` (see `custom_ops`). :func:`quantize` passes gradients through.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from dtcomm.codecs import Codec
-from dtcomm.codecs import codec as parse
-from dtcomm.codecs.base import FLOAT_TYPES
-from dtcomm.kernels import checks, cpu, dispatch, reference
+from dtcomm.kernels import eager
 from dtcomm.kernels.dispatch import available, current, use
-from dtcomm.kernels.types import Combine
 
-__all__ = ["available", "current", "decode", "encode", "reduce", "reduce_encode", "use"]
+__all__ = ["available", "current", "decode", "encode", "quantize", "reduce", "reduce_encode", "use"]
 
 
 def encode(
@@ -35,36 +31,38 @@ def encode(
     *,
     decoded: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The payload of `x`: uint8, ``codec.wire_bytes(x.numel(), x.dtype)`` bytes.
+    """Encode a tensor.
 
-    `key` and `offset` (the index of x's first element in the caller's tensor) choose the random numbers of
-    stochastic rounding. `residual` (float32, as many elements) is added to x and becomes what the encoding
-    lost; where that is no number it stays as it was. `decoded` receives what the payload decodes to; it may
-    be `x`.
+    Args:
+        codec: A codec or its spec string, such as "int8" or "topk:ratio=0.01".
+        x: The tensor; fp32, fp16 or bf16 (any type for codec "none"), contiguous, of any shape.
+        key: Key of the random numbers (stochastic rounding, positions of randk); 64 bits.
+        offset: Index of x's first element in the caller's tensor, which is the counter of the random numbers.
+        residual: float32, as many elements as x. It is added to x and overwritten with the error of the encoding;
+            where that is not finite it stays.
+        out: uint8, ``codec.wire_bytes(x.numel(), x.dtype)`` elements; default: a new tensor.
+        decoded: A tensor of x's type and size that receives what the payload decodes to; it may be x itself.
 
-    Raises TypeError or ValueError naming the argument.
+    Returns:
+        The payload: `out`, or a new tensor.
+
+    Raises:
+        TypeError: An argument has the wrong type; the message names it.
+        ValueError: An argument has the wrong size, device or value; the message names it.
+
+    Example:
+        >>> import torch, dtcomm
+        >>> payload = dtcomm.encode("int8", torch.tensor([1.0, -0.5, 0.25]))
+        >>> payload.dtype, payload.numel()
+        (torch.uint8, 48)
+        >>> dtcomm.decode("int8", payload, 3)
+        tensor([ 0.9999, -0.5039,  0.2520])
     """
     if torch.compiler.is_compiling():
-        from dtcomm.kernels import custom_op_library
+        from dtcomm.kernels import custom_ops
 
-        return custom_op_library.compiled_encode(codec, x, key, offset, residual, out, decoded)
-    codec = parse(codec)
-    x = checks.tensor("x", x)
-    dtype = checks.element_type("x", codec, x.dtype)
-    payload = _payload_out(out, codec, x.numel(), dtype, x)
-    call = Combine(
-        codec=codec,
-        numel=x.numel(),
-        dtype=dtype,
-        local=x,
-        residual=_residual(residual, x.numel(), dtype, x),
-        key=checks.word("key", key),
-        offset=checks.word("offset", offset),
-        payload_out=payload,
-        out=None if decoded is None else checks.floats("decoded", decoded, x.numel(), dtype, like=x),
-    )
-    _run(call, "x", x)
-    return payload
+        return custom_ops.compiled_encode(codec, x, key, offset, residual, out, decoded)
+    return eager.encode(codec, x, key, offset, residual, out, decoded)
 
 
 def decode(
@@ -74,28 +72,34 @@ def decode(
     dtype: torch.dtype = torch.float32,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The `numel` elements of `payload` as a tensor of `dtype`, which for `none` is also their type in the
-    payload.
+    """Decode a payload.
 
-    `out`, where given, has `numel` elements of `dtype`. Raises TypeError or ValueError naming the argument.
+    Args:
+        codec: The codec that encoded the payload, or its spec string.
+        payload: uint8, ``codec.wire_bytes(numel, dtype)`` elements.
+        numel: Elements of the tensor that was encoded.
+        dtype: The type of the result. For codec "none" also the type of the elements in the payload.
+        out: `numel` elements of `dtype`; default: a new tensor.
+
+    Returns:
+        The decoded elements: `out`, or a new tensor of shape [numel].
+
+    Raises:
+        TypeError: An argument has the wrong type; the message names it.
+        ValueError: An argument has the wrong size, device or value; the message names it.
+        PayloadCorrupt: The payload holds positions that no encoder writes.
+
+    Example:
+        >>> import torch, dtcomm
+        >>> payload = dtcomm.encode("sign", torch.tensor([3.0, -1.0]))
+        >>> dtcomm.decode("sign", payload, 2)
+        tensor([ 2., -2.])
     """
     if torch.compiler.is_compiling():
-        from dtcomm.kernels import custom_op_library
+        from dtcomm.kernels import custom_ops
 
-        return custom_op_library.compiled_decode(codec, payload, numel, dtype, out)
-    codec = parse(codec)
-    numel = checks.count("numel", numel)
-    checks.element_type("dtype", codec, dtype)
-    payload = checks.payload("payload", payload, codec, numel, dtype)
-    checks.require_valid_payload(codec, [payload], numel)
-    if out is None:
-        out = payload.new_empty(numel, dtype=dtype)
-    else:
-        checks.floats("out", out, numel, dtype, like=payload)
-    if numel == 0:
-        return out
-    run_decode(dispatch.kernel_for(codec, "payload", payload), codec, payload, numel, dtype, out)
-    return out
+        return custom_ops.compiled_decode(codec, payload, numel, dtype, out)
+    return eager.decode(codec, payload, numel, dtype, out)
 
 
 def reduce(
@@ -110,26 +114,42 @@ def reduce(
     op: str = "sum",
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The sum of `payloads`, in that order, as `numel` floats; `local` stands before ``payloads[position]``.
+    """Reduce payloads, and optionally a tensor that is not encoded, to floats.
 
-    The sum is taken in float32 (other types of `none`: in their own), divided by `divisor` and rounded once
-    to the type of `out`. `dtype` is the type of the tensor that is reduced: by default local's, else out's,
-    else float32; local and out are of that type or float32 (a running sum). `position` is last by default.
-    `op` min and max: `none`, `fp16` and `bf16`; NaN wins. Raises TypeError or ValueError naming the argument.
+    The sum is taken in order in float32 (types of "none" that are no such floats: in their own type), divided, and
+    rounded once to the type of the result.
+
+    Args:
+        codec: The codec of the payloads, or its spec string.
+        payloads: The encoded terms, each of `numel` elements, in the order of the sum.
+        numel: Elements of every term.
+        local: A term of `dtype` or float32 that is not encoded.
+        position: The local term stands before ``payloads[position]``; default: last.
+        divisor: Divides the result; at least 1.
+        out: `numel` elements of `dtype` or float32; default: a new tensor of `dtype`.
+        op: "sum"; codecs none, fp16 and bf16 also take "min" and "max", in which NaN wins.
+        dtype: The type of the reduced tensor; default: local's, else out's, else float32.
+
+    Returns:
+        The result: `out`, or a new tensor of shape [numel].
+
+    Raises:
+        TypeError: An argument has the wrong type; the message names it.
+        ValueError: An argument has the wrong size, device or value; the message names it.
+        PayloadCorrupt: A payload holds positions that no encoder writes.
+
+    Example:
+        >>> import torch
+        >>> from dtcomm.kernels import ops
+        >>> payloads = [ops.encode("fp16", torch.full((2,), float(rank))) for rank in range(3)]
+        >>> ops.reduce("fp16", payloads, 2, divisor=3)
+        tensor([1., 1.])
     """
     if torch.compiler.is_compiling():
-        from dtcomm.kernels import custom_op_library
+        from dtcomm.kernels import custom_ops
 
-        return custom_op_library.compiled_reduce(
-            codec, payloads, numel, local, position, divisor, out, op, dtype
-        )
-    call, name, first = _reduction(codec, payloads, numel, local, position, divisor, op, dtype, out)
-    if out is None:
-        out = first.new_empty(numel, dtype=call.dtype)
-    else:
-        checks.floats("out", out, numel, call.dtype, *_running(call.dtype), like=first)
-    _run(replace(call, out=out), name, first)
-    return out
+        return custom_ops.compiled_reduce(codec, payloads, numel, local, position, divisor, out, op, dtype)
+    return eager.reduce(codec, payloads, numel, local, position, divisor, out, op, dtype)
 
 
 def reduce_encode(
@@ -148,131 +168,77 @@ def reduce_encode(
     offset: int = 0,
     decoded: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """:func:`reduce`, encoded again: returns the payload of the (divided) sum.
+    """Reduce payloads as :func:`reduce` does and encode the result, in one pass.
 
-    `residual` is added to `local` (or stands at `position` in its place) and becomes the error of the new
-    encoding times `divisor`, so that it can be added to this rank's contribution to the next sum. `decoded`
-    receives what the payload decodes to; `out` is the payload. Raises TypeError or ValueError naming the
-    argument.
+    Args:
+        codec: The codec of the payloads and of the result, or its spec string.
+        payloads: The encoded terms, each of `numel` elements, in the order of the sum.
+        numel: Elements of every term.
+        local: A term of `dtype` or float32 that is not encoded.
+        position: The local term stands before ``payloads[position]``; default: last.
+        divisor: Divides the result before it is encoded; at least 1.
+        residual: float32, `numel` elements. It is added to `local`, or takes its place, and is overwritten with the
+            error of the new encoding times `divisor`: what this rank has to add to its next contribution.
+        out: uint8, ``codec.wire_bytes(numel, dtype)`` elements; default: a new tensor.
+        op: "sum"; codecs none, fp16 and bf16 also take "min" and "max", in which NaN wins.
+        dtype: The type of the reduced tensor; default: local's, else decoded's, else float32.
+        key: Key of the random numbers; 64 bits.
+        offset: Index of the first element in the caller's tensor, which is the counter of the random numbers.
+        decoded: `numel` elements of `dtype` or float32; receives what the result decodes to.
+
+    Returns:
+        The payload of the result: `out`, or a new tensor.
+
+    Raises:
+        TypeError: An argument has the wrong type; the message names it.
+        ValueError: An argument has the wrong size, device or value; the message names it.
+        PayloadCorrupt: A payload holds positions that no encoder writes.
+
+    Example:
+        >>> import torch
+        >>> from dtcomm.kernels import ops
+        >>> payloads = [ops.encode("bf16", torch.full((2,), float(rank))) for rank in range(3)]
+        >>> ops.decode("bf16", ops.reduce_encode("bf16", payloads, 2), 2)
+        tensor([3., 3.])
     """
     if torch.compiler.is_compiling():
-        from dtcomm.kernels import custom_op_library
+        from dtcomm.kernels import custom_ops
 
-        return custom_op_library.compiled_reduce_encode(
+        return custom_ops.compiled_reduce_encode(
             codec, payloads, numel, local, position, divisor, residual, out, op, dtype, key, offset, decoded
         )
-    call, name, first = _reduction(codec, payloads, numel, local, position, divisor, op, dtype, decoded)
-    dtype = call.dtype
-    if decoded is not None:
-        checks.floats("decoded", decoded, numel, dtype, *_running(dtype), like=first)
-    payload = _payload_out(out, call.codec, numel, dtype, first)
-    call = replace(
-        call,
-        residual=_residual(residual, numel, dtype, first),
-        key=checks.word("key", key),
-        offset=checks.word("offset", offset),
-        payload_out=payload,
-        out=decoded,
+    return eager.reduce_encode(
+        codec, payloads, numel, local, position, divisor, residual, out, op, dtype, key, offset, decoded
     )
-    _run(call, name, first)
-    return payload
 
 
-def _reduction(
-    codec: Codec | str,
-    payloads: Sequence[torch.Tensor],
-    numel: int,
-    local: torch.Tensor | None,
-    position: int | None,
-    divisor: int,
-    op: str,
-    dtype: torch.dtype | None,
-    floats: torch.Tensor | None,
-) -> tuple[Combine, str, torch.Tensor]:
-    """The part of a call that both reductions share, and the term that decides on the device, with its name."""
-    codec = parse(codec)
-    numel = checks.count("numel", numel)
-    if dtype is None:
-        known = [tensor.dtype for tensor in (local, floats) if isinstance(tensor, torch.Tensor)]
-        dtype = known[0] if known else torch.float32
-    checks.element_type("dtype", codec, dtype)
-    if not payloads and local is None:
-        raise ValueError("payloads: expected at least one payload or a local tensor, got none")
-    last = len(payloads)
-    position = last if position is None else checks.count("position", position)
-    if position > last:
-        raise ValueError(f"position: expected 0 to {last}, got {position}")
-    first: torch.Tensor | None = None
-    checked = []
-    for i, payload in enumerate(payloads):
-        checked.append(checks.payload(f"payloads[{i}]", payload, codec, numel, dtype, first))
-        first = checked[0]
-    if local is not None:
-        checks.floats("local", local, numel, dtype, *_running(dtype), like=first)
-    call = Combine(
-        codec=codec,
-        numel=numel,
-        dtype=dtype,
-        payloads=tuple(checked),
-        local=local,
-        position=position,
-        divisor=checks.divisor(divisor, dtype),
-        op=checks.operation(codec, op),
-    )
-    if first is not None:
-        return call, "payloads[0]", first
-    assert local is not None
-    return call, "local", local
+def quantize(codec: Codec | str, x: torch.Tensor, key: int = 0, offset: int = 0) -> torch.Tensor:
+    """decode(encode(x)) in one pass, differentiable: the gradient of the result is passed to x unchanged.
 
+    It is for training with a codec's error in the graph (a straight-through estimator).
 
-def _run(call: Combine, name: str, first: torch.Tensor) -> None:
-    """Run `call` on the device of its argument `first`, called `name`."""
-    if call.numel == 0:
-        return
-    checks.require_valid_payload(call.codec, call.payloads, call.numel)
-    run_combine(dispatch.kernel_for(call.codec, name, first), call)
+    Args:
+        codec: A codec or its spec string.
+        x: The tensor; of a type that the codec takes, contiguous, of any shape.
+        key: Key of the random numbers; 64 bits.
+        offset: Index of x's first element in the caller's tensor.
 
+    Returns:
+        A new tensor of the shape and type of x.
 
-def run_combine(kernel: str, call: Combine) -> None:
-    """Run a call that has been checked with the kernel of that name, which can run it."""
-    if kernel == dispatch.REFERENCE:
-        reference.combine(call)
-    elif kernel in dispatch.CUDA_KERNELS:
-        dispatch.load_backend(kernel).combine(call)
-    else:
-        cpu.combine(kernel, call)
+    Raises:
+        TypeError: An argument has the wrong type; the message names it.
+        ValueError: An argument has the wrong size, device or value; the message names it.
 
+    Example:
+        >>> import torch
+        >>> from dtcomm.kernels import ops
+        >>> x = torch.tensor([1.0, 0.3], requires_grad=True)
+        >>> y = ops.quantize("int4", x)
+        >>> y.sum().backward()
+        >>> y.detach(), x.grad
+        (tensor([0.9980, 0.2852]), tensor([1., 1.]))
+    """
+    from dtcomm.kernels import custom_ops
 
-def run_decode(
-    kernel: str, codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, out: torch.Tensor
-) -> None:
-    """The same for a decoding: the payload into `out`."""
-    if kernel == dispatch.REFERENCE:
-        reference.decode(codec, payload, numel, dtype, out)
-    elif kernel in dispatch.CUDA_KERNELS:
-        dispatch.load_backend(kernel).decode(codec, payload, numel, dtype, out)
-    else:
-        cpu.decode(kernel, codec, payload, numel, dtype, out)
-
-
-def _running(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """The type of a running sum of `dtype`, where that is another one."""
-    return (torch.float32,) if dtype in FLOAT_TYPES else ()
-
-
-def _residual(
-    residual: torch.Tensor | None, numel: int, dtype: torch.dtype, like: torch.Tensor
-) -> torch.Tensor | None:
-    if residual is None:
-        return None
-    if dtype not in FLOAT_TYPES:
-        raise TypeError(f"residual: {dtype} is summed as itself and loses nothing; expected None")
-    return checks.floats("residual", residual, numel, torch.float32, like=like)
-
-
-def _payload_out(
-    out: torch.Tensor | None, codec: Codec, numel: int, dtype: torch.dtype, like: torch.Tensor
-) -> torch.Tensor:
-    if out is None:
-        return like.new_empty(codec.wire_bytes(numel, dtype), dtype=torch.uint8)
-    return checks.payload("out", out, codec, numel, dtype, like)
+    return custom_ops.compiled_quantize(codec, x, key, offset)

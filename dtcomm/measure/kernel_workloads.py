@@ -13,7 +13,7 @@ import torch
 
 from dtcomm.codecs import Codec
 from dtcomm.kernels import dispatch
-from dtcomm.kernels.ops import run_combine, run_decode
+from dtcomm.kernels.eager import run_combine, run_decode
 from dtcomm.kernels.types import Combine
 
 REDUCED_PAYLOADS = 8  # payloads added by a reduction

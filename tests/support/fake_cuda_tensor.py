@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from dtcomm.device import streams as runtime_streams
-from dtcomm.kernels import cpu, dispatch, low_rank
+from dtcomm.kernels import cpu, dispatch, low_rank, low_rank_torch
 from dtcomm.kernels.types import Combine
 from tests.support.op_recorder import WAITS, accesses, unwatched
 from tests.support.stream_checker import RecordedStreams
@@ -283,6 +283,9 @@ class _Kernels:
             judge.access(out.host, True)
         with unwatched():
             cpu.decode(dispatch.native_kernel(), codec, payload.host, numel, dtype, out.host)
+
+    project_rows = staticmethod(low_rank_torch.project_rows)
+    project_columns = staticmethod(low_rank_torch.project_columns)
 
     @staticmethod
     def orthonormalise(vectors: Sequence[Any], keys: Sequence[int]) -> None:

@@ -1,6 +1,8 @@
-"""The passes of low-rank compression in numpy: every product and sum rounded to fp32, in a stated order."""
+"""The passes of `dtcomm.kernels.low_rank` in numpy: every product and sum is rounded to fp32, in a stated order."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -9,13 +11,13 @@ from dtcomm.kernels import counter_rng
 from dtcomm.kernels.reference.floats import INFINITY, Floats, get, magnitude, put
 
 LANES = 16
-LOST = np.float32(2**-18)  # of a vector's length, when what is left of it is rounding
+ROUNDING = np.float32(2**-18)  # what is left of a vector is rounding if it is shorter than this part of it
 
 
 def project_rows(
     gradient: torch.Tensor, residual: torch.Tensor | None, right: torch.Tensor, left: torch.Tensor
 ) -> None:
-    """left[k, i] = dot(matrix[i], right[k])."""
+    """left[k, i] <- dot(matrix[i], right[k])."""
     matrix = _sum(gradient, residual, left.shape[1])
     for k, vector in enumerate(right.numpy()):
         left.numpy()[k] = dot(matrix, vector)
@@ -24,7 +26,7 @@ def project_rows(
 def project_columns(
     gradient: torch.Tensor, residual: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor
 ) -> None:
-    """right[k] = the rows of the matrix, each times its left[k, i], added in order to zero."""
+    """right[k] <- the rows of the matrix, each times its left[k, i], added in order to zero."""
     matrix = _sum(gradient, residual, left.shape[1])
     sums = right.numpy()
     sums[:] = 0
@@ -33,9 +35,13 @@ def project_columns(
 
 
 def expand(
-    gradient: torch.Tensor, residual: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor
+    gradient: torch.Tensor,
+    residual: torch.Tensor | None,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    finite: torch.Tensor | None = None,
 ) -> None:
-    """The outer products of the factors, added in order; what they lost."""
+    """gradient <- the outer products of the factors, added in order; residual <- the error. `finite` is None."""
     matrix = _sum(gradient, residual, left.shape[1])
     product = left.numpy()[0][:, None] * right.numpy()[0]
     for p, q in zip(left.numpy()[1:], right.numpy()[1:], strict=True):
@@ -45,10 +51,11 @@ def expand(
     put(gradient, product.reshape(-1))
 
 
-def orthonormalise(vectors: torch.Tensor, key: int) -> None:
-    """Modified Gram-Schmidt, in order, twice."""
+def orthonormalise(vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
+    """Modified Gram-Schmidt on the rows of each tensor, in order, twice."""
     with np.errstate(all="ignore"):
-        _orthonormalise(vectors.numpy(), key)
+        for tensor, key in zip(vectors, keys, strict=True):
+            _orthonormalise(tensor.numpy(), key)
 
 
 def _orthonormalise(rows: Floats, key: int) -> None:
@@ -57,20 +64,20 @@ def _orthonormalise(rows: Floats, key: int) -> None:
         top = magnitude(row).max()
         if top >= INFINITY:
             continue
-        found = None
+        direction = None
         if top >= 0x00800000:
             power = np.uint32(top & 0x7F800000).view(np.float32)
-            found = _direction(rows[:k], row / power)
+            direction = _direction(rows[:k], row / power)
         for attempt in range(4):
-            if found is None:
-                found = _direction(
+            if direction is None:
+                direction = _direction(
                     rows[:k], counter_rng.uniform(key, (k * 4 + attempt) * n, n) - np.float32(0.5)
                 )
-        rows[k] = 0 if found is None else found
+        rows[k] = 0 if direction is None else direction
 
 
 def dot(a: Floats, b: Floats) -> Floats:
-    """Over the last axis: element i is added to sum i mod 16, the sixteen are folded in halves."""
+    """The dot product over the last axis: element i is added to sum i mod 16; the 16 sums are folded in halves."""
     pad = [(0, 0)] * (a.ndim - 1) + [(0, -a.shape[-1] % LANES)]
     products = np.pad(a * b, pad).reshape((*a.shape[:-1], -1, LANES))
     sums: Floats = np.zeros((*a.shape[:-1], LANES), np.float32)
@@ -84,16 +91,16 @@ def dot(a: Floats, b: Floats) -> Floats:
 
 
 def _direction(before: Floats, x: Floats) -> Floats | None:
-    """`x`, made orthogonal to the vectors before it and of length 1; None where nothing of it is left."""
+    """`x` made orthogonal to the vectors `before` and of length 1; None if only rounding is left of it."""
     length = np.sqrt(dot(x, x))
     for _ in range(2):
         for other in before:
             x = x + -dot(x, other) * other
     left = np.sqrt(dot(x, x))
-    if not left > length * LOST:
+    if not left > length * ROUNDING:
         return None
-    found: Floats = np.divide(x, left, dtype=np.float32)
-    return found
+    unit: Floats = np.divide(x, left, dtype=np.float32)
+    return unit
 
 
 def _sum(gradient: torch.Tensor, residual: torch.Tensor | None, rows: int) -> Floats:

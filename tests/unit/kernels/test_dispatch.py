@@ -91,7 +91,7 @@ def test_unknown_kernels() -> None:
     with pytest.raises(ValueError, match=r"name.*'neon'.*generic, reference"), use("neon"):
         pass
     with pytest.raises(ValueError, match="neon"):
-        _C.decode("neon", ops.parse("int8").native(), 0, 0, 0, 0, 0, False)
+        _C.decode("neon", codec("int8").native(), 0, 0, 0, 0, 0, False)
 
 
 def test_use_nests_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,15 +168,15 @@ def test_forcing_a_device_s_kernel(device: Callable[..., list[str]]) -> None:
     with use("triton"):
         assert current() == "triton" and dispatch.native_kernel() in available()
         ops.encode("int8", on_device())
-        with pytest.raises(ValueError, match=r"codec: .*'triton', does not run 'none'"):
+        with pytest.raises(ValueError, match=r"codec: .*'triton' does not support 'none'"):
             ops.encode("none", on_device())
         with pytest.raises(
-            ValueError, match=r"x: on cpu, .*'triton', cannot run but with TRITON_INTERPRET=1"
+            ValueError, match=r"x: is on cpu, .*'triton' cannot run without TRITON_INTERPRET=1"
         ):
             ops.encode("int8", torch.empty(100))
-    with use("cuda"), pytest.raises(ValueError, match=r"payloads\[0\]: on cpu, .*'cuda', cannot run"):
+    with use("cuda"), pytest.raises(ValueError, match=r"payloads\[0\]: is on cpu, .*'cuda' cannot run"):
         ops.reduce("int8", [torch.empty(144, dtype=torch.uint8)], 100)
-    with use("generic"), pytest.raises(ValueError, match=r"x: on cuda:0, .*'generic', cannot run"):
+    with use("generic"), pytest.raises(ValueError, match=r"x: is on cuda:0, .*'generic' cannot run"):
         ops.encode("int8", on_device())
     assert ran == ["triton int8 on cuda:0"]
 

@@ -184,5 +184,5 @@ def test_devices_have_no_kernel_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
             ):
                 ops.encode("exact", x)
             if installed:
-                with use("cuda"), pytest.raises(ValueError, match="'cuda', does not run 'exact:bits=16'"):
+                with use("cuda"), pytest.raises(ValueError, match="'cuda' does not support 'exact:bits=16'"):
                     ops.encode("exact:bits=16", x)

@@ -49,7 +49,7 @@ def orthonormal(vectors: torch.Tensor) -> None:
 def test_rows_become_orthonormal_and_span_what_they_did(scale: float) -> None:
     given = torch.randn(6, 500, generator=torch.Generator().manual_seed(1)) * scale
     found = given.clone()
-    low_rank_torch.orthonormalise(found, 3)
+    low_rank_torch.orthonormalise([found], [3])
     orthonormal(found)
     unit = given / given.abs().amax()
     torch.testing.assert_close(unit @ found.t() @ found, unit, rtol=1e-4, atol=1e-4)
@@ -60,11 +60,11 @@ def test_what_depends_on_others_gives_place() -> None:
     given = torch.randn(5, 40, generator=torch.Generator().manual_seed(2))
     given[1], given[2], given[4] = 0.0, given[0], 3 * given[3] - given[0]
     found = given.clone()
-    low_rank_torch.orthonormalise(found, 7)
+    low_rank_torch.orthonormalise([found], [7])
     orthonormal(found)
     zeros = [torch.zeros(8, 8), torch.zeros(8, 8)]  # all directions that there are
     for key, vectors in enumerate(zeros):
-        low_rank_torch.orthonormalise(vectors, key)
+        low_rank_torch.orthonormalise([vectors], [key])
         orthonormal(vectors)
     assert not torch.equal(*zeros)
 
@@ -73,6 +73,6 @@ def test_rows_that_are_no_numbers_stay() -> None:
     given = torch.randn(3, 10)
     given[1, 2], given[2, 0] = torch.nan, torch.inf
     found = given.clone()
-    low_rank_torch.orthonormalise(found, 0)
+    low_rank_torch.orthonormalise([found], [0])
     assert torch.allclose(found[1:], given[1:], rtol=0, atol=0, equal_nan=True)
     assert bool(torch.isfinite(found[0]).all())

@@ -128,7 +128,7 @@ def test_wrong_arguments() -> None:
         low_rank.orthonormalise(torch.ones(3))
     with pytest.raises(ValueError, match="rights: expected 1, as many as lefts, got 2"):
         low_rank.factors_finite([left], [right, right])
-    with pytest.raises(ValueError, match="lefts: expected tensors on a device, got one on cpu"):
+    with pytest.raises(ValueError, match="lefts: expected tensors on a CUDA device, got one on cpu"):
         low_rank.factors_finite([left], [right])
     with pytest.raises(ValueError, match="keys: expected 2, as many as vectors, got 1"):
         low_rank.orthonormalise_all([left, right], [1])

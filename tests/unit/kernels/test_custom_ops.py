@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import dtcomm
+from dtcomm.codecs import codec
 from dtcomm.kernels import custom_ops, ops
-from dtcomm.kernels.custom_op_library import quantize
+from dtcomm.kernels.ops import quantize
 from tests.unit.kernels.inputs import floats
 
 N = 1100
@@ -93,7 +94,7 @@ def test_compiled_by_inductor() -> None:
 def every_verb(x: torch.Tensor, residual: torch.Tensor) -> list[torch.Tensor]:
     """With every argument that is written into."""
     decoded, again, sums, floats = (torch.empty_like(x) for _ in range(4))
-    wire = x.new_empty(ops.parse("int8").wire_bytes(N), dtype=torch.uint8)
+    wire = x.new_empty(codec("int8").wire_bytes(N), dtype=torch.uint8)
     p = dtcomm.encode("int8", x, 1, 2, residual, decoded=decoded)
     q = dtcomm.encode("int8", x, 1, 2, residual, wire, decoded=again)
     dtcomm.decode("int8", q, N, out=floats)
@@ -117,9 +118,9 @@ def test_the_first_compilation_registers_them() -> None:
     """Importing dtcomm does not, and tracing may be what imports the module."""
     program = (
         "import sys, torch, dtcomm\n"
-        "dtcomm.encode; print('dtcomm.kernels.custom_op_library' in sys.modules)\n"
+        "dtcomm.encode; print('dtcomm.kernels.custom_ops' in sys.modules)\n"
         "f = torch.compile(lambda x: dtcomm.encode('int8', x), fullgraph=True, backend='eager')\n"
-        "print(f(torch.ones(3)).numel(), 'dtcomm.kernels.custom_op_library' in sys.modules)\n"
+        "print(f(torch.ones(3)).numel(), 'dtcomm.kernels.custom_ops' in sys.modules)\n"
     )
     run = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=280, check=True

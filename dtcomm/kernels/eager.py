@@ -1,0 +1,227 @@
+"""The verbs outside `torch.compile`: check the arguments, choose the kernel, run it in one pass over memory.
+
+`ops` documents the verbs and calls this module; so do the operators of `custom_ops` when a compiled graph runs.
+`run_combine` and `run_decode` take checked calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from dtcomm.codecs import Codec
+from dtcomm.codecs import codec as parse
+from dtcomm.codecs.base import FLOAT_TYPES
+from dtcomm.kernels import checks, cpu, dispatch, reference
+from dtcomm.kernels.types import Combine
+
+
+def encode(
+    codec: Codec | str,
+    x: torch.Tensor,
+    key: int,
+    offset: int,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+    decoded: torch.Tensor | None,
+) -> torch.Tensor:
+    """:func:`dtcomm.kernels.ops.encode`."""
+    codec = parse(codec)
+    x = checks.tensor("x", x)
+    dtype = checks.element_type("x", codec, x.dtype)
+    payload = _payload_out(out, codec, x.numel(), dtype, x)
+    call = Combine(
+        codec=codec,
+        numel=x.numel(),
+        dtype=dtype,
+        local=x,
+        residual=_residual(residual, x.numel(), dtype, x),
+        key=checks.uint64("key", key),
+        offset=checks.uint64("offset", offset),
+        payload_out=payload,
+        out=None if decoded is None else checks.floats("decoded", decoded, x.numel(), dtype, like=x),
+    )
+    _run(call, "x", x)
+    return payload
+
+
+def decode(
+    codec: Codec | str,
+    payload: torch.Tensor,
+    numel: int,
+    dtype: torch.dtype,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """:func:`dtcomm.kernels.ops.decode`."""
+    codec = parse(codec)
+    numel = checks.count("numel", numel)
+    checks.element_type("dtype", codec, dtype)
+    payload = checks.payload("payload", payload, codec, numel, dtype)
+    checks.require_valid_payload(codec, [payload], numel)
+    if out is None:
+        out = payload.new_empty(numel, dtype=dtype)
+    else:
+        checks.floats("out", out, numel, dtype, like=payload)
+    if numel == 0:
+        return out
+    run_decode(dispatch.kernel_for(codec, "payload", payload), codec, payload, numel, dtype, out)
+    return out
+
+
+def reduce(
+    codec: Codec | str,
+    payloads: Sequence[torch.Tensor],
+    numel: int,
+    local: torch.Tensor | None,
+    position: int | None,
+    divisor: int,
+    out: torch.Tensor | None,
+    op: str,
+    dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """:func:`dtcomm.kernels.ops.reduce`."""
+    call, name, first = _reduction(codec, payloads, numel, local, position, divisor, op, dtype, out)
+    if out is None:
+        out = first.new_empty(numel, dtype=call.dtype)
+    else:
+        checks.floats("out", out, numel, call.dtype, *_accumulator_types(call.dtype), like=first)
+    _run(replace(call, out=out), name, first)
+    return out
+
+
+def reduce_encode(
+    codec: Codec | str,
+    payloads: Sequence[torch.Tensor],
+    numel: int,
+    local: torch.Tensor | None,
+    position: int | None,
+    divisor: int,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+    op: str,
+    dtype: torch.dtype | None,
+    key: int,
+    offset: int,
+    decoded: torch.Tensor | None,
+) -> torch.Tensor:
+    """:func:`dtcomm.kernels.ops.reduce_encode`."""
+    call, name, first = _reduction(codec, payloads, numel, local, position, divisor, op, dtype, decoded)
+    dtype = call.dtype
+    if decoded is not None:
+        checks.floats("decoded", decoded, numel, dtype, *_accumulator_types(dtype), like=first)
+    payload = _payload_out(out, call.codec, numel, dtype, first)
+    call = replace(
+        call,
+        residual=_residual(residual, numel, dtype, first),
+        key=checks.uint64("key", key),
+        offset=checks.uint64("offset", offset),
+        payload_out=payload,
+        out=decoded,
+    )
+    _run(call, name, first)
+    return payload
+
+
+def run_combine(kernel: str, call: Combine) -> None:
+    """Run a checked call with the kernel of this name, which supports its codec and device."""
+    if kernel == dispatch.REFERENCE:
+        reference.combine(call)
+    elif kernel in dispatch.CUDA_KERNELS:
+        dispatch.load_backend(kernel).combine(call)
+    else:
+        cpu.combine(kernel, call)
+
+
+def run_decode(
+    kernel: str, codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, out: torch.Tensor
+) -> None:
+    """Decode a checked payload into `out` with the kernel of this name."""
+    if kernel == dispatch.REFERENCE:
+        reference.decode(codec, payload, numel, dtype, out)
+    elif kernel in dispatch.CUDA_KERNELS:
+        dispatch.load_backend(kernel).decode(codec, payload, numel, dtype, out)
+    else:
+        cpu.decode(kernel, codec, payload, numel, dtype, out)
+
+
+def _reduction(
+    codec: Codec | str,
+    payloads: Sequence[torch.Tensor],
+    numel: int,
+    local: torch.Tensor | None,
+    position: int | None,
+    divisor: int,
+    op: str,
+    dtype: torch.dtype | None,
+    floats: torch.Tensor | None,
+) -> tuple[Combine, str, torch.Tensor]:
+    """The part of a call that both reductions share, and the argument whose device decides, with its name.
+
+    `floats` is the output that states the type of the reduced tensor if neither `dtype` nor `local` does.
+    """
+    codec = parse(codec)
+    numel = checks.count("numel", numel)
+    if dtype is None:
+        known = [tensor.dtype for tensor in (local, floats) if isinstance(tensor, torch.Tensor)]
+        dtype = known[0] if known else torch.float32
+    checks.element_type("dtype", codec, dtype)
+    if not payloads and local is None:
+        raise ValueError("payloads: expected at least one payload or a local tensor, got none")
+    last = len(payloads)
+    position = last if position is None else checks.count("position", position)
+    if position > last:
+        raise ValueError(f"position: expected 0 to {last}, got {position}")
+    first: torch.Tensor | None = None
+    checked = []
+    for i, payload in enumerate(payloads):
+        checked.append(checks.payload(f"payloads[{i}]", payload, codec, numel, dtype, first))
+        first = checked[0]
+    if local is not None:
+        checks.floats("local", local, numel, dtype, *_accumulator_types(dtype), like=first)
+    call = Combine(
+        codec=codec,
+        numel=numel,
+        dtype=dtype,
+        payloads=tuple(checked),
+        local=local,
+        position=position,
+        divisor=checks.divisor(divisor, dtype),
+        op=checks.operation(codec, op),
+    )
+    if first is not None:
+        return call, "payloads[0]", first
+    assert local is not None
+    return call, "local", local
+
+
+def _run(call: Combine, name: str, first: torch.Tensor) -> None:
+    """Run `call` on the device of its argument `first`, which is called `name`."""
+    if call.numel == 0:
+        return
+    checks.require_valid_payload(call.codec, call.payloads, call.numel)
+    run_combine(dispatch.kernel_for(call.codec, name, first), call)
+
+
+def _accumulator_types(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Types other than `dtype` in which a sum of `dtype` may be kept."""
+    return (torch.float32,) if dtype in FLOAT_TYPES else ()
+
+
+def _residual(
+    residual: torch.Tensor | None, numel: int, dtype: torch.dtype, like: torch.Tensor
+) -> torch.Tensor | None:
+    if residual is None:
+        return None
+    if dtype not in FLOAT_TYPES:
+        raise TypeError(f"residual: {dtype} is summed as itself and loses nothing; expected None")
+    return checks.floats("residual", residual, numel, torch.float32, like=like)
+
+
+def _payload_out(
+    out: torch.Tensor | None, codec: Codec, numel: int, dtype: torch.dtype, like: torch.Tensor
+) -> torch.Tensor:
+    if out is None:
+        return like.new_empty(codec.wire_bytes(numel, dtype), dtype=torch.uint8)
+    return checks.payload("out", out, codec, numel, dtype, like)
