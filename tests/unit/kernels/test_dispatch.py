@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtcomm import _C
-from dtcomm.codecs import Codec
+from dtcomm.codecs import Codec, codec
 from dtcomm.kernels import available, current, dispatch, ops, reference, use
 from dtcomm.kernels.types import Combine
 
