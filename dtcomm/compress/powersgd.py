@@ -95,7 +95,7 @@ class PowerSGD:
                 factors += f",{part.strip()}"
             else:
                 raise ValueError(
-                    f"powersgd: option {part.strip()!r}; valid: rank=1 to {low_rank.MOST_RANK}, alternate=true or "
+                    f"powersgd: option {part.strip()!r}; valid: rank=1 to {low_rank.MAX_RANK}, alternate=true or "
                     "false, factors=CODEC"
                 )
         return PowerSGD(rank=rank, alternate=alternate, factors=codec(factors or "none"))
