@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.common import machine, native, output
+from bench.common import machine, native, output, pages
 from bench.common.collective_rank import PINGPONG, CollectiveRank
 from bench.common.pool import Pool
 from bench.common.stats import Timing, iterations
@@ -35,6 +35,7 @@ from dtcomm.measure import mpi
 
 SIZES = [KB, 64 * KB, MB, 16 * MB, 64 * MB]
 NAMES = (*COLLECTIVES, PINGPONG)
+OURS = ("dtcomm", "dtcomm.empty")
 PEERS = ("gloo", "mpi")
 STREAMED = 4 * MB  # bytes from which a copy past the cache is the faster one
 Measure = Callable[..., list[float]]
@@ -179,6 +180,20 @@ def show(rows: list[dict[str, Any]], ranks: int) -> None:
         [*columns, "vs gloo", "vs mpi", "empty vs mpi", "of floor", "empty of floor"],
         lines,
     )
+
+
+def page(result: dict[str, Any]) -> str:
+    """The table of docs/results/collectives.md: microseconds, and how many times longer the peers take."""
+    lines = []
+    for row in result["rows"]:
+        times = {name: found["median_us"] for name, found in row["contestants"].items()}
+        cells = [f"{row['collective']}, {output.size_name(row['bytes'])}, {row['ranks']} ranks"]
+        cells += [output.microseconds(times[ours] / 1e6) if ours in times else "" for ours in OURS]
+        for peer in PEERS:
+            ratio = times[peer] / times["dtcomm"] if peer in times else None
+            cells.append("" if ratio is None else f"{output.microseconds(times[peer] / 1e6)} ({ratio:.2f}×)")
+        lines.append(cells)
+    return pages.markdown(["µs", "dtcomm", "`dtcomm.empty`", "Gloo", "Open MPI"], lines, aligned=True)
 
 
 def merged(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import fsdp_speed, quality, slow_link, tp_speed, two_hosts
+from bench import collectives, fsdp_speed, quality, slow_link, tp_speed, two_hosts
 from bench.common import pages, readme
 from bench.common.output import RESULTS
 
@@ -19,6 +19,8 @@ README = pages.DOCS.parent / "README.md"
 PAGES: list[tuple[Path, str, Callable[..., str], tuple[str, ...]]] = [
     (README, "bench", readme.readme, ("all_reduce",)),
     (README, "hosts", readme.between_hosts, ("two_hosts", "slow_link", "fsdp_speed")),
+    (pages.DOCS / "results/all-reduce.md", "all_reduce", readme.readme, ("all_reduce",)),
+    (pages.DOCS / "results/collectives.md", "collectives", collectives.page, ("collectives",)),
     (pages.DOCS / "results/two-hosts.md", "two_hosts", two_hosts.page, ("two_hosts",)),
     (pages.DOCS / "results/ddp.md", "slow_link", slow_link.page, ("slow_link",)),
     (pages.DOCS / "results/fsdp.md", "fsdp_speed", fsdp_speed.page, ("fsdp_speed",)),
