@@ -26,7 +26,7 @@ from dtcomm.compress.error_state import ErrorState, PendingGradient
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.guard_monitor import make_monitor
 from dtcomm.compress.policy import SINGLE_RANK, CodecChoice, Policy, as_policy
-from dtcomm.compress.report import ParameterTotals, Report, rows
+from dtcomm.compress.report import ParameterTotals, Report, rows, total_seconds
 from dtcomm.compress.spec import Scheme
 from dtcomm.kernels import counter_rng
 
@@ -142,7 +142,7 @@ class LocalSGD:
                 if work is not None:
                     work.wait()
                     packing.wire_bytes += work.wire_bytes
-                    packing.seconds += work.seconds
+                    packing.seconds = total_seconds((packing.seconds, work.seconds))
                     running.append((stages, packing))
         self.syncs += 1
         key = counter_rng.mix_key(self._averager.seed, dist.get_rank(self.group), self.syncs)
@@ -177,7 +177,7 @@ class LocalSGD:
             messages=sum(packing.messages for packing in packings),
             wire_bytes=sum(packing.wire_bytes for packing in packings),
             plain_bytes=round(sum(packing.plain_bytes for packing in packings)),
-            seconds=sum(packing.seconds for packing in packings),
+            seconds=total_seconds(packing.seconds for packing in packings),
             residual_bytes=self._error_state.persistent_bytes(),
             memory={
                 **self._error_state.nbytes(),

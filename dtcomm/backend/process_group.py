@@ -24,7 +24,7 @@ from dtcomm.backend.gather_ops import Gathering
 from dtcomm.backend.p2p_matching import Mail
 from dtcomm.backend.reduce_ops import Reducing
 from dtcomm.backend.work import Finished, Pending
-from dtcomm.runtime.communicator import known, release
+from dtcomm.runtime.communicator_cache import existing_communicator, release
 
 Opts = Any  # torch's options, or what its overloads have in their place
 
@@ -52,7 +52,9 @@ class Group(Reducing, Gathering):
         self._splits: Counter[str] = Counter()  # by the ranks in them
         self._own_store = store
         self._ledger = fallback_report.Ledger(name)
-        self._children = Children(store, rank, size, timeout, self._ledger, lambda e: lost(known(self), e))
+        self._children = Children(
+            store, rank, size, timeout, self._ledger, lambda e: lost(existing_communicator(self), e)
+        )
         self._mail = Mail(self)
         fallback_report.add(self)
 
@@ -96,13 +98,13 @@ class Group(Reducing, Gathering):
         return None
 
     def _get_sequence_number_for_group(self) -> int:
-        communicator = known(self)
+        communicator = existing_communicator(self)
         return 0 if communicator is None else communicator.calls
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout
         self._children.set_timeout(timeout)
-        communicator = known(self)
+        communicator = existing_communicator(self)
         if communicator is not None:
             communicator.set_timeout(timeout)
 
@@ -114,7 +116,7 @@ class Group(Reducing, Gathering):
             {"what": what, "to": to, "why": why, "times": times}
             for (what, to, why), times in sorted(self._ledger.handed.items())
         ]
-        communicator = known(self)
+        communicator = existing_communicator(self)
         info: dict[str, Any] = {"operations": 0, "wire_bytes": 0}
         if communicator is None:
             info |= {"runtime": "none", "why": "nothing was moved yet", "ranks": self._ranks}

@@ -14,7 +14,7 @@ from dtcomm import collectives
 from dtcomm.backend.fallback_backends import Children
 from dtcomm.backend.tensor_views import Staging, flat, is_own, movable, put
 from dtcomm.backend.work import Finished, Pending
-from dtcomm.collectives._dispatch import Then
+from dtcomm.runtime.work import ChainedWork
 
 
 class Base(dist.ProcessGroup):
@@ -54,7 +54,7 @@ class Base(dist.ProcessGroup):
                 last()
             return Finished(outputs)
         if last is not None:
-            work = Then(work, last, outputs)
+            work = ChainedWork(work, last, outputs)
         seconds = limit.total_seconds() if limit else None
         pending = Pending(work, outputs, seconds)
         if self._together is not None:

@@ -9,10 +9,10 @@ import torch
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives._arguments import require_apart, require_beside, require_pair, require_residual
-from dtcomm.collectives._dispatch import Several, plan_for, start
+from dtcomm.collectives._dispatch import plan_for, start
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.types import Buffers
-from dtcomm.runtime.work import Work
+from dtcomm.runtime.work import CompositeWork, Work
 
 Specs = str | Codec | Sequence[str | Codec]
 Residuals = Sequence[torch.Tensor | None] | None
@@ -66,7 +66,9 @@ class Call(NamedTuple):
         ]
         started = [work for work in works if work is not None]
         if self.async_op:
-            return started[0] if len(started) == 1 else Several(started, [item.output for item in items])
+            return (
+                started[0] if len(started) == 1 else CompositeWork(started, [item.output for item in items])
+            )
         for work in started:
             work.wait()
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +18,8 @@ from dtcomm.collectives._shared_randk_sum import SharedSum
 from dtcomm.device.streams import record_streams
 from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.phase_timer import Span
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, TensorSpec
-from dtcomm.runtime.work import Done, Work
+from dtcomm.runtime.work import ChainedWork, CompositeWork, Work
 from dtcomm.schedule import Schedule
 from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
 
@@ -70,7 +69,8 @@ def plan_for(
             require_dtype(name, dtype, codec)
         parts.append(TensorSpec(numel, dtype, inside, between))
     message = Message(collective, name, tuple(parts), algorithm, root, "", checksum)
-    if collective in REDUCING and any(_on_common_ground(part) for part in parts):
+    multi_stage = collective in REDUCING and any(_on_common_ground(part) for part in parts)
+    if multi_stage and communicator.size > 1:
         plan: Any = _on_ground(communicator, message, audit)
     else:
         plan = _prepare(communicator, message, splits)
@@ -81,14 +81,12 @@ def plan_for(
 
 
 def _prepare(communicator: Communicator, message: Message, splits: tuple[int, ...] = ()) -> Any:
-    """The runtime's plan of one operation; where there is no runtime, the algorithm."""
+    """The runtime's plan of one operation."""
     algorithm = message.algorithm
     collective, root = message.collective, message.root
     chosen = algorithm
     if not isinstance(algorithm, CustomSchedule):
         chosen = _choose(communicator, collective, message.parts, algorithm)
-    if communicator.runtime is None:
-        return chosen
     called = chosen.name if isinstance(chosen, CustomSchedule) else chosen
     shape = OpSpec(
         collective, message.op, message.parts, called, root, splits, message.checksum, message.purpose
@@ -139,17 +137,10 @@ def start(
     """Run the plan on these tensors, or queue it; ``epilogue`` is applied to the result."""
     key = communicator.next_seed(seed)
     runtime = communicator.runtime
-    if runtime is None:  # world size 1 does nothing and loses nothing
-        for part in buffers:
-            if part.input is not None and part.output is not None and part.output is not part.input:
-                part.output.copy_(part.input.view_as(part.output))
-        if epilogue is not None:
-            epilogue()
-        return Done(outputs) if async_op else None
     if isinstance(plan, MultiStagePlan):
         work = _start_stages(communicator, plan, buffers, outputs, key, async_op)
         if epilogue is not None and work is not None:
-            return Then(work, epilogue, outputs)
+            return ChainedWork(work, epilogue, outputs)
         if epilogue is not None:
             epilogue()
         return work
@@ -169,12 +160,11 @@ def _start_stages(
     async_op: bool,
 ) -> Work | None:
     runtime = communicator.runtime
-    assert runtime is not None
     stages, check = plan.stages(buffers, key, communicator.scratch)
     if async_op:
         works = [runtime.submit(stage.plan, stage.buffers, outputs, key, stage.hooks) for stage in stages]
-        work = Several(works, outputs)
-        return work if check is None else Then(work, check, outputs)
+        work = CompositeWork(works, outputs)
+        return work if check is None else ChainedWork(work, check, outputs)
     for stage in stages:
         for tensors in stage.hooks.tensors() if communicator.device is not None else ():
             record_streams(*tensors)  # scratch may be another stream's
@@ -207,7 +197,7 @@ def _build(
 def _require_fused_kernels(communicator: Communicator) -> None:
     """ValueError where the ranks have no fused kernels, which alone encode the owner's contribution."""
     runtime = communicator.runtime
-    if runtime is not None and runtime.name != "peer":
+    if runtime.name not in ("peer", "none"):
         raise ValueError(
             f"algorithm: {TWO_SHOT_SYMMETRIC} needs fused CUDA kernels, and the runtime of these ranks is "
             f"{runtime.name}; valid: {', '.join((*planner.CHOOSERS, *algorithms.available('all_reduce')))}"
@@ -239,7 +229,7 @@ def _choose(communicator: Communicator, collective: str, parts: Sequence[TensorS
         algorithm = levels
     scale = 1 if collective in CUT_AT_GRANULES else communicator.size
     numel = sum(part.numel for part in parts) * scale
-    table = planner.parse(communicator.table)
+    table = planner.parse(communicator.tuning_table)
     names = [
         planner.select(
             collective,
@@ -259,91 +249,3 @@ def _choose(communicator: Communicator, collective: str, parts: Sequence[TensorS
         return names[0]
     # Parts that would go different ways alone go together by the shots, which suit all codecs.
     return next(shots for shots in ("two_shot", "one_shot") if shots in algorithms.available(collective))
-
-
-class Several(Work):
-    """Several messages of one call."""
-
-    def __init__(self, works: Sequence[Work], outputs: Sequence[torch.Tensor]) -> None:
-        super().__init__(outputs)
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        gathered = torch.futures.collect_all([work.get_future() for work in self._works])
-        outputs = self._outputs
-
-        def finish(done: torch.futures.Future[Any]) -> list[torch.Tensor]:
-            for future in done.value():
-                future.value()  # raises what the message failed with
-            return outputs
-
-        return gathered.then(finish)
-
-    @property
-    def wire_bytes(self) -> int:  # type: ignore[override]
-        return sum(work.wire_bytes for work in self._works)
-
-    @property
-    def seconds(self) -> float:  # type: ignore[override]
-        return sum(work.seconds for work in self._works)
-
-    @property
-    def started_ns(self) -> int:  # type: ignore[override]
-        return min((work.started_ns for work in self._works if work.started_ns), default=0)
-
-    @property
-    def finished_ns(self) -> int:  # type: ignore[override]
-        return max((work.finished_ns for work in self._works), default=0)
-
-    def spans(self) -> list[Span]:
-        return [span for work in self._works for span in work.spans()]
-
-
-class Then(Work):
-    """A message and what is to be done once with what it brought, before anybody sees it."""
-
-    def __init__(self, work: Work, last: Callable[[], None], outputs: Sequence[torch.Tensor]) -> None:
-        super().__init__(outputs)
-        self._work = work
-        self._last = functools.cache(last)
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._last()
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        def finish(done: torch.futures.Future[Any]) -> list[torch.Tensor]:
-            done.value()
-            self._last()
-            return self._outputs
-
-        return self._work.get_future().then(finish)
-
-    @property
-    def wire_bytes(self) -> int:  # type: ignore[override]
-        return self._work.wire_bytes
-
-    @property
-    def seconds(self) -> float:  # type: ignore[override]
-        return self._work.seconds
-
-    @property
-    def started_ns(self) -> int:  # type: ignore[override]
-        return self._work.started_ns
-
-    @property
-    def finished_ns(self) -> int:  # type: ignore[override]
-        return self._work.finished_ns
-
-    def spans(self) -> list[Span]:
-        return self._work.spans()

@@ -20,7 +20,8 @@ from dtcomm.collectives._arguments import (
 from dtcomm.collectives._dispatch import Algorithm, plan_for, start
 from dtcomm.collectives.gather_ops import all_gather
 from dtcomm.errors import CollectiveMismatch
-from dtcomm.runtime.communicator import Communicator, find_for
+from dtcomm.runtime.communicator import Communicator
+from dtcomm.runtime.communicator_cache import get_communicator_for
 from dtcomm.runtime.types import Buffers
 from dtcomm.runtime.work import Work
 
@@ -74,7 +75,7 @@ def all_to_all(
     made it, ``async_op`` or not. A rank's shard for itself is never sent, so it arrives as it is with every codec.
     Raises CollectiveMismatch, on all ranks, where a rank expects another size than is sent.
     """
-    communicator = find_for(group, output, "output")
+    communicator = get_communicator_for(group, output, "output")
     require_tensor(output, "output")
     require_tensor(input, "input")
     if input.dtype != output.dtype:

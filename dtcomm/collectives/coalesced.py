@@ -26,7 +26,7 @@ from dtcomm.collectives._coalesced_call import (
     one_each,
     paired,
 )
-from dtcomm.runtime.communicator import find_for
+from dtcomm.runtime.communicator_cache import get_communicator_for
 from dtcomm.runtime.types import Buffers
 from dtcomm.runtime.work import Work
 
@@ -74,7 +74,7 @@ def all_reduce_coalesced(
     the direct algorithms its result does not depend on what it is sent with.
     """
     tensors = list(tensors)
-    communicator = find_for(group, tensors[0] if tensors else None, "tensors[0]")
+    communicator = get_communicator_for(group, tensors[0] if tensors else None, "tensors[0]")
     specs, losses = one_each(codec, len(tensors)), kept(residuals, len(tensors))
     items = []
     for index, (tensor, spec, residual) in enumerate(zip(tensors, specs, losses, strict=True)):
@@ -128,7 +128,7 @@ def all_gather_coalesced(
 
     Sizes, dtypes, codecs and residuals may differ from tensor to tensor; each ends as by an ``all_gather`` of its own.
     """
-    communicator = find_for(group, outputs[0] if outputs else None, "outputs[0]")
+    communicator = get_communicator_for(group, outputs[0] if outputs else None, "outputs[0]")
     items = paired(communicator, outputs, inputs, "output", codec, residuals)
     call = Call(communicator, "all_gather", "sum", algorithm, checksum, seed, async_op)
     return call.run(items, bucket_bytes)
@@ -176,7 +176,7 @@ def reduce_scatter_coalesced(
     Sizes, dtypes, codecs and residuals (each like its input) may differ from tensor to tensor; with the direct
     algorithms each ends as by a ``reduce_scatter`` of its own.
     """
-    communicator = find_for(group, outputs[0] if outputs else None, "outputs[0]")
+    communicator = get_communicator_for(group, outputs[0] if outputs else None, "outputs[0]")
     items = paired(communicator, outputs, inputs, "input", codec, residuals, op)
     call = Call(communicator, "reduce_scatter", op, algorithm, checksum, seed, async_op)
     return call.run(items, bucket_bytes)

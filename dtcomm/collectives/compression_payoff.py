@@ -12,7 +12,7 @@ from dtcomm.codecs import Codec, codec
 from dtcomm.collectives._arguments import Group
 from dtcomm.planner.cost_model import measured_bytes, predict
 from dtcomm.planner.topology import Topology
-from dtcomm.runtime.communicator import find
+from dtcomm.runtime.communicator_cache import get_communicator
 
 #: Seconds that a codec costs a call whatever its size, inside a host and between hosts: more calls of kernels, more
 #: buffers. A gain below this is none.
@@ -32,9 +32,9 @@ def compression_pays(spec: str | Codec, numel: int, dtype: torch.dtype, group: G
     A pure function of what all ranks know alike (the planner's table, which rank 0 brought, and where the ranks are),
     so that ranks answer alike. Where `dtcomm tune` has measured both, its times decide.
     """
-    communicator = find(group)
+    communicator = get_communicator(group)
     return _compression_pays(
-        codec(spec), numel, dtype, communicator.size, communicator.hosts, communicator.table
+        codec(spec), numel, dtype, communicator.size, communicator.hosts, communicator.tuning_table
     )
 
 

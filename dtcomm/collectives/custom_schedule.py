@@ -12,7 +12,7 @@ from dtcomm.collectives._dispatch import CustomSchedule, own
 from dtcomm.collectives.alltoall import all_to_all
 from dtcomm.collectives.gather_ops import all_gather, broadcast, gather, scatter
 from dtcomm.collectives.reduce_ops import all_reduce, reduce, reduce_scatter
-from dtcomm.runtime.communicator import find
+from dtcomm.runtime.communicator_cache import get_communicator
 from dtcomm.runtime.work import Work
 from dtcomm.schedule import Schedule, parse, verify
 from dtcomm.schedule.verify import Proof
@@ -71,7 +71,7 @@ def run(
     """
     chosen, proof = verify_and_cache(schedule)
     schedule = chosen.schedule
-    communicator = find(group)
+    communicator = get_communicator(group)
     if schedule.ranks != communicator.size:
         raise ValueError(f"schedule: is for {schedule.ranks} ranks, the group has {communicator.size}")
     if residual is not None and not proof.encodes_once:

@@ -20,10 +20,11 @@ from dtcomm.collectives._arguments import (
     require_tensor,
     require_type,
 )
-from dtcomm.collectives._dispatch import Algorithm, Then, plan_for, start
-from dtcomm.runtime.communicator import Communicator, find_for
+from dtcomm.collectives._dispatch import Algorithm, plan_for, start
+from dtcomm.runtime.communicator import Communicator
+from dtcomm.runtime.communicator_cache import get_communicator_for
 from dtcomm.runtime.types import Buffers
-from dtcomm.runtime.work import Work
+from dtcomm.runtime.work import ChainedWork, Work
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -60,7 +61,7 @@ def all_gather(
     With a lossy codec a rank's own shard in ``output`` holds the decoded values too; ``input`` is left as it
     is, unless it is that part of ``output``.
     """
-    communicator = find_for(group, output, "output")
+    communicator = get_communicator_for(group, output, "output")
     require_pair(output, input, "output", communicator.size)
     require_apart(output, input, input.numel() * communicator.rank, "input", "output")
     key = ("all_gather", input.numel(), input.dtype, codec, algorithm, checksum)
@@ -111,7 +112,7 @@ def broadcast(
     With a lossy codec the source ends with the decoded values too, so that all ranks hold the same.
     """
     require_type(tensor, "tensor")
-    communicator = find_for(group, tensor, "tensor")
+    communicator = get_communicator_for(group, tensor, "tensor")
     key = ("broadcast", tensor.numel(), tensor.dtype, src, codec, algorithm, checksum)
     plan = communicator.plans.get(key)
     if plan is None:
@@ -175,7 +176,7 @@ def gather(
     ``gather_list`` is a list of one tensor a rank, or, which saves a copy, one tensor that holds them all; None
     on the other ranks. The destination's own shard is never sent, so it arrives as it is with every codec.
     """
-    communicator = find_for(group, tensor, "tensor")
+    communicator = get_communicator_for(group, tensor, "tensor")
     require_tensor(tensor, "tensor")
     require_contiguous(tensor, "tensor")
     root = communicator.group_rank(dst, "dst")
@@ -212,7 +213,7 @@ def gather(
             shard.copy_(arrived.view_as(shard))
 
     if work is not None:
-        return Then(work, deal, outputs)
+        return ChainedWork(work, deal, outputs)
     deal()
     return None
 
@@ -258,7 +259,7 @@ def scatter(
     on the other ranks. ``residual``, on the source, is as large as all shards together. The source's own shard is
     never sent, so it arrives as it is with every codec.
     """
-    communicator = find_for(group, tensor, "tensor")
+    communicator = get_communicator_for(group, tensor, "tensor")
     require_tensor(tensor, "tensor")
     require_contiguous(tensor, "tensor")
     root = communicator.group_rank(src, "src")

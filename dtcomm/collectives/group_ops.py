@@ -10,7 +10,7 @@ import torch
 from dtcomm.collectives._arguments import Group
 from dtcomm.collectives.reduce_ops import all_reduce
 from dtcomm.runtime import flight_recorder
-from dtcomm.runtime.communicator import devices_of, find, known
+from dtcomm.runtime.communicator_cache import device_communicators, existing_communicator, get_communicator
 from dtcomm.runtime.native.runtime import empty_shared
 from dtcomm.runtime.process_groups import require_group
 from dtcomm.runtime.work import Work
@@ -49,10 +49,10 @@ def info(group: Group = None) -> dict[str, Any]:
     ``devices`` says the same of tensors on CUDA devices, by device, once there was a call on some; where there were
     none on the CPU, all of it is about them.
     """
-    devices = {name: made.info() for name, made in devices_of(group).items()}
+    devices = {name: made.info() for name, made in device_communicators(group).items()}
     if not devices:
-        return find(group).info()
-    made = known(require_group(group))
+        return get_communicator(group).info()
+    made = existing_communicator(require_group(group))
     said = next(iter(devices.values())) if made is None else made.info()
     return {**said, "devices": devices}
 

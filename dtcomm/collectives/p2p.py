@@ -147,9 +147,9 @@ def _message(
             with streams.on(stream):
                 return begin(communicator, True)
 
-        return pair.later(sends, begin_there, [tensor])
+        return pair.start_deferred(sends, begin_there, [tensor])
     if async_op:
-        return pair.later(sends, lambda communicator: begin(communicator, True), [tensor])
+        return pair.start_deferred(sends, lambda communicator: begin(communicator, True), [tensor])
     begin(pair.communicator(sends), False)
     return None
 
@@ -161,7 +161,7 @@ def post(pair: Pair, memory: torch.Tensor, sends: bool) -> Work:
     def begin(communicator: Communicator) -> Work | None:
         return _begin(communicator, buffers, [memory], sends, "none", None, True, None)
 
-    return pair.later(sends, begin, [memory])
+    return pair.start_deferred(sends, begin, [memory])
 
 
 def _begin(

@@ -21,7 +21,7 @@ from dtcomm.collectives._arguments import (
 )
 from dtcomm.collectives._dispatch import Algorithm, plan_for, start
 from dtcomm.kernels.local_tasks import LocalTask
-from dtcomm.runtime.communicator import find_for
+from dtcomm.runtime.communicator_cache import get_communicator_for
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpSpec, TensorSpec
 from dtcomm.runtime.work import Work
 
@@ -78,7 +78,7 @@ def all_reduce(
     applies it to each piece as soon as that piece is final, while it is in the cache.
     """
     require_type(tensor, "tensor")
-    communicator = find_for(group, tensor, "tensor")
+    communicator = get_communicator_for(group, tensor, "tensor")
     key = ("all_reduce", tensor.numel(), tensor.dtype, op, codec, algorithm, checksum, audit)
     plan = communicator.plans.get(key)
     if plan is None:
@@ -109,8 +109,8 @@ def supports_two_shot_symmetric(tensor: torch.Tensor, codec: Codec, group: Group
 
     Only fused kernels over peer memory encode the owner's contribution to its own chunk. All ranks get the same answer.
     """
-    communicator = find_for(group, tensor, "tensor")
-    if communicator.runtime is None or communicator.runtime.name != "peer":
+    communicator = get_communicator_for(group, tensor, "tensor")
+    if communicator.runtime.name != "peer":
         return False
     from dtcomm.runtime.cuda_peer.launch import why_not
 
@@ -147,7 +147,7 @@ def reduce(
 ) -> Work | None:
     """Reduce ``tensor`` over the ranks, in place on ``dst`` (a global rank); on the others it stays as it is."""
     require_type(tensor, "tensor")
-    communicator = find_for(group, tensor, "tensor")
+    communicator = get_communicator_for(group, tensor, "tensor")
     key = ("reduce", tensor.numel(), tensor.dtype, dst, op, codec, algorithm, checksum)
     plan = communicator.plans.get(key)
     if plan is None:
@@ -211,7 +211,7 @@ def reduce_scatter(
 
     ``input`` holds world size shards of ``output.numel()`` elements, in rank order; both contiguous.
     """
-    communicator = find_for(group, output, "output")
+    communicator = get_communicator_for(group, output, "output")
     require_pair(output, input, "input", communicator.size)
     require_apart(input, output, output.numel() * communicator.rank, "output", "input")
     key = ("reduce_scatter", output.numel(), output.dtype, op, codec, algorithm, checksum)

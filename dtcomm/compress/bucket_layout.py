@@ -119,7 +119,7 @@ class BucketLayout:
     segments: list[Segment]
     messages: int = 0
     wire_bytes: int = 0
-    seconds: float = 0.0
+    seconds: float | None = 0.0
     revision: object = None
     lossy: list[Segment] = field(init=False)
 

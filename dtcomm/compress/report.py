@@ -60,12 +60,23 @@ class Row:
         return self.plain_bytes - self.wire_bytes
 
 
+def total_seconds(times: Iterable[float | None]) -> float | None:
+    """The sum of the times; None if any is unknown, as those of operations on a CUDA stream are."""
+    total = 0.0
+    for seconds in times:
+        if seconds is None:
+            return None
+        total += seconds
+    return total
+
+
 @dataclass(frozen=True, kw_only=True)
 class BucketRow:
     """One message, as it has been since its bucket's parameters and codecs last changed.
 
     ``nbytes`` are its gradients', uncompressed; ``wire_bytes`` and ``plain_bytes`` (uncompressed by the same schedule)
-    this rank's, over ``messages`` of them, which took ``seconds``, start to finish; ``events`` the guard's about its
+    this rank's, over ``messages`` of them, which took ``seconds``, start to finish (None if unknown);
+    ``events`` the guard's about its
     parameters, as long as there has been one.
     """
 
@@ -76,7 +87,7 @@ class BucketRow:
     messages: int
     wire_bytes: int
     plain_bytes: int
-    seconds: float
+    seconds: float | None
     relative_error: float | None
     events: dict[str, int] = field(default_factory=dict)
 
@@ -96,7 +107,7 @@ class BucketRow:
             human(self.wire_bytes / count),
             "-" if self.ratio is None else f"{self.ratio:.2f}",
             _error(self.relative_error),
-            f"{self.seconds / count * 1e3:.2f}",
+            "-" if self.seconds is None else f"{self.seconds / count * 1e3:.2f}",
             _counted(self.events),
         )
 
@@ -105,7 +116,8 @@ class BucketRow:
 class Report:
     """``str()`` gives tables, as does rich's print; ``to_dict()`` plain values and ``to_json()`` their text.
 
-    ``wire_bytes`` and ``seconds`` (start to finish of every collective, added up) are this rank's, over
+    ``wire_bytes`` and ``seconds`` (start to finish of every collective, added up; None if unknown)
+    are this rank's, over
     ``steps`` steps in ``messages`` messages; ``residual_bytes`` is the memory that feedback and momentum hold between
     the steps, and ``memory`` says by what, in bytes; ``events`` counts what the guard saw and did. ``auto`` is
     what "auto" decided and why, and ``plans`` what it compared last: predicted and measured milliseconds of a step from
@@ -118,7 +130,7 @@ class Report:
     messages: int
     wire_bytes: int
     plain_bytes: int
-    seconds: float
+    seconds: float | None
     residual_bytes: int
     rows: tuple[Row, ...] = field(default=())
     events: dict[str, int] = field(default_factory=dict)
@@ -158,13 +170,17 @@ class Report:
 
     def metrics(self) -> list[Metric]:
         """For Prometheus and TensorBoard."""
-        counters = {
+        counters: dict[str, tuple[float, str]] = {
             "steps_total": (self.steps, "steps of training"),
             "messages_total": (self.messages, "messages sent"),
             "wire_bytes_total": (self.wire_bytes, "bytes that this rank sent"),
             "plain_bytes_total": (self.plain_bytes, "bytes that it would have sent uncompressed"),
-            "collective_seconds_total": (self.seconds, "start to finish of all collectives, added up"),
         }
+        if self.seconds is not None:
+            counters["collective_seconds_total"] = (
+                self.seconds,
+                "start to finish of all collectives, added up",
+            )
         found = [Metric(f"dtcomm_{name}", value, text, "counter") for name, (value, text) in counters.items()]
         found.append(Metric("dtcomm_residual_bytes", self.residual_bytes, "memory of feedback and momentum"))
         said = "what encodings dropped over the gradient, of sampled steps"
@@ -179,9 +195,9 @@ class Report:
         for bucket in self.buckets:
             labels = {"bucket": str(bucket.index), "codec": bucket.codec}
             text = "mean time of a bucket's message, start to finish"
-            found.append(
-                Metric("dtcomm_bucket_seconds", bucket.seconds / max(1, bucket.messages), text, labels=labels)
-            )
+            if bucket.seconds is not None:
+                mean = bucket.seconds / max(1, bucket.messages)
+                found.append(Metric("dtcomm_bucket_seconds", mean, text, labels=labels))
             if bucket.relative_error is not None:
                 found.append(
                     Metric(
@@ -212,9 +228,10 @@ class Report:
         return [bucket.cells() for bucket in self.buckets[:SHOWN]]
 
     def _tail(self) -> list[str]:
+        taken = "" if self.seconds is None else f" in {self.seconds:.3f} s"
         lines = [
             f"{self.steps} steps, {self.messages} messages: sent {human(self.wire_bytes)} instead of "
-            f"{human(self.plain_bytes)} in {self.seconds:.3f} s; "
+            f"{human(self.plain_bytes)}{taken}; "
             f"feedback {_kind(self.feedback)}, {_memory(self.memory) or human(self.residual_bytes) + ' of residuals'}"
         ]
         lines += self.auto

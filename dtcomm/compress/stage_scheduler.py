@@ -37,7 +37,7 @@ class StagedWork(Work):
         self._error: Exception | None = None
         self._future = streams.future()
         self.wire_bytes = 0
-        self.seconds = 0.0
+        self.seconds: float | None = 0.0
         self._spans: list[Span] = []
 
     def advance(self) -> bool:
@@ -46,7 +46,8 @@ class StagedWork(Work):
             if self._pending is not None:
                 self._pending.wait()
                 self.wire_bytes += self._pending.wire_bytes
-                self.seconds += self._pending.seconds
+                seconds = self._pending.seconds
+                self.seconds = None if self.seconds is None or seconds is None else self.seconds + seconds
                 self.started_ns = self.started_ns or self._pending.started_ns
                 self.finished_ns = self._pending.finished_ns
                 self._spans += self._pending.spans()

@@ -13,6 +13,7 @@ from dtcomm.compress.bucket_layout import BucketLayout
 from dtcomm.compress.error_sample import ErrorSample, l2_norm
 from dtcomm.compress.error_state import ErrorState, PendingGradient
 from dtcomm.compress.guard_monitor import Monitor
+from dtcomm.compress.report import total_seconds
 from dtcomm.compress.step_recorder import BucketRecord
 from dtcomm.device.streams import AsyncHostCopy
 from dtcomm.profiling import Message
@@ -45,7 +46,9 @@ class InFlightBucket:
     @property
     def sent(self) -> BucketRecord:
         """For a record; the work is done."""
-        return BucketRecord(self.buffer.numel() * self.buffer.element_size(), self.ready, self.work.seconds)
+        return BucketRecord(
+            self.buffer.numel() * self.buffer.element_size(), self.ready, self.work.seconds or 0.0
+        )
 
     @property
     def message(self) -> Message:
@@ -75,7 +78,7 @@ class InFlightBucket:
         packing = self.packing
         packing.messages += 1
         packing.wire_bytes += self.work.wire_bytes
-        packing.seconds += self.work.seconds
+        packing.seconds = total_seconds((packing.seconds, self.work.seconds))
         for handed, sample in zip(self.handed, self.samples or (), strict=True):
             if handed.residual is None:
                 continue

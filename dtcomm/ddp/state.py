@@ -18,7 +18,7 @@ from dtcomm.compress.error_state import ErrorState
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.guard_monitor import make_monitor
 from dtcomm.compress.policy import Policy, as_policy
-from dtcomm.compress.report import ParameterTotals, Report, rows
+from dtcomm.compress.report import ParameterTotals, Report, rows, total_seconds
 from dtcomm.compress.spec import Scheme
 from dtcomm.compress.step_recorder import StepRecorder
 from dtcomm.ddp.autotune.tuner import Tuner
@@ -152,7 +152,7 @@ class State:
             messages=sum(packing.messages for packing in packings),
             wire_bytes=sum(packing.wire_bytes for packing in packings),
             plain_bytes=round(sum(packing.plain_bytes for packing in packings)),
-            seconds=sum(packing.seconds for packing in packings),
+            seconds=total_seconds(packing.seconds for packing in packings),
             residual_bytes=self._error_state.persistent_bytes(),
             memory=memory,
             events=count_events(self._watch.events),

@@ -48,8 +48,8 @@ class Timeline:
         self._kept = deque(self._kept, maxlen=steps)
         if not self.on:
             self.on = True
-            phase_timer.want(1)
-            self._release = weakref.finalize(self, phase_timer.want, -1)
+            phase_timer.add_users(1)
+            self._release = weakref.finalize(self, phase_timer.add_users, -1)
             self._attach()
 
     def stop(self) -> None:

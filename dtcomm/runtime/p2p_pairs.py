@@ -1,161 +1,103 @@
-"""Messages between two ranks of a group: a pair of communicators that the two make when they first talk.
+"""Point-to-point messages: a pair of communicators for two ranks of a group, made when the two first talk.
 
-The other ranks take no part. Each direction has a communicator of its own, so what a rank sends does not wait for
-what it receives. Making them takes both ranks, and a rank that only starts a message must not wait for that: its
-messages are kept, and a thread starts them in their order once the peer has come.
+The other ranks of the group take no part. Each direction has a communicator of its own, so sends do not wait for
+receives. Making the pair takes both ranks, and a rank that starts a message must not wait for its peer: messages
+started before the pair exists are deferred, and a thread starts them in order once the peer has come.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dtcomm.errors import DtcommError
-from dtcomm.runtime.bootstrap.cpu import PROTOCOL
-from dtcomm.runtime.communicator import Communicator, entry_of
+from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL
+from dtcomm.runtime.communicator import Communicator
+from dtcomm.runtime.communicator_cache import group_entry
 from dtcomm.runtime.process_groups import group_store, position, require_group
-from dtcomm.runtime.work import Work
+from dtcomm.runtime.work import DeferredWork, Work
 
+Communicators = tuple[Communicator, Communicator]  # to the peer and from it
 Start = Callable[[Communicator], Work | None]
 
 
 class Pair:
-    """This rank and one peer. ``make`` meets the peer and returns the communicators (to it, from it)."""
+    """This rank and one peer. ``make`` waits for the peer and returns the communicators to it and from it."""
 
-    def __init__(self, make: Callable[[], tuple[Communicator, Communicator]]) -> None:
+    def __init__(self, make: Callable[[], Communicators]) -> None:
         self._make = make
         self._lock = threading.Lock()
         self._begun = False
-        self._over = threading.Event()  # the meeting is: there are communicators or an error
-        self._waiting: list[_Later] = []
-        self._made: tuple[Communicator, Communicator] | None = None
+        self._ready = threading.Event()  # there are communicators, or an error
+        self._deferred: list[tuple[DeferredWork, bool, Start]] = []
+        self._communicators: Communicators | None = None
         self._error: BaseException | None = None
         self._closed = False
 
     def communicator(self, sends: bool) -> Communicator:
-        """The one to send through or to receive from, when the peer has come; raises what the meeting failed
-        with.
-        """
-        if self._made is None:
+        """The communicator to send through or to receive from. Waits for the peer; raises if it does not come."""
+        if self._communicators is None:
             with self._lock:
                 first, self._begun = not self._begun, True
             if first:
-                self._meet()
-            self._over.wait()
-        if self._made is None:
-            assert self._error is not None
-            raise type(self._error)(*self._error.args)
-        return self._made[0 if sends else 1]
+                self._connect()
+            self._ready.wait()
+        return self._require(sends)
 
-    def later(self, sends: bool, start: Start, outputs: Sequence[torch.Tensor]) -> Work:
-        """Start a message at once where the pair is made, when it is made otherwise."""
+    def start_deferred(self, sends: bool, start: Start, outputs: Sequence[torch.Tensor]) -> Work:
+        """Start a message now if the pair exists, else as soon as it does."""
         with self._lock:
-            if not self._over.is_set():
-                work = _Later(sends, start, outputs)
-                self._waiting.append(work)
+            if not self._ready.is_set():
+                work = DeferredWork(outputs)
+                self._deferred.append((work, sends, start))
                 first, self._begun = not self._begun, True
                 if first:
-                    threading.Thread(target=self._meet, name="dtcomm-meeting", daemon=True).start()
+                    threading.Thread(target=self._connect, name="dtcomm-pair", daemon=True).start()
                 return work
-        started = start(self.communicator(sends))
-        assert started is not None
-        return started
+        return _started(start, self.communicator(sends))
 
-    def _meet(self) -> None:
+    def close(self) -> None:
+        """Close both communicators."""
+        with self._lock:
+            self._closed = True
+            self._close_communicators()
+
+    def _connect(self) -> None:
         try:
-            made = self._make()
+            communicators = self._make()
         except BaseException as error:
             self._error = error
         else:
-            self._made = made
+            self._communicators = communicators
         with self._lock:
             if self._closed:
-                self._let_go()
-            waiting, self._waiting = self._waiting, []
-            for work in waiting:
-                work.begin(self._made, self._error)
-            self._over.set()
-        for work in waiting:  # whoever is told may send again
-            work.announce()
+                self._close_communicators()
+            deferred, self._deferred = self._deferred, []
+            for work, sends, start in deferred:
+                work.begin(functools.partial(self._start, sends, start))
+            self._ready.set()
+        for work, _, _ in deferred:  # outside of the lock: a callback may send again
+            work.connect_future()
 
-    def close(self) -> None:
-        """Release both communicators."""
-        with self._lock:
-            self._closed = True
-            self._let_go()
+    def _start(self, sends: bool, start: Start) -> Work:
+        return _started(start, self._require(sends))
 
-    def _let_go(self) -> None:
-        for communicator in self._made or ():
+    def _require(self, sends: bool) -> Communicator:
+        if self._communicators is None:
+            assert self._error is not None
+            raise type(self._error)(*self._error.args)
+        return self._communicators[0 if sends else 1]
+
+    def _close_communicators(self) -> None:
+        for communicator in self._communicators or ():
             communicator.close()
         if self._error is None:
             self._error = DtcommError("group: its communicators have been released")
-        self._made = None
-
-
-class _Later(Work):
-    """A message of a pair that is not made yet."""
-
-    def __init__(self, sends: bool, start: Start, outputs: Sequence[torch.Tensor]) -> None:
-        super().__init__(outputs)
-        self._sends = sends
-        self._start = start
-        self._begun = threading.Event()
-        self._work: Work | None = None
-        self._error: BaseException | None = None
-        self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-
-    def begin(self, made: tuple[Communicator, Communicator] | None, error: BaseException | None) -> None:
-        """Start, or fail as the meeting did."""
-        try:
-            if made is None:
-                assert error is not None
-                raise error
-            self._work = self._start(made[0 if self._sends else 1])
-            assert self._work is not None
-        except BaseException as failure:
-            self._error = failure
-        self._begun.set()
-
-    def announce(self) -> None:
-        """Let the future follow the message, once it has begun."""
-        if self._work is None:
-            self._future.set_exception(self._error)  # type: ignore[arg-type]
-        else:
-            self._work.get_future().add_done_callback(self._finish)
-
-    def _finish(self, done: torch.futures.Future[list[torch.Tensor]]) -> None:
-        try:
-            self._future.set_result(done.value())
-        except BaseException as failure:
-            self._future.set_exception(failure)  # type: ignore[arg-type]
-
-    def _started(self) -> Work:
-        self._begun.wait()
-        if self._work is None:
-            assert self._error is not None
-            raise self._error
-        return self._work
-
-    def wait(self) -> None:
-        self._started().wait()
-
-    def is_completed(self) -> bool:
-        return self._begun.is_set() and (self._work is None or self._work.is_completed())
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        return self._future
-
-    @property
-    def wire_bytes(self) -> int:  # type: ignore[override]
-        return self._started().wire_bytes
-
-    @property
-    def seconds(self) -> float:  # type: ignore[override]
-        return self._started().seconds
+        self._communicators = None
 
 
 def pair_of(
@@ -165,37 +107,51 @@ def pair_of(
     purpose: str = "",
     device: torch.device | None = None,
 ) -> Pair:
-    """The pair with a global rank of the group; ValueError where there can be none.
+    """The pair of this rank and a peer.
 
-    Messages of another ``purpose``, and of tensors on another ``device`` (None: the CPU), have a pair of their own.
+    Args:
+        group: The process group; None is the default group.
+        peer: The peer's global rank.
+        argument: What errors call ``peer``.
+        purpose: Messages of different purposes use different pairs.
+        device: The device of the tensors; None is the CPU. Each device has pairs of its own.
+
+    Raises:
+        ValueError: If the peer is not in the group or is this rank.
     """
     purpose += "" if device is None else f"{device.type}/"
     target = require_group(group)
-    entry = entry_of(target)
-    found: Any = entry.pairs.get((peer, purpose))
-    if found is not None:
-        pair: Pair = found
+    entry = group_entry(target)
+    pair: Pair | None = entry.pairs.get((peer, purpose))
+    if pair is not None:
         return pair
     ranks = dist.get_process_group_ranks(target)
-    mine, other = dist.get_rank(target), position(ranks, peer, argument)
-    if mine == other:
+    own, other = dist.get_rank(target), position(ranks, peer, argument)
+    if own == other:
         raise ValueError(f"{argument}: rank {peer} is this rank itself")
-    pair = Pair(lambda: _make(target, mine, other, purpose, device))
-    kept: Pair = entry.pairs.setdefault((peer, purpose), pair)
-    return kept
+    pair = entry.pairs.setdefault((peer, purpose), Pair(lambda: _make(target, own, other, purpose, device)))
+    return pair
+
+
+def _started(start: Start, communicator: Communicator) -> Work:
+    work = start(communicator)
+    assert work is not None
+    return work
 
 
 def _make(
-    group: dist.ProcessGroup, mine: int, other: int, purpose: str, device: torch.device | None
-) -> tuple[Communicator, Communicator]:
-    low, high = sorted((mine, other))
+    group: dist.ProcessGroup, own: int, other: int, purpose: str, device: torch.device | None
+) -> Communicators:
+    low, high = sorted((own, other))
     store = group_store(group)
-    if hasattr(store, "clone"):  # a connection of our own: a wait on the common one would hold up everybody
+    if hasattr(
+        store, "clone"
+    ):  # a connection of its own: a wait on the shared one blocks every other user of it
         store = store.clone()
     name = f"{purpose}{low}-{high}"
-    epoch = store.add(f"dtcomm/{PROTOCOL}/made/{name}/{mine}", 1)
-    made = [
-        Communicator(group, f"{epoch}/{name}/{way}", members=(low, high), store=store, device=device)
-        for way in ("up", "down")
-    ]
-    return (made[0], made[1]) if mine == low else (made[1], made[0])
+    epoch = store.add(f"dtcomm/{PROTOCOL}/made/{name}/{own}", 1)
+    up, down = (
+        Communicator(group, f"{epoch}/{name}/{direction}", members=(low, high), store=store, device=device)
+        for direction in ("up", "down")
+    )
+    return (up, down) if own == low else (down, up)

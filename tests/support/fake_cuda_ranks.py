@@ -18,9 +18,9 @@ from tests.support.thread_transport import Letters
 @contextmanager
 def devices(streams: RecordedStreams, leave_out: str = "") -> Iterator[None]:
     """Within the block this rank has a device; all ranks enter it, and each judges what it does by its ``streams``."""
-    changed: dict[str, Any] = {"backend_of": lambda group, device: "nccl", "describe": lambda device: {}}
+    changed: dict[str, Any] = {"backend_of": lambda group, device: "nccl", "describe_gpu": lambda device: {}}
     kept = {name: vars(cuda)[name] for name in changed}
-    kept_below = cuda.CudaBootstrap._below
+    kept_below = cuda.CudaBootstrap._backend_runtime
 
     def below(joining: Any, own: Any, backend: str) -> StreamRuntime:
         gloo = joining._private_backend("gloo")
@@ -33,13 +33,13 @@ def devices(streams: RecordedStreams, leave_out: str = "") -> Iterator[None]:
 
         return StreamRuntime(Letters(own, joining.rank, post, leave_out), own, joining.rank, lambda: None)
 
-    cuda.CudaBootstrap._below = below  # type: ignore[assignment]
+    cuda.CudaBootstrap._backend_runtime = below  # type: ignore[assignment]
     vars(cuda).update(changed)
     try:
         with device(streams):
             yield
     finally:
-        cuda.CudaBootstrap._below = kept_below  # type: ignore[method-assign]
+        cuda.CudaBootstrap._backend_runtime = kept_below  # type: ignore[method-assign]
         vars(cuda).update(kept)
 
 

@@ -179,6 +179,8 @@ def _finish(
         "overlapped_communication_ms": statistics.median(run.communication[warm:]) * 1e3
         if run.communication[warm:]
         else None,
-        "collective_ms": report.seconds / report.steps * 1e3 if report else None,
+        "collective_ms": report.seconds / report.steps * 1e3
+        if report and report.seconds is not None
+        else None,
         "report": report.to_dict() if report else None,
     }

@@ -15,7 +15,7 @@ from dtcomm.cli.perf import placement
 from dtcomm.cli.tune import cpu_placement
 from dtcomm.cli.tune.sampling import Contest, Visits, visit_all
 from dtcomm.planner.cost_model import PLACEMENTS
-from dtcomm.runtime.communicator import find
+from dtcomm.runtime.communicator_cache import get_communicator
 
 Rank0 = dict[str, Any]
 Curves = dict[tuple[str, str], list[tuple[int, float]]]  # by placement and algorithm: seconds by size
@@ -115,7 +115,7 @@ def _every(seconds: float, collective: str, size: int) -> int:
 
 def _hosts() -> int:
     collectives.barrier()
-    return find(None).hosts
+    return get_communicator(None).hosts
 
 
 def _rates() -> dict[str, list[float]]:

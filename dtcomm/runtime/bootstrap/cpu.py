@@ -1,10 +1,14 @@
-"""How the ranks of a group join: they meet, learn where the others are, and agree on what serves them."""
+"""Bootstrap of a communicator for CPU tensors.
+
+The ranks of a group exchange addresses through its store, try to reach each other with the native engine, and agree on
+one runtime: the engine if it works on every rank, else the group's own backend.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -14,7 +18,7 @@ from dtcomm import _C, env
 from dtcomm.errors import DtcommError
 from dtcomm.kernels import dispatch
 from dtcomm.runtime import emulated_link
-from dtcomm.runtime.bootstrap.store_exchange import StoreExchange, host_id, require_equal
+from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL, StoreExchange, host_id, require_equal
 from dtcomm.runtime.bootstrap.tcp import Listener
 from dtcomm.runtime.native.chunk_size import MESSAGE_SLOT_BYTES
 from dtcomm.runtime.native.runtime import NativeRuntime
@@ -22,15 +26,24 @@ from dtcomm.runtime.process_groups import group_store, group_timeout
 from dtcomm.runtime.torchdist.checksum_frames import Wire
 from dtcomm.runtime.types import Runtime
 
-PROTOCOL = 2  # what ranks say to each other when they meet, and the layout of shared areas
+Infos = Sequence[dict[str, Any]]
 
 
 class CpuBootstrap:
-    """One rank's part. Once ``meet`` returned, ``runtime`` serves the ranks and ``why`` says why it is the one it is.
+    """One rank's part in making a communicator.
 
-    ``names`` is how errors call the ranks, ``groups`` those of each host, ``table`` what rank 0 brought from tuning.
+    Attributes:
+        runtime: What executes operations, once ``join`` has returned; ``reason`` says why this one.
+        names: How errors name each rank.
+        groups: The ranks of each host.
+        tuning_table: The table of ``dtcomm tune`` that rank 0 brought.
 
-    ``rank`` counts among ``ranks``, which are global; ``store`` is where they meet, by default the group's.
+    Args:
+        rank: This rank's position in ``ranks``.
+        ranks: The global ranks that take part.
+        group: Their process group.
+        epoch: Distinguishes this communicator from others of the same group; equal on all ranks.
+        store: The store to exchange addresses through; None: the group's.
     """
 
     def __init__(
@@ -46,135 +59,179 @@ class CpuBootstrap:
         self.size = len(ranks)
         self.names = [f"rank {rank}" for rank in ranks]
         self.groups: tuple[tuple[int, ...], ...] = ((0,),)
-        self.table = ""
-        self.why = ""
+        self.tuning_table = ""
+        self.reason = ""
         self.runtime: Runtime[Any] | None = None
         self._group = group
-        self._epoch = epoch
         self._store = group_store(group) if store is None else store
         self._timeout = group_timeout(group)
+        self._prefix = f"dtcomm/{PROTOCOL}/{epoch}"
 
-    @property
-    def _hosts(self) -> int:
-        return len(self.groups)
+    def join(self) -> None:
+        """Agree on a runtime with all ranks.
 
-    def meet(self) -> None:
-        """With all ranks. DtcommError where they differ, or where what a variable asks for cannot be had."""
-        timeout, store, epoch = self._timeout, self._store, self._epoch
-        meeting = StoreExchange(store, f"dtcomm/{PROTOCOL}/{epoch}", self.rank, self.ranks, timeout)
-        native = NativeRuntime(self.rank, self.size, timeout.total_seconds())
-        door, closed = _door()
+        Raises:
+            CollectiveTimeout: If a rank does not come before the group's timeout.
+            CollectiveMismatch: If ranks differ in dtcomm's version or its variables.
+            DtcommError: If what a variable asks for is not possible.
+        """
+        exchange = self._exchange()
+        native, listener, infos = self._exchange_info(exchange)
         try:
-            words = meeting.exchange(
+            failure = self._attach(native, infos, listener)
+            self._agree(exchange, native, infos, failure)
+        finally:
+            if listener is not None:
+                listener.close()
+            if self.runtime is None:
+                native.close()
+        exchange.close()
+        if self.runtime is None:
+            self.runtime = self._group_runtime()
+
+    def _exchange(self) -> StoreExchange:
+        return StoreExchange(self._store, self._prefix, self.rank, self.ranks, self._timeout)
+
+    def _base_info(self) -> dict[str, Any]:
+        """What every bootstrap exchanges first."""
+        return {
+            "host": host_id(),
+            "name": f"rank {self.ranks[self.rank]} (host {socket.gethostname()}, pid {os.getpid()})",
+            "protocol": PROTOCOL,
+            "variables": env.shared(),
+        }
+
+    def _read_base_info(self, infos: Infos) -> None:
+        require_equal(infos, "protocol", "the version of dtcomm")
+        require_equal(infos, "variables", "DTCOMM_ variables")
+        self.names = [info["name"] for info in infos]
+        hosts: dict[str, list[int]] = {}
+        for rank, info in enumerate(infos):
+            hosts.setdefault(info["host"], []).append(rank)
+        self.groups = tuple(map(tuple, hosts.values()))
+
+    def _exchange_info(self, exchange: StoreExchange) -> tuple[NativeRuntime, Listener | None, Infos]:
+        """Tell all ranks how to reach this one; returns this rank's engine and listener, and every rank's info."""
+        timeout_s = self._timeout.total_seconds()
+        native = NativeRuntime(self.rank, self.size, timeout_s)
+        listener, why_closed = _listen()
+        try:
+            infos = exchange.all_gather(
                 {
+                    **self._base_info(),
                     "address": native.address(),
-                    "door": {"closed": closed} if door is None else door.word(),
-                    "host": host_id(),
-                    "name": f"rank {self.ranks[self.rank]} (host {socket.gethostname()}, pid {os.getpid()})",
-                    "protocol": PROTOCOL,
-                    "variables": env.shared(),
+                    "listener": {"closed": why_closed} if listener is None else listener.info(),
                     "machine": emulated_link.machine(),
                     "cores": sorted(os.sched_getaffinity(0)),
                     "table": env.tune_text() if self.rank == 0 else "",
                 }
             )
-            require_equal(words, "protocol", "the version of dtcomm")
-            require_equal(words, "variables", "DTCOMM_ variables")
-            links = emulated_link.links()
-            if links and len({word["machine"] for word in words}) > 1:
+            self._read_base_info(infos)
+            if emulated_link.links() and len({info["machine"] for info in infos}) > 1:
                 raise DtcommError(
                     "DTCOMM_LINK: emulated links join processes of one machine; these ranks are on more"
                 )
-            self.names = [word["name"] for word in words]
-            self.table = words[0]["table"]
-            hosts: dict[str, list[int]] = {}
-            for rank, word in enumerate(words):
-                hosts.setdefault(word["host"], []).append(rank)
-            self.groups = tuple(map(tuple, hosts.values()))
-            if self._crosses_sockets():  # pieces of another size
+            self.tuning_table = infos[0]["table"]
+            if self._uses_sockets():  # their messages are of another size, so the shared memory is too
                 native.close()
-                native = NativeRuntime(self.rank, self.size, timeout.total_seconds(), MESSAGE_SLOT_BYTES)
-                for word, more in zip(words, meeting.exchange({"address": native.address()}), strict=True):
-                    word.update(more)
-            trouble = self._attach(native, words, door, timeout.total_seconds())
-            pulls = trouble or native.why_no_single_copy()
-            answers = meeting.exchange({"trouble": trouble, "pulls": pulls})
-            said = [word["trouble"] for word in answers]
-            found = [f"{words[rank]['name']}: {what}" for rank, what in enumerate(said) if what]
-            if not found:
-                native.single_copy = next((word["pulls"] for word in answers if word["pulls"]), "")
-                if native.single_copy and env.get("DTCOMM_SINGLE_COPY") == "on":
-                    raise DtcommError(f"DTCOMM_SINGLE_COPY=on, but {native.single_copy}")
-                self.runtime = native
-                self.why = self._how()
-            elif forced := _forced():
-                raise DtcommError(f"{forced}, but {found[0]}")
-            else:
-                self.why = found[0]
-        finally:
-            if door is not None:
-                door.close()
-            if self.runtime is None:
-                native.close()
-        meeting.close()
-        if self.runtime is None:
-            from dtcomm.runtime.torchdist.host_runtime import ProcessGroupRuntime
+                native = NativeRuntime(self.rank, self.size, timeout_s, MESSAGE_SLOT_BYTES)
+                addresses = exchange.all_gather({"address": native.address()})
+                for info, address in zip(infos, addresses, strict=True):
+                    info.update(address)
+        except BaseException:
+            native.close()
+            if listener is not None:
+                listener.close()
+            raise
+        return native, listener, infos
 
-            private = self._private_group()
-            blames = c10d.PrefixStore(f"dtcomm/{PROTOCOL}/{epoch}", store)
-            self.runtime = ProcessGroupRuntime(
-                private, self.names, timeout.total_seconds(), blames, self._wires(links)
-            )
-
-    def _crosses_sockets(self) -> bool:
-        """Whether some ranks are to reach others through sockets: the same answer on all."""
+    def _uses_sockets(self) -> bool:
+        """Whether any ranks are to reach each other through sockets; the same answer on all ranks."""
         if env.get("DTCOMM_RUNTIME") == "process_group":
             return False
-        return self._hosts > 1 or env.get("DTCOMM_TRANSPORT") == "sockets"
+        return len(self.groups) > 1 or env.get("DTCOMM_TRANSPORT") == "sockets"
 
-    def _attach(
-        self, native: NativeRuntime, words: Sequence[dict[str, Any]], door: Listener | None, timeout_s: float
-    ) -> str:
-        """What keeps the engine from serving the ranks; empty where nothing does."""
+    def _attach(self, native: NativeRuntime, infos: Infos, listener: Listener | None) -> str:
+        """Connect the engine to all peers; returns why that is not possible, or an empty string."""
         if env.get("DTCOMM_RUNTIME") == "process_group":
             return "DTCOMM_RUNTIME=process_group"
-        inside = next(group for group in self.groups if self.rank in group)
-        near = () if env.get("DTCOMM_TRANSPORT") == "sockets" else inside
-        far = {
-            rank: word["door"] for rank, word in enumerate(words) if rank != self.rank and rank not in near
+        if len(self.groups) > 1 and env.get("DTCOMM_TRANSPORT") == "memory":
+            return f"the ranks are on {len(self.groups)} hosts"
+        host = self._ranks_of_this_host()
+        in_memory = () if env.get("DTCOMM_TRANSPORT") == "sockets" else host
+        by_socket = {
+            rank: info["listener"]
+            for rank, info in enumerate(infos)
+            if rank != self.rank and rank not in in_memory
         }
-        if self._hosts > 1 and env.get("DTCOMM_TRANSPORT") == "memory":
-            return f"the ranks are on {self._hosts} hosts"
-        if far and dispatch.current() == "reference":
+        if by_socket and dispatch.current() == "reference":
             return "the reference kernels are in force, which the engine does not run"
-        sockets: dict[int, int] = {}
         try:
-            if far:
-                for rank, word in [(self.rank, words[self.rank]["door"]), *far.items()]:
-                    if "closed" in word:
-                        return f"{words[rank]['name']} cannot be connected to: {word['closed']}"
-                assert door is not None
-                sockets = door.connect(self.rank, far, self.names, timeout_s)
-            cores = len(set[int]().union(*(words[rank]["cores"] for rank in inside)))
-            native.attach(
-                [word["address"] for word in words], self.names, cores=cores, sockets=sockets, inside=inside
-            )
+            sockets = self._connect(infos, listener, by_socket)
+        except OSError as error:
+            return f"cannot connect to a peer: {error}"
+        if isinstance(sockets, str):
+            return sockets
+        cores = len(set[int]().union(*(infos[rank]["cores"] for rank in host)))
+        addresses = [info["address"] for info in infos]
+        try:
+            native.attach(addresses, self.names, cores=cores, sockets=sockets, inside=host)
         except (OSError, RuntimeError) as error:
-            return f"cannot {'connect to' if far and not sockets else 'map the memory of'} a peer: {error}"
+            return f"cannot map the memory of a peer: {error}"
         return ""
 
-    def _how(self) -> str:
-        assert self.runtime is not None
-        transport = self.runtime.info()["transport"]
+    def _connect(
+        self, infos: Infos, listener: Listener | None, peers: Mapping[int, Mapping[str, Any]]
+    ) -> dict[int, int] | str:
+        """A connected socket for each of ``peers``, or why there can be none."""
+        if not peers:
+            return {}
+        for rank, info in [(self.rank, infos[self.rank]["listener"]), *peers.items()]:
+            if "closed" in info:
+                return f"{self.names[rank]} cannot be connected to: {info['closed']}"
+        assert listener is not None
+        return listener.connect(self.rank, peers, self.names, self._timeout.total_seconds())
+
+    def _agree(self, exchange: StoreExchange, native: NativeRuntime, infos: Infos, failure: str) -> None:
+        """Use the engine if every rank is attached; otherwise ``runtime`` stays None."""
+        single_copy = failure or native.why_no_single_copy()
+        answers = exchange.all_gather({"failure": failure, "single_copy": single_copy})
+        failures = [
+            f"{infos[rank]['name']}: {answer['failure']}"
+            for rank, answer in enumerate(answers)
+            if answer["failure"]
+        ]
+        if failures:
+            self.reason = failures[0]
+            if variable := _variable_that_requires_engine():
+                raise DtcommError(f"{variable}, but {self.reason}")
+            return
+        native.single_copy = next((answer["single_copy"] for answer in answers if answer["single_copy"]), "")
+        if native.single_copy and env.get("DTCOMM_SINGLE_COPY") == "on":
+            raise DtcommError(f"DTCOMM_SINGLE_COPY=on, but {native.single_copy}")
+        self.runtime = native
+        self.reason = self._engine_reason(native.transport)
+
+    def _engine_reason(self, transport: str) -> str:
         if transport == "memory":
             return "all ranks share this host's memory"
-        if self._hosts > 1:
-            return f"the ranks are on {self._hosts} hosts: {transport}"
+        if len(self.groups) > 1:
+            return f"the ranks are on {len(self.groups)} hosts: {transport}"
         return f"DTCOMM_TRANSPORT={env.get('DTCOMM_TRANSPORT')}"
+
+    def _group_runtime(self) -> Runtime[Any]:
+        """The runtime over the group's own backend."""
+        from dtcomm.runtime.torchdist.host_runtime import ProcessGroupRuntime
+
+        waits = c10d.PrefixStore(self._prefix, self._store)
+        links = self._wires(emulated_link.links())
+        return ProcessGroupRuntime(
+            self._private_group(), self.names, self._timeout.total_seconds(), waits, links
+        )
 
     def _wires(self, links: emulated_link.Links) -> list[Wire | None]:
         """The emulated link to each rank."""
-        inside = next(group for group in self.groups if self.rank in group)
+        inside = self._ranks_of_this_host()
         wires: list[Wire | None] = []
         for rank in range(self.size):
             level = 0 if rank in inside else 1
@@ -182,25 +239,28 @@ class CpuBootstrap:
             wires.append(None if found is None or rank == self.rank else Wire(_C.Nic(level), found))
         return wires
 
+    def _ranks_of_this_host(self) -> tuple[int, ...]:
+        return next(group for group in self.groups if self.rank in group)
+
     def _private_group(self) -> Any:
-        """A group of our own over the same ranks: our messages never mix with the user's."""
+        """A group or backend over the same ranks that carries dtcomm's messages alone."""
         group = self._group
         if dist.get_backend(group) in ("gloo", "dtcomm"):
-            # Past torch's registry: pairs are made in threads, several at once, and a second group of the same
-            # ranks would get the first one's name and read its addresses.
+            # Not through torch's registry: pairs are made in threads, several at once, and a second group of the same
+            # ranks would get the name of the first and read its addresses.
             return self._private_backend("gloo")
-        made: dist.ProcessGroup = dist.new_group(
+        private: dist.ProcessGroup = dist.new_group(
             self.ranks,
             timeout=self._timeout,
             backend=dist.get_backend(group),
             use_local_synchronization=True,
             group_desc="dtcomm",
         )
-        return made
+        return private
 
     def _private_backend(self, name: str) -> Any:
-        """The same as a backend by itself: ``gloo``, or ``nccl``."""
-        store = c10d.PrefixStore(f"dtcomm/{PROTOCOL}/{self._epoch}/{name}", self._store)
+        """A Gloo or NCCL backend over the same ranks, outside any process group."""
+        store = c10d.PrefixStore(f"{self._prefix}/{name}", self._store)
         if name == "gloo":
             return dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
         options = dist.ProcessGroupNCCL.Options()
@@ -209,8 +269,8 @@ class CpuBootstrap:
         return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
 
 
-def _door() -> tuple[Listener | None, str]:
-    """Where ranks of other hosts connect to, or why they cannot."""
+def _listen() -> tuple[Listener | None, str]:
+    """A listener for peers of other hosts, or why there is none."""
     if env.get("DTCOMM_RUNTIME") == "process_group" or env.get("DTCOMM_TRANSPORT") == "memory":
         return None, "its variables say so"
     try:
@@ -219,8 +279,8 @@ def _door() -> tuple[Listener | None, str]:
         return None, str(error)
 
 
-def _forced() -> str:
-    """The variable that rules the group's own backend out; empty where none does."""
+def _variable_that_requires_engine() -> str:
+    """The variable that rules the group's own backend out; empty if there is none."""
     for name, choices in (("DTCOMM_RUNTIME", ("native",)), ("DTCOMM_TRANSPORT", ("memory", "sockets"))):
         if env.get(name) in choices and env.get("DTCOMM_RUNTIME") != "process_group":
             return f"{name}={env.get(name)}"

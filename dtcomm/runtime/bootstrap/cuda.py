@@ -1,9 +1,7 @@
-"""How ranks join that bring CUDA tensors: what the group moves bytes of a device with, and what serves them."""
+"""Bootstrap of a communicator for CUDA tensors."""
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +13,9 @@ from dtcomm import _C, env
 from dtcomm.device.streams import Streams, streams_of
 from dtcomm.errors import CollectiveMismatch, DtcommError
 from dtcomm.kernels import dispatch
-from dtcomm.runtime.bootstrap.cpu import PROTOCOL, CpuBootstrap
-from dtcomm.runtime.bootstrap.gpu_topology import describe, why_not_peers
-from dtcomm.runtime.bootstrap.store_exchange import StoreExchange, host_id, require_equal
+from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
+from dtcomm.runtime.bootstrap.gpu_topology import describe_gpu, why_not_peers
+from dtcomm.runtime.bootstrap.store_exchange import StoreExchange, require_equal
 from dtcomm.runtime.cuda_peer.launch import FusedRanks, launcher_of, room_of
 from dtcomm.runtime.cuda_peer.memory import reach
 from dtcomm.runtime.cuda_peer.runtime import PeerRuntime
@@ -28,11 +26,11 @@ from dtcomm.runtime.types import Runtime
 
 
 class CudaBootstrap(CpuBootstrap):
-    """As :class:`CpuBootstrap`, for tensors on ``device``.
+    """Bootstrap of a communicator for tensors on a CUDA device.
 
-    A group that has NCCL for the device gets a NCCL group of its own, whose work is queued on streams; any other one
-    sends messages of Gloo through the host's memory. Where all ranks reach each other's memory, fused kernels over that
-    serve what they can, and the group the rest.
+    If the group has NCCL for the device, a private NCCL group is made, whose work is queued on streams; otherwise Gloo
+    carries messages through host memory. Where all ranks can map each other's memory, fused kernels over that serve
+    the operations that have one, and the group's backend the rest.
     """
 
     def __init__(
@@ -46,107 +44,92 @@ class CudaBootstrap(CpuBootstrap):
     ) -> None:
         super().__init__(rank, ranks, group, epoch, store)
         self._device = device
-        self._pair = store is not None  # two ranks that send and receive
+        self._is_pair = store is not None  # two ranks that send and receive
 
-    def meet(self) -> None:
-        """With all ranks. DtcommError where they differ, or where what a variable asks for cannot be had."""
-        chosen = env.get("DTCOMM_RUNTIME")
-        if chosen == "native":
+    def join(self) -> None:
+        """Agree on a runtime with all ranks; raises as ``CpuBootstrap.join``."""
+        if env.get("DTCOMM_RUNTIME") == "native":
             raise DtcommError(
                 f"DTCOMM_RUNTIME=native: the engine moves CPU tensors; this one is on {self._device}"
             )
         if env.get("DTCOMM_LINK"):
             raise DtcommError(f"DTCOMM_LINK: emulated links carry CPU tensors; this one is on {self._device}")
-        meeting = StoreExchange(
-            self._store, f"dtcomm/{PROTOCOL}/{self._epoch}", self.rank, self.ranks, self._timeout
-        )
+        exchange = self._exchange()
         backend = backend_of(self._group, self._device)
-        words = meeting.exchange(
+        infos = exchange.all_gather(
             {
-                "name": f"rank {self.ranks[self.rank]} (host {socket.gethostname()}, pid {os.getpid()})",
-                "host": host_id(),
-                "protocol": PROTOCOL,
-                "variables": env.shared(),
+                **self._base_info(),
                 "backend": backend,
-                "seat": describe(self._device),
+                "gpu": describe_gpu(self._device),
                 "factors": dispatch.low_rank_backend(),
             }
         )
-        for key, what in (
-            ("protocol", "the version of dtcomm"),
-            ("variables", "DTCOMM_ variables"),
-            ("backend", f"the group's backend for {self._device.type}"),
-            # Each rank makes PowerSGD's factors orthonormal for itself, so all have to do it to the same bits.
-            ("factors", "what serves factors of low rank: cuda where dtcomm._cuda is built, else torch"),
-        ):
-            require_equal(words, key, what)
-        self.names = [word["name"] for word in words]
-        hosts: dict[str, list[int]] = {}
-        for rank, word in enumerate(words):
-            hosts.setdefault(word["host"], []).append(rank)
-        self.groups = tuple(map(tuple, hosts.values()))
-        self._serve(meeting, words, backend)
-        meeting.close()
+        self._read_base_info(infos)
+        require_equal(infos, "backend", f"the group's backend for {self._device.type}")
+        # Each rank orthogonalizes PowerSGD's factors itself, so all must do it to the same bits.
+        require_equal(
+            infos, "factors", "what serves factors of low rank: cuda where dtcomm._cuda is built, else torch"
+        )
+        self._choose_runtime(exchange, infos, backend)
+        exchange.close()
 
-    def _serve(self, meeting: StoreExchange, words: Sequence[dict[str, Any]], backend: str) -> None:
+    def _choose_runtime(self, exchange: StoreExchange, infos: Sequence[dict[str, Any]], backend: str) -> None:
         streams = streams_of(self._device)
-        below = self._below(streams, backend)
-        self.runtime, self.why = below, f"the group has {backend} for {self._device.type}"
+        fallback = self._backend_runtime(streams, backend)
+        self.runtime, self.reason = fallback, f"the group has {backend} for {self._device.type}"
         forced = env.get("DTCOMM_RUNTIME") == "peer"
         if env.get("DTCOMM_RUNTIME") == "process_group":
             return
-        if self._pair and not forced:  # memory that no call of theirs would use
-            self.why += "; send and recv have no fused kernels"
+        if self._is_pair and not forced:  # no call of a pair would use the memory
+            self.reason += "; send and recv have no fused kernels"
             return
-        made, reason = None, why_not_peers([word["seat"] for word in words], self.groups, forced)
-        if not reason:
-            room = room_of([word["seat"] for word in words])
-            size, ids = _C.fused_bytes(self.size, room), [word["seat"]["id"] for word in words]
-            made, reason = reach(meeting, self.names, self._group, self._device, size, self.rank, ids)
-        if made is not None:
-            pads = [made.own[_C.MISSING_OFFSET :][:4].view(torch.int32)]
-            budget = int(self._timeout.total_seconds() * 1e9)
+        gpus = [info["gpu"] for info in infos]
+        memory, failure = None, why_not_peers(gpus, self.groups, forced)
+        if not failure:
+            layout = room_of(gpus)
+            size, ids = _C.fused_bytes(self.size, layout), [gpu["id"] for gpu in gpus]
+            memory, failure = reach(exchange, self.names, self._group, self._device, size, self.rank, ids)
+        if memory is not None:
+            pads = [memory.own[_C.MISSING_OFFSET :][:4].view(torch.int32)]
+            budget_ns = int(self._timeout.total_seconds() * 1e9)
             launcher = launcher_of(self._device)
-            fused = FusedRanks(launcher, room, made.addresses, pads, self.rank, 1, budget)
-            self.runtime = PeerRuntime(fused, streams, below, self.names, made.kind, made, forced)
-            self.why = "all ranks reach each other's memory" + (f"; no {reason}" if reason else "")
+            fused = FusedRanks(launcher, layout, memory.addresses, pads, self.rank, 1, budget_ns)
+            self.runtime = PeerRuntime(fused, streams, fallback, self.names, memory.kind, memory, forced)
+            self.reason = "all ranks reach each other's memory" + (f"; no {failure}" if failure else "")
         elif forced:
-            below.close()
+            fallback.close()
             self.runtime = None
-            raise DtcommError(f"DTCOMM_RUNTIME=peer, but {reason}")
+            raise DtcommError(f"DTCOMM_RUNTIME=peer, but {failure}")
         else:
-            self.why += f"; no fused kernels: {reason}"
+            self.reason += f"; no fused kernels: {failure}"
 
-    def _below(self, streams: Streams, backend: str) -> Runtime[Any]:
-        """What the group's own backend serves."""
+    def _backend_runtime(self, streams: Streams, backend: str) -> Runtime[Any]:
+        """The runtime over the group's own backend."""
         if backend == "nccl":
             exchange = GroupExchange(self._private_backend("nccl"), "nccl", self._device)
             compare = self._compare if env.get("DTCOMM_CHECK") == "1" else None
             return StreamRuntime(exchange, streams, self.rank, exchange.close, compare=compare)
-        blames = c10d.PrefixStore(f"dtcomm/{PROTOCOL}/{self._epoch}", self._store)
+        waits = c10d.PrefixStore(self._prefix, self._store)
         gloo, timeout_s = self._private_backend("gloo"), self._timeout.total_seconds()
-        return ProcessGroupRuntime(gloo, self.names, timeout_s, blames, streams=streams)
+        return ProcessGroupRuntime(gloo, self.names, timeout_s, waits, streams=streams)
 
     def _compare(self, text: str) -> None:
-        """What this rank is about to do, with all others, by way of the store."""
-        number, _, what = text.partition(": ")
-        prefix = f"dtcomm/{PROTOCOL}/{self._epoch}/{number.replace(' ', '')}"
-        meeting = StoreExchange(self._store, prefix, self.rank, self.ranks, self._timeout)
-        said = [word["said"] for word in meeting.exchange({"said": what})]
-        meeting.close()
-        if len(set(said)) > 1:
+        """Compare what this rank is about to do with all others, through the store."""
+        number, _, operation = text.partition(": ")
+        prefix = f"{self._prefix}/{number.replace(' ', '')}"
+        exchange = StoreExchange(self._store, prefix, self.rank, self.ranks, self._timeout)
+        operations = [info["operation"] for info in exchange.all_gather({"operation": operation})]
+        exchange.close()
+        if len(set(operations)) > 1:
             listing = "; ".join(
-                f"{name}: {number}: {word}" for name, word in zip(self.names, said, strict=True)
+                f"{name}: {number}: {other}" for name, other in zip(self.names, operations, strict=True)
             )
             raise CollectiveMismatch(f"ranks disagree on what they do: {listing}")
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """What the group moves tensors of ``device`` with: nccl, gloo, or another backend's name.
-
-    ValueError where it has none for them.
-    """
-    if dist.get_backend(group) == "dtcomm":  # which hands devices to NCCL where torch has it
+    """The name of the group's backend for tensors of ``device``; ValueError if it has none."""
+    if dist.get_backend(group) == "dtcomm":  # it uses NCCL for CUDA tensors if torch has it
         return "nccl" if dist.is_nccl_available() else "gloo"
     try:
         return str(group._get_backend(device).name()).lower()

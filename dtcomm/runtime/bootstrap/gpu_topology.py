@@ -1,4 +1,4 @@
-"""Where a rank's device sits: what ranks tell each other before they try to reach each other's memory."""
+"""Identity of a rank's GPU and which peers it reaches, exchanged before ranks map each other's memory."""
 
 from __future__ import annotations
 
@@ -10,31 +10,35 @@ import torch
 
 from dtcomm import _C
 
-BLOCKS_OF_A_MULTIPROCESSOR = 2  # that a fused kernel's registers allow; all its blocks run at once
+BLOCKS_OF_A_MULTIPROCESSOR = (
+    2  # the registers of a fused kernel allow two, and all its blocks must be resident
+)
 
 
 def blocks_of(device: torch.device, ranks: int = 1) -> int:
-    """The most thread blocks of a rank where so many ranks are in one launch on the device."""
+    """The largest number of thread blocks per rank if ``ranks`` ranks share one launch on the device."""
     most = torch.cuda.get_device_properties(device).multi_processor_count * BLOCKS_OF_A_MULTIPROCESSOR
     return max(1, min(_C.MOST_BLOCKS, most // ranks))
 
 
-def describe(device: torch.device) -> dict[str, Any]:
-    """One rank's device: which it is, which it sees and reaches (by ids, the same in every process of a host), and why
-    it could not take part.
+def describe_gpu(device: torch.device) -> dict[str, Any]:
+    """What ranks tell each other about their GPU.
+
+    ``id`` is the GPU's UUID, ``sees`` and ``reaches`` are the UUIDs of the GPUs that this process sees and those whose
+    memory its GPU can access, ``blocks`` is the largest grid, and ``trouble`` says why the GPU cannot take part.
     """
     if device.type != "cuda":
         return {"id": "", "sees": [], "reaches": [], "blocks": 1, "trouble": f"{device} is no CUDA device"}
-    ids = ids_seen()
-    mine = torch.cuda.current_device() if device.index is None else device.index
+    ids = visible_gpu_ids()
+    own = torch.cuda.current_device() if device.index is None else device.index
     reaches = [
-        each
-        for index, each in enumerate(ids)
-        if index == mine or torch.cuda.can_device_access_peer(mine, index)
+        gpu_id
+        for index, gpu_id in enumerate(ids)
+        if index == own or torch.cuda.can_device_access_peer(own, index)
     ]
     built = importlib.util.find_spec("dtcomm._cuda") is not None
     return {
-        "id": ids[mine],
+        "id": ids[own],
         "sees": ids,
         "reaches": reaches,
         "blocks": blocks_of(device),
@@ -42,25 +46,31 @@ def describe(device: torch.device) -> dict[str, Any]:
     }
 
 
-def ids_seen() -> list[str]:
-    """Of the devices of this process, by index."""
-    return [str(torch.cuda.get_device_properties(each).uuid) for each in range(torch.cuda.device_count())]
+def visible_gpu_ids() -> list[str]:
+    """The UUIDs of the GPUs that this process sees, by device index."""
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
 
 
-def why_not_peers(seats: Sequence[dict[str, Any]], groups: Sequence[Sequence[int]], forced: bool) -> str:
-    """Why fused kernels cannot serve the ranks, or, where they are not ``forced``, should not; empty: they can."""
+def why_not_peers(gpus: Sequence[dict[str, Any]], groups: Sequence[Sequence[int]], forced: bool) -> str:
+    """Why fused kernels cannot serve the ranks; empty if they can.
+
+    Args:
+        gpus: ``describe_gpu`` of every rank.
+        groups: The ranks of each host.
+        forced: Allow what works but is slow: several ranks on one GPU.
+    """
     if len(groups) > 1:
         return f"the ranks are on {len(groups)} hosts"
-    if not 2 <= len(seats) <= _C.MOST_RANKS:
-        return f"{len(seats)} ranks: fused kernels serve 2 to {_C.MOST_RANKS}"
-    for rank, seat in enumerate(seats):
-        if seat["trouble"]:
-            return f"rank {rank}: {seat['trouble']}"
-    ids = [seat["id"] for seat in seats]
+    if not 2 <= len(gpus) <= _C.MOST_RANKS:
+        return f"{len(gpus)} ranks: fused kernels serve 2 to {_C.MOST_RANKS}"
+    for rank, gpu in enumerate(gpus):
+        if gpu["trouble"]:
+            return f"rank {rank}: {gpu['trouble']}"
+    ids = [gpu["id"] for gpu in gpus]
     if len(set(ids)) < len(ids) and not forced:
         return "ranks share a GPU, on which kernels that wait for each other take turns"
-    for rank, seat in enumerate(seats):
-        for peer, other in enumerate(ids):
-            if other in seat["sees"] and other not in seat["reaches"]:
+    for rank, gpu in enumerate(gpus):
+        for peer, gpu_id in enumerate(ids):
+            if gpu_id in gpu["sees"] and gpu_id not in gpu["reaches"]:
                 return f"the GPU of rank {rank} does not reach that of rank {peer}"
     return ""

@@ -1,7 +1,6 @@
-"""How the ranks of a group find each other: an exchange through the group's own store.
+"""Exchange of JSON objects between the ranks of a group, through the group's store.
 
-Nothing is sent through the group itself, so a communicator can be made between any two of the user's
-collectives.
+Nothing is sent through the group itself, so a communicator can be made between any two of the user's collectives.
 """
 
 from __future__ import annotations
@@ -18,9 +17,11 @@ from torch.distributed.distributed_c10d import Store
 from dtcomm import env
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout
 
+PROTOCOL = 2  # version of what ranks exchange and of the layout of shared memory
+
 
 def host_id() -> str:
-    """Equal for processes that can share memory as far as names tell; ``attach`` finds out."""
+    """A string that is equal for processes that may share memory; mapping a peer's memory is the final test."""
     chosen = env.get("DTCOMM_HOST_ID")
     if chosen:
         return chosen
@@ -33,42 +34,47 @@ def host_id() -> str:
 
 
 class StoreExchange:
-    """One exchange of words among the ranks of a group; each round is one JSON object a rank.
+    """A sequence of all-gathers of JSON objects between ranks.
 
-    ``rank`` counts among those that meet; ``names`` are their global ranks.
+    Args:
+        store: The store that all ranks reach.
+        prefix: Prefix of the keys, equal on all ranks and used by nothing else.
+        rank: The position of this rank in ``global_ranks``.
+        global_ranks: The global ranks that take part; errors name them.
+        timeout: How long to wait for each rank.
     """
 
     def __init__(
-        self, store: Store, prefix: str, rank: int, names: Sequence[int], timeout: timedelta
+        self, store: Store, prefix: str, rank: int, global_ranks: Sequence[int], timeout: timedelta
     ) -> None:
         self._store = store
         self._prefix = prefix
         self._rank = rank
-        self._names = names
-        self._ranks = len(names)
+        self._global_ranks = global_ranks
+        self._ranks = len(global_ranks)
         self._timeout = timeout
         self._rounds: list[str] = []
 
-    def exchange(self, word: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's word, in rank order. CollectiveTimeout names the ranks that did not come."""
+    def all_gather(self, info: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Every rank's ``info``, in rank order. CollectiveTimeout names the first rank that did not come."""
         prefix = f"{self._prefix}/{len(self._rounds)}"
         self._rounds.append(prefix)
-        self._store.set(f"{prefix}/{self._rank}", json.dumps(word))
-        words = []
+        self._store.set(f"{prefix}/{self._rank}", json.dumps(info))
+        infos = []
         for rank in range(self._ranks):
             key = f"{prefix}/{rank}"
             try:
                 self._store.wait([key], self._timeout)
             except RuntimeError as error:
                 raise CollectiveTimeout(
-                    f"rank {self._names[rank]} did not come to make a communicator before the timeout of "
+                    f"rank {self._global_ranks[rank]} did not come to make a communicator before the timeout of "
                     f"{self._timeout.total_seconds():g} s: every rank of the group has to call"
                 ) from error
-            words.append(json.loads(self._store.get(key)))
-        return words
+            infos.append(json.loads(self._store.get(key)))
+        return infos
 
     def close(self) -> None:
-        """The last rank to leave takes the words away."""
+        """Leave the exchange; the last rank to leave deletes the keys."""
         if self._store.add(f"{self._prefix}/left", 1) < self._ranks:
             return
         for prefix in self._rounds:
@@ -76,9 +82,9 @@ class StoreExchange:
                 self._store.delete_key(f"{prefix}/{rank}")
 
 
-def require_equal(words: list[dict[str, Any]], key: str, what: str) -> None:
-    """CollectiveMismatch that names who said what where ranks differ in ``key``."""
-    said = [json.dumps(word[key], sort_keys=True) for word in words]
-    if len(set(said)) > 1:
-        listing = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(said))
+def require_equal(infos: Sequence[Mapping[str, Any]], key: str, what: str) -> None:
+    """CollectiveMismatch that lists every rank's value if ranks differ in ``key``."""
+    values = [json.dumps(info[key], sort_keys=True) for info in infos]
+    if len(set(values)) > 1:
+        listing = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
         raise CollectiveMismatch(f"ranks disagree on {what}: {listing}")

@@ -1,4 +1,4 @@
-"""TCP connections between ranks that share no memory: met through the words they exchange, then the engine's."""
+"""TCP connections between ranks that share no memory; once made, they belong to the native engine."""
 
 from __future__ import annotations
 
@@ -14,141 +14,154 @@ from typing import Any
 
 _HELLO = struct.Struct("<8sQI")  # magic, the listener's token, the caller's rank
 _MAGIC = b"dtcomm 1"
-_MOST_SECONDS = 30.0  # for connections to be made, where the group waits longer
+_MAX_CONNECT_SECONDS = 30.0  # also if the group's timeout is longer
 _SIOCGIFADDR = 0x8915
 
 
 class Listener:
-    """Where this rank is called: a listening socket at the address that its peers reach it by.
+    """A listening socket at the address that peers reach this rank by.
 
-    GLOO_SOCKET_IFNAME names the interface (or several, of which the first that has an address is taken), as it does
-    for Gloo; unset, it is the one of the host's name, else the first that is not the loopback. OSError where there is
-    none.
+    GLOO_SOCKET_IFNAME names the interface, or several of which the first with an address is used, as for Gloo. If it
+    is unset, the address of the host's name is used, else the first interface that is not the loopback.
+
+    Raises:
+        OSError: If there is no such interface.
     """
 
     def __init__(self) -> None:
         self.token = secrets.randbits(64)
-        address = _address()
+        address = _local_address()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.create_server((address, 0), family=family, backlog=1024)
 
-    def word(self) -> dict[str, Any]:
-        """What peers need to call."""
+    def info(self) -> dict[str, Any]:
+        """The address, port and token that peers connect with."""
         address, port = self._socket.getsockname()[:2]
         return {"address": address, "port": port, "token": self.token}
 
     def connect(
-        self, rank: int, words: Mapping[int, Mapping[str, Any]], names: Sequence[str], timeout_s: float
+        self, rank: int, listeners: Mapping[int, Mapping[str, Any]], names: Sequence[str], timeout_s: float
     ) -> dict[int, int]:
-        """One connected descriptor for each peer in ``words``; OSError names whom there is none to.
+        """Connect to all peers; returns a file descriptor for each.
 
-        Of two ranks the higher one calls. Nobody waits for anybody's call before he has made his own.
+        Of two ranks the higher one connects to the lower one. A rank makes all its own connections before it accepts
+        any, so ranks do not wait in a circle.
+
+        Args:
+            rank: This rank.
+            listeners: ``info`` of each peer's listener, by rank.
+            names: How errors name each rank.
+            timeout_s: Seconds until all connections must have been made, at most 30.
+
+        Raises:
+            OSError: If a peer cannot be reached; it names the peer.
         """
-        made: dict[int, socket.socket] = {}
-        deadline = time.monotonic() + min(timeout_s, _MOST_SECONDS)
+        connected: dict[int, socket.socket] = {}
+        deadline = time.monotonic() + min(timeout_s, _MAX_CONNECT_SECONDS)
         try:
-            for peer in (peer for peer in words if peer < rank):
-                made[peer] = _call(words[peer], rank, names[peer], deadline)
-            expected = {peer for peer in words if peer > rank}
-            while expected - made.keys():
-                peer, connected = self._answer(expected, names, deadline)
-                made[peer] = connected
-            for each in made.values():
-                each.setblocking(False)
-                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for peer in (peer for peer in listeners if peer < rank):
+                connected[peer] = _connect(listeners[peer], rank, names[peer], deadline)
+            expected = {peer for peer in listeners if peer > rank}
+            while expected - connected.keys():
+                peer, accepted = self._accept(expected, names, deadline)
+                connected[peer] = accepted
+            for connection in connected.values():
+                connection.setblocking(False)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except BaseException:
-            for each in made.values():
-                each.close()
+            for connection in connected.values():
+                connection.close()
             raise
-        return {peer: each.detach() for peer, each in made.items()}
+        return {peer: connection.detach() for peer, connection in connected.items()}
 
     def close(self) -> None:
-        """Nobody is let in any more."""
+        """Stop listening."""
         self._socket.close()
 
-    def _answer(self, expected: set[int], names: Sequence[str], deadline: float) -> tuple[int, socket.socket]:
+    def _accept(self, expected: set[int], names: Sequence[str], deadline: float) -> tuple[int, socket.socket]:
         while True:
             self._socket.settimeout(max(0.001, deadline - time.monotonic()))
             try:
-                caller, _ = self._socket.accept()
+                connection, _ = self._socket.accept()
             except TimeoutError:
                 missing = ", ".join(names[peer] for peer in sorted(expected))
                 raise TimeoutError(
-                    f"of {missing} not all have connected to {self.word()['address']}"
+                    f"of {missing} not all have connected to {self.info()['address']}"
                 ) from None
             try:
-                caller.settimeout(max(0.001, deadline - time.monotonic()))
-                said = _receive(caller, _HELLO.size)
-                magic, token, peer = _HELLO.unpack(said)
+                connection.settimeout(max(0.001, deadline - time.monotonic()))
+                magic, token, peer = _HELLO.unpack(_receive(connection, _HELLO.size))
                 if (magic, token) == (_MAGIC, self.token) and peer in expected:
-                    return peer, caller
+                    return peer, connection
             except (OSError, struct.error):
                 pass
-            caller.close()  # a stranger
+            connection.close()  # not one of the expected ranks
 
 
-def _call(word: Mapping[str, Any], rank: int, name: str, deadline: float) -> socket.socket:
-    where = (word["address"], word["port"])
+def _connect(listener: Mapping[str, Any], rank: int, name: str, deadline: float) -> socket.socket:
+    address = (listener["address"], listener["port"])
     try:
-        made = socket.create_connection(where, timeout=max(0.001, deadline - time.monotonic()))
-        made.sendall(_HELLO.pack(_MAGIC, word["token"], rank))
+        connection = socket.create_connection(address, timeout=max(0.001, deadline - time.monotonic()))
+        connection.sendall(_HELLO.pack(_MAGIC, listener["token"], rank))
     except OSError as error:
-        raise OSError(error.errno, f"{name} cannot be reached at {where[0]}:{where[1]}: {error}") from error
-    return made
+        raise OSError(
+            error.errno, f"{name} cannot be reached at {address[0]}:{address[1]}: {error}"
+        ) from error
+    return connection
 
 
 def _receive(source: socket.socket, size: int) -> bytes:
-    said = b""
-    while len(said) < size:
-        more = source.recv(size - len(said))
+    received = b""
+    while len(received) < size:
+        more = source.recv(size - len(received))
         if not more:
             raise OSError("closed")
-        said += more
-    return said
+        received += more
+    return received
 
 
-def _address() -> str:
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    names = [name for name in chosen.split(",") if name]
+def _local_address() -> str:
+    variable = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    names = [name for name in variable.split(",") if name]
     for name in names:
-        found = _of_interface(name)
-        if found:
-            return found
+        address = _interface_address(name)
+        if address:
+            return address
     if names:
         known = ", ".join(name for _, name in socket.if_nameindex())
-        raise OSError(f"GLOO_SOCKET_IFNAME={chosen}: no such interface has an address; there are {known}")
-    for found in (
-        _of_host(),
-        *(_of_interface(name) for _, name in socket.if_nameindex() if name != "lo"),
+        raise OSError(f"GLOO_SOCKET_IFNAME={variable}: no such interface has an address; there are {known}")
+    for address in (
+        _host_name_address(),
+        *(_interface_address(name) for _, name in socket.if_nameindex() if name != "lo"),
     ):
-        if found:
-            return found
+        if address:
+            return address
     return "127.0.0.1"
 
 
-def _of_host() -> str:
-    """The address that the host's name stands for, if it is this host's and not the loopback."""
+def _host_name_address() -> str:
+    """The address of the host's name, if it belongs to this host and is not the loopback."""
     try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        candidates = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
         return ""
-    for family, kind, _, _, where in found:
-        address = str(where[0])
+    for family, kind, _, _, sockaddr in candidates:
+        address = str(sockaddr[0])
         if address.startswith("127.") or address == "::1" or "%" in address:
             continue
         try:
-            with socket.socket(family, kind) as tried:
-                tried.bind((address, 0))
+            with socket.socket(family, kind) as probe:
+                probe.bind((address, 0))
         except OSError:
             continue
         return address
     return ""
 
 
-def _of_interface(name: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+def _interface_address(name: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         try:
-            answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            answer = fcntl.ioctl(query, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             return socket.inet_ntoa(answer[20:24])
         except OSError:
             pass

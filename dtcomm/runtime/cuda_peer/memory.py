@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from dtcomm.runtime.bootstrap.gpu_topology import ids_seen
+from dtcomm.runtime.bootstrap.gpu_topology import visible_gpu_ids
 from dtcomm.runtime.bootstrap.store_exchange import StoreExchange
 
 SYMMETRIC, IPC = "symmetric memory", "CUDA IPC"
@@ -45,7 +45,7 @@ class Reached(NamedTuple):
 
 
 def reach(
-    meeting: StoreExchange,
+    exchange: StoreExchange,
     names: Sequence[str],
     group: dist.ProcessGroup,
     device: torch.device,
@@ -60,13 +60,13 @@ def reach(
     found: list[str] = []
     for kind in (SYMMETRIC, IPC):
         offered, words, trouble = _agree(
-            meeting, names, partial(offer, kind, group, device, size, rank, len(names))
+            exchange, names, partial(offer, kind, group, device, size, rank, len(names))
         )
         if offered is not None:
             step = partial(symmetric, group, offered, words, rank)
             if kind == IPC:
                 step = partial(by_handles, device, offered, words, rank, seats)
-            made, words, trouble = _agree(meeting, names, step)
+            made, words, trouble = _agree(exchange, names, step)
             if made is not None and len(set(words)) == 1:
                 return made, "; ".join(found)
             trouble = trouble or f"the ranks' memories begin at different offsets, {words}"
@@ -75,7 +75,7 @@ def reach(
 
 
 def _agree(
-    meeting: StoreExchange, names: Sequence[str], step: Callable[[], Made]
+    exchange: StoreExchange, names: Sequence[str], step: Callable[[], Made]
 ) -> tuple[Made | None, list[Any], str]:
     """What a step made here and what all say of it; or, where one rank could not, nothing and why."""
     made, trouble = None, ""
@@ -83,7 +83,7 @@ def _agree(
         made = step()
     except (RuntimeError, ImportError, AttributeError, OSError) as error:
         trouble = str(error).splitlines()[0] if str(error) else repr(error)
-    said = meeting.exchange({"trouble": trouble, "word": None if made is None else made.word})
+    said = exchange.all_gather({"trouble": trouble, "word": None if made is None else made.word})
     troubles = [
         f"{name}: {each['trouble']}" for name, each in zip(names, said, strict=True) if each["trouble"]
     ]
@@ -137,7 +137,7 @@ def by_handles(
     device: torch.device, offered: Offer, words: Sequence[dict[str, Any]], rank: int, seats: Sequence[str]
 ) -> Reached:
     """The same by IPC handles; ``seats`` are the ids of the ranks' devices. RuntimeError where one is not seen here."""
-    seen_here = ids_seen()
+    seen_here = visible_gpu_ids()
     addresses, held = [], []
     for other, word in enumerate(words):
         if other == rank:

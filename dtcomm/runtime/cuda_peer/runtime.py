@@ -21,9 +21,9 @@ from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.cuda_peer.launch import After, FusedPlan, FusedRanks, NoKernel
 from dtcomm.runtime.flight_recorder import FlightEntry
-from dtcomm.runtime.torchdist.stream_runtime_base import Streamed, StreamWork
+from dtcomm.runtime.torchdist.stream_runtime_base import Streamed
 from dtcomm.runtime.types import NO_HOOKS, TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, Runtime
-from dtcomm.runtime.work import Work
+from dtcomm.runtime.work import StreamWork, Work
 from dtcomm.schedule import Schedule
 
 
@@ -104,7 +104,7 @@ class PeerRuntime(Streamed):
             done = self._beside(
                 buffers, hooks or NO_HOOKS, lambda: self._queue(plan, buffers, hooks or NO_HOOKS)
             )
-        return PeerWork(self, self._streams, done, outputs, plan.sent_bytes)
+        return StreamWork(self._streams, done, outputs, plan.sent_bytes, self.check)
 
     def set_timeout(self, seconds: float) -> None:
         """How long kernels of the plans from now on wait for the other ranks."""
@@ -180,19 +180,6 @@ class PeerRuntime(Streamed):
                 streams.wait(done)
                 self._missing.copy_(self._fused.pads[0], non_blocking=True)
                 self._looked = streams.record()
-
-
-class PeerWork(StreamWork):
-    """A fused call on a stream of our own."""
-
-    def __init__(self, runtime: PeerRuntime, *queued: Any) -> None:
-        super().__init__(*queued)
-        self._runtime = runtime
-
-    def wait(self) -> None:
-        """The current stream waits; the host does not. PeerLost where a rank is known to be missing by now."""
-        super().wait()
-        self._runtime.check()
 
 
 def finishing(

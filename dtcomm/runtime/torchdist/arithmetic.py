@@ -11,7 +11,7 @@ from dtcomm import _C
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.kernels import ops
-from dtcomm.runtime.phase_timer import Stopwatch
+from dtcomm.runtime.phase_timer import PhaseTimer
 from dtcomm.runtime.torchdist.layout import Chunk, Piece, Slice, payload_bytes
 from dtcomm.runtime.torchdist.plan import Box, Plan, accumulator_dtype
 from dtcomm.runtime.types import Buffers
@@ -33,7 +33,7 @@ class Arithmetic:
         buffers: Sequence[Buffers],
         slots: Sequence[torch.Tensor],
         seed: int,
-        watch: Stopwatch | None = None,
+        watch: PhaseTimer | None = None,
         places: Sequence[Mapping[Box, int]] = (),
     ) -> None:
         self._plan = plan

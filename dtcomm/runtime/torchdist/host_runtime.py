@@ -29,7 +29,7 @@ from dtcomm.kernels import dispatch
 from dtcomm.runtime import flight_recorder, phase_timer
 from dtcomm.runtime.flight_recorder import FlightEntry, PeerSnapshot, Recorder
 from dtcomm.runtime.native.chunk_size import message_bytes
-from dtcomm.runtime.phase_timer import Stopwatch
+from dtcomm.runtime.phase_timer import PhaseTimer
 from dtcomm.runtime.torchdist.arithmetic import Arithmetic
 from dtcomm.runtime.torchdist.checksum_frames import Sealed, Wire
 from dtcomm.runtime.torchdist.consistency_check import compare
@@ -222,7 +222,7 @@ class ProcessGroupRuntime:
     def _replay(self, item: Item, turn: int, number: int) -> Replay:
         if item.plan.pieces:
             self._reserve(turn, item.plan, item.buffers[0].device)
-        item.watch = Stopwatch() if phase_timer.wanted() else None
+        item.watch = PhaseTimer() if phase_timer.enabled() else None
         arithmetic = Arithmetic(item.plan, item.buffers, self._slots[turn], item.seed, item.watch)
         return Replay(item.plan, arithmetic, self._messages(item.plan), number, item.hooks.agreed)
 

@@ -20,10 +20,10 @@ from dtcomm.kernels import dispatch
 from dtcomm.runtime.torchdist.arithmetic import Arithmetic
 from dtcomm.runtime.torchdist.replay import TAGS
 from dtcomm.runtime.torchdist.rounds import ALL_GATHER, ALL_TO_ALL, MESSAGES, Parcel, Rounds
-from dtcomm.runtime.torchdist.stream_runtime_base import Streamed, StreamWork
+from dtcomm.runtime.torchdist.stream_runtime_base import Streamed
 from dtcomm.runtime.torchdist.transport import Exchange, Letter
 from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec
-from dtcomm.runtime.work import Work
+from dtcomm.runtime.work import StreamWork, Work
 from dtcomm.schedule import Schedule
 
 

@@ -9,14 +9,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
-
 from dtcomm.device.streams import StreamOrder, Streams, record_buffers
 from dtcomm.errors import DtcommError
 from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.flight_recorder import KEPT, FlightEntry, PeerSnapshot, Recorder
 from dtcomm.runtime.types import Buffers, OpHooks, OpSpec
-from dtcomm.runtime.work import Work
 
 
 class Queueable(Protocol):
@@ -104,34 +101,3 @@ class Streamed:
             raise DtcommError("group: this process was forked from the one that made the communicator")
         if self._failure is not None:
             raise type(self._failure)(str(self._failure))
-
-
-class StreamWork(Work):
-    """A call queued on a stream of our own; ``event`` is behind it."""
-
-    seconds = 0.0  # nobody waits for the device to say
-
-    def __init__(
-        self, streams: Streams, event: Any, outputs: Sequence[torch.Tensor], wire_bytes: int
-    ) -> None:
-        super().__init__(outputs)
-        self.wire_bytes = wire_bytes
-        self._streams = streams
-        self._event = event
-        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
-
-    def wait(self) -> None:
-        """The current stream waits; the host does not."""
-        self._streams.wait(self._event)
-
-    def is_completed(self) -> bool:
-        return self._streams.query(self._event)
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Complete at once: whoever uses its value waits on his stream."""
-        if self._future is None:
-            self._future = self._streams.future()
-            with self._streams.on(self._streams.side_stream()):
-                self._streams.wait(self._event)
-                self._future.set_result(self._outputs)
-        return self._future

@@ -11,7 +11,7 @@ import torch
 
 from dtcomm.device.streams import Streams
 from dtcomm.runtime.flight_recorder import FlightEntry
-from dtcomm.runtime.phase_timer import Span, Stopwatch
+from dtcomm.runtime.phase_timer import PhaseTimer, Span
 from dtcomm.runtime.torchdist.plan import Plan
 from dtcomm.runtime.torchdist.replay import Replay
 from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks
@@ -42,7 +42,7 @@ class Item:
     hooks: OpHooks = NO_HOOKS
     future: Future[Outcome] = field(default_factory=Future)
     replay: Replay | None = None
-    watch: Stopwatch | None = None
+    watch: PhaseTimer | None = None
     ready: Any = None
     done: Any = None
 

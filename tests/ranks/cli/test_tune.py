@@ -15,7 +15,7 @@ from dtcomm.cli.tune import main as tune_command
 from dtcomm.cli.tune.measure import _curves
 from dtcomm.cli.tune.sampling import Contest, Visits, quartile
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.runtime.communicator import find
+from dtcomm.runtime.communicator_cache import get_communicator
 
 QUICK = ["--nproc", "2", "--seconds", "0.5", "--collective", "all_reduce", "-e", "16K"]
 
@@ -119,10 +119,15 @@ def chosen(rank: int, world_size: int, own: dict[int, str]) -> tuple[str, float]
     os.environ["DTCOMM_TUNE"] = own[rank]
     tensor = torch.full((512,), rank + 1.0)
     dtcomm.all_reduce(tensor, algorithm="auto")
-    communicator = find(None)
+    communicator = get_communicator(None)
     dtcomm.release()
     decision = planner.explain(
-        "all_reduce", 512, torch.float32, dtcomm.codec("none"), 2, table=planner.parse(communicator.table)
+        "all_reduce",
+        512,
+        torch.float32,
+        dtcomm.codec("none"),
+        2,
+        table=planner.parse(communicator.tuning_table),
     )
     return decision.algorithm, float(tensor[0])
 

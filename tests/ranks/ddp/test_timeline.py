@@ -26,7 +26,7 @@ def timed(rank: int, world_size: int, spec: str, folder: str) -> dict[str, Any]:
         backward(model, rank, 6)
     backward(model, rank, 7)
     model.zero_grad()
-    assert phase_timer.wanted()
+    assert phase_timer.enabled()
     kept = state.timeline.steps
     assert [step.number for step in kept] == [3, 4, 5, 6]
     accumulated = kept[-1]
@@ -48,7 +48,7 @@ def timed(rank: int, world_size: int, spec: str, folder: str) -> dict[str, Any]:
     phases = {span.phase for each in kept[-1].messages for span in each.spans}
     path = state.trace(f"{folder}/t.json")
     state.timeline.stop()
-    assert not phase_timer.wanted()
+    assert not phase_timer.enabled()
     train(model, rank, range(2))
     assert state.timeline.steps == kept
     names = {metric.name for metric in state.metrics()}

@@ -17,13 +17,13 @@ CUDA = torch.device("cuda", 0)
 
 def meet(rank: int, world_size: int, differ: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda, "describe", lambda device: {})
+        patch.setattr(cuda, "describe_gpu", lambda device: {})
         patch.setattr(cuda, "backend_of", lambda *_: ("gloo", "nccl")[differ == "backend" and rank])
         patch.setattr(dispatch, "low_rank_backend", lambda: ("cuda", "torch")[differ == "factors" and rank])
-        patch.setattr(CudaBootstrap, "_serve", lambda *_: None)
+        patch.setattr(CudaBootstrap, "_choose_runtime", lambda *_: None)
         joining = CudaBootstrap(CUDA, rank, list(range(world_size)), dist.group.WORLD, "met")
         try:
-            joining.meet()
+            joining.join()
         except CollectiveMismatch as error:
             return str(error)
         return "met"

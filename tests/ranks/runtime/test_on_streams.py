@@ -14,8 +14,10 @@ from dtcomm import algorithms
 from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.runtime import communicator
+from dtcomm.runtime import communicator_cache
 from dtcomm.runtime.bootstrap import cpu, cuda
+from dtcomm.runtime.communicator import Communicator
+from dtcomm.runtime.process_groups import require_group
 from dtcomm.runtime.torchdist.host_runtime import ProcessGroupRuntime
 from dtcomm.runtime.torchdist.stream_runtime import StreamRuntime
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
@@ -29,13 +31,13 @@ from tests.unit.runtime.rendezvous import Port, Rendezvous
 SHARED = "randk:positions=shared,ratio=0.1"
 
 
-def as_on_a_device(backend: str) -> communicator.Communicator:
+def as_on_a_device(backend: str) -> Communicator:
     """The default group's communicator for tensors of a device, which is the CPU; ``backend`` is what it is told of."""
     cuda.backend_of = lambda group, device: backend
     cuda.CudaBootstrap._private_backend = _gloo
-    group = communicator.require_group(None)
-    entry = communicator.entry_of(group)
-    made = communicator.Communicator(group, f"there/{backend}", device=torch.device("cpu"))
+    group = require_group(None)
+    entry = communicator_cache.group_entry(group)
+    made = Communicator(group, f"there/{backend}", device=torch.device("cpu"))
     entry.communicator = made
     if isinstance(made.runtime, StreamRuntime):
         made.runtime._piece_bytes = 16 * 1024

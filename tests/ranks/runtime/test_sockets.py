@@ -132,13 +132,13 @@ def test_nothing_falls_back_in_silence() -> None:
 
 
 def test_a_door_lets_only_those_in_who_were_told_its_token() -> None:
-    door, other = Listener(), Listener()
-    word = {**door.word(), "token": 1}
+    listener, other = Listener(), Listener()
+    word = {**listener.info(), "token": 1}
     names = ["rank 0", "rank 1"]
     found: dict[str, Any] = {}
 
     def answer() -> None:
-        found.update(door.connect(0, {1: other.word()}, names, 5.0))  # type: ignore[arg-type]
+        found.update(listener.connect(0, {1: other.info()}, names, 5.0))  # type: ignore[arg-type]
 
     thread = threading.Thread(target=answer)
     thread.start()
@@ -147,18 +147,18 @@ def test_a_door_lets_only_those_in_who_were_told_its_token() -> None:
             stranger.settimeout(5)
             stranger.setblocking(True)
             assert stranger.recv(1) == b"", "is shown out"
-    for fd in (*other.connect(1, {0: door.word()}, names, 5.0).values(),):
+    for fd in (*other.connect(1, {0: listener.info()}, names, 5.0).values(),):
         os.close(fd)
     thread.join(5)
     assert list(found) == [1]
     os.close(found[1])  # type: ignore[call-overload]
     with pytest.raises(TimeoutError, match="of rank 1 not all have connected"):
-        door.connect(0, {1: other.word()}, names, 0.05)
-    where = other.word()
+        listener.connect(0, {1: other.info()}, names, 0.05)
+    where = other.info()
     other.close()
     with pytest.raises(OSError, match=r"rank 0 cannot be reached at .*refused"):
-        door.connect(1, {0: where}, names, 1.0)
-    door.close()
+        listener.connect(1, {0: where}, names, 1.0)
+    listener.close()
 
 
 def over_wires(numel: int, tamper: Any, checksum: bool) -> tuple[list[torch.Tensor], list[BaseException]]:

@@ -155,7 +155,7 @@ def communicator_of(rank: int, ranks: int, runtime: PeerRuntime) -> Communicator
     made = object.__new__(Communicator)
     made.device, made.runtime, made.checksum = None, runtime, False
     made.rank, made.size, made.ranks = rank, ranks, list(range(ranks))
-    made.groups, made.table, made.calls, made.plans = (tuple(made.ranks),), "", 0, {}
+    made.groups, made.tuning_table, made.calls, made.plans = (tuple(made.ranks),), "", 0, {}
     return made
 
 
@@ -164,8 +164,8 @@ def test_calls_and_layers_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     ranks, dtype = 3, torch.bfloat16
     here = threading.local()
     for module in (reduce_ops, gather_ops):
-        monkeypatch.setattr(module, "find_for", lambda *_: here.communicator)
-    monkeypatch.setattr(custom_schedule, "find", lambda _: here.communicator)
+        monkeypatch.setattr(module, "get_communicator_for", lambda *_: here.communicator)
+    monkeypatch.setattr(custom_schedule, "get_communicator", lambda _: here.communicator)
     ours, theirs = [Given(ranks, dtype) for _ in range(2)], Given(ranks, dtype)
     results: dict[int, object] = {}
 

@@ -12,7 +12,7 @@ from dtcomm import _C, _emulator, algorithms
 from dtcomm.codecs import codec
 from dtcomm.errors import DtcommError, PeerLost
 from dtcomm.runtime.bootstrap.cuda import CudaBootstrap
-from dtcomm.runtime.bootstrap.gpu_topology import describe, why_not_peers
+from dtcomm.runtime.bootstrap.gpu_topology import describe_gpu, why_not_peers
 from dtcomm.runtime.cuda_peer.launch import FusedPlan, FusedRanks, Room
 from dtcomm.runtime.cuda_peer.runtime import Below, PeerRuntime
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
@@ -202,14 +202,14 @@ def test_why_not(seats: list, groups: list, reason: str) -> None:
 
 
 def test_the_cpu_has_no_seat() -> None:
-    assert "no CUDA device" in describe(torch.device("cpu"))["trouble"]
+    assert "no CUDA device" in describe_gpu(torch.device("cpu"))["trouble"]
 
 
 def test_pairs_have_no_memory_that_nothing_would_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """send and recv have no fused kernels; where these are asked for, calls say so."""
     below = object()
-    monkeypatch.setattr(CudaBootstrap, "_below", lambda *_: below)
+    monkeypatch.setattr(CudaBootstrap, "_backend_runtime", lambda *_: below)
     pair = object.__new__(CudaBootstrap)
-    pair._device, pair._pair = torch.device("cpu"), True
-    pair._serve(None, [], "nccl")
-    assert pair.runtime is below and "send and recv have no fused kernels" in pair.why
+    pair._device, pair._is_pair = torch.device("cpu"), True
+    pair._choose_runtime(None, [], "nccl")
+    assert pair.runtime is below and "send and recv have no fused kernels" in pair.reason

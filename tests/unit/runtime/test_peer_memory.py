@@ -38,9 +38,9 @@ def agreed(
     store, said = dist.HashStore(), [("", "")] * RANKS
 
     def work(rank: int) -> None:
-        meeting = StoreExchange(store, "test", rank, range(RANKS), timedelta(seconds=20))
+        exchange = StoreExchange(store, "test", rank, range(RANKS), timedelta(seconds=20))
         device = torch.device("cpu")
-        made, why = memory.reach(meeting, NAMES, None, device, 8, rank, ["a", "b", "c"])
+        made, why = memory.reach(exchange, NAMES, None, device, 8, rank, ["a", "b", "c"])
         said[rank] = "" if made is None else made.kind, why
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(RANKS)]
