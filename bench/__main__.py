@@ -10,14 +10,13 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from bench import all_reduce, ddp_hook, import_time
+from bench import all_reduce, ddp_hook
 from bench.common.native import BUILD
 from bench.common.readme import readme
 
 PROGRAMS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
     "all_reduce": all_reduce.main,
     "ddp_hook": ddp_hook.main,
-    "import_time": import_time.main,
 }
 
 

@@ -45,7 +45,7 @@ class Contestant:
 
 
 def yardsticks(pool: Pool, ranks: int) -> list[Contestant]:
-    """The settings that won somewhere in yardstick_sweep, and the floor."""
+    """Return the settings that were fastest at some size in a sweep, and the memory floor."""
     settings = {
         "one-shot": (native.ONE_SHOT, tuning(ranks=ranks), 128 * KB),
         "one-shot, non-temporal": (native.ONE_SHOT, tuning(ranks=ranks, stream_stage=1), 128 * KB),

@@ -11,7 +11,6 @@ Gloo alone.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import dtcomm
+from bench.common import output
 from bench.common.machine import describe, steady
 from dtcomm.launch.ranks import run_ranks
 
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
             "most_us": MOST_US,
             "rows": rows,
         }
-        RESULT.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        RESULT.write_text(output.format_json(output.summary(record)), encoding="utf-8")
     return 1 if misses else 0
 
 

@@ -115,15 +115,22 @@ def _as_ddp(task: Task, method: Method) -> dict[str, Any]:
     return {**results[0], "curve": curve, "seconds": round(sum(result["seconds"] for result in results), 2)}
 
 
+def _without_curve(run: dict[str, Any]) -> dict[str, Any]:
+    """Return a run with its final training loss in place of the curve."""
+    curve = run.get("curve")
+    kept = {name: value for name, value in run.items() if name != "curve"}
+    return kept if curve is None else {**kept, "final_training_loss": curve[-1]}
+
+
 def _write(runs: dict[str, Any], path: Path) -> dict[str, Any]:
     result = {
         "machine": machine.describe(),
         "ranks": RANKS,
         "core_seconds": round(sum(run["seconds"] for run in runs.values())),
         "verdicts": page.verdicts(runs),
-        "runs": runs,
+        "runs": {key: _without_curve(run) for key, run in runs.items()},
     }
-    output.write("convergence", result, path, lines="runs")
+    output.write("convergence", result, path)
     return result
 
 

@@ -118,7 +118,7 @@ def _write(runs: dict[str, Any], steps: int, path: Path) -> dict[str, Any]:
         "verdicts": shards_page.verdicts(runs),
         "runs": runs,
     }
-    output.write("fsdp_convergence", result, path, lines="runs")
+    output.write("fsdp_convergence", result, path)
     return result
 
 

@@ -111,7 +111,7 @@ class Measured:
         self.rows.append(
             {
                 "codec": name,
-                "workload": workload.name,
+                "verb": workload.name,
                 "mib": self.numel / (1 << 18),
                 "microseconds": seconds * 1e6,
                 "bytes": workload.bytes_moved,

@@ -8,7 +8,6 @@ status 1 where a kernel of the first tier spills.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -16,7 +15,9 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
+
+from bench.common import output
 
 ROOT = Path(__file__).resolve().parent.parent
 # compute capability → (registers, bytes of shared memory, threads) of a multiprocessor
@@ -130,6 +131,32 @@ def read() -> list[Resources]:
     return sorted(kernels, key=lambda kernel: (kernel["architecture"], kernel["kernel"]))
 
 
+def summary(kernels: list[Resources]) -> dict[str, Any]:
+    """Return the largest use of resources of each family and architecture, and the kernels that spill."""
+    groups: dict[tuple[str, int, bool], list[Resources]] = {}
+    for kernel in kernels:
+        family = re.split(r"\W", kernel["kernel"], maxsplit=1)[0]
+        groups.setdefault((family, kernel["architecture"], kernel["first_tier"]), []).append(kernel)
+    families = [
+        {
+            "family": family,
+            "architecture": architecture,
+            "first_tier": first_tier,
+            "kernels": len(group),
+            **{
+                name: max(kernel[name] for kernel in group)
+                for name in ("registers", "stack", "spills", "shared")
+            },
+            "lowest_occupancy": min(kernel["occupancy"] for kernel in group),
+        }
+        for (family, architecture, first_tier), group in sorted(groups.items())
+    ]
+    return {
+        "families": families,
+        "spilling": [kernel for kernel in kernels if kernel["spills"] or kernel["stack"]],
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -145,7 +172,7 @@ def main() -> int:
                 f"{kernel['shared']:>6} B shared  {kernel['occupancy']:>5.0%}{spills}"
             )
     if options.json:
-        options.json.write_text(json.dumps({"kernels": kernels}, indent=1) + "\n")
+        options.json.write_text(output.format_json(summary(kernels)))
     spilled = [kernel for kernel in kernels if kernel["first_tier"] and (kernel["spills"] or kernel["stack"])]
     for kernel in spilled:
         print(f"spills: {kernel['kernel']} on sm_{kernel['architecture']}", file=sys.stderr)

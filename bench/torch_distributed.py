@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench.common import output
 from bench.common.machine import describe
 
 RESULT = Path(__file__).parent / "results" / "torch_distributed.json"
@@ -203,7 +204,7 @@ def conclude(outcomes: dict[str, dict[str, dict[str, Any]]], chosen: list[str], 
                 for test, found in differences.items()
             },
         }
-        RESULT.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        RESULT.write_text(output.format_json(output.summary(record)), encoding="utf-8")
         print(f"written to {RESULT}")
     return 1 if unexpected else 0
 

@@ -34,6 +34,11 @@ def metrics(runs: Runs, task: str, method: str, feedback: bool = True) -> list[f
     return [run["metric"] for name, run in runs.items() if name.startswith(start)]
 
 
+def training_loss(run: dict[str, Any]) -> float:
+    """Return the final training loss of a run, which may be one of an earlier call without its curve."""
+    return float(run["curve"][-1] if "curve" in run else run["final_training_loss"])
+
+
 def cell(values: list[float]) -> str:
     """Mean and half of the range over seeds."""
     if not values:
@@ -69,7 +74,7 @@ def tables(runs: Runs) -> list[Table]:
             guard = ", ".join(f"{kind} {count}x" for kind, count in run["guard"].items()) or "silent"
             if method.every or method.name == "none":
                 guard = "–"
-            final = f"{run['curve'][-1]:.4f}", f"{loop['curve'][-1]:.4f}"
+            final = f"{training_loss(run):.4f}", f"{training_loss(loop):.4f}"
             ddp.append([method.name, *final, f"{run['metric']:.3g}", f"{loop['metric']:.3g}", guard])
     if ddp:
         head = ["method", "DDP: training loss", "in a loop", "DDP: held-out error, %", "in a loop", "guard"]

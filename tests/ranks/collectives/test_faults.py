@@ -1,6 +1,6 @@
 """Ranks that die, stop, leave or call something else: the others say so, name the rank and leave nothing behind.
 
-`python -m bench.faults` does the same twenty times over for every kind and world size.
+`python -m tests.stress.faults` does the same twenty times over for every kind and world size.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from bench import faults
-from bench.fault_ranks import Fault
+from tests.stress.fault_ranks import Fault
 
 
 @pytest.mark.parametrize("numel", [faults.SMALL, faults.LARGE])

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from bench.bit_identity import compare
-from bench.fault_ranks import Fault, Seen, excess
-from bench.faults import GROUP_TIMEOUT, LIMIT_SECONDS, judge
-from bench.random_ops import COLLECTIVES, WHOLE, memberships, sequence
-from bench.soak import CYCLE, SETTLED, growth
 from dtcomm.launch.ranks import RankOutcome
+from tests.stress.bit_identity import compare
+from tests.stress.fault_ranks import Fault, Seen, excess
+from tests.stress.faults import GROUP_TIMEOUT, LIMIT_SECONDS, judge
+from tests.stress.random_ops import COLLECTIVES, WHOLE, memberships, sequence
+from tests.stress.soak import CYCLE, SETTLED, growth
 
 FAULT = Fault(kind="SIGKILL", victim=1, numel=16)
 GOOD = Seen(error="PeerLost", message="rank 1 (pid 77) is gone", at=10.5, next_error="PeerLost")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import soak
+from tests.stress import soak
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 import dtcomm
-from bench import random_torch
-from bench.random_ops import ALIKE, FLOATS, WHOLE, Operation, memberships, own_schedule
 from dtcomm.collectives._dispatch import Several
+from tests.stress import random_torch
+from tests.stress.random_ops import ALIKE, FLOATS, WHOLE, Operation, memberships, own_schedule
 
 WINDOW = 3  # asynchronous operations in flight
 GLOO_CHECK = 4  # one of so many exact sums is compared with Gloo's, the others with sums of the inputs

@@ -1,6 +1,6 @@
 """One rank of the soak, under torchrun: rounds of random operations until it is time, or until a rank is killed.
 
-What it sees goes to one file of JSON lines a rank and incarnation; ``bench.soak`` reads them.
+What it sees goes to one file of JSON lines a rank and incarnation; ``tests.stress.soak`` reads them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 import dtcomm
-from bench.random_ops import sequence
-from bench.random_run import Runner
+from tests.stress.random_ops import sequence
+from tests.stress.random_run import Runner
 
 POOL, ROUND = 400, 40  # different operations, so that plans stop being new; operations of one round
 TIMEOUT = 60.0

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.random_ops import Operation
 from dtcomm.measure import exact_inputs
+from tests.stress.random_ops import Operation
 
 OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,

@@ -1,6 +1,6 @@
 """Random operations for a long time: subgroups made and destroyed, ranks killed and restarted under torchrun.
 
-python -m bench.soak [--minutes 30 | --kills K] [--ranks 3] [--life 20 180] [--pause 0.5] [--json FILE]
+python -m tests.stress.soak [--minutes 30 | --kills K] [--ranks 3] [--life 20 180] [--pause 0.5] [--json FILE]
 
 torchrun --max-restarts keeps the ranks alive; of each incarnation one rank kills itself (SIGKILL) after a random
 time, and the others must raise an error that names it. Incarnations take turns with Gloo and dtcomm as the group's
@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.common import machine, output
-from bench.soak_rank import POOL, ROUND, Life
+from tests.stress.soak_rank import POOL, ROUND, Life
 
 CYCLE = POOL // ROUND  # rounds after which the same operations come again
 SETTLED = CYCLE + 2  # rounds after which every plan has been made
@@ -110,7 +110,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     started = time.time()
     with TemporaryDirectory(prefix="dtcomm-soak-") as name:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=100000"]
-        command += ["--monitor-interval=0.5", f"--nproc-per-node={options.ranks}", "-m", "bench.soak_rank"]
+        command += [
+            "--monitor-interval=0.5",
+            f"--nproc-per-node={options.ranks}",
+            "-m",
+            "tests.stress.soak_rank",
+        ]
         life = Life(
             until=started + options.minutes * 60,
             kills=options.kills,
@@ -157,7 +162,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "verdict": "MISS" if bad else "PASS",
         "runs": found,
     }
-    print(output.write("soak", result, options.json), result["verdict"])
+    kept = ("incarnation", "rank", "victim", "backend", "operations", "growth", "ended", "error")
+    runs = [{name: run[name] for name in kept} for run in found]
+    print(output.write("soak", {**result, "runs": runs}, options.json), result["verdict"])
     return result
 
 

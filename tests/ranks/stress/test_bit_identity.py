@@ -1,4 +1,4 @@
-"""A short part of the random operations, with a seed of its own every time; the whole: python -m bench.bit_identity."""
+"""A short run of the random operations of tests.stress.bit_identity, with a new seed every time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from bench.bit_identity import ONE_HOST, WAYS, Way, piece
+from tests.stress.bit_identity import ONE_HOST, WAYS, Way, piece
 
 SEED = random.SystemRandom().randrange(10**6)
 CASES = [(2, ONE_HOST), *((3, way) for way in dict.fromkeys(WAYS))]

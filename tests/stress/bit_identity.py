@@ -1,6 +1,7 @@
 """Random operations end with the same bits on every rank, and feedback loses no mass.
 
-python -m bench.bit_identity [--operations 100000] [--ranks 2 3 4 5 8] [--minutes M] [--seed 0] [--new] [--json FILE]
+python -m tests.stress.bit_identity [--operations 100000] [--ranks 2 3 4 5 8] [--minutes M] [--seed 0] [--new]
+[--json FILE]
 
 Collective, size, dtype, codec, algorithm, operator, subgroup, memory, feedback, checksums and overlap are drawn from
 the seed. Inputs are small integers, so that without a codec the result must also be the sum itself, and Gloo's. The
@@ -27,10 +28,10 @@ import torch.distributed as dist
 
 import dtcomm
 from bench.common import machine, output
-from bench.random_ops import CODECS, host_of, sequence
-from bench.random_run import Runner
 from dtcomm import algorithms
 from dtcomm.launch.ranks import run_ranks
+from tests.stress.random_ops import CODECS, host_of, sequence
+from tests.stress.random_run import Runner
 
 STEPS = 5
 LOSSY = tuple(dict.fromkeys(spec for spec in CODECS if spec != "none"))

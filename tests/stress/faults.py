@@ -1,6 +1,6 @@
 """The fault campaign: ranks die, stop, leave or call the wrong thing, and the others must say so in time.
 
-python -m bench.faults [--repeat 20] [--ranks 2 3 4] [--kinds SIGKILL ...] [--rounds 1000] [--quick]
+python -m tests.stress.faults [--repeat 20] [--ranks 2 3 4] [--kinds SIGKILL ...] [--rounds 1000] [--quick]
 
 Writes bench/results/faults.json; exit status 1 where a survivor raised the wrong error, named nobody or the
 wrong rank, was late, or left something behind.
@@ -18,8 +18,8 @@ from collections import defaultdict
 from typing import Any, cast
 
 from bench.common import machine, output
-from bench.fault_ranks import Fault, Seen, rounds, survive
 from dtcomm.launch.ranks import RankOutcome, RunningRanks, run_ranks, spawn_ranks
+from tests.stress.fault_ranks import Fault, Seen, rounds, survive
 
 SMALL, LARGE = 16 << 10, 16 << 20  # floats: 64 KB and 64 MB
 LIMIT_SECONDS = 2.0
