@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import dtcomm
-from dtcomm.collectives._dispatch import Several
+from dtcomm.runtime.work import CompositeWork
 from tests.stress import random_torch
 from tests.stress.random_ops import ALIKE, FLOATS, WHOLE, Operation, memberships, own_schedule
 
@@ -137,7 +137,7 @@ class Runner:
             dtcomm.send(given, following, async_op=True, **common),
             dtcomm.recv(output, before, async_op=True, **common),
         ]
-        return Several([work for work in works if work is not None], [output]), output
+        return CompositeWork([work for work in works if work is not None], [output]), output
 
     def _exchange(
         self, operation: Operation, members: tuple[int, ...], common: dict[str, Any]
