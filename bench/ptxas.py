@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypedDict
@@ -22,7 +23,7 @@ from bench.common import output
 ROOT = Path(__file__).resolve().parent.parent
 # compute capability → (registers, bytes of shared memory, threads) of a multiprocessor
 LIMITS = {80: (65536, 163840, 2048), 90: (65536, 232448, 2048), 100: (65536, 232448, 2048)}
-NEAR_THREADS, FAR_THREADS = 256, 512  # csrc/cuda/kernel_variants.h and fused/peers.cuh, lanes.cuh
+WARP_THREADS, BLOCK_THREADS = 256, 512  # csrc/cuda/kernel_variants.h, warp.cuh
 RESERVED_SHARED = 1024  # bytes that the system takes of each thread block's
 # as csrc/cuda/fused/collective.h numbers them
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
@@ -51,7 +52,7 @@ def tool(name: str) -> str:
 
 
 def readable(name: str) -> str:
-    """`combine_near<Integer<8, 4u, true>, 1, true, false>(…)` as words."""
+    """`combine_warp_kernel<Integer<8, 4u, true>, 1, true, false>(…)` as words."""
     name = name.replace("dtcomm::cuda::", "").replace("dtcomm::", "").replace("(anonymous namespace)::", "")
     name = re.sub(r"\(\w+\)(?=\d)", "", name)  # enumerators are numbers with their type before them
     name = re.sub(r"\(.*", "", name).removeprefix("void ")
@@ -64,7 +65,7 @@ def readable(name: str) -> str:
     match = re.fullmatch(r"step_kernel<(.*)>", name)
     if match is not None:
         return f"{match.group(1).strip()} program's step"
-    match = re.fullmatch(r"combine_(near|far)<(.*), (-?\d+), (true|false), (true|false)>", name)
+    match = re.fullmatch(r"combine_(warp|block)_kernel<(.*), (-?\d+), (true|false), (true|false)>", name)
     if match is None:
         return name
     _, family, count, encodes, feedback = match.groups()
@@ -102,9 +103,10 @@ def compile_one(source: Path, architecture: int) -> list[Resources]:
         name = entry[1 : entry.index("' for")]
         used = {what: int(n) for n, what in re.findall(r"(\d+) (registers|bytes \w+ \w+|bytes smem)", entry)}
         first_tier = any(
-            each in name for each in ("combine_near", "fused_kernel", "step_kernel", "expand_all")
+            kernel in name
+            for kernel in ("combine_warp_kernel", "fused_kernel", "step_kernel", "expand_kernel")
         )
-        threads = NEAR_THREADS if first_tier else FAR_THREADS
+        threads = WARP_THREADS if first_tier else BLOCK_THREADS
         shared = used.get("bytes smem", 0)
         kernel: Resources = {
             "kernel": readable(name),
@@ -120,14 +122,29 @@ def compile_one(source: Path, architecture: int) -> list[Resources]:
     return kernels
 
 
+def instantiations(folder: Path) -> list[Path]:
+    """Source files with the kernels of each codec family, written as cmake/cuda.cmake writes them."""
+    cuda = ROOT / "csrc" / "cuda"
+    sources = []
+    for line in (cuda / "instantiations.txt").read_text().splitlines():
+        if line.startswith("#") or not line.strip():
+            continue
+        name, kind, family = line.split(maxsplit=2)
+        for template in ("codec", "fused") if kind == "fused" else ("codec",):
+            sources.append(folder / f"{template}_{name}.cu")
+            text = (cuda / f"instantiate_{template}.cu.in").read_text()
+            sources[-1].write_text(text.replace("@FAMILY@", family))
+    return sources
+
+
 def read() -> list[Resources]:
     """Every kernel, for each architecture."""
-    sources = sorted((ROOT / "csrc" / "cuda").rglob("*.cu"))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        made = pool.map(
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        sources = sorted((ROOT / "csrc" / "cuda").rglob("*.cu")) + instantiations(Path(folder))
+        reports = pool.map(
             lambda job: compile_one(*job), [(source, arch) for arch in LIMITS for source in sources]
         )
-        kernels = [kernel for each in made for kernel in each]
+        kernels = [kernel for report in reports for kernel in report]
     return sorted(kernels, key=lambda kernel: (kernel["architecture"], kernel["kernel"]))
 
 

@@ -16,7 +16,7 @@ class Platform(TypedDict):
     error: str
     devices: list[Device]
 
-NEAR_PAYLOADS: int  # more than these need a table in the device's memory
+INLINE_PAYLOADS: int  # more than these need a table in the device's memory
 
 def platform() -> Platform: ...
 def combine(
@@ -44,10 +44,10 @@ def decode(
 ) -> None: ...
 
 # csrc/python/cuda_low_rank.cpp
-MOST_VECTORS: int  # of one kernel
+MAX_VECTORS: int  # of one kernel
 
 def orthonormalise(vectors: list[tuple[int, int, int, int]], stream: int) -> None: ...
-def judge(factors: list[tuple[int, int, int, int, int]], stream: int) -> None: ...
+def check_finite(factors: list[tuple[int, int, int, int, int]], stream: int) -> None: ...
 def expand(
     gradient: int,
     dtype: int,
@@ -62,7 +62,7 @@ def expand(
 ) -> None: ...
 
 # csrc/python/cuda_fused.cpp
-class FusedCall:
+class FusedPlan:
     def __init__(
         self,
         collective: int,
@@ -74,20 +74,19 @@ class FusedCall:
         op: int,
         divisor: int,
         encodes_own: bool,
-        rounds: bool,
+        rounds_sum: bool,
         ranks: int,
-        first: int,
-        here: int,
-        room: tuple[int, int, int],
+        first_rank: int,
+        local_ranks: int,
+        buffer_layout: tuple[int, int, int],
         blocks: int,
         section: int,
-        budget: int,
+        timeout_ns: int,
         memory: list[int],
         programs: list[tuple[int, list[int], list[int], list[int]]] = ...,
         steps: int = 0,
-        keeps: bool = False,
+        keeps_sums: bool = False,
     ) -> None: ...
-    def why_not(self) -> str: ...
     def launch(
-        self, shares: list[tuple[int, int, int, int, int]], stream: int, features: int = 0
+        self, tensors: list[tuple[int, int, int, int, int]], stream: int, features: int = 0
     ) -> None: ...

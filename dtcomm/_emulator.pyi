@@ -1,6 +1,6 @@
 """The emulator of fused CUDA collectives, as csrc/python/emulator.cpp binds it; an optional module."""
 
-class FusedCall:
+class FusedPlan:
     def __init__(
         self,
         collective: int,
@@ -12,24 +12,23 @@ class FusedCall:
         op: int,
         divisor: int,
         encodes_own: bool,
-        rounds: bool,
+        rounds_sum: bool,
         ranks: int,
-        first: int,
-        here: int,
-        room: tuple[int, int, int],
+        first_rank: int,
+        local_ranks: int,
+        buffer_layout: tuple[int, int, int],
         blocks: int,
         section: int,
-        budget: int,
+        timeout_ns: int,
         memory: list[int],
         programs: list[tuple[int, list[int], list[int], list[int]]] = ...,
         steps: int = 0,
-        keeps: bool = False,
+        keeps_sums: bool = False,
     ) -> None: ...
-    def why_not(self) -> str: ...
     def launch(
         self,
-        shares: list[tuple[int, int, int, int, int]],
-        order: int = 0,
+        tensors: list[tuple[int, int, int, int, int]],
+        seed: int = 0,
         absent: int = -1,
         features: int = 0,
     ) -> None: ...

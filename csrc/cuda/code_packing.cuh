@@ -6,7 +6,7 @@
 namespace dtcomm::cuda {
 
 // Bytes of (low, high), which are numbered 0..3 and 4..7, by the four digits of `select`, the lowest digit first.
-DTCOMM_DEVICE std::uint32_t pick_bytes(std::uint32_t low, std::uint32_t high, std::uint32_t select) {
+DTCOMM_DEVICE std::uint32_t permute_bytes(std::uint32_t low, std::uint32_t high, std::uint32_t select) {
 #if defined(__CUDA_ARCH__)
   return __byte_perm(low, high, select);
 #else
@@ -23,19 +23,20 @@ struct Codes {
 };
 
 // The lowest bytes of eight integers.
-DTCOMM_DEVICE Codes codes_of(const std::int32_t (&q)[kOctet]) {
+DTCOMM_DEVICE Codes codes_of(const std::int32_t (&q)[kVec8]) {
   Codes codes;
   DTCOMM_UNROLL
   for (int w = 0; w < 2; ++w) {
     const auto byte = [&](int j) { return static_cast<std::uint32_t>(q[4 * w + j]); };
-    codes.word[w] = pick_bytes(pick_bytes(byte(0), byte(1), 0x0040), pick_bytes(byte(2), byte(3), 0x0040), 0x5410);
+    codes.word[w] =
+        permute_bytes(permute_bytes(byte(0), byte(1), 0x0040), permute_bytes(byte(2), byte(3), 0x0040), 0x5410);
   }
   return codes;
 }
 
 // The lowest `Unit` bits of four bytes, side by side in the lowest bits; and the other way.
 template <int Unit>
-DTCOMM_DEVICE std::uint32_t narrowed(std::uint32_t v) {
+DTCOMM_DEVICE std::uint32_t pack_codes(std::uint32_t v) {
   if constexpr (Unit == 8) return v;
   if constexpr (Unit == 4) {
     v &= 0x0f0f0f0fU;
@@ -53,7 +54,7 @@ DTCOMM_DEVICE std::uint32_t narrowed(std::uint32_t v) {
 }
 
 template <int Unit>
-DTCOMM_DEVICE std::uint32_t widened(std::uint32_t v) {
+DTCOMM_DEVICE std::uint32_t unpack_codes(std::uint32_t v) {
   if constexpr (Unit == 8) return v;
   if constexpr (Unit == 4) {
     v = (v & 0xffffU) | (v & 0xffffU) << 8;
@@ -73,15 +74,15 @@ DTCOMM_DEVICE std::uint32_t widened(std::uint32_t v) {
 // One plane of an octet's codes: bits shift .. shift + Unit - 1 of each, at a byte of the plane's own.
 template <int Unit>
 DTCOMM_DEVICE void store_plane(const Codes& codes, unsigned shift, std::uint8_t* to) {
-  const std::uint64_t low = narrowed<Unit>(codes.word[0] >> shift), high = narrowed<Unit>(codes.word[1] >> shift);
+  const std::uint64_t low = pack_codes<Unit>(codes.word[0] >> shift), high = pack_codes<Unit>(codes.word[1] >> shift);
   store_bytes<Unit>(low | high << (4 * Unit), to);
 }
 
 template <int Unit>
 DTCOMM_DEVICE void load_plane(const std::uint8_t* from, unsigned shift, Codes& codes) {
   const std::uint64_t plane = load_bytes<Unit>(from);
-  codes.word[0] |= widened<Unit>(static_cast<std::uint32_t>(plane)) << shift;
-  codes.word[1] |= widened<Unit>(static_cast<std::uint32_t>(plane >> (4 * Unit))) << shift;
+  codes.word[0] |= unpack_codes<Unit>(static_cast<std::uint32_t>(plane)) << shift;
+  codes.word[1] |= unpack_codes<Unit>(static_cast<std::uint32_t>(plane >> (4 * Unit))) << shift;
 }
 
 // The codes of the octet at element `at` of a granule, whose `stored` codes of `bits` bits begin at `section`: planes
@@ -122,7 +123,7 @@ DTCOMM_DEVICE std::uint32_t code_at(const Codes& codes, int j) { return codes.wo
 // Byte j of the octet, less `flip`, as a float: 2^23 + byte is a float whose last bits are the byte.
 DTCOMM_DEVICE float float_of_byte(const Codes& codes, int j, float flip) {
   constexpr std::uint32_t kTwo23 = 0x4b000000U;
-  const std::uint32_t bits = pick_bytes(codes.word[j / 4], kTwo23, 0x7650U + static_cast<unsigned>(j % 4));
+  const std::uint32_t bits = permute_bytes(codes.word[j / 4], kTwo23, 0x7650U + static_cast<unsigned>(j % 4));
   return float_of(bits) - (0x1p23f + flip);
 }
 

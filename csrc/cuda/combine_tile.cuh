@@ -11,13 +11,14 @@ constexpr int kAnyCount = -1;  // of payloads, min and max included where the fa
 constexpr int kBatch = 4;      // payloads whose codes are on their way at once, where the count is not known
 
 // What a family gives (families/*.cuh):
-//   kHot, kOrdered, kRotates, kPads  has kernels for each case; has min and max; may rotate; may need padding
-//   Raw, load, decode             an octet of a payload as it is read, and as floats; two steps, so that the codes
+//   kSpecialized, kHasMinMax, kCanRotate, kHasPadding  has kernels for each case; has min and max; may rotate; may need
+//   padding Raw, load, decode             an octet of a payload as it is read, and as floats; two steps, so that the
+//   codes
 //                                 of several payloads are on their way together
 //   encode                        of all lanes together; writes scale and codes, and what they decode to
 //   group()                       lanes that share a block; rotates(): whether blocks are rotated
 
-DTCOMM_DEVICE float joined(ReduceOp op, float a, float b) {
+DTCOMM_DEVICE float reduce_pair(ReduceOp op, float a, float b) {
   if (op == ReduceOp::sum) return a + b;
   const bool second = op == ReduceOp::min ? b < a : b > a;
   return second || b != b ? b : a;  // NaN wins; of equal values the first stays
@@ -27,161 +28,165 @@ DTCOMM_DEVICE float joined(ReduceOp op, float a, float b) {
 template <bool Ordered>
 struct Sum {
   ReduceOp op;
-  float value[kOctet] = {};
+  float value[kVec8] = {};
   bool started = false;
 
-  DTCOMM_DEVICE void add(const float (&term)[kOctet]) {
+  DTCOMM_DEVICE void add(const float (&term)[kVec8]) {
     DTCOMM_UNROLL
-    for (int j = 0; j < kOctet; ++j) {
-      value[j] = !started ? term[j] : Ordered ? joined(op, value[j], term[j]) : value[j] + term[j];
+    for (int j = 0; j < kVec8; ++j) {
+      value[j] = !started ? term[j] : Ordered ? reduce_pair(op, value[j], term[j]) : value[j] + term[j];
     }
     started = true;
   }
 };
 
 template <class Lanes, class Family>
-DTCOMM_DEVICE void load_local(const Lanes& lanes, const Call& call, const Family& family, const Place& place,
-                              float (&x)[kOctet]) {
-  if (call.local) {
-    load_octet(call.local_dtype, call.local, place.first, place.present, call.local_wide, x);
+DTCOMM_DEVICE void load_local(const Lanes& lanes, const KernelParams& params, const Family& family,
+                              const Vec8Position& pos, float (&x)[kVec8]) {
+  if (params.local) {
+    load_vec8(params.local_dtype, params.local, pos.first, pos.present, params.local_aligned, x);
   }
-  if (call.residual_in) {
-    float error[kOctet];
-    load_octet(DType::f32, call.residual_in, place.first, place.present, call.residual_wide, error);
+  if (params.residual_in) {
+    float error[kVec8];
+    load_vec8(DType::f32, params.residual_in, pos.first, pos.present, params.residual_aligned, error);
     DTCOMM_UNROLL
-    for (int j = 0; j < kOctet; ++j) x[j] = call.local ? x[j] + error[j] : error[j];
+    for (int j = 0; j < kVec8; ++j) x[j] = params.local ? x[j] + error[j] : error[j];
   }
-  if constexpr (Family::kRotates) {
-    if (family.rotates()) rotate(lanes, family.group(), place.at, x);
+  if constexpr (Family::kCanRotate) {
+    if (family.rotates()) rotate(lanes, family.group(), pos.at, x);
   }
 }
 
 template <int Count, class Family, class Lanes>
-DTCOMM_DEVICE void sum_terms(const Lanes& lanes, const Call& call, const Family& family, const Shape& shape,
-                             const Place& place, float (&x)[kOctet]) {
-  constexpr bool kOrdered = Family::kOrdered && Count == kAnyCount;
+DTCOMM_DEVICE void sum_terms(const Lanes& lanes, const KernelParams& params, const Family& family,
+                             const GranuleShape& shape, const Vec8Position& pos, float (&x)[kVec8]) {
+  constexpr bool kHasMinMax = Family::kHasMinMax && Count == kAnyCount;
   constexpr int kAtOnce = Count == kAnyCount ? kBatch : Count;
-  Sum<kOrdered> sum{call.op};
-  float local[kOctet] = {};
+  Sum<kHasMinMax> sum{params.op};
+  float local[kVec8] = {};
   if (Count != 0) {
     typename Family::Raw raw[kAtOnce > 0 ? kAtOnce : 1] = {};
-    const int count = Count == kAnyCount ? call.count : Count;
+    const int count = Count == kAnyCount ? params.count : Count;
     // Not unrolled: the batch is what is under way at once.
     DTCOMM_LOOP
     for (int begin = 0; begin < count; begin += kAtOnce) {
       DTCOMM_UNROLL
       for (int t = 0; t < kAtOnce; ++t) {
-        if (begin + t < count) raw[t] = family.load(shape, call.payload(begin + t) + place.granule, place.at);
+        if (begin + t < count) raw[t] = family.load(shape, params.payload(begin + t) + pos.granule, pos.at);
       }
-      if (begin == 0 && call.has_local) load_local(lanes, call, family, place, local);
+      if (begin == 0 && params.has_local) load_local(lanes, params, family, pos, local);
       DTCOMM_UNROLL
       for (int t = 0; t < kAtOnce; ++t) {
         if (begin + t >= count) continue;
-        if (call.has_local && call.position == begin + t) sum.add(local);
-        float term[kOctet];
+        if (params.has_local && params.position == begin + t) sum.add(local);
+        float term[kVec8];
         family.decode(raw[t], term);
         sum.add(term);
       }
     }
-    if (call.has_local && call.position == count) {
-      if (Count == kAnyCount && count == 0) load_local(lanes, call, family, place, local);
+    if (params.has_local && params.position == count) {
+      if (Count == kAnyCount && count == 0) load_local(lanes, params, family, pos, local);
       sum.add(local);
     }
   } else {
-    load_local(lanes, call, family, place, local);
+    load_local(lanes, params, family, pos, local);
     sum.add(local);
   }
   DTCOMM_UNROLL
-  for (int j = 0; j < kOctet; ++j) x[j] = call.divides ? sum.value[j] / call.divisor : sum.value[j];
+  for (int j = 0; j < kVec8; ++j) x[j] = params.divides ? sum.value[j] / params.divisor : sum.value[j];
 }
 
 template <class Lanes>
-DTCOMM_DEVICE void put_floats(const Lanes& lanes, const Call& call, const Place& place, float (&x)[kOctet]) {
-  if (call.canonical) {
+DTCOMM_DEVICE void store_output(const Lanes& lanes, const KernelParams& params, const Vec8Position& pos,
+                                float (&x)[kVec8]) {
+  if (params.canonical_nan) {
     DTCOMM_UNROLL
-    for (int j = 0; j < kOctet; ++j) x[j] = canonical(x[j]);
+    for (int j = 0; j < kVec8; ++j) x[j] = canonical(x[j]);
   }
-  store_octet(lanes, call.out_dtype, x, call.out, place.first, place.present, call.out_wide, place.whole);
+  store_vec8(lanes, params.out_dtype, x, params.out, pos.first, pos.present, params.out_aligned, pos.whole);
 }
 
 // residual = error * divisor, except where that is no number.
 template <class Lanes>
-DTCOMM_DEVICE void keep_residual(const Lanes& lanes, const Call& call, const Place& place, float (&error)[kOctet]) {
-  const float* old = call.residual_in ? call.residual_in : call.residual_out;
+DTCOMM_DEVICE void store_residual(const Lanes& lanes, const KernelParams& params, const Vec8Position& pos,
+                                  float (&error)[kVec8]) {
+  const float* old = params.residual_in ? params.residual_in : params.residual_out;
   DTCOMM_UNROLL
-  for (int j = 0; j < kOctet; ++j) {
-    error[j] = error[j] * call.divisor;
-    if (!finite(error[j]) && j < place.present) error[j] = load_element(DType::f32, old, place.first + j);
+  for (int j = 0; j < kVec8; ++j) {
+    error[j] = error[j] * params.divisor;
+    if (!finite(error[j]) && j < pos.present) error[j] = load_element(DType::f32, old, pos.first + j);
   }
-  store_octet(lanes, DType::f32, error, call.residual_out, place.first, place.present, call.residual_wide, place.whole);
+  store_vec8(lanes, DType::f32, error, params.residual_out, pos.first, pos.present, params.residual_aligned, pos.whole);
 }
 
-DTCOMM_DEVICE Place place_of(const Call& call, std::uint64_t tile, unsigned thread, unsigned threads) {
-  Place place;
-  place.first = (tile * threads + thread) * kOctet;
-  std::uint64_t granule = place.first >> call.granule_shift;
-  granule = granule < call.last ? granule : call.last;
-  const std::uint64_t start = granule << call.granule_shift;
-  place.granule = granule * call.granule_bytes;
-  place.at = static_cast<std::uint32_t>(place.first - start);
-  place.shape = granule == call.last ? &call.tail : &call.whole;
-  const auto left = static_cast<std::int32_t>(place.shape->n) - static_cast<std::int32_t>(place.at);
-  place.present = left < 0 ? 0 : left < kOctet ? left : kOctet;
+DTCOMM_DEVICE Vec8Position vec8_position(const KernelParams& params, std::uint64_t tile, unsigned thread,
+                                         unsigned threads) {
+  Vec8Position pos;
+  pos.first = (tile * threads + thread) * kVec8;
+  std::uint64_t granule = pos.first >> params.granule_shift;
+  granule = granule < params.last ? granule : params.last;
+  const std::uint64_t start = granule << params.granule_shift;
+  pos.granule = granule * params.granule_bytes;
+  pos.at = static_cast<std::uint32_t>(pos.first - start);
+  pos.shape = granule == params.last ? &params.tail : &params.whole;
+  const auto left = static_cast<std::int32_t>(pos.shape->n) - static_cast<std::int32_t>(pos.at);
+  pos.present = left < 0 ? 0 : left < kVec8 ? left : kVec8;
   // A warp's octets lie in one granule.
-  const std::uint32_t warp = place.at - thread % kWarp * kOctet;
-  place.whole = warp + kWarp * kOctet <= place.shape->n;
-  return place;
+  const std::uint32_t warp = pos.at - thread % kWarp * kVec8;
+  pos.whole = warp + kWarp * kVec8 <= pos.shape->n;
+  return pos;
 }
 
 // Thread block `tile`. `Encodes`: there is a payload_out; `Feedback`: and what it decodes to is wanted.
 template <int Count, bool Encodes, bool Feedback, class Family, class Lanes>
-DTCOMM_DEVICE void combine_tile(const Lanes& lanes, const Call& call, const Family& family, std::uint64_t tile) {
-  const Place place = place_of(call, tile, lanes.thread(), lanes.threads());
-  const Shape& shape = *place.shape;
-  float x[kOctet];
-  sum_terms<Count>(lanes, call, family, shape, place, x);
-  const bool rotates = Family::kRotates && family.rotates();
+DTCOMM_DEVICE void combine_tile(const Lanes& lanes, const KernelParams& params, const Family& family,
+                                std::uint64_t tile) {
+  const Vec8Position pos = vec8_position(params, tile, lanes.thread(), lanes.threads());
+  const GranuleShape& shape = *pos.shape;
+  float x[kVec8];
+  sum_terms<Count>(lanes, params, family, shape, pos, x);
+  const bool rotates = Family::kCanRotate && family.rotates();
   if constexpr (!Encodes) {
-    if constexpr (Family::kRotates) {
-      if (rotates) rotate_back(lanes, family.group(), place.at, x);
+    if constexpr (Family::kCanRotate) {
+      if (rotates) rotate_back(lanes, family.group(), pos.at, x);
     }
-    if (call.out) put_floats(lanes, call, place, x);
-    if (call.residual_out) {
-      float none[kOctet] = {};
-      store_octet(lanes, DType::f32, none, call.residual_out, place.first, place.present, call.residual_wide,
-                  place.whole);
+    if (params.out) store_output(lanes, params, pos, x);
+    if (params.residual_out) {
+      float none[kVec8] = {};
+      store_vec8(lanes, DType::f32, none, params.residual_out, pos.first, pos.present, params.residual_aligned,
+                 pos.whole);
     }
     return;
   }
   // Elements that take part in the encoding: rotated, a block is always whole.
-  const int live = rotates && place.at < shape.stored ? kOctet : place.present;
-  if (live < kOctet) {
+  const int live = rotates && pos.at < shape.stored ? kVec8 : pos.present;
+  if (live < kVec8) {
     DTCOMM_UNROLL
-    for (int j = 0; j < kOctet; ++j) x[j] = j < live ? x[j] : 0.0f;
+    for (int j = 0; j < kVec8; ++j) x[j] = j < live ? x[j] : 0.0f;
   }
-  std::uint8_t* granule = call.payload_out + place.granule;
-  float decoded[kOctet], sum[kOctet];
+  std::uint8_t* granule = params.payload_out + pos.granule;
+  float decoded[kVec8], sum[kVec8];
   DTCOMM_UNROLL
-  for (int j = 0; j < kOctet; ++j) sum[j] = x[j];  // spikes are taken out of x
-  family.template encode<Feedback>(lanes, call, shape, place, live, x, granule, decoded);
-  if (Family::kPads) {
-    const std::uint32_t pad = shape.used + place.at / kOctet;
+  for (int j = 0; j < kVec8; ++j) sum[j] = x[j];  // spikes are taken out of x
+  family.template encode<Feedback>(lanes, params, shape, pos, live, x, granule, decoded);
+  if (Family::kHasPadding) {
+    const std::uint32_t pad = shape.used + pos.at / kVec8;
     if (pad < shape.bytes) granule[pad] = 0;
   }
   if constexpr (Feedback) {
-    if (call.residual_out) {
+    if (params.residual_out) {
       DTCOMM_UNROLL
-      for (int j = 0; j < kOctet; ++j) x[j] = sum[j] - decoded[j];
-      if constexpr (Family::kRotates) {
-        if (rotates) rotate_back(lanes, family.group(), place.at, x);
+      for (int j = 0; j < kVec8; ++j) x[j] = sum[j] - decoded[j];
+      if constexpr (Family::kCanRotate) {
+        if (rotates) rotate_back(lanes, family.group(), pos.at, x);
       }
-      keep_residual(lanes, call, place, x);
+      store_residual(lanes, params, pos, x);
     }
-    if (call.out) {
-      if constexpr (Family::kRotates) {
-        if (rotates) rotate_back(lanes, family.group(), place.at, decoded);
+    if (params.out) {
+      if constexpr (Family::kCanRotate) {
+        if (rotates) rotate_back(lanes, family.group(), pos.at, decoded);
       }
-      put_floats(lanes, call, place, decoded);
+      store_output(lanes, params, pos, decoded);
     }
   }
 }

@@ -1,5 +1,4 @@
-// The families as kernels.cu sees them: what each is made of, and where its kernels are queued. One file of
-// families/ each, so that they compile side by side.
+// The codec families and the launch of their kernels, as kernels.cu sees them.
 #pragma once
 
 #include "cuda/families/cast.cuh"
@@ -12,23 +11,11 @@
 
 namespace dtcomm::cuda {
 
-// Each returns nullptr, or why nothing was queued.
-const char* launch(const Call& call, const Cast<DType::f32>& family, void* stream);
-const char* launch(const Call& call, const Cast<DType::f16>& family, void* stream);
-const char* launch(const Call& call, const Cast<DType::bf16>& family, void* stream);
-const char* launch(const Call& call, const Integer<8, 4, true>& family, void* stream);
-const char* launch(const Call& call, const Integer<8, 16, true>& family, void* stream);
-const char* launch(const Call& call, const Integer<4, 4, true>& family, void* stream);
-const char* launch(const Call& call, const Integer<4, 16, true>& family, void* stream);
-const char* launch(const Call& call, const AnyInteger& family, void* stream);
-const char* launch(const Call& call, const Float8<E4m3, 4, true>& family, void* stream);
-const char* launch(const Call& call, const Float8<E4m3, 16, true>& family, void* stream);
-const char* launch(const Call& call, const Float8<E4m3, 0, false>& family, void* stream);
-const char* launch(const Call& call, const Float8<E5m2, 0, false>& family, void* stream);
-const char* launch(const Call& call, const Mx<E4m3>& family, void* stream);
-const char* launch(const Call& call, const Mx<E5m2>& family, void* stream);
-const char* launch(const Call& call, const Mx<E2m1>& family, void* stream);
-const char* launch(const Call& call, const Sign& family, void* stream);
-const char* launch(const Call& call, const Sparse& family, void* stream);
+// Queues the kernel that serves a call. Returns nullptr, or in CUDA's words why nothing was queued. launch.cuh defines
+// it; CMake writes one source file with the instantiation of each family of instantiations.txt, so that they compile in
+// parallel.
+template <class Family>
+const char* launch(const KernelParams& params, const Family& family, void* stream);
+const char* launch(const KernelParams& params, const Sparse& family, void* stream);
 
 }  // namespace dtcomm::cuda

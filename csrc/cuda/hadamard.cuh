@@ -7,43 +7,43 @@
 namespace dtcomm::cuda {
 
 template <class Lanes>
-DTCOMM_DEVICE void butterflies(const Lanes& lanes, unsigned group, float (&x)[kOctet]) {
+DTCOMM_DEVICE void butterfly_stages(const Lanes& lanes, unsigned group, float (&x)[kVec8]) {
   DTCOMM_UNROLL
-  for (int half = 1; half < kOctet; half *= 2) {
+  for (int half = 1; half < kVec8; half *= 2) {
     DTCOMM_UNROLL
-    for (int j = 0; j < kOctet; ++j) {
+    for (int j = 0; j < kVec8; ++j) {
       if ((j & half) == 0) butterfly(x[j], x[j + half]);
     }
   }
   DTCOMM_LOOP
   for (unsigned reach = 1; reach < group; reach *= 2) {
-    float other[kOctet];
-    lanes.swap_octet(x, reach, other);
+    float other[kVec8];
+    lanes.shuffle_xor_vec8(x, reach, other);
     const bool upper = (lanes.thread() & reach) != 0;
     DTCOMM_UNROLL
-    for (int j = 0; j < kOctet; ++j) x[j] = upper ? other[j] - x[j] : x[j] + other[j];
+    for (int j = 0; j < kVec8; ++j) x[j] = upper ? other[j] - x[j] : x[j] + other[j];
   }
 }
 
 // `at`: the octet's first element in its granule.
 template <class Lanes>
-DTCOMM_DEVICE void rotate(const Lanes& lanes, unsigned group, std::uint32_t at, float (&x)[kOctet]) {
-  const float norm = rotation_norm(group * kOctet);
-  const std::uint32_t first = at % (group * kOctet);
+DTCOMM_DEVICE void rotate(const Lanes& lanes, unsigned group, std::uint32_t at, float (&x)[kVec8]) {
+  const float norm = rotation_norm(group * kVec8);
+  const std::uint32_t first = at % (group * kVec8);
   DTCOMM_UNROLL
-  for (int j = 0; j < kOctet; ++j) x[j] = rotation_in(x[j], first + static_cast<unsigned>(j), norm);
-  butterflies(lanes, group, x);
+  for (int j = 0; j < kVec8; ++j) x[j] = rotation_in(x[j], first + static_cast<unsigned>(j), norm);
+  butterfly_stages(lanes, group, x);
 }
 
 template <class Lanes>
-DTCOMM_DEVICE void rotate_back(const Lanes& lanes, unsigned group, std::uint32_t at, float (&x)[kOctet]) {
-  const float norm = rotation_norm(group * kOctet);
-  const std::uint32_t first = at % (group * kOctet);
+DTCOMM_DEVICE void rotate_back(const Lanes& lanes, unsigned group, std::uint32_t at, float (&x)[kVec8]) {
+  const float norm = rotation_norm(group * kVec8);
+  const std::uint32_t first = at % (group * kVec8);
   DTCOMM_UNROLL
-  for (int j = 0; j < kOctet; ++j) x[j] = rotation_back(x[j], norm);
-  butterflies(lanes, group, x);
+  for (int j = 0; j < kVec8; ++j) x[j] = rotation_back(x[j], norm);
+  butterfly_stages(lanes, group, x);
   DTCOMM_UNROLL
-  for (int j = 0; j < kOctet; ++j) x[j] = rotation_out(x[j], first + static_cast<unsigned>(j));
+  for (int j = 0; j < kVec8; ++j) x[j] = rotation_out(x[j], first + static_cast<unsigned>(j));
 }
 
 }  // namespace dtcomm::cuda

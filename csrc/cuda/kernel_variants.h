@@ -7,52 +7,53 @@ namespace dtcomm::cuda {
 
 constexpr unsigned kThreads = 256;  // of a thread block, unless a group of lanes needs more
 
-inline unsigned threads_of(unsigned group) { return group > kThreads ? kMostThreads : kThreads; }
+inline unsigned threads_of(unsigned group) { return group > kThreads ? kMaxBlockThreads : kThreads; }
 
 // Thread blocks of `threads` octets over the elements of a call.
-inline unsigned tiles(const Call& call, unsigned threads) {
-  const std::uint64_t elements = (call.last << call.granule_shift) + call.tail.n;
-  return static_cast<unsigned>((elements + threads * kOctet - 1) / (threads * kOctet));
+inline unsigned tiles(const KernelParams& params, unsigned threads) {
+  const std::uint64_t elements = (params.last << params.granule_shift) + params.tail.n;
+  return static_cast<unsigned>((elements + threads * kVec8 - 1) / (threads * kVec8));
 }
 
 template <int Count, bool Encodes, bool Feedback>
-struct Kernel {
+struct CombineVariant {
   static constexpr int kCount = Count;
   static constexpr bool kEncodes = Encodes, kFeedback = Feedback;
 };
 
-template <bool Encodes, bool Feedback, class Run>
-auto choose_count(const Call& call, const Run& run) {
-  if (call.op == ReduceOp::sum) {
-    switch (call.count) {
+template <bool Encodes, bool Feedback, class Use>
+auto with_payload_count(const KernelParams& params, const Use& use) {
+  if (params.op == ReduceOp::sum) {
+    switch (params.count) {
       case 0:
-        if constexpr (Encodes) return run(Kernel<0, Encodes, Feedback>());
+        if constexpr (Encodes) return use(CombineVariant<0, Encodes, Feedback>());
         break;
       case 1:
-        return run(Kernel<1, Encodes, Feedback>());
+        return use(CombineVariant<1, Encodes, Feedback>());
       case 2:
-        return run(Kernel<2, Encodes, Feedback>());
+        return use(CombineVariant<2, Encodes, Feedback>());
       case 4:
-        return run(Kernel<4, Encodes, Feedback>());
+        return use(CombineVariant<4, Encodes, Feedback>());
       case 8:
-        return run(Kernel<8, Encodes, Feedback>());
+        return use(CombineVariant<8, Encodes, Feedback>());
       default:
         break;
     }
   }
-  return run(Kernel<kAnyCount, Encodes, Feedback>());
+  return use(CombineVariant<kAnyCount, Encodes, Feedback>());
 }
 
-// run(Kernel<...>()). Codecs whose speed matters most (`kHot`) have a kernel for each of the usual numbers of payloads,
-// and one that keeps no decoded floats; all others have two that ask as they go.
-template <class Family, class Run>
-auto choose(const Call& call, const Run& run) {
-  if constexpr (Family::kHot) {
-    if (!call.payload_out) return choose_count<false, false>(call, run);
-    if (call.out || call.residual_out) return choose_count<true, true>(call, run);
-    return choose_count<true, false>(call, run);
+// use(CombineVariant<...>()). Codecs whose speed matters most (`kSpecialized`) have a kernel for each of the usual
+// numbers of payloads, and one that keeps no decoded floats; all others have two that ask as they go.
+template <class Family, class Use>
+auto with_kernel_variant(const KernelParams& params, const Use& use) {
+  if constexpr (Family::kSpecialized) {
+    if (!params.payload_out) return with_payload_count<false, false>(params, use);
+    if (params.out || params.residual_out) return with_payload_count<true, true>(params, use);
+    return with_payload_count<true, false>(params, use);
   } else {
-    return call.payload_out ? run(Kernel<kAnyCount, true, true>()) : run(Kernel<kAnyCount, false, false>());
+    return params.payload_out ? use(CombineVariant<kAnyCount, true, true>())
+                              : use(CombineVariant<kAnyCount, false, false>());
   }
 }
 

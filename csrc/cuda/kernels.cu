@@ -18,7 +18,7 @@ const char* copy(const Combine& call, const void* from, cudaStream_t queue) {
     if (bytes % kAlign) cudaMemsetAsync(call.payload_out + bytes, 0, kAlign - bytes % kAlign, queue);
   }
   if (call.out && call.out != from) cudaMemcpyAsync(call.out, from, bytes, cudaMemcpyDeviceToDevice, queue);
-  return queued();
+  return launch_error();
 }
 
 }  // namespace
@@ -26,11 +26,11 @@ const char* copy(const Combine& call, const void* from, cudaStream_t queue) {
 const char* combine(const Codec& codec, const Combine& call, const std::uint8_t* const* table, void* stream) {
   if (call.numel == 0) return nullptr;
   (void)cudaGetLastError();  // an error of somebody else's is not this call's
-  if (const void* from = verbatim(codec, call)) return copy(call, from, static_cast<cudaStream_t>(stream));
-  if (codec.family == Family::none && exact_type(call.dtype)) return combine_exact(call, table, stream);
-  const Call planned = plan(codec, call, table);
-  if (is_sparse(codec)) return launch(planned, sparse_family(codec, planned), stream);
-  return with_family(codec, call.dtype, [&](const auto& family) { return launch(planned, family, stream); });
+  if (const void* from = single_verbatim_term(codec, call)) return copy(call, from, static_cast<cudaStream_t>(stream));
+  if (codec.family == Family::none && is_native_sum_type(call.dtype)) return combine_native(call, table, stream);
+  const KernelParams params = make_params(codec, call, table, call.payload_out != nullptr);
+  if (is_sparse(codec)) return launch(params, sparse_family(codec, params), stream);
+  return with_family(codec, call.dtype, [&](const auto& family) { return launch(params, family, stream); });
 }
 
 const char* decode(const Codec& codec, const std::uint8_t* payload, std::size_t numel, DType dtype, void* out,

@@ -15,10 +15,10 @@
 namespace dtcomm::cuda {
 
 // So many payloads travel as arguments of the kernel. For more their addresses must lie in the device's memory too.
-constexpr int kNearPayloads = 16;
+constexpr int kInlinePayloads = 16;
 
 // One call as cpu/kernels.h describes it, except that `call.payloads` is host memory, read before this returns, and
-// that with more than kNearPayloads of them `table` is device memory that holds the same addresses until the work is
+// that with more than kInlinePayloads of them `table` is device memory that holds the same addresses until the work is
 // done. The hints to stream are ignored. Returns nullptr, or in CUDA's words why nothing was queued.
 const char* combine(const Codec& codec, const Combine& call, const std::uint8_t* const* table, void* stream);
 

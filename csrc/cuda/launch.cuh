@@ -1,46 +1,47 @@
-// The kernels of a family, queued.
+// The kernels of a codec family, and their launch.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "cuda/combine_tile.cuh"
+#include "cuda/families.h"
 #include "cuda/kernel_variants.h"
 
 namespace dtcomm::cuda {
 
 template <class Family, int Count, bool Encodes, bool Feedback>
 __global__ void __launch_bounds__(kThreads)
-    combine_near(const __grid_constant__ Call call, const __grid_constant__ Family family) {
-  combine_tile<Count, Encodes, Feedback>(WarpLanes(), call, family, blockIdx.x);
+    combine_warp_kernel(const __grid_constant__ KernelParams params, const __grid_constant__ Family family) {
+  combine_tile<Count, Encodes, Feedback>(WarpLanes(), params, family, blockIdx.x);
 }
 
-// With groups of up to kMostThreads lanes.
+// With groups of up to kMaxBlockThreads lanes.
 template <class Family, int Count, bool Encodes, bool Feedback>
-__global__ void __launch_bounds__(kMostThreads)
-    combine_far(const __grid_constant__ Call call, const __grid_constant__ Family family) {
-  __shared__ std::uint32_t room[kRoom];
-  combine_tile<Count, Encodes, Feedback>(BlockLanes<WarpLanes>(WarpLanes(), room), call, family, blockIdx.x);
+__global__ void __launch_bounds__(kMaxBlockThreads)
+    combine_block_kernel(const __grid_constant__ KernelParams params, const __grid_constant__ Family family) {
+  __shared__ std::uint32_t room[kBlockScratchWords];
+  combine_tile<Count, Encodes, Feedback>(BlockLanes<WarpLanes>(WarpLanes(), room), params, family, blockIdx.x);
 }
 
-inline const char* queued() {
+inline const char* launch_error() {
   const cudaError_t status = cudaGetLastError();
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }
 
 template <class Family>
-const char* launch_family(const Call& call, const Family& family, void* stream) {
+const char* launch(const KernelParams& params, const Family& family, void* stream) {
   const auto queue = static_cast<cudaStream_t>(stream);
-  return choose<Family>(call, [&](auto kernel) {
+  return with_kernel_variant<Family>(params, [&](auto kernel) {
     using K = decltype(kernel);
-    if constexpr (Family::kHot) {
-      combine_near<Family, K::kCount, K::kEncodes, K::kFeedback>
-          <<<tiles(call, kThreads), kThreads, 0, queue>>>(call, family);
+    if constexpr (Family::kSpecialized) {
+      combine_warp_kernel<Family, K::kCount, K::kEncodes, K::kFeedback>
+          <<<tiles(params, kThreads), kThreads, 0, queue>>>(params, family);
     } else {
       const unsigned threads = threads_of(family.group());
-      combine_far<Family, K::kCount, K::kEncodes, K::kFeedback>
-          <<<tiles(call, threads), threads, 0, queue>>>(call, family);
+      combine_block_kernel<Family, K::kCount, K::kEncodes, K::kFeedback>
+          <<<tiles(params, threads), threads, 0, queue>>>(params, family);
     }
-    return queued();
+    return launch_error();
   });
 }
 

@@ -14,24 +14,24 @@
 
 namespace dtcomm::cuda {
 
-constexpr unsigned kSums = 16;
-constexpr unsigned kMakers = kMostThreads - kWarp;  // threads that make products
-constexpr int kMade = 8;                            // of each at a time, so that its loads are on their way together
-constexpr unsigned kPiece = kMade * kMakers;
-static_assert(kPiece % kSums == 0);
+constexpr unsigned kPartialSums = 16;
+constexpr unsigned kProducers = kMaxBlockThreads - kWarp;  // threads that make products
+constexpr int kPerProducer = 8;  // of each at a time, so that its loads are on their way together
+constexpr unsigned kPieceProducts = kPerProducer * kProducers;
+static_assert(kPieceProducts % kPartialSums == 0);
 
-using Tops = std::uint32_t[kMostThreads / kWarp];  // the largest magnitudes that warps have seen
+using WarpMaxima = std::uint32_t[kMaxBlockThreads / kWarp];  // the largest magnitudes that warps have seen
 
 // What the thread block shares.
-struct Ledger {
-  float products[2][kPiece];  // a piece that is added up, and the next one
+struct GramSchmidtShared {
+  float products[2][kPieceProducts];  // a piece that is added up, and the next one
   float total;
-  Tops tops[2];  // of two vectors that follow each other
+  WarpMaxima maxima[2];  // of two vectors that follow each other
 };
 
 // What an element of the vector becomes in a pass, and what it is multiplied with then: `read` loads, and nothing else
 // does, `made` computes.
-struct Scaled {
+struct ScalePass {
   float by;
 
   DTCOMM_DEVICE void read(const float* x, std::uint64_t i, float (&in)[3]) const { in[0] = x[i]; }
@@ -39,7 +39,7 @@ struct Scaled {
   DTCOMM_DEVICE float with(const float (&)[3], float value) const { return value; }
 };
 
-struct Drawn {
+struct RandomPass {
   std::uint64_t key, index;
 
   DTCOMM_DEVICE void read(const float*, std::uint64_t, float (&)[3]) const {}
@@ -50,7 +50,7 @@ struct Drawn {
 };
 
 // Plus `by` times `other`, where there is one; with `next`, or where there is none with itself.
-struct Lessened {
+struct SubtractPass {
   const float* other;
   float by;
   const float* next;
@@ -66,132 +66,135 @@ struct Lessened {
 
 // The products of one piece, with zeros behind the last element, as the CPU's sums have them.
 template <class Lanes, class Pass>
-DTCOMM_DEVICE void make_products(const Lanes& lanes, const Pass& pass, float* x, std::uint64_t n, std::uint64_t first,
-                                 float* products) {
+DTCOMM_DEVICE void produce_products(const Lanes& lanes, const Pass& pass, float* x, std::uint64_t n,
+                                    std::uint64_t first, float* products) {
   const unsigned at = lanes.thread() - kWarp;
-  float in[kMade][3] = {};
+  float in[kPerProducer][3] = {};
   DTCOMM_UNROLL
-  for (unsigned j = 0; j < kMade; ++j) {
-    const std::uint64_t i = first + at + j * kMakers;
+  for (unsigned j = 0; j < kPerProducer; ++j) {
+    const std::uint64_t i = first + at + j * kProducers;
     if (i < n) pass.read(x, i, in[j]);
   }
   DTCOMM_UNROLL
-  for (unsigned j = 0; j < kMade; ++j) {
-    const std::uint64_t i = first + at + j * kMakers;
+  for (unsigned j = 0; j < kPerProducer; ++j) {
+    const std::uint64_t i = first + at + j * kProducers;
     float product = 0;
     if (i < n) {
       const float value = pass.made(in[j], i);
       x[i] = value;
       product = value * pass.with(in[j], value);
     }
-    products[at + j * kMakers] = product;
+    products[at + j * kProducers] = product;
   }
 }
 
 // total, and then every sixteenth of the products.
-DTCOMM_DEVICE float add_up(float total, const float* products, std::uint64_t n) {
-  const auto groups = static_cast<unsigned>(((n < kPiece ? n : kPiece) + kSums - 1) / kSums);
+DTCOMM_DEVICE float sum_products(float total, const float* products, std::uint64_t n) {
+  const auto groups =
+      static_cast<unsigned>(((n < kPieceProducts ? n : kPieceProducts) + kPartialSums - 1) / kPartialSums);
 #if defined(__CUDACC__)
 #pragma unroll 16
 #endif
-  for (unsigned i = 0; i < groups; ++i) total = total + products[i * kSums];
+  for (unsigned i = 0; i < groups; ++i) total = total + products[i * kPartialSums];
   return total;
 }
 
 // A pass over x and the sum of its products, which all threads get.
 template <class Lanes, class Pass>
-DTCOMM_DEVICE float sum_of(const Lanes& lanes, Ledger& ledger, const Pass& pass, float* x, std::uint64_t n) {
+DTCOMM_DEVICE float run_pass(const Lanes& lanes, GramSchmidtShared& shared, const Pass& pass, float* x,
+                             std::uint64_t n) {
   const bool adds = lanes.thread() < kWarp;
   float total = 0;
-  if (!adds) make_products(lanes, pass, x, n, 0, ledger.products[0]);
-  lanes.barrier();
+  if (!adds) produce_products(lanes, pass, x, n, 0, shared.products[0]);
+  lanes.sync_block();
   DTCOMM_LOOP
-  for (std::uint64_t first = 0, side = 0; first < n; first += kPiece, side ^= 1) {
-    const std::uint64_t next = first + kPiece;
+  for (std::uint64_t first = 0, side = 0; first < n; first += kPieceProducts, side ^= 1) {
+    const std::uint64_t next = first + kPieceProducts;
     if (adds) {
-      total = add_up(total, ledger.products[side] + lanes.thread() % kSums, n - first);
+      total = sum_products(total, shared.products[side] + lanes.thread() % kPartialSums, n - first);
       if (next >= n) {
-        total = over_group(lanes, kSums, total, [](float a, float b) { return a + b; });
-        if (lanes.thread() == 0) ledger.total = total;
+        total = group_reduce(lanes, kPartialSums, total, [](float a, float b) { return a + b; });
+        if (lanes.thread() == 0) shared.total = total;
       }
     } else if (next < n) {
-      make_products(lanes, pass, x, n, next, ledger.products[side ^ 1]);
+      produce_products(lanes, pass, x, n, next, shared.products[side ^ 1]);
     }
-    lanes.barrier();
+    lanes.sync_block();
   }
-  return ledger.total;
+  return shared.total;
 }
 
 // use(x[i]) for the elements that are the thread's.
 template <class Lanes, class Use>
-DTCOMM_DEVICE void for_own(const Lanes& lanes, float* x, std::uint64_t n, const Use& use) {
+DTCOMM_DEVICE void for_thread_elements(const Lanes& lanes, float* x, std::uint64_t n, const Use& use) {
   if (lanes.thread() < kWarp) return;
-  for (std::uint64_t i = lanes.thread() - kWarp; i < n; i += kMakers) use(x[i]);
+  for (std::uint64_t i = lanes.thread() - kWarp; i < n; i += kProducers) use(x[i]);
 }
 
 // The largest of what the threads of the block bring.
 template <class Lanes>
-DTCOMM_DEVICE std::uint32_t largest(const Lanes& lanes, Tops& tops, std::uint32_t top) {
+DTCOMM_DEVICE std::uint32_t largest(const Lanes& lanes, WarpMaxima& maxima, std::uint32_t top) {
   const auto larger = [](std::uint32_t a, std::uint32_t b) { return a > b ? a : b; };
-  top = over_group(lanes, kWarp, top, larger);
-  if (lanes.thread() % kWarp == 0) tops[lanes.thread() / kWarp] = top;
-  lanes.barrier();
-  for (const std::uint32_t each : tops) top = larger(top, each);
+  top = group_reduce(lanes, kWarp, top, larger);
+  if (lanes.thread() % kWarp == 0) maxima[lanes.thread() / kWarp] = top;
+  lanes.sync_block();
+  for (const std::uint32_t each : maxima) top = larger(top, each);
   return top;
 }
 
 // Vector k apart from those before it, twice over: the length of what is left.
 template <class Lanes>
-DTCOMM_DEVICE float take_away(const Lanes& lanes, Ledger& ledger, const Vectors& of, std::uint64_t k) {
+DTCOMM_DEVICE float subtract_projections(const Lanes& lanes, GramSchmidtShared& shared, const Vectors& of,
+                                         std::uint64_t k) {
   float* x = of.first + k * of.n;
-  Lessened pass = {nullptr, 0, nullptr};
+  SubtractPass pass = {nullptr, 0, nullptr};
   float sum = 0;
   DTCOMM_LOOP
   for (std::uint64_t step = 0; step <= 2 * k; ++step) {
     pass.next = step == 2 * k ? nullptr : of.first + (step < k ? step : step - k) * of.n;
-    sum = sum_of(lanes, ledger, pass, x, of.n);
+    sum = run_pass(lanes, shared, pass, x, of.n);
     pass = {pass.next, -sum, nullptr};
   }
   return std::sqrt(sum);
 }
 
-// By a thread block of kMostThreads.
+// By a thread block of kMaxBlockThreads.
 template <class Lanes>
-DTCOMM_DEVICE void orthonormalise_block(const Lanes& lanes, Ledger& ledger, const Vectors& of) {
-  constexpr float kLost = 0x1p-18f;  // of a vector's length, when what is left of it is rounding
+DTCOMM_DEVICE void orthonormalise_block(const Lanes& lanes, GramSchmidtShared& shared, const Vectors& of) {
+  constexpr float kDependentBelow = 0x1p-18f;  // of a vector's length, when what is left of it is rounding
   constexpr int kAttempts = 4;
   DTCOMM_LOOP
   for (std::uint64_t k = 0; k < of.count; ++k) {
     float* x = of.first + k * of.n;
     std::uint32_t top = 0;
-    for_own(lanes, x, of.n, [&](float& value) { top = magnitude(value) > top ? magnitude(value) : top; });
-    top = largest(lanes, ledger.tops[k % 2], top);
+    for_thread_elements(lanes, x, of.n, [&](float& value) { top = magnitude(value) > top ? magnitude(value) : top; });
+    top = largest(lanes, shared.maxima[k % 2], top);
     if (top >= kInfinity32) continue;
     bool usable = false;
     // First as it is, unless it is as good as zero, then as it is drawn.
     DTCOMM_LOOP
     for (int attempt = top < 0x00800000 ? 0 : -1; !usable && attempt < kAttempts; ++attempt) {
       const std::uint64_t index = (k * kAttempts + static_cast<std::uint64_t>(attempt)) * of.n;
-      const float sum = attempt < 0 ? sum_of(lanes, ledger, Scaled{float_of(top & 0x7f800000)}, x, of.n)
-                                    : sum_of(lanes, ledger, Drawn{of.key, index}, x, of.n);
-      const float before = std::sqrt(sum), after = take_away(lanes, ledger, of, k);
-      usable = after > before * kLost;
-      if (usable) for_own(lanes, x, of.n, [&](float& value) { value = value / after; });
+      const float sum = attempt < 0 ? run_pass(lanes, shared, ScalePass{float_of(top & 0x7f800000)}, x, of.n)
+                                    : run_pass(lanes, shared, RandomPass{of.key, index}, x, of.n);
+      const float before = std::sqrt(sum), after = subtract_projections(lanes, shared, of, k);
+      usable = after > before * kDependentBelow;
+      if (usable) for_thread_elements(lanes, x, of.n, [&](float& value) { value = value / after; });
     }
-    if (!usable) for_own(lanes, x, of.n, [](float& value) { value = 0; });
+    if (!usable) for_thread_elements(lanes, x, of.n, [](float& value) { value = 0; });
   }
 }
 
-// Whether the factors are finite; else they become zeros. By a thread block of kMostThreads.
+// Whether the factors are finite; else they become zeros. By a thread block of kMaxBlockThreads.
 template <class Lanes>
-DTCOMM_DEVICE void judge_block(const Lanes& lanes, Tops& tops, const Factors& of) {
+DTCOMM_DEVICE void check_finite_block(const Lanes& lanes, WarpMaxima& maxima, const Factors& of) {
   const auto for_each = [&](const auto& use) {
-    for (std::uint64_t i = lanes.thread(); i < of.left_size; i += kMostThreads) use(of.left[i]);
-    for (std::uint64_t i = lanes.thread(); i < of.right_size; i += kMostThreads) use(of.right[i]);
+    for (std::uint64_t i = lanes.thread(); i < of.left_size; i += kMaxBlockThreads) use(of.left[i]);
+    for (std::uint64_t i = lanes.thread(); i < of.right_size; i += kMaxBlockThreads) use(of.right[i]);
   };
   std::uint32_t top = 0;
   for_each([&](float& value) { top = magnitude(value) > top ? magnitude(value) : top; });
-  const bool finite = largest(lanes, tops, top) < kInfinity32;
+  const bool finite = largest(lanes, maxima, top) < kInfinity32;
   if (lanes.thread() == 0) *of.finite = finite;
   if (!finite) for_each([](float& value) { value = 0; });
 }

@@ -17,23 +17,23 @@ struct Vectors {
   std::uint64_t count, n, key;
 };
 
-// So many, or factors of so many matrices, travel as the arguments of one kernel.
-constexpr std::size_t kMostVectors = 64;
+// So count, or factors of so count matrices, travel as the arguments of one kernel.
+constexpr std::size_t kMaxVectors = 64;
 
-// LowRank::orthonormalise for each of `many`: a kernel for every kMostVectors of them. Returns nullptr, or in CUDA's
+// LowRank::orthonormalise for each of `count`: a kernel for every kMaxVectors of them. Returns nullptr, or in CUDA's
 // words why something was not queued.
-const char* orthonormalise(const Vectors* of, std::size_t many, void* stream);
+const char* orthonormalise(const Vectors* of, std::size_t count, void* stream);
 
-// The factors of a matrix, whose elements are so many, and the bool that says whether all of them are finite.
+// The factors of a matrix, whose elements are so count, and the bool that says whether all of them are finite.
 struct Factors {
   float *left, *right;
   std::uint64_t left_size, right_size;
   std::uint8_t* finite;
 };
 
-// Sets `finite` of each of `many`; factors of which some element is not finite become zeros. A kernel for every
-// kMostVectors.
-const char* judge(const Factors* of, std::size_t many, void* stream);
+// Sets `finite` of each of `count`; factors of which some element is not finite become zeros. A kernel for every
+// kMaxVectors.
+const char* check_finite(const Factors* of, std::size_t count, void* stream);
 
 // What LowRank::expand is told; the gradient becomes the product. `finite`, where given, is a bool on the device: where
 // it says no the gradient becomes NaN and the residual stays.

@@ -7,7 +7,7 @@
 
 namespace dtcomm::cuda {
 
-constexpr unsigned kRowsEach = 8;  // of a column: what is read of the right factor serves as many rows
+constexpr unsigned kRowsPerThread = 8;  // of a column: what is read of the right factor serves as many rows
 
 template <DType dtype>
 struct Element;
@@ -31,39 +31,39 @@ struct Element<DType::bf16> {
 };
 
 // Threads that a call needs: those beside each other have columns beside each other.
-DTCOMM_HD std::uint64_t lanes_of(const Expansion& call) {
-  return (call.rows + kRowsEach - 1) / kRowsEach * call.columns;
+DTCOMM_HD std::uint64_t expansion_threads(const Expansion& call) {
+  return (call.rows + kRowsPerThread - 1) / kRowsPerThread * call.columns;
 }
 
-// By thread `index`: kRowsEach rows of a column.
+// By thread `index`: kRowsPerThread rows of a column.
 template <DType dtype>
 DTCOMM_DEVICE void expand_rows(const Expansion& call, std::uint64_t index) {
-  const std::uint64_t column = index % call.columns, row = index / call.columns * kRowsEach;
+  const std::uint64_t column = index % call.columns, row = index / call.columns * kRowsPerThread;
   const std::uint64_t left = call.rows - row;
-  const unsigned rows = left < kRowsEach ? static_cast<unsigned>(left) : kRowsEach;
+  const unsigned rows = left < kRowsPerThread ? static_cast<unsigned>(left) : kRowsPerThread;
   auto* gradient = static_cast<Element<dtype>*>(call.gradient) + row * call.columns + column;
   if (call.finite && !*call.finite) {
     for (unsigned j = 0; j < rows; ++j) gradient[j * call.columns] = Element<dtype>::from(float_of(kNaN32));
     return;
   }
-  float product[kRowsEach] = {};
+  float product[kRowsPerThread] = {};
   DTCOMM_LOOP
   for (std::uint64_t k = 0; k < call.rank; ++k) {
     const float right = call.right[k * call.columns + column];
     const float* by = call.left + k * call.rows + row;
     DTCOMM_UNROLL
-    for (unsigned j = 0; j < kRowsEach; ++j) {
+    for (unsigned j = 0; j < kRowsPerThread; ++j) {
       if (j < rows) product[j] = k == 0 ? by[j] * right : product[j] + by[j] * right;
     }
   }
   float* residual = call.residual ? call.residual + row * call.columns + column : nullptr;
-  float term[kRowsEach] = {};
+  float term[kRowsPerThread] = {};
   DTCOMM_UNROLL
-  for (unsigned j = 0; j < kRowsEach; ++j) {
+  for (unsigned j = 0; j < kRowsPerThread; ++j) {
     if (residual && j < rows) term[j] = gradient[j * call.columns].wide() + residual[j * call.columns];
   }
   DTCOMM_UNROLL
-  for (unsigned j = 0; j < kRowsEach; ++j) {
+  for (unsigned j = 0; j < kRowsPerThread; ++j) {
     if (j >= rows) continue;
     if (residual) residual[j * call.columns] = term[j] - product[j];
     gradient[j * call.columns] = Element<dtype>::from(product[j]);

@@ -1,4 +1,4 @@
-// From a call to what its threads are handed. Host code alone: csrc/tests/device uses it too.
+// Makes the parameters of a kernel from a call, and chooses the codec family that serves it. Host code only.
 #pragma once
 
 #include "cuda/families.h"
@@ -12,9 +12,11 @@ inline unsigned log2_of(std::size_t power) {
   return shift;
 }
 
-inline bool is_wide(const void* address) { return reinterpret_cast<std::uintptr_t>(address) % kAlign == 0; }
+inline bool is_aligned16(const void* address) { return reinterpret_cast<std::uintptr_t>(address) % kAlign == 0; }
 
-inline bool exact_type(DType dtype) { return dtype != DType::f32 && dtype != DType::f16 && dtype != DType::bf16; }
+inline bool is_native_sum_type(DType dtype) {
+  return dtype != DType::f32 && dtype != DType::f16 && dtype != DType::bf16;
+}
 
 inline DType wire_of(const Codec& codec, DType dtype) {
   if (codec.family == Family::fp16) return DType::f16;
@@ -25,9 +27,10 @@ inline bool is_cast(const Codec& codec) {
   return codec.family == Family::none || codec.family == Family::fp16 || codec.family == Family::bf16;
 }
 
-// One term of Family::none, in the payload's own type and unchanged: its bits are copied, a NaN's included. Where the
-// copy would need a second pass (a residual, an output of another type) it is a sum of one term instead.
-inline const void* verbatim(const Codec& codec, const Combine& call) {
+// The only term of the call where it is of Family::none, of the payload's type and unchanged, so that its bits can be
+// copied, those of NaNs included; else nullptr. A call that would need a second pass (for a residual or an output of
+// another type) is a sum of one term instead.
+inline const void* single_verbatim_term(const Codec& codec, const Combine& call) {
   if (codec.family != Family::none || call.divisor != 1 || call.residual_in || call.residual_out) return nullptr;
   if (call.out && call.out_dtype != call.dtype) return nullptr;
   if (call.count == 0 && call.local && call.local_dtype == call.dtype) return call.local;
@@ -35,44 +38,46 @@ inline const void* verbatim(const Codec& codec, const Combine& call) {
   return nullptr;
 }
 
-// call.numel is at least 1.
-inline Call plan(const Codec& codec, const Combine& call, const std::uint8_t* const* table) {
+// The parameters of a call over at least one element. `encodes`: the kernel writes a payload, whose address it may set
+// itself later.
+inline KernelParams make_params(const Codec& codec, const Combine& call, const std::uint8_t* const* table,
+                                bool encodes) {
   const Layout layout = layout_of(codec, call.dtype);
   const bool has_local = call.local || call.residual_in;
   const int terms = call.count + (has_local ? 1 : 0);
-  // Only a lone term that nothing happens to keeps its NaNs' bits: the local tensor, or a cast's payload.
-  const bool joins = terms > 1 || call.divisor != 1 || (call.local && call.residual_in);
-  Call to = {};
-  if (call.count <= kNearPayloads) {
-    for (int t = 0; t < call.count; ++t) to.near[t] = call.payloads[t];
+  // Only a single term that no arithmetic changes keeps the bits of its NaNs: the local tensor, or a cast's payload.
+  const bool is_computed = terms > 1 || call.divisor != 1 || (call.local && call.residual_in);
+  KernelParams params = {};
+  if (call.count <= kInlinePayloads) {
+    for (int t = 0; t < call.count; ++t) params.payloads[t] = call.payloads[t];
   }
-  to.table = table;
-  to.count = call.count;
-  to.position = call.position;
-  to.local = call.local;
-  to.residual_in = call.residual_in;
-  to.residual_out = call.residual_out;
-  to.payload_out = call.payload_out;
-  to.out = call.out;
-  to.local_dtype = call.local_dtype;
-  to.out_dtype = call.out_dtype;
-  to.op = call.op;
-  to.has_local = has_local;
-  to.divides = call.divisor != 1;
-  to.joins = joins;
-  to.canonical = joins || call.payload_out || (!has_local && !is_cast(codec));
-  to.local_wide = is_wide(call.local);
-  to.residual_wide = is_wide(call.residual_in) && is_wide(call.residual_out);
-  to.out_wide = is_wide(call.out);
-  to.divisor = static_cast<float>(call.divisor);
-  to.granule_shift = log2_of(layout.granule);
-  to.last = (call.numel - 1) / layout.granule;
-  to.granule_bytes = layout.bytes(layout.granule);
-  to.key = call.key;
-  to.offset = call.offset;
-  to.whole = shape_of(layout, layout.granule);
-  to.tail = shape_of(layout, call.numel - to.last * layout.granule);
-  return to;
+  params.table = table;
+  params.count = call.count;
+  params.position = call.position;
+  params.local = call.local;
+  params.residual_in = call.residual_in;
+  params.residual_out = call.residual_out;
+  params.payload_out = call.payload_out;
+  params.out = call.out;
+  params.local_dtype = call.local_dtype;
+  params.out_dtype = call.out_dtype;
+  params.op = call.op;
+  params.has_local = has_local;
+  params.divides = call.divisor != 1;
+  params.is_computed = is_computed;
+  params.canonical_nan = is_computed || encodes || (!has_local && !is_cast(codec));
+  params.local_aligned = is_aligned16(call.local);
+  params.residual_aligned = is_aligned16(call.residual_in) && is_aligned16(call.residual_out);
+  params.out_aligned = is_aligned16(call.out);
+  params.divisor = static_cast<float>(call.divisor);
+  params.granule_shift = log2_of(layout.granule);
+  params.last = (call.numel - 1) / layout.granule;
+  params.granule_bytes = layout.bytes(layout.granule);
+  params.key = call.key;
+  params.offset = call.offset;
+  params.whole = granule_shape_of(layout, layout.granule);
+  params.tail = granule_shape_of(layout, call.numel - params.last * layout.granule);
+  return params;
 }
 
 template <class Blocks>
@@ -116,10 +121,10 @@ inline bool is_sparse(const Codec& codec) { return codec.family == Family::topk 
 inline Part part_of(const Layout& layout, const Layout& nested, std::size_t n) {
   const std::size_t kept = layout.kept_of(n), last = (kept - 1) / kGranule * kGranule;
   return {static_cast<std::uint32_t>(kept), static_cast<std::uint32_t>(last),
-          static_cast<std::uint32_t>(layout.head + layout.values(n)), shape_of(nested, kept - last)};
+          static_cast<std::uint32_t>(layout.head + layout.values(n)), granule_shape_of(nested, kept - last)};
 }
 
-inline Sparse sparse_family(const Codec& codec, const Call& call) {
+inline Sparse sparse_family(const Codec& codec, const KernelParams& call) {
   const Layout layout = layout_of(codec, DType::f32);
   const Codec values = values_of(codec);
   const Layout nested = layout_of(values, DType::f32);
@@ -130,13 +135,13 @@ inline Sparse sparse_family(const Codec& codec, const Call& call) {
   family.head = static_cast<std::uint32_t>(layout.head);
   family.position_bits = static_cast<std::uint32_t>(layout.position_bits);
   family.nested_bytes = static_cast<std::uint32_t>(nested.bytes(kGranule));
-  family.nested = shape_of(nested, kGranule);
+  family.nested = granule_shape_of(nested, kGranule);
   family.whole = part_of(layout, nested, kSparseGranule);
   family.tail = part_of(layout, nested, call.tail.n);
   return family;
 }
 
-// use(family) for the family, as a type, that serves a dense codec.
+// use(family) with the family, as a type, that serves a dense codec.
 template <class Use>
 auto with_family(const Codec& codec, DType dtype, const Use& use) {
   switch (codec.family) {

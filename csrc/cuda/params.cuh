@@ -1,4 +1,5 @@
-// What a launch hands to its threads: cpu/kernels.h's Combine, with all that is the same for every granule worked out.
+// KernelParams: the arguments of a codec kernel. It is cpu/kernels.h's Combine with everything computed that is the
+// same for all granules.
 #pragma once
 
 #include "codec/layout.h"
@@ -8,16 +9,16 @@
 
 namespace dtcomm::cuda {
 
-// Where the bytes of one granule lie.
-struct Shape {
+// Where the parts of one granule's payload lie.
+struct GranuleShape {
   std::uint32_t n;       // elements
   std::uint32_t blocks;  // of elements that share a scale
-  std::uint32_t stored;  // codes, those of missing elements included
+  std::uint32_t stored;  // codes, including those of missing elements in the last block
   std::uint32_t zeros_at, spikes_at, codes_at;
-  std::uint32_t used, bytes;  // without and with the padding
+  std::uint32_t used, bytes;  // bytes without and with the padding
 };
 
-DTCOMM_HD Shape shape_of(const Layout& layout, std::size_t n) {
+DTCOMM_HD GranuleShape granule_shape_of(const Layout& layout, std::size_t n) {
   const auto word = [](std::size_t value) { return static_cast<std::uint32_t>(value); };
   return {word(n),
           word(layout.blocks(n)),
@@ -29,9 +30,9 @@ DTCOMM_HD Shape shape_of(const Layout& layout, std::size_t n) {
           word(layout.bytes(n))};
 }
 
-struct Call {
-  const std::uint8_t* near[kNearPayloads];  // the first payloads, by value
-  const std::uint8_t* const* table;         // all of them, where there are more
+struct KernelParams {
+  const std::uint8_t* payloads[kInlinePayloads];  // the payloads, up to kInlinePayloads
+  const std::uint8_t* const* table;               // their addresses in device memory, where there are more
   int count, position;
   const void* local;
   const float* residual_in;
@@ -40,29 +41,29 @@ struct Call {
   void* out;
   DType local_dtype, out_dtype;
   ReduceOp op;
-  bool has_local;                            // local or residual_in
-  bool divides;                              // by `divisor`
-  bool joins;                                // the sum is more than one term as it was
-  bool canonical;                            // floats are the result of arithmetic: NaN is written as the one NaN
-  bool local_wide, residual_wide, out_wide;  // aligned to sixteen bytes
+  bool has_local;      // local or residual_in
+  bool divides;        // by `divisor`
+  bool is_computed;    // the result of arithmetic: several terms, a division or a residual
+  bool canonical_nan;  // NaNs are written as the canonical NaN
+  bool local_aligned, residual_aligned, out_aligned;  // aligned to sixteen bytes
   float divisor;
   std::uint32_t granule_shift;  // a granule has 1 << granule_shift elements
-  std::uint64_t last;           // the last granule
+  std::uint64_t last;           // index of the last granule
   std::uint64_t granule_bytes;
   std::uint64_t key, offset;
-  Shape whole, tail;  // of the granules, and of the last one
+  GranuleShape whole, tail;  // of the granules, and of the last one
 
-  DTCOMM_DEVICE const std::uint8_t* payload(int t) const { return count > kNearPayloads ? table[t] : near[t]; }
+  DTCOMM_DEVICE const std::uint8_t* payload(int t) const { return count > kInlinePayloads ? table[t] : payloads[t]; }
 };
 
-// Where in its payload a thread's octet lies.
-struct Place {
-  std::uint64_t first;    // element of the tensor
-  std::uint64_t granule;  // its first byte in a payload
-  const Shape* shape;     // of the granule
-  std::uint32_t at;       // element of the granule; beyond the tensor's end, so beyond `stored`
-  int present;            // how many of the eight exist
-  bool whole;             // the same for all lanes of a warp: all their elements exist
+// Where the eight elements of a thread lie, in the tensor and in a payload.
+struct Vec8Position {
+  std::uint64_t first;        // index of the first element in the tensor
+  std::uint64_t granule;      // offset of their granule in a payload, in bytes
+  const GranuleShape* shape;  // of the granule
+  std::uint32_t at;           // index of the first element in the granule; at least `stored` where it is past the end
+  int present;                // how many of the eight elements exist
+  bool whole;                 // all elements of the warp exist; the same for all its lanes
 };
 
 }  // namespace dtcomm::cuda

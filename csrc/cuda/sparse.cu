@@ -8,24 +8,24 @@ namespace dtcomm::cuda {
 namespace {
 
 template <bool Encodes>
-__global__ void __launch_bounds__(kMostThreads)
-    sparse_kernel(const __grid_constant__ Call call, const __grid_constant__ Sparse family) {
-  __shared__ std::uint32_t room[kRoom];
+__global__ void __launch_bounds__(kMaxBlockThreads)
+    sparse_kernel(const __grid_constant__ KernelParams params, const __grid_constant__ Sparse family) {
+  __shared__ std::uint32_t room[kBlockScratchWords];
   __shared__ float values[kSlots];
-  combine_sparse<Encodes>(BlockLanes<WarpLanes>(WarpLanes(), room), call, family, blockIdx.x, values);
+  combine_sparse<Encodes>(BlockLanes<WarpLanes>(WarpLanes(), room), params, family, blockIdx.x, values);
 }
 
 }  // namespace
 
-const char* launch(const Call& call, const Sparse& family, void* stream) {
+const char* launch(const KernelParams& params, const Sparse& family, void* stream) {
   const auto queue = static_cast<cudaStream_t>(stream);
-  const unsigned blocks = tiles(call, kMostThreads);
-  if (call.payload_out) {
-    sparse_kernel<true><<<blocks, kMostThreads, 0, queue>>>(call, family);
+  const unsigned blocks = tiles(params, kMaxBlockThreads);
+  if (params.payload_out) {
+    sparse_kernel<true><<<blocks, kMaxBlockThreads, 0, queue>>>(params, family);
   } else {
-    sparse_kernel<false><<<blocks, kMostThreads, 0, queue>>>(call, family);
+    sparse_kernel<false><<<blocks, kMaxBlockThreads, 0, queue>>>(params, family);
   }
-  return queued();
+  return launch_error();
 }
 
 }  // namespace dtcomm::cuda

@@ -11,7 +11,7 @@ namespace dtcomm::cuda {
 struct Part {
   std::uint32_t kept, last;  // values, and those before the last granule of their payload
   std::uint32_t positions_at;
-  Shape shape;  // of that last granule
+  GranuleShape shape;  // of that last granule
 };
 
 struct Sparse {
@@ -19,7 +19,7 @@ struct Sparse {
   AnyInteger integer;  // of the values, where they are integers
   DType wire;          // of the values elsewhere
   std::uint32_t head, position_bits, nested_bytes;
-  Shape nested;  // of whole granules of values
+  GranuleShape nested;  // of whole granules of values
   Part whole, tail;
 
   DTCOMM_DEVICE bool draws() const { return codec.family == Family::randk; }
@@ -27,17 +27,17 @@ struct Sparse {
 };
 
 // Values in shared memory, one a word; those of an octet lie in different banks.
-DTCOMM_DEVICE std::uint32_t slot_of(std::uint32_t i) { return i % kOctet * kMostThreads + i / kOctet; }
+DTCOMM_DEVICE std::uint32_t slot_of(std::uint32_t i) { return i % kVec8 * kMaxBlockThreads + i / kVec8; }
 
-constexpr std::uint32_t kSlots = kOctet * kMostThreads + 1;  // the last one: the first value of a payload
+constexpr std::uint32_t kSlots = kVec8 * kMaxBlockThreads + 1;  // the last one: the first value of a payload
 
 // The sum of `value` over the threads before this one; `total` becomes that over all.
 template <class Lanes>
 DTCOMM_DEVICE std::uint32_t sum_before(const Lanes& lanes, std::uint32_t value, std::uint32_t& total) {
   std::uint32_t before = 0;
   total = value;
-  for (unsigned reach = 1; reach < kMostThreads; reach *= 2) {
-    const std::uint32_t other = lanes.swap(total, reach);
+  for (unsigned reach = 1; reach < kMaxBlockThreads; reach *= 2) {
+    const std::uint32_t other = lanes.shuffle_xor(total, reach);
     before += lanes.thread() & reach ? other : 0;
     total += other;
   }
@@ -45,45 +45,45 @@ DTCOMM_DEVICE std::uint32_t sum_before(const Lanes& lanes, std::uint32_t value, 
 }
 
 DTCOMM_DEVICE void decode_values(const Sparse& family, const Part& part, const std::uint8_t* values, std::uint32_t i,
-                                 float (&v)[kOctet]) {
+                                 float (&v)[kVec8]) {
   if (family.integers()) {
     const std::uint32_t granule = i / kGranule, at = i % kGranule;
-    const Shape& shape = granule * kGranule == part.last ? part.shape : family.nested;
+    const GranuleShape& shape = granule * kGranule == part.last ? part.shape : family.nested;
     const bool there = i < part.kept;
     family.integer.decode(family.integer.load(shape, values + granule * family.nested_bytes, there ? at : shape.stored),
                           v);
   } else {
     DTCOMM_UNROLL
-    for (std::uint32_t j = 0; j < kOctet; ++j) {
+    for (std::uint32_t j = 0; j < kVec8; ++j) {
       v[j] = i + j < part.kept ? load_element(family.wire, values, i + j) : 0.0f;
     }
   }
   DTCOMM_UNROLL
-  for (int j = 0; j < kOctet; ++j) v[j] = canonical(v[j]);
+  for (int j = 0; j < kVec8; ++j) v[j] = canonical(v[j]);
 }
 
 // This thread's octet of a payload's granule of n elements.
 template <class Lanes>
 DTCOMM_DEVICE void decode_sparse(const Lanes& lanes, const Sparse& family, const Part& part, std::uint32_t n,
-                                 const std::uint8_t* from, float* room, float (&term)[kOctet]) {
-  const std::uint32_t thread = lanes.thread(), first = thread * kOctet;
-  float v[kOctet];
+                                 const std::uint8_t* from, float* room, float (&term)[kVec8]) {
+  const std::uint32_t thread = lanes.thread(), first = thread * kVec8;
+  float v[kVec8];
   decode_values(family, part, from + family.head, first, v);
-  lanes.barrier();
+  lanes.sync_block();
   if (family.position_bits == 1) {  // a bitmap: each octet is a byte of it, its values those after all before it
     const std::uint32_t left = first < n ? n - first : 0;
     std::uint32_t bits = left ? from[part.positions_at + thread] : 0;
-    if (left < kOctet) bits &= (1U << left) - 1;
+    if (left < kVec8) bits &= (1U << left) - 1;
     std::uint32_t count = 0, total;
     DTCOMM_UNROLL
-    for (int j = 0; j < kOctet; ++j) {
+    for (int j = 0; j < kVec8; ++j) {
       room[slot_of(first + static_cast<unsigned>(j))] = v[j];
       count += bits >> j & 1;
     }
     std::uint32_t rank = sum_before(lanes, count, total);
-    lanes.barrier();
+    lanes.sync_block();
     DTCOMM_UNROLL
-    for (int j = 0; j < kOctet; ++j) {
+    for (int j = 0; j < kVec8; ++j) {
       const bool sent = (bits >> j & 1) != 0;
       term[j] = sent && rank < part.kept ? room[slot_of(rank)] : 0.0f;
       rank += sent;
@@ -96,20 +96,20 @@ DTCOMM_DEVICE void decode_sparse(const Lanes& lanes, const Sparse& family, const
   }
   const Shuffle shuffle = family.draws() ? make_shuffle(own, n) : Shuffle{};
   DTCOMM_UNROLL
-  for (std::uint32_t j = 0; j < kOctet; ++j) room[slot_of(first + j)] = 0.0f;
+  for (std::uint32_t j = 0; j < kVec8; ++j) room[slot_of(first + j)] = 0.0f;
   if (thread == 0) room[kSlots - 1] = v[0];
-  lanes.barrier();
+  lanes.sync_block();
   DTCOMM_LOOP
-  for (std::uint32_t j = 0; j < kOctet; ++j) {
+  for (std::uint32_t j = 0; j < kVec8; ++j) {
     if (first + j >= part.kept) continue;
     const std::uint32_t to =
         family.draws() ? shuffled(shuffle, first + j) : position_at(from + part.positions_at, first + j);
     if (to < n) room[slot_of(to)] = v[j];
   }
-  lanes.barrier();
+  lanes.sync_block();
   const float lead = room[kSlots - 1];
   DTCOMM_UNROLL
-  for (std::uint32_t j = 0; j < kOctet; ++j) {
+  for (std::uint32_t j = 0; j < kVec8; ++j) {
     term[j] = family.draws() && lead != lead ? float_of(kNaN32) : room[slot_of(first + j)];
   }
 }
@@ -121,18 +121,18 @@ struct Sent {
 
 // The `kept` largest magnitudes, of equal ones the first.
 template <class Lanes>
-DTCOMM_DEVICE Sent select(const Lanes& lanes, const float (&x)[kOctet], int present, std::uint32_t kept) {
+DTCOMM_DEVICE Sent select(const Lanes& lanes, const float (&x)[kVec8], int present, std::uint32_t kept) {
   const auto above = [&](std::uint32_t bound) {
     std::uint32_t count = 0;
     DTCOMM_UNROLL
-    for (int j = 0; j < kOctet; ++j) count += j < present && magnitude(x[j]) >= bound ? 1 : 0;
+    for (int j = 0; j < kVec8; ++j) count += j < present && magnitude(x[j]) >= bound ? 1 : 0;
     return count;
   };
   // The largest bound that `kept` magnitudes reach is the smallest magnitude that is sent.
   std::uint32_t threshold = 0, round = 0;
   DTCOMM_LOOP
   for (std::uint32_t bit = 1U << 30; bit > 0; bit >>= 1) {
-    if (lanes.sum(above(threshold | bit), round++) >= kept) threshold |= bit;
+    if (lanes.block_sum(above(threshold | bit), round++) >= kept) threshold |= bit;
   }
   std::uint32_t total = 0;
   const std::uint32_t larger = above(threshold + 1), reached = above(threshold);
@@ -142,7 +142,7 @@ DTCOMM_DEVICE Sent select(const Lanes& lanes, const float (&x)[kOctet], int pres
   std::uint32_t equals = before >> 16;
   Sent sent{0, (before & 0xffff) + (equals < ties ? equals : ties)};
   DTCOMM_UNROLL
-  for (int j = 0; j < kOctet; ++j) {
+  for (int j = 0; j < kVec8; ++j) {
     const std::uint32_t size = magnitude(x[j]);
     if (j < present && is_sent(size, threshold, equals, ties)) sent.bits |= 1U << j;
     equals += j < present && size == threshold;
@@ -152,13 +152,13 @@ DTCOMM_DEVICE Sent select(const Lanes& lanes, const float (&x)[kOctet], int pres
 
 // The values of octet `i` of those that are sent, and what they decode to.
 template <class Lanes>
-DTCOMM_DEVICE void encode_values(const Lanes& lanes, const Call& call, const Sparse& family, const Part& part,
-                                 std::uint64_t first, std::uint32_t i, float (&v)[kOctet], std::uint8_t* values,
-                                 float (&decoded)[kOctet]) {
-  const int live = part.kept < i ? 0 : part.kept - i < kOctet ? static_cast<int>(part.kept - i) : kOctet;
+DTCOMM_DEVICE void encode_values(const Lanes& lanes, const KernelParams& params, const Sparse& family, const Part& part,
+                                 std::uint64_t first, std::uint32_t i, float (&v)[kVec8], std::uint8_t* values,
+                                 float (&decoded)[kVec8]) {
+  const int live = part.kept < i ? 0 : part.kept - i < kVec8 ? static_cast<int>(part.kept - i) : kVec8;
   if (!family.integers()) {
     DTCOMM_UNROLL
-    for (int j = 0; j < kOctet; ++j) {
+    for (int j = 0; j < kVec8; ++j) {
       if (j < live) store_element(family.wire, v[j], values, i + static_cast<unsigned>(j));
       const std::uint32_t half = family.wire == DType::f32 ? 0 : half_from_float(family.wire, v[j]);
       decoded[j] = canonical(family.wire == DType::f32 ? v[j] : float_from_half(family.wire, half));
@@ -167,145 +167,145 @@ DTCOMM_DEVICE void encode_values(const Lanes& lanes, const Call& call, const Spa
   }
   const std::uint32_t granule = i / kGranule;
   const bool last = granule * kGranule == part.last;
-  const Shape& shape = last ? part.shape : family.nested;
-  Place place = {};
-  place.first = first + i;
-  place.at = granule * kGranule <= part.last ? i % kGranule : i;
-  place.present = live;
+  const GranuleShape& shape = last ? part.shape : family.nested;
+  Vec8Position pos = {};
+  pos.first = first + i;
+  pos.at = granule * kGranule <= part.last ? i % kGranule : i;
+  pos.present = live;
   std::uint8_t* to = values + granule * family.nested_bytes;
-  family.integer.template encode<true>(lanes, call, shape, place, live, v, to, decoded);
-  const std::uint32_t pad = shape.used + place.at / kOctet;
+  family.integer.template encode<true>(lanes, params, shape, pos, live, v, to, decoded);
+  const std::uint32_t pad = shape.used + pos.at / kVec8;
   if (!last && granule * kGranule < part.last && pad < shape.bytes) to[pad] = 0;
   DTCOMM_UNROLL
-  for (int j = 0; j < kOctet; ++j) decoded[j] = canonical(decoded[j]);
+  for (int j = 0; j < kVec8; ++j) decoded[j] = canonical(decoded[j]);
 }
 
 // Returns what the granule decodes to, this thread's octet of it.
 template <class Lanes>
-DTCOMM_DEVICE void encode_sparse(const Lanes& lanes, const Call& call, const Sparse& family, const Part& part,
-                                 const Place& place, const float (&x)[kOctet], float* room, std::uint8_t* to,
-                                 float (&decoded)[kOctet]) {
-  const std::uint32_t thread = lanes.thread(), first = thread * kOctet, n = place.shape->n;
-  const std::uint64_t start = place.first - place.at;
-  float v[kOctet], made[kOctet];
-  const auto keep_octet = [&](const float (&octet)[kOctet]) {
+DTCOMM_DEVICE void encode_sparse(const Lanes& lanes, const KernelParams& params, const Sparse& family, const Part& part,
+                                 const Vec8Position& pos, const float (&x)[kVec8], float* room, std::uint8_t* to,
+                                 float (&decoded)[kVec8]) {
+  const std::uint32_t thread = lanes.thread(), first = thread * kVec8, n = pos.shape->n;
+  const std::uint64_t start = pos.first - pos.at;
+  float v[kVec8], made[kVec8];
+  const auto store_vec8_shared = [&](const float (&octet)[kVec8]) {
     DTCOMM_UNROLL
-    for (std::uint32_t j = 0; j < kOctet; ++j) room[slot_of(first + j)] = octet[j];
+    for (std::uint32_t j = 0; j < kVec8; ++j) room[slot_of(first + j)] = octet[j];
   };
-  lanes.barrier();
+  lanes.sync_block();
   if (family.draws()) {
-    const std::uint64_t own = granule_key(call.key, call.offset + start);
+    const std::uint64_t own = granule_key(params.key, params.offset + start);
     const Shuffle shuffle = make_shuffle(own, n);
-    const bool bad = top_of_group(lanes, kMostThreads, x) >= kInfinity32;
-    const float factor = randk_factor(n, part.kept, call.residual_out != nullptr);
-    keep_octet(x);
-    lanes.barrier();
-    std::uint32_t from[kOctet];
+    const bool bad = group_max_magnitude(lanes, kMaxBlockThreads, x) >= kInfinity32;
+    const float factor = randk_factor(n, part.kept, params.residual_out != nullptr);
+    store_vec8_shared(x);
+    lanes.sync_block();
+    std::uint32_t from[kVec8];
     DTCOMM_LOOP
-    for (std::uint32_t j = 0; j < kOctet; ++j) {
+    for (std::uint32_t j = 0; j < kVec8; ++j) {
       from[j] = first + j < part.kept ? shuffled(shuffle, first + j) : n;
       v[j] = from[j] >= n ? 0.0f : bad ? float_of(kNaN32) : room[slot_of(from[j])] * factor;
     }
     if (thread < kRandkHead) to[thread] = static_cast<std::uint8_t>(own >> 8 * thread);
-    encode_values(lanes, call, family, part, start, first, v, to + family.head, made);
-    lanes.barrier();
+    encode_values(lanes, params, family, part, start, first, v, to + family.head, made);
+    lanes.sync_block();
     if (thread == 0) room[kSlots - 1] = made[0];
     DTCOMM_UNROLL
-    for (std::uint32_t j = 0; j < kOctet; ++j) room[slot_of(first + j)] = 0.0f;
-    lanes.barrier();
+    for (std::uint32_t j = 0; j < kVec8; ++j) room[slot_of(first + j)] = 0.0f;
+    lanes.sync_block();
     DTCOMM_UNROLL
-    for (std::uint32_t j = 0; j < kOctet; ++j) {
+    for (std::uint32_t j = 0; j < kVec8; ++j) {
       if (from[j] < n) room[slot_of(from[j])] = made[j];
     }
-    lanes.barrier();
+    lanes.sync_block();
     const float lead = room[kSlots - 1];
     DTCOMM_UNROLL
-    for (std::uint32_t j = 0; j < kOctet; ++j) {
+    for (std::uint32_t j = 0; j < kVec8; ++j) {
       decoded[j] = lead != lead ? float_of(kNaN32) : room[slot_of(first + j)];
     }
     return;
   }
-  const Sent sent = select(lanes, x, place.present, part.kept);
+  const Sent sent = select(lanes, x, pos.present, part.kept);
   if (family.position_bits == 1) {
     if (first < n) to[part.positions_at + thread] = static_cast<std::uint8_t>(sent.bits);
   } else {
     std::uint32_t rank = sent.rank;
     DTCOMM_UNROLL
-    for (std::uint32_t j = 0; j < kOctet; ++j) {
+    for (std::uint32_t j = 0; j < kVec8; ++j) {
       if (sent.bits >> j & 1) room[slot_of(rank++)] = float_of(first + j);
     }
-    lanes.barrier();
+    lanes.sync_block();
     DTCOMM_UNROLL
-    for (std::uint32_t j = 0; j < kOctet; j += 2) {
+    for (std::uint32_t j = 0; j < kVec8; j += 2) {
       if (first + j >= part.kept) continue;
       const std::uint32_t second = first + j + 1 < part.kept ? bits_of(room[slot_of(first + j + 1)]) : 0;
       put_positions(to + part.positions_at, (first + j) / 2, part.kept, bits_of(room[slot_of(first + j)]), second);
     }
-    lanes.barrier();
+    lanes.sync_block();
   }
   std::uint32_t rank = sent.rank;
   DTCOMM_UNROLL
-  for (std::uint32_t j = 0; j < kOctet; ++j) {
+  for (std::uint32_t j = 0; j < kVec8; ++j) {
     if (sent.bits >> j & 1) room[slot_of(rank++)] = canonical(x[j]);
   }
-  lanes.barrier();
+  lanes.sync_block();
   DTCOMM_UNROLL
-  for (std::uint32_t j = 0; j < kOctet; ++j) v[j] = first + j < part.kept ? room[slot_of(first + j)] : 0.0f;
-  encode_values(lanes, call, family, part, start, first, v, to + family.head, made);
-  lanes.barrier();
-  keep_octet(made);
-  lanes.barrier();
+  for (std::uint32_t j = 0; j < kVec8; ++j) v[j] = first + j < part.kept ? room[slot_of(first + j)] : 0.0f;
+  encode_values(lanes, params, family, part, start, first, v, to + family.head, made);
+  lanes.sync_block();
+  store_vec8_shared(made);
+  lanes.sync_block();
   rank = sent.rank;
   DTCOMM_UNROLL
-  for (std::uint32_t j = 0; j < kOctet; ++j) decoded[j] = sent.bits >> j & 1 ? room[slot_of(rank++)] : 0.0f;
+  for (std::uint32_t j = 0; j < kVec8; ++j) decoded[j] = sent.bits >> j & 1 ? room[slot_of(rank++)] : 0.0f;
 }
 
 // Granule `tile`; `room` is shared memory of kSlots words.
 template <bool Encodes, class Lanes>
-DTCOMM_DEVICE void combine_sparse(const Lanes& lanes, const Call& call, const Sparse& family, std::uint64_t tile,
-                                  float* room) {
-  const Place place = place_of(call, tile, lanes.thread(), lanes.threads());
-  const Part& part = place.shape == &call.tail ? family.tail : family.whole;
+DTCOMM_DEVICE void combine_sparse(const Lanes& lanes, const KernelParams& params, const Sparse& family,
+                                  std::uint64_t tile, float* room) {
+  const Vec8Position pos = vec8_position(params, tile, lanes.thread(), lanes.threads());
+  const Part& part = pos.shape == &params.tail ? family.tail : family.whole;
   Sum<false> sum{ReduceOp::sum};
-  float term[kOctet] = {};
+  float term[kVec8] = {};
   DTCOMM_LOOP
-  for (int t = 0; t <= call.count; ++t) {
-    if (call.has_local && t == call.position) {
-      load_local(lanes, call, family.integer, place, term);
+  for (int t = 0; t <= params.count; ++t) {
+    if (params.has_local && t == params.position) {
+      load_local(lanes, params, family.integer, pos, term);
       sum.add(term);
     }
-    if (t < call.count) {
-      decode_sparse(lanes, family, part, place.shape->n, call.payload(t) + place.granule, room, term);
+    if (t < params.count) {
+      decode_sparse(lanes, family, part, pos.shape->n, params.payload(t) + pos.granule, room, term);
       sum.add(term);
     }
   }
-  float (&x)[kOctet] = sum.value;
+  float (&x)[kVec8] = sum.value;
   DTCOMM_UNROLL
-  for (int j = 0; j < kOctet; ++j) {
-    if (call.divides) x[j] = x[j] / call.divisor;
-    if (call.joins) x[j] = canonical(x[j]);
-    if (j >= place.present) x[j] = 0.0f;
+  for (int j = 0; j < kVec8; ++j) {
+    if (params.divides) x[j] = x[j] / params.divisor;
+    if (params.is_computed) x[j] = canonical(x[j]);
+    if (j >= pos.present) x[j] = 0.0f;
   }
   if constexpr (!Encodes) {
-    if (call.out) put_floats(lanes, call, place, x);
-    if (call.residual_out) {
-      float none[kOctet] = {};
-      store_octet(lanes, DType::f32, none, call.residual_out, place.first, place.present, call.residual_wide,
-                  place.whole);
+    if (params.out) store_output(lanes, params, pos, x);
+    if (params.residual_out) {
+      float none[kVec8] = {};
+      store_vec8(lanes, DType::f32, none, params.residual_out, pos.first, pos.present, params.residual_aligned,
+                 pos.whole);
     }
     return;
   }
-  std::uint8_t* granule = call.payload_out + place.granule;
-  float decoded[kOctet];
-  encode_sparse(lanes, call, family, part, place, x, room, granule, decoded);
-  const std::uint32_t pad = place.shape->used + lanes.thread();
-  if (pad < place.shape->bytes) granule[pad] = 0;
-  if (call.residual_out) {
+  std::uint8_t* granule = params.payload_out + pos.granule;
+  float decoded[kVec8];
+  encode_sparse(lanes, params, family, part, pos, x, room, granule, decoded);
+  const std::uint32_t pad = pos.shape->used + lanes.thread();
+  if (pad < pos.shape->bytes) granule[pad] = 0;
+  if (params.residual_out) {
     DTCOMM_UNROLL
-    for (int j = 0; j < kOctet; ++j) x[j] = x[j] - decoded[j];
-    keep_residual(lanes, call, place, x);
+    for (int j = 0; j < kVec8; ++j) x[j] = x[j] - decoded[j];
+    store_residual(lanes, params, pos, x);
   }
-  if (call.out) put_floats(lanes, call, place, decoded);
+  if (params.out) store_output(lanes, params, pos, decoded);
 }
 
 }  // namespace dtcomm::cuda

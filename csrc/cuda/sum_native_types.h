@@ -8,8 +8,8 @@
 namespace dtcomm::cuda {
 
 // What a thread needs of such a call.
-struct ExactCall {
-  const std::uint8_t* near[kNearPayloads];
+struct NativeSumParams {
+  const std::uint8_t* payloads[kInlinePayloads];
   const std::uint8_t* const* table;
   int count, position;
   const void* local;
@@ -20,10 +20,10 @@ struct ExactCall {
   ReduceOp op;
 };
 
-inline ExactCall exact_call(const Combine& call, const std::uint8_t* const* table) {
-  ExactCall to = {};
-  if (call.count <= kNearPayloads) {
-    for (int t = 0; t < call.count; ++t) to.near[t] = call.payloads[t];
+inline NativeSumParams native_sum_params(const Combine& call, const std::uint8_t* const* table) {
+  NativeSumParams to = {};
+  if (call.count <= kInlinePayloads) {
+    for (int t = 0; t < call.count; ++t) to.payloads[t] = call.payloads[t];
   }
   to.table = table;
   to.count = call.count;
@@ -55,41 +55,41 @@ DTCOMM_DEVICE T settled(T value) {
 }
 
 template <class T>
-DTCOMM_DEVICE T join_exact(ReduceOp op, T a, T b) {
+DTCOMM_DEVICE T join_native(ReduceOp op, T a, T b) {
   if (op == ReduceOp::sum)
     return settled(static_cast<T>(static_cast<std::uint64_t>(a) + static_cast<std::uint64_t>(b)));
   const bool second = op == ReduceOp::min ? b < a : b > a;
   return settled(second || b != b ? b : a);
 }
 template <>
-DTCOMM_DEVICE double join_exact(ReduceOp op, double a, double b) {
+DTCOMM_DEVICE double join_native(ReduceOp op, double a, double b) {
   if (op == ReduceOp::sum) return settled(a + b);
   const bool second = op == ReduceOp::min ? b < a : b > a;
   return settled(second || b != b ? b : a);
 }
 template <>
-DTCOMM_DEVICE Logical join_exact(ReduceOp op, Logical a, Logical b) {
+DTCOMM_DEVICE Logical join_native(ReduceOp op, Logical a, Logical b) {
   const bool both = op == ReduceOp::min;
   return {static_cast<std::uint8_t>(both ? a.byte && b.byte : a.byte || b.byte)};
 }
 
 // Division cuts towards zero.
 template <class T>
-DTCOMM_DEVICE T divide_exact(T a, std::size_t by) {
+DTCOMM_DEVICE T divide_native(T a, std::size_t by) {
   return static_cast<T>(static_cast<std::int64_t>(a) / static_cast<std::int64_t>(by));
 }
 template <>
-DTCOMM_DEVICE double divide_exact(double a, std::size_t by) {
+DTCOMM_DEVICE double divide_native(double a, std::size_t by) {
   return settled(a / static_cast<double>(by));
 }
 template <>
-DTCOMM_DEVICE Logical divide_exact(Logical a, std::size_t) {
+DTCOMM_DEVICE Logical divide_native(Logical a, std::size_t) {
   return a;
 }
 
 // Element i < padded, from its first term to where it goes.
 template <class T>
-DTCOMM_DEVICE void combine_element(const ExactCall& call, std::size_t i) {
+DTCOMM_DEVICE void combine_element(const NativeSumParams& call, std::size_t i) {
   if (i >= call.numel) {
     if (call.payload_out) reinterpret_cast<T*>(call.payload_out)[i] = T{};
     return;
@@ -99,24 +99,24 @@ DTCOMM_DEVICE void combine_element(const ExactCall& call, std::size_t i) {
   for (int t = 0; t <= call.count; ++t) {
     if (t == call.position && call.local) {
       const T term = static_cast<const T*>(call.local)[i];
-      sum = started ? join_exact(call.op, sum, term) : term;
+      sum = started ? join_native(call.op, sum, term) : term;
       started = true;
     }
     if (t < call.count) {
-      const std::uint8_t* payload = call.count > kNearPayloads ? call.table[t] : call.near[t];
+      const std::uint8_t* payload = call.count > kInlinePayloads ? call.table[t] : call.payloads[t];
       const T term = reinterpret_cast<const T*>(payload)[i];
-      sum = started ? join_exact(call.op, sum, term) : term;
+      sum = started ? join_native(call.op, sum, term) : term;
       started = true;
     }
   }
-  if (call.divisor != 1) sum = divide_exact(sum, call.divisor);
+  if (call.divisor != 1) sum = divide_native(sum, call.divisor);
   if (call.payload_out) reinterpret_cast<T*>(call.payload_out)[i] = sum;
   if (call.out) static_cast<T*>(call.out)[i] = sum;
 }
 
 // use(T{}) for the type of the elements.
 template <class Use>
-auto with_exact(DType dtype, const Use& use) {
+auto with_native_type(DType dtype, const Use& use) {
   switch (dtype) {
     case DType::f64:
       return use(double{});
@@ -135,6 +135,6 @@ auto with_exact(DType dtype, const Use& use) {
   }
 }
 
-const char* combine_exact(const Combine& call, const std::uint8_t* const* table, void* stream);
+const char* combine_native(const Combine& call, const std::uint8_t* const* table, void* stream);
 
 }  // namespace dtcomm::cuda

@@ -103,12 +103,12 @@ DTCOMM_DEVICE void store_element(DType dtype, float value, void* to, std::size_t
   }
 }
 
-DTCOMM_DEVICE void floats_from_halves(DType dtype, const Quad& quad, float (&x)[kOctet]) {
+DTCOMM_DEVICE void floats_from_halves(DType dtype, const Quad& quad, float (&x)[kVec8]) {
   DTCOMM_UNROLL
-  for (int j = 0; j < kOctet; ++j) x[j] = float_from_half(dtype, quad.word[j / 2] >> (16 * (j % 2)) & 0xffff);
+  for (int j = 0; j < kVec8; ++j) x[j] = float_from_half(dtype, quad.word[j / 2] >> (16 * (j % 2)) & 0xffff);
 }
 
-DTCOMM_DEVICE Quad halves_from_floats(DType dtype, const float (&x)[kOctet]) {
+DTCOMM_DEVICE Quad halves_from_floats(DType dtype, const float (&x)[kVec8]) {
   Quad quad;
   DTCOMM_UNROLL
   for (int w = 0; w < 4; ++w) {
@@ -119,54 +119,54 @@ DTCOMM_DEVICE Quad halves_from_floats(DType dtype, const float (&x)[kOctet]) {
 
 // Elements at .. at + 7 of a tensor, of which the first `present` exist; the others become +0. `at` is a multiple of
 // 8; `wide`: the tensor is aligned to 16 bytes.
-DTCOMM_DEVICE void load_octet(DType dtype, const void* tensor, std::size_t at, int present, bool wide,
-                              float (&x)[kOctet]) {
-  if (wide && present == kOctet) {
+DTCOMM_DEVICE void load_vec8(DType dtype, const void* tensor, std::size_t at, int present, bool wide,
+                             float (&x)[kVec8]) {
+  if (wide && present == kVec8) {
     const auto* from = static_cast<const std::uint8_t*>(tensor) + at * size_of(dtype);
     const Quad low = load_quad(from);
     if (dtype == DType::f32) {
       const Quad high = load_quad(from + sizeof(Quad));
       DTCOMM_UNROLL
-      for (int j = 0; j < kOctet; ++j) x[j] = float_of(j < 4 ? low.word[j] : high.word[j - 4]);
+      for (int j = 0; j < kVec8; ++j) x[j] = float_of(j < 4 ? low.word[j] : high.word[j - 4]);
     } else {
       floats_from_halves(dtype, low, x);
     }
     return;
   }
   DTCOMM_UNROLL
-  for (int j = 0; j < kOctet; ++j) x[j] = j < present ? load_element(dtype, tensor, at + j) : 0.0f;
+  for (int j = 0; j < kVec8; ++j) x[j] = j < present ? load_element(dtype, tensor, at + j) : 0.0f;
 }
 
 // Eight fp32 of each lane of a warp whose octets are neighbours and all exist, to an address aligned to 16 bytes.
 // Lanes of a pair trade halves, so that each of the two stores fills whole sectors of 32 bytes. In place a lane stores
 // where its neighbour read, so they come together before.
 template <class Lanes>
-DTCOMM_DEVICE void store_floats(const Lanes& lanes, const float (&x)[kOctet], float* to, std::size_t at) {
+DTCOMM_DEVICE void store_floats(const Lanes& lanes, const float (&x)[kVec8], float* to, std::size_t at) {
   const bool odd = (lanes.thread() & 1) != 0;
   Quad first, second;
   DTCOMM_UNROLL
   for (int j = 0; j < 4; ++j) {
-    const float other = lanes.swap(odd ? x[j] : x[4 + j], 1);
+    const float other = lanes.shuffle_xor(odd ? x[j] : x[4 + j], 1);
     first.word[j] = bits_of(odd ? other : x[j]);
     second.word[j] = bits_of(odd ? x[4 + j] : other);
   }
-  float* pair = to + (odd ? at - kOctet + 4 : at);
-  lanes.together();
+  float* pair = to + (odd ? at - kVec8 + 4 : at);
+  lanes.sync_warp();
   store_quad(first, pair);
-  store_quad(second, pair + kOctet);
+  store_quad(second, pair + kVec8);
 }
 
-// The inverse of load_octet. `whole`: all octets of this warp exist (the same for all its lanes).
+// The inverse of load_vec8. `whole`: all octets of this warp exist (the same for all its lanes).
 template <class Lanes>
-DTCOMM_DEVICE void store_octet(const Lanes& lanes, DType dtype, const float (&x)[kOctet], void* tensor, std::size_t at,
-                               int present, bool wide, bool whole) {
+DTCOMM_DEVICE void store_vec8(const Lanes& lanes, DType dtype, const float (&x)[kVec8], void* tensor, std::size_t at,
+                              int present, bool wide, bool whole) {
   if (dtype == DType::f32 && wide && whole) {
     store_floats(lanes, x, static_cast<float*>(tensor), at);
-  } else if (dtype != DType::f32 && wide && present == kOctet) {
+  } else if (dtype != DType::f32 && wide && present == kVec8) {
     store_quad(halves_from_floats(dtype, x), static_cast<Word16*>(tensor) + at);
   } else {
     DTCOMM_UNROLL
-    for (int j = 0; j < kOctet; ++j) {
+    for (int j = 0; j < kVec8; ++j) {
       if (j < present) store_element(dtype, x[j], tensor, at + j);
     }
   }

@@ -21,8 +21,8 @@
 namespace dtcomm::cuda {
 
 constexpr unsigned kWarp = 32;
-constexpr int kOctet = 8;
-constexpr unsigned kMostThreads = 512;  // of a thread block: the largest block or sparse granule, 4096 elements
+constexpr int kVec8 = 8;
+constexpr unsigned kMaxBlockThreads = 512;  // of a thread block: the largest block or sparse granule, 4096 elements
 
 #if defined(__CUDACC__)
 
@@ -33,28 +33,30 @@ struct WarpLanes {
 
   // The value of thread ^ reach, reach < 32. All threads of the block call it together.
   template <class T>
-  __device__ __forceinline__ T swap(T value, unsigned reach) const {
+  __device__ __forceinline__ T shuffle_xor(T value, unsigned reach) const {
     return __shfl_xor_sync(0xffffffffU, value, reach);
   }
   // The octet of thread ^ reach.
-  __device__ __forceinline__ void swap_octet(const float (&x)[kOctet], unsigned reach, float (&other)[kOctet]) const {
+  __device__ __forceinline__ void shuffle_xor_vec8(const float (&x)[kVec8], unsigned reach,
+                                                   float (&other)[kVec8]) const {
     DTCOMM_UNROLL
-    for (int j = 0; j < kOctet; ++j) other[j] = swap(x[j], reach);
+    for (int j = 0; j < kVec8; ++j) other[j] = shuffle_xor(x[j], reach);
   }
   // The sum over the warp.
-  __device__ __forceinline__ std::uint32_t fold(std::uint32_t value) const {
+  __device__ __forceinline__ std::uint32_t warp_sum(std::uint32_t value) const {
     return __reduce_add_sync(0xffffffffU, value);
   }
   // What lanes of the warp have read and written before, others read and write after. Values that are exchanged are no
   // such point: that they have come says nothing of memory.
-  __device__ __forceinline__ void together() const { __syncwarp(); }
+  __device__ __forceinline__ void sync_warp() const { __syncwarp(); }
   // The same for the thread block.
-  __device__ __forceinline__ void barrier() const { __syncthreads(); }
+  __device__ __forceinline__ void sync_block() const { __syncthreads(); }
 };
 
 #endif
 
-constexpr unsigned kRoom = kOctet * kMostThreads + 2 * kWarp;  // words of shared memory that BlockLanes need
+constexpr unsigned kBlockScratchWords =
+    kVec8 * kMaxBlockThreads + 2 * kWarp;  // words of shared memory that BlockLanes need
 
 // Groups as large as the thread block: beyond a warp values go through shared memory.
 template <class Warp>
@@ -63,47 +65,49 @@ struct BlockLanes : Warp {
 
   DTCOMM_DEVICE BlockLanes(const Warp& warp, std::uint32_t* shared) : Warp(warp), room(shared) {}
 
-  // The sum over the thread block, of kMostThreads threads; `round` counts the calls that follow one another.
+  // The sum over the thread block, of kMaxBlockThreads threads; `round` counts the calls that follow one another.
   // In words of its own, and of two rounds that follow each other in different ones: whoever goes on first does not
   // write what others still read.
-  DTCOMM_DEVICE std::uint32_t sum(std::uint32_t value, std::uint32_t round) const {
-    std::uint32_t* sums = room + kOctet * kMostThreads + round % 2 * kWarp;
+  DTCOMM_DEVICE std::uint32_t block_sum(std::uint32_t value, std::uint32_t round) const {
+    std::uint32_t* sums = room + kVec8 * kMaxBlockThreads + round % 2 * kWarp;
     const unsigned lane = this->thread() % kWarp;
-    value = this->fold(value);
+    value = this->warp_sum(value);
     if (lane == 0) sums[this->thread() / kWarp] = value;
-    this->barrier();
-    return this->fold(lane < kMostThreads / kWarp ? sums[lane] : 0);
+    this->sync_block();
+    return this->warp_sum(lane < kMaxBlockThreads / kWarp ? sums[lane] : 0);
   }
 
-  DTCOMM_DEVICE std::uint32_t far(std::uint32_t value, unsigned reach) const {
+  DTCOMM_DEVICE std::uint32_t shuffle_xor_block(std::uint32_t value, unsigned reach) const {
     room[this->thread()] = value;
-    this->barrier();
+    this->sync_block();
     const std::uint32_t other = room[this->thread() ^ reach];
-    this->barrier();
+    this->sync_block();
     return other;
   }
-  DTCOMM_DEVICE std::uint32_t swap(std::uint32_t value, unsigned reach) const {
-    return reach < kWarp ? Warp::swap(value, reach) : far(value, reach);
+  DTCOMM_DEVICE std::uint32_t shuffle_xor(std::uint32_t value, unsigned reach) const {
+    return reach < kWarp ? Warp::shuffle_xor(value, reach) : shuffle_xor_block(value, reach);
   }
-  DTCOMM_DEVICE std::int32_t swap(std::int32_t value, unsigned reach) const {
-    return static_cast<std::int32_t>(swap(static_cast<std::uint32_t>(value), reach));
+  DTCOMM_DEVICE std::int32_t shuffle_xor(std::int32_t value, unsigned reach) const {
+    return static_cast<std::int32_t>(shuffle_xor(static_cast<std::uint32_t>(value), reach));
   }
-  DTCOMM_DEVICE float swap(float value, unsigned reach) const { return float_of(swap(bits_of(value), reach)); }
-  DTCOMM_DEVICE void swap_octet(const float (&x)[kOctet], unsigned reach, float (&other)[kOctet]) const {
-    if (reach < kWarp) return Warp::swap_octet(x, reach, other);
+  DTCOMM_DEVICE float shuffle_xor(float value, unsigned reach) const {
+    return float_of(shuffle_xor(bits_of(value), reach));
+  }
+  DTCOMM_DEVICE void shuffle_xor_vec8(const float (&x)[kVec8], unsigned reach, float (&other)[kVec8]) const {
+    if (reach < kWarp) return Warp::shuffle_xor_vec8(x, reach, other);
     DTCOMM_UNROLL
-    for (int j = 0; j < kOctet; ++j) room[j * kMostThreads + this->thread()] = bits_of(x[j]);
-    this->barrier();
+    for (int j = 0; j < kVec8; ++j) room[j * kMaxBlockThreads + this->thread()] = bits_of(x[j]);
+    this->sync_block();
     DTCOMM_UNROLL
-    for (int j = 0; j < kOctet; ++j) other[j] = float_of(room[j * kMostThreads + (this->thread() ^ reach)]);
-    this->barrier();
+    for (int j = 0; j < kVec8; ++j) other[j] = float_of(room[j * kMaxBlockThreads + (this->thread() ^ reach)]);
+    this->sync_block();
   }
 };
 
 // `join` of a value of each of a group's lanes (a power of two), halves folded onto halves, the far ones first.
 template <class Lanes, class T, class Join>
-DTCOMM_DEVICE T over_group(const Lanes& lanes, unsigned group, T value, const Join& join) {
-  for (unsigned reach = group / 2; reach > 0; reach /= 2) value = join(value, lanes.swap(value, reach));
+DTCOMM_DEVICE T group_reduce(const Lanes& lanes, unsigned group, T value, const Join& join) {
+  for (unsigned reach = group / 2; reach > 0; reach /= 2) value = join(value, lanes.shuffle_xor(value, reach));
   return value;
 }
 

@@ -16,59 +16,62 @@ struct EmulatedWarp {
   unsigned threads() const { return scheduler.threads(); }
 
   template <class T>
-  T swap(T value, unsigned reach) const {
+  T shuffle_xor(T value, unsigned reach) const {
     return scheduler.exchange(value, reach, static_cast<int>(reach));
   }
-  void swap_octet(const float (&x)[cuda::kOctet], unsigned reach, float (&other)[cuda::kOctet]) const {
-    for (int j = 0; j < cuda::kOctet; ++j) other[j] = swap(x[j], reach);
+  void shuffle_xor_vec8(const float (&x)[cuda::kVec8], unsigned reach, float (&other)[cuda::kVec8]) const {
+    for (int j = 0; j < cuda::kVec8; ++j) other[j] = shuffle_xor(x[j], reach);
   }
-  std::uint32_t fold(std::uint32_t value) const {
-    for (unsigned reach = 1; reach < cuda::kWarp; reach *= 2) value += swap(value, reach);
+  std::uint32_t warp_sum(std::uint32_t value) const {
+    for (unsigned reach = 1; reach < cuda::kWarp; reach *= 2) value += shuffle_xor(value, reach);
     return value;
   }
-  void together() const { scheduler.exchange(0, 0, -1, true); }
-  void barrier() const { scheduler.sync_block(); }
+  void sync_warp() const { scheduler.exchange(0, 0, -1, true); }
+  void sync_block() const { scheduler.sync_block(); }
 };
 
 // What is left out of a launch, to show that the tests find it. The memory orders matter to a MemoryObserver alone: the
 // CPU's own memory provides them all.
 struct Fault {
-  int point = -1;               // a barrier that threads skip, except for the first time (`entered` always)
-  bool waits = true;            // for signals
-  bool halves = true;           // one_shot's slots alternate
-  bool releases = true;         // signals are releases, else relaxed stores
-  bool acquires = true;         // waits are acquires, else relaxed loads
-  bool together = true;         // a warp synchronises before its lanes store in each other's places
-  bool strong = true;           // missing ranks are recorded by strong stores
-  bool streams = true;          // the launches of a rank follow each other
-  Scope scope = Scope::system;  // of signals
-  unsigned comes = 0;           // launches that an absent rank still makes
+  int barrier = -1;              // a BarrierId that threads skip, except for the first time (peers_entered always)
+  bool waits = true;             // for signals
+  bool alternates = true;        // one_shot's slots
+  bool releases = true;          // signals are releases, else relaxed stores
+  bool acquires = true;          // waits are acquires, else relaxed loads
+  bool syncs_warps = true;       // before lanes store in each other's places
+  bool strong = true;            // missing ranks are recorded by strong stores
+  bool streams = true;           // the launches of a rank follow each other
+  Scope scope = Scope::system;   // of signals
+  unsigned absent_launches = 0;  // launches that an absent rank still makes
 };
 
 struct EmulatedBlock : EmulatedWarp {
   cuda::Shared& shared_;
   const Fault& fault;
-  mutable unsigned met = 0;  // by this lane
+  mutable unsigned skippable = 0;  // barriers of fault.barrier that this lane came to
 
   EmulatedBlock(Scheduler& scheduler, cuda::Shared& shared, const Fault& fault)
       : EmulatedWarp{scheduler}, shared_(shared), fault(fault) {}
 
   cuda::Shared& shared() const { return shared_; }
-  void together() const { scheduler.exchange(0, 0, -1, fault.together); }
-  void meet(cuda::Point point) const {
-    const bool left_out = static_cast<int>(point) == fault.point && (point == cuda::Point::entered || met++ > 0);
-    if (!left_out) scheduler.sync_block();
+  void sync_warp() const { scheduler.exchange(0, 0, -1, fault.syncs_warps); }
+  void sync_block(cuda::BarrierId barrier) const {
+    const bool skipped =
+        static_cast<int>(barrier) == fault.barrier && (barrier == cuda::BarrierId::peers_entered || skippable++ > 0);
+    if (!skipped) scheduler.sync_block();
   }
-  unsigned half(std::uint32_t epoch) const { return fault.halves ? epoch & 1 : 0; }
+  unsigned slot_parity(std::uint32_t epoch) const { return fault.alternates ? epoch & 1 : 0; }
 
-  void note(std::uint32_t* word, std::uint32_t value) const {
+  void store_relaxed(std::uint32_t* word, std::uint32_t value) const {
     if (fault.strong) return scheduler.store_relaxed(word, value, Scope::system);
     *word = value;
   }
   void signal(std::uint32_t* word, std::uint32_t epoch) const {
     scheduler.signal(word, epoch, fault.releases, fault.scope);
   }
-  std::uint32_t look(const std::uint32_t* word) const { return scheduler.load(word, fault.acquires, fault.scope); }
+  std::uint32_t load_acquire(const std::uint32_t* word) const {
+    return scheduler.load(word, fault.acquires, fault.scope);
+  }
   bool wait(const std::uint32_t* word, std::uint32_t epoch, std::uint64_t) const {
     return !fault.waits || scheduler.wait(word, epoch, fault.acquires, fault.scope);
   }

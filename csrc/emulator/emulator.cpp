@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <functional>
+#include <type_traits>
 
 #include "cuda/fused/kernel_variants.h"
-#include "cuda/fused/plan.h"
 #include "emulator/block.h"
 
 namespace dtcomm::emulator {
@@ -15,45 +15,44 @@ namespace {
 struct Launch {
   unsigned blocks;
   std::function<void(const EmulatedBlock& block, int rank, unsigned index)> body;
-  const void* argument;
+  const void* arguments;
   std::size_t bytes;
 };
 
-template <class Argument, class Family>
+template <class Params, class Family>
 struct Arguments {
-  Argument argument;
+  Params params;
   Family family;
 };
 
-// run(block, argument, family, rank, index)
-template <class Argument, class Family, class Run>
-Launch launch_of(const cuda::FusedCall& call, const Argument& argument, const Family& family, const Run& run) {
-  using Both = Arguments<Argument, Family>;
-  const auto both = std::make_shared<const Both>(Both{argument, family});
-  const auto body = [both, run](const EmulatedBlock& block, int rank, unsigned index) {
-    const Both& given = *both;
-    const auto kernel = run;
-    const Scheduler::LaneScope scope(block.scheduler);  // from here on accesses are a lane's
-    kernel(block, given.argument, given.family, rank, index);
+// The launch of kernel(block, params, family, rank, index).
+template <class Params, class Family, class Kernel>
+Launch make_launch(unsigned blocks, const Params& params, const Family& family, Kernel kernel) {
+  const auto arguments = std::make_shared<const Arguments<Params, Family>>(Arguments<Params, Family>{params, family});
+  const auto body = [arguments, kernel](const EmulatedBlock& block, int rank, unsigned index) {
+    const Arguments<Params, Family>& own = *arguments;
+    const Kernel run = kernel;
+    const Scheduler::LaneScope scope(block.scheduler);  // from here on accesses are the lane's
+    run(block, own.params, own.family, rank, index);
   };
-  return {call.blocks, body, both.get(), sizeof(Both)};
+  return {blocks, body, arguments.get(), sizeof *arguments};
 }
 
-void plan_launches(const cuda::FusedCall& call, std::vector<Launch>& launches) {
-  cuda::with_fused_family(call.codec, call.dtype, [&](const auto& family) {
+void add_launches(const EmulatedCall& call, std::vector<Launch>& launches) {
+  const cuda::FusedSpec& spec = call.plan->spec();
+  cuda::with_fused_family(spec.codec, spec.dtype, [&](const auto& family) {
     using Family = std::decay_t<decltype(family)>;
-    if (call.algorithm == cuda::Algorithm::program) {
-      for (const cuda::Step& planned : cuda::plan_steps(call)) {
-        launches.push_back(launch_of(call, planned, family, cuda::run_step<Family, EmulatedBlock>));
+    return call.plan->for_each_kernel(call.tensors, [&](const auto& params) -> const char* {
+      if constexpr (std::is_same_v<std::decay_t<decltype(params)>, cuda::StepParams>) {
+        launches.push_back(make_launch(spec.blocks, params, family, cuda::run_step<Family, EmulatedBlock>));
+      } else {
+        cuda::with_fused_variant(params, [&](auto kernel) {
+          using Kernel = decltype(kernel);
+          launches.push_back(make_launch(spec.blocks, params, family, Kernel::template run<Family, EmulatedBlock>));
+        });
       }
-      return 0;
-    }
-    const cuda::Fused fused = cuda::plan_fused(call);
-    if (fused.sections == 0) return 0;
-    cuda::choose_fused(fused, [&](auto kernel) {
-      launches.push_back(launch_of(call, fused, family, decltype(kernel)::template run<Family, EmulatedBlock>));
+      return nullptr;
     });
-    return 0;
   });
 }
 
@@ -70,43 +69,46 @@ Scheduler& Emulator::scheduler_for(unsigned lanes) {
   return *scheduler_;
 }
 
-std::string Emulator::launch(const cuda::FusedCall& call, std::uint64_t seed, int absent) {
-  return launch(std::vector<cuda::FusedCall>{call}, seed, absent, Fault());
+std::string Emulator::launch(const EmulatedCall& call, std::uint64_t seed, int absent) {
+  return launch(std::vector<EmulatedCall>{call}, seed, absent, Fault());
 }
 
-std::string Emulator::launch(const std::vector<cuda::FusedCall>& calls, std::uint64_t seed, int absent,
+std::string Emulator::launch(const std::vector<EmulatedCall>& calls, std::uint64_t seed, int absent,
                              const Fault& fault) {
   std::vector<Launch> launches;
-  unsigned blocks = 0, ranks = 0;  // blocks: of a rank
-  for (const cuda::FusedCall& call : calls) {
-    if (std::string reason = cuda::why_not(call); !reason.empty()) return reason;
-    if (call.here != call.ranks) return "here: all ranks of an emulated call are virtual";
-    if (call.ranks != calls[0].ranks) return "ranks: must be the same for all calls";
-    plan_launches(call, launches);
-    blocks = std::max(blocks, call.blocks);
-    ranks = static_cast<unsigned>(call.ranks);
+  const cuda::FusedSpec& first = calls[0].plan->spec();
+  unsigned blocks = 0;  // of a rank
+  for (const EmulatedCall& call : calls) {
+    const cuda::FusedSpec& spec = call.plan->spec();
+    if (std::string reason = call.plan->why_not(call.tensors); !reason.empty()) return reason;
+    if (spec.local_ranks != spec.ranks) return "local_ranks: all ranks of an emulated call are virtual";
+    if (spec.ranks != first.ranks) return "ranks: must be the same for all calls";
+    add_launches(call, launches);
+    blocks = std::max(blocks, spec.blocks);
   }
   if (launches.empty()) return "";
+  const auto ranks = static_cast<unsigned>(first.ranks);
   std::vector<cuda::Shared> shared(ranks * blocks);
   Scheduler& scheduler = scheduler_for(ranks * blocks * kBlockThreads);
   scheduler.observe(observer_);
   if (observer_) {
     observer_->begin({ranks * blocks * kBlockThreads, kBlockThreads, blocks});
     observer_->constant(&fault, sizeof fault);
-    for (const Launch& launch : launches) observer_->constant(launch.argument, launch.bytes);
+    for (const Launch& launch : launches) observer_->constant(launch.arguments, launch.bytes);
     for (unsigned at = 0; at < shared.size(); ++at) {
       observer_->shared(&shared[at], sizeof(cuda::Shared), "block", at);
     }
+    const std::size_t buffer_bytes = cuda::memory_bytes(first.buffer_layout) - cuda::kPadBytes;
     for (unsigned rank = 0; rank < ranks; ++rank) {
-      observer_->shared(calls[0].peers[rank].pad, cuda::kPadBytes, "pad", rank);
-      observer_->shared(calls[0].peers[rank].room, cuda::memory_bytes(calls[0].room) - cuda::kPadBytes, "room", rank);
+      observer_->shared(first.peers[rank].pad, cuda::kPadBytes, "pad", rank);
+      observer_->shared(first.peers[rank].buffer, buffer_bytes, "buffer", rank);
     }
   }
   const char* failure = scheduler.run(ranks * blocks, kBlockThreads, seed, [&](unsigned at) {
     const auto rank = static_cast<int>(at / blocks);
     const unsigned index = at % blocks;
     const EmulatedBlock block(scheduler, shared[at], fault);
-    const std::size_t last = rank == absent ? fault.comes : launches.size();
+    const std::size_t last = rank == absent ? fault.absent_launches : launches.size();
     for (std::size_t i = 0; i < std::min(last, launches.size()); ++i) {
       if (index < launches[i].blocks) launches[i].body(block, rank, index);
       scheduler.sync_stream(at - index, blocks, fault.streams);

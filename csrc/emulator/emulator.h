@@ -8,13 +8,19 @@
 #include <string>
 #include <vector>
 
-#include "cuda/fused/collective.h"
+#include "cuda/fused/plan.h"
 
 namespace dtcomm::emulator {
 
 class Scheduler;
 class MemoryObserver;
 struct Fault;
+
+// A plan of all ranks (first_rank 0, all of them local), and the tensors of one call.
+struct EmulatedCall {
+  cuda::FusedPlan* plan;
+  cuda::LaunchTensors tensors;
+};
 
 class Emulator {
  public:
@@ -23,13 +29,13 @@ class Emulator {
   Emulator(const Emulator&) = delete;
   Emulator& operator=(const Emulator&) = delete;
 
-  // Runs a call of all ranks (first 0, here all) to its end, on the CPU's memory. Returns the empty string, or why
-  // nothing was run. A wait whose signal can no longer come ends at once, so ranks that miss another rank end as after
-  // a timeout. The blocks of rank `absent` never start.
-  std::string launch(const cuda::FusedCall& call, std::uint64_t seed, int absent = -1);
-  // Runs several calls of the same ranks. The calls of a rank follow each other as on a stream; every rank has a stream
-  // of its own. `fault` says what is left out, to show that tests find it (block.h).
-  std::string launch(const std::vector<cuda::FusedCall>& calls, std::uint64_t seed, int absent, const Fault& fault);
+  // Runs several calls of the same ranks to their end, on the CPU's memory. The calls of a rank follow each other as on
+  // a stream; every rank has a stream of its own. Returns the empty string, or why nothing was run. A wait whose signal
+  // can no longer come ends at once, so ranks that miss another rank end as after a timeout. `seed` decides the order
+  // of the threads, the blocks of rank `absent` never start, and `fault` says what is left out, to show that tests find
+  // it (block.h).
+  std::string launch(const std::vector<EmulatedCall>& calls, std::uint64_t seed, int absent, const Fault& fault);
+  std::string launch(const EmulatedCall& call, std::uint64_t seed, int absent = -1);
 
   // Reports the lanes' accesses, and all memory that they use except for tensors, to `observer`; nullptr: to none.
   void observe(MemoryObserver* observer) { observer_ = observer; }
@@ -38,7 +44,7 @@ class Emulator {
   Scheduler& scheduler_for(unsigned lanes);
 
   std::unique_ptr<Scheduler> scheduler_;
-  unsigned capacity_ = 0;
+  unsigned capacity_ = 0;  // lanes
   MemoryObserver* observer_ = nullptr;
 };
 

@@ -66,8 +66,8 @@ void check(const Codec& codec, const Combine& call, std::uintptr_t table) {
   }
   const bool cast = codec.family == Family::none || codec.family == Family::fp16 || codec.family == Family::bf16;
   if (call.op != ReduceOp::sum && !cast) throw py::value_error("op: min and max need none, fp16 or bf16");
-  if (call.count > cuda::kNearPayloads && !table) {
-    throw py::value_error("table: more than " + std::to_string(cuda::kNearPayloads) +
+  if (call.count > cuda::kInlinePayloads && !table) {
+    throw py::value_error("table: more than " + std::to_string(cuda::kInlinePayloads) +
                           " payloads need their addresses on the device too");
   }
   for (int t = 0; t < call.count; ++t) {
@@ -130,13 +130,13 @@ PYBIND11_MODULE(_cuda, module) {
   module.doc() = "dtcomm's CUDA kernels";
   module.def("platform", &platform,
              "Driver and runtime versions (1000 * major + 10 * minor), devices, and why there are none. Never raises.");
-  module.attr("NEAR_PAYLOADS") = cuda::kNearPayloads;
+  module.attr("INLINE_PAYLOADS") = cuda::kInlinePayloads;
   module.def("combine", &combine, py::arg("codec"), py::arg("payloads"), py::arg("table"), py::arg("position"),
              py::arg("local"), py::arg("local_dtype"), py::arg("residual_in"), py::arg("residual_out"),
              py::arg("numel"), py::arg("divisor"), py::arg("op"), py::arg("key"), py::arg("offset"),
              py::arg("payload_out"), py::arg("out"), py::arg("dtype"), py::arg("out_dtype"), py::arg("stream"),
              "One call of cuda::combine, queued on the stream of the current device; addresses are the device's. "
-             "`table`: with more than NEAR_PAYLOADS payloads, where the device finds their addresses; else 0.");
+             "`table`: with more than INLINE_PAYLOADS payloads, where the device finds their addresses; else 0.");
   module.def("decode", &decode, py::arg("codec"), py::arg("payload"), py::arg("numel"), py::arg("dtype"),
              py::arg("out"), py::arg("out_dtype"), py::arg("stream"),
              "out = the decoded payload in out_dtype, queued on the stream; addresses are the device's.");

@@ -9,20 +9,19 @@ namespace dtcomm::python {
 namespace py = pybind11;
 
 void bind_cuda_fused(py::module_& module) {
-  bind_fused_call(module).def(
+  bind_fused_plan(module).def(
       "launch",
-      [](const cuda::FusedCall& stated, const std::vector<ShareNumbers>& shares, std::uintptr_t stream,
+      [](cuda::FusedPlan& plan, const std::vector<TensorAddresses>& addresses, std::uintptr_t stream,
          std::size_t features) {
-        const cuda::FusedCall call = with_tensors(stated, shares, features);
-        const std::string why = cuda::why_not(call);
-        if (!why.empty()) throw py::value_error(why);
+        const cuda::LaunchTensors tensors = launch_tensors(plan, addresses, features);
         const py::gil_scoped_release release;  // a full queue blocks
-        const std::string error = cuda::launch(call, pointer<void>(stream));
-        if (!error.empty()) throw std::runtime_error("CUDA: " + error);
+        raise_if(cuda::launch(plan, tensors, pointer<void>(stream)));
       },
-      py::arg("shares"), py::arg("stream"), py::arg("features") = 0,
-      "Queue it on a stream of the current device. ValueError says why there is no kernel for it, RuntimeError what "
-      "CUDA said.");
+      py::arg("tensors"), py::arg("stream"), py::arg("features") = 0,
+      "Queue a call on a stream of the current device. `tensors` are the addresses of each local rank's input, output, "
+      "residual, bias and addend (0: none), `features` is the size of the bias. Raises ValueError where the plan "
+      "cannot "
+      "run with these tensors, RuntimeError with CUDA's reason where a kernel was not queued.");
 }
 
 }  // namespace dtcomm::python

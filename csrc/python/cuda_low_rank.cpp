@@ -15,7 +15,7 @@ namespace py = pybind11;
 
 namespace {
 
-// Where vectors lie, how many they are, of how many elements, and the key.
+// Where vectors lie, how count they are, of how count elements, and the key.
 using Numbers = std::tuple<std::uintptr_t, std::uint64_t, std::uint64_t, std::uint64_t>;
 
 void orthonormalise(const std::vector<Numbers>& vectors, std::uintptr_t stream) {
@@ -28,10 +28,10 @@ void orthonormalise(const std::vector<Numbers>& vectors, std::uintptr_t stream) 
   raise_if(cuda::orthonormalise(of.data(), of.size(), pointer<void>(stream)));
 }
 
-// Where factors and their verdict lie, and how many elements they have.
-using Judged = std::tuple<std::uintptr_t, std::uintptr_t, std::uint64_t, std::uint64_t, std::uintptr_t>;
+// Where factors and their verdict lie, and how count elements they have.
+using FactorNumbers = std::tuple<std::uintptr_t, std::uintptr_t, std::uint64_t, std::uint64_t, std::uintptr_t>;
 
-void judge(const std::vector<Judged>& factors, std::uintptr_t stream) {
+void check_finite(const std::vector<FactorNumbers>& factors, std::uintptr_t stream) {
   std::vector<cuda::Factors> of;
   for (const auto& [left, right, left_size, right_size, finite] : factors) {
     check_aligned("left", left, sizeof(float));
@@ -39,7 +39,7 @@ void judge(const std::vector<Judged>& factors, std::uintptr_t stream) {
     of.push_back({pointer<float>(left), pointer<float>(right), left_size, right_size, pointer<std::uint8_t>(finite)});
   }
   const py::gil_scoped_release release;
-  raise_if(cuda::judge(of.data(), of.size(), pointer<void>(stream)));
+  raise_if(cuda::check_finite(of.data(), of.size(), pointer<void>(stream)));
 }
 
 void expand(std::uintptr_t gradient, int dtype, std::uintptr_t residual, std::uint64_t rows, std::uint64_t columns,
@@ -70,13 +70,13 @@ void expand(std::uintptr_t gradient, int dtype, std::uintptr_t residual, std::ui
 }  // namespace
 
 void bind_cuda_lowrank(py::module_& module) {
-  module.attr("MOST_VECTORS") = cuda::kMostVectors;
+  module.attr("MAX_VECTORS") = cuda::kMaxVectors;
   module.def("orthonormalise", &orthonormalise, py::arg("vectors"), py::arg("stream"),
              "Gram-Schmidt of each of `vectors` (address, count, elements, key), queued on the stream of the current "
-             "device, MOST_VECTORS a kernel.");
-  module.def("judge", &judge, py::arg("factors"), py::arg("stream"),
+             "device, MAX_VECTORS a kernel.");
+  module.def("check_finite", &check_finite, py::arg("factors"), py::arg("stream"),
              "For each of `factors` (left, right, elements of both, bool) whether all is finite; what is not becomes "
-             "zeros, as the other factor. MOST_VECTORS a kernel.");
+             "zeros, as the other factor. MAX_VECTORS a kernel.");
   module.def("expand", &expand, py::arg("gradient"), py::arg("dtype"), py::arg("residual"), py::arg("rows"),
              py::arg("columns"), py::arg("rank"), py::arg("left"), py::arg("right"), py::arg("finite"),
              py::arg("stream"),

@@ -10,18 +10,18 @@ namespace py = pybind11;
 
 PYBIND11_MODULE(_emulator, module) {
   module.doc() = "The CUDA kernels of fused collectives, run on the CPU";
-  bind_fused_call(module).def(
+  bind_fused_plan(module).def(
       "launch",
-      [](const cuda::FusedCall& stated, const std::vector<ShareNumbers>& shares, std::uint64_t order, int absent,
+      [](cuda::FusedPlan& plan, const std::vector<TensorAddresses>& tensors, std::uint64_t seed, int absent,
          std::size_t features) {
-        const cuda::FusedCall call = with_tensors(stated, shares, features);
         static emulator::Emulator emulator;  // keeps the stacks of its fibers; used under the interpreter's lock
-        const std::string why = emulator.launch(call, order, absent);
+        const std::string why = emulator.launch({&plan, launch_tensors(plan, tensors, features)}, seed, absent);
         if (!why.empty()) throw py::value_error(why);
       },
-      py::arg("shares"), py::arg("order") = 0, py::arg("absent") = -1, py::arg("features") = 0,
-      "Run the call to its end, with all ranks here, in an order that a seed decides. `absent`: a rank that never "
-      "starts. Raises ValueError where there is no kernel for it.");
+      py::arg("tensors"), py::arg("seed") = 0, py::arg("absent") = -1, py::arg("features") = 0,
+      "Run a call to its end; all ranks must be local. `tensors` are the addresses of each rank's input, output, "
+      "residual, bias and addend (0: none), `seed` decides the order of the threads, rank `absent` never starts, and "
+      "`features` is the size of the bias. Raises ValueError where the plan cannot run with these tensors.");
 }
 
 }  // namespace dtcomm::python

@@ -8,13 +8,14 @@ namespace dtcomm::python {
 namespace py = pybind11;
 
 void bind_fused(py::module_& module) {
-  module.attr("MOST_RANKS") = cuda::kMostRanks;
-  module.attr("MOST_BLOCKS") = cuda::kMostBlocks;
+  module.attr("MAX_RANKS") = cuda::kMaxRanks;
+  module.attr("MAX_BLOCKS") = cuda::kMaxBlocks;
   module.attr("MISSING_OFFSET") = cuda::kMissingOffset;
   module.attr("PAD_BYTES") = cuda::kPadBytes;
   module.def(
-      "fused_bytes", [](int ranks, const RoomNumbers& room) { return cuda::memory_bytes(room_of(ranks, room)); },
-      py::arg("ranks"), py::arg("room"),
+      "fused_bytes",
+      [](int ranks, const LayoutNumbers& layout) { return cuda::memory_bytes(buffer_layout_of(ranks, layout)); },
+      py::arg("ranks"), py::arg("buffer_layout"),
       "Bytes of memory that each rank must make reachable for its peers; the signal pad at its start begins as zeros.");
   module.def(
       "fusible", [](const py::bytes& codec, int dtype) { return cuda::fusible(codec_of(codec), dtype_of(dtype)); },

@@ -93,7 +93,7 @@ def factors_finite(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]
         for at, (left, right) in enumerate(zip(lefts, rights, strict=True))
     ]
     with torch.cuda.device(device):
-        _cuda.judge(arguments, torch.cuda.current_stream(device).cuda_stream)
+        _cuda.check_finite(arguments, torch.cuda.current_stream(device).cuda_stream)
     return results
 
 
@@ -132,11 +132,11 @@ def _table(payloads: list[int], device: torch.device) -> torch.Tensor | None:
 
     The allocators of torch keep both ends of the copy, and the table, alive until the stream has used them.
     """
-    if len(payloads) <= _cuda.NEAR_PAYLOADS:
+    if len(payloads) <= _cuda.INLINE_PAYLOADS:
         return None
     if torch.cuda.is_current_stream_capturing():
         raise ValueError(
-            f"payloads: expected at most {_cuda.NEAR_PAYLOADS} during graph capture, got {len(payloads)}"
+            f"payloads: expected at most {_cuda.INLINE_PAYLOADS} during graph capture, got {len(payloads)}"
         )
     host = torch.tensor(payloads, dtype=torch.int64).pin_memory()
     return host.to(device, non_blocking=True)

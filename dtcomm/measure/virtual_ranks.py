@@ -16,15 +16,15 @@ from dtcomm.errors import PeerLost
 from dtcomm.runtime.bootstrap.gpu_topology import blocks_of
 from dtcomm.runtime.cuda_peer.launch import (
     BOX_BYTES,
-    BUDGET_NS,
     SLOT_BYTES,
-    After,
-    Emulated,
+    TIMEOUT_NS,
+    CudaLauncher,
+    EmulatorLauncher,
+    FusedEpilogue,
     FusedPlan,
     FusedRanks,
     Launcher,
-    OnDevice,
-    Room,
+    PeerBufferLayout,
 )
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule
@@ -42,8 +42,8 @@ class VirtualRanks:
         blocks: Thread blocks of a rank; 0 takes as many as run concurrently.
         slot_bytes: Bytes for a payload of the direct algorithms.
         box_bytes: Bytes for a payload of a program; 0 takes the default of the device.
-        budget_ns: Nanoseconds a kernel waits for a peer before it reports the peer missing.
-        order: Seed of the emulator's scheduling order.
+        timeout_ns: Nanoseconds a kernel waits for a peer before it reports the peer missing.
+        seed: Seed of the order in which the emulator runs threads.
         absent: A rank that never starts, in the emulator; -1 for none.
 
     Raises:
@@ -58,29 +58,29 @@ class VirtualRanks:
         blocks: int = 0,
         slot_bytes: int = SLOT_BYTES,
         box_bytes: int = 0,
-        budget_ns: int = BUDGET_NS,
-        order: int = 0,
+        timeout_ns: int = TIMEOUT_NS,
+        seed: int = 0,
         absent: int = -1,
     ) -> None:
         device = torch.device(device)
-        if not 2 <= ranks <= _C.MOST_RANKS:
-            raise ValueError(f"ranks: expected 2 to {_C.MOST_RANKS}, got {ranks}")
+        if not 2 <= ranks <= _C.MAX_RANKS:
+            raise ValueError(f"ranks: expected 2 to {_C.MAX_RANKS}, got {ranks}")
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"device: expected cpu or cuda, got {device}")
         launcher: Launcher
         if device.type == "cuda":
             blocks, box_bytes = blocks or blocks_of(device, ranks), box_bytes or BOX_BYTES
-            launcher = OnDevice(device)
+            launcher = CudaLauncher(device)
         else:
             blocks, box_bytes = blocks or EMULATED_BLOCKS, box_bytes or EMULATED_BOX_BYTES
-            launcher = Emulated(order, absent)
+            launcher = EmulatorLauncher(seed, absent)
         self.ranks, self.device = ranks, device
-        room = Room(blocks, slot_bytes, box_bytes)
-        size = _C.fused_bytes(ranks, room)
+        layout = PeerBufferLayout(blocks, slot_bytes, box_bytes)
+        size = _C.fused_bytes(ranks, layout)
         self._memory = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(ranks)]
         pads = [memory[_C.MISSING_OFFSET :][:4].view(torch.int32) for memory in self._memory]
         addresses = [memory.data_ptr() for memory in self._memory]
-        self.fused = FusedRanks(launcher, room, addresses, pads, 0, ranks, budget_ns)
+        self.fused = FusedRanks(launcher, layout, addresses, pads, 0, ranks, timeout_ns)
 
     def plan(
         self,
@@ -111,16 +111,16 @@ class VirtualRanks:
         inputs: Sequence[torch.Tensor | None],
         outputs: Sequence[torch.Tensor | None],
         residuals: Sequence[torch.Tensor | None] | None = None,
-        after: Sequence[After] = (),
+        epilogues: Sequence[FusedEpilogue] = (),
     ) -> None:
         """Queue the call for all ranks without blocking the host; a CUDA graph can capture it.
 
         A tensor is None for a rank that has none, for example the inputs of a scatter on ranks other than the root.
-        ``after`` holds the fused epilogue of each rank.
+        ``epilogues`` holds the fused epilogue of each rank.
         """
         losses = [None] * self.ranks if residuals is None else residuals
-        given = [[Buffers(*each)] for each in zip(inputs, outputs, losses, strict=True)]
-        self.fused.launch(plan, given, after)
+        buffers = [[Buffers(*tensors)] for tensors in zip(inputs, outputs, losses, strict=True)]
+        self.fused.launch(plan, buffers, epilogues)
 
     def all_reduce(
         self,

@@ -147,14 +147,14 @@ def _install() -> None:
     cuda.combine = combine
     cuda.decode = lambda *args: _queued(decode)("avx2", *args)
 
-    class OnDevice(fused.Emulated):
+    class CudaLauncher(fused.Emulated):
         def __init__(self, device: torch.device) -> None:
             super().__init__()
 
         def launch(self, *call: Any) -> None:
             _queued(super().launch)(*call)
 
-    fused.OnDevice = virtual_ranks.OnDevice = OnDevice  # type: ignore[assignment, misc]
+    fused.CudaLauncher = virtual_ranks.CudaLauncher = CudaLauncher  # type: ignore[assignment, misc]
     memory_floor.TimedCopy.LARGE = 1 << 20  # no host copies gigabytes in no time
     host_sync_trace.trace = lambda step: (step(), host_sync_trace.Trace([], ["fused_kernel step_kernel"]))[1]  # type: ignore[func-returns-value]
     _OnCpu().__enter__()

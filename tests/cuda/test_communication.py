@@ -66,7 +66,7 @@ def over_handles(rank: int, world_size: int) -> dict[str, object]:
     """The same where torch makes no symmetric memory."""
     offer = memory.offer
 
-    def only_handles(kind: str, *rest: Any) -> memory.Offer:
+    def only_handles(kind: str, *rest: Any) -> memory.LocalBuffer:
         if kind == memory.SYMMETRIC:
             raise RuntimeError("left out by the test")
         return offer(kind, *rest)

@@ -15,7 +15,7 @@ from dtcomm.kernels import ops
 from dtcomm.kernels.epilogue import epilogue, epilogue_task
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure.virtual_ranks import VirtualRanks
-from dtcomm.runtime.cuda_peer.launch import After
+from dtcomm.runtime.cuda_peer.launch import FusedEpilogue
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC
 from dtcomm.tp.emulate import emulate_all_reduce
 from tests.cuda.cases import ON_A_DEVICE, PEER
@@ -60,9 +60,9 @@ def test_virtual_ranks_add_what_the_engine_adds(algorithm: str, ranks: int) -> N
         dtype = TYPES[turn % 3]
         theirs = Given(ranks, dtype)
         ours = [x.cuda() for x in theirs.sums]
-        after = [After(theirs.bias.cuda(), each.cuda()) for each in theirs.residuals]
+        after = [FusedEpilogue(theirs.bias.cuda(), each.cuda()) for each in theirs.residuals]
         plan = virtual.plan("all_reduce", ROWS * FEATURES, dtype, spec, algorithm=algorithm, op="avg")
-        virtual.run(plan, ours, ours, after=after)
+        virtual.run(plan, ours, ours, epilogues=after)
         by_the_engine(theirs, algorithm, spec, ("bias", "residual"))
         same(bits(ours), theirs.sums)
     virtual.check()
@@ -89,7 +89,9 @@ def test_sanitizer_sized_epilogue() -> None:
     for algorithm in ("one_shot", "two_shot", TWO_SHOT_SYMMETRIC):
         plan = virtual.plan("all_reduce", ROWS * FEATURES, torch.bfloat16, "int8", algorithm=algorithm)
         ours = [x.cuda() for x in given.sums]
-        virtual.run(plan, ours, ours, after=[After(given.bias.cuda(), x.cuda()) for x in given.residuals])
+        virtual.run(
+            plan, ours, ours, epilogues=[FusedEpilogue(given.bias.cuda(), x.cuda()) for x in given.residuals]
+        )
     virtual.check()
 
 
@@ -99,11 +101,11 @@ def test_a_graph_replays_a_sum_with_what_follows() -> None:
     plan = virtual.plan("all_reduce", numel, torch.float32, "int8", algorithm="two_shot")
     xs = [torch.ones(numel, device="cuda") for _ in range(ranks)]
     bias = torch.ones(64, device="cuda")
-    after = [After(bias, None)] * ranks
-    virtual.run(plan, xs, xs, after=after)  # kernels are loaded when they are first used
+    after = [FusedEpilogue(bias, None)] * ranks
+    virtual.run(plan, xs, xs, epilogues=after)  # kernels are loaded when they are first used
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        virtual.run(plan, xs, xs, after=after)
+        virtual.run(plan, xs, xs, epilogues=after)
     for turn in range(3):
         bias.fill_(turn)
         for x in xs:

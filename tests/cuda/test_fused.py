@@ -8,7 +8,7 @@ import torch
 from dtcomm import _C
 from dtcomm.codecs import codec
 from dtcomm.measure.virtual_ranks import VirtualRanks
-from dtcomm.runtime.cuda_peer.launch import COLLECTIVES, FusedRanks, OnDevice, Room
+from dtcomm.runtime.cuda_peer.launch import COLLECTIVES, CudaLauncher, FusedRanks, PeerBufferLayout
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from tests.cuda.cases import ON_A_DEVICE, on_cpu, on_device
 from tests.unit.runtime.test_fused import DIRECT, SPECS, by_the_engine, same, tensors
@@ -83,12 +83,14 @@ def test_fused_kernels_are_queued_without_a_wait(algorithm: str) -> None:
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    room = Room(2)
+    room = PeerBufferLayout(2)
     size = _C.fused_bytes(2, room)
     memory = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
     pad = memory[0][_C.MISSING_OFFSET :][:4].view(torch.int32)
     addresses = [each.data_ptr() for each in memory]
-    alone = FusedRanks(OnDevice(torch.device("cuda")), room, addresses, [pad], 0, 1, budget_ns=50_000_000)
+    alone = FusedRanks(
+        CudaLauncher(torch.device("cuda")), room, addresses, [pad], 0, 1, timeout_ns=50_000_000
+    )
     x = torch.ones(5000, device="cuda")
     shape = OpSpec("all_reduce", "sum", (TensorSpec(5000, torch.float32, codec("int8")),), "two_shot")
     alone.launch(alone.prepare(shape), [[Buffers(x, x)]])

@@ -14,7 +14,7 @@ from dtcomm.codecs import codec
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure.simulated_world import World, run
 from dtcomm.measure.virtual_ranks import VirtualRanks
-from dtcomm.runtime.cuda_peer.launch import FusedRanks, OnDevice, Room
+from dtcomm.runtime.cuda_peer.launch import CudaLauncher, FusedRanks, PeerBufferLayout
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule.ir import REDUCING
 from tests.cuda.cases import ON_A_DEVICE, PEER, on_cpu, on_device
@@ -72,11 +72,13 @@ def test_sanitizer_sized_programs() -> None:
 
 
 def test_a_rank_that_does_not_come_to_a_program_is_named() -> None:
-    room = Room(2, box_bytes=2**20)
+    room = PeerBufferLayout(2, box_bytes=2**20)
     memory = [torch.zeros(_C.fused_bytes(2, room), dtype=torch.uint8, device="cuda") for _ in range(2)]
     pad = memory[0][_C.MISSING_OFFSET :][:4].view(torch.int32)
     addresses = [each.data_ptr() for each in memory]
-    alone = FusedRanks(OnDevice(torch.device("cuda")), room, addresses, [pad], 0, 1, budget_ns=50_000_000)
+    alone = FusedRanks(
+        CudaLauncher(torch.device("cuda")), room, addresses, [pad], 0, 1, timeout_ns=50_000_000
+    )
     x = torch.ones(5000, device="cuda")
     shape = OpSpec("all_reduce", "sum", (TensorSpec(5000, torch.float32, codec("int8")),), "ring")
     alone.launch(alone.prepare(shape, build("ring", "all_reduce", 2)), [[Buffers(x, x)]])

@@ -18,10 +18,10 @@ using Family = Integer<8, 4, true>;
 template <Collective what, Algorithm which>
 using Any = FusedKernel<what, which, kAnyCount, true>;
 template __global__ void fused_kernel<Any<Collective::all_reduce, Algorithm::two_shot>, Family>(
-    const __grid_constant__ Fused, const __grid_constant__ Family);
+    const __grid_constant__ FusedParams, const __grid_constant__ Family);
 template __global__ void fused_kernel<Any<Collective::all_gather, Algorithm::one_shot>, Family>(
-    const __grid_constant__ Fused, const __grid_constant__ Family);
-template __global__ void step_kernel<Family>(const __grid_constant__ Step, const __grid_constant__ Family);
+    const __grid_constant__ FusedParams, const __grid_constant__ Family);
+template __global__ void step_kernel<Family>(const __grid_constant__ StepParams, const __grid_constant__ Family);
 }
 """
 ACCESS = re.compile(

@@ -22,22 +22,22 @@ DTCOMM_DEVICE float load_field(Scale type, const std::uint8_t* from, std::uint32
 
 // The bits of the largest magnitude of a group's octets: NaN above Inf above every number.
 template <class Lanes>
-DTCOMM_DEVICE std::uint32_t top_of_group(const Lanes& lanes, unsigned group, const float (&x)[kOctet]) {
+DTCOMM_DEVICE std::uint32_t group_max_magnitude(const Lanes& lanes, unsigned group, const float (&x)[kVec8]) {
   std::uint32_t top = magnitude(x[0]);
   DTCOMM_UNROLL
-  for (int j = 1; j < kOctet; ++j) {
+  for (int j = 1; j < kVec8; ++j) {
     const std::uint32_t size = magnitude(x[j]);
     top = size > top ? size : top;
   }
-  return over_group(lanes, group, top, [](std::uint32_t a, std::uint32_t b) { return a > b ? a : b; });
+  return group_reduce(lanes, group, top, [](std::uint32_t a, std::uint32_t b) { return a > b ? a : b; });
 }
 
 // The random numbers of an octet.
-DTCOMM_DEVICE void uniform_octet(std::uint64_t key, std::uint64_t index, float (&random)[kOctet]) {
+DTCOMM_DEVICE void uniform_vec8(std::uint64_t key, std::uint64_t index, float (&random)[kVec8]) {
   const auto low = static_cast<std::uint32_t>(index);
   Stream stream = make_stream(key, index);
   DTCOMM_UNROLL
-  for (int j = 0; j < kOctet; ++j) {
+  for (int j = 0; j < kVec8; ++j) {
     const std::uint32_t at = low + static_cast<std::uint32_t>(j);
     if (j > 0 && at == 0) stream = make_stream(key, index + static_cast<std::uint64_t>(j));  // the next 2^32
     random[j] = uniform(stream, at);
@@ -51,11 +51,11 @@ struct Blocks {
   Codec codec;
   unsigned block_shift;
 
-  DTCOMM_HD unsigned group() const { return Group ? Group : codec.block / kOctet; }
+  DTCOMM_HD unsigned group() const { return Group ? Group : codec.block / kVec8; }
   DTCOMM_DEVICE std::uint32_t block_of(std::uint32_t at) const {
-    return Group ? at / (Group * kOctet) : at >> block_shift;
+    return Group ? at / (Group * kVec8) : at >> block_shift;
   }
-  DTCOMM_DEVICE bool leads(std::uint32_t at) const { return at % (group() * kOctet) == 0; }
+  DTCOMM_DEVICE bool leads(std::uint32_t at) const { return at % (group() * kVec8) == 0; }
 };
 
 }  // namespace dtcomm::cuda

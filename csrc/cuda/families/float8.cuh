@@ -9,7 +9,7 @@ namespace dtcomm::cuda {
 // Group is 0 where the compiler does not know it; Plain: to nearest.
 template <class F, unsigned Group, bool Plain>
 struct Float8 : Blocks<Group> {
-  static constexpr bool kHot = Plain, kOrdered = false, kRotates = false, kPads = true;
+  static constexpr bool kSpecialized = Plain, kHasMinMax = false, kCanRotate = false, kHasPadding = true;
   using Blocks<Group>::codec;
   using Blocks<Group>::rules;
   using Blocks<Group>::group;
@@ -22,7 +22,7 @@ struct Float8 : Blocks<Group> {
 
   DTCOMM_DEVICE bool rotates() const { return false; }
 
-  DTCOMM_DEVICE Raw load(const Shape& shape, const std::uint8_t* granule, std::uint32_t at) const {
+  DTCOMM_DEVICE Raw load(const GranuleShape& shape, const std::uint8_t* granule, std::uint32_t at) const {
     Raw raw = {};
     if (at >= shape.stored) return raw;
     raw.codes = load_codes(8, shape.stored, at, granule + shape.codes_at);
@@ -30,33 +30,34 @@ struct Float8 : Blocks<Group> {
     return raw;
   }
 
-  DTCOMM_DEVICE void decode(const Raw& raw, float (&x)[kOctet]) const {
+  DTCOMM_DEVICE void decode(const Raw& raw, float (&x)[kVec8]) const {
     DTCOMM_UNROLL
-    for (int j = 0; j < kOctet; ++j) x[j] = minifloat_value<F>(code_at(raw.codes, j)) * raw.scale;
+    for (int j = 0; j < kVec8; ++j) x[j] = minifloat_value<F>(code_at(raw.codes, j)) * raw.scale;
   }
 
   template <bool Feedback, class Lanes>
-  DTCOMM_DEVICE void encode(const Lanes& lanes, const Call& call, const Shape& shape, const Place& place, int,
-                            float (&x)[kOctet], std::uint8_t* granule, float (&decoded)[kOctet]) const {
-    const float scale = scale_of(rules, top_of_group(lanes, group(), x)), inverse = inverse_of(scale);
-    float random[kOctet] = {};
-    if (!Plain && codec.stochastic) uniform_octet(call.key, call.offset + place.first, random);
-    std::int32_t code[kOctet];
+  DTCOMM_DEVICE void encode(const Lanes& lanes, const KernelParams& params, const GranuleShape& shape,
+                            const Vec8Position& pos, int, float (&x)[kVec8], std::uint8_t* granule,
+                            float (&decoded)[kVec8]) const {
+    const float scale = scale_of(rules, group_max_magnitude(lanes, group(), x)), inverse = inverse_of(scale);
+    float random[kVec8] = {};
+    if (!Plain && codec.stochastic) uniform_vec8(params.key, params.offset + pos.first, random);
+    std::int32_t code[kVec8];
     DTCOMM_UNROLL
-    for (int j = 0; j < kOctet; ++j) {
+    for (int j = 0; j < kVec8; ++j) {
       const float t = x[j] * inverse;
       const std::uint32_t made =
           !Plain && codec.stochastic ? stochastic_minifloat<F>(t, random[j]) : nearest_minifloat<F>(t);
       // Zero blocks may have signs, NaN blocks anything.
       code[j] = inverse == 0.0f ? 0 : static_cast<std::int32_t>(made);
     }
-    if (place.at < shape.stored) {
-      store_codes(codes_of(code), 8, shape.stored, place.at, granule + shape.codes_at);
-      if (this->leads(place.at)) store_field(codec.scale, scale, granule, block_of(place.at));
+    if (pos.at < shape.stored) {
+      store_codes(codes_of(code), 8, shape.stored, pos.at, granule + shape.codes_at);
+      if (this->leads(pos.at)) store_field(codec.scale, scale, granule, block_of(pos.at));
     }
     if constexpr (Feedback) {
       DTCOMM_UNROLL
-      for (int j = 0; j < kOctet; ++j) {
+      for (int j = 0; j < kVec8; ++j) {
         decoded[j] = minifloat_value<F>(static_cast<std::uint32_t>(code[j])) * scale;
       }
     }

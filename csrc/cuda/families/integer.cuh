@@ -11,7 +11,7 @@ namespace dtcomm::cuda {
 // Bits and Group are 0 where the compiler does not know them; Plain: symmetric, to nearest, nothing else.
 template <int Bits, unsigned Group, bool Plain>
 struct Integer : Blocks<Group> {
-  static constexpr bool kHot = Plain, kOrdered = false, kRotates = !Plain, kPads = true;
+  static constexpr bool kSpecialized = Plain, kHasMinMax = false, kCanRotate = !Plain, kHasPadding = true;
   using Blocks<Group>::codec;
   using Blocks<Group>::rules;
   using Blocks<Group>::group;
@@ -21,26 +21,26 @@ struct Integer : Blocks<Group> {
     Codes codes;
     float scale;
   };
-  struct AnyRaw : PlainRaw {
+  struct GeneralRaw : PlainRaw {
     float zero;
-    Spikes spikes;
+    Outliers spikes;
     std::uint32_t first;  // place of the octet in its block
   };
-  using Raw = std::conditional_t<Plain, PlainRaw, AnyRaw>;
+  using Raw = std::conditional_t<Plain, PlainRaw, GeneralRaw>;
 
   DTCOMM_DEVICE unsigned bits() const { return Bits ? Bits : codec.bits; }
   DTCOMM_DEVICE bool symmetric() const { return Plain || codec.symmetric; }
   DTCOMM_DEVICE bool rotates() const { return !Plain && codec.rotate; }
 
-  DTCOMM_DEVICE Raw load(const Shape& shape, const std::uint8_t* granule, std::uint32_t at) const {
+  DTCOMM_DEVICE Raw load(const GranuleShape& shape, const std::uint8_t* granule, std::uint32_t at) const {
     Raw raw = {};
     if (at >= shape.stored) return raw;
     raw.codes = load_codes(bits(), shape.stored, at, granule + shape.codes_at);
     raw.scale = load_field(codec.scale, granule, block_of(at));
     if constexpr (!Plain) {
       if (!codec.symmetric) raw.zero = load_field(codec.scale, granule + shape.zeros_at, block_of(at));
-      if (codec.spikes) raw.spikes = load_spikes(codec, shape, block_of(at), granule);
-      raw.first = at % (group() * kOctet);
+      if (codec.spikes) raw.spikes = load_outliers(codec, shape, block_of(at), granule);
+      raw.first = at % (group() * kVec8);
     }
     return raw;
   }
@@ -49,33 +49,33 @@ struct Integer : Blocks<Group> {
     return symmetric() ? q * scale : zero + q * scale;
   }
 
-  DTCOMM_DEVICE void decode(const Raw& raw, float (&x)[kOctet]) const {
+  DTCOMM_DEVICE void decode(const Raw& raw, float (&x)[kVec8]) const {
     // A signed code of b bits, its highest bit flipped, is the code plus 2^(b-1).
     const std::uint32_t half = symmetric() ? 1U << (bits() - 1) : 0;
     const Codes codes{{raw.codes.word[0] ^ half * 0x01010101U, raw.codes.word[1] ^ half * 0x01010101U}};
     float zero = 0.0f;
     if constexpr (!Plain) zero = raw.zero;
     DTCOMM_UNROLL
-    for (int j = 0; j < kOctet; ++j) {
+    for (int j = 0; j < kVec8; ++j) {
       x[j] = value(float_of_byte(codes, j, static_cast<float>(half)), raw.scale, zero);
     }
     if constexpr (!Plain) {
-      if (codec.spikes) put_spikes(raw.spikes, raw.first, x);
+      if (codec.spikes) restore_outliers(raw.spikes, raw.first, x);
     }
   }
 
   // The zero point; `top` becomes the range above it.
   template <class Lanes>
-  DTCOMM_DEVICE float measure_range(const Lanes& lanes, const float (&x)[kOctet], int live, std::uint32_t& top) const {
+  DTCOMM_DEVICE float measure_range(const Lanes& lanes, const float (&x)[kVec8], int live, std::uint32_t& top) const {
     std::int32_t low = 0x7fffffff, high = -0x7fffffff - 1;
     DTCOMM_UNROLL
-    for (int j = 0; j < kOctet; ++j) {
+    for (int j = 0; j < kVec8; ++j) {
       const std::int32_t order = spike_order(x[j]);
       low = j < live && order < low ? order : low;
       high = j < live && order > high ? order : high;
     }
-    low = over_group(lanes, group(), low, [](std::int32_t a, std::int32_t b) { return a < b ? a : b; });
-    high = over_group(lanes, group(), high, [](std::int32_t a, std::int32_t b) { return a > b ? a : b; });
+    low = group_reduce(lanes, group(), low, [](std::int32_t a, std::int32_t b) { return a < b ? a : b; });
+    high = group_reduce(lanes, group(), high, [](std::int32_t a, std::int32_t b) { return a > b ? a : b; });
     if (top >= kInfinity32) return 0.0f;
     const auto from_order = [](std::int32_t order) {
       return float_of(static_cast<std::uint32_t>(order ^ ((order >> 31) & 0x7fffffff)));
@@ -86,49 +86,50 @@ struct Integer : Blocks<Group> {
   }
 
   template <bool Feedback, class Lanes>
-  DTCOMM_DEVICE void encode(const Lanes& lanes, const Call& call, const Shape& shape, const Place& place, int live,
-                            float (&x)[kOctet], std::uint8_t* granule, float (&decoded)[kOctet]) const {
-    const std::uint64_t index = call.offset + place.first;
-    const std::uint32_t first = place.at % (group() * kOctet);
-    Spikes spikes = {};
+  DTCOMM_DEVICE void encode(const Lanes& lanes, const KernelParams& params, const GranuleShape& shape,
+                            const Vec8Position& pos, int live, float (&x)[kVec8], std::uint8_t* granule,
+                            float (&decoded)[kVec8]) const {
+    const std::uint64_t index = params.offset + pos.first;
+    const std::uint32_t first = pos.at % (group() * kVec8);
+    Outliers spikes = {};
     float zero = 0.0f;
-    if (!Plain && codec.spikes) spikes = take_spikes(lanes, codec, group(), call.key, index, first, live, x);
-    std::uint32_t top = top_of_group(lanes, group(), x);
+    if (!Plain && codec.spikes) spikes = extract_outliers(lanes, codec, group(), params.key, index, first, live, x);
+    std::uint32_t top = group_max_magnitude(lanes, group(), x);
     if (!symmetric()) zero = measure_range(lanes, x, live, top);
     const float scale = scale_of(rules, top), inverse = inverse_of(scale);
     const float lowest = symmetric() ? -rules.levels : 0.0f;
-    std::int32_t q[kOctet];
+    std::int32_t q[kVec8];
     if (!Plain && codec.stochastic) {
-      float random[kOctet];
-      uniform_octet(call.key, index, random);
+      float random[kVec8];
+      uniform_vec8(params.key, index, random);
       DTCOMM_UNROLL
-      for (int j = 0; j < kOctet; ++j) {
+      for (int j = 0; j < kVec8; ++j) {
         q[j] = stochastic_code((x[j] - zero) * inverse, lowest, rules.levels, random[j]);
       }
     } else {
       DTCOMM_UNROLL
-      for (int j = 0; j < kOctet; ++j) {
+      for (int j = 0; j < kVec8; ++j) {
         q[j] = nearest_code(Plain ? x[j] * inverse : (x[j] - zero) * inverse, lowest, rules.levels);
       }
     }
     // The codes of NaN blocks are cleared, and with zero points those of missing elements, which are 0 otherwise.
     DTCOMM_UNROLL
-    for (int j = 0; j < kOctet; ++j) {
+    for (int j = 0; j < kVec8; ++j) {
       if (top >= kInfinity32 || (!Plain && j >= live)) q[j] = 0;
     }
-    if (place.at < shape.stored) {
-      store_codes(codes_of(q), bits(), shape.stored, place.at, granule + shape.codes_at);
+    if (pos.at < shape.stored) {
+      store_codes(codes_of(q), bits(), shape.stored, pos.at, granule + shape.codes_at);
       if (first == 0) {
-        const std::uint32_t block = block_of(place.at);
+        const std::uint32_t block = block_of(pos.at);
         store_field(codec.scale, scale, granule, block);
         if (!symmetric()) store_field(codec.scale, zero, granule + shape.zeros_at, block);
-        if (!Plain && codec.spikes) store_spikes(codec, shape, block, spikes, granule);
+        if (!Plain && codec.spikes) store_outliers(codec, shape, block, spikes, granule);
       }
     }
     if constexpr (Feedback) {
       DTCOMM_UNROLL
-      for (int j = 0; j < kOctet; ++j) decoded[j] = value(static_cast<float>(q[j]), scale, zero);
-      if (!Plain && codec.spikes) put_spikes(spikes, first, decoded);
+      for (int j = 0; j < kVec8; ++j) decoded[j] = value(static_cast<float>(q[j]), scale, zero);
+      if (!Plain && codec.spikes) restore_outliers(spikes, first, decoded);
     }
   }
 };

@@ -15,80 +15,88 @@ namespace dtcomm::cuda {
 
 // Thread block `index` of a rank. `Count` is ranks - 1 where that is known, else kAnyCount; `Feedback`: residuals.
 template <int Count, bool Feedback, class Family, class Block>
-DTCOMM_DEVICE void two_shot(const Block& block, const Fused& fused, const Family& family, int rank, unsigned index) {
+DTCOMM_DEVICE void two_shot(const Block& block, const FusedParams& fused, const Family& family, int rank,
+                            unsigned index) {
   Shared& shared = block.shared();
-  const Seat& seat = fused.seats[rank - fused.first];
-  const bool own = Count == kAnyCount && fused.encodes_own, after = Count == kAnyCount && fused.after;
-  std::uint32_t epoch = enter(block, fused, rank, index, Algorithm::two_shot);
+  const RankState& state = fused.states[rank - fused.first_rank];
+  const bool own = Count == kAnyCount && fused.encodes_own, epilogue = Count == kAnyCount && fused.has_epilogue;
+  std::uint32_t epoch = begin_block(block, fused, rank, index, Algorithm::two_shot);
   DTCOMM_LOOP
   for (std::uint32_t section = index; section < fused.sections; section += fused.blocks) {
     ++epoch;
-    aim_all(
-        block, fused, rank, [&](Verb, int peer) { return section_of(fused, chunk_of(fused, peer), section); },
-        [&](Verb verb, int peer, Call& call) {
-          const Peer& mine = fused.peers[rank];
-          if (verb == Verb::encode) call.payload_out = slot(fused, fused.peers[peer], kInbox, index, rank);
-          if (verb == Verb::decode) call.near[0] = slot(fused, mine, kOutbox, index, peer);
-          if (verb == Verb::reduce) {
-            call.payload_out = slot(fused, mine, kOutbox, index, rank);
-            point_at_slots(fused, rank, kInbox, index, own, call);
+    set_all_pointers(
+        block, fused, rank, [&](Pass, int peer) { return section_range(fused, chunk_range_of(fused, peer), section); },
+        [&](Pass pass, int peer, KernelParams& params) {
+          const PeerPointers& mine = fused.peers[rank];
+          if (pass == Pass::encode) params.payload_out = slot(fused, fused.peers[peer], kInbox, index, rank);
+          if (pass == Pass::decode) params.payloads[0] = slot(fused, mine, kOutbox, index, peer);
+          if (pass == Pass::reduce) {
+            params.payload_out = slot(fused, mine, kOutbox, index, rank);
+            set_slot_payloads(fused, rank, kInbox, index, own, params);
           }
         });
-    if (!aimed(block)) return;
+    if (!pointers_ready(block)) return;
     for (int k = own ? 0 : 1; k < fused.ranks; ++k) {
       const int peer = (rank + k) % fused.ranks;
-      every_tile<0, true, Feedback>(block, shared.encode(peer), family);
+      combine_tiles<0, true, Feedback>(block, shared.encode(peer), family);
     }
-    if (!exchange(block, fused, rank, index, Stage::scattered, epoch, Point::stored, Point::arrived)) return;
-    every_tile<Count, true, true>(block, shared.reduce(), family);
-    block.meet(Point::reduced);
-    push(block, fused, rank, kOutbox, index, shared.reduce());
-    if (!exchange(block, fused, rank, index, Stage::gathered, epoch, Point::pushed, Point::gathered)) return;
+    if (!exchange_signals(block, fused, rank, index, SignalStage::scattered, epoch, BarrierId::payloads_stored,
+                          BarrierId::payloads_arrived))
+      return;
+    combine_tiles<Count, true, true>(block, shared.reduce(), family);
+    block.sync_block(BarrierId::sum_encoded);
+    push_to_peers(block, fused, rank, kOutbox, index, shared.reduce());
+    if (!exchange_signals(block, fused, rank, index, SignalStage::gathered, epoch, BarrierId::payloads_pushed,
+                          BarrierId::payloads_gathered))
+      return;
     // The own sum is written with its encoding, unless more follows.
-    for (int k = after ? 0 : 1; k < fused.ranks; ++k) {
+    for (int k = epilogue ? 0 : 1; k < fused.ranks; ++k) {
       const int peer = (rank + k) % fused.ranks;
-      if (after) {
-        const Run run = section_of(fused, chunk_of(fused, peer), section);
-        finish<1>(block, fused, seat, run.out, shared.decode(peer), family);
+      if (epilogue) {
+        const TensorRange run = section_range(fused, chunk_range_of(fused, peer), section);
+        combine_with_epilogue<1>(block, fused, state, run.out, shared.decode(peer), family);
       } else {
-        every_tile<1, false, false>(block, shared.decode(peer), family);
+        combine_tiles<1, false, false>(block, shared.decode(peer), family);
       }
     }
-    block.meet(Point::done);
+    block.sync_block(BarrierId::section_done);
   }
-  leave(block, fused, rank, index, Algorithm::two_shot, epoch);
+  end_block(block, fused, rank, index, Algorithm::two_shot, epoch);
 }
 
 // The same in one: everybody encodes everything once, and sums up everything. `Count` is ranks, or kAnyCount.
 template <int Count, bool Feedback, class Family, class Block>
-DTCOMM_DEVICE void one_shot(const Block& block, const Fused& fused, const Family& family, int rank, unsigned index) {
+DTCOMM_DEVICE void one_shot(const Block& block, const FusedParams& fused, const Family& family, int rank,
+                            unsigned index) {
   Shared& shared = block.shared();
-  const Seat& seat = fused.seats[rank - fused.first];
-  std::uint32_t epoch = enter(block, fused, rank, index, Algorithm::one_shot);
+  const RankState& state = fused.states[rank - fused.first_rank];
+  std::uint32_t epoch = begin_block(block, fused, rank, index, Algorithm::one_shot);
   DTCOMM_LOOP
   for (std::uint32_t section = index; section < fused.sections; section += fused.blocks) {
     ++epoch;
-    const unsigned half = kHalves + block.half(epoch);
-    const Run run = section_of(fused, {0, 0, fused.numel}, section);
-    aim_all(
-        block, fused, rank, [&](Verb, int) { return run; },
-        [&](Verb verb, int, Call& call) {
-          if (verb == Verb::encode) call.payload_out = slot(fused, fused.peers[rank], half, index, rank);
-          if (verb == Verb::reduce) point_at_slots(fused, rank, half, index, true, call);
+    const unsigned region = kAlternating + block.slot_parity(epoch);
+    const TensorRange run = section_range(fused, {0, 0, fused.numel}, section);
+    set_all_pointers(
+        block, fused, rank, [&](Pass, int) { return run; },
+        [&](Pass pass, int, KernelParams& params) {
+          if (pass == Pass::encode) params.payload_out = slot(fused, fused.peers[rank], region, index, rank);
+          if (pass == Pass::reduce) set_slot_payloads(fused, rank, region, index, true, params);
         });
-    if (!aimed(block)) return;
-    every_tile<0, true, Feedback>(block, shared.encode(rank), family);
-    block.meet(Point::reduced);
-    push(block, fused, rank, half, index, shared.encode(rank));
-    if (!exchange(block, fused, rank, index, Stage::shot, epoch, Point::pushed, Point::gathered)) return;
-    if (Count == kAnyCount && fused.after) {
-      finish<kAnyCount>(block, fused, seat, run.out, shared.reduce(), family);
+    if (!pointers_ready(block)) return;
+    combine_tiles<0, true, Feedback>(block, shared.encode(rank), family);
+    block.sync_block(BarrierId::sum_encoded);
+    push_to_peers(block, fused, rank, region, index, shared.encode(rank));
+    if (!exchange_signals(block, fused, rank, index, SignalStage::shot, epoch, BarrierId::payloads_pushed,
+                          BarrierId::payloads_gathered))
+      return;
+    if (Count == kAnyCount && fused.has_epilogue) {
+      combine_with_epilogue<kAnyCount>(block, fused, state, run.out, shared.reduce(), family);
     } else {
-      every_tile<Count, false, false>(block, shared.reduce(), family);
+      combine_tiles<Count, false, false>(block, shared.reduce(), family);
     }
-    block.meet(Point::done);
+    block.sync_block(BarrierId::section_done);
   }
-  leave(block, fused, rank, index, Algorithm::one_shot, epoch);
+  end_block(block, fused, rank, index, Algorithm::one_shot, epoch);
 }
 
 }  // namespace dtcomm::cuda

@@ -8,37 +8,38 @@ namespace dtcomm::cuda {
 
 // The elements of a call, of which the first is element `at` of the output.
 template <int Count, class Family, class Block>
-DTCOMM_DEVICE void finish(const Block& block, const Fused& fused, const Seat& seat, std::uint64_t at, const Call& call,
-                          const Family& family) {
-  static_assert(!Family::kRotates, "blocks as they are summed");
-  const auto* addend = seat.addend ? static_cast<const std::uint8_t*>(seat.addend) + at * fused.element_bytes : nullptr;
-  const bool addend_wide = aligned_to(addend, kAlign);
-  const std::uint64_t tiles = tiles_of(block, call);
+DTCOMM_DEVICE void combine_with_epilogue(const Block& block, const FusedParams& fused, const RankState& state,
+                                         std::uint64_t at, const KernelParams& params, const Family& family) {
+  static_assert(!Family::kCanRotate, "blocks as they are summed");
+  const auto* addend =
+      state.addend ? static_cast<const std::uint8_t*>(state.addend) + at * fused.element_bytes : nullptr;
+  const bool addend_aligned = aligned_to(addend, kAlign);
+  const std::uint64_t tiles = tile_count(block, params);
   DTCOMM_LOOP
   for (std::uint64_t tile = 0; tile < tiles; ++tile) {
-    const Place place = place_of(call, tile, block.thread(), block.threads());
-    float x[kOctet], other[kOctet];
-    sum_terms<Count>(block, call, family, *place.shape, place, x);
-    if (fused.rounds) {
+    const Vec8Position pos = vec8_position(params, tile, block.thread(), block.threads());
+    float x[kVec8], other[kVec8];
+    sum_terms<Count>(block, params, family, *pos.shape, pos, x);
+    if (fused.rounds_sum) {
       DTCOMM_UNROLL
-      for (int j = 0; j < kOctet; ++j) x[j] = float_from_half(call.out_dtype, half_from_float(call.out_dtype, x[j]));
+      for (int j = 0; j < kVec8; ++j) x[j] = float_from_half(params.out_dtype, half_from_float(params.out_dtype, x[j]));
     }
-    if (seat.bias && place.present > 0) {
-      std::uint64_t column = (at + place.first) % fused.features;
+    if (state.bias && pos.present > 0) {
+      std::uint64_t column = (at + pos.first) % fused.features;
       DTCOMM_UNROLL
-      for (int j = 0; j < kOctet; ++j) {
-        if (j < place.present) x[j] = x[j] + load_element(call.out_dtype, seat.bias, column);
+      for (int j = 0; j < kVec8; ++j) {
+        if (j < pos.present) x[j] = x[j] + load_element(params.out_dtype, state.bias, column);
         if (++column == fused.features) column = 0;
       }
     }
     if (addend) {
-      load_octet(call.out_dtype, addend, place.first, place.present, addend_wide, other);
+      load_vec8(params.out_dtype, addend, pos.first, pos.present, addend_aligned, other);
       DTCOMM_UNROLL
-      for (int j = 0; j < kOctet; ++j) x[j] = x[j] + other[j];
+      for (int j = 0; j < kVec8; ++j) x[j] = x[j] + other[j];
     }
     DTCOMM_UNROLL
-    for (int j = 0; j < kOctet; ++j) x[j] = canonical(x[j]);
-    store_octet(block, call.out_dtype, x, call.out, place.first, place.present, call.out_wide, place.whole);
+    for (int j = 0; j < kVec8; ++j) x[j] = canonical(x[j]);
+    store_vec8(block, params.out_dtype, x, params.out, pos.first, pos.present, params.out_aligned, pos.whole);
   }
 }
 

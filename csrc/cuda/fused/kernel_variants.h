@@ -10,7 +10,7 @@ namespace dtcomm::cuda {
 template <Collective What, Algorithm Which, int Ranks, bool Feedback>
 struct FusedKernel {
   template <class Family, class Block>
-  DTCOMM_DEVICE static void run(const Block& block, const Fused& fused, const Family& family, int rank,
+  DTCOMM_DEVICE static void run(const Block& block, const FusedParams& fused, const Family& family, int rank,
                                 unsigned index) {
     if constexpr (What == Collective::reduce_scatter) {
       reduce_scatter(block, fused, family, rank, index);
@@ -28,35 +28,35 @@ struct FusedKernel {
 
 // Sums of eight ranks, a host's usual number, have kernels of their own; those of any number ask for residuals as they
 // go.
-template <Algorithm Which, bool Feedback, class Run>
-auto choose_all_reduce(const Fused& fused, const Run& run) {
-  const bool plain = fused.seats[0].calls[static_cast<unsigned>(Verb::reduce)].op == ReduceOp::sum && !fused.after &&
-                     !fused.encodes_own;
-  if (fused.ranks == kMostRanks && plain) {
-    return run(FusedKernel<Collective::all_reduce, Which, kMostRanks, Feedback>());
+template <Algorithm Which, bool Feedback, class Use>
+auto with_all_reduce_variant(const FusedParams& fused, const Use& use) {
+  const bool plain = fused.states[0].params[static_cast<unsigned>(Pass::reduce)].op == ReduceOp::sum &&
+                     !fused.has_epilogue && !fused.encodes_own;
+  if (fused.ranks == kMaxRanks && plain) {
+    return use(FusedKernel<Collective::all_reduce, Which, kMaxRanks, Feedback>());
   }
-  return run(FusedKernel<Collective::all_reduce, Which, kAnyCount, true>());
+  return use(FusedKernel<Collective::all_reduce, Which, kAnyCount, true>());
 }
 
-// run(FusedKernel<...>()). What is not a sum of everything asks for residuals as it goes.
-template <class Run>
-auto choose_fused(const Fused& fused, const Run& run) {
+// use(FusedKernel<...>()). What is not a sum of everything asks for residuals as it goes.
+template <class Use>
+auto with_fused_variant(const FusedParams& fused, const Use& use) {
   switch (fused.collective) {
     case Collective::reduce_scatter:
-      return run(FusedKernel<Collective::reduce_scatter, Algorithm::one_shot, kAnyCount, true>());
+      return use(FusedKernel<Collective::reduce_scatter, Algorithm::one_shot, kAnyCount, true>());
     case Collective::all_gather:
-      return run(FusedKernel<Collective::all_gather, Algorithm::one_shot, kAnyCount, true>());
+      return use(FusedKernel<Collective::all_gather, Algorithm::one_shot, kAnyCount, true>());
     case Collective::all_to_all:
-      return run(FusedKernel<Collective::all_to_all, Algorithm::one_shot, kAnyCount, true>());
+      return use(FusedKernel<Collective::all_to_all, Algorithm::one_shot, kAnyCount, true>());
     default:
       break;
   }
   if (fused.algorithm == Algorithm::two_shot) {
-    return fused.feedback ? choose_all_reduce<Algorithm::two_shot, true>(fused, run)
-                          : choose_all_reduce<Algorithm::two_shot, false>(fused, run);
+    return fused.feedback ? with_all_reduce_variant<Algorithm::two_shot, true>(fused, use)
+                          : with_all_reduce_variant<Algorithm::two_shot, false>(fused, use);
   }
-  return fused.feedback ? choose_all_reduce<Algorithm::one_shot, true>(fused, run)
-                        : choose_all_reduce<Algorithm::one_shot, false>(fused, run);
+  return fused.feedback ? with_all_reduce_variant<Algorithm::one_shot, true>(fused, use)
+                        : with_all_reduce_variant<Algorithm::one_shot, false>(fused, use);
 }
 
 }  // namespace dtcomm::cuda

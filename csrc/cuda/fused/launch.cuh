@@ -1,4 +1,4 @@
-// The fused kernels of a family, queued.
+// The fused kernels of a codec family, and their launch.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,25 +9,25 @@
 namespace dtcomm::cuda {
 
 template <class Kernel, class Family>
-__global__ void __launch_bounds__(kFusedThreads, kFusedBlocks)
-    fused_kernel(const __grid_constant__ Fused fused, const __grid_constant__ Family family) {
+__global__ void __launch_bounds__(kFusedThreads, kBlocksPerMultiprocessor)
+    fused_kernel(const __grid_constant__ FusedParams fused, const __grid_constant__ Family family) {
   __shared__ Shared shared;
-  Kernel::run(DeviceBlock(shared), fused, family, fused.first + static_cast<int>(blockIdx.x / fused.blocks),
+  Kernel::run(DeviceBlock(shared), fused, family, fused.first_rank + static_cast<int>(blockIdx.x / fused.blocks),
               blockIdx.x % fused.blocks);
 }
 
 template <class Family>
-__global__ void __launch_bounds__(kFusedThreads, kFusedBlocks)
-    step_kernel(const __grid_constant__ Step step, const __grid_constant__ Family family) {
+__global__ void __launch_bounds__(kFusedThreads, kBlocksPerMultiprocessor)
+    step_kernel(const __grid_constant__ StepParams step, const __grid_constant__ Family family) {
   __shared__ Shared shared;
-  run_step(DeviceBlock(shared), step, family, step.first + static_cast<int>(blockIdx.x / step.blocks),
+  run_step(DeviceBlock(shared), step, family, step.first_rank + static_cast<int>(blockIdx.x / step.blocks),
            blockIdx.x % step.blocks);
 }
 
-// Cooperative: refused where the blocks do not fit on the device together.
+// A cooperative launch: refused where the blocks do not fit on the device together.
 template <class Argument, class Family>
-const char* queue_kernel(void (*kernel)(Argument, Family), const Argument& argument, const Family& family,
-                         unsigned blocks, void* stream) {
+const char* launch_cooperative(void (*kernel)(Argument, Family), const Argument& argument, const Family& family,
+                               unsigned blocks, void* stream) {
   void* arguments[] = {const_cast<Argument*>(&argument), const_cast<Family*>(&family)};
   const cudaError_t status =
       cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), dim3(blocks), dim3(kFusedThreads), arguments,
@@ -38,17 +38,17 @@ const char* queue_kernel(void (*kernel)(Argument, Family), const Argument& argum
 }
 
 template <class Family>
-const char* queue_family(const Fused& fused, const Family& family, void* stream) {
-  return choose_fused(fused, [&](auto kernel) {
-    return queue_kernel<Fused, Family>(fused_kernel<decltype(kernel), Family>, fused, family,
-                                       static_cast<unsigned>(fused.here) * fused.blocks, stream);
+const char* enqueue(const FusedParams& fused, const Family& family, void* stream) {
+  return with_fused_variant(fused, [&](auto kernel) {
+    return launch_cooperative<FusedParams, Family>(fused_kernel<decltype(kernel), Family>, fused, family,
+                                                   static_cast<unsigned>(fused.local_ranks) * fused.blocks, stream);
   });
 }
 
 template <class Family>
-const char* queue_family(const Step& step, const Family& family, void* stream) {
-  return queue_kernel<Step, Family>(step_kernel<Family>, step, family, static_cast<unsigned>(step.here) * step.blocks,
-                                    stream);
+const char* enqueue(const StepParams& step, const Family& family, void* stream) {
+  return launch_cooperative<StepParams, Family>(step_kernel<Family>, step, family,
+                                                static_cast<unsigned>(step.local_ranks) * step.blocks, stream);
 }
 
 }  // namespace dtcomm::cuda

@@ -1,4 +1,4 @@
-// Where the fused kernels of each family are queued: one file of codecs/ each, so that they compile side by side.
+// The launch of the fused kernels of a codec family.
 #pragma once
 
 #include "cuda/families.h"
@@ -6,25 +6,11 @@
 
 namespace dtcomm::cuda {
 
-// Each returns nullptr, or in CUDA's words why nothing was queued.
-const char* queue(const Fused& fused, const Cast<DType::f32>& family, void* stream);
-const char* queue(const Fused& fused, const Cast<DType::f16>& family, void* stream);
-const char* queue(const Fused& fused, const Cast<DType::bf16>& family, void* stream);
-const char* queue(const Fused& fused, const Integer<8, 4, true>& family, void* stream);
-const char* queue(const Fused& fused, const Integer<8, 16, true>& family, void* stream);
-const char* queue(const Fused& fused, const Integer<4, 4, true>& family, void* stream);
-const char* queue(const Fused& fused, const Integer<4, 16, true>& family, void* stream);
-const char* queue(const Fused& fused, const Float8<E4m3, 4, true>& family, void* stream);
-const char* queue(const Fused& fused, const Float8<E4m3, 16, true>& family, void* stream);
-
-const char* queue(const Step& step, const Cast<DType::f32>& family, void* stream);
-const char* queue(const Step& step, const Cast<DType::f16>& family, void* stream);
-const char* queue(const Step& step, const Cast<DType::bf16>& family, void* stream);
-const char* queue(const Step& step, const Integer<8, 4, true>& family, void* stream);
-const char* queue(const Step& step, const Integer<8, 16, true>& family, void* stream);
-const char* queue(const Step& step, const Integer<4, 4, true>& family, void* stream);
-const char* queue(const Step& step, const Integer<4, 16, true>& family, void* stream);
-const char* queue(const Step& step, const Float8<E4m3, 4, true>& family, void* stream);
-const char* queue(const Step& step, const Float8<E4m3, 16, true>& family, void* stream);
+// Queues one fused kernel. Returns nullptr, or in CUDA's words why nothing was queued. fused/launch.cuh defines it;
+// CMake writes one source file with the instantiations of each family of instantiations.txt that has fused kernels.
+template <class Family>
+const char* enqueue(const FusedParams& params, const Family& family, void* stream);
+template <class Family>
+const char* enqueue(const StepParams& params, const Family& family, void* stream);
 
 }  // namespace dtcomm::cuda

@@ -1,204 +1,267 @@
 #include "cuda/fused/plan.h"
 
 #include <algorithm>
+#include <stdexcept>
+#include <utility>
 
 namespace dtcomm::cuda {
 
 namespace {
 
-bool gathers(const FusedCall& call) {
-  return call.collective == Collective::all_gather || call.collective == Collective::all_to_all;
+bool gathers(const FusedSpec& spec) {
+  return spec.collective == Collective::all_gather || spec.collective == Collective::all_to_all;
 }
 
-bool has_residual(const FusedCall& call) {
-  return std::any_of(call.shares, call.shares + call.here, [](const Share& share) { return share.residual; });
+template <class Has>
+bool any_rank(const FusedSpec& spec, const LaunchTensors& tensors, const Has& has) {
+  return std::any_of(tensors.ranks, tensors.ranks + spec.local_ranks, has);
 }
 
-bool has_epilogue(const FusedCall& call) {
-  return std::any_of(call.shares, call.shares + call.here,
-                     [](const Share& share) { return share.bias || share.addend; });
+bool has_residual(const FusedSpec& spec, const LaunchTensors& tensors) {
+  return any_rank(spec, tensors, [](const RankTensors& rank) { return rank.residual != nullptr; });
 }
 
-bool verbatim(const FusedCall& call) {
-  const bool moves = call.algorithm == Algorithm::program ? !sums(call) : gathers(call);
-  return call.codec.family == Family::none && moves && !has_residual(call);
+bool has_epilogue(const FusedSpec& spec, const LaunchTensors& tensors) {
+  return any_rank(spec, tensors, [](const RankTensors& rank) { return rank.bias || rank.addend; });
+}
+
+// Whether payloads are the elements' bytes, so that a tensor of any type will do.
+bool verbatim(const FusedSpec& spec, bool residual) {
+  const bool moves = spec.algorithm == Algorithm::program ? !has_sums(spec) : gathers(spec);
+  return spec.codec.family == Family::none && moves && !residual;
 }
 
 // Elements of a rank's input or output in an all_to_all of unequal shards.
-std::size_t exchanged(const FusedCall& call, int rank, bool in) {
-  const auto ranks = static_cast<std::size_t>(call.ranks), r = static_cast<std::size_t>(rank);
+std::size_t uneven_numel(const FusedSpec& spec, int rank, bool input) {
+  const auto ranks = static_cast<std::size_t>(spec.ranks), r = static_cast<std::size_t>(rank);
   std::size_t sum = 0;
-  for (std::size_t peer = 0; peer < ranks; ++peer) sum += call.splits[in ? r * ranks + peer : peer * ranks + r];
+  for (std::size_t peer = 0; peer < ranks; ++peer) sum += spec.splits[input ? r * ranks + peer : peer * ranks + r];
   return sum;
 }
 
-Seat seat_of(const FusedCall& given, int rank, const Share& share) {
-  static const std::uint8_t* const kLater[kMostRanks] = {};  // places of payloads are the kernel's business
-  alignas(16) static std::uint8_t there[16];
-  const bool two = given.collective == Collective::all_reduce && given.algorithm == Algorithm::two_shot;
-  const bool owns = two || given.collective == Collective::reduce_scatter;
-  const bool after = has_epilogue(given);
-  const std::size_t numel = std::max<std::size_t>(given.numel, 1);
+RankState rank_state(const FusedSpec& spec, int rank, const RankTensors& tensors, bool epilogue) {
+  static const std::uint8_t* const kNoPayloads[kMaxRanks] = {};  // kernels set the addresses of payloads themselves
+  const bool two = spec.collective == Collective::all_reduce && spec.algorithm == Algorithm::two_shot;
+  const bool adds_own = (two || spec.collective == Collective::reduce_scatter) && !spec.encodes_own;
+  const std::size_t numel = std::max<std::size_t>(spec.numel, 1);
   Combine encode;
-  encode.local = share.input;
+  encode.local = tensors.input;
   encode.numel = numel;
-  encode.local_dtype = encode.out_dtype = encode.dtype = given.dtype;
-  encode.residual_in = encode.residual_out = share.residual;
-  encode.payload_out = there;
+  encode.local_dtype = encode.out_dtype = encode.dtype = spec.dtype;
+  encode.residual_in = encode.residual_out = tensors.residual;
   Combine decode;
-  decode.payloads = kLater;
+  decode.payloads = kNoPayloads;
   decode.count = 1;
   decode.numel = numel;
-  decode.dtype = decode.out_dtype = given.dtype;
-  decode.out = share.output;
-  Combine reduce = owns && !given.encodes_own ? encode : decode;
-  reduce.payloads = kLater;
-  reduce.count = owns && !given.encodes_own ? given.ranks - 1 : given.ranks;
-  reduce.op = given.op;
-  reduce.divisor = given.divisor;
-  reduce.out = two && after ? nullptr : share.output;
-  reduce.payload_out = two ? there : nullptr;
+  decode.dtype = decode.out_dtype = spec.dtype;
+  decode.out = tensors.output;
+  Combine reduce = adds_own ? encode : decode;
+  reduce.payloads = kNoPayloads;
+  reduce.count = adds_own ? spec.ranks - 1 : spec.ranks;
+  reduce.op = spec.op;
+  reduce.divisor = spec.divisor;
+  reduce.out = two && epilogue ? nullptr : tensors.output;
   if (reduce.local) reduce.position = rank;
-  return {{plan(given.codec, encode, nullptr), plan(given.codec, decode, nullptr), plan(given.codec, reduce, nullptr)},
-          share.bias,
-          share.addend};
+  return {{make_params(spec.codec, encode, nullptr, true), make_params(spec.codec, decode, nullptr, false),
+           make_params(spec.codec, reduce, nullptr, two)},
+          tensors.bias,
+          tensors.addend};
 }
 
 std::string number(std::uint64_t value) { return std::to_string(value); }
 
-std::string why_not_memory(const FusedCall& call) {
-  const Room& room = call.room;
-  if (room.ranks != call.ranks) return "room: is of " + number(room.ranks) + " ranks";
-  if (room.blocks < 1 || room.blocks > kMostBlocks) return "room: blocks must be 1 to " + number(kMostBlocks);
-  if (room.slot_bytes % kAlign || room.box_bytes % kAlign) return "room: bytes must be multiples of 16";
-  if (call.blocks < 1 || call.blocks > room.blocks) return "blocks: must be 1 to the room's " + number(room.blocks);
-  for (int rank = 0; rank < call.ranks; ++rank) {
-    const Peer& peer = call.peers[rank];
-    if (!peer.pad || !peer.room || !is_wide(peer.room)) return "peers: rank " + number(rank) + " has no aligned room";
+std::string why_not_memory(const FusedSpec& spec) {
+  const PeerBufferLayout& layout = spec.buffer_layout;
+  if (layout.ranks != spec.ranks) return "buffer_layout: is of " + number(layout.ranks) + " ranks";
+  if (layout.blocks < 1 || layout.blocks > kMaxBlocks)
+    return "buffer_layout: blocks must be 1 to " + number(kMaxBlocks);
+  if (layout.slot_bytes % kAlign || layout.box_bytes % kAlign) return "buffer_layout: bytes must be multiples of 16";
+  if (spec.blocks < 1 || spec.blocks > layout.blocks) {
+    return "blocks: must be 1 to the buffer_layout's " + number(layout.blocks);
+  }
+  for (int rank = 0; rank < spec.ranks; ++rank) {
+    const PeerPointers& peer = spec.peers[rank];
+    if (!peer.pad || !peer.buffer || !is_aligned16(peer.buffer)) {
+      return "peers: rank " + number(rank) + " has no aligned buffer";
+    }
   }
   return "";
 }
 
-std::string why_not_shares(const FusedCall& call) {
-  const bool some_residual = has_residual(call);
-  for (int i = 0; i < call.here; ++i) {
-    const Share& share = call.shares[i];
-    const int rank = call.first + i;
-    const std::string whose = "shares: rank " + number(rank);
-    const bool program = call.algorithm == Algorithm::program, uneven = !call.splits.empty();
-    const bool reads = program ? reads_input(call, i) : !uneven || exchanged(call, rank, true);
-    const bool writes = !program && (!uneven || exchanged(call, rank, false));
-    if ((reads && !share.input) || (writes && !share.output)) return whose + " lacks a tensor";
-    if (some_residual && !share.residual && !program) return whose + " has no residual, others do";
-    if (share.bias && call.features == 0) return "features: must be the last dimension where there is a bias";
+constexpr const char* kNoCodec = "codec: there is no fused kernel for it and the dtype";
+
+std::string why_not_spec(const FusedSpec& spec) {
+  if (spec.ranks < 2 || spec.ranks > kMaxRanks) return "ranks: must be 2 to " + number(kMaxRanks);
+  if (spec.first_rank < 0 || spec.local_ranks < 1 || spec.first_rank + spec.local_ranks > spec.ranks) {
+    return "local_ranks: outside the ranks";
   }
-  if (has_epilogue(call) && call.collective != Collective::all_reduce) return "shares: only all_reduce has an epilogue";
-  if (has_epilogue(call) && call.algorithm == Algorithm::program) return "shares: a program has no epilogue";
+  if (!verbatim(spec, false) && !fusible(spec.codec, spec.dtype)) return kNoCodec;
+  if (spec.op != ReduceOp::sum && !is_cast(spec.codec)) return "op: min and max need none, fp16 or bf16";
+  if (spec.divisor < 1) return "divisor: must be at least 1";
+  if (spec.algorithm == Algorithm::two_shot && spec.collective != Collective::all_reduce) {
+    return "algorithm: two_shot is of all_reduce";
+  }
+  const auto pairs = static_cast<std::size_t>(spec.ranks) * static_cast<std::size_t>(spec.ranks);
+  if (!spec.splits.empty() && (spec.collective != Collective::all_to_all || spec.splits.size() != pairs)) {
+    return "splits: one for each pair of ranks of an all_to_all";
+  }
+  if (spec.encodes_own && spec.algorithm != Algorithm::two_shot) return "encodes_own: is of two_shot";
+  if (std::string reason = why_not_memory(spec); !reason.empty()) return reason;
+  if (spec.algorithm == Algorithm::program) return why_no_program(spec);
+  const Layout layout = layout_of(spec.codec, spec.dtype);
+  const std::uint64_t section = section_granules(spec, layout);
+  if (section < 1 || section * layout.bytes(layout.granule) > spec.buffer_layout.slot_bytes) {
+    return "section: " + number(section) + " granules of " + number(layout.bytes(layout.granule)) +
+           " bytes do not fit a slot of " + number(spec.buffer_layout.slot_bytes);
+  }
   return "";
+}
+
+// A bit for each tensor that is present.
+std::uint64_t presence_of(const FusedSpec& spec, const LaunchTensors& tensors) {
+  std::uint64_t present = 0;
+  for (int i = 0; i < spec.local_ranks; ++i) {
+    const RankTensors& rank = tensors.ranks[i];
+    for (const void* tensor : {rank.input, static_cast<const void*>(rank.output),
+                               static_cast<const void*>(rank.residual), rank.bias, rank.addend}) {
+      present = present << 1 | (tensor ? 1 : 0);
+    }
+  }
+  return present;
+}
+
+// Replaces the addresses of tensors that a kernel uses. Whether they are aligned the kernel asks for each section.
+void set_addresses(const RankTensors& tensors, KernelParams& params) {
+  if (params.local) params.local = tensors.input;
+  if (params.out) params.out = tensors.output;
+  if (params.residual_in) params.residual_in = tensors.residual;
+  if (params.residual_out) params.residual_out = tensors.residual;
 }
 
 }  // namespace
 
-std::uint64_t memory_bytes(const Room& room) {
-  // Inbox and outbox of two_shot, and two halves of what has one signal: a slot for each block and rank.
-  return kPadBytes + std::uint64_t{4} * room.blocks * static_cast<unsigned>(room.ranks) * room.slot_bytes +
-         room.box_bytes;
+std::uint64_t memory_bytes(const PeerBufferLayout& layout) {
+  // A slot for each block and rank in the inbox and the outbox of two_shot, and in the two alternating regions of the
+  // algorithms with one signal a section.
+  return kPadBytes + std::uint64_t{4} * layout.blocks * static_cast<unsigned>(layout.ranks) * layout.slot_bytes +
+         layout.box_bytes;
 }
 
 bool fusible(const Codec& codec, DType dtype) {
-  if (codec.family == Family::exact || is_sparse(codec) || exact_type(dtype)) return false;
-  return with_family(codec, dtype, [](const auto& family) { return std::decay_t<decltype(family)>::kHot; });
+  if (codec.family == Family::exact || is_sparse(codec) || is_native_sum_type(dtype)) return false;
+  return with_family(codec, dtype, [](const auto& family) { return std::decay_t<decltype(family)>::kSpecialized; });
 }
 
-std::uint32_t section_of(const FusedCall& call, const Layout& layout) {
-  const std::uint64_t most = call.room.slot_bytes / layout.bytes(layout.granule);
-  return static_cast<std::uint32_t>(call.section ? call.section : most);
+std::uint32_t section_granules(const FusedSpec& spec, const Layout& layout) {
+  const std::uint64_t most = spec.buffer_layout.slot_bytes / layout.bytes(layout.granule);
+  return static_cast<std::uint32_t>(spec.section ? spec.section : most);
 }
 
-std::string why_not(const FusedCall& call) {
-  std::string reason = why_not_stated(call);
-  return reason.empty() ? why_not_shares(call) : reason;
-}
-
-std::string why_not_stated(const FusedCall& call) {
-  if (call.ranks < 2 || call.ranks > kMostRanks) return "ranks: must be 2 to " + number(kMostRanks);
-  if (call.first < 0 || call.here < 1 || call.first + call.here > call.ranks) return "here: outside the ranks";
-  if (!verbatim(call) && !fusible(call.codec, call.dtype))
-    return "codec: there is no fused kernel for it and the dtype";
-  if (call.op != ReduceOp::sum && !is_cast(call.codec)) return "op: min and max need none, fp16 or bf16";
-  if (call.divisor < 1) return "divisor: must be at least 1";
-  if (call.algorithm == Algorithm::two_shot && call.collective != Collective::all_reduce) {
-    return "algorithm: two_shot is of all_reduce";
-  }
-  const auto pairs = static_cast<std::size_t>(call.ranks) * static_cast<std::size_t>(call.ranks);
-  if (!call.splits.empty() && (call.collective != Collective::all_to_all || call.splits.size() != pairs)) {
-    return "splits: one for each pair of ranks of an all_to_all";
-  }
-  if (call.encodes_own && (call.algorithm != Algorithm::two_shot || has_residual(call))) {
-    return "encodes_own: is of two_shot, without a residual";
-  }
-  if (std::string reason = why_not_memory(call); !reason.empty()) return reason;
-  if (call.algorithm == Algorithm::program) return why_no_steps(call);
-  const Layout layout = layout_of(call.codec, call.dtype);
-  const std::uint64_t section = section_of(call, layout);
-  if (section < 1 || section * layout.bytes(layout.granule) > call.room.slot_bytes) {
-    return "section: " + number(section) + " granules of " + number(layout.bytes(layout.granule)) +
-           " bytes do not fit a slot of " + number(call.room.slot_bytes);
-  }
-  return "";
-}
-
-Call whole_call(const FusedCall& call, const Share& share) {
-  alignas(16) static std::uint8_t there[16];
+KernelParams whole_tensor_params(const FusedSpec& spec, const RankTensors& tensors) {
   Combine all;
-  all.local = share.input;
-  all.out = share.output;
-  all.numel = std::max<std::size_t>(call.numel, 1);
-  all.local_dtype = all.out_dtype = all.dtype = call.dtype;
-  all.residual_in = all.residual_out = share.residual;
-  all.op = call.op;
-  all.payload_out = there;
-  return plan(call.codec, all, nullptr);
+  all.local = tensors.input;
+  all.out = tensors.output;
+  all.numel = std::max<std::size_t>(spec.numel, 1);
+  all.local_dtype = all.out_dtype = all.dtype = spec.dtype;
+  all.residual_in = all.residual_out = tensors.residual;
+  all.op = spec.op;
+  return make_params(spec.codec, all, nullptr, true);
 }
 
-Fused plan_fused(const FusedCall& call) {
-  const Layout layout = layout_of(call.codec, call.dtype);
-  Fused fused = {};
-  fused.collective = call.collective;
-  fused.algorithm = call.algorithm;
-  fused.ranks = call.ranks;
-  fused.first = call.first;
-  fused.here = call.here;
-  fused.blocks = call.blocks;
-  fused.stride = call.room.blocks;
-  fused.section = section_of(call, layout);
-  fused.granules = (call.numel + layout.granule - 1) / layout.granule;
-  fused.numel = call.numel;
-  fused.slot_bytes = call.room.slot_bytes;
-  fused.budget = call.budget;
-  fused.features = std::max<std::uint64_t>(call.features, 1);
-  fused.element_bytes = static_cast<std::uint32_t>(size_of(call.dtype));
-  fused.granule_elements = static_cast<std::uint32_t>(layout.granule);
-  fused.feedback = has_residual(call);
-  fused.after = has_epilogue(call);
-  fused.encodes_own = call.encodes_own;
-  fused.rounds = call.rounds && call.dtype != DType::f32;
-  fused.verbatim = verbatim(call);
-  fused.uneven = !call.splits.empty();
-  fused.layout = layout;
-  std::copy(call.splits.begin(), call.splits.end(), fused.splits);
-  std::copy(call.peers, call.peers + call.ranks, fused.peers);
-  std::uint64_t largest = fused.granules;  // of a chunk
-  if (fused.uneven) {
-    const std::size_t most = *std::max_element(call.splits.begin(), call.splits.end());
+FusedParams make_fused_params(const FusedSpec& spec, const LaunchTensors& tensors) {
+  const Layout layout = layout_of(spec.codec, spec.dtype);
+  FusedParams params = {};
+  params.collective = spec.collective;
+  params.algorithm = spec.algorithm;
+  params.ranks = spec.ranks;
+  params.first_rank = spec.first_rank;
+  params.local_ranks = spec.local_ranks;
+  params.blocks = spec.blocks;
+  params.slot_stride = spec.buffer_layout.blocks;
+  params.section = section_granules(spec, layout);
+  params.granules = (spec.numel + layout.granule - 1) / layout.granule;
+  params.numel = spec.numel;
+  params.slot_bytes = spec.buffer_layout.slot_bytes;
+  params.timeout_ns = spec.timeout_ns;
+  params.element_bytes = static_cast<std::uint32_t>(size_of(spec.dtype));
+  params.granule_elements = static_cast<std::uint32_t>(layout.granule);
+  params.feedback = has_residual(spec, tensors);
+  params.has_epilogue = has_epilogue(spec, tensors);
+  params.encodes_own = spec.encodes_own;
+  params.rounds_sum = spec.rounds_sum && spec.dtype != DType::f32;
+  params.verbatim = verbatim(spec, params.feedback);
+  params.uneven = !spec.splits.empty();
+  params.layout = layout;
+  std::copy(spec.splits.begin(), spec.splits.end(), params.splits);
+  std::copy(spec.peers, spec.peers + spec.ranks, params.peers);
+  std::uint64_t largest = params.granules;  // of a chunk
+  if (params.uneven) {
+    const std::size_t most = *std::max_element(spec.splits.begin(), spec.splits.end());
     largest = (most + layout.granule - 1) / layout.granule;
-  } else if (call.collective == Collective::all_reduce && call.algorithm == Algorithm::two_shot) {
-    const auto ranks = static_cast<std::uint64_t>(call.ranks);
+  } else if (spec.collective == Collective::all_reduce && spec.algorithm == Algorithm::two_shot) {
+    const auto ranks = static_cast<std::uint64_t>(spec.ranks);
     largest = (largest + ranks - 1) / ranks;
   }
-  fused.sections = static_cast<std::uint32_t>((largest + fused.section - 1) / fused.section);
-  for (int i = 0; i < call.here; ++i) fused.seats[i] = seat_of(call, call.first + i, call.shares[i]);
-  return fused;
+  params.sections = static_cast<std::uint32_t>((largest + params.section - 1) / params.section);
+  for (int i = 0; i < spec.local_ranks; ++i) {
+    params.states[i] = rank_state(spec, spec.first_rank + i, tensors.ranks[i], params.has_epilogue);
+  }
+  return params;
+}
+
+FusedPlan::FusedPlan(FusedSpec spec) : spec_(std::move(spec)) {
+  if (const std::string reason = why_not_spec(spec_); !reason.empty()) throw std::invalid_argument(reason);
+  for (int i = 0; i < spec_.local_ranks; ++i) {
+    const bool program = spec_.algorithm == Algorithm::program, uneven = !spec_.splits.empty();
+    const int rank = spec_.first_rank + i;
+    reads_input_[i] = program ? reads_input(spec_, i) : !uneven || uneven_numel(spec_, rank, true) > 0;
+    writes_output_[i] = !program && (!uneven || uneven_numel(spec_, rank, false) > 0);
+  }
+}
+
+std::string FusedPlan::why_not(const LaunchTensors& tensors) const {
+  const bool residual = has_residual(spec_, tensors), program = spec_.algorithm == Algorithm::program;
+  for (int i = 0; i < spec_.local_ranks; ++i) {
+    const RankTensors& rank = tensors.ranks[i];
+    const std::string whose = "tensors: rank " + number(spec_.first_rank + i);
+    if ((reads_input_[i] && !rank.input) || (writes_output_[i] && !rank.output)) return whose + " lacks a tensor";
+    if (residual && !rank.residual && !program) return whose + " has no residual, others do";
+    if (rank.bias && tensors.features == 0) return "features: must be the last dimension where there is a bias";
+  }
+  if (residual && verbatim(spec_, false) && !fusible(spec_.codec, spec_.dtype)) return kNoCodec;
+  if (residual && spec_.encodes_own) return "encodes_own: must be without a residual";
+  if (!has_epilogue(spec_, tensors)) return "";
+  if (spec_.collective != Collective::all_reduce) return "tensors: only all_reduce has an epilogue";
+  return program ? "tensors: a program has no epilogue" : "";
+}
+
+const FusedPlan::Prepared& FusedPlan::prepare(const LaunchTensors& tensors) {
+  const std::uint64_t present = presence_of(spec_, tensors);
+  const auto same = [&](const auto& prepared) { return prepared->present == present; };
+  auto found = std::find_if(prepared_.begin(), prepared_.end(), same);
+  if (found == prepared_.end()) {
+    auto made = std::make_unique<Prepared>();
+    made->present = present;
+    if (spec_.algorithm == Algorithm::program) {
+      made->steps = make_step_params(spec_, tensors);
+    } else {
+      made->fused.push_back(make_fused_params(spec_, tensors));
+      if (made->fused[0].sections == 0) made->fused.clear();
+    }
+    found = prepared_.insert(prepared_.end(), std::move(made));
+  }
+  Prepared& prepared = **found;
+  for (int i = 0; i < spec_.local_ranks; ++i) {
+    const RankTensors& rank = tensors.ranks[i];
+    for (FusedParams& params : prepared.fused) {
+      params.features = std::max<std::uint64_t>(tensors.features, 1);
+      for (KernelParams& pass : params.states[i].params) set_addresses(rank, pass);
+      params.states[i].bias = rank.bias;
+      params.states[i].addend = rank.addend;
+    }
+    for (StepParams& params : prepared.steps) set_addresses(rank, params.rank_steps[i].params);
+  }
+  return prepared;
 }
 
 }  // namespace dtcomm::cuda

@@ -1,34 +1,80 @@
-// From a collective as it is stated to what a launch is handed. Host code alone, for the device's launch and for the
-// emulator.
+// FusedPlan: a fused collective that has been validated once, with the parameters of its kernel launches. Host code,
+// for launches on a device and in the emulator.
 #pragma once
+
+#include <memory>
+#include <mutex>
+#include <vector>
 
 #include "cuda/fused/program_step.cuh"
 #include "cuda/make_params.h"
 
 namespace dtcomm::cuda {
 
-// Of a call that why_not() has nothing against, and that is not a program.
-Fused plan_fused(const FusedCall& call);
+class FusedPlan {
+ public:
+  // Throws std::invalid_argument, naming the field, where there is no kernel for the specification.
+  explicit FusedPlan(FusedSpec spec);
 
-// The launches of a program, in order; of a call that why_not() has nothing against.
-std::vector<Step> plan_steps(const FusedCall& call);
-std::string why_no_steps(const FusedCall& call);
-// Whether a rank that is here sums anything, and whether the i-th of them reads its input.
-bool sums(const FusedCall& call);
-bool reads_input(const FusedCall& call, int i);
+  const FusedSpec& spec() const { return spec_; }
 
-// A rank's tensors in a call, whatever else it does.
-Call whole_call(const FusedCall& call, const Share& share);
+  // Empty, or why the collective cannot run with these tensors.
+  std::string why_not(const LaunchTensors& tensors) const;
+
+  // Calls use(params) with the FusedParams or StepParams of each kernel, in order and with the addresses of these
+  // tensors, until one returns an error, which is returned. `use` must copy what it keeps: the next call changes the
+  // parameters. why_not() must have had no objection.
+  template <class Use>
+  const char* for_each_kernel(const LaunchTensors& tensors, const Use& use) {
+    const std::lock_guard lock(mutex_);
+    const Prepared& prepared = prepare(tensors);
+    for (const FusedParams& params : prepared.fused) {
+      if (const char* error = use(params)) return error;
+    }
+    for (const StepParams& params : prepared.steps) {
+      if (const char* error = use(params)) return error;
+    }
+    return nullptr;
+  }
+
+ private:
+  // The parameters for one choice of the optional tensors, which decides what kernels do.
+  struct Prepared {
+    std::uint64_t present;           // a bit for each tensor of each rank
+    std::vector<FusedParams> fused;  // at most one
+    std::vector<StepParams> steps;   // of a program
+  };
+
+  const Prepared& prepare(const LaunchTensors& tensors);
+
+  FusedSpec spec_;
+  bool reads_input_[kMaxRanks] = {}, writes_output_[kMaxRanks] = {};
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Prepared>> prepared_;
+};
+
+// --- parts of a plan (plan.cpp, program_plan.cpp) ---
+
+// The parameters of a direct algorithm, and those of a program's launches, for tensors that are present as these are.
+FusedParams make_fused_params(const FusedSpec& spec, const LaunchTensors& tensors);
+std::vector<StepParams> make_step_params(const FusedSpec& spec, const LaunchTensors& tensors);
+std::string why_no_program(const FusedSpec& spec);
+// Whether some local rank sums, and whether the i-th of them reads its input.
+bool has_sums(const FusedSpec& spec);
+bool reads_input(const FusedSpec& spec, int i);
+
+// The parameters of a kernel over a whole tensor of a rank, of which every task of a program takes a part.
+KernelParams whole_tensor_params(const FusedSpec& spec, const RankTensors& tensors);
 
 // Granules of a chunk that a block takes at a time.
-std::uint32_t section_of(const FusedCall& call, const Layout& layout);
+std::uint32_t section_granules(const FusedSpec& spec, const Layout& layout);
 
 // use(family) with the family of a fusible codec.
 template <class Use>
 auto with_fused_family(const Codec& codec, DType dtype, const Use& use) {
   using Result = decltype(use(Cast<DType::f32>()));
   return with_family(codec, dtype, [&](const auto& family) -> Result {
-    if constexpr (std::decay_t<decltype(family)>::kHot) return use(family);
+    if constexpr (std::decay_t<decltype(family)>::kSpecialized) return use(family);
     return Result();
   });
 }

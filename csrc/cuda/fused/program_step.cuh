@@ -10,183 +10,186 @@
 
 namespace dtcomm::cuda {
 
-constexpr unsigned kMostTasks = 16;  // of a rank in a step
+constexpr unsigned kMaxTasks = 16;  // of a rank in a step
 
 // An instruction but for Send and Receive, laid over a piece of its chunk. `combines` is Encode, Reduce and Adopt.
-enum class Doing : std::uint8_t { combines = 0, copies = 1, forwards = 2 };
+enum class TaskKind : std::uint8_t { combine = 0, copy = 1, forward = 2 };
 
 struct Task {
-  Run run;
+  TensorRange range;
   std::int16_t box;  // own, to be written; or -1
-  std::int16_t boxes[kMostRanks];
-  std::uint8_t owners[kMostRanks];  // of the boxes that are read
-  std::uint8_t count, position;     // of those; where the local term stands
+  std::int16_t boxes[kMaxRanks];
+  std::uint8_t owners[kMaxRanks];  // of the boxes that are read
+  std::uint8_t count, position;    // of those; where the local term stands
   Local local;
-  Doing doing;
-  bool before;         // peers are told
-  bool takes, leaves;  // the residual
+  TaskKind kind;
+  bool before_signal;                    // peers are told
+  bool reads_residual, writes_residual;  // the residual
   bool output, keep, divides;
-  bool joins, canonical;  // as in Call
-  std::uint16_t sum;      // the chunk's accumulator
+  bool is_computed, canonical_nan;  // as in Call
+  std::uint16_t sum;                // the chunk's accumulator
 };
 
 // What a rank does in a step, and from whom and to whom it signals: a bit for each peer.
-struct Turn {
-  Call call;  // over the whole tensors
-  std::uint32_t tells, hears, tasks;
-  Task task[kMostTasks];
+struct RankStep {
+  KernelParams params;  // over the whole tensors
+  std::uint32_t signal_mask, wait_mask, task_count;
+  Task task[kMaxTasks];
 };
 
-struct Step {
-  int ranks, first, here;
+struct StepParams {
+  int ranks, first_rank, local_ranks;
   unsigned blocks;
   std::uint32_t step, steps;
   bool begins, ends;  // a piece
   std::uint32_t element_bytes, granule_elements;
-  std::uint64_t budget;
+  std::uint64_t timeout_ns;
   std::uint64_t boxes_at, box_stride, sums_at, sum_stride;  // bytes of a room; fp32 sums behind the boxes
   float divisor;
   Layout layout;
-  Peer peers[kMostRanks];
-  Turn turns[kMostRanks];
+  PeerPointers peers[kMaxRanks];
+  RankStep rank_steps[kMaxRanks];
 };
-static_assert(sizeof(Step) < 16384, "an argument of a kernel, beside the family");
-static_assert(kMostTasks <= kVerbs * kMostRanks, "a call of each fits what a block shares");
+static_assert(sizeof(StepParams) < 16384, "an argument of a kernel, beside the family");
+static_assert(kMaxTasks <= kPasses * kMaxRanks, "a call of each fits what a block shares");
 
-DTCOMM_DEVICE Call& call_of(Shared& shared, unsigned task) {
-  return shared.calls[task / kMostRanks][task % kMostRanks];
+DTCOMM_DEVICE KernelParams& task_params(Shared& shared, unsigned task) {
+  return shared.params[task / kMaxRanks][task % kMaxRanks];
 }
 
 // Granules [from, to) of a task's run, which are this block's.
-DTCOMM_DEVICE std::uint64_t share_of(const Step& step, const Run& run, unsigned index) {
+DTCOMM_DEVICE std::uint64_t block_start(const StepParams& step, const TensorRange& run, unsigned index) {
   const std::uint64_t granules = (run.numel + step.granule_elements - 1) / step.granule_elements;
   const std::uint64_t from = granules * index / step.blocks * step.granule_elements;
   return from < run.numel ? from : run.numel;
 }
 
 // The call that a task is.
-DTCOMM_DEVICE void aim_task(const Step& step, const Turn& turn, const Task& task, int rank, unsigned index,
-                            Call& call) {
-  const std::uint64_t from = share_of(step, task.run, index);
-  const std::uint64_t to = share_of(step, task.run, index + 1);
-  const std::uint64_t at = from / step.granule_elements * call.granule_bytes;
+DTCOMM_DEVICE void set_task_pointers(const StepParams& step, const RankStep& rank_step, const Task& task, int rank,
+                                     unsigned index, KernelParams& params) {
+  const std::uint64_t from = block_start(step, task.range, index);
+  const std::uint64_t to = block_start(step, task.range, index + 1);
+  const std::uint64_t at = from / step.granule_elements * params.granule_bytes;
   const auto box = [&](int owner, int which) {
-    return step.peers[owner].room + step.boxes_at + static_cast<std::uint64_t>(which) * step.box_stride + at;
+    return step.peers[owner].buffer + step.boxes_at + static_cast<std::uint64_t>(which) * step.box_stride + at;
   };
-  std::uint8_t* sum = step.peers[rank].room + step.sums_at + task.sum * step.sum_stride + from * sizeof(float);
-  const std::uint64_t in = task.run.in + from, out = task.run.out + from;
+  std::uint8_t* sum = step.peers[rank].buffer + step.sums_at + task.sum * step.sum_stride + from * sizeof(float);
+  const std::uint64_t in = task.range.in + from, out = task.range.out + from;
   const bool summed = task.local == Local::accumulator;
-  call.local = nullptr;
+  params.local = nullptr;
   if (task.local == Local::input)
-    call.local = static_cast<const std::uint8_t*>(turn.call.local) + in * step.element_bytes;
+    params.local = static_cast<const std::uint8_t*>(rank_step.params.local) + in * step.element_bytes;
   if (summed) {
-    call.local = sum;
-    call.local_dtype = DType::f32;
+    params.local = sum;
+    params.local_dtype = DType::f32;
   }
-  call.residual_in = task.takes ? turn.call.residual_in + in : nullptr;
-  call.residual_out = task.leaves ? turn.call.residual_out + in : nullptr;
-  call.has_local = call.local || call.residual_in;
-  call.out = nullptr;
-  if (task.output) call.out = static_cast<std::uint8_t*>(turn.call.out) + out * step.element_bytes;
+  params.residual_in = task.reads_residual ? rank_step.params.residual_in + in : nullptr;
+  params.residual_out = task.writes_residual ? rank_step.params.residual_out + in : nullptr;
+  params.has_local = params.local || params.residual_in;
+  params.out = nullptr;
+  if (task.output) params.out = static_cast<std::uint8_t*>(rank_step.params.out) + out * step.element_bytes;
   if (task.keep) {
-    call.out = sum;
-    call.out_dtype = DType::f32;
+    params.out = sum;
+    params.out_dtype = DType::f32;
   }
-  call.payload_out = task.box >= 0 ? box(rank, task.box) : nullptr;
+  params.payload_out = task.box >= 0 ? box(rank, task.box) : nullptr;
   DTCOMM_LOOP
-  for (int t = 0; t < task.count; ++t) call.near[t] = box(task.owners[t], task.boxes[t]);
-  call.count = task.count;
-  call.position = task.position;
-  call.divides = task.divides;
-  call.divisor = task.divides ? step.divisor : 1;
-  call.joins = task.joins;
-  call.canonical = task.canonical;
-  set_run(step.layout, {in, out, to - from}, call);
+  for (int t = 0; t < task.count; ++t) params.payloads[t] = box(task.owners[t], task.boxes[t]);
+  params.count = task.count;
+  params.position = task.position;
+  params.divides = task.divides;
+  params.divisor = task.divides ? step.divisor : 1;
+  params.is_computed = task.is_computed;
+  params.canonical_nan = task.canonical_nan;
+  set_range(step.layout, {in, out, to - from}, params);
 }
 
 template <class Family, class Block>
-DTCOMM_DEVICE void do_task(const Block& block, const Step& step, const Task& task, const Call& call,
-                           const Family& family) {
-  if (elements_of(call) == 0) return;
-  if (task.doing == Doing::forwards) {
-    move(block, call.near[0], call.payload_out, bytes_of(call));
-  } else if (task.doing == Doing::copies) {
-    const void* from = task.count ? call.near[0] : call.local;
-    const std::uint64_t bytes = elements_of(call) * step.element_bytes;
-    if (call.payload_out) move(block, from, call.payload_out, bytes);
-    if (call.out) move(block, from, call.out, bytes);
-  } else if (call.payload_out) {
-    every_tile<kAnyCount, true, true>(block, call, family);
+DTCOMM_DEVICE void run_task(const Block& block, const StepParams& step, const Task& task, const KernelParams& params,
+                            const Family& family) {
+  if (element_count(params) == 0) return;
+  if (task.kind == TaskKind::forward) {
+    copy_bytes(block, params.payloads[0], params.payload_out, payload_bytes(params));
+  } else if (task.kind == TaskKind::copy) {
+    const void* from = task.count ? params.payloads[0] : params.local;
+    const std::uint64_t bytes = element_count(params) * step.element_bytes;
+    if (params.payload_out) copy_bytes(block, from, params.payload_out, bytes);
+    if (params.out) copy_bytes(block, from, params.out, bytes);
+  } else if (params.payload_out) {
+    combine_tiles<kAnyCount, true, true>(block, params, family);
   } else {
-    every_tile<kAnyCount, false, false>(block, call, family);
+    combine_tiles<kAnyCount, false, false>(block, params, family);
   }
 }
 
 template <class Family, class Block>
-DTCOMM_DEVICE void do_tasks(const Block& block, const Step& step, const Turn& turn, bool before, const Family& family) {
+DTCOMM_DEVICE void run_tasks(const Block& block, const StepParams& step, const RankStep& rank_step, bool before,
+                             const Family& family) {
   DTCOMM_LOOP
-  for (unsigned t = 0; t < turn.tasks; ++t) {
-    if (turn.task[t].before == before) do_task(block, step, turn.task[t], call_of(block.shared(), t), family);
+  for (unsigned t = 0; t < rank_step.task_count; ++t) {
+    if (rank_step.task[t].before_signal == before)
+      run_task(block, step, rank_step.task[t], task_params(block.shared(), t), family);
   }
 }
 
 // Waits for a peer's signal. Where it does not come somebody else may have missed a third rank, and said so.
 template <class Block>
-DTCOMM_DEVICE void hear(const Block& block, const Step& step, int rank, const std::uint32_t* word, std::uint32_t epoch,
-                        unsigned peer) {
-  if (block.wait(word, epoch, step.budget)) return;
-  Pad& pad = *step.peers[rank].pad;
-  const std::uint32_t told = block.look(&pad.told);
-  const std::uint32_t missing = told ? told : 1 + peer;
-  block.note(&block.shared().missing, missing);
-  block.note(&pad.missing, missing);
+DTCOMM_DEVICE void wait_for_peer(const Block& block, const StepParams& step, int rank, const std::uint32_t* word,
+                                 std::uint32_t epoch, unsigned peer) {
+  if (block.wait(word, epoch, step.timeout_ns)) return;
+  SignalPad& pad = *step.peers[rank].pad;
+  const std::uint32_t reported_missing = block.load_acquire(&pad.reported_missing);
+  const std::uint32_t missing_rank = reported_missing ? reported_missing : 1 + peer;
+  block.store_relaxed(&block.shared().missing_rank, missing_rank);
+  block.store_relaxed(&pad.missing_rank, missing_rank);
   DTCOMM_LOOP
   for (int other = 0; other < step.ranks; ++other) {
-    if (other != rank && 1U + static_cast<unsigned>(other) != missing) {
-      block.signal(&step.peers[other].pad->told, missing);
+    if (other != rank && 1U + static_cast<unsigned>(other) != missing_rank) {
+      block.signal(&step.peers[other].pad->reported_missing, missing_rank);
     }
   }
 }
 
 // Thread block `index` of a rank.
 template <class Family, class Block>
-DTCOMM_DEVICE void run_step(const Block& block, const Step& step, const Family& family, int rank, unsigned index) {
+DTCOMM_DEVICE void run_step(const Block& block, const StepParams& step, const Family& family, int rank,
+                            unsigned index) {
   Shared& shared = block.shared();
-  const Turn& turn = step.turns[rank - step.first];
-  Pad& pad = *step.peers[rank].pad;
+  const RankStep& rank_step = step.rank_steps[rank - step.first_rank];
+  SignalPad& pad = *step.peers[rank].pad;
   const unsigned thread = block.thread();
   const std::uint32_t epoch = pad.epoch[static_cast<unsigned>(Algorithm::program)][index];
   const bool peer = thread < static_cast<unsigned>(step.ranks) && static_cast<int>(thread) != rank;
   if (thread == 0) {
-    shared.missing = 0;
-    shared.lost = block.look(&pad.missing);
+    shared.missing_rank = 0;
+    shared.missing_before = block.load_acquire(&pad.missing_rank);
   }
-  if (thread < turn.tasks) {
-    copy_call(turn.call, call_of(shared, thread));
-    aim_task(step, turn, turn.task[thread], rank, index, call_of(shared, thread));
+  if (thread < rank_step.task_count) {
+    copy_params(rank_step.params, task_params(shared, thread));
+    set_task_pointers(step, rank_step, rank_step.task[thread], rank, index, task_params(shared, thread));
   }
-  if (!aimed(block)) return;
+  if (!pointers_ready(block)) return;
   if (step.begins) {
-    constexpr auto kEntered = static_cast<unsigned>(Stage::entered);
+    constexpr auto kEntered = static_cast<unsigned>(SignalStage::entered);
     if (peer) {
       block.signal(&step.peers[thread].pad->signals[kEntered][index][rank], epoch + 1);
-      hear(block, step, rank, &pad.signals[kEntered][index][thread], epoch + 1, thread);
+      wait_for_peer(block, step, rank, &pad.signals[kEntered][index][thread], epoch + 1, thread);
     }
-    block.meet(Point::entered);
-    if (shared.missing) return;
+    block.sync_block(BarrierId::peers_entered);
+    if (shared.missing_rank) return;
   }
-  do_tasks(block, step, turn, true, family);
-  block.meet(Point::stored);
-  constexpr auto kStepped = static_cast<unsigned>(Stage::stepped);
-  if (peer && (turn.tells >> thread & 1)) {
+  run_tasks(block, step, rank_step, true, family);
+  block.sync_block(BarrierId::payloads_stored);
+  constexpr auto kStepped = static_cast<unsigned>(SignalStage::stepped);
+  if (peer && (rank_step.signal_mask >> thread & 1)) {
     block.signal(&step.peers[thread].pad->signals[kStepped][index][rank], epoch + step.step + 1);
   }
-  if (peer && (turn.hears >> thread & 1)) {
-    hear(block, step, rank, &pad.signals[kStepped][index][thread], epoch + step.step + 1, thread);
+  if (peer && (rank_step.wait_mask >> thread & 1)) {
+    wait_for_peer(block, step, rank, &pad.signals[kStepped][index][thread], epoch + step.step + 1, thread);
   }
-  block.meet(Point::arrived);
-  if (shared.missing) return;
-  do_tasks(block, step, turn, false, family);
+  block.sync_block(BarrierId::payloads_arrived);
+  if (shared.missing_rank) return;
+  run_tasks(block, step, rank_step, false, family);
   if (step.ends && thread == 0) pad.epoch[static_cast<unsigned>(Algorithm::program)][index] = epoch + step.steps;
 }
 

@@ -30,7 +30,7 @@ float* floats(Bytes& bytes) { return reinterpret_cast<float*>(bytes.data()); }
 
 }  // namespace
 
-std::size_t inputs_of(const cuda::FusedCall& call, int rank) {
+std::size_t input_numel(const cuda::FusedSpec& call, int rank) {
   const auto ranks = static_cast<std::size_t>(call.ranks), r = static_cast<std::size_t>(rank);
   if (!call.splits.empty()) {
     const auto row = call.splits.begin() + static_cast<std::ptrdiff_t>(r * ranks);
@@ -40,7 +40,7 @@ std::size_t inputs_of(const cuda::FusedCall& call, int rank) {
   return call.numel * (shards ? ranks : 1);
 }
 
-std::size_t outputs_of(const cuda::FusedCall& call, int rank) {
+std::size_t output_numel(const cuda::FusedSpec& call, int rank) {
   const auto ranks = static_cast<std::size_t>(call.ranks), r = static_cast<std::size_t>(rank);
   if (!call.splits.empty()) {
     std::size_t sum = 0;
@@ -51,9 +51,9 @@ std::size_t outputs_of(const cuda::FusedCall& call, int rank) {
   return call.numel * (gathers ? ranks : 1);
 }
 
-void run_on_engine(const Programs& programs, const Trial& trial, std::vector<Tensors>& ranks) {
-  const cuda::FusedCall& shape = trial.call;
-  const Lowering& lowering = programs.of(name_of(shape.collective), trial.algorithm, shape.ranks);
+void run_on_engine(const Programs& programs, const Scenario& scenario, std::vector<Tensors>& ranks) {
+  const cuda::FusedSpec& shape = scenario.spec;
+  const LoweredSchedule& lowering = programs.of(name_of(shape.collective), scenario.algorithm, shape.ranks);
   PlanOptions options;
   options.piece_bytes = 32 << 10;
   options.slot_bytes = 256 << 10;
@@ -63,7 +63,7 @@ void run_on_engine(const Programs& programs, const Trial& trial, std::vector<Ten
   std::vector<std::vector<dtcomm::Call>> calls(ranks.size());
   LocalOptions world;
   world.ranks = shape.ranks;
-  world.seed = trial.seed;
+  world.seed = scenario.seed;
   for (std::size_t r = 0; r < ranks.size(); ++r) {
     auto plan =
         std::make_shared<const Plan>(lowering.programs[r], geometry_of(shape.collective), shape.op, shape.divisor != 1,
@@ -74,16 +74,16 @@ void run_on_engine(const Programs& programs, const Trial& trial, std::vector<Ten
     call.plan = plan;
     call.kernels = find_kernels("generic");
     call.segments = {
-        {ranks[r].input.data(), ranks[r].output.data(), trial.residual ? floats(ranks[r].residual) : nullptr}};
+        {ranks[r].input.data(), ranks[r].output.data(), scenario.residual ? floats(ranks[r].residual) : nullptr}};
     calls[r].push_back(std::move(call));
   }
   for (const LocalOutcome& outcome : LocalWorld(world).run(std::move(calls))) {
-    if (outcome.fate != Fate::done) throw std::runtime_error("the engine did not finish: " + describe(trial));
+    if (outcome.fate != Fate::done) throw std::runtime_error("the engine did not finish: " + describe(scenario));
   }
 }
 
-void run_on_verbs(const Trial& trial, std::vector<Tensors>& ranks, const std::uint8_t* bias) {
-  const cuda::FusedCall& shape = trial.call;
+void run_on_kernels(const Scenario& scenario, std::vector<Tensors>& ranks, const std::uint8_t* bias) {
+  const cuda::FusedSpec& shape = scenario.spec;
   const Kernels& cpu = *find_kernels("generic");
   const std::size_t unit = granule_elements(shape.codec), numel = shape.numel, n = ranks.size();
   const std::size_t granules = (numel + unit - 1) / unit, size = size_of(shape.dtype);
@@ -103,7 +103,7 @@ void run_on_verbs(const Trial& trial, std::vector<Tensors>& ranks, const std::ui
       encode.local = ranks[r].input.data() + from * size;
       encode.local_dtype = encode.out_dtype = encode.dtype = shape.dtype;
       encode.numel = to - from;
-      if (trial.residual) encode.residual_in = encode.residual_out = floats(ranks[r].residual) + from;
+      if (scenario.residual) encode.residual_in = encode.residual_out = floats(ranks[r].residual) + from;
       if (two && r == c && !shape.encodes_own) {
         sum = encode;
         sum.position = static_cast<int>(r);
@@ -133,12 +133,12 @@ void run_on_verbs(const Trial& trial, std::vector<Tensors>& ranks, const std::ui
   for (std::size_t i = 0; i < runs.size(); ++i) runs[i].payload = sums[i].data();
   for (std::size_t r = 0; r < n; ++r) {
     Epilogue after;
-    after.features = shape.features;
+    after.features = scenario.features;
     after.dtype = shape.dtype;
-    after.bias = trial.bias ? bias : nullptr;
-    after.residual = trial.addend ? ranks[r].addend.data() : nullptr;
+    after.bias = scenario.bias ? bias : nullptr;
+    after.residual = scenario.addend ? ranks[r].addend.data() : nullptr;
     after.out = ranks[r].output.data();
-    if (two && shape.rounds) {
+    if (two && shape.rounds_sum) {
       Bytes rounded(wire_bytes(Codec{}, numel, shape.dtype));
       Epilogue sum = after;
       sum.bias = sum.residual = nullptr;
@@ -154,7 +154,7 @@ void run_on_verbs(const Trial& trial, std::vector<Tensors>& ranks, const std::ui
         cpu.decode(Codec{}, tensor, period, shape.dtype, other.data(), DType::f32, false);
         for (std::size_t i = 0; i < numel; ++i) row[i] += other[i % period];
       };
-      if (shape.rounds) {
+      if (shape.rounds_sum) {
         Bytes rounded(numel * size);
         Combine narrow;
         narrow.local = row.data();
@@ -164,8 +164,8 @@ void run_on_verbs(const Trial& trial, std::vector<Tensors>& ranks, const std::ui
         cpu.combine(Codec{}, narrow);
         cpu.decode(Codec{}, rounded.data(), numel, shape.dtype, row.data(), DType::f32, false);
       }
-      if (trial.bias) add(bias, shape.features);
-      if (trial.addend) add(ranks[r].addend.data(), numel);
+      if (scenario.bias) add(bias, scenario.features);
+      if (scenario.addend) add(ranks[r].addend.data(), numel);
       Combine round;
       round.local = row.data();
       round.numel = numel;

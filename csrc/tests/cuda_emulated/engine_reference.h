@@ -38,13 +38,13 @@ struct Tensors {
 };
 
 // Elements of a rank's input and output.
-std::size_t inputs_of(const cuda::FusedCall& call, int rank);
-std::size_t outputs_of(const cuda::FusedCall& call, int rank);
+std::size_t input_numel(const cuda::FusedSpec& call, int rank);
+std::size_t output_numel(const cuda::FusedSpec& call, int rank);
 
 // Fills the outputs and rewrites the residuals, from inputs and residuals.
-void run_on_engine(const Programs& programs, const Trial& trial, std::vector<Tensors>& ranks);
+void run_on_engine(const Programs& programs, const Scenario& scenario, std::vector<Tensors>& ranks);
 
 // The same for an all-reduce with an epilogue or with encoded contributions of the owners, by the CPU's verbs.
-void run_on_verbs(const Trial& trial, std::vector<Tensors>& ranks, const std::uint8_t* bias);
+void run_on_kernels(const Scenario& scenario, std::vector<Tensors>& ranks, const std::uint8_t* bias);
 
 }  // namespace dtcomm::cuda_emulated

@@ -1,6 +1,7 @@
 #include "tests/cuda_emulated/fused_check.h"
 
 #include <cstdio>
+#include <memory>
 
 #include "tests/cuda_emulated/engine_reference.h"
 #include "tests/cuda_emulated/kernel_cases.h"
@@ -22,11 +23,11 @@ struct Place {
   std::uint8_t* output;
 };
 
-Place place_of(const Trial& trial, Tensors& rank, std::size_t r) {
-  const std::size_t shard = trial.call.numel * size_of(trial.call.dtype) * r;
-  if (!trial.in_place) return {rank.input.data(), rank.output.data()};
-  if (trial.call.collective == Collective::reduce_scatter) return {rank.input.data(), rank.input.data() + shard};
-  if (trial.call.collective == Collective::all_gather) return {rank.output.data() + shard, rank.output.data()};
+Place place_of(const Scenario& scenario, Tensors& rank, std::size_t r) {
+  const std::size_t shard = scenario.spec.numel * size_of(scenario.spec.dtype) * r;
+  if (!scenario.in_place) return {rank.input.data(), rank.output.data()};
+  if (scenario.spec.collective == Collective::reduce_scatter) return {rank.input.data(), rank.input.data() + shard};
+  if (scenario.spec.collective == Collective::all_gather) return {rank.output.data() + shard, rank.output.data()};
   return {rank.input.data(), rank.input.data()};
 }
 
@@ -37,69 +38,78 @@ const char* name_of(Collective collective) {
   return names[static_cast<unsigned>(collective)];
 }
 
-Trial trial(Collective collective, const std::string& algorithm, int ranks) {
-  Trial made;
-  made.algorithm = algorithm;
-  made.call.collective = collective;
-  made.call.algorithm = algorithm == "two_shot"   ? Algorithm::two_shot
-                        : algorithm == "one_shot" ? Algorithm::one_shot
-                                                  : Algorithm::program;
-  made.call.ranks = made.call.here = made.call.room.ranks = ranks;
-  made.call.room.blocks = 4;
-  return made;
+Scenario make_scenario(Collective collective, const std::string& algorithm, int ranks) {
+  Scenario scenario;
+  scenario.algorithm = algorithm;
+  scenario.spec.collective = collective;
+  scenario.spec.algorithm = algorithm == "two_shot"   ? Algorithm::two_shot
+                            : algorithm == "one_shot" ? Algorithm::one_shot
+                                                      : Algorithm::program;
+  scenario.spec.ranks = scenario.spec.local_ranks = scenario.spec.buffer_layout.ranks = ranks;
+  scenario.spec.buffer_layout.blocks = 4;
+  return scenario;
 }
 
-std::string differs(Bench& bench, const Trial& trial, std::uint64_t order, const emulator::Fault& fault, int absent) {
-  cuda::FusedCall call = trial.call;
-  const auto count = static_cast<std::size_t>(call.ranks);
-  const std::size_t size = size_of(call.dtype);
-  if (call.algorithm == Algorithm::program) {
-    const Lowering& lowering = bench.programs.of(name_of(call.collective), trial.algorithm, call.ranks);
-    call.steps = lowering.steps;
-    for (std::size_t r = 0; r < count; ++r) call.programs.push_back({*lowering.programs[r], lowering.step_of[r]});
-    call.room.box_bytes = (cuda::box_bytes(call) + 15) / 16 * 16;
+std::string difference(TestBench& bench, const Scenario& scenario, std::uint64_t order, const emulator::Fault& fault,
+                       int absent) {
+  cuda::FusedSpec spec = scenario.spec;
+  const auto count = static_cast<std::size_t>(spec.ranks);
+  const std::size_t size = size_of(spec.dtype);
+  if (spec.algorithm == Algorithm::program) {
+    const LoweredSchedule& lowering = bench.programs.of(name_of(spec.collective), scenario.algorithm, spec.ranks);
+    spec.steps = lowering.steps;
+    for (std::size_t r = 0; r < count; ++r) spec.programs.push_back({*lowering.programs[r], lowering.step_of[r]});
+    spec.buffer_layout.box_bytes = (cuda::box_bytes(spec) + 15) / 16 * 16;
   }
-  Bytes bias(call.features * size);
-  fill(call.dtype, trial.seed / 9 * 9, call.features, bias.data());
+  Bytes bias(scenario.features * size);
+  fill(spec.dtype, scenario.seed / 9 * 9, scenario.features, bias.data());
   std::vector<Bytes> memory, residuals;
   for (std::size_t r = 0; r < count; ++r) {
-    memory.emplace_back(cuda::memory_bytes(call.room));
+    memory.emplace_back(cuda::memory_bytes(spec.buffer_layout));
     std::memset(memory.back().data(), 0, cuda::kPadBytes);
-    call.peers[r] = cuda::peer_at(memory.back().data());
-    residuals.emplace_back(inputs_of(call, static_cast<int>(r)) * sizeof(float));
+    spec.peers[r] = cuda::peer_at(memory.back().data());
+    residuals.emplace_back(input_numel(spec, static_cast<int>(r)) * sizeof(float));
     std::memset(residuals.back().data(), 0, residuals.back().size());
   }
-  // All calls first, as they would be queued; residuals go from one to the next.
-  std::vector<Bytes> kept = residuals;
-  std::vector<std::vector<Tensors>> ours(trial.calls), theirs(trial.calls);
-  std::vector<cuda::FusedCall> calls(trial.calls, call);
-  for (unsigned number = 0; number < trial.calls; ++number) {
+  // One plan for all calls, or two that differ in sections and blocks.
+  std::vector<std::unique_ptr<cuda::FusedPlan>> plans;
+  for (unsigned number = 0; number < (scenario.alternates_plans ? 2U : 1U); ++number) {
+    cuda::FusedSpec variant = spec;
+    if (scenario.alternates_plans) {
+      variant.section = 1 + number % 2;
+      variant.blocks = number % 2 ? scenario.spec.blocks : 1;
+    }
+    plans.push_back(std::make_unique<cuda::FusedPlan>(variant));
+  }
+  // All calls first, as they would be queued; residuals pass from one to the next.
+  std::vector<Bytes> expected_residuals = residuals;
+  std::vector<std::vector<Tensors>> ours(scenario.calls), theirs(scenario.calls);
+  std::vector<emulator::EmulatedCall> calls(scenario.calls);
+  for (unsigned number = 0; number < scenario.calls; ++number) {
+    calls[number].plan = plans[number % plans.size()].get();
+    calls[number].tensors.features = scenario.features;
     for (std::size_t r = 0; r < count; ++r) {
       const auto rank = static_cast<int>(r);
-      const unsigned seed = trial.seed + 9 * static_cast<unsigned>(r) + 1000 * number;
-      const std::size_t in = inputs_of(call, rank), out = outputs_of(call, rank);
-      for (auto* each : {&ours[number], &theirs[number]}) {
-        each->push_back({Bytes(in * size), Bytes(out * size), Bytes(), Bytes(out * size)});
-        fill(call.dtype, seed + 5, out, each->back().addend.data());
+      const unsigned seed = scenario.seed + 9 * static_cast<unsigned>(r) + 1000 * number;
+      const std::size_t in = input_numel(spec, rank), out = output_numel(spec, rank);
+      for (auto* side : {&ours[number], &theirs[number]}) {
+        side->push_back({Bytes(in * size), Bytes(out * size), Bytes(), Bytes(out * size)});
+        fill(spec.dtype, seed + 5, out, side->back().addend.data());
       }
-      const Place place = place_of(trial, ours[number][r], r);
-      fill(call.dtype, seed, in, place.input);
+      const Place place = place_of(scenario, ours[number][r], r);
+      fill(spec.dtype, seed, in, place.input);
       std::memcpy(theirs[number][r].input.data(), place.input, in * size);
-      theirs[number][r].residual = kept[r];
-      calls[number].shares[r] = {
-          place.input, place.output, trial.residual ? reinterpret_cast<float*>(residuals[r].data()) : nullptr,
-          trial.bias ? bias.data() : nullptr, trial.addend ? ours[number][r].addend.data() : nullptr};
+      theirs[number][r].residual = expected_residuals[r];
+      calls[number].tensors.ranks[r] = {
+          place.input, place.output, scenario.residual ? reinterpret_cast<float*>(residuals[r].data()) : nullptr,
+          scenario.bias ? bias.data() : nullptr, scenario.addend ? ours[number][r].addend.data() : nullptr};
     }
-    if (trial.bias || trial.addend || call.encodes_own) {
-      run_on_verbs(trial, theirs[number], bias.data());
+    if (scenario.bias || scenario.addend || spec.encodes_own) {
+      run_on_kernels(scenario, theirs[number], bias.data());
     } else {
-      run_on_engine(bench.programs, trial, theirs[number]);
+      run_on_engine(bench.programs, scenario, theirs[number]);
     }
-    for (std::size_t r = 0; r < count; ++r) kept[r] = theirs[number][r].residual;
-    if (trial.varies) {
-      calls[number].section = 1 + number % 2;
-      calls[number].blocks = number % 2 ? trial.call.blocks : 1;
-    }
+    for (std::size_t r = 0; r < count; ++r) expected_residuals[r] = theirs[number][r].residual;
   }
   if (bench.observer) {
     bench.observer->constant(bias.data(), bias.size());
@@ -115,37 +125,39 @@ std::string differs(Bench& bench, const Trial& trial, std::uint64_t order, const
   const std::string refused = bench.emulator.launch(calls, order, absent, fault);
   if (!refused.empty()) return "refused: " + refused;
   for (std::size_t r = 0; r < count; ++r) {
-    const auto missing = static_cast<int>(call.peers[r].pad->missing) - 1;
+    const auto missing_rank = static_cast<int>(spec.peers[r].pad->missing_rank) - 1;
     if (static_cast<int>(r) == absent) continue;
-    if (missing != absent) return "the missing rank at rank " + std::to_string(r) + " is " + std::to_string(missing);
+    if (missing_rank != absent)
+      return "the missing rank at rank " + std::to_string(r) + " is " + std::to_string(missing_rank);
     if (absent >= 0) continue;
-    if (trial.residual && !(residuals[r] == kept[r])) return "the residual of rank " + std::to_string(r);
+    if (scenario.residual && !(residuals[r] == expected_residuals[r]))
+      return "the residual of rank " + std::to_string(r);
     bool whole = memory[r].guarded() && residuals[r].guarded();
-    for (unsigned number = 0; number < trial.calls; ++number) {
+    for (unsigned number = 0; number < scenario.calls; ++number) {
       Tensors& rank = ours[number][r];
       Bytes& out = theirs[number][r].output;
-      if (std::memcmp(place_of(trial, rank, r).output, out.data(), out.size()) != 0) {
+      if (std::memcmp(place_of(scenario, rank, r).output, out.data(), out.size()) != 0) {
         return at_rank("the output", r, number);
       }
       whole &= rank.output.guarded() && rank.input.guarded();
     }
-    if (!whole) return "the memory around what is of rank " + std::to_string(r);
+    if (!whole) return "the memory around the tensors of rank " + std::to_string(r);
   }
   return "";
 }
 
-std::string describe(const Trial& trial) {
-  const cuda::FusedCall& call = trial.call;
+std::string describe(const Scenario& scenario) {
+  const cuda::FusedSpec& spec = scenario.spec;
   char text[400];
   std::snprintf(
       text, sizeof text,
       "%s, %s, of %zu elements, dtype %d, %d ranks, %u blocks, sections of %u granules, divisor %zu, op %d, "
       "residual %d, in place %d, epilogue %d/%d of %zu, encodes own %d, rounds %d, splits %zu, calls %u%s, seed %u: ",
-      name_of(call.collective), trial.algorithm.c_str(), call.numel, static_cast<int>(call.dtype), call.ranks,
-      call.blocks, call.section, call.divisor, static_cast<int>(call.op), trial.residual, trial.in_place, trial.bias,
-      trial.addend, call.features, call.encodes_own, call.rounds, call.splits.size(), trial.calls,
-      trial.varies ? " that vary" : "", trial.seed);
-  return text + describe(call.codec);
+      name_of(spec.collective), scenario.algorithm.c_str(), spec.numel, static_cast<int>(spec.dtype), spec.ranks,
+      spec.blocks, spec.section, spec.divisor, static_cast<int>(spec.op), scenario.residual, scenario.in_place,
+      scenario.bias, scenario.addend, scenario.features, spec.encodes_own, spec.rounds_sum, spec.splits.size(),
+      scenario.calls, scenario.alternates_plans ? " that vary" : "", scenario.seed);
+  return text + describe(spec.codec);
 }
 
 }  // namespace dtcomm::cuda_emulated

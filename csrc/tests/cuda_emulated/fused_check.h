@@ -10,21 +10,22 @@
 namespace dtcomm::cuda_emulated {
 
 // A collective without its memory.
-struct Trial {
-  cuda::FusedCall call;   // its shape
+struct Scenario {
+  cuda::FusedSpec spec;
   std::string algorithm;  // of call.collective, as dtcomm/algorithms names it
   bool residual = false, in_place = false;
   bool bias = false, addend = false;  // of the epilogue
+  std::size_t features = 0;           // of the bias
   unsigned calls = 1;                 // one after the other, on the same memory
-  bool varies = false;                // sections and blocks are others in every second call
+  bool alternates_plans = false;      // sections and blocks are others in every second call
   unsigned seed = 0;                  // of the data
 };
 
 // A trial with the kernel that serves `algorithm`.
-Trial trial(cuda::Collective collective, const std::string& algorithm, int ranks);
+Scenario make_scenario(cuda::Collective collective, const std::string& algorithm, int ranks);
 
 // What every test here works with.
-struct Bench {
+struct TestBench {
   emulator::Emulator emulator;
   Programs programs;
   emulator::MemoryObserver* observer = nullptr;  // told of the tensors; the emulator has it, too
@@ -32,10 +33,10 @@ struct Bench {
 
 // Runs it in the order of `order`; what differs from the engine's results, or is not the same on all ranks; empty:
 // nothing. `absent`: a rank whose blocks never start; then the ranks that miss it must say so, and nothing is compared.
-std::string differs(Bench& bench, const Trial& trial, std::uint64_t order, const emulator::Fault& fault = {},
-                    int absent = -1);
+std::string difference(TestBench& bench, const Scenario& scenario, std::uint64_t order,
+                       const emulator::Fault& fault = {}, int absent = -1);
 
-std::string describe(const Trial& trial);
+std::string describe(const Scenario& scenario);
 const char* name_of(cuda::Collective collective);
 
 // False where a test failed; it has said so.

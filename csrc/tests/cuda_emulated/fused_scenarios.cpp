@@ -4,14 +4,14 @@
 
 namespace dtcomm::cuda_emulated {
 
+using cuda::BarrierId;
 using cuda::Collective;
-using cuda::Point;
 
 bool is_program(const Kind& kind) {
-  return trial(kind.collective, kind.algorithm, 2).call.algorithm == cuda::Algorithm::program;
+  return make_scenario(kind.collective, kind.algorithm, 2).spec.algorithm == cuda::Algorithm::program;
 }
 
-const std::vector<Kind>& kinds() {
+const std::vector<Kind>& collective_kinds() {
   static const std::vector<Kind> all = {{Collective::all_reduce, "two_shot"},     {Collective::all_reduce, "one_shot"},
                                         {Collective::reduce_scatter, "one_shot"}, {Collective::all_gather, "one_shot"},
                                         {Collective::all_to_all, "one_shot"},     {Collective::all_reduce, "ring"},
@@ -37,78 +37,82 @@ bool is_cast(const Codec& codec) {
 
 }  // namespace
 
-Trial drawn(std::minstd_rand& random, const Codec& codec, const Kind& kind, int ranks) {
+Scenario random_scenario(std::minstd_rand& random, const Codec& codec, const Kind& kind, int ranks) {
   const auto one_of = [&](std::size_t n) { return static_cast<std::size_t>(random() % n); };
   const DType dtypes[] = {DType::f32, DType::f32, DType::f16, DType::bf16};
   const auto n = static_cast<std::size_t>(ranks);
   const std::size_t granule = granule_elements(codec);
-  Trial which = trial(kind.collective, kind.algorithm, ranks);
-  cuda::FusedCall& call = which.call;
+  Scenario scenario = make_scenario(kind.collective, kind.algorithm, ranks);
+  cuda::FusedSpec& spec = scenario.spec;
   const bool whole = kind.collective == Collective::all_reduce, reduces = kind.collective <= Collective::reduce_scatter;
-  call.codec = codec;
-  call.dtype = dtypes[one_of(4)];
-  call.numel = 1 + one_of(granule * (whole ? n + 2 : ranks < 4 ? 3 : 2));
-  call.blocks = static_cast<unsigned>(1 + one_of(ranks < 4 ? 3 : 2));
-  call.section = static_cast<std::uint32_t>(1 + one_of(2));
-  call.divisor = reduces && one_of(2) ? n : 1;
-  which.residual = one_of(2);
-  which.in_place = kind.collective != Collective::all_to_all && one_of(2);
-  which.calls = static_cast<unsigned>(1 + one_of(2));
-  which.varies = which.calls > 1 && one_of(2);
-  which.seed = static_cast<unsigned>(one_of(90000));
+  spec.codec = codec;
+  spec.dtype = dtypes[one_of(4)];
+  spec.numel = 1 + one_of(granule * (whole ? n + 2 : ranks < 4 ? 3 : 2));
+  spec.blocks = static_cast<unsigned>(1 + one_of(ranks < 4 ? 3 : 2));
+  spec.section = static_cast<std::uint32_t>(1 + one_of(2));
+  spec.divisor = reduces && one_of(2) ? n : 1;
+  scenario.residual = one_of(2);
+  scenario.in_place = kind.collective != Collective::all_to_all && one_of(2);
+  scenario.calls = static_cast<unsigned>(1 + one_of(2));
+  scenario.alternates_plans = scenario.calls > 1 && one_of(2);
+  scenario.seed = static_cast<unsigned>(one_of(90000));
   if (kind.collective == Collective::all_to_all && kind.algorithm == std::string("one_shot") && one_of(2)) {
     for (std::size_t pair = 0; pair < n * n; ++pair) {
-      call.splits.push_back(one_of(4) ? one_of(granule * 2) : 0);
+      spec.splits.push_back(one_of(4) ? one_of(granule * 2) : 0);
     }
-    call.splits[one_of(n * n)] += 1;
+    spec.splits[one_of(n * n)] += 1;
   }
-  if (reduces && is_cast(codec) && !which.residual) {
-    call.op = static_cast<ReduceOp>(one_of(3));
-    if (call.op != ReduceOp::sum) call.divisor = 1;
+  if (reduces && is_cast(codec) && !scenario.residual) {
+    spec.op = static_cast<ReduceOp>(one_of(3));
+    if (spec.op != ReduceOp::sum) spec.divisor = 1;
   }
-  if (whole && call.algorithm != cuda::Algorithm::program && one_of(4) == 0) {
-    which.bias = one_of(2);
-    which.addend = !which.bias || one_of(2);
-    call.features = 1 + one_of(300);
-    call.numel = (call.numel + call.features - 1) / call.features * call.features;
-    call.encodes_own = call.algorithm == cuda::Algorithm::two_shot && !which.residual && one_of(2);
-    call.rounds = one_of(2);
+  if (whole && spec.algorithm != cuda::Algorithm::program && one_of(4) == 0) {
+    scenario.bias = one_of(2);
+    scenario.addend = !scenario.bias || one_of(2);
+    scenario.features = 1 + one_of(300);
+    spec.numel = (spec.numel + scenario.features - 1) / scenario.features * scenario.features;
+    spec.encodes_own = spec.algorithm == cuda::Algorithm::two_shot && !scenario.residual && one_of(2);
+    spec.rounds_sum = one_of(2);
   }
-  return which;
+  return scenario;
 }
 
-Trial small(const Kind& kind, int ranks) {
-  Trial which = trial(kind.collective, kind.algorithm, ranks);
-  which.call.codec.family = Family::integer;
-  which.call.codec.bits = 8;
-  which.call.codec.block = 32;
-  which.call.section = 1;
+Scenario small_scenario(const Kind& kind, int ranks) {
+  Scenario scenario = make_scenario(kind.collective, kind.algorithm, ranks);
+  scenario.spec.codec.family = Family::integer;
+  scenario.spec.codec.bits = 8;
+  scenario.spec.codec.block = 32;
+  scenario.spec.section = 1;
   // Whole granules: lanes that see another section than their neighbours must not come to other exchanges, too.
-  const bool cut = which.call.algorithm != cuda::Algorithm::one_shot && kind.collective == Collective::all_reduce;
+  const bool cut = scenario.spec.algorithm != cuda::Algorithm::one_shot && kind.collective == Collective::all_reduce;
   if (is_program(kind)) {
-    which.varies = true;
-    which.calls = 2;
+    scenario.alternates_plans = true;
+    scenario.calls = 2;
   }
-  which.call.numel = kGranule * (cut ? 3 * static_cast<unsigned>(ranks) : 3);
-  return which;
+  scenario.spec.numel = kGranule * (cut ? 3 * static_cast<unsigned>(ranks) : 3);
+  return scenario;
 }
 
-std::vector<Point> points(const Kind& kind) {
+std::vector<BarrierId> barriers_of(const Kind& kind) {
   // The calls of a tree wait for each other by themselves.
-  if (kind.algorithm == std::string("tree")) return {Point::aimed, Point::stored, Point::arrived};
-  if (is_program(kind)) return {Point::aimed, Point::entered, Point::stored, Point::arrived};
+  if (kind.algorithm == std::string("tree"))
+    return {BarrierId::pointers_set, BarrierId::payloads_stored, BarrierId::payloads_arrived};
+  if (is_program(kind))
+    return {BarrierId::pointers_set, BarrierId::peers_entered, BarrierId::payloads_stored, BarrierId::payloads_arrived};
   if (kind.collective == Collective::reduce_scatter || kind.collective == Collective::all_to_all) {
-    return {Point::aimed, Point::stored, Point::arrived, Point::done};
+    return {BarrierId::pointers_set, BarrierId::payloads_stored, BarrierId::payloads_arrived, BarrierId::section_done};
   }
   if (std::string(kind.algorithm) == "one_shot") {
-    return {Point::aimed, Point::reduced, Point::pushed, Point::gathered, Point::done};
+    return {BarrierId::pointers_set, BarrierId::sum_encoded, BarrierId::payloads_pushed, BarrierId::payloads_gathered,
+            BarrierId::section_done};
   }
-  return {Point::aimed, Point::stored, Point::arrived, Point::reduced, Point::pushed, Point::gathered, Point::done};
+  return {BarrierId::pointers_set,    BarrierId::payloads_stored,   BarrierId::payloads_arrived, BarrierId::sum_encoded,
+          BarrierId::payloads_pushed, BarrierId::payloads_gathered, BarrierId::section_done};
 }
 
-const char* name_of(Point point) {
+const char* name_of(BarrierId barrier) {
   const char* const names[] = {"aimed", "stored", "arrived", "reduced", "pushed", "gathered", "entered", "done"};
-  return names[static_cast<unsigned>(point)];
+  return names[static_cast<unsigned>(barrier)];
 }
 
 bool shows_its_kernel(const Kind& kind) {

@@ -16,7 +16,7 @@ struct Kind {
 };
 
 // Every collective, and the algorithms whose programs differ.
-const std::vector<Kind>& kinds();
+const std::vector<Kind>& collective_kinds();
 bool is_program(const Kind& kind);
 // All programs have one kernel: a ring and a tree show what it needs.
 bool shows_its_kernel(const Kind& kind);
@@ -25,14 +25,14 @@ bool shows_its_kernel(const Kind& kind);
 std::vector<Codec> first_tier();
 
 // Any of a kind's calls.
-Trial drawn(std::minstd_rand& random, const Codec& codec, const Kind& kind, int ranks);
+Scenario random_scenario(std::minstd_rand& random, const Codec& codec, const Kind& kind, int ranks);
 
 // Three sections for the block of each rank, so that slots and calls are used again; of a codec whose blocks several
 // lanes encode and whose bytes others copy than wrote them.
-Trial small(const Kind& kind, int ranks);
+Scenario small_scenario(const Kind& kind, int ranks);
 
 // The points at which the blocks of a kernel meet.
-std::vector<cuda::Point> points(const Kind& kind);
-const char* name_of(cuda::Point point);
+std::vector<cuda::BarrierId> barriers_of(const Kind& kind);
+const char* name_of(cuda::BarrierId barrier);
 
 }  // namespace dtcomm::cuda_emulated

@@ -5,54 +5,54 @@ namespace dtcomm::cuda_emulated {
 
 namespace {
 
-constexpr unsigned kPatience = 4000;  // orders in which a fault has to show
+constexpr unsigned kMaxOrders = 4000;  // orders in which a fault has to show
+using cuda::BarrierId;
 using cuda::Collective;
-using cuda::Point;
 using emulator::Fault;
 
-bool holds(Bench& bench, const Trial& which, std::uint64_t order) {
-  const std::string what = differs(bench, which, order);
+bool passes(TestBench& bench, const Scenario& scenario, std::uint64_t order) {
+  const std::string what = difference(bench, scenario, order);
   if (!what.empty()) {
     std::printf("FAILED: %s, order %llu: %s\n", what.c_str(), static_cast<unsigned long long>(order),
-                describe(which).c_str());
+                describe(scenario).c_str());
   }
   return what.empty();
 }
 
-bool found(Bench& bench, const Kind& kind, const Fault& fault, const char* what) {
-  for (unsigned order = 0; order < kPatience; ++order) {
-    Trial which = small(kind, order % 2 ? 3 : 2);
-    which.seed = 9 * order;
-    if (!differs(bench, which, order, fault).empty()) return true;
+bool found(TestBench& bench, const Kind& kind, const Fault& fault, const char* what) {
+  for (unsigned order = 0; order < kMaxOrders; ++order) {
+    Scenario scenario = small_scenario(kind, order % 2 ? 3 : 2);
+    scenario.seed = 9 * order;
+    if (!difference(bench, scenario, order, fault).empty()) return true;
   }
-  std::printf("FAILED: nobody noticed in %u orders that %s, %s, lacks %s\n", kPatience, name_of(kind.collective),
+  std::printf("FAILED: nobody noticed in %u orders that %s, %s, lacks %s\n", kMaxOrders, name_of(kind.collective),
               kind.algorithm, what);
   return false;
 }
 
-bool faults_are_found(Bench& bench, const Kind& kind) {
+bool faults_are_found(TestBench& bench, const Kind& kind) {
   bool all = true;
-  for (const Point point : points(kind)) {
+  for (const BarrierId barrier : barriers_of(kind)) {
     Fault fault;
-    fault.point = static_cast<int>(point);
-    all &= found(bench, kind, fault, name_of(point));
+    fault.barrier = static_cast<int>(barrier);
+    all &= found(bench, kind, fault, name_of(barrier));
   }
   Fault deaf, same_half;
   deaf.waits = false;
-  same_half.halves = false;
+  same_half.alternates = false;
   all &= found(bench, kind, deaf, "its waits");
   if (std::string(kind.algorithm) == "one_shot") all &= found(bench, kind, same_half, "its second half");
   return all;
 }
 
-bool absent_ranks_are_named(Bench& bench, const Kind& kind) {
+bool absent_ranks_are_named(TestBench& bench, const Kind& kind) {
   for (const int ranks : {2, 3, 8}) {
     for (int absent = 0; absent < ranks; ++absent) {
-      Trial which = small(kind, ranks);
-      which.call.blocks = 2;
-      const std::string what = differs(bench, which, 17, Fault(), absent);
+      Scenario scenario = small_scenario(kind, ranks);
+      scenario.spec.blocks = 2;
+      const std::string what = difference(bench, scenario, 17, Fault(), absent);
       if (what.empty()) continue;
-      std::printf("FAILED: without rank %d %s: %s\n", absent, what.c_str(), describe(which).c_str());
+      std::printf("FAILED: without rank %d %s: %s\n", absent, what.c_str(), describe(scenario).c_str());
       return false;
     }
   }
@@ -62,16 +62,16 @@ bool absent_ranks_are_named(Bench& bench, const Kind& kind) {
 }  // namespace
 
 bool fused_tests(const std::string& programs, unsigned orders) {
-  Bench bench{{}, Programs(programs)};
+  TestBench bench{{}, Programs(programs)};
   std::minstd_rand random(5);
   const std::vector<Codec> tier = first_tier();
-  const std::size_t count = kinds().size();
+  const std::size_t count = collective_kinds().size();
   unsigned runs = 0;
   for (const Codec& codec : tier) {
-    for (const Kind& kind : kinds()) {
+    for (const Kind& kind : collective_kinds()) {
       for (const int ranks : {2, 3, 4, 8}) {
         for (int variant = 0; variant < 2; ++variant, ++runs) {
-          if (!holds(bench, drawn(random, codec, kind, ranks), runs)) return false;
+          if (!passes(bench, random_scenario(random, codec, kind, ranks), runs)) return false;
         }
       }
     }
@@ -80,9 +80,11 @@ bool fused_tests(const std::string& programs, unsigned orders) {
     // Mostly few ranks: the orders of eight take as long as ten times those of two.
     const int ranks[] = {2, 2, 2, 3, 2, 3, 2, 4};
     const int n = order % 500 == 499 ? 8 : ranks[order % 8];
-    if (!holds(bench, drawn(random, tier[order % tier.size()], kinds()[order / 8 % count], n), order)) return false;
+    if (!passes(bench, random_scenario(random, tier[order % tier.size()], collective_kinds()[order / 8 % count], n),
+                order))
+      return false;
   }
-  for (const Kind& kind : kinds()) {
+  for (const Kind& kind : collective_kinds()) {
     if (shows_its_kernel(kind) && !faults_are_found(bench, kind)) return false;
     if (!absent_ranks_are_named(bench, kind)) return false;
   }

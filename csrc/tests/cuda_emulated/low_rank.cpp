@@ -12,7 +12,7 @@ using emulator::EmulatedWarp;
 using emulator::MemoryObserver;
 
 emulator::Scheduler& scheduler() {
-  static emulator::Scheduler scheduler(cuda::kMostThreads);
+  static emulator::Scheduler scheduler(cuda::kMaxBlockThreads);
   return scheduler;
 }
 
@@ -23,45 +23,47 @@ void launch(const Each* of, std::size_t count, MemoryObserver* observer, int hid
   const auto blocks = static_cast<unsigned>(count);
   scheduler().hide_barrier(hidden_barrier);
   emulator::launch_kernel<Shared>(
-      scheduler(), observer, blocks, cuda::kMostThreads, [&](unsigned block) { return of[block]; }, kernel,
-      [&](MemoryObserver& told) {
-        for (unsigned block = 0; block < blocks; ++block) tell(told, block);
+      scheduler(), observer, blocks, cuda::kMaxBlockThreads, [&](unsigned block) { return of[block]; }, kernel,
+      [&](MemoryObserver& reported_missing) {
+        for (unsigned block = 0; block < blocks; ++block) tell(reported_missing, block);
       });
 }
 
 struct CheckShared {
-  cuda::Tops tops;
+  cuda::WarpMaxima maxima;
 };
 
-void orthonormalise(const EmulatedWarp& lanes, cuda::Ledger& ledger, const cuda::Vectors& of, unsigned) {
-  cuda::orthonormalise_block(lanes, ledger, of);
+void orthonormalise(const EmulatedWarp& lanes, cuda::GramSchmidtShared& shared, const cuda::Vectors& of, unsigned) {
+  cuda::orthonormalise_block(lanes, shared, of);
 }
 
-void judge(const EmulatedWarp& lanes, CheckShared& shared, const cuda::Factors& of, unsigned) {
-  cuda::judge_block(lanes, shared.tops, of);
+void check_finite(const EmulatedWarp& lanes, CheckShared& shared, const cuda::Factors& of, unsigned) {
+  cuda::check_finite_block(lanes, shared.maxima, of);
 }
 
 }  // namespace
 
 int orthonormalise_emulated(const cuda::Vectors* of, std::size_t count, MemoryObserver* observer, int hidden_barrier) {
-  launch<cuda::Ledger>(of, count, observer, hidden_barrier, orthonormalise, [&](MemoryObserver& told, unsigned block) {
-    told.shared(of[block].first, of[block].count * of[block].n * sizeof(float), "vectors", block);
-  });
+  launch<cuda::GramSchmidtShared>(
+      of, count, observer, hidden_barrier, orthonormalise, [&](MemoryObserver& reported_missing, unsigned block) {
+        reported_missing.shared(of[block].first, of[block].count * of[block].n * sizeof(float), "vectors", block);
+      });
   return scheduler().barriers();
 }
 
-void judge_emulated(const cuda::Factors* of, std::size_t count, MemoryObserver* observer, int hidden_barrier) {
-  launch<CheckShared>(of, count, observer, hidden_barrier, judge, [&](MemoryObserver& told, unsigned block) {
-    told.shared(of[block].left, of[block].left_size * sizeof(float), "left", block);
-    told.shared(of[block].right, of[block].right_size * sizeof(float), "right", block);
-    told.shared(of[block].finite, 1, "finite", block);
-  });
+void check_finite_emulated(const cuda::Factors* of, std::size_t count, MemoryObserver* observer, int hidden_barrier) {
+  launch<CheckShared>(of, count, observer, hidden_barrier, check_finite,
+                      [&](MemoryObserver& reported_missing, unsigned block) {
+                        reported_missing.shared(of[block].left, of[block].left_size * sizeof(float), "left", block);
+                        reported_missing.shared(of[block].right, of[block].right_size * sizeof(float), "right", block);
+                        reported_missing.shared(of[block].finite, 1, "finite", block);
+                      });
 }
 
 // Every element is one thread's, so the order does not matter.
 void expand_emulated(const cuda::Expansion& call) {
   cuda::with_float(call.dtype, [&](auto dtype) {
-    for (std::uint64_t index = cuda::lanes_of(call); index-- > 0;) {
+    for (std::uint64_t index = cuda::expansion_threads(call); index-- > 0;) {
       cuda::expand_rows<decltype(dtype)::value>(call, index);
     }
   });

@@ -13,8 +13,8 @@ int orthonormalise_emulated(const cuda::Vectors* of, std::size_t count, emulator
                             int hidden_barrier = -1);
 
 // cuda::judge.
-void judge_emulated(const cuda::Factors* of, std::size_t count, emulator::MemoryObserver* observer = nullptr,
-                    int hidden_barrier = -1);
+void check_finite_emulated(const cuda::Factors* of, std::size_t count, emulator::MemoryObserver* observer = nullptr,
+                           int hidden_barrier = -1);
 
 // cuda::expand.
 void expand_emulated(const cuda::Expansion& call);

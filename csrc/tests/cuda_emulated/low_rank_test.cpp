@@ -130,7 +130,7 @@ bool judges() {
   for (std::size_t i = 0; i < lefts.size(); ++i) {
     calls.push_back({lefts[i].data(), rights[i].data(), lefts[i].size(), rights[i].size(), &finite[i]});
   }
-  judge_emulated(calls.data(), calls.size());
+  check_finite_emulated(calls.data(), calls.size());
   for (std::size_t i = 0; i < lefts.size(); ++i) {
     const Floats left(lefts[i].size()), right(rights[i].size());
     if (!same(lefts[i], expected[i] ? old_lefts[i] : left)) return false;

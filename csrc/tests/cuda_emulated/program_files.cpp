@@ -21,7 +21,7 @@ Programs::Programs(const std::string& file) {
   std::string collective, algorithm;
   int ranks, chunks, steps;
   while (from >> collective >> algorithm >> ranks >> chunks >> steps) {
-    Lowering lowering;
+    LoweredSchedule lowering;
     lowering.steps = steps;
     for (int rank = 0; rank < ranks; ++rank) {
       std::vector<int> boxes = numbers<int>(from, static_cast<std::size_t>(ranks));
@@ -38,7 +38,7 @@ Programs::Programs(const std::string& file) {
   if (all_.empty() || !from.eof()) throw std::runtime_error(file + " holds no programs");
 }
 
-const Lowering& Programs::of(const std::string& collective, const std::string& algorithm, int ranks) const {
+const LoweredSchedule& Programs::of(const std::string& collective, const std::string& algorithm, int ranks) const {
   const auto found = all_.find({collective, algorithm, ranks});
   if (found == all_.end()) throw std::runtime_error("no program of " + collective + ", " + algorithm);
   return found->second;

@@ -11,7 +11,7 @@
 
 namespace dtcomm::cuda_emulated {
 
-struct Lowering {
+struct LoweredSchedule {
   int steps = 0;
   std::vector<std::shared_ptr<const Program>> programs;  // by rank
   std::vector<std::vector<int>> step_of;
@@ -20,10 +20,10 @@ struct Lowering {
 class Programs {
  public:
   explicit Programs(const std::string& file);  // throws std::runtime_error
-  const Lowering& of(const std::string& collective, const std::string& algorithm, int ranks) const;
+  const LoweredSchedule& of(const std::string& collective, const std::string& algorithm, int ranks) const;
 
  private:
-  std::map<std::tuple<std::string, std::string, int>, Lowering> all_;
+  std::map<std::tuple<std::string, std::string, int>, LoweredSchedule> all_;
 };
 
 }  // namespace dtcomm::cuda_emulated

@@ -121,11 +121,11 @@ Detector::Page& Detector::page_of(std::uintptr_t at) {
 
 void Detector::touch(std::uintptr_t at, std::size_t bytes, Access access, const Region& region) {
   while (bytes > 0) {
-    const std::size_t within = at % kCell, here = std::min(bytes, kCell - within);
-    access.bytes = static_cast<std::uint8_t>(((1U << here) - 1) << within);
+    const std::size_t within = at % kCell, local_ranks = std::min(bytes, kCell - within);
+    access.bytes = static_cast<std::uint8_t>(((1U << local_ranks) - 1) << within);
     visit(page_of(at).cells[at % kPage / kCell], access, at, region);
-    at += here;
-    bytes -= here;
+    at += local_ranks;
+    bytes -= local_ranks;
   }
 }
 

@@ -6,62 +6,63 @@ namespace dtcomm::race_detector {
 
 namespace {
 
+using cuda::BarrierId;
 using cuda::Collective;
-using cuda::Point;
-using cuda_emulated::differs;
-using cuda_emulated::drawn;
+using cuda_emulated::difference;
 using cuda_emulated::Kind;
-using cuda_emulated::Trial;
+using cuda_emulated::random_scenario;
+using cuda_emulated::Scenario;
 using emulator::Fault;
 
 constexpr unsigned kTries = 4;  // calls by which a fault has to show
 
-struct Watched {
+struct Observed {
   Detector detector;
-  Bench bench;
+  TestBench bench;
 
-  explicit Watched(const std::string& programs) : bench{{}, cuda_emulated::Programs(programs)} {
+  explicit Observed(const std::string& programs) : bench{{}, cuda_emulated::Programs(programs)} {
     bench.observer = &detector;
     bench.emulator.observe(&detector);
   }
 };
 
-bool none(Watched& watched, const Trial& which, std::uint64_t order, const std::string& what) {
-  const std::vector<Race> races = watched.detector.take();
+bool none(Observed& observed, const Scenario& scenario, std::uint64_t order, const std::string& what) {
+  const std::vector<Race> races = observed.detector.take();
   if (what.empty() && races.empty()) return true;
-  std::printf("FAILED: %s, order %llu: %s\n", cuda_emulated::describe(which).c_str(),
+  std::printf("FAILED: %s, order %llu: %s\n", cuda_emulated::describe(scenario).c_str(),
               static_cast<unsigned long long>(order), what.c_str());
   for (std::size_t i = 0; i < races.size() && i < 12; ++i) {
-    std::printf("  %s\n", watched.detector.describe(races[i]).c_str());
+    std::printf("  %s\n", observed.detector.describe(races[i]).c_str());
   }
   return false;
 }
 
 // No races, and the engine's bytes.
-bool holds(Watched& watched, const Trial& which, std::uint64_t order, int absent = -1) {
-  return none(watched, which, order, differs(watched.bench, which, order, Fault(), absent));
+bool passes(Observed& observed, const Scenario& scenario, std::uint64_t order, int absent = -1) {
+  return none(observed, scenario, order, difference(observed.bench, scenario, order, Fault(), absent));
 }
 
 // A rank that is absent from one launch on: others are in the midst of a program, or have more calls in the queue. Who
 // names whom is device_test's matter.
-bool holds_without(Watched& watched, const Kind& kind, unsigned comes) {
-  Trial which = cuda_emulated::small(kind, 4);
-  which.call.blocks = 2;
-  which.calls = 3;
+bool passes_without(Observed& observed, const Kind& kind, unsigned comes) {
+  Scenario scenario = cuda_emulated::small_scenario(kind, 4);
+  scenario.spec.blocks = 2;
+  scenario.calls = 3;
   Fault fault;
-  fault.comes = comes;
-  differs(watched.bench, which, comes, fault, 1);
-  return none(watched, which, comes, "");
+  fault.absent_launches = comes;
+  difference(observed.bench, scenario, comes, fault, 1);
+  return none(observed, scenario, comes, "");
 }
 
 // A fault is found by its races, whatever the bytes are.
-bool found(Watched& watched, const Kind& kind, const Fault& fault, const char* what, int absent = -1) {
+bool found(Observed& observed, const Kind& kind, const Fault& fault, const char* what, int absent = -1) {
   for (unsigned number = 0; number < kTries; ++number) {
-    Trial which = cuda_emulated::small(kind, number % 2 ? 3 : 2);
-    which.residual = number / 2 == 0;
-    if (absent >= 0) which.call.blocks = 2, which.varies = false;  // several blocks of the first call miss it
-    differs(watched.bench, which, number, fault, absent);
-    if (!watched.detector.take().empty()) return true;
+    Scenario scenario = cuda_emulated::small_scenario(kind, number % 2 ? 3 : 2);
+    scenario.residual = number / 2 == 0;
+    if (absent >= 0)
+      scenario.spec.blocks = 2, scenario.alternates_plans = false;  // several blocks of the first call miss it
+    difference(observed.bench, scenario, number, fault, absent);
+    if (!observed.detector.take().empty()) return true;
   }
   std::printf("FAILED: no race is found where %s, %s, lacks %s\n", cuda_emulated::name_of(kind.collective),
               kind.algorithm, what);
@@ -74,27 +75,27 @@ Fault without(bool Fault::* what) {
   return fault;
 }
 
-bool faults_are_found(Watched& watched, const Kind& kind, unsigned& faults) {
+bool faults_are_found(Observed& observed, const Kind& kind, unsigned& faults) {
   bool all = true;
   const auto try_one = [&](const Fault& fault, const char* what, int absent = -1) {
     ++faults;
-    all &= found(watched, kind, fault, what, absent);
+    all &= found(observed, kind, fault, what, absent);
   };
-  for (const Point point : cuda_emulated::points(kind)) {
+  for (const BarrierId barrier : cuda_emulated::barriers_of(kind)) {
     Fault fault;
-    fault.point = static_cast<int>(point);
-    try_one(fault, cuda_emulated::name_of(point));
+    fault.barrier = static_cast<int>(barrier);
+    try_one(fault, cuda_emulated::name_of(barrier));
   }
   const std::pair<bool Fault::*, const char*> left_out[] = {{&Fault::waits, "waits"},
                                                             {&Fault::releases, "releases"},
                                                             {&Fault::acquires, "acquires"},
-                                                            {&Fault::together, "warps that come together"}};
+                                                            {&Fault::syncs_warps, "warps that come together"}};
   for (const auto& [member, what] : left_out) try_one(without(member), what);
   Fault near;
   near.scope = Scope::device;
   try_one(near, "the system's scope");
   try_one(without(&Fault::strong), "strong notes of who is missing", 0);
-  if (std::string(kind.algorithm) == "one_shot") try_one(without(&Fault::halves), "its second half");
+  if (std::string(kind.algorithm) == "one_shot") try_one(without(&Fault::alternates), "its second half");
   if (cuda_emulated::is_program(kind)) try_one(without(&Fault::streams), "an order of its launches");
   return all;
 }
@@ -102,35 +103,35 @@ bool faults_are_found(Watched& watched, const Kind& kind, unsigned& faults) {
 }  // namespace
 
 bool fused_tests(const std::string& programs, unsigned orders) {
-  Watched watched(programs);
+  Observed observed(programs);
   std::minstd_rand random(11);
   const std::vector<Codec> tier = cuda_emulated::first_tier();
-  const std::vector<Kind>& kinds = cuda_emulated::kinds();
+  const std::vector<Kind>& collective_kinds = cuda_emulated::collective_kinds();
   unsigned runs = 0, faults = 0;
   for (unsigned order = 0; order < orders; ++order, ++runs) {
     const int ranks[] = {2, 3, 2, 4, 2, 3, 8, 4};
-    const Kind& kind = kinds[order % kinds.size()];
-    const Codec& codec = tier[order / kinds.size() % tier.size()];
-    Trial which = drawn(random, codec, kind, ranks[order / kinds.size() % 8]);
-    which.calls += order % 3;  // on the same memory
-    which.varies = order % 2;
-    if (!holds(watched, which, order)) return false;
+    const Kind& kind = collective_kinds[order % collective_kinds.size()];
+    const Codec& codec = tier[order / collective_kinds.size() % tier.size()];
+    Scenario scenario = random_scenario(random, codec, kind, ranks[order / collective_kinds.size() % 8]);
+    scenario.calls += order % 3;  // on the same memory
+    scenario.alternates_plans = order % 2;
+    if (!passes(observed, scenario, order)) return false;
   }
   bool all = true;
-  for (const Kind& kind : kinds) {
+  for (const Kind& kind : collective_kinds) {
     for (int absent = 0; absent < 3; ++absent, ++runs) {
-      Trial which = cuda_emulated::small(kind, 3);
-      which.call.blocks = 2;
-      all &= holds(watched, which, 17, absent);
+      Scenario scenario = cuda_emulated::small_scenario(kind, 3);
+      scenario.spec.blocks = 2;
+      all &= passes(observed, scenario, 17, absent);
     }
     for (unsigned comes = 1; comes < 5; ++comes, ++runs) {
-      all &= holds_without(watched, kind, comes);
+      all &= passes_without(observed, kind, comes);
     }
-    if (cuda_emulated::shows_its_kernel(kind)) all &= faults_are_found(watched, kind, faults);
+    if (cuda_emulated::shows_its_kernel(kind)) all &= faults_are_found(observed, kind, faults);
   }
   if (!all) return false;
   std::printf("%u fused collectives: no race in %llu accesses; all of %u faults were found\n", runs,
-              static_cast<unsigned long long>(watched.detector.accesses()), faults);
+              static_cast<unsigned long long>(observed.detector.accesses()), faults);
   return true;
 }
 

@@ -11,7 +11,7 @@ namespace dtcomm::race_detector {
 
 namespace {
 
-using cuda::Point;
+using cuda::BarrierId;
 using cuda::Quad;
 using emulator::EmulatedBlock;
 using emulator::Fault;
@@ -76,10 +76,10 @@ void pass_message(const Lane& lane, Memory& memory) {
 template <bool Before, bool After>
 void pass_for_all(const Lane& lane, Memory& memory) {
   if (lane.is(0, 45)) memory.x = 1;
-  if (Before) lane.block.meet(Point::stored);
+  if (Before) lane.block.sync_block(BarrierId::payloads_stored);
   if (lane.is(0, 0)) lane.tell(memory.flag[0], 1);
   if (lane.is(1, 0)) lane.hear(memory.flag[0], 1);
-  if (After) lane.block.meet(Point::arrived);
+  if (After) lane.block.sync_block(BarrierId::payloads_arrived);
   if (lane.is(1, 37)) memory.y = memory.x;
 }
 
@@ -126,9 +126,9 @@ enum class Meets { exchange, together, block };
 template <Meets How, unsigned Reader>
 void pass_within_a_block(const Lane& lane, Memory& memory) {
   if (lane.is(0, 0)) memory.x = 1;
-  if (How == Meets::exchange) lane.block.swap(lane.at, 1);
-  if (How == Meets::together) lane.block.together();
-  if (How == Meets::block) lane.block.meet(Point::aimed);
+  if (How == Meets::exchange) lane.block.shuffle_xor(lane.at, 1);
+  if (How == Meets::together) lane.block.sync_warp();
+  if (How == Meets::block) lane.block.sync_block(BarrierId::pointers_set);
   if (lane.is(0, Reader)) memory.y = memory.x;
 }
 
@@ -137,13 +137,13 @@ void store_the_same(const Lane& lane, Memory& memory) {
 }
 
 void note_the_same(const Lane& lane, Memory& memory) {
-  if (lane.at == 0) lane.block.note(&memory.x, 1);
+  if (lane.at == 0) lane.block.store_relaxed(&memory.x, 1);
 }
 
 template <bool Strong>
 void look_at_a_note(const Lane& lane, Memory& memory) {
-  if (lane.is(0, 0)) lane.block.note(&memory.x, 1);
-  if (lane.is(1, 0)) memory.y = Strong ? lane.block.look(&memory.x) : memory.x;
+  if (lane.is(0, 0)) lane.block.store_relaxed(&memory.x, 1);
+  if (lane.is(1, 0)) memory.y = Strong ? lane.block.load_acquire(&memory.x) : memory.x;
 }
 
 void store_neighbours(const Lane& lane, Memory& memory) {
@@ -186,7 +186,7 @@ void store_elsewhere(const Lane& lane, Memory&) {
 }
 
 void store_in_a_constant(const Lane& lane, Memory&) {
-  if (lane.is(0, 0)) const_cast<Fault&>(lane.block.fault).point = 7;
+  if (lane.is(0, 0)) const_cast<Fault&>(lane.block.fault).barrier = 7;
 }
 
 const Litmus kLitmus[] = {

@@ -23,7 +23,7 @@ bool judge_races(Detector& detector, int left_out) {
   std::vector<float> left(700, 1), right(900, float_of(kNaN32));
   std::uint8_t finite = 0;
   const cuda::Factors call = {left.data(), right.data(), left.size(), right.size(), &finite};
-  cuda_emulated::judge_emulated(&call, 1, &detector, left_out);
+  cuda_emulated::check_finite_emulated(&call, 1, &detector, left_out);
   return !detector.take().empty();
 }
 

@@ -8,7 +8,7 @@
 
 namespace dtcomm::race_detector {
 
-using cuda_emulated::Bench;
+using cuda_emulated::TestBench;
 
 // The detector on small exchanges between lanes, each known to be ordered or not.
 bool litmus_tests();

@@ -19,7 +19,7 @@ from dtcomm.codecs import codec
 from dtcomm.errors import ScheduleError
 from dtcomm.measure import mpi
 from dtcomm.measure.exact_inputs import OPS
-from dtcomm.runtime.cuda_peer.launch import MOST_RANKS, why_not
+from dtcomm.runtime.cuda_peer.launch import MAX_RANKS, why_not
 from dtcomm.runtime.types import OpSpec, TensorSpec
 from dtcomm.schedule import Schedule, verify
 from dtcomm.schedule import parse as parse_schedule
@@ -437,8 +437,8 @@ def _device_of_virtual_ranks(
     namespace: argparse.Namespace, compare: tuple[str, ...], schedule: Schedule | None
 ) -> str:
     """Return the device of virtual ranks; ValueError names an argument that conflicts with --virtual."""
-    if not 2 <= namespace.virtual <= MOST_RANKS:
-        raise ValueError(f"--virtual {namespace.virtual}: expected 2 to {MOST_RANKS} ranks")
+    if not 2 <= namespace.virtual <= MAX_RANKS:
+        raise ValueError(f"--virtual {namespace.virtual}: expected 2 to {MAX_RANKS} ranks")
     device: str = namespace.device or CUDA
     if device == CPU:
         raise ValueError(

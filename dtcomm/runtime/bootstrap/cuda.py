@@ -16,8 +16,8 @@ from dtcomm.kernels import dispatch
 from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
 from dtcomm.runtime.bootstrap.gpu_topology import describe_gpu, why_not_peers
 from dtcomm.runtime.bootstrap.store_exchange import StoreExchange, require_equal
-from dtcomm.runtime.cuda_peer.launch import FusedRanks, launcher_of, room_of
-from dtcomm.runtime.cuda_peer.memory import reach
+from dtcomm.runtime.cuda_peer.launch import FusedRanks, launcher_for, layout_for
+from dtcomm.runtime.cuda_peer.memory import map_peers
 from dtcomm.runtime.cuda_peer.runtime import PeerRuntime
 from dtcomm.runtime.torchdist.host_runtime import ProcessGroupRuntime
 from dtcomm.runtime.torchdist.stream_runtime import StreamRuntime
@@ -86,14 +86,14 @@ class CudaBootstrap(CpuBootstrap):
         gpus = [info["gpu"] for info in infos]
         memory, failure = None, why_not_peers(gpus, self.groups, forced)
         if not failure:
-            layout = room_of(gpus)
+            layout = layout_for(gpus)
             size, ids = _C.fused_bytes(self.size, layout), [gpu["id"] for gpu in gpus]
-            memory, failure = reach(exchange, self.names, self._group, self._device, size, self.rank, ids)
+            memory, failure = map_peers(exchange, self.names, self._group, self._device, size, self.rank, ids)
         if memory is not None:
             pads = [memory.own[_C.MISSING_OFFSET :][:4].view(torch.int32)]
-            budget_ns = int(self._timeout.total_seconds() * 1e9)
-            launcher = launcher_of(self._device)
-            fused = FusedRanks(launcher, layout, memory.addresses, pads, self.rank, 1, budget_ns)
+            timeout_ns = int(self._timeout.total_seconds() * 1e9)
+            launcher = launcher_for(self._device)
+            fused = FusedRanks(launcher, layout, memory.addresses, pads, self.rank, 1, timeout_ns)
             self.runtime = PeerRuntime(fused, streams, fallback, self.names, memory.kind, memory, forced)
             self.reason = "all ranks reach each other's memory" + (f"; no {failure}" if failure else "")
         elif forced:

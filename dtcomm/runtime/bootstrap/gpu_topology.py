@@ -18,7 +18,7 @@ BLOCKS_OF_A_MULTIPROCESSOR = (
 def blocks_of(device: torch.device, ranks: int = 1) -> int:
     """The largest number of thread blocks per rank if ``ranks`` ranks share one launch on the device."""
     most = torch.cuda.get_device_properties(device).multi_processor_count * BLOCKS_OF_A_MULTIPROCESSOR
-    return max(1, min(_C.MOST_BLOCKS, most // ranks))
+    return max(1, min(_C.MAX_BLOCKS, most // ranks))
 
 
 def describe_gpu(device: torch.device) -> dict[str, Any]:
@@ -61,8 +61,8 @@ def why_not_peers(gpus: Sequence[dict[str, Any]], groups: Sequence[Sequence[int]
     """
     if len(groups) > 1:
         return f"the ranks are on {len(groups)} hosts"
-    if not 2 <= len(gpus) <= _C.MOST_RANKS:
-        return f"{len(gpus)} ranks: fused kernels serve 2 to {_C.MOST_RANKS}"
+    if not 2 <= len(gpus) <= _C.MAX_RANKS:
+        return f"{len(gpus)} ranks: fused kernels serve 2 to {_C.MAX_RANKS}"
     for rank, gpu in enumerate(gpus):
         if gpu["trouble"]:
             return f"rank {rank}: {gpu['trouble']}"

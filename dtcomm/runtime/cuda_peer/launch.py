@@ -1,15 +1,16 @@
-"""The caller of the fused kernels: a collective inside a host over memory that all its ranks reach, as one launch, or,
-for a lowered schedule (ring, tree, one's own), as one a step.
+"""Plans and launches of fused CUDA collectives over memory that all ranks of a host reach.
 
-The same code serves one rank of many processes, all ranks as virtual ones on one device, and all ranks on the CPU,
-where an emulator runs the kernels' source. docs/how-it-works/gpu-status.md says what the kernels do,
-csrc/cuda/fused/collective.h what a call is.
+A direct algorithm is one kernel launch; a lowered schedule (ring, tree, a schedule of one's own) is one launch for each
+of its steps. The same code serves one rank of several processes, all ranks as virtual ranks of one device, and all
+ranks on the CPU, where the optional module ``dtcomm._emulator`` runs the kernels' source. :class:`PeerRuntime` and
+``dtcomm.measure.virtual_ranks`` call it. docs/how-it-works/gpu-status.md describes the kernels, and
+csrc/cuda/fused/collective.h what a kernel is told.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from dtcomm import _C
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.kernels.types import OPERATIONS
-from dtcomm.runtime.cuda_peer.programs import Lowered, lowered
+from dtcomm.runtime.cuda_peer.programs import LoweredSchedule, lower_for_all_ranks
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule
 from dtcomm.schedule.ir import REDUCING
@@ -25,48 +26,57 @@ from dtcomm.schedule.ir import REDUCING
 COLLECTIVES = {"all_reduce": 0, "reduce_scatter": 1, "all_gather": 2, "all_to_all": 3}
 ALGORITHMS = {"two_shot": 0, "one_shot": 1, TWO_SHOT_SYMMETRIC: 0}
 PROGRAM = 2
-MOST_RANKS: int = _C.MOST_RANKS
-SLOT_BYTES = 32 * 1024  # of a section's payload: enough to fill a link while the next one is made
-BOX_BYTES = 32 * 2**20  # for the payloads of a program's piece: tens of megabytes go in one
-BUDGET_NS = 10 * 10**9
+MAX_RANKS: int = _C.MAX_RANKS
+SLOT_BYTES = 32 * 1024  # for a section's payload: enough to fill a link while the next section is encoded
+BOX_BYTES = 32 * 2**20  # for the payloads of a program's piece: tensors of tens of megabytes take one piece
+TIMEOUT_NS = 10 * 10**9
 
-Shares = list[tuple[int, int, int, int, int]]
+#: Addresses of a rank's input, output, residual, bias and addend; 0 where there is none.
+RankPointers = tuple[int, int, int, int, int]
+#: Launches a planned collective with the tensors of each local rank and the number of features of their bias.
+LaunchFunction = Callable[[list[RankPointers], int], None]
 
 
-class Room(NamedTuple):
-    """How the memory that ranks reach is laid out: the same on all of them."""
+class PeerBufferLayout(NamedTuple):
+    """Layout of the memory that peers reach, the same on all ranks. Sizes in bytes."""
 
     blocks: int
     slot_bytes: int = SLOT_BYTES
     box_bytes: int = 0
 
 
-def room_of(seats: Sequence[dict[str, Any]]) -> Room:
-    """Where the ranks' devices are what ``seats`` says of them: of a size that does not depend on the tensors."""
-    return Room(min(seat["blocks"] for seat in seats), SLOT_BYTES, BOX_BYTES)
+def layout_for(gpus: Sequence[dict[str, Any]]) -> PeerBufferLayout:
+    """The layout for ranks with these GPUs (``bootstrap.gpu_topology.describe_gpu``); it does not depend on tensors."""
+    return PeerBufferLayout(min(gpu["blocks"] for gpu in gpus), SLOT_BYTES, BOX_BYTES)
 
 
 class Launcher(Protocol):
-    """Where kernels run: a device, or the emulator."""
+    """Where kernels run: a CUDA device or the emulator."""
 
-    def state(self, **stated: Any) -> Any:
-        """A call of one shape; keywords as ``FusedCall`` takes them."""
+    def plan(self, **spec: Any) -> LaunchFunction:
+        """Plan a collective of one shape; ``spec`` are the arguments of ``_cuda.FusedPlan``.
 
-    def why_not(self, stated: Any) -> str:
-        """Why there is no kernel for it; empty where there is one."""
+        The function that is returned launches it after the work already queued on the current stream.
 
-    def launch(self, stated: Any, shares: Shares, features: int = 0) -> None:
-        """Run it with these tensors, behind what the current stream was given; ``features`` are those of a bias."""
+        Raises:
+            ValueError: There is no kernel for it; the message names the field.
+        """
 
 
-class Emulated:
-    """On the CPU, all ranks in one process. ``order`` seeds that of the lanes' turns; ``absent`` never comes."""
+class EmulatorLauncher:
+    """Runs kernels on the CPU, with all ranks in this process.
 
-    def __init__(self, order: int = 0, absent: int = -1) -> None:
-        self.order = order
+    Args:
+        seed: Decides the order in which the kernels' threads run; it grows by one with each launch.
+        absent: A rank whose kernels never start; -1 for none.
+    """
+
+    def __init__(self, seed: int = 0, absent: int = -1) -> None:
+        self.seed = seed
         self.absent = absent
 
-    def state(self, **stated: Any) -> Any:
+    def plan(self, **spec: Any) -> LaunchFunction:
+        """Plan a collective for the emulator. Raises RuntimeError where the module ``_emulator`` was not built."""
         try:
             from dtcomm import _emulator
         except ImportError:
@@ -74,233 +84,252 @@ class Emulated:
                 "the module dtcomm._emulator was not built; build it from a checkout: "
                 "DTCOMM_EMULATOR=1 pip install --no-build-isolation ."
             ) from None
-        return _emulator.FusedCall(**stated)
+        plan = _emulator.FusedPlan(**spec)
 
-    def why_not(self, stated: Any) -> str:
-        return str(stated.why_not())
+        def launch(tensors: list[RankPointers], features: int) -> None:
+            plan.launch(tensors, self.seed, self.absent, features)
+            self.seed += 1
 
-    def launch(self, stated: Any, shares: Shares, features: int = 0) -> None:
-        stated.launch(shares, self.order, self.absent, features)
-        self.order += 1
+        return launch
 
 
-class OnDevice:
-    """On the current stream of a CUDA device."""
+class CudaLauncher:
+    """Runs kernels on the current stream of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def state(self, **stated: Any) -> Any:
+    def plan(self, **spec: Any) -> LaunchFunction:
+        """Plan a collective for the device."""
         from dtcomm import _cuda
 
-        return _cuda.FusedCall(**stated)
+        plan = _cuda.FusedPlan(**spec)
 
-    def why_not(self, stated: Any) -> str:
-        return str(stated.why_not())
+        def launch(tensors: list[RankPointers], features: int) -> None:
+            with torch.cuda.device(self._device):
+                plan.launch(tensors, torch.cuda.current_stream(self._device).cuda_stream, features)
 
-    def launch(self, stated: Any, shares: Shares, features: int = 0) -> None:
-        with torch.cuda.device(self._device):
-            stated.launch(shares, torch.cuda.current_stream(self._device).cuda_stream, features)
-
-
-def launcher_of(device: torch.device) -> Launcher:
-    """What runs kernels on tensors of the device."""
-    return OnDevice(device) if device.type == "cuda" else Emulated()
+        return launch
 
 
-class NoKernel(ValueError):
+def launcher_for(device: torch.device) -> Launcher:
+    """The launcher for tensors of ``device``."""
+    return CudaLauncher(device) if device.type == "cuda" else EmulatorLauncher()
+
+
+class NoFusedKernel(ValueError):
     """There is no fused kernel for calls of a shape; the message says why."""
 
 
-class Launch(NamedTuple):
-    """One part of a message, stated."""
+class PartLaunch(NamedTuple):
+    """The planned launch of one part of a message."""
 
     part: int
-    call: Any
+    launch: LaunchFunction
 
 
 class FusedPlan(NamedTuple):
-    """A call of one shape: a launch, or a program's, for each of its parts that has elements."""
+    """The plan of calls of one shape: a launch for each part that has elements."""
 
     spec: OpSpec
     text: str
-    launches: tuple[Launch, ...]
+    launches: tuple[PartLaunch, ...]
     sent_bytes: int
 
     @property
-    def finishes(self) -> bool:
-        """Whether its kernel adds what an ``After`` says."""
+    def fuses_epilogue(self) -> bool:
+        """Whether its kernel applies a ``FusedEpilogue``."""
         return self.spec.collective == "all_reduce" and self.spec.algorithm in ALGORITHMS
 
 
-class After(NamedTuple):
-    """What a rank adds to a sum, in the pass that writes it: bias [features], addend as the tensor."""
+class FusedEpilogue(NamedTuple):
+    """What a kernel adds to the sum in the pass that writes it: bias [features] and addend [as the tensor]."""
 
     bias: torch.Tensor | None
     addend: torch.Tensor | None
 
     @property
     def features(self) -> int:
-        """Of the bias."""
+        """Elements of the bias; 0 without one."""
         return 0 if self.bias is None else self.bias.numel()
 
     def pointers(self) -> tuple[int, int]:
-        """Addresses, 0 for what is not there."""
+        """The addresses of bias and addend; 0 where there is none."""
         return (
             0 if self.bias is None else self.bias.data_ptr(),
             0 if self.addend is None else self.addend.data_ptr(),
         )
 
 
-NOTHING_AFTER = After(None, None)
+NO_EPILOGUE = FusedEpilogue(None, None)
 
 
 class FusedRanks:
-    """Ranks ``first`` .. ``first + here - 1`` of ``ranks``, whose memories begin at the addresses ``memory``.
+    """The local ranks of a group whose members reach each other's memory.
 
-    ``pads`` are the int32 words, one for each rank that is here, in which the kernels leave who did not come.
+    Args:
+        launcher: Where the kernels run.
+        buffer_layout: Layout of the reachable memory.
+        memory: The address of each rank's reachable memory, for all ranks of the group.
+        pads: For each local rank the int32 word in which kernels record a missing rank.
+        first_rank: The first local rank.
+        local_ranks: Number of local ranks: 1 in a process of its own, or all of them as virtual ranks.
+        timeout_ns: Nanoseconds for which a kernel waits for one signal.
     """
 
     def __init__(
         self,
         launcher: Launcher,
-        room: Room,
+        buffer_layout: PeerBufferLayout,
         memory: Sequence[int],
         pads: Sequence[torch.Tensor],
-        first: int,
-        here: int,
-        budget_ns: int = BUDGET_NS,
+        first_rank: int,
+        local_ranks: int,
+        timeout_ns: int = TIMEOUT_NS,
     ) -> None:
-        self.ranks, self.first, self.here = len(memory), first, here
-        self.room = room
+        self.ranks, self.first_rank, self.local_ranks = len(memory), first_rank, local_ranks
+        self.buffer_layout = buffer_layout
         self.pads = pads
         self._launcher = launcher
         self._memory = list(memory)
-        self._budget_ns = budget_ns
+        self._timeout_ns = timeout_ns
 
-    def prepare(self, shape: OpSpec, schedule: Schedule | None = None) -> FusedPlan:
-        """A plan for calls of this shape; ``schedule`` is needed where its algorithm is none of ``ALGORITHMS``.
+    def prepare(self, spec: OpSpec, schedule: Schedule | None = None) -> FusedPlan:
+        """Plan calls of this shape; ``schedule`` is needed unless the algorithm is one of ``ALGORITHMS``.
 
-        NoKernel says why there is none, on all ranks alike.
+        Raises:
+            NoFusedKernel: There is no kernel, for a reason that is the same on all ranks.
         """
-        reason = why_not(shape, self.ranks, schedule)
+        reason = why_not(spec, self.ranks, schedule)
         if reason:
-            raise NoKernel(reason)
-        program = None if _direct(shape) or schedule is None else lowered(schedule)
+            raise NoFusedKernel(reason)
+        program = None if _is_direct(spec) or schedule is None else lower_for_all_ranks(schedule)
         launches = []
-        for index, part in enumerate(shape.parts):
+        for index, part in enumerate(spec.parts):
             if part.numel:
-                launches.append(Launch(index, self._state(shape, part, program)))
-                reason = self._launcher.why_not(launches[-1].call)
-                if reason:
-                    raise NoKernel(f"{shape.algorithm} has no fused kernel: {reason}")
+                try:
+                    launch = self._launcher.plan(**self._kernel_spec(spec, part, program))
+                except ValueError as error:
+                    raise NoFusedKernel(f"{spec.algorithm} has no fused kernel: {error}") from None
+                launches.append(PartLaunch(index, launch))
         if program is not None:
-            sent = program.sent(shape, self.first)
+            sent = program.sent_bytes(spec, self.first_rank)
         else:
-            sent = sum(self._sent(shape, part) for part in shape.parts)
-        return FusedPlan(shape, str(shape), tuple(launches), sent)
+            sent = sum(self._sent_bytes(spec, part) for part in spec.parts)
+        return FusedPlan(spec, str(spec), tuple(launches), sent)
 
-    def set_budget(self, seconds: float) -> None:
-        """How long kernels of the plans from now on wait for one signal."""
-        self._budget_ns = int(seconds * 1e9)
+    def set_timeout(self, seconds: float) -> None:
+        """Let kernels of later plans wait for one signal for so many seconds."""
+        self._timeout_ns = int(seconds * 1e9)
 
     def launch(
-        self, plan: FusedPlan, given: Sequence[Sequence[Buffers]], after: Sequence[After] = ()
+        self, plan: FusedPlan, buffers: Sequence[Sequence[Buffers]], epilogues: Sequence[FusedEpilogue] = ()
     ) -> None:
-        """Queue a call; ``given[i]`` are the parts of rank ``first + i``, ``after[i]`` what it adds to its sum (where
-        the plan ``finishes`` and has one part).
+        """Queue a call on the current stream.
+
+        Args:
+            plan: The plan of the call's shape.
+            buffers: For each local rank the buffers of each part.
+            epilogues: For each local rank what is added to its sum; needs a plan that ``fuses_epilogue`` and has one
+                part.
         """
-        last = after or [NOTHING_AFTER] * len(given)
-        for at, call in plan.launches:
-            shares = [
-                (*buffers[at].pointers(), *each.pointers()) for buffers, each in zip(given, last, strict=True)
+        epilogues = epilogues or [NO_EPILOGUE] * len(buffers)
+        features = epilogues[0].features
+        for part, launch in plan.launches:
+            tensors = [
+                (*parts[part].pointers(), *epilogue.pointers())
+                for parts, epilogue in zip(buffers, epilogues, strict=True)
             ]
-            self._launcher.launch(call, shares, last[0].features)
+            launch(tensors, features)
 
-    def _state(self, shape: OpSpec, part: TensorSpec, program: Lowered | None) -> Any:
-        granule = part.codec.granularity
+    def _kernel_spec(self, spec: OpSpec, part: TensorSpec, program: LoweredSchedule | None) -> dict[str, Any]:
+        """The arguments of ``_cuda.FusedPlan`` for one part."""
+        granule, layout = part.codec.granularity, self.buffer_layout
         if program is not None:
-            special = {"algorithm": PROGRAM, **program.stated(shape, self.first, self.here)}
-            blocks, section = max(1, program.granules(shape, part)), 0
+            special = {"algorithm": PROGRAM, **program.kernel_spec(spec, self.first_rank, self.local_ranks)}
+            blocks, section = max(1, program.chunk_granules(spec, part)), 0
         else:
-            special = {"algorithm": ALGORITHMS[shape.algorithm], "collective": COLLECTIVES[shape.collective]}
-            granules = -(-(max(shape.splits) if shape.splits else part.numel) // granule)
-            if shape.collective == "all_reduce" and shape.algorithm != "one_shot":
+            special = {"algorithm": ALGORITHMS[spec.algorithm], "collective": COLLECTIVES[spec.collective]}
+            granules = -(-(max(spec.splits) if spec.splits else part.numel) // granule)
+            if spec.collective == "all_reduce" and spec.algorithm != "one_shot":
                 granules = -(-granules // self.ranks)
-            most = self.room.slot_bytes // part.codec.wire_bytes(granule, part.dtype)
-            section = min(most, max(1, -(-granules // self.room.blocks)))
+            most = layout.slot_bytes // part.codec.wire_bytes(granule, part.dtype)
+            section = min(most, max(1, -(-granules // layout.blocks)))
             blocks = -(-granules // section)
-        return self._launcher.state(
-            codec=part.codec.native(),
-            dtype=ELEMENT_TYPES[part.dtype],
-            numel=part.numel,
-            splits=list(shape.splits),
-            op=OPERATIONS["sum" if shape.op == "avg" else shape.op],
-            divisor=self.ranks if shape.op == "avg" else 1,
-            encodes_own=shape.algorithm == TWO_SHOT_SYMMETRIC,
-            rounds=shape.algorithm != TWO_SHOT_SYMMETRIC,
-            ranks=self.ranks,
-            first=self.first,
-            here=self.here,
-            room=self.room,
-            blocks=min(self.room.blocks, blocks),
-            section=section,
-            budget=self._budget_ns,
-            memory=self._memory,
+        return {
+            "codec": part.codec.native(),
+            "dtype": ELEMENT_TYPES[part.dtype],
+            "numel": part.numel,
+            "splits": list(spec.splits),
+            "op": OPERATIONS["sum" if spec.op == "avg" else spec.op],
+            "divisor": self.ranks if spec.op == "avg" else 1,
+            "encodes_own": spec.algorithm == TWO_SHOT_SYMMETRIC,
+            "rounds_sum": spec.algorithm != TWO_SHOT_SYMMETRIC,
+            "ranks": self.ranks,
+            "first_rank": self.first_rank,
+            "local_ranks": self.local_ranks,
+            "buffer_layout": layout,
+            "blocks": min(layout.blocks, blocks),
+            "section": section,
+            "timeout_ns": self._timeout_ns,
+            "memory": self._memory,
             **special,
-        )
+        }
 
-    def _sent(self, shape: OpSpec, part: TensorSpec) -> int:
-        """Bytes that the first rank here puts into peers' memory."""
-        mine, ranks, granule = self.first, self.ranks, part.codec.granularity
+    def _sent_bytes(self, spec: OpSpec, part: TensorSpec) -> int:
+        """Bytes that the first local rank writes into peers' memory for one part of a direct algorithm."""
+        own, ranks, granule = self.first_rank, self.ranks, part.codec.granularity
 
-        def bytes_of(numel: int) -> int:
+        def wire_bytes(numel: int) -> int:
             return part.codec.wire_bytes(numel, part.dtype)
 
-        if shape.splits:
-            row = shape.splits[mine * ranks : (mine + 1) * ranks]
-            return sum(bytes_of(count) for peer, count in enumerate(row) if peer != mine)
-        if shape.collective != "all_reduce" or shape.algorithm == "one_shot":
-            return bytes_of(part.numel) * (ranks - 1)
+        if spec.splits:
+            row = spec.splits[own * ranks : (own + 1) * ranks]
+            return sum(wire_bytes(count) for peer, count in enumerate(row) if peer != own)
+        if spec.collective != "all_reduce" or spec.algorithm == "one_shot":
+            return wire_bytes(part.numel) * (ranks - 1)
         granules = -(-part.numel // granule)
         cuts = [min(part.numel, granules * rank // ranks * granule) for rank in range(ranks + 1)]
-        chunks = [bytes_of(stop - start) for start, stop in itertools.pairwise(cuts)]
-        return sum(chunks) - chunks[mine] + chunks[mine] * (ranks - 1)
+        chunks = [wire_bytes(stop - start) for start, stop in itertools.pairwise(cuts)]
+        return sum(chunks) - chunks[own] + chunks[own] * (ranks - 1)
 
 
-def why_not(shape: OpSpec, ranks: int, schedule: Schedule | None = None) -> str:
-    """Why there is no fused kernel for calls of this shape; empty where there is one, but for what a device's memory
-    has no room for. ``schedule``: what is run where there is no direct kernel.
+def why_not(spec: OpSpec, ranks: int, schedule: Schedule | None = None) -> str:
+    """Why there is no fused kernel for calls of this shape; empty where there is one.
+
+    ``schedule`` is what runs where there is no direct kernel. Whether a device's reachable memory suffices is not
+    asked.
     """
-    if not 2 <= ranks <= MOST_RANKS:
-        return f"{ranks} ranks: fused kernels serve 2 to {MOST_RANKS}"
-    direct = _direct(shape)
-    if not direct and (schedule is None or shape.algorithm == TWO_SHOT_SYMMETRIC):
-        return f"{shape.algorithm} has no fused kernel of {shape.collective}"
-    if shape.algorithm == "send":
-        return "send has no fused kernel: what waits for a message would hold multiprocessors"
-    if shape.checksum:
+    if not 2 <= ranks <= MAX_RANKS:
+        return f"{ranks} ranks: fused kernels serve 2 to {MAX_RANKS}"
+    direct = _is_direct(spec)
+    if not direct and (schedule is None or spec.algorithm == TWO_SHOT_SYMMETRIC):
+        return f"{spec.algorithm} has no fused kernel of {spec.collective}"
+    if spec.algorithm == "send":
+        return "send has no fused kernel: a kernel that waits for a message would occupy multiprocessors"
+    if spec.checksum:
         return "payloads of fused kernels carry no checksum"
-    moved = shape.collective in ("all_gather", "all_to_all") if direct else shape.collective not in REDUCING
-    for part in shape.parts:
+    moves = spec.collective in ("all_gather", "all_to_all") if direct else spec.collective not in REDUCING
+    for part in spec.parts:
         codec = part.codec
-        if part.between is not None and part.between != codec and not _inside(part, direct, schedule):
+        if part.between is not None and part.between != codec and not _stays_inside(part, direct, schedule):
             return f"codec {part.spec}: fused kernels stay inside one host"
-        moves = moved and codec.name == "none"
-        if not moves and not _C.fusible(codec.native(), ELEMENT_TYPES[part.dtype]):
+        if moves and codec.name == "none":
+            continue
+        if not _C.fusible(codec.native(), ELEMENT_TYPES[part.dtype]):
             dtype = str(part.dtype).removeprefix("torch.")
             return f"codec {part.spec} of {dtype} has no fused kernel"
     return ""
 
 
-def _direct(shape: OpSpec) -> bool:
-    """Whether it is one launch of its own."""
-    if shape.algorithm not in ALGORITHMS or shape.collective not in COLLECTIVES:
+def _is_direct(spec: OpSpec) -> bool:
+    """Whether the collective is one launch, without a program."""
+    if spec.algorithm not in ALGORITHMS or spec.collective not in COLLECTIVES:
         return False
-    return shape.algorithm == "one_shot" or shape.collective == "all_reduce"
+    return spec.algorithm == "one_shot" or spec.collective == "all_reduce"
 
 
-def _inside(part: TensorSpec, direct: bool, schedule: Schedule | None) -> bool:
-    """Whether nothing of the part travels in the codec of another level, which cuts it at the same granules."""
+def _stays_inside(part: TensorSpec, direct: bool, schedule: Schedule | None) -> bool:
+    """Whether nothing of the part travels in the codec between hosts, which cuts the tensor at the same granules."""
     levels = schedule is not None and any(transfer.level for transfer in schedule.transfers)
     return part.granularity == part.codec.granularity and (direct or not levels)

@@ -1,7 +1,7 @@
-"""Memory of each GPU of a host that the others reach: torch's symmetric memory, or by handles of CUDA IPC.
+"""GPU memory that the other ranks of a host can reach: torch's symmetric memory, or memory shared by CUDA IPC handles.
 
-In two steps, between which ranks tell each other how the first one went: nobody waits in the second one for a rank that
-could not even make its own memory.
+Mapping takes two steps. After each step the ranks exchange how it went, so that no rank waits in the second step for a
+rank that could not allocate its own memory. ``dtcomm.runtime.bootstrap.cuda`` calls :func:`map_peers`.
 """
 
 from __future__ import annotations
@@ -18,147 +18,167 @@ from dtcomm.runtime.bootstrap.gpu_topology import visible_gpu_ids
 from dtcomm.runtime.bootstrap.store_exchange import StoreExchange
 
 SYMMETRIC, IPC = "symmetric memory", "CUDA IPC"
-Made = TypeVar("Made", "Offer", "Reached")
-# Torch numbers the rendezvous of a process, whatever groups they are of, and ranks whose numbers differ wait for each
-# other in vain. So all have to have been at as many; -1: one broke off, and who knows how far it was counted.
+Result = TypeVar("Result", "LocalBuffer", "PeerBuffers")
+# Torch numbers the rendezvous of a process, whatever groups they belong to, and ranks whose numbers differ wait for
+# each other in vain. So all ranks must have made the same number of them; -1: one failed, and it is unknown whether it
+# counted.
 _rendezvous = 0
 
 
-class Offer(NamedTuple):
-    """A rank's own memory, zeros, and the word by which others reach it."""
+class LocalBuffer(NamedTuple):
+    """A rank's own memory, filled with zeros, and the information by which other ranks map it."""
 
     own: torch.Tensor
-    word: dict[str, Any]
+    info: dict[str, Any]
 
 
-class Reached(NamedTuple):
-    """Where each rank's memory begins, seen from here; ``own`` is this rank's, ``held`` keeps the others'.
+class PeerBuffers(NamedTuple):
+    """The reachable memory of all ranks: ``addresses`` as this process sees them, ``own`` for this rank.
 
-    ``word`` is what all ranks have to say alike.
+    ``handles`` keeps the mapping alive. ``offset`` must be the same on all ranks.
     """
 
     kind: str
     addresses: tuple[int, ...]
     own: torch.Tensor
-    held: Any
-    word: int = 0
+    handles: Any
+    offset: int = 0
 
 
-def reach(
+def map_peers(
     exchange: StoreExchange,
     names: Sequence[str],
     group: dist.ProcessGroup,
     device: torch.device,
     size: int,
     rank: int,
-    seats: Sequence[str],
-) -> tuple[Reached | None, str]:
-    """Memory of ``size`` bytes that all ranks reach, and why it is of no better kind or there is none; the same on all.
+    gpu_ids: Sequence[str],
+) -> tuple[PeerBuffers | None, str]:
+    """Allocate memory that all ranks reach; every rank of the group calls it and gets the same outcome.
 
-    ``names`` is how errors call the ranks, ``seats`` are the ids of their devices.
+    Args:
+        exchange: Exchanges information between the ranks.
+        names: How error messages call the ranks.
+        group: The ranks' process group.
+        device: This rank's GPU.
+        size: Bytes of memory for each rank.
+        rank: This rank.
+        gpu_ids: The ids of all ranks' GPUs.
+
+    Returns:
+        The memory, or None, and why a better kind of memory, or any, is not available.
     """
-    found: list[str] = []
+    reasons: list[str] = []
     for kind in (SYMMETRIC, IPC):
-        offered, words, trouble = _agree(
-            exchange, names, partial(offer, kind, group, device, size, rank, len(names))
+        local, infos, error = _run_step(
+            exchange, names, partial(allocate, kind, group, device, size, rank, len(names))
         )
-        if offered is not None:
-            step = partial(symmetric, group, offered, words, rank)
+        if local is not None:
+            step = partial(map_symmetric, group, local, infos, rank)
             if kind == IPC:
-                step = partial(by_handles, device, offered, words, rank, seats)
-            made, words, trouble = _agree(exchange, names, step)
-            if made is not None and len(set(words)) == 1:
-                return made, "; ".join(found)
-            trouble = trouble or f"the ranks' memories begin at different offsets, {words}"
-        found.append(f"{kind}: {trouble}")
-    return None, "; ".join(found)
+                step = partial(map_ipc_handles, device, local, infos, rank, gpu_ids)
+            mapped, offsets, error = _run_step(exchange, names, step)
+            if mapped is not None and len(set(offsets)) == 1:
+                return mapped, "; ".join(reasons)
+            error = error or f"the ranks' memory begins at different offsets, {offsets}"
+        reasons.append(f"{kind}: {error}")
+    return None, "; ".join(reasons)
 
 
-def _agree(
-    exchange: StoreExchange, names: Sequence[str], step: Callable[[], Made]
-) -> tuple[Made | None, list[Any], str]:
-    """What a step made here and what all say of it; or, where one rank could not, nothing and why."""
-    made, trouble = None, ""
+def _run_step(
+    exchange: StoreExchange, names: Sequence[str], step: Callable[[], Result]
+) -> tuple[Result | None, list[Any], str]:
+    """Run a step on all ranks: its result here and what all ranks report, or no result and the first rank's error."""
+    result, error = None, ""
     try:
-        made = step()
-    except (RuntimeError, ImportError, AttributeError, OSError) as error:
-        trouble = str(error).splitlines()[0] if str(error) else repr(error)
-    said = exchange.all_gather({"trouble": trouble, "word": None if made is None else made.word})
-    troubles = [
-        f"{name}: {each['trouble']}" for name, each in zip(names, said, strict=True) if each["trouble"]
+        result = step()
+    except (RuntimeError, ImportError, AttributeError, OSError) as caught:
+        error = str(caught).splitlines()[0] if str(caught) else repr(caught)
+    info = result.info if isinstance(result, LocalBuffer) else result.offset if result is not None else None
+    answers = exchange.all_gather({"error": error, "info": info})
+    errors = [
+        f"{name}: {answer['error']}" for name, answer in zip(names, answers, strict=True) if answer["error"]
     ]
-    return (None, [], troubles[0]) if troubles else (made, [each["word"] for each in said], "")
+    return (None, [], errors[0]) if errors else (result, [answer["info"] for answer in answers], "")
 
 
-def offer(
+def allocate(
     kind: str, group: dist.ProcessGroup, device: torch.device, size: int, rank: int, ranks: int
-) -> Offer:
-    """By itself. RuntimeError where this rank cannot."""
+) -> LocalBuffer:
+    """Allocate this rank's memory, without waiting for other ranks. Raises RuntimeError where it cannot."""
     if kind == SYMMETRIC:
         if ranks < dist.get_world_size(group):
             raise RuntimeError("these are not all ranks of the group")
         import torch.distributed._symmetric_memory as memory
 
         own = memory.empty(size, dtype=torch.uint8, device=device).zero_()
-        word: dict[str, Any] = {"rendezvous": _rendezvous}
+        info: dict[str, Any] = {"rendezvous": _rendezvous}
     else:
         own = torch.zeros(size, dtype=torch.uint8, device=device)
         storage: Any = own.untyped_storage()
-        # One for each: torch keeps the memory until as many as it was shared with have let go of it.
-        shared = [() if other == rank else storage._share_cuda_() for other in range(ranks)]
-        word = {"handles": [[_text(each) for each in handle] for handle in shared]}
-    torch.cuda.current_stream(device).synchronize()  # before a peer's first signal
-    return Offer(own, word)
+        # A handle for each peer: torch keeps the memory until as many users as it was shared with have released it.
+        shared = [() if peer == rank else storage._share_cuda_() for peer in range(ranks)]
+        info = {"handles": [[_encode(value) for value in handle] for handle in shared]}
+    torch.cuda.current_stream(device).synchronize()  # the zeros are written before a peer's first signal
+    return LocalBuffer(own, info)
 
 
-def symmetric(
-    group: dist.ProcessGroup, offered: Offer, words: Sequence[dict[str, Any]], rank: int
-) -> Reached:
-    """With all ranks of the group. RuntimeError where torch cannot make it."""
+def map_symmetric(
+    group: dist.ProcessGroup, local: LocalBuffer, infos: Sequence[dict[str, Any]], rank: int
+) -> PeerBuffers:
+    """Map symmetric memory, together with all ranks of the group. Raises RuntimeError where torch cannot."""
     import torch.distributed._symmetric_memory as memory
 
     global _rendezvous
-    before = [word["rendezvous"] for word in words]
-    if min(before) < 0 or len(set(before)) > 1:
-        raise RuntimeError(f"the ranks' processes have been at different numbers of rendezvous, {before}")
+    counts = [info["rendezvous"] for info in infos]
+    if min(counts) < 0 or len(set(counts)) > 1:
+        raise RuntimeError(
+            f"symmetric-memory rendezvous counts differ between ranks ({counts}); all ranks must create symmetric "
+            "memory the same number of times"
+        )
     _rendezvous = -1
-    handle: Any = memory.rendezvous(offered.own, group.group_name)
+    handle: Any = memory.rendezvous(local.own, group.group_name)
     if handle is None:
         raise RuntimeError("torch made no symmetric memory")
-    _rendezvous = before[0] + 1
+    _rendezvous = counts[0] + 1
     offset = int(getattr(handle, "offset", 0))
     addresses = tuple(int(address) + offset for address in handle.buffer_ptrs)
-    if addresses[rank] != offered.own.data_ptr():
-        raise RuntimeError("torch's symmetric memory lies elsewhere than its tensor")
-    return Reached(SYMMETRIC, addresses, offered.own, handle, offset)
+    if addresses[rank] != local.own.data_ptr():
+        raise RuntimeError("torch's symmetric memory is not at the address of its tensor")
+    return PeerBuffers(SYMMETRIC, addresses, local.own, handle, offset)
 
 
-def by_handles(
-    device: torch.device, offered: Offer, words: Sequence[dict[str, Any]], rank: int, seats: Sequence[str]
-) -> Reached:
-    """The same by IPC handles; ``seats`` are the ids of the ranks' devices. RuntimeError where one is not seen here."""
-    seen_here = visible_gpu_ids()
-    addresses, held = [], []
-    for other, word in enumerate(words):
-        if other == rank:
-            addresses.append(offered.own.data_ptr())
+def map_ipc_handles(
+    device: torch.device,
+    local: LocalBuffer,
+    infos: Sequence[dict[str, Any]],
+    rank: int,
+    gpu_ids: Sequence[str],
+) -> PeerBuffers:
+    """Map memory by CUDA IPC handles. Raises RuntimeError where a rank's GPU is not visible to this process."""
+    visible = visible_gpu_ids()
+    addresses, mapped = [], []
+    for peer, info in enumerate(infos):
+        if peer == rank:
+            addresses.append(local.own.data_ptr())
             continue
-        _, *rest = [_value(each) for each in word["handles"][rank]]
-        if seats[other] not in seen_here:
-            raise RuntimeError(f"the GPU of rank {other} is hidden from this process")
-        storage = torch.UntypedStorage._new_shared_cuda(seen_here.index(seats[other]), *rest)
-        seen = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        # Torch then lets the devices reach each other.
-        torch.empty(1, dtype=torch.uint8, device=device).copy_(seen[:1])
-        addresses.append(seen.data_ptr())
-        held.append(seen)
+        _, *handle = [_decode(value) for value in info["handles"][rank]]
+        if gpu_ids[peer] not in visible:
+            raise RuntimeError(f"the GPU of rank {peer} is hidden from this process")
+        storage = torch.UntypedStorage._new_shared_cuda(visible.index(gpu_ids[peer]), *handle)
+        buffer = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        # A copy makes torch enable access between the two devices.
+        torch.empty(1, dtype=torch.uint8, device=device).copy_(buffer[:1])
+        addresses.append(buffer.data_ptr())
+        mapped.append(buffer)
     torch.cuda.current_stream(device).synchronize()
-    return Reached(IPC, tuple(addresses), offered.own, (offered.own, held))
+    return PeerBuffers(IPC, tuple(addresses), local.own, (local.own, mapped))
 
 
-def _text(value: Any) -> Any:
+def _encode(value: Any) -> Any:
+    """A value of an IPC handle as JSON."""
     return {"bytes": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
 
 
-def _value(value: Any) -> Any:
+def _decode(value: Any) -> Any:
     return base64.b64decode(value["bytes"]) if isinstance(value, dict) else value

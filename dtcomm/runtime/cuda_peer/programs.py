@@ -1,4 +1,4 @@
-"""A lowered schedule as the fused kernels take it: the programs that the engine runs, as numbers."""
+"""Lowered schedules in the form in which the fused CUDA kernels take them: the engine's programs, as numbers."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from dtcomm.schedule.ir import CUT_AT_GRANULES
 from dtcomm.schedule.lower import steps
 from dtcomm.schedule.program import Program, Reduce, Send
 
-EVERYTHING = 2**62  # elements: a piece that takes all
+WHOLE_CHUNK = 2**62  # elements of a piece, more than any chunk has
 
 
-class Lowered(NamedTuple):
-    """The programs of all ranks; ``keeps``: some rank keeps sums from step to step."""
+class LoweredSchedule(NamedTuple):
+    """The programs of all ranks. ``step_of`` holds the schedule's step of each instruction of each rank's program;
+    ``keeps_sums`` says whether some rank keeps sums from step to step.
+    """
 
     programs: tuple[Program, ...]
     step_of: tuple[tuple[int, ...], ...]
     steps: int
-    keeps: bool
+    keeps_sums: bool
 
     @property
     def chunks(self) -> int:
-        """Of the tensors; the same in all programs."""
+        """Chunks of the tensors, the same in all programs."""
         return self.programs[0].chunks
 
-    def stated(self, shape: OpSpec, first: int, here: int) -> dict[str, Any]:
-        """What a ``FusedCall`` of the ranks first .. first + here - 1 says of it."""
+    def kernel_spec(self, spec: OpSpec, first_rank: int, local_ranks: int) -> dict[str, Any]:
+        """The arguments of ``_cuda.FusedPlan`` that describe the programs of the local ranks."""
         return {
-            "collective": GEOMETRY[shape.collective],
+            "collective": GEOMETRY[spec.collective],
             "programs": [
                 (
                     self.chunks,
@@ -38,36 +40,37 @@ class Lowered(NamedTuple):
                     self.programs[rank].flat(),
                     list(self.step_of[rank]),
                 )
-                for rank in range(first, first + here)
+                for rank in range(first_rank, first_rank + local_ranks)
             ],
             "steps": self.steps,
-            "keeps": self.keeps,
+            "keeps_sums": self.keeps_sums,
         }
 
-    def granules(self, shape: OpSpec, part: TensorSpec) -> int:
-        """Of the largest chunk."""
-        whole = -(-(max(shape.splits) if shape.splits else part.numel) // part.codec.granularity)
-        return -(-whole // self.chunks) if shape.collective in CUT_AT_GRANULES else whole
+    def chunk_granules(self, spec: OpSpec, part: TensorSpec) -> int:
+        """Granules of the largest chunk."""
+        whole = -(-(max(spec.splits) if spec.splits else part.numel) // part.codec.granularity)
+        return -(-whole // self.chunks) if spec.collective in CUT_AT_GRANULES else whole
 
-    def sent(self, shape: OpSpec, rank: int) -> int:
-        """Bytes of the payloads that a rank sends, one that goes to two peers twice."""
-        pieces = lay_out(shape, self.chunks, EVERYTHING)
+    def sent_bytes(self, spec: OpSpec, rank: int) -> int:
+        """Bytes of the payloads that a rank sends; a payload that goes to two peers counts twice."""
+        pieces = lay_out(spec, self.chunks, WHOLE_CHUNK)
         if not pieces:
             return 0
         return sum(
-            len(each.peers) * payload_bytes(pieces[0][each.chunk])
-            for each in self.programs[rank].instructions
-            if isinstance(each, Send)
+            len(instruction.peers) * payload_bytes(pieces[0][instruction.chunk])
+            for instruction in self.programs[rank].instructions
+            if isinstance(instruction, Send)
         )
 
 
-def lowered(schedule: Schedule) -> Lowered:
-    """Of all ranks: they agree by it on what a call takes."""
+def lower_for_all_ranks(schedule: Schedule) -> LoweredSchedule:
+    """The programs of all ranks: every rank lowers them all, so that all agree on the memory that a call takes."""
     ranks = range(schedule.ranks)
     programs = tuple(lower(schedule, rank) for rank in ranks)
-    keeps = any(
-        isinstance(each, Reduce) and each.keep_partial_sum
+    keeps_sums = any(
+        isinstance(instruction, Reduce) and instruction.keep_partial_sum
         for program in programs
-        for each in program.instructions
+        for instruction in program.instructions
     )
-    return Lowered(programs, tuple(steps(schedule, rank) for rank in ranks), max(schedule.steps, 1), keeps)
+    step_of = tuple(steps(schedule, rank) for rank in ranks)
+    return LoweredSchedule(programs, step_of, max(schedule.steps, 1), keeps_sums)

@@ -1,9 +1,9 @@
-"""Collectives inside a host as one kernel, or one a step, over memory that all its GPUs reach, queued on the current
-stream.
+"""The runtime of CUDA tensors on one host whose GPUs reach each other's memory: fused kernels on the current stream.
 
-What has no fused kernel goes over the group's own backend, and the report counts why; with DTCOMM_RUNTIME=peer it is an
-error instead. The host waits for nothing: a rank that did not come stands in a word of device memory, which is copied
-to the host behind each call and looked at by the next one, or by ``wait``.
+A call that has no fused kernel goes over the group's own backend, and the report counts the reasons; with
+DTCOMM_RUNTIME=peer it is an error instead. The host never waits for the device: kernels record a missing rank in a word
+of device memory, which is copied to the host after each call and checked by the next call or by ``wait``.
+``dtcomm.runtime.bootstrap.cuda`` makes a :class:`PeerRuntime`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dtcomm.errors import DtcommError, PeerLost
 from dtcomm.kernels.epilogue import EpilogueTask
 from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime import flight_recorder
-from dtcomm.runtime.cuda_peer.launch import After, FusedPlan, FusedRanks, NoKernel
+from dtcomm.runtime.cuda_peer.launch import FusedEpilogue, FusedPlan, FusedRanks, NoFusedKernel
 from dtcomm.runtime.flight_recorder import FlightEntry
 from dtcomm.runtime.torchdist.stream_runtime_base import Streamed
 from dtcomm.runtime.types import NO_HOOKS, TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, Runtime
@@ -27,17 +27,24 @@ from dtcomm.runtime.work import StreamWork, Work
 from dtcomm.schedule import Schedule
 
 
-class Below(NamedTuple):
-    """The plan of a call that the group's backend serves, and why."""
+class FallbackPlan(NamedTuple):
+    """The plan of a call that the group's own backend serves, and the reason."""
 
     plan: Any
     reason: str
 
 
 class PeerRuntime(Streamed):
-    """One rank of ``fused``; ``below`` serves what has no fused kernel, unless the kernels are ``forced``.
+    """Runs a rank's collectives with fused kernels, and all others with a fallback runtime.
 
-    ``names[rank]`` is how errors call a rank; ``memory`` says what kind the ranks reach, and ``held`` keeps it.
+    Args:
+        fused: The fused kernels, with this rank as the only local rank.
+        streams: The device's streams.
+        fallback: Serves calls that have no fused kernel.
+        names: How error messages call the ranks.
+        memory: The kind of memory that the ranks reach, for reports.
+        buffers: Kept until the runtime is closed, so that the memory stays mapped.
+        forced: Refuse calls that have no fused kernel.
     """
 
     name = "peer"
@@ -46,120 +53,124 @@ class PeerRuntime(Streamed):
         self,
         fused: FusedRanks,
         streams: Streams,
-        below: Runtime[Any],
+        fallback: Runtime[Any],
         names: Sequence[str],
         memory: str,
-        held: Any = None,
+        buffers: Any = None,
         forced: bool = False,
     ) -> None:
         super().__init__(streams)
         self._fused = fused
-        self._below = below
+        self._fallback = fallback
         self._names = list(names)
         self._memory = memory
-        self._held = held
+        self._buffers = buffers
         self._forced = forced
         self._missing = streams.staging(4).view(torch.int32).zero_()
-        self._word = self._missing.numpy()  # the same memory, read as it is
-        self._looked: Any = None
+        self._missing_on_host = self._missing.numpy()  # the same memory, which torch need not be asked for
+        self._copied: Any = None  # the event behind the last copy of the word
         self._reasons: Counter[str] = Counter()
 
-    def prepare(self, shape: OpSpec, schedule: Schedule) -> FusedPlan | Below:
-        """A plan for calls of this shape. ValueError where only fused kernels are allowed and there is none."""
+    def prepare(self, shape: OpSpec, schedule: Schedule) -> FusedPlan | FallbackPlan:
+        """Plan calls of this shape. Raises ValueError where only fused kernels are allowed and there is none."""
         try:
             return self._fused.prepare(shape, schedule)
-        except NoKernel as reason:
+        except NoFusedKernel as reason:
             if shape.algorithm == TWO_SHOT_SYMMETRIC:  # no schedule expresses it
                 raise
             if self._forced:
                 raise ValueError(f"DTCOMM_RUNTIME=peer: {reason}") from None
-            return Below(self._below.prepare(shape, schedule), str(reason))
+            return FallbackPlan(self._fallback.prepare(shape, schedule), str(reason))
 
     def run(
-        self, plan: FusedPlan | Below, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None
+        self,
+        plan: FusedPlan | FallbackPlan,
+        buffers: Sequence[Buffers],
+        seed: int,
+        hooks: OpHooks | None = None,
     ) -> int:
-        """Queue on the current stream; returns the bytes sent."""
+        """Queue a call on the current stream and return the bytes it sends."""
         with self._lock:
-            if isinstance(plan, Below):
+            if isinstance(plan, FallbackPlan):
                 self._require_usable()
                 self._reasons[plan.reason] += 1
-                return self._below.run(plan.plan, buffers, seed, hooks)
+                return self._fallback.run(plan.plan, buffers, seed, hooks)
             self._queue(plan, buffers, hooks or NO_HOOKS)
         return plan.sent_bytes
 
     def submit(
         self,
-        plan: FusedPlan | Below,
+        plan: FusedPlan | FallbackPlan,
         buffers: Sequence[Buffers],
         outputs: Sequence[torch.Tensor],
         seed: int,
         hooks: OpHooks | None = None,
     ) -> Work:
-        """Queue beside the current stream, after what that was given so far."""
+        """Queue a call on a side stream, after the work already queued on the current stream."""
         with self._lock:
-            if isinstance(plan, Below):
+            if isinstance(plan, FallbackPlan):
                 self._require_usable()
                 self._reasons[plan.reason] += 1
-                return self._below.submit(plan.plan, buffers, outputs, seed, hooks)
+                return self._fallback.submit(plan.plan, buffers, outputs, seed, hooks)
             done = self._beside(
                 buffers, hooks or NO_HOOKS, lambda: self._queue(plan, buffers, hooks or NO_HOOKS)
             )
         return StreamWork(self._streams, done, outputs, plan.sent_bytes, self.check)
 
     def set_timeout(self, seconds: float) -> None:
-        """How long kernels of the plans from now on wait for the other ranks."""
-        self._fused.set_budget(seconds)
-        self._below.set_timeout(seconds)
+        """Let kernels of later plans wait for other ranks for so many seconds."""
+        self._fused.set_timeout(seconds)
+        self._fallback.set_timeout(seconds)
 
     def close(self) -> None:
-        """Give the memory back, and leave the group."""
-        self._held = None
+        """Release the memory and the fallback runtime; later calls raise DtcommError."""
+        self._buffers = None
         self._failure = self._failure or DtcommError("group: its communicator has been released")
-        self._below.close()
+        self._fallback.close()
 
     def check(self) -> None:
-        """PeerLost where the kernels are known to have missed a rank. The device is not waited for."""
-        missing = int(self._word[0])
+        """Raise PeerLost if a kernel is known to have missed a rank. Does not wait for the device."""
+        missing = int(self._missing_on_host[0])
         if missing and not isinstance(self._failure, PeerLost):
             self._failure = PeerLost(
-                f"{self._names[missing - 1]} did not come to a fused collective within its timeout"
+                f"{self._names[missing - 1]} did not arrive at a fused collective within the timeout"
             )
             flight_recorder.failed(self._failure)
         self._require_usable()
 
     def info(self) -> dict[str, Any]:
-        """For reports. ``elsewhere`` counts the calls that had no fused kernel, by the reason."""
-        below = self._below.info()
+        """Facts for reports. ``elsewhere`` counts the calls that had no fused kernel, by reason."""
+        fallback = self._fallback.info()
         return {
             "runtime": self.name,
             "transport": f"fused kernels over {self._memory} of {self._streams.device}",
             "kernels": "fused",
-            "operations": self._operations + below["operations"],
-            "wire_bytes": self._wire_bytes + below["wire_bytes"],
+            "operations": self._operations + fallback["operations"],
+            "wire_bytes": self._wire_bytes + fallback["wire_bytes"],
             "elsewhere": dict(self._reasons),
-            "elsewhere transport": below["transport"],
+            "elsewhere transport": fallback["transport"],
         }
 
     @property
     def failure(self) -> str:
-        """Why calls raise; empty where they do not."""
-        return str(self._failure) if self._failure is not None else self._below.failure
+        """Why calls raise; empty while they do not."""
+        return str(self._failure) if self._failure is not None else self._fallback.failure
 
     def flight_entries(self) -> list[FlightEntry]:
-        """The last operations of both kinds, oldest first."""
+        """The last operations of both runtimes, oldest first."""
         return sorted(
-            [*super().flight_entries(), *self._below.flight_entries()], key=lambda each: each.issued_ns
+            [*super().flight_entries(), *self._fallback.flight_entries()], key=lambda entry: entry.issued_ns
         )
 
     def _queue(self, plan: FusedPlan, buffers: Sequence[Buffers], hooks: OpHooks) -> Any:
         self.check()
-        taken, left = finishing(plan, buffers, hooks.after)
+        epilogues, remaining = split_epilogue(plan, buffers, hooks.after)
 
         def begin() -> None:
             for step in hooks.before:
                 step()
-            self._fused.launch(plan, [buffers], taken)
-            for step in left:
+            self._fused.launch(plan, [buffers], epilogues)
+            for step in remaining:
                 step()
 
         done = self._enter(
@@ -167,26 +178,26 @@ class PeerRuntime(Streamed):
             begin,
             lambda error: DtcommError(f"a fused collective could not be started: {error}"),
         )
-        self._look(done)
+        self._copy_missing_rank(done)
         return done
 
-    def _look(self, done: Any) -> None:
-        """Have the word of who is missing copied, one copy at a time; a graph does not look, later calls do."""
+    def _copy_missing_rank(self, done: Any) -> None:
+        """Copy the word that names a missing rank to the host, one copy at a time. A captured graph makes no copy."""
         streams = self._streams
         if streams.capturing():
             return
-        if self._looked is None or streams.query(self._looked):
+        if self._copied is None or streams.query(self._copied):
             with streams.on(streams.side_stream()):
                 streams.wait(done)
                 self._missing.copy_(self._fused.pads[0], non_blocking=True)
-                self._looked = streams.record()
+                self._copied = streams.record()
 
 
-def finishing(
+def split_epilogue(
     plan: FusedPlan, buffers: Sequence[Buffers], steps: Sequence[LocalTask]
-) -> tuple[list[After], list[LocalTask]]:
-    """What the kernel of a sum adds to it, and the steps that are left."""
-    if not (plan.finishes and len(buffers) == 1 and steps and isinstance(steps[0], EpilogueTask)):
+) -> tuple[list[FusedEpilogue], list[LocalTask]]:
+    """Split the steps after a sum into the epilogue that its kernel applies, and the remaining steps."""
+    if not (plan.fuses_epilogue and len(buffers) == 1 and steps and isinstance(steps[0], EpilogueTask)):
         return [], list(steps)
     first, output = steps[0], buffers[0].output
     if output is None or first.out.data_ptr() != output.data_ptr() or first.out.numel() != output.numel():
@@ -194,4 +205,4 @@ def finishing(
     if first.bias is None and first.residual is None:
         return [], list(steps)
     norm = first.norm()
-    return [After(first.bias, first.residual)], [*([norm] if norm else []), *steps[1:]]
+    return [FusedEpilogue(first.bias, first.residual)], [*([norm] if norm else []), *steps[1:]]

@@ -69,7 +69,7 @@ def test_virtual_ranks_get_the_engine_s_bytes(collective: str, ranks: int) -> No
 
 
 def test_all_reduce_of_virtual_ranks() -> None:
-    virtual = VirtualRanks(4, order=7)
+    virtual = VirtualRanks(4, seed=7)
     xs, losses = (
         [torch.full((3000,), float(rank)) for rank in range(4)],
         [torch.zeros(3000) for _ in range(4)],
@@ -119,4 +119,4 @@ def test_virtual_ranks_refuse_what_there_is_not() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             VirtualRanks(*wrong)
-    assert _C.MOST_RANKS == 8
+    assert _C.MAX_RANKS == 8

@@ -23,7 +23,7 @@ from dtcomm.kernels.epilogue import epilogue_task
 from dtcomm.measure.simulated_world import Operation, World, run
 from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.cuda_peer.launch import ALGORITHMS, After, NoKernel
+from dtcomm.runtime.cuda_peer.launch import ALGORITHMS, FusedEpilogue, NoFusedKernel
 from dtcomm.runtime.cuda_peer.runtime import PeerRuntime
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, TensorSpec
 from dtcomm.tp.comm_config import CommConfig
@@ -95,10 +95,10 @@ def test_kernels_add_what_the_engine_adds(algorithm: str, ranks: int) -> None:
         ours, theirs = Given(ranks, dtype), Given(ranks, dtype)
         plan = virtual.plan("all_reduce", ROWS * FEATURES, dtype, spec, algorithm=algorithm, op="avg")
         after = [
-            After(ours.bias if "bias" in parts else None, each if "residual" in parts else None)
+            FusedEpilogue(ours.bias if "bias" in parts else None, each if "residual" in parts else None)
             for each in ours.residuals
         ]
-        virtual.run(plan, ours.sums, ours.sums, after=after)
+        virtual.run(plan, ours.sums, ours.sums, epilogues=after)
         by_the_engine(theirs, algorithm, spec, parts)
         same(ours.sums, theirs.sums)
     virtual.check()
@@ -211,7 +211,7 @@ def test_no_schedule_replaces_the_symmetric_two_shot_sum() -> None:
         shape = OpSpec(
             "all_reduce", "sum", (TensorSpec(9, torch.float32, codec("topk:ratio=0.1")),), TWO_SHOT_SYMMETRIC
         )
-        with pytest.raises(NoKernel, match="topk"):
+        with pytest.raises(NoFusedKernel, match="topk"):
             runtime.prepare(shape, algorithms.build("two_shot", "all_reduce", 2))
 
     JudgedPeers(2).run(work)

@@ -11,7 +11,7 @@ from dtcomm.codecs import codec
 from dtcomm.errors import PeerLost
 from dtcomm.measure.simulated_world import Operation, World, run
 from dtcomm.measure.virtual_ranks import VirtualRanks
-from dtcomm.runtime.cuda_peer.launch import NoKernel, why_not
+from dtcomm.runtime.cuda_peer.launch import NoFusedKernel, why_not
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule, Transfer, verify
 from dtcomm.schedule.ir import REDUCING
@@ -35,7 +35,7 @@ def beside_the_engine(virtual: VirtualRanks, ours: Case, theirs: Case) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_algorithm_gives_the_engine_s_bytes(spec: str, ranks: int) -> None:
-    virtual = VirtualRanks(ranks, box_bytes=512 * 1024, order=ranks)
+    virtual = VirtualRanks(ranks, box_bytes=512 * 1024, seed=ranks)
     for turn, (collective, algorithm) in enumerate(NAMES):
         # Sizes, types and options take turns.
         turn += ranks + SPECS.index(spec)
@@ -69,7 +69,7 @@ def test_what_does_not_fit_the_memory_goes_in_pieces() -> None:
         ]
         beside_the_engine(whole, *again)
         cut.check()
-    with pytest.raises(NoKernel, match="box_bytes must be"):
+    with pytest.raises(NoFusedKernel, match="box_bytes must be"):
         VirtualRanks(ranks, box_bytes=1024).plan("all_reduce", 9, torch.float32, spec, algorithm="ring")
 
 

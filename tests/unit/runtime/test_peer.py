@@ -1,5 +1,5 @@
-"""The peer runtime on CPU tensors: every rank a thread with a runtime of its own, its launches joined into one that the
-emulator runs; beside it, what ranks tell each other of their devices.
+"""The peer runtime on CPU tensors. Every rank is a thread with a runtime of its own, and the emulator runs the launches
+of all ranks as one; also the information that ranks exchange about their devices.
 """
 
 import threading
@@ -13,49 +13,49 @@ from dtcomm.codecs import codec
 from dtcomm.errors import DtcommError, PeerLost
 from dtcomm.runtime.bootstrap.cuda import CudaBootstrap
 from dtcomm.runtime.bootstrap.gpu_topology import describe_gpu, why_not_peers
-from dtcomm.runtime.cuda_peer.launch import FusedPlan, FusedRanks, Room
-from dtcomm.runtime.cuda_peer.runtime import Below, PeerRuntime
+from dtcomm.runtime.cuda_peer.launch import FusedPlan, FusedRanks, PeerBufferLayout
+from dtcomm.runtime.cuda_peer.runtime import FallbackPlan, PeerRuntime
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from tests.ranks.runtime.test_on_streams import Judged
 from tests.support.stream_checker import RecordedStreams
 from tests.unit.kernels.inputs import floats
 from tests.unit.runtime.test_fused import by_the_engine
 
-ROOM = Room(2, 4096, 64 * 1024)
+LAYOUT = PeerBufferLayout(2, 4096, 64 * 1024)
 
 
-class Joined:
-    """A launcher for every rank, whose launches are run once all ranks have come to them."""
+class JoinedLauncher:
+    """A launcher for every rank, whose launches run as one once all ranks have come to them."""
 
     def __init__(self, ranks: int, absent: int = -1) -> None:
         self.ranks, self.absent = ranks, absent
         self.barrier = threading.Barrier(ranks, action=self.launch_all)
-        self.given: dict[int, tuple] = {}
+        self.launches: dict[int, tuple] = {}
 
-    def of(self, rank: int, streams: RecordedStreams) -> "Joined.One":
-        return Joined.One(self, rank, streams)
+    def of(self, rank: int) -> "JoinedLauncher.OneRank":
+        return JoinedLauncher.OneRank(self, rank)
 
     def launch_all(self) -> None:
-        stated = [dict(stated, first=0, here=self.ranks) for _, (stated, *_) in sorted(self.given.items())]
-        programs = [program for each in stated for program in each.pop("programs", [])]  # a rank's own
-        assert all(each == stated[0] for each in stated), "ranks state different calls"
-        shares = [self.given[rank][1][0] for rank in range(self.ranks)]
-        _emulator.FusedCall(**stated[0], programs=programs).launch(shares, 3, self.absent, self.given[0][2])
+        launches = [self.launches[rank] for rank in range(self.ranks)]
+        specs = [dict(spec, first_rank=0, local_ranks=self.ranks) for spec, *_ in launches]
+        programs = [program for spec in specs for program in spec.pop("programs", [])]  # a rank's own
+        assert all(spec == specs[0] for spec in specs), "ranks launch different calls"
+        tensors = [own[0] for _, own, _ in launches]
+        _emulator.FusedPlan(**specs[0], programs=programs).launch(tensors, 3, self.absent, launches[0][2])
 
-    class One:
-        def __init__(self, joined: "Joined", rank: int, streams: RecordedStreams) -> None:
-            self.joined, self.rank, self.streams = joined, rank, streams
+    class OneRank:
+        def __init__(self, joined: "JoinedLauncher", rank: int) -> None:
+            self.joined, self.rank = joined, rank
 
-        def state(self, **stated) -> dict:
-            assert (stated["first"], stated["here"]) == (self.rank, 1)
-            return stated
+        def plan(self, **spec) -> Callable:
+            assert (spec["first_rank"], spec["local_ranks"]) == (self.rank, 1)
+            _emulator.FusedPlan(**spec)
 
-        def why_not(self, stated) -> str:
-            return _emulator.FusedCall(**stated).why_not()
+            def launch(tensors, features) -> None:
+                self.joined.launches[self.rank] = spec, tensors, features
+                self.joined.barrier.wait(20)
 
-        def launch(self, stated, shares, features=0) -> None:
-            self.joined.given[self.rank] = stated, shares, features
-            self.joined.barrier.wait(20)
+            return launch
 
 
 class JudgedPeers(Judged):
@@ -63,15 +63,15 @@ class JudgedPeers(Judged):
 
     def __init__(self, ranks: int, absent: int = -1, forced: bool = False, leave_out: str = "") -> None:
         super().__init__(ranks, leave_out)
-        size = _C.fused_bytes(ranks, ROOM)
+        size = _C.fused_bytes(ranks, LAYOUT)
         self.memory = [torch.zeros(size, dtype=torch.uint8) for _ in range(ranks)]
-        joined = Joined(ranks, absent)
+        joined = JoinedLauncher(ranks, absent)
         self.below = self.runtimes
         self.runtimes = [
             PeerRuntime(
                 FusedRanks(
-                    joined.of(rank, streams),
-                    ROOM,
+                    joined.of(rank),
+                    LAYOUT,
                     [each.data_ptr() for each in self.memory],
                     [self.memory[rank][_C.MISSING_OFFSET :][:4].view(torch.int32)],
                     rank,
@@ -137,7 +137,7 @@ def test_what_has_no_kernel_goes_elsewhere_and_is_counted() -> None:
     def work(rank: int, runtime: PeerRuntime) -> None:
         shape = shape_of("ring", "fp8_e5m2", (100,))
         plan = runtime.prepare(shape, algorithms.build("ring", "all_reduce", 3))
-        assert isinstance(plan, Below)
+        assert isinstance(plan, FallbackPlan)
         for _ in range(2):
             runtime.run(plan, [Buffers(xs[rank], xs[rank])], 1)
         runtime.submit(plan, [Buffers(xs[rank], xs[rank])], [xs[rank]], 1).wait()
@@ -168,7 +168,7 @@ def test_a_rank_that_does_not_come_is_named_by_the_next_call(algorithm: str) -> 
         runtime.run(plan, [Buffers(xs[rank], xs[rank])], 1)
         if rank != 1:
             for _ in range(2):
-                with pytest.raises(PeerLost, match="rank 1 did not come to a fused collective"):
+                with pytest.raises(PeerLost, match="rank 1 did not arrive at a fused collective"):
                     runtime.run(plan, [Buffers(xs[rank], xs[rank])], 1)
             assert "rank 1" in runtime.failure
         runtime.close()

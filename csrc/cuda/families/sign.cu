@@ -1,8 +1,0 @@
-#include "cuda/families.h"
-#include "cuda/launch.cuh"
-
-namespace dtcomm::cuda {
-
-const char* launch(const Call& call, const Sign& family, void* stream) { return launch_family(call, family, stream); }
-
-}  // namespace dtcomm::cuda
