@@ -17,9 +17,9 @@ from torch import nn
 from dtcomm import algorithms
 from dtcomm.codecs import Codec
 from dtcomm.fsdp import spec
-from dtcomm.fsdp.flat_layout import Flat, Piece
-from dtcomm.fsdp.residual_store import Errors, Exact, MovingAverage
-from dtcomm.fsdp.spec import Recipe
+from dtcomm.fsdp.flat_layout import ParameterShape, ShardedLayout
+from dtcomm.fsdp.residual_store import FullResidual, LoCoResidual, ResidualStore
+from dtcomm.fsdp.spec import FEEDBACKS, PARAMETER_PREFIXES, CompressionSpec, parse_spec
 from dtcomm.kernels.ops import encode, reduce, reduce_encode
 from dtcomm.measure.simulated_world import Operation, World, run
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
@@ -64,19 +64,19 @@ class Shards:
 
     def __init__(self, model: nn.Module, blocks: Sequence[str], method: Method, ranks: int) -> None:
         self.ranks = ranks
-        self.gradients = spec.parse(method.gradients, spec.FEEDBACKS, "gradients")
-        self.parameters = spec.parse(method.parameters, ("", "delta"), "parameters")
+        self.gradients = parse_spec(method.gradients, FEEDBACKS, "gradients")
+        self.parameters = parse_spec(method.parameters, PARAMETER_PREFIXES, "parameters")
         self.wire_bytes = self.plain_bytes = 0  # of all ranks
-        kinds = {"": None, "ef": Exact, "loco": MovingAverage}
-        kind = kinds[self.gradients.word]
-        self._errors: list[Errors | None] = [kind() if kind else None for _ in range(ranks)]
+        kinds = {"": None, "ef": FullResidual, "loco": LoCoResidual}
+        kind = kinds[self.gradients.prefix]
+        self._errors: list[ResidualStore | None] = [kind() if kind else None for _ in range(ranks)]
         self._references: Tensors = {}
         self._last = 0
-        units: dict[str, list[Piece]] = {}
+        units: dict[str, list[ParameterShape]] = {}
         for name, parameter in model.named_parameters():
             unit = next((block for block in blocks if name.startswith(f"{block}.")), "")
-            units.setdefault(unit, []).append(Piece(name, parameter.shape))
-        self._flats = {unit: Flat(tuple(pieces)) for unit, pieces in units.items()}
+            units.setdefault(unit, []).append(ParameterShape(name, parameter.shape))
+        self._flats = {unit: ShardedLayout(tuple(pieces)) for unit, pieces in units.items()}
 
     def gather(self, exact: Mapping[str, torch.Tensor]) -> Tensors:
         """What every rank computes with, from exact parameters by name."""
@@ -84,19 +84,19 @@ class Shards:
         for unit, flat in self._flats.items():
             whole = flat.join(exact, self.ranks)
             reference = self._references.get(unit)
-            if self.parameters.word != "delta":
+            if self.parameters.prefix != "delta":
                 told = self._all_gather(whole, self.parameters)
             elif reference is None:
-                told = self._all_gather(whole, spec.parse("none", (), "parameters"))
+                told = self._all_gather(whole, parse_spec("none", (), "parameters"))
             else:
                 told = reference + self._all_gather(whole - reference, self.parameters)
-            if self.parameters.word == "delta":
+            if self.parameters.prefix == "delta":
                 self._references[unit] = told
             if (
                 unit
             ):  # backward gathers again what forward did, all but the root's; differences are known by then
                 self.plain_bytes += 4 * whole.numel() * (self.ranks - 1)
-                self.wire_bytes += 0 if self.parameters.word == "delta" else self._last
+                self.wire_bytes += 0 if self.parameters.prefix == "delta" else self._last
             found |= flat.split(told, self.ranks)
         return {name: value.view(exact[name].shape) for name, value in found.items()}
 
@@ -116,11 +116,11 @@ class Shards:
                 self._by_levels(inputs, outputs, residuals)
             for errors, residual in zip(self._errors, residuals, strict=True):
                 if errors is not None and residual is not None:
-                    errors.give(unit, residual)
+                    errors.put(unit, residual)
             found |= flat.split(torch.cat(outputs), self.ranks)
         return {name: value.view(gradients[0][name].shape) for name, value in found.items()}
 
-    def _all_gather(self, whole: torch.Tensor, codecs: Recipe) -> torch.Tensor:
+    def _all_gather(self, whole: torch.Tensor, codecs: CompressionSpec) -> torch.Tensor:
         inputs = list(whole.clone().view(self.ranks, -1))
         outputs = [torch.empty_like(whole) for _ in inputs]
         self._run("all_gather", "sum", codecs.inside, inputs, outputs, [None] * self.ranks)

@@ -8,7 +8,7 @@ from dtcomm.codecs.mx import Mxfp4, Mxfp8
 from dtcomm.codecs.reproducible import Exact
 from dtcomm.codecs.sign import Sign
 from dtcomm.codecs.sparse import RandK, TopK
-from dtcomm.codecs.spec import codec, names
+from dtcomm.codecs.spec import codec, names, parse_levels
 
 __all__ = [
     "Bf16",
@@ -26,4 +26,5 @@ __all__ = [
     "Uncompressed",
     "codec",
     "names",
+    "parse_levels",
 ]

@@ -74,6 +74,24 @@ def codec(spec: str | Codec) -> Codec:
     return entry.make(**entry.fixed, **(options_of(name, rest, entry.options()) if rest else {}))
 
 
+def parse_levels(spec: str | Codec) -> tuple[Codec, Codec | None]:
+    """Return the codecs of a spec that may have two levels: ``A/B`` is codec A inside hosts and B between hosts.
+
+    Returns:
+        The codec inside hosts, and the one between hosts, or None if it is the same.
+
+    Example:
+        >>> [str(codec) for codec in parse_levels("int8/int4")]
+        ['int8', 'int4']
+        >>> str(parse_levels("int8")[1])
+        'None'
+    """
+    if not isinstance(spec, str) or "/" not in spec:
+        return codec(spec), None
+    inside, _, between = spec.partition("/")
+    return codec(inside), codec(between)
+
+
 def options_of(name: str, rest: str, options: Mapping[str, dataclasses.Field[Any]]) -> dict[str, Any]:
     """The values in ``key=value,…`` for what a spec of this name may set; ValueError names the part that is wrong."""
     values: dict[str, Any] = {}

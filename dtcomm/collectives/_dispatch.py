@@ -64,7 +64,7 @@ def plan_for(
     name = op_name(op)
     parts = []
     for numel, dtype, spec in zip(numels, dtypes, specs, strict=True):
-        inside, between = _levels(spec)
+        inside, between = codecs.parse_levels(spec)
         for codec in (inside, between or inside):
             require_dtype(name, dtype, codec)
         parts.append(TensorSpec(numel, dtype, inside, between))
@@ -202,14 +202,6 @@ def _require_fused_kernels(communicator: Communicator) -> None:
             f"algorithm: {TWO_SHOT_SYMMETRIC} needs fused CUDA kernels, and the runtime of these ranks is "
             f"{runtime.name}; valid: {', '.join((*planner.CHOOSERS, *algorithms.available('all_reduce')))}"
         )
-
-
-def _levels(spec: str | Codec) -> tuple[Codec, Codec | None]:
-    """``none/int4`` is none inside the hosts and int4 between them."""
-    if not isinstance(spec, str) or "/" not in spec:
-        return codecs.codec(spec), None
-    inside, _, between = spec.partition("/")
-    return codecs.codec(inside), codecs.codec(between)
 
 
 def _choose(communicator: Communicator, collective: str, parts: Sequence[TensorSpec], algorithm: str) -> str:

@@ -1,7 +1,7 @@
-"""Buffers that FSDP asks for again and again, in memory that the ranks of a host share.
+"""A pool of the buffers that FSDP allocates in every step, in memory that the ranks of a host share.
 
-A collective whose tensors all lie there needs no staging copy; and at tens of megabytes asking the system for new
-memory costs more, by page faults, than moving what goes into it.
+A collective whose tensors lie in shared memory needs no staging copy. And for tens of megabytes, the page faults of a
+fresh allocation cost more than moving the data.
 """
 
 from __future__ import annotations
@@ -12,45 +12,47 @@ import torch
 
 from dtcomm.collectives import empty
 
-LEAST = 64 * 1024  # bytes: below it whole pages and a file descriptor each cost more than they save
+MIN_BYTES = 64 * 1024  # smaller buffers cost more, in whole pages and a file descriptor, than they save
 
 
-class Pool:
-    """Shared tensors that are handed out again once nobody holds a view of them.
+class BufferPool:
+    """Shared tensors that are reused once no other tensor refers to their storage.
 
-    ``why`` says why ordinary memory was used, where the machine had no more to share.
+    Attributes:
+        why: The reason why ordinary memory is used, after an allocation of shared memory failed; otherwise empty.
     """
 
     def __init__(self) -> None:
-        self._kept: list[tuple[torch.Tensor, int]] = []  # with how many held its memory when it was made
+        # Buffers, each with the number of references to its storage when nobody else uses it.
+        self._buffers: list[tuple[torch.Tensor, int]] = []
         self.why = ""
 
     def take(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A tensor with whatever was in it; ordinary memory on other devices than the CPU."""
+        """Return an uninitialized tensor; small ones, and those on devices, are in ordinary memory."""
         shape = torch.Size(size)
-        wanted = shape.numel() * dtype.itemsize
-        if device.type != "cpu" or wanted < LEAST or self.why:
+        nbytes = shape.numel() * dtype.itemsize
+        if device.type != "cpu" or nbytes < MIN_BYTES or self.why:
             return torch.empty(shape, dtype=dtype, device=device)
-        for tensor, alone in self._kept:
-            if tensor.numel() == wanted and _holders(tensor) <= alone:
-                return tensor.view(dtype).view(shape)
+        for buffer, unused_count in self._buffers:
+            if buffer.numel() == nbytes and _use_count(buffer) <= unused_count:
+                return buffer.view(dtype).view(shape)
         try:
-            fresh = empty(wanted, dtype=torch.uint8)
+            buffer = empty(nbytes, dtype=torch.uint8)
         except OSError as error:
             self.why = f"buffers are not in shared memory: {error}"
             return torch.empty(shape, dtype=dtype, device=device)
-        self._kept.append((fresh, _holders(fresh)))
-        return fresh.view(dtype).view(shape)
+        self._buffers.append((buffer, _use_count(buffer)))
+        return buffer.view(dtype).view(shape)
 
     def nbytes(self) -> int:
-        """Of all, in use or not."""
-        return sum(tensor.numel() for tensor, _ in self._kept)
+        """Return the size of all buffers, used or not."""
+        return sum(buffer.numel() for buffer, _ in self._buffers)
 
     def trim(self) -> None:
-        """Give back what nobody uses."""
-        self._kept = [(tensor, alone) for tensor, alone in self._kept if _holders(tensor) > alone]
+        """Free the buffers that nobody uses."""
+        self._buffers = [(buffer, count) for buffer, count in self._buffers if _use_count(buffer) > count]
 
 
-def _holders(tensor: torch.Tensor) -> int:
-    """How many hold its memory: tensors in Python and within autograd."""
+def _use_count(tensor: torch.Tensor) -> int:
+    """Return the number of tensors, in Python and in autograd, that refer to the storage."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

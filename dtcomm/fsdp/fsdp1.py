@@ -1,7 +1,7 @@
-"""FSDP1 (`FullyShardedDataParallel`), which has a hook for gradients and no other.
+"""Compressed gradients for FSDP1 (`FullyShardedDataParallel`), whose communication hook is for gradients only.
 
-Its strategies come down to two: the hook gets the whole gradient of a unit's flat parameter (NO_SHARD), or a padded one
-and where this rank's part of the mean goes.
+The hook receives either the whole gradient of a unit's flat parameter (NO_SHARD), or a padded gradient and the tensor
+for this rank's shard of the mean (all other strategies).
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 
 from dtcomm.collectives import all_reduce, reduce_scatter
-from dtcomm.fsdp.flat_layout import Piece
-from dtcomm.fsdp.optimizer_bucket import Row
-from dtcomm.fsdp.reduction import Reduction
+from dtcomm.fsdp.collectives import GradientReduction
+from dtcomm.fsdp.flat_layout import ConcatenatedLayout, concatenated_layout
 from dtcomm.fsdp.state import State
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One wrapped module, as its hook knows it."""
+    """The hook's state for one wrapped module."""
 
     state: State
     name: str
@@ -30,40 +29,43 @@ class Unit:
 
 
 def attach(state: State, model: FullyShardedDataParallel) -> None:
-    """Put the hook on every unit of ``model``, its root; torch refuses hybrid strategies, and a second hook."""
-    model.register_comm_hook(state, reduce)
+    """Register the hook on every unit of the root module ``model``.
+
+    torch raises an error for hybrid strategies and for a second hook.
+    """
+    model.register_comm_hook(state, reduce_gradient)
     state.group = group = model.process_group
-    state.shards, state.shard = dist.get_world_size(group), dist.get_rank(group)
+    state.num_shards, state.shard_index = dist.get_world_size(group), dist.get_rank(group)
     for path, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             name = clean_tensor_name(path)
-            # torch keeps one state for all units, and tells the hook nothing else of whose gradient it is.
+            # torch passes the hook one state for all units; replacing it tells the hook which unit calls.
             module._comm_hook_state = Unit(state, name, module.process_group)
-            state.know(name, _row(name, module))
-    state.note(
-        "FSDP1: the all-gather of parameters is torch's, uncompressed: it has no hook for it; fully_shard does"
+            state.register_layout(name, _unit_layout(name, module))
+    state.add_note(
+        "FSDP1: torch gathers the parameters, uncompressed, because FSDP1 has no hook for that; fully_shard has one"
     )
 
 
-def reduce(unit: Unit, gradient: torch.Tensor, shard: torch.Tensor | None = None) -> None:
-    """The hook: the mean in place, or this rank's part of it into ``shard``."""
-    reduction = Reduction(unit.state, unit.name, gradient)
+def reduce_gradient(unit: Unit, gradient: torch.Tensor, shard: torch.Tensor | None = None) -> None:
+    """Average a gradient over the ranks, in place or, if ``shard`` is passed, into this rank's shard."""
+    reduction = GradientReduction(unit.state, unit.name, gradient)
     if shard is None:
         work = all_reduce(gradient, "avg", group=unit.group, **reduction.options)
     else:
         work = reduce_scatter(shard, gradient, "avg", group=unit.group, **reduction.options)
-    assert work is not None  # it is with async_op
+    assert work is not None  # async_op is True
     work.wait()
-    reduction.done()
+    reduction.finish()
     ranks = dist.get_world_size(unit.group)
-    times = 2 if shard is None else 1
-    reduction.traffic.add(work, times * gradient.nbytes * (ranks - 1) // ranks)
+    passes = 2 if shard is None else 1
+    reduction.traffic.add(work, passes * gradient.nbytes * (ranks - 1) // ranks)
 
 
-def _row(name: str, module: FullyShardedDataParallel) -> Row | None:
-    """What lies where in a unit's gradient; None where torch pads between parameters, or there are none."""
+def _unit_layout(name: str, module: FullyShardedDataParallel) -> ConcatenatedLayout | None:
+    """Return the layout of a unit's gradient; None if it has no parameters, or torch pads between them."""
     handle = module._handle
     if handle is None or any(handle.flat_param._is_padding_mask):
         return None
-    names = [f"{name}.{each}" if name else each for each in handle.flat_param._fqns]
-    return Row(tuple(map(Piece, names, handle.flat_param._shapes)))
+    names = [f"{name}.{path}" if name else path for path in handle.flat_param._fqns]
+    return concatenated_layout(list(zip(names, handle.flat_param._shapes, strict=True)))

@@ -1,7 +1,7 @@
-"""The guard of a sharded model: what DDP's looks for (`dtcomm.compress.guard`), module by module.
+"""The guard of a sharded model: applies a `dtcomm.compress.guard.Guard` to each FSDP module or optimizer bucket.
 
-Every so many steps each rank measures what its gradients' encodings lose; before the next forward pass the ranks
-average a few floats of it, and all act on the mean alike.
+In every ``sample_every``-th step each rank measures the errors of its gradients' encodings. Before the next forward
+pass the ranks average the measurements, a few floats, so that all ranks take the same decisions.
 """
 
 from __future__ import annotations
@@ -18,92 +18,111 @@ from dtcomm.compress.error_sample import ErrorSample, l2_norm
 from dtcomm.compress.guard import Event, Guard
 from dtcomm.compress.guard_monitor import make_monitor
 from dtcomm.device.streams import AsyncHostCopy
-from dtcomm.fsdp.spec import Recipe
+from dtcomm.fsdp.spec import CompressionSpec
 
-ROOT = "(root)"  # a guard takes no name for all modules
+ROOT = "(root)"  # the guard's name of the root module, whose own name is empty
 
 
-class Watching:
-    """guard: limits and actions, None: errors are measured for the report alone. every: steps from one measurement to
-    the next; 0: nothing is measured. ValueError where `every` is negative.
+class ShardGuard:
+    """Samples encoding errors and holds the guard's decisions.
+
+    Args:
+        guard: Limits and actions; None: errors are measured for the report only.
+        every: Steps from one measurement to the next; 0: nothing is measured.
+
+    Attributes:
+        steps: Number of steps begun.
+        sampling: Whether errors are measured in the current step.
+
+    Raises:
+        ValueError: ``every`` is negative.
     """
 
     def __init__(self, guard: Guard | None, every: int) -> None:
         if every < 0:
             raise ValueError(f"sample_every: expected 0 (never) or more, got {every!r}")
-        self._watch = make_monitor(guard)
+        self._monitor = make_monitor(guard)
         self._every = every
-        self._pending = False
-        self._device: torch.device | None = None  # of gradients
-        self._heard: AsyncHostCopy | None = None  # what ranks told each other, on its way from there
+        self._evaluation_due = False
+        self._device: torch.device | None = None  # of the gradients
+        self._pending_stats: AsyncHostCopy | None = None  # averaged statistics on their way to the host
         self.steps = 0
         self.sampling = False
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """What the guard saw and did, in order; the same on all ranks of the group."""
-        return tuple(self._watch.events)
+        """What the guard detected and did, in order; the same on all ranks of the group."""
+        return tuple(self._monitor.events)
 
-    def observe(self, loss: float | torch.Tensor) -> None:
-        """This step's loss on this rank."""
-        self._watch.observe_loss(loss)
+    def observe_loss(self, loss: float | torch.Tensor) -> None:
+        """Record this step's loss on this rank."""
+        self._monitor.observe_loss(loss)
 
-    def begin(self, group: dist.ProcessGroup | None) -> list[str]:
-        """A forward pass begins, on every rank of ``group``: judge what the last one told; on a device, where nobody
-        waits for it, one pass later.
+    def begin_step(self, group: dist.ProcessGroup | None) -> list[str]:
+        """Begin a step, on all ranks of ``group``: evaluate the measurements of the one before.
 
-        Returns the modules whose residuals are to be given up. CompressionHarmful where the guard says stop.
+        On devices the averaged measurements are read one step later, so that the host does not wait for the device.
+
+        Returns:
+            The modules whose residuals must be reset.
+
+        Raises:
+            CompressionHarmful: The guard's action is to stop.
         """
-        watch = self._watch
-        if self._heard is not None:
-            heard, self._heard = self._heard, None
-            watch.evaluate(self.steps, heard.get())
-        if self._pending:
-            watch.begin_step(self.steps)
-            if (told := watch.stats_tensor(self._device)) is not None:
-                all_reduce(told, "avg", group=group)
-                if told.is_cpu:
-                    watch.evaluate(self.steps, told)
+        monitor = self._monitor
+        if self._pending_stats is not None:
+            pending, self._pending_stats = self._pending_stats, None
+            monitor.evaluate(self.steps, pending.get())
+        if self._evaluation_due:
+            monitor.begin_step(self.steps)
+            if (stats := monitor.stats_tensor(self._device)) is not None:
+                all_reduce(stats, "avg", group=group)
+                if stats.is_cpu:
+                    monitor.evaluate(self.steps, stats)
                 else:
-                    self._heard = AsyncHostCopy(told)
-        resets = ["" if name == ROOT else name for name in watch.pop_resets()]
-        self._pending = self._every > 0 and self.steps % self._every == 0
-        self.sampling = self._every > 0 and self.steps % self._every == 0
+                    self._pending_stats = AsyncHostCopy(stats)
+        resets = ["" if name == ROOT else name for name in monitor.pop_resets()]
+        self._evaluation_due = self._every > 0 and self.steps % self._every == 0
+        self.sampling = self._evaluation_due
         self.steps += 1
         return resets
 
-    def in_force(self, module: str, recipe: Recipe) -> Recipe:
-        """What `module` is compressed with now, where `recipe` was asked for."""
-        step = max(0, self.steps - 1)  # which has begun
+    def current_spec(self, module: str, spec: CompressionSpec) -> CompressionSpec:
+        """Return the spec that is used for ``module`` now instead of the requested ``spec``."""
+        step = max(0, self.steps - 1)  # the current one
         inside, between = (
-            each and self._watch.scheme_for(module or ROOT, each, step)
-            for each in (recipe.inside, recipe.between)
+            codec and self._monitor.scheme_for(module or ROOT, codec, step)
+            for codec in (spec.inside, spec.between)
         )
         assert isinstance(inside, Codec) and (between is None or isinstance(between, Codec))
-        return Recipe(inside, between, recipe.word)
+        return CompressionSpec(inside, between, spec.prefix)
 
-    def take(
-        self, module: str, recipe: Recipe, gradient: torch.Tensor, residual: torch.Tensor
+    def take_sample(
+        self, module: str, spec: CompressionSpec, gradient: torch.Tensor, residual: torch.Tensor
     ) -> ErrorSample:
         """Return a sample of a gradient that is about to be encoded."""
         norm = l2_norm(gradient)
         self._device = gradient.device
-        self._watch.register_sample(module or ROOT, recipe.inside)
-        self._watch.report_nonfinite(~torch.isfinite(norm))
-        return ErrorSample.take(module or ROOT, recipe.inside, norm, gradient, residual)
+        self._monitor.register_sample(module or ROOT, spec.inside)
+        self._monitor.report_nonfinite(~torch.isfinite(norm))
+        return ErrorSample.take(module or ROOT, spec.inside, norm, gradient, residual)
 
-    def measured(self, sample: ErrorSample, lost: torch.Tensor) -> float | torch.Tensor:
-        """|lost| over |offered|, of the elements that were looked at; of a device's, it stays there."""
-        self._watch.record_error(sample, lost)
-        offered = torch.linalg.vector_norm(sample.encoder_input)
-        found = torch.where(offered > 0, torch.linalg.vector_norm(lost[:: sample.stride]) / offered, 0.0)
-        return float(found) if found.is_cpu else found
+    def record_error(self, sample: ErrorSample, lost: torch.Tensor) -> float | torch.Tensor:
+        """Record the encoding's error and return it relative to the encoder's input, over the sampled elements.
+
+        On a device the result is a tensor on that device.
+        """
+        self._monitor.record_error(sample, lost)
+        signal = torch.linalg.vector_norm(sample.encoder_input)
+        error = torch.linalg.vector_norm(lost[:: sample.stride])
+        relative = torch.where(signal > 0, error / signal, 0.0)
+        return float(relative) if relative.is_cpu else relative
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values: the step, and decisions that are in force."""
-        return {"steps": self.steps, "watch": self._watch.state_dict()}
+        """Return the step and the current decisions as plain values."""
+        return {"steps": self.steps, "monitor": self._monitor.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What `state_dict` gave; nothing where a state has none."""
-        self.steps, self._pending, self._heard = state.get("steps", 0), False, None
-        self._watch.load_state_dict(state.get("watch", {}))
+        """Restore what `state_dict` returned; an empty mapping resets the guard."""
+        self.steps, self._evaluation_due, self._pending_stats = state.get("steps", 0), False, None
+        self._monitor.load_state_dict(state.get("monitor", {}))

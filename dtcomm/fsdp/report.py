@@ -1,4 +1,4 @@
-"""What the collectives of a sharded model did, by module."""
+"""The report of a sharded model's collectives, by module; `State.report` and `ShardedOptimizer.report` return it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,16 @@ from dtcomm.profiling.tables import human
 
 @dataclass
 class Traffic:
-    """What one module's collectives of a kind did on this rank: bytes sent, and what they were uncompressed.
+    """Counters of one kind of collective of one module, on this rank.
 
-    ``saved_calls`` counts collectives that were not needed at all; ``relative_error`` is what the last measured
-    encoding lost, |lost| over |gradient + residual| on this rank.
+    Attributes:
+        codec: Codec of the most recent call.
+        calls: Number of calls.
+        saved_calls: Number of calls that had nothing to send.
+        wire_bytes: Bytes sent.
+        plain_bytes: Bytes that the same calls would have sent uncompressed.
+        why: The reason why the most recent call was not compressed, or empty.
+        relative_error: Error of the last sampled encoding, relative to gradient plus residual (L2 norms).
     """
 
     codec: str
@@ -28,25 +34,29 @@ class Traffic:
     why: str = ""
     relative_error: float | torch.Tensor | None = None
 
-    def add(self, work: Work, plain: int) -> None:
-        """Count one call; ``plain`` bytes are what the tensor has that this rank sends."""
+    def add(self, work: Work, plain_bytes: int) -> None:
+        """Count one completed call, which would have sent ``plain_bytes`` uncompressed."""
         self.calls += 1
         self.wire_bytes += work.wire_bytes
-        self.plain_bytes += plain
+        self.plain_bytes += plain_bytes
 
-    def save(self, plain: int) -> None:
-        """Count a call that sent nothing, where plain FSDP sends ``plain`` bytes."""
+    def save(self, plain_bytes: int) -> None:
+        """Count a call that had nothing to send, for which FSDP itself sends ``plain_bytes``."""
         self.saved_calls += 1
-        self.plain_bytes += plain
+        self.plain_bytes += plain_bytes
 
 
 @dataclass
 class Report:
-    """``str()`` gives a table, ``to_dict()`` plain values; bytes are this rank's.
+    """What a model's collectives sent on this rank; ``str()`` gives a table, ``to_dict()`` plain values.
 
-    ``notes`` are what torch does beside us, uncompressed. ``reference_bytes`` are the peers' parameters as this rank
-    last knew them, which differences are taken to; ``buffer_bytes`` shared memory that is used again and again.
-    ``events``: how often the guard saw what, and what it did then.
+    Attributes:
+        modules: Module name → kind of collective (``"parameters"``, ``"gradients"``, ...) → counters.
+        notes: What torch communicates itself, uncompressed, and why.
+        residual_bytes: Memory of error feedback.
+        reference_bytes: Memory of the reference parameters that ``delta:`` takes differences to.
+        buffer_bytes: Shared memory of reused buffers.
+        events: Guard event → number of times.
     """
 
     modules: dict[str, dict[str, Traffic]] = field(default_factory=dict)
@@ -56,29 +66,30 @@ class Report:
     buffer_bytes: int = 0
     events: dict[str, int] = field(default_factory=dict)
 
-    def read(self) -> Report:
-        """Itself, after what was measured on a device has come: whoever asks waits for it."""
-        for traffic in (each for kinds in self.modules.values() for each in kinds.values()):
-            if isinstance(traffic.relative_error, torch.Tensor):
-                traffic.relative_error = float(traffic.relative_error)
+    def fetch_errors(self) -> Report:
+        """Replace errors that are still on a device by floats, which waits for the device; returns the report."""
+        for kinds in self.modules.values():
+            for traffic in kinds.values():
+                if isinstance(traffic.relative_error, torch.Tensor):
+                    traffic.relative_error = float(traffic.relative_error)
         return self
 
     def metrics(self) -> list[Metric]:
-        """For Prometheus and TensorBoard, by kind of collective, over all modules."""
-        found = [Metric("dtcomm_residual_bytes", self.residual_bytes, "memory of feedback")]
+        """Return the totals over all modules, by kind of collective, for Prometheus and TensorBoard."""
+        metrics = [Metric("dtcomm_residual_bytes", self.residual_bytes, "memory of feedback")]
         kinds = dict.fromkeys(kind for traffic in self.modules.values() for kind in traffic)
         for name, text in (
             ("wire_bytes", "bytes that this rank sent"),
-            ("plain_bytes", "bytes that it would have sent uncompressed"),
+            ("plain_bytes", "bytes that this rank would have sent uncompressed"),
             ("calls", "collectives"),
         ):
             for kind in kinds:
                 total = sum(getattr(t[kind], name) for t in self.modules.values() if kind in t)
-                found.append(Metric(f"dtcomm_{name}_total", total, text, "counter", {"what": kind}))
-        return found
+                metrics.append(Metric(f"dtcomm_{name}_total", total, text, "counter", {"what": kind}))
+        return metrics
 
     def to_dict(self) -> dict[str, Any]:
-        """Module name → "parameters" and "gradients" → counts."""
+        """Return the fields as plain values."""
         return asdict(self)
 
     def __str__(self) -> str:

@@ -1,8 +1,12 @@
-"""What gradient encodings lost, kept from one reduce-scatter of a module to its next."""
+"""Stores of residuals: the errors of gradient encodings, kept from one reduction of a module to its next.
+
+Prefix ``ef:`` uses `FullResidual`, ``loco:`` uses `LoCoResidual`; both follow the protocol `ResidualStore`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 
@@ -11,131 +15,164 @@ from dtcomm.compress.residuals import Residuals
 from dtcomm.device.streams import match_device
 from dtcomm.kernels.ops import decode, encode
 
-BETA = 0.8
-RESET = 1024
-STORED = codec("int8:block=256")
+LOCO_BETA = 0.8
+LOCO_RESET_CALLS = 1024
+LOCO_CODEC = codec("int8:block=256")
 
 
-class Exact:
-    """The whole error, kept in a form of `dtcomm.compress.residuals`: fp32, where nothing is lost, at 4 bytes an
-    element of every module's whole gradient; bf16 at 2, int8 at about 1.
+class ResidualStore(Protocol):
+    """Residuals by module."""
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Number of calls of each module, for checkpoints."""
+
+    def take(self, module: str, like: torch.Tensor) -> torch.Tensor:
+        """Return the flat fp32 residual, which the next encoding adds and overwrites; ``like`` is the gradient."""
+
+    def put(self, module: str, residual: torch.Tensor, key: int = 0) -> None:
+        """Store the same tensor after the encoding; ``key`` seeds stochastic rounding."""
+
+    def scale(self, factor: float) -> None:
+        """Multiply all residuals by ``factor``."""
+
+    def reset(self, module: str) -> None:
+        """Set the residual of a module to zero."""
+
+    def nbytes(self) -> int:
+        """Return the memory in use."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return copies of all residuals, in fp32 on the CPU."""
+
+    def load_state_dict(self, residuals: Mapping[str, torch.Tensor], counts: Mapping[str, int]) -> None:
+        """Restore what `state_dict` and `counts` returned."""
+
+
+class FullResidual:
+    """The whole error of each encoding.
+
+    Args:
+        form: How residuals are stored (`dtcomm.compress.residuals`): ``"fp32"`` is exact and takes 4 bytes per
+            element of the whole gradient, ``"bf16"`` takes 2, ``"int8"`` about 1. Default: ``"fp32"``.
     """
+
+    counts: Mapping[str, int] = {}
 
     def __init__(self, form: str = "fp32") -> None:
         self._residuals = Residuals(form)
 
     def take(self, module: str, like: torch.Tensor) -> torch.Tensor:
-        """The fp32 residual that the next encoding adds and rewrites."""
+        """Return the flat fp32 residual, which the next encoding adds and overwrites."""
         return self._residuals.get(module, like)
 
-    def give(self, module: str, residual: torch.Tensor, key: int = 0) -> None:
-        """The same tensor, rewritten; ``key`` chooses the random numbers of rounding it to its form."""
+    def put(self, module: str, residual: torch.Tensor, key: int = 0) -> None:
+        """Store the same tensor after the encoding; ``key`` seeds the stochastic rounding to the stored form."""
         self._residuals.put(module, key)
 
     def scale(self, factor: float) -> None:
+        """Multiply all residuals by ``factor``."""
         self._residuals.scale(factor)
 
-    def forget(self, module: str) -> None:
-        """What was kept for ``module`` is given up."""
+    def reset(self, module: str) -> None:
+        """Set the residual of a module to zero."""
         self._residuals.reset(module)
 
     def nbytes(self) -> int:
+        """Return the memory in use."""
         return self._residuals.nbytes()
 
-    counts: Mapping[str, int] = {}
-
-    def decoded(self) -> dict[str, torch.Tensor]:
-        """Every residual, fp32, on the CPU, copied."""
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return copies of all residuals, in fp32 on the CPU."""
         return self._residuals.state_dict()
 
-    def load(self, residuals: Mapping[str, torch.Tensor], counts: Mapping[str, int]) -> None:
-        """What `decoded` gave."""
+    def load_state_dict(self, residuals: Mapping[str, torch.Tensor], counts: Mapping[str, int]) -> None:
+        """Restore what `state_dict` returned."""
         self._residuals.load_state_dict(residuals)
 
 
-class MovingAverage:
-    """LoCo's error (Xie et al. 2024, arXiv:2407.04480): a moving average, in 8 bits, begun anew from time to time.
+class LoCoResidual:
+    """The error feedback of LoCo (Xie et al. 2024, arXiv:2407.04480): a moving average of the error, in 8 bits.
 
-    ``error = beta * error + (1 - beta) * what the encoding lost``; after `reset` calls of a module it is zero, so that
-    what 8 bits make of it does not pile up. About one byte an element.
+    ``residual = beta * residual + (1 - beta) * error``. Every ``reset_calls`` calls of a module the residual becomes
+    zero, so that the rounding errors of its 8 bits do not accumulate. It takes about one byte per element.
     """
 
-    def __init__(self, beta: float = BETA, reset: int = RESET) -> None:
-        self.beta, self.reset = beta, reset
+    def __init__(self, beta: float = LOCO_BETA, reset_calls: int = LOCO_RESET_CALLS) -> None:
+        self.beta, self.reset_calls = beta, reset_calls
         self._payloads: dict[str, torch.Tensor] = {}
         self._calls: dict[str, int] = {}
-        self._factors: dict[str, float] = {}
+        self._pending_factors: dict[str, float] = {}  # of `scale`, applied when a residual is next decoded
         self._numels: dict[str, int] = {}
-        self._free: list[torch.Tensor] = []
+        self._free_buffers: list[torch.Tensor] = []
 
     def take(self, module: str, like: torch.Tensor) -> torch.Tensor:
-        """The fp32 residual that the next encoding adds and rewrites; `give` takes its memory back."""
-        return self._decoded(module, self._scratch(like.numel(), like.device))
+        """Return the flat fp32 residual, which the next encoding adds and overwrites; `put` takes the memory back."""
+        return self._decode(module, self._take_buffer(like.numel(), like.device))
 
-    def give(self, module: str, residual: torch.Tensor, key: int = 0) -> None:
-        """What the encoding left of it. A non-finite error is no error to go on with: the old one stays."""
+    def put(self, module: str, residual: torch.Tensor, key: int = 0) -> None:
+        """Update the average with the encoding's error, which is in ``residual``."""
         calls = self._calls[module] = self._calls.get(module, 0) + 1
-        if calls % self.reset == 0:
+        if calls % self.reset_calls == 0:
             self._payloads.pop(module, None)
         else:
-            old = self._decoded(module, self._scratch(residual.numel(), residual.device))
-            # A block of the gradient that was not finite left the residual as it was: old and new are equal there.
+            old = self._decode(module, self._take_buffer(residual.numel(), residual.device))
+            # A block with a non-finite gradient leaves its residual unchanged, so old and new are equal there.
             average = old.lerp_(residual, 1 - self.beta)
             self._numels[module] = residual.numel()
             payload = self._payloads.get(module)
-            there = payload is not None and payload.device == residual.device
-            self._payloads[module] = encode(STORED, average, out=payload if there else None)
-            self._factors.pop(module, None)
-            self._free.append(old)
-        self._free.append(residual)
+            reusable = payload is not None and payload.device == residual.device
+            self._payloads[module] = encode(LOCO_CODEC, average, out=payload if reusable else None)
+            self._pending_factors.pop(module, None)
+            self._free_buffers.append(old)
+        self._free_buffers.append(residual)
 
-    def _scratch(self, numel: int, device: torch.device) -> torch.Tensor:
-        """Memory that was used before, where there is some: fresh pages cost more than the arithmetic on them."""
-        for place, tensor in enumerate(self._free):
-            if tensor.numel() == numel and tensor.device == device:
-                return self._free.pop(place)
-        del self._free[:-3]  # of other modules, which come again; no more of them
+    def _take_buffer(self, numel: int, device: torch.device) -> torch.Tensor:
+        """Return fp32 memory, reused where possible: page faults of fresh memory cost more than the arithmetic."""
+        for index, buffer in enumerate(self._free_buffers):
+            if buffer.numel() == numel and buffer.device == device:
+                return self._free_buffers.pop(index)
+        del self._free_buffers[:-3]  # keep a few, for modules of other sizes
         return torch.empty(numel, device=device)
 
-    def _decoded(self, module: str, out: torch.Tensor) -> torch.Tensor:
+    def _decode(self, module: str, out: torch.Tensor) -> torch.Tensor:
         numel, payload = out.numel(), self._payloads.get(module)
         if payload is None:
             return out.zero_()
-        if payload.numel() != STORED.wire_bytes(numel):
+        if payload.numel() != LOCO_CODEC.wire_bytes(numel):
             raise ValueError(
-                f"the residual of {module!r} has {payload.numel()} bytes, its gradient of {numel} elements "
-                f"{STORED.wire_bytes(numel)}: was the state saved from another model?"
+                f"the residual of {module!r} has {payload.numel()} bytes, expected "
+                f"{LOCO_CODEC.wire_bytes(numel)} for its gradient of {numel} elements: was the state saved from "
+                "another model?"
             )
-        decode(STORED, match_device(payload, out), numel, out=out)
-        factor = self._factors.get(module)
+        decode(LOCO_CODEC, match_device(payload, out), numel, out=out)
+        factor = self._pending_factors.get(module)
         return out if factor is None else out.mul_(factor)
 
     def scale(self, factor: float) -> None:
-        """Multiply every error, at its next use."""
+        """Multiply all residuals by ``factor``, when they are next used."""
         for module in self._payloads:
-            self._factors[module] = self._factors.get(module, 1.0) * factor
+            self._pending_factors[module] = self._pending_factors.get(module, 1.0) * factor
 
-    def forget(self, module: str) -> None:
-        """What was kept for ``module`` is given up."""
+    def reset(self, module: str) -> None:
+        """Set the residual of a module to zero."""
         self._payloads.pop(module, None)
 
     def nbytes(self) -> int:
+        """Return the memory in use."""
         return sum(payload.numel() for payload in self._payloads.values())
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Calls of each module so far."""
+        """Number of calls of each module, which decides when its residual is next reset."""
         return self._calls
 
-    def decoded(self) -> dict[str, torch.Tensor]:
-        """Every error, fp32, on the CPU."""
-        return {name: self._decoded(name, torch.empty(self._numels[name])) for name in self._payloads}
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return copies of all residuals, in fp32 on the CPU."""
+        return {name: self._decode(name, torch.empty(self._numels[name])) for name in self._payloads}
 
-    def load(self, residuals: Mapping[str, torch.Tensor], counts: Mapping[str, int]) -> None:
-        """What `decoded` gave: encoding what was decoded gives the same bytes."""
-        self._calls, self._factors = dict(counts), {}
+    def load_state_dict(self, residuals: Mapping[str, torch.Tensor], counts: Mapping[str, int]) -> None:
+        """Restore what `state_dict` and `counts` returned; encoding the decoded values gives the same bytes."""
+        self._calls, self._pending_factors = dict(counts), {}
         self._numels = {name: residual.numel() for name, residual in residuals.items()}
-        self._payloads = {name: encode(STORED, residual) for name, residual in residuals.items()}
-
-
-Errors = Exact | MovingAverage
+        self._payloads = {name: encode(LOCO_CODEC, residual) for name, residual in residuals.items()}

@@ -1,18 +1,20 @@
-"""ZeRO stages 1 and 2 for any optimiser of torch (Rajbhandari et al. 2020, arXiv:1910.02054), compressed.
+"""`ShardedOptimizer`: ZeRO stages 1 and 2 for any torch optimizer (Rajbhandari et al. 2020, arXiv:1910.02054),
+compressed.
 
-    optimiser = dtcomm.fsdp.ShardedOptimizer(model.named_parameters(), torch.optim.AdamW, lr=1e-3, gradients="int8")
+    optimizer = dtcomm.fsdp.ShardedOptimizer(model.named_parameters(), torch.optim.AdamW, lr=1e-3, gradients="int8")
     loss.backward()          # gradients are reduce-scattered while it runs
-    optimiser.step()         # on this rank's shard, then parameters are gathered
+    optimizer.step()         # updates this rank's shards, then gathers the parameters
 
-The model stays as it is, whole on every rank: no wrapper, and no DDP around it. Optimiser state is cut over the ranks
-(stage 1), and so are gradients, which go as soon as their bucket is reduced (stage 2). Parameters are stepped in fp32.
+The model is unchanged and whole on every rank: it needs no wrapper and no DDP. The optimizer's state is cut over the
+ranks (stage 1), and so are gradients, which are freed when their bucket is reduced (stage 2). The optimizer updates an
+fp32 master copy of this rank's shards, which no codec has touched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,34 +22,136 @@ import torch.distributed as dist
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Work, all_gather, all_reduce, broadcast, reduce_scatter
 from dtcomm.compress.guard import Event, Guard
-from dtcomm.fsdp import spec
-from dtcomm.fsdp.optimizer_bucket import Bucket
-from dtcomm.fsdp.reduction import Reduction
+from dtcomm.fsdp.collectives import GradientReduction
+from dtcomm.fsdp.flat_layout import concatenated_layout
 from dtcomm.fsdp.report import Report
-from dtcomm.fsdp.state import State, fitting
+from dtcomm.fsdp.spec import FEEDBACKS, PARAMETER_PREFIXES, parse_spec
+from dtcomm.fsdp.state import State, codec_spec_for
 
 MIB = 2**20
-_GUARD = Guard()
-Named = Iterable[tuple[str, torch.nn.Parameter]]
+_DEFAULT_GUARD = Guard()
+NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
+
+
+class OptimizerBucket:
+    """Parameters that are reduced and gathered together: one flat tensor, cut into one shard per rank.
+
+    The constructor makes the parameters views of the flat tensor.
+
+    Attributes:
+        flat: The parameters that the model computes with, decoded and padded.
+        layout: Where each parameter lies in it.
+        master_shard: This rank's shard in fp32, which the optimizer updates.
+        gradient: The flat gradient accumulated so far, or None.
+        missing: Number of parameters whose gradient has not arrived in this backward pass.
+    """
+
+    def __init__(
+        self, name: str, parameters: Sequence[tuple[str, torch.nn.Parameter]], ranks: int, rank: int
+    ) -> None:
+        self.name = name
+        self.parameters = [parameter for _, parameter in parameters]
+        self.layout = concatenated_layout([(name, parameter.shape) for name, parameter in parameters])
+        self.ranks, self.rank = ranks, rank
+        first = self.parameters[0]
+        self.dtype = first.dtype
+        with torch.no_grad():
+            self.flat = first.new_zeros(self.layout.numel(ranks))
+            for view, parameter in zip(self._views(self.flat), self.parameters, strict=True):
+                view.copy_(parameter)
+                parameter.data = view
+        self.master_shard = torch.nn.Parameter(self.shard_of(self.flat).float().clone())
+        self._versions = self._current_versions()
+        self.gradient: torch.Tensor | None = None
+        self.missing = len(self.parameters)
+
+    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        sizes = [parameter.numel() for parameter in self.parameters]
+        slices = flat[: sum(sizes)].split_with_sizes(sizes)
+        return [part.view(p.shape) for part, p in zip(slices, self.parameters, strict=True)]
+
+    def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of a flat tensor."""
+        return flat.view(self.ranks, -1)[self.rank]
+
+    def _current_versions(self) -> list[int]:
+        # Writing to the flat tensor does not change the versions of the parameters, writing to a parameter does.
+        return [parameter._version for parameter in self.parameters]
+
+    def update_master_if_overwritten(self) -> None:
+        """Copy the parameters into the master shard if something else, such as a checkpoint, wrote them."""
+        versions = self._current_versions()
+        if versions != self._versions:
+            self._versions = versions
+            with torch.no_grad():
+                self.master_shard.copy_(self.shard_of(self.flat))
+
+    def accumulate(self, index: int, keep: bool) -> None:
+        """Add a parameter's gradient to the flat one; ``keep`` makes the parameter's ``grad`` a view of the sum."""
+        parameter = self.parameters[index]
+        gradient = parameter.grad
+        assert gradient is not None  # autograd has just accumulated it
+        if self.gradient is None:
+            self.gradient = torch.zeros_like(self.flat)
+        view = self._views(self.gradient)[index]
+        if gradient.data_ptr() != view.data_ptr():
+            view.add_(gradient)
+        parameter.grad = view if keep else None
+
+    def add_reduced_shard(self, shard: torch.Tensor) -> None:
+        """Add the reduced shard of a gradient to the gradient that the optimizer will see."""
+        gradient = shard.float()
+        master = self.master_shard
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+
+
+class _PendingReduction(NamedTuple):
+    work: Work
+    reduction: GradientReduction
+    shard: torch.Tensor
+    plain_bytes: int
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Steps on one shard of every parameter a rank; `param_groups` and `state` are those of the shards.
+    """An optimizer that updates one shard of every parameter per rank and communicates compressed.
 
-    parameters: named parameters, or groups of them: dicts with "params" (named) and options. optimizer: a class of
-    torch.optim that works element by element (SGD, Adam, AdamW, RMSprop). gradients, parameters_codec: recipes, as
-    `dtcomm.fsdp.compress` takes them (``delta:`` costs no memory here: the model itself is the reference). stage: 1
-    keeps whole gradients in ``parameter.grad``, 2 gives them up bucket by bucket. residual: the form of ``ef:``'s
-    residuals, fp32, bf16 or int8. guard, sample_every: as `dtcomm.fsdp.compress` takes them, bucket by bucket; a step
-    ends with `step`. The remaining options are the optimiser's.
+    Gradients are averaged over the ranks. ``param_groups`` and ``state`` are those of the shards; `clip_grad_norm_`
+    clips by the norm over all shards.
 
-    Gradients are averaged over the ranks. `clip_grad_norm_` clips by the norm of all shards. Raises ValueError or
-    TypeError naming the argument.
+    Args:
+        parameters: Named parameters, as ``model.named_parameters()`` gives them, or groups of them: dicts with
+            ``"params"`` (named parameters) and options of the optimizer.
+        optimizer: An optimizer class of torch.optim that works element by element (SGD, Adam, AdamW, RMSprop).
+        gradients: Spec of the gradients' reduce-scatter, as `dtcomm.fsdp.compress` takes it. Default: ``"none"``.
+        parameters_codec: Spec of the parameters' all-gather, as `dtcomm.fsdp.compress` takes it; ``delta:`` needs no
+            memory here, because the model itself is the reference. Default: ``"none"``.
+        stage: ZeRO stage: 1 keeps whole gradients in ``parameter.grad``, 2 frees them bucket by bucket. Default: 2.
+        bucket_bytes: Size of a bucket in bytes. Default: 25 MiB.
+        group: Process group. Default: all ranks.
+        seed: Seed of stochastic rounding. Default: 0.
+        residual: How ``ef:`` stores residuals: ``"fp32"``, ``"bf16"`` or ``"int8"``. Default: ``"fp32"``.
+        guard: As `dtcomm.fsdp.compress` takes it, applied to each bucket. Default: ``Guard()``.
+        sample_every: As `dtcomm.fsdp.compress` takes it; `step` ends a step. Default: 50.
+        **options: Options of the optimizer, such as ``lr``.
+
+    Raises:
+        TypeError: The parameters have no names.
+        ValueError: Another argument is wrong; the message names it.
+
+    Example::
+
+        optimizer = dtcomm.fsdp.ShardedOptimizer(
+            model.named_parameters(), torch.optim.AdamW, lr=1e-3, gradients="int8", parameters_codec="delta:int4"
+        )
+        loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
     """
 
     def __init__(
         self,
-        parameters: Named | Sequence[dict[str, Any]],
+        parameters: NamedParameters | Sequence[dict[str, Any]],
         optimizer: Callable[..., torch.optim.Optimizer],
         *,
         gradients: str | Codec = "none",
@@ -57,121 +161,131 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group: dist.ProcessGroup | None = None,
         seed: int = 0,
         residual: str = "fp32",
-        guard: Guard | None = _GUARD,
+        guard: Guard | None = _DEFAULT_GUARD,
         sample_every: int = 50,
         **options: Any,
     ) -> None:
         if stage not in (1, 2):
-            raise ValueError(f"stage: expected 1 or 2, got {stage!r}; 3 is FSDP (dtcomm.fsdp.compress)")
+            raise ValueError(f"stage: expected 1 or 2, got {stage!r}; stage 3 is FSDP (dtcomm.fsdp.compress)")
         if bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes: expected a positive number, got {bucket_bytes!r}")
         self.stage, self.group = stage, group
-        self._codecs = State(
-            spec.parse(gradients, spec.FEEDBACKS, "gradients"),
-            spec.parse(parameters_codec, ("", "delta"), "parameters_codec"),
+        self._compression = State(
+            parse_spec(gradients, FEEDBACKS, "gradients"),
+            parse_spec(parameters_codec, PARAMETER_PREFIXES, "parameters_codec"),
             seed,
             residual,
             guard,
             sample_every,
         )
-        self._codecs.group = group
-        self._codecs.begin()
-        self._codecs.shards, self._codecs.shard = dist.get_world_size(group), dist.get_rank(group)
-        self._buckets: list[Bucket] = []
-        groups = []
-        for number, given in enumerate(_groups(parameters)):
-            buckets = self._make(given["params"], number, bucket_bytes)
+        self._compression.group = group
+        self._compression.begin_step()
+        self._compression.num_shards = dist.get_world_size(group)
+        self._compression.shard_index = dist.get_rank(group)
+        self._buckets: list[OptimizerBucket] = []
+        shard_groups = []
+        for number, parameter_group in enumerate(_named_groups(parameters)):
+            buckets = self._make_buckets(parameter_group["params"], number, bucket_bytes)
             self._buckets += buckets
-            groups.append({**given, "params": [bucket.exact for bucket in buckets]})
-        self._inner = optimizer(groups, **options)
+            shard_groups.append({**parameter_group, "params": [bucket.master_shard for bucket in buckets]})
+        self._inner = optimizer(shard_groups, **options)
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
-        self._sync, self._queued = True, False
-        self._started: dict[int, tuple[Work, Reduction, torch.Tensor, int]] = {}
+        self._sync, self._callback_queued = True, False
+        self._pending: dict[int, _PendingReduction] = {}  # by index of the bucket
         for bucket in self._buckets:
-            self._codecs.know(bucket.name, bucket.row)
+            self._compression.register_layout(bucket.name, bucket.layout)
             broadcast(bucket.flat, dist.get_global_rank(group, 0) if group else 0, group=group)
-            bucket.exact.data.copy_(bucket.shard_of(bucket.flat))
-            for place, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(self._arrival(bucket, place))  # type: ignore[no-untyped-call]
+            bucket.master_shard.data.copy_(bucket.shard_of(bucket.flat))
+            for index, parameter in enumerate(bucket.parameters):
+                hook = self._gradient_hook(bucket, index)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _make(
-        self, parameters: Sequence[tuple[str, torch.nn.Parameter]], number: int, most: int
-    ) -> list[Bucket]:
-        """Buckets of one type each, from the last parameter to the first: the order in which gradients come."""
-        made: list[Bucket] = []
-        open_: dict[torch.dtype, list[tuple[str, torch.nn.Parameter]]] = {}
+    def _make_buckets(
+        self, parameters: Sequence[tuple[str, torch.nn.Parameter]], number: int, bucket_bytes: int
+    ) -> list[OptimizerBucket]:
+        """Make buckets of one dtype each, from the last parameter to the first: gradients arrive in that order."""
+        buckets: list[OptimizerBucket] = []
+        unfinished: dict[torch.dtype, list[tuple[str, torch.nn.Parameter]]] = {}
 
-        def close(dtype: torch.dtype) -> None:
-            name = f"group {number}, bucket {len(made)}"
-            made.append(Bucket(name, open_.pop(dtype), self._codecs.shards, self._codecs.shard))
+        def finish(dtype: torch.dtype) -> None:
+            name = f"group {number}, bucket {len(buckets)}"
+            compression = self._compression
+            buckets.append(
+                OptimizerBucket(name, unfinished.pop(dtype), compression.num_shards, compression.shard_index)
+            )
 
         for name, parameter in reversed(parameters):
             if not parameter.requires_grad:
                 continue
-            waiting = open_.setdefault(parameter.dtype, [])
-            waiting.append((name, parameter))
-            if sum(each.nbytes for _, each in waiting) >= most:
-                close(parameter.dtype)
-        for dtype in list(open_):
-            close(dtype)
-        return made
+            members = unfinished.setdefault(parameter.dtype, [])
+            members.append((name, parameter))
+            if sum(member.nbytes for _, member in members) >= bucket_bytes:
+                finish(parameter.dtype)
+        for dtype in list(unfinished):
+            finish(dtype)
+        return buckets
 
     # --- backward ---------------------------------------------------------------------------------------------
 
-    def _arrival(self, bucket: Bucket, place: int) -> Callable[[torch.Tensor], None]:
+    def _gradient_hook(self, bucket: OptimizerBucket, index: int) -> Callable[[torch.Tensor], None]:
+        """Return the hook that autograd calls when a parameter's gradient is complete."""
+
         def hook(_: torch.Tensor) -> None:
-            if not self._queued:
-                self._queued = True
+            if not self._callback_queued:
+                self._callback_queued = True
                 torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
-            bucket.accumulate(place, keep=self.stage == 1)
+            bucket.accumulate(index, keep=self.stage == 1)
             bucket.missing -= 1
             if self._sync and self.stage == 2:
-                self._start_complete()
+                self._start_complete_buckets()
 
         return hook
 
-    def _start_complete(self) -> None:
-        """Start the buckets that are complete, in their order: it is the same on all ranks, whatever comes first."""
+    def _start_complete_buckets(self) -> None:
+        """Start the complete buckets in their order, which is the same on all ranks whatever arrives first."""
         for number, bucket in enumerate(self._buckets):
-            if number in self._started:
+            if number in self._pending:
                 continue
             if bucket.missing > 0:
                 return
-            self._start(number)
+            self._start_reduction(number)
 
-    def _start(self, number: int) -> None:
+    def _start_reduction(self, number: int) -> None:
         bucket = self._buckets[number]
         gradient = torch.zeros_like(bucket.flat) if bucket.gradient is None else bucket.gradient
-        reduction = Reduction(self._codecs, bucket.name, gradient)
+        reduction = GradientReduction(self._compression, bucket.name, gradient)
         shard = torch.empty_like(bucket.shard_of(gradient))
         work = reduce_scatter(shard, gradient, "avg", group=self.group, **reduction.options)
-        assert work is not None  # it is with async_op
-        plain = gradient.nbytes * (self._codecs.shards - 1) // self._codecs.shards
-        self._started[number] = work, reduction, shard, plain
+        assert work is not None  # async_op is True
+        ranks = self._compression.num_shards
+        self._pending[number] = _PendingReduction(
+            work, reduction, shard, gradient.nbytes * (ranks - 1) // ranks
+        )
         if self.stage == 2:
             bucket.gradient = None
 
     def _after_backward(self) -> None:
-        self._queued = False
+        self._callback_queued = False
         if self._sync:
             for number in range(len(self._buckets)):
-                if number not in self._started:
-                    self._start(number)
-            for number, (work, reduction, shard, plain) in sorted(self._started.items()):
+                if number not in self._pending:
+                    self._start_reduction(number)
+            for number, pending in sorted(self._pending.items()):
                 bucket = self._buckets[number]
-                work.wait()
-                reduction.traffic.add(work, plain)
-                reduction.done()
-                bucket.exact.grad = None if self.stage == 1 else bucket.exact.grad
-                bucket.own(shard)
-            self._started.clear()
+                pending.work.wait()
+                pending.reduction.traffic.add(pending.work, pending.plain_bytes)
+                pending.reduction.finish()
+                if self.stage == 1:  # the flat gradient holds the sum of all passes
+                    bucket.master_shard.grad = None
+                bucket.add_reduced_shard(pending.shard)
+            self._pending.clear()
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward accumulates on each rank by itself; the next one outside reduces it all."""
+        """Accumulate gradients locally in backward passes inside the context; the next one outside reduces all."""
         before, self._sync = self._sync, False
         try:
             yield
@@ -182,8 +296,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients so that their L2 norm over all parameters is at most ``max_norm``; the norm before."""
-        shards = [bucket.exact.grad for bucket in self._buckets if bucket.exact.grad is not None]
+        """Scale the gradients so that their L2 norm over all parameters and ranks is at most ``max_norm``.
+
+        Returns:
+            The norm before, a scalar tensor.
+        """
+        shards = [
+            bucket.master_shard.grad for bucket in self._buckets if bucket.master_shard.grad is not None
+        ]
         total = torch.stack([shard.double().square().sum() for shard in shards]).sum().reshape(1)
         all_reduce(total, group=self.group)
         norm = total.sqrt().float()[0]
@@ -193,45 +313,56 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return norm
 
     def step(self, closure: Any = None) -> Any:
-        """Step on this rank's shards, then gather everybody's."""
+        """Update this rank's shards, then gather the parameters from all ranks.
+
+        Args:
+            closure: As of torch's optimizers. Default: None.
+
+        Returns:
+            What the optimizer's step returns: the closure's loss, or None.
+        """
         for bucket in self._buckets:
-            bucket.notice()
+            bucket.update_master_if_overwritten()
         loss = self._inner.step(closure)
         with torch.no_grad():
-            works = [self._gather(bucket) for bucket in self._buckets]
-            for finish in works:
-                finish()
-        self._codecs.begin()  # the next one
+            gathers = [self._start_gather(bucket) for bucket in self._buckets]
+            for finish_gather in gathers:
+                finish_gather()
+        self._compression.begin_step()
         return loss
 
-    def _gather(self, bucket: Bucket) -> Callable[[], None]:
-        traffic = self._codecs.traffic(bucket.name, "parameters", self._codecs.parameters)
-        recipe_now = self._codecs.watching.in_force(bucket.name, self._codecs.parameters)
-        which = fitting(recipe_now, bucket.flat, traffic)
-        options: dict[str, Any] = {"group": self.group, "seed": self._codecs.next_seed(), "async_op": True}
-        differences = self._codecs.parameters.word == "delta" and not traffic.why
-        if differences:
-            # What the model computes with is what all ranks know of each other.
-            own = (bucket.exact.detach() - bucket.shard_of(bucket.flat).float()).to(bucket.dtype)
+    def _start_gather(self, bucket: OptimizerBucket) -> Callable[[], None]:
+        """Start the all-gather of a bucket's parameters; the returned function finishes it."""
+        compression = self._compression
+        traffic = compression.traffic(bucket.name, "parameters", compression.parameters)
+        spec = compression.guard.current_spec(bucket.name, compression.parameters)
+        codec_spec = codec_spec_for(spec, bucket.flat, traffic)
+        sends_differences = compression.parameters.prefix == "delta" and not traffic.why
+        if sends_differences:
+            # All ranks have the same parameters, those that the model computes with.
+            difference = bucket.master_shard.detach() - bucket.shard_of(bucket.flat).float()
+            shard = difference.to(bucket.dtype)
             output = torch.empty_like(bucket.flat)
         else:
-            own = bucket.exact.detach().to(bucket.dtype)
+            shard = bucket.master_shard.detach().to(bucket.dtype)
             output = bucket.flat
-        work = all_gather(output, own, codec=which, **options)
-        plain = own.nbytes * (self._codecs.shards - 1)
+        work = all_gather(
+            output, shard, codec=codec_spec, group=self.group, seed=compression.next_seed(), async_op=True
+        )
+        plain_bytes = shard.nbytes * (compression.num_shards - 1)
 
         def finish() -> None:
             work.wait()
-            traffic.add(work, plain)
-            if differences:
+            traffic.add(work, plain_bytes)
+            if sends_differences:
                 bucket.flat.add_(output)
 
         return finish
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, of shards and of whole parameters; they are always set to None."""
+        """Drop all gradients, of shards and of whole parameters; they are set to None in any case."""
         for bucket in self._buckets:
-            bucket.exact.grad = None
+            bucket.master_shard.grad = None
             bucket.gradient = None
             for parameter in bucket.parameters:
                 parameter.grad = None
@@ -239,70 +370,75 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # --- state ------------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """What was sent, by bucket, and what the guard did."""
-        return self._codecs.report()
+        """Return what was sent, by bucket, and what the guard did."""
+        return self._compression.report()
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """What the guard saw and did, in order; the same on all ranks."""
-        return self._codecs.events
+        """What the guard detected and did, in order; the same on all ranks."""
+        return self._compression.events
 
     def observe(self, loss: float | torch.Tensor) -> None:
-        """Tell the guard this step's loss, once a step and before its backward, on every rank."""
-        self._codecs.observe(loss)
+        """Pass this step's loss to the guard; call it once per step, before backward, on every rank."""
+        self._compression.observe(loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part: the optimiser's state of its shards, the exact shards, residuals and counters."""
+        """Return this rank's part: the optimizer's state, the master shards, and the compression's state."""
         return {
             "optimizer": self._inner.state_dict(),
-            "shards": [bucket.exact.detach().cpu().clone() for bucket in self._buckets],
-            "compression": self._codecs.state_dict(),
+            "shards": [bucket.master_shard.detach().cpu().clone() for bucket in self._buckets],
+            "compression": self._compression.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from this rank's own `state_dict`, with the model's own state loaded before."""
-        self._codecs.load_state_dict(state_dict["compression"])
+        """Continue from this rank's own `state_dict`; load the model's state before.
+
+        Raises:
+            ValueError: The shards have other sizes.
+        """
+        self._compression.load_state_dict(state_dict["compression"])
         shards = state_dict["shards"]
-        if [each.numel() for each in shards] != [bucket.exact.numel() for bucket in self._buckets]:
+        if [shard.numel() for shard in shards] != [bucket.master_shard.numel() for bucket in self._buckets]:
             raise ValueError("state_dict: its shards have other sizes: was it saved from another model?")
         self._inner.load_state_dict(state_dict["optimizer"])
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
         for bucket, shard in zip(self._buckets, shards, strict=True):
-            bucket.notice()
-            bucket.exact.data.copy_(shard)
+            bucket.update_master_if_overwritten()
+            bucket.master_shard.data.copy_(shard)
 
     def memory(self) -> dict[str, int]:
-        """Bytes on this rank: whole parameters, exact shards, optimiser state, residuals, and whole gradients.
+        """Return the memory on this rank in bytes.
 
-        With stage 2 the last is the largest bucket's, which backward fills and gives up in turn.
+        The keys are ``parameters`` (whole), ``shards`` (the master copy), ``optimizer`` (its state), ``residuals`` and
+        ``gradients``: with stage 1 all whole gradients, with stage 2 those of the largest bucket.
         """
-        states = sum(
+        optimizer_state = sum(
             value.nbytes
             for entry in self.state.values()
             for value in entry.values()
             if isinstance(value, torch.Tensor)
         )
-        whole = [bucket.flat.nbytes for bucket in self._buckets]
+        bucket_sizes = [bucket.flat.nbytes for bucket in self._buckets]
         return {
-            "parameters": sum(whole),
-            "shards": sum(bucket.exact.nbytes for bucket in self._buckets),
-            "optimizer": states,
+            "parameters": sum(bucket_sizes),
+            "shards": sum(bucket.master_shard.nbytes for bucket in self._buckets),
+            "optimizer": optimizer_state,
             "residuals": self.report().residual_bytes,
-            "gradients": sum(whole) if self.stage == 1 else max(whole, default=0),
+            "gradients": sum(bucket_sizes) if self.stage == 1 else max(bucket_sizes, default=0),
         }
 
 
-def _groups(parameters: Named | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups with "params" as lists of (name, parameter). TypeError where there are no names."""
-    given: list[Any] = list(parameters)
-    if not given:
+def _named_groups(parameters: NamedParameters | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return groups whose "params" are lists of (name, parameter); TypeError if there are no names."""
+    entries: list[Any] = list(parameters)
+    if not entries:
         raise ValueError("parameters: got none")
-    groups = given if isinstance(given[0], dict) else [{"params": given}]
+    groups = entries if isinstance(entries[0], dict) else [{"params": entries}]
     for group in groups:
         named = list(group["params"])
-        if any(not isinstance(each, tuple) for each in named):
+        if any(not isinstance(entry, tuple) for entry in named):
             raise TypeError(
-                "parameters: expected named ones (model.named_parameters()), which states are saved by"
+                "parameters: expected named parameters (model.named_parameters()); states are saved by name"
             )
         group["params"] = named
     return groups

@@ -1,33 +1,37 @@
-"""What is done to parameters and gradients, as text.
+"""Compression specs of sharded models: what is done to gradients and parameters, as text.
 
-A recipe is a codec's spec, or two of them for the two levels of several hosts (``int8/int4``: int8 inside a host, int4
-between hosts), after an optional word:
+A spec is a codec's spec, or two of them separated by a slash: ``int8/int4`` is int8 inside hosts and int4 between
+hosts. A prefix may precede them:
 
-- ``delta:`` (parameters) sends what changed since the peers were last told, instead of the values: SDP4Bit's weight
-  differences (Jia et al. 2024, arXiv:2410.15526).
-- ``ef:`` and ``loco:`` (gradients) keep what encodings lose; loco as a moving average in 8 bits, forgotten every 1024
-  calls (LoCo, Xie et al. 2024, arXiv:2407.04480).
+- ``delta:`` (parameters) sends differences from the values that the peers have, instead of the values: the weight
+  differences of SDP4Bit (Jia et al. 2024, arXiv:2410.15526).
+- ``ef:`` (gradients) is error feedback: the error of each encoding is added to the next gradient.
+- ``loco:`` (gradients) is the error feedback of LoCo (Xie et al. 2024, arXiv:2407.04480): a moving average of the
+error,
+  in 8 bits, which is reset every 1024 calls.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dtcomm.codecs import Codec, codec
+from dtcomm.codecs import Codec, parse_levels
 
+#: Prefixes that are valid for gradients, and for parameters; the empty one is no prefix.
 FEEDBACKS = ("", "ef", "loco")
+PARAMETER_PREFIXES = ("", "delta")
 
 
 @dataclass(frozen=True)
 class Preset:
-    """The two recipes of a published method."""
+    """The specs of a published method."""
 
     parameters: str
     gradients: str
 
 
 PRESETS = {
-    # qwZ: block-quantised weights; qgZ: 4-bit gradients, each hop quantised once, in blocks that a rotation evens out.
+    # qwZ is block-quantized weights; qgZ is 4-bit gradients, which each hop quantizes once, after a rotation.
     "zero++": Preset("int8:block=256", "int4:block=128,rotate=hadamard/int4:block=128,rotate=hadamard"),
     "loco": Preset("none", "loco:int4:block=128"),
     "sdp4bit": Preset("delta:int4:block=128", "int8:block=128/int4:block=128,rotate=hadamard"),
@@ -35,45 +39,61 @@ PRESETS = {
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """A parsed recipe: ``word`` before the codecs, ``between`` only where levels differ."""
+class CompressionSpec:
+    """A parsed spec.
+
+    Attributes:
+        inside: Codec inside hosts, or everywhere.
+        between: Codec between hosts; None if it is ``inside``.
+        prefix: ``"ef"``, ``"loco"``, ``"delta"`` or empty.
+    """
 
     inside: Codec
     between: Codec | None
-    word: str
+    prefix: str
 
     @property
-    def spec(self) -> str | Codec:
-        """What the collectives take."""
+    def codec_spec(self) -> str | Codec:
+        """The codec, or the spec of both, as the collectives take it."""
         return self.inside if self.between is None else f"{self.inside}/{self.between}"
 
     def codecs(self) -> tuple[Codec, ...]:
-        """Of every level."""
+        """Return the codecs of all levels."""
         return (self.inside,) if self.between is None else (self.inside, self.between)
 
     def __str__(self) -> str:
-        return f"{self.word}:{self.spec}" if self.word else str(self.spec)
+        return f"{self.prefix}:{self.codec_spec}" if self.prefix else str(self.codec_spec)
 
 
-def parse(given: str | Codec, words: tuple[str, ...], argument: str) -> Recipe:
-    """The recipe that ``given`` says; ValueError naming ``argument`` for a word that is not one of ``words``."""
-    if isinstance(given, Codec):
-        return Recipe(given, None, "")
-    if not isinstance(given, str):
-        raise TypeError(f"{argument}: expected a spec or a Codec, got {type(given).__name__}")
-    word, colon, rest = given.partition(":")
-    if not colon or word not in ("delta", *FEEDBACKS[1:]):
-        word, rest = "", given
-    elif word not in words:
-        valid = ", ".join(f"{each}:" for each in words if each)
-        raise ValueError(f"{argument}: {word}: does not go with them; expected a codec, or one after {valid}")
-    inside, slash, between = rest.partition("/")
-    return Recipe(codec(inside), codec(between) if slash else None, word)
+def parse_spec(spec: str | Codec, prefixes: tuple[str, ...], argument: str) -> CompressionSpec:
+    """Parse a spec.
+
+    Args:
+        spec: The spec, or a codec.
+        prefixes: The valid prefixes, `FEEDBACKS` or `PARAMETER_PREFIXES`.
+        argument: Name of the argument, for error messages.
+
+    Raises:
+        TypeError: ``spec`` is neither a string nor a codec.
+        ValueError: The prefix is not one of ``prefixes``, or a codec is wrong.
+    """
+    if isinstance(spec, Codec):
+        return CompressionSpec(spec, None, "")
+    if not isinstance(spec, str):
+        raise TypeError(f"{argument}: expected a spec or a Codec, got {type(spec).__name__}")
+    prefix, colon, rest = spec.partition(":")
+    if not colon or prefix not in ("delta", "ef", "loco"):
+        prefix, rest = "", spec
+    elif prefix not in prefixes:
+        valid = " or ".join(f"'{name}:'" for name in prefixes if name)
+        raise ValueError(
+            f"{argument}: '{prefix}:' is not valid here; use a codec, optionally prefixed by {valid}"
+        )
+    return CompressionSpec(*parse_levels(rest), prefix)
 
 
-def preset(name: str) -> Preset:
-    """ValueError that lists what is there."""
-    found = PRESETS.get(name)
-    if found is None:
+def find_preset(name: str) -> Preset:
+    """Return the preset of this name; ValueError lists the valid names."""
+    if name not in PRESETS:
         raise ValueError(f"preset: {name!r} is not one of {', '.join(PRESETS)}")
-    return found
+    return PRESETS[name]

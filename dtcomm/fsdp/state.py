@@ -1,4 +1,4 @@
-"""What the compressed collectives of a sharded model remember between calls, and count."""
+"""The state of a sharded model's compression: residuals, references, counters and guard, kept between calls."""
 
 from __future__ import annotations
 
@@ -13,24 +13,33 @@ from dtcomm.codecs import Codec, codec
 from dtcomm.compress.checkpoint import VERSION, select_share
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.device.streams import Streams, record_streams, streams_of
-from dtcomm.fsdp.buffer_pool import Pool
+from dtcomm.fsdp.buffer_pool import BufferPool
 from dtcomm.fsdp.cpu_overlap import Overlap
-from dtcomm.fsdp.flat_layout import Layout
-from dtcomm.fsdp.guard import Watching
+from dtcomm.fsdp.flat_layout import FlatLayout
+from dtcomm.fsdp.guard import ShardGuard
 from dtcomm.fsdp.report import Report, Traffic
-from dtcomm.fsdp.residual_store import Errors, Exact, MovingAverage
-from dtcomm.fsdp.spec import Recipe
+from dtcomm.fsdp.residual_store import FullResidual, LoCoResidual, ResidualStore
+from dtcomm.fsdp.spec import CompressionSpec
 from dtcomm.kernels import counter_rng
 from dtcomm.profiling import Metric, Timeline
 
 
 class State:
-    """Made by `dtcomm.fsdp.compress`; one for all modules of a model."""
+    """The compression state of a model; `dtcomm.fsdp.compress` makes one for all modules of a model.
+
+    Attributes:
+        gradients: Spec of the gradients' reduction.
+        parameters: Spec of the parameters' all-gather.
+        num_shards: Number of ranks that parameters are cut over. In a two-dimensional mesh that is not the world size.
+        shard_index: This rank's position among them.
+        group: Their process group; None is the default group.
+        timeline: Recorder of training steps (`dtcomm.profiling`).
+    """
 
     def __init__(
         self,
-        gradients: Recipe,
-        parameters: Recipe,
+        gradients: CompressionSpec,
+        parameters: CompressionSpec,
         seed: int,
         residual: str = "fp32",
         guard: Guard | None = None,
@@ -39,198 +48,218 @@ class State:
         self.gradients, self.parameters = gradients, parameters
         self.seed = seed
         self.calls = 0
-        # Of the group that parameters are cut over, which in a mesh of two dimensions is not the world.
-        self.shards, self.shard = dist.get_world_size(), dist.get_rank()
-        self.pool = Pool()
+        self.num_shards, self.shard_index = dist.get_world_size(), dist.get_rank()
+        self.group: dist.ProcessGroup | None = None
+        self.buffers = BufferPool()
         self.references: dict[str, torch.Tensor] = {}
-        self.written: dict[str, tuple[Streams, Any]] = {}  # on devices: the events behind what wrote them
-        self._own_references: dict[str, torch.Tensor] = {}
-        self._flats: dict[str, Layout | None] = {}
-        self._errors: Errors | None = _errors(gradients.word, residual)
+        # On devices: the event after the kernels that wrote a reference.
+        self._reference_events: dict[str, tuple[Streams, Any]] = {}
+        self._saved_reference_shards: dict[str, torch.Tensor] = {}  # from a checkpoint, until first used
+        self._layouts: dict[str, FlatLayout | None] = {}
+        self._residuals = _make_residual_store(gradients.prefix, residual)
         self._report = Report()
         self.timeline = Timeline("fsdp")
-        self.watching = Watching(guard, sample_every)
-        self.group: dist.ProcessGroup | None = None  # of the shards; None: all ranks
+        self.guard = ShardGuard(guard, sample_every)
         self.overlap = Overlap()
 
+    # --- for users --------------------------------------------------------------------------------------------
+
     def report(self) -> Report:
-        """What was sent, by module, and for whatever was not compressed, why."""
-        self._report.residual_bytes = 0 if self._errors is None else self._errors.nbytes()
-        self._report.reference_bytes = sum(each.nbytes for each in self.references.values())
-        self._report.buffer_bytes = self.pool.nbytes()
+        """Return what was sent, by module, and why something was not compressed."""
+        self._report.residual_bytes = 0 if self._residuals is None else self._residuals.nbytes()
+        self._report.reference_bytes = sum(reference.nbytes for reference in self.references.values())
+        self._report.buffer_bytes = self.buffers.nbytes()
         self._report.events = count_events(self.events)
-        self._report.read()
-        if self.pool.why:
-            self.note(self.pool.why)
+        self._report.fetch_errors()
+        if self.buffers.why:
+            self.add_note(self.buffers.why)
         return self._report
 
     def metrics(self) -> list[Metric]:
-        """The report's, and the timeline's where one is kept, for `dtcomm.profiling.write_prometheus` and
-        `write_tensorboard`.
+        """Return the metrics of the report and the timeline.
+
+        `dtcomm.profiling.write_prometheus` and `write_tensorboard` write them.
         """
         return self.report().metrics() + self.timeline.metrics()
 
     def trace(self, path: str | os.PathLike[str]) -> str:
-        """Write this rank's kept steps for Perfetto; see `dtcomm.ddp.State.trace`. ``timeline.start()`` comes first."""
+        """Write this rank's recorded steps as a trace for Perfetto, after ``timeline.start()``.
+
+        See `dtcomm.ddp.State.trace`.
+        """
         return self.timeline.trace(path, dist.get_rank())
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """What the guard saw and did, in order."""
-        return self.watching.events
+        """What the guard detected and did, in order."""
+        return self.guard.events
 
     def observe(self, loss: float | torch.Tensor) -> None:
-        """Tell the guard this step's loss, once a step and before its backward, on every rank."""
-        self.watching.observe(loss)
-
-    def begin(self) -> None:
-        """A training step begins; called by the model's forward."""
-        for module in self.watching.begin(self.group):
-            if self._errors is not None:
-                self._errors.forget(module)
-
-    def note(self, text: str) -> None:
-        """Something that torch does beside us, or that could not be done; said once."""
-        if text not in self._report.notes:
-            self._report.notes.append(text)
-
-    def traffic(self, module: str, kind: str, recipe: Recipe) -> Traffic:
-        """The counter of a module's "parameters" or "gradients"."""
-        return self._report.modules.setdefault(module, {}).setdefault(kind, Traffic(str(recipe)))
-
-    def know(self, module: str, flat: Layout | None) -> None:
-        """How a module's gradients lie in its flat tensor."""
-        self._flats[module] = flat
-
-    def next_seed(self) -> int:
-        """Of stochastic rounding: the same on all ranks, which call the same collectives in the same order."""
-        self.calls += 1
-        return self.seed + self.calls
-
-    def take_residual(self, module: str, like: torch.Tensor) -> torch.Tensor | None:
-        """What this rank's gradients of a module have left so far, fp32; None without feedback."""
-        return None if self._errors is None else self._errors.take(self._key(module, like), like)
-
-    def give_residual(self, module: str, residual: torch.Tensor | None) -> None:
-        """The same tensor, after the collective has rewritten it."""
-        if self._errors is not None and residual is not None:
-            key = counter_rng.mix_key(self.seed, dist.get_rank(), self.calls)
-            self._errors.give(self._key(module, residual), residual, key)
-
-    def _key(self, module: str, like: torch.Tensor) -> str:
-        """Where some parameters got no gradient the flat tensor is another one, with errors of its own."""
-        flat = self._flats.get(module)
-        if flat is None or flat.numel(self.shards) == like.numel():
-            return module
-        return f"{module} [{like.numel()}]"
+        """Pass this step's loss to the guard; call it once per step, before backward, on every rank."""
+        self.guard.observe_loss(loss)
 
     def rescale(self, factor: float) -> None:
-        """Multiply the residuals by ``factor``: for a loss scale that changed by it between two steps."""
-        if self._errors is not None:
-            self._errors.scale(factor)
+        """Multiply the residuals by ``factor``, for a loss scale that changed by this factor between two steps."""
+        if self._residuals is not None:
+            self._residuals.scale(factor)
 
     def resync(self) -> None:
-        """Send whole parameters at the next gather instead of differences: they were changed by something else than
-        the optimiser. Loading a state_dict into the model does this by itself.
+        """Send whole parameters in the next gather instead of differences (``delta:``).
+
+        Call it after parameters were changed by anything but the optimizer. Loading a state_dict into the model does it
+        automatically.
         """
-        self.references.clear()
-        self.written.clear()
-        self._own_references.clear()
-
-    def overwritten(self) -> None:
-        """The same after a state_dict was loaded into the model; references that were loaded beside it stay, since
-        what peers held when it was saved is what the differences after it were taken to.
-        """
-        self.references.clear()
-        self.written.clear()
-
-    def take_own_reference(self, module: str) -> torch.Tensor | None:
-        """This rank's part of the reference, from a checkpoint, once."""
-        return self._own_references.pop(module, None)
-
-    def keep_reference(self, module: str, reference: torch.Tensor) -> None:
-        """It has been written on the current stream."""
-        self.references[module] = reference
-        if not reference.is_cpu:
-            streams = self.written.get(module, (streams_of(reference.device), None))[0]
-            self.written[module] = streams, streams.record()
-
-    def reference(self, module: str) -> torch.Tensor | None:
-        """For the current stream, which is FSDP's for gathers now and the model's then."""
-        if module in self.written:
-            streams, event = self.written[module]
-            streams.wait(event)
-        record_streams(self.references.get(module))
-        return self.references.get(module)
+        self.invalidate_references()
+        self._saved_reference_shards.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals by parameter name, its references, and the counters; every rank saves its own.
+        """Return this rank's residuals by parameter name, its shards of the references, the guard and the counters.
 
-        Plain values and CPU tensors, which torch.load takes with its defaults.
+        The state consists of plain values and CPU tensors, which torch.load reads with its defaults. Every rank saves
+        its own.
         """
         residuals: dict[str, torch.Tensor] = {}
-        whole = {} if self._errors is None else self._errors.decoded()
-        for module, flat in whole.items():
-            layout = self._flats.get(module)
-            known = layout is not None and layout.numel(self.shards) == flat.numel()
-            residuals |= layout.split(flat, self.shards) if layout and known else {f"[{module}]": flat}
+        flat_residuals = {} if self._residuals is None else self._residuals.state_dict()
+        for module, flat in flat_residuals.items():
+            layout = self._layouts.get(module)
+            if layout is not None and layout.numel(self.num_shards) == flat.numel():
+                residuals |= layout.split(flat, self.num_shards)
+            else:
+                residuals[f"[{module}]"] = flat
         return {
             "version": VERSION,
             "calls": self.calls,
             "seed": self.seed,
             "rank": dist.get_rank(),
             "world_size": dist.get_world_size(),
-            "watching": self.watching.state_dict(),
-            "counts": {} if self._errors is None else dict(self._errors.counts),
+            "guard": self.guard.state_dict(),
+            "counts": {} if self._residuals is None else dict(self._residuals.counts),
             "residuals": residuals,
             "references": {
-                name: reference.view(self.shards, -1)[self.shard].detach().to("cpu", copy=True)
+                name: reference.view(self.num_shards, -1)[self.shard_index].detach().to("cpu", copy=True)
                 for name, reference in self.references.items()
             },
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Continue from `state_dict`: this rank's own, or those of all ranks of the run that saved them, in rank order.
+        """Continue from a state that `state_dict` returned.
 
-        With all of them the number of ranks may have changed: residuals keep their sum, and differences start from
-        whole parameters. ValueError where one alone comes from another number of ranks.
+        Args:
+            state: This rank's own state, or the states of all ranks of the saved run in rank order. With the latter the
+                number of ranks may have changed: residuals keep their sum over the ranks, and ``delta:`` starts with
+                whole parameters.
+
+        Raises:
+            ValueError: A single state comes from a run with another number of ranks.
         """
         ranks = dist.get_world_size()
         first, residuals = select_share(state, dist.get_rank(), ranks)
         self.calls, self.seed = first["calls"], first["seed"]
-        self.watching.load_state_dict(first.get("watching", {}))
+        self.guard.load_state_dict(first.get("guard", {}))
         self.resync()
-        same = first["world_size"] == ranks
-        if same:
-            own = state if isinstance(state, Mapping) else state[dist.get_rank()]
-            self._own_references = dict(own["references"])
-        if self._errors is None:
+        same_ranks = first["world_size"] == ranks
+        if same_ranks:
+            own_state = state if isinstance(state, Mapping) else state[dist.get_rank()]
+            self._saved_reference_shards = dict(own_state["references"])
+        if self._residuals is None:
             return
-        whole: dict[str, torch.Tensor] = {}
-        for module, layout in self._flats.items():
-            if layout and all(piece.name in residuals for piece in layout.pieces):
-                whole[module] = layout.join(residuals, self.shards)
-        if same:
-            whole |= {name[1:-1]: flat for name, flat in residuals.items() if name.startswith("[")}
-        self._errors.load(whole, first["counts"])
+        flat_residuals: dict[str, torch.Tensor] = {}
+        for module, layout in self._layouts.items():
+            if layout and all(parameter.name in residuals for parameter in layout.parameters):
+                flat_residuals[module] = layout.join(residuals, self.num_shards)
+        if same_ranks:
+            flat_residuals |= {name[1:-1]: flat for name, flat in residuals.items() if name.startswith("[")}
+        self._residuals.load_state_dict(flat_residuals, first["counts"])
+
+    # --- for the collectives ----------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Begin a training step: apply the guard's decisions. The model's forward pass calls it."""
+        for module in self.guard.begin_step(self.group):
+            if self._residuals is not None:
+                self._residuals.reset(module)
+
+    def add_note(self, text: str) -> None:
+        """Add a line to the report, once: what torch communicates itself, or what is not possible."""
+        if text not in self._report.notes:
+            self._report.notes.append(text)
+
+    def traffic(self, module: str, kind: str, spec: CompressionSpec) -> Traffic:
+        """Return the counters of a module's collectives of this kind (``"parameters"``, ``"gradients"``)."""
+        return self._report.modules.setdefault(module, {}).setdefault(kind, Traffic(str(spec)))
+
+    def register_layout(self, module: str, layout: FlatLayout | None) -> None:
+        """Set the layout of a module's flat gradient."""
+        self._layouts[module] = layout
+
+    def next_seed(self) -> int:
+        """Return a seed for stochastic rounding; ranks call the same collectives, so it is the same on all ranks."""
+        self.calls += 1
+        return self.seed + self.calls
+
+    def take_residual(self, module: str, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Return the fp32 residual of a module's gradient, or None without error feedback."""
+        if self._residuals is None:
+            return None
+        return self._residuals.take(self._residual_key(module, gradient), gradient)
+
+    def put_residual(self, module: str, residual: torch.Tensor | None) -> None:
+        """Store the residual from `take_residual` after the collective has updated it."""
+        if self._residuals is not None and residual is not None:
+            key = counter_rng.mix_key(self.seed, dist.get_rank(), self.calls)
+            self._residuals.put(self._residual_key(module, residual), residual, key)
+
+    def _residual_key(self, module: str, gradient: torch.Tensor) -> str:
+        """Return the residual's name; a flat gradient of other size (unused parameters) has its own residual."""
+        layout = self._layouts.get(module)
+        if layout is None or layout.numel(self.num_shards) == gradient.numel():
+            return module
+        return f"{module} [{gradient.numel()}]"
+
+    def get_reference(self, module: str) -> torch.Tensor | None:
+        """Return the parameters that the peers have, for use on the current stream; None if there are none yet."""
+        if module in self._reference_events:
+            streams, event = self._reference_events[module]
+            streams.wait(event)
+        record_streams(self.references.get(module))
+        return self.references.get(module)
+
+    def put_reference(self, module: str, reference: torch.Tensor) -> None:
+        """Store a reference that was written on the current stream."""
+        self.references[module] = reference
+        if not reference.is_cpu:
+            streams = self._reference_events.get(module, (streams_of(reference.device), None))[0]
+            self._reference_events[module] = streams, streams.record()
+
+    def invalidate_references(self) -> None:
+        """Drop the references, because a state_dict was loaded into the model.
+
+        References that were loaded from a checkpoint stay: the next differences are taken to them.
+        """
+        self.references.clear()
+        self._reference_events.clear()
+
+    def pop_saved_reference_shard(self, module: str) -> torch.Tensor | None:
+        """Return this rank's shard of the reference in the checkpoint, once."""
+        return self._saved_reference_shards.pop(module, None)
 
 
-def _errors(word: str, residual: str) -> Errors | None:
-    """What keeps errors under the word of a recipe. ValueError where ``residual`` is no form, or has no use."""
-    if word == "ef":
-        return Exact(residual)
-    if residual != "fp32":
-        raise ValueError(
-            f"residual: {residual!r} goes with ef: gradients alone; {word or 'without a word'}: has its own"
-        )
-    return MovingAverage() if word else None
+def _make_residual_store(prefix: str, form: str) -> ResidualStore | None:
+    """Return the store for a spec's prefix; ValueError if the form of residuals is unknown or not applicable."""
+    if prefix == "ef":
+        return FullResidual(form)
+    if form != "fp32":
+        reason = f"'{prefix}:' has its own form" if prefix else "these gradients keep no residuals"
+        raise ValueError(f"residual: {form!r} applies to gradients with 'ef:' only; {reason}")
+    return LoCoResidual() if prefix == "loco" else None
 
 
-def fitting(recipe: Recipe, tensor: torch.Tensor, traffic: Traffic) -> str | Codec:
-    """The recipe's codecs, or none where one does not take the tensor's type; the report says so."""
-    refused = next((each for each in recipe.codecs() if tensor.dtype not in each.dtypes), None)
-    traffic.codec, traffic.why = str(recipe), ""
-    if refused is None:
-        return recipe.spec
-    traffic.codec, traffic.why = "none", f"{refused} does not take {str(tensor.dtype).removeprefix('torch.')}"
+def codec_spec_for(spec: CompressionSpec, tensor: torch.Tensor, traffic: Traffic) -> str | Codec:
+    """Return the codecs of ``spec``, or ``none`` if one does not support the tensor's dtype; counted in ``traffic``."""
+    unsupported = next((codec for codec in spec.codecs() if tensor.dtype not in codec.dtypes), None)
+    traffic.codec, traffic.why = str(spec), ""
+    if unsupported is None:
+        return spec.codec_spec
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    traffic.codec, traffic.why = "none", f"{unsupported} does not support {dtype}"
     return codec("none")

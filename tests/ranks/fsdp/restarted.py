@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dtcomm.fsdp.comm import Scatter
+from dtcomm.fsdp.collectives import CompressedReduceScatter
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "fsdp_char_gpt.py"
 
@@ -19,7 +19,7 @@ def main(last: int, arguments: list[str]) -> None:
     sys.argv = [str(EXAMPLE), *arguments]
     told = Path(arguments[-1]).with_name("deaths")
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
-        call, calls = Scatter.__call__, 0
+        call, calls = CompressedReduceScatter.__call__, 0
 
         def deadly(self: Any, *arguments: Any, **named: Any) -> Any:
             nonlocal calls
@@ -30,5 +30,5 @@ def main(last: int, arguments: list[str]) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return call(self, *arguments, **named)
 
-        Scatter.__call__ = deadly  # type: ignore[method-assign]
+        CompressedReduceScatter.__call__ = deadly  # type: ignore[method-assign]
     runpy.run_path(str(EXAMPLE), run_name="__main__")

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtcomm import fsdp
 from dtcomm.errors import PeerLost
-from dtcomm.fsdp.comm import Gather, Scatter
+from dtcomm.fsdp.collectives import CompressedAllGather, CompressedReduceScatter
 from dtcomm.launch.elastic import WORKERS_OWN_STORE, run_elastic
 from dtcomm.launch.ranks import run_ranks, spawn_ranks
 from tests.ranks.fsdp.models import WIDTH, sharded
@@ -39,7 +39,7 @@ def arm(model: Any, where: str) -> None:
         # Forward has gathered, backward will reduce: the others go on into it.
         model.blocks[1].down.register_forward_hook(lambda *_: die())
         return
-    kind = Gather if where == "all-gather" else Scatter
+    kind = CompressedAllGather if where == "all-gather" else CompressedReduceScatter
     call = kind.__call__
 
     def deadly(self: Any, *arguments: Any, **named: Any) -> Any:

@@ -104,7 +104,7 @@ def refined(rank: int, ranks: int) -> None:
     assert report.events["error: raise"] >= 1 and "guard: error: raise" in str(report)
     again = fsdp.compress(sharded(init_device_mesh("cpu", (ranks,))), "int2:block=1024", sample_every=1)
     again.load_state_dict(state.state_dict())
-    assert str(again.watching.in_force("blocks.0", again.gradients)) == "int4"
+    assert str(again.guard.current_spec("blocks.0", again.gradients)) == "int4"
     errors = [traffic.relative_error for traffic in (kinds["gradients"] for kinds in report.modules.values())]
     assert all(error is not None and 0 < error < 1 for error in errors)
 

@@ -35,8 +35,10 @@ def replicas(rank: int, ranks: int, codecs: dict[str, str], tolerance: float) ->
     state = fsdp.compress(model, **codecs)
     same(model, sharded(mesh), rank, tolerance)  # type: ignore[arg-type]
     notes = state.report().notes
-    assert len(notes) == 3 and all("between 2 replicas is torch's, uncompressed" in note for note in notes)
-    assert "between 2 replicas" in str(state.report())
+    assert len(notes) == 3 and all(
+        "torch averages the gradients of 2 replicas, uncompressed" in note for note in notes
+    )
+    assert "gradients of 2 replicas" in str(state.report())
 
 
 @pytest.mark.parametrize(("codecs", "tolerance"), [(NONE, 0.0), (LOSSY, 0.1)], ids=str)
@@ -74,7 +76,9 @@ def averaged(rank: int, ranks: int, codecs: dict[str, Any], tolerance: float) ->
         traffic = report.modules["blocks.0"]["replicas"]
         assert traffic.wire_bytes < 0.35 * traffic.plain_bytes
         assert any(name.endswith("replicas]") for name in state.state_dict()["residuals"])
-    with pytest.raises(ValueError, match="replicas: the mesh of fully_shard has a dimension of replicas"):
+    with pytest.raises(
+        ValueError, match="replicas: the mesh passed to fully_shard has a dimension of replicas"
+    ):
         fsdp.compress(sharded(mesh), replicas=mesh["replicate"])  # type: ignore[arg-type]
 
 
@@ -190,7 +194,7 @@ def buffers(rank: int, ranks: int) -> None:
     assert 0 < sizes[0] and len(set(sizes[1:])) == 1
     # Prefetching gathers one layer ahead; each layer's gradients live until they are dropped.
     assert sizes[-1] < 8 * 256 * 257 * 4 + 4 * 256 * 257 * 4
-    state.pool.trim()
+    state.buffers.trim()
     assert state.report().buffer_bytes == 0
 
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 import dtcomm.collectives as C
 from dtcomm.compress.guard import Guard
 from dtcomm.device.streams import record_streams
-from dtcomm.fsdp import ShardedOptimizer, spec
-from dtcomm.fsdp.comm import Gather, Scatter
-from dtcomm.fsdp.spec import FEEDBACKS
+from dtcomm.fsdp import ShardedOptimizer
+from dtcomm.fsdp.collectives import CompressedAllGather, CompressedReduceScatter
+from dtcomm.fsdp.spec import FEEDBACKS, PARAMETER_PREFIXES, parse_spec
 from dtcomm.fsdp.state import State
 from dtcomm.launch.ranks import run_ranks
 from tests.support.fake_cuda_ranks import devices
@@ -63,18 +63,19 @@ def sharded(rank: int, judged: RecordedStreams | None, gradients: str, parameter
     """What modules of a model gather and reduce in some steps; in one of them rank 1 brings a NaN."""
     group = dist.distributed_c10d._get_default_group()
     state = State(
-        spec.parse(gradients, FEEDBACKS, "gradients"),
-        spec.parse(parameters, ("", "delta"), "parameters"),
+        parse_spec(gradients, FEEDBACKS, "gradients"),
+        parse_spec(parameters, PARAMETER_PREFIXES, "parameters"),
         0,
         guard=Guard(),
         sample_every=1,
     )
     module: Any = Module()
-    gather, scatter, streams = Gather(state, "m"), Scatter(state, "m", module), Streams(judged)
+    gather, scatter = CompressedAllGather(state, "m"), CompressedReduceScatter(state, "m", module)
+    streams = Streams(judged)
     there = (lambda each: dress(each)) if judged is not None else (lambda each: each)
     own, seen = there(torch.linspace(-1, 1, SHARD) + rank), []
     for step in range(STEPS):
-        state.begin()
+        state.begin_step()
         loss = there(torch.ones(()))
         state.observe(loss)
         for task in (-1, 0):  # in forward and in backward
@@ -121,14 +122,14 @@ def zero(rank: int, judged: RecordedStreams | None, gradients: str, parameters: 
         for bucket in optimiser._buckets:
             for place, parameter in enumerate(bucket.parameters):
                 parameter.grad = there(torch.randn(parameter.shape, generator=dice))
-                optimiser._queued = True  # by hand, outside of a backward pass
-                optimiser._arrival(bucket, place)(parameter)
+                optimiser._callback_queued = True  # by hand, outside of a backward pass
+                optimiser._gradient_hook(bucket, place)(parameter)
         optimiser._after_backward()
         optimiser.clip_grad_norm_(1.0)
         optimiser.step()
         optimiser.zero_grad()
         seen += [undress(bucket.flat * 1.0) for bucket in optimiser._buckets]
-    return {"seen": seen, "state": optimiser._codecs}
+    return {"seen": seen, "state": optimiser._compression}
 
 
 def run(

@@ -1,4 +1,4 @@
-"""What recipes and presets say, and what they do to a model."""
+"""Compression specs and presets: what they parse to, and how models train with them."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtcomm import fsdp
-from dtcomm.fsdp import spec
-from dtcomm.fsdp.residual_store import Exact, MovingAverage
+from dtcomm.fsdp.residual_store import FullResidual, LoCoResidual
+from dtcomm.fsdp.spec import FEEDBACKS, PARAMETER_PREFIXES, find_preset, parse_spec
 from dtcomm.launch.ranks import run_ranks
 from tests.ranks.fsdp.models import WIDTH, sharded, train
 
 
 @pytest.mark.parametrize(
-    ("text", "words", "word", "codecs"),
+    ("text", "prefixes", "prefix", "codecs"),
     [
-        ("int8:block=256", ("", "delta"), "", ["int8:block=256"]),
-        ("delta:int4:block=128", ("", "delta"), "delta", ["int4:block=128"]),
-        ("loco:int4/int3", spec.FEEDBACKS, "loco", ["int4", "int3"]),
-        ("ef:topk:ratio=0.1", spec.FEEDBACKS, "ef", ["topk:ratio=0.1"]),
+        ("int8:block=256", PARAMETER_PREFIXES, "", ["int8:block=256"]),
+        ("delta:int4:block=128", PARAMETER_PREFIXES, "delta", ["int4:block=128"]),
+        ("loco:int4/int3", FEEDBACKS, "loco", ["int4", "int3"]),
+        ("ef:topk:ratio=0.1", FEEDBACKS, "ef", ["topk:ratio=0.1"]),
     ],
 )
-def test_a_recipe_is_a_word_and_codecs(
-    text: str, words: tuple[str, ...], word: str, codecs: list[str]
+def test_a_spec_is_a_prefix_and_codecs(
+    text: str, prefixes: tuple[str, ...], prefix: str, codecs: list[str]
 ) -> None:
-    parsed = spec.parse(text, words, "gradients")
-    assert (parsed.word, [str(codec) for codec in parsed.codecs()]) == (word, codecs)
-    assert spec.parse(str(parsed), words, "gradients") == parsed
+    parsed = parse_spec(text, prefixes, "gradients")
+    assert (parsed.prefix, [str(codec) for codec in parsed.codecs()]) == (prefix, codecs)
+    assert parse_spec(str(parsed), prefixes, "gradients") == parsed
 
 
-def test_words_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"parameters: loco: does not go with them.*delta:"):
-        spec.parse("loco:int4", ("", "delta"), "parameters")
+def test_invalid_prefixes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"parameters: 'loco:' is not valid here.*'delta:'"):
+        parse_spec("loco:int4", PARAMETER_PREFIXES, "parameters")
     with pytest.raises(ValueError, match=r"preset: 'zero' is not one of zero\+\+, loco, sdp4bit"):
-        spec.preset("zero")
+        find_preset("zero")
     with pytest.raises(TypeError, match="gradients: expected a spec or a Codec, got int"):
-        spec.parse(8, spec.FEEDBACKS, "gradients")  # type: ignore[arg-type]
+        parse_spec(8, FEEDBACKS, "gradients")  # type: ignore[arg-type]
     for gradients, argument in (("int8", "int8"), ("loco:int8", "bf16"), ("ef:int8", "int4")):
         with pytest.raises(ValueError, match=r"^residual: "):
             run_ranks(refused, 1, gradients, argument)
@@ -52,7 +52,7 @@ def refused(rank: int, ranks: int, gradients: str, residual: str) -> None:
 
 
 def near(rank: int, ranks: int, options: dict[str, Any], tolerance: float) -> None:
-    """Trained with the recipe, beside uncompressed."""
+    """Train with the specs and compare to uncompressed training."""
     mesh = init_device_mesh("cpu", (ranks,))
     expected = train(sharded(mesh), rank, steps=6)
     model = sharded(mesh)
@@ -79,7 +79,7 @@ def test_presets_train(preset: str) -> None:
     run_ranks(near, 2, {"preset": preset}, 0.05)
 
 
-def test_a_preset_gives_way_to_what_is_said() -> None:
+def test_explicit_specs_override_a_preset() -> None:
     run_ranks(near, 3, {"preset": "sdp4bit", "gradients": "ef:int4:rotate=hadamard"}, 0.05)
 
 
@@ -120,15 +120,15 @@ def test_differences_send_what_changed() -> None:
     run_ranks(differences, 2)
 
 
-def test_the_moving_average_is_the_papers() -> None:
+def test_loco_keeps_the_papers_moving_average() -> None:
     torch.manual_seed(0)
-    errors = MovingAverage(beta=0.8, reset=4)
+    errors = LoCoResidual(beta=0.8, reset_calls=4)
     like = torch.randn(1000)
     assert not errors.take("m", like).any()
     expected = torch.zeros(1000)
     for _ in range(3):
         lost = torch.randn(1000)
-        errors.give("m", lost)
+        errors.put("m", lost)
         expected = 0.8 * expected + 0.2 * lost
         gap = torch.linalg.vector_norm(errors.take("m", like) - expected)
         assert gap < 0.02 * torch.linalg.vector_norm(expected)
@@ -136,7 +136,7 @@ def test_the_moving_average_is_the_papers() -> None:
     assert errors.nbytes() < 1.1 * 1000
     errors.scale(0.5)
     assert torch.equal(errors.take("m", like), 0.5 * expected)
-    errors.give("m", torch.randn(1000))
+    errors.put("m", torch.randn(1000))
     assert not errors.take("m", like).any()
 
 
@@ -183,10 +183,10 @@ def test_a_resumed_run_continues_bit_for_bit(options: dict[str, Any]) -> None:
 def test_residuals_have_a_form() -> None:
     like, sizes = torch.randn(4096), {}
     for form in ("fp32", "bf16", "int8"):
-        errors = Exact(form)
+        errors = FullResidual(form)
         residual = errors.take("m", like)
         residual.copy_(like)
-        errors.give("m", residual, key=1)
+        errors.put("m", residual, key=1)
         sizes[form] = errors.nbytes() / like.numel()
         gap = torch.linalg.vector_norm(errors.take("m", like) - like) / torch.linalg.vector_norm(like)
         assert gap <= {"fp32": 0, "bf16": 4e-3, "int8": 1e-2}[form]

@@ -158,9 +158,9 @@ def refusals(rank: int, n: int) -> None:
     model = Net()
     with pytest.raises(ValueError, match="stage: expected 1 or 2, got 3"):
         fsdp.ShardedOptimizer(model.named_parameters(), torch.optim.SGD, stage=3)
-    with pytest.raises(TypeError, match="parameters: expected named ones"):
+    with pytest.raises(TypeError, match="parameters: expected named parameters"):
         fsdp.ShardedOptimizer(model.parameters(), torch.optim.SGD)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="gradients: delta: does not go with them"):
+    with pytest.raises(ValueError, match="gradients: 'delta:' is not valid here"):
         fsdp.ShardedOptimizer(model.named_parameters(), torch.optim.SGD, gradients="delta:int8")
 
 

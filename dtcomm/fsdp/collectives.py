@@ -1,0 +1,334 @@
+"""The compressed collectives that FSDP2 modules use instead of torch's: all-gather, reduce-scatter and all-reduce.
+
+`dtcomm.fsdp.compress` attaches one `CompressedAllGather` and one `CompressedReduceScatter` to every module, and a
+`ReplicaAllReduce` if the model has replicas. `GradientReduction` holds what all reductions of gradients have in common;
+the FSDP1 hook and `ShardedOptimizer` use it too.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
+
+from dtcomm.collectives import Work, all_gather, all_reduce, reduce_scatter
+from dtcomm.compress.error_sample import ErrorSample
+from dtcomm.device.streams import record_streams
+from dtcomm.fsdp.cpu_overlap import result_is_only_sliced
+from dtcomm.fsdp.report import Traffic
+from dtcomm.fsdp.spec import CompressionSpec
+from dtcomm.fsdp.state import State, codec_spec_for
+from dtcomm.profiling import Message, Timeline
+from dtcomm.profiling.profiler_ranges import during
+from dtcomm.profiling.step_record import Waited
+
+_OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg"}
+
+
+class GradientReduction:
+    """One reduction of a gradient: its codec and residual, and the measurement of its error.
+
+    Args:
+        state: The model's state.
+        module: Name of the module whose gradient it is.
+        gradient: The gradient.
+        kind: The name of the collective in the report. Default: ``"gradients"``.
+        guarded: The guard may change the codec of this collective, and its errors are sampled. This must be True for
+            only one collective per module. Default: True.
+
+    Attributes:
+        options: The keyword arguments of the collective, besides its tensors and group.
+        traffic: The counters of the report.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        module: str,
+        gradient: torch.Tensor,
+        kind: str = "gradients",
+        guarded: bool = True,
+    ) -> None:
+        self._state = state
+        self._key = module if kind == "gradients" else f"{module}, {kind}"
+        self.traffic = state.traffic(module, kind, state.gradients)
+        spec = state.guard.current_spec(module, state.gradients) if guarded else state.gradients
+        codec_spec = codec_spec_for(spec, gradient, self.traffic)
+        lossy = not all(codec.lossless(gradient.dtype) for codec in spec.codecs()) and not self.traffic.why
+        self._stored_residual = state.take_residual(self._key, gradient) if lossy else None
+        self._residual = self._stored_residual
+        self._sample: ErrorSample | None = None
+        if lossy and guarded and state.guard.sampling:
+            self._take_sample(module, spec, gradient)
+        self.options: dict[str, Any] = {
+            "codec": codec_spec,
+            "seed": state.next_seed(),
+            "residual": self._residual,
+            "async_op": True,
+        }
+
+    def _take_sample(self, module: str, spec: CompressionSpec, gradient: torch.Tensor) -> None:
+        if self._residual is None:  # the encoding writes its error into the residual
+            self._residual = torch.zeros(gradient.numel(), dtype=torch.float32, device=gradient.device)
+        self._sample = self._state.guard.take_sample(module, spec, gradient, self._residual)
+
+    def finish(self) -> None:
+        """Record the error and store the residual, after the collective has completed; on any thread."""
+        if self._sample is not None and self._residual is not None:
+            self.traffic.relative_error = self._state.guard.record_error(self._sample, self._residual)
+        self._state.put_residual(self._key, self._stored_residual)
+
+
+class _CountedCollective:
+    """A collective of one module, counted in the report and recorded in the timeline."""
+
+    def __init__(self, state: State, module: str) -> None:
+        self.state, self.module = state, module
+        self._called_ns = 0  # of the most recent call; FSDP never makes two at once
+
+    def pending(
+        self,
+        kind: str,
+        work: Work | None,
+        traffic: Traffic,
+        plain_bytes: int,
+        on_completion: Callable[[], None] | None = None,
+    ) -> dist.Work:
+        """Return the handle that FSDP waits for; ``on_completion`` runs in its first wait."""
+        assert work is not None  # async_op was True
+        label = f"{self.module or '(root)'} {kind}"
+        return PendingCollective(
+            work, traffic, plain_bytes, on_completion, self.state.timeline, label, self._called_ns
+        )
+
+
+class _FsdpCollective(_CountedCollective, Comm):
+    """A collective with the allocator that FSDP2 asks for."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return self.state.buffers.take([int(extent) for extent in size], dtype, device)
+
+
+class CompressedAllGather(_FsdpCollective, AllGather):
+    """The all-gather of one module's parameters.
+
+    It returns a pending handle even if ``async_op`` is False. FSDP waits for any handle before it uses the parameters,
+    so a prefetched all-gather overlaps with the computation of the module before, on CPUs too.
+    """
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._called_ns = time.monotonic_ns()
+        spec = self.state.parameters
+        traffic = self.state.traffic(self.module, "parameters", spec)
+        plain_bytes = input_tensor.numel() * input_tensor.element_size() * (group.size() - 1)
+        if group.size() != self.state.num_shards:
+            # reshard_after_forward=n keeps decoded parameters inside the host. Encoding them again would change them.
+            work = all_gather(output_tensor, input_tensor, group=group, async_op=True)
+            traffic = self.state.traffic(self.module, "kept copies", spec)
+            traffic.codec, traffic.why = "none", "decoded parameters, gathered again from this host's ranks"
+            return self.pending("parameters", work, traffic, plain_bytes)
+        if spec.prefix == "delta":
+            return self._gather_differences(output_tensor, input_tensor, group, traffic, plain_bytes)
+        codec_spec = codec_spec_for(self.state.guard.current_spec(self.module, spec), input_tensor, traffic)
+        seed = self.state.next_seed()
+        work = all_gather(
+            output_tensor, input_tensor, codec=codec_spec, group=group, seed=seed, async_op=True
+        )
+        return self.pending("parameters", work, traffic, plain_bytes)
+
+    def _gather_differences(
+        self,
+        output: torch.Tensor,
+        shard: torch.Tensor,
+        group: dist.ProcessGroup,
+        traffic: Traffic,
+        plain_bytes: int,
+    ) -> dist.Work | None:
+        """Add the decoded differences to the reference, which is the same on all ranks.
+
+        The error of one encoding is part of the next difference.
+        """
+        reference = self.state.get_reference(self.module)
+        if reference is None or reference.numel() != output.numel() or reference.dtype != output.dtype:
+            return self._gather_values(output, shard, group, traffic, plain_bytes)
+        if torch._C._current_graph_task_id() != -1:
+            # In the backward pass the parameters are those of the forward pass: there is nothing to send.
+            output.copy_(reference)
+            traffic.save(plain_bytes)
+            return _CompletedCollective()
+        spec = self.state.guard.current_spec(self.module, self.state.parameters)
+        codec_spec = codec_spec_for(spec, shard, traffic)
+        shard_of_reference = reference.view(group.size(), -1)[group.rank()]
+        differences = self.state.buffers.take(output.shape, output.dtype, output.device)
+        work = all_gather(
+            differences,
+            shard - shard_of_reference,
+            codec=codec_spec,
+            group=group,
+            seed=self.state.next_seed(),
+            async_op=True,
+        )
+
+        def add_differences() -> None:
+            record_streams(differences, reference)  # FSDP waits on another stream than it gathers on
+            reference.add_(differences)
+            output.copy_(reference)
+            self.state.put_reference(self.module, reference)
+
+        return self.pending("parameters", work, traffic, plain_bytes, add_differences)
+
+    def _gather_values(
+        self,
+        output: torch.Tensor,
+        shard: torch.Tensor,
+        group: dist.ProcessGroup,
+        traffic: Traffic,
+        plain_bytes: int,
+    ) -> dist.Work | None:
+        """Make the reference: from uncompressed values, or, after a checkpoint, from its saved shards."""
+        saved_shard = self.state.pop_saved_reference_shard(self.module)
+        if saved_shard is not None:
+            reference = output.new_empty(output.shape)
+            all_gather(reference, saved_shard.to(output.device, output.dtype), group=group)
+            self.state.put_reference(self.module, reference)
+            return self._gather_differences(output, shard, group, traffic, plain_bytes)
+        work = all_gather(output, shard, group=group, async_op=True)
+
+        def copy_reference() -> None:
+            self.state.put_reference(self.module, output.clone())
+
+        return self.pending("parameters", work, traffic, plain_bytes, copy_reference)
+
+
+class CompressedReduceScatter(_FsdpCollective, ReduceScatter):
+    """The reduce-scatter of one module's gradients; it overlaps with backward where possible
+    (`dtcomm.fsdp.cpu_overlap`)."""
+
+    def __init__(self, state: State, name: str, module: FSDPModule) -> None:
+        super().__init__(state, name)
+        self._module_ref = weakref.ref(module)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._called_ns = time.monotonic_ns()
+        reduction = GradientReduction(self.state, self.module, input_tensor)
+        work = reduce_scatter(output_tensor, input_tensor, op_name(op), group=group, **reduction.options)
+        plain_bytes = input_tensor.numel() * input_tensor.element_size() * (group.size() - 1) // group.size()
+        pending = self.pending("gradients", work, reduction.traffic, plain_bytes, reduction.finish)
+        module = self._module_ref()
+        overlaps = module is not None and result_is_only_sliced(module, input_tensor, op_name(op))
+        if overlaps and not async_op:
+            self.state.overlap.add(pending)
+            return None
+        self.state.overlap.finish()  # this gradient may be added to one of the pending ones
+        if async_op:
+            return pending
+        pending.wait()
+        return None
+
+
+class ReplicaAllReduce(_CountedCollective):
+    """The all-reduce of one module's gradient shards between replicas, after its reduce-scatter."""
+
+    def __init__(self, state: State, module: str, group: dist.ProcessGroup) -> None:
+        super().__init__(state, module)
+        self.group = group
+
+    def __call__(self, shard: torch.Tensor) -> None:
+        self._called_ns = time.monotonic_ns()
+        reduction = GradientReduction(self.state, self.module, shard, "replicas", guarded=False)
+        work = all_reduce(shard, "avg", group=self.group, **reduction.options)
+        plain_bytes = 2 * shard.nbytes * (self.group.size() - 1) // self.group.size()
+        self.pending("replicas", work, reduction.traffic, plain_bytes, reduction.finish).wait()
+
+
+class PendingCollective(dist.Work):
+    """The handle of a collective in progress, for FSDP: its first ``wait`` counts it and finishes its result."""
+
+    def __init__(
+        self,
+        work: Work,
+        traffic: Traffic,
+        plain_bytes: int,
+        on_completion: Callable[[], None] | None,
+        timeline: Timeline,
+        label: str,
+        ready_ns: int,
+    ) -> None:
+        super().__init__()
+        self._work, self._traffic, self._plain_bytes = work, traffic, plain_bytes
+        self._on_completion = on_completion
+        self._timeline, self._label = timeline, label
+        self._ready_ns, self._launched_ns = ready_ns, time.monotonic_ns()
+        self._waited = False
+
+    def wait(self, timeout: Any = None) -> bool:
+        begin = time.monotonic_ns()
+        with during(self._label):
+            self._work.wait()
+        if not self._waited:
+            self._waited = True
+            self._traffic.add(self._work, self._plain_bytes)
+            end = time.monotonic_ns()
+            if self._on_completion is not None:
+                self._on_completion()
+            if self._timeline.on:
+                self._timeline.begin().messages.append(self._message(Waited(begin, end)))
+        return True
+
+    def _message(self, waited: Waited) -> Message:
+        return Message(
+            label=self._label,
+            codec=self._traffic.codec,
+            plain_bytes=self._plain_bytes,
+            wire_bytes=self._work.wire_bytes,
+            ready=self._ready_ns,
+            launched=self._launched_ns,
+            started=self._work.started_ns,
+            finished=self._work.finished_ns,
+            done=self._work.finished_ns,
+            spans=self._work.spans(),
+            waited=waited,
+        )
+
+
+class _CompletedCollective(dist.Work):
+    """The handle of a collective that was not needed."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+def op_name(op: Any) -> str:
+    """Return the name of FSDP's reduction operator.
+
+    Raises:
+        ValueError: It is a sum with a factor, which torch does not let Python read.
+    """
+    name = _OPS.get(op)
+    if name is None:
+        raise ValueError(
+            f"fsdp: the reduce-scatter's op is {op}, whose factor cannot be read; "
+            "call set_force_sum_reduction_for_comms(True) on the module, or do not set its divide factor"
+        )
+    return name
