@@ -1,4 +1,4 @@
-// Failures of the engine; the bindings turn each kind into the Python error of the same name.
+// Failures of collectives. core/status.h describes how the core reports other errors.
 #pragma once
 
 #include <cstdint>
@@ -7,16 +7,21 @@
 
 namespace dtcomm {
 
-// The numbers travel between ranks in failure records: append only.
+// The numbers travel between ranks in failure records: append only. The bindings turn each kind into the exception
+// of the same name in dtcomm.errors.
 enum class ErrorKind : std::uint32_t { none = 0, timeout = 1, peer_lost = 2, mismatch = 3, corrupt = 4, internal = 5 };
 
+// A collective that cannot complete. `failed_rank` is the rank at fault, or -1 if it is unknown.
 class Error : public std::runtime_error {
  public:
-  Error(ErrorKind kind, const std::string& message) : std::runtime_error(message), kind_(kind) {}
+  Error(ErrorKind kind, const std::string& message, int failed_rank = -1)
+      : std::runtime_error(message), kind_(kind), failed_rank_(failed_rank) {}
   ErrorKind kind() const { return kind_; }
+  int failed_rank() const { return failed_rank_; }
 
  private:
   ErrorKind kind_;
+  int failed_rank_;
 };
 
 }  // namespace dtcomm

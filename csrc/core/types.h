@@ -1,4 +1,4 @@
-// The few types that every part of the native core shares. C++17 alone: no torch, no Python.
+// Element types and reduction operators, shared by every part of the native core. C++17 only: no torch, no Python.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 
 namespace dtcomm {
 
-// Element types of user tensors. The numbers are part of the op header that ranks compare: append only.
+// Element types of user tensors. The numbers enter the fingerprint that ranks compare: append only.
 enum class DType : std::uint8_t {
   f32 = 0,
   f16 = 1,
@@ -37,7 +37,7 @@ constexpr std::size_t size_of(DType dtype) {
   }
 }
 
-// `avg` is a sum with a divisor.
+// How a collective combines elements. `avg` is a sum with a divisor.
 enum class ReduceOp : std::uint8_t { sum = 0, min = 1, max = 2 };
 
 }  // namespace dtcomm

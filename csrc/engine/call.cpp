@@ -1,21 +1,21 @@
-// A call as the others see it, and what memory it touches.
-#include <algorithm>
-
+#include "engine/call.h"
 #include "engine/hash.h"
-#include "engine/interpreter.h"
+
+#include <algorithm>
+#include <string>
 
 namespace dtcomm {
 
-std::uint64_t announce(AreaHead& own, const Call& call, std::uint64_t number) {
+std::uint64_t announce(RegionHeader& own, const Call& call, std::uint64_t number) {
   std::uint64_t fingerprint = call.plan->fingerprint();
   if (call.agreed) fingerprint = mix64(fingerprint, call.agreed);
-  const std::uint64_t operation = mix64(fingerprint, number) | 1;  // never the zero of an unused flag
+  const std::uint64_t operation = mix64(fingerprint, number) | 1;  // 0 is what an unused flag holds
   OpHeader& header = own.ops[number % kOpRing];
   header.number.store(0, std::memory_order_release);
   header.fingerprint.store(operation, std::memory_order_relaxed);
-  header.region.store(call.region, std::memory_order_relaxed);
-  header.region_id.store(call.region_id, std::memory_order_relaxed);
-  header.region_offset.store(call.region_offset, std::memory_order_relaxed);
+  header.tensor_slot.store(call.tensor_slot, std::memory_order_relaxed);
+  header.tensor_id.store(call.tensor_id, std::memory_order_relaxed);
+  header.tensor_offset.store(call.tensor_offset, std::memory_order_relaxed);
   header.address.store(call.address, std::memory_order_relaxed);
   std::string text = call.plan->text();
   if (call.agreed) text += " with number " + std::to_string(call.agreed);
@@ -26,51 +26,51 @@ std::uint64_t announce(AreaHead& own, const Call& call, std::uint64_t number) {
 
 namespace {
 
-struct Range {
+struct MemoryRange {
   const std::uint8_t* begin;
   const std::uint8_t* end;
 };
 
-// What a call reads and writes, in order.
-std::vector<Range> ranges_of(const Call& call) {
+// The memory that a call reads and writes, sorted by address.
+std::vector<MemoryRange> ranges_of(const Call& call) {
   const auto ranks = static_cast<std::size_t>(call.plan->program().ranks);
   const Geometry geometry = call.plan->geometry();
   const bool shards_in = geometry == Geometry::scatter || geometry == Geometry::exchange;
   const bool shards_out = geometry == Geometry::gather || geometry == Geometry::exchange;
-  std::vector<Range> ranges;
+  std::vector<MemoryRange> ranges;
   const auto add = [&](const void* data, std::size_t bytes) {
     const auto* begin = static_cast<const std::uint8_t*>(data);
     if (begin && bytes > 0) ranges.push_back({begin, begin + bytes});
   };
-  for (std::size_t i = 0; i < call.segments.size(); ++i) {
+  for (std::size_t i = 0; i < call.tensors.size(); ++i) {
     const Segment& segment = call.plan->segments()[i];
     const std::size_t numel_in = segment.numel * (shards_in ? ranks : 1);
-    add(call.segments[i].in, numel_in * size_of(segment.dtype));
-    add(call.segments[i].out, segment.numel * (shards_out ? ranks : 1) * size_of(segment.dtype));
-    add(call.segments[i].residual, numel_in * sizeof(float));
+    add(call.tensors[i].in, numel_in * size_of(segment.dtype));
+    add(call.tensors[i].out, segment.numel * (shards_out ? ranks : 1) * size_of(segment.dtype));
+    add(call.tensors[i].residual, numel_in * sizeof(float));
   }
-  for (const auto& [data, bytes] : call.arrival.touches) add(data, bytes);
-  std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  for (const auto& [data, bytes] : call.epilogue.memory) add(data, bytes);
+  std::sort(ranges.begin(), ranges.end(), [](const MemoryRange& a, const MemoryRange& b) { return a.begin < b.begin; });
   return ranges;
 }
 
 }  // namespace
 
-bool disjoint(const Call& one, const Call& other) {
-  if (!one.after.empty() || !other.before.empty()) return false;  // steps touch what they like
-  const std::vector<Range> a = ranges_of(one);
-  const std::vector<Range> b = ranges_of(other);
-  // The end of everything in `a` that begins before the range of `b` at hand, and the other way round.
-  const auto apart = [](const std::vector<Range>& lower, const std::vector<Range>& upper) {
+bool touch_disjoint_memory(const Call& first, const Call& second) {
+  if (!first.after.empty() || !second.before.empty()) return false;
+  const std::vector<MemoryRange> a = ranges_of(first);
+  const std::vector<MemoryRange> b = ranges_of(second);
+  // Whether no range of `upper` overlaps a range of `lower` that begins before it: `end` is the largest end of those.
+  const auto no_overlap = [](const std::vector<MemoryRange>& lower, const std::vector<MemoryRange>& upper) {
     const std::uint8_t* end = nullptr;
-    std::size_t at = 0;
-    for (const Range& range : upper) {
-      for (; at < lower.size() && lower[at].begin <= range.begin; ++at) end = std::max(end, lower[at].end);
+    std::size_t next = 0;
+    for (const MemoryRange& range : upper) {
+      for (; next < lower.size() && lower[next].begin <= range.begin; ++next) end = std::max(end, lower[next].end);
       if (end > range.begin) return false;
     }
     return true;
   };
-  return apart(a, b) && apart(b, a);
+  return no_overlap(a, b) && no_overlap(b, a);
 }
 
 }  // namespace dtcomm

@@ -1,215 +1,268 @@
 #include "engine/communicator.h"
 
-#include <sys/syscall.h>
 #include <unistd.h>
 
-#include <cerrno>
-#include <new>
+#include <algorithm>
+#include <optional>
 #include <stdexcept>
-#include <system_error>
 #include <utility>
 
-#include "engine/cpu_relax.h"
 #include "engine/progress_thread.h"
 
 namespace dtcomm {
 namespace {
 
-constexpr int kEndingMs = 100;
+// A queued operation of at most this size is complete sooner than another thread wakes up, so the thread that queues it
+// tries to run it first.
+constexpr std::size_t kInlineBytes = 64 * 1024;
+// The limit if the progress thread has no core of its own: then this thread may as well do its share first.
+constexpr std::size_t kInlineBytesSharedCore = 4 * 1024 * 1024;
+// Instructions before other threads or communicators are looked after.
+constexpr int kInlineBudget = 64;
+constexpr int kWaitBudget = 256;  // of a thread that has nothing else to do
+// A poll of a waiter that helps the progress thread takes as long as this many polls of one flag.
+constexpr int kHelpingPollCost = 16;
+constexpr std::uint64_t kHelpingYieldNs = 50 * 1000;
 
 }  // namespace
 
 Communicator::Communicator(const CommunicatorOptions& options)
-    : options_(options), token_(random_token()), owner_(getpid()), timeout_ns_(options.timeout_ns) {
-  rank = options.rank;
-  ranks = options.ranks;
-  layout_ = {static_cast<std::uint32_t>(rank), static_cast<std::uint32_t>(ranks), options.max_boxes, options.slot_bytes,
-             options.inside.on() || options.between.on()};
-  area_ = Mapping::create("dtcomm-area", layout_.bytes());
-  own_ = view_of(area_.data(), layout_);
-  new (own_.head) AreaHead;
-  for (std::size_t i = 0; i < std::size_t{options.max_boxes} * kSlots; ++i) new (own_.flags + i) Flag;
-  for (std::size_t i = 0; i < layout_.stamps(); ++i) new (own_.stamps + i) Stamp;
-  const std::size_t flags = std::size_t{options.max_boxes} * kSlots;
-  if (options.inside.on()) inside_ = std::make_unique<Link>(options.inside, Nic::instance(0), ranks, flags);
-  if (options.between.on()) between_ = std::make_unique<Link>(options.between, Nic::instance(1), ranks, flags);
-  own_.head->magic = kAreaMagic;
-  own_.head->bytes = layout_.bytes();
-  own_.head->rank = static_cast<std::uint32_t>(rank);
-  own_.head->ranks = static_cast<std::uint32_t>(ranks);
-  own_.head->max_boxes = options.max_boxes;
-  own_.head->pid = static_cast<std::int32_t>(getpid());
-  own_.head->token = token_;
-}
-
-Communicator::~Communicator() { close(); }
-
-PeerAddress Communicator::address() const {
-  Process& process = Process::instance();
-  const auto page = reinterpret_cast<std::uintptr_t>(&process.page());
-  return {static_cast<int>(getpid()), process.fd(), process.page().token, page, area_.fd(), token_, -1, false, ""};
-}
+    : peers_(options.peers),
+      failures_(peers_),
+      queue_(failures_),
+      wait_policy_(options.wait),
+      timeout_ns_(options.timeout_ns),
+      owner_pid_(static_cast<int>(getpid())) {}
 
 void Communicator::attach(const std::vector<PeerAddress>& addresses) {
-  if (addresses.size() != static_cast<std::size_t>(ranks)) throw std::invalid_argument("attach: one address per rank");
-  for (int peer = 0; peer < ranks; ++peer) {  // first of all: they own their sockets
-    const PeerAddress& address = addresses[static_cast<std::size_t>(peer)];
-    if (address.socket < 0) continue;
-    AreaLayout layout = layout_;
-    layout.rank = static_cast<std::uint32_t>(peer);
-    remotes_.resize(addresses.size());
-    remotes_[static_cast<std::size_t>(peer)] = std::make_unique<Remote>(address.socket, layout, rank);
-    wire_.add(address.socket, peer);
-  }
-  links.assign(layout_.link ? addresses.size() : 0, nullptr);
-  wired = !remotes_.empty();
-  // What comes over a socket wakes its sleeper at once; who yields on a busy core is away for a whole time slice.
-  if (wired) options_.yield_ns = 0;
-  for (int peer = 0; peer < ranks; ++peer) {
-    const auto index = static_cast<std::size_t>(peer);
-    const PeerAddress& address = addresses[index];
-    names_.push_back(address.name);
-    peer_areas_.emplace_back();
-    processes_.emplace_back();
-    pidfds_.push_back(-1);
-    if (peer == rank) {
-      peers.push_back(own_);
-      continue;
-    }
-    if (layout_.link) {
-      links[index] = address.between ? between_.get() : inside_.get();
-      wired |= links[index] != nullptr;
-      if (links[index] && address.socket >= 0) links[index]->spare(peer);
-    }
-    if (address.socket >= 0) {
-      peers.push_back(remotes_[index]->view());
-      continue;
-    }
-    mixed_ = !remotes_.empty();
-    AreaLayout layout = layout_;
-    layout.rank = static_cast<std::uint32_t>(peer);
-    // Open the process first: the tokens then tell that it is the one we mean, and not a later one with its pid.
-    const auto pidfd = static_cast<int>(syscall(SYS_pidfd_open, address.pid, 0));
-    if (pidfd < 0) throw std::system_error(errno, std::generic_category(), "pidfd_open of " + address.name);
-    pidfds_.back() = pidfd;
-    peer_areas_.back() = Mapping::attach(address.pid, address.area_fd, layout.bytes());
-    const PeerView view = view_of(peer_areas_.back().data(), layout);
-    if (view.head->magic != kAreaMagic || view.head->token != address.area_token ||
-        view.head->rank != static_cast<std::uint32_t>(peer) || view.head->bytes != layout.bytes()) {
-      throw std::runtime_error("shared memory of " + address.name + " is not what it announced");
-    }
-    processes_.back() = std::make_unique<Peer>(address.pid, address.page_fd, address.page_token, address.page);
-    peers.push_back(view);
-  }
-  probes = options_.probes && remotes_.empty();
+  peers_.attach(addresses);
+  // A frame wakes its sleeper at once, whereas a thread that yields on a busy core is away for a whole time slice.
+  if (peers_.has_tcp_peers()) wait_policy_.yield_ns = 0;
   ProgressThread::instance().add(this);
 }
 
-std::string Communicator::who(int peer) const {
-  const auto index = static_cast<std::size_t>(peer);
-  return index < names_.size() ? names_[index] : "rank " + std::to_string(peer);
-}
-
-void Communicator::ring_peers() {
-  full_fence();
-  for (const auto& process : processes_) {
-    if (process) process->page().bell.ring();
-  }
-}
-
-const Remote* Communicator::remote_of(int peer) const {
-  return remotes_.empty() ? nullptr : remotes_[static_cast<std::size_t>(peer)].get();
-}
-
-void Communicator::look() {
-  pump();
-  if (inside_) inside_->look();
-  if (between_) between_->look();
-}
-
-std::uint64_t Communicator::nap(std::uint64_t most) const {
-  if (inside_) most = inside_->nap(most);
-  if (between_) most = between_->nap(most);
-  return most;
-}
-
-void Communicator::publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation, std::uint32_t checksum) {
-  Flag& flag = own_.flags[index];
-  flag.operation.store(operation, std::memory_order_relaxed);
-  flag.checksum.store(checksum, std::memory_order_relaxed);
-  flag.seq.store(seq, std::memory_order_release);
-  ring_peers();
-}
-
-void Communicator::publish_done(std::uint64_t pieces) {
-  own_.head->done.store(pieces, std::memory_order_release);
-  ring_peers();
-  if (remotes_.empty()) return;
-  const std::lock_guard<std::mutex> lock(remotes_mutex_);
-  for (const auto& remote : remotes_) {
-    if (remote) remote->send_done(pieces);
-  }
-}
-
-std::uint8_t* Communicator::resolve(int peer, std::int64_t region, std::uint64_t id, std::uint64_t offset,
-                                    std::size_t bytes) {
-  return processes_[static_cast<std::size_t>(peer)]->resolve(region, id, offset, bytes);
-}
-
-void Communicator::pull(int peer, std::uint64_t address, std::uint8_t* out, std::size_t bytes) {
-  const int error = processes_[static_cast<std::size_t>(peer)]->pull(address, out, bytes);
-  if (error == 0) {
-    pulled_bytes_.fetch_add(bytes, std::memory_order_relaxed);
-    return;
-  }
-  culprit_ = peer;
-  // The memory of a process that is ending goes before the process itself.
-  if (error == ESRCH || dead(peer, kEndingMs)) raise_gone(peer);
-  throw Error(ErrorKind::internal, who(rank) + " could not read a tensor of " + who(peer) + ": " +
-                                       std::generic_category().message(error) +
-                                       "; DTCOMM_SINGLE_COPY=off sends copies instead");
-}
-
-// A process that is alive after its memory was read is the one that was read: its number was not free for another.
-void Communicator::confirm(int peer) {
-  if (!dead(peer)) return;
-  culprit_ = peer;
-  raise_gone(peer);
-}
-
-std::string Communicator::why_no_pulls() const {
-  for (std::size_t peer = 0; peer < processes_.size(); ++peer) {
-    if (!processes_[peer]) continue;
-    const std::string why = processes_[peer]->why_no_pulls();
-    if (!why.empty()) return "process_vm_readv of " + names_[peer] + ": " + why;
-  }
-  return "";
+void Communicator::set_wait_policy(const WaitPolicy& policy) {
+  wait_policy_.spins = policy.spins;
+  if (!peers_.has_latency) wait_policy_.yield_ns = policy.yield_ns;
 }
 
 void Communicator::close() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (closed_) return;
-    closed_ = true;
-  }
-  if (owner_ == static_cast<int>(getpid())) {
+  if (!queue_.close()) return;
+  if (owner_pid_ == static_cast<int>(getpid())) {
     ProgressThread::instance().remove(this);
-    evict_driver();
-    fail_queue(std::make_exception_ptr(std::logic_error("the communicator was destroyed before this operation ended")));
-    own_.head->closed.store(1, std::memory_order_release);
-    ring_peers();
-    take_leave();
+    queue_.wait_until_free();
+    queue_.fail_all(
+        std::make_exception_ptr(std::logic_error("the communicator was destroyed before this operation ended")));
+    peers_.send_goodbye(failures_.failed());
   }
-  for (const int pidfd : pidfds_) {
-    if (pidfd >= 0) ::close(pidfd);
+  peers_.close();
+}
+
+std::uint64_t Communicator::run(Call call) {
+  const std::uint64_t issued = now_ns();
+  const std::uint64_t number = queue_.start_inline(call.plan, issued);
+  if (number == 0) {
+    const auto work = submit(std::move(call));
+    wait(work);
+    return work->wire_bytes;
   }
-  pidfds_.clear();
-  peers.clear();
-  peer_areas_.clear();
-  processes_.clear();
-  remotes_.clear();
-  wire_.close();
-  area_.reset();
+  std::exception_ptr failure;
+  std::uint64_t wire_bytes = 0;
+  bool announced = false;
+  try {
+    failures_.check_peers();
+    const std::uint64_t fingerprint = peers_.announce_operation(call, number);
+    announced = true;
+    Interpreter interpreter(peers_, std::move(call), fingerprint, number);
+    if (interpreter.advance() != Progress::done) drive_inline(interpreter, issued + timeout_ns());
+    wire_bytes = interpreter.wire_bytes();
+  } catch (...) {
+    failure = publish_current_exception();
+  }
+  const bool unsent = peers_.flush();
+  const bool driving = queue_.finish_inline(number, announced, failure != nullptr, wire_bytes, unsent);
+  if (failure) queue_.fail_all(failure);
+  if (driving) hand_over();
+  if (failure) std::rethrow_exception(failure);
+  return wire_bytes;
+}
+
+std::shared_ptr<Work> Communicator::submit(Call call) {
+  auto work = std::make_shared<Work>();
+  switch (queue_.push(std::move(call), work, waiters_help_progress ? kInlineBytesSharedCore : kInlineBytes, now_ns())) {
+    case OperationQueue::Pushed::to_driver:
+      break;
+    case OperationQueue::Pushed::drive_now:
+      advance_front(kInlineBudget);
+      hand_over();
+      break;
+    case OperationQueue::Pushed::wake_progress:
+      ProgressThread::instance().wake();
+      break;
+  }
+  return work;
+}
+
+void Communicator::wait(const std::shared_ptr<Work>& work) {
+  while (!work->finished()) {
+    const OperationQueue::WaitRole role = queue_.start_waiting(*work);
+    if (role == OperationQueue::WaitRole::finished) break;
+    if (role == OperationQueue::WaitRole::drive) {
+      drive_until_finished(*work);
+    } else {
+      work->await_handover();
+      if (!queue_.stop_waiting(*work)) continue;
+    }
+    hand_over();
+  }
+  work->wait();
+}
+
+// Ends driving: lets a waiting thread take over, or else the progress thread if something is left to do.
+void Communicator::hand_over() {
+  bool left = peers_.flush();
+  if (queue_.release()) return;
+  left |= queue_.has_undriven_work();
+  if (left) ProgressThread::instance().wake();
+}
+
+// Makes the exception that is being handled known to the peers; returns it.
+std::exception_ptr Communicator::publish_current_exception() {
+  try {
+    throw;
+  } catch (const Error& error) {
+    failures_.publish(error);
+  } catch (const std::exception& error) {
+    if (!queue_.stopping()) {
+      failures_.publish(Error(ErrorKind::internal, peers_.name(peers_.rank) + ": " + error.what(), peers_.rank));
+    }
+  }
+  return std::current_exception();
+}
+
+std::unique_ptr<Interpreter> Communicator::start_operation(QueuedOperation& operation) {
+  const std::uint64_t fingerprint = peers_.announce_operation(operation.call, operation.number);
+  const std::uint64_t now = now_ns();
+  operation.work->started_ns = now;
+  operation.deadline = now + timeout_ns();
+  queue_.record_start(operation.number, now);
+  return std::make_unique<Interpreter>(peers_, operation.call, fingerprint, operation.number);
+}
+
+// Advances the first operation, and the second one if it may run ahead. Driver only, like all that follows.
+Communicator::DriveResult Communicator::advance_front(int budget) {
+  QueuedOperation* const front = queue_.front();
+  if (!front) return DriveResult::idle;
+  std::exception_ptr failure;
+  try {
+    if (!front->interpreter) {
+      failures_.check_peers();
+      front->interpreter = start_operation(*front);
+    }
+    peers_.receive();
+    const Progress progress = front->interpreter->advance(budget);
+    failures_.check_interpreter(*front->interpreter);
+    if (progress != Progress::done) {
+      const bool moved = advance_second(*front, budget) || progress == Progress::moved;
+      return moved ? DriveResult::moved : DriveResult::blocked;
+    }
+  } catch (...) {
+    failure = publish_current_exception();
+  }
+  finish_front(failure);
+  return DriveResult::moved;
+}
+
+// While the last pieces of the first operation are in flight, the second one encodes and sends its first, unless the
+// two touch the same memory. Returns whether it moved.
+bool Communicator::advance_second(const QueuedOperation& front, int budget) {
+  if (!front.interpreter->all_pieces_started()) return false;
+  QueuedOperation* const second = queue_.second();
+  if (!second || second->overlaps_previous) return false;
+  if (!second->interpreter) {
+    second->overlaps_previous = second->call.plan->zero_copy() || !touch_disjoint_memory(front.call, second->call);
+    if (second->overlaps_previous) return false;
+    second->interpreter = start_operation(*second);
+  }
+  return second->interpreter->may_run_ahead() && second->interpreter->advance(budget, true) == Progress::moved;
+}
+
+void Communicator::finish_front(std::exception_ptr failure) { queue_.finish_front(failure, timeout_ns()); }
+
+void Communicator::check_blocked(const Interpreter& interpreter, std::uint64_t deadline) {
+  queue_.record_wait(interpreter.number(), interpreter.waiting_for());
+  failures_.check_blocked(interpreter, deadline, timeout_ns());
+}
+
+void Communicator::check_blocked_front() {
+  QueuedOperation* const front = queue_.front();
+  if (!front || !front->interpreter) return;
+  try {
+    check_blocked(*front->interpreter, front->deadline);
+  } catch (const Error& error) {
+    failures_.publish(error);
+    finish_front(std::current_exception());
+  }
+}
+
+// Runs an operation that is not in the queue to its end.
+void Communicator::drive_inline(Interpreter& interpreter, std::uint64_t deadline) {
+  failures_.check_interpreter(interpreter);
+  spin_yield_sleep(
+      peers_, failures_, wait_policy_,
+      [&] {
+        if (queue_.stopping()) throw std::logic_error("the communicator was destroyed meanwhile");
+        peers_.receive();
+        const Progress progress = interpreter.advance();
+        failures_.check_interpreter(interpreter);
+        return progress;
+      },
+      [&] { check_blocked(interpreter, deadline); });
+}
+
+// Runs what is queued until `work` is finished. If this thread has the progress thread's core it does the progress
+// thread's work meanwhile, but not if some communicators wait for sockets or emulated links, each in its own way.
+void Communicator::drive_until_finished(const Work& work) {
+  std::optional<ProgressThread::HelpingWaiter> helper;
+  WaitPolicy policy = wait_policy_;
+  if (waiters_help_progress && !ProgressThread::instance().has_latency()) {
+    helper.emplace(this);
+    policy = {std::max(1, policy.spins / kHelpingPollCost), std::min(policy.yield_ns, kHelpingYieldNs)};
+  }
+  spin_yield_sleep(
+      peers_, failures_, policy,
+      [&] {
+        if (queue_.stopping()) return Progress::done;
+        const DriveResult result = advance_front(kWaitBudget);
+        if (work.finished()) return Progress::done;
+        const bool moved = result == DriveResult::moved || (helper && helper->advance_others());
+        return moved ? Progress::moved : Progress::blocked;
+      },
+      [&] {
+        check_blocked_front();
+        if (helper) helper->check_fronts();
+      });
+}
+
+Communicator::DriveResult Communicator::drive_front(int budget) {
+  switch (queue_.try_drive()) {
+    case OperationQueue::Claim::driven:
+      return DriveResult::idle;
+    case OperationQueue::Claim::empty:
+      return peers_.flush() ? DriveResult::blocked : DriveResult::idle;
+    case OperationQueue::Claim::claimed:
+      break;
+  }
+  if (peers_.has_latency) enable_precise_sleep();
+  const DriveResult result = advance_front(budget);
+  // A thread that waits has nothing else to do, and learns at once when its operation is complete: it takes over.
+  return queue_.release() ? DriveResult::idle : result;
+}
+
+void Communicator::check_front() {
+  if (queue_.try_drive() != OperationQueue::Claim::claimed) return;
+  check_blocked_front();
+  queue_.release();
 }
 
 }  // namespace dtcomm

@@ -1,4 +1,4 @@
-// What spinning and waking need of the processor: the hint of a core that waits, and a full fence.
+// The two processor operations that spinning and waking need: a hint for spin loops, and a full memory fence.
 #pragma once
 
 #if defined(__x86_64__) || defined(__i386__)
@@ -9,7 +9,8 @@
 
 namespace dtcomm {
 
-inline void cpu_pause() {
+// Tells the core that the caller spins, which saves power and leaves more to the core's other hardware thread.
+inline void cpu_relax() {
 #if defined(__x86_64__) || defined(__i386__)
   _mm_pause();
 #elif defined(__aarch64__)
@@ -17,10 +18,10 @@ inline void cpu_pause() {
 #endif
 }
 
-// No later load is done before an earlier store can be seen.
+// No later load is executed before an earlier store is visible.
 inline void full_fence() {
 #if defined(__SANITIZE_THREAD__)
-  static std::atomic<int> line{0};  // ThreadSanitizer knows no fences
+  static std::atomic<int> line{0};  // ThreadSanitizer does not model fences
   line.fetch_add(1, std::memory_order_seq_cst);
 #else
   std::atomic_thread_fence(std::memory_order_seq_cst);

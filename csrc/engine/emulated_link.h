@@ -1,7 +1,7 @@
-// An emulated link: bytes that lie in shared memory at once count as delivered when they could have come over a cable
-// of a given rate and latency. Every rank has one full-duplex end of its own, as a network card is; times are those of
-// now_ns(), which all processes of a machine share. Who sends or receives spends the CPU time on it that a kernel's
-// network stack would.
+// Emulated links: a payload that shared memory delivers at once counts as delivered only when it could have arrived
+// over a cable of a given bandwidth and latency. Every rank has one full-duplex end of its own, as a network card is.
+// Times are those of now_ns(), which all processes of a machine share. The sending and the receiving thread spend the
+// CPU time that the kernel's network stack would.
 #pragma once
 
 #include <atomic>
@@ -15,79 +15,81 @@ namespace dtcomm {
 struct LinkRate {
   std::uint64_t latency_ns = 0;
   double ns_per_byte = 0;
-  double cpu_ns_per_byte = 0;  // of either end
+  double cpu_ns_per_byte = 0;  // at either end
 
-  bool on() const { return latency_ns > 0 || ns_per_byte > 0; }
-  std::uint64_t busy_ns(std::size_t bytes) const {
+  bool enabled() const { return latency_ns > 0 || ns_per_byte > 0; }
+  std::uint64_t transfer_ns(std::size_t bytes) const {
     return static_cast<std::uint64_t>(static_cast<double>(bytes) * ns_per_byte);
   }
 };
 
 // One end of a cable, shared by all communicators of the process.
-class Nic {
+class EmulatedNic {
  public:
-  // This process's, one for each level of the hierarchy (0 inside the host, 1 between hosts).
-  static Nic& instance(int level);
+  // This process's card for a level of the hierarchy: 0 inside the host, 1 between hosts.
+  static EmulatedNic& instance(int level);
 
-  // Takes the wire for so long, behind what is being sent already; returns when the first byte leaves.
+  // Occupies the sending direction for `busy_ns`, behind everything sent earlier; returns when the first byte leaves.
   std::uint64_t send(std::uint64_t now, std::uint64_t busy_ns);
-  // Takes what the wire has free from `first` on, when the first byte comes in; returns when the last one is there.
-  // Messages that are asked for in another order than they came share the wire as their packets would.
+  // Occupies free time of the receiving direction from `first` (when the first byte arrives) on; returns when the last
+  // byte has arrived. Messages that are requested out of order share the wire as their packets would.
   std::uint64_t receive(std::uint64_t first, std::uint64_t busy_ns);
 
  private:
-  struct Busy {
+  struct Interval {
     std::uint64_t begin;
     std::uint64_t end;
   };
   std::mutex mutex_;
-  std::uint64_t free_ = 0;
-  std::vector<Busy> busy_;  // in order, disjoint
+  std::uint64_t send_free_at_ = 0;
+  std::vector<Interval> receiving_;  // sorted and disjoint
 };
 
-// When the first byte of a box comes in at one reader; `seq` as in the box's flag.
-struct Stamp {
+// When the first byte of a box arrives at one reader; `seq` is that of the box's flag.
+struct DeliveryStamp {
   std::atomic<std::uint64_t> seq{0};
   std::atomic<std::uint64_t> first{0};
 };
 
-// What a communicator sees of the link.
-class Link {
+// The link of one communicator at one level of the hierarchy.
+class EmulatedLink {
  public:
-  Link(LinkRate rate, Nic& nic, int ranks, std::size_t flags);
+  EmulatedLink(LinkRate rate, EmulatedNic& nic, int ranks, std::size_t flags);
 
-  void send(Stamp& stamp, std::uint64_t seq, std::size_t bytes);
-  // Whether the box is there by now; asks for its bytes at the first look.
-  bool arrived(int peer, std::size_t flag, std::uint64_t seq, const Stamp& stamp, std::size_t bytes);
+  // Sends a box of `bytes` bytes: stores in `stamp` when its first byte arrives at the reader.
+  void send(DeliveryStamp& stamp, std::uint64_t seq, std::size_t bytes);
+  // Whether the box has arrived by now. The first call for a box receives its bytes.
+  bool delivered(int peer, std::size_t flag, std::uint64_t seq, const DeliveryStamp& stamp, std::size_t bytes);
 
-  // This end of the way to `peer` costs CPU time of its own: nothing is added.
-  void spare(int peer) { spared_[static_cast<std::size_t>(peer)] = true; }
-  // After a box was sent to `peer`.
-  void sent(int peer, std::size_t bytes) { toil(peer, bytes); }
+  // The connection to `peer` is a real socket, which costs CPU time of its own: none is added here.
+  void skip_cpu_time(int peer) { skips_cpu_time_[static_cast<std::size_t>(peer)] = true; }
+  // Spends the CPU time of a box that was sent to `peer`.
+  void spend_send_time(int peer, std::size_t bytes) { spend_cpu_time(peer, bytes); }
 
-  // Before a round of looks.
-  void look() { next_.store(~0ull, std::memory_order_relaxed); }
-  // Until shortly before the next box that was looked for comes in; 0: it is about to, `most`: none is known.
-  std::uint64_t nap(std::uint64_t most) const;
+  // Starts a round of calls of delivered().
+  void begin_round() { next_delivery_.store(~0ull, std::memory_order_relaxed); }
+  // How long the thread may sleep until shortly before the next box of this round arrives, at most `limit`: 0 if one is
+  // about to arrive, `limit` if none is known.
+  std::uint64_t max_sleep_ns(std::uint64_t limit) const;
 
  private:
-  struct Due {
+  struct Delivery {
     std::uint64_t seq = 0;
     std::uint64_t at = 0;
-    bool taken = false;  // its bytes have cost what they cost
+    bool paid = false;  // its CPU time has been spent
   };
-  void toil(int peer, std::size_t bytes);
+  void spend_cpu_time(int peer, std::size_t bytes);
 
   LinkRate rate_;
-  Nic& nic_;
+  EmulatedNic& nic_;
   std::size_t flags_;
-  std::vector<Due> due_;  // by peer and flag
-  std::vector<bool> spared_;
-  double owed_ns_ = 0;
-  std::atomic<std::uint64_t> next_{~0ull};
+  std::vector<Delivery> deliveries_;  // by peer and flag
+  std::vector<bool> skips_cpu_time_;
+  double unspent_cpu_ns_ = 0;
+  std::atomic<std::uint64_t> next_delivery_{~0ull};
 };
 
-// Lets this thread's sleeps end when they should.
-void wake_on_time();
+// Makes the kernel end this thread's sleeps on time.
+void enable_precise_sleep();
 
 }  // namespace dtcomm

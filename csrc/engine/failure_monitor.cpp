@@ -1,226 +1,196 @@
-// What a rank says when an operation cannot end: which rank is at fault, and why.
-#include <poll.h>
+#include "engine/failure_monitor.h"
+
 #include <sched.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <utility>
-
-#include "engine/communicator.h"
+#include <vector>
 
 namespace dtcomm {
+namespace {
 
-void Communicator::check_failures() const {
-  for (const PeerView& peer : peers) {
-    const Failure& failure = peer.head->failure;
-    if (failure.state.load(std::memory_order_acquire) == 2) throw Error(failure.kind, failure.text);
+constexpr std::uint64_t kMismatchNs = 200 * 1000 * 1000;   // how long to wait for the other ranks' op headers
+constexpr std::uint64_t kStaleWaitNs = 500 * 1000 * 1000;  // a rank that sleeps in the engine looks more often
+
+std::string describe(const Interpreter& interpreter) {
+  return "operation " + std::to_string(interpreter.number()) + ", " + interpreter.call().plan->text();
+}
+
+}  // namespace
+
+void FailureMonitor::check_peers() const {
+  for (const PeerView& peer : peers_.peers) {
+    const FailureRecord& failure = peer.header->failure;
+    if (failure.state.load(std::memory_order_acquire) == 2) {
+      throw Error(failure.kind, failure.text, failure.failed_rank);
+    }
   }
 }
 
-bool Communicator::dead(int peer, int wait_ms) {
-  if (const Remote* const remote = remote_of(peer)) {
-    return remote->stream().ended() && !remote->view().head->closed.load(std::memory_order_acquire);
-  }
-  pollfd watched{pidfds_[static_cast<std::size_t>(peer)], POLLIN, 0};
-  return peer != rank && watched.fd >= 0 && poll(&watched, 1, wait_ms) > 0;
+// True at the second call in a row for the same peer.
+bool FailureMonitor::confirm_suspect(int peer) {
+  if (suspect_ == peer) return true;
+  suspect_ = peer;
+  return false;
 }
 
-void Communicator::raise_gone(int peer) {
-  throw Error(ErrorKind::peer_lost, who(peer) + " is gone: its process ended while " + who(rank) + " read its tensor");
-}
-
-// Decides whether a blocked operation can still end: the error that it raises otherwise names the rank at fault.
-void Communicator::watch(const Machine& machine, std::uint64_t deadline) {
-  const std::uint64_t number = machine.number();
-  own_.head->waiting_for.store(machine.blocker(), std::memory_order_relaxed);
-  own_.head->waiting_since.store(now_ns(), std::memory_order_release);
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    flights_.wait(number, machine.blocker());
-  }
-  tell(machine);
-  check_failures();
-  for (const PeerView& peer : peers) {
-    const OpHeader& header = peer.head->ops[number % kOpRing];
+void FailureMonitor::check_blocked(const Interpreter& interpreter, std::uint64_t deadline, std::uint64_t timeout_ns) {
+  const std::uint64_t number = interpreter.number();
+  const int awaited = interpreter.waiting_for();
+  RegionHeader& own = peers_.own_header();
+  own.waiting_for.store(awaited, std::memory_order_relaxed);
+  own.waiting_since.store(now_ns(), std::memory_order_release);
+  peers_.send_waiting_for(awaited);
+  check_peers();
+  for (const PeerView& peer : peers_.peers) {
+    const OpHeader& header = peer.header->ops[number % kOpRing];
     if (header.number.load(std::memory_order_acquire) == number &&
-        header.fingerprint.load(std::memory_order_relaxed) != machine.operation()) {
-      raise_mismatch(machine);
+        header.fingerprint.load(std::memory_order_relaxed) != interpreter.fingerprint()) {
+      throw_mismatch(interpreter);
     }
   }
-  const int blocker = machine.blocker();
-  if (blocker >= 0 && dead(blocker)) {
-    if (suspect_ == blocker) {
-      culprit_ = blocker;
-      const Remote* const remote = remote_of(blocker);
-      const std::string how = remote ? "its connection ended (" + remote->stream().why() + ")" : "its process ended";
-      throw Error(ErrorKind::peer_lost, who(blocker) + " is gone: " + how + " during operation " +
-                                            std::to_string(number) + ", " + machine.call().plan->text());
-    }
-    suspect_ = blocker;  // it may have sent what we need with its last breath
-    return;
+  if (awaited >= 0 && peers_.has_ended(awaited)) {
+    if (!confirm_suspect(awaited)) return;
+    const TcpPeer* const tcp = peers_.tcp_peer(awaited);
+    const std::string how = tcp ? "its connection ended (" + tcp->stream().end_reason() + ")" : "its process ended";
+    throw Error(ErrorKind::peer_lost, peers_.name(awaited) + " is gone: " + how + " during " + describe(interpreter),
+                awaited);
   }
-  if (blocker >= 0 && peers[static_cast<std::size_t>(blocker)].head->closed.load(std::memory_order_acquire)) {
-    if (suspect_ == blocker) {
-      culprit_ = blocker;
-      throw Error(ErrorKind::peer_lost, who(blocker) + " has destroyed its communicator before operation " +
-                                            std::to_string(number) + ", " + machine.call().plan->text());
-    }
-    suspect_ = blocker;
-    return;
+  if (awaited >= 0 && peers_.peer(awaited).header->closed.load(std::memory_order_acquire)) {
+    if (!confirm_suspect(awaited)) return;
+    throw Error(ErrorKind::peer_lost,
+                peers_.name(awaited) + " has destroyed its communicator before " + describe(interpreter), awaited);
   }
   suspect_ = -1;
-  if (now_ns() > deadline) raise_timeout(machine);
+  if (now_ns() > deadline) throw_timeout(interpreter, timeout_ns);
 }
 
-// What the ranks say about the operation with our number, those who say the same together.
-void Communicator::raise_mismatch(const Machine& machine) {
-  const std::uint64_t number = machine.number();
-  const std::uint64_t patience = now_ns() + 200 * 1000 * 1000;
-  std::vector<std::pair<std::string, std::vector<int>>> statements;
-  std::vector<std::uint64_t> fingerprints;
-  std::vector<int> silent;
-  told_ = 0;
-  tell(machine);
+// Lists what the ranks call as the operation with this number, grouped by what they call.
+void FailureMonitor::throw_mismatch(const Interpreter& interpreter) {
+  struct Statement {
+    std::uint64_t fingerprint;
+    std::string text;
+    std::vector<int> ranks;
+  };
+  const std::uint64_t number = interpreter.number();
+  const std::uint64_t give_up = now_ns() + kMismatchNs;
+  std::vector<Statement> statements;
+  peers_.send_waiting_for(interpreter.waiting_for(), true);
   for (;;) {
-    pump();
-    check_failures();
+    peers_.receive_frames();
+    check_peers();
     statements.clear();
-    fingerprints.clear();
-    silent.clear();
-    for (int peer = 0; peer < ranks; ++peer) {
-      const OpHeader& header = peers[static_cast<std::size_t>(peer)].head->ops[number % kOpRing];
+    bool all_announced = true;
+    for (int peer = 0; peer < peers_.ranks; ++peer) {
+      const OpHeader& header = peers_.peer(peer).header->ops[number % kOpRing];
       if (header.number.load(std::memory_order_acquire) != number) {
-        silent.push_back(peer);
+        all_announced = false;
         continue;
       }
       const std::uint64_t fingerprint = header.fingerprint.load(std::memory_order_relaxed);
-      const std::string text(header.text, strnlen(header.text, kOpText));
-      std::size_t at = 0;
-      while (at < fingerprints.size() && fingerprints[at] != fingerprint) ++at;
-      if (at == fingerprints.size()) {
-        fingerprints.push_back(fingerprint);
-        statements.push_back({text, {}});
+      auto statement = std::find_if(statements.begin(), statements.end(),
+                                    [&](const Statement& other) { return other.fingerprint == fingerprint; });
+      if (statement == statements.end()) {
+        statements.push_back({fingerprint, std::string(header.text, strnlen(header.text, kOpText)), {}});
+        statement = statements.end() - 1;
       }
-      statements[at].second.push_back(peer);
+      statement->ranks.push_back(peer);
     }
-    if (silent.empty() || now_ns() > patience) break;
+    if (all_announced || now_ns() > give_up) break;
     sched_yield();
   }
   std::string message = "ranks disagree on operation " + std::to_string(number);
   std::size_t fewest = 0;
   for (std::size_t i = 0; i < statements.size(); ++i) {
+    const std::vector<int>& ranks = statements[i].ranks;
     message += i == 0 ? ": " : "; ";
-    for (std::size_t j = 0; j < statements[i].second.size(); ++j) {
-      message += (j == 0 ? "" : ", ") + who(statements[i].second[j]);
-    }
-    message += (statements[i].second.size() == 1 ? " calls " : " call ") + statements[i].first;
-    // On a tie the later statement: rank 0's word counts as the rule.
-    if (statements[i].second.size() <= statements[fewest].second.size()) fewest = i;
+    for (std::size_t j = 0; j < ranks.size(); ++j) message += (j == 0 ? "" : ", ") + peers_.name(ranks[j]);
+    message += (ranks.size() == 1 ? " calls " : " call ") + statements[i].text;
+    // The minority is at fault. On a tie it is the later statement: what rank 0 calls counts as right.
+    if (ranks.size() <= statements[fewest].ranks.size()) fewest = i;
   }
   if (statements.size() < 2) {
-    message += ": " + who(machine.blocker()) + " is ahead of, or at odds with, " + machine.call().plan->text();
-    culprit_ = machine.blocker();
-  } else {
-    culprit_ = statements[fewest].second[0];
+    const int peer = interpreter.waiting_for();
+    message += ": " + peers_.name(peer) + " is ahead of, or at odds with, " + interpreter.call().plan->text();
+    throw Error(ErrorKind::mismatch, message, peer);
   }
-  throw Error(ErrorKind::mismatch, message);
+  throw Error(ErrorKind::mismatch, message, statements[fewest].ranks[0]);
 }
 
-// The rank at the end of the chain of waits: one that sleeps in our engine says whom it waits for and when it last
-// looked; one that is stopped, or busy elsewhere, has not looked lately.
-void Communicator::raise_timeout(const Machine& machine) {
-  int culprit = machine.blocker();
-  std::vector<bool> passed(static_cast<std::size_t>(ranks), false);
-  for (;;) {
-    if (culprit < 0 || culprit == rank || passed[static_cast<std::size_t>(culprit)]) break;
-    passed[static_cast<std::size_t>(culprit)] = true;
-    const AreaHead& head = *peers[static_cast<std::size_t>(culprit)].head;
-    const std::uint64_t since = head.waiting_since.load(std::memory_order_acquire);
-    const int next = head.waiting_for.load(std::memory_order_relaxed);
-    if (next < 0 || next == rank || since + 25 * kSleepNs < now_ns()) break;
-    culprit = next;
+// Names the rank at the end of the chain of waits. A rank that sleeps in the engine publishes whom it waits for and
+// when it last looked; one that is stopped, or busy elsewhere, has not looked lately and ends the chain.
+void FailureMonitor::throw_timeout(const Interpreter& interpreter, std::uint64_t timeout_ns) const {
+  int failed = interpreter.waiting_for();
+  std::vector<bool> visited(static_cast<std::size_t>(peers_.ranks), false);
+  while (failed >= 0 && failed != peers_.rank && !visited[static_cast<std::size_t>(failed)]) {
+    visited[static_cast<std::size_t>(failed)] = true;
+    const RegionHeader& header = *peers_.peer(failed).header;
+    const std::uint64_t since = header.waiting_since.load(std::memory_order_acquire);
+    const int next = header.waiting_for.load(std::memory_order_relaxed);
+    if (next < 0 || next == peers_.rank || since + kStaleWaitNs < now_ns()) break;
+    failed = next;
   }
-  culprit_ = culprit;
-  std::string message =
-      "operation " + std::to_string(machine.number()) + ", " + machine.call().plan->text() + ", did not end within " +
-      std::to_string(static_cast<double>(timeout_ns_.load(std::memory_order_relaxed)) * 1e-9).substr(0, 6) + " s";
-  if (culprit >= 0) {
-    std::uint64_t latest = 0;
-    for (const OpHeader& header : peers[static_cast<std::size_t>(culprit)].head->ops) {
-      latest = std::max(latest, header.number.load(std::memory_order_relaxed));
+  std::string message = describe(interpreter) + ", did not end within " +
+                        std::to_string(static_cast<double>(timeout_ns) * 1e-9).substr(0, 6) + " s";
+  if (failed >= 0) {
+    std::uint64_t last = 0;
+    for (const OpHeader& header : peers_.peer(failed).header->ops) {
+      last = std::max(last, header.number.load(std::memory_order_relaxed));
     }
-    message += ": waiting for " + who(culprit) + ", which is alive and " +
-               (latest < machine.number() ? "has not called it (its last operation is " + std::to_string(latest) + ")"
-                                          : std::string("does not move on"));
+    message += ": waiting for " + peers_.name(failed) + ", which is alive and " +
+               (last < interpreter.number() ? "has not called it (its last operation is " + std::to_string(last) + ")"
+                                            : std::string("does not move on"));
   }
-  throw Error(ErrorKind::timeout, message);
+  throw Error(ErrorKind::timeout, message, failed);
 }
 
-void Communicator::raise_damage(const Machine& machine) {
-  const Damage& damage = *machine.damage();
+void FailureMonitor::throw_corrupt(const Interpreter& interpreter) const {
+  const CorruptPayload& payload = *interpreter.corrupt();
   char checksums[64];
-  std::snprintf(checksums, sizeof checksums, "checksum %08x when sent, %08x on arrival", damage.sent, damage.arrived);
-  culprit_ = damage.sender;
-  throw Error(ErrorKind::corrupt, "what " + who(damage.sender) + " sent to " + who(rank) + " arrived damaged: chunk " +
-                                      std::to_string(damage.chunk) + " of piece " + std::to_string(damage.piece) +
-                                      " of operation " + std::to_string(machine.number()) + ", " +
-                                      machine.call().plan->text() + " (" + checksums + ")");
+  std::snprintf(checksums, sizeof checksums, "checksum %08x when sent, %08x on arrival", payload.checksum_sent,
+                payload.checksum_received);
+  throw Error(ErrorKind::corrupt,
+              "what " + peers_.name(payload.sender) + " sent to " + peers_.name(peers_.rank) +
+                  " arrived damaged: chunk " + std::to_string(payload.chunk) + " of piece " +
+                  std::to_string(payload.piece) + " of " + describe(interpreter) + " (" + checksums + ")",
+              payload.sender);
 }
 
-// From here on every call raises; the peers read why in our area.
-void Communicator::fail(const Error& error, int culprit) {
+void FailureMonitor::publish(const Error& error) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (!failed_) {
-      failed_ = true;
-      failure_kind_ = error.kind();
-      failure_text_ = error.what();
+    if (!failed_.load(std::memory_order_relaxed)) {
+      kind_ = error.kind();
+      message_ = error.what();
+      failed_.store(true, std::memory_order_release);
     }
   }
-  Failure& failure = own_.head->failure;
+  FailureRecord& failure = peers_.own_header().failure;
   std::uint32_t none = 0;
   if (failure.state.compare_exchange_strong(none, 1)) {
     failure.kind = error.kind();
-    failure.culprit = culprit;
+    failure.failed_rank = error.failed_rank();
     const std::string text(error.what());
     const std::size_t length = std::min(text.size(), sizeof failure.text - 1);
     text.copy(failure.text, length);
     failure.text[length] = 0;
     failure.state.store(2, std::memory_order_release);
   }
-  ring_peers();
-  tell_failure();
+  peers_.wake_peers();
+  peers_.send_failure();
 }
 
-std::vector<Flight> Communicator::flights() const {
+void FailureMonitor::throw_if_failed() const {
+  if (!failed()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
-  return flights_.list();
+  throw Error(kind_, "this communicator failed earlier: " + message_);
 }
 
-std::vector<Sighting> Communicator::sightings() {
-  std::vector<Sighting> seen;
-  for (int peer = 0; peer < static_cast<int>(peers.size()); ++peer) {
-    const AreaHead& head = *peers[static_cast<std::size_t>(peer)].head;
-    Sighting sighting;
-    for (const OpHeader& header : head.ops) {
-      const std::uint64_t number = header.number.load(std::memory_order_acquire);
-      if (number <= sighting.last) continue;
-      sighting.last = number;
-      sighting.text.assign(header.text, strnlen(header.text, kOpText));
-    }
-    sighting.pieces = head.done.load(std::memory_order_relaxed);
-    sighting.waiting_for = head.waiting_for.load(std::memory_order_relaxed);
-    sighting.alive = !dead(peer);
-    sighting.closed = head.closed.load(std::memory_order_relaxed) != 0;
-    seen.push_back(std::move(sighting));
-  }
-  return seen;
-}
-
-std::string Communicator::failure() const {
+std::string FailureMonitor::message() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return failure_text_;
+  return message_;
 }
 
 }  // namespace dtcomm

@@ -4,7 +4,7 @@
 
 namespace dtcomm {
 
-std::vector<int> Flight::waited_for() const {
+std::vector<int> FlightRecord::waited_for() const {
   std::vector<int> ranks;
   for (std::size_t rank = 0; rank < kWaitedWords * 64; ++rank) {
     if (waited[rank / 64] >> (rank % 64) & 1) ranks.push_back(static_cast<int>(rank));
@@ -12,21 +12,22 @@ std::vector<int> Flight::waited_for() const {
   return ranks;
 }
 
-void FlightRing::wait(std::uint64_t number, int peer) {
-  Flight* flight = find(number);
-  if (!flight || peer < 0) return;
-  flight->waiting_for = peer;
+void FlightRecorder::wait(std::uint64_t number, int peer) {
+  FlightRecord* record = find(number);
+  if (!record || peer < 0) return;
+  record->waiting_for = peer;
   const auto bit = static_cast<std::size_t>(peer);
-  if (bit < kWaitedWords * 64) flight->waited[bit / 64] |= std::uint64_t{1} << (bit % 64);
+  if (bit < kWaitedWords * 64) record->waited[bit / 64] |= std::uint64_t{1} << (bit % 64);
 }
 
-std::vector<Flight> FlightRing::list() const {
-  std::vector<Flight> flights;
-  for (const Flight& flight : ring_) {
-    if (flight.number != 0) flights.push_back(flight);
+std::vector<FlightRecord> FlightRecorder::list() const {
+  std::vector<FlightRecord> records;
+  for (const FlightRecord& record : ring_) {
+    if (record.number != 0) records.push_back(record);
   }
-  std::sort(flights.begin(), flights.end(), [](const Flight& a, const Flight& b) { return a.number < b.number; });
-  return flights;
+  std::sort(records.begin(), records.end(),
+            [](const FlightRecord& a, const FlightRecord& b) { return a.number < b.number; });
+  return records;
 }
 
 }  // namespace dtcomm

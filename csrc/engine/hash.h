@@ -1,4 +1,4 @@
-// Integer mixing (splitmix64's finaliser): fingerprints of operations, seeded orders.
+// Integer hashing (the finaliser of splitmix64), for fingerprints of operations and seeded orders.
 #pragma once
 
 #include <cstddef>

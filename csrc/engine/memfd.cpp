@@ -13,12 +13,14 @@
 namespace dtcomm {
 namespace {
 
-[[noreturn]] void fail(const std::string& what) { throw std::system_error(errno, std::generic_category(), what); }
+[[noreturn]] void throw_errno(const std::string& what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
 
 void* map(int fd, std::size_t bytes) {
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (data == MAP_FAILED) return nullptr;
-  // A forked child must not write into the parent's conversations.
+  // A forked child must not write into memory through which its parent talks to peers.
   madvise(data, bytes, MADV_DONTFORK);
   madvise(data, bytes, MADV_HUGEPAGE);
   return data;
@@ -26,40 +28,40 @@ void* map(int fd, std::size_t bytes) {
 
 }  // namespace
 
-Mapping& Mapping::operator=(Mapping&& other) noexcept {
+MemfdMapping& MemfdMapping::operator=(MemfdMapping&& other) noexcept {
   if (this != &other) {
     reset();
     data_ = std::exchange(other.data_, nullptr);
     size_ = std::exchange(other.size_, 0);
     fd_ = std::exchange(other.fd_, -1);
-    owner_ = other.owner_;
+    owner_pid_ = other.owner_pid_;
   }
   return *this;
 }
 
-Mapping Mapping::create(const char* name, std::size_t bytes) {
-  Mapping mapping;
-  mapping.owner_ = static_cast<int>(getpid());
+MemfdMapping MemfdMapping::create(const char* name, std::size_t bytes) {
+  MemfdMapping mapping;
+  mapping.owner_pid_ = static_cast<int>(getpid());
   mapping.fd_ = memfd_create(name, MFD_CLOEXEC);
-  if (mapping.fd_ < 0) fail("memfd_create");
-  if (ftruncate(mapping.fd_, static_cast<off_t>(bytes)) != 0) fail("shared memory: ftruncate");
+  if (mapping.fd_ < 0) throw_errno("memfd_create");
+  if (ftruncate(mapping.fd_, static_cast<off_t>(bytes)) != 0) throw_errno("shared memory: ftruncate");
   mapping.data_ = map(mapping.fd_, bytes);
-  if (!mapping.data_) fail("shared memory: mmap");
+  if (!mapping.data_) throw_errno("shared memory: mmap");
   mapping.size_ = bytes;
   if (const int code = posix_fallocate(mapping.fd_, 0, static_cast<off_t>(bytes)); code != 0) {
     errno = code;
-    fail("shared memory: reserving " + std::to_string(bytes) + " bytes");
+    throw_errno("shared memory: reserving " + std::to_string(bytes) + " bytes");
   }
   return mapping;
 }
 
-Mapping Mapping::attach(int pid, int fd, std::size_t bytes) {
+MemfdMapping MemfdMapping::attach(int pid, int fd, std::size_t bytes) {
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
   const int opened = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (opened < 0) fail("opening " + path);
+  if (opened < 0) throw_errno("opening " + path);
   struct stat info{};
-  Mapping mapping;
-  mapping.owner_ = static_cast<int>(getpid());
+  MemfdMapping mapping;
+  mapping.owner_pid_ = static_cast<int>(getpid());
   if (fstat(opened, &info) == 0 && S_ISREG(info.st_mode) && static_cast<std::size_t>(info.st_size) >= bytes) {
     mapping.data_ = map(opened, bytes);
     mapping.size_ = bytes;
@@ -69,12 +71,12 @@ Mapping Mapping::attach(int pid, int fd, std::size_t bytes) {
   const int saved = errno;
   close(opened);
   errno = saved;
-  if (!mapping.data_) fail("mapping " + path);
+  if (!mapping.data_) throw_errno("mapping " + path);
   return mapping;
 }
 
-void Mapping::reset() {
-  if (data_ && owner_ == static_cast<int>(getpid())) munmap(data_, size_);
+void MemfdMapping::reset() {
+  if (data_ && owner_pid_ == static_cast<int>(getpid())) munmap(data_, size_);
   if (fd_ >= 0) close(fd_);
   data_ = nullptr;
   size_ = 0;
@@ -83,8 +85,8 @@ void Mapping::reset() {
 
 unsigned long long random_token() {
   unsigned long long token = 0;
-  if (getrandom(&token, sizeof token, 0) != static_cast<ssize_t>(sizeof token)) fail("getrandom");
-  return token | 1;  // never the zero of untouched memory
+  if (getrandom(&token, sizeof token, 0) != static_cast<ssize_t>(sizeof token)) throw_errno("getrandom");
+  return token | 1;  // 0 is what untouched memory holds
 }
 
 }  // namespace dtcomm

@@ -1,5 +1,5 @@
-// Anonymous shared memory that peers open through /proc/<pid>/fd/<n>: it has no name, so nothing is left behind
-// however a process ends, and no limit of /dev/shm applies.
+// Anonymous shared memory (memfd_create), which peers map through /proc/<pid>/fd/<n>. It has no name, so nothing is
+// left behind however a process ends, and the size limit of /dev/shm does not apply.
 #pragma once
 
 #include <cstddef>
@@ -7,31 +7,33 @@
 
 namespace dtcomm {
 
-class Mapping {
+class MemfdMapping {
  public:
-  Mapping() = default;
-  Mapping(Mapping&& other) noexcept { *this = static_cast<Mapping&&>(other); }
-  Mapping& operator=(Mapping&& other) noexcept;
-  ~Mapping() { reset(); }
+  MemfdMapping() = default;
+  MemfdMapping(MemfdMapping&& other) noexcept { *this = static_cast<MemfdMapping&&>(other); }
+  MemfdMapping& operator=(MemfdMapping&& other) noexcept;
+  ~MemfdMapping() { reset(); }
 
-  // Pages are reserved at once: a full machine is an error here and not a SIGBUS later. std::system_error.
-  static Mapping create(const char* name, std::size_t bytes);
-  // Another process's mapping; std::system_error where it cannot be opened or is shorter than `bytes`.
-  static Mapping attach(int pid, int fd, std::size_t bytes);
+  // Creates and maps `bytes` of zeroed memory. All pages are reserved at once, so a machine without enough memory
+  // throws std::system_error here instead of raising SIGBUS later.
+  static MemfdMapping create(const char* name, std::size_t bytes);
+  // Maps the memory that process `pid` created as its descriptor `fd`. Throws std::system_error if it cannot be opened
+  // or is shorter than `bytes`.
+  static MemfdMapping attach(int pid, int fd, std::size_t bytes);
 
   void* data() const { return data_; }
   std::size_t size() const { return size_; }
-  int fd() const { return fd_; }  // -1 where attached
+  int fd() const { return fd_; }  // -1 if attached
   void reset();
 
  private:
   void* data_ = nullptr;
   std::size_t size_ = 0;
   int fd_ = -1;
-  int owner_ = -1;  // pid: a forked child has the object but not the mapping
+  int owner_pid_ = -1;  // a forked child inherits the object but not the mapping
 };
 
-// A number no other process guesses.
+// A random non-zero number with which a process proves that it is the one that was meant.
 unsigned long long random_token();
 
 }  // namespace dtcomm

@@ -1,150 +1,172 @@
-// The operations that are queued, as whoever drives runs them: one at a time, the next one a little ahead.
-#include <utility>
+#include "engine/operation_queue.h"
 
-#include "engine/communicator.h"
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
 
 namespace dtcomm {
 
-std::uint64_t Communicator::begin(const Call& call, std::uint64_t number) {
-  const std::uint64_t operation = announce(*own_.head, call, number);
-  announced_ = number;
-  if (call.plan->direct()) ring_peers();
-  return operation;
+void OperationQueue::require_usable() const {
+  if (closed()) throw std::logic_error("this communicator has been destroyed");
+  failures_.throw_if_failed();
 }
 
-// One look at the front of the queue, by whoever drives.
-Communicator::Look Communicator::advance_queue(int budget) {
-  Operation* front = nullptr;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (queue_.empty()) return Look::idle;
-    front = &queue_.front();  // a deque's front stays where it is while others are pushed behind it
-  }
-  std::exception_ptr failure;
-  try {
-    if (!front->machine) {
-      check_failures();
-      front->machine = make_machine(*front);
-    }
-    look();
-    const Progress progress = front->machine->advance(budget);
-    check_machine(*front->machine);
-    if (progress != Progress::done) {
-      const bool moved = drive_ahead(*front, budget) || progress == Progress::moved;
-      return moved ? Look::moved : Look::blocked;
-    }
-  } catch (...) {
-    failure = caught();
-  }
-  finish_front(failure);
-  return Look::moved;
+std::uint64_t OperationQueue::start_inline(const std::shared_ptr<const Plan>& plan, std::uint64_t now) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  require_usable();
+  if (driven_ || !queue_.empty()) return 0;
+  driven_ = true;
+  const std::uint64_t number = ++operations_;
+  recorder_.issue(number, plan, now);
+  recorder_.start(number, now);
+  return number;
 }
 
-Communicator::Look Communicator::drive_front(int budget) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (driven_) return Look::idle;
-    if (queue_.empty()) return push_out() ? Look::blocked : Look::idle;
-    driven_ = true;
-  }
-  if (wired) wake_on_time();
-  const Look found = advance_queue(budget);
-  // Who waits has nothing else to do, and is told at once when it is over.
-  return release() ? Look::idle : found;
+bool OperationQueue::finish_inline(std::uint64_t number, bool announced, bool failed, std::uint64_t wire_bytes,
+                                   bool keep_driving) {
+  const std::uint64_t now = now_ns();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!announced) recorder_.start(number, 0);
+  recorder_.finish(number, failed, now);
+  wire_bytes_ += wire_bytes;
+  keep_driving |= !queue_.empty() || closed();
+  if (!keep_driving) driven_ = false;
+  return keep_driving;
 }
 
-bool Communicator::has_work() const {
+OperationQueue::Pushed OperationQueue::push(Call call, std::shared_ptr<Work> work, std::size_t max_inline_bytes,
+                                            std::uint64_t now) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  require_usable();
+  QueuedOperation operation;
+  operation.call = std::move(call);
+  operation.work = std::move(work);
+  operation.number = ++operations_;
+  recorder_.issue(operation.number, operation.call.plan, now);
+  queue_.push_back(std::move(operation));
+  if (driven_) return Pushed::to_driver;
+  if (queue_.size() > 1 || queue_.front().call.plan->input_bytes() > max_inline_bytes) return Pushed::wake_progress;
+  driven_ = true;
+  return Pushed::drive_now;
+}
+
+OperationQueue::Claim OperationQueue::try_drive() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (driven_) return Claim::driven;
+  if (queue_.empty()) return Claim::empty;
+  driven_ = true;
+  return Claim::claimed;
+}
+
+bool OperationQueue::release() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  driven_ = false;
+  if (closed()) became_free_.notify_all();
+  if (queue_.empty() || waiting_.empty()) return false;
+  waiting_.back()->hand_over();
+  return true;
+}
+
+bool OperationQueue::has_undriven_work() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return !queue_.empty() && !driven_;
 }
 
-std::unique_ptr<Machine> Communicator::make_machine(Operation& operation) {
-  const std::uint64_t name = begin(operation.call, operation.number);
-  const std::uint64_t now = now_ns();
-  operation.work->started_ns = now;
-  operation.deadline = now + timeout_ns_.load(std::memory_order_relaxed);
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    flights_.start(operation.number, now);
-  }
-  return std::make_unique<Machine>(*this, operation.call, name, operation.number);
-}
-
-// While the last pieces of the front operation are on their way the next one encodes and sends its first, unless the
-// two touch the same memory. True where it moved.
-bool Communicator::drive_ahead(const Operation& front, int budget) {
-  if (!front.machine->launched()) return false;
-  Operation* next = nullptr;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (queue_.size() < 2) return false;
-    next = &queue_[1];
-  }
-  if (next->alone) return false;
-  if (!next->machine) {
-    next->alone = next->call.plan->direct() || !disjoint(front.call, next->call);
-    if (next->alone) return false;
-    next->machine = make_machine(*next);
-  }
-  return next->machine->independent() && next->machine->advance(budget, true) == Progress::moved;
-}
-
-// Before the driver sleeps: whether the front operation can still end.
-void Communicator::watch_queue() {
-  Operation* front = nullptr;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (queue_.empty() || !queue_.front().machine) return;
-    front = &queue_.front();
-  }
-  try {
-    watch(*front->machine, front->deadline);
-  } catch (const Error& error) {
-    fail(error, culprit_);
-    finish_front(std::current_exception());
-  }
-}
-
-void Communicator::watch_front() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (queue_.empty() || driven_) return;
+OperationQueue::WaitRole OperationQueue::start_waiting(Work& work) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (queue_.empty() || closed()) return WaitRole::finished;
+  if (!driven_) {
     driven_ = true;
+    return WaitRole::drive;
   }
-  watch_queue();
-  release();
+  waiting_.push_back(&work);
+  return WaitRole::sleep;
 }
 
-void Communicator::finish_front(std::exception_ptr failure) {
+bool OperationQueue::stop_waiting(Work& work) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  waiting_.erase(std::find(waiting_.begin(), waiting_.end(), &work));
+  if (driven_ || !work.finished()) return false;
+  driven_ = true;
+  return true;
+}
+
+QueuedOperation* OperationQueue::front() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return queue_.empty() ? nullptr : &queue_.front();
+}
+
+QueuedOperation* OperationQueue::second() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return queue_.size() < 2 ? nullptr : &queue_[1];
+}
+
+void OperationQueue::finish_front(std::exception_ptr failure, std::uint64_t timeout_ns) {
   std::shared_ptr<Work> work;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    Operation& front = queue_.front();
+    QueuedOperation& front = queue_.front();
     work = front.work;
-    if (front.machine) {
-      work->wire_bytes = front.machine->wire_bytes();
-      work->times = front.machine->times();
+    if (front.interpreter) {
+      work->wire_bytes = front.interpreter->wire_bytes();
+      work->times = front.interpreter->times();
     }
-    total_wire_bytes_ += work->wire_bytes;
+    wire_bytes_ += work->wire_bytes;
     work->finished_ns = now_ns();
-    flights_.finish(front.number, failure != nullptr, work->finished_ns);
+    recorder_.finish(front.number, failure != nullptr, work->finished_ns);
     queue_.pop_front();
-    if (!queue_.empty() && queue_.front().machine) {  // the next one is under way
-      queue_.front().deadline = work->finished_ns + timeout_ns_.load(std::memory_order_relaxed);
-    }
+    // The next operation may be running already; its time begins now.
+    if (!queue_.empty() && queue_.front().interpreter) queue_.front().deadline = work->finished_ns + timeout_ns;
   }
   work->finish(failure);
-  if (failure) fail_queue(failure);
+  if (failure) fail_all(failure);
 }
 
-void Communicator::fail_queue(std::exception_ptr failure) {
-  std::deque<Operation> queue;
+void OperationQueue::fail_all(std::exception_ptr failure) {
+  std::deque<QueuedOperation> operations;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    queue.swap(queue_);
-    for (const Operation& operation : queue) flights_.finish(operation.number, true, now_ns());
+    operations.swap(queue_);
+    for (const QueuedOperation& operation : operations) recorder_.finish(operation.number, true, now_ns());
   }
-  for (Operation& operation : queue) operation.work->finish(failure);
+  for (QueuedOperation& operation : operations) operation.work->finish(failure);
+}
+
+bool OperationQueue::close() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return !closed_.exchange(true, std::memory_order_acq_rel);
+}
+
+void OperationQueue::wait_until_free() {
+  stopping_.store(true, std::memory_order_release);
+  LocalProcess::instance().page().wakeup.notify();
+  std::unique_lock<std::mutex> lock(mutex_);
+  became_free_.wait(lock, [&] { return !driven_; });
+}
+
+void OperationQueue::record_start(std::uint64_t number, std::uint64_t now) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  recorder_.start(number, now);
+}
+
+void OperationQueue::record_wait(std::uint64_t number, int peer) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  recorder_.wait(number, peer);
+}
+
+std::vector<FlightRecord> OperationQueue::flight_records() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return recorder_.list();
+}
+
+std::uint64_t OperationQueue::operations() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return operations_;
+}
+
+std::uint64_t OperationQueue::wire_bytes() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return wire_bytes_;
 }
 
 }  // namespace dtcomm

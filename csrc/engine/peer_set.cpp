@@ -1,133 +1,246 @@
-// A communicator's peers on other hosts: their frames, and sleeping until there are some.
-#include <time.h>
+#include "engine/peer_set.h"
+
+#include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
 
-#include "engine/communicator.h"
+#include "engine/cpu_relax.h"
 
 namespace dtcomm {
 namespace {
 
-constexpr std::size_t kFew = 4;  // sockets: to try them all costs less than to ask which are ready
-constexpr std::size_t kMostReady = 64;
-constexpr std::uint64_t kMixedNs = 200 * 1000;  // who sleeps over sockets is not woken by peers in shared memory
-constexpr std::uint64_t kTellNs = 100 * 1000 * 1000;
-constexpr std::uint64_t kLeaveNs = 2000 * 1000 * 1000ull;  // for what was sent last to arrive
-constexpr std::uint64_t kFailedLeaveNs = 200 * 1000 * 1000;
+constexpr int kExitingMs = 100;  // between a process's memory going away and its end
 
 }  // namespace
 
-void Communicator::pump() {
-  if (remotes_.empty()) return;
-  const std::lock_guard<std::mutex> lock(remotes_mutex_);
-  const auto take = [this](int peer) {
-    Remote* const remote = remotes_[static_cast<std::size_t>(peer)].get();
-    if (!remote || remote->stream().ended()) return;
-    remote->receive();
-    if (remote->stream().ended()) wire_.remove(remote->stream().fd());
+PeerSet::PeerSet(const PeerSetOptions& options) : probes_(options.probes), token_(random_token()) {
+  rank = options.rank;
+  ranks = options.ranks;
+  layout_ = {static_cast<std::uint32_t>(rank), static_cast<std::uint32_t>(ranks), options.max_boxes, options.slot_bytes,
+             options.inside.enabled() || options.between.enabled()};
+  region_ = MemfdMapping::create("dtcomm-region", layout_.bytes());
+  own_ = construct_region(region_.data(), layout_);
+  const auto link_of = [&](const LinkRate& rate, int level) -> std::unique_ptr<EmulatedLink> {
+    if (!rate.enabled()) return nullptr;
+    return std::make_unique<EmulatedLink>(rate, EmulatedNic::instance(level), ranks, layout_.flags());
   };
-  if (remotes_.size() <= kFew) {
-    for (int peer = 0; peer < ranks; ++peer) take(peer);
-  } else {
-    int ready[kMostReady];
-    const std::size_t count = wire_.ready(ready, kMostReady);
-    for (std::size_t i = 0; i < count; ++i) take(ready[i]);
-  }
-  for (const auto& remote : remotes_) {
-    if (remote && remote->stream().pending()) remote->stream().flush();
-  }
+  inside_ = link_of(options.inside, 0);
+  between_ = link_of(options.between, 1);
+  RegionHeader& header = *own_.header;
+  header.magic = kRegionMagic;
+  header.bytes = layout_.bytes();
+  header.rank = layout_.rank;
+  header.ranks = layout_.ranks;
+  header.max_boxes = options.max_boxes;
+  header.pid = static_cast<std::int32_t>(getpid());
+  header.token = token_;
 }
 
-// Hands over what is still to be sent; true where the kernel did not take all.
-bool Communicator::push_out() {
-  if (remotes_.empty()) return false;
-  const std::lock_guard<std::mutex> lock(remotes_mutex_);
-  bool left = false;
+PeerAddress PeerSet::address() const {
+  LocalProcess& process = LocalProcess::instance();
+  const auto page = reinterpret_cast<std::uintptr_t>(&process.page());
+  return {static_cast<int>(getpid()), process.fd(), process.page().token, page, region_.fd(), token_, -1, false, ""};
+}
+
+void PeerSet::attach(const std::vector<PeerAddress>& addresses) {
+  if (addresses.size() != static_cast<std::size_t>(ranks)) throw std::invalid_argument("attach: one address per rank");
+  // Sockets first: this object owns them from here on, whatever fails below.
   for (int peer = 0; peer < ranks; ++peer) {
-    Remote* const remote = remotes_[static_cast<std::size_t>(peer)].get();
-    if (!remote || remote->stream().ended()) continue;
-    Stream& stream = remote->stream();
-    if (stream.pending()) stream.flush();
-    wire_.want_room(stream.fd(), peer, stream.pending());
-    left |= stream.pending();
+    const int socket = addresses[static_cast<std::size_t>(peer)].socket;
+    if (socket < 0) continue;
+    RegionLayout layout = layout_;
+    layout.rank = static_cast<std::uint32_t>(peer);
+    tcp_.add(peer, socket, layout, rank, ranks);
   }
-  return left;
-}
-
-void Communicator::doze(Bell& bell, std::uint32_t seen, std::uint64_t timeout_ns) {
-  if (remotes_.empty()) {
-    bell.sleep(seen, timeout_ns);
-    return;
-  }
-  push_out();
-  const int fd = wire_.fd();
-  sleep_on(&fd, 1, mixed_ ? std::min(timeout_ns, kMixedNs) : timeout_ns);
-}
-
-void Communicator::send_box(const std::vector<int>& to, std::size_t index, std::size_t slot_offset,
-                            const std::uint8_t* data, std::size_t bytes) {
-  if (remotes_.empty()) return;
-  const std::lock_guard<std::mutex> lock(remotes_mutex_);
-  for (const int peer : to) {
-    Remote* const remote = remotes_[static_cast<std::size_t>(peer)].get();
-    if (!remote) continue;
-    const std::uint64_t first =
-        own_.stamps ? own_.stamps[index * static_cast<std::size_t>(ranks) + static_cast<std::size_t>(peer)].first.load(
-                          std::memory_order_relaxed)
-                    : 0;
-    remote->send_headers(*own_.head, announced_);
-    remote->send_box(index, own_.flags[index], first, data, slot_offset, bytes);
-    remote->stream().flush();
-  }
-}
-
-// What peers find out by a look where memory is shared: what this rank is about to do, and whom it waits for.
-void Communicator::tell(const Machine& machine) {
-  if (remotes_.empty()) return;
-  const std::uint64_t now = now_ns();
-  if (told_ != 0 && now - told_ < kTellNs) return;
-  told_ = now;
-  const std::lock_guard<std::mutex> lock(remotes_mutex_);
-  for (const auto& remote : remotes_) {
-    if (!remote) continue;
-    remote->send_headers(*own_.head, announced_);
-    remote->send_waiting(machine.blocker());
-    remote->stream().flush();
-  }
-}
-
-void Communicator::tell_failure() {
-  if (remotes_.empty()) return;
-  const std::lock_guard<std::mutex> lock(remotes_mutex_);
-  for (const auto& remote : remotes_) {
-    if (!remote) continue;
-    remote->send_headers(*own_.head, announced_);
-    remote->send_failure(own_.head->failure);
-    remote->stream().flush();
-  }
-}
-
-// The peers may still need what was sent last: it leaves before the connections are closed.
-void Communicator::take_leave() {
-  if (remotes_.empty()) return;
-  {
-    const std::lock_guard<std::mutex> lock(remotes_mutex_);
-    for (const auto& remote : remotes_) {
-      if (remote) remote->send_closed();
+  links.assign(layout_.emulates_link ? addresses.size() : 0, nullptr);
+  has_latency = !tcp_.empty();
+  for (int peer = 0; peer < ranks; ++peer) {
+    const auto index = static_cast<std::size_t>(peer);
+    const PeerAddress& address = addresses[index];
+    names_.push_back(address.name);
+    peer_regions_.emplace_back();
+    processes_.emplace_back();
+    pidfds_.push_back(-1);
+    if (peer == rank) {
+      peers.push_back(own_);
+      continue;
+    }
+    if (layout_.emulates_link) {
+      links[index] = address.other_host ? between_.get() : inside_.get();
+      has_latency |= links[index] != nullptr;
+      if (links[index] && address.socket >= 0) links[index]->skip_cpu_time(peer);
+    }
+    if (address.socket >= 0) {
+      peers.push_back(tcp_.find(peer)->view());
+    } else {
+      mixed_ = !tcp_.empty();
+      map_peer(peer, address);
     }
   }
-  const std::uint64_t until = now_ns() + (failed_ ? kFailedLeaveNs : kLeaveNs);
-  for (;;) {
-    bool left = push_out();
-    for (const auto& remote : remotes_) left |= remote && remote->stream().unsent() > 0;
-    if (!left || now_ns() > until) break;
-    pump();  // a peer that ended stands in nobody's way
-    const timespec moment{0, 1000 * 1000};
-    nanosleep(&moment, nullptr);
+  staging.probes = probes_ && tcp_.empty();
+}
+
+void PeerSet::map_peer(int peer, const PeerAddress& address) {
+  RegionLayout layout = layout_;
+  layout.rank = static_cast<std::uint32_t>(peer);
+  // The process is opened first: the tokens then prove that it is the one that was meant, not a later one with its pid.
+  const auto pidfd = static_cast<int>(syscall(SYS_pidfd_open, address.pid, 0));
+  if (pidfd < 0) throw std::system_error(errno, std::generic_category(), "pidfd_open of " + address.name);
+  pidfds_.back() = pidfd;
+  peer_regions_.back() = MemfdMapping::attach(address.pid, address.region_fd, layout.bytes());
+  const PeerView view = view_of(peer_regions_.back().data(), layout);
+  if (view.header->magic != kRegionMagic || view.header->token != address.region_token ||
+      view.header->rank != static_cast<std::uint32_t>(peer) || view.header->bytes != layout.bytes()) {
+    throw std::runtime_error("shared memory of " + address.name + " is not what it announced");
   }
-  for (const auto& remote : remotes_) {
-    if (remote) remote->stream().shut();
+  processes_.back() =
+      std::make_unique<PeerProcess>(address.pid, address.page_fd, address.page_token, address.page_address);
+  peers.push_back(view);
+}
+
+void PeerSet::close() {
+  for (const int pidfd : pidfds_) {
+    if (pidfd >= 0) ::close(pidfd);
   }
+  pidfds_.clear();
+  peers.clear();
+  peer_regions_.clear();
+  processes_.clear();
+  tcp_.close();
+  region_.reset();
+}
+
+std::string PeerSet::name(int peer) const {
+  const auto index = static_cast<std::size_t>(peer);
+  return index < names_.size() ? names_[index] : "rank " + std::to_string(peer);
+}
+
+Status PeerSet::can_single_copy() const {
+  for (std::size_t peer = 0; peer < processes_.size(); ++peer) {
+    if (!processes_[peer]) continue;
+    const Status status = processes_[peer]->can_read_memory();
+    if (!status.ok()) return Status::error("process_vm_readv of " + names_[peer] + ": " + status.message());
+  }
+  return Status();
+}
+
+std::vector<PeerSnapshot> PeerSet::snapshots() const {
+  std::vector<PeerSnapshot> snapshots;
+  for (int r = 0; r < static_cast<int>(peers.size()); ++r) {
+    const RegionHeader& header = *peer(r).header;
+    PeerSnapshot snapshot;
+    for (const OpHeader& op : header.ops) {
+      const std::uint64_t number = op.number.load(std::memory_order_acquire);
+      if (number <= snapshot.last_operation) continue;
+      snapshot.last_operation = number;
+      snapshot.text.assign(op.text, strnlen(op.text, kOpText));
+    }
+    snapshot.pieces_done = header.pieces_done.load(std::memory_order_relaxed);
+    snapshot.waiting_for = header.waiting_for.load(std::memory_order_relaxed);
+    snapshot.alive = !has_ended(r);
+    snapshot.closed = header.closed.load(std::memory_order_relaxed) != 0;
+    snapshots.push_back(std::move(snapshot));
+  }
+  return snapshots;
+}
+
+std::uint64_t PeerSet::announce_operation(const Call& call, std::uint64_t number) {
+  const std::uint64_t fingerprint = announce(*own_.header, call, number);
+  last_announced_ = number;
+  if (call.plan->zero_copy()) wake_peers();
+  return fingerprint;
+}
+
+bool PeerSet::has_ended(int peer, int wait_ms) const {
+  if (const TcpPeer* const tcp = tcp_peer(peer)) {
+    return tcp->stream().ended() && !tcp->view().header->closed.load(std::memory_order_acquire);
+  }
+  pollfd process{pidfds_[static_cast<std::size_t>(peer)], POLLIN, 0};
+  return peer != rank && process.fd >= 0 && poll(&process, 1, wait_ms) > 0;
+}
+
+void PeerSet::receive() {
+  tcp_.receive();
+  if (inside_) inside_->begin_round();
+  if (between_) between_->begin_round();
+}
+
+void PeerSet::send_goodbye(bool failed) {
+  own_.header->closed.store(1, std::memory_order_release);
+  wake_peers();
+  tcp_.send_goodbye(failed);
+}
+
+std::uint64_t PeerSet::max_sleep_ns(std::uint64_t limit) const {
+  if (inside_) limit = inside_->max_sleep_ns(limit);
+  if (between_) limit = between_->max_sleep_ns(limit);
+  return limit;
+}
+
+void PeerSet::sleep(WakeupFutex& futex, std::uint32_t seen, std::uint64_t timeout_ns) {
+  if (tcp_.empty()) {
+    futex.wait(seen, timeout_ns);
+    return;
+  }
+  tcp_.flush();
+  const int fd = tcp_.epoll_fd();
+  sleep_until_readable(&fd, 1, mixed_ ? std::min(timeout_ns, kMixedSleepNs) : timeout_ns);
+}
+
+void PeerSet::publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation, std::uint32_t checksum) {
+  BoxFlag& flag = own_.flags[index];
+  flag.operation.store(operation, std::memory_order_relaxed);
+  flag.checksum.store(checksum, std::memory_order_relaxed);
+  flag.seq.store(seq, std::memory_order_release);
+  wake_peers();
+}
+
+void PeerSet::publish_pieces_done(std::uint64_t pieces) {
+  own_.header->pieces_done.store(pieces, std::memory_order_release);
+  wake_peers();
+  tcp_.send_pieces_done(pieces);
+}
+
+void PeerSet::wake_peers() {
+  full_fence();
+  for (const auto& process : processes_) {
+    if (process) process->page().wakeup.notify();
+  }
+}
+
+std::uint8_t* PeerSet::map_tensor(int peer, const SharedTensorLocation& location, std::size_t bytes) {
+  return processes_[static_cast<std::size_t>(peer)]->map_tensor(location, bytes);
+}
+
+void PeerSet::read_memory(int peer, std::uint64_t address, std::uint8_t* out, std::size_t bytes) {
+  const std::error_code error = processes_[static_cast<std::size_t>(peer)]->read_memory(address, out, bytes);
+  if (!error) {
+    single_copy_bytes_.fetch_add(bytes, std::memory_order_relaxed);
+    return;
+  }
+  // The memory of a process that is exiting goes away before the process itself.
+  if (error.value() == ESRCH || has_ended(peer, kExitingMs)) throw_peer_lost(peer);
+  throw Error(ErrorKind::internal,
+              name(rank) + " could not read a tensor of " + name(peer) + ": " + error.message() +
+                  "; DTCOMM_SINGLE_COPY=off sends copies instead",
+              peer);
+}
+
+// A process that is alive after its memory was read is the one that was read: its pid was not free for another.
+void PeerSet::require_alive(int peer) {
+  if (has_ended(peer)) throw_peer_lost(peer);
+}
+
+void PeerSet::throw_peer_lost(int peer) const {
+  throw Error(ErrorKind::peer_lost, name(peer) + " is gone: its process ended while " + name(rank) + " read its tensor",
+              peer);
 }
 
 }  // namespace dtcomm

@@ -1,4 +1,4 @@
-// Where an operation's time goes, for timelines. Nobody looks at a clock unless timelines are wanted.
+// How long an operation encodes, reduces and decodes, for timelines. The clock is read only while timelines are on.
 #pragma once
 
 #include <array>
@@ -10,31 +10,31 @@ namespace dtcomm {
 
 enum class Phase : std::uint8_t { encode = 0, reduce = 1, decode = 2 };
 
-// Of one phase in all pieces: the first begin, the last end, and how long it ran in between.
-struct Busy {
-  std::uint64_t begin_ns = 0;  // 0: it did not take place
+// One phase over all pieces: its first begin, its last end, and the time spent in it between the two.
+struct PhaseTime {
+  std::uint64_t begin_ns = 0;  // 0: the phase did not take place
   std::uint64_t end_ns = 0;
-  std::uint64_t ns = 0;
+  std::uint64_t busy_ns = 0;
 };
 
-class Times {
+class PhaseTimes {
  public:
   void add(Phase phase, std::uint64_t begin, std::uint64_t end) {
-    Busy& busy = phases_[static_cast<std::size_t>(phase)];
-    if (busy.begin_ns == 0) busy.begin_ns = begin;
-    busy.end_ns = end;
-    busy.ns += end - begin;
+    PhaseTime& time = phases_[static_cast<std::size_t>(phase)];
+    if (time.begin_ns == 0) time.begin_ns = begin;
+    time.end_ns = end;
+    time.busy_ns += end - begin;
   }
-  const std::array<Busy, 3>& phases() const { return phases_; }
+  const std::array<PhaseTime, 3>& phases() const { return phases_; }
 
-  // Whether the operations that start from now on take their times.
-  static std::atomic<bool>& wanted() {
+  // Whether operations that start from now on are timed.
+  static std::atomic<bool>& enabled() {
     static std::atomic<bool> flag{false};
     return flag;
   }
 
  private:
-  std::array<Busy, 3> phases_{};
+  std::array<PhaseTime, 3> phases_{};
 };
 
 }  // namespace dtcomm

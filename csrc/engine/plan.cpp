@@ -10,7 +10,7 @@
 namespace dtcomm {
 namespace {
 
-// What a rank reads and writes of so many bytes, with its peers doing the same, does not stay in the last cache.
+// Outputs of this size, written by all ranks at once, do not stay in the last-level cache.
 constexpr std::size_t kLargeBytes = 16 * 1024 * 1024;
 
 }  // namespace
@@ -25,12 +25,12 @@ Plan::Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp o
       divisor_(average ? static_cast<std::size_t>(program_->ranks) : 1),
       segments_(std::move(segments)),
       splits_(options.splits),
-      direct_(options.direct || options.pulls),
-      pulls_(options.pulls),
+      zero_copy_(options.zero_copy || options.single_copy),
+      single_copy_(options.single_copy),
       checksum_(options.checksum),
       text_(std::move(text)),
-      about_(options.about) {
-  check(options);
+      call_info_(options.call_info) {
+  throw_if_invalid(validate(options));
   const auto ranks = static_cast<std::size_t>(program_->ranks);
   std::size_t largest = 1;
   std::size_t finest = SIZE_MAX;
@@ -50,20 +50,19 @@ Plan::Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp o
   }
   fingerprint_ = hash_bytes(fingerprint_, splits_.data(), splits_.size() * sizeof(std::size_t));
   if (segments_.empty()) {
-    cut(1);
+    cut_pieces(1);
     return;
   }
-  const bool reads =
+  const bool reads_input =
       std::find(program_->reads_input.begin(), program_->reads_input.end(), true) != program_->reads_input.end();
-  const bool writes = !program_->outputs.empty();
-  const bool apart = geometry != Geometry::whole;
-  large_ = writes && output_bytes + (reads && apart ? input_bytes_ : 0) >= kLargeBytes;
+  const bool writes_output = !program_->outputs.empty();
+  const bool separate_input = geometry != Geometry::whole;
+  large_output_ = writes_output && output_bytes + (reads_input && separate_input ? input_bytes_ : 0) >= kLargeBytes;
   const auto chunks = static_cast<std::size_t>(program_->chunks);
-  // Fewer boxes than chunks never happens in a direct program; a ring needs nearly two per chunk.
-  const std::size_t held = geometry == Geometry::exchange ? ranks : chunks;  // by one rank
-  std::size_t elements = std::max(finest, options.piece_bytes / largest / held / finest * finest);
+  const std::size_t chunks_of_rank = geometry == Geometry::exchange ? ranks : chunks;
+  std::size_t elements = std::max(finest, options.piece_bytes / largest / chunks_of_rank / finest * finest);
   for (;;) {
-    cut(elements);
+    cut_pieces(elements);
     if (box_stride_ * static_cast<std::size_t>(program_->max_boxes()) <= options.slot_bytes) return;
     if (elements <= finest) {
       throw std::invalid_argument("algorithm: its program needs " + std::to_string(program_->max_boxes()) +
@@ -74,29 +73,30 @@ Plan::Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp o
   }
 }
 
-void Plan::check(const PlanOptions& options) const {
-  if (direct_ && segments_.size() != 1) throw std::invalid_argument("direct: the call must have one tensor");
+Status Plan::validate(const PlanOptions& options) const {
+  if (zero_copy_ && segments_.size() != 1) return Status::error("zero_copy: the call must have one tensor");
   for (const Instruction& instruction : program_->instructions) {
-    if (pulls_ && (instruction.op == Op::reduce || instruction.op == Op::forward)) {
-      throw std::invalid_argument("pulls: only what its owner hands to all that get it can be pulled");
+    if (single_copy_ && (instruction.op == Op::reduce || instruction.op == Op::forward)) {
+      return Status::error("single_copy: every receiver must get its data from the rank that owns it");
     }
   }
   if (!splits_.empty() && (geometry_ != Geometry::exchange || segments_.size() != 1 ||
                            splits_.size() != static_cast<std::size_t>(program_->chunks))) {
-    throw std::invalid_argument("splits: one for each chunk of an exchange of one tensor");
+    return Status::error("splits: one for each chunk of an exchange of one tensor");
   }
   if (geometry_ == Geometry::exchange && program_->chunks != program_->ranks * program_->ranks) {
-    throw std::invalid_argument("program: an exchange has a chunk for each pair of ranks");
+    return Status::error("program: an exchange has a chunk for each pair of ranks");
   }
   if (static_cast<std::size_t>(program_->max_boxes()) > options.max_boxes) {
-    throw std::invalid_argument("algorithm: its program needs " + std::to_string(program_->max_boxes()) +
-                                " boxes a rank, and there are " + std::to_string(options.max_boxes) +
-                                "; use a direct algorithm");
+    return Status::error("algorithm: its program needs " + std::to_string(program_->max_boxes()) +
+                         " boxes a rank, and there are " + std::to_string(options.max_boxes) +
+                         "; use a direct algorithm");
   }
+  return Status();
 }
 
-// Pieces take whole granules from the front of each chunk until they have `elements` of it.
-void Plan::cut(std::size_t elements) {
+// Cuts every chunk into pieces of at least `elements` elements and lays the payloads out in the boxes.
+void Plan::cut_pieces(std::size_t elements) {
   const auto chunks = static_cast<std::size_t>(program_->chunks);
   const ChunkLayout layout{geometry_, chunks, static_cast<std::size_t>(program_->ranks), &splits_};
   std::vector<SegmentShape> shapes;
@@ -107,35 +107,35 @@ void Plan::cut(std::size_t elements) {
     cuts.push_back(cut_chunk(layout, shapes, chunk, elements));
     pieces_ = std::max(pieces_, cuts.back().size());
   }
-  // Also what moves nothing takes a piece: nobody may be further ahead than there are slots.
+  // An empty operation takes a piece, too, so that no rank gets further ahead than there are slots.
   pieces_ = std::max<std::size_t>(pieces_, 1);
   slices_.clear();
-  first_.assign(1, 0);
-  box_stride_ = kLine;
+  first_slice_.assign(1, 0);
+  box_stride_ = kCacheLine;
   accumulator_bytes_ = 0;
   for (std::size_t piece = 0; piece < pieces_; ++piece) {
     for (std::size_t chunk = 0; chunk < chunks; ++chunk) {
       if (piece < cuts[chunk].size()) {
         std::size_t sum_bytes = 0;
-        Place inside{0, 0}, between{0, 0};  // of the slice before
+        BoxSpan inside{0, 0}, between{0, 0};  // of the slice before
         for (const ElementRange& range : cuts[chunk][piece]) {
           const Segment& segment = segments_[range.segment];
           inside = {inside.offset + inside.bytes, wire_bytes(segment.codec, range.numel, segment.dtype)};
           between = {between.offset + between.bytes, wire_bytes(segment.between, range.numel, segment.dtype)};
           slices_.push_back({range.segment, range.in_offset, range.out_offset, range.numel, inside, between});
-          sum_bytes += AreaLayout::round_up(range.numel * size_of(accumulator_dtype(segment.dtype)), kLine);
+          sum_bytes += round_up(range.numel * size_of(accumulator_dtype(segment.dtype)), kCacheLine);
         }
-        for (const Place& last : {slices_.back().inside, slices_.back().between}) {
-          box_stride_ = std::max(box_stride_, AreaLayout::round_up(last.offset + last.bytes, kLine));
+        for (const BoxSpan& last : {slices_.back().inside, slices_.back().between}) {
+          box_stride_ = std::max(box_stride_, round_up(last.offset + last.bytes, kCacheLine));
         }
         accumulator_bytes_ = std::max(accumulator_bytes_, sum_bytes);
       }
-      first_.push_back(slices_.size());
+      first_slice_.push_back(slices_.size());
     }
   }
 }
 
-std::size_t Plan::given_bytes(int rank) const {
+std::size_t Plan::input_bytes_of(int rank) const {
   if (splits_.empty()) return input_bytes_;
   const auto ranks = static_cast<std::size_t>(program_->ranks);
   const auto first = splits_.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(rank) * ranks);

@@ -1,5 +1,5 @@
-// A plan: one program laid over the shapes of one call, without its pointers. Made once per (program, shapes,
-// codecs) and reused by every call like it.
+// A plan: one program laid out over the shapes of a call, without its pointers. It is made once for a (program, shapes,
+// codecs) and used by every such call.
 #pragma once
 
 #include <cstddef>
@@ -10,13 +10,14 @@
 
 #include "codec/codec.h"
 #include "core/chunk_layout.h"
+#include "core/status.h"
 #include "core/types.h"
 #include "engine/program.h"
 
 namespace dtcomm {
 
-// One tensor of the message. `numel` counts the whole tensor for Geometry::whole, one shard otherwise (the largest
-// where an exchange has splits). What crosses hosts has the codec `between`.
+// One tensor of the message. `numel` counts the whole tensor for Geometry::whole and one shard otherwise (the largest
+// if an exchange has splits). Payloads that cross hosts have the codec `between`.
 struct Segment {
   std::size_t numel = 0;
   DType dtype = DType::f32;
@@ -24,42 +25,43 @@ struct Segment {
   Codec between;
 
   const Codec& at(int level) const { return level == 0 ? codec : between; }
-  // Elements: where the payloads of both may be cut.
+  // The number of elements after which the payloads of both codecs may be cut.
   std::size_t granule() const;
 };
 
-// Where a slice lies in a box.
-struct Place {
-  std::size_t offset;  // bytes
+// Where the payload of a slice lies in a box, in bytes.
+struct BoxSpan {
+  std::size_t offset;
   std::size_t bytes;
 };
 
-// A run of elements of one segment in one chunk of one piece: encoded on its own, at its place in the box.
+// A run of elements of one segment in one chunk of one piece. It is encoded on its own, at its span of the box.
 struct Slice {
   std::uint32_t segment;
   std::size_t in_offset;   // elements
   std::size_t out_offset;  // elements
   std::size_t numel;
-  Place inside;
-  Place between;
+  BoxSpan inside;
+  BoxSpan between;
 
-  const Place& at(int level) const { return level == 0 ? inside : between; }
+  const BoxSpan& at(int level) const { return level == 0 ? inside : between; }
 };
 
 struct PlanOptions {
   std::size_t piece_bytes = 256 * 1024;  // of the input, over all chunks
-  std::size_t slot_bytes = 512 * 1024;   // what a rank's boxes of one piece may take
-  bool direct = false;                   // peers may read and write tensors that lie in shared memory
-  bool pulls = false;                    // ... and pull what one rank hands on from any memory of that rank
-  bool checksum = false;                 // payloads travel with their CRC32C
-  std::size_t max_boxes = SIZE_MAX;      // that the communicator has flags for
-  // Exchange of unequal shards: elements of each chunk of the only segment; empty where all have `numel`.
+  std::size_t slot_bytes = 512 * 1024;   // for a rank's boxes of one piece
+  bool zero_copy = false;                // peers may read and write tensors that lie in shared memory
+  bool single_copy = false;              // ... and copy what one rank publishes out of its private memory
+  bool checksum = false;                 // payloads carry a CRC32C
+  std::size_t max_boxes = SIZE_MAX;      // for which the communicator has flags
+  // An exchange of unequal shards: the elements of each chunk of the only segment. Empty if all have `numel`.
   std::vector<std::size_t> splits;
-  std::string about;  // the call as JSON, for reports
+  std::string call_info;  // the call as JSON, for reports
 };
 
 class Plan {
  public:
+  // Throws std::invalid_argument if the options do not fit the program.
   Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp op, bool average,
        std::vector<Segment> segments, const PlanOptions& options, std::string text);
 
@@ -72,18 +74,20 @@ class Plan {
   std::size_t pieces() const { return pieces_; }
   std::size_t box_stride() const { return box_stride_; }
   std::size_t accumulator_bytes() const { return accumulator_bytes_; }
-  bool direct() const { return direct_; }
-  bool pulls() const { return pulls_; }
+  // Whether peers may access the tensor itself, mapped or (single_copy) by copying out of its owner's memory.
+  bool zero_copy() const { return zero_copy_; }
+  bool single_copy() const { return single_copy_; }
   bool checksum() const { return checksum_; }
   const std::string& text() const { return text_; }
-  const std::string& about() const { return about_; }
+  const std::string& call_info() const { return call_info_; }
   std::uint64_t fingerprint() const { return fingerprint_; }
   std::size_t input_bytes() const { return input_bytes_; }
-  // What a rank has for the others and itself: its input, which splits make larger or smaller than another's.
-  std::size_t given_bytes(int rank) const;
-  // Whether what this rank writes of a chunk goes around the cache: large results that were not read just before.
-  bool streams(int chunk) const {
-    return large_ && (geometry_ != Geometry::whole || !program_->reads_input[static_cast<std::size_t>(chunk)]);
+  // The size of a rank's input; with splits it differs between ranks.
+  std::size_t input_bytes_of(int rank) const;
+  // Whether this rank writes its output of a chunk with non-temporal stores: for large results that were not read just
+  // before.
+  bool streams_output(int chunk) const {
+    return large_output_ && (geometry_ != Geometry::whole || !program_->reads_input[static_cast<std::size_t>(chunk)]);
   }
 
   const Slice* begin(std::size_t piece, int chunk) const { return slices_.data() + index(piece, chunk); }
@@ -92,10 +96,10 @@ class Plan {
 
  private:
   std::size_t index(std::size_t piece, int chunk, std::size_t next = 0) const {
-    return first_[piece * static_cast<std::size_t>(program_->chunks) + static_cast<std::size_t>(chunk) + next];
+    return first_slice_[piece * static_cast<std::size_t>(program_->chunks) + static_cast<std::size_t>(chunk) + next];
   }
-  void cut(std::size_t elements);
-  void check(const PlanOptions& options) const;
+  void cut_pieces(std::size_t elements);
+  Status validate(const PlanOptions& options) const;
 
   std::shared_ptr<const Program> program_;
   Geometry geometry_;
@@ -107,18 +111,18 @@ class Plan {
   std::size_t box_stride_ = 0;
   std::size_t accumulator_bytes_ = 0;  // per chunk
   std::size_t input_bytes_ = 0;
-  bool direct_;
-  bool pulls_;
+  bool zero_copy_;
+  bool single_copy_;
   bool checksum_;
-  bool large_ = false;
+  bool large_output_ = false;
   std::string text_;
-  std::string about_;
+  std::string call_info_;
   std::uint64_t fingerprint_ = 0;
-  std::vector<Slice> slices_;
-  std::vector<std::size_t> first_;
+  std::vector<Slice> slices_;             // by piece and chunk
+  std::vector<std::size_t> first_slice_;  // [piece * chunks + chunk]
 };
 
-// The dtype in which an unencoded sum of `dtype` is kept between instructions.
+// The dtype in which a partial sum of `dtype` is kept between instructions.
 constexpr DType accumulator_dtype(DType dtype) {
   return dtype == DType::f16 || dtype == DType::bf16 ? DType::f32 : dtype;
 }

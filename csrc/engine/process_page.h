@@ -1,36 +1,50 @@
-// What a process shows to its peers whatever the communicator: a bell to wake it by, and the table of its tensors
-// that lie in shared memory.
+// What a process shares with its peers, whatever the communicator: a futex by which they wake it, and the table of its
+// tensors that lie in shared memory (dtcomm.empty).
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <mutex>
-#include <string>
-#include <utility>
+#include <system_error>
 #include <vector>
 
+#include "core/status.h"
 #include "engine/memfd.h"
 
 namespace dtcomm {
 
-constexpr int kRegions = 4096;
+constexpr int kMaxSharedTensors = 4096;
 
-// Ringing is a load while nobody sleeps: publishers do it after every flag.
-struct Bell {
-  std::atomic<std::uint32_t> word{0};
+// A futex that wakes all sleeping threads of a process. Notifying costs one load while nobody sleeps, because peers
+// notify after every flag that they publish.
+struct WakeupFutex {
+  std::atomic<std::uint32_t> counter{0};
   std::atomic<std::uint32_t> sleepers{0};
 
-  // Call after the store that the sleeper waits for and a seq_cst fence: a sleeper announces itself before its last
-  // look at the flag, so one of the two sees the other.
-  void ring();
-  // Sleeps until rung or `timeout_ns` passed; `seen` is `word` read after announcing oneself in `sleepers`.
-  void sleep(std::uint32_t seen, std::uint64_t timeout_ns);
+  // Call this after the store that the sleeper waits for and a seq_cst fence. A sleeper announces itself in `sleepers`
+  // before it reads the flag for the last time, so at least one of the two sees the other.
+  void notify();
+  // Sleeps until notified or until `timeout_ns` has passed. `seen` is the `counter` that the caller read after it had
+  // announced itself in `sleepers`.
+  void wait(std::uint32_t seen, std::uint64_t timeout_ns);
 };
 
-struct RegionEntry {
-  std::atomic<std::uint64_t> id{0};  // 0: free; stored last
+// Announces the current thread as a sleeper for the lifetime of the object.
+class ScopedSleeper {
+ public:
+  explicit ScopedSleeper(WakeupFutex& futex) : futex_(futex) {
+    futex_.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  }
+  ~ScopedSleeper() { futex_.sleepers.fetch_sub(1, std::memory_order_release); }
+  ScopedSleeper(const ScopedSleeper&) = delete;
+
+ private:
+  WakeupFutex& futex_;
+};
+
+struct SharedTensorEntry {
+  std::atomic<std::uint64_t> id{0};  // 0: the slot is free; stored last
   std::atomic<std::int32_t> fd{-1};
   std::atomic<std::uint64_t> bytes{0};
 };
@@ -38,49 +52,50 @@ struct RegionEntry {
 struct ProcessPage {
   std::uint64_t token = 0;
   std::int32_t pid = 0;
-  alignas(64) Bell bell;
-  alignas(64) std::atomic<std::uint64_t> retired{0};  // counts freed regions: peers then drop their mappings
-  RegionEntry regions[kRegions];
+  alignas(64) WakeupFutex wakeup;
+  alignas(64) std::atomic<std::uint64_t> freed{0};  // counts freed tensors: peers then drop their mappings
+  SharedTensorEntry tensors[kMaxSharedTensors];
 };
 
-// Memory for one tensor; freed with the object.
-class Region {
+// Shared memory for one tensor; freed with the object.
+class SharedTensorMemory {
  public:
-  explicit Region(std::size_t bytes);
-  ~Region();
-  Region(const Region&) = delete;
+  explicit SharedTensorMemory(std::size_t bytes);
+  ~SharedTensorMemory();
+  SharedTensorMemory(const SharedTensorMemory&) = delete;
   void* data() const { return static_cast<std::uint8_t*>(mapping_.data()) + skew_; }
   std::size_t bytes() const { return bytes_; }
 
  private:
   std::size_t bytes_;
   std::size_t skew_;
-  Mapping mapping_;
+  MemfdMapping mapping_;
   int slot_ = -1;
   std::uint64_t id_ = 0;
 };
 
-struct RegionPlace {
+// Where a tensor lies among the shared tensors of its process; `slot` is -1 if it does not lie in shared memory.
+struct SharedTensorLocation {
   std::int64_t slot = -1;
   std::uint64_t id = 0;
-  std::uint64_t offset = 0;
+  std::uint64_t offset = 0;  // bytes
 };
 
-class Process {
+// This process as its peers see it.
+class LocalProcess {
  public:
-  // This process's; a forked child gets its own.
-  static Process& instance();
+  // A forked child gets an object of its own.
+  static LocalProcess& instance();
 
   ProcessPage& page() { return *page_; }
   int fd() const { return mapping_.fd(); }
-  // Where `data` lies among the regions; slot -1 where it lies in none.
-  RegionPlace find(const void* data, std::size_t bytes);
+  SharedTensorLocation find(const void* data, std::size_t bytes);
 
  private:
-  friend class Region;
-  Process();
+  friend class SharedTensorMemory;
+  LocalProcess();
 
-  Mapping mapping_;
+  MemfdMapping mapping_;
   ProcessPage* page_;
   std::mutex mutex_;
   std::atomic<int> count_{0};
@@ -95,32 +110,35 @@ class Process {
   std::uint64_t next_id_ = 1;
 };
 
-// A peer process: its page, and those of its regions that were used.
-class Peer {
+// A peer process: its page, and mappings of those of its shared tensors that were used.
+class PeerProcess {
  public:
-  // `page` is where the peer itself has its page.
-  Peer(int pid, int page_fd, std::uint64_t token, std::uint64_t page);
+  // `page_address` is the address of the page in the peer itself. Throws std::system_error if the page cannot be
+  // mapped, and std::runtime_error if it belongs to another process.
+  PeerProcess(int pid, int page_fd, std::uint64_t token, std::uint64_t page_address);
 
   ProcessPage& page() const { return *static_cast<ProcessPage*>(mapping_.data()); }
-  std::uint8_t* resolve(std::int64_t slot, std::uint64_t id, std::uint64_t offset, std::size_t bytes);
-  // Copies from the peer's own memory: 0, or errno.
-  int pull(std::uint64_t address, void* out, std::size_t bytes) const;
-  // What keeps this process from reading the peer's memory; empty where nothing does.
-  std::string why_no_pulls() const;
+  // The address, in this process, of bytes of a shared tensor of the peer; maps the tensor on first use.
+  std::uint8_t* map_tensor(const SharedTensorLocation& location, std::size_t bytes);
+  // Copies from the peer's private memory (process_vm_readv).
+  std::error_code read_memory(std::uint64_t address, void* out, std::size_t bytes) const;
+  // Whether this process may read the peer's private memory.
+  Status can_read_memory() const;
 
  private:
-  struct Mapped {
+  struct MappedTensor {
     std::uint64_t id;
     std::int64_t slot;
-    Mapping mapping;
+    MemfdMapping mapping;
   };
   int pid_;
-  std::uint64_t at_;  // the page, in the peer
-  Mapping mapping_;
-  std::uint64_t retired_ = 0;
-  std::vector<Mapped> regions_;
+  std::uint64_t page_address_;
+  MemfdMapping mapping_;
+  std::uint64_t freed_ = 0;
+  std::vector<MappedTensor> tensors_;
 };
 
+// The monotonic clock.
 std::uint64_t now_ns();
 
 }  // namespace dtcomm

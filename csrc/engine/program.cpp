@@ -7,9 +7,11 @@
 namespace dtcomm {
 namespace {
 
-class Reader {
+// Reads the operands of one instruction.
+class OperandReader {
  public:
-  Reader(const std::vector<std::int64_t>& flat, std::size_t at, std::size_t end) : flat_(flat), at_(at), end_(end) {}
+  OperandReader(const std::vector<std::int64_t>& flat, std::size_t at, std::size_t end)
+      : flat_(flat), at_(at), end_(end) {}
 
   int next(std::int64_t low, std::int64_t high, const char* what) {
     if (at_ >= end_) throw std::invalid_argument(std::string("program: missing operand ") + what);
@@ -28,23 +30,23 @@ class Reader {
   std::size_t end_;
 };
 
-// The residual belongs to the rank's own contribution: it joins where the input is read and is settled by the
-// chunk's encoding, or becomes zero where the contribution leaves unencoded.
+// The residual belongs to the rank's own contribution: it is added where the input is read. The chunk's encoding writes
+// the new one; if the contribution is sent unencoded, it becomes zero.
 void mark_residuals(Program& program) {
   for (int chunk = 0; chunk < program.chunks; ++chunk) {
-    Instruction* reads = nullptr;
-    Instruction* encodes = nullptr;
+    Instruction* reader = nullptr;
+    Instruction* encoder = nullptr;
     for (Instruction& instruction : program.instructions) {
       if (instruction.chunk != chunk) continue;
       const bool input =
           instruction.op == Op::encode || (instruction.op == Op::reduce && instruction.local == Local::input);
       const bool encoding = instruction.op == Op::encode || (instruction.op == Op::reduce && instruction.box >= 0);
-      if (input && !reads) reads = &instruction;
-      if (encoding && !encodes) encodes = &instruction;
+      if (input && !reader) reader = &instruction;
+      if (encoding && !encoder) encoder = &instruction;
     }
-    if (!reads) continue;
-    reads->reads_residual = true;
-    (encodes ? encodes : reads)->writes_residual = true;
+    if (!reader) continue;
+    reader->reads_residual = true;
+    (encoder ? encoder : reader)->writes_residual = true;
   }
 }
 
@@ -76,7 +78,7 @@ Program Program::parse(int rank, int ranks, int chunks, std::vector<int> boxes, 
   program.sends_to.assign(static_cast<std::size_t>(ranks), false);
   program.receives_from.assign(static_cast<std::size_t>(ranks), false);
   const auto own_boxes = boxes[static_cast<std::size_t>(rank)];
-  const auto box_of = [&](Reader& reader, int peer, const char* what) {
+  const auto box_of = [&](OperandReader& reader, int peer, const char* what) {
     return reader.next(0, boxes[static_cast<std::size_t>(peer)], what);
   };
   constexpr int kLevels = 8;  // of a hierarchy
@@ -93,7 +95,7 @@ Program Program::parse(int rank, int ranks, int chunks, std::vector<int> boxes, 
     if (length < 0 || static_cast<std::size_t>(length) > flat.size() - at - 3) {
       throw std::invalid_argument("program: truncated instruction");
     }
-    Reader reader(flat, at + 3, at + 3 + static_cast<std::size_t>(length));
+    OperandReader reader(flat, at + 3, at + 3 + static_cast<std::size_t>(length));
     at += 3 + static_cast<std::size_t>(length);
     switch (instruction.op) {
       case Op::encode:
@@ -125,7 +127,7 @@ Program Program::parse(int rank, int ranks, int chunks, std::vector<int> boxes, 
         instruction.position = reader.next(0, ranks + 1, "position");
         instruction.box = reader.next(-1, own_boxes, "box");
         instruction.output = reader.next(0, 2, "output") != 0;
-        instruction.keep = reader.next(0, 2, "keep") != 0;
+        instruction.keep_partial_sum = reader.next(0, 2, "keep") != 0;
         instruction.divide = reader.next(0, 2, "divide") != 0;
         instruction.level = reader.next(0, kLevels, "level");
         const int count = reader.next(0, ranks + 1, "input count");
@@ -137,20 +139,20 @@ Program Program::parse(int rank, int ranks, int chunks, std::vector<int> boxes, 
           input.level = reader.next(0, kLevels, "input level");
           instruction.inputs.push_back(input);
         }
-        if (instruction.keep && (instruction.box >= 0 || instruction.output)) {
+        if (instruction.keep_partial_sum && (instruction.box >= 0 || instruction.output)) {
           throw std::invalid_argument("program: a sum is kept, or encoded or written out, not both");
         }
         break;
       }
     }
-    if (reader.more()) throw std::invalid_argument("program: instruction with operands to spare");
+    if (reader.more()) throw std::invalid_argument("program: instruction with too many operands");
     if (instruction.op == Op::encode || instruction.op == Op::copy || instruction.local == Local::input) {
       program.reads_input[static_cast<std::size_t>(instruction.chunk)] = true;
     }
     if (instruction.op == Op::receive) program.receives_from[static_cast<std::size_t>(instruction.peer)] = true;
     for (const int peer : instruction.peers) program.sends_to[static_cast<std::size_t>(peer)] = true;
     program.sends_sums |= instruction.op == Op::reduce && instruction.box >= 0;
-    program.accumulates |= instruction.keep || instruction.local == Local::accumulator;
+    program.accumulates |= instruction.keep_partial_sum || instruction.local == Local::accumulator;
     if (instruction.output || instruction.op == Op::decode || instruction.op == Op::copy) {
       program.outputs.push_back(instruction.chunk);
     }

@@ -1,5 +1,5 @@
-// A lowered program as the engine runs it: dtcomm/schedule/program.py says what each instruction means and how it
-// is flattened.
+// A lowered program: the instructions of one rank for one schedule. dtcomm/schedule/program.py defines what each
+// instruction means and how a program is flattened into integers.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,10 @@
 
 namespace dtcomm {
 
+// encode: own input into an own box. send, receive: publish an own box, wait for a peer's. reduce: sum boxes and local
+// terms. decode: a peer's box into the output. forward: a peer's box into an own box. copy: own input into the output.
 enum class Op : std::uint8_t { encode = 1, send = 2, receive = 3, reduce = 4, decode = 5, forward = 6, copy = 7 };
+// The local term of a reduce.
 enum class Local : std::uint8_t { none = 0, input = 1, accumulator = 2 };
 
 struct BoxRef {
@@ -19,19 +22,19 @@ struct BoxRef {
 struct Instruction {
   Op op;
   int chunk = 0;
-  int box = -1;     // encode, send, reduce (or -1), forward: own box; receive, adopt: the peer's
-  int peer = -1;    // receive, adopt, forward
-  int source = -1;  // forward: the peer's box
-  int level = 0;    // of the box: 0 inside the hosts, more between them
-  Local local = Local::none;
-  int position = 0;
-  bool output = false;
-  bool keep = false;
-  bool divide = false;
-  bool reads_residual = false;   // this instruction reads the input: the residual joins it here
-  bool writes_residual = false;  // this instruction settles the chunk's residual: the encoding's error, or zero
-  std::vector<BoxRef> inputs;    // reduce
-  std::vector<int> peers;        // send
+  int box = -1;                   // encode, send, reduce (or -1), forward: own box; receive, decode: the peer's
+  int peer = -1;                  // receive, decode, forward
+  int source = -1;                // forward: the peer's box
+  int level = 0;                  // of the box: 0 inside the hosts, more between them
+  Local local = Local::none;      // reduce
+  int position = 0;               // reduce: of the local term among the inputs, in rank order
+  bool output = false;            // encode, reduce: also write the result to the output
+  bool keep_partial_sum = false;  // reduce: keep the sum, unencoded, for a later instruction
+  bool divide = false;            // reduce: this is the last sum of an average
+  bool reads_residual = false;    // this instruction reads the input and adds the residual to it
+  bool writes_residual = false;   // this instruction writes the chunk's residual: the error of its encoding, or zero
+  std::vector<BoxRef> inputs;     // reduce
+  std::vector<int> peers;         // send
 };
 
 struct Program {
@@ -40,22 +43,21 @@ struct Program {
   int chunks = 1;
   std::vector<int> boxes;  // per rank
   std::vector<Instruction> instructions;
-  bool accumulates = false;
-  std::vector<int> outputs;         // chunks that have an output at this rank
+  bool accumulates = false;         // some sum is kept unencoded
+  std::vector<int> outputs;         // chunks that have an output at this rank, one entry for each write
   std::vector<bool> reads_input;    // by chunk: this rank reads its own input of it
-  std::vector<bool> sends_to;       // by rank: this rank sends it something
-  std::vector<bool> receives_from;  // by rank: this rank receives something from it
-  bool sends_sums = false;          // a rank sends on sums of its own making
+  std::vector<bool> sends_to;       // by rank
+  std::vector<bool> receives_from;  // by rank
+  bool sends_sums = false;          // this rank sends on sums of its own making
 
-  // Whether a rank hands anything of its own to others.
+  // Whether a rank publishes anything of its own.
   bool publishes(int peer) const { return boxes[static_cast<std::size_t>(peer)] > 0; }
-
   int max_boxes() const;
-
-  // Whether every chunk's output is written by one instruction.
+  // Whether every chunk's output is written by exactly one instruction.
   bool writes_chunks_once() const;
 
-  // Parses and checks every operand, so that the interpreter need not: std::invalid_argument says what is wrong.
+  // Parses a flattened program and checks every operand, so that the interpreter need not. Throws
+  // std::invalid_argument.
   static Program parse(int rank, int ranks, int chunks, std::vector<int> boxes, const std::vector<std::int64_t>& flat);
 };
 

@@ -9,21 +9,18 @@
 
 #include "engine/communicator.h"
 #include "engine/cpu_relax.h"
-#include "net/epoll_set.h"
 
 namespace dtcomm {
 namespace {
 
-constexpr int kBudget = 64;  // instructions per look, so that one long operation does not starve the others
-constexpr int kSpins = 8;    // looks around all communicators
-constexpr int kSocketSpins = 32;
-constexpr std::uint64_t kYieldNs = 50 * 1000;
-constexpr std::uint64_t kMixedNs = 200 * 1000;  // over sockets, while peers in shared memory may ring too
+constexpr int kBudget = 64;  // instructions per communicator and poll, so that a long operation does not starve others
+constexpr WaitPolicy kMemoryPolicy{8, 50 * 1000};
+constexpr WaitPolicy kSocketPolicy{32, 0};  // a frame wakes its sleeper at once, so yielding does not pay
 
 }  // namespace
 
-ProgressThread::ProgressThread() : call_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (call_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+ProgressThread::ProgressThread() : wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (wake_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
 }
 
 ProgressThread& ProgressThread::instance() {
@@ -43,7 +40,7 @@ ProgressThread& ProgressThread::instance() {
 void ProgressThread::add(Communicator* communicator) {
   const std::lock_guard<std::mutex> lock(mutex_);
   communicators_.push_back(communicator);
-  if (communicator->wired) wired_.fetch_add(1, std::memory_order_relaxed);
+  if (communicator->peers().has_latency) latency_communicators_.fetch_add(1, std::memory_order_relaxed);
 }
 
 void ProgressThread::remove(Communicator* communicator) {
@@ -51,12 +48,12 @@ void ProgressThread::remove(Communicator* communicator) {
   const auto found = std::find(communicators_.begin(), communicators_.end(), communicator);
   if (found == communicators_.end()) return;
   communicators_.erase(found);
-  if (communicator->wired) wired_.fetch_sub(1, std::memory_order_relaxed);
+  if (communicator->peers().has_latency) latency_communicators_.fetch_sub(1, std::memory_order_relaxed);
 }
 
 void ProgressThread::wake() {
-  work_.store(true, std::memory_order_release);
-  full_fence();  // whoever relieves this thread looks for work after he has said that he does not any more
+  has_work_.store(true, std::memory_order_release);
+  full_fence();  // a HelpingWaiter looks for work after it has stopped helping
   if (!rests()) {
     const std::lock_guard<std::mutex> lock(idle_mutex_);
     if (!thread_.joinable()) {
@@ -65,9 +62,9 @@ void ProgressThread::wake() {
     }
     idle_.notify_one();
   }
-  // It, or who relieves it, may be asleep over another communicator's operation.
-  Process::instance().page().bell.ring();
-  if (over_sockets_.load(std::memory_order_relaxed)) eventfd_write(call_, 1);
+  // The thread, or a waiter that helps it, may sleep because another communicator is blocked.
+  LocalProcess::instance().page().wakeup.notify();
+  if (sleeps_on_sockets_.load(std::memory_order_relaxed)) eventfd_write(wake_fd_, 1);
 }
 
 void ProgressThread::stop() {
@@ -78,101 +75,104 @@ void ProgressThread::stop() {
     thread.swap(thread_);
     idle_.notify_one();
   }
-  Process::instance().page().bell.ring();
-  eventfd_write(call_, 1);
+  LocalProcess::instance().page().wakeup.notify();
+  eventfd_write(wake_fd_, 1);
   if (thread.joinable()) thread.join();
 }
 
-ProgressThread::Relief::Relief(const Communicator* own) : thread_(ProgressThread::instance()), own_(own) {
-  thread_.reliefs_.fetch_add(1, std::memory_order_seq_cst);
+ProgressThread::HelpingWaiter::HelpingWaiter(const Communicator* own) : thread_(ProgressThread::instance()), own_(own) {
+  thread_.helping_waiters_.fetch_add(1, std::memory_order_seq_cst);
 }
 
-ProgressThread::Relief::~Relief() {
-  thread_.reliefs_.fetch_sub(1, std::memory_order_seq_cst);
+ProgressThread::HelpingWaiter::~HelpingWaiter() {
+  thread_.helping_waiters_.fetch_sub(1, std::memory_order_seq_cst);
   bool more = false;
   {
     const std::lock_guard<std::mutex> lock(thread_.mutex_);
-    for (Communicator* communicator : thread_.communicators_) more |= communicator->has_work();
+    for (Communicator* communicator : thread_.communicators_) more |= communicator->has_undriven_work();
   }
-  if (more || (thread_.wired() && thread_.work_.load(std::memory_order_relaxed))) thread_.wake();
+  if (more || (thread_.has_latency() && thread_.has_work_.load(std::memory_order_relaxed))) thread_.wake();
 }
 
-bool ProgressThread::Relief::look() {
+bool ProgressThread::HelpingWaiter::advance_others() {
   const std::lock_guard<std::mutex> lock(thread_.mutex_);
   bool moved = false;
   for (Communicator* communicator : thread_.communicators_) {
-    if (communicator != own_) moved |= communicator->drive_front(kBudget) == Communicator::Look::moved;
+    if (communicator != own_) moved |= communicator->drive_front(kBudget) == Communicator::DriveResult::moved;
   }
   return moved;
 }
 
-void ProgressThread::Relief::watch() {
+void ProgressThread::HelpingWaiter::check_fronts() {
   const std::lock_guard<std::mutex> lock(thread_.mutex_);
-  for (Communicator* communicator : thread_.communicators_) communicator->watch_front();
+  for (Communicator* communicator : thread_.communicators_) communicator->check_front();
 }
 
-// One look at every communicator; true where any moved.
-bool ProgressThread::look_around(bool& blocked) {
+bool ProgressThread::advance_all(bool& blocked) {
   const std::lock_guard<std::mutex> lock(mutex_);
   bool moved = false;
   blocked = false;
-  nap_ = kSleepNs;
-  wires_.assign(1, call_);
-  bool rings = false;
+  max_sleep_ns_ = kSleepNs;
+  sleep_fds_.assign(1, wake_fd_);
+  bool shares_memory = false;
   for (Communicator* communicator : communicators_) {
-    const Communicator::Look look = communicator->drive_front(kBudget);
-    moved |= look == Communicator::Look::moved;
-    blocked |= look == Communicator::Look::blocked;
-    if (look != Communicator::Look::blocked) continue;
-    nap_ = std::min(nap_, communicator->nap(kSleepNs));
-    const int wire = communicator->wire();
-    if (wire >= 0) wires_.push_back(wire);
-    rings |= wire < 0 || communicator->mixed();
+    const Communicator::DriveResult result = communicator->drive_front(kBudget);
+    moved |= result == Communicator::DriveResult::moved;
+    if (result != Communicator::DriveResult::blocked) continue;
+    blocked = true;
+    const PeerSet& peers = communicator->peers();
+    max_sleep_ns_ = std::min(max_sleep_ns_, peers.max_sleep_ns(kSleepNs));
+    if (peers.has_tcp_peers()) sleep_fds_.push_back(peers.epoll_fd());
+    shares_memory |= !peers.has_tcp_peers() || peers.is_mixed();
   }
-  if (wires_.size() > 1 && rings) nap_ = std::min(nap_, kMixedNs);
+  // Peers in shared memory cannot wake a thread that sleeps on sockets.
+  if (sleep_fds_.size() > 1 && shares_memory) max_sleep_ns_ = std::min(max_sleep_ns_, kMixedSleepNs);
   return moved;
 }
 
 void ProgressThread::loop() {
-  Patience patience(kSpins, kYieldNs);
-  Patience over_sockets(kSocketSpins, 0);  // they wake their sleeper
-  Bell& bell = Process::instance().page().bell;
+  Backoff memory_backoff(kMemoryPolicy);
+  Backoff socket_backoff(kSocketPolicy);
+  const auto reset = [&] {
+    memory_backoff.reset();
+    socket_backoff.reset();
+  };
+  WakeupFutex& wakeup = LocalProcess::instance().page().wakeup;
   while (!stopping_.load(std::memory_order_relaxed)) {
     bool blocked = false;
-    const bool called = work_.exchange(false, std::memory_order_acquire);
-    if (!rests() && look_around(blocked)) {
-      patience.moved();
-      over_sockets.moved();
+    const bool called = has_work_.exchange(false, std::memory_order_acquire);
+    if (!rests() && advance_all(blocked)) {
+      reset();
       continue;
     }
     if (!blocked) {
       if (called && !rests()) continue;
       std::unique_lock<std::mutex> lock(idle_mutex_);
-      idle_.wait(lock, [&] { return (work_.load(std::memory_order_relaxed) && !rests()) || stopping_.load(); });
-      patience.moved();
-      over_sockets.moved();
+      idle_.wait(lock, [&] { return (has_work_.load(std::memory_order_relaxed) && !rests()) || stopping_.load(); });
+      reset();
       continue;
     }
-    const bool tired = (wires_.size() > 1 ? over_sockets : patience).exhausted();
-    if (nap_ == kSleepNs || wires_.size() > 1 ? !tired : nap_ == 0) continue;
+    const bool on_sockets = sleep_fds_.size() > 1;
+    const bool tired = (on_sockets ? socket_backoff : memory_backoff).should_sleep();
+    // An emulated link that knows when it delivers decides how long to sleep; otherwise the backoff does.
+    if (max_sleep_ns_ == kSleepNs || on_sockets ? !tired : max_sleep_ns_ == 0) continue;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      for (Communicator* communicator : communicators_) communicator->watch_front();
+      for (Communicator* communicator : communicators_) communicator->check_front();
     }
-    bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
-    over_sockets_.store(true, std::memory_order_seq_cst);
-    const std::uint32_t seen = bell.word.load(std::memory_order_acquire);
-    if (!look_around(blocked) && blocked && !work_.load(std::memory_order_acquire)) {
-      if (wires_.size() > 1) {
-        sleep_on(wires_.data(), wires_.size(), nap_);
+    const ScopedSleeper sleeper(wakeup);
+    sleeps_on_sockets_.store(true, std::memory_order_seq_cst);
+    const std::uint32_t seen = wakeup.counter.load(std::memory_order_acquire);
+    if (!advance_all(blocked) && blocked && !has_work_.load(std::memory_order_acquire)) {
+      if (sleep_fds_.size() > 1) {
+        sleep_until_readable(sleep_fds_.data(), sleep_fds_.size(), max_sleep_ns_);
         eventfd_t calls = 0;
-        eventfd_read(call_, &calls);
+        eventfd_read(wake_fd_, &calls);
       } else {
-        bell.sleep(seen, nap_);
+        wakeup.wait(seen, max_sleep_ns_);
       }
     }
-    over_sockets_.store(false, std::memory_order_relaxed);
-    bell.sleepers.fetch_sub(1, std::memory_order_release);
+    sleeps_on_sockets_.store(false, std::memory_order_relaxed);
   }
 }
 

@@ -1,4 +1,5 @@
-// One thread per process that drives every communicator's queued operations. It never takes the GIL.
+// The progress thread: one thread per process that drives the queued operations of all communicators. It never takes
+// Python's GIL.
 #pragma once
 
 #include <atomic>
@@ -14,30 +15,31 @@ class Communicator;
 
 class ProgressThread {
  public:
-  // This process's; a forked child gets its own.
+  // A forked child gets an object of its own.
   static ProgressThread& instance();
 
   void add(Communicator* communicator);
-  // Returns when the thread no longer looks at it.
+  // Returns when the thread no longer uses the communicator.
   void remove(Communicator* communicator);
-  // There is a new operation in some queue.
+  // To be called when an operation was queued that nobody drives.
   void wake();
-  // Ends the thread; add() after it starts a new one.
+  // Ends the thread; wake() starts a new one.
   void stop();
 
   // Whether some communicator waits for sockets or emulated links.
-  bool wired() const { return wired_.load(std::memory_order_relaxed) > 0; }
+  bool has_latency() const { return latency_communicators_.load(std::memory_order_relaxed) > 0; }
 
-  // A thread that waits for a communicator does this one's work as well, so that the two need not take turns on a core.
-  class Relief {
+  // While such an object exists, the progress thread rests, and the thread that owns it and waits for `own` does its
+  // work. The two then need not take turns on a core.
+  class HelpingWaiter {
    public:
-    explicit Relief(const Communicator* own);
-    ~Relief();
-    Relief(const Relief&) = delete;
-    // One look at the other communicators; true where any moved.
-    bool look();
-    // Before a sleep.
-    void watch();
+    explicit HelpingWaiter(const Communicator* own);
+    ~HelpingWaiter();
+    HelpingWaiter(const HelpingWaiter&) = delete;
+    // Advances the other communicators once; true if any moved.
+    bool advance_others();
+    // To be called before a sleep.
+    void check_fronts();
 
    private:
     ProgressThread& thread_;
@@ -47,22 +49,23 @@ class ProgressThread {
  private:
   ProgressThread();
   void loop();
-  bool look_around(bool& blocked);
-  bool rests() const { return reliefs_.load(std::memory_order_relaxed) > 0; }
+  // Advances every communicator once; true if any moved. `blocked`: some has an operation that cannot move.
+  bool advance_all(bool& blocked);
+  bool rests() const { return helping_waiters_.load(std::memory_order_relaxed) > 0; }
 
-  std::mutex mutex_;  // held while communicators are looked at
+  std::mutex mutex_;  // held while communicators are used
   std::vector<Communicator*> communicators_;
   std::thread thread_;
 
   std::mutex idle_mutex_;
   std::condition_variable idle_;
-  std::uint64_t nap_ = 0;   // how long what is blocked allows to sleep
-  std::vector<int> wires_;  // what is blocked over sockets, behind `call_`
-  int call_;                // an eventfd: wake() ends a sleep over sockets by it
-  std::atomic<bool> over_sockets_{false};
-  std::atomic<int> wired_{0};  // communicators that wait for more than memory
-  std::atomic<bool> work_{false};
-  std::atomic<int> reliefs_{0};
+  std::uint64_t max_sleep_ns_ = 0;  // that the blocked communicators allow
+  int wake_fd_;                     // an eventfd by which wake() ends a sleep on sockets
+  std::vector<int> sleep_fds_;      // wake_fd_ and the descriptors of blocked communicators with sockets
+  std::atomic<bool> sleeps_on_sockets_{false};
+  std::atomic<int> latency_communicators_{0};
+  std::atomic<bool> has_work_{false};
+  std::atomic<int> helping_waiters_{0};
   std::atomic<bool> stopping_{false};
 };
 

@@ -1,5 +1,13 @@
-// The memory one rank shares with the others of its communicator: what it says (op headers, flags, progress,
-// failure) and what it has encoded (slots of boxes). Only the owner writes it, so no two ranks write one line.
+// The shared region: memory that one rank owns and the other ranks of its communicator map. The owner publishes in it
+// what it is doing (op headers, flags, progress, failure) and the payloads that it has encoded. Only the owner writes,
+// so no two ranks write the same cache line.
+//
+// Terms:
+//   piece  A part of an operation. Operations are cut into pieces so that encoding, transfer and reduction overlap.
+//          Pieces are numbered through all operations of a communicator ("sequence number").
+//   slot   Memory for the payloads of one piece. There are kSlots of them, used in turn.
+//   box    The place of one payload in a slot. A program numbers the boxes of every rank.
+//   flag   Says that a box of a piece is complete.
 #pragma once
 
 #include <atomic>
@@ -11,41 +19,44 @@
 
 namespace dtcomm {
 
-constexpr std::uint64_t kAreaMagic = 0x6474636f6d6d0006ull;
-constexpr std::size_t kLine = 64;
-constexpr int kSlots = 8;     // pieces that can be in flight
-constexpr int kOpRing = 64;   // op headers kept: a peer can be at most kSlots operations behind
-constexpr int kOpText = 160;  // bytes of an operation's description
+constexpr std::uint64_t kRegionMagic = 0x6474636f6d6d0006ull;
+constexpr std::size_t kCacheLine = 64;
 constexpr std::size_t kPage = 4096;
+constexpr int kSlots = 8;     // pieces that can be in flight
+constexpr int kOpRing = 64;   // op headers kept; a peer is at most kSlots operations behind
+constexpr int kOpText = 160;  // bytes of an operation's description
 
-// "Box b of the piece with sequence number seq is complete." `operation` is the fingerprint of the operation it
-// belongs to: ranks that disagree see it on the line they read anyway.
-struct alignas(kLine) Flag {
+constexpr std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
+
+// Box b of the piece with sequence number `seq` - 1 is complete. `operation` is the fingerprint of the operation that
+// it belongs to: ranks that run different operations see it in the line that they read anyway.
+struct alignas(kCacheLine) BoxFlag {
   std::atomic<std::uint64_t> seq{0};
   std::atomic<std::uint64_t> operation{0};
-  std::atomic<std::uint32_t> checksum{0};  // CRC32C of the payload, where the plan asks for it
+  std::atomic<std::uint32_t> checksum{0};  // CRC32C of the payload, if the plan has checksums
 };
 
-// What a rank says about its operation `number`; `number` is stored last.
-struct alignas(kLine) OpHeader {
+// What a rank announces about its operation `number`; `number` is stored last.
+struct alignas(kCacheLine) OpHeader {
   std::atomic<std::uint64_t> number{0};
   std::atomic<std::uint64_t> fingerprint{0};
-  // Tensors that lie in memory the peers can map (dtcomm.empty): slot in the owner's region table and byte offset.
-  std::atomic<std::int64_t> region{-1};
-  std::atomic<std::uint64_t> region_id{0};
-  std::atomic<std::uint64_t> region_offset{0};
-  std::atomic<std::uint64_t> address{0};  // of the tensor in its owner, where peers may pull it from there
+  // The input, if it lies in memory that peers can map (dtcomm.empty): its SharedTensorLocation; slot -1 otherwise.
+  std::atomic<std::int64_t> tensor_slot{-1};
+  std::atomic<std::uint64_t> tensor_id{0};
+  std::atomic<std::uint64_t> tensor_offset{0};
+  std::atomic<std::uint64_t> address{0};  // of the input in its owner, if peers may read it there; 0 otherwise
   char text[kOpText] = {};
 };
 
-struct alignas(kLine) Failure {
+// The error with which a rank's communicator failed, for the other ranks.
+struct alignas(kCacheLine) FailureRecord {
   std::atomic<std::uint32_t> state{0};  // 0 none, 1 being written, 2 readable
   ErrorKind kind = ErrorKind::none;
-  std::int32_t culprit = -1;
+  std::int32_t failed_rank = -1;
   char text[372] = {};
 };
 
-struct AreaHead {
+struct RegionHeader {
   std::uint64_t magic = 0;
   std::uint64_t token = 0;
   std::uint64_t bytes = 0;
@@ -53,64 +64,56 @@ struct AreaHead {
   std::uint32_t ranks = 0;
   std::uint32_t max_boxes = 0;
   std::int32_t pid = 0;
-  alignas(kLine) std::atomic<std::uint64_t> done{0};  // pieces this rank has finished, in order
-  // While asleep: the rank waited for, and when this was last confirmed (monotonic ns). Lets a timeout name the
-  // rank at the end of a chain of waits.
-  alignas(kLine) std::atomic<std::int32_t> waiting_for{-1};
+  alignas(kCacheLine) std::atomic<std::uint64_t> pieces_done{0};  // that this rank has finished, in order
+  // While this rank sleeps: the rank that it waits for, and when it last looked (monotonic ns). With these a timeout
+  // names the rank at the end of a chain of waits.
+  alignas(kCacheLine) std::atomic<std::int32_t> waiting_for{-1};
   std::atomic<std::uint64_t> waiting_since{0};
-  std::atomic<std::uint32_t> closed{0};                 // this rank has destroyed its communicator
-  alignas(kLine) std::atomic<std::uint64_t> bounce{0};  // the line that probes of the round trip move to and fro
-  Failure failure;
+  std::atomic<std::uint32_t> closed{0};                             // this rank has destroyed its communicator
+  alignas(kCacheLine) std::atomic<std::uint64_t> probe_counter{0};  // of CacheLineProbe
+  FailureRecord failure;
   OpHeader ops[kOpRing];
 };
 
-// Where things lie in an area. A slot's stride is skewed, so that slots of one rank, or of two ranks whose areas
-// happen to be equally aligned, do not compete for the same cache sets.
-struct AreaLayout {
+// Where things lie in a region. The data of different ranks, and consecutive slots, start at different offsets, so that
+// slots which are used at the same time do not compete for the same cache sets.
+struct RegionLayout {
   std::uint32_t rank = 0;
   std::uint32_t ranks = 0;
   std::uint32_t max_boxes = 0;
   std::size_t slot_bytes = 0;
-  bool link = false;  // an emulated one: every box has a stamp for each reader
+  bool emulates_link = false;  // then every box has a delivery stamp for each reader
 
-  std::size_t flags_offset() const { return round_up(sizeof(AreaHead), kLine); }
-  std::size_t stamps_offset() const { return flags_offset() + sizeof(Flag) * kSlots * max_boxes; }
-  std::size_t stamps() const { return link ? std::size_t{kSlots} * max_boxes * ranks : 0; }
+  std::size_t flags() const { return std::size_t{kSlots} * max_boxes; }
+  std::size_t stamps() const { return emulates_link ? flags() * ranks : 0; }
+  std::size_t flags_offset() const { return round_up(sizeof(RegionHeader), kCacheLine); }
+  std::size_t stamps_offset() const { return flags_offset() + sizeof(BoxFlag) * flags(); }
   std::size_t data_offset() const {
-    return round_up(stamps_offset() + sizeof(Stamp) * stamps(), kPage) + kSkew * (rank % 16);
+    return round_up(stamps_offset() + sizeof(DeliveryStamp) * stamps(), kPage) + kRankSkew * (rank % 16);
   }
   std::size_t slot_stride() const { return slot_bytes + kSlotSkew; }
   std::size_t bytes() const { return round_up(data_offset() + slot_stride() * kSlots, kPage); }
 
-  static constexpr std::size_t kSkew = 276 * 1024;
+  static constexpr std::size_t kRankSkew = 276 * 1024;
   static constexpr std::size_t kSlotSkew = 4096 + 128;
-  static constexpr std::size_t round_up(std::size_t value, std::size_t unit) {
-    return (value + unit - 1) / unit * unit;
-  }
 };
 
-// One rank's area as another (or itself) sees it. `runtime/local` points flags and done at delayed copies.
+// One rank's region as a rank (itself or another) sees it. SimulatedWorld points `flags` and `pieces_done` at delayed
+// copies.
 struct PeerView {
-  AreaHead* head = nullptr;
-  Flag* flags = nullptr;
-  std::atomic<std::uint64_t>* done = nullptr;
-  Stamp* stamps = nullptr;  // by flag and reader; null without a link
+  RegionHeader* header = nullptr;
+  BoxFlag* flags = nullptr;  // [box * kSlots + slot]
+  std::atomic<std::uint64_t>* pieces_done = nullptr;
+  DeliveryStamp* stamps = nullptr;  // [flag * ranks + reader]; null without an emulated link
   std::uint8_t* data = nullptr;
   std::size_t slot_stride = 0;
 
-  std::uint8_t* slot(std::uint64_t piece) const { return data + (piece % kSlots) * slot_stride; }
+  std::uint8_t* slot(std::uint64_t seq) const { return data + (seq % kSlots) * slot_stride; }
 };
 
-inline PeerView view_of(void* base, const AreaLayout& layout) {
-  auto* bytes = static_cast<std::uint8_t*>(base);
-  PeerView view;
-  view.head = reinterpret_cast<AreaHead*>(bytes);
-  view.flags = reinterpret_cast<Flag*>(bytes + layout.flags_offset());
-  view.done = &view.head->done;
-  if (layout.link) view.stamps = reinterpret_cast<Stamp*>(bytes + layout.stamps_offset());
-  view.data = bytes + layout.data_offset();
-  view.slot_stride = layout.slot_stride();
-  return view;
-}
+// The view of a region that lies at `base`.
+PeerView view_of(void* base, const RegionLayout& layout);
+// The same, of memory that is zeroed and not yet a region: constructs its header, flags and stamps.
+PeerView construct_region(void* base, const RegionLayout& layout);
 
 }  // namespace dtcomm

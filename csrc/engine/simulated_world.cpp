@@ -1,5 +1,6 @@
 #include "engine/simulated_world.h"
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -9,77 +10,79 @@
 namespace dtcomm {
 namespace {
 
+// Something that a rank published: a number of finished pieces, or a flag.
 struct Event {
-  bool done;  // a count of finished pieces, otherwise a flag
+  bool is_pieces_done;
   std::size_t index;
   std::uint64_t value;
   std::uint64_t operation;
   std::uint32_t checksum;
 };
 
-struct Heap {
-  explicit Heap(std::size_t bytes) : data(::operator new(bytes, std::align_val_t{kPage})) {
+struct HeapRegion {
+  explicit HeapRegion(std::size_t bytes) : data(::operator new(bytes, std::align_val_t{kPage})) {
     std::memset(data, 0, bytes);
   }
-  ~Heap() { ::operator delete(data, std::align_val_t{kPage}); }
-  Heap(const Heap&) = delete;
+  ~HeapRegion() { ::operator delete(data, std::align_val_t{kPage}); }
+  HeapRegion(const HeapRegion&) = delete;
   void* data;
 };
 
 }  // namespace
 
-// Everything a rank publishes goes into its log; each reader sees a prefix of it, as the memory order promises.
-class LocalWorld::Rank final : public Fabric {
+// Everything that a rank publishes goes into its log. Every reader sees a prefix of the log, as the memory order of
+// shared memory guarantees.
+class SimulatedWorld::Rank final : public Transport {
  public:
-  Rank(LocalWorld& world, const AreaLayout& layout) : world_(world), layout_(layout), area_(layout.bytes()) {
+  Rank(SimulatedWorld& world, const RegionLayout& layout) : world_(world), layout_(layout), region_(layout.bytes()) {
     rank = static_cast<int>(layout.rank);
     ranks = static_cast<int>(layout.ranks);
-    own = view_of(area_.data, layout);
-    new (own.head) AreaHead;
-    for (std::size_t i = 0; i < flags(); ++i) new (own.flags + i) Flag;
+    own_view = construct_region(region_.data, layout);
   }
 
-  // This reader's copy of what `source` has shown it so far.
-  void watch(Rank& source) {
-    PeerView view = source.own;
-    auto& seen = seen_.emplace_back(std::make_unique<Seen>(flags()));
+  // Adds `source` to this rank's peers, as this rank sees it.
+  void observe(Rank& source) {
+    PeerView view = source.own_view;
+    auto& seen = seen_.emplace_back(std::make_unique<Seen>(layout_.flags()));
     if (&source != this) {
       view.flags = seen->flags.get();
-      view.done = &seen->done;
+      view.pieces_done = &seen->pieces_done;
     }
     peers.push_back(view);
   }
 
   void publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation, std::uint32_t checksum) override {
-    const bool again = own.flags[index].seq == seq;  // sent in several steps: a flip falls before the first
-    own.flags[index].operation.store(operation);
-    own.flags[index].checksum.store(checksum);
-    own.flags[index].seq.store(seq);
+    BoxFlag& flag = own_view.flags[index];
+    const bool sent_before = flag.seq == seq;  // a box that is sent in several steps counts once
+    flag.operation.store(operation);
+    flag.checksum.store(checksum);
+    flag.seq.store(seq);
     log.push_back({false, index, seq, operation, checksum});
-    if (!again && world_.published_++ == world_.options_.flip) {
-      std::uint8_t* slot = own.data + (index % kSlots) * own.slot_stride;
-      const std::uint64_t bit = world_.random() % (machine->call().plan->box_stride() * 8);
-      slot[index / kSlots * machine->call().plan->box_stride() + bit / 8] ^= static_cast<std::uint8_t>(1u << (bit % 8));
+    if (!sent_before && world_.published_boxes_++ == world_.options_.flip_box) {
+      const std::size_t stride = interpreter->call().plan->box_stride();
+      std::uint8_t* const slot = own_view.data + (index % kSlots) * own_view.slot_stride;
+      const std::uint64_t bit = world_.random() % (stride * 8);
+      slot[index / kSlots * stride + bit / 8] ^= static_cast<std::uint8_t>(1u << (bit % 8));
     }
   }
-  void publish_done(std::uint64_t pieces) override {
-    own.head->done.store(pieces);
+  void publish_pieces_done(std::uint64_t pieces) override {
+    own_view.header->pieces_done.store(pieces);
     log.push_back({true, 0, pieces, 0, 0});
   }
-  std::uint8_t* resolve(int, std::int64_t, std::uint64_t, std::uint64_t offset, std::size_t) override {
-    return reinterpret_cast<std::uint8_t*>(offset);  // one address space: the "region" is all of it
+  std::uint8_t* map_tensor(int, const SharedTensorLocation& location, std::size_t) override {
+    return reinterpret_cast<std::uint8_t*>(location.offset);  // all ranks have one address space
   }
-  void pull(int, std::uint64_t address, std::uint8_t* out, std::size_t bytes) override {
+  void read_memory(int, std::uint64_t address, std::uint8_t* out, std::size_t bytes) override {
     std::memcpy(out, reinterpret_cast<const std::uint8_t*>(address), bytes);
   }
 
-  // Shows this reader one more event of `source`; false where it has seen all.
+  // Shows this rank one more event of `source`; false if it has seen all.
   bool see_next(const Rank& source) {
     Seen& seen = *seen_[static_cast<std::size_t>(source.rank)];
-    if (&source == this || seen.cursor == source.log.size()) return false;
-    const Event& event = source.log[seen.cursor++];
-    if (event.done) {
-      seen.done.store(event.value);
+    if (&source == this || seen.events == source.log.size()) return false;
+    const Event& event = source.log[seen.events++];
+    if (event.is_pieces_done) {
+      seen.pieces_done.store(event.value);
     } else {
       seen.flags[event.index].operation.store(event.operation);
       seen.flags[event.index].checksum.store(event.checksum);
@@ -88,49 +91,52 @@ class LocalWorld::Rank final : public Fabric {
     return true;
   }
 
-  PeerView own;
+  bool running() const { return alive && outcome.fate == Fate::done && (interpreter || next_call < calls.size()); }
+
+  PeerView own_view;
   std::vector<Event> log;
-  std::unique_ptr<Machine> machine;
+  std::unique_ptr<Interpreter> interpreter;
   std::vector<Call> calls;
   std::size_t next_call = 0;
-  std::uint64_t number = 0;
-  std::uint64_t looks = 0;
+  std::uint64_t number = 0;  // of the current operation
+  std::uint64_t steps = 0;
   bool alive = true;
   bool blocked = false;
-  LocalOutcome outcome;
+  SimulationOutcome outcome;
 
  private:
+  // What this rank has seen of another one.
   struct Seen {
-    explicit Seen(std::size_t count) : flags(new Flag[count]) {}
-    std::unique_ptr<Flag[]> flags;
-    std::atomic<std::uint64_t> done{0};
-    std::size_t cursor = 0;
+    explicit Seen(std::size_t flag_count) : flags(new BoxFlag[flag_count]) {}
+    std::unique_ptr<BoxFlag[]> flags;
+    std::atomic<std::uint64_t> pieces_done{0};
+    std::size_t events = 0;
   };
-  std::size_t flags() const { return std::size_t{layout_.max_boxes} * kSlots; }
 
-  LocalWorld& world_;
-  AreaLayout layout_;
-  Heap area_;
+  SimulatedWorld& world_;
+  RegionLayout layout_;
+  HeapRegion region_;
   std::vector<std::unique_ptr<Seen>> seen_;
 };
 
-LocalWorld::LocalWorld(const LocalOptions& options) : options_(options), state_(mix64(options.seed + 1)) {
+SimulatedWorld::SimulatedWorld(const SimulationOptions& options)
+    : options_(options), random_state_(mix64(options.seed + 1)) {
   for (int rank = 0; rank < options.ranks; ++rank) {
-    const AreaLayout layout{static_cast<std::uint32_t>(rank), static_cast<std::uint32_t>(options.ranks),
-                            options.max_boxes, options.slot_bytes};
+    const RegionLayout layout{static_cast<std::uint32_t>(rank), static_cast<std::uint32_t>(options.ranks),
+                              options.max_boxes, options.slot_bytes};
     ranks_.push_back(std::make_unique<Rank>(*this, layout));
   }
   for (auto& reader : ranks_) {
-    for (auto& source : ranks_) reader->watch(*source);
+    for (auto& source : ranks_) reader->observe(*source);
   }
 }
 
-LocalWorld::~LocalWorld() = default;
+SimulatedWorld::~SimulatedWorld() = default;
 
-std::uint64_t LocalWorld::random() { return state_ = mix64(state_); }
+std::uint64_t SimulatedWorld::random() { return random_state_ = mix64(random_state_); }
 
-// Lets some of what was published be seen, or everything.
-void LocalWorld::deliver(bool everything) {
+// Lets the ranks see some of what was published, or everything.
+void SimulatedWorld::deliver(bool everything) {
   const auto threshold = static_cast<std::uint64_t>(options_.delay * 65536.0);
   for (auto& reader : ranks_) {
     for (auto& source : ranks_) {
@@ -140,87 +146,89 @@ void LocalWorld::deliver(bool everything) {
   }
 }
 
-std::vector<LocalOutcome> LocalWorld::run(std::vector<std::vector<Call>> calls) {
+// Advances one rank by a few instructions.
+void SimulatedWorld::step(Rank& rank) {
+  ++steps_;
+  if (rank.rank == options_.crash_rank && rank.steps++ >= options_.crash_after) {
+    rank.alive = false;
+    rank.outcome.fate = Fate::died;
+    return;
+  }
+  if (!rank.interpreter) {
+    ++rank.number;
+    const Call& call = rank.calls[rank.next_call++];
+    const std::uint64_t fingerprint = announce(*rank.own_view.header, call, rank.number);
+    rank.interpreter = std::make_unique<Interpreter>(rank, call, fingerprint, rank.number);
+  }
+  const Progress progress = rank.interpreter->advance(1 + static_cast<int>(random() % 6));
+  rank.blocked = progress == Progress::blocked;
+  if (!rank.blocked) {
+    for (auto& other : ranks_) other->blocked = false;
+  }
+  if (const auto& corrupt = rank.interpreter->corrupt()) {
+    rank.outcome.fate = Fate::corrupt;
+    rank.outcome.failed_rank = corrupt->sender;
+  } else if (rank.interpreter->mismatch()) {
+    rank.outcome.fate = Fate::mismatch;
+    rank.outcome.failed_rank = rank.interpreter->waiting_for();
+  } else if (progress == Progress::done) {
+    rank.outcome.wire_bytes += rank.interpreter->wire_bytes();
+    ++rank.outcome.finished;
+    rank.interpreter.reset();
+  }
+  deliver(false);
+}
+
+// Decides how ranks end that are blocked although they have seen everything.
+void SimulatedWorld::settle_deadlock(const std::vector<Rank*>& blocked) {
+  const bool any_dead = std::any_of(ranks_.begin(), ranks_.end(), [](const auto& rank) { return !rank->alive; });
+  for (Rank* rank : blocked) {
+    bool disagree = false;
+    for (auto& other : ranks_) {
+      const OpHeader& header = other->own_view.header->ops[rank->number % kOpRing];
+      disagree |= header.number == rank->number && header.fingerprint != rank->interpreter->fingerprint();
+    }
+    rank->outcome.fate = any_dead ? Fate::peer_lost : disagree ? Fate::mismatch : Fate::stuck;
+    rank->outcome.failed_rank = rank->interpreter->waiting_for();
+    for (auto& other : ranks_) {  // in the engine, this rank would read that one's failure
+      if (other->outcome.fate != Fate::corrupt) continue;
+      rank->outcome.fate = Fate::corrupt;
+      rank->outcome.failed_rank = other->outcome.failed_rank;
+    }
+  }
+}
+
+std::vector<SimulationOutcome> SimulatedWorld::run(std::vector<std::vector<Call>> calls) {
   if (calls.size() != ranks_.size()) throw std::invalid_argument("calls: one list per rank");
   for (std::size_t i = 0; i < ranks_.size(); ++i) {
     Rank& rank = *ranks_[i];
     rank.calls = std::move(calls[i]);
     rank.next_call = 0;
-    rank.outcome = LocalOutcome{};
+    rank.outcome = SimulationOutcome{};
     if (!rank.alive) rank.outcome.fate = Fate::died;
   }
-  const auto running = [](const Rank& rank) {
-    return rank.alive && rank.outcome.fate == Fate::done && (rank.machine || rank.next_call < rank.calls.size());
-  };
-  bool flushed = false;  // nothing is left to be seen
+  bool everything_delivered = false;  // since a rank moved last
   for (;;) {
     std::vector<Rank*> candidates;
-    bool all_blocked = true;
     for (auto& rank : ranks_) {
-      if (!running(*rank)) continue;
-      candidates.push_back(rank.get());
-      all_blocked = all_blocked && rank->blocked;
+      if (rank->running()) candidates.push_back(rank.get());
     }
     if (candidates.empty()) break;
-    if (all_blocked) {
-      if (flushed) {  // nobody will ever move again
-        for (Rank* rank : candidates) {
-          const int blocker = rank->machine->blocker();
-          const bool dead = blocker >= 0 && !ranks_[static_cast<std::size_t>(blocker)]->alive;
-          bool victim_somewhere = false;
-          for (auto& other : ranks_) victim_somewhere |= !other->alive;
-          bool disagree = false;
-          for (auto& other : ranks_) {
-            const OpHeader& header = other->own.head->ops[rank->number % kOpRing];
-            disagree |= header.number == rank->number && header.fingerprint != rank->machine->operation();
-          }
-          rank->outcome.fate = dead || victim_somewhere ? Fate::peer_lost : disagree ? Fate::mismatch : Fate::stuck;
-          rank->outcome.culprit = blocker;
-          for (auto& other : ranks_) {  // whose failure this rank would read
-            if (other->outcome.fate == Fate::corrupt)
-              rank->outcome = {Fate::corrupt, other->outcome.culprit, rank->outcome.finished, rank->outcome.wire_bytes};
-          }
-        }
+    if (std::all_of(candidates.begin(), candidates.end(), [](const Rank* rank) { return rank->blocked; })) {
+      if (everything_delivered) {
+        settle_deadlock(candidates);
         break;
       }
       deliver(true);
-      flushed = true;
+      everything_delivered = true;
       for (Rank* rank : candidates) rank->blocked = false;
       continue;
     }
     Rank& rank = *candidates[random() % candidates.size()];
-    ++looks_;
-    if (rank.rank == options_.victim && rank.looks++ >= options_.death) {
-      rank.alive = false;
-      rank.outcome.fate = Fate::died;
-      continue;
-    }
-    if (!rank.machine) {
-      ++rank.number;
-      const Call& call = rank.calls[rank.next_call++];
-      const std::uint64_t operation = announce(*rank.own.head, call, rank.number);
-      rank.machine = std::make_unique<Machine>(rank, call, operation, rank.number);
-    }
-    const Progress progress = rank.machine->advance(1 + static_cast<int>(random() % 6));
-    rank.blocked = progress == Progress::blocked;
-    if (!rank.blocked) {
-      flushed = false;
-      for (auto& other : ranks_) other->blocked = false;
-    }
-    if (const Damage* damage = rank.machine->damage()) {
-      rank.outcome.fate = Fate::corrupt;
-      rank.outcome.culprit = damage->sender;
-    } else if (rank.machine->mismatch()) {
-      rank.outcome.fate = Fate::mismatch;
-      rank.outcome.culprit = rank.machine->blocker();
-    } else if (progress == Progress::done) {
-      rank.outcome.wire_bytes += rank.machine->wire_bytes();
-      ++rank.outcome.finished;
-      rank.machine.reset();
-    }
-    deliver(false);
+    step(rank);
+    if (rank.alive && !rank.blocked) everything_delivered = false;
   }
-  std::vector<LocalOutcome> outcomes;
+  std::vector<SimulationOutcome> outcomes;
   for (auto& rank : ranks_) outcomes.push_back(rank->outcome);
   return outcomes;
 }

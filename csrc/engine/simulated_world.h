@@ -1,54 +1,56 @@
-// n ranks in one thread: the real machines, stepped in a seeded order over areas on the heap, with delays, deaths
-// and flipped bits. A seed is a reproducer.
+// A simulated world: n ranks in one thread. The real interpreters are stepped in a seeded order over regions on the
+// heap, with delays, crashes and flipped bits. A failing seed reproduces.
 #pragma once
 
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "engine/interpreter.h"
 
 namespace dtcomm {
 
-struct LocalOptions {
+struct SimulationOptions {
   int ranks = 1;
   std::uint64_t seed = 0;
   std::uint32_t max_boxes = 1;
   std::size_t slot_bytes = 64 * 1024;
-  double delay = 0.5;       // chance that a rank does not yet see the next thing a peer published
-  int victim = -1;          // rank that dies ...
-  std::uint64_t death = 0;  // ... after this many looks
-  std::int64_t flip = -1;   // index (over all ranks) of the published box in which a bit is flipped
+  double delay = 0.5;             // probability that a rank does not yet see the next thing that a peer published
+  int crash_rank = -1;            // a rank that ends ...
+  std::uint64_t crash_after = 0;  // ... after it was stepped this often
+  std::int64_t flip_box = -1;     // index (over all ranks) of the published box in which a bit is flipped
 };
 
+// How a rank ended. The numbers are part of the Python binding.
 enum class Fate : std::uint8_t { done = 0, died = 1, peer_lost = 2, mismatch = 3, stuck = 4, corrupt = 5 };
 
-struct LocalOutcome {
+struct SimulationOutcome {
   Fate fate = Fate::done;
-  int culprit = -1;            // peer_lost: the rank waited for; corrupt: the rank whose payload was damaged
+  int failed_rank = -1;        // peer_lost: the rank waited for; corrupt: the rank whose payload was damaged
   std::uint64_t finished = 0;  // operations
   std::uint64_t wire_bytes = 0;
 };
 
-class LocalWorld {
+class SimulatedWorld {
  public:
-  explicit LocalWorld(const LocalOptions& options);
-  ~LocalWorld();
+  explicit SimulatedWorld(const SimulationOptions& options);
+  ~SimulatedWorld();
 
-  // calls[rank] are that rank's operations in order; ranks run ahead of each other as the engine lets them.
-  std::vector<LocalOutcome> run(std::vector<std::vector<Call>> calls);
-  std::uint64_t looks() const { return looks_; }
+  // calls[rank] are that rank's operations in order. Ranks run ahead of each other as far as the engine allows.
+  std::vector<SimulationOutcome> run(std::vector<std::vector<Call>> calls);
+  std::uint64_t steps() const { return steps_; }
 
  private:
   class Rank;
   std::uint64_t random();
   void deliver(bool everything);
+  void step(Rank& rank);
+  void settle_deadlock(const std::vector<Rank*>& blocked);
 
-  LocalOptions options_;
-  std::uint64_t state_;
-  std::uint64_t looks_ = 0;
-  std::int64_t published_ = 0;
+  SimulationOptions options_;
+  std::uint64_t random_state_;
+  std::uint64_t steps_ = 0;
+  std::int64_t published_boxes_ = 0;
   std::vector<std::unique_ptr<Rank>> ranks_;
 };
 

@@ -1,20 +1,181 @@
-// What the instructions of a program do to tensors and boxes.
+#include "engine/slot_pipeline.h"
+
 #include <algorithm>
 #include <cstring>
 
-#include "codec/counter_rng.h"
-#include "engine/interpreter.h"
+#include "engine/crc32c.h"
 
 namespace dtcomm {
+namespace {
 
-void Machine::compute(std::size_t piece, const Instruction& instruction) {
+// Pieces in flight: one that is staged ahead, one that is summed, one that is written out. With more, the slots in use
+// outgrow the second-level cache: 8 took 15 % longer at 1 and 64 MB.
+constexpr std::size_t kWindow = 3;
+constexpr std::size_t kLatencyWindow = 4;  // over TCP or an emulated link, which has to be kept busy
+static_assert(2 * kLatencyWindow <= kSlots, "the next operation begins when this one has all its pieces in flight");
+
+Phase phase_of(Op op) { return op == Op::encode ? Phase::encode : op == Op::reduce ? Phase::reduce : Phase::decode; }
+
+}  // namespace
+
+SlotPipeline::SlotPipeline(OperationState& state)
+    : ExecutionMode(state), accumulators_(program_.accumulates ? kSlots : 0) {}
+
+Progress SlotPipeline::advance(int budget, bool ahead) {
+  const std::size_t pieces = plan_.pieces();
+  const std::size_t window = transport_.has_latency ? kLatencyWindow : kWindow;
+  bool moved = false;
+  for (;;) {
+    bool any = false;
+    if (budget > 0 && started_ < pieces && started_ - oldest_ < window && can_start(started_)) {
+      next_instruction_[started_ % kSlots] = 0;
+      ++started_;
+      any = true;
+      run_piece(started_ - 1, budget);  // before the others, because peers can go on with what is staged here
+    }
+    for (std::size_t piece = oldest_; piece < started_ && budget > 0; ++piece) any |= run_piece(piece, budget);
+    while (!ahead && oldest_ < started_ && next_instruction_[oldest_ % kSlots] == program_.instructions.size()) {
+      ++oldest_;
+      any = true;
+      transport_.publish_pieces_done(state_.first_seq + oldest_);
+    }
+    if (oldest_ == pieces && !ahead) return Progress::done;
+    if (!any || budget <= 0) return moved || any ? Progress::moved : Progress::blocked;
+    moved = true;
+  }
+}
+
+// A slot is free when every peer is done with the piece that used it last.
+bool SlotPipeline::can_start(std::size_t piece) {
+  const std::uint64_t seq = state_.first_seq + piece;
+  if (seq < kSlots) return true;
+  const std::uint64_t need = seq - kSlots + 1;
+  if (transport_.pieces_done_by_all >= need) return true;
+  std::uint64_t least = ~0ull;
+  for (int peer = 0; peer < transport_.ranks; ++peer) {
+    if (peer == transport_.rank) continue;
+    const std::uint64_t done = transport_.peer(peer).pieces_done->load(std::memory_order_acquire);
+    if (done < need && started_ == oldest_) state_.waiting_for = peer;
+    least = std::min(least, done);
+  }
+  transport_.pieces_done_by_all = least;
+  return least >= need;
+}
+
+bool SlotPipeline::run_piece(std::size_t piece, int& budget) {
+  std::size_t& next = next_instruction_[piece % kSlots];
+  bool moved = false;
+  while (next < program_.instructions.size() && budget > 0) {
+    if (!execute(piece, program_.instructions[next])) break;
+    ++next;
+    --budget;
+    moved = true;
+  }
+  return moved;
+}
+
+bool SlotPipeline::execute(std::size_t piece, const Instruction& instruction) {
+  // Both ends of an empty chunk skip it.
+  if (plan_.begin(piece, instruction.chunk) == plan_.end(piece, instruction.chunk)) return true;
+  switch (instruction.op) {
+    case Op::receive:
+      if (received(piece, instruction)) return !plan_.checksum() || checksum_matches(piece, instruction);
+      if (piece == oldest_ || state_.mismatch) state_.waiting_for = instruction.peer;
+      return false;
+    case Op::send:
+      publish(piece, instruction);
+      return true;
+    default:
+      if (!state_.timed) {
+        compute(piece, instruction);
+        return true;
+      }
+      const std::uint64_t begin = now_ns();
+      compute(piece, instruction);
+      state_.times.add(phase_of(instruction.op), begin, now_ns());
+      return true;
+  }
+}
+
+bool SlotPipeline::received(std::size_t piece, const Instruction& instruction) {
+  const PeerView& view = transport_.peer(instruction.peer);
+  const std::uint64_t seq = state_.first_seq + piece;
+  const std::size_t index = static_cast<std::size_t>(instruction.box) * kSlots + seq % kSlots;
+  const BoxFlag& flag = view.flags[index];
+  const std::uint64_t seen = flag.seq.load(std::memory_order_acquire);
+  if (seen < seq + 1) return false;
+  if (seen > seq + 1 || flag.operation.load(std::memory_order_relaxed) != state_.fingerprint) {
+    state_.mismatch = true;
+    return false;
+  }
+  EmulatedLink* const link = transport_.link_to(instruction.peer);
+  if (!link) return true;
+  const std::size_t stamp =
+      index * static_cast<std::size_t>(transport_.ranks) + static_cast<std::size_t>(transport_.rank);
+  return link->delivered(instruction.peer, index, seq + 1, view.stamps[stamp],
+                         plan_.payload_bytes(piece, instruction.chunk, instruction.level));
+}
+
+// The receiver computes the checksum over the bytes as it sees them, before it uses them.
+bool SlotPipeline::checksum_matches(std::size_t piece, const Instruction& instruction) {
+  const std::uint64_t seq = state_.first_seq + piece;
+  const BoxFlag& flag =
+      transport_.peer(instruction.peer).flags[static_cast<std::size_t>(instruction.box) * kSlots + seq % kSlots];
+  const std::uint32_t sent = flag.checksum.load(std::memory_order_relaxed);
+  const std::uint32_t received = crc32c(box(piece, instruction.peer, instruction.box),
+                                        plan_.payload_bytes(piece, instruction.chunk, instruction.level));
+  if (sent == received) return true;
+  state_.corrupt = {instruction.peer, instruction.chunk, piece, sent, received};
+  state_.waiting_for = instruction.peer;
+  return false;
+}
+
+void SlotPipeline::publish(std::size_t piece, const Instruction& instruction) {
+  const std::uint64_t seq = state_.first_seq + piece;
+  const std::size_t index = static_cast<std::size_t>(instruction.box) * kSlots + seq % kSlots;
+  const std::size_t bytes = plan_.payload_bytes(piece, instruction.chunk, instruction.level);
+  const PeerView& own = transport_.own();
+  std::uint8_t* const payload = box(piece, transport_.rank, instruction.box);
+  std::uint32_t checksum = 0;
+  if (plan_.checksum()) {
+    // A box that is sent in several steps keeps the checksum of the first: the bytes may have been damaged since.
+    const BoxFlag& flag = own.flags[index];
+    const bool sent_before = flag.seq.load(std::memory_order_relaxed) == seq + 1;
+    checksum = sent_before ? flag.checksum.load(std::memory_order_relaxed) : crc32c(payload, bytes);
+  }
+  for (const int peer : instruction.peers) {
+    if (EmulatedLink* const link = transport_.link_to(peer)) {
+      const std::size_t stamp = index * static_cast<std::size_t>(transport_.ranks) + static_cast<std::size_t>(peer);
+      link->send(own.stamps[stamp], seq + 1, bytes);
+    }
+  }
+  transport_.publish_flag(index, seq + 1, state_.fingerprint, checksum);
+  transport_.send_box(instruction.peers, index, static_cast<std::size_t>(instruction.box) * plan_.box_stride(), payload,
+                      bytes);
+  for (const int peer : instruction.peers) {
+    if (EmulatedLink* const link = transport_.link_to(peer)) link->spend_send_time(peer, bytes);
+  }
+  state_.wire_bytes += (bytes + (plan_.checksum() ? kChecksumBytes : 0)) * instruction.peers.size();
+}
+
+std::uint8_t* SlotPipeline::box(std::size_t piece, int rank, int index) const {
+  return transport_.peer(rank).slot(state_.first_seq + piece) + static_cast<std::size_t>(index) * plan_.box_stride();
+}
+
+std::uint8_t* SlotPipeline::accumulator(std::size_t piece, int chunk) {
+  std::vector<std::uint8_t>& memory = accumulators_[piece % kSlots];
+  if (memory.empty()) memory.resize(plan_.accumulator_bytes() * static_cast<std::size_t>(program_.chunks));
+  return memory.data() + plan_.accumulator_bytes() * static_cast<std::size_t>(chunk);
+}
+
+void SlotPipeline::compute(std::size_t piece, const Instruction& instruction) {
   switch (instruction.op) {
     case Op::encode:
       return encode(piece, instruction);
     case Op::reduce:
       return reduce(piece, instruction);
     case Op::decode:
-      return adopt(piece, instruction);
+      return decode(piece, instruction);
     case Op::forward:
       return forward(piece, instruction);
     case Op::copy:
@@ -25,58 +186,24 @@ void Machine::compute(std::size_t piece, const Instruction& instruction) {
   }
 }
 
-std::uint8_t* Machine::accumulator(std::size_t piece, int chunk) {
-  std::vector<std::uint8_t>& memory = accumulators_[piece % kSlots];
-  if (memory.empty()) memory.resize(plan_.accumulator_bytes() * static_cast<std::size_t>(program_.chunks));
-  return memory.data() + plan_.accumulator_bytes() * static_cast<std::size_t>(chunk);
-}
-
-// What every encoding and sum of a slice has in common.
-Combine Machine::combine_for(const Instruction& instruction, const Slice& slice) const {
-  const DType dtype = plan_.segments()[slice.segment].dtype;
-  const Pointers& pointers = call_.segments[slice.segment];
-  Combine call;
-  call.numel = slice.numel;
-  call.op = plan_.op();
-  call.dtype = call.local_dtype = call.out_dtype = dtype;
-  call.offset = slice.in_offset;
-  if (instruction.divide) call.divisor = plan_.divisor();
-  if (instruction.box >= 0) {
-    call.key =
-        mix_key(call_.seed, static_cast<std::uint32_t>(fabric_.rank), static_cast<std::uint32_t>(instruction.box));
-    call.stream_payload = fabric_.stream_staging;
-  }
-  if (pointers.residual) {
-    if (instruction.reads_residual) call.residual_in = pointers.residual + slice.in_offset;
-    if (instruction.writes_residual) call.residual_out = pointers.residual + slice.in_offset;
-  }
-  if (instruction.output && pointers.out) {
-    call.out = pointers.out + slice.out_offset * size_of(dtype);
-    call.stream_out = plan_.streams(instruction.chunk);
-  }
-  return call;
-}
-
-void Machine::encode(std::size_t piece, const Instruction& instruction) {
+void SlotPipeline::encode(std::size_t piece, const Instruction& instruction) {
   for (const Slice* slice = plan_.begin(piece, instruction.chunk); slice != plan_.end(piece, instruction.chunk);
        ++slice) {
     const Segment& segment = plan_.segments()[slice->segment];
-    const std::uint8_t* in = call_.segments[slice->segment].in + slice->in_offset * size_of(segment.dtype);
-    Combine call = combine_for(instruction, *slice);
-    call.local = in;
-    call.payload_out = box(piece, fabric_.rank, instruction.box) + slice->at(instruction.level).offset;
-    call_.kernels->combine(segment.at(instruction.level), call);
-    if (instruction.output) arrived(*slice);
+    Combine combine = combine_arguments(instruction, *slice);
+    combine.local = call_.tensors[slice->segment].in + slice->in_offset * size_of(segment.dtype);
+    combine.payload_out = box(piece, transport_.rank, instruction.box) + slice->at(instruction.level).offset;
+    call_.kernels->combine(segment.at(instruction.level), combine);
+    if (instruction.output) apply_epilogue(*slice);
   }
 }
 
-void Machine::reduce(std::size_t piece, const Instruction& instruction) {
-  std::size_t kept = 0;
+void SlotPipeline::reduce(std::size_t piece, const Instruction& instruction) {
+  std::size_t accumulator_offset = 0;
   for (const Slice* slice = plan_.begin(piece, instruction.chunk); slice != plan_.end(piece, instruction.chunk);
        ++slice) {
     const Segment& segment = plan_.segments()[slice->segment];
-    const Pointers& pointers = call_.segments[slice->segment];
-    Combine call = combine_for(instruction, *slice);
+    Combine combine = combine_arguments(instruction, *slice);
     payloads_.clear();
     for (const BoxRef& input : instruction.inputs) {
       payloads_.push_back(box(piece, input.rank, input.box) + slice->at(input.level).offset);
@@ -84,105 +211,99 @@ void Machine::reduce(std::size_t piece, const Instruction& instruction) {
     const Codec& codec = segment.at(instruction.box >= 0         ? instruction.level
                                     : instruction.inputs.empty() ? 0
                                                                  : instruction.inputs[0].level);
-    call.payloads = payloads_.data();
-    call.count = static_cast<int>(payloads_.size());
-    call.position = instruction.position;
-    const DType wide = accumulator_dtype(segment.dtype);
+    combine.payloads = payloads_.data();
+    combine.count = static_cast<int>(payloads_.size());
+    combine.position = instruction.position;
+    const DType sum_dtype = accumulator_dtype(segment.dtype);
     if (instruction.local == Local::input) {
-      call.local = pointers.in + slice->in_offset * size_of(segment.dtype);
+      combine.local = call_.tensors[slice->segment].in + slice->in_offset * size_of(segment.dtype);
     } else if (instruction.local == Local::accumulator) {
-      call.local = accumulator(piece, instruction.chunk) + kept;
-      call.local_dtype = wide;
+      combine.local = accumulator(piece, instruction.chunk) + accumulator_offset;
+      combine.local_dtype = sum_dtype;
     }
-    if (instruction.keep) {
-      call.out = accumulator(piece, instruction.chunk) + kept;
-      call.out_dtype = wide;
+    if (instruction.keep_partial_sum) {
+      combine.out = accumulator(piece, instruction.chunk) + accumulator_offset;
+      combine.out_dtype = sum_dtype;
     }
-    kept += AreaLayout::round_up(slice->numel * size_of(wide), kLine);
+    accumulator_offset += round_up(slice->numel * size_of(sum_dtype), kCacheLine);
     const bool mixed = std::any_of(instruction.inputs.begin(), instruction.inputs.end(), [&](const BoxRef& input) {
       return std::memcmp(&segment.at(input.level), &codec, sizeof codec) != 0;
     });
-    if (mixed) add_up(instruction, *slice, call);
+    if (mixed) sum_mixed_codecs(instruction, *slice, combine);
     if (instruction.box >= 0) {
-      call.payload_out = box(piece, fabric_.rank, instruction.box) + slice->at(instruction.level).offset;
-      call.stream_out = call.stream_payload;  // one kind of store a pass
+      combine.payload_out = box(piece, transport_.rank, instruction.box) + slice->at(instruction.level).offset;
+      combine.stream_out = combine.stream_payload;  // a pass uses one kind of store
     }
-    call_.kernels->combine(codec, call);
-    if (instruction.output) arrived(*slice);
+    call_.kernels->combine(codec, combine);
+    if (instruction.output) apply_epilogue(*slice);
   }
 }
 
-// Terms of another codec than the sum's: their fp32 sum, in rank order, is all that its encoding sees of them.
-void Machine::add_up(const Instruction& instruction, const Slice& slice, Combine& call) {
+// Sums terms of which some have another codec than the result: decodes them and adds them up in rank order, so that the
+// result's encoding sees a single fp32 term.
+void SlotPipeline::sum_mixed_codecs(const Instruction& instruction, const Slice& slice, Combine& combine) {
   const Segment& segment = plan_.segments()[slice.segment];
-  const DType wide = accumulator_dtype(segment.dtype);
-  const std::size_t stride = AreaLayout::round_up(slice.numel * size_of(wide), kLine);
+  const DType sum_dtype = accumulator_dtype(segment.dtype);
+  const std::size_t stride = round_up(slice.numel * size_of(sum_dtype), kCacheLine);
   const std::size_t count = payloads_.size();
-  terms_.resize((count + 2) * stride + kLine);
-  std::uint8_t* const terms = terms_.data() + (kLine - reinterpret_cast<std::uintptr_t>(terms_.data()) % kLine);
+  decoded_terms_.resize((count + 2) * stride + kCacheLine);
+  std::uint8_t* const terms =
+      decoded_terms_.data() + (kCacheLine - reinterpret_cast<std::uintptr_t>(decoded_terms_.data()) % kCacheLine);
   for (std::size_t i = 0; i < count; ++i) {
     std::uint8_t* const term = terms + i * stride;
-    call_.kernels->decode(segment.at(instruction.inputs[i].level), payloads_[i], slice.numel, segment.dtype, term, wide,
-                          false);
+    call_.kernels->decode(segment.at(instruction.inputs[i].level), payloads_[i], slice.numel, segment.dtype, term,
+                          sum_dtype, false);
     payloads_[i] = term;
   }
-  Combine sum = call;
-  if (call.local && call.local_dtype != wide) {
+  Combine sum = combine;
+  if (combine.local && combine.local_dtype != sum_dtype) {
     std::uint8_t* const local = terms + (count + 1) * stride;
-    call_.kernels->decode(Codec{}, static_cast<const std::uint8_t*>(call.local), slice.numel, call.local_dtype, local,
-                          wide, false);
+    call_.kernels->decode(Codec{}, static_cast<const std::uint8_t*>(combine.local), slice.numel, combine.local_dtype,
+                          local, sum_dtype, false);
     sum.local = local;
-    sum.local_dtype = wide;
+    sum.local_dtype = sum_dtype;
   }
   sum.payloads = payloads_.data();
   sum.divisor = 1;
-  sum.dtype = sum.out_dtype = wide;
+  sum.dtype = sum.out_dtype = sum_dtype;
   sum.out = terms + count * stride;
   sum.stream_out = false;
-  const bool settles = instruction.writes_residual && instruction.box >= 0;  // its encoding's error
-  if (settles) sum.residual_in = sum.residual_out = nullptr;
+  // The residual is read and written with the encoding if its error is the new residual, and with the sum otherwise.
+  const bool residual_with_encoding = instruction.writes_residual && instruction.box >= 0;
+  if (residual_with_encoding) sum.residual_in = sum.residual_out = nullptr;
   call_.kernels->combine(Codec{}, sum);
-  call.payloads = nullptr;
-  call.count = 0;
-  call.position = 0;
-  call.local = sum.out;
-  call.local_dtype = wide;
-  if (!settles) call.residual_in = call.residual_out = nullptr;
+  combine.payloads = nullptr;
+  combine.count = 0;
+  combine.position = 0;
+  combine.local = sum.out;
+  combine.local_dtype = sum_dtype;
+  if (!residual_with_encoding) combine.residual_in = combine.residual_out = nullptr;
 }
 
-void Machine::adopt(std::size_t piece, const Instruction& instruction) {
+void SlotPipeline::decode(std::size_t piece, const Instruction& instruction) {
   for (const Slice* slice = plan_.begin(piece, instruction.chunk); slice != plan_.end(piece, instruction.chunk);
        ++slice) {
     const Segment& segment = plan_.segments()[slice->segment];
-    std::uint8_t* out = call_.segments[slice->segment].out;
+    std::uint8_t* out = call_.tensors[slice->segment].out;
     if (!out) continue;
     out += slice->out_offset * size_of(segment.dtype);
     const std::uint8_t* payload = box(piece, instruction.peer, instruction.box) + slice->at(instruction.level).offset;
     call_.kernels->decode(segment.at(instruction.level), payload, slice->numel, segment.dtype, out, segment.dtype,
-                          plan_.streams(instruction.chunk));
-    arrived(*slice);
+                          plan_.streams_output(instruction.chunk));
+    apply_epilogue(*slice);
   }
 }
 
-void Machine::forward(std::size_t piece, const Instruction& instruction) {
-  std::memcpy(box(piece, fabric_.rank, instruction.box), box(piece, instruction.peer, instruction.source),
+void SlotPipeline::forward(std::size_t piece, const Instruction& instruction) {
+  std::memcpy(box(piece, transport_.rank, instruction.box), box(piece, instruction.peer, instruction.source),
               plan_.payload_bytes(piece, instruction.chunk, instruction.level));
 }
 
-// Elements as they are, into the output.
-void Machine::put(const Instruction& instruction, const std::uint8_t* in, std::size_t numel, DType dtype,
-                  std::uint8_t* out) {
-  if (out != in) call_.kernels->decode(Codec{}, in, numel, dtype, out, dtype, plan_.streams(instruction.chunk));
-}
-
-void Machine::copy(std::size_t piece, const Instruction& instruction) {
+void SlotPipeline::copy(std::size_t piece, const Instruction& instruction) {
   for (const Slice* slice = plan_.begin(piece, instruction.chunk); slice != plan_.end(piece, instruction.chunk);
        ++slice) {
-    const Pointers& pointers = call_.segments[slice->segment];
-    const DType dtype = plan_.segments()[slice->segment].dtype;
-    const std::uint8_t* in = pointers.in + slice->in_offset * size_of(dtype);
-    if (pointers.out) put(instruction, in, slice->numel, dtype, pointers.out + slice->out_offset * size_of(dtype));
-    arrived(*slice);
+    copy_slice(instruction, *slice);
+    apply_epilogue(*slice);
   }
 }
 

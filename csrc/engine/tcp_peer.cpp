@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <new>
 #include <string>
 #include <system_error>
 
@@ -17,151 +16,146 @@ namespace {
 // The numbers travel between ranks.
 enum Kind : std::uint32_t { kBox = 1, kDone = 2, kHeader = 3, kWaiting = 4, kFailure = 5, kClosed = 6 };
 
-// So many finished pieces may be unsaid: a peer that waits for a slot waits for one that was used long before.
-constexpr std::uint64_t kDoneUnsaid = 2;
-static_assert(2 * kDoneUnsaid <= kSlots, "slots come free only when it is said");
-constexpr std::uint64_t kHeadersSaid = 8;  // a peer is at most so many operations behind
-static_assert(sizeof(Failure::text) >= kOpText, "one buffer takes either");
+// Finished pieces between two messages about them: a peer that waits for a slot waits for one that was used long ago.
+constexpr std::uint64_t kDoneInterval = 2;
+static_assert(2 * kDoneInterval <= kSlots, "slots become free only when the peer learns of it");
+constexpr std::uint64_t kHeadersSent = 8;  // a peer is at most this many operations behind
+static_assert(sizeof(FailureRecord::text) >= kOpText, "one buffer serves both");
 
 void* reserve(std::size_t bytes) {
-  // Only what the peer sends is ever touched.
+  // Not reserved: only the pages that the peer sends something for are ever touched.
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "memory for a peer's messages");
+  if (memory == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "memory for a TCP peer's messages");
   return memory;
 }
 
 }  // namespace
 
-Remote::Remote(int fd, const AreaLayout& layout, int reader)
+TcpPeer::TcpPeer(int fd, const RegionLayout& layout, int reader)
     : layout_(layout), reader_(static_cast<std::size_t>(reader)), memory_(nullptr), stream_(fd) {
   memory_ = reserve(layout_.bytes());
-  view_ = view_of(memory_, layout_);
-  new (view_.head) AreaHead;
-  for (std::size_t i = 0; i < std::size_t{layout_.max_boxes} * kSlots; ++i) new (view_.flags + i) Flag;
-  for (std::size_t i = 0; i < layout_.stamps(); ++i) new (view_.stamps + i) Stamp;
+  view_ = construct_region(memory_, layout_);
 }
 
-Remote::~Remote() { munmap(memory_, layout_.bytes()); }
+TcpPeer::~TcpPeer() { munmap(memory_, layout_.bytes()); }
 
-void Remote::send_box(std::size_t index, const Flag& flag, std::uint64_t first_ns, const std::uint8_t* data,
-                      std::size_t slot_offset, std::size_t bytes) {
-  FrameHead head{kBox, static_cast<std::uint32_t>(bytes)};
-  head.words = {flag.seq.load(std::memory_order_relaxed), flag.operation.load(std::memory_order_relaxed),
-                static_cast<std::uint64_t>(index) << 32 | flag.checksum.load(std::memory_order_relaxed), first_ns,
-                slot_offset};
-  stream_.put(head, data);
+void TcpPeer::send_box(std::size_t index, const BoxFlag& flag, std::uint64_t first_ns, const std::uint8_t* data,
+                       std::size_t slot_offset, std::size_t bytes) {
+  FrameHeader frame{kBox, static_cast<std::uint32_t>(bytes)};
+  frame.words = {flag.seq.load(std::memory_order_relaxed), flag.operation.load(std::memory_order_relaxed),
+                 static_cast<std::uint64_t>(index) << 32 | flag.checksum.load(std::memory_order_relaxed), first_ns,
+                 slot_offset};
+  stream_.enqueue(frame, data);
 }
 
-void Remote::send_done(std::uint64_t pieces) {
-  if (pieces < done_said_ + kDoneUnsaid) return;
-  done_said_ = pieces;
-  FrameHead head{kDone};
-  head.words[0] = pieces;
-  stream_.put(head, nullptr);
+void TcpPeer::send_pieces_done(std::uint64_t pieces) {
+  if (pieces < pieces_done_sent_ + kDoneInterval) return;
+  pieces_done_sent_ = pieces;
+  FrameHeader frame{kDone};
+  frame.words[0] = pieces;
+  stream_.enqueue(frame, nullptr);
 }
 
-void Remote::send_headers(const AreaHead& own, std::uint64_t number) {
-  std::uint64_t next = headers_said_ + 1;
-  if (number >= kHeadersSaid) next = std::max(next, number - kHeadersSaid + 1);
+void TcpPeer::send_headers(const RegionHeader& own, std::uint64_t number) {
+  std::uint64_t next = headers_sent_ + 1;
+  if (number >= kHeadersSent) next = std::max(next, number - kHeadersSent + 1);
   for (; next <= number; ++next) {
     const OpHeader& header = own.ops[next % kOpRing];
     if (header.number.load(std::memory_order_relaxed) != next) continue;
-    FrameHead head{kHeader};
-    head.words[0] = next;
-    head.words[1] = header.fingerprint.load(std::memory_order_relaxed);
-    stream_.put(head, std::string(header.text, strnlen(header.text, kOpText - 1)));
+    FrameHeader frame{kHeader};
+    frame.words[0] = next;
+    frame.words[1] = header.fingerprint.load(std::memory_order_relaxed);
+    stream_.enqueue(frame, std::string(header.text, strnlen(header.text, kOpText - 1)));
   }
-  headers_said_ = std::max(headers_said_, number);
+  headers_sent_ = std::max(headers_sent_, number);
 }
 
-void Remote::send_waiting(int rank) {
-  FrameHead head{kWaiting};
-  head.words[0] = static_cast<std::uint64_t>(rank);
-  stream_.put(head, nullptr);
+void TcpPeer::send_waiting_for(int rank) {
+  FrameHeader frame{kWaiting};
+  frame.words[0] = static_cast<std::uint64_t>(rank);
+  stream_.enqueue(frame, nullptr);
 }
 
-void Remote::send_failure(const Failure& failure) {
-  FrameHead head{kFailure};
-  head.words[0] = static_cast<std::uint64_t>(failure.kind);
-  head.words[1] = static_cast<std::uint64_t>(failure.culprit);
-  stream_.put(head, std::string(failure.text, strnlen(failure.text, sizeof failure.text - 1)));
+void TcpPeer::send_failure(const FailureRecord& failure) {
+  FrameHeader frame{kFailure};
+  frame.words[0] = static_cast<std::uint64_t>(failure.kind);
+  frame.words[1] = static_cast<std::uint64_t>(failure.failed_rank);
+  stream_.enqueue(frame, std::string(failure.text, strnlen(failure.text, sizeof failure.text - 1)));
 }
 
-void Remote::send_closed() { stream_.put(FrameHead{kClosed}, nullptr); }
+void TcpPeer::send_closed() { stream_.enqueue(FrameHeader{kClosed}, nullptr); }
 
-bool Remote::receive() { return stream_.receive(*this); }
-
-std::uint8_t* Remote::place(const FrameHead& head) {
+std::uint8_t* TcpPeer::payload_buffer(const FrameHeader& frame) {
   auto* const text = reinterpret_cast<std::uint8_t*>(text_);
-  switch (head.kind) {
+  switch (frame.kind) {
     case kBox: {
-      const std::uint64_t seq = head.words[0];
-      const std::uint64_t index = head.words[2] >> 32;
-      const std::uint64_t at = head.words[4];
+      const std::uint64_t seq = frame.words[0];
+      const std::uint64_t index = frame.words[2] >> 32;
+      const std::uint64_t at = frame.words[4];
       if (seq == 0 || index >= std::uint64_t{layout_.max_boxes} * kSlots || index % kSlots != (seq - 1) % kSlots) {
         return nullptr;
       }
-      if (at > layout_.slot_bytes || head.bytes > layout_.slot_bytes - at) return nullptr;
+      if (at > layout_.slot_bytes || frame.bytes > layout_.slot_bytes - at) return nullptr;
       return view_.slot(seq - 1) + at;
     }
     case kHeader:
-      return head.bytes < kOpText ? text : nullptr;
+      return frame.bytes < kOpText ? text : nullptr;
     case kFailure:
-      return head.bytes < sizeof text_ ? text : nullptr;
+      return frame.bytes < sizeof text_ ? text : nullptr;
     case kDone:
     case kWaiting:
     case kClosed:
-      return head.bytes == 0 ? text : nullptr;
+      return frame.bytes == 0 ? text : nullptr;
     default:
       return nullptr;
   }
 }
 
-void Remote::arrived(const FrameHead& head) {
-  AreaHead& area = *view_.head;
-  switch (head.kind) {
+void TcpPeer::on_frame(const FrameHeader& frame) {
+  RegionHeader& region = *view_.header;
+  switch (frame.kind) {
     case kBox: {
-      const std::size_t index = head.words[2] >> 32;
+      const std::size_t index = frame.words[2] >> 32;
       if (view_.stamps) {
-        Stamp& stamp = view_.stamps[index * layout_.ranks + reader_];
-        stamp.first.store(head.words[3], std::memory_order_relaxed);
-        stamp.seq.store(head.words[0], std::memory_order_release);
+        DeliveryStamp& stamp = view_.stamps[index * layout_.ranks + reader_];
+        stamp.first.store(frame.words[3], std::memory_order_relaxed);
+        stamp.seq.store(frame.words[0], std::memory_order_release);
       }
-      Flag& flag = view_.flags[index];
-      flag.operation.store(head.words[1], std::memory_order_relaxed);
-      flag.checksum.store(static_cast<std::uint32_t>(head.words[2]), std::memory_order_relaxed);
-      flag.seq.store(head.words[0], std::memory_order_release);
+      BoxFlag& flag = view_.flags[index];
+      flag.operation.store(frame.words[1], std::memory_order_relaxed);
+      flag.checksum.store(static_cast<std::uint32_t>(frame.words[2]), std::memory_order_relaxed);
+      flag.seq.store(frame.words[0], std::memory_order_release);
       break;
     }
     case kDone:
-      area.done.store(head.words[0], std::memory_order_release);
+      region.pieces_done.store(frame.words[0], std::memory_order_release);
       break;
     case kHeader: {
-      OpHeader& header = area.ops[head.words[0] % kOpRing];
+      OpHeader& header = region.ops[frame.words[0] % kOpRing];
       header.number.store(0, std::memory_order_release);
-      header.fingerprint.store(head.words[1], std::memory_order_relaxed);
-      std::memcpy(header.text, text_, head.bytes);
-      header.text[head.bytes] = 0;
-      header.number.store(head.words[0], std::memory_order_release);
+      header.fingerprint.store(frame.words[1], std::memory_order_relaxed);
+      std::memcpy(header.text, text_, frame.bytes);
+      header.text[frame.bytes] = 0;
+      header.number.store(frame.words[0], std::memory_order_release);
       break;
     }
     case kWaiting:
-      area.waiting_for.store(static_cast<std::int32_t>(head.words[0]), std::memory_order_relaxed);
-      area.waiting_since.store(now_ns(), std::memory_order_release);  // by this host's clock
+      region.waiting_for.store(static_cast<std::int32_t>(frame.words[0]), std::memory_order_relaxed);
+      region.waiting_since.store(now_ns(), std::memory_order_release);  // by the clock of this host
       break;
     case kFailure: {
-      Failure& failure = area.failure;
+      FailureRecord& failure = region.failure;
       std::uint32_t none = 0;
       if (!failure.state.compare_exchange_strong(none, 1)) break;
-      failure.kind = static_cast<ErrorKind>(head.words[0]);
-      failure.culprit = static_cast<std::int32_t>(head.words[1]);
-      std::memcpy(failure.text, text_, head.bytes);
-      failure.text[head.bytes] = 0;
+      failure.kind = static_cast<ErrorKind>(frame.words[0]);
+      failure.failed_rank = static_cast<std::int32_t>(frame.words[1]);
+      std::memcpy(failure.text, text_, frame.bytes);
+      failure.text[frame.bytes] = 0;
       failure.state.store(2, std::memory_order_release);
       break;
     }
     case kClosed:
-      area.closed.store(1, std::memory_order_release);
+      region.closed.store(1, std::memory_order_release);
       break;
     default:
       break;

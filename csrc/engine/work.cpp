@@ -1,22 +1,24 @@
 #include "engine/work.h"
 
+#include <utility>
+
 namespace dtcomm {
 
 void Work::wait() {
   std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [&] { return finished_; });
+  changed_.wait(lock, [&] { return finished(); });
   if (failure_) std::rethrow_exception(failure_);
 }
 
-void Work::await_call() {
+void Work::await_handover() {
   std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [&] { return finished_ || called_; });
-  called_ = false;
+  changed_.wait(lock, [&] { return finished() || handed_over_; });
+  handed_over_ = false;
 }
 
-void Work::call() {
+void Work::hand_over() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  called_ = true;
+  handed_over_ = true;
   changed_.notify_all();
 }
 
@@ -26,58 +28,54 @@ std::exception_ptr Work::failure() const {
 }
 
 void Work::finish(std::exception_ptr failure) {
-  bool notify = false;
-  std::uint64_t ticket = 0;
+  std::optional<std::uint64_t> ticket;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    finished_ = true;
-    over_.store(true, std::memory_order_release);
     failure_ = std::move(failure);
-    notify = notify_;
+    finished_.store(true, std::memory_order_release);
     ticket = ticket_;
     changed_.notify_all();
   }
-  if (notify) Completions::instance().put(ticket);
+  if (ticket) CompletionQueue::instance().put(*ticket);
 }
 
 void Work::notify(const std::shared_ptr<Work>& work, std::uint64_t ticket) {
   {
     const std::lock_guard<std::mutex> lock(work->mutex_);
-    work->notify_ = true;
     work->ticket_ = ticket;
-    if (!work->finished_) return;
+    if (!work->finished()) return;
   }
-  Completions::instance().put(ticket);
+  CompletionQueue::instance().put(ticket);
 }
 
-bool Work::unnotify() {
+bool Work::cancel_notify() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (finished_ || !notify_) return false;
-  notify_ = false;
+  if (finished() || !ticket_) return false;
+  ticket_.reset();
   return true;
 }
 
-Completions& Completions::instance() {
-  static auto* completions = new Completions;  // outlives every thread that might still put
-  return *completions;
+CompletionQueue& CompletionQueue::instance() {
+  static auto* queue = new CompletionQueue;  // never freed: threads may put tickets while the process exits
+  return *queue;
 }
 
-void Completions::put(std::uint64_t ticket) {
+void CompletionQueue::put(std::uint64_t ticket) {
   const std::lock_guard<std::mutex> lock(mutex_);
   tickets_.push_back(ticket);
   changed_.notify_one();
 }
 
-bool Completions::next(std::uint64_t& ticket) {
+std::optional<std::uint64_t> CompletionQueue::next() {
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock, [&] { return stopped_ || !tickets_.empty(); });
-  if (tickets_.empty()) return false;
-  ticket = tickets_.front();
+  if (tickets_.empty()) return std::nullopt;
+  const std::uint64_t ticket = tickets_.front();
   tickets_.pop_front();
-  return true;
+  return ticket;
 }
 
-void Completions::stop() {
+void CompletionQueue::stop() {
   const std::lock_guard<std::mutex> lock(mutex_);
   stopped_ = true;
   changed_.notify_all();

@@ -1,4 +1,4 @@
-// The outcome of one operation, for whoever waits for it.
+// The outcome of one queued operation, for the threads that wait for it.
 #pragma once
 
 #include <atomic>
@@ -8,6 +8,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 
 #include "engine/phase_times.h"
 
@@ -17,46 +18,45 @@ class Communicator;
 
 class Work {
  public:
-  // Waits without limit: the operation itself has a deadline. Rethrows its failure.
+  // Waits without a limit, because the operation itself has a deadline. Rethrows its failure.
   void wait();
-  bool finished() const { return over_.load(std::memory_order_acquire); }
-  // A thread that would rather drive than wait: until it is called to, or the work is finished.
-  void await_call();
-  void call();
+  bool finished() const { return finished_.load(std::memory_order_acquire); }
+  // For a thread that could run the operation itself while another one does: returns when it is asked to take over
+  // (hand_over), or when the work is finished.
+  void await_handover();
+  void hand_over();
   std::exception_ptr failure() const;
 
-  std::weak_ptr<Communicator> communicator;  // that runs it; set by whoever hands the work on
+  std::weak_ptr<Communicator> communicator;  // that runs it; set by the bindings
 
   // Valid once finished.
   std::uint64_t wire_bytes = 0;
   std::uint64_t started_ns = 0;
   std::uint64_t finished_ns = 0;
-  Times times;
+  PhaseTimes times;
 
   void finish(std::exception_ptr failure);
-  // Asks for this work to be handed to Completions::next when it is finished (at once if it is).
+  // Puts `ticket` into the CompletionQueue when the work is finished, or at once if it is.
   static void notify(const std::shared_ptr<Work>& work, std::uint64_t ticket);
-  // Takes that back; false where it is too late, and the ticket comes or has come.
-  bool unnotify();
+  // Undoes notify(); false if it is too late and the ticket is or was in the queue.
+  bool cancel_notify();
 
  private:
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  bool finished_ = false;
-  std::atomic<bool> over_{false};  // the same, for looks without the lock
-  bool called_ = false;
+  std::atomic<bool> finished_{false};  // written under the mutex, read also without it
+  bool handed_over_ = false;
   std::exception_ptr failure_;
-  bool notify_ = false;
-  std::uint64_t ticket_ = 0;
+  std::optional<std::uint64_t> ticket_;
 };
 
-// Finished works whose futures Python has to complete; one Python thread takes them.
-class Completions {
+// Tickets of finished works whose Python futures are to be completed, for one Python thread.
+class CompletionQueue {
  public:
-  static Completions& instance();
+  static CompletionQueue& instance();
   void put(std::uint64_t ticket);
-  // The next ticket; false after stop().
-  bool next(std::uint64_t& ticket);
+  // Waits for the next ticket; nothing after stop().
+  std::optional<std::uint64_t> next();
   void stop();
 
  private:

@@ -14,11 +14,11 @@
 namespace dtcomm {
 namespace {
 
-constexpr std::size_t kMost = 64;
+constexpr std::size_t kMaxEvents = 64;
 
 }  // namespace
 
-void Watch::add(int fd, int number) {
+void EpollSet::add(int fd, int number) {
   if (fd_ < 0) {
     fd_ = epoll_create1(EPOLL_CLOEXEC);
     if (fd_ < 0) throw std::system_error(errno, std::generic_category(), "epoll_create1");
@@ -30,42 +30,42 @@ void Watch::add(int fd, int number) {
   if (epoll_ctl(fd_, EPOLL_CTL_ADD, fd, &event) != 0) {
     throw std::system_error(errno, std::generic_category(), "epoll_ctl");
   }
-  wants_room_.resize(std::max(wants_room_.size(), static_cast<std::size_t>(number) + 1));
+  watches_writable_.resize(std::max(watches_writable_.size(), static_cast<std::size_t>(number) + 1));
 }
 
-void Watch::want_room(int fd, int number, bool wanted) {
-  if (wants_room_[static_cast<std::size_t>(number)] == wanted) return;
-  wants_room_[static_cast<std::size_t>(number)] = wanted;
+void EpollSet::watch_writable(int fd, int number, bool wanted) {
+  if (watches_writable_[static_cast<std::size_t>(number)] == wanted) return;
+  watches_writable_[static_cast<std::size_t>(number)] = wanted;
   epoll_event event{};
   event.events = wanted ? EPOLLIN | EPOLLOUT : EPOLLIN;
   event.data.u32 = static_cast<std::uint32_t>(number);
   epoll_ctl(fd_, EPOLL_CTL_MOD, fd, &event);
 }
 
-void Watch::remove(int fd) {
+void EpollSet::remove(int fd) {
   epoll_event event{};
   epoll_ctl(fd_, EPOLL_CTL_DEL, fd, &event);
 }
 
-void Watch::close() {
+void EpollSet::close() {
   if (fd_ < 0) return;
   if (forget_in_children(fd_)) ::close(fd_);
   fd_ = -1;
 }
 
-std::size_t Watch::ready(int* numbers, std::size_t most) const {
-  epoll_event events[kMost];
-  const int count = epoll_wait(fd_, events, static_cast<int>(std::min(most, kMost)), 0);
+std::size_t EpollSet::ready(int* numbers, std::size_t capacity) const {
+  epoll_event events[kMaxEvents];
+  const int count = epoll_wait(fd_, events, static_cast<int>(std::min(capacity, kMaxEvents)), 0);
   for (int i = 0; i < count; ++i) numbers[i] = static_cast<int>(events[i].data.u32);
   return count > 0 ? static_cast<std::size_t>(count) : 0;
 }
 
-void sleep_on(const int* fds, std::size_t count, std::uint64_t timeout_ns) {
-  pollfd watched[kMost];
-  count = std::min(count, kMost);
-  for (std::size_t i = 0; i < count; ++i) watched[i] = {fds[i], POLLIN, 0};
+void sleep_until_readable(const int* fds, std::size_t count, std::uint64_t timeout_ns) {
+  pollfd polled[kMaxEvents];
+  count = std::min(count, kMaxEvents);
+  for (std::size_t i = 0; i < count; ++i) polled[i] = {fds[i], POLLIN, 0};
   timespec timeout{static_cast<time_t>(timeout_ns / 1000000000ull), static_cast<long>(timeout_ns % 1000000000ull)};
-  ppoll(watched, count, &timeout, nullptr);
+  ppoll(polled, count, &timeout, nullptr);
 }
 
 }  // namespace dtcomm

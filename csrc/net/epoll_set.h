@@ -1,4 +1,4 @@
-// Many sockets as one descriptor, which is readable while any of them has something for its owner.
+// A set of sockets (epoll) that is itself one descriptor, readable while any of the sockets needs attention.
 #pragma once
 
 #include <cstddef>
@@ -7,29 +7,29 @@
 
 namespace dtcomm {
 
-class Watch {
+class EpollSet {
  public:
-  Watch() = default;
-  ~Watch() { close(); }
-  Watch(const Watch&) = delete;
+  EpollSet() = default;
+  ~EpollSet() { close(); }
+  EpollSet(const EpollSet&) = delete;
 
-  // From the first socket on there is a descriptor; std::system_error where the kernel has none to spare.
+  // Adds a socket under a number. Throws std::system_error if the kernel has no descriptor for the set.
   void add(int fd, int number);
-  // Also look out for room to send; or no more.
-  void want_room(int fd, int number, bool wanted);
+  // Whether to report the socket also when it becomes writable.
+  void watch_writable(int fd, int number, bool wanted);
   void remove(int fd);
   void close();
 
-  int fd() const { return fd_; }
-  // The numbers of sockets that have something, up to `most` of them; nobody waits.
-  std::size_t ready(int* numbers, std::size_t most) const;
+  int fd() const { return fd_; }  // -1 while the set is empty
+  // The numbers of sockets that are ready, at most `capacity`; does not block.
+  std::size_t ready(int* numbers, std::size_t capacity) const;
 
  private:
   int fd_ = -1;
-  std::vector<bool> wants_room_;  // by number
+  std::vector<bool> watches_writable_;  // by number
 };
 
-// Sleeps until one of the descriptors is readable or `timeout_ns` passed.
-void sleep_on(const int* fds, std::size_t count, std::uint64_t timeout_ns);
+// Sleeps until one of the descriptors is readable or `timeout_ns` has passed.
+void sleep_until_readable(const int* fds, std::size_t count, std::uint64_t timeout_ns);
 
 }  // namespace dtcomm

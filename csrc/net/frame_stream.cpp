@@ -17,74 +17,75 @@
 namespace dtcomm {
 namespace {
 
-constexpr std::size_t kFramesAtOnce = 32;
-constexpr std::size_t kBytesAtOnce = 4 * 1024 * 1024;  // of one peer, before the others have their turn
+constexpr std::size_t kFramesPerCall = 32;
+constexpr std::size_t kMaxReceive = 4 * 1024 * 1024;  // bytes of one peer before the others are served
 
-struct Inherited {
+// Descriptors to close in forked children.
+struct InheritedFds {
   std::mutex mutex;
   std::vector<int> fds;
 };
 
-Inherited& inherited() {
-  static auto* const kept = [] {
-    auto* made = new Inherited;  // never freed: a child may be forked at the very end
+InheritedFds& inherited() {
+  static auto* const instance = [] {
+    auto* fds = new InheritedFds;  // never freed: a child may be forked while the process exits
     pthread_atfork([] { inherited().mutex.lock(); }, [] { inherited().mutex.unlock(); },
                    [] {
                      for (const int fd : inherited().fds) ::close(fd);
                      inherited().fds.clear();
                      inherited().mutex.unlock();
                    });
-    return made;
+    return fds;
   }();
-  return *kept;
+  return *instance;
 }
 
-bool later(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
+bool is_temporary(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
 
 }  // namespace
 
 void close_in_children(int fd) {
-  Inherited& kept = inherited();
-  const std::lock_guard<std::mutex> lock(kept.mutex);
-  kept.fds.push_back(fd);
+  InheritedFds& children = inherited();
+  const std::lock_guard<std::mutex> lock(children.mutex);
+  children.fds.push_back(fd);
 }
 
 bool forget_in_children(int fd) {
-  Inherited& kept = inherited();
-  const std::lock_guard<std::mutex> lock(kept.mutex);
-  const auto found = std::find(kept.fds.begin(), kept.fds.end(), fd);
-  if (found == kept.fds.end()) return false;
-  kept.fds.erase(found);
+  InheritedFds& children = inherited();
+  const std::lock_guard<std::mutex> lock(children.mutex);
+  const auto found = std::find(children.fds.begin(), children.fds.end(), fd);
+  if (found == children.fds.end()) return false;
+  children.fds.erase(found);
   return true;
 }
 
-Stream::Stream(int fd) : fd_(fd) { close_in_children(fd); }
+FrameStream::FrameStream(int fd) : fd_(fd) { close_in_children(fd); }
 
-Stream::~Stream() {
+FrameStream::~FrameStream() {
   if (forget_in_children(fd_)) ::close(fd_);
 }
 
-void Stream::put(const FrameHead& head, const std::uint8_t* data) {
-  if (!ended_) queue_.push_back({head, {}, data});
+void FrameStream::enqueue(const FrameHeader& frame, const std::uint8_t* data) {
+  if (!ended_) queue_.push_back({frame, {}, data});
 }
 
-void Stream::put(FrameHead head, std::string text) {
+void FrameStream::enqueue(FrameHeader frame, std::string text) {
   if (ended_) return;
-  head.bytes = static_cast<std::uint32_t>(text.size());
-  queue_.push_back({head, std::move(text), nullptr});
+  frame.bytes = static_cast<std::uint32_t>(text.size());
+  queue_.push_back({frame, std::move(text), nullptr});
 }
 
-void Stream::flush() {
+void FrameStream::flush() {
   while (!queue_.empty()) {
-    iovec parts[2 * kFramesAtOnce];
+    iovec parts[2 * kFramesPerCall];
     std::size_t count = 0;
-    std::size_t skip = left_;
+    std::size_t skip = front_sent_;
     std::size_t whole = 0;
-    for (std::size_t i = 0; i < std::min(queue_.size(), kFramesAtOnce); ++i) {
-      Frame& frame = queue_[i];
-      const void* const starts[2] = {&frame.head,
+    for (std::size_t i = 0; i < std::min(queue_.size(), kFramesPerCall); ++i) {
+      QueuedFrame& frame = queue_[i];
+      const void* const starts[2] = {&frame.header,
                                      frame.data ? static_cast<const void*>(frame.data) : frame.text.data()};
-      const std::size_t sizes[2] = {sizeof frame.head, frame.head.bytes};
+      const std::size_t sizes[2] = {sizeof frame.header, frame.header.bytes};
       for (int part = 0; part < 2; ++part) {
         const std::size_t over = std::min(skip, sizes[part]);
         skip -= over;
@@ -99,54 +100,54 @@ void Stream::flush() {
     const ssize_t sent = ::sendmsg(fd_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0) {
       if (errno == EINTR) continue;
-      // What the peer said with its last breath is still to be read: receive() finds the end.
-      if (!later(errno)) queue_.clear();
+      // Frames that the peer sent before it ended are still to be read: receive() finds the end.
+      if (!is_temporary(errno)) queue_.clear();
       return;
     }
-    left_ += static_cast<std::size_t>(sent);
-    while (!queue_.empty() && left_ >= queue_.front().size()) {
-      left_ -= queue_.front().size();
+    front_sent_ += static_cast<std::size_t>(sent);
+    while (!queue_.empty() && front_sent_ >= queue_.front().size()) {
+      front_sent_ -= queue_.front().size();
       queue_.pop_front();
     }
     if (static_cast<std::size_t>(sent) < whole) return;
   }
 }
 
-void Stream::end(std::string why) {
+void FrameStream::end(std::string reason) {
   ended_ = true;
-  why_ = std::move(why);
+  end_reason_ = std::move(reason);
   queue_.clear();
-  ::shutdown(fd_, SHUT_RDWR);  // the peer finds out too
+  ::shutdown(fd_, SHUT_RDWR);  // so that the peer learns of it
 }
 
-void Stream::shut() { ::shutdown(fd_, SHUT_WR); }
+void FrameStream::shutdown_send() { ::shutdown(fd_, SHUT_WR); }
 
-std::size_t Stream::unsent() const {
+std::size_t FrameStream::unacknowledged() const {
   int bytes = 0;
   return ended_ || ioctl(fd_, SIOCOUTQ, &bytes) != 0 ? 0 : static_cast<std::size_t>(bytes);
 }
 
-// The payload straight to where it belongs, and what is behind it into the space for what is read ahead.
-bool Stream::read_more(bool& drained) {
+// Reads the rest of the payload directly to its place, and what follows it into the read-ahead buffer.
+bool FrameStream::read_more(bool& drained) {
   if (begin_ == end_) begin_ = end_ = 0;
   if (begin_ > 0) {
-    std::memmove(ahead_.data(), ahead_.data() + begin_, end_ - begin_);
+    std::memmove(buffer_.data(), buffer_.data() + begin_, end_ - begin_);
     end_ -= begin_;
     begin_ = 0;
   }
   iovec parts[2];
-  std::size_t room = 0;
+  std::size_t requested = 0;
   int count = 0;
-  const std::size_t direct = inside_ ? missing_ : 0;
+  const std::size_t direct = in_payload_ ? missing_ : 0;
   if (direct > 0) parts[count++] = {payload_, direct};
-  parts[count++] = {ahead_.data() + end_, ahead_.size() - end_};
-  for (int i = 0; i < count; ++i) room += parts[i].iov_len;
+  parts[count++] = {buffer_.data() + end_, buffer_.size() - end_};
+  for (int i = 0; i < count; ++i) requested += parts[i].iov_len;
   msghdr message{};
   message.msg_iov = parts;
   message.msg_iovlen = static_cast<std::size_t>(count);
   const ssize_t got = ::recvmsg(fd_, &message, MSG_DONTWAIT);
   if (got < 0) {
-    if (!later(errno)) end(std::strerror(errno));
+    if (!is_temporary(errno)) end(std::strerror(errno));
     drained = errno != EINTR;
     return false;
   }
@@ -160,42 +161,42 @@ bool Stream::read_more(bool& drained) {
   payload_ += placed;
   missing_ -= placed;
   end_ += bytes - placed;
-  drained = bytes < room;
+  drained = bytes < requested;
   return true;
 }
 
-// Makes of what was read ahead what can be made of it; false where a frame is refused.
-bool Stream::take(FrameSink& sink) {
+// Parses the read-ahead buffer as far as it goes; false if a frame is rejected.
+bool FrameStream::parse(FrameSink& sink) {
   for (;;) {
-    if (inside_) {
+    if (in_payload_) {
       const std::size_t size = std::min(missing_, end_ - begin_);
-      if (size > 0) std::memcpy(payload_, ahead_.data() + begin_, size);
+      if (size > 0) std::memcpy(payload_, buffer_.data() + begin_, size);
       payload_ += size;
       missing_ -= size;
       begin_ += size;
       if (missing_ > 0) return true;
-      inside_ = false;
-      sink.arrived(head_);
+      in_payload_ = false;
+      sink.on_frame(header_);
     }
-    if (end_ - begin_ < sizeof head_) return true;
-    std::memcpy(&head_, ahead_.data() + begin_, sizeof head_);
-    begin_ += sizeof head_;
-    payload_ = sink.place(head_);
+    if (end_ - begin_ < sizeof header_) return true;
+    std::memcpy(&header_, buffer_.data() + begin_, sizeof header_);
+    begin_ += sizeof header_;
+    payload_ = sink.payload_buffer(header_);
     if (!payload_) return false;
-    missing_ = head_.bytes;
-    inside_ = true;
+    missing_ = header_.bytes;
+    in_payload_ = true;
   }
 }
 
-bool Stream::receive(FrameSink& sink) {
+bool FrameStream::receive(FrameSink& sink) {
   bool any = false;
   bool drained = false;
-  for (std::size_t budget = 0; !ended_ && !drained && budget < kBytesAtOnce;) {
-    const std::size_t before = missing_ + ahead_.size() - end_ + begin_;
+  for (std::size_t budget = 0; !ended_ && !drained && budget < kMaxReceive;) {
+    const std::size_t before = missing_ + buffer_.size() - end_ + begin_;
     if (!read_more(drained)) continue;
-    budget += before - (missing_ + ahead_.size() - end_ + begin_);
+    budget += before - (missing_ + buffer_.size() - end_ + begin_);
     any = true;
-    if (!take(sink)) end("it sent what it must not");
+    if (!parse(sink)) end("it sent an invalid frame");
   }
   return any;
 }

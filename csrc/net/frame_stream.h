@@ -1,4 +1,4 @@
-// One connection to a peer: frames go in and out whole, and nothing here ever waits.
+// One TCP connection to a peer that carries frames: a fixed header and a payload. Nothing here blocks.
 #pragma once
 
 #include <array>
@@ -9,74 +9,76 @@
 
 namespace dtcomm {
 
-// What goes before every payload. Both ends are of one kind of machine, as their payloads are.
-struct FrameHead {
+// Precedes every payload. Both ends use the same byte order.
+struct FrameHeader {
   std::uint32_t kind = 0;
-  std::uint32_t bytes = 0;  // of the payload behind it
+  std::uint32_t bytes = 0;  // of the payload
   std::array<std::uint64_t, 5> words{};
 };
 
+// Receives the frames of a stream.
 class FrameSink {
  public:
   virtual ~FrameSink() = default;
-  // Where the payload of a frame belongs; null refuses the frame, which ends the connection.
-  virtual std::uint8_t* place(const FrameHead& head) = 0;
-  // The payload is there.
-  virtual void arrived(const FrameHead& head) = 0;
+  // Where to store the payload of the frame; null rejects the frame, which ends the connection.
+  virtual std::uint8_t* payload_buffer(const FrameHeader& frame) = 0;
+  // The payload has been stored.
+  virtual void on_frame(const FrameHeader& frame) = 0;
 };
 
-class Stream {
+class FrameStream {
  public:
-  // Owns the connected socket. A forked child does not have it: who talks to this process sees it end with it.
-  explicit Stream(int fd);
-  ~Stream();
-  Stream(const Stream&) = delete;
+  // Takes ownership of the connected socket. Forked children close it, so that the peer sees this process end.
+  explicit FrameStream(int fd);
+  ~FrameStream();
+  FrameStream(const FrameStream&) = delete;
 
   int fd() const { return fd_; }
-  // Queues a frame; `data` stays as it is until it has left, a `text` is copied.
-  void put(const FrameHead& head, const std::uint8_t* data);
-  void put(FrameHead head, std::string text);
-  // Hands over to the kernel what it takes.
+  // Queues a frame. `data` must stay unchanged until it has been sent; a `text` is copied.
+  void enqueue(const FrameHeader& frame, const std::uint8_t* data);
+  void enqueue(FrameHeader frame, std::string text);
+  // Passes queued frames to the kernel, as many as it accepts.
   void flush();
-  bool pending() const { return !queue_.empty(); }
-  // Reads what there is; true where anything came.
+  bool has_queued() const { return !queue_.empty(); }
+  // Reads what has arrived; true if anything had.
   bool receive(FrameSink& sink);
-  // The connection has ended, or broke: `why` says how.
+  // Whether the connection has ended, by either side or by an error, and how.
   bool ended() const { return ended_; }
-  const std::string& why() const { return why_; }
-  // No more will be sent; what the kernel has still leaves. `unsent` counts those bytes.
-  void shut();
-  std::size_t unsent() const;
+  const std::string& end_reason() const { return end_reason_; }
+  // Ends the sending direction. The kernel still sends what it has accepted; `unacknowledged` counts those bytes.
+  void shutdown_send();
+  std::size_t unacknowledged() const;
 
  private:
-  struct Frame {
-    FrameHead head;
+  struct QueuedFrame {
+    FrameHeader header;
     std::string text;
     const std::uint8_t* data = nullptr;
-    std::size_t size() const { return sizeof head + head.bytes; }
+    std::size_t size() const { return sizeof header + header.bytes; }
   };
-  void end(std::string why);
+  void end(std::string reason);
   bool read_more(bool& drained);
-  bool take(FrameSink& sink);
+  bool parse(FrameSink& sink);
 
-  static constexpr std::size_t kAhead = 16 * 1024;
+  static constexpr std::size_t kReadAhead = 16 * 1024;
   int fd_;
   bool ended_ = false;
-  std::string why_;
-  std::deque<Frame> queue_;
-  std::size_t left_ = 0;                    // bytes of the first frame that have left
-  std::array<std::uint8_t, kAhead> ahead_;  // read, and not yet made anything of
+  std::string end_reason_;
+  std::deque<QueuedFrame> queue_;
+  std::size_t front_sent_ = 0;                   // bytes of the first queued frame that were sent
+  std::array<std::uint8_t, kReadAhead> buffer_;  // bytes that were read and not yet parsed: [begin_, end_)
   std::size_t begin_ = 0, end_ = 0;
-  bool inside_ = false;  // a payload is coming in
-  FrameHead head_;
+  bool in_payload_ = false;  // the rest describes the frame whose payload is being received
+  FrameHeader header_;
   std::uint8_t* payload_ = nullptr;
   std::size_t missing_ = 0;
 };
 
-// Closes a descriptor in every child that this process forks: a copy there would keep the connection open when this
-// process ends.
+// Closes `fd` in every child that this process forks: a copy there would keep the connection open after this process
+// has ended.
 void close_in_children(int fd);
-// False where this process is such a child, and the number may be another file's by now.
+// Undoes close_in_children before `fd` is closed. False if this process is such a child, in which the number may belong
+// to another file by now.
 bool forget_in_children(int fd);
 
 }  // namespace dtcomm

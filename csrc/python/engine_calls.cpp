@@ -4,63 +4,65 @@
 #include <utility>
 
 #include "cpu/kernels.h"
+#include "python/arguments.h"
 
 namespace py = pybind11;
 
 namespace dtcomm::python {
 namespace {
 
-std::atomic<const Kernels*> engine_kernels{&best_kernels()};
+std::atomic<const Kernels*> engine_kernels{&best_kernels()};  // null: the reference, which the engine cannot run
 
-const Kernels* current_kernels() {
+const Kernels* selected_kernels() {
   const Kernels* kernels = engine_kernels.load(std::memory_order_relaxed);
-  if (!kernels)
+  if (!kernels) {
     throw py::value_error(
         "kernels: the native engine cannot run the reference: force a native kernel, or DTCOMM_RUNTIME=process_group");
+  }
   return kernels;
 }
 
 }  // namespace
 
-Pointers unpack(std::uintptr_t in, std::uintptr_t out, std::uintptr_t residual) {
-  return {reinterpret_cast<const std::uint8_t*>(in), reinterpret_cast<std::uint8_t*>(out),
-          reinterpret_cast<float*>(residual)};
+TensorPointers tensor_pointers(std::uintptr_t in, std::uintptr_t out, std::uintptr_t residual) {
+  return {pointer<std::uint8_t>(in), pointer<std::uint8_t>(out), pointer<float>(residual)};
 }
 
-std::vector<Pointers> unpack_all(const std::vector<PointerTuple>& tuples) {
-  std::vector<Pointers> pointers;
-  pointers.reserve(tuples.size());
-  for (const auto& [in, out, residual] : tuples) pointers.push_back(unpack(in, out, residual));
-  return pointers;
+std::vector<TensorPointers> tensor_pointers(const std::vector<PointerTuple>& tuples) {
+  std::vector<TensorPointers> tensors;
+  tensors.reserve(tuples.size());
+  for (const auto& [in, out, residual] : tuples) tensors.push_back(tensor_pointers(in, out, residual));
+  return tensors;
 }
 
-void add_steps(Call& call, const Steps& before, const Steps& after, std::uint64_t agreed) {
-  for (const NativeTask& step : before) call.before.push_back(step.run);
+void add_tasks(Call& call, const Tasks& before, const Tasks& after, std::uint64_t agreed) {
+  for (const NativeTask& task : before) call.before.push_back(task.run);
   const Plan& plan = *call.plan;
-  const bool tells =
+  // Only if every element is written once does the engine know when it is final.
+  const bool elements_become_final =
       plan.geometry() == Geometry::whole && plan.segments().size() == 1 && plan.program().writes_chunks_once();
-  for (const NativeTask& step : after) {
-    // Steps run in order: once one waits for the end those behind it do, too.
-    if (step.arrival.take && tells && !call.arrival.take && call.after.empty()) {
-      call.arrival = step.arrival;
+  for (const NativeTask& task : after) {
+    // Tasks run in order, so only the first one may run before the operation has ended.
+    if (task.epilogue.apply && elements_become_final && !call.epilogue.apply && call.after.empty()) {
+      call.epilogue = task.epilogue;
     } else {
-      call.after.push_back(step.run);
+      call.after.push_back(task.run);
     }
   }
   call.agreed = agreed;
 }
 
-Call make_call(std::shared_ptr<const Plan> plan, std::vector<Pointers> pointers, std::uint64_t seed) {
-  if (pointers.size() != plan->segments().size()) throw py::value_error("pointers: one triple per segment of the plan");
+Call make_call(std::shared_ptr<const Plan> plan, std::vector<TensorPointers> tensors, std::uint64_t seed) {
+  if (tensors.size() != plan->segments().size()) throw py::value_error("pointers: one triple per segment of the plan");
   Call call;
   call.plan = std::move(plan);
-  call.segments = std::move(pointers);
+  call.tensors = std::move(tensors);
   call.seed = seed;
-  call.kernels = current_kernels();
+  call.kernels = selected_kernels();
   return call;
 }
 
-void choose_engine_kernels(const std::string& name) {
+void select_engine_kernels(const std::string& name) {
   const Kernels* kernels = find_kernels(name.c_str());
   if (!kernels && name != "reference") throw py::value_error("no kernels named '" + name + "' run on this CPU");
   engine_kernels.store(kernels);

@@ -1,4 +1,4 @@
-// What Python hands over for one operation, as the engine takes it.
+// Conversion of one operation from Python to the engine's Call.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,25 +10,27 @@
 #include <tuple>
 #include <vector>
 
-#include "engine/interpreter.h"
+#include "engine/call.h"
 #include "python/local_tasks.h"
 
 namespace dtcomm::python {
 
-// (input address, output address or 0, residual address or 0)
+// (input address or 0, output address or 0, residual address or 0)
 using PointerTuple = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t>;
-// What is done before and after the operation.
-using Steps = std::vector<NativeTask>;
+using Tasks = std::vector<NativeTask>;
 
-Pointers unpack(std::uintptr_t in, std::uintptr_t out, std::uintptr_t residual);
-std::vector<Pointers> unpack_all(const std::vector<PointerTuple>& tuples);
+TensorPointers tensor_pointers(std::uintptr_t in, std::uintptr_t out, std::uintptr_t residual);
+std::vector<TensorPointers> tensor_pointers(const std::vector<PointerTuple>& tuples);
 
-// Runs by the kernels that are chosen now. ValueError where the numbers of segments differ.
-Call make_call(std::shared_ptr<const Plan> plan, std::vector<Pointers> pointers, std::uint64_t seed);
-void add_steps(Call& call, const Steps& before, const Steps& after, std::uint64_t agreed);
+// A call that the currently selected kernels run. ValueError if the number of tensors differs from that of the plan's
+// segments.
+Call make_call(std::shared_ptr<const Plan> plan, std::vector<TensorPointers> tensors, std::uint64_t seed);
+// Adds tasks before and after the operation, and the number that has to be equal on all ranks. A task that can be
+// applied piece by piece becomes the call's epilogue if the plan allows it.
+void add_tasks(Call& call, const Tasks& before, const Tasks& after, std::uint64_t agreed);
 
-// The kernels of all calls from now on; ValueError where none have this name.
-void choose_engine_kernels(const std::string& name);
+// Selects the kernels of all calls from now on; ValueError if this CPU cannot run them or there are none.
+void select_engine_kernels(const std::string& name);
 std::string engine_kernels_name();
 
 }  // namespace dtcomm::python

@@ -1,5 +1,5 @@
-// The epilogue of a summed activation for Python: raw pointers in, the GIL released. dtcomm/kernels/epilogue.py checks
-// the arguments.
+// Bindings of the epilogue of a summed activation. They take addresses and release the GIL; dtcomm/kernels/epilogue.py
+// checks the arguments.
 #include "cpu/epilogue.h"
 
 #include <memory>
@@ -36,19 +36,20 @@ Epilogue call_of(std::size_t features, int dtype, std::uintptr_t bias, std::uint
   return call;
 }
 
-NativeTask following(std::size_t numel, std::size_t features, int dtype, std::uintptr_t bias, std::uintptr_t residual,
-                     std::uintptr_t out, std::uintptr_t weight, float eps, std::uintptr_t normed) {
+NativeTask epilogue_task(std::size_t numel, std::size_t features, int dtype, std::uintptr_t bias,
+                         std::uintptr_t residual, std::uintptr_t out, std::uintptr_t weight, float eps,
+                         std::uintptr_t normed) {
   if (features == 0 || numel % features != 0) throw py::value_error("features: must divide the elements");
   const auto state =
       std::make_shared<Following>(call_of(features, dtype, bias, residual, out, weight, eps, normed), numel);
-  NativeTask step;
-  step.run = [state, numel](const Kernels& kernels) { state->arrived(kernels, 0, numel); };
-  step.arrival.take = [state](const Kernels& kernels, std::size_t at, std::size_t n) {
-    state->arrived(kernels, at, n);
+  NativeTask task;
+  task.run = [state, numel](const Kernels& kernels) { state->arrived(kernels, 0, numel); };
+  task.epilogue.apply = [state](const Kernels& kernels, std::size_t first, std::size_t n) {
+    state->arrived(kernels, first, n);
   };
   const std::size_t bytes = numel * size_of(state->call().dtype);
-  step.arrival.touches = {{state->call().residual, bytes}, {state->call().normed, bytes}};
-  return step;
+  task.epilogue.memory = {{state->call().residual, bytes}, {state->call().normed, bytes}};
+  return task;
 }
 
 }  // namespace
@@ -57,24 +58,24 @@ void bind_epilogue(py::module_& module) {
   module.def(
       "epilogue",
       [](const char* kernel, const py::bytes& codec_bytes,
-         const std::vector<std::pair<std::uintptr_t, std::size_t>>& given, std::size_t features, int dtype,
+         const std::vector<std::pair<std::uintptr_t, std::size_t>>& payloads, std::size_t features, int dtype,
          std::uintptr_t bias, std::uintptr_t residual, std::uintptr_t out, std::uintptr_t weight, float eps,
          std::uintptr_t normed) {
-        const Kernels* kernels = find_kernels(kernel);
-        if (!kernels) throw py::value_error(std::string("kernel: this CPU has no kernel named ") + kernel);
+        const Kernels& kernels = kernels_of(kernel);
         const Codec codec = codec_of(codec_bytes);
         std::vector<Run> runs;
-        for (const auto& [payload, numel] : given) runs.push_back({pointer<const std::uint8_t>(payload), numel});
+        for (const auto& [payload, numel] : payloads) runs.push_back({pointer<const std::uint8_t>(payload), numel});
         const Epilogue call = call_of(features, dtype, bias, residual, out, weight, eps, normed);
         const py::gil_scoped_release release;
-        epilogue(*kernels, codec, runs, call);
+        epilogue(kernels, codec, runs, call);
       },
       py::arg("kernel"), py::arg("codec"), py::arg("runs"), py::arg("features"), py::arg("dtype"), py::arg("bias"),
       py::arg("residual"), py::arg("out"), py::arg("weight"), py::arg("eps"), py::arg("normed"),
       "One call of dtcomm::epilogue on raw addresses; runs are (address, elements).");
-  module.def("task_epilogue", &following, py::arg("numel"), py::arg("features"), py::arg("dtype"), py::arg("bias"),
-             py::arg("residual"), py::arg("out"), py::arg("weight"), py::arg("eps"), py::arg("normed"),
-             "The same of sums that `out` holds when the step runs, or as they come in.");
+  module.def(
+      "task_epilogue", &epilogue_task, py::arg("numel"), py::arg("features"), py::arg("dtype"), py::arg("bias"),
+      py::arg("residual"), py::arg("out"), py::arg("weight"), py::arg("eps"), py::arg("normed"),
+      "A task that applies the epilogue to the sums in `out`, all at once or piece by piece as they become final.");
 }
 
 }  // namespace dtcomm::python

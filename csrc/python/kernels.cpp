@@ -1,6 +1,6 @@
-// The kernel table for Python: raw pointers in, the GIL released. dtcomm/kernels/cpu.py checks the arguments;
-// here is only what would otherwise be undefined. `repeats` runs a call so many times: what a benchmark of microseconds
-// needs in order not to time Python.
+// Bindings of the CPU kernels. They take addresses and release the GIL. dtcomm/kernels/cpu.py checks the arguments;
+// only what would otherwise be undefined behaviour is checked here. `repeats` runs a call several times, so that
+// benchmarks of microseconds do not time Python.
 #include <string>
 #include <vector>
 
@@ -17,12 +17,6 @@ namespace dtcomm::python {
 namespace py = pybind11;
 
 namespace {
-
-const Kernels& kernels_of(const char* name) {
-  const Kernels* kernels = find_kernels(name);
-  if (!kernels) throw py::value_error(std::string("kernel: this CPU has no kernel named ") + name);
-  return *kernels;
-}
 
 void combine(const char* kernel, const py::bytes& codec_bytes, const std::vector<std::uintptr_t>& payloads,
              int position, std::uintptr_t local, int local_dtype, std::uintptr_t residual_in,
@@ -82,7 +76,7 @@ void bind_kernels(py::module_& module) {
         }
         return all;
       },
-      "Every build of the kernels, best first: (name, whether this CPU can run it).");
+      "All builds of the kernels, best first: (name, whether this CPU can run it).");
   module.def(
       "wire_bytes",
       [](const py::bytes& codec, std::size_t numel, int dtype) {
@@ -99,7 +93,7 @@ void bind_kernels(py::module_& module) {
         return why_corrupt(codec, pointer<const std::uint8_t>(payload), numel);
       },
       py::arg("codec"), py::arg("payload"), py::arg("numel"),
-      "The first granule of a payload that no encoder makes, and why; empty where there is none.");
+      "The first invalid granule of a payload and what is wrong with it; empty if the payload is valid.");
   module.def(
       "mix_key", [](std::uint64_t seed, std::uint32_t rank, std::uint32_t step) { return mix_key(seed, rank, step); },
       py::arg("seed"), py::arg("rank"), py::arg("step"), "The key of one encoding, for stochastic rounding.");

@@ -1,4 +1,4 @@
-// The distance of two CPUs for Python. dtcomm/cli/tune/cpu_placement.py says what is made of it.
+// Binding of the core-to-core latency measurement. dtcomm/cli/tune/cpu_placement.py uses it.
 #include "cpu/core_to_core_latency.h"
 
 #include "python/bindings.h"
@@ -7,7 +7,7 @@ namespace dtcomm::python {
 
 namespace py = pybind11;
 
-void bind_distance(py::module_& module) {
+void bind_latency(py::module_& module) {
   module.def(
       "round_trip_ns",
       [](int cpu_a, int cpu_b, int batches, int trips) {
@@ -16,7 +16,7 @@ void bind_distance(py::module_& module) {
         return round_trip_ns(cpu_a, cpu_b, batches, trips);
       },
       py::arg("cpu_a"), py::arg("cpu_b"), py::arg("batches"), py::arg("trips"),
-      "Nanoseconds of a cache line's way to the other CPU and back; negative where a thread may not run there.");
+      "Round-trip time of a cache line between two CPUs in nanoseconds; negative if a thread may not run on one.");
 }
 
 }  // namespace dtcomm::python

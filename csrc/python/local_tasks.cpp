@@ -1,5 +1,5 @@
-// What ranks do on their own around a sum on common ground, for Python: raw pointers in. dtcomm/kernels/local_tasks.py
-// checks the arguments.
+// Bindings of the rank-local tasks before and after reproducible (`exact`) and shared-position (`randk`) sums. They
+// take addresses; dtcomm/kernels/local_tasks.py checks the arguments.
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -17,32 +17,33 @@ namespace py = pybind11;
 
 namespace {
 
-constexpr std::int64_t kAuditOk = INT64_MAX;  // of a verdict: no run is wrong
+constexpr std::int64_t kAuditOk = INT64_MAX;  // the verdict if every run agrees
 
-Contribution contribution(std::uintptr_t local, int dtype, std::uintptr_t residual, std::size_t numel) {
+Contribution contribution_of(std::uintptr_t local, int dtype, std::uintptr_t residual, std::size_t numel) {
   return {pointer<const void>(local), dtype_of(dtype), pointer<float>(residual), numel};
 }
 
-// The first run of kAuditRun integers whose checksums differ, or one of whose blocks does in its exponent: twice its
-// number, and one more where it is the exponents.
-std::int64_t verdict(const std::uint64_t* sums, const std::uint64_t* found, const std::uint8_t* exponents,
-                     const std::uint8_t* again, std::size_t numel, std::size_t block) {
+// Compares two copies of the checksums and exponents of a sum. Returns kAuditOk, or the first run of kAuditRun integers
+// that differs: twice its number, plus one if its exponents differ and not only its checksum.
+std::int64_t audit_verdict(const std::uint64_t* sums, const std::uint64_t* other_sums, const std::uint8_t* exponents,
+                           const std::uint8_t* other_exponents, std::size_t numel, std::size_t block) {
   for (std::size_t run = 0; run * kAuditRun < numel; ++run) {
     const std::size_t end = std::min(numel, (run + 1) * kAuditRun);
     const std::size_t first = run * kAuditRun / block, last = (end + block - 1) / block;
-    if (!std::equal(exponents + first, exponents + last, again + first)) return static_cast<std::int64_t>(2 * run + 1);
-    if (sums[run] != found[run]) return static_cast<std::int64_t>(2 * run);
+    if (!std::equal(exponents + first, exponents + last, other_exponents + first))
+      return static_cast<std::int64_t>(2 * run + 1);
+    if (sums[run] != other_sums[run]) return static_cast<std::int64_t>(2 * run);
   }
   return kAuditOk;
 }
 
-void bind_grid(py::module_& module) {
+void bind_reproducible_sum(py::module_& module) {
   module.def(
       "task_measure_exponents",
       [](const py::bytes& bytes, std::uintptr_t local, int dtype, std::uintptr_t residual, std::size_t numel,
          std::uintptr_t exponents) {
         const Codec codec = codec_of(bytes);
-        const Contribution from = contribution(local, dtype, residual, numel);
+        const Contribution from = contribution_of(local, dtype, residual, numel);
         return NativeTask{
             [=](const Kernels& kernels) { kernels.common.measure(codec, from, pointer<std::uint8_t>(exponents)); }};
       },
@@ -53,7 +54,7 @@ void bind_grid(py::module_& module) {
       [](const py::bytes& bytes, std::size_t ranks, std::uintptr_t local, int dtype, std::uintptr_t residual,
          std::size_t numel, std::uintptr_t exponents, std::uintptr_t codes) {
         const Codec codec = codec_of(bytes);
-        const Contribution from = contribution(local, dtype, residual, numel);
+        const Contribution from = contribution_of(local, dtype, residual, numel);
         return NativeTask{[=](const Kernels& kernels) {
           kernels.common.put(codec, ranks, from, pointer<const std::uint8_t>(exponents), pointer<void>(codes));
         }};
@@ -63,17 +64,18 @@ void bind_grid(py::module_& module) {
   module.def(
       "task_dequantize",
       [](const py::bytes& bytes, std::size_t ranks, std::uintptr_t codes, std::uintptr_t exponents, std::size_t numel,
-         std::size_t divisor, int dtype, std::uintptr_t out, std::uintptr_t sound) {
+         std::size_t divisor, int dtype, std::uintptr_t out, std::uintptr_t verdict) {
         const Codec codec = codec_of(bytes);
         const DType type = dtype_of(dtype);
         return NativeTask{[=](const Kernels& kernels) {
-          if (sound && *pointer<const std::int64_t>(sound) != kAuditOk) return;
+          if (verdict && *pointer<const std::int64_t>(verdict) != kAuditOk) return;
           kernels.common.take(codec, ranks, pointer<const void>(codes), pointer<const std::uint8_t>(exponents), numel,
                               divisor, type, pointer<void>(out));
         }};
       },
       py::arg("codec"), py::arg("ranks"), py::arg("codes"), py::arg("exponents"), py::arg("numel"), py::arg("divisor"),
-      py::arg("dtype"), py::arg("out"), py::arg("sound") = 0, "Nothing is taken where the verdict `sound` is another.");
+      py::arg("dtype"), py::arg("out"), py::arg("verdict") = 0,
+      "Does nothing if `verdict` is given and is not AUDIT_OK.");
   module.def(
       "task_audit_checksums",
       [](int bits, std::uintptr_t codes, std::size_t numel, std::uintptr_t sums) {
@@ -84,31 +86,31 @@ void bind_grid(py::module_& module) {
       py::arg("bits"), py::arg("codes"), py::arg("numel"), py::arg("sums"));
   module.def(
       "task_audit_verdict",
-      [](std::uintptr_t sums, std::uintptr_t found, std::uintptr_t exponents, std::uintptr_t again, std::size_t numel,
-         std::size_t block, std::uintptr_t out) {
+      [](std::uintptr_t sums, std::uintptr_t other_sums, std::uintptr_t exponents, std::uintptr_t other_exponents,
+         std::size_t numel, std::size_t block, std::uintptr_t out) {
         return NativeTask{[=](const Kernels&) {
-          *pointer<std::int64_t>(out) =
-              verdict(pointer<const std::uint64_t>(sums), pointer<const std::uint64_t>(found),
-                      pointer<const std::uint8_t>(exponents), pointer<const std::uint8_t>(again), numel, block);
+          *pointer<std::int64_t>(out) = audit_verdict(
+              pointer<const std::uint64_t>(sums), pointer<const std::uint64_t>(other_sums),
+              pointer<const std::uint8_t>(exponents), pointer<const std::uint8_t>(other_exponents), numel, block);
         }};
       },
-      py::arg("sums"), py::arg("found"), py::arg("exponents"), py::arg("again"), py::arg("numel"), py::arg("block"),
-      py::arg("out"));
+      py::arg("sums"), py::arg("other_sums"), py::arg("exponents"), py::arg("other_exponents"), py::arg("numel"),
+      py::arg("block"), py::arg("out"));
 }
 
-void bind_shared(py::module_& module) {
+void bind_shared_randk_sum(py::module_& module) {
   module.def(
       "task_gather_values",
       [](const py::bytes& bytes, std::uint64_t key, std::uint64_t offset, std::uintptr_t local, int dtype,
-         std::uintptr_t residual, std::size_t numel, std::uintptr_t values, std::uintptr_t owed) {
+         std::uintptr_t residual, std::size_t numel, std::uintptr_t values, std::uintptr_t residual_values) {
         const Codec codec = codec_of(bytes);
-        const Contribution from = contribution(local, dtype, residual, numel);
+        const Contribution from = contribution_of(local, dtype, residual, numel);
         return NativeTask{[=](const Kernels& kernels) {
-          kernels.common.gather(codec, key, offset, from, pointer<float>(values), pointer<float>(owed));
+          kernels.common.gather(codec, key, offset, from, pointer<float>(values), pointer<float>(residual_values));
         }};
       },
       py::arg("codec"), py::arg("key"), py::arg("offset"), py::arg("local"), py::arg("dtype"), py::arg("residual"),
-      py::arg("numel"), py::arg("values"), py::arg("owed"));
+      py::arg("numel"), py::arg("values"), py::arg("residual_values"));
   module.def(
       "task_scatter_values",
       [](const py::bytes& bytes, std::uint64_t key, std::uint64_t offset, bool scaled, std::uintptr_t values,
@@ -124,33 +126,34 @@ void bind_shared(py::module_& module) {
       py::arg("dtype"), py::arg("out"));
   module.def(
       "task_restore_residual",
-      [](const py::bytes& bytes, std::uint64_t key, std::uint64_t offset, std::uintptr_t owed, std::size_t numel,
-         std::uintptr_t residual) {
+      [](const py::bytes& bytes, std::uint64_t key, std::uint64_t offset, std::uintptr_t residual_values,
+         std::size_t numel, std::uintptr_t residual) {
         const Codec codec = codec_of(bytes);
         return NativeTask{[=](const Kernels& kernels) {
-          kernels.common.settle(codec, key, offset, pointer<const float>(owed), numel, pointer<float>(residual));
+          kernels.common.settle(codec, key, offset, pointer<const float>(residual_values), numel,
+                                pointer<float>(residual));
         }};
       },
-      py::arg("codec"), py::arg("key"), py::arg("offset"), py::arg("owed"), py::arg("numel"), py::arg("residual"));
+      py::arg("codec"), py::arg("key"), py::arg("offset"), py::arg("residual_values"), py::arg("numel"),
+      py::arg("residual"));
 }
 
 }  // namespace
 
-void bind_steps(py::module_& module) {
+void bind_local_tasks(py::module_& module) {
   py::class_<NativeTask>(module, "NativeTask")
       .def(
           "run",
           [](const NativeTask& self, const char* name) {
-            const Kernels* kernels = find_kernels(name);
-            if (!kernels) throw py::value_error(std::string("kernel: this CPU has no kernel named ") + name);
+            const Kernels& kernels = kernels_of(name);
             const py::gil_scoped_release release;
-            self.run(*kernels);
+            self.run(kernels);
           },
-          py::arg("kernel"), "Now, by the kernels of that name.");
+          py::arg("kernel"), "Runs the task with the kernels of that name.");
   module.attr("AUDIT_OK") = kAuditOk;
   module.attr("AUDIT_RUN") = kAuditRun;
-  bind_grid(module);
-  bind_shared(module);
+  bind_reproducible_sum(module);
+  bind_shared_randk_sum(module);
 }
 
 }  // namespace dtcomm::python

@@ -1,14 +1,14 @@
-// A task of an operation (engine/interpreter.h) as a value that Python makes, runs by itself or hands to the engine.
+// A local task of an operation as a Python object: Python makes it, and runs it or passes it to the engine.
 #pragma once
 
-#include "engine/interpreter.h"
+#include "engine/call.h"
 
 namespace dtcomm::python {
 
-// Keeps no memory: whoever makes one holds the tensors.
+// Holds addresses only: its maker keeps the tensors alive.
 struct NativeTask {
-  Task run;
-  Arrival arrival = {};  // the same, piece by piece, where the engine can tell when an element is final
+  LocalTask run;
+  EpilogueHook epilogue = {};  // the same work, piece by piece, if the engine can tell when an element is final
 };
 
 }  // namespace dtcomm::python

@@ -1,7 +1,5 @@
-// The passes of the low-rank compressor for Python: raw pointers in, the GIL released. dtcomm/kernels/low_rank.py
-// checks the arguments.
-#include <string>
-
+// Bindings of the passes of the low-rank compressor. They take addresses and release the GIL;
+// dtcomm/kernels/low_rank.py checks the arguments.
 #include "cpu/kernels.h"
 #include "python/arguments.h"
 #include "python/bindings.h"
@@ -11,12 +9,6 @@ namespace dtcomm::python {
 namespace py = pybind11;
 
 namespace {
-
-const LowRank& low_rank_of(const char* kernel) {
-  const Kernels* kernels = find_kernels(kernel);
-  if (!kernels) throw py::value_error(std::string("kernel: this CPU has no kernel named ") + kernel);
-  return kernels->low_rank;
-}
 
 Matrix matrix_of(std::uintptr_t gradient, int dtype, std::uintptr_t residual, std::size_t rows, std::size_t columns,
                  std::size_t rank) {
@@ -28,7 +20,13 @@ Matrix matrix_of(std::uintptr_t gradient, int dtype, std::uintptr_t residual, st
   return {pointer<const void>(gradient), pointer<const float>(residual), type, rows, columns, rank};
 }
 
-// One of the three passes over a matrix; what is read and what is written are the factors, in the pass's own order.
+// The matrix's memory, for the pass that overwrites it.
+struct Outputs {
+  void* gradient;
+  float* residual;
+};
+
+// Binds one of the three passes over a matrix. `first` and `second` name the factors in the order of its arguments.
 template <class Pass>
 void bind_pass(py::module_& module, const char* name, const char* first, const char* second, const Pass& pass) {
   module.def(
@@ -36,9 +34,10 @@ void bind_pass(py::module_& module, const char* name, const char* first, const c
       [pass](const char* kernel, std::uintptr_t gradient, int dtype, std::uintptr_t residual, std::size_t rows,
              std::size_t columns, std::size_t rank, std::uintptr_t one, std::uintptr_t two) {
         const Matrix matrix = matrix_of(gradient, dtype, residual, rows, columns, rank);
-        const LowRank& passes = low_rank_of(kernel);
+        const LowRank& passes = kernels_of(kernel).low_rank;
         const py::gil_scoped_release release;
-        pass(passes, matrix, pointer<float>(one), pointer<float>(two));
+        pass(passes, matrix, Outputs{pointer<void>(gradient), pointer<float>(residual)}, pointer<float>(one),
+             pointer<float>(two));
       },
       py::arg("kernel"), py::arg("gradient"), py::arg("dtype"), py::arg("residual"), py::arg("rows"),
       py::arg("columns"), py::arg("rank"), py::arg(first), py::arg(second));
@@ -46,25 +45,23 @@ void bind_pass(py::module_& module, const char* name, const char* first, const c
 
 }  // namespace
 
-void bind_lowrank(py::module_& module) {
+void bind_low_rank(py::module_& module) {
   bind_pass(module, "project_rows", "right", "left",
-            [](const LowRank& passes, const Matrix& matrix, const float* right, float* left) {
+            [](const LowRank& passes, const Matrix& matrix, const Outputs&, const float* right, float* left) {
               passes.project_rows(matrix, right, left);
             });
   bind_pass(module, "project_columns", "left", "right",
-            [](const LowRank& passes, const Matrix& matrix, const float* left, float* right) {
+            [](const LowRank& passes, const Matrix& matrix, const Outputs&, const float* left, float* right) {
               passes.project_columns(matrix, left, right);
             });
-  // The gradient becomes the factors' product and the residual, where given, what that lost.
+  // Overwrites the gradient with the product of the factors, and the residual, if there is one, with the error.
   bind_pass(module, "expand", "left", "right",
-            [](const LowRank& passes, const Matrix& matrix, const float* left, const float* right) {
-              passes.expand(matrix, left, right, const_cast<void*>(matrix.gradient),
-                            const_cast<float*>(matrix.residual));
-            });
+            [](const LowRank& passes, const Matrix& matrix, const Outputs& outputs, const float* left,
+               const float* right) { passes.expand(matrix, left, right, outputs.gradient, outputs.residual); });
   module.def(
       "orthonormalise",
       [](const char* kernel, std::uintptr_t vectors, std::size_t count, std::size_t n, std::uint64_t key) {
-        const LowRank& passes = low_rank_of(kernel);
+        const LowRank& passes = kernels_of(kernel).low_rank;
         const py::gil_scoped_release release;
         passes.orthonormalise(pointer<float>(vectors), count, n, key);
       },

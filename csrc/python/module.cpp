@@ -1,14 +1,15 @@
 #include "python/bindings.h"
 
 PYBIND11_MODULE(_C, module) {
-  module.doc() = "dtcomm's native core";
+  module.doc() = "dtcomm's native core: CPU kernels and the engine";
   dtcomm::python::bind_kernels(module);
-  dtcomm::python::bind_lowrank(module);
+  dtcomm::python::bind_low_rank(module);
   dtcomm::python::bind_epilogue(module);
-  dtcomm::python::bind_steps(module);
+  dtcomm::python::bind_local_tasks(module);
   dtcomm::python::bind_fused(module);
+  dtcomm::python::bind_plan(module);
   dtcomm::python::bind_engine(module);
-  dtcomm::python::bind_local(module);
-  dtcomm::python::bind_distance(module);
+  dtcomm::python::bind_simulated_world(module);
+  dtcomm::python::bind_latency(module);
   dtcomm::python::bind_build_info(module);
 }

@@ -1,4 +1,4 @@
-// Calls whose results are known, for tests of the engine with a thread for each rank.
+// Calls with known results, for tests of the engine with a thread for each rank.
 #pragma once
 
 #include <algorithm>
@@ -53,7 +53,7 @@ inline std::shared_ptr<const Program> two_shot(int rank, int ranks) {
       Program::parse(rank, ranks, ranks, std::vector<int>(static_cast<std::size_t>(ranks), ranks), flat));
 }
 
-inline Call call_for(int rank, int ranks, std::vector<float>& tensor) {
+inline Call all_reduce_call(int rank, int ranks, std::vector<float>& tensor) {
   Segment segment{tensor.size(), DType::f32, {}, {}};
   PlanOptions options;
   options.piece_bytes = 8 * 1024;
@@ -62,13 +62,13 @@ inline Call call_for(int rank, int ranks, std::vector<float>& tensor) {
   call.plan = std::make_shared<Plan>(two_shot(rank, ranks), Geometry::whole, ReduceOp::sum, false,
                                      std::vector<Segment>{segment}, options, "test");
   auto* data = reinterpret_cast<std::uint8_t*>(tensor.data());
-  call.segments.push_back({data, data, nullptr});
+  call.tensors.push_back({data, data, nullptr});
   call.kernels = find_kernels("generic");
   return call;
 }
 
-// Every rank hands its whole tensor to all others (all_gather), which pull it from where it lies.
-inline Call pulled_call(int rank, int ranks, std::vector<float>& given, std::vector<float>& taken) {
+// An all_gather in which every rank copies the others' tensors out of their memory.
+inline Call all_gather_call(int rank, int ranks, std::vector<float>& input, std::vector<float>& output) {
   std::vector<std::int64_t> flat{1, rank, 3, 0, 1, 0, 2, rank, ranks + 1, 0, 0};
   for (int peer = 0; peer < ranks; ++peer) {
     if (peer != rank) flat.push_back(peer);
@@ -82,14 +82,14 @@ inline Call pulled_call(int rank, int ranks, std::vector<float>& given, std::vec
   PlanOptions options;
   options.piece_bytes = 8 * 1024;
   options.slot_bytes = kSlotBytes;
-  options.pulls = true;
+  options.single_copy = true;
   Call call;
   call.plan = std::make_shared<Plan>(program, Geometry::gather, ReduceOp::sum, false,
-                                     std::vector<Segment>{{given.size(), DType::f32, {}, {}}}, options, "pulled");
-  taken.assign(given.size() * static_cast<std::size_t>(ranks), -1.0f);
-  call.segments.push_back(
-      {reinterpret_cast<std::uint8_t*>(given.data()), reinterpret_cast<std::uint8_t*>(taken.data()), nullptr});
-  call.address = reinterpret_cast<std::uintptr_t>(given.data());
+                                     std::vector<Segment>{{input.size(), DType::f32, {}, {}}}, options, "all_gather");
+  output.assign(input.size() * static_cast<std::size_t>(ranks), -1.0f);
+  call.tensors.push_back(
+      {reinterpret_cast<std::uint8_t*>(input.data()), reinterpret_cast<std::uint8_t*>(output.data()), nullptr});
+  call.address = reinterpret_cast<std::uintptr_t>(input.data());
   call.kernels = find_kernels("generic");
   return call;
 }
@@ -100,7 +100,7 @@ inline std::vector<float> input(int rank, int operation) {
   return tensor;
 }
 
-inline void check(const std::vector<float>& tensor, int ranks, int operation) {
+inline void check_all_reduce(const std::vector<float>& tensor, int ranks, int operation) {
   for (std::size_t i = 0; i < tensor.size(); ++i) {
     float expected = 0;
     for (int rank = 0; rank < ranks; ++rank) expected += static_cast<float>((i + 1) % 64 * (rank + 1) + operation);
@@ -108,13 +108,13 @@ inline void check(const std::vector<float>& tensor, int ranks, int operation) {
   }
 }
 
-inline void check_pulled(std::vector<float>& given, const std::vector<float>& taken, int ranks, int operation) {
-  std::fill(given.begin(), given.end(), -2.0f);  // nobody reads it any more
+inline void check_all_gather(std::vector<float>& tensor, const std::vector<float>& output, int ranks, int operation) {
+  std::fill(tensor.begin(), tensor.end(), -2.0f);  // no rank may read it any more
   for (int rank = 0; rank < ranks; ++rank) {
     const std::vector<float> expected = input(rank, operation);
     if (!std::equal(expected.begin(), expected.end(),
-                    taken.begin() + static_cast<std::ptrdiff_t>(expected.size()) * rank))
-      fail("pulled operation " + std::to_string(operation));
+                    output.begin() + static_cast<std::ptrdiff_t>(expected.size()) * rank))
+      fail("all_gather, operation " + std::to_string(operation));
   }
 }
 

@@ -1,5 +1,5 @@
-// The engine with one thread per rank, for ThreadSanitizer: machines over areas at the same addresses, so that the
-// sanitizer sees every pair of accesses, and communicators with callers, queues and the progress thread.
+// The engine with one thread per rank, for ThreadSanitizer. Interpreters run over shared regions at the same addresses,
+// so that the sanitizer sees every pair of accesses; communicators run with callers, queues and the progress thread.
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -35,94 +35,92 @@ void run_threads(int ranks, const std::function<void(int)>& body) {
   for (std::thread& thread : threads) thread.join();
 }
 
-class ThreadFabric final : public Fabric {
+class ThreadTransport final : public Transport {
  public:
   void publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation, std::uint32_t checksum) override {
-    Flag& flag = peers[static_cast<std::size_t>(rank)].flags[index];
+    BoxFlag& flag = own().flags[index];
     flag.operation.store(operation, std::memory_order_relaxed);
     flag.checksum.store(checksum, std::memory_order_relaxed);
     flag.seq.store(seq, std::memory_order_release);
   }
-  void publish_done(std::uint64_t pieces) override {
-    peers[static_cast<std::size_t>(rank)].done->store(pieces, std::memory_order_release);
+  void publish_pieces_done(std::uint64_t pieces) override {
+    own().pieces_done->store(pieces, std::memory_order_release);
   }
-  std::uint8_t* resolve(int, std::int64_t, std::uint64_t, std::uint64_t, std::size_t) override { std::abort(); }
-  void pull(int, std::uint64_t address, std::uint8_t* out, std::size_t bytes) override {
+  std::uint8_t* map_tensor(int, const SharedTensorLocation&, std::size_t) override { std::abort(); }
+  void read_memory(int, std::uint64_t address, std::uint8_t* out, std::size_t bytes) override {
     std::memcpy(out, reinterpret_cast<const std::uint8_t*>(address), bytes);
   }
 };
 
-void machines_over_shared_areas(int ranks) {
+void interpreters_over_shared_regions(int ranks) {
   std::vector<PeerView> views;
-  std::vector<void*> areas;
+  std::vector<void*> regions;
   for (int rank = 0; rank < ranks; ++rank) {
-    const AreaLayout layout{static_cast<std::uint32_t>(rank), static_cast<std::uint32_t>(ranks),
-                            static_cast<std::uint32_t>(ranks), kSlotBytes};
-    areas.push_back(::operator new(layout.bytes(), std::align_val_t{kPage}));
-    views.push_back(view_of(areas.back(), layout));
-    new (views.back().head) AreaHead;
-    for (int i = 0; i < kSlots * ranks; ++i) new (views.back().flags + i) Flag;
+    const RegionLayout layout{static_cast<std::uint32_t>(rank), static_cast<std::uint32_t>(ranks),
+                              static_cast<std::uint32_t>(ranks), kSlotBytes};
+    regions.push_back(::operator new(layout.bytes(), std::align_val_t{kPage}));
+    views.push_back(construct_region(regions.back(), layout));
   }
   run_threads(ranks, [&](int rank) {
-    ThreadFabric fabric;
-    fabric.rank = rank;
-    fabric.ranks = ranks;
-    fabric.peers = views;
+    ThreadTransport transport;
+    transport.rank = rank;
+    transport.ranks = ranks;
+    transport.peers = views;
     for (int operation = 0; operation < kOperations; ++operation) {
       std::vector<float> tensor = input(rank, operation);
-      std::vector<float> taken;
-      const bool pulls = operation % 3 == 2;
-      Call call = pulls ? pulled_call(rank, ranks, tensor, taken) : call_for(rank, ranks, tensor);
+      std::vector<float> output;
+      const bool single_copy = operation % 3 == 2;
+      Call call = single_copy ? all_gather_call(rank, ranks, tensor, output) : all_reduce_call(rank, ranks, tensor);
       const auto number = static_cast<std::uint64_t>(operation) + 1;
-      const std::uint64_t name = announce(*fabric.peers[static_cast<std::size_t>(rank)].head, call, number);
-      Machine machine(fabric, std::move(call), name, number);
-      while (machine.advance() != Progress::done) {
-        if (machine.mismatch()) fail("mismatch");
+      const std::uint64_t fingerprint = announce(*transport.own().header, call, number);
+      Interpreter interpreter(transport, std::move(call), fingerprint, number);
+      while (interpreter.advance() != Progress::done) {
+        if (interpreter.mismatch()) fail("mismatch");
         std::this_thread::yield();
       }
-      pulls ? check_pulled(tensor, taken, ranks, operation) : check(tensor, ranks, operation);
+      single_copy ? check_all_gather(tensor, output, ranks, operation) : check_all_reduce(tensor, ranks, operation);
     }
   });
-  for (void* area : areas) ::operator delete(area, std::align_val_t{kPage});
+  for (void* region : regions) ::operator delete(region, std::align_val_t{kPage});
 }
 
 using Group = std::vector<std::unique_ptr<Communicator>>;
 
 // Two ends of a TCP connection.
 void connect_pair(int (&ends)[2]) {
-  const int door = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in here{};
-  here.sin_family = AF_INET;
-  here.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof here;
-  auto* const address = reinterpret_cast<sockaddr*>(&here);
-  if (door < 0 || bind(door, address, size) != 0 || listen(door, 1) != 0) fail("listen");
-  if (getsockname(door, address, &size) != 0) fail("getsockname");
+  const int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in loopback{};
+  loopback.sin_family = AF_INET;
+  loopback.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof loopback;
+  auto* const address = reinterpret_cast<sockaddr*>(&loopback);
+  if (listener < 0 || bind(listener, address, size) != 0 || listen(listener, 1) != 0) fail("listen");
+  if (getsockname(listener, address, &size) != 0) fail("getsockname");
   ends[0] = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   if (ends[0] < 0 || connect(ends[0], address, size) != 0) fail("connect");
-  ends[1] = accept4(door, nullptr, nullptr, SOCK_CLOEXEC);
+  ends[1] = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
   if (ends[1] < 0) fail("accept");
-  close(door);
+  close(listener);
 }
 
-enum class Reach { memory, sockets, both };  // both: to every second rank
+enum class Reach { memory, sockets, both };  // both: every second rank is reached over a socket
 
 Group group_of(int ranks, Reach reach = Reach::memory) {
   Group group;
   std::vector<PeerAddress> addresses;
   for (int rank = 0; rank < ranks; ++rank) {
     CommunicatorOptions options;
-    options.rank = rank;
-    options.ranks = ranks;
-    options.max_boxes = static_cast<std::uint32_t>(ranks);
-    options.slot_bytes = kSlotBytes;
+    options.peers.rank = rank;
+    options.peers.ranks = ranks;
+    options.peers.max_boxes = static_cast<std::uint32_t>(ranks);
+    options.peers.slot_bytes = kSlotBytes;
     options.timeout_ns = 60ull * 1000 * 1000 * 1000;
     group.push_back(std::make_unique<Communicator>(options));
-    group.back()->relieves = rank % 2 == 1;
+    group.back()->waiters_help_progress = rank % 2 == 1;
     addresses.push_back(group.back()->address());
     addresses.back().name = "rank " + std::to_string(rank);
   }
-  std::vector<std::vector<PeerAddress>> seen(addresses.size(), addresses);  // by who sees them
+  std::vector<std::vector<PeerAddress>> seen(addresses.size(), addresses);  // by the rank that attaches
   for (std::size_t low = 0; low < addresses.size(); ++low) {
     for (std::size_t high = low + 1; high < addresses.size(); ++high) {
       if (reach == Reach::memory || (reach == Reach::both && (high - low) % 2 == 0)) continue;
@@ -136,18 +134,18 @@ Group group_of(int ranks, Reach reach = Reach::memory) {
   return group;
 }
 
-// Small queued calls are tried by the thread that queues them, while the progress thread looks at the same queue.
-void tried_by_the_caller(int ranks, Reach reach, int calls) {
+// Small queued calls are run by the thread that queues them, while the progress thread uses the same queue.
+void run_by_the_caller(int ranks, Reach reach, int calls) {
   Group group = group_of(ranks, reach);
   run_threads(ranks, [&](int rank) {
     Communicator& communicator = *group[static_cast<std::size_t>(rank)];
     for (int operation = 0; operation < calls; ++operation) {
       std::vector<float> tensor(16, static_cast<float>(rank));
-      const auto work = communicator.submit(call_for(rank, ranks, tensor));
+      const auto work = communicator.submit(all_reduce_call(rank, ranks, tensor));
       if (operation % 3) work->wait();
       std::vector<float> second(16, static_cast<float>(rank));
-      const auto last = communicator.submit(call_for(rank, ranks, second));
-      operation % 2 ? communicator.wait(last) : last->wait();  // drives it, or leaves it to the progress thread
+      const auto last = communicator.submit(all_reduce_call(rank, ranks, second));
+      operation % 2 ? communicator.wait(last) : last->wait();  // runs it, or leaves it to the progress thread
       const auto sum = static_cast<float>(ranks * (ranks - 1) / 2);
       if (tensor[7] != sum || second[7] != sum) fail("small operation " + std::to_string(operation));
     }
@@ -169,11 +167,11 @@ void communicators(int ranks, Reach reach, int operations) {
       for (int i = 0; i < 4; ++i) tensors.push_back(input(rank, operation + i));
       std::vector<std::shared_ptr<Work>> works;
       for (int i = 0; i < 3; ++i) {
-        works.push_back(communicator.submit(call_for(rank, ranks, tensors[static_cast<std::size_t>(i)])));
+        works.push_back(communicator.submit(all_reduce_call(rank, ranks, tensors[static_cast<std::size_t>(i)])));
       }
-      communicator.run(call_for(rank, ranks, tensors[3]));
+      communicator.run(all_reduce_call(rank, ranks, tensors[3]));
       for (const auto& work : works) work->wait();
-      for (int i = 0; i < 4; ++i) check(tensors[static_cast<std::size_t>(i)], ranks, operation + i);
+      for (int i = 0; i < 4; ++i) check_all_reduce(tensors[static_cast<std::size_t>(i)], ranks, operation + i);
     }
   });
   for (auto& group : all) {
@@ -182,8 +180,8 @@ void communicators(int ranks, Reach reach, int operations) {
   ProgressThread::instance().stop();
 }
 
-// Two threads wait for different operations of one communicator, the later one first: one of them drives, and the other
-// learns of its own as soon as it is over.
+// Two threads wait for different operations of one communicator, the later one first: one of them runs both, and the
+// other learns of the end of its operation at once.
 void waited_by_two(int ranks) {
   Group group = group_of(ranks);
   run_threads(ranks, [&](int rank) {
@@ -191,21 +189,21 @@ void waited_by_two(int ranks) {
     for (int operation = 0; operation < kOperations; operation += 2) {
       std::vector<float> first = input(rank, operation);
       std::vector<float> second = input(rank, operation + 1);
-      std::vector<float> taken;
-      const auto one = communicator.submit(pulled_call(rank, ranks, first, taken));
-      const auto two = communicator.submit(call_for(rank, ranks, second));
-      std::thread other([&] { communicator.wait(two); });
-      communicator.wait(one);
-      check_pulled(first, taken, ranks, operation);
+      std::vector<float> output;
+      const auto first_work = communicator.submit(all_gather_call(rank, ranks, first, output));
+      const auto second_work = communicator.submit(all_reduce_call(rank, ranks, second));
+      std::thread other([&] { communicator.wait(second_work); });
+      communicator.wait(first_work);
+      check_all_gather(first, output, ranks, operation);
       other.join();
-      check(second, ranks, operation + 1);
+      check_all_reduce(second, ranks, operation + 1);
     }
   });
   for (auto& communicator : group) communicator->close();
   ProgressThread::instance().stop();
 }
 
-// A communicator that is closed while somebody waits in it lets him go with an error.
+// Closing a communicator ends the operation that another thread waits for with an error.
 void closed_under_a_waiter() {
   for (const bool queued : {false, true}) {
     Group group = group_of(2);
@@ -213,7 +211,7 @@ void closed_under_a_waiter() {
     bool refused = false;
     std::thread waiter([&] {
       try {
-        Call call = call_for(0, 2, tensor);
+        Call call = all_reduce_call(0, 2, tensor);
         if (queued) {
           group[0]->wait(group[0]->submit(std::move(call)));
         } else {
@@ -223,7 +221,7 @@ void closed_under_a_waiter() {
         refused = true;
       }
     });
-    while (group[0]->flights().empty()) std::this_thread::yield();
+    while (group[0]->flight_records().empty()) std::this_thread::yield();
     std::this_thread::sleep_for(std::chrono::milliseconds(30));
     group[0]->close();
     waiter.join();
@@ -238,13 +236,13 @@ void closed_under_a_waiter() {
 int main() {
   closed_under_a_waiter();
   for (int ranks = 2; ranks <= 4; ++ranks) {
-    machines_over_shared_areas(ranks);
+    interpreters_over_shared_regions(ranks);
     communicators(ranks, Reach::memory, kOperations);
-    tried_by_the_caller(ranks, Reach::memory, 2000);
+    run_by_the_caller(ranks, Reach::memory, 2000);
     waited_by_two(ranks);
     for (const Reach reach : {Reach::sockets, Reach::both}) {
       communicators(ranks, reach, kOperations / 4);
-      tried_by_the_caller(ranks, reach, 100);
+      run_by_the_caller(ranks, reach, 100);
     }
     std::printf("%d ranks: ok\n", ranks);
   }

@@ -77,15 +77,15 @@ def run(world: World, operations: Sequence[Sequence[Operation]]) -> list[Outcome
             )
             pointers = [buffers.pointers() for buffers in operation.buffers]
             calls[rank].append((plan, pointers, operation.seed, operation.shared, *operation.hooks.native()))
-    outcomes = _C.run_local(
+    outcomes = _C.run_simulated(
         ranks=world.ranks,
         seed=world.seed,
         max_boxes=max((plan.max_boxes for mine in calls for plan, *_ in mine), default=1),
         slot_bytes=world.slot_bytes,
         delay=world.delay,
-        victim=-1 if world.victim is None else world.victim,
-        death=world.death,
-        flip=-1 if world.flip is None else world.flip,
+        crash_rank=-1 if world.victim is None else world.victim,
+        crash_after=world.death,
+        flip_box=-1 if world.flip is None else world.flip,
         calls=calls,
     )
     return [

@@ -33,7 +33,7 @@ def add_users(count: int) -> None:
     global _users
     with _lock:
         _users += count
-        _C.want_times(_users > 0)
+        _C.enable_phase_times(_users > 0)
 
 
 def enabled() -> bool:
@@ -43,7 +43,7 @@ def enabled() -> bool:
 
 def spans_of(native: Any) -> list[Span]:
     """The phases of a finished `_C.NativeWork` that took place."""
-    return [Span(phase, *times) for phase, times in zip(PHASES, native.times(), strict=True) if times[0]]
+    return [Span(phase, *times) for phase, times in zip(PHASES, native.phase_times(), strict=True) if times[0]]
 
 
 class PhaseTimer:

@@ -127,7 +127,7 @@ class NativeWork(Work):
         return self._future
 
     def drop_future(self) -> None:
-        if self._future is not None and self._native.unnotify():
+        if self._future is not None and self._native.cancel_notify():
             self._future = None
             with _lock:
                 _awaiting_completion.pop(self._ticket, None)

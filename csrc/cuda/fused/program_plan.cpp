@@ -71,7 +71,7 @@ Task task_of(const FusedSpec& spec, const RankTensors& tensors, const Instructio
   task.reads_residual = residual && instruction.reads_residual;
   task.writes_residual = residual && instruction.writes_residual;
   task.output = instruction.output;
-  task.keep = instruction.keep;
+  task.keep = instruction.keep_partial_sum;
   task.divides = divides;
   task.position = static_cast<std::uint8_t>(instruction.position);
   const auto reads = [&](int owner, int box) {
@@ -186,7 +186,7 @@ std::string why_not_program(const FusedSpec& spec, const LoweredProgram& lowered
   }
   for (const Instruction& instruction : program.instructions) {
     if (instruction.inputs.size() > kMaxRanks) return whose + "sums more than one term of each rank";
-    if (instruction.keep && !spec.keeps_sums) return whose + "keeps sums, which keeps_sums denies";
+    if (instruction.keep_partial_sum && !spec.keeps_sums) return whose + "keeps sums, which keeps_sums denies";
   }
   return "";
 }

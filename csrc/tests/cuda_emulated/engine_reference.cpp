@@ -61,7 +61,7 @@ void run_on_engine(const Programs& programs, const Scenario& scenario, std::vect
   const std::size_t most =
       shape.splits.empty() ? shape.numel : *std::max_element(shape.splits.begin(), shape.splits.end());
   std::vector<std::vector<dtcomm::Call>> calls(ranks.size());
-  LocalOptions world;
+  SimulationOptions world;
   world.ranks = shape.ranks;
   world.seed = scenario.seed;
   for (std::size_t r = 0; r < ranks.size(); ++r) {
@@ -73,11 +73,11 @@ void run_on_engine(const Programs& programs, const Scenario& scenario, std::vect
     dtcomm::Call call;
     call.plan = plan;
     call.kernels = find_kernels("generic");
-    call.segments = {
+    call.tensors = {
         {ranks[r].input.data(), ranks[r].output.data(), scenario.residual ? floats(ranks[r].residual) : nullptr}};
     calls[r].push_back(std::move(call));
   }
-  for (const LocalOutcome& outcome : LocalWorld(world).run(std::move(calls))) {
+  for (const SimulationOutcome& outcome : SimulatedWorld(world).run(std::move(calls))) {
     if (outcome.fate != Fate::done) throw std::runtime_error("the engine did not finish: " + describe(scenario));
   }
 }

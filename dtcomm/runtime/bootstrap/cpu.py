@@ -236,7 +236,7 @@ class CpuBootstrap:
         for rank in range(self.size):
             level = 0 if rank in inside else 1
             found = links.between if level else links.inside
-            wires.append(None if found is None or rank == self.rank else Wire(_C.Nic(level), found))
+            wires.append(None if found is None or rank == self.rank else Wire(_C.EmulatedNic(level), found))
         return wires
 
     def _ranks_of_this_host(self) -> tuple[int, ...]:

@@ -97,14 +97,14 @@ class NativeRuntime:
         # Ranks that share a core must give it away to get on; a look at sockets costs as much as many at memory.
         self._crowded = cores < len(here)
         spins = 32 if sockets else 64 if self._crowded else 1000
-        self.native.set_patience(
+        self.native.set_wait_policy(
             int(env.get("DTCOMM_SPINS")) or spins,
             float(env.get("DTCOMM_YIELD_US")) or (SHARED_YIELD_US if self._crowded else YIELD_US),
         )
         # Otherwise the progress thread has a core of its own, and both get on at once.
-        self.native.relieves = cores < 2 * len(here)
+        self.native.waiters_help_progress = cores < 2 * len(here)
         # A probe whose partner is not running gives up: also ranks that share cores can have it.
-        self.native.probes = env.get("DTCOMM_STAGING") == "auto" and self._link is None and not sockets
+        self.native.probes_staging = env.get("DTCOMM_STAGING") == "auto" and self._link is None and not sockets
         self.native.stream_staging = env.get("DTCOMM_STAGING") == "streaming"
 
     def why_no_single_copy(self) -> str:
@@ -116,7 +116,7 @@ class NativeRuntime:
             return "a link is emulated"
         if self.transport != "memory":
             return "not all ranks share memory"
-        why = self.native.why_no_pulls()
+        why = self.native.single_copy_error()
         if not why and chosen == "auto" and not self._crowded:
             return "every rank has a core, and two copies on two cores take less time than one by the kernel"
         if not why and chosen == "auto" and not _has_huge_pages():
@@ -183,12 +183,12 @@ class NativeRuntime:
             FlightEntry(
                 number, text, json.loads(about), STAGES[stage], issued, started, finished, peer, peers
             )
-            for number, text, about, stage, issued, started, finished, peer, peers in self.native.flights()
+            for number, text, about, stage, issued, started, finished, peer, peers in self.native.flight_records()
         ]
 
     def peer_snapshots(self) -> list[PeerSnapshot]:
         """What is to be seen of every rank, in rank order."""
-        return [PeerSnapshot(*seen) for seen in self.native.sightings()]
+        return [PeerSnapshot(*seen) for seen in self.native.peer_snapshots()]
 
     def set_timeout(self, seconds: float) -> None:
         """How long the calls from now on wait for the other ranks."""
@@ -207,7 +207,7 @@ class NativeRuntime:
             "round_trip_ns": self.native.round_trip_ns,
             "staging": "streaming" if self.native.stream_staging else "ordinary",
             "single_copy": self.single_copy or "process_vm_readv",
-            "pulled_bytes": self.native.pulled_bytes,
+            "pulled_bytes": self.native.single_copy_bytes,
             "operations": self.native.operations,
             "wire_bytes": self.native.wire_bytes,
         }
@@ -218,7 +218,7 @@ def empty_shared(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     numel = shape.numel()
     if numel == 0:
         return torch.empty(shape, dtype=dtype)
-    region = _C.Region(numel * dtype.itemsize)
+    region = _C.SharedTensorMemory(numel * dtype.itemsize)
     return torch.frombuffer(region, dtype=dtype, count=numel).view(shape)
 
 
@@ -248,13 +248,13 @@ def native_plan(
         ],
         piece_bytes=piece_bytes,
         slot_bytes=slot_bytes,
-        direct=is_direct(spec) if direct is None else direct,
+        zero_copy=is_direct(spec) if direct is None else direct,
         text=str(spec),
         max_boxes=max_boxes,
         splits=list(spec.splits),
         checksum=spec.checksum,
-        about=json.dumps(spec.details()),
-        pulls=pulls,
+        call_info=json.dumps(spec.details()),
+        single_copy=pulls,
     )
 
 

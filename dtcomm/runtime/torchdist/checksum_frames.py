@@ -21,7 +21,7 @@ STAMP = struct.Struct("<Q")  # when the first byte comes in over an emulated lin
 class Wire(NamedTuple):
     """The emulated link to one peer, and this rank's end of it."""
 
-    nic: _C.Nic
+    nic: _C.EmulatedNic
     link: Link
 
     def busy_ns(self, bytes: int) -> int:

@@ -69,7 +69,7 @@ def test_what_is_refused(text: str, why: str) -> None:
 
 def test_a_wire_is_shared_whoever_asks_first() -> None:
     """Messages of all orders: each is there no earlier than alone, and all together when the wire has carried them."""
-    nic = _C.Nic(1)
+    nic = _C.EmulatedNic(1)
     base = time.monotonic_ns() + 10**12
     assert [nic.send(base, 100), nic.send(base, 50), nic.send(base + 500, 10)] == [
         base,

@@ -150,7 +150,7 @@ def test_the_engine_cuts_alike(shape: OpSpec, ranks: int, elements: int) -> None
         ],
         piece_bytes=elements * largest * (ranks if shape.collective == "all_to_all" else program.chunks),
         slot_bytes=2**40,
-        direct=False,
+        zero_copy=False,
         text="",
         max_boxes=64,
         splits=list(shape.splits),

@@ -1,0 +1,132 @@
+// The ranks of one communicator: this rank's shared region, the mapped regions and processes of the peers of this host,
+// TCP connections to the others, and emulated links. It is the Transport of the communicator's interpreters.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/status.h"
+#include "engine/call.h"
+#include "engine/tcp_peer_set.h"
+#include "engine/transport.h"
+
+namespace dtcomm {
+
+// How a rank is reached and named.
+struct PeerAddress {
+  int pid = 0;
+  int page_fd = -1;
+  std::uint64_t page_token = 0;
+  std::uint64_t page_address = 0;  // in that process
+  int region_fd = -1;
+  std::uint64_t region_token = 0;
+  int socket = -1;          // connected to it, if its memory cannot be mapped; the communicator takes ownership
+  bool other_host = false;  // it is on another host
+  std::string name;         // "rank 3 (host a, pid 17)"
+};
+
+struct PeerSetOptions {
+  int rank = 0;
+  int ranks = 1;
+  std::uint32_t max_boxes = 0;
+  std::size_t slot_bytes = 512 * 1024;
+  LinkRate inside, between;  // links to emulate, inside the host and between hosts; off by default
+  bool probes = true;        // choose the staging by the cores' round trip; otherwise staging.streaming stays as it is
+};
+
+// What a rank sees of another one in its shared region.
+struct PeerSnapshot {
+  std::uint64_t last_operation = 0;  // the last one that it began
+  std::string text;                  // what that is
+  std::uint64_t pieces_done = 0;
+  int waiting_for = -1;  // when it was last asleep
+  bool alive = true;
+  bool closed = false;
+};
+
+// A thread that waits for peers in shared memory and over TCP sleeps on the sockets, and peers in memory cannot wake
+// it: it looks again after this time.
+constexpr std::uint64_t kMixedSleepNs = 200 * 1000;
+
+class PeerSet final : public Transport {
+ public:
+  explicit PeerSet(const PeerSetOptions& options);
+  ~PeerSet() override { close(); }
+  PeerSet(const PeerSet&) = delete;
+
+  PeerAddress address() const;
+  // Maps every peer's region and page. Throws std::system_error or std::runtime_error if a peer cannot be reached.
+  void attach(const std::vector<PeerAddress>& addresses);
+  // Unmaps everything.
+  void close();
+
+  // Whether this rank may copy out of its peers' private memory.
+  Status can_single_copy() const;
+  std::uint64_t single_copy_bytes() const { return single_copy_bytes_.load(std::memory_order_relaxed); }
+  std::string name(int peer) const;
+  RegionHeader& own_header() { return *own_.header; }
+  std::vector<PeerSnapshot> snapshots() const;
+
+  // Announces an operation in the op headers; returns its fingerprint.
+  std::uint64_t announce_operation(const Call& call, std::uint64_t number);
+  // Whether the peer's process or connection has ended, waiting at most `wait_ms` for it.
+  bool has_ended(int peer, int wait_ms = 0) const;
+  // Null for peers that share memory.
+  const TcpPeer* tcp_peer(int peer) const { return tcp_.find(peer); }
+  bool has_tcp_peers() const { return !tcp_.empty(); }
+  // Some peers are reached over TCP, others share memory.
+  bool is_mixed() const { return mixed_; }
+  int epoll_fd() const { return tcp_.epoll_fd(); }
+
+  // Receives what has arrived over sockets and links; call it before an interpreter advances.
+  void receive();
+  void receive_frames() { tcp_.receive(); }
+  // Passes queued frames to the kernel; true if it did not accept all.
+  bool flush() { return tcp_.flush(); }
+  // Publishes to TCP peers what those in shared memory read in this rank's region.
+  void send_waiting_for(int peer, bool force = false) {
+    tcp_.send_waiting_for(*own_.header, last_announced_, peer, force);
+  }
+  void send_failure() { tcp_.send_failure(*own_.header, last_announced_); }
+  // Tells the peers that this rank is closing its communicator.
+  void send_goodbye(bool failed);
+  // How long a blocked thread may sleep, at most `limit`: less if an emulated link is about to deliver.
+  std::uint64_t max_sleep_ns(std::uint64_t limit) const;
+  // Sleeps until a peer wakes this process, a frame arrives or `timeout_ns` has passed; `seen` as in WakeupFutex.
+  void sleep(WakeupFutex& futex, std::uint32_t seen, std::uint64_t timeout_ns);
+
+  void publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation, std::uint32_t checksum) override;
+  void publish_pieces_done(std::uint64_t pieces) override;
+  void send_box(const std::vector<int>& to, std::size_t index, std::size_t slot_offset, const std::uint8_t* data,
+                std::size_t bytes) override {
+    tcp_.send_box(to, own_, last_announced_, index, slot_offset, data, bytes);
+  }
+  void wake_peers() override;
+  std::uint8_t* map_tensor(int peer, const SharedTensorLocation& location, std::size_t bytes) override;
+  void read_memory(int peer, std::uint64_t address, std::uint8_t* out, std::size_t bytes) override;
+  void require_alive(int peer) override;
+
+ private:
+  void map_peer(int peer, const PeerAddress& address);
+  [[noreturn]] void throw_peer_lost(int peer) const;
+
+  RegionLayout layout_;
+  std::unique_ptr<EmulatedLink> inside_, between_;
+  bool probes_;
+  std::uint64_t token_;
+  MemfdMapping region_;
+  PeerView own_;
+  std::vector<MemfdMapping> peer_regions_;
+  std::vector<std::unique_ptr<PeerProcess>> processes_;  // null for this rank and TCP peers
+  std::vector<int> pidfds_;                              // -1 likewise
+  std::vector<std::string> names_;
+  TcpPeerSet tcp_;
+  bool mixed_ = false;
+  std::uint64_t last_announced_ = 0;  // operation
+  std::atomic<std::uint64_t> single_copy_bytes_{0};
+};
+
+}  // namespace dtcomm

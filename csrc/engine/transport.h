@@ -1,0 +1,57 @@
+// The interface between an interpreter and what connects its rank to the others: the peers' regions, which it reads,
+// and the calls by which it publishes. PeerSet implements it for processes, SimulatedWorld for ranks in one thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "engine/process_page.h"
+#include "engine/shm_layout.h"
+
+namespace dtcomm {
+
+// How payloads are staged in slots, and when operations measure the cores' distance to decide it.
+struct StagingPolicy {
+  bool streaming = false;         // with non-temporal stores: faster if the cores share no cache
+  bool probes = false;            // operations measure the round trip now and then and choose `streaming` by it
+  std::uint64_t until_probe = 0;  // how much may be moved before the next measurement
+  double round_trip_ns = 0;       // the last measurement; 0: none
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  int rank = 0;
+  int ranks = 1;
+  std::vector<PeerView> peers;       // by rank, own included
+  std::vector<EmulatedLink*> links;  // by rank, null for peers that have none; empty if no link is emulated
+  bool has_latency = false;          // payloads take time to arrive, so more pieces are kept in flight
+  StagingPolicy staging;
+  // What an operation leaves to the next one: the sequence number of its first piece, and a number of pieces that every
+  // peer is known to have finished.
+  std::uint64_t next_seq = 0;
+  std::uint64_t pieces_done_by_all = 0;
+
+  virtual void publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation, std::uint32_t checksum) = 0;
+  virtual void publish_pieces_done(std::uint64_t pieces) = 0;
+  // Sends a box whose flag has been published to those peers that do not map this rank's memory. It lies `slot_offset`
+  // bytes into its slot.
+  virtual void send_box(const std::vector<int>& /*to*/, std::size_t /*index*/, std::size_t /*slot_offset*/,
+                        const std::uint8_t* /*data*/, std::size_t /*bytes*/) {}
+  // Wakes peers that may sleep, after something else has changed for which they may wait.
+  virtual void wake_peers() {}
+  // The address, in this process, of a shared tensor of a peer.
+  virtual std::uint8_t* map_tensor(int peer, const SharedTensorLocation& location, std::size_t bytes) = 0;
+  // Copies from a peer's private memory. Throws Error if that is impossible.
+  virtual void read_memory(int peer, std::uint64_t address, std::uint8_t* out, std::size_t bytes) = 0;
+  // Throws Error if the peer's process has ended, in which case its memory may not have been its own when it was read.
+  virtual void require_alive(int peer) { static_cast<void>(peer); }
+
+  const PeerView& peer(int r) const { return peers[static_cast<std::size_t>(r)]; }
+  const PeerView& own() const { return peer(rank); }
+  EmulatedLink* link_to(int r) const { return links.empty() ? nullptr : links[static_cast<std::size_t>(r)]; }
+};
+
+}  // namespace dtcomm

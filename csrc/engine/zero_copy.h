@@ -1,0 +1,46 @@
+// Zero copy: ranks read and write each other's tensors themselves (codec none), mapped from shared memory or copied
+// out of their owner's private memory, and synchronise only at the start and at the end.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "engine/execution_mode.h"
+
+namespace dtcomm {
+
+class ZeroCopy final : public ExecutionMode {
+ public:
+  // Whether this rank can be sure, without its peers' op headers, that the operation goes through the slots.
+  static bool is_excluded(const OperationState& state);
+  // Whether the tensors of all ranks that publish something can be reached; nothing until all have announced the
+  // operation. All ranks read the same headers, so all decide alike.
+  static std::optional<bool> is_possible(OperationState& state);
+
+  // Maps the peers' tensors; throws if that fails.
+  explicit ZeroCopy(OperationState& state);
+
+  Progress advance(int budget, bool ahead) override;
+  // Peers may access this rank's tensor from the announcement on, so nothing may run ahead of another operation.
+  bool may_run_ahead() const override { return false; }
+  bool all_pieces_started() const override { return false; }
+
+ private:
+  // A rank's tensor: mapped at `data`, or at `remote_address` in its owner's private memory.
+  struct PeerTensor {
+    std::uint8_t* data = nullptr;
+    std::uint64_t remote_address = 0;
+  };
+
+  void run_piece(std::size_t piece);
+  void reduce(std::size_t piece, const Instruction& instruction);
+  void fetch(int owner, const Slice& slice, const Instruction& instruction, std::uint8_t* out);
+  bool is_accessed_by(int peer) const;
+  std::uint8_t* mapped(int rank) const { return tensors_[static_cast<std::size_t>(rank)].data; }
+
+  std::size_t next_piece_ = 0;
+  std::vector<PeerTensor> tensors_;  // by rank
+};
+
+}  // namespace dtcomm
