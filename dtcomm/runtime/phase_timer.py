@@ -43,7 +43,9 @@ def enabled() -> bool:
 
 def spans_of(native: Any) -> list[Span]:
     """The phases of a finished `_C.NativeWork` that took place."""
-    return [Span(phase, *times) for phase, times in zip(PHASES, native.phase_times(), strict=True) if times[0]]
+    return [
+        Span(phase, *times) for phase, times in zip(PHASES, native.phase_times(), strict=True) if times[0]
+    ]
 
 
 class PhaseTimer:

@@ -104,7 +104,9 @@ class NativeRuntime:
         # Otherwise the progress thread has a core of its own, and both get on at once.
         self.native.waiters_help_progress = cores < 2 * len(here)
         # A probe whose partner is not running gives up: also ranks that share cores can have it.
-        self.native.probes_staging = env.get("DTCOMM_STAGING") == "auto" and self._link is None and not sockets
+        self.native.probes_staging = (
+            env.get("DTCOMM_STAGING") == "auto" and self._link is None and not sockets
+        )
         self.native.stream_staging = env.get("DTCOMM_STAGING") == "streaming"
 
     def why_no_single_copy(self) -> str:
