@@ -1,9 +1,11 @@
-"""Local SGD: every rank trains on its own and, every so many steps, the ranks average how far they have come.
+"""Local SGD and DiLoCo: every rank trains on its own, and every so many steps the ranks average their progress.
 
-Stich 2019, "Local SGD Converges Fast and Communicates Little" (arXiv:1805.09767); with synchronous steps at first,
-post-local SGD (Lin, Stich, Patel, Jaggi 2020, arXiv:1808.07217); with an outer optimiser, DiLoCo (Douillard et al.
-2023, arXiv:2311.08105). What is sent are the differences to the weights that all ranks had last, which are small and
-take compression well; what that loses is fed back as it is for gradients.
+- Local SGD: Stich 2019, "Local SGD Converges Fast and Communicates Little" (arXiv:1805.09767).
+- Post-local SGD, with synchronous steps at first: Lin, Stich, Patel, Jaggi 2020 (arXiv:1808.07217).
+- DiLoCo, with an outer optimizer: Douillard et al. 2023 (arXiv:2311.08105).
+
+The ranks send the differences to the weights that all of them had after the last average. These are small and compress
+well; what compression loses is fed back, as for gradients.
 """
 
 from __future__ import annotations
@@ -26,35 +28,74 @@ from dtcomm.compress.error_state import ErrorState, PendingGradient
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.guard_monitor import make_monitor
 from dtcomm.compress.policy import SINGLE_RANK, CodecChoice, Policy, as_policy
-from dtcomm.compress.report import ParameterTotals, Report, rows, total_seconds
+from dtcomm.compress.report import ParameterTotals, Report, group_rows, total_seconds
 from dtcomm.compress.spec import Scheme
 from dtcomm.kernels import counter_rng
 
-Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
-_GUARD = Guard()
+OuterOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+DEFAULT_GUARD = Guard()
 
 
 @dataclass
-class _Landing:
-    """A bucket's differences, which become their mean, what was handed over of them, and samples of it."""
+class _PendingBucket:
+    """A bucket while it is averaged.
 
-    mean: torch.Tensor
-    handed: list[PendingGradient]
+    Attributes:
+        layout: Its segments.
+        stages: The remaining stages of its average.
+        buffer: The differences, which become their mean.
+        pending: Its lossy segments.
+        samples: Samples of them, in averages in which errors are measured.
+    """
+
+    layout: BucketLayout
+    stages: Iterator[Work]
+    buffer: torch.Tensor
+    pending: list[PendingGradient]
     samples: list[ErrorSample]
 
 
 class LocalSGD:
-    """Keeps the replicas of `model` (not wrapped in DDP) together; call `step` after each step of the optimiser.
-
-    every: steps between two averages. spec, feedback, residual, algorithm, seed: as `State` takes them.
-    outer: makes the optimiser that takes the averaged difference for a gradient, such as DiLoCo's ``lambda weights:
-        torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)``; None: weights are averaged.
-    warmup: steps at the start that are averaged every time.
-    bucket_bytes: of one message; they travel side by side.
-    guard, sample_every: as `State` takes them; what counts as a step there is an average here.
+    """Keeps the replicas of a model together by averaging weights; call `step` after each optimizer step.
 
     All ranks start with rank 0's weights. Frozen parameters stay as they are; floating-point buffers (running means)
-    are averaged uncompressed. A rank keeps the common weights, fp32, beside the model's own.
+    are averaged uncompressed. Each rank keeps an fp32 copy of the common weights beside the model's own.
+
+    Args:
+        model: The model, not wrapped in DDP.
+        every: The number of steps between two averages. Default 16.
+        spec: What the differences are compressed with, as for `dtcomm.ddp.compress`, but neither "auto" nor dgc.
+            Default "int8".
+        group: The process group; None is the default group.
+        feedback: Error feedback, as for `dtcomm.ddp.compress`. Default True.
+        residual: How residuals are kept: "fp32", "bf16" or "int8". Default "fp32".
+        outer: Makes the outer optimizer, which takes the averaged difference as the gradient, such as DiLoCo's
+            ``lambda weights: torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)``. Default None: the
+            weights are averaged.
+        warmup: The number of steps at the start after each of which the weights are averaged. Default 0.
+        algorithm: The algorithm of the all-reduce. Default "direct".
+        seed: The seed of stochastic rounding. Default 0.
+        bucket_bytes: The size of one message; the messages are in flight side by side. Default 25 MiB.
+        guard: Limits beyond which compression counts as harmful; its steps are averages. None: no guard. Default
+            ``Guard()``.
+        sample_every: Measure errors in every average that this divides; 0: never. Default 10.
+
+    Attributes:
+        policy: The policy.
+        steps: The number of steps.
+        syncs: The number of averages.
+
+    Raises:
+        TypeError: ``model`` is not a module, or a DistributedDataParallel.
+        ValueError: An option is out of range, or no parameter requires gradients.
+
+    Example:
+        local = LocalSGD(model, every=16, spec="int8")
+        for batch in batches:
+            loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
     """
 
     def __init__(
@@ -66,12 +107,12 @@ class LocalSGD:
         feedback: bool | str = True,
         *,
         residual: str = "fp32",
-        outer: Outer | None = None,
+        outer: OuterOptimizer | None = None,
         warmup: int = 0,
         algorithm: str = "direct",
         seed: int = 0,
         bucket_bytes: int = 25 * 2**20,
-        guard: Guard | None = _GUARD,
+        guard: Guard | None = DEFAULT_GUARD,
         sample_every: int = 10,
     ) -> None:
         if isinstance(model, DistributedDataParallel) or not isinstance(model, torch.nn.Module):
@@ -86,10 +127,10 @@ class LocalSGD:
         ):
             if value < least:
                 raise ValueError(f"{name}={value}: want {least} or more")
-        self.policy = as_policy(spec).of(model)
+        self.policy = as_policy(spec).for_model(model)
         schemes = [rule.codec for rule in self.policy.rules]
         if any(isinstance(scheme, DGC) for scheme in schemes):
-            raise ValueError("spec: dgc has a momentum for gradients; here momentum is the outer optimiser's")
+            raise ValueError("spec: dgc has a momentum for gradients; here momentum is the outer optimizer's")
         self.every, self.warmup, self.group = every, warmup, group
         self.steps = self.syncs = 0
         self._error_state = ErrorState(feedback, residual, schemes)
@@ -97,23 +138,23 @@ class LocalSGD:
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self._weights:
             raise ValueError("model: has no parameters that require gradients")
-        self._running = {name: b for name, b in model.named_buffers() if b.is_floating_point()}
+        self._float_buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point()}
         root = 0 if group is None else dist.get_global_rank(group, 0)
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
-                whole = tensor.contiguous()
-                broadcast(whole, root, group=group)
-                tensor.copy_(whole)
+                contiguous = tensor.contiguous()
+                broadcast(contiguous, root, group=group)
+                tensor.copy_(contiguous)
         self._common = [weight.detach().float().clone() for weight in self._weights.values()]
         self._outer = None if outer is None else outer(self._common)
-        self._watch = make_monitor(guard if any(scheme != NONE for scheme in schemes) else None)
+        self._monitor = make_monitor(guard if any(scheme != NONE for scheme in schemes) else None)
         self._sample_every, self._bucket_bytes = sample_every, bucket_bytes
         self._retired: list[BucketLayout] = []
         self._buckets: list[tuple[list[str], BucketLayout]] = []
-        self._repack()
+        self._update_layouts()
 
     def step(self) -> bool:
-        """A step of this rank is done; returns whether the ranks were brought together."""
+        """Count a step of this rank, and average if it is time; return whether the ranks averaged."""
         self.steps += 1
         due = self.steps <= self.warmup or (self.steps - self.warmup) % self.every == 0
         if due:
@@ -122,82 +163,80 @@ class LocalSGD:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Average now; on all ranks at the same time, before a checkpoint, say. The host waits for the mean.
+        """Average now, on all ranks at the same time, for instance before a checkpoint; the host waits for the mean.
 
-        FloatingPointError on every rank where one brought NaN or Inf; all have the weights of the last average then.
+        Raises:
+            FloatingPointError: A rank sent NaN or Inf. It is raised on every rank, and all of them have the weights of
+                the last average.
         """
-        self._watch.begin_step(self.syncs)
-        self._repack()
-        told = self._watch.stats_tensor(self._common[0].device)
-        last = self._buckets[-1][1]
-        starting = [
-            self._bucket(names, packing, told if packing is last else None)
-            for names, packing in self._buckets
+        self._monitor.begin_step(self.syncs)
+        self._update_layouts()
+        stats = self._monitor.stats_tensor(self._common[0].device)
+        last = len(self._buckets) - 1
+        buckets = [
+            self._prepare(names, layout, stats if index == last else None)
+            for index, (names, layout) in enumerate(self._buckets)
         ]
-        running = [(stages, packing) for stages, packing, _ in starting]
-        while running:
-            under_way = [(next(stages, None), stages, packing) for stages, packing in running]
-            running = []
-            for work, stages, packing in under_way:
-                if work is not None:
-                    work.wait()
-                    packing.wire_bytes += work.wire_bytes
-                    packing.seconds = total_seconds((packing.seconds, work.seconds))
-                    running.append((stages, packing))
+        _run_stages(buckets)
         self.syncs += 1
         key = counter_rng.mix_key(self._averager.seed, dist.get_rank(self.group), self.syncs)
-        means = [self._landed(landing, key) for _, _, landing in starting]
-        if told is not None:
-            self._watch.evaluate(self.syncs, told)
-        for name in self._watch.pop_resets():
+        for bucket in buckets:
+            self._finish(bucket, key)
+        if stats is not None:
+            self._monitor.evaluate(self.syncs, stats)
+        for name in self._monitor.pop_resets():
             self._error_state.reset(name)
-        for name in self._watch.pop_changes():
+        for name in self._monitor.pop_changes():
             self._averager.factors.forget(name)
-        finite = all(bool(torch.isfinite(buffer).all()) for buffer in means)
+        means = [bucket.buffer for bucket in buckets]
+        finite = all(bool(torch.isfinite(mean).all()) for mean in means)
         if finite:
-            self._move(means)
+            self._update_common(means)
         for weight, common in zip(self._weights.values(), self._common, strict=True):
             weight.copy_(common)
         if not finite:
             raise FloatingPointError(
-                f"average {self.syncs}, after {self.steps} steps: a rank brought NaN or Inf; "
+                f"average {self.syncs}, after {self.steps} steps: a rank sent NaN or Inf; "
                 "all ranks have the weights of the average before"
             )
 
     def report(self) -> Report:
-        """What was sent and saved, against uncompressed averages; the rest is saved by not averaging every step."""
-        tallies: dict[str, ParameterTotals] = {}
-        packings = [*self._retired, *(packing for _, packing in self._buckets)]
-        for packing in packings:
-            packing.add_to(tallies)
+        """Return what was sent and saved, compared with uncompressed averages at the same steps."""
+        totals: dict[str, ParameterTotals] = {}
+        layouts = [*self._retired, *(layout for _, layout in self._buckets)]
+        for layout in layouts:
+            layout.add_to(totals)
         return Report(
             policy=f"every {self.every} steps: {self.policy}",
             feedback=self._error_state.kind,
             steps=self.steps,
-            messages=sum(packing.messages for packing in packings),
-            wire_bytes=sum(packing.wire_bytes for packing in packings),
-            plain_bytes=round(sum(packing.plain_bytes for packing in packings)),
-            seconds=total_seconds(packing.seconds for packing in packings),
+            messages=sum(layout.messages for layout in layouts),
+            wire_bytes=sum(layout.wire_bytes for layout in layouts),
+            plain_bytes=round(sum(layout.plain_bytes for layout in layouts)),
+            seconds=total_seconds(layout.seconds for layout in layouts),
             residual_bytes=self._error_state.persistent_bytes(),
             memory={
                 **self._error_state.nbytes(),
                 "common weights": sum(4 * common.numel() for common in self._common),
             },
             events=count_events(self.events),
-            rows=rows(tallies.items()),
+            rows=group_rows(totals.items()),
         )
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """What the guard saw and did, in order; the same on all ranks. Its steps are averages."""
-        return tuple(self._watch.events)
+        """What the guard found and did, in order; the same on all ranks. Its steps are averages."""
+        return tuple(self._monitor.events)
 
     def observe(self, loss: float | torch.Tensor) -> None:
-        """Tell the guard this step's loss, on every rank; what counts is the last one before an average."""
-        self._watch.observe_loss(loss)
+        """Tell the guard this step's loss, on every rank; the last one before an average counts."""
+        self._monitor.observe_loss(loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's; every rank saves its own, and its model's weights beside it: between averages they differ."""
+        """Return this rank's state.
+
+        Every rank saves its own, and its model's weights: between averages they differ.
+        """
         return {
             "version": VERSION,
             "steps": self.steps,
@@ -207,7 +246,7 @@ class LocalSGD:
             "world_size": dist.get_world_size(self.group),
             **self._error_state.state_dict(),
             "factors": self._averager.factors.state_dict(),
-            "watch": self._watch.state_dict(),
+            "watch": self._monitor.state_dict(),
             "common": {
                 name: common.clone() for name, common in zip(self._weights, self._common, strict=True)
             },
@@ -215,7 +254,12 @@ class LocalSGD:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Continue from `state_dict`: this rank's own, or the list of every rank's, where their number has changed."""
+        """Continue from a checkpoint.
+
+        Args:
+            state: What `state_dict` returned on this rank, or, if the number of ranks has changed, the list of all
+                ranks' states in rank order.
+        """
         rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         first, residuals = select_share(state, rank, world_size)
         sizes = {name: weight.numel() for name, weight in self._weights.items()}
@@ -223,72 +267,71 @@ class LocalSGD:
         require_matching_sizes({name: common.flatten() for name, common in first["common"].items()}, sizes)
         self._error_state.load(state, residuals, rank, world_size)
         self._averager.factors.load_state_dict(first["factors"])
-        self._watch.load_state_dict(first.get("watch", {}))
+        self._monitor.load_state_dict(first.get("watch", {}))
         self._averager.seed, self.steps, self.syncs = first["seed"], first["steps"], first["syncs"]
         for name, common in zip(self._weights, self._common, strict=True):
             common.copy_(first["common"][name])
         if self._outer is not None:
             self._outer.load_state_dict(first["outer"])
 
-    def _bucket(
-        self, names: Sequence[str], packing: BucketLayout, told: torch.Tensor | None
-    ) -> tuple[Iterator[Work], BucketLayout, _Landing]:
-        """The stages of a bucket, of which none has begun, and what is needed when they are done."""
+    def _prepare(
+        self, names: Sequence[str], layout: BucketLayout, stats: torch.Tensor | None
+    ) -> _PendingBucket:
+        """Return a bucket with error feedback applied; none of its stages has begun."""
         buffer, ranks = self._differences(names), dist.get_world_size(self.group)
         sampled = self._sample_every > 0 and self.syncs % self._sample_every == 0
         samples: list[ErrorSample] = []
         tensors: list[torch.Tensor] = []
         residuals: list[torch.Tensor | None] = []
-        handed: list[PendingGradient] = []
-        for segment, tensor in zip(packing.segments, packing.split(buffer), strict=True):
-            norm = l2_norm(tensor) if sampled and not segment.lossless else 0.0
-            given = (
-                None
-                if segment.lossless
-                else self._error_state.prepare(segment, tensor, ranks, sampled=sampled)
-            )
-            if given is not None:
-                handed.append(given)
-                if sampled:
-                    samples.append(
-                        ErrorSample.take(segment.name, segment.codec, norm, given.sent, given.residual)
-                    )
-                    self._watch.register_sample(segment.name, segment.codec)
-            tensors.append(tensor if given is None else given.sent)
-            residuals.append(None if given is None else given.residual)
-        packing.messages += 1
-        stages = self._averager.stages(packing, tensors, residuals, told, self.syncs)
-        return stages, packing, _Landing(buffer, handed, samples)
+        pending: list[PendingGradient] = []
+        for segment, tensor in zip(layout.segments, layout.split(buffer), strict=True):
+            if segment.lossless:
+                tensors.append(tensor)
+                residuals.append(None)
+                continue
+            norm = l2_norm(tensor) if sampled else 0.0
+            prepared = self._error_state.prepare(segment, tensor, ranks, sampled=sampled)
+            if sampled:
+                samples.append(
+                    ErrorSample.take(segment.name, segment.codec, norm, prepared.sent, prepared.residual)
+                )
+                self._monitor.register_sample(segment.name, segment.codec)
+            pending.append(prepared)
+            tensors.append(prepared.sent)
+            residuals.append(prepared.residual)
+        layout.messages += 1
+        stages = self._averager.stages(layout, tensors, residuals, stats, self.syncs)
+        return _PendingBucket(layout, stages, buffer, pending, samples)
 
-    def _landed(self, landing: _Landing, key: int) -> torch.Tensor:
-        lost = {each.segment.name: each.residual for each in landing.handed}
-        for sample in landing.samples:
-            if (residual := lost[sample.name]) is not None:
-                self._watch.record_error(sample, residual)
-        self._watch.check_finite(landing.mean)
-        for each in landing.handed:
-            self._error_state.finish(each, key)
-        return landing.mean
+    def _finish(self, bucket: _PendingBucket, key: int) -> None:
+        """Record what was lost of a bucket, and store its residuals."""
+        residuals = {pending.segment.name: pending.residual for pending in bucket.pending}
+        for sample in bucket.samples:
+            if (residual := residuals[sample.name]) is not None:
+                self._monitor.record_error(sample, residual)
+        self._monitor.check_finite(bucket.buffer)
+        for pending in bucket.pending:
+            self._error_state.finish(pending, key)
 
     def _differences(self, names: Sequence[str]) -> torch.Tensor:
+        """Return common - own of the weights, and the values of the buffers, as one fp32 tensor."""
         common = dict(zip(self._weights, self._common, strict=True))
         return torch.cat(
             [
-                (common[name] - self._weights[name] if name in common else self._running[name])
+                (common[name] - self._weights[name] if name in common else self._float_buffers[name])
                 .flatten()
                 .float()
                 for name in names
             ]
         )
 
-    def _move(self, means: Iterable[torch.Tensor]) -> None:
-        """The common weights follow the averaged differences."""
+    def _update_common(self, means: Iterable[torch.Tensor]) -> None:
+        """Move the common weights by the averaged differences, and set the buffers."""
         common = dict(zip(self._weights, self._common, strict=True))
         for (names, _), buffer in zip(self._buckets, means, strict=True):
-            tensors = [common[name] if name in common else self._running[name] for name in names]
-            for name, target, part in zip(
-                names, tensors, torch.split(buffer, [tensor.numel() for tensor in tensors]), strict=True
-            ):
+            targets = [common[name] if name in common else self._float_buffers[name] for name in names]
+            parts = torch.split(buffer, [target.numel() for target in targets])
+            for name, target, part in zip(names, targets, parts, strict=True):
                 if name not in common:
                     target.copy_(part.view_as(target))
                 elif self._outer is None:
@@ -299,28 +342,29 @@ class LocalSGD:
             self._outer.step()
             self._outer.zero_grad()
 
-    def _repack(self) -> None:
-        """At first, and where the guard has changed what some weights travel in."""
-        if self._buckets and all(packing.revision == self._watch.revision for _, packing in self._buckets):
+    def _update_layouts(self) -> None:
+        """Build the layouts, if there are none or the guard has changed the scheme of a weight."""
+        revision = self._monitor.revision
+        if self._buckets and all(layout.revision == revision for _, layout in self._buckets):
             return
-        self._retired += [packing for _, packing in self._buckets]
-        self._buckets = list(self._packed(self._bucket_bytes))
-        for _, packing in self._buckets:
-            packing.revision = self._watch.revision
+        self._retired += [layout for _, layout in self._buckets]
+        self._buckets = list(self._build_layouts(self._bucket_bytes))
+        for _, layout in self._buckets:
+            layout.revision = revision
 
-    def _packed(self, bucket_bytes: int) -> Iterator[tuple[list[str], BucketLayout]]:
-        """Names and packing of every bucket, weights first."""
+    def _build_layouts(self, bucket_bytes: int) -> Iterator[tuple[list[str], BucketLayout]]:
+        """Yield the names and the layout of every bucket, weights first."""
 
         def choose(name: str, tensor: torch.Tensor) -> CodecChoice:
-            if name in self._running:
+            if name in self._float_buffers:
                 return CodecChoice(codec=NONE, why="a buffer")
             if dist.get_world_size(self.group) == 1:
                 return SINGLE_RANK
             choice = self.policy.choose(name, tensor)
-            return choice.instead(self._watch.scheme_for(name, choice.codec, self.syncs), tensor)
+            return choice.replaced_by(self._monitor.scheme_for(name, choice.codec, self.syncs), tensor)
 
         groups: list[list[tuple[str, torch.Tensor]]] = [[]]
-        for named in {**self._weights, **self._running}.items():
+        for named in {**self._weights, **self._float_buffers}.items():
             if sum(4 * tensor.numel() for _, tensor in groups[-1]) >= bucket_bytes:
                 groups.append([])
             groups[-1].append(named)
@@ -331,3 +375,17 @@ class LocalSGD:
             names = [name for name, _ in members]
             views = [part.view(tensor.shape) for part, (_, tensor) in zip(parts, members, strict=True)]
             yield names, build_layout(buffer, zip(names, views, strict=True), (), choose)
+
+
+def _run_stages(buckets: Iterable[_PendingBucket]) -> None:
+    """Run the stages of all buckets: the first stage of each of them, then the second ones, and so on."""
+    running = list(buckets)
+    while running:
+        in_flight = [(next(bucket.stages, None), bucket) for bucket in running]
+        running = []
+        for work, bucket in in_flight:
+            if work is not None:
+                work.wait()
+                bucket.layout.wire_bytes += work.wire_bytes
+                bucket.layout.seconds = total_seconds((bucket.layout.seconds, work.seconds))
+                running.append(bucket)

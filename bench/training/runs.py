@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.training.tasks import RANKS, TASKS, Task
 from dtcomm import ddp
+from dtcomm.local_sgd import LocalSGD
 from dtcomm.measure.simulated_ranks import SimulatedRanks, uncompressed_bytes
 
 CURVE = 40  # points that are kept of a loss curve
@@ -93,7 +94,7 @@ def _synchronous(task: Task, method: Method, model: nn.Module, run: SimulatedRan
 
 
 def _local(task: Task, method: Method, model: nn.Module, run: SimulatedRanks, seed: int) -> list[float]:
-    """`dtcomm.ddp.LocalSGD`, without an outer optimiser."""
+    """`dtcomm.local_sgd.LocalSGD`, without an outer optimiser."""
     replicas = [task.model() for _ in range(RANKS)]
     optimizers = []
     for replica in replicas:
@@ -137,7 +138,7 @@ def as_ddp(rank: int, world_size: int, task_name: str, method_name: str, seed: i
     model: nn.Module = module
     local = state = None
     if method.every:
-        local = ddp.LocalSGD(module, method.every, method.spec, feedback=method.feedback)
+        local = LocalSGD(module, method.every, method.spec, feedback=method.feedback)
     else:
         model = DistributedDataParallel(module)
         state = ddp.compress(model, method.spec, feedback=method.feedback, seed=seed)

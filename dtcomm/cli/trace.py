@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from dtcomm.profiling import trace
-from dtcomm.profiling.summary import summarise
+from dtcomm.profiling.summary import summarize
 
 
 def main(argv: list[str]) -> int:
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
         ranks = trace.read(options.traces)
         if not ranks:
             raise ValueError("none of the files is a trace of dtcomm's")
-        found = {about["rank"]: summarise(steps) for about, steps in ranks}
+        found = {about["rank"]: summarize(steps) for about, steps in ranks}
         if options.output:
             trace.merge(options.traces, options.output)
         if options.plot:

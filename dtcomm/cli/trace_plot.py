@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from dtcomm.cli.demo.plot import COLOURS, GREY, INK, STYLE
-from dtcomm.profiling.step_record import Message, Step
+from dtcomm.profiling.step_record import MessageRecord, StepRecord
 
 COMPUTE = {"forward": "#b9c4d6", "backward": "#7d8fb0"}
 PHASES = dict(zip(("encode", "reduce", "decode", "factors"), COLOURS[1:]))
 MOST_BUCKETS = 24
-Ranks = Sequence[tuple[dict[str, Any], list[Step]]]
+Ranks = Sequence[tuple[dict[str, Any], list[StepRecord]]]
 
 
 def plot(ranks: Ranks, path: Path, number: int | None = None) -> None:
@@ -25,7 +25,7 @@ def plot(ranks: Ranks, path: Path, number: int | None = None) -> None:
     from matplotlib.patches import Patch
 
     chosen = usual_step(ranks) if number is None else number
-    rows: list[tuple[str, Step, Message | None]] = []
+    rows: list[tuple[str, StepRecord, MessageRecord | None]] = []
     for about, steps in ranks:
         step = next((each for each in steps if each.number == chosen and each.length), None)
         if step is None:
@@ -72,7 +72,7 @@ def usual_step(ranks: Ranks) -> int:
     return next(number for number, length in lengths.items() if length == middle)
 
 
-def _computing(axes: Any, at: int, step: Step, origin: int) -> None:
+def _computing(axes: Any, at: int, step: StepRecord, origin: int) -> None:
     for kind, intervals in (("forward", step.forward), ("backward", step.backward)):
         for interval in intervals:
             _bar(axes, at, interval, origin, color=COMPUTE[kind])
@@ -80,7 +80,7 @@ def _computing(axes: Any, at: int, step: Step, origin: int) -> None:
         _bar(axes, at, message.waited, origin, color="#d6453d")
 
 
-def _sending(axes: Any, at: int, message: Message, origin: int) -> None:
+def _sending(axes: Any, at: int, message: MessageRecord, origin: int) -> None:
     _bar(axes, at, (message.ready, message.started), origin, color="white", edgecolor=GREY, linewidth=0.6)
     _bar(axes, at, (message.started, message.done), origin, color="#e4e7ec", edgecolor=GREY, linewidth=0.6)
     # Phases of the pieces overlap: one above the other, as high as the share of its time that each was at work.
@@ -114,7 +114,7 @@ def _bar(axes: Any, at: int, interval: tuple[int, int], origin: int, **style: An
         axes.barh(at, (end - begin) * 1e-6, left=(begin - origin) * 1e-6, height=0.8, **style)
 
 
-def _said(rows: Sequence[tuple[str, Step, Message | None]]) -> str:
+def _said(rows: Sequence[tuple[str, StepRecord, MessageRecord | None]]) -> str:
     steps = [step for _, step, message in rows if message is None]
     length = statistics.median(step.length for step in steps) * 1e-6
     exposed = max(step.exposed for step in steps) * 1e-6

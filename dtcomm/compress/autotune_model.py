@@ -1,8 +1,8 @@
-"""``compress(model, "auto")``: what each bucket would cost with each candidate, and what the error would be.
+"""The model behind ``compress(model, "auto")``: what a step costs with each scheme, and what the error would be.
 
-A step is replayed bucket by bucket, as `dtcomm plan` does it, with figures of this job: when buckets were ready, what
-an uncompressed one took, what a message of next to nothing takes, and what the kernels need on this core. All of it is
-agreed upon (the slowest rank counts), and everything here is a function of that, so ranks decide alike.
+A step is replayed bucket by bucket, as `dtcomm plan` does it, with measurements of this job: when buckets were ready,
+what an uncompressed one took, what a tiny message takes, and what the kernels need on this core. All ranks agree on the
+measurements (the slowest rank counts), and everything here is a function of them, so that ranks decide alike.
 """
 
 from __future__ import annotations
@@ -26,18 +26,24 @@ NAME = "auto"
 NONE = codec("none")
 BASELINE = "plain DDP"
 CANDIDATES = ("none", "fp16", "int8", "int4")
-BUDGET = 0.2  # of the default candidates; int4's error on ordinary gradients is about 0.1
-MEMORY_SPEED = 2e9  # bytes a second, beyond which there is no link worth the name
-GAIN = 1.05  # that is expected of what loses anything
+ERROR_BUDGET = 0.2  # of the default candidates; int4's error on ordinary gradients is about 0.1
+MEMORY_BYTES_PER_SECOND = 2e9  # a faster transport counts as memory instead of a link
+MIN_GAIN = 1.05  # the predicted speedup of a lossy candidate
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoConfig:
-    """What `compress` with "auto" may choose from.
+    """What "auto" may choose from.
 
-    budget: the relative error of one encoding of a gradient, at most; None: 0.2, and no limit where `candidates` are
-        given, since naming them allows them. candidates: schemes or their specs; "none" is always one of them.
-    every: steps between two looks at whether the choice is still right.
+    Attributes:
+        budget: The largest relative error of one encoding of a gradient. Default None: 0.2, and no limit if
+            ``candidates`` are given, because naming them allows them.
+        candidates: Schemes or their specs; "none" is always one of them. Default None: none, fp16, int8, int4.
+        every: The number of steps between two checks of the choice. Default 500.
+        schemes: The candidates, parsed.
+
+    Raises:
+        ValueError: An argument is out of range, or DGC is among the candidates.
     """
 
     budget: float | None = None
@@ -47,128 +53,150 @@ class AutoConfig:
 
     def __post_init__(self) -> None:
         if self.budget is not None and not self.budget > 0:
-            raise ValueError(f"budget={self.budget}: want a relative error above 0, such as {BUDGET}")
+            raise ValueError(f"budget={self.budget}: want a relative error above 0, such as {ERROR_BUDGET}")
         if self.every < 1:
             raise ValueError(f"check_every={self.every}: want 1 or more steps")
-        given = CANDIDATES if self.candidates is None else self.candidates
-        if isinstance(given, str) or not given:
-            raise ValueError(f"candidates={given!r}: want a list of specs, such as {list(CANDIDATES)}")
-        schemes = tuple(dict.fromkeys((NONE, *map(parse_scheme, given))))
-        if any(isinstance(each, DGC) for each in schemes):
-            raise ValueError("candidates: dgc replaces the optimiser's momentum and cannot come and go")
+        candidates = CANDIDATES if self.candidates is None else self.candidates
+        if isinstance(candidates, str) or not candidates:
+            raise ValueError(f"candidates={candidates!r}: want a list of specs, such as {list(CANDIDATES)}")
+        schemes = tuple(dict.fromkeys((NONE, *map(parse_scheme, candidates))))
+        if any(isinstance(scheme, DGC) for scheme in schemes):
+            raise ValueError("candidates: dgc replaces the optimizer's momentum and cannot come and go")
         object.__setattr__(self, "schemes", schemes)
 
     @property
-    def limit(self) -> float:
-        """Of the relative error."""
+    def error_limit(self) -> float:
+        """The largest relative error of a candidate."""
         if self.budget is not None:
             return self.budget
-        return BUDGET if self.candidates is None else math.inf
+        return ERROR_BUDGET if self.candidates is None else math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketProfile:
-    """One bucket: when it was ready, seconds after the first; its matrices, which may be compressed; elements that go
-    uncompressed in any case."""
+    """One bucket.
+
+    Attributes:
+        ready: Seconds from the first bucket of the step until this one is ready.
+        matrices: The shapes of the parameters that may be compressed.
+        uncompressed_elements: The elements of the others.
+        dtype: The dtype of the gradients.
+    """
 
     ready: float
     matrices: tuple[tuple[int, int], ...]
-    rest: int
+    uncompressed_elements: int
     dtype: torch.dtype
 
     @property
-    def elements(self) -> int:
-        """Of the matrices."""
+    def matrix_elements(self) -> int:
+        """The elements of the matrices."""
         return sum(rows * columns for rows, columns in self.matrices)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkCosts:
-    """This job's figures: seconds of a small message, and of a byte that a rank sends uncompressed; seconds an element
-    to encode and to decode (PowerSGD: of its passes, and 0), by scheme. ``cpu_oversubscribed``: no core is
-    free for it."""
+    """The costs of communication and of kernels in this job.
+
+    Attributes:
+        ranks: The number of ranks.
+        latency: Seconds of a small message.
+        per_byte: Seconds for each byte that a rank sends uncompressed.
+        kernel_seconds: Seconds for each element to encode and to decode, by scheme; for PowerSGD those of its passes,
+            and 0.
+        cpu_oversubscribed: Whether the kernels take the core that computes.
+    """
 
     ranks: int
     latency: float
     per_byte: float
-    work: Mapping[Scheme, tuple[float, float]]
+    kernel_seconds: Mapping[Scheme, tuple[float, float]]
     cpu_oversubscribed: bool
 
     def system(self) -> System:
-        """For the planner: every rank behind a link of its own, unless it is as fast as memory."""
-        apart = self.per_byte > 1 / MEMORY_SPEED
-        engine = "gloo" if apart else "memory"
-        beside = STEP[engine][apart] + CALL[engine] / 2
+        """Return the job for the planner: every rank behind its own link, unless that is as fast as memory."""
+        has_link = self.per_byte > 1 / MEMORY_BYTES_PER_SECOND
+        engine = "gloo" if has_link else "memory"
+        overhead_us = STEP[engine][has_link] + CALL[engine] / 2
         port = Port(
-            kind="tcp" if apart else "memory",
+            kind="tcp" if has_link else "memory",
             gbytes=1e-9 / max(self.per_byte, 1e-12),
-            latency_us=max(0.0, self.latency / 2 * 1e6 - beside),
+            latency_us=max(0.0, self.latency / 2 * 1e6 - overhead_us),
         )
-        codecs = [(each, pair) for each, pair in self.work.items() if not isinstance(each, PowerSGD)]
         rates = tuple(
-            (str(wire_codec(each)), 4e-9 / max(a, 1e-12), 4e-9 / max(b, 1e-12)) for each, (a, b) in codecs
+            (str(wire_codec(scheme)), 4e-9 / max(encode, 1e-12), 4e-9 / max(decode, 1e-12))
+            for scheme, (encode, decode) in self.kernel_seconds.items()
+            if not isinstance(scheme, PowerSGD)
         )
         device = Device(name="here", memory_gbytes=40.0, rates=rates)
-        hosts = self.ranks if apart else 1
+        hosts = self.ranks if has_link else 1
         return System(
             name="here", device=device, inside=port, between=port, hosts=hosts, per_host=self.ranks // hosts
         )
 
-    def bucket(self, load: BucketProfile, chosen: Scheme) -> tuple[float, float]:
-        """Seconds of one bucket's way, and those of them that a core works."""
+    def bucket_seconds(self, bucket: BucketProfile, scheme: Scheme) -> tuple[float, float]:
+        """Return the seconds of one bucket, and those of them in which a core works."""
         system = self.system()
 
-        def message(sent: Codec, elements: int) -> float:
-            dtype = load.dtype if sent == NONE else torch.float32
-            found = estimate("all_reduce", "two_shot", sent, system, elements * dtype.itemsize, dtype)
-            return 0.0 if found is None else found.seconds
+        def message_seconds(sent: Codec, elements: int) -> float:
+            dtype = bucket.dtype if sent == NONE else torch.float32
+            prediction = estimate("all_reduce", "two_shot", sent, system, elements * dtype.itemsize, dtype)
+            return 0.0 if prediction is None else prediction.seconds
 
-        share = 2 * (self.ranks - 1) / self.ranks
-        rest = share * load.rest * load.dtype.itemsize * self.per_byte
-        if not load.elements:
-            return message(NONE, load.rest), 0.0
-        if isinstance(chosen, PowerSGD):
-            work = load.elements * self.work[chosen][0]
-            factors = sum(min(chosen.rank, *sides) * sum(sides) for sides in load.matrices)
-            messages = 1 if chosen.alternate else 2
-            return rest + work + messages * message(chosen.factors, max(1, factors // 2)), work
-        encode, decode = self.work[chosen]
-        # Two shots: a rank encodes its tensor and its part of the sum, and decodes what comes of either.
-        work = load.elements * (encode + decode) * (1 + 1 / self.ranks)
-        return rest + message(wire_codec(chosen), load.elements), work
+        bytes_per_rank = 2 * (self.ranks - 1) / self.ranks * bucket.dtype.itemsize
+        uncompressed = bytes_per_rank * bucket.uncompressed_elements * self.per_byte
+        elements = bucket.matrix_elements
+        if not elements:
+            return message_seconds(NONE, bucket.uncompressed_elements), 0.0
+        if isinstance(scheme, PowerSGD):
+            work = elements * self.kernel_seconds[scheme][0]
+            factors = sum(min(scheme.rank, *shape) * sum(shape) for shape in bucket.matrices)
+            messages = 1 if scheme.alternate else 2
+            seconds = messages * message_seconds(scheme.factors, max(1, factors // 2))
+            return uncompressed + work + seconds, work
+        encode, decode = self.kernel_seconds[scheme]
+        # In a two-shot all-reduce a rank encodes and decodes the tensor, and its share of the sum.
+        work = elements * (encode + decode) * (1 + 1 / self.ranks)
+        return uncompressed + message_seconds(wire_codec(scheme), elements), work
 
-    def step(self, loads: Sequence[BucketProfile], chosen: Sequence[Scheme]) -> float:
-        """Seconds from the first bucket to the end, with a scheme for each bucket."""
-        free = delay = 0.0
-        for load, each in zip(loads, chosen, strict=True):
-            seconds, work = self.bucket(load, each)
-            free = max(free, load.ready + delay) + seconds
+    def step_seconds(self, buckets: Sequence[BucketProfile], schemes: Sequence[Scheme]) -> float:
+        """Return the seconds from the first bucket to the end of the step, with a scheme for each bucket."""
+        link_free = delay = 0.0
+        for bucket, scheme in zip(buckets, schemes, strict=True):
+            seconds, work = self.bucket_seconds(bucket, scheme)
+            link_free = max(link_free, bucket.ready + delay) + seconds
             if self.cpu_oversubscribed:
                 delay += work
-        return max(free, loads[-1].ready + delay)
+        return max(link_free, buckets[-1].ready + delay)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A scheme for each bucket, what a step is predicted to take, and the largest error. ``own``: uncompressed, by the
-    group's own backend, as DDP does it without a hook."""
+class CodecAssignment:
+    """A scheme for each bucket.
+
+    Attributes:
+        schemes: The schemes.
+        seconds: The predicted seconds of a step.
+        error: The largest relative error.
+        bypass: Uncompressed, by the group's own backend, as DDP does it without a hook.
+    """
 
     schemes: tuple[Scheme, ...]
     seconds: float
     error: float
-    own: bool = False
+    bypass: bool = False
 
     @property
-    def plain(self) -> bool:
-        """Nothing is lost."""
-        return all(each == NONE for each in self.schemes)
+    def lossless(self) -> bool:
+        """Whether nothing is lost."""
+        return all(scheme == NONE for scheme in self.schemes)
 
     def __str__(self) -> str:
-        if self.own:
+        if self.bypass:
             return BASELINE
         counts: dict[str, int] = {}
-        for each in self.schemes:
-            counts[str(each)] = counts.get(str(each), 0) + 1
+        for scheme in self.schemes:
+            counts[str(scheme)] = counts.get(str(scheme), 0) + 1
         if len(counts) == 1:
             return next(iter(counts))
         return " + ".join(
@@ -176,60 +204,70 @@ class Plan:
         )
 
 
-def plans(
+def propose_candidates(
     costs: LinkCosts,
-    loads: Sequence[BucketProfile],
+    buckets: Sequence[BucketProfile],
     errors: Mapping[Scheme, float],
-    limit: float,
-    most: int = 4,
-) -> list[Plan]:
-    """What is worth a trial, the best first; the last two are always plain DDP and ours uncompressed.
+    error_limit: float,
+    max_lossy: int = 4,
+) -> list[CodecAssignment]:
+    """Return the assignments that are worth a trial, the best first.
 
-    One scheme for all buckets, and a mixture: bucket by bucket from the last one, which nothing hides, the scheme with
-    the least error that makes the step no longer.
+    They are one scheme for all buckets, and a mixture: from the fastest of these, bucket by bucket, the scheme with the
+    least error that does not make the step longer. The last two are always plain DDP and our uncompressed all-reduce.
     """
 
-    def plan(chosen: Sequence[Scheme]) -> Plan:
-        error = max(errors[each] for each in chosen)
-        return Plan(schemes=tuple(chosen), seconds=costs.step(loads, chosen), error=error)
+    def assign(schemes: Sequence[Scheme]) -> CodecAssignment:
+        error = max(errors[scheme] for scheme in schemes)
+        return CodecAssignment(
+            schemes=tuple(schemes), seconds=costs.step_seconds(buckets, schemes), error=error
+        )
 
-    allowed = [each for each in costs.work if each == NONE or errors[each] <= limit]
-    alike = {each: plan([each] * len(loads)) for each in allowed}
-    plain = alike.pop(NONE)
-    ranked = sorted(alike.values(), key=lambda each: each.seconds)
+    allowed = [scheme for scheme in costs.kernel_seconds if scheme == NONE or errors[scheme] <= error_limit]
+    uniform = {scheme: assign([scheme] * len(buckets)) for scheme in allowed}
+    uncompressed = uniform.pop(NONE)
+    ranked = sorted(uniform.values(), key=lambda candidate: candidate.seconds)
     if ranked:
-        chosen = list(ranked[0].schemes)
+        schemes = list(ranked[0].schemes)
         best = ranked[0].seconds
-        for at in range(len(loads)):
-            for each in sorted(allowed, key=lambda each: errors[each]):
-                other = [*chosen[:at], each, *chosen[at + 1 :]]
-                if costs.step(loads, other) <= 1.005 * best:
-                    chosen = other
+        for index in range(len(buckets)):
+            for scheme in sorted(allowed, key=lambda scheme: errors[scheme]):
+                trial = [*schemes[:index], scheme, *schemes[index + 1 :]]
+                if costs.step_seconds(buckets, trial) <= 1.005 * best:
+                    schemes = trial
                     break
-        mixture = plan(chosen)
+        mixture = assign(schemes)
         if mixture not in ranked:
             ranked.insert(1, mixture)
-    promising = [each for each in ranked if each.seconds * GAIN < plain.seconds]
-    near = [each for each in promising if each.seconds <= 1.5 * promising[0].seconds]
-    return [*near[:most], replace(plain, own=True), plain]
+    promising = [candidate for candidate in ranked if candidate.seconds * MIN_GAIN < uncompressed.seconds]
+    near = [candidate for candidate in promising if candidate.seconds <= 1.5 * promising[0].seconds]
+    return [*near[:max_lossy], replace(uncompressed, bypass=True), uncompressed]
 
 
-def pick(tried: Sequence[tuple[Plan, float]]) -> Plan:
-    """From plans and what a step took with each: the least error of those as good as the best.
+def pick(tried: Sequence[tuple[CodecAssignment, float]]) -> CodecAssignment:
+    """Return the assignment with the least error of those whose step time is as good as the best.
 
-    What loses anything must be 3 % faster than what does not, where that was tried, and DDP's own way 1 % faster than
-    ours.
+    A lossy one must be 3 % faster than the best lossless one, if that was tried, and plain DDP 1 % faster than our
+    uncompressed all-reduce.
     """
-    lossless = [(plan, seconds * (1.01 if plan.own else 1.0)) for plan, seconds in tried if plan.plain]
-    usual = min((seconds for _, seconds in lossless), default=math.inf)
-    lossy = [(plan, seconds) for plan, seconds in tried if not plan.plain and seconds * 1.03 < usual]
+    lossless = [
+        (candidate, seconds * (1.01 if candidate.bypass else 1.0))
+        for candidate, seconds in tried
+        if candidate.lossless
+    ]
+    best_lossless = min((seconds for _, seconds in lossless), default=math.inf)
+    lossy = [
+        (candidate, seconds)
+        for candidate, seconds in tried
+        if not candidate.lossless and seconds * 1.03 < best_lossless
+    ]
     if not lossy:
-        return next(plan for plan, seconds in lossless if seconds == usual)
+        return next(candidate for candidate, seconds in lossless if seconds == best_lossless)
     best = min(seconds for _, seconds in lossy)
-    good = [plan for plan, seconds in lossy if seconds <= 1.02 * best]
-    return min(good, key=lambda plan: plan.error)
+    good = [candidate for candidate, seconds in lossy if seconds <= 1.02 * best]
+    return min(good, key=lambda candidate: candidate.error)
 
 
 def cpu_oversubscribed(local_ranks: int) -> bool:
-    """Whether ranks have no core besides the one that computes."""
+    """Return whether the ranks of this host have no core besides the ones that compute."""
     return len(os.sched_getaffinity(0)) < 2 * local_ranks

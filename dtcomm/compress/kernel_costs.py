@@ -1,8 +1,7 @@
-"""What a scheme's kernels cost here, and what one encoding loses of a gradient: measured, for "auto"."""
+"""Measures what the kernels of a scheme cost on this machine, and what one encoding loses, for "auto"."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import time
@@ -15,82 +14,83 @@ from dtcomm.compress.spec import Scheme, wire_codec
 from dtcomm.device.streams import Streams, copy_to_device, streams_of
 from dtcomm.kernels import low_rank, ops
 
-SAMPLE = 1 << 16  # elements of one gradient that errors and kernels are measured on
+SAMPLE_ELEMENTS = 1 << 16  # of one gradient, on which errors and kernels are measured
+CALLS = 5
 
 
 def kernel_seconds(
-    chosen: Scheme, elements: int = SAMPLE, device: torch.device | None = None
+    scheme: Scheme, elements: int = SAMPLE_ELEMENTS, device: torch.device | None = None
 ) -> tuple[float, float]:
-    """Seconds an element to encode, with a residual, and to decode, on this core; a few milliseconds of it.
+    """Return the seconds for each element to encode, with a residual, and to decode; takes a few milliseconds.
 
-    ``device``: on that, for which the host waits then.
+    Args:
+        scheme: The scheme. PowerSGD's passes count as encoding.
+        elements: The size of the tensor.
+        device: The device, for which the host waits; None: this CPU core.
     """
     x = torch.randn(elements, generator=torch.Generator().manual_seed(0))
     x = x if device is None else copy_to_device(x, device)
+    streams = streams_of(x.device)
     lost = torch.zeros_like(x)
-    fastest = _fastest if device is None else functools.partial(_fastest_there, streams_of(device))
-    if isinstance(chosen, PowerSGD):
+    if isinstance(scheme, PowerSGD):
         side = math.isqrt(elements)
-        left, right = x[: 2 * chosen.rank * side].clone().view(2, chosen.rank, side)
+        left, right = x[: 2 * scheme.rank * side].clone().view(2, scheme.rank, side)
         square = side * side
 
-        def passes() -> None:
+        def run_passes() -> None:
             low_rank.project_rows(x[:square], lost[:square], right, left)
-            if not chosen.alternate:
+            if not scheme.alternate:
                 low_rank.project_columns(x[:square], lost[:square], left, right)
             low_rank.expand(x[:square], lost[:square], left, right)
 
-        return fastest(passes) / square, 0.0
-    codec = wire_codec(chosen)
+        return _call_seconds(streams, run_passes) / square, 0.0
+    codec = wire_codec(scheme)
     payload = ops.encode(codec, x)
     out = torch.empty_like(x)
-    feeds = None if codec.lossless(x.dtype) else lost
-    encode = fastest(lambda: ops.encode(codec, x, residual=feeds, out=payload))
-    return encode / elements, fastest(lambda: ops.decode(codec, payload, elements, out=out)) / elements
+    residual = None if codec.lossless(x.dtype) else lost
+    encode = _call_seconds(streams, lambda: ops.encode(codec, x, residual=residual, out=payload))
+    decode = _call_seconds(streams, lambda: ops.decode(codec, payload, elements, out=out))
+    return encode / elements, decode / elements
 
 
-def relative_error(chosen: Scheme, gradient: torch.Tensor) -> float:
-    """|what one encoding loses| / |gradient| of whole rows [rows, columns]; 0 where the gradient is 0 or not finite."""
+def relative_error(scheme: Scheme, gradient: torch.Tensor) -> float:
+    """Return |what one encoding loses| / |gradient| of whole rows [rows, columns]; 0 if that is 0 or not finite."""
     x = gradient.float().contiguous()
     norm = float(torch.linalg.vector_norm(x))
     if not 0 < norm < math.inf:
         return 0.0
     lost = torch.zeros(x.numel())
-    if isinstance(chosen, PowerSGD):
+    if isinstance(scheme, PowerSGD):
         rows, columns = x.shape
-        rank = min(chosen.rank, rows, columns)
+        rank = min(scheme.rank, rows, columns)
         right = torch.randn(rank, columns, generator=torch.Generator().manual_seed(0))
         left = torch.empty(rank, rows)
         x = x.clone().view(-1)
-        for _ in range(2):  # the second one stands for what a warm start brings
+        for _ in range(2):  # the second iteration stands for a warm start
             low_rank.project_rows(x, lost, right, left)
             low_rank.orthonormalise(left)
             low_rank.project_columns(x, lost, left, right)
         low_rank.expand(x, lost, left, right)
     else:
-        ops.encode(wire_codec(chosen), x.view(-1), residual=lost)
+        ops.encode(wire_codec(scheme), x.view(-1), residual=lost)
     return float(torch.linalg.vector_norm(lost)) / norm
 
 
-def _fastest(call: Callable[[], object]) -> float:
-    """Seconds of this thread; what others do on the core in between does not count."""
+def _call_seconds(streams: Streams, call: Callable[[], object]) -> float:
+    """Return the second shortest of some calls: of the device, or of this thread, whose clock stops for others."""
     call()
-    times = []
-    for _ in range(5):
-        start = time.thread_time()
-        call()
-        times.append(time.thread_time() - start)
-    return max(sorted(times)[1], 1e-9)
-
-
-def _fastest_there(streams: Streams, call: Callable[[], object]) -> float:
-    """Seconds of the device."""
-    call()
-    marks = [streams.mark()]
-    for _ in range(5):
-        call()
-        marks.append(streams.mark())
-    if not streams.query(marks[-1]):
-        streams.synchronize(marks[-1])
-    times = [streams.elapsed(*pair) for pair in itertools.pairwise(marks)]
-    return max(sorted(times)[1], 1e-9)
+    if streams.device.type == "cpu":
+        marks = [time.thread_time()]
+        for _ in range(CALLS):
+            call()
+            marks.append(time.thread_time())
+        seconds = [end - begin for begin, end in itertools.pairwise(marks)]
+    else:
+        events = [streams.mark()]
+        for _ in range(CALLS):
+            call()
+            events.append(streams.mark())
+        if not streams.query(events[-1]):
+            streams.synchronize(events[-1])
+        seconds = [streams.elapsed(*pair) for pair in itertools.pairwise(events)]
+    return max(sorted(seconds)[1], 1e-9)

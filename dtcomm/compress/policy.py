@@ -1,11 +1,11 @@
-"""Which parameter gets which codec or compressor: an ordered tuple of rules, of which the first that matches decides.
+"""Policies: which parameter gets which codec or compressor.
 
-A policy prints as one line and parses back::
+A policy is an ordered tuple of rules, of which the first that matches decides. It prints as one line and parses back::
 
     ndim<2 -> none; numel<1024 -> none; name=*.embed* -> fp16; * -> int8
 
-What no rule can override is decided last, in `Policy.choose`: a dtype the codec cannot carry, and a payload
-that would not be smaller than the tensor, both go uncompressed, and the choice says why.
+`Policy.choose` decides last what no rule can override: a dtype that the codec cannot carry and a payload that would not
+be smaller than the tensor go uncompressed, and the choice says why.
 """
 
 from __future__ import annotations
@@ -20,37 +20,41 @@ from dtcomm.codecs import codec
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.spec import Scheme, matrix_shape, parse_scheme, wire_codec
 
+NONE = codec("none")
 #: Below one granule a payload is mostly scales and padding, and there is next to nothing to save.
-SMALL = 1024
+MIN_COMPRESSED_ELEMENTS = 1024
 #: How a condition begins, and the field of `Rule` that it sets.
 CONDITIONS = {"ndim<": "ndim_below", "numel<": "numel_below", "name=": "name", "module=": "module"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodecChoice:
-    """What a tensor gets; ``why`` says, for one that stays uncompressed, why it does."""
+    """What a tensor is compressed with; ``why`` is the reason if it stays uncompressed."""
 
     codec: Scheme
     why: str = ""
 
-    def instead(self, wanted: Scheme, tensor: torch.Tensor) -> CodecChoice:
-        """Where a guard wants another scheme; what goes uncompressed stays so."""
-        none = codec("none")
-        if self.codec == none or wanted == self.codec:
+    def replaced_by(self, scheme: Scheme, tensor: torch.Tensor) -> CodecChoice:
+        """Return the choice after a guard asked for ``scheme``; what is uncompressed stays so."""
+        if self.codec == NONE or scheme == self.codec:
             return self
-        return CodecChoice(codec=none, why="guard") if wanted == none else choose(wanted, tensor)
+        return CodecChoice(codec=NONE, why="guard") if scheme == NONE else choose_for(scheme, tensor)
 
 
-#: Of everything, where there is nobody to send it to.
-SINGLE_RANK = CodecChoice(codec=codec("none"), why="one rank alone")
+#: The choice for every tensor if there is only one rank.
+SINGLE_RANK = CodecChoice(codec=NONE, why="one rank alone")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Tensors that meet every condition given get ``codec``; a rule without conditions matches everything.
+    """Gives a scheme to the tensors that meet all of its conditions; a rule without conditions matches everything.
 
-    ``ndim_below`` and ``numel_below`` are exclusive bounds; ``name`` is a shell pattern (``*.bias``), ``module`` one
-    for the type of the module that holds the parameter (``Conv*``, ``Embedding``).
+    Attributes:
+        codec: The scheme.
+        ndim_below: The tensor has fewer dimensions. Default None: no condition.
+        numel_below: The tensor has fewer elements. Default None.
+        name: A shell pattern for the parameter's name, such as ``*.bias``. Default None.
+        module: A shell pattern for the type of the module that holds the parameter, such as ``Conv*``. Default None.
     """
 
     codec: Scheme
@@ -60,6 +64,7 @@ class Rule:
     module: str | None = None
 
     def matches(self, name: str, tensor: torch.Tensor, module: str = "") -> bool:
+        """Return whether a tensor meets all conditions."""
         return (
             (self.ndim_below is None or tensor.ndim < self.ndim_below)
             and (self.numel_below is None or tensor.numel() < self.numel_below)
@@ -68,6 +73,7 @@ class Rule:
         )
 
     def condition(self) -> str:
+        """Return the conditions as text."""
         parts = []
         if self.ndim_below is not None:
             parts.append(f"ndim<{self.ndim_below}")
@@ -84,14 +90,15 @@ class Rule:
 
     @staticmethod
     def parse(text: str) -> Rule:
+        """Parse the output of ``str``; ValueError says what is wrong."""
         left, arrow, right = text.partition("->")
         if not arrow:
             raise ValueError(f"policy rule {text.strip()!r}: want 'condition -> codec'")
         conditions: dict[str, str] = {}
         for part in left.split():
-            for prefix, what in CONDITIONS.items():
+            for prefix, field_name in CONDITIONS.items():
                 if part.startswith(prefix):
-                    conditions[what] = part[len(prefix) :]
+                    conditions[field_name] = part[len(prefix) :]
                     break
             else:
                 if part != "*":
@@ -117,41 +124,52 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """An ordered tuple of rules; `a | b` asks ``a`` first. What no rule matches stays uncompressed.
+    """An ordered tuple of rules; what no rule matches stays uncompressed. ``a | b`` asks ``a`` first.
 
-    ``modules`` says which type of module holds each parameter, by name; `of` looks it up.
+    Attributes:
+        rules: The rules.
+        modules: The type of the module that holds each parameter, by the parameter's name; `for_model` fills it in.
+
+    Example:
+        >>> from dtcomm.compress.policy import Policy
+        >>> str(Policy.parse("name=*.embed* -> fp16") | Policy.parse("* -> int8"))
+        'name=*.embed* -> fp16; * -> int8'
     """
 
     rules: tuple[Rule, ...]
     modules: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
-    def of(self, model: torch.nn.Module) -> Policy:
-        """This policy, knowing the model's parameters."""
-        held = {
+    def for_model(self, model: torch.nn.Module) -> Policy:
+        """Return this policy with the module types of a model's parameters, for rules with ``module=``."""
+        modules = {
             f"{path}.{name}" if path else name: type(module).__name__
             for path, module in model.named_modules()
             for name, _ in module.named_parameters(recurse=False)
         }
-        return replace(self, modules=held)
+        return replace(self, modules=modules)
 
     def choose(self, name: str, tensor: torch.Tensor) -> CodecChoice:
-        """The codec for the gradient of ``tensor``, whose dtype and shape are the gradient's.
+        """Return the choice for a gradient.
 
-        ValueError where a rule asks for a module's type and nobody has said which model it is (`of`).
+        Args:
+            name: The parameter.
+            tensor: A tensor with the gradient's dtype and shape.
+
+        Raises:
+            ValueError: A rule asks for a module's type, and `for_model` was not called.
         """
-        none = codec("none")
-        if not self.modules and (asks := [rule for rule in self.rules if rule.module is not None]):
+        if not self.modules and (with_module := [rule for rule in self.rules if rule.module is not None]):
             raise ValueError(
-                f"policy: '{asks[0]}' wants the types of modules: compress(model, …) knows them, elsewhere give "
-                "Policy.parse(…).of(model)"
+                f"policy: '{with_module[0]}' wants the types of modules: compress(model, …) knows them, elsewhere give "
+                "Policy.parse(…).for_model(model)"
             )
         module = self.modules.get(name, "")
         rule = next((rule for rule in self.rules if rule.matches(name, tensor, module)), None)
         if rule is None:
-            return CodecChoice(codec=none, why="no rule matches")
-        if rule.codec == none:
-            return CodecChoice(codec=none, why=f"policy: {rule.condition()}")
-        return choose(rule.codec, tensor)
+            return CodecChoice(codec=NONE, why="no rule matches")
+        if rule.codec == NONE:
+            return CodecChoice(codec=NONE, why=f"policy: {rule.condition()}")
+        return choose_for(rule.codec, tensor)
 
     def __or__(self, other: Policy) -> Policy:
         return Policy(rules=self.rules + other.rules, modules={**other.modules, **self.modules})
@@ -161,53 +179,43 @@ class Policy:
 
     @staticmethod
     def parse(text: str) -> Policy:
-        """The inverse of ``str``; ValueError names the rule that is wrong."""
+        """Parse the output of ``str``; ValueError names the rule that is wrong."""
         return Policy(rules=tuple(Rule.parse(part) for part in text.split(";") if part.strip()))
 
 
-def choose(chosen: Scheme, tensor: torch.Tensor) -> CodecChoice:
-    """`chosen` for a gradient of this dtype and shape, or none and why."""
-    none = codec("none")
+def choose_for(scheme: Scheme, tensor: torch.Tensor) -> CodecChoice:
+    """Return ``scheme`` for a gradient of this dtype and shape, or none if it does not apply, and why."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    if tensor.dtype not in chosen.dtypes:
-        return CodecChoice(codec=none, why=f"{chosen} does not take {dtype}")
-    if isinstance(chosen, PowerSGD):
-        return _low_rank(chosen, tensor)
-    if wire_codec(chosen).wire_bytes(tensor.numel(), tensor.dtype) >= none.wire_bytes(
-        tensor.numel(), tensor.dtype
-    ):
-        return CodecChoice(codec=none, why=f"{chosen} would not make {dtype} smaller")
-    return CodecChoice(codec=chosen)
-
-
-def _low_rank(chosen: PowerSGD, tensor: torch.Tensor) -> CodecChoice:
-    none = codec("none")
-    if tensor.ndim < 2:
-        return CodecChoice(codec=none, why="powersgd needs a matrix")
-    rows, columns = matrix_shape(tensor)
-    if chosen.payload_bytes(rows, columns) >= none.wire_bytes(tensor.numel(), tensor.dtype):
-        return CodecChoice(codec=none, why=f"{chosen} would not make {rows}x{columns} smaller")
-    return CodecChoice(codec=chosen)
+    if tensor.dtype not in scheme.dtypes:
+        return CodecChoice(codec=NONE, why=f"{scheme} does not take {dtype}")
+    plain_bytes = NONE.wire_bytes(tensor.numel(), tensor.dtype)
+    if isinstance(scheme, PowerSGD):
+        if tensor.ndim < 2:
+            return CodecChoice(codec=NONE, why="powersgd needs a matrix")
+        rows, columns = matrix_shape(tensor)
+        if scheme.payload_bytes(rows, columns) >= plain_bytes:
+            return CodecChoice(codec=NONE, why=f"{scheme} would not make {rows}x{columns} smaller")
+    elif wire_codec(scheme).wire_bytes(tensor.numel(), tensor.dtype) >= plain_bytes:
+        return CodecChoice(codec=NONE, why=f"{scheme} would not make {dtype} smaller")
+    return CodecChoice(codec=scheme)
 
 
 def default_policy(matrices: Scheme | str) -> Policy:
-    """Biases, norms and other vectors, and matrices below `SMALL` elements, uncompressed; the rest
-    ``matrices``.
+    """Return the policy of a plain spec: matrices of `MIN_COMPRESSED_ELEMENTS` or more get the scheme.
 
-    Vectors hold few elements and models are sensitive to them, so they cost little and are worth much.
+    Biases, norms and other vectors stay uncompressed: they hold few elements, and models are sensitive to them.
     """
-    none = codec("none")
     return Policy(
         rules=(
-            Rule(codec=none, ndim_below=2),
-            Rule(codec=none, numel_below=SMALL),
+            Rule(codec=NONE, ndim_below=2),
+            Rule(codec=NONE, numel_below=MIN_COMPRESSED_ELEMENTS),
             Rule(codec=parse_scheme(matrices)),
         )
     )
 
 
 def as_policy(spec: str | Scheme | Policy) -> Policy:
-    """A codec or compressor (or its spec) under the default policy; a `Policy`, or its text (with ``->``), as it is."""
+    """Return a policy unchanged or parsed from text with ``->``; a scheme or its spec under the default policy."""
     if isinstance(spec, Policy):
         return spec
     if isinstance(spec, str) and "->" in spec:

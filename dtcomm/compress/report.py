@@ -1,8 +1,7 @@
-"""What was compressed, with what, how much it saved and what it cost; and what was not, and why.
+"""Reports: what was compressed, with what, how much it saved and what it cost; what was not compressed, and why.
 
-Parameters that share a codec, a dtype and a reason form one row. Bytes come from the wire: the collective
-counts what this rank sent, and a message's bytes are split among its parameters in proportion to their
-payloads.
+Parameters with the same codec, dtype and reason form one row. Bytes are those of the wire: the collective counts what
+this rank sent, and the bytes of a message are divided among its parameters in proportion to their payloads.
 """
 
 from __future__ import annotations
@@ -14,18 +13,28 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dtcomm.profiling.metrics import Metric
-from dtcomm.profiling.tables import human, lined, rich_group, rich_table
+from dtcomm.profiling.tables import format_bytes, format_table, rich_group, rich_table
 
-SHOWN = 16  # buckets in a table
+MAX_BUCKETS_SHOWN = 16
 _HEAD = ("codec", "dtype", "params", "elements", "sent", "saved", "rel. error", "note")
 _LEFT = {0, 1, len(_HEAD) - 1}
 _BUCKET_HEAD = ("bucket", "codec", "params", "bytes", "sent", "ratio", "rel. error", "ms", "guard")
 _BUCKET_LEFT = {0, 1, len(_BUCKET_HEAD) - 1}
 
 
+def total_seconds(times: Iterable[float | None]) -> float | None:
+    """Return the sum; None if a time is unknown, as those of operations on a CUDA stream are."""
+    total = 0.0
+    for seconds in times:
+        if seconds is None:
+            return None
+        total += seconds
+    return total
+
+
 @dataclass
 class ParameterTotals:
-    """Running totals of one parameter; ``error`` and ``signal`` are sums of squares over sampled steps."""
+    """The totals of one parameter; ``error`` and ``signal`` are sums of squares over the sampled steps."""
 
     numel: int
     codec: str = ""
@@ -42,8 +51,15 @@ class ParameterTotals:
 class Row:
     """One group of parameters; bytes are this rank's, over all steps.
 
-    ``plain_bytes`` is what the same schedule would have sent uncompressed. ``relative_error`` is
-    ``|what the encodings dropped| / |gradient|`` over the sampled steps; None before the first one.
+    Attributes:
+        codec: What they are compressed with.
+        dtype: The dtype of their gradients.
+        why: Why they are not compressed.
+        names: The parameters.
+        numel: Their elements.
+        wire_bytes: What this rank sent.
+        plain_bytes: What the same schedule would have sent uncompressed.
+        relative_error: |what the encodings lost| / |gradient| over the sampled steps; None before the first one.
     """
 
     codec: str
@@ -57,27 +73,25 @@ class Row:
 
     @property
     def saved_bytes(self) -> int:
+        """The bytes that were saved."""
         return self.plain_bytes - self.wire_bytes
-
-
-def total_seconds(times: Iterable[float | None]) -> float | None:
-    """The sum of the times; None if any is unknown, as those of operations on a CUDA stream are."""
-    total = 0.0
-    for seconds in times:
-        if seconds is None:
-            return None
-        total += seconds
-    return total
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketRow:
-    """One message, as it has been since its bucket's parameters and codecs last changed.
+    """One bucket, since its parameters and codecs last changed.
 
-    ``nbytes`` are its gradients', uncompressed; ``wire_bytes`` and ``plain_bytes`` (uncompressed by the same schedule)
-    this rank's, over ``messages`` of them, which took ``seconds``, start to finish (None if unknown);
-    ``events`` the guard's about its
-    parameters, as long as there has been one.
+    Attributes:
+        index: DDP's index.
+        codec: Its codecs.
+        parameters: The number of parameters.
+        nbytes: The size of its uncompressed gradients.
+        messages: How often it was sent.
+        wire_bytes: What this rank sent, all messages together.
+        plain_bytes: What the same schedule would have sent uncompressed.
+        seconds: The time of its collectives, start to finish, all messages together; None if unknown.
+        relative_error: |what the encodings lost| / |gradient| over the sampled steps; None before the first one.
+        events: The guard's events about its parameters, counted over the whole run.
     """
 
     index: int
@@ -93,35 +107,44 @@ class BucketRow:
 
     @property
     def ratio(self) -> float | None:
-        """Uncompressed over sent; None before the first message."""
+        """Uncompressed bytes over sent bytes; None before the first message."""
         return self.plain_bytes / self.wire_bytes if self.wire_bytes else None
 
     def cells(self) -> tuple[str, ...]:
-        """As the tables have it, sizes and time of one message."""
+        """Return the cells of the tables; sizes and time are those of one message."""
         count = max(1, self.messages)
         return (
             str(self.index),
             self.codec,
             str(self.parameters),
-            human(self.nbytes),
-            human(self.wire_bytes / count),
+            format_bytes(self.nbytes),
+            format_bytes(self.wire_bytes / count),
             "-" if self.ratio is None else f"{self.ratio:.2f}",
-            _error(self.relative_error),
+            _format_error(self.relative_error),
             "-" if self.seconds is None else f"{self.seconds / count * 1e3:.2f}",
-            _counted(self.events),
+            _format_counts(self.events),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """``str()`` gives tables, as does rich's print; ``to_dict()`` plain values and ``to_json()`` their text.
+    """The report of one rank. ``str()`` and rich's print give tables, `to_dict` plain values, `to_json` their text.
 
-    ``wire_bytes`` and ``seconds`` (start to finish of every collective, added up; None if unknown)
-    are this rank's, over
-    ``steps`` steps in ``messages`` messages; ``residual_bytes`` is the memory that feedback and momentum hold between
-    the steps, and ``memory`` says by what, in bytes; ``events`` counts what the guard saw and did. ``auto`` is
-    what "auto" decided and why, and ``plans`` what it compared last: predicted and measured milliseconds of a step from
-    its first bucket to its last.
+    Attributes:
+        policy: The policy, or "auto".
+        feedback: The kind of error feedback.
+        steps: The number of steps.
+        messages: The number of messages.
+        wire_bytes: What this rank sent.
+        plain_bytes: What the same schedule would have sent uncompressed.
+        seconds: The time of all collectives, start to finish, added up; None if unknown.
+        residual_bytes: The memory that feedback and momentum hold between steps.
+        rows: One row for each codec, dtype and reason.
+        events: What the guard found and did, counted.
+        memory: The bytes of memory, by kind.
+        buckets: One row for each bucket.
+        auto: What "auto" decided, and why.
+        plans: What "auto" compared last: predicted and measured milliseconds of a step, first to last bucket.
     """
 
     policy: str
@@ -140,6 +163,7 @@ class Report:
     plans: tuple[dict[str, Any], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
         values = asdict(self)
         for values_row, row in zip(values["rows"], self.rows, strict=True):
             values_row["names"] = list(row.names)
@@ -151,14 +175,15 @@ class Report:
         return values
 
     def to_json(self, indent: int | None = None) -> str:
+        """Return `to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def __str__(self) -> str:
-        lines = lined(_HEAD, self._cells(), _LEFT)
+        lines = format_table(_HEAD, self._cells(), _LEFT)
         if self.buckets:
-            lines += ["", *lined(_BUCKET_HEAD, self._bucket_cells(), _BUCKET_LEFT)]
-            if len(self.buckets) > SHOWN:
-                lines.append(f"… {len(self.buckets) - SHOWN} more buckets in to_dict()")
+            lines += ["", *format_table(_BUCKET_HEAD, self._bucket_cells(), _BUCKET_LEFT)]
+            if len(self.buckets) > MAX_BUCKETS_SHOWN:
+                lines.append(f"… {len(self.buckets) - MAX_BUCKETS_SHOWN} more buckets in to_dict()")
             lines.append("")
         return "\n".join([*lines, *self._tail()])
 
@@ -169,7 +194,7 @@ class Report:
         return rich_group(*tables, *self._tail())
 
     def metrics(self) -> list[Metric]:
-        """For Prometheus and TensorBoard."""
+        """Return the metrics for Prometheus and TensorBoard."""
         counters: dict[str, tuple[float, str]] = {
             "steps_total": (self.steps, "steps of training"),
             "messages_total": (self.messages, "messages sent"),
@@ -177,37 +202,39 @@ class Report:
             "plain_bytes_total": (self.plain_bytes, "bytes that it would have sent uncompressed"),
         }
         if self.seconds is not None:
-            counters["collective_seconds_total"] = (
-                self.seconds,
-                "start to finish of all collectives, added up",
-            )
-        found = [Metric(f"dtcomm_{name}", value, text, "counter") for name, (value, text) in counters.items()]
-        found.append(Metric("dtcomm_residual_bytes", self.residual_bytes, "memory of feedback and momentum"))
-        said = "what encodings dropped over the gradient, of sampled steps"
+            text = "start to finish of all collectives, added up"
+            counters["collective_seconds_total"] = self.seconds, text
+        metrics = [
+            Metric(f"dtcomm_{name}", value, text, "counter") for name, (value, text) in counters.items()
+        ]
+        metrics.append(
+            Metric("dtcomm_residual_bytes", self.residual_bytes, "memory of feedback and momentum")
+        )
+        error_help = "what encodings dropped over the gradient, of sampled steps"
         for row in self.rows:
             if row.relative_error is not None:
                 labels = {"codec": row.codec, "dtype": row.dtype, "note": row.why}
-                found.append(Metric("dtcomm_relative_error", row.relative_error, said, labels=labels))
+                metrics.append(Metric("dtcomm_relative_error", row.relative_error, error_help, labels=labels))
         for kind, count in self.events.items():
-            found.append(
-                Metric("dtcomm_guard_events_total", count, "what the guard saw", "counter", {"kind": kind})
+            metrics.append(
+                Metric("dtcomm_guard_events_total", count, "events of the guard", "counter", {"kind": kind})
             )
         for bucket in self.buckets:
             labels = {"bucket": str(bucket.index), "codec": bucket.codec}
-            text = "mean time of a bucket's message, start to finish"
             if bucket.seconds is not None:
+                text = "mean time of a bucket's message, start to finish"
                 mean = bucket.seconds / max(1, bucket.messages)
-                found.append(Metric("dtcomm_bucket_seconds", mean, text, labels=labels))
+                metrics.append(Metric("dtcomm_bucket_seconds", mean, text, labels=labels))
             if bucket.relative_error is not None:
-                found.append(
+                metrics.append(
                     Metric(
                         "dtcomm_bucket_relative_error",
                         bucket.relative_error,
-                        f"{said}, by bucket",
+                        f"{error_help}, by bucket",
                         labels=labels,
                     )
                 )
-        return found
+        return metrics
 
     def _cells(self) -> list[tuple[str, ...]]:
         return [
@@ -216,64 +243,65 @@ class Report:
                 row.dtype,
                 str(len(row.names)),
                 f"{row.numel:,}",
-                human(row.wire_bytes),
+                format_bytes(row.wire_bytes),
                 f"{row.saved_bytes / row.plain_bytes:.1%}" if row.plain_bytes else "-",
-                _error(row.relative_error),
+                _format_error(row.relative_error),
                 row.why or _names(row.names),
             )
             for row in self.rows
         ]
 
     def _bucket_cells(self) -> list[tuple[str, ...]]:
-        return [bucket.cells() for bucket in self.buckets[:SHOWN]]
+        return [bucket.cells() for bucket in self.buckets[:MAX_BUCKETS_SHOWN]]
 
     def _tail(self) -> list[str]:
-        taken = "" if self.seconds is None else f" in {self.seconds:.3f} s"
+        duration = "" if self.seconds is None else f" in {self.seconds:.3f} s"
+        memory = _format_memory(self.memory) or f"{format_bytes(self.residual_bytes)} of residuals"
         lines = [
-            f"{self.steps} steps, {self.messages} messages: sent {human(self.wire_bytes)} instead of "
-            f"{human(self.plain_bytes)}{taken}; "
-            f"feedback {_kind(self.feedback)}, {_memory(self.memory) or human(self.residual_bytes) + ' of residuals'}"
+            f"{self.steps} steps, {self.messages} messages: sent {format_bytes(self.wire_bytes)} instead of "
+            f"{format_bytes(self.plain_bytes)}{duration}; "
+            f"feedback {_format_feedback(self.feedback)}, {memory}"
         ]
         lines += self.auto
         if self.events:
-            lines.append("guard: " + _counted(self.events))
+            lines.append("guard: " + _format_counts(self.events))
         return lines
 
 
-def rows(tallies: Iterable[tuple[str, ParameterTotals]]) -> tuple[Row, ...]:
-    """Group (name, tally) pairs, the largest group first."""
+def group_rows(totals: Iterable[tuple[str, ParameterTotals]]) -> tuple[Row, ...]:
+    """Group (name, totals) pairs by codec, dtype and reason, the largest group first."""
     groups: dict[tuple[str, str, str], list[tuple[str, ParameterTotals]]] = {}
-    for name, tally in tallies:
-        groups.setdefault((tally.codec, tally.dtype, tally.why), []).append((name, tally))
-    made = [
+    for name, total in totals:
+        groups.setdefault((total.codec, total.dtype, total.why), []).append((name, total))
+    rows = [
         Row(
             codec=key[0],
             dtype=key[1],
             why=key[2],
             names=tuple(name for name, _ in members),
-            numel=sum(tally.numel for _, tally in members),
-            wire_bytes=round(sum(tally.wire_bytes for _, tally in members)),
-            plain_bytes=round(sum(tally.plain_bytes for _, tally in members)),
-            relative_error=_relative_error([tally for _, tally in members]),
+            numel=sum(total.numel for _, total in members),
+            wire_bytes=round(sum(total.wire_bytes for _, total in members)),
+            plain_bytes=round(sum(total.plain_bytes for _, total in members)),
+            relative_error=_relative_error([total for _, total in members]),
         )
         for key, members in groups.items()
     ]
-    return tuple(sorted(made, key=lambda row: -row.numel))
+    return tuple(sorted(rows, key=lambda row: -row.numel))
 
 
-def _error(relative: float | None) -> str:
+def _format_error(relative: float | None) -> str:
     return "-" if relative is None else f"{relative:.1e}" if relative else "0"
 
 
-def _counted(events: dict[str, int]) -> str:
+def _format_counts(events: dict[str, int]) -> str:
     return ", ".join(f"{kind} {count}x" for kind, count in events.items())
 
 
-def _relative_error(tallies: list[ParameterTotals]) -> float | None:
-    if all(tally.lossless for tally in tallies):
+def _relative_error(totals: list[ParameterTotals]) -> float | None:
+    if all(total.lossless for total in totals):
         return 0.0
-    signal = sum(tally.signal for tally in tallies)
-    error = sum(tally.error for tally in tallies)
+    signal = sum(total.signal for total in totals)
+    error = sum(total.error for total in totals)
     return math.sqrt(error / signal) if signal > 0 else None
 
 
@@ -281,9 +309,9 @@ def _names(names: tuple[str, ...]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
 
 
-def _kind(feedback: bool | str) -> str:
+def _format_feedback(feedback: bool | str) -> str:
     return feedback if isinstance(feedback, str) else "on" if feedback else "off"
 
 
-def _memory(held: dict[str, int]) -> str:
-    return ", ".join(f"{human(size)} of {what}" for what, size in held.items())
+def _format_memory(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{format_bytes(size)} of {kind}" for kind, size in sizes.items())

@@ -6,15 +6,17 @@ or, for a framework that registers the hook itself,
 
     model.register_comm_hook(dtcomm.ddp.State("int8"), dtcomm.ddp.hook)
 
-Each bucket becomes one message in which every parameter keeps blocks, codec and error feedback of its own.
-The gradients are averaged in place, as DDP itself does. `LocalSGD` averages weights every so many steps instead.
+Each bucket becomes one message in which every parameter has its own blocks, codec and error feedback. The gradients
+are averaged in place, as DDP itself does. `Reducer` (dtcomm/ddp/reducer.py) lists the steps of a backward pass.
+`dtcomm.local_sgd.LocalSGD` averages weights every so many steps instead.
 
-An error in a collective is raised from ``backward()`` with its own type (`PeerLost`, `CollectiveTimeout`,
-...), kept as ``state.error``, and raised again by the next forward or backward; a future's exception DDP
-would print as "Unable to cast". After it, the model needs a new DDP around it.
+An error in a collective is raised by ``backward()`` with its own type (`PeerLost`, `CollectiveTimeout`, ...), kept as
+``state.error``, and raised again by the next forward or backward. (DDP would print the exception of a future as
+"Unable to cast".) After it, the model needs a new DDP around it.
 """
 
 # Annotations stay objects in this file: register_comm_hook compares the hook's with the types themselves.
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,48 +29,116 @@ from dtcomm.compress.policy import Policy, as_policy
 from dtcomm.compress.spec import Scheme
 from dtcomm.ddp import integrations
 from dtcomm.ddp.integrations import Attached
-from dtcomm.ddp.state import State
-from dtcomm.local_sgd import LocalSGD
+from dtcomm.ddp.state import DEFAULT_GUARD, State
 
-__all__ = ["Attached", "Guard", "LocalSGD", "State", "attach", "compress", "hook"]
+__all__ = ["Attached", "Guard", "State", "attach", "compress", "hook"]
 
 
 def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The DDP communication hook; register it with a `State` of its own for each model."""
+    """The DDP communication hook; register it with a `State` of its own for each model.
+
+    Example:
+        model.register_comm_hook(dtcomm.ddp.State("int8"), dtcomm.ddp.hook)
+    """
     return state.reduce(bucket)
 
 
-def compress(model: DistributedDataParallel, spec: str | Scheme | Policy = "int8", **options: Any) -> State:
-    """Compress the gradients of a DDP model; ``options`` are those of `State` but group and parameters.
+def compress(
+    model: DistributedDataParallel,
+    spec: str | Scheme | Policy = "int8",
+    feedback: bool | str = True,
+    *,
+    residual: str = "fp32",
+    algorithm: str = "direct",
+    seed: int = 0,
+    sample_every: int = 50,
+    guard: Guard | None = DEFAULT_GUARD,
+    warmup: int = 0,
+    timeline: int = 0,
+    budget: float | None = None,
+    candidates: Sequence[str | Scheme] | None = None,
+    check_every: int = 500,
+) -> State:
+    """Compress the gradients of a DDP model: makes a `State` and registers the hook.
 
-    TypeError where ``model`` is no DistributedDataParallel; RuntimeError where it has a hook already.
+    Args:
+        model: The DistributedDataParallel.
+        spec: What to compress with: a codec or compressor or its spec ("int8", "powersgd:rank=4"), which goes to
+            matrices of 1024 elements or more, while the other parameters stay uncompressed; a `Policy` or its text
+            ("ndim<2 -> none; * -> int4"), to choose by name, size or module; or "auto", which measures the first steps
+            and chooses what pays. Default "int8".
+        feedback: Error feedback. True: add each rank's encoding errors to its next gradients, by parameter; "ef21" or
+            "diana": send differences to a reference that all ranks share; False: none. Default True.
+        residual: How residuals are kept between steps: "fp32" (4 bytes for each element of a compressed parameter),
+            "bf16" or "int8". Default "fp32".
+        algorithm: The algorithm of the all-reduce. With the direct ones ("direct", "one_shot", "two_shot") a run
+            resumed from a checkpoint continues bit for bit. Default "direct".
+        seed: The seed of stochastic rounding; the step is mixed in. Default 0.
+        sample_every: Measure the relative error in every step that this divides, for the guard and the report; 0:
+            never. Default 50.
+        guard: Limits beyond which compression counts as harmful, and what is done then; None: no guard. Default
+            ``Guard()``.
+        warmup: The number of uncompressed steps at the start. Default 0.
+        timeline: Record the times of so many last steps, for ``state.timeline.summary()`` and ``state.trace(path)``;
+            0: none. Default 0.
+        budget: With "auto": the largest relative error of one encoding. Default None: 0.2 for the default candidates.
+        candidates: With "auto": the schemes to choose from, whatever their error. Default None: none, fp16, int8, int4.
+        check_every: With "auto": the steps between two checks of the choice. Default 500.
+
+    Returns:
+        The state: ``report()``, ``events``, ``state_dict()``, ``timeline``, ...
+
+    Raises:
+        TypeError: ``model`` is not a DistributedDataParallel.
+        ValueError: An option is wrong; the message names it and what is valid.
+        RuntimeError: The model has a communication hook already.
+
+    Example:
+        model = DistributedDataParallel(model)
+        state = dtcomm.ddp.compress(model, "int8")
+        ...  # train as before
+        print(state.report())
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"model: want a DistributedDataParallel, got {type(model).__name__}")
-    if spec != AUTO:
-        spec = as_policy(spec).of(model.module)
-    state = State(spec, group=model.process_group, parameters=model.module.named_parameters(), **options)
-
-    def refuse_after_failure(module: torch.nn.Module, args: Any) -> None:
-        if state.error is not None:
-            raise state.error
-
-    state._reducer.wait_before_ddp = model.find_unused_parameters
-    state._reducer.may_leave_unused = model.find_unused_parameters or model.static_graph
-    model.register_comm_hook(state, hook)
-    model.register_forward_pre_hook(refuse_after_failure)
-    state.timeline.watch(model)
+    state = State(
+        spec if spec == AUTO else as_policy(spec).for_model(model.module),
+        model.process_group,
+        feedback,
+        residual=residual,
+        algorithm=algorithm,
+        seed=seed,
+        parameters=model.module.named_parameters(),
+        sample_every=sample_every,
+        guard=guard,
+        warmup=warmup,
+        timeline=timeline,
+        budget=budget,
+        candidates=candidates,
+        check_every=check_every,
+    )
+    state.register(model, hook)
     return state
 
 
 def attach(owner: Any, spec: str | Scheme | Policy = "int8", **options: Any) -> Attached:
-    """Compress where a framework wraps the model in DDP itself, later: a Hugging Face ``Trainer`` or ``Accelerator``,
-    a Lightning ``Trainer``.
+    """Compress the gradients of a framework that wraps the model in DDP itself, once it has done so.
 
+    Args:
+        owner: A Hugging Face ``Accelerator`` or ``Trainer``, or a Lightning ``Trainer``.
+        spec: See `compress`.
+        **options: The other options of `compress`.
+
+    Returns:
+        An object whose ``state`` is the `State`, once the framework has wrapped the model.
+
+    Raises:
+        TypeError: ``owner`` is none of these.
+        ValueError: ``owner`` has a communication hook already.
+
+    Example:
         attached = dtcomm.ddp.attach(trainer, "int8")
         trainer.train()  # Lightning: trainer.fit(module)
         print(attached.state.report())
-
-    TypeError where ``owner`` is none of these; ValueError where it has another communication hook.
     """
     return integrations.attach(owner, lambda model: compress(model, spec, **options))

@@ -1,4 +1,4 @@
-"""How each of DDP's buckets is packed: which parameters lie in it, what they are called, what each gets."""
+"""The layouts of DDP's buckets: which parameters lie in each, their names, and what each is compressed with."""
 
 from __future__ import annotations
 
@@ -18,72 +18,80 @@ NONE = codec("none")
 
 
 class BucketLayouts:
-    """``current`` has the packing of each bucket, by its index; ``retired`` those that others took the place of."""
+    """Builds the layout of each bucket, and keeps it until the parameters of the bucket or their schemes change.
+
+    Attributes:
+        current: The layout of each bucket, by its index.
+        retired: The layouts that were replaced; they hold counts for reports.
+
+    Args:
+        chooser: Chooses the scheme of each parameter.
+        monitor: The guard's monitor, which may replace it.
+        warmup: The number of uncompressed steps at the start.
+        parameters: (name, parameter) pairs. Without them a parameter is named when a bucket first contains it.
+    """
 
     def __init__(
         self,
         chooser: Chooser,
-        watch: Monitor,
+        monitor: Monitor,
         warmup: int,
         parameters: Iterable[tuple[str, torch.Tensor]] | None,
     ) -> None:
         self.current: dict[int, BucketLayout] = {}
         self.retired: list[BucketLayout] = []
-        self._chooser, self._watch, self._warmup = chooser, watch, warmup
-        # The parameters are kept so that an id is never reused; without names, they come with the buckets.
+        self._chooser, self._monitor, self._warmup = chooser, monitor, warmup
+        # The parameters themselves are kept so that an id is never reused.
         self._parameters = {id(parameter): (name, parameter) for name, parameter in parameters or ()}
-        self._named = parameters is not None
-        self._falling = [each for each in chooser.schemes if isinstance(each, DGC)]
+        self._are_named = parameters is not None
+        self._dgc_schemes = [scheme for scheme in chooser.schemes if isinstance(scheme, DGC)]
 
     def sizes(self) -> dict[str, int] | None:
-        """Elements of each parameter; None where nobody has named them."""
-        if not self._named:
+        """Return the number of elements of each parameter; None without ``parameters``."""
+        if not self._are_named:
             return None
         return {name: parameter.numel() for name, parameter in self._parameters.values()}
 
     def of(self, bucket: GradBucket, buffer: torch.Tensor, step: int, ranks: int) -> BucketLayout:
-        """The packing of a bucket, made anew where its parameters, or what they get, have changed."""
-        parameters = bucket.parameters()
-        layout = tuple(map(id, parameters))
-        ratios = [dgc.warmup_stage(step) for dgc in self._falling]
-        revision = step < self._warmup, self._watch.revision, self._chooser.revision, ratios
-        packing = self.current.get(bucket.index())
-        if packing is not None:
-            alike = packing.parameter_ids == layout and packing.dtype == buffer.dtype
-            if alike and packing.revision == revision:
-                return packing
-            self.retired.append(packing)
+        """Return the layout of a bucket in a step; TypeError if its gradients are not dense."""
+        parameter_ids = tuple(map(id, bucket.parameters()))
+        dgc_stages = [dgc.warmup_stage(step) for dgc in self._dgc_schemes]
+        revision = step < self._warmup, self._monitor.revision, self._chooser.revision, dgc_stages
+        layout = self.current.get(bucket.index())
+        if layout is not None:
+            same_buffer = layout.parameter_ids == parameter_ids and layout.dtype == buffer.dtype
+            if same_buffer and layout.revision == revision:
+                return layout
+            self.retired.append(layout)
         if buffer.layout != torch.strided:
             raise TypeError(
                 f"bucket {bucket.index()}: {buffer.layout} gradients cannot be compressed, only dense ones"
             )
-        names = self.names(bucket)
-        gradients = zip(names, bucket.gradients(), strict=True)
-        packing = build_layout(
+        layout = build_layout(
             buffer,
-            gradients,
-            layout,
+            zip(self.names(bucket), bucket.gradients(), strict=True),
+            parameter_ids,
             lambda name, gradient: SINGLE_RANK if ranks == 1 else self._choose(name, gradient, step),
         )
-        packing.revision = revision
-        self.current[bucket.index()] = packing
-        return packing
+        layout.revision = revision
+        self.current[bucket.index()] = layout
+        return layout
 
     def names(self, bucket: GradBucket) -> list[str]:
-        """Of its parameters, in order."""
+        """Return the names of a bucket's parameters, in order."""
         return [self._name(parameter) for parameter in bucket.parameters()]
 
     def _choose(self, name: str, gradient: torch.Tensor, step: int) -> CodecChoice:
-        """What was chosen, unless training warms up or the guard knows better."""
+        """Return what was chosen, unless training warms up or the guard replaces it."""
         choice = self._chooser.choose(name, gradient)
         if choice.codec == NONE:
             return choice
         if step < self._warmup:
             return CodecChoice(codec=NONE, why=f"warm-up until step {self._warmup}")
-        scheme = self._watch.scheme_for(name, choice.codec, step)
+        scheme = self._monitor.scheme_for(name, choice.codec, step)
         if isinstance(scheme, DGC):
             scheme = scheme.at(step)
-        return choice.instead(scheme, gradient)
+        return choice.replaced_by(scheme, gradient)
 
     def _name(self, parameter: torch.Tensor) -> str:
         if id(parameter) not in self._parameters:

@@ -1,9 +1,9 @@
-"""A policy with the face of a `Tuner`: what it says holds for good, and nothing is measured."""
+"""What chooses the scheme of each parameter: a fixed policy, or the autotuner (`dtcomm.ddp.autotune.tuner`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -11,22 +11,57 @@ from dtcomm.compress.guard import Event
 from dtcomm.compress.policy import CodecChoice, Policy
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.spec import Scheme
-from dtcomm.ddp.autotune.measure import BucketTiming
-from dtcomm.ddp.autotune.tuner import Tuner
+
+
+class Chooser(Protocol):
+    """Chooses what the gradient of each parameter is compressed with; the same on all ranks."""
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """All schemes that may ever be chosen."""
+
+    @property
+    def revision(self) -> int:
+        """Changes whenever a choice may have changed."""
+
+    @property
+    def bypass(self) -> bool:
+        """Whether buckets are averaged by the group's own backend, uncompressed, as DDP does it without a hook."""
+
+    @property
+    def in_stages(self) -> bool:
+        """Whether a scheme in force takes several collectives (PowerSGD)."""
+
+    @property
+    def decisions(self) -> Sequence[Event]:
+        """The decisions so far, for reports."""
+
+    @property
+    def rows(self) -> Sequence[dict[str, Any]]:
+        """What the last decision compared, for reports."""
+
+    def choose(self, name: str, gradient: torch.Tensor) -> CodecChoice:
+        """Return what a parameter is compressed with now."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the choices in force as plain values."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the choices of a `state_dict`."""
 
 
 class FixedPolicy:
-    """The same answers at every step."""
+    """A `Chooser` that gives the answers of a policy at every step."""
 
     revision = 0
-    own = False
+    bypass = False
     decisions: Sequence[Event] = ()
     rows: Sequence[dict[str, Any]] = ()
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.schemes: tuple[Scheme, ...] = tuple(rule.codec for rule in policy.rules)
-        self.in_stages = any(isinstance(each, PowerSGD) for each in self.schemes)
+        self.in_stages = any(isinstance(scheme, PowerSGD) for scheme in self.schemes)
 
     def __str__(self) -> str:
         return str(self.policy)
@@ -34,32 +69,7 @@ class FixedPolicy:
     def choose(self, name: str, gradient: torch.Tensor) -> CodecChoice:
         return self.policy.choose(name, gradient)
 
-    timed = False
-
-    def on(self, device: torch.device) -> None: ...
-
-    def decides(self, step: int) -> bool:
-        return False
-
-    def begin(self, step: int) -> None: ...
-
-    def wants(self, step: int) -> bool:
-        return False
-
-    def look(self, index: int, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None: ...
-
-    def end(self, step: int, seconds: float, buckets: Sequence[BucketTiming]) -> None: ...
-
-    def pop_changes(self) -> list[str]:
-        return []
-
-    def pop_uncompressed(self) -> list[str]:
-        return []
-
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-Chooser = FixedPolicy | Tuner

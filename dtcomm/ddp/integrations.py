@@ -1,6 +1,6 @@
 """The hook in frameworks that wrap the model in DDP themselves: Hugging Face Accelerate and Trainer, Lightning.
 
-None of them is imported here: what is done goes by what an object has.
+None of them is imported here: objects are recognised by their attributes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ Compress = Callable[[DistributedDataParallel], State]
 
 
 class Attached:
-    """What will compress a model as soon as there is a DDP around it."""
+    """Compresses a model as soon as a framework has wrapped it in DDP; `dtcomm.ddp.attach` returns it."""
 
-    def __init__(self, compress: Compress, options: Any = None) -> None:
-        self._compress, self._options = compress, options
+    def __init__(self, compress: Compress, ddp_options: Any = None) -> None:
+        self._compress, self._ddp_options = compress, ddp_options
         self._state: State | None = None
 
     @property
     def state(self) -> State:
-        """The compressor's state; RuntimeError before the framework has wrapped the model."""
+        """The state of the hook; RuntimeError before the framework has wrapped the model."""
         if self._state is None:
             raise RuntimeError(
                 "state: the model is not wrapped in DDP yet: call prepare(model), train() or fit() first, "
@@ -32,49 +32,49 @@ class Attached:
             )
         return self._state
 
-    # Accelerate keeps DDP's options in an object with these two methods, in whose place this one goes.
+    # Accelerate keeps DDP's options in an object with the following two methods. This one replaces it.
 
     def to_kwargs(self) -> dict[str, Any]:
-        """DDP's options."""
-        return {} if self._options is None else dict(self._options.to_kwargs())
+        """Return DDP's options."""
+        return {} if self._ddp_options is None else dict(self._ddp_options.to_kwargs())
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Compress the model that has just been wrapped."""
+        """Compress the model that was just wrapped."""
         self._state = self._compress(model)
 
 
 def attach(owner: Any, compress: Compress) -> Attached:
-    """See `dtcomm.ddp.attach`."""
+    """See `dtcomm.ddp.attach`; ``compress`` registers the hook at a DDP model."""
     accelerator = getattr(owner, "accelerator", owner)
     if hasattr(accelerator, "ddp_handler"):
-        return _to_accelerator(accelerator, compress)
+        return _attach_to_accelerator(accelerator, compress)
     if hasattr(getattr(owner, "strategy", None), "setup"):
-        return _to_lightning(owner.strategy, compress)
+        return _attach_to_lightning(owner.strategy, compress)
     raise TypeError(
         "owner: expected an accelerate.Accelerator, a transformers.Trainer or a lightning.Trainer, "
         f"got {type(owner).__name__}"
     )
 
 
-def _to_accelerator(accelerator: Any, compress: Compress) -> Attached:
-    options = accelerator.ddp_handler
-    hook = getattr(options, "comm_hook", "no")
+def _attach_to_accelerator(accelerator: Any, compress: Compress) -> Attached:
+    ddp_options = accelerator.ddp_handler
+    hook = getattr(ddp_options, "comm_hook", "no")
     if str(getattr(hook, "value", hook)) != "no":
         raise ValueError(f"owner: its DDP options ask for the communication hook {hook} already")
-    attached = Attached(compress, options)
+    attached = Attached(compress, ddp_options)
     accelerator.ddp_handler = attached
     return attached
 
 
-def _to_lightning(strategy: Any, compress: Compress) -> Attached:
-    """Lightning's own ``ddp_comm_hook`` is passed over, without a word, where the model is not on a GPU."""
+def _attach_to_lightning(strategy: Any, compress: Compress) -> Attached:
+    """Wrap the strategy's setup: Lightning silently ignores its own ``ddp_comm_hook`` if the model is not on a GPU."""
     if getattr(strategy, "_ddp_comm_hook", None) is not None:
         raise ValueError("owner: its strategy has a ddp_comm_hook already")
     attached = Attached(compress)
-    before = strategy.setup
+    original_setup = strategy.setup
 
     def setup(trainer: Any) -> None:
-        before(trainer)
+        original_setup(trainer)
         if isinstance(strategy.model, DistributedDataParallel):
             attached.register_comm_hook(strategy.model)
 

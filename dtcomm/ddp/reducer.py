@@ -1,10 +1,10 @@
-"""What happens to the buckets of a backward pass, from the hook's call to the gradients' arrival."""
+"""The reducer: averages the gradient buckets of a backward pass. `dtcomm.ddp.State` owns one and the hook calls it."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,263 +13,404 @@ from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type
 
 from dtcomm.collectives import Work
 from dtcomm.compress.bucket_averager import BucketAverager
+from dtcomm.compress.bucket_layout import BucketLayout
 from dtcomm.compress.error_sample import ErrorSample, l2_norm
 from dtcomm.compress.error_state import ErrorState, PendingGradient
 from dtcomm.compress.guard_monitor import Monitor
-from dtcomm.compress.powersgd import PowerSGD
+from dtcomm.compress.report import total_seconds
 from dtcomm.compress.stage_scheduler import StageScheduler
-from dtcomm.compress.step_recorder import StepRecorder
-from dtcomm.ddp.autotune.measure import BucketTiming
 from dtcomm.ddp.bucket_layouts import BucketLayouts
 from dtcomm.ddp.chooser import Chooser
-from dtcomm.ddp.device_reducer import There
-from dtcomm.ddp.in_flight_bucket import InFlightBucket
-from dtcomm.ddp.plain_allreduce import PlainAllReduceWork
-from dtcomm.device.streams import AsyncHostCopy, streams_of
+from dtcomm.device.streams import Streams, record_streams, streams_of
 from dtcomm.kernels import counter_rng
-from dtcomm.profiling import Timeline
-from dtcomm.profiling.profiler_ranges import UnderWay
+from dtcomm.profiling.profiler_ranges import AsyncRange
+
+
+@dataclass
+class InFlightBucket:
+    """A bucket from its preparation to the end of the backward pass.
+
+    Attributes:
+        index: DDP's index of the bucket.
+        layout: Its segments.
+        buffer: Its flat buffer, which becomes the mean.
+        pending: The lossy segments.
+        samples: A sample of each of ``pending`` in steps in which errors are measured, else empty.
+        stats: The guard's statistics that are averaged along with the bucket, or None.
+        key: Chooses the random numbers with which residuals are rounded.
+        ready_ns: When DDP called the hook (``time.monotonic_ns``, like the other two).
+        launched_ns: When the hook returned.
+        finished_ns: When the gradients were the mean and the residuals stored.
+        ready_s: When the collective was started, by ``time.perf_counter``.
+        work: The collective.
+        finished: The future that DDP waits for.
+    """
+
+    index: int
+    layout: BucketLayout
+    buffer: torch.Tensor
+    pending: list[PendingGradient]
+    samples: list[ErrorSample]
+    stats: torch.Tensor | None
+    key: int
+    ready_ns: int = 0
+    launched_ns: int = 0
+    finished_ns: int = 0
+    ready_s: float = 0.0
+    work: Work = field(init=False)
+    finished: torch.futures.Future[torch.Tensor] | None = None
+
+    @property
+    def plain_bytes(self) -> int:
+        """The bytes of the uncompressed buffer."""
+        return self.buffer.numel() * self.buffer.element_size()
+
+
+class ReducerObserver:
+    """What a `Reducer` calls at fixed points of a backward pass; every method does nothing by default.
+
+    The guard, the autotuner, the timeline and the recorder are observers (`dtcomm.ddp.observers`,
+    `dtcomm.ddp.autotune.observer`).
+    """
+
+    def begin_pass(self, step: int, streams: Streams) -> None:
+        """The first bucket of a pass is ready; no collective of this group is in flight. It may raise."""
+
+    def begin_backward(self) -> None:
+        """As `begin_pass`, but only if the hook was called from autograd."""
+
+    def bucket_ready(self, step: int, bucket: GradBucket) -> None:
+        """A bucket is ready and unchanged."""
+
+    def bucket_prepared(self, bucket: InFlightBucket) -> None:
+        """A bucket's collective is about to start."""
+
+    def bucket_started(self, bucket: InFlightBucket) -> None:
+        """A bucket's collective was started."""
+
+    def bucket_finished(self, bucket: InFlightBucket) -> None:
+        """A bucket is the mean; called on the thread that completes futures, on a device on a side stream."""
+
+    def end_compute(self) -> None:
+        """All gradients are computed; the caller is about to wait for the buckets."""
+
+    def bucket_counted(self, bucket: InFlightBucket) -> None:
+        """A finished bucket was counted; called by the caller's thread, in order, before `end_pass`."""
+
+    def end_pass(self, step: int, buckets: list[InFlightBucket]) -> None:
+        """All buckets of the pass are finished, without an error."""
 
 
 class Reducer:
-    """``steps`` are over; ``error`` is the first one that any of them had. `wait_before_ddp`: DDP reduces a map of
-    unused parameters after the pass; `may_leave_unused`: it may be that no rank uses some parameter.
+    """Averages gradients over the ranks of a group, bucket by bucket, with error feedback.
+
+    A backward pass goes through these steps. `reduce` does 1 to 5 for each bucket, and DDP runs other backward
+    computation meanwhile:
+
+    1. With the first bucket the observers begin the pass: the guard evaluates the statistics of the last step, the
+       autotuner chooses codecs, and both reset state of parameters whose codec changes (`_begin_pass`).
+    2. The bucket gets a layout: one segment for each compressed parameter, under the codec that policy, guard, warm-up
+       and autotuner choose (`BucketLayouts.of`).
+    3. Every lossy segment is prepared: error feedback decides which tensor is averaged and which residual is added to
+       it (`_prepare`, `ErrorState.prepare`).
+    4. The collective starts: one packed message for the bucket, or several in stages if PowerSGD is among its codecs,
+       or a plain all-reduce (`_start`). The guard's statistics travel with the last bucket.
+    5. When it completes, on whatever thread that happens, the gradients are the mean and the residuals are stored; then
+       the future that DDP waits for gets the buffer (`_finish_when_done`, `ErrorState.finish`).
+    6. At the end of the backward pass the reducer waits for all buckets, counts what they sent and lost, raises the
+       first error, and the observers end the pass (`_end_pass`).
+
+    On a device nothing of this makes the host wait: step 5 runs on a side stream.
+
+    Args:
+        group: The process group; None is the default group.
+        chooser: Chooses the scheme of each parameter.
+        monitor: The guard's monitor.
+        feedback: See `dtcomm.ddp.State`, as for the others.
+        residual: How residuals are kept.
+        algorithm: The algorithm of the all-reduce.
+        seed: The seed of stochastic rounding.
+        parameters: The (name, parameter) pairs of the model.
+        sample_every: Errors are measured in every step that this divides; 0 for never.
+        warmup: The number of uncompressed steps at the start.
+
+    Attributes:
+        steps: The number of passes that were reduced.
+        error: The first error of a collective. After it, every call raises it.
+        finish_before_ddp: Wait for the buckets before DDP's own callback (`_end_compute`).
+        may_have_unused: It may be that no rank uses some parameter.
+        observers: Called in order.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None,
         chooser: Chooser,
-        watch: Monitor,
-        packings: BucketLayouts,
-        memory: ErrorState,
-        averager: BucketAverager,
-        timeline: Timeline,
+        monitor: Monitor,
+        *,
+        feedback: bool | str,
+        residual: str,
+        algorithm: str,
+        seed: int,
+        parameters: Iterable[tuple[str, torch.Tensor]] | None,
         sample_every: int,
+        warmup: int,
     ) -> None:
         self.steps = 0
         self.error: Exception | None = None
-        self.wait_before_ddp = False
-        self.may_leave_unused = True
-        self.recorder: StepRecorder | None = None
-        self._group, self._sample_every = group, sample_every
-        self._chooser, self._watch, self._layouts = chooser, watch, packings
-        self._error_state, self._averager, self._timeline = memory, averager, timeline
-        # Where buckets take several collectives, all of them start on one thread, in an order that ranks share.
-        in_stages = any(isinstance(scheme, PowerSGD) for scheme in chooser.schemes)
-        self._sequencer = StageScheduler(streams_of(torch.device("cpu"))) if in_stages else None
-        self._there: There | None = None  # where gradients are on a device
-        self._told: deque[InFlightBucket] = deque()
-        self._flights: list[InFlightBucket] = []
-        self._begun = 0.0  # this step's first bucket
-        self._waiting = UnderWay("")
+        self.finish_before_ddp = False
+        self.may_have_unused = True
+        self.observers: list[ReducerObserver] = []
+        self.error_state = ErrorState(feedback, residual, chooser.schemes)
+        self.averager = BucketAverager(algorithm, group, seed)
+        self.layouts = BucketLayouts(chooser, monitor, warmup, parameters)
+        self._group, self._chooser, self._monitor, self._sample_every = group, chooser, monitor, sample_every
+        self._streams: Streams | None = None  # of the gradients' device, known with the first bucket
+        self._scheduler: StageScheduler | None = None
+        self._in_flight: list[InFlightBucket] = []
         self._in_backward = False
+        self._waiting = AsyncRange("")
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Start averaging the bucket in place; the future holds its buffer once that is done."""
+        """Start averaging a bucket in place; the future holds its buffer once that is done."""
         ready_ns = time.monotonic_ns()
-        if self._there is None and not bucket.buffer().is_cpu:
-            self._there = There(bucket.buffer().device, self._chooser)
+        buffer = bucket.buffer()
+        streams = self._streams = self._streams or streams_of(buffer.device)
         if bucket.index() == 0:
-            self._begin()
-        buffer, under_way = bucket.buffer(), UnderWay(f"bucket {bucket.index()}")
+            self._begin_pass(streams)
+        profiler_range = AsyncRange(f"bucket {bucket.index()}")
         try:
             if self.error is not None:
                 raise self.error
-            flight = self._launch(bucket, buffer)
+            in_flight = self._launch(bucket, buffer, streams)
         except Exception as error:
             if not self._in_backward:
                 raise
-            self.error = error
-            under_way.end()
-            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            done.set_result(buffer)
-            return done
-        self._flights.append(flight)
+            self.error = error  # `_end_pass` raises it, after autograd and DDP are done
+            profiler_range.end()
+            failed: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            failed.set_result(buffer)
+            return failed
+        self._in_flight.append(in_flight)
         if bucket.is_last():
             self.steps += 1
-        landed = (
-            flight.work.get_future().then(self._landing(flight))
-            if self._there is None
-            else self._there.land(flight, self._error_state, self._failed())
-        )
-        flight.done = under_way.until(landed)
-        flight.index, flight.ready_ns, flight.launched_ns = bucket.index(), ready_ns, time.monotonic_ns()
-        return flight.done
+        in_flight.finished = profiler_range.until(self._finish_when_done(in_flight, streams))
+        in_flight.ready_ns, in_flight.launched_ns = ready_ns, time.monotonic_ns()
+        return in_flight.finished
 
-    def _landing(self, flight: InFlightBucket) -> Callable[[torch.futures.Future[Any]], torch.Tensor]:
-        # Emptied before the future is done: this may run on a thread of the group's backend, and that must not be left
-        # with the last reference to the group. Gloo's would then wait for itself, and the process end.
-        held = [(self, flight, not self._in_backward)]
-
-        def land(future: torch.futures.Future[Any]) -> torch.Tensor:
-            backward, flight, carries_error = held.pop()
+    def _begin_pass(self, streams: Streams) -> None:
+        # Buckets may be left by a backward pass that an error cut short, or by DDP's join(), which reduces outside one.
+        left, self._in_flight = self._in_flight, []
+        if self._scheduler is not None:
+            self._scheduler.restart()
+        for bucket in left:
+            if bucket.finished is not None and bucket.finished.done() and self.error is None:
+                self._count(bucket)
+        for observer in self.observers:
             try:
-                future.value()
-                flight.land(backward._error_state)
-                flight.done_ns = time.monotonic_ns()
+                if self.error is None:
+                    observer.begin_pass(self.steps, streams)
             except Exception as error:
-                backward.error = backward.error or error
-                if carries_error:
-                    raise
-            return flight.buffer
-
-        return land
-
-    def _failed(self) -> Callable[[Exception], bool]:
-        """For a bucket that is launched now."""
-        carries_error = not self._in_backward
-
-        def failed(error: Exception) -> bool:
-            self.error = self.error or error
-            return carries_error
-
-        return failed
-
-    def _begin(self) -> None:
-        """The first bucket of a step is there: nothing is under way on any rank."""
-        # Left by a backward that some error cut short, or by DDP's join(), which reduces outside of one.
-        left, self._flights = self._flights, []
-        if self._sequencer is not None:
-            self._sequencer.restart()
-        if self._there is not None:
-            self._there.restart()
-        for flight in left:
-            if flight.done is not None and flight.done.done() and self.error is None:
-                flight.settle(self._watch)
-        self._judge()
-        self._begun = time.perf_counter()
-        if self.error is None:
-            self._choose()
+                self.error = error
         try:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
-            self._in_backward = True
-            if self._timeline.on:
-                self._timeline.backward_begins()
-        except RuntimeError:  # called by hand, outside of a backward: the future must carry an error itself
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_compute)
+        except RuntimeError:  # called outside a backward pass: errors go into the futures
             self._in_backward = False
-
-    def _judge(self) -> None:
-        """Decide, on what all ranks told each other in the step before; the same on all of them.
-
-        On a device one step later: what it told two steps ago has come to the host by now, and nobody waits for it.
-        """
-        try:
-            while len(self._told) > (0 if self._there is None else 1):
-                flight = self._told.popleft()
-                if flight.told is not None:
-                    flight.work.wait()
-                    heard = flight.heard or AsyncHostCopy(flight.told)
-                    self._watch.evaluate(self.steps, heard.get())
-        except Exception as error:
-            self.error = self.error or error
-        self._watch.begin_step(self.steps)
-        for name in self._watch.pop_resets():
-            self._error_state.reset(name)
-        for name in self._watch.pop_changes():
-            self._averager.factors.forget(name)
-
-    def _choose(self) -> None:
-        if self._there is not None:
-            self._there.tell(self._chooser, self.steps)
-        try:
-            self._chooser.begin(self.steps)
-        except Exception as error:
-            self.error = error
             return
-        for name in self._chooser.pop_changes():
-            self._averager.factors.forget(name)
-        for name in self._chooser.pop_uncompressed():
-            self._error_state.repay_residual(name)
-        self._begun = time.perf_counter()
-        if self._there is not None:
-            self._there.begin()
+        self._in_backward = True
+        for observer in self.observers:
+            observer.begin_backward()
 
-    def _launch(self, bucket: GradBucket, buffer: torch.Tensor) -> InFlightBucket:
+    def _launch(self, bucket: GradBucket, buffer: torch.Tensor, streams: Streams) -> InFlightBucket:
+        """Prepare a bucket and start its collective."""
         ranks = dist.get_world_size(self._group)
-        packing = self._layouts.of(bucket, buffer, self.steps, ranks)
-        if self._chooser.wants(self.steps):
-            self._chooser.look(bucket.index(), self._layouts.names(bucket), bucket.gradients())
+        layout = self.layouts.of(bucket, buffer, self.steps, ranks)
+        for observer in self.observers:
+            observer.bucket_ready(self.steps, bucket)
+        pending, samples, tensors, residuals = self._prepare(layout, buffer, ranks)
+        stats = None
+        if bucket.is_last() and not self._chooser.bypass:
+            stats = self._monitor.stats_tensor(buffer.device)
+        key = counter_rng.mix_key(self.averager.seed, dist.get_rank(self._group), self.steps)
+        in_flight = InFlightBucket(bucket.index(), layout, buffer, pending, samples, stats, key)
+        for observer in self.observers:
+            observer.bucket_prepared(in_flight)
+        in_flight.ready_s = time.perf_counter()
+        in_flight.work = self._start(in_flight, tensors, residuals, streams, last=bucket.is_last())
+        for observer in self.observers:
+            observer.bucket_started(in_flight)
+        return in_flight
+
+    def _prepare(
+        self, layout: BucketLayout, buffer: torch.Tensor, ranks: int
+    ) -> tuple[list[PendingGradient], list[ErrorSample], list[torch.Tensor], list[torch.Tensor | None]]:
+        """Apply error feedback; returns the lossy segments, their samples, and what to average of every segment."""
         sampled = self._sample_every > 0 and self.steps % self._sample_every == 0
-        samples: list[ErrorSample] | None = [] if sampled else None
-        handed: list[PendingGradient] = []
+        pending: list[PendingGradient] = []
+        samples: list[ErrorSample] = []
         tensors: list[torch.Tensor] = []
         residuals: list[torch.Tensor | None] = []
-        for segment, tensor in zip(packing.segments, packing.split(buffer), strict=True):
+        for segment, gradient in zip(layout.segments, layout.split(buffer), strict=True):
             if segment.lossless:
-                self._error_state.prepare_uncompressed(segment, tensor)
-                tensors.append(tensor)
+                self.error_state.prepare_uncompressed(segment, gradient)
+                tensors.append(gradient)
                 residuals.append(None)
                 continue
-            norm = l2_norm(tensor) if sampled else 0.0
-            given = self._error_state.prepare(
-                segment, tensor, ranks, may_be_unused=self.may_leave_unused, sampled=sampled
+            norm = l2_norm(gradient) if sampled else 0.0
+            prepared = self.error_state.prepare(
+                segment, gradient, ranks, may_be_unused=self.may_have_unused, sampled=sampled
             )
-            if samples is not None:
+            if sampled:
                 samples.append(
-                    ErrorSample.take(segment.name, segment.codec, norm, given.sent, given.residual)
+                    ErrorSample.take(segment.name, segment.codec, norm, prepared.sent, prepared.residual)
                 )
-                self._watch.register_sample(segment.name, segment.codec)
-            handed.append(given)
-            tensors.append(given.sent)
-            residuals.append(given.residual)
-        last, told = bucket.is_last(), None
-        if last and not self._chooser.own and (found := self._watch.stats_tensor(buffer.device)) is not None:
-            told = found
-        ready_there = None if self._there is None else self._there.ready()
-        if self._chooser.own:  # nothing is lost, and nobody watches
-            work: Work = PlainAllReduceWork(buffer, self._group)
-        elif self._sequencer is not None and self._chooser.in_stages:
-            stages = self._averager.stages(packing, tensors, residuals, told, self.steps)
-            if self._there is None:
-                work = self._sequencer.submit(stages, [buffer], last=last)
-            else:
-                work = self._there.submit(stages, buffer, [*tensors, *residuals, told], last=last)
-        else:
-            work = self._averager.all_reduce(packing, tensors, residuals, told, self.steps)
-        key = counter_rng.mix_key(self._averager.seed, dist.get_rank(self._group), self.steps)
-        flight = InFlightBucket(work, packing, buffer, handed, samples, told, key, ready_there=ready_there)
-        if told is not None:
-            self._told.append(flight)
-        return flight
+            pending.append(prepared)
+            tensors.append(prepared.sent)
+            residuals.append(prepared.residual)
+        return pending, samples, tensors, residuals
 
-    def _end(self) -> None:
-        """Runs before DDP's own callback, which waits for the futures; another, after it, raises the errors.
+    def _start(
+        self,
+        bucket: InFlightBucket,
+        tensors: list[torch.Tensor],
+        residuals: list[torch.Tensor | None],
+        streams: Streams,
+        *,
+        last: bool,
+    ) -> Work:
+        """Start the collective of a bucket."""
+        if self._chooser.bypass:
+            return PlainAllReduceWork(bucket.buffer, self._group)
+        if not self._chooser.in_stages:
+            return self.averager.all_reduce(bucket.layout, tensors, residuals, bucket.stats, self.steps)
+        if self._scheduler is None:
+            self._scheduler = StageScheduler(streams)
+        stages = self.averager.stages(bucket.layout, tensors, residuals, bucket.stats, self.steps)
+        return self._scheduler.submit(
+            stages, [bucket.buffer], [*tensors, *residuals, bucket.stats], last=last
+        )
 
-        So DDP's timers see the waiting, and DDP is through with its step when the error comes. Only where DDP
-        itself reduces a map of unused parameters would it trip over a lost peer before we could say so.
-        """
-        if self._timeline.on:
-            self._timeline.backward_ends()
-        self._waiting = UnderWay("waiting for communication")
-        if self.wait_before_ddp:
-            self._settle()
-        else:
-            torch.autograd.Variable._execution_engine.queue_callback(self._settle)
+    def _finish_when_done(
+        self, bucket: InFlightBucket, streams: Streams
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Return the future of a finished bucket: its gradients are the mean, and its residuals are stored."""
+        finished: torch.futures.Future[Any] = streams.future()
+        carries_error = not self._in_backward
+        # Emptied before the future is completed: the callback may run on a thread of the group's backend, which must
+        # not be left with the last reference to the group. Gloo's would then join itself, and the process would end.
+        arguments = [(self, bucket, streams)]
 
-    def _settle(self) -> None:
-        flights, self._flights = self._flights, []
-        for flight in flights:
+        def finish(done: torch.futures.Future[Any]) -> None:
+            reducer, bucket, streams = arguments.pop()
+            buffer, raised = bucket.buffer, None
             try:
-                flight.work.wait()
-                if flight.done is not None:
-                    flight.done.wait()  # the mean is there a little before it has landed
-                flight.settle(self._watch)
+                done.value()
+                # Not the callback's own stream: the allocator would not know that it uses these tensors.
+                with streams.on(streams.side_stream()):
+                    reducer._finish(bucket)
+            except Exception as error:
+                reducer.error = reducer.error or error
+                raised = error if carries_error else None
+            del reducer, bucket
+            if raised is not None:
+                finished.set_exception(raised)
+                return
+            with streams.on(streams.side_stream()):
+                finished.set_result(buffer)
+
+        bucket.work.get_future().add_done_callback(finish)
+        return finished
+
+    def _finish(self, bucket: InFlightBucket) -> None:
+        bucket.work.wait()
+        record_streams(bucket.buffer)
+        for pending in bucket.pending:
+            self.error_state.finish(pending, bucket.key)
+        if not bucket.samples:
+            bucket.pending = []  # frees the fp32 residuals that are kept in fewer bytes
+        bucket.finished_ns = time.monotonic_ns()
+        for observer in self.observers:
+            observer.bucket_finished(bucket)
+
+    def _end_compute(self) -> None:
+        """Called by autograd when all gradients are computed, before DDP's own callback, which waits for the futures.
+
+        Another callback, queued behind DDP's, waits for the buckets and raises errors: DDP's timers then see the
+        waiting, and DDP is done with its step when an error is raised. Only if DDP itself reduces a map of unused
+        parameters (``finish_before_ddp``) the waiting comes first: DDP would fail over a lost peer with an error of
+        its own.
+        """
+        for observer in self.observers:
+            observer.end_compute()
+        self._waiting = AsyncRange("waiting for communication")
+        if self.finish_before_ddp:
+            self._end_pass()
+        else:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+
+    def _end_pass(self) -> None:
+        buckets, self._in_flight = self._in_flight, []
+        for bucket in buckets:
+            try:
+                bucket.work.wait()
+                if bucket.finished is not None:
+                    bucket.finished.wait()  # the collective completes a little earlier than this
+                self._count(bucket)
             except Exception as error:
                 self.error = self.error or error
         self._waiting.end()
         if self.error is not None:
             raise self.error
-        if self._timeline.on:
-            self._timeline.close([flight.message for flight in flights], at_end=True)
-        sent = [flight.sent for flight in flights]
-        if self._there is not None:
-            self._there.end(self.steps - 1, flights)
-        else:
-            buckets = [
-                BucketTiming(each.ready - self._begun, each.took, flight.work.wire_bytes)
-                for each, flight in zip(sent, flights, strict=True)
-            ]
-            self._chooser.end(self.steps - 1, time.perf_counter() - self._begun, buckets)
-        if self.recorder is not None and self.recorder.step(sent):
-            self.recorder = None
+        for observer in self.observers:
+            observer.end_pass(self.steps - 1, buckets)
+
+    def _count(self, bucket: InFlightBucket) -> None:
+        """Count what a finished bucket sent and lost."""
+        layout = bucket.layout
+        layout.messages += 1
+        layout.wire_bytes += bucket.work.wire_bytes
+        layout.seconds = total_seconds((layout.seconds, bucket.work.seconds))
+        if bucket.samples:
+            for pending, sample in zip(bucket.pending, bucket.samples, strict=True):
+                if pending.residual is not None:
+                    pending.segment.add_sample(sample.gradient_norm, l2_norm(pending.residual))
+        for observer in self.observers:
+            observer.bucket_counted(bucket)
+
+
+class PlainAllReduceWork(Work):
+    """An all-reduce of a buffer by the group's own backend, with the bits that DDP has without a hook.
+
+    Like DDP it multiplies the buffer by 1 / ranks before the all-reduce.
+    """
+
+    def __init__(self, buffer: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+        super().__init__([buffer])
+        ranks = dist.get_world_size(group)
+        buffer.mul_(1.0 / ranks)
+        self.wire_bytes = 2 * (ranks - 1) * buffer.numel() * buffer.element_size() // ranks
+        self.started_ns = time.monotonic_ns()
+        self._work: Any = dist.all_reduce(buffer, group=group, async_op=True)
+        self._future: torch.futures.Future[list[torch.Tensor]] = self._work.get_future().then(self._end)
+
+    def wait(self) -> None:
+        """Wait for the mean; on a device only the current stream waits."""
+        self._future.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether the mean is there."""
+        return bool(self._future.done())
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return the future of the buffer."""
+        return self._future
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        """The time from start to end."""
+        return (self.finished_ns - self.started_ns) * 1e-9
+
+    def _end(self, done: torch.futures.Future[Any]) -> list[torch.Tensor]:
+        done.value()  # raises the error of the all-reduce
+        self.finished_ns = time.monotonic_ns()
+        return self._outputs

@@ -1,4 +1,7 @@
-"""What the DDP hook remembers between steps, and what its user asks it for."""
+"""`State`: what the DDP hook keeps between steps, and what its user asks it for.
+
+It makes the `Reducer`, which does the work, and attaches the guard, the autotuner and the timeline to it.
+"""
 
 from __future__ import annotations
 
@@ -9,52 +12,66 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
+from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm.compress.autotune_model import NAME as AUTO
 from dtcomm.compress.autotune_model import AutoConfig
-from dtcomm.compress.bucket_averager import NONE, BucketAverager
+from dtcomm.compress.bucket_averager import NONE
 from dtcomm.compress.checkpoint import VERSION, require_matching_sizes, select_share
-from dtcomm.compress.error_state import ErrorState
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.guard_monitor import make_monitor
 from dtcomm.compress.policy import Policy, as_policy
-from dtcomm.compress.report import ParameterTotals, Report, rows, total_seconds
+from dtcomm.compress.report import ParameterTotals, Report, group_rows, total_seconds
 from dtcomm.compress.spec import Scheme
 from dtcomm.compress.step_recorder import StepRecorder
+from dtcomm.ddp.autotune.consensus import ProcessGroupConsensus
+from dtcomm.ddp.autotune.observer import TunerObserver
 from dtcomm.ddp.autotune.tuner import Tuner
-from dtcomm.ddp.bucket_layouts import BucketLayouts
 from dtcomm.ddp.chooser import Chooser, FixedPolicy
-from dtcomm.ddp.rank_agreement import ProcessGroupConsensus
+from dtcomm.ddp.observers import GuardObserver, RecorderObserver, TimelineObserver
 from dtcomm.ddp.reducer import Reducer
 from dtcomm.profiling import Metric, Timeline
 
-_GUARD = Guard()
+DEFAULT_GUARD = Guard()
 
 
 class State:
-    """What the hook remembers: which codec each parameter gets, the residuals, and what was counted.
+    """The state of the hook: the scheme of each parameter, the residuals, and what was counted.
 
-    spec: a codec or compressor (or its spec: "int8", "powersgd:rank=4"), which goes to matrices under
-        `default_policy`; or a `Policy` (or its text). "auto": measured in the first steps, and chosen by what pays.
-    group: the process group of the model; None is the default group.
-    feedback: keep each rank's encoding errors and add them to the next gradient, per parameter; or "ef21" or "diana":
-        send differences to what all ranks know already.
-    residual: how residuals are kept between the steps: "fp32", "bf16" or "int8".
-    algorithm: of the all-reduce. With the direct ones a result does not depend on the bucket a parameter is
-        in, so a run resumed from a checkpoint continues bit for bit though DDP starts with other buckets.
-    seed: of stochastic rounding; mixed with the step.
-    parameters: (name, parameter) pairs, as of ``module.named_parameters()``. Without them a parameter is
-        called ``parameter.K`` where K counts the parameters in the order in which buckets first bring them.
-        That order is DDP's, the same in every process and every run with the same model and bucket size.
-    sample_every: measure the relative error on every step whose number it divides; 0: never.
-    guard: limits beyond which compression counts as harmful, and what is done then; None: nothing is watched.
-        What happened is in ``state.events`` and the report.
-    warmup: steps at the start of training that are sent uncompressed.
-    timeline: keep the times of so many last steps, for ``timeline.count_events()`` and `trace`; 0: look at no clock
-        (``timeline.start()`` begins at any step).
-    budget, candidates, check_every: of "auto": the largest relative error of an encoding (0.2 by default), the schemes
-        to choose from (none, fp16, int8, int4 by default; naming them allows them whatever their error), and the steps
-        after which the link is looked at again.
+    `dtcomm.ddp.compress` makes it and registers the hook; frameworks that register hooks themselves take
+    ``dtcomm.ddp.State("int8")`` and ``dtcomm.ddp.hook``.
+
+    Args:
+        spec: What to compress with: a codec or compressor or its spec ("int8", "powersgd:rank=4"), which goes to
+            matrices under `dtcomm.compress.policy.default_policy`; a `Policy` or its text; or "auto". Default "int8".
+        group: The process group of the model; None is the default group.
+        feedback: Error feedback. True: add each rank's encoding errors to its next gradients, by parameter; "ef21" or
+            "diana": send differences to a reference that all ranks share; False: none. Default True.
+        residual: How residuals are kept between steps: "fp32", "bf16" or "int8". Default "fp32".
+        algorithm: The algorithm of the all-reduce. With the direct ones ("direct", "one_shot", "two_shot") a result
+            does not depend on the bucket a parameter is in, so that a run resumed from a checkpoint continues bit for
+            bit although DDP starts with other buckets. Default "direct".
+        seed: The seed of stochastic rounding; the step is mixed in. Default 0.
+        parameters: (name, parameter) pairs, as of ``module.named_parameters()``. Without them a parameter is called
+            ``parameter.K``, in the order in which buckets first contain them, which is the same in every process and
+            run with the same model and bucket size.
+        sample_every: Measure the relative error in every step that this divides; 0: never. Default 50.
+        guard: Limits beyond which compression counts as harmful, and what is done then; None: no guard. What happened
+            is in ``state.events`` and in the report. Default ``Guard()``.
+        warmup: The number of uncompressed steps at the start. Default 0.
+        timeline: Keep the times of so many last steps, for ``timeline.summary()`` and `trace`; 0: record nothing
+            (``timeline.start()`` switches it on later). Default 0.
+        budget: With "auto": the largest relative error of one encoding. Default None: 0.2 for the default candidates.
+        candidates: With "auto": the schemes to choose from, whatever their error. Default None: none, fp16, int8, int4.
+        check_every: With "auto": the steps between two checks of the choice. Default 500.
+
+    Attributes:
+        group: The process group.
+        feedback: The kind of error feedback.
+        timeline: The `dtcomm.profiling.Timeline`.
+
+    Raises:
+        ValueError: An option is out of range, or options exclude each other; the message names it and what is valid.
     """
 
     def __init__(
@@ -68,7 +85,7 @@ class State:
         seed: int = 0,
         parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         sample_every: int = 50,
-        guard: Guard | None = _GUARD,
+        guard: Guard | None = DEFAULT_GUARD,
         warmup: int = 0,
         timeline: int = 0,
         budget: float | None = None,
@@ -79,38 +96,43 @@ class State:
             raise ValueError(f"sample_every={sample_every}: want 0 (never) or more")
         if warmup < 0:
             raise ValueError(f"warmup={warmup}: want 0 or more steps")
+        tuner = None
         if spec == AUTO:
-            auto = AutoConfig(budget=budget, candidates=candidates, every=check_every)
-            self._chooser: Chooser = Tuner(auto, ProcessGroupConsensus(group))
+            config = AutoConfig(budget=budget, candidates=candidates, every=check_every)
+            tuner = Tuner(config, ProcessGroupConsensus(group))
         elif budget is not None or candidates is not None:
             raise ValueError(f"spec: budget and candidates go with {AUTO!r}, got {spec!r}")
-        else:
-            self._chooser = FixedPolicy(as_policy(spec))
+        self._chooser: Chooser = tuner or FixedPolicy(as_policy(spec))
         self.group = group
         self.feedback = feedback
-        schemes = self._chooser.schemes
-        # Where nothing is lost nothing can be harmful.
-        self._watch = make_monitor(guard if any(scheme != NONE for scheme in schemes) else None)
-        self._error_state = ErrorState(feedback, residual, schemes)
-        self._averager = BucketAverager(algorithm, group, seed)
-        self._layouts = BucketLayouts(self._chooser, self._watch, warmup, parameters)
-        self.timeline = Timeline("ddp")
-        if timeline:
-            self.timeline.start(timeline)
+        if all(scheme == NONE for scheme in self._chooser.schemes):
+            guard = None  # nothing is lost, so nothing can be harmful
+        self._monitor = make_monitor(guard)
         self._reducer = Reducer(
             group,
             self._chooser,
-            self._watch,
-            self._layouts,
-            self._error_state,
-            self._averager,
-            self.timeline,
-            sample_every,
+            self._monitor,
+            feedback=feedback,
+            residual=residual,
+            algorithm=algorithm,
+            seed=seed,
+            parameters=parameters,
+            sample_every=sample_every,
+            warmup=warmup,
         )
+        self.timeline = Timeline("ddp")
+        if timeline:
+            self.timeline.start(timeline)
+        self._recorder = RecorderObserver()
+        if guard is not None:
+            self._reducer.observers.append(GuardObserver(self._monitor, self._reducer))
+        if tuner is not None:
+            self._reducer.observers.append(TunerObserver(tuner, self._reducer))
+        self._reducer.observers += [TimelineObserver(self.timeline), self._recorder]
 
     @property
     def steps(self) -> int:
-        """Backward passes that were reduced."""
+        """The number of backward passes that were reduced."""
         return self._reducer.steps
 
     @property
@@ -120,85 +142,102 @@ class State:
 
     @property
     def seed(self) -> int:
-        """Of stochastic rounding."""
-        return self._averager.seed
+        """The seed of stochastic rounding."""
+        return self._reducer.averager.seed
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """What the guard saw and did, and what "auto" chose, each in order; the same on all ranks."""
-        return (*self._watch.events, *self._chooser.decisions)
+        """What the guard found and did, and what "auto" chose, each in order; the same on all ranks."""
+        return (*self._monitor.events, *self._chooser.decisions)
 
     def observe(self, loss: float | torch.Tensor) -> None:
-        """Tell the guard this step's loss, once a step and before its backward, on every rank."""
-        self._watch.observe_loss(loss)
+        """Tell the guard this step's loss; call it on every rank, once a step and before the backward pass.
+
+        Args:
+            loss: This rank's loss. A tensor on a device is not read by the host.
+        """
+        self._monitor.observe_loss(loss)
 
     def report(self) -> Report:
-        """What was compressed, with what, and what it saved, up to the last finished backward."""
+        """Return what was compressed, with what, and what it saved, up to the last backward pass.
+
+        ``print(state.report())`` prints tables; ``to_dict()`` and ``to_json()`` give the values.
+        """
         events = {
             name: count_events([event for event in self.events if event.name == name])
             for name in {event.name for event in self.events}
         }
-        packings = [*self._layouts.retired, *self._layouts.current.values()]
-        tallies: dict[str, ParameterTotals] = {}
-        memory = self._error_state.nbytes()
-        if factors := self._averager.factors.nbytes():
+        layouts = self._reducer.layouts
+        all_layouts = [*layouts.retired, *layouts.current.values()]
+        totals: dict[str, ParameterTotals] = {}
+        memory = self._reducer.error_state.nbytes()
+        if factors := self._reducer.averager.factors.nbytes():
             memory["factors"] = factors
-        for packing in packings:
-            packing.add_to(tallies)
+        for layout in all_layouts:
+            layout.add_to(totals)
         return Report(
             policy=str(self._chooser),
             feedback=self.feedback,
             steps=self.steps,
-            messages=sum(packing.messages for packing in packings),
-            wire_bytes=sum(packing.wire_bytes for packing in packings),
-            plain_bytes=round(sum(packing.plain_bytes for packing in packings)),
-            seconds=total_seconds(packing.seconds for packing in packings),
-            residual_bytes=self._error_state.persistent_bytes(),
+            messages=sum(layout.messages for layout in all_layouts),
+            wire_bytes=sum(layout.wire_bytes for layout in all_layouts),
+            plain_bytes=round(sum(layout.plain_bytes for layout in all_layouts)),
+            seconds=total_seconds(layout.seconds for layout in all_layouts),
+            residual_bytes=self._reducer.error_state.persistent_bytes(),
             memory=memory,
-            events=count_events(self._watch.events),
+            events=count_events(self._monitor.events),
             auto=tuple(map(str, self._chooser.decisions)),
             plans=tuple(self._chooser.rows),
-            rows=rows(tallies.items()),
-            buckets=tuple(
-                packing.row(index, events) for index, packing in sorted(self._layouts.current.items())
-            ),
+            rows=group_rows(totals.items()),
+            buckets=tuple(layout.row(index, events) for index, layout in sorted(layouts.current.items())),
         )
 
     def metrics(self) -> list[Metric]:
-        """The report's, and the timeline's where one is kept, for `dtcomm.profiling.write_prometheus` and
-        `write_tensorboard`.
+        """Return the metrics of the report, and of the timeline if one is kept.
+
+        `dtcomm.profiling.write_prometheus` and `write_tensorboard` take the state itself and call this.
         """
         return self.report().metrics() + self.timeline.metrics()
 
     def trace(self, path: str | os.PathLike[str]) -> str:
-        """Write this rank's kept steps for Perfetto or chrome://tracing: ``trace.json`` becomes ``trace.rank0.json``,
-        whose path is returned. ``dtcomm trace`` merges the ranks' files. ValueError where no step was kept.
+        """Write this rank's recorded steps for Perfetto or chrome://tracing; ``dtcomm trace`` merges the ranks' files.
+
+        Args:
+            path: ``trace.json`` becomes ``trace.rank0.json``.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            ValueError: No step was recorded; give ``timeline=100`` or call ``timeline.start()``.
         """
         return self.timeline.trace(path, dist.get_rank(self.group))
 
     def record(self, path: str | os.PathLike[str], steps: int = 20) -> None:
-        """Write when the buckets of the next ``steps`` steps were ready and how long each was under way, for
-        `dtcomm plan --record`. Rank 0 of the group writes, once the step after them has begun.
+        """Record when buckets are ready and how long they take, for ``dtcomm plan --record``.
+
+        Args:
+            path: The file, which rank 0 of the group writes once the step after the recorded ones has begun.
+            steps: The number of steps.
         """
-        first = dist.get_rank(self.group) == 0
-        ranks = dist.get_world_size(self.group)
-        self._reducer.recorder = StepRecorder(path, steps, ranks, str(self._chooser), first)
+        rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self._recorder.recorder = StepRecorder(path, steps, ranks, str(self._chooser), writes=rank == 0)
 
     def rescale(self, factor: float) -> None:
-        """Multiply the residuals by ``factor``: for a loss scale that changed by it between two steps."""
-        self._error_state.scale(factor)
+        """Multiply the residuals by ``factor``, if the loss scale changed by that factor between two steps."""
+        self._reducer.error_state.scale(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals by parameter name, and the counters; every rank saves its own."""
+        """Return this rank's residuals by parameter name, and the counters; every rank saves its own."""
         return {
             "version": VERSION,
             "steps": self.steps,
             "seed": self.seed,
             "rank": dist.get_rank(self.group),
             "world_size": dist.get_world_size(self.group),
-            **self._error_state.state_dict(),
-            "factors": self._averager.factors.state_dict(),
-            "watch": self._watch.state_dict(),
+            **self._reducer.error_state.state_dict(),
+            "factors": self._reducer.averager.factors.state_dict(),
+            "watch": self._monitor.state_dict(),
             "auto": self._chooser.state_dict(),
         }
 
@@ -208,26 +247,45 @@ class State:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        """Continue from `state_dict`: this rank's own, or the list of every rank's in rank order.
+        """Continue from a checkpoint.
 
-        From a list, the residuals are shared out so that their sum over ranks is kept, whatever the number of
-        ranks now (``rank`` of ``world_size``, by default the group's). ValueError where one state alone comes
-        from another number of ranks, or where its parameters are not this model's.
+        Args:
+            state: What `state_dict` returned on this rank, or the list of all ranks' states in rank order. From a list
+                the number of ranks may change; the sum of the residuals over ranks is kept.
+            rank: This rank; None: its rank in the group.
+            world_size: The number of ranks; None: that of the group.
+
+        Raises:
+            ValueError: A single state comes from another number of ranks, or the parameters are not this model's.
         """
         rank = dist.get_rank(self.group) if rank is None else rank
         world_size = dist.get_world_size(self.group) if world_size is None else world_size
         first, residuals = select_share(state, rank, world_size)
-        sizes = self._layouts.sizes()
+        reducer = self._reducer
+        sizes = reducer.layouts.sizes()
         if sizes is not None:
             require_matching_sizes(residuals, sizes)
-        self._error_state.load(state, residuals, rank, world_size)
-        self._averager.factors.load_state_dict(first.get("factors", {}))
-        self._watch.load_state_dict(first.get("watch", {}))
-        # Another number of ranks makes another link of it.
-        same = first["world_size"] == world_size
-        self._chooser.load_state_dict(first.get("auto", {}) if same else {})
-        self._reducer.steps, self._averager.seed = first["steps"], first["seed"]
+        reducer.error_state.load(state, residuals, rank, world_size)
+        reducer.averager.factors.load_state_dict(first.get("factors", {}))
+        self._monitor.load_state_dict(first.get("watch", {}))
+        # With another number of ranks the link is another one, and "auto" measures again.
+        same_size = first["world_size"] == world_size
+        self._chooser.load_state_dict(first.get("auto", {}) if same_size else {})
+        reducer.steps, reducer.averager.seed = first["steps"], first["seed"]
+
+    def register(self, model: DistributedDataParallel, hook: Any) -> None:
+        """Register ``hook`` with this state at a DDP model, and let the model's next forward raise `error`."""
+        self._reducer.finish_before_ddp = model.find_unused_parameters
+        self._reducer.may_have_unused = model.find_unused_parameters or model.static_graph
+        model.register_comm_hook(self, hook)
+
+        def raise_error(module: torch.nn.Module, args: Any) -> None:
+            if self.error is not None:
+                raise self.error
+
+        model.register_forward_pre_hook(raise_error)
+        self.timeline.attach(model)
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Start averaging the bucket in place; the future holds its buffer once that is done."""
+        """Start averaging a bucket in place; the future holds its buffer once that is done. The hook calls it."""
         return self._reducer.reduce(bucket)

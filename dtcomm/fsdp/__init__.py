@@ -112,7 +112,7 @@ def compress(
         gradient_spec = CompressionSpec(gradient_spec.inside, gradient_spec.between, "ef")
     parameter_spec = parse_spec(parameters, PARAMETER_PREFIXES, "parameters")
     state = State(gradient_spec, parameter_spec, seed, residual, guard, sample_every)
-    state.timeline.watch(model)
+    state.timeline.attach(model)
     if isinstance(model, FullyShardedDataParallel):
         if str(state.parameters) != "none":
             raise TypeError(

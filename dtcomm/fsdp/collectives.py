@@ -24,9 +24,9 @@ from dtcomm.fsdp.cpu_overlap import result_is_only_sliced
 from dtcomm.fsdp.report import Traffic
 from dtcomm.fsdp.spec import CompressionSpec
 from dtcomm.fsdp.state import State, codec_spec_for
-from dtcomm.profiling import Message, Timeline
-from dtcomm.profiling.profiler_ranges import during
-from dtcomm.profiling.step_record import Waited
+from dtcomm.profiling import MessageRecord, Timeline
+from dtcomm.profiling.profiler_ranges import profiler_range
+from dtcomm.profiling.step_record import WaitInterval
 
 _OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg"}
 
@@ -284,7 +284,7 @@ class PendingCollective(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         begin = time.monotonic_ns()
-        with during(self._label):
+        with profiler_range(self._label):
             self._work.wait()
         if not self._waited:
             self._waited = True
@@ -293,11 +293,11 @@ class PendingCollective(dist.Work):
             if self._on_completion is not None:
                 self._on_completion()
             if self._timeline.on:
-                self._timeline.begin().messages.append(self._message(Waited(begin, end)))
+                self._timeline.current_step().messages.append(self._message(WaitInterval(begin, end)))
         return True
 
-    def _message(self, waited: Waited) -> Message:
-        return Message(
+    def _message(self, waited: WaitInterval) -> MessageRecord:
+        return MessageRecord(
             label=self._label,
             codec=self._traffic.codec,
             plain_bytes=self._plain_bytes,

@@ -9,7 +9,7 @@ import torch
 
 from dtcomm.collectives import Work
 from dtcomm.profiling import Metric
-from dtcomm.profiling.tables import human
+from dtcomm.profiling.tables import format_bytes
 
 
 @dataclass
@@ -101,12 +101,12 @@ class Report:
                 error = "-" if traffic.relative_error is None else f"{traffic.relative_error:.1e}"
                 lines.append(
                     f"{name or '(root)':<32} {kind:<10} {traffic.codec:<28} {traffic.calls:>6} "
-                    f"{human(traffic.wire_bytes):>10} {human(traffic.plain_bytes):>10} {error:>10} "
+                    f"{format_bytes(traffic.wire_bytes):>10} {format_bytes(traffic.plain_bytes):>10} {error:>10} "
                     f"{traffic.why}".rstrip()
                 )
         lines.append(
-            f"{human(self.residual_bytes)} of residuals, {human(self.reference_bytes)} of references, "
-            f"{human(self.buffer_bytes)} of shared buffers"
+            f"{format_bytes(self.residual_bytes)} of residuals, {format_bytes(self.reference_bytes)} of references, "
+            f"{format_bytes(self.buffer_bytes)} of shared buffers"
         )
         if self.events:
             lines.append("guard: " + ", ".join(f"{kind} {count}x" for kind, count in self.events.items()))

@@ -1,27 +1,27 @@
-"""What the communication of a training run looks like: timelines, traces, profiler ranges, metrics, advice.
+"""Shows the communication of a training run: timelines, traces, profiler ranges, metrics and advice.
 
-    state = dtcomm.ddp.compress(model, "int8", timeline=100)    # keep the last 100 steps' times
+    state = dtcomm.ddp.compress(model, "int8", timeline=100)    # record the last 100 steps
     ...
     print(state.timeline.summary())                             # shares, efficiency, advice
-    state.trace("trace.json")                                   # one file a rank, for Perfetto; `dtcomm trace` merges
+    state.trace("trace.json")                                   # one file per rank, for Perfetto; `dtcomm trace` merges
     dtcomm.profiling.write_prometheus(state, "/var/lib/node_exporter/dtcomm.prom")
     dtcomm.profiling.write_tensorboard(state, writer, step)
 
-Anything with a ``metrics()`` goes to Prometheus and TensorBoard; anything that sends can keep a `Timeline`.
+Everything with a ``metrics()`` method can be written for Prometheus and TensorBoard.
 """
 
 from __future__ import annotations
 
 from dtcomm.profiling.metrics import Metric, prometheus, write_prometheus, write_tensorboard
-from dtcomm.profiling.step_record import Message, Step
+from dtcomm.profiling.step_record import MessageRecord, StepRecord
 from dtcomm.profiling.summary import Summary
 from dtcomm.profiling.timeline import Timeline
 from dtcomm.profiling.trace import merge
 
 __all__ = [
-    "Message",
+    "MessageRecord",
     "Metric",
-    "Step",
+    "StepRecord",
     "Summary",
     "Timeline",
     "merge",

@@ -1,13 +1,14 @@
-"""Numbers for dashboards: Prometheus' text format, and scalars of a TensorBoard writer.
+"""Metrics for dashboards: the text format of Prometheus, and scalars of a TensorBoard writer.
 
-https://prometheus.io/docs/instrumenting/exposition_formats; the textfile collector of node_exporter reads a folder.
+The format is https://prometheus.io/docs/instrumenting/exposition_formats; node_exporter's textfile collector reads a
+folder of such files.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +18,15 @@ from dtcomm.profiling.summary import Summary
 
 @dataclass(frozen=True)
 class Metric:
-    """One value; ``kind`` is "counter" (only grows) or "gauge". Metrics of one name differ in their labels."""
+    """One value.
+
+    Attributes:
+        name: Its name; metrics of one name differ in their labels.
+        value: The value.
+        help: What it is.
+        kind: "counter" (only grows) or "gauge".
+        labels: Names and values of labels.
+    """
 
     name: str
     value: float
@@ -26,51 +35,67 @@ class Metric:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-class Measured(Protocol):
-    """`dtcomm.ddp.State`, `dtcomm.fsdp.State`."""
+class HasMetrics(Protocol):
+    """What has metrics: `dtcomm.ddp.State`, `dtcomm.fsdp.State`, `Timeline`."""
 
     def metrics(self) -> list[Metric]: ...
 
 
-class Writer(Protocol):
-    """``torch.utils.tensorboard.SummaryWriter``, or what else takes its scalars."""
+class ScalarWriter(Protocol):
+    """``torch.utils.tensorboard.SummaryWriter``, or another object with this method."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> Any: ...
 
 
-def of_summary(summary: Summary) -> list[Metric]:
-    """What a timeline says, in seconds and shares."""
+def summary_metrics(summary: Summary) -> list[Metric]:
+    """Return the metrics of a timeline's summary, in seconds and shares."""
     gauges = {
         "step_seconds": (summary.step_ms * 1e-3, "median time of a step"),
         "communication_seconds": (
             summary.communication_ms * 1e-3,
-            "in which messages were under way, a step",
+            "time of a step in which messages were in flight",
         ),
-        "exposed_seconds": (summary.exposed_ms * 1e-3, "in which a step stood still for communication"),
+        "exposed_seconds": (summary.exposed_ms * 1e-3, "time of a step spent waiting for communication"),
         "communication_share": (summary.share, "exposed communication over the step"),
-        "scaling_efficiency": (summary.efficiency, "the step without waiting and sending, over the step"),
+        "scaling_efficiency": (
+            summary.efficiency,
+            "the step without waiting and starting messages, over the step",
+        ),
     }
     return [Metric(f"dtcomm_{name}", value, text) for name, (value, text) in gauges.items()]
 
 
-def prometheus(state: Measured, labels: Mapping[str, str] | None = None) -> str:
-    """Prometheus' text format; ``labels`` (the rank, the job) go to every sample."""
+def prometheus(state: HasMetrics, labels: Mapping[str, str] | None = None) -> str:
+    """Return the metrics in the text format of Prometheus.
+
+    Args:
+        state: What has metrics.
+        labels: Labels that are added to every sample, such as the rank or the job.
+    """
     metrics = state.metrics()
     lines: list[str] = []
     for name in dict.fromkeys(metric.name for metric in metrics):
         family = [metric for metric in metrics if metric.name == name]
         lines += [f"# HELP {name} {_escaped(family[0].help)}", f"# TYPE {name} {family[0].kind}"]
         lines += [
-            f"{name}{_labels({**(labels or {}), **each.labels})} {_number(each.value)}" for each in family
+            f"{name}{_labels({**(labels or {}), **metric.labels})} {_number(metric.value)}"
+            for metric in family
         ]
     return "\n".join(lines) + "\n"
 
 
 def write_prometheus(
-    state: Measured, path: str | os.PathLike[str], labels: Mapping[str, str] | None = None
+    state: HasMetrics, path: str | os.PathLike[str], labels: Mapping[str, str] | None = None
 ) -> None:
-    """`prometheus` into a file of the textfile collector's folder, whole or not at all: who reads it sees the old one
-    or the new one. Its name must end in ``.prom``, or nobody would read it; one file a rank.
+    """Write the metrics to a file for node_exporter's textfile collector; the file is replaced atomically.
+
+    Args:
+        state: What has metrics.
+        path: The file, one for each rank; its name must end in ``.prom``.
+        labels: Labels that are added to every sample.
+
+    Raises:
+        ValueError: The collector would ignore a file of this name.
     """
     target = Path(path)
     if target.suffix != ".prom":
@@ -80,17 +105,22 @@ def write_prometheus(
     draft.replace(target)
 
 
-def write_tensorboard(state: Measured, writer: Writer, step: int, prefix: str = "dtcomm") -> None:
-    """Every metric as a scalar: ``dtcomm/relative_error/int8``."""
+def write_tensorboard(state: HasMetrics, writer: ScalarWriter, step: int, prefix: str = "dtcomm") -> None:
+    """Write every metric as a scalar, such as ``dtcomm/relative_error/int8``.
+
+    Args:
+        state: What has metrics.
+        writer: A ``SummaryWriter``.
+        step: The global step.
+        prefix: The first part of the tags. Default "dtcomm".
+    """
     for metric in state.metrics():
         if not math.isfinite(metric.value):
-            continue  # TensorBoard draws none
-        tag = "/".join([metric.name.removeprefix("dtcomm_"), *_said(metric.labels)])
+            continue  # TensorBoard cannot draw it
+        tag = "/".join(
+            [metric.name.removeprefix("dtcomm_"), *(value for value in metric.labels.values() if value)]
+        )
         writer.add_scalar(f"{prefix}/{tag}", metric.value, step)
-
-
-def _said(labels: Mapping[str, str]) -> Iterable[str]:
-    return (value for value in labels.values() if value)
 
 
 def _labels(labels: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Ranges in torch.profiler's traces, while one runs; nobody else pays for them."""
+"""Ranges in the traces of torch.profiler; without a running profiler they cost next to nothing."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ import torch
 T = TypeVar("T")
 
 
-def profiled() -> bool:
-    """Whether torch.profiler, or torch.autograd.profiler, runs on this thread."""
+def profiler_is_active() -> bool:
+    """Return whether torch.profiler or torch.autograd.profiler runs on this thread."""
     return torch._C._autograd._profiler_enabled()
 
 
-def during(name: str) -> AbstractContextManager[object]:
-    """A range ``dtcomm::name`` around a block."""
-    return torch.profiler.record_function(f"dtcomm::{name}") if profiled() else nullcontext()
+def profiler_range(name: str) -> AbstractContextManager[object]:
+    """Return a context manager that shows its block as the range ``dtcomm::name``."""
+    return torch.profiler.record_function(f"dtcomm::{name}") if profiler_is_active() else nullcontext()
 
 
-class UnderWay:
-    """A range that begins here and ends with a future, on whatever thread that is completed."""
+class AsyncRange:
+    """A range that begins here and ends with a future, on whatever thread completes it."""
 
     def __init__(self, name: str) -> None:
-        self._range = torch.profiler.record_function(f"dtcomm::{name}") if profiled() else None
+        self._range = torch.profiler.record_function(f"dtcomm::{name}") if profiler_is_active() else None
         if self._range is not None:
             self._range.__enter__()  # type: ignore[no-untyped-call]
 
     def until(self, future: torch.futures.Future[T]) -> torch.futures.Future[T]:
-        """A future to use in place of ``future``."""
+        """End the range with ``future``; returns a future to use in its place."""
         if self._range is None:
             return future
-        followed: torch.futures.Future[T] = self._range._call_end_callbacks_on_future(future)
+        chained: torch.futures.Future[T] = self._range._call_end_callbacks_on_future(future)
         self._range.__exit__(None, None, None)
-        return followed
+        return chained
 
     def end(self) -> None:
-        """Here: there was no future."""
+        """End the range now, if there is no future."""
         if self._range is not None:
             self._range.__exit__(None, None, None)

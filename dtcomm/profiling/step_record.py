@@ -1,6 +1,6 @@
-"""One step of training as a timeline keeps it: when it computed, when its messages went, when it had to wait.
+"""The record of one training step: when it computed, when its messages were sent, and when it had to wait.
 
-All times are nanoseconds of ``time.monotonic_ns``, which the processes of a host share; 0 is what was not seen.
+All times are nanoseconds of ``time.monotonic_ns``, which the processes of a host share; 0 means not recorded.
 """
 
 from __future__ import annotations
@@ -14,23 +14,32 @@ from dtcomm.collectives import Span
 Interval = tuple[int, int]
 
 
-class Waited(NamedTuple):
-    """The caller's thread stood still from `begin` to `end`."""
+class WaitInterval(NamedTuple):
+    """The caller's thread waited from ``begin`` to ``end``."""
 
     begin: int
     end: int
 
 
-NEVER = Waited(0, 0)
+NO_WAIT = WaitInterval(0, 0)
 
 
 @dataclass
-class Message:
-    """One bucket, or one module's collective, on its way.
+class MessageRecord:
+    """One bucket, or the collective of one module.
 
-    ``ready``: its tensors were there; ``launched``: the caller's thread went on; ``started`` and ``finished``: the
-    operation's own; ``done``: the result was where the caller reads it. ``plain_bytes`` is what it has uncompressed,
-    ``wire_bytes`` what this rank sent. ``waited`` is when somebody stood still for it.
+    Attributes:
+        label: Its name, such as "bucket 0".
+        codec: Its codecs.
+        plain_bytes: Its uncompressed size.
+        wire_bytes: What this rank sent.
+        ready: When its tensors were ready.
+        launched: When the caller's thread continued.
+        started: When the operation started.
+        finished: When the operation ended.
+        done: When the result was where the caller reads it.
+        spans: The phases of the operation.
+        waited: When the caller waited for it.
     """
 
     label: str
@@ -43,11 +52,11 @@ class Message:
     finished: int = 0
     done: int = 0
     spans: list[Span] = field(default_factory=list)
-    waited: Waited = NEVER
+    waited: WaitInterval = NO_WAIT
 
     @property
-    def busy(self) -> dict[str, int]:
-        """Nanoseconds of each phase, and "wire": what of the operation no phase accounts for."""
+    def phase_ns(self) -> dict[str, int]:
+        """The nanoseconds of each phase, and as "wire" what no phase accounts for."""
         phases: dict[str, int] = {}
         for span in self.spans:
             phases[span.phase] = phases.get(span.phase, 0) + span.busy_ns
@@ -57,76 +66,86 @@ class Message:
 
 
 @dataclass
-class Step:
-    """``forward`` and ``backward`` have one interval for each micro-batch; ``end`` is when the next step began."""
+class StepRecord:
+    """One step.
+
+    Attributes:
+        number: Its number.
+        begin: When it began.
+        end: When the next step began.
+        forward: One interval for each micro-batch.
+        backward: One interval for each micro-batch.
+        messages: Its messages.
+    """
 
     number: int
     begin: int
     end: int = 0
     forward: list[Interval] = field(default_factory=list)
     backward: list[Interval] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
+    messages: list[MessageRecord] = field(default_factory=list)
 
     @property
     def length(self) -> int:
-        """0 while it lasts."""
+        """The length of the step; 0 if it has not ended."""
         return self.end - self.begin if self.end else 0
 
     @property
     def communication(self) -> int:
-        """How long at least one message was under way."""
-        return covered((each.started, each.done) for each in self.messages if each.started)
+        """How long at least one message was in flight."""
+        return union_length((message.started, message.done) for message in self.messages if message.started)
 
     @property
     def exposed(self) -> int:
-        """How long the caller stood still for communication."""
-        return covered(each.waited for each in self.messages if each.waited.end)
+        """How long the caller waited for communication."""
+        return union_length(message.waited for message in self.messages if message.waited.end)
 
     @property
     def hidden(self) -> int:
-        """Communication behind which something else went on."""
+        """Communication during which the caller computed."""
         return max(0, self.communication - self.exposed)
 
     @property
     def hook(self) -> int:
-        """The caller's own time for starting the messages."""
-        return sum(each.launched - each.ready for each in self.messages if each.launched)
+        """The caller's own time for starting messages."""
+        return sum(message.launched - message.ready for message in self.messages if message.launched)
 
     @property
     def computing(self) -> int:
         """Forward and backward of all micro-batches."""
-        return covered([*self.forward, *self.backward])
+        return union_length([*self.forward, *self.backward])
 
     def assign_waits(self, since: int) -> None:
-        """The caller had nothing else to do from ``since`` on until the last message was done."""
-        at = since
-        for each in sorted(self.messages, key=lambda message: message.done):
-            if each.done > at:
-                each.waited = Waited(at, each.done)
-                at = each.done
+        """Record that the caller did nothing but wait from ``since`` until the last message was done."""
+        begin = since
+        for message in sorted(self.messages, key=lambda message: message.done):
+            if message.done > begin:
+                message.waited = WaitInterval(begin, message.done)
+                begin = message.done
 
     def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
         return asdict(self)
 
     @staticmethod
-    def from_dict(values: dict[str, Any]) -> Step:
-        """What `to_dict` gave, also by way of JSON."""
+    def from_dict(values: dict[str, Any]) -> StepRecord:
+        """Return the step of `to_dict`, also after JSON."""
         messages = [
-            Message(
+            MessageRecord(
                 **{
                     **message,
                     "spans": [Span(*span) for span in message["spans"]],
-                    "waited": Waited(*message["waited"]),
+                    "waited": WaitInterval(*message["waited"]),
                 }
             )
             for message in values["messages"]
         ]
         pairs = {name: [(begin, end) for begin, end in values[name]] for name in ("forward", "backward")}
-        return Step(values["number"], values["begin"], values["end"], **pairs, messages=messages)
+        return StepRecord(values["number"], values["begin"], values["end"], **pairs, messages=messages)
 
 
-def covered(intervals: Iterable[Interval]) -> int:
-    """The length of the union."""
+def union_length(intervals: Iterable[Interval]) -> int:
+    """Return the length of the union of intervals."""
     total = last = 0
     for begin, end in sorted(intervals):
         begin = max(begin, last)

@@ -1,9 +1,9 @@
-"""What a timeline comes to: shares of a step, how well training scales, and whether accumulating gradients would pay.
+"""Summary of a timeline: shares of a step, scaling efficiency, and whether accumulating gradients would pay.
 
-The efficiency is that of weak scaling as this rank can see it: the time that a step would have taken without waiting
-for others and without starting messages, over the time that it took. What encoding takes from computing by using the
-same cores is not in it. The advice assumes that k micro-batches take k times forward and backward, and that only the
-last one's backward has communication behind it, whose exposed part stays as long as it is.
+The efficiency is that of weak scaling as one rank can see it: the time that a step would have taken without waiting for
+others and without starting messages, over the time that it took. What encoding takes from computation by using the same
+cores is not part of it. The advice assumes that k micro-batches take k times forward and backward, and that only the
+last one's backward pass overlaps with communication, whose exposed part stays the same.
 """
 
 from __future__ import annotations
@@ -13,18 +13,28 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dtcomm.profiling.step_record import Message, Step
-from dtcomm.profiling.tables import human, lined
+from dtcomm.profiling.step_record import MessageRecord, StepRecord
+from dtcomm.profiling.tables import format_bytes, format_table
 
-WORTH_SAYING = 0.10  # of a step in which communication is exposed
-AIM = 0.05  # the share that accumulation is to bring it down to
-MOST_MICRO_BATCHES = 256
+ADVICE_THRESHOLD = 0.10  # the exposed share of a step above which advice is given
+TARGET_SHARE = 0.05  # the exposed share that accumulation should reach
+MAX_MICRO_BATCHES = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class MessageTimes:
-    """Medians of one bucket, in milliseconds; ``ready`` counts from the beginning of backward (of the step, where
-    that was not seen), ``phases`` are encode, reduce, decode, ``factors`` of PowerSGD, and wire.
+class MessageSummary:
+    """Medians of one message, in milliseconds.
+
+    Attributes:
+        label: Its name.
+        codec: Its codecs.
+        plain_bytes: Its uncompressed size.
+        wire_bytes: What this rank sent.
+        ready_ms: From the beginning of the backward pass (of the step, if that was not recorded) until it was ready.
+        queued_ms: From then until its operation started.
+        took_ms: From then until it was done.
+        exposed_ms: How long the caller waited for it.
+        phases: Milliseconds of encode, reduce, decode, "factors" of PowerSGD, and wire.
     """
 
     label: str
@@ -40,7 +50,7 @@ class MessageTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Medians over ``steps`` steps, in milliseconds. ``share`` and ``efficiency`` are of the step."""
+    """Medians over ``steps`` steps, in milliseconds; ``str()`` prints a table and the advice."""
 
     steps: int
     step_ms: float
@@ -51,56 +61,63 @@ class Summary:
     hidden_ms: float
     hook_ms: float
     micro_batches: int
-    messages: tuple[MessageTimes, ...] = ()
+    messages: tuple[MessageSummary, ...] = ()
 
     @property
     def share(self) -> float:
-        """Of the step, for which communication holds everything up."""
+        """The share of a step in which the caller waits for communication."""
         return self.exposed_ms / self.step_ms if self.step_ms else 0.0
 
     @property
     def efficiency(self) -> float:
+        """The share of a step that is neither waiting for communication nor starting messages."""
         return max(0.0, 1 - (self.exposed_ms + self.hook_ms) / self.step_ms) if self.step_ms else 0.0
 
     def predicted_ms(self, micro_batches: int) -> float:
-        """A step's time, were gradients accumulated over so many micro-batches."""
-        one = (self.forward_ms + self.backward_ms) / self.micro_batches
-        return self.step_ms + (micro_batches - self.micro_batches) * one
+        """Return a step's predicted time if gradients are accumulated over so many micro-batches."""
+        micro_batch = (self.forward_ms + self.backward_ms) / self.micro_batches
+        return self.step_ms + (micro_batches - self.micro_batches) * micro_batch
 
     def predicted_share(self, micro_batches: int) -> float:
-        """`share`, then."""
-        whole = self.predicted_ms(micro_batches)
-        return self.exposed_ms / whole if whole > 0 else 0.0
+        """Return the predicted `share` if gradients are accumulated over so many micro-batches."""
+        step = self.predicted_ms(micro_batches)
+        return self.exposed_ms / step if step > 0 else 0.0
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches a step from which on communication is at most 5 % of it; as many as now where it is that, or
-        where forward and backward were not seen.
+        """The number of micro-batches from which on communication is exposed for at most 5 % of a step.
+
+        It is the current number if that is reached, or if forward and backward were not recorded.
         """
-        if self.share <= AIM or not self.forward_ms + self.backward_ms:
+        if self.share <= TARGET_SHARE or not self.forward_ms + self.backward_ms:
             return self.micro_batches
         return next(
-            (k for k in range(self.micro_batches, MOST_MICRO_BATCHES) if self.predicted_share(k) <= AIM),
-            MOST_MICRO_BATCHES,
+            (
+                k
+                for k in range(self.micro_batches, MAX_MICRO_BATCHES)
+                if self.predicted_share(k) <= TARGET_SHARE
+            ),
+            MAX_MICRO_BATCHES,
         )
 
     @property
     def advice(self) -> str:
-        """A sentence; empty where there is nothing to say."""
-        if self.share <= WORTH_SAYING:
+        """One sentence; empty if there is nothing to advise."""
+        if self.share <= ADVICE_THRESHOLD:
             return ""
-        said = f"communication is exposed for {self.share:.0%} of a step ({self.exposed_ms:.1f} ms)"
-        wanted = self.accumulate
-        if wanted == self.micro_batches:
-            return f"{said}; compress more, or make buckets smaller"
-        faster = wanted / self.micro_batches * self.step_ms / self.predicted_ms(wanted)
+        finding = f"communication is exposed for {self.share:.0%} of a step ({self.exposed_ms:.1f} ms)"
+        micro_batches = self.accumulate
+        if micro_batches == self.micro_batches:
+            return f"{finding}; compress more, or make buckets smaller"
+        speedup = micro_batches / self.micro_batches * self.step_ms / self.predicted_ms(micro_batches)
         return (
-            f"{said}; accumulating {wanted} micro-batches a step under no_sync() (now {self.micro_batches}) would make "
-            f"that {self.predicted_share(wanted):.0%} and training about {faster:.2f} times as fast, with a "
-            f"batch {wanted / self.micro_batches:.3g} times as large"
+            f"{finding}; accumulating {micro_batches} micro-batches a step under no_sync() (now {self.micro_batches}) "
+            f"would make that {self.predicted_share(micro_batches):.0%} and training about {speedup:.2f} times as "
+            f"fast, with a batch {micro_batches / self.micro_batches:.3g} times as large"
         )
 
     def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
         extra = {name: getattr(self, name) for name in ("share", "efficiency", "accumulate", "advice")}
         return asdict(self) | extra
 
@@ -108,17 +125,20 @@ class Summary:
         head = ("message", "codec", "bytes", "sent", "ready", "queued", "took", "exposed", "of which")
         rows = [
             (
-                each.label,
-                each.codec,
-                human(each.plain_bytes),
-                human(each.wire_bytes),
-                *(f"{value:.2f}" for value in (each.ready_ms, each.queued_ms, each.took_ms, each.exposed_ms)),
-                ", ".join(f"{phase} {value:.2f}" for phase, value in each.phases.items()),
+                message.label,
+                message.codec,
+                format_bytes(message.plain_bytes),
+                format_bytes(message.wire_bytes),
+                f"{message.ready_ms:.2f}",
+                f"{message.queued_ms:.2f}",
+                f"{message.took_ms:.2f}",
+                f"{message.exposed_ms:.2f}",
+                ", ".join(f"{phase} {value:.2f}" for phase, value in message.phases.items()),
             )
-            for each in self.messages
+            for message in self.messages
         ]
         lines = [
-            *lined(head, rows, left={0, 1, 8}),
+            *format_table(head, rows, left={0, 1, 8}),
             f"{self.steps} steps, ms: step {self.step_ms:.2f}, forward {self.forward_ms:.2f}, "
             f"backward {self.backward_ms:.2f}, communication {self.communication_ms:.2f} "
             f"({self.hidden_ms:.2f} hidden, {self.exposed_ms:.2f} exposed), in the hook {self.hook_ms:.2f}",
@@ -127,19 +147,19 @@ class Summary:
         return "\n".join([*lines, self.advice] if self.advice else lines)
 
 
-def summarise(steps: Sequence[Step]) -> Summary:
-    """Medians of those whole steps that have the usual messages."""
-    whole = [step for step in steps if step.length and step.messages]
-    if not whole:
+def summarize(steps: Sequence[StepRecord]) -> Summary:
+    """Return medians over the complete steps that have the most common messages; ValueError if there are none."""
+    complete = [step for step in steps if step.length and step.messages]
+    if not complete:
         raise ValueError(f"summary: of {len(steps)} steps none is whole; it takes two in a row")
-    usual = statistics.mode(_labels(step) for step in whole)
-    alike = [step for step in whole if _labels(step) == usual]
+    common = statistics.mode(_labels(step) for step in complete)
+    typical = [step for step in complete if _labels(step) == common]
 
-    def median(of: Callable[[Step], float]) -> float:
-        return _ms(of(step) for step in alike)
+    def median(of: Callable[[StepRecord], float]) -> float:
+        return _ms(of(step) for step in typical)
 
     return Summary(
-        steps=len(alike),
+        steps=len(typical),
         step_ms=median(lambda step: step.length),
         forward_ms=median(lambda step: sum(end - begin for begin, end in step.forward)),
         backward_ms=median(lambda step: sum(end - begin for begin, end in step.backward)),
@@ -147,31 +167,34 @@ def summarise(steps: Sequence[Step]) -> Summary:
         exposed_ms=median(lambda step: step.exposed),
         hidden_ms=median(lambda step: step.hidden),
         hook_ms=median(lambda step: step.hook),
-        micro_batches=statistics.mode(max(1, len(step.backward)) for step in alike),
-        messages=tuple(_message([(step, step.messages[at]) for step in alike]) for at in range(len(usual))),
+        micro_batches=statistics.mode(max(1, len(step.backward)) for step in typical),
+        messages=tuple(
+            _message_summary([(step, step.messages[index]) for step in typical])
+            for index in range(len(common))
+        ),
     )
 
 
-def _labels(step: Step) -> tuple[str, ...]:
+def _labels(step: StepRecord) -> tuple[str, ...]:
     return tuple(message.label for message in step.messages)
 
 
-def _message(found: Sequence[tuple[Step, Message]]) -> MessageTimes:
-    messages = [message for _, message in found]
+def _message_summary(pairs: Sequence[tuple[StepRecord, MessageRecord]]) -> MessageSummary:
+    messages = [message for _, message in pairs]
     last = messages[-1]
-    phases = dict.fromkeys(phase for message in messages for phase in message.busy)
-    return MessageTimes(
+    phases = dict.fromkeys(phase for message in messages for phase in message.phase_ns)
+    return MessageSummary(
         label=last.label,
         codec=last.codec,
         plain_bytes=last.plain_bytes,
         wire_bytes=last.wire_bytes,
         ready_ms=_ms(
-            each.ready - (step.backward[-1][0] if step.backward else step.begin) for step, each in found
+            message.ready - (step.backward[-1][0] if step.backward else step.begin) for step, message in pairs
         ),
-        queued_ms=_ms(max(0, each.started - each.ready) for each in messages),
-        took_ms=_ms(each.done - each.started for each in messages),
-        exposed_ms=_ms(each.waited.end - each.waited.begin for each in messages),
-        phases={phase: _ms(each.busy.get(phase, 0) for each in messages) for phase in phases},
+        queued_ms=_ms(max(0, message.started - message.ready) for message in messages),
+        took_ms=_ms(message.done - message.started for message in messages),
+        exposed_ms=_ms(message.waited.end - message.waited.begin for message in messages),
+        phases={phase: _ms(message.phase_ns.get(phase, 0) for message in messages) for phase in phases},
     )
 
 

@@ -1,4 +1,4 @@
-"""Tables: as plain text, and as rich's for whoever prints with it."""
+"""Tables as plain text and as tables of rich, for reports."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 
-def human(count: float) -> str:
-    """Bytes with a binary unit: ``1.5 MiB``."""
+def format_bytes(count: float) -> str:
+    """Return a number of bytes with a binary unit, such as ``1.5 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -15,8 +15,8 @@ def human(count: float) -> str:
     raise AssertionError("unreachable")
 
 
-def lined(head: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
-    """Lines of columns that stand under each other; those in ``left`` begin together, the others end together."""
+def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
+    """Return the lines of a table; the columns in ``left`` are left-aligned, the others right-aligned."""
     table = [head, *rows]
     widths = [max(len(line[column]) for line in table) for column in range(len(head))]
     return [
@@ -29,7 +29,7 @@ def lined(head: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[i
 
 
 def rich_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int]) -> Any:
-    """The same as a ``rich.table.Table``; only who has rich asks for it."""
+    """Return the same as a ``rich.table.Table``; rich is imported here, since only its users call this."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
@@ -41,7 +41,7 @@ def rich_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], l
 
 
 def rich_group(*parts: Any) -> Any:
-    """Tables and lines below each other."""
+    """Return tables and lines below each other."""
     from rich.console import Group
 
     return Group(*parts)

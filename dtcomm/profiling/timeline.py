@@ -1,6 +1,7 @@
-"""Keeps the last steps of a run: the integrations tell it what happens, it looks at the clock.
+"""`Timeline` records when the last N training steps computed, sent and waited.
 
-Off, it costs a look at one attribute a bucket; `python -m bench.insight` measures what it costs while it is on.
+The DDP hook and FSDP call it. Switched off it costs one attribute look-up for each bucket; `python -m bench.insight`
+measures what it costs while it is on.
 """
 
 from __future__ import annotations
@@ -16,138 +17,165 @@ from typing import Any
 import torch
 
 from dtcomm.profiling import trace
-from dtcomm.profiling.metrics import Metric, of_summary
-from dtcomm.profiling.step_record import Message, Step
-from dtcomm.profiling.summary import Summary, summarise
+from dtcomm.profiling.metrics import Metric, summary_metrics
+from dtcomm.profiling.step_record import MessageRecord, StepRecord
+from dtcomm.profiling.summary import Summary, summarize
 from dtcomm.runtime import phase_timer
 
 now = time.monotonic_ns
 
 
 class Timeline:
-    """``what`` names the run's kind ("ddp", "fsdp"). It starts switched off.
+    """Records the last steps of a run. It is off until `start`.
 
-    A step begins with the first forward, or the first message, after the one before it has closed.
+    A step begins with the first forward pass, or with the first message, after the step before it was closed.
+
+    Args:
+        kind: What is recorded, "ddp" or "fsdp".
+
+    Attributes:
+        kind: What is recorded.
+        on: Whether it records.
+
+    Example:
+        state = dtcomm.ddp.compress(model, "int8", timeline=100)
+        ...  # train
+        print(state.timeline.summary())
+        state.timeline.stop()
     """
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
         self.on = False
-        self._kept: deque[Step] = deque(maxlen=1)
-        self._open: Step | None = None
+        self._steps: deque[StepRecord] = deque(maxlen=1)
+        self._current: StepRecord | None = None
         self._number = 0
-        self._forward_began = self._backward_began = 0
+        self._forward_begin = self._backward_begin = 0
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._handles: list[Any] = []
-        self._release: Callable[[], object] = lambda: None
+        self._release_phase_timer: Callable[[], object] = lambda: None
 
     def start(self, steps: int = 200) -> None:
-        """Keep the times of the last ``steps`` steps from now on."""
+        """Record from now on, and keep the last ``steps`` steps; ValueError if that is below 1."""
         if steps < 1:
             raise ValueError(f"steps={steps}: want at least 1")
-        self._kept = deque(self._kept, maxlen=steps)
+        self._steps = deque(self._steps, maxlen=steps)
         if not self.on:
             self.on = True
             phase_timer.add_users(1)
-            self._release = weakref.finalize(self, phase_timer.add_users, -1)
-            self._attach()
+            self._release_phase_timer = weakref.finalize(self, phase_timer.add_users, -1)
+            self._register_hooks()
 
     def stop(self) -> None:
-        """Keep what there is, and look at no clock any more."""
+        """Stop recording; the recorded steps stay."""
         self.on = False
-        self._release()
+        self._release_phase_timer()
         for handle in self._handles:
             handle.remove()
-        self._handles, self._open = [], None
+        self._handles, self._current = [], None
 
-    def watch(self, module: torch.nn.Module) -> None:
-        """Tell forward and backward by this module; without one a step begins with its first message."""
+    def attach(self, module: torch.nn.Module) -> None:
+        """Record the forward and backward passes of a module; without one a step begins with its first message."""
         self._module = weakref.ref(module)
         if self.on:
-            self._attach()
+            self._register_hooks()
 
     @property
-    def steps(self) -> tuple[Step, ...]:
-        """Those that are over, oldest first; the last one's end comes with the next one's beginning."""
-        return tuple(self._kept)
+    def steps(self) -> tuple[StepRecord, ...]:
+        """The recorded steps, oldest first; the end of the last one is set when the next one begins."""
+        return tuple(self._steps)
 
     def summary(self) -> Summary:
-        """Medians over the kept steps; ValueError where there are too few."""
-        return summarise(self.steps)
+        """Return medians over the recorded steps; ValueError if there are too few."""
+        return summarize(self.steps)
 
     def metrics(self) -> list[Metric]:
-        """Of the summary; none where there is too little."""
-        return of_summary(self.summary()) if any(step.length and step.messages for step in self._kept) else []
+        """Return the metrics of the summary; none if there are too few steps."""
+        has_summary = any(step.length and step.messages for step in self._steps)
+        return summary_metrics(self.summary()) if has_summary else []
 
     def trace(self, path: str | os.PathLike[str], rank: int) -> str:
-        """Write the kept steps as a Chrome trace: ``trace.json`` becomes ``trace.rank0.json``, whose path is returned.
+        """Write the recorded steps as a Chrome trace.
 
-        ValueError where nothing was kept.
+        Args:
+            path: ``trace.json`` becomes ``trace.rank0.json``.
+            rank: This rank.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            ValueError: No step was recorded.
         """
-        if not self._kept:
+        if not self._steps:
             raise ValueError(
                 "trace: no step was kept; call timeline.start() before the steps, or give timeline=100"
             )
-        return trace.write(path, self.what, rank, socket.gethostname(), self.steps)
+        return trace.write(path, self.kind, rank, socket.gethostname(), self.steps)
 
-    # What the integrations tell.
+    # The integrations call the methods below.
 
-    def begin(self) -> Step:
-        """The step under way."""
-        if self._open is None:
+    def current_step(self) -> StepRecord:
+        """Return the step in progress; begins one if there is none."""
+        if self._current is None:
             moment = now()
-            if self._kept and not self._kept[-1].end:
-                self._kept[-1].end = moment
-            self._open = Step(self._number, moment)
+            if self._steps and not self._steps[-1].end:
+                self._steps[-1].end = moment
+            self._current = StepRecord(self._number, moment)
             self._number += 1
-        return self._open
+        return self._current
 
-    def backward_begins(self) -> None:
-        """Of one micro-batch; more than once is once."""
-        self.begin()
-        self._backward_began = self._backward_began or now()
+    def begin_backward(self) -> None:
+        """The backward pass of a micro-batch begins; further calls in the same pass have no effect."""
+        self.current_step()
+        self._backward_begin = self._backward_begin or now()
 
-    def backward_ends(self) -> None:
-        """All gradients are computed."""
-        if self._open is not None and self._backward_began:
-            self._open.backward.append((self._backward_began, now()))
-        self._backward_began = 0
+    def end_backward(self) -> None:
+        """All gradients of the micro-batch are computed."""
+        if self._current is not None and self._backward_begin:
+            self._current.backward.append((self._backward_begin, now()))
+        self._backward_begin = 0
 
-    def close(self, messages: Sequence[Message] = (), *, at_end: bool = False) -> None:
-        """The step's messages are done. ``at_end``: the caller waited for all of them after its backward."""
-        step, self._open = self.begin(), None
+    def close_step(self, messages: Sequence[MessageRecord] = (), *, at_end: bool = False) -> None:
+        """All messages of the step are done.
+
+        Args:
+            messages: Messages to add to the step.
+            at_end: The caller waited for all messages after its backward pass.
+        """
+        step, self._current = self.current_step(), None
         step.messages += messages
         if at_end and step.backward:
             step.assign_waits(step.backward[-1][1])
-        self._kept.append(step)
+        self._steps.append(step)
 
-    def _attach(self) -> None:
+    def _register_hooks(self) -> None:
         module = None if self._module is None else self._module()
         if module is None or self._handles:
             return
         self._handles = [
-            module.register_forward_pre_hook(self._forward_begins, prepend=True),
-            module.register_forward_hook(self._forward_ends),
+            module.register_forward_pre_hook(self._begin_forward, prepend=True),
+            module.register_forward_hook(self._end_forward),
         ]
 
-    def _forward_begins(self, module: torch.nn.Module, given: Any) -> None:
-        if self.what == "fsdp" and self._open is not None and self._open.messages:
-            self.close()  # nothing else says that a step is over
-        self.begin()
-        self._forward_began = now()
+    def _begin_forward(self, module: torch.nn.Module, args: Any) -> None:
+        if self.kind == "fsdp" and self._current is not None and self._current.messages:
+            self.close_step()  # FSDP has no other sign that a step is over
+        self.current_step()
+        self._forward_begin = now()
 
-    def _forward_ends(self, module: torch.nn.Module, given: Any, output: Any) -> None:
-        self.begin().forward.append((self._forward_began, now()))
+    def _end_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self.current_step().forward.append((self._forward_begin, now()))
         for tensor in _tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(self._gradient_arrives)  # type: ignore[no-untyped-call]
+                tensor.register_hook(self._first_gradient)  # type: ignore[no-untyped-call]
                 return
 
-    def _gradient_arrives(self, gradient: torch.Tensor) -> None:
+    def _first_gradient(self, gradient: torch.Tensor) -> None:
         if not self.on:
             return
-        self.backward_begins()
-        torch.autograd.Variable._execution_engine.queue_callback(self.backward_ends)
+        self.begin_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:

@@ -1,8 +1,8 @@
-"""Timelines as Chrome's trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open, and their merge.
+"""Timelines in Chrome's trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open, and their merge.
 
-A rank is a process of the trace; its tracks are the steps, what it computes, its hook, what it waits for, and one a
-bucket. Phases of neighbouring buckets overlap, so they are asynchronous events. Beside ``traceEvents`` a file keeps the
-steps themselves under ``dtcomm``, for `dtcomm trace`.
+A rank is a process of the trace. Its tracks are the steps, its computation, its hook, its waiting, and one for each
+bucket. Phases of adjacent buckets overlap, so they are asynchronous events. Beside ``traceEvents`` a file holds the
+steps themselves under ``dtcomm``, which `dtcomm trace` reads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dtcomm.profiling.step_record import Message, Step
+from dtcomm.profiling.step_record import MessageRecord, StepRecord
 
 FORMAT = 1
 TRACKS = {1: "steps", 2: "forward and backward", 3: "hook", 4: "waiting for communication"}
@@ -24,70 +24,78 @@ FIRST_MESSAGE = 10  # the track of the first bucket
 Event = dict[str, Any]
 
 
-def write(path: str | os.PathLike[str], what: str, rank: int, host: str, steps: Sequence[Step]) -> str:
-    """One rank's file, next to ``path``; whole or not at all."""
+def write(path: str | os.PathLike[str], kind: str, rank: int, host: str, steps: Sequence[StepRecord]) -> str:
+    """Write one rank's file next to ``path``, atomically; returns its path."""
     target = Path(path)
     target = target.with_name(f"{target.stem}.rank{rank}{target.suffix or '.json'}")
     if not target.absolute().parent.is_dir():
         raise ValueError(f"path: there is no folder {target.parent}")
-    about = {
+    metadata = {
         "format": FORMAT,
-        "what": what,
+        "what": kind,
         "rank": rank,
         "host": host,
-        "boot": _boot(),
+        "boot": _boot_id(),
         "wall_minus_monotonic_ns": time.time_ns() - time.monotonic_ns(),
         "steps": [step.to_dict() for step in steps],
     }
     _save(
-        target, {"traceEvents": list(events(rank, host, steps)), "displayTimeUnit": "ms", "dtcomm": [about]}
+        target,
+        {"traceEvents": list(events(rank, host, steps)), "displayTimeUnit": "ms", "dtcomm": [metadata]},
     )
     return str(target)
 
 
 def merge(paths: Sequence[str | os.PathLike[str]], path: str | os.PathLike[str]) -> None:
-    """Traces of several ranks as one, on the clock of the first, which begins at 0.
+    """Merge the traces of several ranks into one, on the clock of the first, which begins at 0.
 
-    Ranks of one host share a clock; those of others are moved by what their clocks on the wall say. A trace that
-    torch.profiler exported on the first one's host may be among them, and is moved onto the same clock.
+    Ranks of one host share a clock; those of other hosts are shifted by the difference of their wall clocks.
+
+    Args:
+        paths: The files of the ranks. A trace that torch.profiler exported on the first one's host may be among them;
+            it is shifted to the same clock.
+        path: The merged file.
+
+    Raises:
+        ValueError: No file is a trace of dtcomm.
     """
     ranks = read(paths)
-    profiles = [found for each in paths if "dtcomm" not in (found := _load(each))]
+    profiles = [profile for source in paths if "dtcomm" not in (profile := _load(source))]
     if not ranks:
-        raise ValueError("paths: none of them is a trace of dtcomm's")
-    every: list[Event] = []
+        raise ValueError("paths: none of them is a trace of dtcomm")
+    all_events: list[Event] = []
     first = min((step.begin for _, steps in ranks for step in steps), default=0)
-    for about, steps in ranks:
-        every += events(about["rank"], about["host"], steps, -first)
+    for metadata, steps in ranks:
+        all_events += events(metadata["rank"], metadata["host"], steps, -first)
     to_monotonic = ranks[0][0]["wall_minus_monotonic_ns"]
     for profile in profiles:
-        every += _moved(profile, to_monotonic + first)
-    kept = [{**about, "steps": [step.to_dict() for step in steps]} for about, steps in ranks]
-    _save(Path(path), {"traceEvents": every, "displayTimeUnit": "ms", "dtcomm": kept})
+        all_events += _shifted_profile(profile, to_monotonic + first)
+    merged = [{**metadata, "steps": [step.to_dict() for step in steps]} for metadata, steps in ranks]
+    _save(Path(path), {"traceEvents": all_events, "displayTimeUnit": "ms", "dtcomm": merged})
 
 
-def read(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[dict[str, Any], list[Step]]]:
-    """What is known of every rank, and its steps, all on the clock of the first; in order of ranks."""
-    abouts = [about for path in paths for about in _load(path).get("dtcomm", [])]
-    for about in abouts:
-        if about["format"] != FORMAT:
-            raise ValueError(f"trace of rank {about['rank']}: format {about['format']}, want {FORMAT}")
-    found: list[tuple[dict[str, Any], list[Step]]] = []
-    for about in sorted(abouts, key=lambda each: each["rank"]):
-        first = found[0][0] if found else about
-        same = (about["host"], about["boot"]) == (first["host"], first["boot"])
-        shift = 0 if same else about["wall_minus_monotonic_ns"] - first["wall_minus_monotonic_ns"]
-        steps = [_shifted(Step.from_dict(values), shift) for values in about["steps"]]
-        # From here on it is on the first one's clock.
+def read(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[dict[str, Any], list[StepRecord]]]:
+    """Return the metadata and the steps of every rank, in rank order, all on the clock of the first rank."""
+    unsorted = [metadata for path in paths for metadata in _load(path).get("dtcomm", [])]
+    for metadata in unsorted:
+        if metadata["format"] != FORMAT:
+            raise ValueError(f"trace of rank {metadata['rank']}: format {metadata['format']}, want {FORMAT}")
+    ranks: list[tuple[dict[str, Any], list[StepRecord]]] = []
+    for metadata in sorted(unsorted, key=lambda metadata: metadata["rank"]):
+        first = ranks[0][0] if ranks else metadata
+        same_clock = (metadata["host"], metadata["boot"]) == (first["host"], first["boot"])
+        shift = 0 if same_clock else metadata["wall_minus_monotonic_ns"] - first["wall_minus_monotonic_ns"]
+        steps = [_shifted(StepRecord.from_dict(values), shift) for values in metadata["steps"]]
+        # The steps are on the clock of the first rank now.
         clock = {name: first[name] for name in ("boot", "wall_minus_monotonic_ns")}
-        found.append(({**about, "steps": None, **clock}, steps))
-    return found
+        ranks.append(({**metadata, "steps": None, **clock}, steps))
+    return ranks
 
 
-def events(rank: int, host: str, steps: Sequence[Step], shift: int = 0) -> Iterator[Event]:
-    """One rank's; ``shift`` nanoseconds are added to all times."""
+def events(rank: int, host: str, steps: Sequence[StepRecord], shift: int = 0) -> Iterator[Event]:
+    """Yield the events of one rank; ``shift`` nanoseconds are added to all times."""
     labels = list(dict.fromkeys(message.label for step in steps for message in step.messages))
-    tracks = TRACKS | {FIRST_MESSAGE + at: label for at, label in enumerate(labels)}
+    tracks = TRACKS | {FIRST_MESSAGE + index: label for index, label in enumerate(labels)}
     yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank} ({host})"}}
     yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
     for track, name in tracks.items():
@@ -100,7 +108,7 @@ def events(rank: int, host: str, steps: Sequence[Step], shift: int = 0) -> Itera
             "args": {"sort_index": track},
         }
 
-    def slice_(track: int, name: str, begin: int, end: int, **about: Any) -> Iterator[Event]:
+    def slice_(track: int, name: str, begin: int, end: int, **args: Any) -> Iterator[Event]:
         if begin and end > begin:
             yield {
                 "ph": "X",
@@ -110,7 +118,7 @@ def events(rank: int, host: str, steps: Sequence[Step], shift: int = 0) -> Itera
                 "name": name,
                 "ts": (begin + shift) / 1e3,
                 "dur": (end - begin) / 1e3,
-                "args": about,
+                "args": args,
             }
 
     for step in steps:
@@ -126,13 +134,13 @@ def events(rank: int, host: str, steps: Sequence[Step], shift: int = 0) -> Itera
             yield from slice_(3, message.label, message.ready, message.launched)
             yield from slice_(4, message.label, *message.waited)
             yield from slice_(track, "queued", message.ready, message.started)
-            yield from slice_(track, "under way", message.started, message.finished, **_about(message))
-            yield from slice_(track, "landing", message.finished, message.done)
-            for at, span in enumerate(message.spans):
+            yield from slice_(track, "in flight", message.started, message.finished, **_message_args(message))
+            yield from slice_(track, "finishing", message.finished, message.done)
+            for index, span in enumerate(message.spans):
                 common = {
                     "cat": span.phase,
                     "pid": rank,
-                    "id": f"{rank}.{step.number}.{message.label}.{at}",
+                    "id": f"{rank}.{step.number}.{message.label}.{index}",
                     "name": f"{span.phase} {message.label}",
                 }
                 busy = {"busy_ms": round(span.busy_ns * 1e-6, 4)}
@@ -140,8 +148,8 @@ def events(rank: int, host: str, steps: Sequence[Step], shift: int = 0) -> Itera
                 yield {**common, "ph": "e", "ts": (span.end_ns + shift) / 1e3, "args": {}}
 
 
-def _about(message: Message) -> dict[str, Any]:
-    busy = {f"{phase}_ms": round(value * 1e-6, 4) for phase, value in message.busy.items()}
+def _message_args(message: MessageRecord) -> dict[str, Any]:
+    busy = {f"{phase}_ms": round(value * 1e-6, 4) for phase, value in message.phase_ns.items()}
     ratio = round(message.plain_bytes / message.wire_bytes, 3) if message.wire_bytes else None
     return {
         "codec": message.codec,
@@ -152,47 +160,49 @@ def _about(message: Message) -> dict[str, Any]:
     }
 
 
-def _shifted(step: Step, by: int) -> Step:
+def _shifted(step: StepRecord, by: int) -> StepRecord:
     if by == 0:
         return step
 
-    def moved(moment: int) -> int:
+    def shifted(moment: int) -> int:
         return moment + by if moment else 0
 
-    step.begin, step.end = moved(step.begin), moved(step.end)
-    step.forward = [(moved(begin), moved(end)) for begin, end in step.forward]
-    step.backward = [(moved(begin), moved(end)) for begin, end in step.backward]
-    for each in step.messages:
+    step.begin, step.end = shifted(step.begin), shifted(step.end)
+    step.forward = [(shifted(begin), shifted(end)) for begin, end in step.forward]
+    step.backward = [(shifted(begin), shifted(end)) for begin, end in step.backward]
+    for message in step.messages:
         for name in ("ready", "launched", "started", "finished", "done"):
-            setattr(each, name, moved(getattr(each, name)))
-        each.waited = each.waited._replace(begin=moved(each.waited.begin), end=moved(each.waited.end))
-        each.spans = [
-            span._replace(begin_ns=moved(span.begin_ns), end_ns=moved(span.end_ns)) for span in each.spans
+            setattr(message, name, shifted(getattr(message, name)))
+        waited = message.waited
+        message.waited = waited._replace(begin=shifted(waited.begin), end=shifted(waited.end))
+        message.spans = [
+            span._replace(begin_ns=shifted(span.begin_ns), end_ns=shifted(span.end_ns))
+            for span in message.spans
         ]
     return step
 
 
-def _moved(profile: dict[str, Any], minus_ns: int) -> Iterator[Event]:
-    # Its times are microseconds of the wall clock, from a base that it names.
+def _shifted_profile(profile: dict[str, Any], minus_ns: int) -> Iterator[Event]:
+    # Its times are microseconds of the wall clock, from a base time that it contains.
     base = profile.get("baseTimeNanoseconds", 0)
     for event in profile.get("traceEvents", []):
         yield {**event, "ts": event["ts"] + (base - minus_ns) / 1e3} if "ts" in event else event
 
 
 def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    found = json.loads(Path(path).read_text(encoding="utf-8"))
-    if not isinstance(found, dict) or "traceEvents" not in found:
+    content = json.loads(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or "traceEvents" not in content:
         raise ValueError(f"{os.fspath(path)}: no trace: it has no traceEvents")
-    return found
+    return content
 
 
-def _save(path: Path, found: dict[str, Any]) -> None:
+def _save(path: Path, content: dict[str, Any]) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    draft.write_text(json.dumps(content) + "\n", encoding="utf-8")
     draft.replace(path)
 
 
-def _boot() -> str:
+def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

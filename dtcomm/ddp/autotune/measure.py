@@ -1,4 +1,4 @@
-"""What "auto" measures in its first steps: buckets, samples of their gradients, the link, the kernels."""
+"""What the autotuner measures in its first steps: buckets, samples of their gradients, the link and the kernels."""
 
 from __future__ import annotations
 
@@ -9,123 +9,155 @@ from dataclasses import dataclass
 import torch
 
 from dtcomm.compress.autotune_model import BucketProfile, LinkCosts
-from dtcomm.compress.kernel_costs import SAMPLE, kernel_seconds, relative_error
-from dtcomm.compress.policy import SMALL
+from dtcomm.compress.kernel_costs import SAMPLE_ELEMENTS, kernel_seconds, relative_error
+from dtcomm.compress.policy import MIN_COMPRESSED_ELEMENTS
 from dtcomm.compress.spec import Scheme, matrix_shape
-from dtcomm.ddp.rank_agreement import Consensus
+from dtcomm.ddp.autotune.consensus import Consensus
 
 
 @dataclass(frozen=True)
 class BucketTiming:
-    """One bucket of a step: when it was ready, seconds after the first, how long it was under way, bytes sent."""
+    """One bucket of a step.
+
+    Attributes:
+        ready: Seconds from the first bucket of the step until this one was ready.
+        seconds: How long its collective took.
+        wire_bytes: What this rank sent.
+    """
 
     ready: float
-    took: float
-    sent: int
+    seconds: float
+    wire_bytes: int
 
 
 @dataclass(frozen=True)
 class BucketInfo:
-    """One bucket's gradients: shapes of the matrices, elements of the rest, rows of the largest matrix."""
+    """What one bucket contains.
+
+    Attributes:
+        names: Its parameters.
+        matrices: The shapes of the parameters that may be compressed.
+        uncompressed_elements: The elements of the others.
+        sample: Rows of the largest matrix, on the CPU.
+        dtype: The dtype of the gradients.
+    """
 
     names: list[str]
     matrices: tuple[tuple[int, int], ...]
-    rest: int
+    uncompressed_elements: int
     sample: torch.Tensor
     dtype: torch.dtype
 
-    def error(self, chosen: Scheme) -> float:
-        """Of one encoding of the sample."""
-        return relative_error(chosen, self.sample) if self.sample.numel() else 0.0
+    def error(self, scheme: Scheme) -> float:
+        """Return the relative error of one encoding of the sample."""
+        return relative_error(scheme, self.sample) if self.sample.numel() else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCosts:
-    """The same on all ranks: ``link`` is seconds a byte of the probe alone, ``plain`` those of a step."""
+    """What all ranks agreed on.
+
+    Attributes:
+        costs: The costs of the link and of the kernels.
+        buckets: The profile of each bucket.
+        errors: The relative error of each scheme.
+        probe_per_byte: Seconds for each byte of the probe alone.
+        uncompressed_seconds: Seconds of an uncompressed step.
+    """
 
     costs: LinkCosts
-    loads: list[BucketProfile]
+    buckets: list[BucketProfile]
     errors: Mapping[Scheme, float]
-    link: float
-    plain: float
+    probe_per_byte: float
+    uncompressed_seconds: float
 
 
 class Measurements:
-    """One rank's."""
+    """What one rank measured."""
 
     def __init__(self) -> None:
         self._steps: list[Sequence[BucketTiming]] = []
-        self._seen: dict[int, BucketInfo] = {}
+        self._buckets: dict[int, BucketInfo] = {}
 
-    def add(self, buckets: Sequence[BucketTiming]) -> None:
-        """The buckets of one step."""
-        self._steps.append(buckets)
+    def add_step(self, timings: Sequence[BucketTiming]) -> None:
+        """Add the timings of the buckets of one step."""
+        self._steps.append(timings)
 
-    def look(self, index: int, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
-        """A bucket before it is reduced."""
-        shapes, rest = [], 0
+    def sample_bucket(self, index: int, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
+        """Record what a bucket contains, before it is reduced."""
+        shapes, uncompressed = [], 0
         largest = torch.empty(0, 0)
         for gradient in gradients:
-            if gradient.ndim < 2 or gradient.numel() < SMALL:
-                rest += gradient.numel()
+            if gradient.ndim < 2 or gradient.numel() < MIN_COMPRESSED_ELEMENTS:
+                uncompressed += gradient.numel()
                 continue
             shapes.append(matrix_shape(gradient))
             if gradient.numel() > largest.numel():
                 largest = gradient
         rows, columns = matrix_shape(largest)
-        some = largest.reshape(rows, columns)[: max(1, SAMPLE // max(1, columns))]
-        sample = some.detach().cpu().clone()
-        self._seen[index] = BucketInfo(list(names), tuple(shapes), rest, sample, gradients[0].dtype)
+        some_rows = largest.reshape(rows, columns)[: max(1, SAMPLE_ELEMENTS // max(1, columns))]
+        sample = some_rows.detach().cpu().clone()
+        self._buckets[index] = BucketInfo(
+            list(names), tuple(shapes), uncompressed, sample, gradients[0].dtype
+        )
 
     def names(self) -> list[list[str]]:
-        """Of the parameters in each bucket."""
-        return [self._seen[index].names for index in sorted(self._seen)]
+        """Return the names of the parameters in each bucket."""
+        return [self._buckets[index].names for index in sorted(self._buckets)]
 
-    def agree(self, consensus: Consensus, schemes: Sequence[Scheme], plain: float) -> MeasuredCosts:
-        """What all ranks decide by, the largest of their figures; ``plain``: this rank's seconds of a step."""
-        seen = [self._seen[index] for index in sorted(self._seen)]
-        latency, alone = consensus.probe()
-        steps = [each for each in self._steps if len(each) == len(seen)]
-        buckets = [
+    def agree(
+        self, consensus: Consensus, schemes: Sequence[Scheme], uncompressed_seconds: float
+    ) -> MeasuredCosts:
+        """Return what all ranks decide by: the largest of their measurements.
+
+        Args:
+            consensus: The ranks.
+            schemes: The schemes to measure.
+            uncompressed_seconds: This rank's time of an uncompressed step.
+        """
+        infos = [self._buckets[index] for index in sorted(self._buckets)]
+        latency, probe_per_byte = consensus.probe()
+        steps = [timings for timings in self._steps if len(timings) == len(infos)]
+        timings = [
             BucketTiming(
-                statistics.median(each.ready for each in column),
-                min(each.took for each in column),
-                column[0].sent,
+                statistics.median(timing.ready for timing in bucket),
+                min(timing.seconds for timing in bucket),
+                bucket[0].wire_bytes,
             )
-            for column in zip(*steps, strict=True)
-        ] or [BucketTiming(0.0, 0.0, 0)] * len(seen)
-        most = max(buckets, key=lambda each: each.sent, default=BucketTiming(0.0, 0.0, 0))
-        # Buckets come while backward computes, the probe comes alone: what is slower than both is neither's link.
-        per_byte = alone
-        if most.sent and most.took > latency:
-            per_byte = min(alone, (most.took - latency) / most.sent)
-        mine = [
-            latency,
-            alone,
-            per_byte,
-            plain,
-            float(consensus.cpu_oversubscribed()),
-            *(each.ready for each in buckets),
-        ]
-        for chosen in schemes:
-            error = max((one.error(chosen) for one in seen), default=0.0)
-            mine += [*kernel_seconds(chosen, device=consensus.device), error]
-        latency, alone, per_byte, plain, busy, *rest = consensus.agree(mine)
-        ready, figures = rest[: len(seen)], rest[len(seen) :]
-        work = {each: (figures[3 * at], figures[3 * at + 1]) for at, each in enumerate(schemes)}
+            for bucket in zip(*steps, strict=True)
+        ] or [BucketTiming(0.0, 0.0, 0)] * len(infos)
+        largest = max(timings, key=lambda timing: timing.wire_bytes, default=BucketTiming(0.0, 0.0, 0))
+        # Buckets are sent while backward computes, the probe alone: the faster of the two is the link's speed.
+        per_byte = probe_per_byte
+        if largest.wire_bytes and largest.seconds > latency:
+            per_byte = min(probe_per_byte, (largest.seconds - latency) / largest.wire_bytes)
+        oversubscribed = float(consensus.cpu_oversubscribed())
+        own = [latency, probe_per_byte, per_byte, uncompressed_seconds, oversubscribed]
+        own += [timing.ready for timing in timings]
+        for scheme in schemes:
+            error = max((bucket.error(scheme) for bucket in infos), default=0.0)
+            own += [*kernel_seconds(scheme, device=consensus.device), error]
+        latency, probe_per_byte, per_byte, uncompressed_seconds, oversubscribed, *rest = consensus.max(own)
+        ready, by_scheme = rest[: len(infos)], rest[len(infos) :]
+        kernels = {scheme: (by_scheme[3 * i], by_scheme[3 * i + 1]) for i, scheme in enumerate(schemes)}
         return MeasuredCosts(
             costs=LinkCosts(
                 ranks=consensus.ranks,
                 latency=latency,
                 per_byte=per_byte,
-                work=work,
-                cpu_oversubscribed=bool(busy),
+                kernel_seconds=kernels,
+                cpu_oversubscribed=bool(oversubscribed),
             ),
-            loads=[
-                BucketProfile(ready=at, matrices=one.matrices, rest=one.rest, dtype=one.dtype)
-                for at, one in zip(ready, seen, strict=True)
+            buckets=[
+                BucketProfile(
+                    ready=seconds,
+                    matrices=info.matrices,
+                    uncompressed_elements=info.uncompressed_elements,
+                    dtype=info.dtype,
+                )
+                for seconds, info in zip(ready, infos, strict=True)
             ],
-            errors={each: figures[3 * at + 2] for at, each in enumerate(schemes)},
-            link=alone,
-            plain=plain,
+            errors={scheme: by_scheme[3 * i + 2] for i, scheme in enumerate(schemes)},
+            probe_per_byte=probe_per_byte,
+            uncompressed_seconds=uncompressed_seconds,
         )

@@ -1,8 +1,7 @@
-"""Plans tried on real steps, by turns, until one is ahead of what else there is by more than steps vary.
+"""Trials: candidate assignments of codecs, tried on real steps in turn.
 
-A few steps of each tell plans apart that differ by much. Those that come near the best are tried again, in the opposite
-order, so that what drifts meanwhile (the machine, the training) does not fall to the same ones; all of a plan's steps
-count together.
+A few steps of each tell candidates apart that differ by much. Those near the best are tried again in the opposite
+order, so that a drift of the machine or of the training does not favour the same ones; all steps of a candidate count.
 """
 
 from __future__ import annotations
@@ -11,58 +10,70 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dtcomm.compress.autotune_model import Plan
-from dtcomm.ddp.rank_agreement import Consensus
+from dtcomm.compress.autotune_model import CodecAssignment
+from dtcomm.ddp.autotune.consensus import Consensus
 
-NEAR = 1.2  # times the best: steps of a busy machine vary as much
-ROUNDS = 3
+NEAR = 1.2  # times the best; steps of a busy machine vary as much
+MAX_ROUNDS = 3
 
 
 @dataclass
 class Trials:
-    """``plans`` in the order of the first round; ``seconds`` of their steps on this rank, by plan."""
+    """The trials of several candidates.
 
-    plans: Sequence[Plan]
+    Attributes:
+        candidates: In the order of the first round.
+        seconds: This rank's step times, by candidate.
+        round: The number of rounds that are over.
+    """
+
+    candidates: Sequence[CodecAssignment]
     seconds: list[list[float]] = field(default_factory=list)
     round: int = 0
-    _left: list[int] = field(default_factory=list)
+    _remaining: list[int] = field(default_factory=list)  # indices of the candidates of this round
 
     def __post_init__(self) -> None:
-        self.seconds = self.seconds or [[] for _ in self.plans]
-        self._left = [at for at, each in enumerate(self.seconds) if not each]
+        self.seconds = self.seconds or [[] for _ in self.candidates]
+        self._remaining = [index for index, seconds in enumerate(self.seconds) if not seconds]
 
     @property
-    def now(self) -> Plan:
-        """The plan whose turn it is."""
-        return self.plans[self._left[0]]
+    def current(self) -> CodecAssignment:
+        """The candidate to try now."""
+        return self.candidates[self._remaining[0]]
 
     @property
     def running(self) -> bool:
-        """Whether somebody's turn is left."""
-        return bool(self._left)
+        """Whether a candidate remains in this round."""
+        return bool(self._remaining)
 
-    def took(self, seconds: Sequence[float]) -> None:
-        """The steps of the plan whose turn it was."""
-        self.seconds[self._left.pop(0)] += seconds
+    def add_steps(self, seconds: Sequence[float]) -> None:
+        """Add the step times of the current candidate, and go to the next one."""
+        self.seconds[self._remaining.pop(0)] += seconds
 
-    def agreed(self, consensus: Consensus) -> list[float]:
-        """What a step takes, by plan: medians of the slowest rank."""
-        mine = [statistics.median(each) for each in self.seconds]
-        return consensus.agree(mine) if mine else []
+    def step_seconds(self, consensus: Consensus) -> list[float]:
+        """Return the step time of each candidate: the median on the slowest rank."""
+        medians = [statistics.median(seconds) for seconds in self.seconds]
+        return consensus.max(medians) if medians else []
 
-    def again(self, found: Sequence[float]) -> bool:
-        """Whether another round is to be: of those near the best, whichever they are on all ranks."""
+    def start_next_round(self, step_seconds: Sequence[float]) -> bool:
+        """Start a round of the candidates near the best, the same on all ranks; return whether there is one."""
         self.round += 1
-        near = [at for at, seconds in enumerate(found) if seconds <= NEAR * min(found)]
-        if self.round < ROUNDS and len(near) > 1:
-            self._left = near[::-1] if self.round % 2 else near
+        near = [index for index, seconds in enumerate(step_seconds) if seconds <= NEAR * min(step_seconds)]
+        if self.round < MAX_ROUNDS and len(near) > 1:
+            self._remaining = near[::-1] if self.round % 2 else near
         return self.running
 
 
-def rivals(tried: Sequence[tuple[Plan, float]], chosen: Plan, most: int = 2) -> list[Plan]:
-    """What was near the choice: the best that loses nothing, and the best of the rest."""
-    usual = next(seconds for plan, seconds in tried if plan is chosen)
-    near = [(seconds, plan) for plan, seconds in tried if plan is not chosen and seconds <= NEAR * usual]
-    near.sort(key=lambda each: each[0])
-    lossless = [plan for _, plan in near if plan.plain][:1]
-    return [*lossless, *(plan for _, plan in near if plan not in lossless)][:most]
+def runners_up(
+    tried: Sequence[tuple[CodecAssignment, float]], chosen: CodecAssignment, limit: int = 2
+) -> list[CodecAssignment]:
+    """Return the candidates near the choice: the best lossless one, then the best others."""
+    chosen_seconds = next(seconds for candidate, seconds in tried if candidate is chosen)
+    near = [
+        (seconds, candidate)
+        for candidate, seconds in tried
+        if candidate is not chosen and seconds <= NEAR * chosen_seconds
+    ]
+    near.sort(key=lambda pair: pair[0])
+    lossless = [candidate for _, candidate in near if candidate.lossless][:1]
+    return [*lossless, *(candidate for _, candidate in near if candidate not in lossless)][:limit]

@@ -1,11 +1,12 @@
-"""``compress(model, "auto")`` while training goes on: measure, try, choose, and look again.
+"""The autotuner, for ``compress(model, "auto")``: it measures, tries, chooses, and checks its choice during training.
 
-The first steps go uncompressed and are timed. What `compress.auto` then finds promising is tried, and plain DDP beside
-it, since what a step really takes is the only proof, and what was best stays. Every so many steps the link is probed:
-where it has changed, or steps have become slow, all of it begins again. At the first of these looks what had come near
-the choice is tried once more beside it.
+1. The first steps go uncompressed and are timed (`Measurements`).
+2. What the model of `compress.autotune_model` finds promising is tried on real steps, and plain DDP beside it
+   (`Trials`). The assignment with the best step time stays.
+3. Every ``check_every`` steps the link is probed. If it has changed, or if steps have become slow, all of it begins
+   again. At the first check the candidates that came near the choice are tried once more beside it.
 
-Whatever decides is agreed upon by all ranks first, in the same step, as the largest of their figures.
+Every decision is made by all ranks in the same step, from the largest of their measurements.
 """
 
 from __future__ import annotations
@@ -19,28 +20,44 @@ from typing import Any
 
 import torch
 
-from dtcomm.compress.autotune_model import BASELINE, NAME, NONE, AutoConfig, Plan, pick, plans
+from dtcomm.compress.autotune_model import (
+    BASELINE,
+    NAME,
+    NONE,
+    AutoConfig,
+    CodecAssignment,
+    pick,
+    propose_candidates,
+)
 from dtcomm.compress.guard import Event
 from dtcomm.compress.policy import CodecChoice, default_policy
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.spec import Scheme, parse_scheme
+from dtcomm.ddp.autotune.consensus import Consensus
 from dtcomm.ddp.autotune.measure import BucketTiming, Measurements
-from dtcomm.ddp.autotune.trials import Trials, rivals
-from dtcomm.ddp.rank_agreement import Consensus
+from dtcomm.ddp.autotune.trials import Trials, runners_up
 
-FIRST = 3  # steps before measuring counts: DDP makes its buckets anew, memory is touched for the first time
-AGAIN = 1  # the same after every change
-COUNTED = 3  # steps that count, at every turn of a plan
-CHANGED = 1.5  # times a link must have become faster or slower
-SLOWER = 1.25  # times a step must have become longer
+FIRST_SKIPPED = (
+    3  # steps before measuring counts: DDP rebuilds its buckets, memory is touched for the first time
+)
+SKIPPED = 1  # the same after every change
+COUNTED = 3  # steps that count in every turn of a candidate
+LINK_CHANGE = 1.5  # times a link must have become faster or slower
+STEP_SLOWDOWN = 1.25  # times a step must have become longer
 
 _log = logging.getLogger("dtcomm")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision(Event):
-    """The choice ``action`` of "auto": a step's communication then takes ``value`` seconds where plain DDP's
-    takes ``limit``; ``why`` names what else was tried."""
+    """A choice of "auto".
+
+    Attributes:
+        action: What was chosen.
+        value: The seconds of a step's communication with it.
+        limit: The seconds with plain DDP.
+        why: What else was tried.
+    """
 
     why: str
 
@@ -50,248 +67,276 @@ class Decision(Event):
 
 
 class Tuner:
-    """What "auto" has measured and chosen. `begin` opens a step, `end` closes it; `look` sees each bucket between."""
+    """A `Chooser` that measures; `TunerObserver` attaches it to the reducer.
 
-    timed = True
+    Args:
+        config: What it may choose from.
+        consensus: Agreement with the other ranks.
+    """
 
-    def __init__(self, auto: AutoConfig, consensus: Consensus) -> None:
-        self.auto, self._consensus = auto, consensus
+    def __init__(self, config: AutoConfig, consensus: Consensus) -> None:
+        self.config, self._consensus = config, consensus
         self.revision = 0
+        self.bypass = False
         self.decisions: list[Decision] = []
-        self.rows: list[dict[str, Any]] = []  # of the last choice: what was predicted and what it took
-        self.own = False  # the group's own backend reduces, as without a hook
-        self._by_name: dict[str, Scheme] = {}
+        self.rows: list[dict[str, Any]] = []
+        self._scheme_of: dict[str, Scheme] = {}
         self._changed: list[str] = []
-        self._plain: list[str] = []
+        self._uncompressed: list[str] = []
         self._measuring = True
-        self._start = self._until = -1  # of the steps that count; -1: not begun
-        self._times: deque[float] = deque(maxlen=20)
+        # Steps from the first one count; at the second one `begin_step` acts. -1: not known yet.
+        self._count_from = self._act_at = -1
+        self._step_seconds: deque[float] = deque(maxlen=20)
         self._measurements = Measurements()
         self._trials: Trials | None = None
-        self._rivals: list[Plan] = []  # of the choice, until they have been tried beside it once more
-        self._chosen: Plan | None = None
-        self._usual = 0.0  # a step with the choice, when it was made
-        self._link = 0.0  # seconds a byte of the probe then
-        self._alone = False  # there is no link to save
-        self._refused: list[str] = []
-        self._speed = 0.0  # Gbit/s
+        self._runners_up: list[CodecAssignment] = []  # until they have been tried beside the choice once more
+        self._chosen: CodecAssignment | None = None
+        self._chosen_seconds = 0.0  # of a step, when the choice was made
+        self._probe_per_byte = 0.0  # of the link, when the choice was made
+        self._disabled = False  # there is no link worth saving
+        self._over_budget: list[str] = []
+        self._gbit_per_s = 0.0
 
     @property
     def settled(self) -> bool:
-        """A choice is in force and nothing is being tried."""
+        """Whether a choice is in force and nothing is being tried."""
         return not self._measuring and self._trials is None
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
-        """All that may be asked for."""
-        return self.auto.schemes
+        """See `Chooser.schemes`."""
+        return self.config.schemes
 
     def __str__(self) -> str:
         return NAME
 
     @property
     def in_stages(self) -> bool:
-        """Whether PowerSGD is in force."""
-        return any(isinstance(each, PowerSGD) for each in self._by_name.values())
+        """See `Chooser.in_stages`."""
+        return any(isinstance(scheme, PowerSGD) for scheme in self._scheme_of.values())
 
     def choose(self, name: str, gradient: torch.Tensor) -> CodecChoice:
-        """What a parameter gets now."""
-        chosen = self._by_name.get(name, NONE)
-        if chosen != NONE:
-            return default_policy(chosen).choose(name, gradient)
-        return CodecChoice(
-            codec=NONE,
-            why="auto: measuring" if self._measuring else f"auto: {BASELINE}" if self.own else "auto",
-        )
+        """See `Chooser.choose`."""
+        scheme = self._scheme_of.get(name, NONE)
+        if scheme != NONE:
+            return default_policy(scheme).choose(name, gradient)
+        why = "auto: measuring" if self._measuring else f"auto: {BASELINE}" if self.bypass else "auto"
+        return CodecChoice(codec=NONE, why=why)
 
     def pop_changes(self) -> list[str]:
-        """Parameters that get something else from now on."""
-        taken, self._changed = self._changed, []
-        return taken
+        """Return the parameters whose scheme changes in this step, once."""
+        popped, self._changed = self._changed, []
+        return popped
 
     def pop_uncompressed(self) -> list[str]:
-        """Parameters that a choice has left uncompressed: what is owed to them is due."""
-        taken, self._plain = self._plain, []
-        return taken
+        """Return the parameters that a choice left uncompressed, whose residuals are to be repaid, once."""
+        popped, self._uncompressed = self._uncompressed, []
+        return popped
 
-    def on(self, device: torch.device) -> None:
-        """Gradients are on a device."""
-        self._consensus.device = device
+    def set_device(self, device: torch.device) -> None:
+        """Tell the tuner where gradients are."""
+        self._consensus.device = None if device.type == "cpu" else device
 
-    def decides(self, step: int) -> bool:
-        """Whether `begin` of this step looks at times: of a device's, the host waits for those then."""
-        return 0 <= self._until <= step and self._consensus.ranks > 1 and not self._alone
+    def reads_clock(self, step: int) -> bool:
+        """Return whether `begin_step` of this step needs the times of all steps before it."""
+        return 0 <= self._act_at <= step and self._consensus.ranks > 1 and not self._disabled
 
-    def begin(self, step: int) -> None:
-        """A step begins, on all ranks."""
-        if self._until < 0:
-            self._start, self._until = step + FIRST, step + FIRST + COUNTED
+    def begin_step(self, step: int) -> None:
+        """Begin a step, on all ranks: act, if a measurement, a turn of a candidate or an interval is over."""
+        if self._act_at < 0:
+            self._count_from, self._act_at = step + FIRST_SKIPPED, step + FIRST_SKIPPED + COUNTED
             if self._consensus.ranks > 1 and self._consensus.in_memory():
                 self._disable(step)
-        if not self.decides(step):
+        if not self.reads_clock(step):
             return
         if self._measuring:
-            self._predict(step)
+            self._start_trials(step)
         elif self._trials is not None:
-            self._next(step, self._trials)
+            self._end_turn(step, self._trials)
         else:
             self._check(step)
 
-    def wants(self, step: int) -> bool:
-        """Whether `look` is to be called for the buckets of this step."""
-        return self._measuring and step == self._until - 1
+    def needs_sample(self, step: int) -> bool:
+        """Return whether `sample_bucket` is to be called for the buckets of this step."""
+        return self._measuring and step == self._act_at - 1
 
-    def look(self, index: int, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
-        """A bucket before it is reduced."""
-        self._measurements.look(index, names, gradients)
+    def sample_bucket(self, index: int, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
+        """Record what a bucket contains, before it is reduced."""
+        self._measurements.sample_bucket(index, names, gradients)
 
-    def end(self, step: int, seconds: float, buckets: Sequence[BucketTiming]) -> None:
-        """A step is over: seconds from its first bucket to the last one's arrival."""
-        if step < self._start:
+    def end_step(self, step: int, seconds: float, buckets: Sequence[BucketTiming]) -> None:
+        """Record a step: the seconds from its first bucket until the last one was the mean, and its buckets."""
+        if step < self._count_from:
             return
-        self._times.append(seconds)
+        self._step_seconds.append(seconds)
         if self._measuring:
-            self._measurements.add(buckets)
+            self._measurements.add_step(buckets)
 
     def state_dict(self) -> dict[str, Any]:
-        """The choice in force, and when it is looked at again; nothing while there is none."""
+        """Return the choice in force and the step of the next check; empty if there is no choice."""
         if not self.settled:
             return {}
-        chosen = {name: str(each) for name, each in self._by_name.items()}
-        times = {"until": self._until, "usual": self._usual, "link": self._link}
-        return {"chosen": chosen, "own": self.own, **times}
+        return {
+            "chosen": {name: str(scheme) for name, scheme in self._scheme_of.items()},
+            "own": self.bypass,
+            "until": self._act_at,
+            "usual": self._chosen_seconds,
+            "link": self._probe_per_byte,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with a saved choice; without one, with measuring."""
+        """Continue with a saved choice; if there is none, measure."""
         if not state:
-            self._again(-1)
+            self._measure_again(-1)
             return
-        self._alone = False
-        self._by_name = {name: parse_scheme(spec) for name, spec in state["chosen"].items()}
-        self._measuring, self._trials, self._rivals = False, None, []
-        self._start, self._until = 0, state["until"]
-        self._usual, self._link, self.own = state["usual"], state["link"], state["own"]
-        self._times.clear()
+        self._disabled = False
+        self._scheme_of = {name: parse_scheme(spec) for name, spec in state["chosen"].items()}
+        self._measuring, self._trials, self._runners_up = False, None, []
+        self._count_from, self._act_at = 0, state["until"]
+        self._chosen_seconds, self._probe_per_byte = state["usual"], state["link"]
+        self.bypass = state["own"]
+        self._step_seconds.clear()
         self.revision += 1
 
-    def _again(self, step: int) -> None:
+    def _measure_again(self, step: int) -> None:
         """Measure from this step on; -1: from the next one."""
-        self._measuring, self._trials, self._rivals = True, None, []
-        self._start, self._until = (step + AGAIN, step + AGAIN + COUNTED) if step >= 0 else (-1, -1)
-        self._times.clear()
+        self._measuring, self._trials, self._runners_up = True, None, []
+        self._count_from, self._act_at = (step + SKIPPED, step + SKIPPED + COUNTED) if step >= 0 else (-1, -1)
+        self._step_seconds.clear()
         self._measurements = Measurements()
-        self._by_name, self.own, self._chosen = {}, False, None
+        self._scheme_of, self.bypass, self._chosen = {}, False, None
         self.revision += 1
 
-    def _predict(self, step: int) -> None:
-        """The first steps are over: agree on their figures, and on what to try."""
-        found = self._measurements.agree(self._consensus, self.auto.schemes, self._median())
-        self._link, self._usual = found.link, found.plain
+    def _start_trials(self, step: int) -> None:
+        """Agree on what the first steps measured, and on the candidates to try."""
+        measured = self._measurements.agree(self._consensus, self.config.schemes, self._median())
+        self._probe_per_byte, self._chosen_seconds = measured.probe_per_byte, measured.uncompressed_seconds
         self._measuring = False
-        worth = plans(found.costs, found.loads, found.errors, self.auto.limit) if found.loads else []
+        limit = self.config.error_limit
+        candidates = (
+            propose_candidates(measured.costs, measured.buckets, measured.errors, limit)
+            if measured.buckets
+            else []
+        )
         if self._consensus.emulated():
-            worth = [plan for plan in worth if not plan.own]
-        limit = self.auto.limit
-        self._refused = [
-            f"{each} (error {error:.2g})" for each, error in found.errors.items() if error > limit
+            candidates = [candidate for candidate in candidates if not candidate.bypass]
+        self._over_budget = [
+            f"{scheme} (error {error:.2g})" for scheme, error in measured.errors.items() if error > limit
         ]
-        self._speed = 8e-9 / found.costs.per_byte if found.costs.per_byte else 0.0
-        # Ours uncompressed is the last one, and has been measured.
-        untried: list[list[float]] = [[] for _ in worth[:-1]]
-        self._try(step, Trials(worth, [*untried, list(self._times)] if worth else []))
+        self._gbit_per_s = 8e-9 / measured.costs.per_byte if measured.costs.per_byte else 0.0
+        # The last candidate is uncompressed and has been measured.
+        untried: list[list[float]] = [[] for _ in candidates[:-1]]
+        self._run(step, Trials(candidates, [*untried, list(self._step_seconds)] if candidates else []))
 
-    def _try(self, step: int, trials: Trials) -> None:
-        """The next turn, or the choice where none is left."""
+    def _run(self, step: int, trials: Trials) -> None:
+        """Start the next turn; choose if none is left."""
         if trials.running:
             self._trials = trials
-            self._install(trials.now)
-            self._times.clear()
-            self._start, self._until = step + AGAIN, step + AGAIN + COUNTED
+            self._install(trials.current)
+            self._step_seconds.clear()
+            self._count_from, self._act_at = step + SKIPPED, step + SKIPPED + COUNTED
         else:
-            self._decide(step, list(zip(trials.plans, trials.agreed(self._consensus), strict=True)))
+            tried = list(zip(trials.candidates, trials.step_seconds(self._consensus), strict=True))
+            self._decide(step, tried)
 
-    def _next(self, step: int, trials: Trials) -> None:
-        """A turn of one plan is over."""
-        trials.took(self._times)
+    def _end_turn(self, step: int, trials: Trials) -> None:
+        trials.add_steps(self._step_seconds)
         if not trials.running:
-            trials.again(trials.agreed(self._consensus))
-        self._try(step, trials)
+            trials.start_next_round(trials.step_seconds(self._consensus))
+        self._run(step, trials)
 
-    def _decide(self, step: int, tried: list[tuple[Plan, float]]) -> None:
-        chosen = pick(tried) if tried else Plan(schemes=(), seconds=self._usual, error=0.0)
-        once_more = self._chosen is chosen
-        plain = next((seconds for plan, seconds in tried if plan.own), self._usual)
-        self._usual = next((seconds for plan, seconds in tried if plan is chosen), plain)
-        self._rivals = [] if self._chosen is not None or not tried else rivals(tried, chosen)
+    def _decide(self, step: int, tried: list[tuple[CodecAssignment, float]]) -> None:
+        if tried:
+            chosen = pick(tried)
+        else:
+            chosen = CodecAssignment(schemes=(), seconds=self._chosen_seconds, error=0.0)
+        confirmed = self._chosen is chosen
+        baseline = next((seconds for candidate, seconds in tried if candidate.bypass), self._chosen_seconds)
+        self._chosen_seconds = next(
+            (seconds for candidate, seconds in tried if candidate is chosen), baseline
+        )
+        self._runners_up = [] if self._chosen is not None or not tried else runners_up(tried, chosen)
         self._chosen, self._trials = chosen, None
-        if not once_more:
-            self._tell(step, chosen, tried, plain)
+        if not confirmed:
+            self._report(step, chosen, tried, baseline)
         self._install(chosen)
-        self._plain = [name for name, each in self._by_name.items() if each == NONE]
-        self._times.clear()
-        self._start, self._until = step + AGAIN, step + self.auto.every
+        self._uncompressed = [name for name, scheme in self._scheme_of.items() if scheme == NONE]
+        self._step_seconds.clear()
+        self._count_from, self._act_at = step + SKIPPED, step + self.config.every
 
-    def _tell(self, step: int, chosen: Plan, tried: Sequence[tuple[Plan, float]], plain: float) -> None:
+    def _report(
+        self,
+        step: int,
+        chosen: CodecAssignment,
+        tried: Sequence[tuple[CodecAssignment, float]],
+        baseline: float,
+    ) -> None:
         self.rows = [
             {
-                "plan": str(plan),
-                "predicted_ms": round(plan.seconds * 1e3, 3),
+                "plan": str(candidate),
+                "predicted_ms": round(candidate.seconds * 1e3, 3),
                 "measured_ms": round(seconds * 1e3, 3),
-                "error": round(plan.error, 6),
-                "chosen": plan is chosen,
+                "error": round(candidate.error, 6),
+                "chosen": candidate is chosen,
             }
-            for plan, seconds in tried
+            for candidate, seconds in tried
         ]
-        others = [f"{plan} {seconds * 1e3:.1f} ms" for plan, seconds in tried if plan is not chosen]
-        why = f"{self._speed:.3g} Gbit/s a rank; tried {', '.join(others) or 'nothing else'}"
-        if self._refused:
-            why += f"; over the budget: {', '.join(self._refused)}"
+        others = [
+            f"{candidate} {seconds * 1e3:.1f} ms" for candidate, seconds in tried if candidate is not chosen
+        ]
+        why = f"{self._gbit_per_s:.3g} Gbit/s a rank; tried {', '.join(others) or 'nothing else'}"
+        if self._over_budget:
+            why += f"; over the budget: {', '.join(self._over_budget)}"
         text = str(chosen) if chosen.schemes else str(NONE)
-        self._note(step, text, why, self._usual, plain)
+        self._add_decision(step, text, why, self._chosen_seconds, baseline)
 
-    def _note(self, step: int, action: str, why: str, value: float = 0.0, limit: float = 0.0) -> None:
-        made = Decision(step=step, kind="auto", name="", value=value, limit=limit, action=action, why=why)
-        _log.info("%s", made)
-        self.decisions.append(made)
+    def _add_decision(self, step: int, action: str, why: str, value: float = 0.0, limit: float = 0.0) -> None:
+        decision = Decision(step=step, kind="auto", name="", value=value, limit=limit, action=action, why=why)
+        _log.info("%s", decision)
+        self.decisions.append(decision)
 
     def _disable(self, step: int) -> None:
-        self._alone, self._measuring = True, False
-        self._plain, self._by_name, self.own = list(self._by_name), {}, False
+        self._disabled, self._measuring = True, False
+        self._uncompressed, self._scheme_of, self.bypass = list(self._scheme_of), {}, False
         why = "all ranks share this host's memory, where bytes cost less than encoding them"
-        self._note(step, str(NONE), why)
+        self._add_decision(step, str(NONE), why)
         self.revision += 1
 
     def _check(self, step: int) -> None:
-        """Whether link and steps are what they were."""
+        """Check whether link and steps are as fast as when the choice was made."""
         if self._consensus.in_memory():  # a choice that was loaded comes from a job with a link
             self._disable(step)
             return
-        _, alone, mine = self._consensus.agree([*self._consensus.probe(), self._median()])
-        self._until = step + self.auto.every
-        changed = self._link / alone if alone > 0 and self._link > 0 else 1.0
-        slower = mine / self._usual if self._usual > 0 else 1.0
-        if not 1 / CHANGED < changed < CHANGED:
-            why = f"the link is {changed:.2g} times as fast as it was"
-        elif slower >= SLOWER:
-            why = f"steps take {slower:.2g} times as long"
+        _, probe_per_byte, seconds = self._consensus.max([*self._consensus.probe(), self._median()])
+        self._act_at = step + self.config.every
+        link_speedup = 1.0
+        if probe_per_byte > 0 and self._probe_per_byte > 0:
+            link_speedup = self._probe_per_byte / probe_per_byte
+        slowdown = seconds / self._chosen_seconds if self._chosen_seconds > 0 else 1.0
+        if not 1 / LINK_CHANGE < link_speedup < LINK_CHANGE:
+            why = f"the link is {link_speedup:.2g} times as fast as it was"
+        elif slowdown >= STEP_SLOWDOWN:
+            why = f"steps take {slowdown:.2g} times as long"
         else:
-            if self._rivals and self._chosen is not None:
-                self._try(step, Trials([*self._rivals, self._chosen]))
-            self._times.clear()
+            if self._runners_up and self._chosen is not None:
+                self._run(step, Trials([*self._runners_up, self._chosen]))
+            self._step_seconds.clear()
             return
-        self._note(step, "measure again", why, mine, self._usual)
-        self._again(step)
+        self._add_decision(step, "measure again", why, seconds, self._chosen_seconds)
+        self._measure_again(step)
 
-    def _install(self, plan: Plan) -> None:
-        before = self._by_name
-        self._by_name = {
-            name: each
-            for names, each in zip(self._measurements.names(), plan.schemes, strict=False)
+    def _install(self, assignment: CodecAssignment) -> None:
+        before = self._scheme_of
+        self._scheme_of = {
+            name: scheme
+            for names, scheme in zip(self._measurements.names(), assignment.schemes, strict=False)
             for name in names
         }
-        self.own = plan.own
-        self._changed += [name for name, each in self._by_name.items() if before.get(name, NONE) != each]
+        self.bypass = assignment.bypass
+        self._changed += [
+            name for name, scheme in self._scheme_of.items() if before.get(name, NONE) != scheme
+        ]
         self.revision += 1
 
     def _median(self) -> float:
-        return statistics.median(self._times) if self._times else 0.0
+        return statistics.median(self._step_seconds) if self._step_seconds else 0.0

@@ -12,14 +12,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp
 from dtcomm.codecs import codec
-from dtcomm.compress.autotune_model import NONE, AutoConfig, BucketProfile, LinkCosts, Plan, pick, plans
+from dtcomm.compress.autotune_model import (
+    NONE,
+    AutoConfig,
+    BucketProfile,
+    CodecAssignment,
+    LinkCosts,
+    pick,
+    propose_candidates,
+)
 from dtcomm.compress.bucket_layout import Member, Segment
 from dtcomm.compress.error_state import REPAYMENT_STEPS, ErrorState
 from dtcomm.compress.kernel_costs import relative_error
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.spec import parse_scheme
-from dtcomm.ddp.autotune.tuner import COUNTED, FIRST, Tuner
-from dtcomm.ddp.rank_agreement import ProcessGroupConsensus
+from dtcomm.ddp.autotune.consensus import ProcessGroupConsensus
+from dtcomm.ddp.autotune.tuner import COUNTED, FIRST_SKIPPED, Tuner
 from dtcomm.launch.ranks import run_ranks
 from tests.unit.ddp.models import SMALL_BUCKETS, backward, gradients, wrapped
 
@@ -33,48 +41,57 @@ MATRIX = (1024, 1024)
 def costs(gbit: float, encode: float = 3e-10, cpu_oversubscribed: bool = False) -> LinkCosts:
     work = {each: (0.0, 0.0) if each == NONE else (encode, encode) for each in SCHEMES}
     return LinkCosts(
-        ranks=2, latency=1e-4, per_byte=8e-9 / gbit, work=work, cpu_oversubscribed=cpu_oversubscribed
+        ranks=2,
+        latency=1e-4,
+        per_byte=8e-9 / gbit,
+        kernel_seconds=work,
+        cpu_oversubscribed=cpu_oversubscribed,
     )
 
 
 def loads(last: float, count: int = 4) -> list[BucketProfile]:
     """Buckets of four matrices, ready evenly until `last`."""
     return [
-        BucketProfile(ready=last * at / (count - 1), matrices=(MATRIX,) * 4, rest=4096, dtype=torch.float32)
+        BucketProfile(
+            ready=last * at / (count - 1),
+            matrices=(MATRIX,) * 4,
+            uncompressed_elements=4096,
+            dtype=torch.float32,
+        )
         for at in range(count)
     ]
 
 
 def test_a_slow_link_wants_the_fewest_bytes_that_the_budget_allows() -> None:
     for limit, expected in ((0.2, "int4"), (0.01, "int8"), (1e-3, "fp16"), (math.inf, "powersgd:rank=1")):
-        best, *_, own, plain = plans(costs(0.1), loads(0.05), ERRORS, limit)
-        assert plain.plain and own.own and str(best) == expected
+        best, *_, own, plain = propose_candidates(costs(0.1), loads(0.05), ERRORS, limit)
+        assert plain.lossless and own.bypass and str(best) == expected
         assert best.seconds < plain.seconds and best.error <= limit
 
 
 def test_a_step_of_computing_hides_all_but_the_last_bucket() -> None:
     """Uncompressed, a bucket of 16 MiB takes 17 ms at 8 Gbit/s, and 500 ms lie between two of them."""
-    found = plans(costs(8), loads(1.5), ERRORS, 0.2)
+    found = propose_candidates(costs(8), loads(1.5), ERRORS, 0.2)
     assert all(plan.seconds > 1.5 for plan in found)
     assert [str(plan) for plan in found] == ["plain DDP", "none"]  # what could be gained is less than 5 %
-    mixed = plans(costs(0.4), loads(1.5), ERRORS, 0.2)
+    mixed = propose_candidates(costs(0.4), loads(1.5), ERRORS, 0.2)
     assert any("none (3 of 4 buckets)" in str(plan) and plan.schemes[-1] != NONE for plan in mixed[:-2])
 
 
 def test_kernels_that_cost_more_than_the_link_are_not_tried() -> None:
-    found = plans(costs(100, encode=1e-8, cpu_oversubscribed=True), loads(0.01), ERRORS, 0.2)
+    found = propose_candidates(costs(100, encode=1e-8, cpu_oversubscribed=True), loads(0.01), ERRORS, 0.2)
     assert [str(plan) for plan in found] == ["plain DDP", "none"]
 
 
 def test_what_loses_little_is_picked_among_those_that_are_as_good() -> None:
-    def plan(spec: str, error: float) -> Plan:
-        return Plan(schemes=(codec(spec),), seconds=1.0, error=error)
+    def plan(spec: str, error: float) -> CodecAssignment:
+        return CodecAssignment(schemes=(codec(spec),), seconds=1.0, error=error)
 
     int4, int8, none = plan("int4", 0.1), plan("int8", 0.01), plan("none", 0.0)
     assert pick([(int4, 1.0), (int8, 1.01), (none, 2.0)]) is int8
     assert pick([(int4, 1.0), (int8, 1.2), (none, 2.0)]) is int4
     assert pick([(int4, 0.98), (int8, 1.2), (none, 1.0)]) is none
-    own = replace(none, own=True)
+    own = replace(none, bypass=True)
     assert pick([(int4, 0.9), (own, 0.8), (none, 1.0)]) is own
     assert pick([(int4, 0.995), (own, 0.995), (none, 1.0)]) is none
 
@@ -96,7 +113,7 @@ def by_its_own_backend(rank: int, world_size: int) -> None:
     state = ddp.compress(ours, "auto")
     for step in range(5):
         assert isinstance(state._chooser, Tuner)
-        state._chooser.own = step >= 2
+        state._chooser.bypass = step >= 2
         for model in (ours, plain):
             model.zero_grad()
             backward(model, rank, step)
@@ -187,7 +204,7 @@ def test_ranks_on_two_hosts_share_no_memory() -> None:
 def saved_over_a_link(rank: int, world_size: int) -> dict[str, Any]:
     model = wrapped()
     state = ddp.compress(model, "auto", candidates=["int8"], check_every=3)
-    for step in range(FIRST + 2 * COUNTED + 3):
+    for step in range(FIRST_SKIPPED + 2 * COUNTED + 3):
         backward(model, rank, step)
     return state.state_dict()
 

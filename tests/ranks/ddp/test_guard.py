@@ -31,7 +31,7 @@ def chosen(state: ddp.State) -> dict[str, str]:
     """What each parameter was compressed with last."""
     return {
         member.name: str(segment.codec)
-        for packing in state._layouts.current.values()
+        for packing in state._reducer.layouts.current.values()
         for segment in packing.segments
         for member in segment.members
     }

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtcomm import ddp
 from dtcomm.compress.guard import Guard
 from dtcomm.launch.ranks import run_ranks
+from dtcomm.local_sgd import LocalSGD
 from dtcomm.measure.simulated_ranks import SimulatedRanks
 from tests.unit.ddp.models import Net, backward, wrapped
 
@@ -23,7 +24,7 @@ def made(seed: int = 0, dtype: torch.dtype = torch.float32) -> Net:
 
 
 def train(
-    model: nn.Module, local: ddp.LocalSGD | None, rank: int, steps: range, rate: float = 0.05
+    model: nn.Module, local: LocalSGD | None, rank: int, steps: range, rate: float = 0.05
 ) -> list[bool]:
     """Plain SGD on this rank's batches; whether each step ended with an average."""
     met = []
@@ -51,7 +52,7 @@ def everywhere(mine: torch.Tensor) -> list[torch.Tensor]:
 def like_ddp(rank: int, world_size: int) -> float:
     """With an average after every step SGD on local weights is SGD on averaged gradients."""
     model, plain = made(seed=rank), wrapped()
-    local = ddp.LocalSGD(model, every=1, spec="none")
+    local = LocalSGD(model, every=1, spec="none")
     train(model, local, rank, range(5))
     train(plain, None, rank, range(5))
     return float((weights(model) - weights(plain)).abs().max())
@@ -63,7 +64,7 @@ def test_every_step_uncompressed_is_ddp() -> None:
 
 def schedule(rank: int, world_size: int) -> tuple[list[bool], list[bool]]:
     model = made()
-    local = ddp.LocalSGD(model, every=3, warmup=2)
+    local = LocalSGD(model, every=3, warmup=2)
     met = train(model, local, rank, range(9))
     same = []
     for step in range(9, 12):
@@ -97,7 +98,7 @@ def as_stated(rank: int, world_size: int, spec: str, options: dict[str, Any], ou
     def momentum(tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
         return torch.optim.SGD(tensors, lr=0.7, momentum=0.9, nesterov=True)
 
-    local = ddp.LocalSGD(
+    local = LocalSGD(
         model,
         4,
         spec,
@@ -142,11 +143,11 @@ def resumed(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> b
         return torch.optim.SGD(tensors, lr=0.7, momentum=0.9)
 
     whole, first, second = made(), made(), made(seed=7)
-    train(whole, ddp.LocalSGD(whole, 3, spec, outer=outer, **options), rank, range(11))
-    local = ddp.LocalSGD(first, 3, spec, outer=outer, **options)
+    train(whole, LocalSGD(whole, 3, spec, outer=outer, **options), rank, range(11))
+    local = LocalSGD(first, 3, spec, outer=outer, **options)
     train(first, local, rank, range(5))
     state, values = local.state_dict(), first.state_dict()
-    local = ddp.LocalSGD(second, 3, spec, outer=outer, **options)
+    local = LocalSGD(second, 3, spec, outer=outer, **options)
     second.load_state_dict(values)
     local.load_state_dict(state)
     train(second, local, rank, range(5, 11))
@@ -171,7 +172,7 @@ class Normalised(nn.Module):
 
 def reported(rank: int, world_size: int) -> tuple[bool, str]:
     model = Normalised()
-    local = ddp.LocalSGD(model, 2, "int8")
+    local = LocalSGD(model, 2, "int8")
     train(model, local, rank, range(4))
     every = everywhere(model.norm.running_mean)  # type: ignore[arg-type]
     return all(torch.equal(every[0], other) for other in every), str(local.report())
@@ -187,7 +188,7 @@ def test_running_means_are_averaged_and_the_report_says_what_was_sent() -> None:
 
 def poisoned(rank: int, world_size: int) -> tuple[str, bool, bool]:
     model = made()
-    local = ddp.LocalSGD(model, 2, "int8")
+    local = LocalSGD(model, 2, "int8")
     train(model, local, rank, range(2))
     good = weights(model)
     with torch.no_grad():
@@ -225,7 +226,7 @@ class Uneven(nn.Module):
 def guarded(rank: int, world_size: int) -> tuple[list[str], dict[str, str]]:
     """Averages of differences with outliers, then a loss that jumps; what each weight travelled in after either."""
     model = Uneven()
-    local = ddp.LocalSGD(model, 2, "int2", sample_every=2, guard=Guard(steps=3))
+    local = LocalSGD(model, 2, "int2", sample_every=2, guard=Guard(steps=3))
 
     def codecs() -> dict[str, str]:
         return {
@@ -237,7 +238,7 @@ def guarded(rank: int, world_size: int) -> tuple[list[str], dict[str, str]]:
 
     train(model, local, rank, range(12), rate=1e-3)
     refined = codecs()
-    again = ddp.LocalSGD(Uneven(), 2, "int2")
+    again = LocalSGD(Uneven(), 2, "int2")
     again.load_state_dict(local.state_dict())
     again.sync()
     assert again.state_dict()["watch"] == local.state_dict()["watch"]
@@ -264,9 +265,9 @@ def wrong(rank: int, world_size: int) -> None:
         ({"feedback": "ef20"}, "feedback: 'ef20'"),
     ):
         with pytest.raises(ValueError, match=says):
-            ddp.LocalSGD(made(), **arguments)  # type: ignore[arg-type]
+            LocalSGD(made(), **arguments)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="got DistributedDataParallel"):
-        ddp.LocalSGD(DistributedDataParallel(made()))
+        LocalSGD(DistributedDataParallel(made()))
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -16,9 +16,11 @@ from dtcomm.codecs.spec import CODECS
 from dtcomm.compress.error_state import FEEDBACKS
 from dtcomm.compress.residuals import FORMS
 from dtcomm.compress.spec import COMPRESSORS
-from dtcomm.ddp.rank_agreement import ProcessGroupConsensus
+from dtcomm.ddp.autotune.consensus import ProcessGroupConsensus
+from dtcomm.ddp.autotune.tuner import Tuner
 from dtcomm.kernels import dispatch, low_rank
 from dtcomm.launch.ranks import run_ranks
+from dtcomm.local_sgd import LocalSGD
 from tests.support.fake_cuda_ranks import devices
 from tests.support.fake_cuda_tensor import device, dress, unjudged
 from tests.support.stream_checker import RecordedStreams
@@ -87,7 +89,7 @@ def steps(rank: int, on_device: bool, options: dict[str, Any]) -> tuple[list[tor
         state.observe(dress(loss) if on_device else loss)
         for bucket in buckets:
             state.reduce(bucket)  # type: ignore[arg-type]
-        state._reducer._settle()
+        state._reducer._end_pass()
         for bucket in buckets:
             bucket.whole.mul_(1.0)  # as the optimiser does
             means.append(bucket.memory.clone())
@@ -208,7 +210,7 @@ def local(rank: int, world_size: int) -> list[tuple[bool, list[str]]]:
                 model = torch.nn.Module()
                 for name, weight in weights.items():
                     model.register_parameter(name, torch.nn.Parameter(dress(weight) if on_device else weight))
-                together = ddp.LocalSGD(model, 1, spec, sample_every=1, residual="int8")
+                together = LocalSGD(model, 1, spec, sample_every=1, residual="int8")
                 for step in range(2):
                     dice = torch.Generator().manual_seed(10 * step + rank)
                     for weight in weights.values():
@@ -243,13 +245,14 @@ def automatic(rank: int, world_size: int) -> tuple[list[torch.Tensor], list[int]
         for step in range(16):
             dice = torch.Generator().manual_seed(100 * step + rank)
             tuner = state._chooser
-            calm = not tuner.decides(step)
+            assert isinstance(tuner, Tuner)
+            calm = not tuner.reads_clock(step)
             for bucket in buckets:
                 bucket.memory.copy_(torch.randn(bucket.memory.shape, generator=dice))
                 bucket.whole.mul_(1.0)
                 state.reduce(bucket)  # type: ignore[arg-type]
-            state._reducer._settle()
-            if calm and not tuner.wants(step) and streams.faults:
+            state._reducer._end_pass()
+            if calm and not tuner.needs_sample(step) and streams.faults:
                 surprised.append(step)
             streams.faults.clear()
             means += [bucket.memory.clone() for bucket in buckets]

@@ -85,7 +85,7 @@ def against_the_paper(rank: int, world_size: int, low: int) -> None:
                 torch.testing.assert_close(ours / scale, expected / scale, rtol=0, atol=1e-5)
                 # Nothing is lost: what is not in the result is in the residuals.
                 lost = [torch.empty_like(ours.view(-1)) for _ in range(world_size)]
-                dist.all_gather(lost, state._error_state._residuals.get(name, ours.view(-1)))
+                dist.all_gather(lost, state._reducer.error_state._residuals.get(name, ours.view(-1)))
                 assert paper.errors is not None
                 for theirs, own in zip(paper.errors, lost):
                     torch.testing.assert_close(

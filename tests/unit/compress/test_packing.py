@@ -6,7 +6,7 @@ import torch
 from dtcomm.codecs import codec
 from dtcomm.compress.bucket_layout import BucketLayout, build_layout
 from dtcomm.compress.policy import default_policy
-from dtcomm.compress.report import ParameterTotals, Report, human, rows
+from dtcomm.compress.report import ParameterTotals, Report, format_bytes, group_rows
 
 SHAPES = {"norm": (40,), "bias": (10,), "matrix": (50, 40), "other": (64, 64), "tail": (3,)}
 
@@ -67,7 +67,7 @@ def test_report_groups_by_codec_and_reason_and_says_why() -> None:
     packed.lossy[0].signal, packed.lossy[0].error = 4.0, 0.01
     tallies: dict[str, ParameterTotals] = {}
     packed.add_to(tallies)
-    made = rows(tallies.items())
+    made = group_rows(tallies.items())
     by_codec = {row.codec: row for row in made}
     assert by_codec["int8"].names == ("matrix", "other")
     assert by_codec["int8"].relative_error == pytest.approx(0.05)
@@ -94,5 +94,5 @@ def test_report_groups_by_codec_and_reason_and_says_why() -> None:
 @pytest.mark.parametrize(
     ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**40, "3072.0 GiB")]
 )
-def test_human(count: int, text: str) -> None:
-    assert human(count) == text
+def test_format_bytes(count: int, text: str) -> None:
+    assert format_bytes(count) == text

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dtcomm.codecs import codec
-from dtcomm.compress.policy import SMALL, Policy, as_policy, default_policy
+from dtcomm.compress.policy import MIN_COMPRESSED_ELEMENTS, Policy, as_policy, default_policy
 
 
 def test_matrices_are_compressed_and_vectors_are_not() -> None:
@@ -14,10 +14,10 @@ def test_matrices_are_compressed_and_vectors_are_not() -> None:
     assert policy.choose("b", torch.empty(10_000)).why == "policy: ndim<2"
 
 
-@pytest.mark.parametrize("numel", [SMALL - 1, SMALL])
+@pytest.mark.parametrize("numel", [MIN_COMPRESSED_ELEMENTS - 1, MIN_COMPRESSED_ELEMENTS])
 def test_the_bound_on_small_matrices_is_exclusive(numel: int) -> None:
     small = default_policy("int8").choose("w", torch.empty(1, numel)).codec == codec("none")
-    assert small == (numel < SMALL)
+    assert small == (numel < MIN_COMPRESSED_ELEMENTS)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_types_of_modules_decide() -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(64, 64), torch.nn.Linear(64, 64))
     policy = Policy.parse("module=Embed* -> fp16; ndim<2 -> none; * -> int8")
     assert str(Policy.parse(str(policy))) == "module=Embed* -> fp16; ndim<2 -> none; * -> int8"
-    known = policy.of(model)
+    known = policy.for_model(model)
     chosen = {name: str(known.choose(name, parameter).codec) for name, parameter in model.named_parameters()}
     assert chosen == {"0.weight": "fp16", "1.weight": "int8", "1.bias": "none"}
     with pytest.raises(ValueError, match=r"'module=Embed\* -> fp16' wants the types of modules"):

@@ -22,7 +22,7 @@ class Link:
     def __init__(self, gbit: float) -> None:
         self.gbit = gbit
 
-    def agree(self, values: Sequence[float]) -> list[float]:
+    def max(self, values: Sequence[float]) -> list[float]:
         return list(values)
 
     def probe(self) -> tuple[float, float]:
@@ -45,14 +45,14 @@ def drive(tuner: Tuner, link: Link, steps: range) -> None:
     """Steps of one bucket with a single matrix, which take what the link takes for its payload."""
     gradient = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
     for step in steps:
-        tuner.begin(step)
-        if tuner.wants(step):
-            tuner.look(0, ["weight"], [gradient])
+        tuner.begin_step(step)
+        if tuner.needs_sample(step):
+            tuner.sample_bucket(0, ["weight"], [gradient])
         chosen = tuner.choose("weight", gradient).codec
         assert not isinstance(chosen, PowerSGD)
         sent = chosen.wire_bytes(gradient.numel())  # type: ignore[union-attr]
-        took = link.seconds(sent) + 1e-4 * (chosen != NONE) + 1e-3 * tuner.own
-        tuner.end(step, took, [BucketTiming(0.0, took, sent)])
+        seconds = link.seconds(sent) + 1e-4 * (chosen != NONE) + 1e-3 * tuner.bypass
+        tuner.end_step(step, seconds, [BucketTiming(0.0, seconds, sent)])
 
 
 def test_a_link_that_becomes_fast_ends_compression_and_one_that_becomes_slow_brings_it_back() -> None:
@@ -80,15 +80,15 @@ def noisy(
     used: list[str] = []
     turns: dict[str, int] = {}
     for step in range(steps):
-        tuner.begin(step)
-        if tuner.wants(step):
-            tuner.look(0, ["weight"], [gradient])
-        name = "plain" if tuner.own else str(tuner.choose("weight", gradient).codec)
+        tuner.begin_step(step)
+        if tuner.needs_sample(step):
+            tuner.sample_bucket(0, ["weight"], [gradient])
+        name = "plain" if tuner.bypass else str(tuner.choose("weight", gradient).codec)
         if not used or used[-1] != name:
             turns[name] = turns.get(name, 0) + 1
         used.append(name)
         slow = 1.15 if turns[name] in disturbed.get(name, ()) else 1.0
-        tuner.end(step, slow * seconds[name], [BucketTiming(0.0, slow * seconds[name], 10**6)])
+        tuner.end_step(step, slow * seconds[name], [BucketTiming(0.0, slow * seconds[name], 10**6)])
     return tuner, used
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dtcomm.codecs import codec
-from dtcomm.compress.step_recorder import BucketRecord, summary
+from dtcomm.compress.step_recorder import BucketRecord, summarize_steps
 from dtcomm.planner import Measured, Table, sweep
 from dtcomm.planner.estimate import estimate
 from dtcomm.planner.hardware import SYSTEMS, from_dict, from_links, system
@@ -126,7 +126,7 @@ def test_records_are_replayed_and_checked() -> None:
     steps = [
         [BucketRecord(100, 0.01 * n, 0.001), BucketRecord(50, 0.01 * n + 0.002, 0.003)] for n in range(3)
     ]
-    record = parse_record(summary(steps, ranks=2, codec="none"))
+    record = parse_record(summarize_steps(steps, ranks=2, codec="none"))
     assert [bucket.nbytes for bucket in record.buckets] == [100, 50]
     assert record.rest == pytest.approx(0.005)
     assert record.error == pytest.approx(0, abs=1e-6)
@@ -137,4 +137,4 @@ def test_records_are_replayed_and_checked() -> None:
     with pytest.raises(ValueError, match="want at least one"):
         parse_record({"buckets": []})
     with pytest.raises(ValueError, match="no two steps in a row"):
-        summary(steps[:1], ranks=2, codec="none")
+        summarize_steps(steps[:1], ranks=2, codec="none")

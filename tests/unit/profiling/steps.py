@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from dtcomm.collectives import Span
-from dtcomm.profiling import Message, Step
+from dtcomm.profiling import MessageRecord, StepRecord
 
 MS = 1_000_000
 
 
-def message(label: str, ready: float, started: float, finished: float, done: float) -> Message:
+def message(label: str, ready: float, started: float, finished: float, done: float) -> MessageRecord:
     """Encoding takes a tenth of its way."""
     ns = [round(each * MS) for each in (ready, ready + 0.1, started, finished, done)]
     encode = Span("encode", ns[2], ns[2] + (ns[3] - ns[2]) // 2, (ns[3] - ns[2]) // 10)
-    return Message(label, "int8", 4000, 1000, ns[0], ns[1], ns[2], ns[3], ns[4], [encode])
+    return MessageRecord(label, "int8", 4000, 1000, ns[0], ns[1], ns[2], ns[3], ns[4], [encode])
 
 
-def step(number: int, micro_batches: int = 1) -> Step:
+def step(number: int, micro_batches: int = 1) -> StepRecord:
     """100 ms, and 40 more for each further micro-batch; the last backward ends at 60, the messages at 70 and 90."""
     extra = 40 * (micro_batches - 1)
     begin = 1000.0 + 200 * number
     at = begin + extra
-    made = Step(number, round(begin * MS), round((at + 100) * MS))
+    made = StepRecord(number, round(begin * MS), round((at + 100) * MS))
     for k in range(micro_batches):
         made.forward.append((round((begin + 40 * k) * MS), round((begin + 40 * k + 20) * MS)))
         made.backward.append((round((begin + 40 * k + 20) * MS), round((begin + 40 * k + 40) * MS)))
