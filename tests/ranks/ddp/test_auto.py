@@ -239,7 +239,7 @@ def test_a_choice_is_in_the_checkpoint_and_a_link_that_has_become_fast_ends_it(
     [
         ({"budget": 0}, "budget=0: want a relative error above 0"),
         ({"candidates": "int8"}, "candidates='int8': want a list of specs"),
-        ({"candidates": ["dgc"]}, "dgc replaces the optimiser's momentum"),
+        ({"candidates": ["dgc"]}, "dgc replaces the optimizer's momentum"),
         ({"every": 0}, "check_every=0: want 1 or more steps"),
     ],
 )

@@ -203,7 +203,7 @@ def poisoned(rank: int, world_size: int) -> tuple[str, bool, bool]:
 
 def test_nan_takes_all_ranks_back_to_the_weights_of_the_last_average() -> None:
     for message, back, finite in run_ranks(poisoned, 2):
-        assert "after 2 steps: a rank brought NaN or Inf" in message
+        assert "after 2 steps: a rank sent NaN or Inf" in message
         assert back
         assert finite
 

@@ -37,9 +37,9 @@ def test_a_trace_has_every_interval_on_its_track(tmp_path: Path) -> None:
     names = {event["args"]["name"] for event in events if event["ph"] == "M" and "name" in event["args"]}
     assert {"rank 3 (here)", "steps", "hook", "bucket 0", "bucket 1"} <= names
     found = slices(path, 3)
-    under_way = [event for event in found if event["name"] == "under way"]
-    assert len(under_way) == 6
-    assert under_way[0]["dur"] == 38_000 and under_way[0]["args"]["ratio"] == 4
+    in_flight = [event for event in found if event["name"] == "in flight"]
+    assert len(in_flight) == 6
+    assert in_flight[0]["dur"] == 38_000 and in_flight[0]["args"]["ratio"] == 4
     assert sum(event["tid"] == 4 for event in found) == 6  # waits
     begun = [event for event in events if event["ph"] == "b"]
     ended = {event["id"]: event["ts"] for event in events if event["ph"] == "e"}
