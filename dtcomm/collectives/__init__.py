@@ -1,19 +1,13 @@
 """Collectives with a codec: the calls of torch.distributed, in fewer bytes.
 
-Every function checks its arguments before anything starts, so that a call that raises ValueError or TypeError
-leaves the communicator as it was. All ranks end with bit-identical results, for every codec and algorithm.
+Users call these functions as ``dtcomm.all_reduce`` and so on. Every function checks its arguments before anything
+starts, so a call that raises ValueError or TypeError leaves the communicator unchanged. All ranks end with
+bit-identical results, with every codec and algorithm.
 
-Common arguments: ``codec`` is a spec string or a Codec (``"none/int4"``, with a hierarchical algorithm: none inside
-the hosts, int4 between them); ``algorithm`` a name, "direct" or "auto"; ``group`` a
-process group or None for the default one; ``seed`` keys stochastic rounding (None: the call's number);
-``residual`` an fp32 tensor like the input, which holds what earlier encodings lost: it is added to this
-rank's contribution and rewritten with what this call loses (error feedback). ``checksum`` True sends every
-payload with its CRC32C, which the receiver computes anew (None: as DTCOMM_CHECKSUM says); it is the same on all
-ranks. With ``async_op=True`` a ``Work`` is returned and the tensors must not be touched until it is done;
-otherwise the call returns None when the result is there.
-
-Raised by all: TypeError and ValueError naming the argument; CollectiveMismatch, CollectiveTimeout, PeerLost,
-PayloadCorrupt.
+Modules: `reduce_ops`, `gather_ops`, `alltoall`, `p2p`, `coalesced`, `custom_schedule` and `group_ops` hold the public
+    functions. `_arguments` checks arguments, `_dispatch` makes and starts plans, and `_multi_stage`,
+    `_reproducible_sum` and
+`_shared_randk_sum` implement codecs whose ranks agree on a representation before they add.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What is checked before a call starts. Messages name the argument, what was given and what is valid."""
+"""Argument checks of the collectives, and the types of their arguments.
+
+Every public function of `dtcomm.collectives` calls these before anything starts. Messages name the argument, what was
+given and what is valid.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,7 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 
-from dtcomm.codecs import Codec
-from dtcomm.codecs import codec as parse
+from dtcomm.codecs import Codec, Exact, parse_levels
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.runtime.types import OPS
 
@@ -18,7 +21,7 @@ Op = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
 class ReceiveOptions(TypedDict, total=False):
-    """What every call takes by keyword, for the overloads that tell ``async_op=True`` from the rest."""
+    """Keyword arguments of ``recv``, for the overloads that distinguish ``async_op=True``."""
 
     codec: str | Codec
     group: Group
@@ -26,20 +29,20 @@ class ReceiveOptions(TypedDict, total=False):
 
 
 class SendOptions(ReceiveOptions, total=False):
-    """The same where this rank encodes, by a way that is given."""
+    """Keyword arguments of calls in which this rank encodes and the algorithm is fixed: ``send`` and ``run``."""
 
     seed: int | None
     residual: torch.Tensor | None
 
 
 class Options(SendOptions, total=False):
-    """The same of every collective."""
+    """Keyword arguments of every collective of one tensor."""
 
     algorithm: Any
 
 
 class CoalescedOptions(TypedDict, total=False):
-    """The same of the coalesced forms."""
+    """Keyword arguments of the collectives of several tensors."""
 
     codec: str | Codec | Sequence[str | Codec]
     algorithm: str
@@ -59,7 +62,7 @@ _TORCH_OPS: dict[Any, str] = {
 
 
 def op_name(op: Any) -> str:
-    """The operator's name, given by name or as torch's."""
+    """Return the name of a reduction given by name or as torch's ``ReduceOp``."""
     if isinstance(op, str) and op in OPS:
         return op
     name = _TORCH_OPS.get(op) if not isinstance(op, str) else None
@@ -69,45 +72,47 @@ def op_name(op: Any) -> str:
 
 
 def require_dtype(op: str, dtype: torch.dtype, codec: Codec) -> None:
-    """The codec takes the dtype, and both the operator."""
+    """Check that the codec accepts the dtype, and that both accept the reduction."""
     if dtype not in codec.dtypes:
-        valid = ", ".join(str(valid).removeprefix("torch.") for valid in codec.dtypes)
-        raise TypeError(f"tensor: codec {codec} takes {valid}, got {str(dtype).removeprefix('torch.')}")
+        valid = ", ".join(_dtype_name(dtype) for dtype in codec.dtypes)
+        raise TypeError(f"tensor: codec {codec} takes {valid}, got {_dtype_name(dtype)}")
     if op in ("min", "max") and op not in codec.operations:
-        raise ValueError(f"op: {op} goes with codecs none, fp16 and bf16, not with {codec}")
+        raise ValueError(f"op: {op} is valid with codecs none, fp16 and bf16, got {codec}")
     if op == "avg" and not dtype.is_floating_point:
+        raise ValueError(f"op: avg needs a floating-point tensor, got {_dtype_name(dtype)}; use sum")
+
+
+def require_auditable(spec: str | Codec) -> None:
+    """Check that the codec's sums can be audited: integers add up without error, floats do not."""
+    inside, between = parse_levels(spec)
+    if between is not None or not isinstance(inside, Exact):
         raise ValueError(
-            f"op: avg needs a floating-point tensor, got {str(dtype).removeprefix('torch.')}; use sum"
+            f"audit: needs a codec whose sums are exact, got {spec}; valid: exact, exact:bits=16, exact:bits=32"
         )
 
 
-def require_auditable(codec: str | Codec) -> None:
-    """A codec whose sums can be checked: integers add up without loss, floats do not."""
-    if not (isinstance(codec, str) and "/" in codec) and parse(codec).reproducible:
-        return
-    raise ValueError(
-        f"audit: needs a codec whose sums are exact, got {codec}; valid: exact, exact:bits=16, exact:bits=32"
-    )
-
-
 def require_type(tensor: Any, argument: str) -> None:
-    """A tensor at all."""
+    """Check that the argument is a tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{argument}: expected a torch.Tensor, got {type(tensor).__name__}")
 
 
 def require_tensor(tensor: Any, argument: str) -> None:
-    """A dense tensor of a dtype that can be sent."""
+    """Check that the argument is a dense tensor of a dtype that can be sent."""
     require_type(tensor, argument)
     if tensor.layout is not torch.strided:
         raise ValueError(f"{argument}: expected a dense tensor, got layout {tensor.layout}")
     if tensor.dtype not in ELEMENT_TYPES:
-        valid = ", ".join(str(dtype).removeprefix("torch.") for dtype in ELEMENT_TYPES)
+        valid = ", ".join(map(_dtype_name, ELEMENT_TYPES))
         raise TypeError(f"{argument}: dtype {tensor.dtype} is not one of {valid}")
 
 
 def in_memory(tensor: torch.Tensor, argument: str) -> torch.Tensor:
-    """The tensor as a run of memory, which an elementwise reduction may take in any order."""
+    """Return the tensor in memory order, as a contiguous tensor; elementwise reductions may take any order.
+
+    Raises:
+        ValueError: If the elements overlap or leave gaps, or the device is neither the CPU nor CUDA.
+    """
     if tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous():
         return tensor
     require_tensor(tensor, argument)
@@ -122,7 +127,7 @@ def in_memory(tensor: torch.Tensor, argument: str) -> torch.Tensor:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a run of memory without gaps or overlaps, in whatever order."""
+    """Return whether the elements fill a range of memory without gaps or overlaps, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -133,7 +138,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def require_contiguous(tensor: torch.Tensor, argument: str) -> None:
-    """Elements in their order, where tensors can be sent from."""
+    """Check that the tensor is contiguous and on a device that can be sent from."""
     if not tensor.is_cpu:
         in_memory(tensor, argument)
     if not tensor.is_contiguous():
@@ -143,77 +148,88 @@ def require_contiguous(tensor: torch.Tensor, argument: str) -> None:
 def require_pair(
     output: Any, input: Any, whole: str, ranks: int, names: tuple[str, str] = ("output", "input")
 ) -> None:
-    """``output`` and ``input`` are contiguous and alike; ``whole``, one of the two words, says which holds a shard of
-    every rank; errors call them by ``names``.
+    """Check that output and input are contiguous, alike, and that one holds a shard for every rank.
+
+    Args:
+        output: The output.
+        input: The input.
+        whole: ``"output"`` or ``"input"``: the one that holds a shard for every rank.
+        ranks: The number of ranks.
+        names: What errors call output and input.
     """
     require_tensor(output, names[0])
     require_tensor(input, names[1])
     large, small = (output, input) if whole == "output" else (input, output)
-    holder, part = names if whole == "output" else names[::-1]
+    large_name, small_name = names if whole == "output" else names[::-1]
     if input.dtype != output.dtype:
-        raise TypeError(f"{holder}: is {large.dtype}, {part} is {small.dtype}; they must be equal")
+        raise TypeError(f"{large_name}: is {large.dtype}, {small_name} is {small.dtype}; they must be equal")
     if large.numel() != small.numel() * ranks:
         raise ValueError(
-            f"{holder}: has {large.numel()} elements; expected world size x {part} = {ranks} x {small.numel()}"
+            f"{large_name}: has {large.numel()} elements; "
+            f"expected world size x {small_name} = {ranks} x {small.numel()}"
         )
     require_contiguous(output, names[0])
     require_contiguous(input, names[1])
-    require_beside(large, small, holder, part)
+    require_same_device(large, small, large_name, small_name)
 
 
-def require_beside(tensor: torch.Tensor, other: torch.Tensor, argument: str, name: str) -> None:
-    """Both on the same device."""
+def require_same_device(tensor: torch.Tensor, other: torch.Tensor, argument: str, other_name: str) -> None:
+    """Check that both tensors are on the same device."""
     if not (tensor.is_cpu and other.is_cpu) and tensor.device != other.device:
         raise ValueError(
-            f"{argument}: is on {tensor.device}, {name} is on {other.device}; they must be on one device"
+            f"{argument}: is on {tensor.device}, {other_name} is on {other.device}; they must be on one device"
         )
 
 
 def require_residual(residual: Any, tensor: torch.Tensor, argument: str, op: Any = "sum") -> None:
-    """An fp32 tensor beside the rank's contribution, whose encoding may lose something that can be made up for."""
+    """Check the residual of a tensor: fp32, of its size, in other memory, for a floating-point sum or average."""
     if not isinstance(residual, torch.Tensor) or residual.dtype != torch.float32:
-        given = residual.dtype if isinstance(residual, torch.Tensor) else type(residual).__name__
-        raise TypeError(f"{argument}: expected a float32 tensor, got {given}")
+        actual = residual.dtype if isinstance(residual, torch.Tensor) else type(residual).__name__
+        raise TypeError(f"{argument}: expected a float32 tensor, got {actual}")
     if residual.numel() != tensor.numel():
         raise ValueError(f"{argument}: has {residual.numel()} elements, the tensor {tensor.numel()}")
     if op_name(op) not in ("sum", "avg"):
-        raise ValueError(f"{argument}: error feedback goes with sum and avg, not with {op_name(op)}")
+        raise ValueError(f"{argument}: error feedback is valid with sum and avg, got op {op_name(op)}")
     if not tensor.is_floating_point():
         raise TypeError(f"{argument}: error feedback needs a floating-point tensor, got {tensor.dtype}")
     require_contiguous(residual, argument)
-    require_beside(residual, tensor, argument, "the tensor")
-    require_apart(tensor, residual, None, argument, "the tensor")
+    require_same_device(residual, tensor, argument, "the tensor")
+    require_no_overlap(tensor, residual, None, argument, "the tensor")
 
 
-def require_apart(
-    whole: torch.Tensor, part: torch.Tensor, offset: int | None, argument: str, other: str
+def require_no_overlap(
+    whole: torch.Tensor, part: torch.Tensor, offset: int | None, argument: str, other_name: str
 ) -> None:
-    """Two tensors share no memory, unless ``part`` is the shard of ``whole`` at element ``offset``."""
+    """Check that two tensors share no memory, unless ``part`` is the shard of ``whole`` at element ``offset``."""
     begin, end = part.data_ptr(), part.data_ptr() + part.numel() * part.element_size()
     low, high = whole.data_ptr(), whole.data_ptr() + whole.numel() * whole.element_size()
     if begin >= high or end <= low or begin == end or low == high:
         return
     if offset is None or begin != low + offset * whole.element_size():
-        where = "" if offset is None else " other than this rank's shard of it"
-        raise ValueError(f"{argument}: overlaps the memory of {other}{where}")
+        exception = "" if offset is None else " other than this rank's shard of it"
+        raise ValueError(f"{argument}: overlaps the memory of {other_name}{exception}")
 
 
 def require_shards(shards: Any, tensor: torch.Tensor, argument: str, ranks: int) -> None:
-    """One shard like ``tensor`` for every rank: a sequence of tensors, or one tensor that holds them all."""
+    """Check that there is one shard like ``tensor`` for every rank: a sequence, or one tensor that holds them all."""
     if isinstance(shards, torch.Tensor):
         require_tensor(shards, argument)
-        listed, expected = [(argument, shards)], tensor.numel() * ranks
+        named, expected = [(argument, shards)], tensor.numel() * ranks
     elif isinstance(shards, Sequence) and not isinstance(shards, str):
         if len(shards) != ranks:
             raise ValueError(f"{argument}: has {len(shards)} tensors, the group {ranks} ranks")
-        listed, expected = [(f"{argument}[{i}]", shard) for i, shard in enumerate(shards)], tensor.numel()
+        named, expected = [(f"{argument}[{i}]", shard) for i, shard in enumerate(shards)], tensor.numel()
     else:
         raise TypeError(f"{argument}: expected a tensor or a list of tensors, got {type(shards).__name__}")
-    for name, shard in listed:
+    for name, shard in named:
         require_tensor(shard, name)
         if shard.dtype != tensor.dtype:
             raise TypeError(f"{name}: is {shard.dtype}, tensor is {tensor.dtype}; they must be equal")
         if shard.numel() != expected:
             raise ValueError(f"{name}: has {shard.numel()} elements, expected {expected}")
         require_contiguous(shard, name)
-        require_beside(shard, tensor, name, "tensor")
+        require_same_device(shard, tensor, name, "tensor")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

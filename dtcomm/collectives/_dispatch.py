@@ -1,4 +1,8 @@
-"""From checked arguments to an operation under way: the plan, kept by what the call looks like, and the work."""
+"""The path from checked arguments to a running operation: make a plan once, then start it.
+
+Every collective looks up its plan in ``communicator.plans`` by what the call looks like. If there is none, `make_plan`
+chooses the algorithm and stores the plan; `start` runs it.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from dtcomm import algorithms, codecs, planner
-from dtcomm.codecs import Codec
+from dtcomm.codecs import Codec, Exact
 from dtcomm.collectives._arguments import op_name, require_dtype
-from dtcomm.collectives._multi_stage import Groups, Message, MultiStagePlan
-from dtcomm.collectives._reproducible_sum import ExactSum
-from dtcomm.collectives._shared_randk_sum import SharedSum
+from dtcomm.collectives._multi_stage import MultiStagePlan, PrepareStage, SplitPlan
+from dtcomm.collectives._reproducible_sum import ReproducibleSum
+from dtcomm.collectives._shared_randk_sum import SharedRandKSum
 from dtcomm.device.streams import record_streams
 from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime.communicator import Communicator
@@ -23,14 +27,20 @@ from dtcomm.runtime.work import ChainedWork, CompositeWork, Work
 from dtcomm.schedule import Schedule
 from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
 
-MOST_PLANS = 4096  # a program of ever new sizes must not grow without end
+# The cache is cleared beyond this many plans: a program whose sizes always change must not grow without end.
+MAX_PLANS = 4096
 
 
 class CustomSchedule(NamedTuple):
-    """A schedule of the user's, proved, with the name that ranks compare; see ``dtcomm.collectives.run``."""
+    """A verified schedule of the user's, with the name by which ranks compare it; see `dtcomm.run`."""
 
     name: str
     schedule: Schedule
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> CustomSchedule:
+        """Return the schedule under a name made of a checksum of its text."""
+        return cls(f"schedule {zlib.crc32(str(schedule).encode()):08x}", schedule)
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -39,7 +49,7 @@ class CustomSchedule(NamedTuple):
 Algorithm = str | CustomSchedule
 
 
-def plan_for(
+def make_plan(
     communicator: Communicator,
     key: Any,
     collective: str,
@@ -53,76 +63,39 @@ def plan_for(
     checksum: bool | None = None,
     audit: bool = False,
 ) -> Any:
-    """Check what does not depend on the tensors' memory, choose the algorithm and keep the plan under ``key``.
+    """Check the arguments that do not depend on memory, choose the algorithm, and store the plan under ``key``.
 
-    Arguments as in ``OpSpec`` and ``TensorSpec``; ``checksum`` None is what DTCOMM_CHECKSUM says.
+    The other arguments are the fields of `OpSpec` and `TensorSpec`; ``checksum`` None means the value of
+    DTCOMM_CHECKSUM.
     """
     if checksum is None:
         checksum = communicator.checksum
     elif not isinstance(checksum, bool):
         raise TypeError(f"checksum: expected True, False or None, got {checksum!r}")
-    name = op_name(op)
+    op = op_name(op)
     parts = []
     for numel, dtype, spec in zip(numels, dtypes, specs, strict=True):
         inside, between = codecs.parse_levels(spec)
         for codec in (inside, between or inside):
-            require_dtype(name, dtype, codec)
+            require_dtype(op, dtype, codec)
         parts.append(TensorSpec(numel, dtype, inside, between))
-    message = Message(collective, name, tuple(parts), algorithm, root, "", checksum)
-    multi_stage = collective in REDUCING and any(_on_common_ground(part) for part in parts)
-    if multi_stage and communicator.size > 1:
-        plan: Any = _on_ground(communicator, message, audit)
+    custom = algorithm if isinstance(algorithm, CustomSchedule) else None
+    if custom is None and not isinstance(algorithm, str):
+        raise TypeError(f"algorithm: expected a name, got {type(algorithm).__name__}")
+    name = algorithm if isinstance(algorithm, str) else algorithm.name
+    request = OpSpec(collective, op, tuple(parts), name, root, splits, checksum)
+    prepare = functools.partial(_prepare, communicator, custom)
+    # The list, and not a generator: every part is checked.
+    needs_agreement = [_needs_agreement(part) for part in parts] if collective in REDUCING else []
+    plan: Any
+    if any(needs_agreement) and communicator.size > 1:
+        plan = _multi_stage_plan(prepare, request, communicator.rank, communicator.size, audit)
     else:
-        plan = _prepare(communicator, message, splits)
-    if len(communicator.plans) > MOST_PLANS:
+        plan = prepare(request)
+    if len(communicator.plans) > MAX_PLANS:
         communicator.plans.clear()
     communicator.plans[key] = plan
     return plan
-
-
-def _prepare(communicator: Communicator, message: Message, splits: tuple[int, ...] = ()) -> Any:
-    """The runtime's plan of one operation."""
-    algorithm = message.algorithm
-    collective, root = message.collective, message.root
-    chosen = algorithm
-    if not isinstance(algorithm, CustomSchedule):
-        chosen = _choose(communicator, collective, message.parts, algorithm)
-    called = chosen.name if isinstance(chosen, CustomSchedule) else chosen
-    shape = OpSpec(
-        collective, message.op, message.parts, called, root, splits, message.checksum, message.purpose
-    )
-    return communicator.runtime.prepare(shape, _schedule(communicator, chosen, collective, root))
-
-
-def _on_common_ground(part: TensorSpec) -> bool:
-    found = [codec for codec in (part.codec, part.between) if codec is not None and codec.needs_agreement]
-    if found and part.between is not None:
-        raise ValueError(
-            f"codec: {part.spec}: {found[0]} adds on the same ground on all levels of a hierarchy; give it alone"
-        )
-    return bool(found)
-
-
-def _on_ground(communicator: Communicator, message: Message, audit: bool) -> MultiStagePlan:
-    """The plan of a sum in which some parts are added on common ground."""
-    make = functools.partial(_prepare, communicator)
-    rank, ranks = communicator.rank, communicator.size
-    exact = [i for i, part in enumerate(message.parts) if part.codec.reproducible]
-    other = [i for i in range(len(message.parts)) if i not in exact]
-
-    def only(positions: list[int]) -> Message:
-        return message._replace(parts=tuple(message.parts[i] for i in positions))
-
-    if not other:
-        return ExactSum(make, message, rank, ranks, audit=audit)
-    if not exact:
-        return SharedSum(make, message, rank, ranks)
-    return Groups(
-        [
-            (exact, ExactSum(make, only(exact), rank, ranks)),
-            (other, SharedSum(make, only(other), rank, ranks)),
-        ]
-    )
 
 
 def start(
@@ -134,7 +107,7 @@ def start(
     async_op: bool,
     epilogue: LocalTask | None = None,
 ) -> Work | None:
-    """Run the plan on these tensors, or queue it; ``epilogue`` is applied to the result."""
+    """Run the plan on these tensors, or queue it if ``async_op``; ``epilogue`` is applied to the result."""
     key = communicator.next_seed(seed)
     runtime = communicator.runtime
     if isinstance(plan, MultiStagePlan):
@@ -167,26 +140,62 @@ def _start_stages(
         return work if check is None else ChainedWork(work, check, outputs)
     for stage in stages:
         for tensors in stage.hooks.tensors() if communicator.device is not None else ():
-            record_streams(*tensors)  # scratch may be another stream's
+            record_streams(*tensors)  # the scratch memory may belong to another stream
         runtime.run(stage.plan, stage.buffers, key, stage.hooks)
     if check is not None:
         check()
     return None
 
 
-def own(schedule: Schedule) -> CustomSchedule:
-    """``schedule`` under a name made of its text."""
-    return CustomSchedule(f"schedule {zlib.crc32(str(schedule).encode()):08x}", schedule)
+def _prepare(communicator: Communicator, custom: CustomSchedule | None, request: OpSpec) -> Any:
+    """Choose the algorithm of one operation and return the runtime's plan of it.
+
+    ``request.algorithm`` is what the caller asked for: a name, "auto" or "direct", or the name of ``custom``.
+    """
+    if custom is not None and request.algorithm == custom.name:
+        return communicator.runtime.prepare(request, custom.schedule)
+    algorithm = _choose_algorithm(communicator, request)
+    schedule = _build_schedule(
+        algorithm, request.collective, communicator.size, request.root, communicator.groups
+    )
+    return communicator.runtime.prepare(request._replace(algorithm=algorithm), schedule)
 
 
-def _schedule(communicator: Communicator, chosen: Algorithm, collective: str, root: int) -> Schedule:
-    if isinstance(chosen, CustomSchedule):
-        return chosen.schedule
-    return _build(chosen, collective, communicator.size, root, communicator.groups)
+def _needs_agreement(part: TensorSpec) -> bool:
+    """Return whether the part's ranks have to agree on a representation before they add."""
+    codecs_of_part = (part.codec,) if part.between is None else (part.codec, part.between)
+    agreeing = [codec for codec in codecs_of_part if codec.needs_agreement]
+    if agreeing and part.between is not None:
+        raise ValueError(
+            f"codec: {part.spec}: {agreeing[0]} uses one representation on all levels of a hierarchy; give it alone"
+        )
+    return bool(agreeing)
+
+
+def _multi_stage_plan(
+    prepare: PrepareStage, request: OpSpec, rank: int, ranks: int, audit: bool
+) -> MultiStagePlan:
+    """Return the plan of a sum in which some parts need an agreement of the ranks first."""
+    reproducible = [i for i, part in enumerate(request.parts) if isinstance(part.codec, Exact)]
+    others = [i for i in range(len(request.parts)) if i not in reproducible]
+
+    def only(indices: list[int]) -> OpSpec:
+        return request._replace(parts=tuple(request.parts[i] for i in indices))
+
+    if not others:
+        return ReproducibleSum(prepare, request, rank, ranks, audit=audit)
+    if not reproducible:
+        return SharedRandKSum(prepare, request, rank, ranks)
+    return SplitPlan(
+        [
+            (reproducible, ReproducibleSum(prepare, only(reproducible), rank, ranks)),
+            (others, SharedRandKSum(prepare, only(others), rank, ranks)),
+        ]
+    )
 
 
 @functools.lru_cache(maxsize=256)
-def _build(
+def _build_schedule(
     algorithm: str, collective: str, ranks: int, root: int, groups: tuple[tuple[int, ...], ...]
 ) -> Schedule:
     # The messages of a symmetric two-shot sum are those of a two-shot sum.
@@ -194,31 +203,20 @@ def _build(
     return algorithms.build(name, collective, ranks, root=root, hosts=groups)
 
 
-def _require_fused_kernels(communicator: Communicator) -> None:
-    """ValueError where the ranks have no fused kernels, which alone encode the owner's contribution."""
-    runtime = communicator.runtime
-    if runtime.name not in ("peer", "none"):
-        raise ValueError(
-            f"algorithm: {TWO_SHOT_SYMMETRIC} needs fused CUDA kernels, and the runtime of these ranks is "
-            f"{runtime.name}; valid: {', '.join((*planner.CHOOSERS, *algorithms.available('all_reduce')))}"
-        )
-
-
-def _choose(communicator: Communicator, collective: str, parts: Sequence[TensorSpec], algorithm: str) -> str:
-    """The algorithm of a message: chosen for its whole size; the shots that suit every part's codec."""
-    if not isinstance(algorithm, str):
-        raise TypeError(f"algorithm: expected a name, got {type(algorithm).__name__}")
+def _choose_algorithm(communicator: Communicator, request: OpSpec) -> str:
+    """Return the algorithm of a message, chosen for its whole size and for the codecs of all its parts."""
+    collective, parts, algorithm = request.collective, request.parts, request.algorithm
     if algorithm == TWO_SHOT_SYMMETRIC and collective == "all_reduce":
         _require_fused_kernels(communicator)
         return algorithm
     if any(part.between for part in parts) and communicator.hosts > 1:
-        levels = "hierarchical" if algorithm == "auto" else algorithm
-        if levels.partition(":")[0] != "hierarchical":
-            given = next(part.spec for part in parts if part.between)
+        requested = algorithm
+        algorithm = "hierarchical" if requested == "auto" else requested
+        if algorithm.partition(":")[0] != "hierarchical":
+            spec = next(part.spec for part in parts if part.between)
             raise ValueError(
-                f"codec: {given} has a codec for each level, which {algorithm} does not; hierarchical has"
+                f"codec: {spec} names a codec for each level, and {requested} has no levels; use hierarchical or auto"
             )
-        algorithm = levels
     scale = 1 if collective in CUT_AT_GRANULES else communicator.size
     numel = sum(part.numel for part in parts) * scale
     table = planner.parse(communicator.tuning_table)
@@ -239,5 +237,14 @@ def _choose(communicator: Communicator, collective: str, parts: Sequence[TensorS
         names = [planner.select(collective, 0, torch.float32, codecs.codec("none"), communicator.size)]
     if len(set(names)) == 1:
         return names[0]
-    # Parts that would go different ways alone go together by the shots, which suit all codecs.
+    # Parts for which different algorithms would be chosen share a direct one, which suits all codecs.
     return next(shots for shots in ("two_shot", "one_shot") if shots in algorithms.available(collective))
+
+
+def _require_fused_kernels(communicator: Communicator) -> None:
+    """Check that the ranks have fused kernels, which alone encode the owner's contribution to its own chunk."""
+    if communicator.runtime.name not in ("peer", "none"):
+        raise ValueError(
+            f"algorithm: {TWO_SHOT_SYMMETRIC} needs fused CUDA kernels, and the runtime of these ranks is "
+            f"{communicator.runtime.name}; valid: {', '.join((*planner.CHOOSERS, *algorithms.available('all_reduce')))}"
+        )

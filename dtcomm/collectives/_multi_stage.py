@@ -1,8 +1,11 @@
-"""Sums on common ground: what ranks add is made comparable first, so that the messages add it without loss.
+"""Reductions that need a preparation collective before the sum: the base class, and the carving of scratch memory.
 
-Such a collective is one or more ordinary operations (a *stage* each, with a schedule and a codec of its own) and the
-steps that every rank takes on its own before and after them. Stages of one call follow each other in the order of the
-communicator's operations, so that nothing comes between them, asynchronous or not.
+Such a codec makes the contributions of all ranks comparable first (shared exponents, or shared random positions), so
+that the messages add them without loss. The call consists of one or more ordinary operations (*stages*), each with a
+schedule and a codec of its own, and of tasks that every rank runs before and after them. The stages of one call are
+queued together, so that no other operation comes between them, asynchronous or not.
+
+`_reproducible_sum` and `_shared_randk_sum` implement the two codecs; `_dispatch` makes and starts the plans.
 """
 
 from __future__ import annotations
@@ -13,23 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dtcomm.runtime.types import Buffers, OpHooks, TensorSpec
+from dtcomm.runtime.types import Buffers, OpHooks, OpSpec
 
 ALIGNMENT = 64
-Room = tuple[int, torch.dtype]  # elements
-Scratch = Callable[[int], torch.Tensor]  # memory of at least so many bytes
-
-
-class Message(NamedTuple):
-    """What a stage asks the runtime for: fields as in ``OpSpec``; ``algorithm`` is the caller's or a name."""
-
-    collective: str
-    op: str
-    parts: tuple[TensorSpec, ...]
-    algorithm: Any
-    root: int
-    purpose: str
-    checksum: bool = False
+ScratchSize = tuple[int, torch.dtype]  # elements and their type
+Scratch = Callable[[int], torch.Tensor]  # returns at least that many bytes
+PrepareStage = Callable[[OpSpec], Any]  # returns the runtime's plan of a stage
+Check = Callable[[], None]
 
 
 class Stage(NamedTuple):
@@ -40,52 +33,48 @@ class Stage(NamedTuple):
     hooks: OpHooks
 
 
-Make = Callable[[Message], Any]
-Check = Callable[[], None]
-
-
 class MultiStagePlan(abc.ABC):
-    """A collective of one shape whose terms are brought to common ground."""
+    """The plan of a reduction whose ranks agree on a representation before they add."""
 
     @abc.abstractmethod
     def stages(
         self, buffers: Sequence[Buffers], seed: int, scratch: Scratch
     ) -> tuple[list[Stage], Check | None]:
-        """The operations of a call, and what is to be called once they are done; it may raise."""
+        """Return the operations of a call, and a function to call when they are done, which may raise."""
 
 
-class Groups(MultiStagePlan):
-    """Parts that need plans of their own: ``groups`` are (positions of the parts, their plan)."""
+class SplitPlan(MultiStagePlan):
+    """A plan for parts that need different plans: ``plans`` are (indices of the parts, their plan)."""
 
-    def __init__(self, groups: Sequence[tuple[Sequence[int], MultiStagePlan]]) -> None:
-        self._groups = groups
+    def __init__(self, plans: Sequence[tuple[Sequence[int], MultiStagePlan]]) -> None:
+        self._plans = plans
 
     def stages(
         self, buffers: Sequence[Buffers], seed: int, scratch: Scratch
     ) -> tuple[list[Stage], Check | None]:
         stages: list[Stage] = []
-        for positions, plan in self._groups:
-            stages += plan.stages([buffers[i] for i in positions], seed, scratch)[0]
+        for indices, plan in self._plans:
+            stages += plan.stages([buffers[i] for i in indices], seed, scratch)[0]
         return stages, None
 
 
-def carve(scratch: Scratch, rooms: Sequence[Room]) -> list[torch.Tensor]:
-    """A tensor for each of ``rooms``, in memory that calls share."""
-    sizes = [-(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, dtype in rooms]
-    memory, at, carved = scratch(sum(sizes)), 0, []
-    for (count, dtype), size in zip(rooms, sizes, strict=True):
-        carved.append(memory[at : at + count * dtype.itemsize].view(dtype))
-        at += size
-    return carved
+def carve(scratch: Scratch, sizes: Sequence[ScratchSize]) -> list[torch.Tensor]:
+    """Return a tensor for each of ``sizes``, one behind the other in the communicator's scratch memory."""
+    nbytes = [-(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, dtype in sizes]
+    memory, offset, tensors = scratch(sum(nbytes)), 0, []
+    for (count, dtype), padded in zip(sizes, nbytes, strict=True):
+        tensors.append(memory[offset : offset + count * dtype.itemsize].view(dtype))
+        offset += padded
+    return tensors
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """In memory order, whatever the strides: the caller's tensors are dense."""
+    """Return a dense tensor as one dimension in memory order, whatever its strides."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def shards(tensor: torch.Tensor | None, count: int) -> list[torch.Tensor | None]:
-    """``count`` equal parts of a tensor, or of none."""
+    """Return ``count`` equal parts of a tensor; None for each if there is no tensor."""
     if tensor is None:
         return [None] * count
     numel = tensor.numel() // count

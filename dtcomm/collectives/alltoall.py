@@ -1,4 +1,4 @@
-"""all_to_all: every rank has something for every rank, in equal shards or in shards of any size."""
+"""all_to_all: every rank sends a shard to every rank, of equal sizes or of any sizes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dtcomm.codecs import Codec
 from dtcomm.collectives._arguments import (
     Group,
     Options,
-    require_apart,
-    require_beside,
     require_contiguous,
+    require_no_overlap,
     require_residual,
+    require_same_device,
     require_tensor,
 )
-from dtcomm.collectives._dispatch import Algorithm, plan_for, start
+from dtcomm.collectives._dispatch import Algorithm, make_plan, start
 from dtcomm.collectives.gather_ops import all_gather
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.runtime.communicator import Communicator
@@ -67,13 +67,47 @@ def all_to_all(
     residual: torch.Tensor | None = None,
     checksum: bool | None = None,
 ) -> Work | None:
-    """Send shard i of ``input`` to rank i, and take rank i's as shard i of ``output``; both contiguous.
+    """Send a shard of the input to every rank, and receive one from every rank.
 
-    Without splits all shards are equal. With them, ``input_splits[i]`` rows (along dimension 0) go to rank i and
-    ``output_splits[i]`` come from it; None for one of the two means equal rows. All ranks of the group give splits
-    or none does: with splits the ranks tell each other the sizes first, so the call returns only when all have
-    made it, ``async_op`` or not. A rank's shard for itself is never sent, so it arrives as it is with every codec.
-    Raises CollectiveMismatch, on all ranks, where a rank expects another size than is sent.
+    Shard i of ``input`` goes to rank i, and rank i's shard becomes shard i of ``output``. A rank's shard for itself is
+    never sent, so it arrives unchanged with every codec.
+
+    Args:
+        output: The received shards in rank order, contiguous.
+        input: The shards to send in rank order, contiguous, of the dtype of ``output``.
+        output_splits: The rows (along dimension 0) that come from each rank; None means equal rows.
+        input_splits: The rows that go to each rank; None means equal rows. Either all ranks of the group pass splits or
+            none does. With splits the ranks exchange the sizes first, so the call returns only when all ranks have made
+            it, even with ``async_op``.
+        codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or ``"A/B"`` with codec A
+            inside hosts and B between them.
+        algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("all_to_all")``; ``"direct"`` for the one
+            or two shots that suit the codec; or ``"auto"`` for the fastest by prediction or measurement.
+        group: The process group; None is the default group.
+        async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
+            work is done.
+        seed: The key of stochastic rounding and of random positions, the same on all ranks; None is the number of the
+            call.
+        residual: Error feedback: an fp32 tensor with as many elements as ``input``. It is added to this rank's
+            contribution and then overwritten with the error of encoding it. None means no feedback.
+        checksum: If True, every payload travels with its CRC32C, which the receiver verifies. None takes the value of
+            the variable DTCOMM_CHECKSUM. It is the same on all ranks.
+
+    Returns:
+        None when the result is complete, or a ``Work`` if ``async_op``.
+
+    Raises:
+        TypeError, ValueError: If an argument is not valid. The message names it; nothing has been started.
+        CollectiveMismatch: If the ranks call different operations, or a rank expects another size than is sent.
+        CollectiveTimeout: If a rank does not take part within the group's timeout.
+        PeerLost: If a rank died.
+        PayloadCorrupt: If a checksum does not match.
+
+    Example:
+        Exchange the tokens of experts::
+
+            received = torch.empty(sum(output_splits), features)
+            dtcomm.all_to_all(received, tokens, output_splits, input_splits, codec="fp8_e4m3")
     """
     communicator = get_communicator_for(group, output, "output")
     require_tensor(output, "output")
@@ -82,8 +116,8 @@ def all_to_all(
         raise TypeError(f"output: is {output.dtype}, input is {input.dtype}; they must be equal")
     require_contiguous(output, "output")
     require_contiguous(input, "input")
-    require_beside(output, input, "output", "input")
-    require_apart(input, output, None, "output", "input")
+    require_same_device(output, input, "output", "input")
+    require_no_overlap(input, output, None, "output", "input")
     if residual is not None:
         require_residual(residual, input, "residual")
     splits: tuple[int, ...] = ()
@@ -92,12 +126,12 @@ def all_to_all(
     else:
         sent = _elements(input, input_splits, "input", communicator.size)
         received = _elements(output, output_splits, "output", communicator.size)
-        splits = _tell(communicator, sent, received, group)
+        splits = _exchange_splits(communicator, sent, received, group)
         numel = max(splits)
     key = ("all_to_all", numel, input.dtype, codec, algorithm, checksum)
-    kept, plan = communicator.plans.get(key, (None, None))
-    if kept != splits:  # sizes that change from call to call: one plan is enough
-        plan = plan_for(
+    planned_splits, plan = communicator.plans.get(key, (None, None))
+    if planned_splits != splits:  # one plan per key: splits may change with every call
+        plan = make_plan(
             communicator,
             key,
             "all_to_all",
@@ -126,7 +160,7 @@ def _equal_shards(output: torch.Tensor, input: torch.Tensor, ranks: int) -> int:
 
 
 def _elements(tensor: torch.Tensor, splits: Sequence[int] | None, name: str, ranks: int) -> list[int]:
-    """The elements of each shard."""
+    """Return the elements of each shard."""
     if tensor.dim() == 0:
         raise ValueError(f"{name}: a tensor without dimensions has no rows to split")
     rows = tensor.shape[0]
@@ -142,17 +176,19 @@ def _elements(tensor: torch.Tensor, splits: Sequence[int] | None, name: str, ran
     return [split * width for split in splits]
 
 
-def _tell(communicator: Communicator, sent: list[int], received: list[int], group: Group) -> tuple[int, ...]:
-    """What every rank sends to every rank, sender * ranks + receiver."""
+def _exchange_splits(
+    communicator: Communicator, sent: list[int], received: list[int], group: Group
+) -> tuple[int, ...]:
+    """Return the elements that every rank sends to every rank, at index sender * ranks + receiver."""
     ranks = communicator.size
-    said = torch.empty(ranks, 2, ranks, dtype=torch.int64)
-    all_gather(said, torch.tensor([sent, received]), group=group)
+    sizes = torch.empty(ranks, 2, ranks, dtype=torch.int64)
+    all_gather(sizes, torch.tensor([sent, received]), group=group)
     for src in range(ranks):
         for dst in range(ranks):
-            given, expected = int(said[src, 0, dst]), int(said[dst, 1, src])
-            if given != expected:
+            size, expected = int(sizes[src, 0, dst]), int(sizes[dst, 1, src])
+            if size != expected:
                 raise CollectiveMismatch(
-                    f"rank {communicator.ranks[src]} sends {given} elements to rank {communicator.ranks[dst]}, "
-                    f"which expects {expected}: input_splits of the one, output_splits of the other"
+                    f"rank {communicator.ranks[src]} sends {size} elements to rank {communicator.ranks[dst]}, "
+                    f"which expects {expected}: input_splits of the sender and output_splits of the receiver differ"
                 )
-    return tuple(said[:, 0].flatten().tolist())
+    return tuple(sizes[:, 0].flatten().tolist())

@@ -1,39 +1,41 @@
-"""Several tensors in one call: bucketed and pipelined."""
+"""Collectives of several tensors in one call, which are sent in buckets that overlap each other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 
+from dtcomm.codecs import Codec
 from dtcomm.collectives._arguments import (
     CoalescedOptions,
     Group,
     Op,
     in_memory,
-    require_beside,
+    require_no_overlap,
+    require_pair,
     require_residual,
+    require_same_device,
     require_tensor,
 )
-from dtcomm.collectives._coalesced_call import (
-    BUCKET_BYTES,
-    Call,
-    Item,
-    Residuals,
-    Specs,
-    kept,
-    one_each,
-    paired,
-)
+from dtcomm.collectives._dispatch import make_plan, start
+from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import get_communicator_for
 from dtcomm.runtime.types import Buffers
-from dtcomm.runtime.work import Work
+from dtcomm.runtime.work import CompositeWork, Work
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+Specs = str | Codec | Sequence[str | Codec]
+Residuals = Sequence[torch.Tensor | None] | None
+BUCKET_BYTES = 25 * 2**20
+# A shard of at least this many bytes that is only copied has a message of its own: peers read it without staging then.
+MIN_SEPARATE_BYTES = 2**20
+
+
 @overload
 def all_reduce_coalesced(
     tensors: Sequence[torch.Tensor],
@@ -67,27 +69,63 @@ def all_reduce_coalesced(
     bucket_bytes: int = BUCKET_BYTES,
     checksum: bool | None = None,
 ) -> Work | None:
-    """Reduce several tensors in place, as one message for every ``bucket_bytes`` of them.
+    """Reduce several tensors in place, with one message for every ``bucket_bytes`` of them.
 
-    Messages overlap: one begins to encode and send while the last pieces of the one before are on their way.
-    Each tensor keeps its own blocks and may have its own codec (``codec`` a sequence) and residual, so with
-    the direct algorithms its result does not depend on what it is sent with.
+    Messages overlap: one starts to encode and send while the last pieces of the previous one are on their way. Each
+    tensor keeps its own codec blocks, so with the direct algorithms its result does not depend on the tensors that it
+    is sent with.
+
+    Args:
+        tensors: Dense tensors on one device; sizes and dtypes may differ from tensor to tensor. They are overwritten
+            with the results.
+        op: ``"sum"``, ``"avg"``, ``"min"`` or ``"max"``, or torch's ``ReduceOp`` of these. avg divides the fp32 sum
+            once, before its final encoding. min and max are valid with codecs none, fp16 and bf16.
+        codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or a sequence with one for each
+            tensor.
+        algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("all_reduce")``; ``"direct"`` for the one
+            or two shots that suit the codec; or ``"auto"`` for the fastest by prediction or measurement.
+        group: The process group; None is the default group.
+        async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
+            work is done.
+        seed: The key of stochastic rounding and of random positions, the same on all ranks; None is the number of the
+            call.
+        residuals: Error feedback: for each tensor an fp32 tensor with as many elements as the tensor, or None. See
+            ``residual`` of `all_reduce`. None means no feedback.
+        bucket_bytes: The most bytes of tensors in one message, at least 1; a larger tensor has a message of its own.
+        checksum: If True, every payload travels with its CRC32C, which the receiver verifies. None takes the value of
+            the variable DTCOMM_CHECKSUM. It is the same on all ranks.
+
+    Returns:
+        None when the result is complete, or a ``Work`` if ``async_op``.
+
+    Raises:
+        TypeError, ValueError: If an argument is not valid. The message names it; nothing has been started.
+        CollectiveMismatch: If the ranks call different operations.
+        CollectiveTimeout: If a rank does not take part within the group's timeout.
+        PeerLost: If a rank died.
+        PayloadCorrupt: If a checksum does not match.
+
+    Example:
+        Average all gradients of a model::
+
+            dtcomm.all_reduce_coalesced([p.grad for p in model.parameters()], "avg", codec="int8")
     """
     tensors = list(tensors)
     communicator = get_communicator_for(group, tensors[0] if tensors else None, "tensors[0]")
-    specs, losses = one_each(codec, len(tensors)), kept(residuals, len(tensors))
-    items = []
-    for index, (tensor, spec, residual) in enumerate(zip(tensors, specs, losses, strict=True)):
+    specs = _codec_per_tensor(codec, len(tensors))
+    tensor_residuals = _residual_per_tensor(residuals, len(tensors))
+    segments = []
+    for index, (tensor, spec, residual) in enumerate(zip(tensors, specs, tensor_residuals, strict=True)):
         require_tensor(tensor, f"tensors[{index}]")
         memory = in_memory(tensor, f"tensors[{index}]")
-        require_beside(tensor, tensors[0], f"tensors[{index}]", "tensors[0]")
+        require_same_device(tensor, tensors[0], f"tensors[{index}]", "tensors[0]")
         if residual is not None:
             require_residual(residual, memory, f"residuals[{index}]", op)
         nbytes = tensor.numel() * tensor.element_size()
         buffers = Buffers(memory, memory, residual)
-        items.append(Item(tensor.numel(), tensor.dtype, spec, buffers, tensor, nbytes))
-    call = Call(communicator, "all_reduce", op, algorithm, checksum, seed, async_op)
-    return call.run(items, bucket_bytes)
+        segments.append(_Segment(tensor.numel(), tensor.dtype, spec, buffers, tensor, nbytes))
+    call = _CoalescedCall(communicator, "all_reduce", op, algorithm, checksum, seed, async_op)
+    return call.run(segments, bucket_bytes)
 
 
 @overload
@@ -123,15 +161,48 @@ def all_gather_coalesced(
     bucket_bytes: int = BUCKET_BYTES,
     checksum: bool | None = None,
 ) -> Work | None:
-    """Gather every rank's ``inputs[i]`` into ``outputs[i]``, in rank order, as one message for every
-    ``bucket_bytes`` of outputs; messages overlap as in ``all_reduce_coalesced``.
+    """Gather several tensors on every rank, with one message for every ``bucket_bytes`` of outputs.
 
-    Sizes, dtypes, codecs and residuals may differ from tensor to tensor; each ends as by an ``all_gather`` of its own.
+    Messages overlap: one starts to encode and send while the last pieces of the previous one are on their way. Each
+    output ends as by an `all_gather` of its own.
+
+    Args:
+        outputs: One tensor for each input, with the inputs of all ranks in rank order; see `all_gather`.
+        inputs: This rank's contributions. Sizes and dtypes may differ from tensor to tensor.
+        codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or a sequence with one for each
+            tensor.
+        algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("all_gather")``; ``"direct"`` for the one
+            or two shots that suit the codec; or ``"auto"`` for the fastest by prediction or measurement.
+        group: The process group; None is the default group.
+        async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
+            work is done.
+        seed: The key of stochastic rounding and of random positions, the same on all ranks; None is the number of the
+            call.
+        residuals: Error feedback: for each tensor an fp32 tensor with as many elements as the input, or None. See
+            ``residual`` of `all_gather`. None means no feedback.
+        bucket_bytes: The most bytes of outputs in one message, at least 1; a larger tensor has a message of its own.
+        checksum: If True, every payload travels with its CRC32C, which the receiver verifies. None takes the value of
+            the variable DTCOMM_CHECKSUM. It is the same on all ranks.
+
+    Returns:
+        None when the result is complete, or a ``Work`` if ``async_op``.
+
+    Raises:
+        TypeError, ValueError: If an argument is not valid. The message names it; nothing has been started.
+        CollectiveMismatch: If the ranks call different operations.
+        CollectiveTimeout: If a rank does not take part within the group's timeout.
+        PeerLost: If a rank died.
+        PayloadCorrupt: If a checksum does not match.
+
+    Example:
+        Gather the shards of two parameters::
+
+            dtcomm.all_gather_coalesced([weight, bias], [weight_shard, bias_shard], codec="fp8_e4m3")
     """
     communicator = get_communicator_for(group, outputs[0] if outputs else None, "outputs[0]")
-    items = paired(communicator, outputs, inputs, "output", codec, residuals)
-    call = Call(communicator, "all_gather", "sum", algorithm, checksum, seed, async_op)
-    return call.run(items, bucket_bytes)
+    segments = _segments_of_pairs(communicator, outputs, inputs, "output", codec, residuals)
+    call = _CoalescedCall(communicator, "all_gather", "sum", algorithm, checksum, seed, async_op)
+    return call.run(segments, bucket_bytes)
 
 
 @overload
@@ -170,13 +241,193 @@ def reduce_scatter_coalesced(
     bucket_bytes: int = BUCKET_BYTES,
     checksum: bool | None = None,
 ) -> Work | None:
-    """Reduce every ``inputs[i]`` over the ranks and leave this rank's shard in ``outputs[i]``, as one message for
-    every ``bucket_bytes`` of inputs; messages overlap as in ``all_reduce_coalesced``.
+    """Reduce several tensors and leave each rank one shard of each; one message carries ``bucket_bytes`` of inputs.
 
-    Sizes, dtypes, codecs and residuals (each like its input) may differ from tensor to tensor; with the direct
-    algorithms each ends as by a ``reduce_scatter`` of its own.
+    Messages overlap: one starts to encode and send while the last pieces of the previous one are on their way. With the
+    direct algorithms each output ends as by a `reduce_scatter` of its own.
+
+    Args:
+        outputs: This rank's shard of each result; see `reduce_scatter`.
+        inputs: One tensor for each output, with a shard for every rank in rank order. Sizes and dtypes may differ from
+            tensor to tensor.
+        op: ``"sum"``, ``"avg"``, ``"min"`` or ``"max"``, or torch's ``ReduceOp`` of these. avg divides the fp32 sum
+            once, before its final encoding. min and max are valid with codecs none, fp16 and bf16.
+        codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or a sequence with one for each
+            tensor.
+        algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("reduce_scatter")``; ``"direct"`` for the
+            one or two shots that suit the codec; or ``"auto"`` for the fastest by prediction or measurement.
+        group: The process group; None is the default group.
+        async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
+            work is done.
+        seed: The key of stochastic rounding and of random positions, the same on all ranks; None is the number of the
+            call.
+        residuals: Error feedback: for each tensor an fp32 tensor with as many elements as the input, or None. See
+            ``residual`` of `reduce_scatter`. None means no feedback.
+        bucket_bytes: The most bytes of inputs in one message, at least 1; a larger tensor has a message of its own.
+        checksum: If True, every payload travels with its CRC32C, which the receiver verifies. None takes the value of
+            the variable DTCOMM_CHECKSUM. It is the same on all ranks.
+
+    Returns:
+        None when the result is complete, or a ``Work`` if ``async_op``.
+
+    Raises:
+        TypeError, ValueError: If an argument is not valid. The message names it; nothing has been started.
+        CollectiveMismatch: If the ranks call different operations.
+        CollectiveTimeout: If a rank does not take part within the group's timeout.
+        PeerLost: If a rank died.
+        PayloadCorrupt: If a checksum does not match.
+
+    Example:
+        Keep the shards of two gradients::
+
+            dtcomm.reduce_scatter_coalesced([w_shard, b_shard], [w_grad, b_grad], "avg", codec="int8")
     """
     communicator = get_communicator_for(group, outputs[0] if outputs else None, "outputs[0]")
-    items = paired(communicator, outputs, inputs, "input", codec, residuals, op)
-    call = Call(communicator, "reduce_scatter", op, algorithm, checksum, seed, async_op)
-    return call.run(items, bucket_bytes)
+    segments = _segments_of_pairs(communicator, outputs, inputs, "input", codec, residuals, op)
+    call = _CoalescedCall(communicator, "reduce_scatter", op, algorithm, checksum, seed, async_op)
+    return call.run(segments, bucket_bytes)
+
+
+class _Segment(NamedTuple):
+    """One tensor of a call.
+
+    ``numel`` is that of `TensorSpec`; ``nbytes`` are the bytes of the whole tensor. A ``separate`` segment has a
+    message of its own.
+    """
+
+    numel: int
+    dtype: torch.dtype
+    spec: str | Codec
+    buffers: Buffers
+    output: torch.Tensor
+    nbytes: int
+    separate: bool = False
+
+
+class _CoalescedCall(NamedTuple):
+    """What all messages of a coalesced call have in common; the fields are arguments of `make_plan` and `start`."""
+
+    communicator: Communicator
+    collective: str
+    op: Any
+    algorithm: str
+    checksum: bool | None
+    seed: int | None
+    async_op: bool
+
+    def run(self, segments: Sequence[_Segment], bucket_bytes: int) -> Work | None:
+        """Send a message for every bucket.
+
+        All messages are queued before the first one is complete, so that each starts to encode and send while the last
+        pieces of the previous one are on their way.
+        """
+        # All plans come first: an error in one message must not leave others under way.
+        messages = [(self._plan(bucket), bucket) for bucket in _buckets(segments, bucket_bytes)]
+        queued = self.async_op or len(messages) > 1  # only queued operations start ahead of time
+        works = [
+            start(
+                self.communicator,
+                plan,
+                [segment.buffers for segment in bucket],
+                [segment.output for segment in bucket],
+                self.seed,
+                queued,
+            )
+            for plan, bucket in messages
+        ]
+        started = [work for work in works if work is not None]
+        if not self.async_op:
+            for work in started:
+                work.wait()
+            return None
+        if len(started) == 1:
+            return started[0]
+        return CompositeWork(started, [segment.output for segment in segments])
+
+    def _plan(self, bucket: Sequence[_Segment]) -> Any:
+        numels = tuple(segment.numel for segment in bucket)
+        dtypes = tuple(segment.dtype for segment in bucket)
+        specs = tuple(segment.spec for segment in bucket)
+        key = (self.collective, numels, dtypes, self.op, specs, self.algorithm, self.checksum)
+        plan = self.communicator.plans.get(key)
+        if plan is not None:
+            return plan
+        return make_plan(
+            self.communicator,
+            key,
+            self.collective,
+            self.op,
+            numels,
+            dtypes,
+            specs,
+            self.algorithm,
+            checksum=self.checksum,
+        )
+
+
+def _segments_of_pairs(
+    communicator: Communicator,
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    whole: str,
+    codec: Specs,
+    residuals: Residuals,
+    op: Any = "sum",
+) -> list[_Segment]:
+    """Return the segments of outputs and inputs; ``whole``, "output" or "input", hold a shard for every rank."""
+    if len(outputs) != len(inputs):
+        raise ValueError(
+            f"outputs: has {len(outputs)} tensors, inputs {len(inputs)}; expected one output for each input"
+        )
+    segments = []
+    specs = _codec_per_tensor(codec, len(inputs))
+    tensor_residuals = _residual_per_tensor(residuals, len(inputs))
+    pairs = zip(outputs, inputs, specs, tensor_residuals, strict=True)
+    for index, (output, input, spec, residual) in enumerate(pairs):
+        names = (f"outputs[{index}]", f"inputs[{index}]")
+        require_pair(output, input, whole, communicator.size, names)
+        require_same_device(output, outputs[0], names[0], "outputs[0]")
+        large, small = (output, input) if whole == "output" else (input, output)
+        large_name, small_name = names if whole == "output" else names[::-1]
+        require_no_overlap(large, small, small.numel() * communicator.rank, small_name, large_name)
+        if residual is not None:
+            require_residual(residual, input, f"residuals[{index}]", op)
+        separate = str(spec) == "none" and small.numel() * small.element_size() >= MIN_SEPARATE_BYTES
+        nbytes = large.numel() * large.element_size()
+        buffers = Buffers(input, output, residual)
+        segments.append(_Segment(small.numel(), small.dtype, spec, buffers, output, nbytes, separate))
+    return segments
+
+
+def _codec_per_tensor(codec: Specs, count: int) -> list[str | Codec]:
+    specs = [codec] * count if isinstance(codec, str | Codec) else list(codec)
+    if len(specs) != count:
+        raise ValueError(
+            f"codec: has {len(specs)} codecs for {count} tensors; give one, or one for each tensor"
+        )
+    return specs
+
+
+def _residual_per_tensor(residuals: Residuals, count: int) -> list[torch.Tensor | None]:
+    tensor_residuals: list[torch.Tensor | None] = [None] * count if residuals is None else list(residuals)
+    if len(tensor_residuals) != count:
+        raise ValueError(
+            f"residuals: has {len(tensor_residuals)} for {count} tensors; give one (or None) for each tensor"
+        )
+    return tensor_residuals
+
+
+def _buckets(segments: Sequence[_Segment], bucket_bytes: int) -> list[Sequence[_Segment]]:
+    """Return neighbours of at most ``bucket_bytes`` together, unless one tensor is larger; at least one bucket."""
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes: must be at least 1, got {bucket_bytes}")
+    buckets: list[list[_Segment]] = [[]]
+    nbytes = 0
+    for segment in segments:
+        bucket = buckets[-1]
+        if bucket and (nbytes + segment.nbytes > bucket_bytes or segment.separate or bucket[-1].separate):
+            buckets.append([])
+            nbytes = 0
+        buckets[-1].append(segment)
+        nbytes += segment.nbytes
+    return list(buckets)

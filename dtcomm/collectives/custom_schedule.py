@@ -1,4 +1,4 @@
-"""Schedules that the user wrote."""
+"""`run`: a collective by a schedule that the user wrote."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives._arguments import Group, Op, SendOptions
-from dtcomm.collectives._dispatch import CustomSchedule, own
+from dtcomm.collectives._dispatch import CustomSchedule
 from dtcomm.collectives.alltoall import all_to_all
 from dtcomm.collectives.gather_ops import all_gather, broadcast, gather, scatter
 from dtcomm.collectives.reduce_ops import all_reduce, reduce, reduce_scatter
@@ -20,9 +20,9 @@ from dtcomm.schedule.verify import Proof
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-MOST_PROOFS = 64
-# By identity: comparing schedules, transfer by transfer, would cost more than running them.
-_proved: dict[int, tuple[Schedule | str, CustomSchedule, Proof]] = {}
+MAX_CACHED_PROOFS = 64
+# The key is the object's id: comparing schedules transfer by transfer would cost more than running them.
+_verified: dict[int, tuple[Schedule | str, CustomSchedule, Proof]] = {}
 
 
 @overload
@@ -62,15 +62,54 @@ def run(
     residual: torch.Tensor | None = None,
     checksum: bool | None = None,
 ) -> Work | None:
-    """Run a schedule of one's own, or its text, once it is proved to do what its collective promises.
+    """Run a collective by a schedule of your own.
 
-    ``tensor`` is worked on in place by all_reduce, broadcast and reduce; otherwise it is the output, None where a
-    rank has none, and ``input`` the input. Everything else is as in the collective's own function; the schedule's
-    root is a rank of the group. Raises ScheduleError naming rank, step and chunk where the schedule is wrong, and
-    ValueError where it is for another number of ranks.
+    The schedule is verified before it first runs: it must do what its collective promises. The text form is described
+    in `dtcomm.schedule.text`.
+
+    Args:
+        schedule: A `dtcomm.schedule.Schedule`, or its text. It is for as many ranks as the group has, and its root is a
+            rank of the group.
+        tensor: The tensor of all_reduce, broadcast and reduce, which is worked on in place; for the other collectives
+            the output, None on ranks that have none.
+        input: The input of the collectives that are not in place; None for the others.
+        op: ``"sum"``, ``"avg"``, ``"min"`` or ``"max"``, or torch's ``ReduceOp`` of these. avg divides the fp32 sum
+            once, before its final encoding. min and max are valid with codecs none, fp16 and bf16.
+        codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or ``"A/B"`` with codec A
+            inside hosts and B between them.
+        group: The process group; None is the default group.
+        async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
+            work is done.
+        seed: The key of stochastic rounding and of random positions, the same on all ranks; None is the number of the
+            call.
+        residual: Error feedback: an fp32 tensor with as many elements as the input. It is added to this rank's
+            contribution and then overwritten with the error of encoding it. None means no feedback. A schedule that
+            encodes a chunk more than once on a rank does not allow it.
+        checksum: If True, every payload travels with its CRC32C, which the receiver verifies. None takes the value of
+            the variable DTCOMM_CHECKSUM. It is the same on all ranks.
+
+    Returns:
+        None when the result is complete, or a ``Work`` if ``async_op``.
+
+    Raises:
+        TypeError, ValueError: If an argument is not valid. The message names it; nothing has been started.
+        ScheduleError: If the schedule is wrong. The message names rank, step and chunk.
+        CollectiveMismatch: If the ranks call different operations.
+        CollectiveTimeout: If a rank does not take part within the group's timeout.
+        PeerLost: If a rank died.
+        PayloadCorrupt: If a checksum does not match.
+
+    Example:
+        Sum over three ranks by a schedule that relays chunk 0 through rank 1::
+
+            schedule = \"\"\"all_reduce ranks=3 chunks=2
+            rank 0 | c0+1 | .      | c1=1,2
+            rank 1 | c1+0 | c0+2   | .
+            rank 2 | c1+0 | .      | c0=0,1\"\"\"
+            dtcomm.run(schedule, tensor, codec="int8")
     """
-    chosen, proof = verify_and_cache(schedule)
-    schedule = chosen.schedule
+    custom, proof = verify_and_cache(schedule)
+    schedule = custom.schedule
     communicator = get_communicator(group)
     if schedule.ranks != communicator.size:
         raise ValueError(f"schedule: is for {schedule.ranks} ranks, the group has {communicator.size}")
@@ -82,7 +121,7 @@ def run(
         )
     options: dict[str, Any] = {
         "codec": codec,
-        "algorithm": chosen,
+        "algorithm": custom,
         "group": group,
         "async_op": async_op,
         "seed": seed,
@@ -90,40 +129,41 @@ def run(
         "checksum": checksum,
     }
     root = communicator.ranks[schedule.root]
-    in_place: Any = tensor
     if schedule.collective in ("all_reduce", "broadcast", "reduce") and input is not None:
         raise ValueError(f"input: {schedule.collective} works on tensor in place; pass None")
-    given: Any = input
+    # The collectives themselves check that the tensors they need are given.
+    target: Any = tensor
+    source: Any = input
     work: Work | None
     match schedule.collective:
         case "all_reduce":
-            work = all_reduce(in_place, op, **options)
+            work = all_reduce(target, op, **options)
         case "broadcast":
-            work = broadcast(in_place, root, **options)
+            work = broadcast(target, root, **options)
         case "reduce":
-            work = reduce(in_place, root, op, **options)
+            work = reduce(target, root, op, **options)
         case "reduce_scatter":
-            work = reduce_scatter(in_place, given, op, **options)
+            work = reduce_scatter(target, source, op, **options)
         case "all_gather":
-            work = all_gather(in_place, given, **options)
+            work = all_gather(target, source, **options)
         case "gather":
-            work = gather(given, tensor, root, **options)
+            work = gather(source, tensor, root, **options)
         case "scatter":
-            work = scatter(in_place, given, root, **options)
+            work = scatter(target, source, root, **options)
         case _:
-            work = all_to_all(in_place, given, **options)
+            work = all_to_all(target, source, **options)
     return work
 
 
 def verify_and_cache(schedule: Schedule | str) -> tuple[CustomSchedule, Proof]:
-    """The schedule under the name that ranks compare, and what the proof found; proofs are kept."""
+    """Return the schedule under the name that ranks compare, and its proof; schedules are verified once."""
     if not isinstance(schedule, Schedule | str):
         raise TypeError(f"schedule: expected a Schedule or its text, got {type(schedule).__name__}")
-    found = _proved.get(id(schedule))
-    if found is None or found[0] is not schedule:
+    entry = _verified.get(id(schedule))
+    if entry is None or entry[0] is not schedule:
         parsed = parse(schedule) if isinstance(schedule, str) else schedule
-        found = schedule, own(parsed), verify(parsed)
-        if len(_proved) >= MOST_PROOFS:
-            _proved.clear()
-        _proved[id(schedule)] = found
-    return found[1:]
+        entry = schedule, CustomSchedule.of(parsed), verify(parsed)
+        if len(_verified) >= MAX_CACHED_PROOFS:
+            _verified.clear()
+        _verified[id(schedule)] = entry
+    return entry[1:]

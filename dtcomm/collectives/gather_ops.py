@@ -1,4 +1,4 @@
-"""Collectives that hand on what is there: all_gather, broadcast, gather, scatter."""
+"""Collectives that copy: all_gather, broadcast, gather and scatter."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dtcomm.collectives._arguments import (
     Group,
     Options,
     in_memory,
-    require_apart,
     require_contiguous,
+    require_no_overlap,
     require_pair,
     require_residual,
     require_shards,
     require_tensor,
     require_type,
 )
-from dtcomm.collectives._dispatch import Algorithm, plan_for, start
+from dtcomm.collectives._dispatch import Algorithm, make_plan, start
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import get_communicator_for
 from dtcomm.runtime.types import Buffers
@@ -56,18 +56,52 @@ def all_gather(
     residual: torch.Tensor | None = None,
     checksum: bool | None = None,
 ) -> Work | None:
-    """Gather every rank's ``input`` into ``output``, in rank order; both contiguous.
+    """Gather the inputs of all ranks on every rank.
 
-    With a lossy codec a rank's own shard in ``output`` holds the decoded values too; ``input`` is left as it
-    is, unless it is that part of ``output``.
+    With a lossy codec a rank's own shard of ``output`` holds the decoded values too, so that all ranks end with the
+    same bits.
+
+    Args:
+        output: The inputs of all ranks in rank order: world size times ``input.numel()`` elements, contiguous.
+        input: This rank's contribution, contiguous, with the same size and dtype on all ranks. It is unchanged unless
+            it is this rank's shard of ``output``.
+        codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or ``"A/B"`` with codec A
+            inside hosts and B between them.
+        algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("all_gather")``; ``"direct"`` for the one
+            or two shots that suit the codec; or ``"auto"`` for the fastest by prediction or measurement.
+        group: The process group; None is the default group.
+        async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
+            work is done.
+        seed: The key of stochastic rounding and of random positions, the same on all ranks; None is the number of the
+            call.
+        residual: Error feedback: an fp32 tensor with as many elements as ``input``. It is added to this rank's
+            contribution and then overwritten with the error of encoding it. None means no feedback.
+        checksum: If True, every payload travels with its CRC32C, which the receiver verifies. None takes the value of
+            the variable DTCOMM_CHECKSUM. It is the same on all ranks.
+
+    Returns:
+        None when the result is complete, or a ``Work`` if ``async_op``.
+
+    Raises:
+        TypeError, ValueError: If an argument is not valid. The message names it; nothing has been started.
+        CollectiveMismatch: If the ranks call different operations.
+        CollectiveTimeout: If a rank does not take part within the group's timeout.
+        PeerLost: If a rank died.
+        PayloadCorrupt: If a checksum does not match.
+
+    Example:
+        Gather a sharded parameter::
+
+            whole = torch.empty(world_size * shard.numel())
+            dtcomm.all_gather(whole, shard, codec="fp8_e4m3")
     """
     communicator = get_communicator_for(group, output, "output")
     require_pair(output, input, "output", communicator.size)
-    require_apart(output, input, input.numel() * communicator.rank, "input", "output")
+    require_no_overlap(output, input, input.numel() * communicator.rank, "input", "output")
     key = ("all_gather", input.numel(), input.dtype, codec, algorithm, checksum)
     plan = communicator.plans.get(key)
     if plan is None:
-        plan = plan_for(
+        plan = make_plan(
             communicator,
             key,
             "all_gather",
@@ -107,9 +141,42 @@ def broadcast(
     residual: torch.Tensor | None = None,
     checksum: bool | None = None,
 ) -> Work | None:
-    """Copy the tensor of ``src`` (a global rank) to every rank of the group.
+    """Copy the tensor of one rank to every rank of the group.
 
-    With a lossy codec the source ends with the decoded values too, so that all ranks hold the same.
+    With a lossy codec the source ends with the decoded values too, so that all ranks hold the same bits.
+
+    Args:
+        tensor: A dense tensor with the same size and dtype on all ranks: the source's value, and on the other ranks the
+            output.
+        src: The global rank whose tensor is copied.
+        codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or ``"A/B"`` with codec A
+            inside hosts and B between them.
+        algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("broadcast")``; ``"direct"`` for the one
+            or two shots that suit the codec; or ``"auto"`` for the fastest by prediction or measurement.
+        group: The process group; None is the default group.
+        async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
+            work is done.
+        seed: The key of stochastic rounding and of random positions, the same on all ranks; None is the number of the
+            call.
+        residual: Error feedback: an fp32 tensor with as many elements as the tensor. It is added to this rank's
+            contribution and then overwritten with the error of encoding it. None means no feedback.
+        checksum: If True, every payload travels with its CRC32C, which the receiver verifies. None takes the value of
+            the variable DTCOMM_CHECKSUM. It is the same on all ranks.
+
+    Returns:
+        None when the result is complete, or a ``Work`` if ``async_op``.
+
+    Raises:
+        TypeError, ValueError: If an argument is not valid. The message names it; nothing has been started.
+        CollectiveMismatch: If the ranks call different operations.
+        CollectiveTimeout: If a rank does not take part within the group's timeout.
+        PeerLost: If a rank died.
+        PayloadCorrupt: If a checksum does not match.
+
+    Example:
+        Start all ranks from the weights of rank 0::
+
+            dtcomm.broadcast(weight, src=0)
     """
     require_type(tensor, "tensor")
     communicator = get_communicator_for(group, tensor, "tensor")
@@ -118,7 +185,7 @@ def broadcast(
     if plan is None:
         require_tensor(tensor, "tensor")
         root = communicator.group_rank(src, "src")
-        plan = plan_for(
+        plan = make_plan(
             communicator,
             key,
             "broadcast",
@@ -171,10 +238,44 @@ def gather(
     residual: torch.Tensor | None = None,
     checksum: bool | None = None,
 ) -> Work | None:
-    """Gather every rank's ``tensor`` on ``dst`` (a global rank), where ``gather_list`` takes them in rank order.
+    """Gather the tensors of all ranks on one rank.
 
-    ``gather_list`` is a list of one tensor a rank, or, which saves a copy, one tensor that holds them all; None
-    on the other ranks. The destination's own shard is never sent, so it arrives as it is with every codec.
+    The destination's own tensor is never sent, so it arrives unchanged with every codec.
+
+    Args:
+        tensor: This rank's contribution, contiguous, with the same size and dtype on all ranks.
+        gather_list: The output, on ``dst`` only. A list of one tensor like ``tensor`` for each rank, or one tensor that
+            holds them all in rank order, which saves a copy. None on the other ranks.
+        dst: The global rank that gets the tensors.
+        codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or ``"A/B"`` with codec A
+            inside hosts and B between them.
+        algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("gather")``; ``"direct"`` for the one or
+            two shots that suit the codec; or ``"auto"`` for the fastest by prediction or measurement.
+        group: The process group; None is the default group.
+        async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
+            work is done.
+        seed: The key of stochastic rounding and of random positions, the same on all ranks; None is the number of the
+            call.
+        residual: Error feedback: an fp32 tensor with as many elements as the tensor. It is added to this rank's
+            contribution and then overwritten with the error of encoding it. None means no feedback.
+        checksum: If True, every payload travels with its CRC32C, which the receiver verifies. None takes the value of
+            the variable DTCOMM_CHECKSUM. It is the same on all ranks.
+
+    Returns:
+        None when the result is complete, or a ``Work`` if ``async_op``.
+
+    Raises:
+        TypeError, ValueError: If an argument is not valid. The message names it; nothing has been started.
+        CollectiveMismatch: If the ranks call different operations.
+        CollectiveTimeout: If a rank does not take part within the group's timeout.
+        PeerLost: If a rank died.
+        PayloadCorrupt: If a checksum does not match.
+
+    Example:
+        Collect the metrics of all ranks on rank 0::
+
+            rows = torch.empty(world_size, metrics.numel()) if rank == 0 else None
+            dtcomm.gather(metrics, rows, dst=0)
     """
     communicator = get_communicator_for(group, tensor, "tensor")
     require_tensor(tensor, "tensor")
@@ -184,12 +285,12 @@ def gather(
     if _is_root(communicator, root, gather_list, "gather_list", "dst"):
         assert gather_list is not None
         require_shards(gather_list, tensor, "gather_list", communicator.size)
-        output = _flat(gather_list, tensor, communicator.size)
-        require_apart(output, tensor, tensor.numel() * root, "tensor", "gather_list")
+        output = _flat_output(gather_list, tensor, communicator.size)
+        require_no_overlap(output, tensor, tensor.numel() * root, "tensor", "gather_list")
     key = ("gather", tensor.numel(), tensor.dtype, root, codec, algorithm, checksum)
     plan = communicator.plans.get(key)
     if plan is None:
-        plan = plan_for(
+        plan = make_plan(
             communicator,
             key,
             "gather",
@@ -203,18 +304,18 @@ def gather(
         )
     if residual is not None:
         require_residual(residual, tensor, "residual")
-    outputs = [] if gather_list is None else _listed(gather_list)
+    outputs = [] if gather_list is None else _as_list(gather_list)
     work = start(communicator, plan, [Buffers(tensor, output, residual)], outputs, seed, async_op)
     if output is None or output is gather_list:
         return work
 
-    def deal() -> None:
-        for shard, arrived in zip(outputs, output.view(len(outputs), -1), strict=True):
-            shard.copy_(arrived.view_as(shard))
+    def copy_to_list() -> None:
+        for shard, gathered in zip(outputs, output.view(len(outputs), -1), strict=True):
+            shard.copy_(gathered.view_as(shard))
 
     if work is not None:
-        return ChainedWork(work, deal, outputs)
-    deal()
+        return ChainedWork(work, copy_to_list, outputs)
+    copy_to_list()
     return None
 
 
@@ -253,29 +354,63 @@ def scatter(
     residual: torch.Tensor | None = None,
     checksum: bool | None = None,
 ) -> Work | None:
-    """Give every rank its shard of what ``src`` (a global rank) has in ``scatter_list``; it ends in ``tensor``.
+    """Give every rank its shard of the tensors of one rank.
 
-    ``scatter_list`` is a list of one tensor a rank, or, which saves a copy, one tensor that holds them all; None
-    on the other ranks. ``residual``, on the source, is as large as all shards together. The source's own shard is
-    never sent, so it arrives as it is with every codec.
+    The source's own shard is never sent, so it arrives unchanged with every codec.
+
+    Args:
+        tensor: This rank's shard, contiguous; it is the output.
+        scatter_list: The input, on ``src`` only. A list of one tensor like ``tensor`` for each rank, or one tensor that
+            holds them all in rank order, which saves a copy. None on the other ranks.
+        src: The global rank that has the shards.
+        codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or ``"A/B"`` with codec A
+            inside hosts and B between them.
+        algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("scatter")``; ``"direct"`` for the one or
+            two shots that suit the codec; or ``"auto"`` for the fastest by prediction or measurement.
+        group: The process group; None is the default group.
+        async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
+            work is done.
+        seed: The key of stochastic rounding and of random positions, the same on all ranks; None is the number of the
+            call.
+        residual: Error feedback: an fp32 tensor with as many elements as all shards together, on the source only. It is
+            added to this rank's contribution and then overwritten with the error of encoding it. None means no
+            feedback.
+        checksum: If True, every payload travels with its CRC32C, which the receiver verifies. None takes the value of
+            the variable DTCOMM_CHECKSUM. It is the same on all ranks.
+
+    Returns:
+        None when the result is complete, or a ``Work`` if ``async_op``.
+
+    Raises:
+        TypeError, ValueError: If an argument is not valid. The message names it; nothing has been started.
+        CollectiveMismatch: If the ranks call different operations.
+        CollectiveTimeout: If a rank does not take part within the group's timeout.
+        PeerLost: If a rank died.
+        PayloadCorrupt: If a checksum does not match.
+
+    Example:
+        Distribute a batch from rank 0::
+
+            batches = torch.randn(world_size, 32, 784) if rank == 0 else None
+            dtcomm.scatter(batch, batches, src=0)
     """
     communicator = get_communicator_for(group, tensor, "tensor")
     require_tensor(tensor, "tensor")
     require_contiguous(tensor, "tensor")
     root = communicator.group_rank(src, "src")
-    given = None
+    source = None
     if _is_root(communicator, root, scatter_list, "scatter_list", "src"):
         assert scatter_list is not None
         require_shards(scatter_list, tensor, "scatter_list", communicator.size)
         if isinstance(scatter_list, torch.Tensor):
-            given = scatter_list
+            source = scatter_list
         else:
-            given = torch.cat([shard.reshape(-1) for shard in scatter_list])
-        require_apart(given, tensor, tensor.numel() * root, "tensor", "scatter_list")
+            source = torch.cat([shard.reshape(-1) for shard in scatter_list])
+        require_no_overlap(source, tensor, tensor.numel() * root, "tensor", "scatter_list")
     key = ("scatter", tensor.numel(), tensor.dtype, root, codec, algorithm, checksum)
     plan = communicator.plans.get(key)
     if plan is None:
-        plan = plan_for(
+        plan = make_plan(
             communicator,
             key,
             "scatter",
@@ -288,27 +423,29 @@ def scatter(
             checksum=checksum,
         )
     if residual is not None:
-        if given is None:
+        if source is None:
             raise ValueError("residual: only the source of a scatter encodes anything; pass None elsewhere")
-        require_residual(residual, given, "residual")
-    return start(communicator, plan, [Buffers(given, tensor, residual)], [tensor], seed, async_op)
+        require_residual(residual, source, "residual")
+    return start(communicator, plan, [Buffers(source, tensor, residual)], [tensor], seed, async_op)
 
 
 def _is_root(communicator: Communicator, root: int, shards: Shards | None, argument: str, role: str) -> bool:
+    """Return whether this rank is the root; only the root passes ``shards``."""
     if communicator.rank != root:
         if shards is not None:
             raise ValueError(f"{argument}: only {role}, rank {communicator.ranks[root]}, has one; pass None")
         return False
     if shards is None:
-        raise ValueError(f"{argument}: {role} has to give one, a tensor for every rank")
+        raise ValueError(f"{argument}: {role} must pass one, with a tensor for every rank")
     return True
 
 
-def _flat(shards: Shards, like: torch.Tensor, ranks: int) -> torch.Tensor:
+def _flat_output(shards: Shards, like: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Return the tensor that holds the shards of all ranks: the caller's, or a new one."""
     if isinstance(shards, torch.Tensor):
         return shards
     return torch.empty(like.numel() * ranks, dtype=like.dtype, device=like.device)
 
 
-def _listed(shards: Shards) -> list[torch.Tensor]:
+def _as_list(shards: Shards) -> list[torch.Tensor]:
     return [shards] if isinstance(shards, torch.Tensor) else list(shards)

@@ -1,4 +1,4 @@
-"""What concerns a group or its memory and moves no tensor."""
+"""Functions of a group or of its memory that move no tensor of the user's, and two questions to the planner."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any, Literal, overload
 
 import torch
 
+from dtcomm import planner
+from dtcomm.codecs import Codec, codec
 from dtcomm.collectives._arguments import Group
 from dtcomm.collectives.reduce_ops import all_reduce
 from dtcomm.runtime import flight_recorder
@@ -25,44 +27,126 @@ def barrier(*, async_op: bool = False, group: Group = None) -> Work | None: ...
 
 
 def barrier(*, group: Group = None, async_op: bool = False) -> Work | None:
-    """Until all ranks of the group have come here."""
+    """Wait until all ranks of the group have called barrier.
+
+    Args:
+        group: The process group; None is the default group.
+        async_op: If True, return a ``Work`` at once, which is done when all ranks have called.
+
+    Returns:
+        None when all ranks have called, or a ``Work`` if ``async_op``.
+
+    Raises:
+        CollectiveMismatch: If the ranks call different operations.
+        CollectiveTimeout: If a rank does not take part within the group's timeout.
+        PeerLost: If a rank died.
+
+    Example:
+        Wait until rank 0 has written a file::
+
+            dtcomm.barrier()
+    """
     return all_reduce(
         torch.zeros(1, dtype=torch.uint8), "max", algorithm="one_shot", group=group, async_op=async_op
     )
 
 
 def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None, group: Group = None) -> torch.Tensor:
-    """An uninitialised CPU tensor in memory that the other ranks of this host can map.
+    """Allocate an uninitialised CPU tensor in memory that the other ranks of this host can map.
 
-    Collectives with codec none that find every rank's tensor in such memory work on the tensors themselves:
-    no staging copy. Each call allocates whole pages and holds a file descriptor until the tensor is freed, so
-    allocate few and large ones. ``group`` is accepted for symmetry: the memory serves every group of the
-    host's ranks. Raises OSError where the machine has no such memory left.
+    If every rank's tensor is in such memory, collectives with codec ``none`` work on the tensors themselves, without a
+    staging copy. Each call allocates whole pages and holds a file descriptor until the tensor is freed, so allocate few
+    and large tensors.
+
+    Args:
+        *size: The shape, as integers or as one sequence, as for ``torch.empty``.
+        dtype: The dtype; None is torch's default dtype.
+        group: Accepted for symmetry with the collectives. The memory serves every group of the host's ranks.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        OSError: If the machine has no such memory left.
+
+    Example:
+        >>> import dtcomm, torch
+        >>> dtcomm.empty(2, 3, dtype=torch.bfloat16).shape
+        torch.Size([2, 3])
     """
     shape: Any = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
     return empty_shared(torch.Size(shape), dtype or torch.get_default_dtype())
 
 
 def info(group: Group = None) -> dict[str, Any]:
-    """How the group's ranks are served: runtime ("native", "peer" or "process_group"), why, kernels, hosts, bytes.
+    """Describe how the ranks of a group communicate, and why in this way.
 
-    ``devices`` says the same of tensors on CUDA devices, by device, once there was a call on some; where there were
-    none on the CPU, all of it is about them.
+    Args:
+        group: The process group; None is the default group. If the group has made no call yet, all its ranks must call
+            this function.
+
+    Returns:
+        A dictionary: ``runtime`` (``"native"``, ``"peer"``, ``"process_group"``, or ``"none"`` for one rank), ``why``
+        that one, ``ranks``, ``hosts``, and what the runtime reports, such as ``transport``, ``kernels``, ``operations``
+        and ``wire_bytes``. If there were calls on CUDA tensors, ``devices`` has the same dictionary for each device; if
+        there were calls on CUDA tensors only, the dictionary itself is that of the first device.
+
+    Raises:
+        RuntimeError: If there is no such process group.
+
+    Example:
+        See which transport is in use::
+
+            print(dtcomm.info()["transport"])  # shared memory
     """
-    devices = {name: made.info() for name, made in device_communicators(group).items()}
+    devices = {name: communicator.info() for name, communicator in device_communicators(group).items()}
     if not devices:
         return get_communicator(group).info()
-    made = existing_communicator(require_group(group))
-    said = next(iter(devices.values())) if made is None else made.info()
-    return {**said, "devices": devices}
+    communicator = existing_communicator(require_group(group))
+    description = next(iter(devices.values())) if communicator is None else communicator.info()
+    return {**description, "devices": devices}
 
 
 def flight_record(directory: str | None = None) -> dict[str, Any]:
-    """The last operations of this process's communicators: what each was, how far it came, whom it waited for.
+    """Return the last operations of this process's communicators, to find out why a job hangs.
 
-    With ``directory`` it is also written there, as ``rank-<n>.json``, for ``dtcomm doctor --flight``. A rank whose
-    operation fails does that by itself where DTCOMM_FLIGHT_DIR is set. OSError where the file cannot be written.
+    A rank whose operation fails writes the record by itself if the variable DTCOMM_FLIGHT_DIR is set.
+
+    Args:
+        directory: If given, the record is also written there as ``rank-<n>.json``, for ``dtcomm doctor --flight``.
+
+    Returns:
+        The record: for each communicator its ranks and its last operations, how far each came, and which ranks it
+        waited for.
+
+    Raises:
+        OSError: If the file cannot be written.
+
+    Example:
+        >>> import dtcomm
+        >>> isinstance(dtcomm.flight_record(), dict)
+        True
     """
     if directory is not None:
         flight_recorder.write(directory, "on demand")
     return flight_recorder.record("on demand")
+
+
+def compression_pays(
+    spec: str | Codec, numel: int, dtype: torch.dtype, group: Group = None
+) -> planner.PayoffVerdict:
+    """Return whether an all_reduce of a given size is expected to be faster with a codec than without.
+
+    Latency-critical paths ask before they compress. The answer depends only on what all ranks know alike, so all ranks
+    get the same answer.
+
+    Args:
+        spec: The codec.
+        numel: The elements of the tensor.
+        dtype: The dtype of the tensor.
+        group: The process group; None is the default group.
+    """
+    communicator = get_communicator(group)
+    return planner.compression_pays(
+        codec(spec), numel, dtype, communicator.size, communicator.hosts, communicator.tuning_table
+    )

@@ -1,4 +1,4 @@
-"""send and recv: two ranks, and nobody else need know."""
+"""Point-to-point messages: send and recv. Only the two ranks take part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dtcomm.collectives._arguments import (
     require_residual,
     require_tensor,
 )
-from dtcomm.collectives._dispatch import own, plan_for, start
+from dtcomm.collectives._dispatch import CustomSchedule, make_plan, start
 from dtcomm.device.streams import streams_of
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.p2p_pairs import Pair, pair_of
@@ -28,9 +28,9 @@ from dtcomm.schedule import Schedule, Transfer
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# A message is a broadcast over two ranks of which only the receiver has an output.
-_WAYS = [
-    own(
+# A message is a broadcast over two ranks in which only the receiver has an output. Indexed by the root.
+_SCHEDULES = [
+    CustomSchedule.of(
         Schedule(
             collective="broadcast",
             ranks=2,
@@ -74,9 +74,37 @@ def send(
     residual: torch.Tensor | None = None,
     checksum: bool | None = None,
 ) -> Work | None:
-    """Send ``tensor`` to ``dst`` (a global rank), which must ``recv`` it with the same size, dtype and codec.
+    """Send a tensor to another rank, which must call `recv`.
 
-    Messages from one rank to another arrive in the order in which they were sent. ``tensor`` stays as it is.
+    Messages from one rank to another arrive in the order in which they were sent. The tensor is unchanged.
+
+    Args:
+        tensor: A dense tensor.
+        dst: The global rank of the receiver, which calls `recv` with the same size, dtype and codec.
+        codec: The codec of the message: a spec string such as ``"int8"``, or a ``Codec``. Both ranks give the same.
+        group: The process group; None is the default group.
+        async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
+            work is done.
+        seed: The key of stochastic rounding; None is the number of the message.
+        residual: Error feedback: an fp32 tensor with as many elements as the tensor. It is added to this rank's
+            contribution and then overwritten with the error of encoding it. None means no feedback.
+        checksum: If True, every payload travels with its CRC32C, which the receiver verifies. None takes the value of
+            the variable DTCOMM_CHECKSUM. It is the same on both ranks.
+
+    Returns:
+        None when the tensor may be modified again, or a ``Work`` if ``async_op``.
+
+    Raises:
+        TypeError, ValueError: If an argument is not valid. The message names it; nothing has been started.
+        CollectiveMismatch: If the ranks call different operations.
+        CollectiveTimeout: If a rank does not take part within the group's timeout.
+        PeerLost: If a rank died.
+        PayloadCorrupt: If a checksum does not match.
+
+    Example:
+        Pass an activation to the next pipeline stage::
+
+            dtcomm.send(activation, dst=rank + 1, codec="fp8_e4m3")
     """
     return _message(tensor, dst, "dst", True, codec, group, async_op, seed, residual, checksum)
 
@@ -110,7 +138,33 @@ def recv(
     async_op: bool = False,
     checksum: bool | None = None,
 ) -> Work | None:
-    """Receive what ``src`` (a global rank) sends into ``tensor``."""
+    """Receive a tensor from another rank, which must call `send`.
+
+    Args:
+        tensor: A dense tensor, which is overwritten with the message.
+        src: The global rank of the sender.
+        codec: The codec of the message: a spec string such as ``"int8"``, or a ``Codec``. Both ranks give the same.
+        group: The process group; None is the default group.
+        async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
+            work is done.
+        checksum: If True, every payload travels with its CRC32C, which the receiver verifies. None takes the value of
+            the variable DTCOMM_CHECKSUM. It is the same on both ranks.
+
+    Returns:
+        None when the result is complete, or a ``Work`` if ``async_op``.
+
+    Raises:
+        TypeError, ValueError: If an argument is not valid. The message names it; nothing has been started.
+        CollectiveMismatch: If the ranks call different operations.
+        CollectiveTimeout: If a rank does not take part within the group's timeout.
+        PeerLost: If a rank died.
+        PayloadCorrupt: If a checksum does not match.
+
+    Example:
+        Take an activation from the previous pipeline stage::
+
+            dtcomm.recv(activation, src=rank - 1, codec="fp8_e4m3")
+    """
     return _message(tensor, src, "src", False, codec, group, async_op, None, None, checksum)
 
 
@@ -136,18 +190,18 @@ def _message(
     buffers = [Buffers(memory if sends else None, None if sends else memory, residual)]
 
     def begin(communicator: Communicator, asynchronous: bool) -> Work | None:
-        return _begin(communicator, buffers, [tensor], sends, codec, seed, asynchronous, checksum)
+        return _start_message(communicator, buffers, [tensor], sends, codec, seed, asynchronous, checksum)
 
     if async_op and device is not None:
-        # It may begin on another thread: after what this one has given its stream.
+        # The message may start on another thread, and then follows the work queued on this thread's stream.
         streams = streams_of(device)
         stream = streams.current()
 
-        def begin_there(communicator: Communicator) -> Work | None:
+        def begin_on_stream(communicator: Communicator) -> Work | None:
             with streams.on(stream):
                 return begin(communicator, True)
 
-        return pair.start_deferred(sends, begin_there, [tensor])
+        return pair.start_deferred(sends, begin_on_stream, [tensor])
     if async_op:
         return pair.start_deferred(sends, lambda communicator: begin(communicator, True), [tensor])
     begin(pair.communicator(sends), False)
@@ -155,16 +209,16 @@ def _message(
 
 
 def post(pair: Pair, memory: torch.Tensor, sends: bool) -> Work:
-    """Start a message of a pair, as it is: ``memory`` is contiguous and its dtype one that can be sent."""
+    """Start an uncompressed message of a pair; ``memory`` is contiguous and of a dtype that can be sent."""
     buffers = [Buffers(memory if sends else None, None if sends else memory)]
 
     def begin(communicator: Communicator) -> Work | None:
-        return _begin(communicator, buffers, [memory], sends, "none", None, True, None)
+        return _start_message(communicator, buffers, [memory], sends, "none", None, True, None)
 
     return pair.start_deferred(sends, begin, [memory])
 
 
-def _begin(
+def _start_message(
     communicator: Communicator,
     buffers: list[Buffers],
     outputs: list[torch.Tensor],
@@ -179,7 +233,7 @@ def _begin(
     key = (tensor.numel(), tensor.dtype, codec, checksum)
     plan: Any = communicator.plans.get(key)
     if plan is None:
-        plan = plan_for(
+        plan = make_plan(
             communicator,
             key,
             "broadcast",
@@ -187,7 +241,7 @@ def _begin(
             [tensor.numel()],
             [tensor.dtype],
             [codec],
-            _WAYS[root],
+            _SCHEDULES[root],
             root,
             checksum=checksum,
         )

@@ -1,4 +1,4 @@
-"""Collectives that add up: all_reduce, reduce, reduce_scatter."""
+"""Collectives that reduce: all_reduce, reduce and reduce_scatter."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dtcomm.collectives._arguments import (
     Op,
     Options,
     in_memory,
-    require_apart,
     require_auditable,
+    require_no_overlap,
     require_pair,
     require_residual,
     require_tensor,
     require_type,
 )
-from dtcomm.collectives._dispatch import Algorithm, plan_for, start
+from dtcomm.collectives._dispatch import Algorithm, make_plan, start
 from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime.communicator_cache import get_communicator_for
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpSpec, TensorSpec
@@ -67,15 +67,50 @@ def all_reduce(
     audit: bool = False,
     epilogue: LocalTask | None = None,
 ) -> Work | None:
-    """Reduce ``tensor`` in place over the ranks of the group: sum, avg, min or max.
+    """Reduce a tensor over the ranks of a group, in place: every rank ends with the same bits.
 
-    ``avg`` divides the fp32 sum once, before its final encoding; min and max take codecs none, fp16 and bf16.
+    Args:
+        tensor: A dense fp32, fp16, bf16, fp64 or integer tensor of any shape, on the CPU or a CUDA device, with the
+            same size and dtype on all ranks. It is overwritten with the result.
+        op: ``"sum"``, ``"avg"``, ``"min"`` or ``"max"``, or torch's ``ReduceOp`` of these. avg divides the fp32 sum
+            once, before its final encoding. min and max are valid with codecs none, fp16 and bf16.
+        codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or ``"A/B"`` with codec A
+            inside hosts and B between them.
+        algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("all_reduce")``; ``"direct"`` for the one
+            or two shots that suit the codec; ``"two_shot_symmetric"`` for two shots in which a chunk's owner encodes
+            its own contribution too (fused CUDA kernels only); or ``"auto"`` for the fastest by prediction or
+            measurement.
+        group: The process group; None is the default group.
+        async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
+            work is done.
+        seed: The key of stochastic rounding and of random positions, the same on all ranks; None is the number of the
+            call.
+        residual: Error feedback: an fp32 tensor with as many elements as the tensor. It is added to this rank's
+            contribution and then overwritten with the error of encoding it. None means no feedback.
+        checksum: If True, every payload travels with its CRC32C, which the receiver verifies. None takes the value of
+            the variable DTCOMM_CHECKSUM. It is the same on all ranks.
+        audit: If True, the ranks check that the sum is right by checksums of their integers. Only with codec ``exact``.
+            On a failure all ranks raise PayloadCorrupt, which names the elements; the tensor is then unchanged, and the
+            call may be repeated.
+        epilogue: A task that is applied to the sum, made by ``dtcomm.kernels.epilogue`` for the same tensor: bias,
+            residual stream, RMS norm. The native engine applies it to each piece of the sum as soon as the piece is
+            final, while it is in the cache.
 
-    ``audit`` (codec ``exact`` alone): the checksums of the ranks' integers must add up to the result's. Otherwise all
-    ranks raise PayloadCorrupt, which names the elements; the tensor is then as it was, and the call may be repeated.
+    Returns:
+        None when the result is complete, or a ``Work`` if ``async_op``.
 
-    ``epilogue`` (``dtcomm.kernels.epilogue.epilogue_task`` of the same tensor) is applied to the sum. The native engine
-    applies it to each piece as soon as that piece is final, while it is in the cache.
+    Raises:
+        TypeError, ValueError: If an argument is not valid. The message names it; nothing has been started.
+        CollectiveMismatch: If the ranks call different operations.
+        CollectiveTimeout: If a rank does not take part within the group's timeout.
+        PeerLost: If a rank died.
+        PayloadCorrupt: If a checksum does not match or the audit fails.
+
+    Example:
+        Average a gradient in 8-bit integers, with error feedback::
+
+            residual = torch.zeros_like(gradient)  # kept from step to step
+            dtcomm.all_reduce(gradient, "avg", codec="int8", residual=residual)
     """
     require_type(tensor, "tensor")
     communicator = get_communicator_for(group, tensor, "tensor")
@@ -85,7 +120,7 @@ def all_reduce(
         require_tensor(tensor, "tensor")
         if audit:
             require_auditable(codec)
-        plan = plan_for(
+        plan = make_plan(
             communicator,
             key,
             "all_reduce",
@@ -108,16 +143,19 @@ def supports_two_shot_symmetric(tensor: torch.Tensor, codec: Codec, group: Group
     """Return whether ``all_reduce(tensor, codec=codec, algorithm="two_shot_symmetric")`` can run.
 
     Only fused kernels over peer memory encode the owner's contribution to its own chunk. All ranks get the same answer.
+
+    Args:
+        tensor: A tensor like the one to be reduced.
+        codec: The codec of the messages.
+        group: The process group; None is the default group.
     """
     communicator = get_communicator_for(group, tensor, "tensor")
     if communicator.runtime.name != "peer":
         return False
     from dtcomm.runtime.cuda_peer.launch import why_not
 
-    shape = OpSpec(
-        "all_reduce", "sum", (TensorSpec(tensor.numel(), tensor.dtype, codec),), TWO_SHOT_SYMMETRIC
-    )
-    return not why_not(shape, communicator.size)
+    spec = OpSpec("all_reduce", "sum", (TensorSpec(tensor.numel(), tensor.dtype, codec),), TWO_SHOT_SYMMETRIC)
+    return not why_not(spec, communicator.size)
 
 
 @overload
@@ -145,7 +183,43 @@ def reduce(
     residual: torch.Tensor | None = None,
     checksum: bool | None = None,
 ) -> Work | None:
-    """Reduce ``tensor`` over the ranks, in place on ``dst`` (a global rank); on the others it stays as it is."""
+    """Reduce a tensor over the ranks of a group; the result is on one of them.
+
+    Args:
+        tensor: A dense tensor with the same size and dtype on all ranks. On ``dst`` it is overwritten with the result;
+            on the other ranks it is unchanged.
+        dst: The global rank that gets the result.
+        op: ``"sum"``, ``"avg"``, ``"min"`` or ``"max"``, or torch's ``ReduceOp`` of these. avg divides the fp32 sum
+            once, before its final encoding. min and max are valid with codecs none, fp16 and bf16.
+        codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or ``"A/B"`` with codec A
+            inside hosts and B between them.
+        algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("reduce")``; ``"direct"`` for the one or
+            two shots that suit the codec; or ``"auto"`` for the fastest by prediction or measurement.
+        group: The process group; None is the default group.
+        async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
+            work is done.
+        seed: The key of stochastic rounding and of random positions, the same on all ranks; None is the number of the
+            call.
+        residual: Error feedback: an fp32 tensor with as many elements as the tensor. It is added to this rank's
+            contribution and then overwritten with the error of encoding it. None means no feedback.
+        checksum: If True, every payload travels with its CRC32C, which the receiver verifies. None takes the value of
+            the variable DTCOMM_CHECKSUM. It is the same on all ranks.
+
+    Returns:
+        None when the result is complete, or a ``Work`` if ``async_op``.
+
+    Raises:
+        TypeError, ValueError: If an argument is not valid. The message names it; nothing has been started.
+        CollectiveMismatch: If the ranks call different operations.
+        CollectiveTimeout: If a rank does not take part within the group's timeout.
+        PeerLost: If a rank died.
+        PayloadCorrupt: If a checksum does not match.
+
+    Example:
+        Sum the loss of all ranks on rank 0::
+
+            dtcomm.reduce(loss, dst=0)
+    """
     require_type(tensor, "tensor")
     communicator = get_communicator_for(group, tensor, "tensor")
     key = ("reduce", tensor.numel(), tensor.dtype, dst, op, codec, algorithm, checksum)
@@ -153,7 +227,7 @@ def reduce(
     if plan is None:
         require_tensor(tensor, "tensor")
         root = communicator.group_rank(dst, "dst")
-        plan = plan_for(
+        plan = make_plan(
             communicator,
             key,
             "reduce",
@@ -207,17 +281,50 @@ def reduce_scatter(
     residual: torch.Tensor | None = None,
     checksum: bool | None = None,
 ) -> Work | None:
-    """Reduce ``input`` over the ranks and leave this rank's shard in ``output``.
+    """Reduce a tensor over the ranks of a group and leave each rank one shard of the result.
 
-    ``input`` holds world size shards of ``output.numel()`` elements, in rank order; both contiguous.
+    Args:
+        output: This rank's shard of the result, contiguous; it may be that shard of ``input``.
+        input: This rank's contribution: world size shards of ``output.numel()`` elements in rank order, contiguous.
+        op: ``"sum"``, ``"avg"``, ``"min"`` or ``"max"``, or torch's ``ReduceOp`` of these. avg divides the fp32 sum
+            once, before its final encoding. min and max are valid with codecs none, fp16 and bf16.
+        codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or ``"A/B"`` with codec A
+            inside hosts and B between them.
+        algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("reduce_scatter")``; ``"direct"`` for the
+            one or two shots that suit the codec; or ``"auto"`` for the fastest by prediction or measurement.
+        group: The process group; None is the default group.
+        async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
+            work is done.
+        seed: The key of stochastic rounding and of random positions, the same on all ranks; None is the number of the
+            call.
+        residual: Error feedback: an fp32 tensor with as many elements as ``input``. It is added to this rank's
+            contribution and then overwritten with the error of encoding it. None means no feedback.
+        checksum: If True, every payload travels with its CRC32C, which the receiver verifies. None takes the value of
+            the variable DTCOMM_CHECKSUM. It is the same on all ranks.
+
+    Returns:
+        None when the result is complete, or a ``Work`` if ``async_op``.
+
+    Raises:
+        TypeError, ValueError: If an argument is not valid. The message names it; nothing has been started.
+        CollectiveMismatch: If the ranks call different operations.
+        CollectiveTimeout: If a rank does not take part within the group's timeout.
+        PeerLost: If a rank died.
+        PayloadCorrupt: If a checksum does not match.
+
+    Example:
+        Keep this rank's shard of a gradient::
+
+            shard = torch.empty(gradient.numel() // world_size)
+            dtcomm.reduce_scatter(shard, gradient, "avg", codec="int8")
     """
     communicator = get_communicator_for(group, output, "output")
     require_pair(output, input, "input", communicator.size)
-    require_apart(input, output, output.numel() * communicator.rank, "output", "input")
+    require_no_overlap(input, output, output.numel() * communicator.rank, "output", "input")
     key = ("reduce_scatter", output.numel(), output.dtype, op, codec, algorithm, checksum)
     plan = communicator.plans.get(key)
     if plan is None:
-        plan = plan_for(
+        plan = make_plan(
             communicator,
             key,
             "reduce_scatter",

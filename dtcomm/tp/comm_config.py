@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtcomm.codecs import Codec, codec
-from dtcomm.collectives.compression_payoff import compression_pays
+from dtcomm.collectives.group_ops import compression_pays
 
 GroupOrMesh = dist.ProcessGroup | DeviceMesh | None
 #: Up to this many uncompressed bytes (one token, or a few) a message is sent uncompressed if the planner predicts that

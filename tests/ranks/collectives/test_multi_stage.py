@@ -96,9 +96,9 @@ def refused(rank: int, n: int) -> None:
     for spec in ("none", "int8", SHARED):
         with pytest.raises(ValueError, match="audit: needs a codec whose sums are exact, got"):
             dtcomm.all_reduce(x, codec=spec, audit=True)
-    with pytest.raises(ValueError, match="codec: none/exact: exact adds on the same ground on all levels"):
+    with pytest.raises(ValueError, match="codec: none/exact: exact uses one representation on all levels"):
         dtcomm.all_reduce(x, codec="none/exact", algorithm="hierarchical")
-    with pytest.raises(ValueError, match="op: max goes with"):
+    with pytest.raises(ValueError, match="op: max is valid with"):
         dtcomm.all_reduce(x, "max", codec="exact")
     dtcomm.all_reduce(x, codec="exact")
     assert torch.equal(x, torch.full((100,), float(n)))

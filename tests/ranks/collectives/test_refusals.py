@@ -21,7 +21,7 @@ REFUSED: list[tuple[type[Exception], str, Any]] = [
     (ValueError, r"algorithm: 'rings' is not one of auto, direct, ring", lambda: collectives.all_reduce(x, algorithm="rings")),
     (ValueError, r"op: 'mean' is not one of sum, avg, min, max", lambda: collectives.all_reduce(x, "mean")),
     (ValueError, r"op: .* is not one of sum", lambda: collectives.all_reduce(x, dist.ReduceOp.PRODUCT)),
-    (ValueError, r"op: max goes with", lambda: collectives.all_reduce(x, "max", codec="int8")),
+    (ValueError, r"op: max is valid with", lambda: collectives.all_reduce(x, "max", codec="int8")),
     (ValueError, r"op: avg needs a floating-point tensor", lambda: collectives.all_reduce(torch.ones(3, dtype=torch.int32), "avg")),
     (TypeError, r"codec int8 takes float32", lambda: collectives.all_reduce(torch.ones(3, dtype=torch.float64), codec="int8")),
     (TypeError, r"tensor: dtype torch.complex64 is not one of", lambda: collectives.all_reduce(torch.ones(3, dtype=torch.complex64))),
@@ -40,9 +40,9 @@ REFUSED: list[tuple[type[Exception], str, Any]] = [
     (TypeError, r"residual: expected a float32 tensor", lambda: collectives.all_reduce(x, residual=torch.ones(8).double())),
     (ValueError, r"residual: has 3 elements, the tensor 8", lambda: collectives.all_reduce(x, residual=torch.ones(3))),
     (ValueError, r"residual: overlaps", lambda: collectives.all_reduce(x, residual=x)),
-    (ValueError, r"residual: error feedback goes with sum and avg", lambda: collectives.all_reduce(x, "max", residual=torch.ones(8))),
+    (ValueError, r"residual: error feedback is valid with sum and avg", lambda: collectives.all_reduce(x, "max", residual=torch.ones(8))),
     (TypeError, r"residual: error feedback needs a floating", lambda: collectives.all_reduce(torch.ones(8, dtype=torch.int32), residual=torch.ones(8))),
-    (ValueError, r"codec: 1 codecs for 2 tensors", lambda: collectives.all_reduce_coalesced([x, x.clone()], codec=["none"])),
+    (ValueError, r"codec: has 1 codecs for 2 tensors", lambda: collectives.all_reduce_coalesced([x, x.clone()], codec=["none"])),
     (ValueError, r"residuals: 1 for 2", lambda: collectives.all_reduce_coalesced([x, x.clone()], residuals=[None])),
     (ValueError, r"bucket_bytes: must be", lambda: collectives.all_reduce_coalesced([x], bucket_bytes=0)),
     (TypeError, r"tensors\[1\]: expected a torch.Tensor", lambda: collectives.all_reduce_coalesced([x, None])),  # type: ignore[list-item]
@@ -50,7 +50,7 @@ REFUSED: list[tuple[type[Exception], str, Any]] = [
     (ValueError, r"outputs\[1\]: has 8 elements; expected world size x inputs\[1\] = 2 x 8", lambda: collectives.all_gather_coalesced([torch.ones(16), torch.ones(8)], [x, x])),
     (TypeError, r"inputs\[0\]: is torch.float32, outputs\[0\] is torch.int32", lambda: collectives.reduce_scatter_coalesced([torch.ones(4, dtype=torch.int32)], [x])),
     (ValueError, r"outputs\[0\]: overlaps the memory of inputs\[0\]", lambda: collectives.reduce_scatter_coalesced([x[2:6]], [x])),
-    (ValueError, r"codec: 1 codecs for 2 tensors", lambda: collectives.all_gather_coalesced([torch.ones(16)] * 2, [x, x], codec=["none"])),
+    (ValueError, r"codec: has 1 codecs for 2 tensors", lambda: collectives.all_gather_coalesced([torch.ones(16)] * 2, [x, x], codec=["none"])),
     (TypeError, r"group: expected a ProcessGroup or None, got str", lambda: collectives.all_reduce(x, group="world")),  # type: ignore[arg-type]
 ]  # fmt: skip
 

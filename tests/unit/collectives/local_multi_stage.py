@@ -1,4 +1,4 @@
-"""Sums on common ground with all ranks in one thread: their stages as operations of runtime/local."""
+"""Multi-stage sums of all ranks in one thread: their stages run as operations of a simulated world."""
 
 from __future__ import annotations
 
@@ -9,34 +9,33 @@ import torch
 
 from dtcomm import algorithms
 from dtcomm.codecs import codec
-from dtcomm.collectives._multi_stage import Check, Message, MultiStagePlan
-from dtcomm.collectives._reproducible_sum import ExactSum
-from dtcomm.collectives._shared_randk_sum import SharedSum
+from dtcomm.collectives._multi_stage import Check, MultiStagePlan
+from dtcomm.collectives._reproducible_sum import ReproducibleSum
+from dtcomm.collectives._shared_randk_sum import SharedRandKSum
 from dtcomm.measure.simulated_world import Operation, Outcome, World, run
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule
 
 
-class Prepared(NamedTuple):
-    """What a runtime would make of a message."""
+class PreparedStage(NamedTuple):
+    """The plan of a stage, as a runtime would prepare it."""
 
-    shape: OpSpec
+    spec: OpSpec
     schedule: Schedule
 
 
-def maker(ranks: int, hosts: Sequence[int] | None) -> Callable[[Message], Prepared]:
-    def make(message: Message) -> Prepared:
-        name = "two_shot" if message.algorithm == "direct" else message.algorithm
-        if name.partition(":")[0] not in algorithms.available(message.collective):
+def stage_preparer(ranks: int, hosts: Sequence[int] | None) -> Callable[[OpSpec], PreparedStage]:
+    """Return the function that `MultiStagePlan` calls to prepare a stage."""
+
+    def prepare(request: OpSpec) -> PreparedStage:
+        name = "two_shot" if request.algorithm == "direct" else request.algorithm
+        if name.partition(":")[0] not in algorithms.available(request.collective):
             name = "one_shot"
         levels = hosts if name.startswith("hierarchical") else None
-        schedule = algorithms.build(name, message.collective, ranks, message.root, hosts=levels)
-        shape = OpSpec(
-            message.collective, message.op, message.parts, name, message.root, (), False, message.purpose
-        )
-        return Prepared(shape, schedule)
+        schedule = algorithms.build(name, request.collective, ranks, request.root, hosts=levels)
+        return PreparedStage(request._replace(algorithm=name), schedule)
 
-    return make
+    return prepare
 
 
 def plan_of(
@@ -54,11 +53,11 @@ def plan_of(
     hosts: Sequence[int] | None = None,
 ) -> MultiStagePlan:
     parts = tuple(TensorSpec(numel, dtype, codec(spec)) for numel in numels)
-    message = Message(collective, op, parts, algorithm, root, "")
-    make = maker(ranks, hosts)
+    request = OpSpec(collective, op, parts, algorithm, root)
+    prepare = stage_preparer(ranks, hosts)
     if spec.startswith("exact"):
-        return ExactSum(make, message, rank, ranks, audit=audit)
-    return SharedSum(make, message, rank, ranks)
+        return ReproducibleSum(prepare, request, rank, ranks, audit=audit)
+    return SharedRandKSum(prepare, request, rank, ranks)
 
 
 def reduce_all(
@@ -79,7 +78,7 @@ def reduce_all(
         calls.append(
             [
                 Operation(
-                    shape=stage.plan.shape,
+                    shape=stage.plan.spec,
                     schedule=stage.plan.schedule,
                     buffers=stage.buffers,
                     seed=seed,

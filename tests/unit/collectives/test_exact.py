@@ -276,16 +276,16 @@ def test_clean_sums_pass_and_flips_do_harm_without_an_audit() -> None:
     assert wrong >= 5
 
 
-def test_the_accusation_names_the_elements() -> None:
+def test_an_audit_failure_names_the_elements() -> None:
     """A wrong addition, planted in one integer of one rank's result."""
     plan = plan_of("exact", [9000], torch.float32, rank=1, ranks=3, audit=True)
     for verdict, text in (
         (2, "checksums do not add up to the result's of elements 4096 to 8191"),
         (5, "do not agree on the exponents of elements 8192 to 8999"),
-        (local_tasks.AUDIT_OK - 4, "a bit changed in the verdict"),
-        (-8, "a bit changed in the verdict"),
+        (local_tasks.AUDIT_OK - 4, "a bit of the verdict changed"),
+        (-8, "a bit of the verdict changed"),
     ):
-        assert text in plan._accuse(verdict, 9000)  # type: ignore[attr-defined]
+        assert text in plan._describe_failure(verdict, 9000)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kernel", ["native", "reference"])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from dtcomm.codecs import codec
-from dtcomm.collectives.compression_payoff import _compression_pays
+from dtcomm.planner.compression_payoff import compression_pays
 from dtcomm.planner.cost_model import Measured, Table
 
 INT8 = codec("int8")
@@ -16,14 +16,14 @@ INT8 = codec("int8")
 
 def test_small_messages_do_not_pay_and_large_ones_between_hosts_do() -> None:
     for hosts in (1, 2):
-        verdict = _compression_pays(INT8, 1024, torch.float32, 2, hosts, "")
+        verdict = compression_pays(INT8, 1024, torch.float32, 2, hosts, "")
         assert not verdict.pays
         assert verdict.why.startswith("int8 ") and "(predicted, dtcomm's own constants)" in verdict.why
-    assert _compression_pays(INT8, 1 << 20, torch.float32, 2, 2, "").pays
-    assert not _compression_pays(
+    assert compression_pays(INT8, 1 << 20, torch.float32, 2, 2, "").pays
+    assert not compression_pays(
         codec("fp16"), 1 << 20, torch.float16, 2, 2, ""
     ).pays  # it loses nothing and saves nothing
-    assert not _compression_pays(INT8, 1 << 20, torch.float32, 1, 1, "").pays
+    assert not compression_pays(INT8, 1 << 20, torch.float32, 1, 1, "").pays
 
 
 def test_what_was_measured_decides() -> None:
@@ -35,6 +35,6 @@ def test_what_was_measured_decides() -> None:
     )
     coded = replace(plain, algorithm="two_shot", codec="int8", points=points(20, 30))
     text = json.dumps(Table(measured=(plain, coded), source="a test").as_dict())
-    assert not _compression_pays(INT8, 1024, torch.float32, 2, 1, text).pays
-    verdict = _compression_pays(INT8, 16384, torch.float32, 2, 1, text)
+    assert not compression_pays(INT8, 1024, torch.float32, 2, 1, text).pays
+    verdict = compression_pays(INT8, 16384, torch.float32, 2, 1, text)
     assert verdict == (True, "int8 30 us, none 90 us for 16384 elements (measured, a test)")
