@@ -55,7 +55,7 @@ def runs(rank: int, n: int) -> None:
         ScheduleError, match="rank 0 step 1 chunk 0: the output lacks the contribution of rank 2"
     ):
         collectives.run(LACKS, torch.ones(3))
-    with pytest.raises(ScheduleError, match=r"rank 1 step 0: expected like 'c0\+1'"):
+    with pytest.raises(ScheduleError, match=r"rank 1 step 0: expected a send like 'c0\+1'"):
         collectives.run("all_reduce ranks=2 chunks=1\nrank 0 | c0+1\nrank 1 | oops", torch.ones(3))
     with pytest.raises(ValueError, match="schedule: is for 2 ranks, the group has 3"):
         collectives.run(algorithms.build("ring", "all_reduce", 2), torch.ones(3))

@@ -43,10 +43,10 @@ REFUSED: list[tuple[type[Exception], str, Any]] = [
     (ValueError, r"residual: error feedback is valid with sum and avg", lambda: collectives.all_reduce(x, "max", residual=torch.ones(8))),
     (TypeError, r"residual: error feedback needs a floating", lambda: collectives.all_reduce(torch.ones(8, dtype=torch.int32), residual=torch.ones(8))),
     (ValueError, r"codec: has 1 codecs for 2 tensors", lambda: collectives.all_reduce_coalesced([x, x.clone()], codec=["none"])),
-    (ValueError, r"residuals: 1 for 2", lambda: collectives.all_reduce_coalesced([x, x.clone()], residuals=[None])),
+    (ValueError, r"residuals: has 1 for 2", lambda: collectives.all_reduce_coalesced([x, x.clone()], residuals=[None])),
     (ValueError, r"bucket_bytes: must be", lambda: collectives.all_reduce_coalesced([x], bucket_bytes=0)),
     (TypeError, r"tensors\[1\]: expected a torch.Tensor", lambda: collectives.all_reduce_coalesced([x, None])),  # type: ignore[list-item]
-    (ValueError, r"outputs: 1 tensors for 2 inputs", lambda: collectives.all_gather_coalesced([torch.ones(16)], [x, x])),
+    (ValueError, r"outputs: has 1 tensors, inputs 2", lambda: collectives.all_gather_coalesced([torch.ones(16)], [x, x])),
     (ValueError, r"outputs\[1\]: has 8 elements; expected world size x inputs\[1\] = 2 x 8", lambda: collectives.all_gather_coalesced([torch.ones(16), torch.ones(8)], [x, x])),
     (TypeError, r"inputs\[0\]: is torch.float32, outputs\[0\] is torch.int32", lambda: collectives.reduce_scatter_coalesced([torch.ones(4, dtype=torch.int32)], [x])),
     (ValueError, r"outputs\[0\]: overlaps the memory of inputs\[0\]", lambda: collectives.reduce_scatter_coalesced([x[2:6]], [x])),
