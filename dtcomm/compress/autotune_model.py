@@ -19,8 +19,7 @@ from dtcomm.compress.dgc import DGC
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.spec import Scheme, parse_scheme, wire_codec
 from dtcomm.planner.estimate import CALL, STEP, estimate
-from dtcomm.planner.hardware import Device, System
-from dtcomm.planner.links import Port
+from dtcomm.planner.hardware import Device, Port, System
 
 NAME = "auto"
 NONE = codec("none")

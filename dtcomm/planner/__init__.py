@@ -2,8 +2,8 @@
 
 from dtcomm.planner.compression_payoff import PayoffVerdict, compression_pays
 from dtcomm.planner.cost_model import Measured, Table, parse, predict
+from dtcomm.planner.hardware import Topology
 from dtcomm.planner.select_algorithm import CHOOSERS, Decision, explain, select
-from dtcomm.planner.topology import Topology
 
 __all__ = [
     "CHOOSERS",

@@ -11,8 +11,8 @@ from dtcomm import algorithms
 from dtcomm.codecs.base import Codec
 from dtcomm.codecs.spec import codec
 from dtcomm.planner.cost_model import measured_bytes, parse, predict
+from dtcomm.planner.hardware import Topology
 from dtcomm.planner.select_algorithm import select
-from dtcomm.planner.topology import Topology
 
 #: Seconds that a codec adds to a call whatever its size, inside a host and between hosts: more kernel calls, more
 #: buffers. A smaller predicted gain does not count.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dtcomm.codecs.base import Codec
-from dtcomm.planner.topology import Topology
+from dtcomm.planner.hardware import Topology
 from dtcomm.schedule.ir import Schedule
 from dtcomm.schedule.simulate import ComputeCost, Link, simulate
 

@@ -171,7 +171,7 @@ def _ours(
 ) -> Estimate:
     chunk = chunk_elements(found, numel, codec.granularity)
     payload = codec.wire_bytes(chunk, dtype)
-    encode, decode = (seconds * system.crowd for seconds in system.device.work(codec))
+    encode, decode = (seconds * system.ranks_per_core for seconds in system.device.work(codec))
     engine = system.engine
     step_inside, step_between = (us * 1e-6 for us in STEP[engine])
     kernel, reach = system.device.kernel_us * 1e-6, REACH[engine]

@@ -1,23 +1,143 @@
-"""Systems: devices, the links between them, and how many there are; by name, from a file, or from links."""
+"""Hardware as the planner sees it: ports, devices, systems, and which rank is on which host.
+
+`Port` is one network or memory port, by name or by its figures. `System` is a number of hosts of equal ranks, which
+``dtcomm plan`` describes by a name, from a file, or from its links. `Topology` says which rank of a group is on which
+host, for groups that exist.
+
+``gbytes`` of a port is what reaches the application in each direction at once, in GB/s (1e9). For NVLink and PCIe these
+are the rates that NCCL plans with (src/graph/topo.h: 20.0, 20.6 and 40.1 GB/s a lane of NVLink 3, 4 and 5, and 12 lanes
+or 18; 12 GB/s for PCIe 3 x16, doubling with each generation). For InfiniBand and RoCE they are the line rate less
+headers and acknowledgements (NVIDIA expects 46 to 48 GB/s of an NDR port). For Ethernet of up to 50 Gbit/s they are
+what TCP leaves of the line with frames of 1500 bytes. ``latency`` is one way, from one application to the other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from dtcomm.codecs.base import Codec
-from dtcomm.planner.links import Port, port
+from dtcomm.schedule.ir import Transfer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Port:
+    """One port.
+
+    Args:
+        kind: nvlink, pcie, rdma, tcp or memory.
+        gbytes: GB/s (1e9) in each direction at once.
+        latency_us: Microseconds one way.
+        message_us: Microseconds that each message occupies the port in addition to its bytes.
+    """
+
+    kind: str
+    gbytes: float
+    latency_us: float
+    message_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind: {self.kind!r} is not one of {', '.join(KINDS)}")
+        if not self.gbytes > 0:
+            raise ValueError(f"gbytes: must be over 0, got {self.gbytes}")
+        for name in ("latency_us", "message_us"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}: must be at least 0, got {getattr(self, name)}")
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second."""
+        return self.gbytes * 1e9
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields, for JSON."""
+        return asdict(self)
+
+
+KINDS = ("nvlink", "pcie", "rdma", "tcp", "memory")
+_TCP_SHARE = 1448 / 1538  # the user's share of the bits on an Ethernet
+_RDMA_SHARE = 0.96
+
+
+def _nvlink(lanes: int, gbytes: float) -> Port:
+    return Port(kind="nvlink", gbytes=round(lanes * gbytes, 3), latency_us=1.0)
+
+
+def _rdma(gbit: float, latency_us: float) -> Port:
+    return Port(kind="rdma", gbytes=gbit / 8 * _RDMA_SHARE, latency_us=latency_us, message_us=0.5)
+
+
+def _tcp(gbit: float) -> Port:
+    return Port(kind="tcp", gbytes=round(gbit / 8 * _TCP_SHARE, 4), latency_us=30.0, message_us=10.0)
+
+
+PORTS: dict[str, Port] = {
+    "nvlink3": _nvlink(12, 20.0),
+    "nvlink4": _nvlink(18, 20.6),
+    "nvlink5": _nvlink(18, 40.1),
+    "pcie3": Port(kind="pcie", gbytes=12.0, latency_us=1.5),
+    "pcie4": Port(kind="pcie", gbytes=24.0, latency_us=1.5),
+    "pcie5": Port(kind="pcie", gbytes=48.0, latency_us=1.5),
+    "hdr": _rdma(200, 1.5),
+    "ndr": _rdma(400, 1.5),
+    "xdr": _rdma(800, 1.5),
+    "1gbit": _tcp(1),
+    "10gbit": _tcp(10),
+    "25gbit": _tcp(25),
+    "50gbit": _tcp(50),
+    # Faster lines are filled only by bypassing the kernel (RoCE).
+    "100gbit": _rdma(100, 3.0),
+    "200gbit": _rdma(200, 3.0),
+    "400gbit": _rdma(400, 3.0),
+    "800gbit": _rdma(800, 3.0),
+    # Ranks of a host that share memory. `dtcomm tune` measures the actual machine.
+    "memory": Port(kind="memory", gbytes=100.0, latency_us=0.5),
+}
+ALIASES = {"pcie": "pcie4", "infiniband": "ndr", "ib": "ndr", "shm": "memory", "nvlink": "nvlink4"}
+
+
+def find_port(name_or_fields: str | Mapping[str, Any]) -> Port:
+    """Return a port by its name (``nvlink4``, ``400gbit``, or any other number of gbit) or from its fields.
+
+    Raises:
+        ValueError: If there is no such port. The message lists the names.
+    """
+    if isinstance(name_or_fields, Mapping):
+        known = {field.name for field in fields(Port)}
+        if unknown := sorted(set(name_or_fields) - known):
+            raise ValueError(f"link: {unknown[0]!r} is not one of {', '.join(sorted(known))}")
+        try:
+            return Port(**name_or_fields)
+        except TypeError as error:
+            raise ValueError(f"link: {error}") from None
+    name = ALIASES.get(name_or_fields.lower(), name_or_fields.lower())
+    if name in PORTS:
+        return PORTS[name]
+    number = name.removesuffix("gbit")
+    if number != name:
+        try:
+            gbit = float(number)
+            return _tcp(gbit) if gbit <= 50 else _rdma(gbit, 3.0)
+        except ValueError:
+            pass
+    raise ValueError(f"link: {name_or_fields!r} is not one of {', '.join(PORTS)}, nor a number of gbit")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What encodes and adds. ``memory_gbytes`` GB/s of its memory; kernels are taken to reach ``reach`` of it.
+    """A processor that encodes and sums.
 
-    ``generation`` is whose constants NCCL plans with: volta, ampere, hopper, blackwell; empty for a CPU.
-    ``launch_us``: what a collective costs besides, as the 8-byte rows of published tables show.
-    ``kernel_us``: the launch of a kernel; ``rates`` overrides memory's rate by codec, in GB/s of fp32 for encoding and
-    decoding.
+    Args:
+        name: Its name. memory_gbytes: GB/s of its memory. generation: The GPU generation whose constants NCCL plans
+            with: volta, ampere, hopper, blackwell; empty for a CPU.
+        launch_us: Microseconds that a collective costs besides its messages, as 8-byte rows of published tables show.
+        kernel_us: Microseconds of launching a kernel.
+        reach: The share of the memory bandwidth that kernels reach.
+        rates: (codec, encode, decode) in GB/s of fp32, for codecs whose rate is not that of the memory.
     """
 
     name: str
@@ -29,24 +149,24 @@ class Device:
     rates: tuple[tuple[str, float, float], ...] = ()
 
     def work(self, codec: Codec) -> tuple[float, float]:
-        """Seconds an element to encode, and to decode and add."""
+        """Return the seconds per element to encode, and to decode and sum."""
         for spec, encode, decode in self.rates:
             if spec == str(codec):
                 return 4 / (encode * 1e9), 4 / (decode * 1e9)
-        many = codec.granularity * 256
-        wire = codec.wire_bytes(many) / many
-        seconds = (4 + wire) / (self.memory_gbytes * self.reach * 1e9)
+        numel = codec.granularity * 256
+        wire_bytes = codec.wire_bytes(numel) / numel
+        seconds = (4 + wire_bytes) / (self.memory_gbytes * self.reach * 1e9)
         return seconds, seconds
 
 
 DEVICES = {
-    each.name: each
-    for each in (
+    device.name: device
+    for device in (
         Device(name="a100", memory_gbytes=2039, generation="ampere", launch_us=22.0, kernel_us=4.0),
         Device(name="h100", memory_gbytes=3350, generation="hopper", launch_us=3.0, kernel_us=4.0),
         Device(name="h200", memory_gbytes=4800, generation="hopper", launch_us=3.0, kernel_us=4.0),
         Device(name="b200", memory_gbytes=8000, generation="blackwell", launch_us=10.0, kernel_us=4.0),
-        # One core, half in its cache: about what one of an EPYC reaches. `dtcomm tune` measures yours.
+        # One core that works half in its cache: about an EPYC's. `dtcomm tune` measures the actual machine.
         Device(
             name="cpu",
             memory_gbytes=40.0,
@@ -54,14 +174,23 @@ DEVICES = {
         ),
     )
 }
-#: The device that is meant where only its link is named.
+#: The device that a link's name implies.
 BY_LINK = {"nvlink3": "a100", "nvlink4": "h100", "nvlink5": "b200", "pcie": "a100", "memory": "cpu"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """``hosts`` hosts of ``per_host`` ranks; ``inside`` is each rank's port to the others of its host, ``between``
-    one of the ``nics`` ports of a host to the others. ``cores`` of a host that CPU ranks share; 0: one for each.
+    """A number of equal hosts.
+
+    Args:
+        name: The system's name.
+        device: The device of each rank.
+        inside: Each rank's port to the other ranks of its host.
+        between: One of the host's ports to other hosts.
+        hosts: The number of hosts.
+        per_host: Ranks on each host.
+        nics: Ports of each host to other hosts.
+        cores: Cores of a host, shared by its CPU ranks; 0 means one for each rank.
     """
 
     name: str
@@ -80,35 +209,37 @@ class System:
 
     @property
     def ranks(self) -> int:
+        """The number of ranks."""
         return self.hosts * self.per_host
 
     @property
     def engine(self) -> str:
-        """What moves uncompressed tensors: nccl between GPUs, memory inside a host of CPU ranks, gloo between."""
+        """What moves uncompressed tensors: nccl for GPUs; for CPU ranks memory inside a host, gloo between hosts."""
         if self.device.generation:
             return "nccl"
         return "memory" if self.hosts == 1 else "gloo"
 
     @property
-    def crowd(self) -> float:
-        """Ranks that share a core."""
+    def ranks_per_core(self) -> float:
+        """How many ranks share a core."""
         return max(1.0, self.per_host / self.cores) if self.cores else 1.0
 
     @property
     def host_bandwidth(self) -> float:
-        """Bytes a second that leave a host, and enter it at once."""
+        """Bytes per second that leave a host, and as many that enter it at the same time."""
         return self.nics * self.between.bandwidth
 
     @property
     def rank_bandwidth(self) -> float:
-        """Of those what one rank can have: it drives the ports that are its own, or shares one."""
+        """Bytes per second of the host's bandwidth that one rank can use: it has ports of its own, or shares one."""
         return max(1, self.nics // self.per_host) * self.between.bandwidth
 
-    def of(self, hosts: int, per_host: int) -> System:
-        """The same with that many hosts and ranks."""
+    def resized(self, hosts: int, per_host: int) -> System:
+        """Return the same system with other numbers of hosts and ranks."""
         return replace(self, hosts=hosts, per_host=per_host)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return a description, for JSON."""
         return {
             "name": self.name,
             "device": self.device.name,
@@ -123,59 +254,137 @@ class System:
 
 
 def _node(name: str, inside: str, between: str) -> System:
-    return System(name=name, device=DEVICES[name], inside=port(inside), between=port(between), nics=8)
+    return System(
+        name=name, device=DEVICES[name], inside=find_port(inside), between=find_port(between), nics=8
+    )
 
 
-#: The usual nodes of 8 GPUs with a network port for each.
+#: Nodes of 8 GPUs with a network port for each, and this machine.
 SYSTEMS = {
     "a100": _node("a100", "nvlink3", "hdr"),
     "h100": _node("h100", "nvlink4", "ndr"),
     "h200": _node("h200", "nvlink4", "ndr"),
     "b200": _node("b200", "nvlink5", "ndr"),
     "local": System(
-        name="local", device=DEVICES["cpu"], inside=port("memory"), between=port("10gbit"), per_host=2
+        name="local",
+        device=DEVICES["cpu"],
+        inside=find_port("memory"),
+        between=find_port("10gbit"),
+        per_host=2,
     ),
 }
 
 
-def system(name: str) -> System:
-    """One of ``SYSTEMS``."""
+def find_system(name: str) -> System:
+    """Return one of `SYSTEMS`; ValueError lists the names."""
     if name not in SYSTEMS:
         raise ValueError(f"system: {name!r} is not one of {', '.join(SYSTEMS)}")
     return SYSTEMS[name]
 
 
-def from_links(inside: str, between: str, device: str | None = None, nics: int = 1) -> System:
-    """Hosts whose ranks are joined by ``inside`` and which have ``nics`` ports ``between`` them."""
-    within, across = port(inside), port(between)
+def system_from_links(inside: str, between: str, device: str | None = None, nics: int = 1) -> System:
+    """Return a system of hosts described by its links.
+
+    Args:
+        inside: The link of each rank inside its host.
+        between: The link of each port between hosts.
+        device: The device's name; None takes the one that ``inside`` implies.
+        nics: Ports of each host to other hosts.
+    """
+    port_inside, port_between = find_port(inside), find_port(between)
     if device is None:
-        kinds = [BY_LINK[each] for each in (inside.lower(), within.kind) if each in BY_LINK]
-        device = kinds[0] if kinds else {"nvlink": "h100"}.get(within.kind, "cpu")
+        implied = [BY_LINK[link] for link in (inside.lower(), port_inside.kind) if link in BY_LINK]
+        device = implied[0] if implied else {"nvlink": "h100"}.get(port_inside.kind, "cpu")
     if device not in DEVICES:
         raise ValueError(f"device: {device!r} is not one of {', '.join(DEVICES)}")
     name = f"{inside} inside, {between} between"
-    return System(name=name, device=DEVICES[device], inside=within, between=across, nics=nics)
+    return System(name=name, device=DEVICES[device], inside=port_inside, between=port_between, nics=nics)
 
 
-def from_dict(found: Mapping[str, Any]) -> System:
-    """From a file: ``{"device": "h100", "hosts": 4, "per_host": 8, "nics": 8, "inside": "nvlink4", "between":
-    {"kind": "rdma", "gbytes": 48, "latency_us": 2}}``. A link is a name or its figures; ``system`` starts from a node.
+def system_from_dict(description: Mapping[str, Any]) -> System:
+    """Return the system that a JSON file describes.
+
+    For example ``{"device": "h100", "hosts": 4, "per_host": 8, "nics": 8, "inside": "nvlink4", "between": {"kind":
+    "rdma", "gbytes": 48, "latency_us": 2}}``. A link is a name or its figures. ``system`` names a system to start from.
     """
     known = ("name", "system", "device", "hosts", "per_host", "nics", "cores", "inside", "between")
-    if unknown := sorted(set(found) - set(known)):
+    if unknown := sorted(set(description) - set(known)):
         raise ValueError(f"topology: {unknown[0]!r} is not one of {', '.join(known)}")
-    base = system(found["system"]) if "system" in found else SYSTEMS["local"]
-    changes: dict[str, Any] = {"name": str(found.get("name", "from a file"))}
-    if "device" in found:
-        if found["device"] not in DEVICES:
-            raise ValueError(f"device: {found['device']!r} is not one of {', '.join(DEVICES)}")
-        changes["device"] = DEVICES[found["device"]]
+    base = find_system(description["system"]) if "system" in description else SYSTEMS["local"]
+    changes: dict[str, Any] = {"name": str(description.get("name", "from a file"))}
+    if "device" in description:
+        if description["device"] not in DEVICES:
+            raise ValueError(f"device: {description['device']!r} is not one of {', '.join(DEVICES)}")
+        changes["device"] = DEVICES[description["device"]]
     for side in ("inside", "between"):
-        if side in found:
-            changes[side] = port(found[side])
+        if side in description:
+            changes[side] = find_port(description[side])
     for count in ("hosts", "per_host", "nics", "cores"):
-        if count in found:
-            if not isinstance(found[count], int) or isinstance(found[count], bool):
-                raise ValueError(f"{count}: expected a whole number, got {found[count]!r}")
-            changes[count] = found[count]
+        if count in description:
+            if not isinstance(description[count], int) or isinstance(description[count], bool):
+                raise ValueError(f"{count}: expected a whole number, got {description[count]!r}")
+            changes[count] = description[count]
     return replace(base, **changes)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; ValueError names the file if it cannot be read."""
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which rank is on which host: ``host_of[rank]`` numbers the hosts in the order of their first ranks."""
+
+    host_of: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        seen = 0
+        for rank, host in enumerate(self.host_of):
+            if not 0 <= host <= seen:
+                raise ValueError(f"host_of: rank {rank} is on host {host}, but only {seen} came before it")
+            seen = max(seen, host + 1)
+        if not self.host_of:
+            raise ValueError("host_of: at least one rank is needed")
+
+    @classmethod
+    def of(cls, names: Sequence[Hashable]) -> Topology:
+        """Return the topology of ranks whose hosts have these names (or other identifiers)."""
+        numbers: dict[Hashable, int] = {}
+        return cls(tuple(numbers.setdefault(name, len(numbers)) for name in names))
+
+    @classmethod
+    def even(cls, ranks: int, hosts: int = 1) -> Topology:
+        """Return ``ranks`` ranks on ``hosts`` hosts, in blocks of almost equal size."""
+        if not 1 <= hosts <= ranks:
+            raise ValueError(f"hosts: must be 1..{ranks} for {ranks} ranks, got {hosts}")
+        return cls(tuple(rank * hosts // ranks for rank in range(ranks)))
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return len(self.host_of)
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts."""
+        return max(self.host_of) + 1
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks on each host."""
+        return tuple(
+            tuple(rank for rank, at in enumerate(self.host_of) if at == host) for host in range(self.hosts)
+        )
+
+    def level(self, transfer: Transfer) -> int:
+        """Return the level that a transfer crosses: 0 inside a host, 1 between hosts."""
+        return int(self.host_of[transfer.src] != self.host_of[transfer.dst])

@@ -27,7 +27,7 @@ import torch
 from dtcomm import algorithms
 from dtcomm.codecs.base import Codec
 from dtcomm.planner.cost_model import Table, measured_bytes, predict
-from dtcomm.planner.topology import Topology
+from dtcomm.planner.hardware import Topology
 from dtcomm.schedule.ir import REDUCING
 
 CHOOSERS = ("auto", "direct")

@@ -13,7 +13,7 @@ import torch
 from dtcomm import algorithms, codecs
 from dtcomm.cli._sizes import count_argument, parse_size, series, size_argument
 from dtcomm.cli.perf.collectives import ALIASES, DTYPES
-from dtcomm.planner import hardware, links, memory_model
+from dtcomm.planner import hardware, memory_model
 from dtcomm.planner.hardware import System
 
 EPILOG = """\
@@ -72,7 +72,11 @@ def parse(argv: list[str] | None) -> Options:
     of = where.add_argument
     of("--system", metavar="NAME", choices=list(hardware.SYSTEMS),
         help=f"{', '.join(hardware.SYSTEMS)}: nodes of 8 GPUs, each with a port; or local, this machine")  # fmt: skip
-    of("--inside", metavar="LINK", help=f"each rank's link in its host: {', '.join(links.PORTS)}, or N gbit")
+    of(
+        "--inside",
+        metavar="LINK",
+        help=f"each rank's link in its host: {', '.join(hardware.PORTS)}, or N gbit",
+    )
     of("--between", metavar="LINK", help="a host's link to the others, from the same list")
     of("--topology", metavar="FILE", type=Path, help="a JSON file instead; docs/guides/planning.md shows one")
     of(
@@ -202,14 +206,14 @@ def _system(given: argparse.Namespace) -> System:
     if len(named) > 1:
         raise ValueError(f"--{named[0]} and --{named[1]}: give one of them")
     if given.topology is not None:
-        found = hardware.from_dict(links.read(given.topology))
+        found = hardware.system_from_dict(hardware.read_json(given.topology))
     elif given.inside is not None or (given.between is not None and given.system is None):
         inside, between = given.inside or "memory", given.between or given.inside
-        found = hardware.from_links(inside, between, given.device, given.nics or 1)
+        found = hardware.system_from_links(inside, between, given.device, given.nics or 1)
     else:
-        found = hardware.system(given.system or "local")
+        found = hardware.find_system(given.system or "local")
         if given.between is not None:
-            found = replace(found, between=links.port(given.between), nics=given.nics or 1)
+            found = replace(found, between=hardware.find_port(given.between), nics=given.nics or 1)
     if given.device is not None:
         found = replace(found, device=hardware.DEVICES[given.device])
     if given.nics is not None:

@@ -11,7 +11,7 @@ import torch
 
 from dtcomm.cli.plan.options import Model
 from dtcomm.codecs import codec as parse
-from dtcomm.planner import links
+from dtcomm.planner import hardware
 from dtcomm.planner.estimate import candidates
 from dtcomm.planner.sweep import Plan
 from dtcomm.planner.training_model import Bucket, Step, parse_record, replay, spread
@@ -73,7 +73,7 @@ def of_model(plan: Plan, model: Model, codecs: Sequence[str]) -> Training:
 
 def of_record(plan: Plan, path: Path, codecs: Sequence[str]) -> Training:
     """The buckets of a run, on another link."""
-    record = parse_record(links.read(path), str(path))
+    record = parse_record(hardware.read_json(path), str(path))
     words = []
     error = record.error
     if error is None:

@@ -144,7 +144,7 @@ def errors(table: Published) -> dict[int, float]:
     """By size, by how much the predicted bus bandwidth is off."""
     from dtcomm.planner import hardware, nccl_model
 
-    where = hardware.system(table.system).of(table.hosts, 8)
+    where = hardware.find_system(table.system).resized(table.hosts, 8)
     return {
         size: time / (nccl_model.choose("all_reduce", where, size).seconds * 1e6) - 1
         for size, time in table.times.items()

@@ -8,7 +8,7 @@ import pytest
 from dtcomm import algorithms
 from dtcomm.codecs import codec
 from dtcomm.planner import nccl_model
-from dtcomm.planner.hardware import system
+from dtcomm.planner.hardware import find_system
 from dtcomm.planner.traffic_profile import profile
 from tests.unit.planner.nccl_tables import GB, KB, MB, TABLES, Published, errors
 
@@ -42,7 +42,7 @@ def test_the_ring_is_that_of_our_schedules() -> None:
 
 def test_choices_are_nccls() -> None:
     # As NCCL_DEBUG_SUBSYS=TUNING paths of 8 H100 (nccl-tests issue 309): LL round a ring up to 1 MB, then NVLS.
-    node = system("h100")
+    node = find_system("h100")
     chosen = {size: nccl_model.choose("all_reduce", node, size) for size in (8, MB, 2 * MB, 16 * GB)}
     assert [(c.algorithm, c.protocol) for c in chosen.values()] == [
         ("ring", "LL"),
@@ -50,12 +50,12 @@ def test_choices_are_nccls() -> None:
         ("nvls", "Simple"),
         ("nvls", "Simple"),
     ]
-    assert nccl_model.algorithms("all_reduce", node.of(2, 8)) == ("ring", "tree", "nvls_tree")
-    assert nccl_model.algorithms("all_reduce", system("a100")) == ("ring", "tree")
+    assert nccl_model.algorithms("all_reduce", node.resized(2, 8)) == ("ring", "tree", "nvls_tree")
+    assert nccl_model.algorithms("all_reduce", find_system("a100")) == ("ring", "tree")
     assert nccl_model.algorithms("all_to_all", node) == ("one_shot",)
-    assert nccl_model.choose("all_reduce", node.of(1, 1), MB).seconds == 0
+    assert nccl_model.choose("all_reduce", node.resized(1, 1), MB).seconds == 0
     with pytest.raises(ValueError, match="'nvls' is not one of ring, tree"):
-        nccl_model.choose("all_reduce", system("a100"), MB, "nvls")
+        nccl_model.choose("all_reduce", find_system("a100"), MB, "nvls")
 
 
 @pytest.mark.parametrize("name", ["a100", "h100", "b200"])
@@ -63,7 +63,7 @@ def test_choices_are_nccls() -> None:
 def test_times_rise_with_sizes_and_hosts(name: str, collective: str) -> None:
     sizes = [KB << at for at in range(0, 25, 2)]
     for hosts in (1, 2, 16):
-        where = system(name).of(hosts, 8)
+        where = find_system(name).resized(hosts, 8)
         for algorithm in nccl_model.algorithms(collective, where):
             times = [nccl_model.choose(collective, where, size, algorithm).seconds for size in sizes]
             assert all(0 < one <= 1.1 * other for one, other in pairwise(times))
@@ -78,6 +78,6 @@ def test_other_collectives_of_eight_b200() -> None:
     }
     for collective, times in published.items():
         for size, time in zip((GB, 16 * GB), times):
-            assert nccl_model.choose(collective, system("b200"), size).seconds * 1e6 == pytest.approx(
+            assert nccl_model.choose(collective, find_system("b200"), size).seconds * 1e6 == pytest.approx(
                 time, rel=0.12
             )

@@ -7,8 +7,14 @@ from dtcomm.codecs import codec
 from dtcomm.compress.step_recorder import BucketRecord, summarize_steps
 from dtcomm.planner import Measured, Table, sweep
 from dtcomm.planner.estimate import estimate
-from dtcomm.planner.hardware import SYSTEMS, from_dict, from_links, system
-from dtcomm.planner.links import PORTS, port
+from dtcomm.planner.hardware import (
+    PORTS,
+    SYSTEMS,
+    find_port,
+    find_system,
+    system_from_dict,
+    system_from_links,
+)
 from dtcomm.planner.training_model import Bucket, parse_record, replay, spread
 
 MB, GB = 2**20, 2**30
@@ -16,40 +22,42 @@ MB, GB = 2**20, 2**30
 
 @pytest.mark.parametrize("name", PORTS)
 def test_every_link_makes_a_system(name: str) -> None:
-    where = from_links(name, name)
-    made = estimate("all_reduce", "ring", codec("int8"), where.of(2, 2), MB)
+    where = system_from_links(name, name)
+    made = estimate("all_reduce", "ring", codec("int8"), where.resized(2, 2), MB)
     assert made is not None
     assert made.seconds > 0
     assert made.busbw == pytest.approx(1.5 * made.algbw)
 
 
 def test_links_by_number_and_by_figures() -> None:
-    assert port("40gbit").kind == "tcp"
-    assert port("300Gbit").kind == "rdma"
-    assert port({"kind": "tcp", "gbytes": 1, "latency_us": 2}).bandwidth == 1e9
+    assert find_port("40gbit").kind == "tcp"
+    assert find_port("300Gbit").kind == "rdma"
+    assert find_port({"kind": "tcp", "gbytes": 1, "latency_us": 2}).bandwidth == 1e9
     with pytest.raises(ValueError, match="link: 'nvlink9' is not one of nvlink3"):
-        port("nvlink9")
+        find_port("nvlink9")
     with pytest.raises(ValueError, match="link: 'speed' is not one of gbytes, kind"):
-        port({"speed": 1})
+        find_port({"speed": 1})
     with pytest.raises(ValueError, match="gbytes: must be over 0"):
-        port({"kind": "tcp", "gbytes": 0, "latency_us": 2})
+        find_port({"kind": "tcp", "gbytes": 0, "latency_us": 2})
     with pytest.raises(ValueError, match="system: 'h300' is not one of a100"):
-        system("h300")
+        find_system("h300")
 
 
 def test_topology_files() -> None:
-    found = from_dict(
+    found = system_from_dict(
         {"system": "h100", "hosts": 4, "between": {"kind": "rdma", "gbytes": 20, "latency_us": 5}, "nics": 4}
     )
     assert (found.ranks, found.engine, found.host_bandwidth) == (32, "nccl", 80e9)
     with pytest.raises(ValueError, match="topology: 'host' is not one of name"):
-        from_dict({"host": 4})
+        system_from_dict({"host": 4})
     with pytest.raises(ValueError, match="hosts: expected a whole number, got 'two'"):
-        from_dict({"hosts": "two"})
+        system_from_dict({"hosts": "two"})
 
 
 def test_compression_pays_on_slow_links_only() -> None:
-    slow = sweep.make(from_links("memory", "1gbit").of(2, 1), "all_reduce", [64 * MB], ["int8", "int4"])
+    slow = sweep.make(
+        system_from_links("memory", "1gbit").resized(2, 1), "all_reduce", [64 * MB], ["int8", "int4"]
+    )
     none, int8, int4 = slow.rows
     assert none.speedup == 1
     # 64 MB took Gloo 562 ms over such a link.
@@ -58,13 +66,13 @@ def test_compression_pays_on_slow_links_only() -> None:
     assert slow.words[0].startswith("on this system int8 pays from ")
 
     for ranks in (2, 4):
-        here = sweep.make(system("local").of(1, ranks), "all_reduce", [1024, 64 * MB, GB], ["int8"])
+        here = sweep.make(find_system("local").resized(1, ranks), "all_reduce", [1024, 64 * MB, GB], ["int8"])
         assert here.break_even == {"int8": None}
         assert here.words[0].startswith("on the local engine int8 is not faster than none")
 
 
 def test_the_break_even_is_where_it_says() -> None:
-    where = system("h100").of(2, 8)
+    where = find_system("h100").resized(2, 8)
     at = sweep.make(where, "all_reduce", [], ["int8"]).break_even["int8"]
     assert at is not None
     before, after = sweep.make(where, "all_reduce", [int(at * 0.9), at], ["int8"]).rows[1::2]
@@ -72,7 +80,7 @@ def test_the_break_even_is_where_it_says() -> None:
 
 
 def test_algorithms_by_name() -> None:
-    where = system("h100").of(2, 8)
+    where = find_system("h100").resized(2, 8)
     rows = sweep.make(where, "all_reduce", [MB], ["int8"], ["ring", "tree"]).rows
     assert {(row.best.codec, row.best.algorithm) for row in rows} == {
         (spec, name) for spec in ("none", "int8") for name in ("ring", "tree")
@@ -85,7 +93,7 @@ def test_algorithms_by_name() -> None:
 
 
 def test_many_ranks() -> None:
-    made = sweep.make(system("h100").of(1024, 8), "all_reduce", [GB], ["int4"])
+    made = sweep.make(find_system("h100").resized(1024, 8), "all_reduce", [GB], ["int4"])
     assert [row.best.codec for row in made.rows] == ["none", "int4"]
     assert all(row.best.ranks == 8192 for row in made.rows)
 
@@ -96,7 +104,7 @@ def test_measured_times_go_first_on_cpus_alone() -> None:
     )
     table, none = Table(measured=(point,)), codec("none")
     local = estimate("all_reduce", "ring", none, SYSTEMS["local"], MB, torch.float32, table)
-    gpus = estimate("all_reduce", "ring", none, system("h100").of(1, 2), MB, torch.float32, table)
+    gpus = estimate("all_reduce", "ring", none, find_system("h100").resized(1, 2), MB, torch.float32, table)
     assert local is not None and gpus is not None
     assert (local.seconds, local.detail) == (1.0, "measured")
     assert gpus.seconds < 1
