@@ -1,7 +1,8 @@
-"""The flight recorder: every rank keeps its last operations, and writes them down when one fails.
+"""The flight recorder: every rank keeps its last operations in memory and writes them to a file when one fails.
 
-Ranks write one JSON each into DTCOMM_FLIGHT_DIR; ``dtcomm doctor --flight DIR`` reads them together and says who is
-missing what. Nothing here is on the path of a call: the runtimes keep the operations, this puts them into words.
+Ranks write one JSON file each into DTCOMM_FLIGHT_DIR; ``dtcomm doctor --flight DIR`` compares them and names the rank
+that held up the others. The runtimes keep the operations; this module turns them into JSON, so it is not on the path of
+a call.
 """
 
 from __future__ import annotations
@@ -21,19 +22,27 @@ from typing import Any, Protocol
 from dtcomm import env
 
 FORMAT = 1
-KEPT = 256  # operations of a communicator, as csrc/engine/flight_recorder.h
+CAPACITY = 256  # operations of a communicator that are kept, as in csrc/engine/flight.h
 STAGES = ("issued", "started", "done", "failed")
 
 
 @dataclass
 class FlightEntry:
-    """One operation: its number counts the communicator's calls from 1; times are ``time.monotonic_ns``, 0 for what
-    has not come; ``waited_for`` are ranks of the group.
+    """One operation.
+
+    Attributes:
+        number: Counts the communicator's operations from 1.
+        text: The operation as error messages show it.
+        details: The operation as JSON values.
+        stage: One of ``STAGES``.
+        issued_ns, started_ns, finished_ns: Times on the clock of ``time.monotonic_ns``; 0 if not reached.
+        waiting_for: The group rank that it waits for, or -1.
+        waited_for: The group ranks that it has waited for.
     """
 
     number: int
     text: str
-    about: dict[str, Any]
+    details: dict[str, Any]
     stage: str = "issued"
     issued_ns: int = 0
     started_ns: int = 0
@@ -44,7 +53,7 @@ class FlightEntry:
 
 @dataclass(frozen=True)
 class PeerSnapshot:
-    """What a rank sees of another one in shared memory: its last operation, whether its process is there."""
+    """What shared memory shows of a rank: its last operation, the rank it waits for, and whether its process lives."""
 
     last: int
     text: str
@@ -55,33 +64,33 @@ class PeerSnapshot:
 
 
 class Recorder:
-    """The ring of a runtime that is written in Python."""
+    """The ring of operations of a runtime that is written in Python."""
 
     def __init__(self) -> None:
-        self._ring: deque[FlightEntry] = deque(maxlen=KEPT)
+        self._ring: deque[FlightEntry] = deque(maxlen=CAPACITY)
         self._issued = 0
 
     def issue(self, text: str, details: dict[str, Any]) -> FlightEntry:
-        """A new operation."""
+        """The entry of a new operation."""
         self._issued += 1
-        flight = FlightEntry(self._issued, text, details, issued_ns=time.monotonic_ns())
-        self._ring.append(flight)
-        return flight
+        entry = FlightEntry(self._issued, text, details, issued_ns=time.monotonic_ns())
+        self._ring.append(entry)
+        return entry
 
     def list(self) -> list[FlightEntry]:
-        """Oldest first."""
+        """The entries, oldest first."""
         return list(self._ring)
 
 
 class Recorded(Protocol):
-    """A communicator, as far as it is recorded."""
+    """A communicator, as far as the flight recorder reads it."""
 
     @property
     def global_rank(self) -> int:
-        """Of this process, in the default group."""
+        """The rank of this process in the default group."""
 
     def record(self) -> dict[str, Any]:
-        """Who it is, its failure, its last operations."""
+        """The communicator's identity, failure and last operations."""
 
 
 _lock = threading.Lock()
@@ -89,18 +98,20 @@ _recorded: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def add(communicator: Recorded) -> None:
-    """From now on the communicator is in every record."""
+    """Include a communicator in every later record."""
     _recorded.add(communicator)
 
 
 def drop(communicator: Recorded) -> None:
-    """It is gone, with nothing left to say."""
+    """Exclude a communicator from later records."""
     _recorded.discard(communicator)
 
 
 def record(reason: str = "") -> dict[str, Any]:
-    """What this process knows of its communicators, as JSON values."""
-    communicators: list[Recorded] = sorted(_recorded, key=lambda each: str(each.record()["id"]))
+    """The record of all communicators of this process, as JSON values."""
+    communicators: list[Recorded] = sorted(
+        _recorded, key=lambda communicator: str(communicator.record()["id"])
+    )
     rank = communicators[0].global_rank if communicators else int(os.environ.get("RANK", "0"))
     return {
         "format": FORMAT,
@@ -109,25 +120,25 @@ def record(reason: str = "") -> dict[str, Any]:
         "pid": os.getpid(),
         "written": time.time(),
         "reason": reason,
-        "communicators": [each.record() for each in communicators],
+        "communicators": [communicator.record() for communicator in communicators],
     }
 
 
 def write(directory: str | Path, reason: str = "") -> Path:
-    """Write the record to ``rank-<n>.json``, whole or not at all; OSError where that cannot be."""
-    said = record(reason)
+    """Write the record to ``rank-<n>.json`` atomically; OSError if that is not possible."""
+    contents = record(reason)
     folder = Path(directory)
     with _lock:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"rank-{said['rank']}.json"
-        draft = folder / f".rank-{said['rank']}.{os.getpid()}"
-        draft.write_text(json.dumps(said, indent=1))
+        path = folder / f"rank-{contents['rank']}.json"
+        draft = folder / f".rank-{contents['rank']}.{os.getpid()}"
+        draft.write_text(json.dumps(contents, indent=1))
         draft.replace(path)
     return path
 
 
 def failed(reason: BaseException) -> None:
-    """A communicator failed: leave word of it where DTCOMM_FLIGHT_DIR says. Never raises."""
+    """Write the record of a failure to DTCOMM_FLIGHT_DIR, if that is set. Never raises."""
     directory = env.get("DTCOMM_FLIGHT_DIR")
     if not directory:
         return
@@ -137,27 +148,26 @@ def failed(reason: BaseException) -> None:
         warnings.warn(f"DTCOMM_FLIGHT_DIR={directory!r}: no flight record: {problem}", stacklevel=2)
 
 
-def describe(flights: list[FlightEntry], ranks: list[int]) -> list[dict[str, Any]]:
-    """Operations as JSON values, times in seconds of the wall clock, ranks as global ones."""
+def describe(entries: list[FlightEntry], ranks: list[int]) -> list[dict[str, Any]]:
+    """Operations as JSON values, with times in seconds of the wall clock and global ranks."""
     offset = time.time_ns() - time.monotonic_ns()
 
-    def wall(stamp: int) -> float | None:
+    def wall_clock(stamp: int) -> float | None:
         return (stamp + offset) * 1e-9 if stamp else None
 
-    said = []
-    for flight in flights:
-        under_way = flight.stage in ("started", "failed") and flight.waiting_for >= 0
-        said.append(
-            {
-                "number": flight.number,
-                "text": flight.text,
-                **flight.about,
-                "state": flight.stage,
-                "issued": wall(flight.issued_ns),
-                "started": wall(flight.started_ns),
-                "finished": wall(flight.finished_ns),
-                "waiting_for": ranks[flight.waiting_for] if under_way else None,
-                "waited_for": [ranks[peer] for peer in flight.waited_for],
-            }
-        )
-    return said
+    return [
+        {
+            "number": entry.number,
+            "text": entry.text,
+            **entry.details,
+            "state": entry.stage,
+            "issued": wall_clock(entry.issued_ns),
+            "started": wall_clock(entry.started_ns),
+            "finished": wall_clock(entry.finished_ns),
+            "waiting_for": ranks[entry.waiting_for]
+            if entry.stage in ("started", "failed") and entry.waiting_for >= 0
+            else None,
+            "waited_for": [ranks[peer] for peer in entry.waited_for],
+        }
+        for entry in entries
+    ]

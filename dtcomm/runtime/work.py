@@ -10,7 +10,8 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import torch
 
@@ -206,6 +207,67 @@ class StreamWork(Work):
                 self._streams.wait(self._event)
                 self._future.set_result(self._outputs)
         return self._future
+
+
+class Outcome(NamedTuple):
+    """What an operation that a runtime's thread has executed cost, and the event behind it on the thread's stream."""
+
+    wire_bytes: int
+    started_ns: int
+    finished_ns: int
+    event: Any
+    spans: Sequence[Span]
+
+
+class QueuedWork(Work):
+    """An operation that a runtime's thread executes."""
+
+    def __init__(self, outcome: Future[Outcome], outputs: Sequence[torch.Tensor], streams: Streams) -> None:
+        super().__init__(outputs)
+        self._outcome = outcome
+        self._streams = streams
+        self._future: TensorsFuture | None = None
+
+    def wait(self) -> None:
+        self._streams.wait(self._outcome.result().event)
+
+    def is_completed(self) -> bool:
+        return self._outcome.done()
+
+    def get_future(self) -> TensorsFuture:
+        if self._future is None:
+            self._future = self._streams.future()
+            self._outcome.add_done_callback(self._complete_future)
+        return self._future
+
+    def _complete_future(self, outcome: Future[Outcome]) -> None:
+        assert self._future is not None
+        failure = outcome.exception()
+        if isinstance(failure, Exception):
+            self._future.set_exception(failure)  # type: ignore[arg-type]
+        else:
+            with self._streams.on(self._streams.side_stream()):
+                self._streams.wait(outcome.result().event)
+                self._future.set_result(self._outputs)
+
+    @property
+    def wire_bytes(self) -> int:  # type: ignore[override]
+        return self._outcome.result().wire_bytes
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        return (self.finished_ns - self.started_ns) * 1e-9
+
+    @property
+    def started_ns(self) -> int:  # type: ignore[override]
+        return self._outcome.result().started_ns
+
+    @property
+    def finished_ns(self) -> int:  # type: ignore[override]
+        return self._outcome.result().finished_ns
+
+    def spans(self) -> list[Span]:
+        return list(self._outcome.result().spans)
 
 
 class CompositeWork(Work):

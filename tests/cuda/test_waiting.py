@@ -17,7 +17,7 @@ import dtcomm.collectives as C
 from dtcomm import ddp, fsdp, tp
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure.virtual_ranks import VirtualRanks
-from dtcomm.runtime.torchdist.transport import GroupExchange
+from dtcomm.runtime.torchdist.transport import NcclTransport
 from tests.cuda.cases import ON_A_DEVICE, PEER, Given
 from tests.support.host_sync_trace import Trace, trace
 
@@ -125,7 +125,7 @@ def nccl_by_itself(rank: int, world_size: int) -> dict[str, Any]:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=60)
     device = torch.device("cuda", 0)
-    exchange = GroupExchange(dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, options), "nccl", device)
+    exchange = NcclTransport(dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, options), "nccl", device)
     given = torch.arange(4096, dtype=torch.uint8, device=device)
     outs = [torch.zeros_like(given) for _ in range(2)]
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from dtcomm.runtime.bootstrap import cuda
-from dtcomm.runtime.torchdist.stream_runtime import StreamRuntime
+from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
 from tests.support.fake_cuda_tensor import device
 from tests.support.stream_checker import RecordedStreams
-from tests.support.thread_transport import Letters
+from tests.support.thread_transport import ThreadTransport
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def devices(streams: RecordedStreams, leave_out: str = "") -> Iterator[None]:
     kept = {name: vars(cuda)[name] for name in changed}
     kept_below = cuda.CudaBootstrap._backend_runtime
 
-    def below(joining: Any, own: Any, backend: str) -> StreamRuntime:
+    def below(joining: Any, own: Any, backend: str) -> TorchDistRuntime:
         gloo = joining._private_backend("gloo")
 
         def post(sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
@@ -31,7 +31,7 @@ def devices(streams: RecordedStreams, leave_out: str = "") -> Iterator[None]:
             for work in works:
                 work.wait()
 
-        return StreamRuntime(Letters(own, joining.rank, post, leave_out), own, joining.rank, lambda: None)
+        return TorchDistRuntime(ThreadTransport(own, joining.rank, post, leave_out), own, joining.rank)
 
     cuda.CudaBootstrap._backend_runtime = below  # type: ignore[assignment]
     vars(cuda).update(changed)

@@ -1,4 +1,4 @@
-"""What moves bytes between ranks that are threads, on a stream of the group's, which is judged as a device's."""
+"""A transport between ranks that are threads, on a stream of the group that is checked like a device's stream."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 
+from dtcomm.runtime.torchdist.transport import Transport
 from tests.support.op_recorder import unwatched
 from tests.support.stream_checker import GROUP, Clock, RecordedStreams
 
 
-class Letters:
-    """An ``Exchange`` of threads: what goes from one rank to another by ``post``, on a stream of the group's.
+class ThreadTransport(Transport):
+    """The executor's transport between threads; ``post`` moves the bytes, on a stream of the group.
 
-    ``post(sends, receives)`` returns when all of both have been handed over; see ``tests.runtime``.
+    ``post(sends, receives)`` takes (payload, peer) pairs and returns when all payloads have arrived.
     """
 
     name = "threads"
@@ -21,25 +22,30 @@ class Letters:
     def __init__(self, streams: RecordedStreams, rank: int, post: Any, leave_out: str = "") -> None:
         self._streams, self._rank, self._post, self._leave_out = streams, rank, post, leave_out
 
-    def all_to_all(self, out: torch.Tensor, out_parts: Any, given: torch.Tensor, given_parts: Any) -> Clock:
-        sends = zip(torch.split(given, list(given_parts)), range(len(given_parts)), strict=True)
-        takes = zip(torch.split(out, list(out_parts)), range(len(out_parts)), strict=True)
+    def all_to_all(
+        self, output: torch.Tensor, output_sizes: Any, input: torch.Tensor, input_sizes: Any
+    ) -> Clock:
+        sends = zip(torch.split(input, list(input_sizes)), range(len(input_sizes)), strict=True)
+        receives = zip(torch.split(output, list(output_sizes)), range(len(output_sizes)), strict=True)
         return self._go(
             [(part, peer) for part, peer in sends if part.numel()],
-            [(part, peer) for part, peer in takes if part.numel()],
+            [(part, peer) for part, peer in receives if part.numel()],
         )
 
-    def all_gather(self, out: torch.Tensor, given: torch.Tensor) -> Clock:
-        places = torch.split(out, given.numel())
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Clock:
+        places = torch.split(output, input.numel())
         others = [peer for peer in range(len(places)) if peer != self._rank]
-        return self._go([(given, peer) for peer in others], [(places[peer], peer) for peer in others])
+        return self._go([(input, peer) for peer in others], [(places[peer], peer) for peer in others])
 
-    def letters(self, sends: Any, receives: Any) -> Clock:
-        return self._go([each[:2] for each in sends], [each[:2] for each in receives])
+    def send_recv(self, sends: Any, receives: Any, checksum: bool, context: str) -> Clock:
+        return self._go([message[:2] for message in sends], [message[:2] for message in receives])
 
     def wait(self, handle: Clock) -> None:
         if self._leave_out != "exchange":
             self._streams.learn(self._streams.current(), handle)
+
+    def describe(self, device: torch.device) -> str:
+        return f"{self.name}, queued on streams of {device}"
 
     def _go(self, sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]]) -> Clock:
         streams = self._streams

@@ -6,6 +6,7 @@ one runtime: the engine if it works on every rank, else the group's own backend.
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtcomm import _C, env
+from dtcomm import env
+from dtcomm.device.streams import HostStreams, Streams
 from dtcomm.errors import DtcommError
 from dtcomm.kernels import dispatch
 from dtcomm.runtime import emulated_link
@@ -23,7 +25,6 @@ from dtcomm.runtime.bootstrap.tcp import Listener
 from dtcomm.runtime.native.chunk_size import MESSAGE_SLOT_BYTES
 from dtcomm.runtime.native.runtime import NativeRuntime
 from dtcomm.runtime.process_groups import group_store, group_timeout
-from dtcomm.runtime.torchdist.checksum_frames import Wire
 from dtcomm.runtime.types import Runtime
 
 Infos = Sequence[dict[str, Any]]
@@ -205,6 +206,8 @@ class CpuBootstrap:
             self.reason = failures[0]
             if variable := _variable_that_requires_engine():
                 raise DtcommError(f"{variable}, but {self.reason}")
+            if env.get("DTCOMM_LINK"):
+                raise DtcommError(f"DTCOMM_LINK: only the native engine emulates links, but {self.reason}")
             return
         native.single_copy = next((answer["single_copy"] for answer in answers if answer["single_copy"]), "")
         if native.single_copy and env.get("DTCOMM_SINGLE_COPY") == "on":
@@ -221,23 +224,21 @@ class CpuBootstrap:
 
     def _group_runtime(self) -> Runtime[Any]:
         """The runtime over the group's own backend."""
-        from dtcomm.runtime.torchdist.host_runtime import ProcessGroupRuntime
+        return self._message_runtime(self._private_group(), None)
 
-        waits = c10d.PrefixStore(self._prefix, self._store)
-        links = self._wires(emulated_link.links())
-        return ProcessGroupRuntime(
-            self._private_group(), self.names, self._timeout.total_seconds(), waits, links
-        )
+    def _message_runtime(self, group: Any, streams: Streams | None) -> Runtime[Any]:
+        """A runtime over the point-to-point messages of a group; ``streams`` are those of the device, None: the CPU."""
+        # Imported here: most processes use the engine and never need it.
+        from dtcomm.runtime.torchdist.consistency_check import compare_by_messages
+        from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
+        from dtcomm.runtime.torchdist.transport import GlooTransport
 
-    def _wires(self, links: emulated_link.Links) -> list[Wire | None]:
-        """The emulated link to each rank."""
-        inside = self._ranks_of_this_host()
-        wires: list[Wire | None] = []
-        for rank in range(self.size):
-            level = 0 if rank in inside else 1
-            found = links.between if level else links.inside
-            wires.append(None if found is None or rank == self.rank else Wire(_C.EmulatedNic(level), found))
-        return wires
+        wait_records = c10d.PrefixStore(self._prefix, self._store)
+        timeout_s = self._timeout.total_seconds()
+        transport = GlooTransport(group, self.names, timeout_s, wait_records, streams)
+        checks = env.get("DTCOMM_CHECK") == "1"
+        compare = functools.partial(compare_by_messages, transport, self.names) if checks else None
+        return TorchDistRuntime(transport, streams or HostStreams(), self.rank, compare=compare)
 
     def _ranks_of_this_host(self) -> tuple[int, ...]:
         return next(group for group in self.groups if self.rank in group)

@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import _C, env
 from dtcomm.device.streams import Streams, streams_of
-from dtcomm.errors import CollectiveMismatch, DtcommError
+from dtcomm.errors import DtcommError
 from dtcomm.kernels import dispatch
 from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
 from dtcomm.runtime.bootstrap.gpu_topology import describe_gpu, why_not_peers
@@ -19,9 +19,9 @@ from dtcomm.runtime.bootstrap.store_exchange import StoreExchange, require_equal
 from dtcomm.runtime.cuda_peer.launch import FusedRanks, launcher_for, layout_for
 from dtcomm.runtime.cuda_peer.memory import map_peers
 from dtcomm.runtime.cuda_peer.runtime import PeerRuntime
-from dtcomm.runtime.torchdist.host_runtime import ProcessGroupRuntime
-from dtcomm.runtime.torchdist.stream_runtime import StreamRuntime
-from dtcomm.runtime.torchdist.transport import GroupExchange
+from dtcomm.runtime.torchdist.consistency_check import compare_through_store
+from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
+from dtcomm.runtime.torchdist.transport import NcclTransport
 from dtcomm.runtime.types import Runtime
 
 
@@ -105,26 +105,16 @@ class CudaBootstrap(CpuBootstrap):
 
     def _backend_runtime(self, streams: Streams, backend: str) -> Runtime[Any]:
         """The runtime over the group's own backend."""
-        if backend == "nccl":
-            exchange = GroupExchange(self._private_backend("nccl"), "nccl", self._device)
-            compare = self._compare if env.get("DTCOMM_CHECK") == "1" else None
-            return StreamRuntime(exchange, streams, self.rank, exchange.close, compare=compare)
-        waits = c10d.PrefixStore(self._prefix, self._store)
-        gloo, timeout_s = self._private_backend("gloo"), self._timeout.total_seconds()
-        return ProcessGroupRuntime(gloo, self.names, timeout_s, waits, streams=streams)
+        if backend != "nccl":
+            return self._message_runtime(self._private_backend("gloo"), streams)
+        transport = NcclTransport(self._private_backend("nccl"), "nccl", self._device)
+        compare = self._compare if env.get("DTCOMM_CHECK") == "1" else None
+        return TorchDistRuntime(transport, streams, self.rank, compare=compare)
 
-    def _compare(self, text: str) -> None:
-        """Compare what this rank is about to do with all others, through the store."""
-        number, _, operation = text.partition(": ")
-        prefix = f"{self._prefix}/{number.replace(' ', '')}"
-        exchange = StoreExchange(self._store, prefix, self.rank, self.ranks, self._timeout)
-        operations = [info["operation"] for info in exchange.all_gather({"operation": operation})]
-        exchange.close()
-        if len(set(operations)) > 1:
-            listing = "; ".join(
-                f"{name}: {number}: {other}" for name, other in zip(self.names, operations, strict=True)
-            )
-            raise CollectiveMismatch(f"ranks disagree on what they do: {listing}")
+    def _compare(self, text: str, value: object) -> None:
+        call = text.partition(":")[0].replace(" ", "")
+        exchange = StoreExchange(self._store, f"{self._prefix}/{call}", self.rank, self.ranks, self._timeout)
+        compare_through_store(exchange, self.names, text)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

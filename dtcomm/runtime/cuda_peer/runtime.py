@@ -21,7 +21,7 @@ from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.cuda_peer.launch import FusedEpilogue, FusedPlan, FusedRanks, NoFusedKernel
 from dtcomm.runtime.flight_recorder import FlightEntry
-from dtcomm.runtime.torchdist.stream_runtime_base import Streamed
+from dtcomm.runtime.stream_runtime import StreamRuntime
 from dtcomm.runtime.types import NO_HOOKS, TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, Runtime
 from dtcomm.runtime.work import StreamWork, Work
 from dtcomm.schedule import Schedule
@@ -34,7 +34,7 @@ class FallbackPlan(NamedTuple):
     reason: str
 
 
-class PeerRuntime(Streamed):
+class PeerRuntime(StreamRuntime):
     """Runs a rank's collectives with fused kernels, and all others with a fallback runtime.
 
     Args:
@@ -112,7 +112,7 @@ class PeerRuntime(Streamed):
                 self._require_usable()
                 self._reasons[plan.reason] += 1
                 return self._fallback.submit(plan.plan, buffers, outputs, seed, hooks)
-            done = self._beside(
+            done = self._on_side_stream(
                 buffers, hooks or NO_HOOKS, lambda: self._queue(plan, buffers, hooks or NO_HOOKS)
             )
         return StreamWork(self._streams, done, outputs, plan.sent_bytes, self.check)
@@ -173,13 +173,12 @@ class PeerRuntime(Streamed):
             for step in remaining:
                 step()
 
-        done = self._enter(
-            plan,
-            begin,
-            lambda error: DtcommError(f"a fused collective could not be started: {error}"),
-        )
+        done = self._execute(plan, begin)
         self._copy_missing_rank(done)
         return done
+
+    def _failure_of(self, error: BaseException) -> DtcommError:
+        return DtcommError(f"a fused collective could not be started: {error}")
 
     def _copy_missing_rank(self, done: Any) -> None:
         """Copy the word that names a missing rank to the host, one copy at a time. A captured graph makes no copy."""

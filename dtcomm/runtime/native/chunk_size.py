@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from dtcomm import env
 from dtcomm.runtime.types import OpSpec
-from dtcomm.schedule import Schedule
 from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
 
 SLOT_BYTES = 512 * 1024
 # Through sockets more has to be under way: a peer whose core is busy otherwise answers milliseconds later.
 MESSAGE_SLOT_BYTES = 2 * 2**20
-# Of messages over a group's backend a smaller one costs more than its bytes do, a larger one leaves nothing to overlap;
-# in between a chunk makes about eight of them.
-SMALLEST_MESSAGE, LARGEST_MESSAGE = 256 * 1024, 1024 * 1024
 
 
 def piece_bytes(spec: OpSpec, ranks: int) -> int:
@@ -38,14 +34,6 @@ def message_piece(spec: OpSpec, ranks: int) -> int:
     if spec.collective not in CUT_AT_GRANULES:
         whole *= ranks
     return min(max(whole // 64, SLOT_BYTES), MESSAGE_SLOT_BYTES)
-
-
-def message_bytes(spec: OpSpec, schedule: Schedule) -> int:
-    """Bytes of payload that a message takes between the ranks of a torch.distributed group."""
-    payload = sum(part.codec.wire_bytes(part.numel, part.dtype) for part in spec.parts)
-    if schedule.collective in CUT_AT_GRANULES:
-        payload //= schedule.chunks
-    return min(max(payload // 8, SMALLEST_MESSAGE), LARGEST_MESSAGE)
 
 
 def tensor_bytes(spec: OpSpec) -> int:

@@ -1,4 +1,4 @@
-"""Where a program's chunks lie in the tensors of a call, and how they are cut into pieces.
+"""Layout of a program's chunks in the tensors of an operation, and the pieces that they are cut into.
 
 The native engine cuts in the same way (csrc/engine/plan.h), so an element's bytes do not depend on the runtime.
 """
@@ -13,10 +13,10 @@ from dtcomm.runtime.types import OpSpec
 
 
 class Slice(NamedTuple):
-    """A run of elements of one part, encoded on its own at byte ``wire_offset`` of its chunk's payload.
+    """A run of elements of one tensor of the message, encoded on its own.
 
-    Offsets into the input and the output count elements. ``wire_offset`` and ``wire_bytes`` are those of level 0's
-    codec, ``above`` the same of what crosses hosts.
+    ``part`` is the tensor; offsets into the input and the output count elements. ``wire_offset`` and ``wire_bytes``
+    place its payload in the chunk's payload at level 0, ``above`` at the level between hosts.
     """
 
     part: int
@@ -28,7 +28,7 @@ class Slice(NamedTuple):
     above: tuple[int, int] = (0, 0)
 
     def place(self, level: int) -> tuple[int, int]:
-        """(offset, bytes) in the payload of a level."""
+        """(offset, bytes) in the chunk's payload at a level."""
         return self.above if level else (self.wire_offset, self.wire_bytes)
 
 
@@ -37,15 +37,15 @@ Piece = tuple[Chunk, ...]
 
 
 def payload_bytes(chunk: Chunk, level: int = 0) -> int:
-    """Bytes of a chunk's payload in one piece; 0 where the piece holds nothing of it."""
+    """Bytes of a chunk's payload in one piece; 0 if the piece contains nothing of the chunk."""
     return sum(chunk[-1].place(level)) if chunk else 0
 
 
 def lay_out(spec: OpSpec, chunks: int, elements: int) -> tuple[Piece, ...]:
-    """The pieces in order, each with a run of slices per chunk.
+    """The pieces of an operation in order, each with the slices of every chunk.
 
-    A piece takes from each chunk the next whole granules until it has at least ``elements`` of it, or until the
-    chunk ends: short chunks are empty in the last pieces.
+    A piece takes from each chunk the next whole granules until it has at least ``elements`` of it, or until the chunk
+    ends: short chunks are empty in the last pieces.
     """
     columns = [list(_pieces(spec, chunk, chunks, elements)) for chunk in range(chunks)]
     rows = max(map(len, columns))
@@ -53,8 +53,9 @@ def lay_out(spec: OpSpec, chunks: int, elements: int) -> tuple[Piece, ...]:
 
 
 def piece_elements(spec: OpSpec, chunks: int, message_bytes: int) -> int:
-    """How many elements of a chunk a piece takes so that none of its messages but the last is below
-    ``message_bytes`` bytes, and all are about the same.
+    """The number of elements of a chunk that a piece takes.
+
+    No message but the last is smaller than ``message_bytes`` bytes, and all are about equal.
     """
     unit = min((part.granularity for part in spec.parts), default=1)
     least = 1
@@ -67,7 +68,7 @@ def piece_elements(spec: OpSpec, chunks: int, message_bytes: int) -> int:
 
 
 def _runs(spec: OpSpec, chunk: int, chunks: int) -> Iterator[Slice]:
-    # A part is cut at its own granules, so which rank sums an element does not depend on what else is in the
+    # A tensor is cut at its own granules, so which rank sums an element does not depend on what else is in the
     # message; the shards of a scatter or gather are the caller's.
     for index, part in enumerate(spec.parts):
         start_in = start_out = 0
@@ -88,7 +89,7 @@ def _runs(spec: OpSpec, chunk: int, chunks: int) -> Iterator[Slice]:
 
 
 def _exchanged(spec: OpSpec, numel: int, chunk: int, ranks: int) -> tuple[int, int, int]:
-    # Offsets into the sender's input and the receiver's output, and how many elements.
+    # Offsets into the sender's input and the receiver's output, and the number of elements.
     src, dst = divmod(chunk, ranks)
     if not spec.splits:
         return dst * numel, src * numel, numel
@@ -99,15 +100,15 @@ def _exchanged(spec: OpSpec, numel: int, chunk: int, ranks: int) -> tuple[int, i
 
 def _pieces(spec: OpSpec, chunk: int, chunks: int, elements: int) -> Iterator[Chunk]:
     slices: list[Slice] = []
-    room = elements
+    left = elements  # to take in the current piece
     for run in _runs(spec, chunk, chunks):
         part = spec.parts[run.part]
         done = 0
         while done < run.numel:
-            if room <= 0:
+            if left <= 0:
                 yield tuple(slices)
-                slices, room = [], elements
-            whole = -(-room // part.granularity) * part.granularity
+                slices, left = [], elements
+            whole = -(-left // part.granularity) * part.granularity
             take = min(run.numel - done, whole)
             slices.append(
                 Slice(
@@ -121,6 +122,6 @@ def _pieces(spec: OpSpec, chunk: int, chunks: int, elements: int) -> Iterator[Ch
                 )
             )
             done += take
-            room -= take
+            left -= take
     if slices:
         yield tuple(slices)

@@ -1,186 +1,246 @@
-"""A program as rounds: what a rank computes, hands to its group in one go, and computes from what came.
+"""Plans of the executor: a program laid over the tensors of one operation and cut into rounds.
 
-A group's collectives are faster than its messages and take one launch, so a step in which every rank sends to every
-other one becomes an all_to_all or an all_gather of bytes. All ranks read that off the same schedule.
+In a round a rank computes, hands bytes to its group in one go, and computes from what arrived. A group's collectives
+are faster than its messages and take one launch, so a step in which every rank sends to every other one becomes an
+all_to_all or an all_gather of bytes. All ranks derive that from the same schedule.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from dtcomm.runtime.torchdist.layout import Piece, payload_bytes
-from dtcomm.runtime.torchdist.plan import ALIGNMENT, Box, Plan
+from dtcomm.runtime.torchdist.layout import Piece, lay_out, payload_bytes, piece_elements
 from dtcomm.runtime.types import OpSpec
-from dtcomm.schedule import Schedule
-from dtcomm.schedule.ir import Origin, Version, trace
+from dtcomm.schedule import Schedule, lower
+from dtcomm.schedule.ir import CUT_AT_GRANULES, Origin, Version, trace
 from dtcomm.schedule.lower import steps
-from dtcomm.schedule.program import Forward, Instruction, Receive, Send
+from dtcomm.schedule.program import Encode, Forward, Instruction, Local, Receive, Reduce, Send
 
 ALL_TO_ALL, ALL_GATHER, MESSAGES, NOTHING = "all_to_all", "all_gather", "messages", ""
-# A launch and its bookkeeping take as long as some megabytes: smaller pieces would overlap nothing.
-LEAST_PIECE_BYTES = 4 * 2**20
-MOST_PIECES = 8
+ALIGNMENT = 64
+# On a device a launch and its bookkeeping take as long as some megabytes: smaller pieces would overlap nothing.
+MIN_DEVICE_PIECE_BYTES = 4 * 2**20
+MAX_DEVICE_PIECES = 8
+# On hosts a smaller message costs more than its bytes do, and a larger one leaves nothing to overlap; in between a
+# chunk is cut into about eight messages.
+MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 256 * 1024, 1024 * 1024
+# Pieces that a host starts before it waits for the first: a peer whose core is busy then does not stop this rank.
+HOST_LOOKAHEAD = 2
+CHECKSUM_BYTES = 4
 
-Sized = tuple[int, int]  # (chunk, level): the payload's size in a piece follows
+PayloadKey = tuple[int, int]  # (rank, number of the payload among those that the rank encodes)
+SizedChunk = tuple[int, int]  # (chunk, level), which gives the payload's size in a piece
 
 
-class Parcel(NamedTuple):
-    """A box that goes to or comes from a peer."""
+class Payload(NamedTuple):
+    """A payload that goes to or comes from a peer."""
 
     peer: int
-    box: Box
-    sized: Sized
+    key: PayloadKey
+    chunk: SizedChunk
 
 
 class Round(NamedTuple):
-    """One step of a rank: instructions are (position in the program, instruction), arithmetic alone.
+    """One step of a rank.
 
-    ``everybody`` is what each rank contributes to an all_gather; ``forwards`` are boxes and whose bytes they are.
+    ``before`` and ``after`` are the computations before and after the exchange, as (position in the program,
+    instruction). ``kind`` is how the group is used. ``all_payloads`` is what each rank contributes to an all_gather.
+    ``forwards`` are payloads that are passed on, each with the payload that it is a copy of.
     """
 
     before: tuple[tuple[int, Instruction], ...]
-    way: str
-    sends: tuple[Parcel, ...]
-    receives: tuple[Parcel, ...]
+    kind: str
+    sends: tuple[Payload, ...]
+    receives: tuple[Payload, ...]
     after: tuple[tuple[int, Instruction], ...]
-    everybody: tuple[Sized, ...] = ()
-    forwards: tuple[tuple[Box, Box], ...] = ()
+    all_payloads: tuple[SizedChunk, ...] = ()
+    forwards: tuple[tuple[PayloadKey, PayloadKey], ...] = ()
 
 
 class Region(NamedTuple):
-    """Where a round's bytes lie in a piece's memory: ``parts`` are bytes by rank."""
+    """Where the bytes of a round lie in a piece's memory; ``sizes`` are bytes by rank."""
 
     start: int
-    parts: tuple[int, ...]
+    sizes: tuple[int, ...]
 
     @property
     def stop(self) -> int:
-        return self.start + sum(self.parts)
+        """The end of the region."""
+        return self.start + sum(self.sizes)
 
 
-class Rounds:
-    """The plan of calls of one shape.
+class RoundsPlan:
+    """The plan of one operation for one rank.
 
-    ``order`` lists (piece, round) in the order in which all ranks hand rounds to the group: each piece one round behind
-    the one before it, the newest first, so that its encoding runs beside the exchange of the others. A round reads what
-    rounds before it in this order have brought, whatever the rank: nobody waits in a circle.
+    Attributes:
+        spec, text: The operation, and the same as text.
+        instructions: The rank's program.
+        pieces: The pieces that the tensors are cut into.
+        rounds: The rounds that every piece goes through.
+        order: (piece, round) in the order in which all ranks hand rounds to the group. Each piece is ``lookahead``
+            rounds behind the one before it, and the newest piece comes first, so that its encoding overlaps the
+            exchange of the others. A round reads only what earlier rounds of this order have brought, on any rank,
+            so ranks cannot wait in a circle.
+        places: For each piece, the byte offset of each payload in the piece's memory.
+        regions: For each piece and round, the regions that are sent and received.
+        memory_bytes: For each piece, the size of its memory.
+        residual_reads, residual_writes: Positions of the instructions that read and rewrite the residual.
+        fingerprint: A number that makes the tags of different operations differ, so that a message is never received
+            into a buffer meant for another operation.
+        sent_bytes: Bytes that this rank sends in one call; the padding of an all_gather is not counted.
+
+    Args:
+        spec: The operation.
+        schedule: Its schedule.
+        rank: This rank.
+        message_bytes: Payload bytes of a chunk that a piece takes at least; 0: chosen by size for a device.
+        collectives: Whether steps may become collectives of the group; otherwise all are messages.
+        lookahead: See ``order``.
     """
 
-    def __init__(self, spec: OpSpec, schedule: Schedule, rank: int, message_bytes: int = 0) -> None:
-        self.ranks, self.rank, self.spec = schedule.ranks, rank, spec
-        payload = sum(part.codec.wire_bytes(part.numel, part.dtype) for part in spec.parts)
-        whole = max(LEAST_PIECE_BYTES, -(-payload // MOST_PIECES))
-        self.plan = Plan(spec, schedule, rank, message_bytes or max(1, whole // schedule.chunks))
-        self.text = self.plan.text
-        self.rounds = tuple(_rounds(schedule, self.plan))
-        pieces, rounds = len(self.plan.pieces), len(self.rounds)
-        self.order = [
-            (piece, time - piece)
-            for time in range(pieces + rounds - 1)
-            for piece in range(min(time, pieces - 1), -1, -1)
-            if time - piece < rounds
-        ]
-        self.places: list[dict[Box, int]] = []
-        self.regions: list[list[tuple[Region, Region]]] = []  # of what is sent and of what comes
-        self.bytes: list[int] = []
+    def __init__(
+        self,
+        spec: OpSpec,
+        schedule: Schedule,
+        rank: int,
+        message_bytes: int = 0,
+        collectives: bool = True,
+        lookahead: int = 1,
+    ) -> None:
+        program = lower(schedule, rank)
+        self.spec, self.text = spec, str(spec)
+        self.rank, self.ranks = rank, schedule.ranks
+        self.instructions = program.instructions
+        self.divisor = program.ranks if spec.op == "avg" else 1
+        self.pieces: tuple[Piece, ...] = ()
+        if spec.parts:
+            least = message_bytes or device_message_bytes(spec, schedule)
+            self.pieces = lay_out(spec, program.chunks, piece_elements(spec, program.chunks, least))
+        self.residual_reads, self.residual_writes = _residual_positions(self.instructions)
+        self.rounds = tuple(_rounds(schedule, rank, self.instructions, collectives))
+        self.order = [(piece, at) for piece in range(len(self.pieces)) for at in range(len(self.rounds))]
+        self.order.sort(key=lambda step: (step[0] + lookahead * step[1], -step[0]))
+        self.fingerprint = zlib.crc32(self.text.encode())
+        self.places: list[dict[PayloadKey, int]] = []
+        self.regions: list[list[tuple[Region, Region]]] = []
+        self.memory_bytes: list[int] = []
         self.sent_bytes = 0
-        for piece in self.plan.pieces:
+        for piece in self.pieces:
             self._place(piece)
 
     def _place(self, piece: Piece) -> None:
-        places: dict[Box, int] = {}
+        places: dict[PayloadKey, int] = {}
         regions: list[tuple[Region, Region]] = []
         at = 0
 
-        def size(sized: Sized) -> int:
-            return payload_bytes(piece[sized[0]], sized[1])
+        def size(chunk: SizedChunk) -> int:
+            return payload_bytes(piece[chunk[0]], chunk[1])
 
-        def lay(parcels: Sequence[Parcel]) -> Region:
+        def region_of(payloads: Sequence[Payload]) -> Region:
             nonlocal at
-            parts, start = [0] * self.ranks, at
-            for parcel in parcels:  # by peer
-                places[parcel.box] = at
-                parts[parcel.peer] = size(parcel.sized)
-                at += parts[parcel.peer]
+            sizes, start = [0] * self.ranks, at
+            for payload in payloads:  # in order of their peers
+                places[payload.key] = at
+                sizes[payload.peer] = size(payload.chunk)
+                at += sizes[payload.peer]
             at = _aligned(at)
-            return Region(start, tuple(parts))
+            return Region(start, tuple(sizes))
 
         for each in self.rounds:
-            for box, source in each.forwards:
-                places[box] = places[source]
-            if each.way == ALL_TO_ALL:
-                regions.append((lay(each.sends), lay(each.receives)))
-            elif each.way == ALL_GATHER:
-                largest = max(map(size, each.everybody))
+            for key, source in each.forwards:
+                places[key] = places[source]
+            if each.kind == ALL_TO_ALL:
+                regions.append((region_of(each.sends), region_of(each.receives)))
+            elif each.kind == ALL_GATHER:
+                largest = max(map(size, each.all_payloads))
                 region = Region(at, (largest,) * self.ranks)
-                for parcel in (*each.receives, each.sends[0]._replace(peer=self.rank)):
-                    places[parcel.box] = at + parcel.peer * largest
+                for payload in (*each.receives, each.sends[0]._replace(peer=self.rank)):
+                    places[payload.key] = at + payload.peer * largest
                 at = _aligned(region.stop)
                 regions.append((Region(region.start + self.rank * largest, (largest,)), region))
             else:
                 regions.append((Region(at, ()), Region(at, ())))
-                for parcel in (*each.sends, *each.receives):
-                    if parcel.box not in places:
-                        places[parcel.box] = at
-                        at = _aligned(at + size(parcel.sized))
+                for payload in (*each.sends, *each.receives):
+                    if payload.key not in places:
+                        places[payload.key] = at
+                        at = _aligned(at + size(payload.chunk))
         self.places.append(places)
         self.regions.append(regions)
-        self.bytes.append(at)
-        # What other ranks are handed; the padding of an all_gather is not counted.
-        self.sent_bytes += sum(size(parcel.sized) for each in self.rounds for parcel in each.sends)
+        self.memory_bytes.append(at)
+        sizes = [size(payload.chunk) for each in self.rounds for payload in each.sends]
+        self.sent_bytes += sum(sizes)
+        if self.spec.checksum:
+            self.sent_bytes += CHECKSUM_BYTES * sum(1 for nbytes in sizes if nbytes)
+
+
+def device_message_bytes(spec: OpSpec, schedule: Schedule) -> int:
+    """Payload bytes of a chunk that a piece takes on a device."""
+    payload = sum(part.codec.wire_bytes(part.numel, part.dtype) for part in spec.parts)
+    whole = max(MIN_DEVICE_PIECE_BYTES, -(-payload // MAX_DEVICE_PIECES))
+    return max(1, whole // schedule.chunks)
+
+
+def host_message_bytes(spec: OpSpec, schedule: Schedule) -> int:
+    """Payload bytes of a chunk that a piece takes where the host sends messages."""
+    payload = sum(part.codec.wire_bytes(part.numel, part.dtype) for part in spec.parts)
+    if schedule.collective in CUT_AT_GRANULES:
+        payload //= schedule.chunks
+    return min(max(payload // 8, MIN_MESSAGE_BYTES), MAX_MESSAGE_BYTES)
 
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _rounds(schedule: Schedule, plan: Plan) -> Iterator[Round]:
-    step_of = steps(schedule, plan.rank)
-    ways = _ways(schedule)
-    for step in range(schedule.steps + 1):  # the last one has what nobody sent
+def _rounds(
+    schedule: Schedule, rank: int, instructions: Sequence[Instruction], collectives: bool
+) -> Iterator[Round]:
+    step_of = steps(schedule, rank)
+    kinds = _collective_kinds(schedule) if collectives else {}
+    for step in range(schedule.steps + 1):  # the last one has the computations on what is never sent
         before: list[tuple[int, Instruction]] = []
         after: list[tuple[int, Instruction]] = []
-        sends: list[Parcel] = []
-        receives: list[Parcel] = []
-        forwards: list[tuple[Box, Box]] = []
-        for at, instruction in enumerate(plan.instructions):
+        sends: list[Payload] = []
+        receives: list[Payload] = []
+        forwards: list[tuple[PayloadKey, PayloadKey]] = []
+        for at, instruction in enumerate(instructions):
             if step_of[at] != step:
                 continue
             match instruction:
-                case Send(chunk=chunk, payload_id=box, peers=peers, level=level):
-                    sends += [Parcel(peer, (plan.rank, box), (chunk, level)) for peer in peers]
-                case Receive(chunk=chunk, peer=peer, payload_id=box, level=level):
-                    receives.append(Parcel(peer, (peer, box), (chunk, level)))
-                case Forward(peer=peer, source_id=source, payload_id=box):
-                    forwards.append(((plan.rank, box), (peer, source)))
+                case Send(chunk=chunk, payload_id=payload_id, peers=peers, level=level):
+                    sends += [Payload(peer, (rank, payload_id), (chunk, level)) for peer in peers]
+                case Receive(chunk=chunk, peer=peer, payload_id=payload_id, level=level):
+                    receives.append(Payload(peer, (peer, payload_id), (chunk, level)))
+                case Forward(peer=peer, source_id=source, payload_id=payload_id):
+                    forwards.append(((rank, payload_id), (peer, source)))
                 case _:
                     (after if receives else before).append((at, instruction))
-        way, everybody = ways.get(step, (NOTHING, ()))
-        if way == MESSAGES and not sends and not receives:
-            way = NOTHING
+        kind, all_payloads = kinds.get(step, (MESSAGES, ()))
+        if kind == MESSAGES and not sends and not receives:
+            kind = NOTHING
         yield Round(
             tuple(before),
-            way,
+            kind,
             tuple(sorted(sends)),
             tuple(sorted(receives)),
             tuple(after),
-            everybody,
+            all_payloads,
             tuple(forwards),
         )
 
 
-def _ways(schedule: Schedule) -> dict[int, tuple[str, tuple[Sized, ...]]]:
-    """How each step is handed to the group: the same on all ranks."""
+def _collective_kinds(schedule: Schedule) -> dict[int, tuple[str, tuple[SizedChunk, ...]]]:
+    """The steps that are an all_to_all or an all_gather of the group, the same on all ranks."""
     ranks = schedule.ranks
     sent: dict[int, dict[tuple[int, int], list[Version]]] = {}
     for version in trace(schedule).versions:
         for transfer in version.sends:
             sent.setdefault(transfer.step, {}).setdefault((transfer.src, transfer.dst), []).append(version)
-    ways: dict[int, tuple[str, tuple[Sized, ...]]] = {}
+    kinds: dict[int, tuple[str, tuple[SizedChunk, ...]]] = {}
     for step, pairs in sent.items():
-        ways[step] = MESSAGES, ()
-        versions = [version for each in pairs.values() for version in each]
+        versions = [version for of_pair in pairs.values() for version in of_pair]
         if len(versions) != ranks * (ranks - 1) or len(pairs) != len(versions):
             continue
         if any(
@@ -189,8 +249,29 @@ def _ways(schedule: Schedule) -> dict[int, tuple[str, tuple[Sized, ...]]]:
         ):
             continue
         if len(set(map(id, versions))) == len(versions):
-            ways[step] = ALL_TO_ALL, ()
+            kinds[step] = ALL_TO_ALL, ()
         elif len(set(map(id, versions))) == ranks:
             by_rank = {version.rank: (version.chunk, version.level) for version in versions}
-            ways[step] = ALL_GATHER, tuple(by_rank[rank] for rank in range(ranks))
-    return ways
+            kinds[step] = ALL_GATHER, tuple(by_rank[rank] for rank in range(ranks))
+    return kinds
+
+
+def _residual_positions(instructions: Sequence[Instruction]) -> tuple[frozenset[int], frozenset[int]]:
+    # The residual belongs to the rank's own contribution: it is added where the input is read, and rewritten by the
+    # chunk's encoding or set to zero where the contribution leaves unencoded.
+    reads: dict[int, int] = {}
+    encodes: dict[int, int] = {}
+    for at, instruction in enumerate(instructions):
+        match instruction:
+            case Encode(chunk=chunk):
+                reads.setdefault(chunk, at)
+                encodes.setdefault(chunk, at)
+            case Reduce(chunk=chunk, local=local, payload_id=payload_id):
+                if local is Local.INPUT:
+                    reads.setdefault(chunk, at)
+                if payload_id is not None:
+                    encodes.setdefault(chunk, at)
+            case _:
+                pass
+    writes = {encodes.get(chunk, at) for chunk, at in reads.items()}
+    return frozenset(reads.values()), frozenset(writes)

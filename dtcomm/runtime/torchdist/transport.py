@@ -1,77 +1,275 @@
-"""A torch.distributed group as something that moves bytes in rounds, each handed over in one go."""
+"""Transports: how the executor over a torch.distributed group moves the bytes of a round.
+
+:class:`NcclTransport` queues collectives and messages on streams. :class:`GlooTransport` sends point-to-point messages
+that the host waits for, from and to a device through host memory, and finds the rank that caused a failure.
+"""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
-from typing import Any, Protocol
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch._C import _distributed_c10d as _c10d
+from torch.distributed import distributed_c10d as c10d
 
-Letter = tuple[torch.Tensor, int, int]  # bytes, the peer, a tag where the backend knows tags
+from dtcomm import _C
+from dtcomm.device.streams import Streams
+from dtcomm.errors import PayloadCorrupt
+from dtcomm.runtime.flight_recorder import FlightEntry
+from dtcomm.runtime.torchdist.fault_attribution import FaultAttribution, connection_error
+
+CHECKSUM = struct.Struct("<I")  # CRC32C
 
 
-class Exchange(Protocol):
-    """What a :class:`~dtcomm.runtime.torchdist.stream_runtime.StreamRuntime` hands rounds to.
+class P2PMessage(NamedTuple):
+    """One point-to-point message: its bytes, the other rank and, for backends that match by tag, its tag."""
 
-    What is started follows the current stream; nothing is waited for. The memory stays as it is, and is kept, until
-    the handle was waited for.
+    payload: torch.Tensor
+    peer: int
+    tag: int
+
+
+class Transport:
+    """Moves bytes in rounds. ``start`` methods queue after the current stream's work and do not wait for it.
+
+    A payload stays as it is, and is kept alive, until its handle has been waited for.
+
+    Attributes:
+        name: The backend's name.
+        blocks_host: Whether ``wait`` blocks the host until the bytes have arrived; otherwise it makes the current
+            stream wait.
+        entry: The flight-recorder entry of the operation that is running, to note which ranks it waits for.
     """
 
     name: str
+    blocks_host = False
+    entry: FlightEntry | None = None
 
     def all_to_all(
-        self, out: torch.Tensor, out_parts: Sequence[int], given: torch.Tensor, given_parts: Sequence[int]
+        self,
+        output: torch.Tensor,
+        output_sizes: Sequence[int],
+        input: torch.Tensor,
+        input_sizes: Sequence[int],
     ) -> Any:
-        """Bytes to and from every rank, in rank order; parts count bytes."""
+        """Start an all-to-all of bytes; sizes are in bytes, by rank. Only if the host is not blocked."""
+        raise NotImplementedError
 
-    def all_gather(self, out: torch.Tensor, given: torch.Tensor) -> Any:
-        """Every rank's ``given`` to all; ``given`` may be this rank's place in ``out``."""
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Any:
+        """Start an all-gather; ``input`` may be a part of ``output``. Only if the host is not blocked."""
+        raise NotImplementedError
 
-    def letters(self, sends: Sequence[Letter], receives: Sequence[Letter]) -> Any:
-        """Messages to and from some ranks; two ranks list what is between them in the same order."""
+    def send_recv(
+        self, sends: Sequence[P2PMessage], receives: Sequence[P2PMessage], checksum: bool, context: str
+    ) -> Any:
+        """Start messages to and from some ranks; two ranks list what is between them in the same order.
+
+        With ``checksum`` every payload travels with its CRC32C. ``context`` is for error messages.
+        """
+        raise NotImplementedError
 
     def wait(self, handle: Any) -> None:
-        """The current stream waits for what was started; on the CPU the caller does."""
+        """Wait for what was started; see ``blocks_host``."""
+        raise NotImplementedError
+
+    def describe(self, device: torch.device) -> str:
+        """How bytes move, for reports."""
+        raise NotImplementedError
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set how long later waits last, if the transport waits at all."""
+
+    def close(self) -> None:
+        """Leave the group; does nothing the second time."""
 
 
-class GroupExchange:
-    """Over the backend called ``name``, which nobody else may use, with tensors of ``device``."""
+class NcclTransport(Transport):
+    """Collectives and messages of a private backend, queued on its own stream.
+
+    Args:
+        backend: A NCCL backend that carries nothing else. Tests use Gloo on CPU tensors.
+        name: Its name, for reports.
+        device: The device of the tensors.
+    """
 
     def __init__(self, backend: Any, name: str, device: torch.device) -> None:
-        self._group = backend
+        self._backend = backend
         self.name = name
-        # As one launch: a group of several messages, not of one after the other that could wait for each other.
-        self._together = device.type != "cpu"
+        # As one launch, in which messages do not wait for each other.
+        self._coalesce = device.type != "cpu"
 
     def all_to_all(
-        self, out: torch.Tensor, out_parts: Sequence[int], given: torch.Tensor, given_parts: Sequence[int]
+        self,
+        output: torch.Tensor,
+        output_sizes: Sequence[int],
+        input: torch.Tensor,
+        input_sizes: Sequence[int],
     ) -> list[Any]:
-        options = _c10d.AllToAllOptions()
-        _on_its_own_stream(options)
-        return [self._group.alltoall_base(out, given, list(out_parts), list(given_parts), options)]
+        options = _on_own_stream(_c10d.AllToAllOptions())
+        return [self._backend.alltoall_base(output, input, list(output_sizes), list(input_sizes), options)]
 
-    def all_gather(self, out: torch.Tensor, given: torch.Tensor) -> list[Any]:
-        options = _c10d.AllgatherOptions()
-        _on_its_own_stream(options)
-        return [self._group._allgather_base(out, given, options)]
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> list[Any]:
+        return [self._backend._allgather_base(output, input, _on_own_stream(_c10d.AllgatherOptions()))]
 
-    def letters(self, sends: Sequence[Letter], receives: Sequence[Letter]) -> list[Any]:
-        if self._together:
-            self._group._start_coalescing()
-        works = [self._group.recv([into], peer, tag) for into, peer, tag in receives]
-        works += [self._group.send([bytes], peer, tag) for bytes, peer, tag in sends]
-        return [self._group._end_coalescing()] if self._together else works
+    def send_recv(
+        self, sends: Sequence[P2PMessage], receives: Sequence[P2PMessage], checksum: bool, context: str
+    ) -> list[Any]:
+        if self._coalesce:
+            self._backend._start_coalescing()
+        works = [self._backend.recv([message.payload], message.peer, message.tag) for message in receives]
+        works += [self._backend.send([message.payload], message.peer, message.tag) for message in sends]
+        return [self._backend._end_coalescing()] if self._coalesce else works
 
     def wait(self, handle: list[Any]) -> None:
         for work in handle:
-            work.wait()  # without a timeout: with one, NCCL would hold the host
+            work.wait()  # without a timeout: with one, NCCL would block the host
+
+    def describe(self, device: torch.device) -> str:
+        return f"{self.name}, queued on streams of {device}"
 
     def close(self) -> None:
-        """End it, and what it still does."""
-        (getattr(self._group, "shutdown", None) or self._group._shutdown)()
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            (getattr(backend, "shutdown", None) or backend._shutdown)()
 
 
-def _on_its_own_stream(options: Any) -> None:
+def _on_own_stream(options: Any) -> Any:
     # Otherwise some versions of torch run the collective on the caller's stream, where nothing overlaps it.
     options.asyncOp = True
+    return options
+
+
+class _Started(NamedTuple):
+    """A message under way: the backend's handle, and for a receive the payload and the host buffer that it fills."""
+
+    work: Any
+    peer: int
+    payload: torch.Tensor | None
+    buffer: torch.Tensor
+    checksum: bool
+    context: str
+
+
+class GlooTransport(Transport):
+    """Point-to-point messages of a private Gloo group, or of any backend that matches messages by tag.
+
+    Tensors of a device go through host memory: before a send the host waits for the payload alone, and what arrives is
+    copied in the stream's order. Torch's allocator of pinned memory keeps a buffer until the copies are done.
+
+    Args:
+        group: A group or backend that carries nothing else.
+        names: How errors name each rank.
+        timeout_s: Seconds that a wait lasts.
+        store: Where ranks record whom they gave up on; None: the group's own store.
+        streams: The streams of the tensors' device; None: CPU tensors.
+    """
+
+    name = "gloo"
+    blocks_host = True
+
+    def __init__(
+        self,
+        group: Any,
+        names: Sequence[str],
+        timeout_s: float,
+        store: Any = None,
+        streams: Streams | None = None,
+    ) -> None:
+        self.rank: int = group.rank()
+        self._group: Any = group
+        self._names = list(names)
+        self._timeout = timedelta(seconds=timeout_s)
+        self._attribution = FaultAttribution(group, self._names, timeout_s, store)
+        self._streams = streams
+
+    def send_recv(
+        self, sends: Sequence[P2PMessage], receives: Sequence[P2PMessage], checksum: bool, context: str
+    ) -> list[_Started]:
+        started = []
+        for message in receives:
+            buffer = self._receive_buffer(message.payload, checksum)
+            work = self._start("recv", buffer, message)
+            payload = None if buffer is message.payload else message.payload
+            started.append(_Started(work, message.peer, payload, buffer, checksum, f"receiving {context}"))
+        for message, buffer in zip(sends, self._send_buffers(sends, checksum), strict=True):
+            work = self._start("send", buffer, message)
+            started.append(_Started(work, message.peer, None, buffer, False, f"sending {context}"))
+        return started
+
+    def wait(self, handle: Sequence[_Started]) -> None:
+        for message in handle:
+            self._note_waiting(message.peer)
+            try:
+                message.work.wait(self._timeout)
+            except RuntimeError as error:
+                cause = connection_error(self._group, message.peer, error)
+                raise self._attribution.error(message.peer, cause, message.context) from error
+            if message.payload is not None:
+                self._unpack(message, message.payload)
+
+    def describe(self, device: torch.device) -> str:
+        staged = "" if self._streams is None else f", through the host's memory from and to {device}"
+        return f"messages of the group's backend{staged}"
+
+    def set_timeout(self, seconds: float) -> None:
+        self._timeout = timedelta(seconds=seconds)
+        self._attribution.set_timeout(seconds)
+
+    def close(self) -> None:
+        # Dropping the group closes its connections, which wakes the ranks that wait for this one.
+        group, self._group = self._group, None
+        if group is not None and group in c10d._world.pg_map:
+            dist.destroy_process_group(group)
+
+    def _receive_buffer(self, payload: torch.Tensor, checksum: bool) -> torch.Tensor:
+        if checksum:
+            return torch.empty(payload.numel() + CHECKSUM.size, dtype=torch.uint8)
+        return payload if self._streams is None else self._streams.staging(payload.numel())
+
+    def _send_buffers(self, sends: Sequence[P2PMessage], checksum: bool) -> list[torch.Tensor]:
+        buffers = [message.payload for message in sends]
+        if self._streams is not None and buffers:
+            streams = self._streams
+            buffers = [
+                streams.staging(payload.numel()).copy_(payload, non_blocking=True) for payload in buffers
+            ]
+            streams.synchronize(streams.record())
+        return [_with_checksum(buffer) for buffer in buffers] if checksum else buffers
+
+    def _unpack(self, message: _Started, payload: torch.Tensor) -> None:
+        size = payload.numel()
+        if message.checksum:
+            (sent,) = CHECKSUM.unpack(message.buffer[size:].numpy().tobytes())
+            arrived = _C.crc32c(message.buffer.data_ptr(), size)
+            if sent != arrived:
+                raise PayloadCorrupt(
+                    f"what {self._names[message.peer]} sent to {self._names[self.rank]} arrived damaged, "
+                    f"{message.context} (checksum {sent:08x} when sent, {arrived:08x} on arrival)"
+                )
+        payload.copy_(message.buffer[:size], non_blocking=not message.checksum)
+
+    def _start(self, verb: str, buffer: torch.Tensor, message: P2PMessage) -> Any:
+        try:
+            return getattr(self._group, verb)([buffer], message.peer, message.tag)
+        except RuntimeError as error:  # the connection is known to be broken
+            raise self._attribution.error(message.peer, error, f"before {verb}") from error
+
+    def _note_waiting(self, peer: int) -> None:
+        entry = self.entry
+        if entry is not None and entry.waiting_for != peer:
+            entry.waiting_for = peer
+            if peer not in entry.waited_for:
+                entry.waited_for.append(peer)
+
+
+def _with_checksum(payload: torch.Tensor) -> torch.Tensor:
+    size = payload.numel()
+    framed = torch.empty(size + CHECKSUM.size, dtype=torch.uint8)
+    framed[:size].copy_(payload)
+    checksum = CHECKSUM.pack(_C.crc32c(payload.data_ptr(), size))
+    framed[size:].copy_(torch.frombuffer(bytearray(checksum), dtype=torch.uint8))
+    return framed

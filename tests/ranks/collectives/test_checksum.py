@@ -6,6 +6,7 @@ import mmap
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from dtcomm import _C
 from dtcomm.errors import CollectiveMismatch, PayloadCorrupt
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure.simulated_world import World, run
-from dtcomm.runtime.torchdist.checksum_frames import Sealed
+from dtcomm.runtime.torchdist.transport import GlooTransport, P2PMessage
 from tests.unit.runtime.everything import OVER_GLOO
 from tests.unit.runtime.orders import exact, finished, make, together
 
@@ -181,39 +182,38 @@ def wrong_argument(rank: int, world_size: int) -> str:
     return ""
 
 
-class Wire:
-    """Messages to oneself, the byte at ``damage`` changed on the way."""
-
-    overhead = 0
+class DamagedLoopback:
+    """A group that delivers messages to their sender, with the byte at ``damage`` changed."""
 
     def __init__(self, damage: int | None) -> None:
         self.damage = damage
         self.sent: list[torch.Tensor] = []
 
-    def send(self, payload: torch.Tensor, peer: int, tag: int) -> Any:
-        self.sent.append(payload.clone())
+    def rank(self) -> int:
+        return 1
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        self.sent.append(tensors[0].clone())
         if self.damage is not None:
             self.sent[-1][self.damage] ^= 1
-        return payload
+        return SimpleNamespace(wait=lambda timeout: None)
 
-    def receive(self, payload: torch.Tensor, peer: int, tag: int) -> Any:
-        return payload
-
-    def wait(self, handle: Any, peer: int, doing: str) -> None:
-        handle.copy_(self.sent.pop(0))
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        return SimpleNamespace(wait=lambda timeout: tensors[0].copy_(self.sent.pop(0)))
 
 
 @pytest.mark.parametrize("damage", [None, 0, 63, 64, 67])
-def test_a_message_with_a_seal(damage: int | None) -> None:
-    sealed = Sealed(Wire(damage), ["rank 0 (pid 7)", "rank 1 (pid 8)"], 1, checksum=True)
+def test_a_damaged_message_over_gloo_is_found(damage: int | None) -> None:
+    names = ["rank 0 (pid 7)", "rank 1 (pid 8)"]
+    transport = GlooTransport(DamagedLoopback(damage), names, 5.0, object())
     payload, arrived = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
-    sealed.send(payload, 0, 5)
-    handle = sealed.receive(arrived, 0, 5)
+    sends, receives = [P2PMessage(payload, 0, 5)], [P2PMessage(arrived, 0, 5)]
+    handle = transport.send_recv(sends, receives, True, "round 3")
     if damage is None:
-        sealed.wait(handle, 0, "receiving")
+        transport.wait(handle)
         assert torch.equal(arrived, payload)
         return
     with pytest.raises(
-        PayloadCorrupt, match=r"what rank 0 \(pid 7\) sent to rank 1 \(pid 8\) .* receiving chunk 3"
+        PayloadCorrupt, match=r"what rank 0 \(pid 7\) sent to rank 1 \(pid 8\) .* receiving round 3"
     ):
-        sealed.wait(handle, 0, "receiving chunk 3")
+        transport.wait(handle)

@@ -12,11 +12,10 @@ import torch
 
 import dtcomm.collectives as C
 from dtcomm import _C
+from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.runtime import emulated_link
 from dtcomm.runtime.emulated_link import FRAME, PAYLOAD, Link, Links, parse
-
-RUNTIMES = ["native", "process_group"]
 
 
 def test_what_is_said() -> None:
@@ -114,12 +113,11 @@ def test_bytes_take_cpu_time_of_both_ends() -> None:
     assert all(cpu * seconds < 0.04 for seconds, cpu, _ in run_ranks(timed, 2, 1_000_000, 3, env=free))
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_nothing_comes_before_it_could(runtime: str, ranks: int) -> None:
-    env = {"DTCOMM_RUNTIME": runtime, "DTCOMM_LINK": "1gbit,2ms"}
+def test_nothing_comes_before_it_could(ranks: int) -> None:
+    env = {"DTCOMM_RUNTIME": "native", "DTCOMM_LINK": "1gbit,2ms"}
     for seconds, cpu, served in run_ranks(timed, ranks, 1_000_000, 4, env=env):
-        assert served == runtime
+        assert served == "native"
         least = 2 * (ranks - 1) / ranks * 4e6 * 8e-9 * FRAME / PAYLOAD + 2e-3
         assert least <= seconds < 4 * least + 0.5
         assert cpu < 0.9, "waiting gives the core away"
@@ -130,7 +128,6 @@ def test_nothing_comes_before_it_could(runtime: str, ranks: int) -> None:
     [
         ({"DTCOMM_LINK": "between=1gbit,20ms"}, False),
         ({"DTCOMM_LINK": "inside=1gbit,20ms"}, True),
-        ({"DTCOMM_LINK": "between=1gbit,20ms", "DTCOMM_RUNTIME": "process_group"}, False),
     ],
 )
 def test_levels(env: dict[str, str], slow: bool) -> None:
@@ -146,10 +143,21 @@ def between_hosts(rank: int, world_size: int) -> tuple[float, float, str]:
 
 
 def test_ranks_that_count_as_other_hosts() -> None:
-    for runtime in RUNTIMES:
-        env = {"DTCOMM_LINK": "inside=1kbit;between=1gbit,20ms", "DTCOMM_RUNTIME": runtime}
-        for seconds, _, served in run_ranks(between_hosts, 2, env=env):
-            assert served == runtime and 0.02 <= seconds < 0.5
+    env = {"DTCOMM_LINK": "inside=1kbit;between=1gbit,20ms", "DTCOMM_RUNTIME": "native"}
+    for seconds, _, served in run_ranks(between_hosts, 2, env=env):
+        assert served == "native" and 0.02 <= seconds < 0.5
+
+
+def refused(rank: int, world_size: int) -> str:
+    with pytest.raises(DtcommError) as raised:
+        C.all_reduce(torch.ones(10))
+    return str(raised.value)
+
+
+def test_only_the_engine_emulates_links() -> None:
+    for said in run_ranks(refused, 2, env={"DTCOMM_LINK": "1gbit", "DTCOMM_RUNTIME": "process_group"}):
+        assert said.startswith("DTCOMM_LINK: only the native engine emulates links, but rank 0 (host ")
+        assert said.endswith("DTCOMM_RUNTIME=process_group")
 
 
 def bucketed(rank: int, world_size: int, same: bool) -> list[tuple[bool, list[dict[str, Any]]]]:
@@ -169,10 +177,9 @@ def bucketed(rank: int, world_size: int, same: bool) -> list[tuple[bool, list[di
     return found
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("same", [False, True], ids=["other tensors", "the same tensor"])
-def test_a_bucket_begins_while_the_one_before_is_on_its_way(runtime: str, same: bool) -> None:
-    env = {"DTCOMM_RUNTIME": runtime, "DTCOMM_LINK": "500mbit,10ms"}
+def test_a_bucket_begins_while_the_one_before_is_on_its_way(same: bool) -> None:
+    env = {"DTCOMM_RUNTIME": "native", "DTCOMM_LINK": "500mbit,10ms"}
     for found in run_ranks(bucketed, 2, same, env=env):
         for right, operations in found:
             assert right

@@ -18,12 +18,12 @@ from dtcomm.runtime import communicator_cache
 from dtcomm.runtime.bootstrap import cpu, cuda
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.process_groups import require_group
-from dtcomm.runtime.torchdist.host_runtime import ProcessGroupRuntime
-from dtcomm.runtime.torchdist.stream_runtime import StreamRuntime
+from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
+from dtcomm.runtime.torchdist.transport import GlooTransport
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from tests.support.op_recorder import unwatched, watched
 from tests.support.stream_checker import HOST, RecordedStreams
-from tests.support.thread_transport import Letters
+from tests.support.thread_transport import ThreadTransport
 from tests.unit.kernels.inputs import floats
 from tests.unit.runtime.everything import calls
 from tests.unit.runtime.rendezvous import Port, Rendezvous
@@ -39,8 +39,8 @@ def as_on_a_device(backend: str) -> Communicator:
     entry = communicator_cache.group_entry(group)
     made = Communicator(group, f"there/{backend}", device=torch.device("cpu"))
     entry.communicator = made
-    if isinstance(made.runtime, StreamRuntime):
-        made.runtime._piece_bytes = 16 * 1024
+    assert isinstance(made.runtime, TorchDistRuntime)
+    made.runtime._message_bytes = 16 * 1024
     return made
 
 
@@ -122,11 +122,10 @@ class Judged:
         self.fabric = Rendezvous()
         self.streams = [RecordedStreams(leave_out) for _ in range(ranks)]
         self.runtimes = [
-            StreamRuntime(
-                Letters(streams, rank, functools.partial(self.post, rank), leave_out),
+            TorchDistRuntime(
+                ThreadTransport(streams, rank, functools.partial(self.post, rank), leave_out),
                 streams,
                 rank,
-                lambda: None,
                 piece_bytes,
             )
             for rank, streams in enumerate(self.streams)
@@ -139,7 +138,7 @@ class Judged:
         for handle in handles:
             port.wait(handle, rank, "exchanging")
 
-    def run(self, work: Callable[[int, StreamRuntime, RecordedStreams], None]) -> list[str]:
+    def run(self, work: Callable[[int, TorchDistRuntime, RecordedStreams], None]) -> list[str]:
         """The faults of all ranks."""
         failures: list[BaseException] = []
 
@@ -198,12 +197,16 @@ class JudgedMessages(Judged):
         self.fabric = Rendezvous()
         self.streams = [RecordedStreams(leave_out, host_may_wait=True) for _ in range(ranks)]
         self.runtimes = [
-            ProcessGroupRuntime(
-                ThreadsGroup(Port(self.fabric, rank), ranks, streams),
-                [f"rank {each}" for each in range(ranks)],
-                20.0,
-                object(),
-                streams=streams,
+            TorchDistRuntime(
+                GlooTransport(
+                    ThreadsGroup(Port(self.fabric, rank), ranks, streams),
+                    [f"rank {each}" for each in range(ranks)],
+                    20.0,
+                    object(),
+                    streams,
+                ),
+                streams,
+                rank,
             )
             for rank, streams in enumerate(self.streams)
         ]
@@ -212,7 +215,7 @@ class JudgedMessages(Judged):
 def train(name: str, spec: str, residual: bool = True) -> Callable[..., None]:
     """Two calls at once whose results the caller's stream uses, then one on the caller's own stream."""
 
-    def work(rank: int, runtime: StreamRuntime, streams: RecordedStreams) -> None:
+    def work(rank: int, runtime: TorchDistRuntime, streams: RecordedStreams) -> None:
         ranks = 3
         with unwatched():
             xs = [floats("normal", 5000, seed=rank + 7 * i) for i in range(3)]
@@ -263,7 +266,7 @@ def test_messages_through_the_host_follow_events_too(name: str) -> None:
 
 
 def test_a_host_that_waits_is_noticed() -> None:
-    def work(rank: int, runtime: StreamRuntime, streams: RecordedStreams) -> None:
+    def work(rank: int, runtime: TorchDistRuntime, streams: RecordedStreams) -> None:
         x = torch.ones(3)
         assert x.sum().item() == 3
 

@@ -1,4 +1,4 @@
-"""The process-group runtime: on a strict in-memory fabric with threads, and over Gloo against the engine."""
+"""The torch.distributed executor: over a strict in-memory fabric of threads, and over Gloo against the engine."""
 
 import os
 import signal
@@ -11,22 +11,29 @@ import torch
 import dtcomm.collectives as C
 from dtcomm import algorithms
 from dtcomm.codecs import codec
+from dtcomm.device.streams import HostStreams
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError, PeerLost
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 from dtcomm.measure import exact_inputs
 from dtcomm.runtime.torchdist.arithmetic import Arithmetic
-from dtcomm.runtime.torchdist.plan import WINDOW, Plan
-from dtcomm.runtime.torchdist.replay import Replay
+from dtcomm.runtime.torchdist.rounds import HOST_LOOKAHEAD, RoundsPlan
+from dtcomm.runtime.torchdist.runtime import Execution, MemoryPool
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule.ir import CUT_AT_GRANULES, ROOTED
 from tests.support.stopwatch import Stopwatch
 from tests.unit.algorithms.every_algorithm import NAMES, build
 from tests.unit.runtime.everything import OVER_GLOO, calls
 from tests.unit.runtime.orders import SHARDS_IN, SHARDS_OUT
-from tests.unit.runtime.rendezvous import Port, Rendezvous
+from tests.unit.runtime.rendezvous import Rendezvous, ThreadMessages
 
 
-def replay(
+def execute(plan: RoundsPlan, buffers: Buffers, seed: int, fabric: Rendezvous) -> None:
+    """One call of one rank over the fabric."""
+    arithmetic = Arithmetic(plan, [buffers], seed)
+    Execution(plan, arithmetic, ThreadMessages(fabric, plan.rank), MemoryPool(HostStreams()), 0).run()
+
+
+def execute_on_all_ranks(
     collective, name, ranks, numel, spec, op="sum", message_bytes=4096, residuals=None, root=0, seed=1
 ):
     """The inputs and outputs of all ranks after one call, with the pieces that it took."""
@@ -37,22 +44,17 @@ def replay(
     count_out = numel * (ranks if collective in SHARDS_OUT else 1)
     inputs = [torch.randn(count_in, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks)]
     outputs = [torch.full((count_out,), torch.nan) for _ in range(ranks)]
-    plans = [Plan(shape, schedule, rank, message_bytes) for rank in range(ranks)]
+    plans = [RoundsPlan(shape, schedule, rank, message_bytes, False, HOST_LOOKAHEAD) for rank in range(ranks)]
 
     def run(rank: int) -> None:
         try:
-            slots = [torch.empty(plans[rank].slot_bytes, dtype=torch.uint8) for _ in range(WINDOW)]
             residual = None if residuals is None else residuals[rank]
             given = inputs[rank] if collective != "scatter" or rank == root else None
             taken = outputs[rank] if collective not in ("reduce", "gather") or rank == root else None
-            held = [Buffers(given, taken, residual)]
-            sent[rank] = Replay(
-                plans[rank], Arithmetic(plans[rank], held, slots, seed), Port(fabric, rank), 0
-            ).run()
+            execute(plans[rank], Buffers(given, taken, residual), seed, fabric)
         except BaseException as error:
             failures.append(error)
 
-    sent = [-1] * ranks
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
         thread.start()
@@ -62,7 +64,7 @@ def replay(
     assert not any(fabric.posted.values()) and not any(fabric.sent.values())
     total = numel if collective in CUT_AT_GRANULES else numel * ranks
     if len(plans[0].pieces) == 1 or total % 1024 == 0:
-        assert tuple(sent) == schedule.bytes_on_wire(total, codec(spec))
+        assert tuple(plan.sent_bytes for plan in plans) == schedule.bytes_on_wire(total, codec(spec))
     return inputs, outputs, len(plans[0].pieces)
 
 
@@ -71,8 +73,8 @@ def replay(
 def test_results_without_loss(collective: str, name: str, ranks: int) -> None:
     root = ranks - 1 if collective in ROOTED else 0
     for numel in (0, 1, 1025, 30_000):
-        inputs, outputs, pieces = replay(collective, name, ranks, numel, "none", root=root)
-        assert pieces > WINDOW or numel < 30_000
+        inputs, outputs, pieces = execute_on_all_ranks(collective, name, ranks, numel, "none", root=root)
+        assert pieces > 4 or numel < 30_000
         exact_sum = torch.stack(inputs).double().sum(0)
         for rank, output in enumerate(outputs):
             if collective in ("reduce", "gather") and rank != root:
@@ -96,7 +98,7 @@ def test_results_without_loss(collective: str, name: str, ranks: int) -> None:
 @pytest.mark.parametrize("spec", ["int8", "int8:round=stochastic", "fp16"])
 @pytest.mark.parametrize("name", algorithms.available("all_reduce"))
 def test_all_ranks_end_with_the_same_bits(name: str, spec: str, ranks: int) -> None:
-    inputs, outputs, _ = replay("all_reduce", name, ranks, 20_000, spec, op="avg")
+    inputs, outputs, _ = execute_on_all_ranks("all_reduce", name, ranks, 20_000, spec, op="avg")
     assert all(torch.equal(output, outputs[0]) for output in outputs)
     mean = torch.stack(inputs).mean(0)
     assert (outputs[0] - mean).abs().max() < (0.1 if "int8" in spec else 0.01)
@@ -112,7 +114,7 @@ def test_what_is_lost_is_kept(collective: str, name: str, ranks: int, op: str) -
     whole = numel * (ranks if collective == "reduce_scatter" else 1)
     residuals = [torch.randn(whole, generator=torch.Generator().manual_seed(99 + r)) for r in range(ranks)]
     before = torch.stack(residuals).double()
-    inputs, outputs, _ = replay(collective, name, ranks, numel, "int8", op, residuals=residuals)
+    inputs, outputs, _ = execute_on_all_ranks(collective, name, ranks, numel, "int8", op, residuals=residuals)
     assert any(residual.count_nonzero() for residual in residuals)
     result = outputs[0] if collective == "all_reduce" else torch.cat(outputs)
     # mass: n * mean (or the sum) + what is lost now = what was put in + what was lost before
@@ -128,13 +130,11 @@ def test_a_block_that_is_no_number_keeps_its_residual() -> None:
     shape = OpSpec("all_reduce", "sum", (TensorSpec(2048, torch.float32, codec("int8")),), "tree")
     schedule = algorithms.build("tree", "all_reduce", 4)
     inputs[0][5] = torch.inf
-    plans = [Plan(shape, schedule, rank, 4096) for rank in range(4)]
+    plans = [RoundsPlan(shape, schedule, rank, 4096, False) for rank in range(4)]
     fabric = Rendezvous()
 
     def run(rank: int) -> None:
-        slots = [torch.empty(plans[rank].slot_bytes, dtype=torch.uint8) for _ in range(WINDOW)]
-        held = [Buffers(inputs[rank], inputs[rank], residuals[rank])]
-        Replay(plans[rank], Arithmetic(plans[rank], held, slots, 0), Port(fabric, rank), 0).run()
+        execute(plans[rank], Buffers(inputs[rank], inputs[rank], residuals[rank]), 0, fabric)
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(4)]
     for thread in threads:

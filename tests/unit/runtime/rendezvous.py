@@ -3,6 +3,8 @@
 import threading
 from collections import defaultdict
 
+from dtcomm.runtime.torchdist.transport import Transport
+
 
 class Rendezvous:
     """Messages between threads where a send is complete only when its receive has been posted: the least that a
@@ -25,10 +27,10 @@ class Rendezvous:
 
 
 class Port:
-    """One rank's face of it."""
+    """One rank's end of it."""
 
     def __init__(self, fabric: Rendezvous, rank: int) -> None:
-        self.fabric, self.rank, self.under_way, self.overhead = fabric, rank, 0, 0
+        self.fabric, self.rank = fabric, rank
 
     def send(self, payload, peer, tag):
         return self.post(self.fabric.sent, (self.rank, peer, tag), payload)
@@ -45,3 +47,20 @@ class Port:
 
     def wait(self, handle, peer, doing) -> None:
         assert handle.wait(20), f"rank {self.rank} is stuck {doing} with rank {peer}"
+
+
+class ThreadMessages(Transport):
+    """The executor's transport over a rendezvous of threads."""
+
+    name, blocks_host = "threads", True
+
+    def __init__(self, fabric: Rendezvous, rank: int) -> None:
+        self.port = Port(fabric, rank)
+
+    def send_recv(self, sends, receives, checksum, context):
+        handles = [(self.port.receive(*message), message.peer, context) for message in receives]
+        return handles + [(self.port.send(*message), message.peer, context) for message in sends]
+
+    def wait(self, handle) -> None:
+        for message in handle:
+            self.port.wait(*message)

@@ -1,0 +1,372 @@
+"""The runtime over a torch.distributed group: it executes the rounds of a plan through a transport.
+
+It serves CUDA tensors over NCCL, where everything is queued on streams and the host waits for nothing, and CPU and CUDA
+tensors over Gloo, where the host waits for messages: there a synchronous call runs on the caller's thread and an
+asynchronous one on a thread of the runtime. All memory of a call on a device comes from torch's allocator and goes back
+to it, so that a CUDA graph can capture any call over NCCL.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dtcomm import env
+from dtcomm.device.streams import HostStreams, Streams, record_buffers
+from dtcomm.errors import DtcommError
+from dtcomm.kernels import dispatch
+from dtcomm.runtime import phase_timer
+from dtcomm.runtime.flight_recorder import FlightEntry
+from dtcomm.runtime.phase_timer import PhaseTimer
+from dtcomm.runtime.stream_runtime import StreamRuntime
+from dtcomm.runtime.torchdist.arithmetic import Arithmetic
+from dtcomm.runtime.torchdist.fault_attribution import MAX_TAG
+from dtcomm.runtime.torchdist.rounds import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    HOST_LOOKAHEAD,
+    MESSAGES,
+    Payload,
+    RoundsPlan,
+    host_message_bytes,
+)
+from dtcomm.runtime.torchdist.transport import P2PMessage, Transport
+from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec
+from dtcomm.runtime.work import Outcome, QueuedWork, StreamWork, Work
+from dtcomm.schedule import Schedule
+
+Compare = Callable[[str, object], None]
+
+
+@dataclass
+class QueuedOp:
+    """An operation on its way through the runtime of a transport that blocks the host.
+
+    ``inputs_ready`` is the event at which its tensors are ready, on a device; ``outcome`` is set when it is done.
+    """
+
+    entry: FlightEntry
+    plan: RoundsPlan
+    buffers: Sequence[Buffers]
+    seed: int
+    hooks: OpHooks
+    inputs_ready: Any = None
+    outcome: Future[Outcome] = field(default_factory=Future)
+
+
+class TorchDistRuntime(StreamRuntime):
+    """Executes operations on tensors of ``streams.device`` over ``transport``.
+
+    Args:
+        transport: What moves the bytes; the runtime closes it.
+        streams: The streams of the tensors' device.
+        rank: This rank.
+        message_bytes: Payload bytes of a chunk that a piece takes at least; 0: DTCOMM_PIECE_KIB, or chosen by size.
+        compare: Called before each operation with its text and a value whose ``repr`` must be equal on all ranks;
+            raises if ranks differ.
+    """
+
+    name = "process_group"
+
+    def __init__(
+        self,
+        transport: Transport,
+        streams: Streams,
+        rank: int,
+        message_bytes: int = 0,
+        compare: Compare | None = None,
+    ) -> None:
+        super().__init__(streams)
+        self.rank = rank
+        self._transport = transport
+        self._message_bytes = message_bytes
+        self._compare = compare
+        self._closed = False
+        self._memory = MemoryPool(streams)
+        self._last: Future[Outcome] | None = None  # the last operation that went through the queue
+        self._queue: queue.SimpleQueue[QueuedOp | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def prepare(self, spec: OpSpec, schedule: Schedule) -> RoundsPlan:
+        """A plan for calls of this operation. ValueError if it needs what the transport does not do."""
+        if self._transport.blocks_host:
+            least = self._message_bytes or int(env.get("DTCOMM_PIECE_KIB")) * 1024
+            least = least or host_message_bytes(spec, schedule)
+            return RoundsPlan(spec, schedule, self.rank, least, False, HOST_LOOKAHEAD)
+        if spec.checksum:
+            raise ValueError(
+                "checksum: payloads are not looked at on their way between devices; expected False"
+            )
+        return RoundsPlan(spec, schedule, self.rank, self._message_bytes)
+
+    def run(
+        self, plan: RoundsPlan, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None
+    ) -> int:
+        """Run on the current stream, or on this thread; returns the bytes sent."""
+        hooks = hooks or NO_HOOKS
+        with self._lock:
+            if self._last is None or self._last.done():
+                self._perform(plan, buffers, seed, hooks)
+                return plan.sent_bytes
+            op = self._enqueue(plan, buffers, seed, hooks)
+        self._streams.wait(op.outcome.result().event)
+        return plan.sent_bytes
+
+    def submit(
+        self,
+        plan: RoundsPlan,
+        buffers: Sequence[Buffers],
+        outputs: Sequence[torch.Tensor],
+        seed: int,
+        hooks: OpHooks | None = None,
+    ) -> Work:
+        """Queue on the side stream behind the work of the current stream, or on the runtime's thread."""
+        hooks = hooks or NO_HOOKS
+        with self._lock:
+            if self._transport.blocks_host:
+                return QueuedWork(self._enqueue(plan, buffers, seed, hooks).outcome, outputs, self._streams)
+            event = self._on_side_stream(buffers, hooks, lambda: self._perform(plan, buffers, seed, hooks))
+        return StreamWork(self._streams, event, outputs, plan.sent_bytes)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set how long later calls wait for the other ranks; over NCCL the group's own watchdog ends them."""
+        self._transport.set_timeout(seconds)
+
+    def close(self) -> None:
+        """Leave the group. Peers that wait for this rank raise PeerLost."""
+        if os.getpid() != self._pid:
+            return
+        self._closed = True
+        self._queue.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=1.0)
+            if self._thread.is_alive():  # in a wait that ends at the timeout; the group goes with the process
+                return
+        self._transport.close()
+
+    def info(self) -> dict[str, Any]:
+        """The transport, the kernels and the counters."""
+        device = self._streams.device
+        kernels = dispatch.current() if device.type == "cpu" else ", ".join(dispatch.available(device.type))
+        return {
+            "runtime": self.name,
+            "transport": self._transport.describe(device),
+            "kernels": kernels,
+            "operations": self._operations,
+            "wire_bytes": self._wire_bytes,
+        }
+
+    def _perform(
+        self,
+        plan: RoundsPlan,
+        buffers: Sequence[Buffers],
+        seed: int,
+        hooks: OpHooks,
+        entry: FlightEntry | None = None,
+        timer: PhaseTimer | None = None,
+    ) -> Any:
+        """Run on the current stream; returns the event behind the operation."""
+        self._require_usable()
+        blocks_host = self._transport.blocks_host
+        if blocks_host and self._streams.capturing():
+            raise DtcommError(
+                "group: a graph cannot capture what goes through the host's memory; NCCL groups can"
+            )
+        entry = entry or self._recorder.issue(plan.text, plan.spec.details())
+        self._transport.entry = entry
+
+        def operation() -> None:
+            if self._compare is not None:
+                self._compare_ranks(plan, hooks.agreed)
+            for task in hooks.before:
+                task()
+            arithmetic = Arithmetic(plan, buffers, seed, timer)
+            Execution(plan, arithmetic, self._transport, self._memory, self._operations, hooks.agreed).run()
+            for task in hooks.after:
+                task()
+
+        event = self._execute(plan, operation, entry)
+        if blocks_host:
+            entry.stage = "done"
+            entry.finished_ns = time.monotonic_ns()
+        return event
+
+    def _compare_ranks(self, plan: RoundsPlan, agreed: int) -> None:
+        assert self._compare is not None
+        text = f"call {self._operations}: {plan.text}" + (f" with number {agreed}" if agreed else "")
+        self._compare(text, (plan.spec, self._operations, agreed))
+
+    def _failure_of(self, error: BaseException) -> DtcommError:
+        if not self._transport.blocks_host:
+            if isinstance(error, DtcommError):
+                return error
+            first_line = str(error).splitlines()[0] if str(error) else repr(error)
+            return DtcommError(f"{self._transport.name}: a call broke off: {first_line}")
+        # The messages of the failed call may still be under way, so the group cannot be used again. Whoever keeps the
+        # error keeps its frames, and with them the messages that hold the connections open.
+        _clear_frames(error)
+        self._transport.close()
+        if isinstance(error, DtcommError):
+            return error
+        return DtcommError(f"a call broke off: {error!r}")
+
+    def _require_usable(self) -> None:
+        super()._require_usable()
+        if self._closed:
+            raise DtcommError("group: its communicator has been released")
+
+    def _enqueue(self, plan: RoundsPlan, buffers: Sequence[Buffers], seed: int, hooks: OpHooks) -> QueuedOp:
+        self._require_usable()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="dtcomm-process-group", daemon=True)
+            self._thread.start()
+        entry = self._recorder.issue(plan.text, plan.spec.details())
+        op = QueuedOp(entry, plan, buffers, seed, hooks)
+        op.inputs_ready = self._streams.record()
+        with self._streams.on(self._streams.side_stream()):
+            record_buffers(self._streams, [*buffers, *hooks.tensors()])
+        self._last = op.outcome
+        self._queue.put(op)
+        return op
+
+    def _serve(self) -> None:
+        with self._streams.on(self._streams.side_stream()):
+            while (op := self._queue.get()) is not None:
+                self._serve_one(op)
+                del op
+
+    def _serve_one(self, op: QueuedOp) -> None:
+        timer = PhaseTimer() if phase_timer.enabled() else None
+        try:
+            self._streams.wait(op.inputs_ready)
+            event = self._perform(op.plan, op.buffers, op.seed, op.hooks, op.entry, timer)
+        except BaseException as error:
+            if op.entry.stage == "issued":  # an operation before it has failed
+                op.entry.stage = "failed"
+            op.outcome.set_exception(error)
+            return
+        entry, spans = op.entry, timer.spans() if timer is not None else []
+        op.outcome.set_result(Outcome(op.plan.sent_bytes, entry.started_ns, entry.finished_ns, event, spans))
+
+
+class MemoryPool:
+    """Reuses the memory of pieces on the host, where allocating megabytes costs page faults.
+
+    On a device torch's caching allocator does that, ordered by streams. Only one operation runs at a time.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._device = streams.device
+        self._reuses = isinstance(streams, HostStreams)
+        self._free: list[torch.Tensor] = []
+
+    def take(self, size: int) -> torch.Tensor:
+        """At least ``size`` bytes."""
+        memory = self._free.pop() if self._free else None
+        if memory is not None and memory.numel() >= size:
+            return memory
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def give_back(self, memory: torch.Tensor) -> None:
+        """Allow ``memory`` to be taken again."""
+        if self._reuses:
+            self._free.append(memory)
+
+
+class Execution:
+    """One call: it walks through the rounds of all pieces in the plan's order.
+
+    ``number`` counts the communicator's operations, equal on all ranks; ``agreed`` is what the ranks agreed on.
+    """
+
+    def __init__(
+        self,
+        plan: RoundsPlan,
+        arithmetic: Arithmetic,
+        transport: Transport,
+        memory: MemoryPool,
+        number: int,
+        agreed: int = 0,
+    ) -> None:
+        self._plan = plan
+        self._arithmetic = arithmetic
+        self._transport = transport
+        self._pool = memory
+        self._number = number
+        self._first_tag = plan.fingerprint + number * 0x9E3779B1 + agreed
+        self._handles: dict[int, Any] = {}  # of the exchange of each piece that is under way
+
+    def run(self) -> None:
+        """Run to the end."""
+        rounds = self._plan.rounds
+        last = len(rounds) - 1
+        memory = self._arithmetic.memory
+        for piece, at in self._plan.order:
+            if at == 0:
+                memory[piece] = self._pool.take(self._plan.memory_bytes[piece])
+            else:
+                self._finish(piece, at - 1)
+            self._compute(piece, rounds[at].before)
+            self._start(piece, at)
+            if at == last:
+                self._finish(piece, at)
+                self._pool.give_back(memory.pop(piece))
+
+    def _start(self, piece: int, at: int) -> None:
+        each, memory = self._plan.rounds[at], self._arithmetic.memory[piece]
+        sent, received = self._plan.regions[piece][at]
+        if each.kind == ALL_TO_ALL:
+            self._handles[piece] = self._transport.all_to_all(
+                memory[received.start : received.stop],
+                received.sizes,
+                memory[sent.start : sent.stop],
+                sent.sizes,
+            )
+        elif each.kind == ALL_GATHER:
+            if sent.start < sent.stop:
+                self._handles[piece] = self._transport.all_gather(
+                    memory[received.start : received.stop], memory[sent.start : sent.stop]
+                )
+        elif each.kind == MESSAGES:
+            sends, receives = self._messages(piece, each.sends), self._messages(piece, each.receives)
+            if sends or receives:
+                context = f"round {at} of piece {piece} of call {self._number}, {self._plan.text}"
+                checksum = self._plan.spec.checksum
+                self._handles[piece] = self._transport.send_recv(sends, receives, checksum, context)
+
+    def _finish(self, piece: int, at: int) -> None:
+        handle = self._handles.pop(piece, None)
+        if handle is not None:
+            self._transport.wait(handle)
+        self._compute(piece, self._plan.rounds[at].after)
+
+    def _compute(self, piece: int, instructions: Sequence[tuple[int, Any]]) -> None:
+        for position, instruction in instructions:
+            if self._plan.pieces[piece][instruction.chunk]:
+                self._arithmetic.execute(piece, position, instruction)
+
+    def _messages(self, piece: int, payloads: Sequence[Payload]) -> list[P2PMessage]:
+        messages = []
+        for peer, (owner, payload_id), (chunk, level) in payloads:
+            if self._plan.pieces[piece][chunk]:  # both ends of an empty chunk skip it
+                payload = self._arithmetic.payload(piece, owner, payload_id, chunk, level)
+                # Messages of one tag arrive in the order of their rounds, which is the same on both ranks. Tag 0 is
+                # that of headers, and the largest one is never sent.
+                tag = 1 + (self._first_tag + payload_id) % (MAX_TAG - 1)
+                messages.append(P2PMessage(payload, peer, tag))
+        return messages
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
