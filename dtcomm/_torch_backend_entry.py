@@ -1,8 +1,8 @@
-"""Makes ``init_process_group("dtcomm")`` known to torch, without importing torch.
+"""Registers the backend ``"dtcomm"`` with torch.distributed, without importing torch.
 
-Called by ``import dtcomm`` and, where dtcomm is installed, by torch itself (entry point ``torch.backends``). Either
-may come first, and neither may make ``dtcomm --help`` wait for torch: the registration happens as soon as
-``torch.distributed`` has been imported, and what it registers imports the backend when a group is made.
+``import dtcomm`` calls `register`, and so does torch itself if dtcomm is installed (entry point ``torch.backends``).
+Either may come first, and ``dtcomm --help`` must not wait for torch. The registration therefore happens as soon as
+``torch.distributed`` has been imported, and the backend is imported when the first group is created.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _REGISTRY = "torch.distributed.distributed_c10d"
 
 
 def register() -> None:
-    """Now, if torch.distributed is there, or else when it comes. Calling it again does nothing."""
+    """Register the backend now, or when torch.distributed is imported. Further calls do nothing."""
     module = sys.modules.get(_REGISTRY)
     if module is not None and hasattr(module, "init_process_group"):
-        _tell(module)
-    elif not any(isinstance(finder, _WhenItComes) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WhenItComes())
+        _register_with(module)
+    elif not any(isinstance(finder, _RegisterOnImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RegisterOnImport())
 
 
-def _tell(c10d: ModuleType) -> None:
+def _register_with(c10d: ModuleType) -> None:
     backends: Any = getattr(c10d, "Backend", None)  # None: a torch built without torch.distributed
     if backends is not None and NAME not in backends.backend_list:
         backends.register_backend(NAME, _create, extended_api=True, devices=DEVICES)
@@ -40,8 +40,8 @@ def _create(options: Any, backend_options: Any) -> Any:
     return create(options, backend_options)
 
 
-class _WhenItComes(importlib.abc.MetaPathFinder):
-    """Finds nothing itself: when the module is asked for it steps aside and has the registration follow."""
+class _RegisterOnImport(importlib.abc.MetaPathFinder):
+    """Finds no module itself; makes the import of torch.distributed's registry register the backend afterwards."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -55,7 +55,7 @@ class _WhenItComes(importlib.abc.MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                _tell(module)
+                _register_with(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

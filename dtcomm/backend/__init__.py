@@ -1,7 +1,7 @@
-"""The torch.distributed backend "dtcomm": ``init_process_group("dtcomm")`` and nothing else to change.
+"""The torch.distributed backend ``"dtcomm"``: programs only change the name in ``init_process_group("dtcomm")``.
 
-CPU tensors travel over the native engine where ranks share a host and over hierarchical schedules where they do
-not. What the engine does not do is handed to Gloo, CUDA tensors to NCCL, and ``report()`` names all of it.
+CPU tensors are communicated by the native engine if the ranks share a host, otherwise by hierarchical schedules.
+Operations that the engine does not support fall back to Gloo, and CUDA tensors to NCCL; `report` lists all fallbacks.
 """
 
 from dtcomm.backend.fallback_report import Report, report

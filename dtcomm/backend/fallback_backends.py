@@ -1,27 +1,51 @@
-"""The groups that take what the engine does not do: Gloo for CPU tensors, NCCL for those on a GPU.
+"""The backends that carry out what the native engine does not: Gloo for CPU tensors, NCCL for tensors on GPUs.
 
-A child is made when it is first needed. Making one asks nothing of the other ranks: Gloo connects to a rank when it
-first sends to it, NCCL at its first operation.
+They are created when first needed. Creating one involves no other rank: Gloo connects to a rank when it first sends to
+it, NCCL in its first operation. Gloo's errors about broken connections are replaced by `PeerLost`, which names the
+rank.
 """
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtcomm.backend.fallback_report import Ledger
+from dtcomm.backend.fallback_report import FallbackCounts
+from dtcomm.errors import DtcommError, PeerLost
+from dtcomm.runtime.communicator import Communicator
+from dtcomm.runtime.torchdist.fault_attribution import GRACE_SECONDS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-_LOST = ("connection", "closed by peer", "reset", "broken pipe", "refused")  # how Gloo tells of a dead rank
+_CONNECTION_ERRORS = ("connection", "closed by peer", "reset", "broken pipe", "refused")  # in Gloo's messages
+_PID = re.compile(r"pid (\d+)")
 
 
-class Children:
-    """Those of one group. ``explain(error)`` makes of Gloo's word of a lost connection an error that names the rank."""
+class _Fallback(NamedTuple):
+    name: str
+    backend: Any
+    group: dist.ProcessGroup
+
+
+class FallbackBackends:
+    """The fallback backends of one process group.
+
+    Args:
+        store: The group's store.
+        rank: This rank in the group.
+        size: Number of ranks of the group.
+        timeout: Timeout of operations.
+        counts: Where fallbacks are counted.
+        communicator: Returns the group's communicator, or None before the first native operation; it knows the ranks'
+            process ids.
+    """
 
     def __init__(
         self,
@@ -29,83 +53,87 @@ class Children:
         rank: int,
         size: int,
         timeout: timedelta,
-        ledger: Ledger,
-        explain: Callable[[RuntimeError], Exception],
+        counts: FallbackCounts,
+        communicator: Callable[[], Communicator | None],
     ) -> None:
         self._store = store
         self._rank = rank
         self._size = size
         self._timeout = timeout
-        self._ledger = ledger
-        self._explain = explain
-        self._made: dict[str, tuple[str, Any, dist.ProcessGroup]] = {}
+        self._counts = counts
+        self._communicator = communicator
+        self._fallbacks: dict[str, _Fallback] = {}  # by device type
 
-    def run(self, what: str, why: str, device: torch.device, call: Callable[[Any], Any]) -> Handed:
-        """Have the child for ``device`` carry out an operation: ``call`` makes it on the group it is given."""
-        name, _, child = self._child(device)
-        self._ledger.hand(what, name, why)
+    def run(
+        self, operation: str, reason: str, device: torch.device, call: Callable[[Any], Any]
+    ) -> FallbackWork:
+        """Carry out an operation: ``call`` receives the process group of the fallback for ``device``."""
+        fallback = self._fallback(device)
+        self._counts.record(operation, fallback.name, reason)
         try:
-            return Handed(call(child), self._translate)
+            return FallbackWork(call(fallback.group), self._translate)
         except RuntimeError as error:
             raise self._translate(error) from error
 
     def backend(self, device: torch.device) -> Any:
-        """The backend object of torch that serves ``device``."""
-        return self._child(device)[1]
+        """Return torch's backend object for ``device``."""
+        return self._fallback(device).backend
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """For those that are made already, and those to come."""
+        """Set the timeout of present and future backends."""
         self._timeout = timeout
-        for _, backend, _ in self._made.values():
-            backend._set_default_timeout(timeout)
+        for fallback in self._fallbacks.values():
+            fallback.backend._set_default_timeout(timeout)
 
     def close(self, abort: bool = False) -> None:
-        """Let go of all of them."""
-        for _, backend, _ in self._made.values():
+        """Shut down all backends, or abort them."""
+        for fallback in self._fallbacks.values():
             if abort:
-                backend.abort()
+                fallback.backend.abort()
             else:
-                backend.shutdown()
-        self._made.clear()
+                fallback.backend.shutdown()
+        self._fallbacks.clear()
 
-    def _child(self, device: torch.device) -> tuple[str, Any, dist.ProcessGroup]:
-        found = self._made.get(device.type)
-        if found is None:
-            prefixed = c10d.PrefixStore(f"{device.type}/", self._store)
-            kinds = dist.ProcessGroup.BackendType
-            # A torch made for CUDA has NCCL on a machine without a GPU, too, where functions of its ask about CUDA.
+    def _fallback(self, device: torch.device) -> _Fallback:
+        fallback = self._fallbacks.get(device.type)
+        if fallback is None:
+            store = c10d.PrefixStore(f"{device.type}/", self._store)
+            types = dist.ProcessGroup.BackendType
+            # A torch built for CUDA has NCCL on machines without a GPU too, but there some of its functions fail.
             if device.type == "cuda" and dist.is_nccl_available() and torch.cuda.is_available():
-                name, kind, backend = "nccl", kinds.NCCL, self._nccl(prefixed)
+                name, backend_type, backend = "nccl", types.NCCL, self._make_nccl(store)
             else:
-                name, kind, backend = "gloo", kinds.GLOO, self._gloo(prefixed)
-            group = dist.ProcessGroup(prefixed, self._rank, self._size)
-            group._set_default_backend(kind)
-            group._register_backend(device, kind, backend)
-            found = self._made[device.type] = (name, backend, group)
-        return found
+                name, backend_type, backend = "gloo", types.GLOO, self._make_gloo(store)
+            group = dist.ProcessGroup(store, self._rank, self._size)
+            group._set_default_backend(backend_type)
+            group._register_backend(device, backend_type, backend)
+            fallback = self._fallbacks[device.type] = _Fallback(name, backend, group)
+        return fallback
 
-    def _gloo(self, store: c10d.Store) -> Any:
+    def _make_gloo(self, store: c10d.Store) -> Any:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_default_device(lazy_init=True)]
         options._timeout = self._timeout
-        made = gloo(store, self._rank, self._size, options)
-        made._set_sequence_number_for_group()
-        return made
+        backend = gloo(store, self._rank, self._size, options)
+        backend._set_sequence_number_for_group()
+        return backend
 
-    def _nccl(self, store: c10d.Store) -> Any:
+    def _make_nccl(self, store: c10d.Store) -> Any:
         nccl: Any = c10d.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = self._timeout
         return nccl(store, self._rank, self._size, options)
 
     def _translate(self, error: RuntimeError) -> Exception:
-        said = str(error).lower()
-        return self._explain(error) if any(word in said for word in _LOST) else error
+        message = str(error).lower()
+        if any(phrase in message for phrase in _CONNECTION_ERRORS):
+            return peer_lost_error(self._communicator(), error)
+        return error
 
 
-class Handed(dist.Work):
-    """An operation of a child."""
+class FallbackWork(dist.Work):
+    """The handle of an operation of a fallback backend; errors of its ``wait`` are translated."""
 
     def __init__(self, work: Any, translate: Callable[[RuntimeError], Exception]) -> None:
         super().__init__()
@@ -114,21 +142,21 @@ class Handed(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         try:
-            done: bool = self._work.wait(timeout) if timeout else self._work.wait()
+            completed: bool = self._work.wait(timeout) if timeout else self._work.wait()
         except RuntimeError as error:
-            said = self._translate(error)
-            if said is error:
+            translated = self._translate(error)
+            if translated is error:
                 raise
-            raise said from error
-        return done
+            raise translated from error
+        return completed
 
     def is_completed(self) -> bool:
-        done: bool = self._work.is_completed()
-        return done
+        completed: bool = self._work.is_completed()
+        return completed
 
     def is_success(self) -> bool:
-        done: bool = self._work.is_success()
-        return done
+        success: bool = self._work.is_success()
+        return success
 
     def exception(self) -> Any:
         return self._work.exception()
@@ -146,3 +174,40 @@ class Handed(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = self._work.get_future()
         return future
+
+
+# --- which rank has died
+# -----------------------------------------------------------------------------------------------
+
+
+def dead_ranks(communicator: Communicator) -> list[str]:
+    """Return the names of the ranks whose processes have ended; empty if ranks are on several hosts."""
+    if communicator.hosts > 1:
+        return []
+    return [
+        name
+        for name in communicator.names
+        if (match := _PID.search(name)) and not _is_running(match.group(1))
+    ]
+
+
+def _is_running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def peer_lost_error(communicator: Communicator | None, cause: RuntimeError) -> DtcommError:
+    """Return a PeerLost error for a broken connection; it names the dead ranks as far as they are known."""
+    reason = str(cause).splitlines()[0]
+    names: list[str] = []
+    if communicator is not None:
+        names = dead_ranks(communicator)
+        # The kernel closes the connections of a dying process shortly before it reports the process as ended.
+        deadline = time.monotonic() + GRACE_SECONDS
+        while communicator.hosts == 1 and not names and time.monotonic() < deadline:
+            time.sleep(0.01)
+            names = dead_ranks(communicator)
+    who = " and ".join(names) if names else "a rank of the group"
+    return PeerLost(f"{who} is gone ({reason})")

@@ -1,4 +1,4 @@
-"""What the backend did itself and what it handed on, by name."""
+"""The report of the backend: what its process groups did natively, and what fell back to other backends."""
 
 from __future__ import annotations
 
@@ -12,26 +12,34 @@ _log = logging.getLogger("dtcomm.backend")
 
 
 @dataclass
-class Ledger:
-    """The account of one group: what was handed on, to whom and why."""
+class FallbackCounts:
+    """Counts the operations of one group that other backends carried out.
+
+    Attributes:
+        name: Name of the group.
+        counts: (operation, backend, reason) → number of calls.
+    """
 
     name: str
-    handed: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
-    def hand(self, what: str, to: str, why: str) -> None:
-        """Write down one operation that somebody else carries out; the first of its kind is also logged."""
-        entry = (what, to, why)
-        if entry not in self.handed:
-            _log.debug("group %s: %s goes to %s: %s", self.name, what, to, why)
-        self.handed[entry] += 1
+    def record(self, operation: str, backend: str, reason: str) -> None:
+        """Count one operation; the first of its kind is also logged."""
+        entry = (operation, backend, reason)
+        if entry not in self.counts:
+            _log.debug("group %s: %s falls back to %s: %s", self.name, operation, backend, reason)
+        self.counts[entry] += 1
 
 
 @dataclass(frozen=True)
 class Report:
-    """One entry a live group, made at the time of the call.
+    """The state of the backend's groups at the time of the call of `report`; ``str()`` gives lines of text.
 
-    ``groups`` are plain values (JSON can take them): name, ranks, runtime ("native", "process_group", or "none"
-    where nothing was moved yet), why, operations and bytes of the runtime, and ``handed``: what, to, why, times.
+    Attributes:
+        groups: One dict of plain values for each live group, with the keys ``name``, ``ranks`` (global), ``runtime``
+            (``"native"``, ``"process_group"``, or ``"none"`` before the first operation), ``why`` (the reason for that
+            runtime), ``operations`` and ``wire_bytes`` (of the runtime, on this rank), and ``fallbacks``: dicts with
+            ``operation``, ``backend``, ``why`` and ``count``.
     """
 
     groups: tuple[dict[str, Any], ...]
@@ -42,9 +50,10 @@ class Report:
             ranks = ", ".join(map(str, group["ranks"][:16])) + (", ..." if len(group["ranks"]) > 16 else "")
             lines.append(f"group {group['name']} (ranks {ranks}): {group['runtime']}: {group['why']}")
             lines.append(f"  {group['operations']} operations, {group['wire_bytes']} bytes sent by this rank")
-            for handed in group["handed"]:
+            for fallback in group["fallbacks"]:
                 lines.append(
-                    f"  handed to {handed['to']}: {handed['what']}, {handed['times']} times: {handed['why']}"
+                    f"  fallback to {fallback['backend']}: {fallback['operation']}, {fallback['count']} times: "
+                    f"{fallback['why']}"
                 )
         return "\n".join(lines) if lines else "no group of the backend dtcomm"
 
@@ -52,12 +61,26 @@ class Report:
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def add(group: Any) -> None:
-    """Have the group stand in reports as long as it lives."""
+def register_group(group: Any) -> None:
+    """Include the group in reports as long as it lives."""
     _groups.add(group)
 
 
 def report(group: Any = None) -> Report:
-    """What the groups of this backend did natively and what they handed on; ``group``: that one alone."""
-    chosen = [each for each in _groups if not each.over] if group is None else [group]
-    return Report(tuple(sorted((each.account() for each in chosen), key=lambda entry: str(entry["name"]))))
+    """Return what the groups of the backend ``"dtcomm"`` did natively and what fell back to other backends.
+
+    Args:
+        group: A process group of this backend. Default: all live groups.
+
+    Returns:
+        The report of this rank.
+
+    Example::
+
+        dist.init_process_group("dtcomm")
+        ...
+        print(dtcomm.backend.report())
+    """
+    groups = [known for known in _groups if not known.closed] if group is None else [group]
+    entries = (known.report_entry() for known in groups)
+    return Report(tuple(sorted(entries, key=lambda entry: str(entry["name"]))))

@@ -1,4 +1,4 @@
-"""The operations of a group that hand on what is there."""
+"""The process group's operations that move data without arithmetic."""
 
 from __future__ import annotations
 
@@ -10,29 +10,40 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import collectives
-from dtcomm.backend.process_group_base import Base, asynchronous, elsewhere, root_of
-from dtcomm.backend.tensor_views import flat, is_own, joined, movable, put, require_alike
+from dtcomm.backend.process_group_base import ProcessGroupBase, is_async, root_rank, unsupported_reason
+from dtcomm.backend.tensor_views import (
+    as_sendable,
+    copy_back_of,
+    copy_to_tensors,
+    flatten,
+    joined_view,
+    require_alike,
+)
 from dtcomm.codecs.base import ELEMENT_TYPES
 
 Tensors = Sequence[torch.Tensor]
 
 
-class Gathering(Base):
-    """broadcast, all_gather, gather, scatter and all_to_all in all their forms, for every dtype there is."""
+class GatherOps(ProcessGroupBase):
+    """broadcast, all_gather, gather, scatter and all_to_all in all their forms, for all dtypes."""
 
     def broadcast(
         self, tensors: torch.Tensor | Tensors, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         if isinstance(tensors, torch.Tensor):  # (tensor, root, timeout)
             tensors = [tensors]
-        tensor, root = tensors[0], root_of(opts)
-        why = elsewhere(tensor)
-        if why:
-            return self._hand("broadcast", why, tensor.device, lambda to: to.broadcast(tensors, opts))
-        run = flat(tensor)
-        work = collectives.broadcast(movable(run), self._ranks[root], group=self, async_op=asynchronous(opts))
-        back = root != self.rank() and not is_own(run, tensor)
-        return self._handle(work, tensors, timeout, (lambda: put([tensor], run)) if back else None)
+        tensor, root = tensors[0], root_rank(opts)
+        reason = unsupported_reason(tensor)
+        if reason:
+            return self._fall_back(
+                "broadcast", reason, tensor.device, lambda group: group.broadcast(tensors, opts)
+            )
+        flat = flatten(tensor)
+        work = collectives.broadcast(
+            as_sendable(flat), self._ranks[root], group=self, async_op=is_async(opts)
+        )
+        copy_back = None if root == self.rank() else copy_back_of(flat, tensor)
+        return self._make_work(work, tensors, timeout, copy_back)
 
     def allgather(
         self,
@@ -44,104 +55,113 @@ class Gathering(Base):
         if isinstance(input_tensors, torch.Tensor):  # (output_tensors, input_tensor, timeout)
             output_tensors, input_tensors = [output_tensors], [input_tensors]
         outputs, tensor = output_tensors[0], input_tensors[0]
-        why = elsewhere(tensor)
-        if why:
-            return self._hand(
-                "all_gather", why, tensor.device, lambda to: to.allgather(output_tensors, input_tensors, opts)
+        reason = unsupported_reason(tensor)
+        if reason:
+            return self._fall_back(
+                "all_gather",
+                reason,
+                tensor.device,
+                lambda group: group.allgather(output_tensors, input_tensors, opts),
             )
         require_alike(outputs, tensor, self.size(), "all_gather", "output_tensors")
-        run, later = flat(tensor), asynchronous(opts)
-        whole = joined(outputs)
-        if whole is not None:
-            work = collectives.all_gather(movable(whole), movable(run), group=self, async_op=later)
-            return self._handle(work, outputs, timeout)
-        return self._through(
+        flat, async_op = flatten(tensor), is_async(opts)
+        joined = joined_view(outputs)
+        if joined is not None:
+            work = collectives.all_gather(
+                as_sendable(joined), as_sendable(flat), group=self, async_op=async_op
+            )
+            return self._make_work(work, outputs, timeout)
+        return self._via_staging(
             outputs,
-            run.numel() * self.size(),
-            lambda staged: collectives.all_gather(movable(staged), movable(run), group=self, async_op=later),
+            flat.numel() * self.size(),
+            lambda staging: collectives.all_gather(
+                as_sendable(staging), as_sendable(flat), group=self, async_op=async_op
+            ),
             timeout,
         )
 
-    def _through(
-        self, outputs: Tensors, numel: int, move: Any, timeout: timedelta | None = None
+    def _via_staging(
+        self, outputs: Tensors, numel: int, collective: Any, timeout: timedelta | None = None
     ) -> dist.Work:
-        """An operation whose outputs, in their order, are one run of memory to the engine."""
+        """Run ``collective`` on a staging buffer and copy consecutive parts of that to the outputs."""
         dtype = outputs[0].dtype
-        memory = self._staging.take(numel * dtype.itemsize)
-        staged = memory[: numel * dtype.itemsize].view(dtype)
-        work = move(staged)
+        buffer = self._staging.take(numel * dtype.itemsize)
+        staging = buffer[: numel * dtype.itemsize].view(dtype)
+        work = collective(staging)
 
-        def last() -> None:
-            put(outputs, staged)
-            self._staging.give(memory)
+        def copy_back() -> None:
+            copy_to_tensors(outputs, staging)
+            self._staging.put_back(buffer)
 
-        return self._handle(work, outputs, timeout, last)
+        return self._make_work(work, outputs, timeout, copy_back)
 
     def _allgather_base(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        why = elsewhere(output, input)
-        if why:
-            return self._hand(
-                "all_gather_single", why, output.device, lambda to: to._allgather_base(output, input, opts)
+        reason = unsupported_reason(output, input)
+        if reason:
+            return self._fall_back(
+                "all_gather_single",
+                reason,
+                output.device,
+                lambda group: group._allgather_base(output, input, opts),
             )
-        run = flat(output)
+        flat = flatten(output)
         work = collectives.all_gather(
-            movable(run), movable(flat(input)), group=self, async_op=asynchronous(opts)
+            as_sendable(flat), as_sendable(flatten(input)), group=self, async_op=is_async(opts)
         )
-        back = not is_own(run, output)
-        return self._handle(work, [output], timeout, (lambda: put([output], run)) if back else None)
+        return self._make_work(work, [output], timeout, copy_back_of(flat, output))
 
     all_gather_single = _allgather_base
 
     def allgather_into_tensor_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> dist.Work:
-        why = elsewhere(*outputs, *inputs)
-        if why:
-            return self._hand(
+        reason = unsupported_reason(*outputs, *inputs)
+        if reason:
+            return self._fall_back(
                 "all_gather_single_coalesced",
-                why,
+                reason,
                 outputs[0].device,
-                lambda to: to.allgather_into_tensor_coalesced(outputs, inputs, opts),
+                lambda group: group.allgather_into_tensor_coalesced(outputs, inputs, opts),
             )
-        return self._each(outputs, inputs, collectives.all_gather_coalesced, opts)
+        return self._run_coalesced(outputs, inputs, collectives.all_gather_coalesced, opts)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def allgather_coalesced(
         self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None
     ) -> dist.Work:
-        """``output_lists[rank][i]`` takes input i of a rank; inputs may differ in size and dtype."""
-        why = elsewhere(*inputs)
-        if why:
-            return self._hand(
+        """Gather input i of each rank into ``output_lists[rank][i]``; inputs may differ in size and dtype."""
+        reason = unsupported_reason(*inputs)
+        if reason:
+            return self._fall_back(
                 "all_gather_coalesced",
-                why,
+                reason,
                 inputs[0].device,
-                lambda to: to.allgather_coalesced(output_lists, inputs, opts),
+                lambda group: group.allgather_coalesced(output_lists, inputs, opts),
             )
-        outputs = [tensor for listed in output_lists for tensor in listed]
-        counts = [each.numel() for each in inputs]
-        for rank, listed in enumerate(output_lists):
-            if [each.numel() for each in listed] != counts:
+        outputs = [tensor for tensors_of_rank in output_lists for tensor in tensors_of_rank]
+        counts = [tensor.numel() for tensor in inputs]
+        for rank, tensors_of_rank in enumerate(output_lists):
+            if [tensor.numel() for tensor in tensors_of_rank] != counts:
                 raise ValueError(
                     f"all_gather_coalesced: output_tensor_lists[{rank}] has tensors of "
-                    f"{[each.numel() for each in listed]} elements, expected {counts}"
+                    f"{[tensor.numel() for tensor in tensors_of_rank]} elements, expected {counts}"
                 )
-        staged = [torch.empty(each.numel() * self.size(), dtype=each.dtype) for each in inputs]
+        staging = [torch.empty(tensor.numel() * self.size(), dtype=tensor.dtype) for tensor in inputs]
         work = collectives.all_gather_coalesced(
-            [movable(each) for each in staged],
-            [movable(flat(each)) for each in inputs],
+            [as_sendable(buffer) for buffer in staging],
+            [as_sendable(flatten(tensor)) for tensor in inputs],
             group=self,
-            async_op=asynchronous(opts),
+            async_op=is_async(opts),
         )
 
-        def last() -> None:
-            for at, whole in enumerate(staged):
-                put([listed[at] for listed in output_lists], whole)
+        def copy_back() -> None:
+            for index, gathered in enumerate(staging):
+                copy_to_tensors([tensors_of_rank[index] for tensors_of_rank in output_lists], gathered)
 
-        return self._handle(work, outputs, last=last)
+        return self._make_work(work, outputs, on_completion=copy_back)
 
     def gather(
         self,
@@ -152,25 +172,32 @@ class Gathering(Base):
     ) -> dist.Work:
         if isinstance(input_tensors, torch.Tensor):  # (output_tensors, input_tensor, root, timeout)
             output_tensors, input_tensors = [output_tensors], [input_tensors]
-        tensor, root = input_tensors[0], root_of(opts)
-        why = elsewhere(tensor)
-        if why:
-            return self._hand(
-                "gather", why, tensor.device, lambda to: to.gather(output_tensors, input_tensors, opts)
+        tensor, root = input_tensors[0], root_rank(opts)
+        reason = unsupported_reason(tensor)
+        if reason:
+            return self._fall_back(
+                "gather",
+                reason,
+                tensor.device,
+                lambda group: group.gather(output_tensors, input_tensors, opts),
             )
-        run, later, dst = movable(flat(tensor)), asynchronous(opts), self._ranks[root]
+        flat, async_op, dst = as_sendable(flatten(tensor)), is_async(opts), self._ranks[root]
         if self.rank() != root:
-            return self._handle(collectives.gather(run, None, dst, group=self, async_op=later), (), timeout)
+            return self._make_work(
+                collectives.gather(flat, None, dst, group=self, async_op=async_op), (), timeout
+            )
         outputs = output_tensors[0]
         require_alike(outputs, tensor, self.size(), "gather", "output_tensors")
-        whole = joined(outputs)
-        if whole is not None:
-            work = collectives.gather(run, movable(whole), dst, group=self, async_op=later)
-            return self._handle(work, outputs, timeout)
-        return self._through(
+        joined = joined_view(outputs)
+        if joined is not None:
+            work = collectives.gather(flat, as_sendable(joined), dst, group=self, async_op=async_op)
+            return self._make_work(work, outputs, timeout)
+        return self._via_staging(
             outputs,
             tensor.numel() * self.size(),
-            lambda staged: collectives.gather(run, movable(staged), dst, group=self, async_op=later),
+            lambda staging: collectives.gather(
+                flat, as_sendable(staging), dst, group=self, async_op=async_op
+            ),
             timeout,
         )
 
@@ -183,24 +210,28 @@ class Gathering(Base):
     ) -> dist.Work:
         if isinstance(output_tensors, torch.Tensor):  # (output_tensor, input_tensors, root, timeout)
             output_tensors, input_tensors = [output_tensors], [input_tensors]
-        output, root = output_tensors[0], root_of(opts)
-        why = elsewhere(output)
-        if why:
-            return self._hand(
-                "scatter", why, output.device, lambda to: to.scatter(output_tensors, input_tensors, opts)
+        output, root = output_tensors[0], root_rank(opts)
+        reason = unsupported_reason(output)
+        if reason:
+            return self._fall_back(
+                "scatter",
+                reason,
+                output.device,
+                lambda group: group.scatter(output_tensors, input_tensors, opts),
             )
-        whole = None
+        joined = None
         if self.rank() == root:
             inputs = input_tensors[0]
             require_alike(inputs, output, self.size(), "scatter", "input_tensors")
-            whole = joined(inputs)
-            whole = movable(torch.cat([flat(each) for each in inputs]) if whole is None else whole)
-        run = flat(output)
+            joined = joined_view(inputs)
+            joined = as_sendable(
+                torch.cat([flatten(tensor) for tensor in inputs]) if joined is None else joined
+            )
+        flat = flatten(output)
         work = collectives.scatter(
-            movable(run), whole, self._ranks[root], group=self, async_op=asynchronous(opts)
+            as_sendable(flat), joined, self._ranks[root], group=self, async_op=is_async(opts)
         )
-        back = not is_own(run, output)
-        return self._handle(work, [output], timeout, (lambda: put([output], run)) if back else None)
+        return self._make_work(work, [output], timeout, copy_back_of(flat, output))
 
     def alltoall_base(
         self,
@@ -211,59 +242,60 @@ class Gathering(Base):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> dist.Work:
-        why = elsewhere(output, input)
-        if why:
-            return self._hand(
+        reason = unsupported_reason(output, input)
+        if reason:
+            return self._fall_back(
                 "all_to_all_single",
-                why,
+                reason,
                 output.device,
-                lambda to: to.alltoall_base(output, input, output_split_sizes, input_split_sizes, opts),
+                lambda group: group.alltoall_base(output, input, output_split_sizes, input_split_sizes, opts),
             )
-        run, source = flat(output), flat(input)
-        shaped, given = run.view(output.shape), source.view(input.shape)
+        flat, source = flatten(output), flatten(input)
+        output_rows, input_rows = flat.view(output.shape), source.view(input.shape)
         if output.dtype not in ELEMENT_TYPES:
-            shaped, given = _rows_of_bytes(shaped), _rows_of_bytes(given)
+            output_rows, input_rows = _rows_of_bytes(output_rows), _rows_of_bytes(input_rows)
         work = collectives.all_to_all(
-            shaped,
-            given,
+            output_rows,
+            input_rows,
             list(output_split_sizes) or None,
             list(input_split_sizes) or None,
             group=self,
-            async_op=asynchronous(opts),
+            async_op=is_async(opts),
         )
-        back = not is_own(run, output)
-        return self._handle(work, [output], timeout, (lambda: put([output], run)) if back else None)
+        return self._make_work(work, [output], timeout, copy_back_of(flat, output))
 
     all_to_all_single = alltoall_base
 
     def alltoall(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """One tensor for every rank, of any size."""
-        why = elsewhere(*outputs, *inputs)
-        if why:
-            return self._hand(
-                "all_to_all", why, outputs[0].device, lambda to: to.alltoall(outputs, inputs, opts)
+        """Exchange one tensor with every rank; sizes may differ."""
+        reason = unsupported_reason(*outputs, *inputs)
+        if reason:
+            return self._fall_back(
+                "all_to_all", reason, outputs[0].device, lambda group: group.alltoall(outputs, inputs, opts)
             )
-        for argument, listed in (("output_tensors", outputs), ("input_tensors", inputs)):
-            if len(listed) != self.size():
+        for argument, tensors in (("output_tensors", outputs), ("input_tensors", inputs)):
+            if len(tensors) != self.size():
                 raise ValueError(
-                    f"all_to_all: {argument} has {len(listed)} tensors, the group {self.size()} ranks"
+                    f"all_to_all: {argument} has {len(tensors)} tensors, the group {self.size()} ranks"
                 )
         scale = 1 if outputs[0].dtype in ELEMENT_TYPES else outputs[0].element_size()
-        source = joined(inputs)
-        source = movable(torch.cat([flat(each) for each in inputs]) if source is None else source)
-        sent = [each.numel() * scale for each in inputs]
-        received = [each.numel() * scale for each in outputs]
-        later = asynchronous(opts)
+        source = joined_view(inputs)
+        source = as_sendable(torch.cat([flatten(tensor) for tensor in inputs]) if source is None else source)
+        sent = [tensor.numel() * scale for tensor in inputs]
+        received = [tensor.numel() * scale for tensor in outputs]
+        async_op = is_async(opts)
 
-        def move(run: torch.Tensor) -> collectives.Work | None:
-            return collectives.all_to_all(movable(run), source, received, sent, group=self, async_op=later)
+        def collective(flat: torch.Tensor) -> collectives.Work | None:
+            return collectives.all_to_all(
+                as_sendable(flat), source, received, sent, group=self, async_op=async_op
+            )
 
-        whole = joined(outputs)
-        if whole is not None:
-            return self._handle(move(whole), outputs, timeout)
-        return self._through(outputs, sum(each.numel() for each in outputs), move, timeout)
+        joined = joined_view(outputs)
+        if joined is not None:
+            return self._make_work(collective(joined), outputs, timeout)
+        return self._via_staging(outputs, sum(tensor.numel() for tensor in outputs), collective, timeout)
 
 
 def _rows_of_bytes(tensor: torch.Tensor) -> torch.Tensor:

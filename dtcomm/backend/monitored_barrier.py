@@ -1,6 +1,6 @@
-"""monitored_barrier: a barrier that says which ranks do not come, for finding out why a program hangs.
+"""`monitored_barrier`: a barrier that names the ranks that do not arrive, to find out why a program hangs.
 
-It goes through the store alone, so that it works where nothing else does; rank 0 hears all ranks and answers.
+It uses only the store, so that it works when nothing else does. Rank 0 collects all arrivals and answers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from dtcomm.errors import CollectiveTimeout
 
-_PAUSE_S = 0.002  # between two looks
+_POLL_S = 0.002  # pause between two polls of the store
 
 
 def install() -> None:
-    """torch refuses the function for all backends but Gloo by name: let groups of ours through."""
+    """Make torch's function accept groups of this backend; torch rejects all backends except Gloo by name."""
     original: Any = c10d.monitored_barrier
     if hasattr(original, "dtcomm"):
         return
@@ -28,14 +28,14 @@ def install() -> None:
     def monitored_barrier(
         group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> None:
-        chosen: Any = c10d._get_default_group() if group is None else group
-        if chosen is dist.GroupMember.NON_GROUP_MEMBER or not hasattr(chosen, "monitored_barrier_of_dtcomm"):
+        target: Any = c10d._get_default_group() if group is None else group
+        if target is dist.GroupMember.NON_GROUP_MEMBER or not hasattr(target, "dtcomm_monitored_barrier"):
             original(group, timeout, wait_all_ranks)
             return
-        given = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
-        if given is not None:
-            c10d._check_valid_timeout(given)
-        chosen.monitored_barrier(given, wait_all_ranks)
+        limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
+        if limit is not None:
+            c10d._check_valid_timeout(limit)
+        target.monitored_barrier(limit, wait_all_ranks)
 
     monitored_barrier.dtcomm = True  # type: ignore[attr-defined]
     c10d.monitored_barrier = monitored_barrier
@@ -43,8 +43,17 @@ def install() -> None:
 
 
 def barrier(group: Any, store: c10d.Store, number: int, timeout: timedelta, wait_all_ranks: bool) -> None:
-    """Raises CollectiveTimeout on rank 0, naming one missing rank, or all with ``wait_all_ranks``, and on those that
-    came. ``number`` counts the group's calls.
+    """Wait until all ranks of the group have called this.
+
+    Args:
+        group: The process group.
+        store: Its store.
+        number: The number of the group's barriers so far, which keeps their keys apart.
+        timeout: How long rank 0 waits.
+        wait_all_ranks: Name all missing ranks instead of the first one.
+
+    Raises:
+        CollectiveTimeout: Ranks are missing; raised on rank 0, which names them, and on the ranks that arrived.
     """
     rank, size, ranks = group.rank(), group.size(), dist.get_process_group_ranks(group)
     prefix = f"dtcomm/monitored/{number}"
@@ -53,12 +62,12 @@ def barrier(group: Any, store: c10d.Store, number: int, timeout: timedelta, wait
     if rank != 0:
         store.set(f"{prefix}/{rank}", "1")
         while not store.check([f"{prefix}/answer"]):
-            if time.monotonic() >= deadline + 1.0:  # rank 0 may only just have found out
+            if time.monotonic() >= deadline + 1.0:  # rank 0 may have timed out just now
                 raise CollectiveTimeout(
                     f"Rank {ranks[rank]} successfully reached monitoredBarrier, but received errors while waiting "
                     f"for send/recv from rank {ranks[0]}, which did not answer within {limit}"
                 )
-            time.sleep(_PAUSE_S)
+            time.sleep(_POLL_S)
         answer = store.get(f"{prefix}/answer").decode()
         store.set(f"{prefix}/{rank}/read", "1")
         if answer != "all":
@@ -74,14 +83,15 @@ def barrier(group: Any, store: c10d.Store, number: int, timeout: timedelta, wait
         )
     missing = list(range(1, size))
     while missing:
-        missing = [each for each in missing if not store.check([f"{prefix}/{each}"])]
+        missing = [peer for peer in missing if not store.check([f"{prefix}/{peer}"])]
         if not missing or time.monotonic() >= deadline:
             break
-        time.sleep(_PAUSE_S)
+        time.sleep(_POLL_S)
     if missing:
-        named = ", ".join(str(ranks[each]) for each in (missing if wait_all_ranks else missing[:1]))
-        ending = "s" if wait_all_ranks and len(missing) > 1 else ""
-        said = f"[Rank {ranks[0]}]: Rank{ending} {named} failed to pass monitoredBarrier in {limit}"
-        store.set(f"{prefix}/answer", said)
-        raise CollectiveTimeout(said)
+        named = missing if wait_all_ranks else missing[:1]
+        names = ", ".join(str(ranks[peer]) for peer in named)
+        plural = "s" if len(named) > 1 else ""
+        message = f"[Rank {ranks[0]}]: Rank{plural} {names} failed to pass monitoredBarrier in {limit}"
+        store.set(f"{prefix}/answer", message)
+        raise CollectiveTimeout(message)
     store.set(f"{prefix}/answer", "all")

@@ -1,9 +1,9 @@
-"""send and recv as torch has them: matched by source and tag, from any source, in any order.
+"""send and recv with torch's semantics: messages are matched by source and tag, from any source, in any order.
 
-The engine's messages between two ranks come in their order, with sizes that both know. So each message is announced
-by a note of a fixed size (tag, bytes), which carries the message itself where it is short. A receiver reads the
-notes in their order, gives each message to the first receive that it fits, and keeps what nobody has asked for yet:
-a short message is kept as it is, a long one stays with its sender until somebody asks for it or for one behind it.
+The engine delivers the messages between two ranks in order, and both ranks must know their sizes. Every message is
+therefore preceded by a header of fixed size (tag, size), which contains a short message itself. The receiver reads the
+headers in order and gives each message to the first matching receive. A short message without a match is stored; a long
+one stays at its sender until a receive asks for it or for a message behind it.
 """
 
 from __future__ import annotations
@@ -11,63 +11,156 @@ from __future__ import annotations
 import struct
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dtcomm import collectives
-from dtcomm.backend.p2p_receive import Receive
-from dtcomm.backend.tensor_views import flat
-from dtcomm.backend.work import Finished, Pending
+from dtcomm.backend.tensor_views import copy_to_tensors, flatten, shares_memory
+from dtcomm.backend.work import CompletedWork, TorchWork, poll_until
 from dtcomm.collectives.p2p import post
 from dtcomm.errors import CollectiveMismatch, DtcommError
 from dtcomm.runtime.p2p_pairs import Pair, pair_of
 from dtcomm.runtime.process_groups import group_store
 
-NOTE_BYTES = 2048
-_HEAD = struct.Struct("<qq")  # tag, bytes
-_SHORT = NOTE_BYTES - _HEAD.size
-_LOOK_S = 0.002  # between two looks for ranks that have begun to send, while somebody receives from any
+HEADER_BYTES = 2048
+_TAG_AND_SIZE = struct.Struct("<qq")
+_MAX_INLINE_BYTES = HEADER_BYTES - _TAG_AND_SIZE.size
+_POLL_S = 0.002  # pause between two polls for ranks that have begun to send, during a receive from any rank
+_PURPOSE = "backend"  # keeps these messages apart from those of dtcomm.send
 
 
-class Inbox:
-    """What comes from one rank. All methods are called with the mail's lock held."""
+class ReceiveWork(dist.Work):
+    """The handle of one receive, complete when a matching message has arrived.
 
-    def __init__(self, mail: Mail, peer: int) -> None:
+    Attributes:
+        tensor: The tensor to fill.
+        bytes: Its memory, or that of a contiguous copy, as bytes.
+        wanted_source: The sender's rank in the group; None accepts any.
+        source: The rank in the group of the actual sender, -1 while it is unknown.
+        tag: The tag to match.
+    """
+
+    def __init__(
+        self, matcher: MessageMatcher, tensor: torch.Tensor, wanted_source: int | None, tag: int
+    ) -> None:
+        super().__init__()
+        self.matcher = matcher
+        self.tensor = tensor
+        self._flat = flatten(tensor)
+        self.bytes = _as_bytes(self._flat)
+        self.wanted_source = wanted_source
+        self.source = -1 if wanted_source is None else wanted_source
+        self.tag = tag
+        self._completed = threading.Event()
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[Any] | None = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Complete the receive, or fail it with ``error``; the matcher's lock must be held."""
+        if error is None and not shares_memory(self._flat, self.tensor):
+            copy_to_tensors([self.tensor], self._flat)
+        self._error = error
+        self._completed.set()
+        if self._future is not None:
+            self._complete_future(self._future)
+
+    def _complete_future(self, future: torch.futures.Future[Any]) -> None:
+        if self._error is not None:
+            future.set_exception(self._error)
+        else:
+            future.set_result([self.tensor])
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if timeout:
+            deadline = time.monotonic() + timeout.total_seconds()
+            poll_until(self._completed.is_set, deadline, self._description())
+        elif not self._completed.is_set():
+            self.matcher.progress_inline(self)
+            self._completed.wait()
+        if self._error is not None:
+            raise type(self._error)(*self._error.args)
+        return True
+
+    def _description(self) -> str:
+        source = "any rank"
+        if self.wanted_source is not None:
+            source = f"rank {self.matcher.ranks[self.wanted_source]}"
+        return f"recv of {self.bytes.numel()} bytes from {source}, tag {self.tag},"
+
+    def is_completed(self) -> bool:
+        return self._completed.is_set()
+
+    def is_success(self) -> bool:
+        return self._completed.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        return self.source
+
+    _source_rank = source_rank
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return [self.tensor]
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        with self.matcher.lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                if self._completed.is_set():
+                    self._complete_future(self._future)
+            return self._future
+
+
+class PeerInbox:
+    """The messages from one rank. All methods are called with the matcher's lock held.
+
+    Attributes:
+        peer: The sender's rank in the group.
+        work: The engine's receive in progress, of a header or of the message that it announced.
+        error: The error after which no more messages will arrive.
+    """
+
+    def __init__(self, matcher: MessageMatcher, peer: int) -> None:
         self.peer = peer
-        self.work: collectives.Work | None = None  # the one message under way: a note or what it announced
-        self._mail = mail
-        self._pair: Pair | None = None
-        self._note = torch.empty(NOTE_BYTES, dtype=torch.uint8)
-        self._view: Any = self._note.numpy()  # the same memory, as struct reads it
-        self._kept: list[tuple[int, torch.Tensor]] = []  # (tag, message), in the order in which they came
-        self._announced: tuple[int, int] | None = (
-            None  # (tag, bytes) of a long message that is still to be fetched
-        )
-        self._into: Receive | None = None  # who gets the message under way; None: it is kept
-        self._fetched: torch.Tensor | None = None
+        self.work: collectives.Work | None = None
         self.error: BaseException | None = None
+        self._matcher = matcher
+        self._pair: Pair | None = None
+        self._header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        self._header_buffer: Any = self._header.numpy()  # the same memory, for struct
+        self._unmatched: list[tuple[int, torch.Tensor]] = []  # (tag, message) in order of arrival
+        self._announced: tuple[int, int] | None = None  # (tag, size) of a long message not yet received
+        self._target: ReceiveWork | None = None  # of the long message being received; None: it is stored
+        self._message: torch.Tensor | None = None  # the memory of the long message being received
 
-    def take_kept(self, receive: Receive) -> bool:
-        """Serve a receive from what came before."""
-        for index, (tag, message) in enumerate(self._kept):
+    def match_unmatched(self, receive: ReceiveWork) -> bool:
+        """Complete a receive with a stored message; returns whether there was one."""
+        for index, (tag, message) in enumerate(self._unmatched):
             if tag == receive.tag:
-                del self._kept[index]
+                del self._unmatched[index]
                 self._deliver(receive, message)
                 return True
         return False
 
-    def keep(self, tag: int, message: torch.Tensor) -> None:
-        """A message that comes otherwise than through the engine: from this rank itself."""
-        receive = self._mail.claim(self.peer, tag)
+    def add_message(self, tag: int, message: torch.Tensor) -> None:
+        """Deliver a complete message, or store it until a receive matches it."""
+        receive = self._matcher.match(self.peer, tag)
         if receive is None:
-            self._kept.append((tag, message))
+            self._unmatched.append((tag, message))
         else:
             self._deliver(receive, message)
 
-    def go_on(self) -> None:
-        """Take in what has come and ask for more, as long as somebody waits for something."""
+    def progress(self) -> None:
+        """Process what has arrived, and start the next receive while any receive may match this peer."""
         while self.error is None:
             if self.work is not None:
                 if not self.work.is_completed():
@@ -78,71 +171,73 @@ class Inbox:
                 except BaseException as error:
                     self.fail(error)
                     return
-                self._arrived()
+                self._process_arrival()
             elif self._announced is not None:
-                if not self._mail.waits(self.peer):
+                if not self._matcher.has_receive_for(self.peer):
                     return
-                self._fetch()
-            elif self._mail.waits(self.peer) and self.peer != self._mail.rank:
-                self._start(self._note)
+                self._receive_announced()
+            elif self._matcher.has_receive_for(self.peer) and self.peer != self._matcher.rank:
+                self._start_receive(self._header)
             else:
                 return
 
     def fail(self, error: BaseException) -> None:
-        """Nothing will come any more."""
+        """Fail all receives that wait for this peer; no more messages will arrive."""
         self.error = error
-        if self._into is not None:
-            self._into.finish(error)
-        for receive in self._mail.give_up(self.peer):
+        if self._target is not None:
+            self._target.finish(error)
+        for receive in self._matcher.cancel_receives(self.peer):
             receive.finish(error)
 
-    def _start(self, memory: torch.Tensor) -> None:
+    def _start_receive(self, memory: torch.Tensor) -> None:
         try:
             if self._pair is None:
-                self._pair = pair_of(self._mail.group, self._mail.ranks[self.peer], "src", "mail")
+                self._pair = pair_of(self._matcher.group, self._matcher.ranks[self.peer], "src", _PURPOSE)
             self.work = post(self._pair, memory, sends=False)
             if not self.work.is_completed():
-                self.work.get_future().add_done_callback(lambda _: self._mail.go_on(self))
+                self.work.get_future().add_done_callback(lambda _: self._matcher.progress(self))
         except BaseException as error:
             self.fail(error)
 
-    def _arrived(self) -> None:
-        if self._fetched is not None:  # what a note had announced
+    def _process_arrival(self) -> None:
+        if self._message is not None:  # the long message has arrived
             assert self._announced is not None
             (tag, _), self._announced = self._announced, None
-            message, self._fetched = self._fetched, None
-            receive, self._into = self._into, None
+            message, self._message = self._message, None
+            receive, self._target = self._target, None
             if receive is None:
-                self.keep(tag, message)
+                self.add_message(tag, message)
             elif message is receive.bytes:
                 receive.source = self.peer
                 receive.finish()
             else:
                 self._deliver(receive, message)
             return
-        tag, size = _HEAD.unpack_from(self._view)
-        if size <= _SHORT:
-            self.keep(tag, self._note[_HEAD.size : _HEAD.size + size].clone())
+        tag, size = _TAG_AND_SIZE.unpack_from(self._header_buffer)
+        if size <= _MAX_INLINE_BYTES:
+            begin = _TAG_AND_SIZE.size
+            self.add_message(tag, self._header[begin : begin + size].clone())
         else:
             self._announced = (tag, size)
 
-    def _fetch(self) -> None:
+    def _receive_announced(self) -> None:
         assert self._announced is not None
         tag, size = self._announced
-        self._into = self._mail.claim(self.peer, tag)
-        if self._into is not None and self._into.bytes.numel() == size:
-            self._fetched = self._into.bytes
+        self._target = self._matcher.match(self.peer, tag)
+        if self._target is not None and self._target.bytes.numel() == size:
+            self._message = self._target.bytes
         else:
-            self._fetched = torch.empty(size, dtype=torch.uint8)
-        self._start(self._fetched)
+            self._message = torch.empty(size, dtype=torch.uint8)
+        self._start_receive(self._message)
 
-    def _deliver(self, receive: Receive, message: torch.Tensor) -> None:
+    def _deliver(self, receive: ReceiveWork, message: torch.Tensor) -> None:
         receive.source = self.peer
         if message.numel() != receive.bytes.numel():
+            ranks = self._matcher.ranks
             receive.finish(
                 CollectiveMismatch(
-                    f"rank {self._mail.ranks[self.peer]} sends {message.numel()} bytes with tag {receive.tag}, "
-                    f"rank {self._mail.ranks[self._mail.rank]} receives {receive.bytes.numel()}"
+                    f"rank {ranks[self.peer]} sends {message.numel()} bytes with tag {receive.tag}, "
+                    f"rank {ranks[self._matcher.rank]} receives {receive.bytes.numel()}"
                 )
             )
             return
@@ -150,18 +245,18 @@ class Inbox:
         receive.finish()
 
 
-class Mail:
-    """The messages between the ranks of one group."""
+class MessageMatcher:
+    """The sends and receives between the ranks of one process group."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self.rank: int = group.rank()
         self.lock = threading.RLock()
-        self._sending = [threading.Lock() for _ in range(group.size())]
-        self._greeted: set[int] = set()
-        self._inboxes: dict[int, Inbox] = {}
-        self._waiting: list[Receive] = []  # in the order in which they were posted
-        self._looking = False
+        self._send_locks = [threading.Lock() for _ in range(group.size())]
+        self._announced_to: set[int] = set()  # ranks that know by the store that this rank has begun to send
+        self._inboxes: dict[int, PeerInbox] = {}
+        self._receives: list[ReceiveWork] = []  # unmatched ones, in the order in which they were posted
+        self._watching_senders = False
         self._closed = False
 
     @property
@@ -170,32 +265,31 @@ class Mail:
         return dist.get_process_group_ranks(self.group)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> dist.Work:
-        """Start a message; its handle is done when the tensor may be changed."""
-        run = flat(tensor)
-        message = run.view(torch.uint8) if run.numel() else run.new_empty(0, dtype=torch.uint8)
+        """Start sending; the returned handle is complete when the tensor may be changed."""
+        message = _as_bytes(flatten(tensor))
         if dst == self.rank:
             with self.lock:
-                self._inbox(dst).keep(tag, message.clone())
-            return Finished([tensor])
+                self._inbox(dst).add_message(tag, message.clone())
+            return CompletedWork([tensor])
         size = message.numel()
-        note = bytearray(NOTE_BYTES)
-        _HEAD.pack_into(note, 0, tag, size)
-        carrier = torch.frombuffer(note, dtype=torch.uint8)
-        if 0 < size <= _SHORT:
-            carrier[_HEAD.size : _HEAD.size + size] = message
-        pair = pair_of(self.group, self.ranks[dst], "dst", "mail")
-        with self._sending[dst]:  # nobody's message between a note and what it announces
-            if dst not in self._greeted:
-                self._greeted.add(dst)
-                group_store(self.group).set(_greeting(self.rank, dst), "1")
-            work = post(pair, carrier, sends=True)
-            if size > _SHORT:
+        header_buffer = bytearray(HEADER_BYTES)
+        _TAG_AND_SIZE.pack_into(header_buffer, 0, tag, size)
+        header = torch.frombuffer(header_buffer, dtype=torch.uint8)
+        if 0 < size <= _MAX_INLINE_BYTES:
+            header[_TAG_AND_SIZE.size : _TAG_AND_SIZE.size + size] = message
+        pair = pair_of(self.group, self.ranks[dst], "dst", _PURPOSE)
+        with self._send_locks[dst]:  # no other message may come between a header and its message
+            if dst not in self._announced_to:
+                self._announced_to.add(dst)
+                group_store(self.group).set(_first_send_key(self.rank, dst), "1")
+            work = post(pair, header, sends=True)
+            if size > _MAX_INLINE_BYTES:
                 work = post(pair, message, sends=True)
-        return Pending(work, [tensor])
+        return TorchWork(work, [tensor])
 
-    def receive(self, tensor: torch.Tensor, src: int | None, tag: int) -> Receive:
-        """Start to receive from one rank of the group, or from any (None)."""
-        receive = Receive(self, tensor, flat(tensor), src, tag)
+    def receive(self, tensor: torch.Tensor, src: int | None, tag: int) -> ReceiveWork:
+        """Start receiving from one rank of the group, or from any (None)."""
+        receive = ReceiveWork(self, tensor, src, tag)
         with self.lock:
             if self._closed:
                 raise DtcommError("group: it has been destroyed")
@@ -204,90 +298,96 @@ class Mail:
                 if inbox.error is not None and (src is not None or len(self.ranks) == 2):
                     receive.finish(inbox.error)
                     return receive
-                if inbox.take_kept(receive):
+                if inbox.match_unmatched(receive):
                     return receive
-            self._waiting.append(receive)
+            self._receives.append(receive)
             for inbox in inboxes:
-                inbox.go_on()
-            if not receive.is_completed() and src is None and not self._looking:
-                self._looking = True
-                threading.Thread(target=self._look, name="dtcomm-any-source", daemon=True).start()
+                inbox.progress()
+            if not receive.is_completed() and src is None and not self._watching_senders:
+                self._watching_senders = True
+                threading.Thread(
+                    target=self._watch_for_senders, name="dtcomm-any-source", daemon=True
+                ).start()
         return receive
 
-    def attend(self, receive: Receive) -> None:
-        """The caller waits for a message of one rank: take in itself what comes, as nobody is quicker."""
-        if receive.wanted is None:
+    def progress_inline(self, receive: ReceiveWork) -> None:
+        """Process the messages of one rank on the waiting thread, which is faster than waking another one."""
+        if receive.wanted_source is None:
             return
         while not receive.is_completed():
             with self.lock:
-                inbox = self._inbox(receive.wanted)
-                inbox.go_on()
+                inbox = self._inbox(receive.wanted_source)
+                inbox.progress()
                 work = inbox.work
                 if work is None:
                     return
-                work.drop_future()  # which would have another thread do what is done here
+                work.drop_future()  # it would make another thread do the same
             try:
                 work.wait()
-            except BaseException:  # which go_on will find and hand out
+            except BaseException:  # `progress` gets the same error and delivers it
                 pass
 
-    def go_on(self, inbox: Inbox) -> None:
-        """Something has come for an inbox; called by the thread that completes futures."""
+    def progress(self, inbox: PeerInbox) -> None:
+        """Process a message that has arrived; the thread that completes futures calls this."""
         with self.lock:
             if not self._closed:
-                inbox.go_on()
+                inbox.progress()
 
-    def waits(self, peer: int) -> bool:
-        """Whether there is a receive that a message of ``peer`` could be for."""
-        return any(receive.wanted in (None, peer) for receive in self._waiting)
+    def has_receive_for(self, peer: int) -> bool:
+        """Return whether a message from ``peer`` could match a receive."""
+        return any(receive.wanted_source in (None, peer) for receive in self._receives)
 
-    def claim(self, peer: int, tag: int) -> Receive | None:
-        """The first receive that a message fits; it waits no more."""
-        for index, receive in enumerate(self._waiting):
-            if receive.tag == tag and receive.wanted in (None, peer):
-                return self._waiting.pop(index)
+    def match(self, peer: int, tag: int) -> ReceiveWork | None:
+        """Remove and return the first receive that matches a message."""
+        for index, receive in enumerate(self._receives):
+            if receive.tag == tag and receive.wanted_source in (None, peer):
+                return self._receives.pop(index)
         return None
 
-    def give_up(self, peer: int) -> list[Receive]:
-        """The receives that wait for ``peer``, those from any rank included: it might have been the one."""
-        lost = [receive for receive in self._waiting if receive.wanted in (None, peer)]
-        self._waiting = [receive for receive in self._waiting if receive not in lost]
-        return lost
+    def cancel_receives(self, peer: int) -> list[ReceiveWork]:
+        """Remove and return the receives that wait for ``peer``, or for any rank, as that might have been ``peer``."""
+        cancelled = [receive for receive in self._receives if receive.wanted_source in (None, peer)]
+        self._receives = [receive for receive in self._receives if receive not in cancelled]
+        return cancelled
 
     def close(self) -> None:
-        """Whoever still waits is told."""
+        """Fail all receives that are still waiting."""
         with self.lock:
             self._closed = True
-            waiting, self._waiting = self._waiting, []
-            for receive in waiting:
+            receives, self._receives = self._receives, []
+            for receive in receives:
                 receive.finish(DtcommError("group: it was destroyed before a message came"))
 
-    def _inbox(self, peer: int) -> Inbox:
-        found = self._inboxes.get(peer)
-        if found is None:
-            found = self._inboxes[peer] = Inbox(self, peer)
-        return found
+    def _inbox(self, peer: int) -> PeerInbox:
+        inbox = self._inboxes.get(peer)
+        if inbox is None:
+            inbox = self._inboxes[peer] = PeerInbox(self, peer)
+        return inbox
 
-    def _look(self) -> None:
-        """While somebody receives from any rank, look who has begun to send."""
+    def _watch_for_senders(self) -> None:
+        """Poll the store for ranks that have begun to send, while there is a receive from any rank."""
         store = group_store(self.group)
         while True:
             with self.lock:
-                if self._closed or not any(receive.wanted is None for receive in self._waiting):
-                    self._looking = False
+                if self._closed or not any(receive.wanted_source is None for receive in self._receives):
+                    self._watching_senders = False
                     return
-                unknown = [rank for rank in range(len(self._sending)) if rank not in self._inboxes]
+                unknown = [rank for rank in range(len(self._send_locks)) if rank not in self._inboxes]
             for rank in unknown:
                 try:
-                    came = store.check([_greeting(rank, self.rank)])
-                except RuntimeError:  # the store is gone with its rank
-                    came = False
-                if came:
+                    has_sent = store.check([_first_send_key(rank, self.rank)])
+                except RuntimeError:  # the store's process has ended
+                    has_sent = False
+                if has_sent:
                     with self.lock:
                         if not self._closed:
-                            self._inbox(rank).go_on()
-            time.sleep(_LOOK_S)
+                            self._inbox(rank).progress()
+            time.sleep(_POLL_S)
 
 
-def _greeting(src: int, dst: int) -> str:
-    return f"dtcomm/mail/{src}-{dst}"
+def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+
+
+def _first_send_key(src: int, dst: int) -> str:
+    return f"dtcomm/p2p/{src}-{dst}"

@@ -1,4 +1,4 @@
-"""What the operations of a group have in common: who carries them out, and the handle that the caller gets."""
+"""Base class of the process group: fallbacks, and the handles that callers get."""
 
 from __future__ import annotations
 
@@ -11,92 +11,96 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import collectives
-from dtcomm.backend.fallback_backends import Children
-from dtcomm.backend.tensor_views import Staging, flat, is_own, movable, put
-from dtcomm.backend.work import Finished, Pending
+from dtcomm.backend.fallback_backends import FallbackBackends
+from dtcomm.backend.tensor_views import StagingBuffer, as_sendable, copy_to_tensors, flatten, shares_memory
+from dtcomm.backend.work import CompletedWork, TorchWork
 from dtcomm.runtime.work import ChainedWork
 
 
-class Base(dist.ProcessGroup):
-    """A group with children; its subclasses add the operations.
+class ProcessGroupBase(dist.ProcessGroup):
+    """A process group with fallback backends; subclasses add the operations.
 
-    ``_together`` collects the handles of operations between ``_start_coalescing`` and ``_end_coalescing``.
+    ``_coalesced`` collects the handles of operations between ``_start_coalescing`` and ``_end_coalescing``; it is None
+    outside.
     """
 
-    _children: Children
-    _together: list[dist.Work] | None = None
+    _fallbacks: FallbackBackends
+    _coalesced: list[dist.Work] | None = None
 
     @functools.cached_property
-    def _staging(self) -> Staging:
-        return Staging()
+    def _staging(self) -> StagingBuffer:
+        return StagingBuffer()
 
     @functools.cached_property
     def _ranks(self) -> list[int]:
         return dist.get_process_group_ranks(self)
 
-    def _hand(self, what: str, why: str, device: torch.device, call: Callable[[Any], Any]) -> dist.Work:
-        """To the child for ``device``, written down by name."""
-        return self._children.run(what, why, device, call)
+    def _fall_back(
+        self, operation: str, reason: str, device: torch.device, call: Callable[[Any], Any]
+    ) -> dist.Work:
+        """Carry out an operation with the fallback backend for ``device``, and count it."""
+        return self._fallbacks.run(operation, reason, device, call)
 
-    def _handle(
+    def _make_work(
         self,
         work: collectives.Work | None,
         outputs: Sequence[torch.Tensor],
         limit: timedelta | None = None,
-        last: Callable[[], None] | None = None,
+        on_completion: Callable[[], None] | None = None,
     ) -> dist.Work:
-        """The caller's handle of an operation that is over (``work`` None) or under way.
+        """Return the caller's handle of an operation that has completed (``work`` is None) or is in progress.
 
-        ``last`` is what is to be done with what has arrived, once, before anybody sees it.
+        ``on_completion`` runs once, before anybody sees the outputs.
         """
         if work is None:
-            if last is not None:
-                last()
-            return Finished(outputs)
-        if last is not None:
-            work = ChainedWork(work, last, outputs)
-        seconds = limit.total_seconds() if limit else None
-        pending = Pending(work, outputs, seconds)
-        if self._together is not None:
-            self._together.append(pending)
-        return pending
+            if on_completion is not None:
+                on_completion()
+            return CompletedWork(outputs)
+        if on_completion is not None:
+            work = ChainedWork(work, on_completion, outputs)
+        torch_work = TorchWork(work, outputs, limit.total_seconds() if limit else None)
+        if self._coalesced is not None:
+            self._coalesced.append(torch_work)
+        return torch_work
 
-    def _each(
+    def _run_coalesced(
         self,
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
-        move: Callable[..., collectives.Work | None],
+        collective: Callable[..., collectives.Work | None],
         opts: Any,
     ) -> dist.Work:
-        """A coalesced operation: ``move`` is one of dtcomm's, on tensors without gaps in dtypes that can be moved."""
-        runs = [flat(output) for output in outputs]
-        work = move(
-            [movable(run) for run in runs],
-            [movable(flat(each)) for each in inputs],
+        """Carry out a coalesced collective of dtcomm on contiguous tensors of sendable dtypes."""
+        flat_outputs = [flatten(output) for output in outputs]
+        work = collective(
+            [as_sendable(flat) for flat in flat_outputs],
+            [as_sendable(flatten(tensor)) for tensor in inputs],
             group=self,
-            async_op=asynchronous(opts),
+            async_op=is_async(opts),
         )
-        copied = [(output, run) for output, run in zip(outputs, runs) if not is_own(run, output)]
+        copied = [
+            (output, flat) for output, flat in zip(outputs, flat_outputs) if not shares_memory(flat, output)
+        ]
 
-        def last() -> None:
-            for output, run in copied:
-                put([output], run)
+        def copy_back() -> None:
+            for output, flat in copied:
+                copy_to_tensors([output], flat)
 
-        return self._handle(work, outputs, last=last if copied else None)
+        return self._make_work(work, outputs, on_completion=copy_back if copied else None)
 
 
-def asynchronous(opts: Any) -> bool:
-    """Whether the caller goes on before the operation is over; callers without options do."""
+def is_async(opts: Any) -> bool:
+    """Return whether the call returns before the operation completes; calls without options do."""
     return bool(getattr(opts, "asyncOp", True))
 
 
-def root_of(opts: Any) -> int:
-    """The root in torch's options, or given in their place (``pg.gather(outputs, input, root)``)."""
+def root_rank(opts: Any) -> int:
+    """Return the root in torch's options, or passed in their place (``pg.gather(outputs, input, root)``)."""
     return int(getattr(opts, "rootRank", opts) or 0)
 
 
-def elsewhere(*tensors: torch.Tensor) -> str:
-    """Why tensors are none of the engine's business; empty where they are."""
+def unsupported_reason(*tensors: torch.Tensor) -> str:
+    """Return why the engine cannot take the tensors (device or layout); empty if it can."""
     for tensor in tensors:
         if tensor.device.type != "cpu":
             return f"on {tensor.device.type}"

@@ -1,4 +1,4 @@
-"""The operations of a group that add up."""
+"""The process group's reductions."""
 
 from __future__ import annotations
 
@@ -11,18 +11,25 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import collectives
-from dtcomm.backend.process_group_base import Base, asynchronous, elsewhere, root_of
-from dtcomm.backend.tensor_views import flat, is_own, joined, put, require_alike
-from dtcomm.backend.work import Finished
+from dtcomm.backend.process_group_base import ProcessGroupBase, is_async, root_rank, unsupported_reason
+from dtcomm.backend.tensor_views import (
+    copy_back_of,
+    copy_to_tensors,
+    flatten,
+    joined_view,
+    require_alike,
+    shares_memory,
+)
+from dtcomm.backend.work import CompletedWork
 from dtcomm.codecs.base import ELEMENT_TYPES
 
 Tensors = Sequence[torch.Tensor]
 
-# A caller that waits in the call only asks its handle whether it is over; making one is half of the backend's time.
-OVER = Finished(())
+# Synchronous callers only check that the handle is complete, and making a handle is half of the backend's time.
+COMPLETED = CompletedWork(())
 
-# ReduceOp's hash is that of the kind of operation, and looking it up is what costs least.
-_NATIVE = {
+# The hash of a ReduceOp is that of its kind; this is the fastest way to look it up.
+_NATIVE_OPS = {
     hash(dist.ReduceOp.SUM): "sum",
     hash(dist.ReduceOp.AVG): "avg",
     hash(dist.ReduceOp.MIN): "min",
@@ -30,32 +37,32 @@ _NATIVE = {
 }
 
 
-def _op_of(opts: Any) -> Any:
-    """The operator in the options, or given in their place (``pg.allreduce(tensors, op)``)."""
+def _reduce_op(opts: Any) -> Any:
+    """Return the operator in torch's options, or passed in their place (``pg.allreduce(tensors, op)``)."""
     if opts is None:
         return dist.ReduceOp.SUM
     return getattr(opts, "reduceOp", opts)
 
 
-def _why_not(op: Any, tensors: Tensors) -> str:
-    """What keeps the engine from adding these up; empty where nothing does."""
-    why = elsewhere(*tensors)
-    if why:
-        return why
-    name = _NATIVE.get(hash(op))
+def _native_unsupported_reason(op: Any, tensors: Tensors) -> str:
+    """Return why the engine cannot reduce these tensors; empty if it can."""
+    reason = unsupported_reason(*tensors)
+    if reason:
+        return reason
+    name = _NATIVE_OPS.get(hash(op))
     if name is None:
-        return f"op {_called(op)}"
+        return f"op {_op_label(op)}"
     for tensor in tensors:
         if tensor.dtype not in ELEMENT_TYPES or (name == "avg" and not tensor.is_floating_point()):
             return f"{name} of {str(tensor.dtype).removeprefix('torch.')}"
     return ""
 
 
-def _called(op: Any) -> str:
+def _op_label(op: Any) -> str:
     return str(getattr(op, "op", op)).rpartition(".")[2]
 
 
-class Reducing(Base):
+class ReduceOps(ProcessGroupBase):
     """all_reduce, reduce and reduce_scatter in all their forms."""
 
     def allreduce(
@@ -65,53 +72,57 @@ class Reducing(Base):
             tensors = [tensors]
         if len(tensors) != 1:
             return self.allreduce_coalesced(tensors, opts)
-        op = _op_of(opts)
+        op = _reduce_op(opts)
         tensor = tensors[0]
-        name = _NATIVE.get(hash(op))
+        name = _NATIVE_OPS.get(hash(op))
         if (
             name is None
             or not tensor.is_cpu
             or not tensor.is_contiguous()
             or tensor.dtype not in ELEMENT_TYPES
         ):
-            return self._allreduce_otherwise(tensor, op, opts, timeout)
+            return self._general_allreduce(tensor, op, opts, timeout)
         if name == "avg" and not tensor.is_floating_point():
-            return self._allreduce_otherwise(tensor, op, opts, timeout)
-        if not asynchronous(opts):
+            return self._general_allreduce(tensor, op, opts, timeout)
+        if not is_async(opts):
             collectives.all_reduce(tensor, name, group=self)
-            return OVER
-        return self._handle(collectives.all_reduce(tensor, name, group=self, async_op=True), tensors, timeout)
+            return COMPLETED
+        return self._make_work(
+            collectives.all_reduce(tensor, name, group=self, async_op=True), tensors, timeout
+        )
 
-    def _allreduce_otherwise(
+    def _general_allreduce(
         self, tensor: torch.Tensor, op: Any, opts: Any, timeout: timedelta | None
     ) -> dist.Work:
-        why = _why_not(op, [tensor])
-        if why:
-            given = opts if hasattr(opts, "reduceOp") else op
-            return self._hand("all_reduce", why, tensor.device, lambda to: to.allreduce([tensor], given))
-        run = flat(tensor)  # strides may differ from rank to rank: elements travel in their order
-        work = collectives.all_reduce(run, _NATIVE[hash(op)], group=self, async_op=asynchronous(opts))
-        return self._handle(work, [tensor], timeout, lambda: put([tensor], run))
+        reason = _native_unsupported_reason(op, [tensor])
+        if reason:
+            op_or_opts = opts if hasattr(opts, "reduceOp") else op
+            return self._fall_back(
+                "all_reduce", reason, tensor.device, lambda group: group.allreduce([tensor], op_or_opts)
+            )
+        flat = flatten(tensor)  # strides may differ between ranks: elements are sent in logical order
+        work = collectives.all_reduce(flat, _NATIVE_OPS[hash(op)], group=self, async_op=is_async(opts))
+        return self._make_work(work, [tensor], timeout, lambda: copy_to_tensors([tensor], flat))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        op = _op_of(opts)
-        why = _why_not(op, tensors)
-        if why:
+        op = _reduce_op(opts)
+        reason = _native_unsupported_reason(op, tensors)
+        if reason:
             device = tensors[0].device if tensors else torch.device("cpu")
-            return self._hand(
-                "all_reduce_coalesced", why, device, lambda to: to.allreduce_coalesced(tensors, opts)
+            return self._fall_back(
+                "all_reduce_coalesced", reason, device, lambda group: group.allreduce_coalesced(tensors, opts)
             )
-        runs = [flat(tensor) for tensor in tensors]
+        flats = [flatten(tensor) for tensor in tensors]
         work = collectives.all_reduce_coalesced(
-            runs, _NATIVE[hash(op)], group=self, async_op=asynchronous(opts)
+            flats, _NATIVE_OPS[hash(op)], group=self, async_op=is_async(opts)
         )
-        copied = [(tensor, run) for tensor, run in zip(tensors, runs) if not is_own(run, tensor)]
+        copied = [(tensor, flat) for tensor, flat in zip(tensors, flats) if not shares_memory(flat, tensor)]
 
-        def last() -> None:
-            for tensor, run in copied:
-                put([tensor], run)
+        def copy_back() -> None:
+            for tensor, flat in copied:
+                copy_to_tensors([tensor], flat)
 
-        return self._handle(work, tensors, last=last if copied else None)
+        return self._make_work(work, tensors, on_completion=copy_back if copied else None)
 
     def reduce(
         self,
@@ -123,17 +134,17 @@ class Reducing(Base):
         if isinstance(tensors, torch.Tensor):  # (tensor, root, op, timeout)
             tensors = [tensors]
         else:
-            op = _op_of(opts)
-        tensor, root = tensors[0], root_of(opts)
-        why = _why_not(op, tensors)
-        if why:
-            return self._hand("reduce", why, tensor.device, lambda to: to.reduce(tensors, opts))
-        run = flat(tensor)
+            op = _reduce_op(opts)
+        tensor, root = tensors[0], root_rank(opts)
+        reason = _native_unsupported_reason(op, tensors)
+        if reason:
+            return self._fall_back("reduce", reason, tensor.device, lambda group: group.reduce(tensors, opts))
+        flat = flatten(tensor)
         work = collectives.reduce(
-            run, self._ranks[root], _NATIVE[hash(op)], group=self, async_op=asynchronous(opts)
+            flat, self._ranks[root], _NATIVE_OPS[hash(op)], group=self, async_op=is_async(opts)
         )
-        back = root == self.rank() and not is_own(run, tensor)
-        return self._handle(work, tensors, timeout, (lambda: put([tensor], run)) if back else None)
+        copy_back = copy_back_of(flat, tensor) if root == self.rank() else None
+        return self._make_work(work, tensors, timeout, copy_back)
 
     def reduce_scatter(
         self,
@@ -145,60 +156,59 @@ class Reducing(Base):
         if isinstance(output_tensors, torch.Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
         output, inputs = output_tensors[0], input_tensors[0]
-        op = _op_of(opts)
-        why = _why_not(op, [output, *inputs])
-        if why:
-            return self._hand(
+        op = _reduce_op(opts)
+        reason = _native_unsupported_reason(op, [output, *inputs])
+        if reason:
+            return self._fall_back(
                 "reduce_scatter",
-                why,
+                reason,
                 output.device,
-                lambda to: to.reduce_scatter(output_tensors, input_tensors, opts),
+                lambda group: group.reduce_scatter(output_tensors, input_tensors, opts),
             )
         require_alike(inputs, output, self.size(), "reduce_scatter", "input_tensors")
-        whole = joined(inputs)
-        if whole is None:
-            whole = torch.cat([flat(each) for each in inputs])
-        return self._scatter_sum(output, whole, op, opts, timeout)
+        joined = joined_view(inputs)
+        if joined is None:
+            joined = torch.cat([flatten(tensor) for tensor in inputs])
+        return self._reduce_scatter_flat(output, joined, op, opts, timeout)
 
-    def _scatter_sum(
-        self, output: torch.Tensor, whole: torch.Tensor, op: Any, opts: Any, timeout: timedelta | None = None
+    def _reduce_scatter_flat(
+        self, output: torch.Tensor, joined: torch.Tensor, op: Any, opts: Any, timeout: timedelta | None = None
     ) -> dist.Work:
-        run = flat(output)
+        flat = flatten(output)
         work = collectives.reduce_scatter(
-            run, whole, _NATIVE[hash(op)], group=self, async_op=asynchronous(opts)
+            flat, joined, _NATIVE_OPS[hash(op)], group=self, async_op=is_async(opts)
         )
-        back = not is_own(run, output)
-        return self._handle(work, [output], timeout, (lambda: put([output], run)) if back else None)
+        return self._make_work(work, [output], timeout, copy_back_of(flat, output))
 
     def _reduce_scatter_base(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        op = _op_of(opts)
-        why = _why_not(op, [output, input])
-        if why:
-            return self._hand(
+        op = _reduce_op(opts)
+        reason = _native_unsupported_reason(op, [output, input])
+        if reason:
+            return self._fall_back(
                 "reduce_scatter_single",
-                why,
+                reason,
                 output.device,
-                lambda to: to._reduce_scatter_base(output, input, opts),
+                lambda group: group._reduce_scatter_base(output, input, opts),
             )
-        return self._scatter_sum(output, flat(input), op, opts, timeout)
+        return self._reduce_scatter_flat(output, flatten(input), op, opts, timeout)
 
     reduce_scatter_single = _reduce_scatter_base
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> dist.Work:
-        op = _op_of(opts)
-        why = _why_not(op, [*outputs, *inputs])
-        if why:
-            return self._hand(
+        op = _reduce_op(opts)
+        reason = _native_unsupported_reason(op, [*outputs, *inputs])
+        if reason:
+            return self._fall_back(
                 "reduce_scatter_single_coalesced",
-                why,
+                reason,
                 outputs[0].device,
-                lambda to: to.reduce_scatter_tensor_coalesced(outputs, inputs, opts),
+                lambda group: group.reduce_scatter_tensor_coalesced(outputs, inputs, opts),
             )
-        move = functools.partial(collectives.reduce_scatter_coalesced, op=_NATIVE[hash(op)])
-        return self._each(outputs, inputs, move, opts)
+        collective = functools.partial(collectives.reduce_scatter_coalesced, op=_NATIVE_OPS[hash(op)])
+        return self._run_coalesced(outputs, inputs, collective, opts)
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced

@@ -1,90 +1,103 @@
-"""Tensors as the engine takes them: one run of memory of a dtype that it can send."""
+"""Conversions between the tensors of torch.distributed's calls and those that the engine takes.
+
+The engine takes contiguous one-dimensional tensors of the dtypes that it can send.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from dtcomm.codecs.base import ELEMENT_TYPES
 
-KEPT_BYTES = 64 * 2**20  # the largest staging memory that is kept from call to call
+MAX_RETAINED_BYTES = 64 * 2**20  # the largest staging buffer that is kept between calls
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in their order as one dimension: the tensor's own memory where it is contiguous, else a copy."""
+def flatten(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as one dimension: a view if the tensor is contiguous, otherwise a copy."""
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor.reshape(-1)
 
 
-def movable(tensor: torch.Tensor) -> torch.Tensor:
-    """A one-dimensional tensor in a dtype that can be moved: its own, or bytes."""
+def as_sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a one-dimensional tensor in a dtype that the engine can move: unchanged, or viewed as bytes."""
     return tensor if tensor.dtype in ELEMENT_TYPES else tensor.view(torch.uint8)
 
 
-def is_own(run: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether ``run``, made of ``tensor`` by ``flat``, is the tensor's own memory."""
-    return run.data_ptr() == tensor.data_ptr() and tensor.is_contiguous() and not tensor.is_conj()
+def shares_memory(flat: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Return whether ``flat``, made from ``tensor`` by `flatten`, is a view of its memory."""
+    return flat.data_ptr() == tensor.data_ptr() and tensor.is_contiguous() and not tensor.is_conj()
 
 
-def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The tensors as one run of memory where they lie back to back in one storage, as the parts of ``chunk`` do."""
+def joined_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the tensors as one flat view if they lie back to back in one storage, as those of ``chunk`` do."""
     first = tensors[0]
-    at, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    address, storage = first.data_ptr(), first.untyped_storage().data_ptr()
     numel = 0
     for tensor in tensors:
         if (
-            tensor.data_ptr() != at
+            tensor.data_ptr() != address
             or not tensor.is_contiguous()
             or tensor.dtype != first.dtype
             or tensor.untyped_storage().data_ptr() != storage
         ):
             return None
-        at += tensor.numel() * tensor.element_size()
+        address += tensor.numel() * tensor.element_size()
         numel += tensor.numel()
     return first.detach().as_strided((numel,), (1,))
 
 
-def put(tensors: Sequence[torch.Tensor], run: torch.Tensor) -> None:
-    """Give each tensor its part of ``run``, in their order."""
-    at = 0
+def copy_to_tensors(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    """Copy consecutive parts of ``flat`` to the tensors."""
+    offset = 0
     for tensor in tensors:
         numel = tensor.numel()
-        tensor.detach().copy_(run[at : at + numel].view(tensor.shape))
-        at += numel
+        tensor.detach().copy_(flat[offset : offset + numel].view(tensor.shape))
+        offset += numel
+
+
+def copy_back_of(flat: torch.Tensor, tensor: torch.Tensor) -> Callable[[], None] | None:
+    """Return a function that copies ``flat``, made by `flatten`, back to ``tensor``; None if it is a view of it."""
+    return None if shares_memory(flat, tensor) else lambda: copy_to_tensors([tensor], flat)
 
 
 def require_alike(
-    several: Sequence[torch.Tensor], one: torch.Tensor, ranks: int, operation: str, argument: str
+    tensors: Sequence[torch.Tensor], like: torch.Tensor, ranks: int, operation: str, argument: str
 ) -> None:
-    """One tensor a rank, each like ``one``: TypeError or ValueError that names the one that is not."""
-    if len(several) != ranks:
-        raise ValueError(f"{operation}: {argument} has {len(several)} tensors, the group {ranks} ranks")
-    for index, each in enumerate(several):
-        if each.dtype != one.dtype:
-            raise TypeError(f"{operation}: {argument}[{index}] is {each.dtype}, expected {one.dtype}")
-        if each.numel() != one.numel():
+    """Require one tensor per rank, each with the dtype and number of elements of ``like``.
+
+    Raises:
+        TypeError: A tensor has another dtype.
+        ValueError: There are more or fewer tensors than ranks, or a tensor has another number of elements.
+    """
+    if len(tensors) != ranks:
+        raise ValueError(f"{operation}: {argument} has {len(tensors)} tensors, the group {ranks} ranks")
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype != like.dtype:
+            raise TypeError(f"{operation}: {argument}[{index}] is {tensor.dtype}, expected {like.dtype}")
+        if tensor.numel() != like.numel():
             raise ValueError(
-                f"{operation}: {argument}[{index}] has {each.numel()} elements, expected {one.numel()}"
+                f"{operation}: {argument}[{index}] has {tensor.numel()} elements, expected {like.numel()}"
             )
 
 
-class Staging:
-    """Memory for what has to be laid out otherwise on its way, kept because fresh pages cost more than the copy."""
+class StagingBuffer:
+    """A buffer for outputs that must be rearranged; reused because fresh pages cost more than the copy."""
 
     def __init__(self) -> None:
-        self._kept: torch.Tensor | None = None
+        self._buffer: torch.Tensor | None = None
 
-    def take(self, size: int) -> torch.Tensor:
-        """At least ``size`` bytes, the caller's until they are given back."""
-        kept, self._kept = self._kept, None
-        if kept is None or kept.numel() < size:
-            kept = torch.empty(size, dtype=torch.uint8)
-        return kept
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return at least ``nbytes`` bytes, for the caller alone until they are returned with `put_back`."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is None or buffer.numel() < nbytes:
+            buffer = torch.empty(nbytes, dtype=torch.uint8)
+        return buffer
 
-    def give(self, memory: torch.Tensor) -> None:
-        """Back, for the next call."""
-        if memory.numel() <= KEPT_BYTES:
-            self._kept = memory
+    def put_back(self, buffer: torch.Tensor) -> None:
+        """Keep the buffer for the next call."""
+        if buffer.numel() <= MAX_RETAINED_BYTES:
+            self._buffer = buffer

@@ -1,4 +1,4 @@
-"""Handles as torch.distributed expects them, around those of dtcomm."""
+"""Handles with the interface of `torch.distributed.Work`, around those of dtcomm."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch.distributed as dist
 from dtcomm import collectives
 from dtcomm.errors import CollectiveTimeout
 
-_SHORTEST, _LONGEST = 20e-6, 1e-3  # seconds between two looks at an operation that has a time limit
+_MIN_POLL_S, _MAX_POLL_S = 20e-6, 1e-3  # pauses between two polls of an operation with a time limit
 
 
-class Finished(dist.Work):
-    """An operation that ran in the call itself."""
+class CompletedWork(dist.Work):
+    """An operation that completed within the call that started it."""
 
     def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -49,11 +49,13 @@ class Finished(dist.Work):
         return future
 
 
-class Pending(dist.Work):
-    """An operation under way.
+class TorchWork(dist.Work):
+    """An operation in progress.
 
-    ``last``, what is still to be done with what arrived, is the business of ``work``. ``limit_s`` is the time that
-    the caller of the operation gave it, from now; None: the group's, which the engine keeps itself.
+    Args:
+        work: dtcomm's handle; waiting for it leaves the outputs complete.
+        outputs: The output tensors.
+        limit_s: Time limit in seconds, counted from now. None: the group's timeout, which the runtime enforces.
     """
 
     def __init__(
@@ -66,12 +68,19 @@ class Pending(dist.Work):
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """CollectiveTimeout after ``timeout`` (none, or zero: the operation's own limit); it may still end later."""
+        """Wait for completion.
+
+        Args:
+            timeout: Time limit of this call; None or zero: the operation's own limit.
+
+        Raises:
+            CollectiveTimeout: The time limit has passed. The operation may still complete later.
+        """
         deadline = self._deadline
         if timeout:
             deadline = time.monotonic() + timeout.total_seconds()
         if deadline is not None:
-            until(self._work.is_completed, deadline, self._description())
+            poll_until(self._work.is_completed, deadline, self._description())
         self._work.wait()
         return True
 
@@ -107,20 +116,53 @@ class Pending(dist.Work):
         if self._future is None:
             outputs = list(self._outputs)
 
-            def give(done: torch.futures.Future[Any]) -> list[torch.Tensor]:
-                done.value()  # raises what the operation failed with
+            def outputs_of(completed: torch.futures.Future[Any]) -> list[torch.Tensor]:
+                completed.value()  # raises the operation's error
                 return outputs
 
-            self._future = self._work.get_future().then(give)
+            self._future = self._work.get_future().then(outputs_of)
         return self._future
 
 
-def until(over: Callable[[], bool], deadline: float, what: str) -> None:
-    """Look again and again, ever more seldom; CollectiveTimeout at the deadline."""
-    begun, pause = time.monotonic(), _SHORTEST
-    while not over():
+class CoalescedWork(dist.Work):
+    """Several operations as one, complete when all are; each keeps its own time limit."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        super().__init__()
+        self._works = list(works)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait(timeout) if timeout else work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        futures = torch.futures.collect_all([work.get_future() for work in self._works])
+
+        def outputs_of(completed: torch.futures.Future[Any]) -> list[torch.Tensor]:
+            return [tensor for future in completed.value() for tensor in future.value()]
+
+        return futures.then(outputs_of)
+
+
+def poll_until(is_completed: Callable[[], bool], deadline: float, description: str) -> None:
+    """Poll with growing pauses until completion; CollectiveTimeout at the deadline (of ``time.monotonic``)."""
+    begin, pause = time.monotonic(), _MIN_POLL_S
+    while not is_completed():
         now = time.monotonic()
         if now >= deadline:
-            raise CollectiveTimeout(f"{what} did not end within {max(deadline - begun, 0.0):g} s")
+            raise CollectiveTimeout(f"{description} did not end within {max(deadline - begin, 0.0):g} s")
         time.sleep(min(pause, deadline - now))
-        pause = min(pause * 2, _LONGEST)
+        pause = min(pause * 2, _MAX_POLL_S)

@@ -174,8 +174,10 @@ def make_comm_config(
     Raises:
         ValueError: A spec is not valid, or the mesh has more than one dimension.
 
-    Example:
-        >>> make_comm_config("int8", backward="fp8_e4m3")  # doctest: +SKIP
+    Example::
+
+        comm = make_comm_config("int8", backward="fp8_e4m3", group=mesh["tp"])
+        y = dtcomm.tp.functional.reduce_from_ranks(x, comm)
     """
     process_group = process_group_of(group)
     forward_codec, backward_codec = codec(spec), codec(backward)

@@ -45,7 +45,7 @@ def emulate_all_reduce(
 
     Example:
         >>> import torch
-        >>> emulate_all_reduce([torch.ones(4), torch.ones(4)], "int8").tolist()
+        >>> emulate_all_reduce([torch.ones(4), torch.ones(4)], "bf16").tolist()
         [2.0, 2.0, 2.0, 2.0]
     """
     codec = parse(spec)

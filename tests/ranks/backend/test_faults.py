@@ -129,14 +129,16 @@ def reported(rank: int, world_size: int) -> Any:
     return dtcomm.backend.report().groups, str(dtcomm.backend.report())
 
 
-def test_the_report_names_what_is_handed_on() -> None:
+def test_the_report_names_fallbacks() -> None:
     for groups, text in run_ranks(reported, 2, backend="dtcomm"):
         (group,) = groups
-        assert {(each["what"], each["why"], each["to"], each["times"]) for each in group["handed"]} == {
+        assert {
+            (each["operation"], each["why"], each["backend"], each["count"]) for each in group["fallbacks"]
+        } == {
             ("all_reduce", "op PRODUCT", "gloo", 2),
             ("all_reduce", "sparse_coo tensor", "gloo", 1),
         }
-        assert "handed to gloo: all_reduce, 2 times: op PRODUCT" in text
+        assert "fallback to gloo: all_reduce, 2 times: op PRODUCT" in text
 
 
 def refused(rank: int, world_size: int) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtcomm.backend import fallback_backends
-from dtcomm.backend.process_group import Group
+from dtcomm.backend.process_group import DtcommProcessGroup
 
 CUDA = torch.device("cuda", 0)
 
@@ -42,8 +42,8 @@ class Child:
         return call
 
 
-def _calls(group: Group, tensor: torch.Tensor) -> dict[str, Callable[[], Any]]:
-    """Every operation of a group, by the name of the child's method that must be called."""
+def _calls(group: DtcommProcessGroup, tensor: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """Every operation of a group, by the name of the fallback's method that must be called."""
     pair = [tensor, tensor]
     barrier = dist.BarrierOptions()
     barrier.device = CUDA
@@ -72,7 +72,9 @@ def _calls(group: Group, tensor: torch.Tensor) -> dict[str, Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("nccl", [True, False])
-def test_every_operation_on_a_gpu_is_handed_on_and_named(monkeypatch: pytest.MonkeyPatch, nccl: bool) -> None:
+def test_every_operation_on_a_gpu_falls_back_and_is_reported(
+    monkeypatch: pytest.MonkeyPatch, nccl: bool
+) -> None:
     made = Child()
 
     def process_group(*_: Any) -> Child:
@@ -83,9 +85,9 @@ def test_every_operation_on_a_gpu_is_handed_on_and_named(monkeypatch: pytest.Mon
     monkeypatch.setattr(fallback_backends, "dist", stand_in)
     there = SimpleNamespace(device=torch.device, cuda=SimpleNamespace(is_available=lambda: True))
     monkeypatch.setattr(fallback_backends, "torch", there)
-    monkeypatch.setattr(fallback_backends.Children, "_nccl", lambda *_: "nccl")
-    monkeypatch.setattr(fallback_backends.Children, "_gloo", lambda *_: "gloo")
-    group = Group(dist.HashStore(), 0, 2, timedelta(seconds=5), "devices")
+    monkeypatch.setattr(fallback_backends.FallbackBackends, "_make_nccl", lambda *_: "nccl")
+    monkeypatch.setattr(fallback_backends.FallbackBackends, "_make_gloo", lambda *_: "gloo")
+    group = DtcommProcessGroup(dist.HashStore(), 0, 2, timedelta(seconds=5), "devices")
     with FakeTensorMode():
         tensor = torch.empty(8, device=CUDA)
         calls = _calls(group, tensor)
@@ -94,6 +96,6 @@ def test_every_operation_on_a_gpu_is_handed_on_and_named(monkeypatch: pytest.Mon
     kind = Child.BackendType.NCCL if nccl else Child.BackendType.GLOO
     assert made.registered == [("cuda", kind)]
     assert made.called == list(calls)
-    handed = [(to, why, times) for (_, to, why), times in group._ledger.handed.items()]
-    assert len(handed) == len(calls)
-    assert set(handed) == {("nccl" if nccl else "gloo", "on cuda", 1)}
+    fallbacks = [(to, why, times) for (_, to, why), times in group._fallback_counts.counts.items()]
+    assert len(fallbacks) == len(calls)
+    assert set(fallbacks) == {("nccl" if nccl else "gloo", "on cuda", 1)}
