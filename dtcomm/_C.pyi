@@ -61,7 +61,7 @@ def epilogue(
     out: int,
     weight: int,
     eps: float,
-    normed: int,
+    norm_out: int,
 ) -> None: ...
 
 # csrc/python/low_rank.cpp
@@ -116,7 +116,7 @@ def task_epilogue(
     out: int,
     weight: int,
     eps: float,
-    normed: int,
+    norm_out: int,
 ) -> NativeTask: ...
 def task_measure_exponents(
     codec: bytes, local: int, dtype: int, residual: int, numel: int, exponents: int

@@ -1,8 +1,8 @@
 // Bit planes: codes of 2 to 8 bits are cut into planes of 8, 4, 2 and 1 bits, the low bits first (7 = 4 + 2 + 1), so
 // that no code straddles bytes. A plane is a bit string: element i has its bits i * unit .. i * unit + unit - 1.
 //
-// Work by groups of eight codes, held as the eight bytes of a word (code j is byte j): a group fills whole bytes of
-// every plane, so groups may be written by different threads.
+// Functions work on groups of eight codes, held as the eight bytes of a word (code j is byte j). A group fills whole
+// bytes of every plane, so different threads may write different groups.
 #pragma once
 
 #include <cstddef>
@@ -13,10 +13,10 @@ namespace dtcomm {
 
 constexpr std::size_t kGroup = 8;
 
-// A width has the plane of `unit` bits where its binary form has that digit ...
+// Whether codes of `bits` bits have the plane of `unit` bits: whether that binary digit of `bits` is set.
 DTCOMM_HD bool has_plane(unsigned bits, unsigned unit) { return (bits & unit) != 0; }
 
-// ... and the planes of larger units hold the lower bits of its codes.
+// The first bit of a code that the plane holds: planes of larger units hold the lower bits.
 DTCOMM_HD unsigned plane_low(unsigned bits, unsigned unit) { return bits & ~(2 * unit - 1); }
 
 // Where a plane begins, in bytes, behind the first one; `count`, of codes, is a multiple of 16.
@@ -31,7 +31,7 @@ constexpr std::uint64_t repeated_mask(unsigned digits, unsigned period) {
   return mask;
 }
 
-// The low `Unit` bits of eight bytes, back to back.
+// Packs the low `Unit` bits of eight bytes back to back.
 template <unsigned Unit>
 DTCOMM_HD std::uint64_t gather_bits(std::uint64_t group) {
   static_assert(Unit == 1 || Unit == 2 || Unit == 4, "units of planes; a plane of 8 needs no packing");
@@ -44,7 +44,7 @@ DTCOMM_HD std::uint64_t gather_bits(std::uint64_t group) {
   return (group | group >> 4 * kGap) & ((std::uint64_t{1} << 8 * Unit) - 1);
 }
 
-// The inverse: `packed` has no other bits than 8 * Unit.
+// The inverse; only the low 8 * Unit bits of `packed` may be set.
 template <unsigned Unit>
 DTCOMM_HD std::uint64_t spread_bits(std::uint64_t packed) {
   static_assert(Unit == 1 || Unit == 2 || Unit == 4, "units of planes; a plane of 8 needs no packing");
@@ -56,7 +56,7 @@ DTCOMM_HD std::uint64_t spread_bits(std::uint64_t packed) {
   return (packed | packed << kGap) & kOne;
 }
 
-// `Bytes` bytes of memory as the lower end of a word, the first one lowest.
+// Loads `Bytes` bytes into the low end of a word, little endian.
 template <unsigned Bytes>
 DTCOMM_HD std::uint64_t load_bytes(const std::uint8_t* from) {
   std::uint64_t word = 0;
@@ -69,7 +69,7 @@ DTCOMM_HD void store_bytes(std::uint64_t word, std::uint8_t* to) {
   for (unsigned i = 0; i < Bytes; ++i) to[i] = static_cast<std::uint8_t>(word >> 8 * i);
 }
 
-// Group `group` of `count` codes whose planes begin at `planes`. Higher bits of the bytes than `bits` do not matter.
+// Stores group `group` of `count` codes whose planes begin at `planes`. Bits of a byte beyond `bits` are ignored.
 DTCOMM_HD void store_group(std::uint64_t codes, unsigned bits, std::size_t count, std::size_t group,
                            std::uint8_t* planes) {
   if (has_plane(bits, 8)) return store_bytes<8>(codes, planes + 8 * group);
@@ -82,7 +82,7 @@ DTCOMM_HD void store_group(std::uint64_t codes, unsigned bits, std::size_t count
   }
 }
 
-// The group as unsigned codes.
+// Loads a group as unsigned codes.
 DTCOMM_HD std::uint64_t load_group(const std::uint8_t* planes, unsigned bits, std::size_t count, std::size_t group) {
   if (has_plane(bits, 8)) return load_bytes<8>(planes + 8 * group);
   std::uint64_t codes = 0;
@@ -97,7 +97,7 @@ DTCOMM_HD std::uint64_t load_group(const std::uint8_t* planes, unsigned bits, st
   return codes;
 }
 
-// Code `i` alone, unsigned.
+// Loads code `i` alone, unsigned.
 DTCOMM_HD std::uint32_t load_code(const std::uint8_t* planes, unsigned bits, std::size_t count, std::size_t i) {
   std::uint32_t code = 0;
   for (unsigned unit = 8; unit > 0; unit /= 2) {

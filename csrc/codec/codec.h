@@ -1,5 +1,5 @@
-// A codec as the native core sees it: a frozen description of a byte layout (dtcomm/codecs holds the same in
-// Python, docs/reference/wire-format.md says what the bytes mean).
+// A codec as the native core sees it: a frozen description of a byte layout. dtcomm/codecs has the same in Python;
+// docs/reference/wire-format.md specifies the bytes.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ enum class Family : std::uint8_t {
 };
 enum class Scale : std::uint8_t { bf16 = 0, fp32 = 1 };
 
-// What a code is, where the family alone does not say it.
+// The format of a code, for families that have several.
 enum class Element : std::uint8_t {
   none = 0,
   e4m3 = 1,  // float8, mx
@@ -43,7 +43,7 @@ struct Codec {
   std::uint8_t symmetric = 1;   // integer: codes are signed and there is no zero point
   std::uint8_t stochastic = 0;  // rounding: 0 nearest (ties to even), 1 stochastic
   std::uint8_t rotate = 0;      // 1: blocks are rotated by a Hadamard matrix with random signs
-  std::uint8_t spikes = 0;      // 1: each block's smallest and largest element are kept apart
+  std::uint8_t spikes = 0;      // 1: each block's smallest and largest element are stored apart
   Element element = Element::none;
   std::uint32_t block = 0;  // elements that share a scale
   std::uint32_t kept = 0;   // topk, randk: elements of a whole granule that are sent
@@ -53,10 +53,10 @@ static_assert(sizeof(Codec) == 16, "Codec is compared byte by byte between ranks
 // Elements of one granule: the unit at which a payload may be cut.
 std::size_t granule_elements(const Codec& codec);
 
-// Bytes of the payload of `numel` elements; `dtype` matters to Family::none alone.
+// Bytes of the payload of `numel` elements; only Family::none depends on `dtype`.
 std::size_t wire_bytes(const Codec& codec, std::size_t numel, DType dtype);
 
-// nullptr where the kernels can run `codec`, otherwise the reason: call it once on bytes that came from elsewhere.
+// Why the kernels cannot run `codec`; nullptr if they can. Call it once on a codec that came from elsewhere.
 const char* why_invalid(const Codec& codec);
 
 }  // namespace dtcomm

@@ -52,7 +52,7 @@ DTCOMM_HD std::uint64_t absorb(std::uint64_t h, std::uint64_t word) {
 }
 constexpr std::uint64_t kGoldenRatio = 0x9e3779b97f4a7c15ULL;
 
-// The key of one encoding: which call (seed), whose (rank), and the how-manieth of that rank (step).
+// The key of one encoding: the call's seed, the rank that encodes, and the number of the rank's encoding (step).
 DTCOMM_HD std::uint64_t mix_key(std::uint64_t seed, std::uint32_t rank, std::uint32_t step) {
   return absorb(absorb(absorb(seed, kGoldenRatio), rank), step);
 }

@@ -1,5 +1,5 @@
-// What every scalar rule of the wire formats is written in: functions that host and device compilers accept and
-// always inline, so that no copy of them compiled for one instruction set can be linked into another.
+// Bits of floats, for the scalar rules of the wire formats. Host and device compilers accept these functions and always
+// inline them, so no copy compiled for one instruction set can be linked into code for another.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 namespace dtcomm {
 
 constexpr std::uint32_t kInfinity32 = 0x7f800000;
-constexpr std::uint32_t kNaN32 = 0x7fc00000;  // the one NaN that arithmetic and conversions write
+constexpr std::uint32_t kNaN32 = 0x7fc00000;  // the canonical NaN, the only one that arithmetic and conversions write
 
 DTCOMM_HD std::uint32_t bits_of(float value) {
   std::uint32_t bits;

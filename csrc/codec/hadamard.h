@@ -7,11 +7,11 @@
 
 namespace dtcomm {
 
-// Chosen among 2^23 so that the signs are far from every row of the Hadamard matrices: a constant block, or one of
-// alternating signs, must not be gathered in one element.
+// Chosen among 2^23 seeds so that the signs are far from every row of the Hadamard matrices: a constant block, or one
+// of alternating signs, must not be concentrated in one element.
 constexpr std::uint32_t kRotationSeed = 8135563;
 
-// The sign bit that element i of every block is given.
+// The sign bit of element i of every block.
 DTCOMM_HD constexpr std::uint32_t rotation_sign(std::uint32_t i) { return mix32(kRotationSeed + i) & 0x80000000U; }
 
 // 1 / sqrt(block), rounded: a power of two, or one times 1 / sqrt(2).
@@ -21,8 +21,8 @@ DTCOMM_HD constexpr float rotation_norm(std::uint32_t block) {
   return block == 2 ? norm * 0x1.6a09e6p-1f : norm;
 }
 
-// On the way in, before the butterflies; and on the way back, before and after them. The norm comes first both times,
-// so that sums do not overflow before they are made small.
+// Signs and norm: applied before the butterflies on the way in, before and after them on the way back. The norm comes
+// first both times, so that sums do not overflow.
 DTCOMM_HD float rotation_in(float x, std::uint32_t i, float norm) {
   return float_of(bits_of(x) ^ rotation_sign(i)) * norm;
 }
@@ -38,7 +38,7 @@ DTCOMM_HD void butterfly(Value& a, Value& b) {
   b = difference;
 }
 
-// A block in place: what vectors and warps must equal bit for bit.
+// Rotates a block in place: the rule that vector and warp code must equal bit for bit.
 DTCOMM_HD void rotate_block(float* x, std::uint32_t block, bool back) {
   const float norm = rotation_norm(block);
   for (std::uint32_t i = 0; i < block; ++i) x[i] = back ? rotation_back(x[i], norm) : rotation_in(x[i], i, norm);

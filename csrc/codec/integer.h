@@ -13,11 +13,11 @@ struct IntegerRules {
   float levels;        // the largest code
   std::uint32_t cap;   // bits of the largest scale whose product with `levels` is finite
   std::uint32_t half;  // added before the scale is cut to its type (bf16: 0x7fff and the tie bit, or 0xffff: up)
-  std::uint32_t tie;   // 1 where the tie bit is added
+  std::uint32_t tie;   // 1 if the tie bit is added
   std::uint32_t mask;  // bits that the scale's type keeps
 };
 
-// Of scales that take a block's largest element to `levels`, rounded up to their type or to nearest.
+// The rules of scales that map a block's largest element to `levels`; scales are rounded up or to nearest.
 DTCOMM_HD IntegerRules scale_rules(float levels, Scale type, bool up) {
   IntegerRules rules;
   rules.levels = levels;
@@ -47,8 +47,8 @@ DTCOMM_HD float scale_of(const IntegerRules& rules, std::uint32_t top) {
   return float_of(top >= kInfinity32 ? kNaN32 : bits);
 }
 
-// What an element is multiplied by to become a code: 0 for zero and NaN blocks, whose codes are zeros.
-// The division is by 1 for those; masks, as under a condition it would keep compilers from making vectors.
+// The factor that turns an element into a code: 0 for zero blocks and NaN blocks, whose codes are zeros. For those the
+// division is by 1. Masks are used because a condition would keep compilers from vectorizing.
 DTCOMM_HD float inverse_of(float scale) {
   const std::uint32_t bits = bits_of(scale);
   const std::uint32_t usable = 0U - static_cast<std::uint32_t>(bits - 1 < kInfinity32 - 1);
@@ -64,18 +64,18 @@ DTCOMM_HD float zero_of(const IntegerRules& rules, float lowest) {
   return float_of(cut) + 0.0f;
 }
 
-// Adding and taking away 1.5 * 2^23 rounds to an integer (ties to even); |t| is below 2^22.
+// Adding and subtracting 1.5 * 2^23 rounds to an integer (ties to even); |t| is below 2^22.
 constexpr float kRound = 0x1.8p23f;
 
 // The code of an element, t = x * inverse (or (x - zero) * inverse) being finite.
 DTCOMM_HD std::int32_t nearest_code(float t, float lowest, float highest) {
-  t = t > lowest ? t : lowest;  // NaN (its block's codes are cleared afterwards) becomes a number here
+  t = t > lowest ? t : lowest;  // NaN becomes a number here; its block's codes are cleared afterwards
   t = t < highest ? t : highest;
   return static_cast<std::int32_t>(bits_of(t + kRound) - bits_of(kRound));
 }
 
 DTCOMM_HD std::int32_t stochastic_code(float t, float lowest, float highest, float random) {
-  t = t > lowest ? t : lowest;  // NaN (its block's codes are cleared afterwards) becomes a number here
+  t = t > lowest ? t : lowest;  // NaN becomes a number here; its block's codes are cleared afterwards
   t = t < highest ? t : highest;
   const std::int32_t cut = static_cast<std::int32_t>(t);
   const std::int32_t floor = cut - (static_cast<float>(cut) > t ? 1 : 0);

@@ -1,7 +1,7 @@
-// Where the bytes of a payload lie. A payload is granules back to back; a granule of a dense codec is fields of one
-// value per block (scales, then zero points), then the spikes of each block, then the codes, then zeros up to 16
-// bytes. The last granule is cut to whole blocks. A granule of a sparse codec is a head, the kept elements' values
-// (a payload of their own codec, without its last padding) and their positions.
+// The layout of a payload: granules back to back. A granule of a dense codec holds one value per block (scales, then
+// zero points), then the outliers of each block, then the codes, then zeros up to a multiple of 16 bytes. The last
+// granule is cut to whole blocks. A granule of a sparse codec holds a head, the values of the kept elements (a payload
+// of their own codec, without its last padding) and their positions.
 #pragma once
 
 #include <cstddef>
@@ -24,8 +24,8 @@ DTCOMM_HD std::size_t aligned(std::size_t bytes) { return (bytes + kAlign - 1) /
 
 struct Layout {
   std::size_t granule;      // elements
-  std::size_t block;        // elements that share a scale, a power of two; 1 where there is no scale
-  unsigned block_shift;     // its logarithm: a division is a good part of what a granule may take
+  std::size_t block;        // elements that share a scale, a power of two; 1 if there is no scale
+  unsigned block_shift;     // its logarithm: a division would take a good part of a granule's time
   std::size_t field_bytes;  // of one scale or zero point
   std::size_t fields;       // values per block: 0 casts, 1 symmetric, 2 asymmetric
   std::size_t code_bits;

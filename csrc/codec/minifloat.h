@@ -1,5 +1,5 @@
 // Floats of 8 and of 4 bits, as the elements of float8 and mx: OCP 8-bit Floating Point Specification (OFP8) 1.0 and
-// OCP Microscaling Formats (MX) 1.0. fp32 arithmetic rounds for us, so that there is no table and no branch.
+// OCP Microscaling Formats (MX) 1.0. fp32 arithmetic does the rounding, so there is no table and no branch.
 #pragma once
 
 #include "codec/float_bits.h"
@@ -34,21 +34,21 @@ DTCOMM_HD std::uint32_t exponent_of(std::uint32_t size) {
   return exponent > F::kNormal ? exponent : F::kNormal;
 }
 
-// To nearest, ties to even; beyond the largest number stays the largest number.
+// Rounds to nearest, ties to even; numbers beyond the largest one become the largest one.
 template <class F>
 DTCOMM_HD std::uint32_t nearest_minifloat(float t) {
   const float size = float_of(magnitude(t));
   const float held = size < F::kLargest ? size : F::kLargest;
   const std::uint32_t exponent = exponent_of<F>(bits_of(held));
-  // A number whose last place is the unit we want: adding it rounds, and what the sum's bits gain are the units.
+  // A number whose last place is the wanted unit: adding it rounds, and the sum's bits grow by the number of units.
   const std::uint32_t large = exponent + (std::uint32_t{23 - F::kMantissa} << 23);
   const std::uint32_t units = bits_of(held + float_of(large)) - large;
   const std::uint32_t sign = (bits_of(t) >> (31 - F::kSign)) & (1U << F::kSign);
   return (units + ((exponent - F::kNormal) >> (23 - F::kMantissa))) | sign;
 }
 
-// Away from zero with the probability of the distance from the neighbour that is nearer to zero. `random` is in [0, 1).
-// What is above the largest number is taken away and not replaced: compilers would branch on the constant.
+// Rounds away from zero with the probability of the distance from the neighbour nearer to zero; `random` is in [0, 1).
+// The excess over the largest number is subtracted instead of replaced: compilers would branch on the constant.
 template <class F>
 DTCOMM_HD std::uint32_t stochastic_minifloat(float t, float random) {
   const std::uint32_t top = bits_of(F::kLargest), size = magnitude(t);
@@ -64,17 +64,17 @@ DTCOMM_HD std::uint32_t stochastic_minifloat(float t, float random) {
   return (units + ((exponent - F::kNormal) >> (23 - F::kMantissa))) | sign;
 }
 
-// What fp32 numbers with F's exponents are too small by.
+// The factor by which fp32 numbers with F's exponents are too small.
 template <class F>
 DTCOMM_HD float rebias() {
   return float_of(F::kNormal + (126U << 23));
 }
 
-// The number of any code; exact. NaN may have either sign.
+// The value of any code, exactly. NaN may have either sign.
 template <class F>
 DTCOMM_HD float minifloat_value(std::uint32_t code) {
   const std::uint32_t size = code & ((1U << F::kSign) - 1), sign = (code >> F::kSign) << 31;
-  // Exponent and mantissa where fp32 has them: too small by the difference of the biases, subnormal numbers included.
+  // Exponent and mantissa at their places in fp32: too small by the difference of the biases, also if subnormal.
   std::uint32_t bits = bits_of(float_of(size << (23 - F::kMantissa)) * rebias<F>());
   bits = size > F::kTop ? (size == F::kInf ? kInfinity32 : kNaN32) : bits;
   return float_of(bits | sign);

@@ -18,8 +18,8 @@ DTCOMM_HD std::uint32_t mx_scale(std::uint32_t top) {
   return top >= kInfinity32 ? kNaNE8m0 : scale;
 }
 
-// What elements are multiplied by to become codes, a power of two: 0 in zero blocks and NaN blocks. At most 252 comes
-// out of mx_scale, so that the result is a normal number.
+// The factor that turns elements into codes, a power of two: 0 for zero blocks and NaN blocks. mx_scale returns at most
+// 252, so the result is a normal number.
 DTCOMM_HD float mx_inverse(std::uint32_t scale) {
   return float_of(scale == 0 || scale == kNaNE8m0 ? 0 : (254 - scale) << 23);
 }

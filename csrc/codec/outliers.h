@@ -1,5 +1,5 @@
-// spikes=1: each block's smallest and largest element are sent apart, in the scale's type and with their places, so
-// that the others have the codes for themselves (docs/reference/wire-format.md names the source).
+// Option spikes=1: each block's smallest and largest element are sent apart, in the scale's type and with their
+// positions, so that the codes cover the range of the others (docs/reference/wire-format.md names the source).
 #pragma once
 
 #include "codec/codec.h"
@@ -14,23 +14,24 @@ DTCOMM_HD std::int32_t spike_order(float value) {
   const auto bits = static_cast<std::int32_t>(bits_of(value));
   return bits ^ ((bits >> 31) & 0x7fffffff);
 }
-// The bits of the float at a place of that order.
+// The inverse: the bits of the float with this order.
 DTCOMM_HD std::int32_t spike_bits(std::int32_t order) { return order ^ ((order >> 31) & 0x7fffffff); }
 constexpr std::int32_t kSpikeHighest = 0x7f800000, kSpikeLowest = -0x7f800001;
 
-// The places of the two within their block: the first of the smallest elements, the first of the largest.
+// The positions of both within their block: the first of the smallest elements and the first of the largest.
 struct SpikePlaces {
   std::uint32_t low, high;
 };
 
-// Both places are filled with the block's first element that is neither; at most 2, and not in very short blocks.
+// The index of the block's first element that is neither outlier, which fills both positions: at most 2, and possibly
+// outside a very short block.
 DTCOMM_HD std::uint32_t spike_filler(SpikePlaces at) {
   const std::uint32_t first = static_cast<std::uint32_t>(at.low == 0) | static_cast<std::uint32_t>(at.high == 0);
   return first + (first & (static_cast<std::uint32_t>(at.low == 1) | static_cast<std::uint32_t>(at.high == 1)));
 }
 
-// The places of a block of n >= 1 elements, which becomes the block that is encoded. In a NaN block nothing changes,
-// both places are 0, and false is returned.
+// Finds the outliers of a block of n >= 1 elements and fills their positions, which gives the block that is encoded. A
+// NaN block stays, both positions are 0, and false is returned.
 DTCOMM_HD bool take_spikes(float* x, std::uint32_t n, SpikePlaces& at, float& low, float& high) {
   at = {0, 0};
   std::int32_t least = spike_order(x[0]), most = least;
@@ -53,8 +54,8 @@ DTCOMM_HD bool take_spikes(float* x, std::uint32_t n, SpikePlaces& at, float& lo
   return true;
 }
 
-// A spike in the scale's type, as fp32: rounded as the codes are, with the random number of the spike's element, but
-// never to Inf.
+// An outlier in the scale's type, as fp32: rounded as codes are, with the random number of its element, but never to
+// Inf.
 DTCOMM_HD float spike_value(const Codec& codec, float value, float random) {
   const std::uint32_t bits = bits_of(value);
   if (codec.scale == Scale::fp32 || !finite(value)) return value;
@@ -64,8 +65,8 @@ DTCOMM_HD float spike_value(const Codec& codec, float value, float random) {
   return float_of((cut & 0x7fffffff) < kInfinity32 ? cut : cut - 0x10000U);
 }
 
-// Where the section's parts lie in a granule of `n` elements: two values a block from layout.spikes_at(n) on, then two
-// places a block.
+// The section in a granule of `n` elements: two values per block from layout.spikes_at(n) on, then two positions per
+// block.
 DTCOMM_HD std::size_t spike_place_bytes(const Layout& layout) { return layout.block <= 256 ? 1 : 2; }
 DTCOMM_HD std::size_t spike_places_at(const Layout& layout, std::size_t n) {
   return layout.spikes_at(n) + layout.blocks(n) * 2 * layout.field_bytes;

@@ -6,11 +6,11 @@
 
 namespace dtcomm {
 
-// An element's part in its block's sum: the sum of a whole block of these is the mean, and never more than FLT_MAX.
+// An element's term in its block's mean: the sum of these over a whole block, which is never more than FLT_MAX.
 DTCOMM_HD float sign_part(float x, float one_over_block) { return float_of(magnitude(x)) * one_over_block; }
 
 // The scale of a block, `sum` being that of its parts: folded by halves, a[i] += a[i + h] with h = block / 2, ..., 1,
-// where missing elements are +0. `share` is the part of the block that is there, 1 but for a tensor's last block.
+// missing elements being +0. `share` is the part of the block that exists: 1 except for a tensor's last block.
 DTCOMM_HD float sign_scale(float sum, float share, Scale type) {
   const std::uint32_t mask = type == Scale::bf16 ? 0xffff0000U : 0xffffffffU;
   std::uint32_t bits = bits_of(sum / share);

@@ -1,6 +1,6 @@
-// Sparse codecs: which elements of a granule are sent, and how their positions are written. topk keeps the largest
-// magnitudes and lists where they were; randk keeps positions that anyone can draw again from the granule's key.
-// docs/reference/wire-format.md has the sources.
+// Sparse codecs: which elements of a granule are sent, and how their positions are stored. topk keeps the largest
+// magnitudes and stores their positions; randk draws positions from the granule's key, and decoders draw them again.
+// docs/reference/wire-format.md names the sources.
 #pragma once
 
 #include "codec/counter_rng.h"
@@ -23,7 +23,7 @@ DTCOMM_HD std::uint32_t position_at(const std::uint8_t* list, std::size_t i) {
   return i % 2 ? word >> 4 : word & 0xfffU;
 }
 
-// Writes positions 2 * pair and, where it exists, 2 * pair + 1 of `count`.
+// Writes positions 2 * pair and, if it exists, 2 * pair + 1 of `count`.
 DTCOMM_HD void put_positions(std::uint8_t* list, std::size_t pair, std::size_t count, std::uint32_t first,
                              std::uint32_t second) {
   const bool both = 2 * pair + 1 < count;
@@ -70,7 +70,7 @@ DTCOMM_HD Shuffle make_shuffle(std::uint64_t granule_key, std::size_t count) {
   return shuffle;
 }
 
-// Where `at` < 2^m goes in [0, 2^m).
+// The image of `at` < 2^m in [0, 2^m).
 DTCOMM_HD std::uint32_t shuffled_once(const Shuffle& shuffle, std::uint32_t at) {
   for (int round = 0; round < kShuffleRounds; ++round) {
     at = (at * shuffle.multiply[round] + shuffle.add[round]) & shuffle.mask;
@@ -84,7 +84,7 @@ DTCOMM_HD std::uint32_t turned(const Shuffle& shuffle, std::uint32_t at) {
   return at >= shuffle.count ? at - shuffle.count : at;
 }
 
-// The position of value `i` < count. It ends: the cycle that `i` lies on comes back to `i`.
+// The position of value `i` < count. The loop ends, because the cycle of `i` returns to `i`.
 DTCOMM_HD std::uint32_t shuffled(const Shuffle& shuffle, std::uint32_t i) {
   do {
     i = shuffled_once(shuffle, i);
@@ -92,8 +92,8 @@ DTCOMM_HD std::uint32_t shuffled(const Shuffle& shuffle, std::uint32_t i) {
   return turned(shuffle, i);
 }
 
-// What a value of randk is multiplied by: with it the decoding is right on average, and without it (an error that is
-// fed back) what was not sent is owed in full.
+// The factor of randk's values. It makes the decoding unbiased; with error feedback it is 1, and the residual holds in
+// full what was not sent.
 DTCOMM_HD float randk_factor(std::size_t elements, std::size_t kept, bool feedback) {
   return feedback ? 1.0f : static_cast<float>(elements) / static_cast<float>(kept);
 }

@@ -1,4 +1,4 @@
-// Payloads that no encoder makes. The kernels take them, too, and stay within their memory; this says what is wrong.
+// Finds payloads that no encoder writes. Kernels can decode them without leaving their memory; this names the fault.
 #pragma once
 
 #include <cstddef>
@@ -9,9 +9,8 @@
 
 namespace dtcomm {
 
-// Empty where the payload of `numel` elements could have been made by an encoder, otherwise the first granule that
-// could not and the reason. Positions are looked at, values are not: every pattern of theirs is a number or NaN. For
-// codecs without positions there is nothing to look at.
+// The first granule of a payload of `numel` elements that no encoder writes, and the reason; empty if there is none.
+// It checks stored positions. Values need no check, as every bit pattern is a number or NaN.
 std::string why_corrupt(const Codec& codec, const std::uint8_t* payload, std::size_t numel);
 
 }  // namespace dtcomm

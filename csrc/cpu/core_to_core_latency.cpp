@@ -24,7 +24,7 @@ bool pin(int cpu) {
   return pthread_setaffinity_np(pthread_self(), sizeof(set), &set) == 0;
 }
 
-// Until `line` holds `wanted`; false where the other side gave up.
+// Waits until `line` holds `wanted`; false if the other side failed.
 bool await(const Line& line, unsigned wanted, const std::atomic<bool>& failed) {
   while (line.value.load(std::memory_order_acquire) != wanted) {
     if (failed.load(std::memory_order_relaxed)) return false;

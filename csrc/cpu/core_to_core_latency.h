@@ -1,10 +1,10 @@
-// How far apart two CPUs are: what a cache line takes to go to the other and back.
+// The latency between two CPUs: the time a cache line takes to the other one and back.
 #pragma once
 
 namespace dtcomm {
 
-// Nanoseconds a round trip, the 10th percentile of `batches` batches of `trips`: whatever else runs on the two can only
-// add. Negative where a thread may not run on one of them.
+// Nanoseconds per round trip: the 10th percentile over `batches` batches of `trips`, as other work on the CPUs can only
+// add time. Negative if threads may not run on one of the CPUs.
 double round_trip_ns(int cpu_a, int cpu_b, int batches, int trips);
 
 }  // namespace dtcomm

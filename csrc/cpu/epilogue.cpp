@@ -12,12 +12,12 @@ namespace {
 
 constexpr std::size_t kLanes = 16;
 
-// Elements of a tensor as fp32 and back, by the kernels' own casts.
+// Reads elements of a tensor as fp32 and writes them back, with the casts of the kernels.
 class Cast {
  public:
   Cast(const Kernels& kernels, DType dtype) : kernels_(kernels), dtype_(dtype) {}
 
-  // Where they lie if they are fp32, otherwise in `scratch`.
+  // The elements as fp32: their own memory if they are fp32, else `scratch`.
   const float* view(const void* from, std::size_t at, std::size_t n, float* scratch) const {
     const auto* bytes = static_cast<const std::uint8_t*>(from) + at * size_of(dtype_);
     if (dtype_ == DType::f32) return reinterpret_cast<const float*>(bytes);
@@ -61,7 +61,7 @@ float sum_of_squares(const float* x, std::size_t n) {
 // The runs as one stream of decoded elements.
 class Stream {
  public:
-  Stream(const Kernels& kernels, const Codec& codec, DType dtype, const std::vector<Run>& runs)
+  Stream(const Kernels& kernels, const Codec& codec, DType dtype, const std::vector<PayloadRun>& runs)
       : kernels_(kernels),
         codec_(codec),
         dtype_(dtype),
@@ -88,7 +88,7 @@ class Stream {
       ++run_;
       done_ = 0;
     }
-    const Run& run = runs_[run_];
+    const PayloadRun& run = runs_[run_];
     held_ = std::min(granule_, run.numel - done_);
     used_ = 0;
     kernels_.decode(codec_, run.payload + done_ / granule_ * bytes_, held_, dtype_, scratch_.data(), DType::f32, false);
@@ -99,13 +99,13 @@ class Stream {
   const Codec& codec_;
   DType dtype_;
   std::size_t granule_, bytes_;
-  const std::vector<Run>& runs_;
+  const std::vector<PayloadRun>& runs_;
   std::vector<float> scratch_;
   std::size_t run_ = 0, done_ = 0;   // which run, and how much of it is decoded
   std::size_t held_ = 0, used_ = 0;  // of the scratch memory
 };
 
-// What is done to a row, or to a part of one.
+// The arithmetic on a row or a part of one.
 class Rows {
  public:
   Rows(const Kernels& kernels, const Epilogue& call)
@@ -126,7 +126,7 @@ class Rows {
     cast_.narrow(row, n, call_.out, at);
   }
 
-  // Of the whole row that begins at `at` of `out`.
+  // Takes the norm of the row that starts at element `at` of `out`.
   void norm(std::size_t at) const {
     const std::size_t features = call_.features;
     const float* const row = cast_.view(call_.out, at, features, scratch_.data());
@@ -137,7 +137,7 @@ class Rows {
     if (call_.weight) {
       for (std::size_t i = 0; i < features; ++i) to[i] *= weight_[i];
     }
-    cast_.narrow(to, features, call_.normed, at);
+    cast_.narrow(to, features, call_.norm_out, at);
   }
 
   // The sums at `at` of `out`, to be written.
@@ -162,9 +162,9 @@ class Rows {
 
 }  // namespace
 
-void epilogue(const Kernels& kernels, const Codec& codec, const std::vector<Run>& runs, const Epilogue& call) {
+void epilogue(const Kernels& kernels, const Codec& codec, const std::vector<PayloadRun>& runs, const Epilogue& call) {
   std::size_t numel = 0;
-  for (const Run& run : runs) numel += run.numel;
+  for (const PayloadRun& run : runs) numel += run.numel;
   const std::size_t features = call.features, rows = features ? numel / features : 0;
   Stream decoded(kernels, codec, call.dtype, runs);
   const Rows each(kernels, call);
@@ -172,27 +172,27 @@ void epilogue(const Kernels& kernels, const Codec& codec, const std::vector<Run>
   for (std::size_t at = 0; at < rows * features; at += features) {
     decoded.read(row.data(), features);
     each.add(row.data(), at, features);
-    if (call.normed) each.norm(at);
+    if (call.norm_out) each.norm(at);
   }
 }
 
-struct Following::State {
+struct StreamedEpilogue::State {
   State(const Kernels& kernels, const Epilogue& call) : rows(kernels, call) {}
   Rows rows;
 };
 
-Following::Following(const Epilogue& call, std::size_t numel)
-    : call_(call), missing_(call.normed && call.features ? numel / call.features : 0, call.features) {}
+StreamedEpilogue::StreamedEpilogue(const Epilogue& call, std::size_t numel)
+    : call_(call), missing_(call.norm_out && call.features ? numel / call.features : 0, call.features) {}
 
-Following::~Following() = default;
+StreamedEpilogue::~StreamedEpilogue() = default;
 
-void Following::arrived(const Kernels& kernels, std::size_t at, std::size_t n) {
+void StreamedEpilogue::arrived(const Kernels& kernels, std::size_t at, std::size_t n) {
   if (!state_) state_ = std::make_unique<State>(kernels, call_);
   const std::size_t features = call_.features;
   while (n != 0) {
     const std::size_t row = at / features, take = std::min(n, features - at % features);
     if (call_.bias || call_.residual) state_->rows.add(state_->rows.sums(at, take), at, take);
-    if (call_.normed) {
+    if (call_.norm_out) {
       missing_[row] -= take;
       if (missing_[row] == 0) {
         state_->rows.norm(row * features);

@@ -1,4 +1,4 @@
-// What follows a summed activation: decoded, plus bias, plus a residual stream, and its RMS norm, in one pass.
+// The epilogue of a summed activation: decode, add bias, add the residual stream and take the RMS norm, in one pass.
 #pragma once
 
 #include <cstddef>
@@ -10,17 +10,17 @@
 
 namespace dtcomm {
 
-// A run of a tensor's elements as the payload that they come in.
-struct Run {
+// A run of a tensor's elements, as a payload.
+struct PayloadRun {
   const std::uint8_t* payload;
   std::size_t numel;
 };
 
-// The runs, joined, are `rows` rows of `features` elements. Tensors are of `dtype` (f32, f16 or bf16) and may be null
-// but for `out`:
+// The runs, joined, are rows of `features` elements. Tensors are of `dtype` (f32, f16 or bf16); all but `out` may be
+// null:
 //   y        = (decoded + bias[column]) + residual, each sum in fp32
 //   out      = y, rounded to `dtype` (may be the residual)
-//   normed   = out * (1 / sqrt(mean of out squared + eps)) * weight[column], products in fp32, rounded once
+//   norm_out = out * (1 / sqrt(mean of out squared + eps)) * weight[column], products in fp32, rounded once
 // Squares are added in fp32 by 16 lanes, element i to lane i mod 16, lanes then in halves.
 struct Epilogue {
   std::size_t features = 0;
@@ -30,21 +30,21 @@ struct Epilogue {
   void* out = nullptr;
   const void* weight = nullptr;
   float eps = 0;
-  void* normed = nullptr;
+  void* norm_out = nullptr;
 };
 
 // The runs must hold whole rows together. A granule and a row at a time are decoded into scratch memory.
-void epilogue(const Kernels& kernels, const Codec& codec, const std::vector<Run>& runs, const Epilogue& call);
+void epilogue(const Kernels& kernels, const Codec& codec, const std::vector<PayloadRun>& runs, const Epilogue& call);
 
-// The same where `out` holds the sum already, told of its elements as they come in, in any order and each once: while
-// they are in the cache they get bias and residual, and a row its norm with the last of them. Bytes as of `epilogue`
-// with codec none. Bias and weight are read when the first element arrives.
-class Following {
+// The same for a sum that an operation writes to `out` piece by piece. The operation reports each element once, in any
+// order, while it is in the cache: bias and residual are added then, and the norm of a row is taken with its last
+// element. The bytes are those of `epilogue` with codec none. Bias and weight are read when the first element arrives.
+class StreamedEpilogue {
  public:
-  Following(const Epilogue& call, std::size_t numel);
-  ~Following();
-  Following(const Following&) = delete;
-  Following& operator=(const Following&) = delete;
+  StreamedEpilogue(const Epilogue& call, std::size_t numel);
+  ~StreamedEpilogue();
+  StreamedEpilogue(const StreamedEpilogue&) = delete;
+  StreamedEpilogue& operator=(const StreamedEpilogue&) = delete;
 
   const Epilogue& call() const { return call_; }
   void arrived(const Kernels& kernels, std::size_t at, std::size_t n);
@@ -52,7 +52,7 @@ class Following {
  private:
   struct State;
   Epilogue call_;
-  std::vector<std::size_t> missing_;  // elements of each row, where a norm follows
+  std::vector<std::size_t> missing_;  // elements of each row that have not arrived, if there is a norm
   std::unique_ptr<State> state_;
 };
 

@@ -6,7 +6,7 @@
 
 namespace dtcomm {
 
-// Runs on CPUs that lack what this file is compiled for: nothing in it may use a vector.
+// This runs on CPUs that lack the instructions this file is compiled for, so it must not use vectors.
 static bool supported() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
          __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
@@ -18,7 +18,7 @@ const Kernels kAvx2Kernels{"avx2",
                            avx2::combine,
                            avx2::decode,
                            {avx2::project_rows, avx2::project_columns, avx2::expand, avx2::orthonormalise},
-                           {avx2::measure_grid, avx2::put_on_grid, avx2::take_off_grid, avx2::audit_codes,
-                            avx2::gather_values, avx2::scatter_values, avx2::settle_owed}};
+                           {avx2::measure_exponents, avx2::quantize_to_exponents, avx2::dequantize,
+                            avx2::audit_checksums, avx2::gather_values, avx2::scatter_values, avx2::restore_residual}};
 
 }  // namespace dtcomm

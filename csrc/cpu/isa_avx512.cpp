@@ -6,7 +6,7 @@
 
 namespace dtcomm {
 
-// Runs on CPUs that lack what this file is compiled for: nothing in it may use a vector.
+// This runs on CPUs that lack the instructions this file is compiled for, so it must not use vectors.
 static bool supported() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("f16c") &&
@@ -14,12 +14,13 @@ static bool supported() {
 }
 
 extern const Kernels kAvx512Kernels;
-const Kernels kAvx512Kernels{"avx512",
-                             supported,
-                             avx512::combine,
-                             avx512::decode,
-                             {avx512::project_rows, avx512::project_columns, avx512::expand, avx512::orthonormalise},
-                             {avx512::measure_grid, avx512::put_on_grid, avx512::take_off_grid, avx512::audit_codes,
-                              avx512::gather_values, avx512::scatter_values, avx512::settle_owed}};
+const Kernels kAvx512Kernels{
+    "avx512",
+    supported,
+    avx512::combine,
+    avx512::decode,
+    {avx512::project_rows, avx512::project_columns, avx512::expand, avx512::orthonormalise},
+    {avx512::measure_exponents, avx512::quantize_to_exponents, avx512::dequantize, avx512::audit_checksums,
+     avx512::gather_values, avx512::scatter_values, avx512::restore_residual}};
 
 }  // namespace dtcomm

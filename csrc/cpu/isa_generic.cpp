@@ -13,7 +13,7 @@ const Kernels kGenericKernels{
     generic::combine,
     generic::decode,
     {generic::project_rows, generic::project_columns, generic::expand, generic::orthonormalise},
-    {generic::measure_grid, generic::put_on_grid, generic::take_off_grid, generic::audit_codes, generic::gather_values,
-     generic::scatter_values, generic::settle_owed}};
+    {generic::measure_exponents, generic::quantize_to_exponents, generic::dequantize, generic::audit_checksums,
+     generic::gather_values, generic::scatter_values, generic::restore_residual}};
 
 }  // namespace dtcomm

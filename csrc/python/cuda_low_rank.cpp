@@ -50,7 +50,7 @@ void expand(std::uintptr_t gradient, int dtype, std::uintptr_t residual, std::ui
   if (call.dtype != DType::f32 && call.dtype != DType::f16 && call.dtype != DType::bf16) {
     throw py::value_error("dtype: must be fp32, fp16 or bf16");
   }
-  if (rank < 1 || rank > kMostRank) throw py::value_error("rank: must be 1 to " + std::to_string(kMostRank));
+  if (rank < 1 || rank > kMaxRank) throw py::value_error("rank: must be 1 to " + std::to_string(kMaxRank));
   check_aligned("gradient", gradient, size_of(call.dtype));
   check_aligned("residual", residual, sizeof(float));
   check_aligned("left", left, sizeof(float));

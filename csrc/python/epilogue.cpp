@@ -20,7 +20,7 @@ namespace py = pybind11;
 namespace {
 
 Epilogue call_of(std::size_t features, int dtype, std::uintptr_t bias, std::uintptr_t residual, std::uintptr_t out,
-                 std::uintptr_t weight, float eps, std::uintptr_t normed) {
+                 std::uintptr_t weight, float eps, std::uintptr_t norm_out) {
   Epilogue call;
   call.features = features;
   call.dtype = dtype_of(dtype);
@@ -32,23 +32,23 @@ Epilogue call_of(std::size_t features, int dtype, std::uintptr_t bias, std::uint
   call.out = pointer<void>(out);
   call.weight = pointer<const void>(weight);
   call.eps = eps;
-  call.normed = pointer<void>(normed);
+  call.norm_out = pointer<void>(norm_out);
   return call;
 }
 
 NativeTask epilogue_task(std::size_t numel, std::size_t features, int dtype, std::uintptr_t bias,
                          std::uintptr_t residual, std::uintptr_t out, std::uintptr_t weight, float eps,
-                         std::uintptr_t normed) {
+                         std::uintptr_t norm_out) {
   if (features == 0 || numel % features != 0) throw py::value_error("features: must divide the elements");
   const auto state =
-      std::make_shared<Following>(call_of(features, dtype, bias, residual, out, weight, eps, normed), numel);
+      std::make_shared<StreamedEpilogue>(call_of(features, dtype, bias, residual, out, weight, eps, norm_out), numel);
   NativeTask task;
   task.run = [state, numel](const Kernels& kernels) { state->arrived(kernels, 0, numel); };
   task.epilogue.apply = [state](const Kernels& kernels, std::size_t first, std::size_t n) {
     state->arrived(kernels, first, n);
   };
   const std::size_t bytes = numel * size_of(state->call().dtype);
-  task.epilogue.memory = {{state->call().residual, bytes}, {state->call().normed, bytes}};
+  task.epilogue.memory = {{state->call().residual, bytes}, {state->call().norm_out, bytes}};
   return task;
 }
 
@@ -60,21 +60,21 @@ void bind_epilogue(py::module_& module) {
       [](const char* kernel, const py::bytes& codec_bytes,
          const std::vector<std::pair<std::uintptr_t, std::size_t>>& payloads, std::size_t features, int dtype,
          std::uintptr_t bias, std::uintptr_t residual, std::uintptr_t out, std::uintptr_t weight, float eps,
-         std::uintptr_t normed) {
+         std::uintptr_t norm_out) {
         const Kernels& kernels = kernels_of(kernel);
         const Codec codec = codec_of(codec_bytes);
-        std::vector<Run> runs;
+        std::vector<PayloadRun> runs;
         for (const auto& [payload, numel] : payloads) runs.push_back({pointer<const std::uint8_t>(payload), numel});
-        const Epilogue call = call_of(features, dtype, bias, residual, out, weight, eps, normed);
+        const Epilogue call = call_of(features, dtype, bias, residual, out, weight, eps, norm_out);
         const py::gil_scoped_release release;
         epilogue(kernels, codec, runs, call);
       },
       py::arg("kernel"), py::arg("codec"), py::arg("runs"), py::arg("features"), py::arg("dtype"), py::arg("bias"),
-      py::arg("residual"), py::arg("out"), py::arg("weight"), py::arg("eps"), py::arg("normed"),
+      py::arg("residual"), py::arg("out"), py::arg("weight"), py::arg("eps"), py::arg("norm_out"),
       "One call of dtcomm::epilogue on raw addresses; runs are (address, elements).");
   module.def(
       "task_epilogue", &epilogue_task, py::arg("numel"), py::arg("features"), py::arg("dtype"), py::arg("bias"),
-      py::arg("residual"), py::arg("out"), py::arg("weight"), py::arg("eps"), py::arg("normed"),
+      py::arg("residual"), py::arg("out"), py::arg("weight"), py::arg("eps"), py::arg("norm_out"),
       "A task that applies the epilogue to the sums in `out`, all at once or piece by piece as they become final.");
 }
 

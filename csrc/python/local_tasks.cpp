@@ -44,8 +44,9 @@ void bind_reproducible_sum(py::module_& module) {
          std::uintptr_t exponents) {
         const Codec codec = codec_of(bytes);
         const Contribution from = contribution_of(local, dtype, residual, numel);
-        return NativeTask{
-            [=](const Kernels& kernels) { kernels.common.measure(codec, from, pointer<std::uint8_t>(exponents)); }};
+        return NativeTask{[=](const Kernels& kernels) {
+          kernels.local.measure_exponents(codec, from, pointer<std::uint8_t>(exponents));
+        }};
       },
       py::arg("codec"), py::arg("local"), py::arg("dtype"), py::arg("residual"), py::arg("numel"),
       py::arg("exponents"));
@@ -56,7 +57,8 @@ void bind_reproducible_sum(py::module_& module) {
         const Codec codec = codec_of(bytes);
         const Contribution from = contribution_of(local, dtype, residual, numel);
         return NativeTask{[=](const Kernels& kernels) {
-          kernels.common.put(codec, ranks, from, pointer<const std::uint8_t>(exponents), pointer<void>(codes));
+          kernels.local.quantize_to_exponents(codec, ranks, from, pointer<const std::uint8_t>(exponents),
+                                              pointer<void>(codes));
         }};
       },
       py::arg("codec"), py::arg("ranks"), py::arg("local"), py::arg("dtype"), py::arg("residual"), py::arg("numel"),
@@ -69,8 +71,8 @@ void bind_reproducible_sum(py::module_& module) {
         const DType type = dtype_of(dtype);
         return NativeTask{[=](const Kernels& kernels) {
           if (verdict && *pointer<const std::int64_t>(verdict) != kAuditOk) return;
-          kernels.common.take(codec, ranks, pointer<const void>(codes), pointer<const std::uint8_t>(exponents), numel,
-                              divisor, type, pointer<void>(out));
+          kernels.local.dequantize(codec, ranks, pointer<const void>(codes), pointer<const std::uint8_t>(exponents),
+                                   numel, divisor, type, pointer<void>(out));
         }};
       },
       py::arg("codec"), py::arg("ranks"), py::arg("codes"), py::arg("exponents"), py::arg("numel"), py::arg("divisor"),
@@ -80,7 +82,7 @@ void bind_reproducible_sum(py::module_& module) {
       "task_audit_checksums",
       [](int bits, std::uintptr_t codes, std::size_t numel, std::uintptr_t sums) {
         return NativeTask{[=](const Kernels& kernels) {
-          kernels.common.audit(bits, pointer<const void>(codes), numel, pointer<std::uint64_t>(sums));
+          kernels.local.audit_checksums(bits, pointer<const void>(codes), numel, pointer<std::uint64_t>(sums));
         }};
       },
       py::arg("bits"), py::arg("codes"), py::arg("numel"), py::arg("sums"));
@@ -106,7 +108,8 @@ void bind_shared_randk_sum(py::module_& module) {
         const Codec codec = codec_of(bytes);
         const Contribution from = contribution_of(local, dtype, residual, numel);
         return NativeTask{[=](const Kernels& kernels) {
-          kernels.common.gather(codec, key, offset, from, pointer<float>(values), pointer<float>(residual_values));
+          kernels.local.gather_values(codec, key, offset, from, pointer<float>(values),
+                                      pointer<float>(residual_values));
         }};
       },
       py::arg("codec"), py::arg("key"), py::arg("offset"), py::arg("local"), py::arg("dtype"), py::arg("residual"),
@@ -118,8 +121,8 @@ void bind_shared_randk_sum(py::module_& module) {
         const Codec codec = codec_of(bytes);
         const DType type = dtype_of(dtype);
         return NativeTask{[=](const Kernels& kernels) {
-          kernels.common.scatter(codec, key, offset, scaled, pointer<const float>(values), numel, type,
-                                 pointer<void>(out));
+          kernels.local.scatter_values(codec, key, offset, scaled, pointer<const float>(values), numel, type,
+                                       pointer<void>(out));
         }};
       },
       py::arg("codec"), py::arg("key"), py::arg("offset"), py::arg("scaled"), py::arg("values"), py::arg("numel"),
@@ -130,8 +133,8 @@ void bind_shared_randk_sum(py::module_& module) {
          std::size_t numel, std::uintptr_t residual) {
         const Codec codec = codec_of(bytes);
         return NativeTask{[=](const Kernels& kernels) {
-          kernels.common.settle(codec, key, offset, pointer<const float>(residual_values), numel,
-                                pointer<float>(residual));
+          kernels.local.restore_residual(codec, key, offset, pointer<const float>(residual_values), numel,
+                                         pointer<float>(residual));
         }};
       },
       py::arg("codec"), py::arg("key"), py::arg("offset"), py::arg("residual_values"), py::arg("numel"),

@@ -16,7 +16,7 @@ Matrix matrix_of(std::uintptr_t gradient, int dtype, std::uintptr_t residual, st
   if (type != DType::f32 && type != DType::f16 && type != DType::bf16) {
     throw py::value_error("dtype: must be fp32, fp16 or bf16");
   }
-  if (rank < 1 || rank > kMostRank) throw py::value_error("rank: must be 1 to 64");
+  if (rank < 1 || rank > kMaxRank) throw py::value_error("rank: must be 1 to 64");
   return {pointer<const void>(gradient), pointer<const float>(residual), type, rows, columns, rank};
 }
 

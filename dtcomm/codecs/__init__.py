@@ -1,4 +1,8 @@
-"""Codecs: byte layouts as frozen values. See :func:`codec`; docs/reference/wire-format.md says what the bytes mean."""
+"""Codecs: byte layouts as frozen values, parsed from spec strings by :func:`codec`.
+
+Each class documents a codec: bits, layout, options with defaults, paper. docs/reference/wire-format.md specifies the
+bytes, and `dtcomm.kernels.reference` has the arithmetic in numpy. A codec is registered in `dtcomm.codecs.spec`.
+"""
 
 from dtcomm.codecs.base import Codec, Layout
 from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed

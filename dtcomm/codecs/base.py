@@ -1,4 +1,4 @@
-"""What a codec is: a frozen value that describes a byte layout. Kernels turn floats into it and back."""
+"""The base class of codecs and their layouts. A codec is a frozen value that describes a byte layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-# The numbers are csrc/core/types.h's; `none` takes all of these.
+# Element types of tensors with their numbers in csrc/core/types.h. Codec `none` takes all of them.
 ELEMENT_TYPES: dict[torch.dtype, int] = {
     torch.float32: 0,
     torch.float16: 1,
@@ -30,31 +30,37 @@ GRANULE, SPARSE_GRANULE = 1024, 4096
 ALIGN = 16
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 4096
 BLOCKS = f"a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}"
-POSITION_BITS = 12  # of a position within a sparse granule
+POSITION_BITS = 12  # bits of a position within a sparse granule
 SCALES = {"bf16": 0, "fp32": 1}
 SCALE_BYTES = {"bf16": 2, "fp32": 4}
 ROUNDINGS = ("nearest", "stochastic")
 ROTATIONS = ("none", "hadamard")
-# csrc/codec/codec.h's numbers
+# the numbers of csrc/codec/codec.h
 ELEMENTS = {"none": 0, "e4m3": 1, "e5m2": 2, "e2m1": 3, "bf16": 4, "fp16": 5, "fp32": 6, "integer": 7}
 
 
 def aligned(size: int) -> int:
-    """`size` bytes, padded as granules are."""
+    """`size` bytes rounded up to the padding of a granule."""
     return -(-size // ALIGN) * ALIGN
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where the bytes of a granule lie: fields of one value per block, spikes, codes, then zeros up to 16 bytes.
+    """The layout of a granule: scales and zero points, outliers, codes, then zeros up to a multiple of 16 bytes.
 
-    granule: elements; block: elements that share a scale (1: there is none); field_bytes: of one scale or
-    zero point; fields: values per block (0, 1 or 2); spike_bytes: per block; code_bits: of one element.
+    granule: Elements of a granule.
+    block: Elements that share a scale; 1 if there is no scale.
+    field_bytes: Bytes of one scale or zero point.
+    fields: Scales and zero points per block: 0, 1 or 2.
+    spike_bytes: Bytes of the outliers of a block.
+    code_bits: Bits of one element's code.
 
-    A granule of a sparse codec is `head` bytes, then the values of the elements that are `kept` (of a whole
-    granule; 0: the codec is dense), themselves a payload without its last padding, then positions of
-    `position_bits` (12: a list; 1: a bitmap of the granule; 0: the head says them); the fields above describe
-    the values.
+    A granule of a sparse codec has three parts: a head, the values of the kept elements, and their positions. The
+    values are a payload of their own, without its last padding, which the fields above describe.
+
+    kept: Elements that a whole granule keeps; 0 for dense codecs.
+    head: Bytes of the head.
+    position_bits: 12 for a list of positions, 1 for a bitmap of the granule, 0 if positions are drawn from the head.
     """
 
     granule: int = GRANULE
@@ -68,14 +74,15 @@ class Layout:
     position_bits: int = 0
 
     def blocks(self, numel: int) -> int:
+        """Blocks of `numel` elements."""
         return -(-numel // self.block)
 
     def spikes_at(self, numel: int) -> int:
-        """Where the spikes of a dense granule of `numel` elements start, in bytes."""
+        """The offset in bytes of the outliers of a dense granule of `numel` elements."""
         return self.blocks(numel) * self.fields * self.field_bytes
 
     def codes_at(self, numel: int) -> int:
-        """Where the codes of a dense granule of `numel` elements start, in bytes."""
+        """The offset in bytes of the codes of a dense granule of `numel` elements."""
         return self.spikes_at(numel) + self.blocks(numel) * self.spike_bytes
 
     def dense(self, numel: int) -> int:
@@ -115,7 +122,7 @@ class Layout:
 def block_layout(
     block: int, field_bytes: int, code_bits: int, *, fields: int = 1, spike_bytes: int = 0
 ) -> Layout:
-    """Of codecs with one or two fields per block."""
+    """The layout of codecs with one or two fields per block."""
     return Layout(
         granule=max(GRANULE, block),
         block=block,
@@ -126,16 +133,34 @@ def block_layout(
     )
 
 
-def option(*, default: Any, valid: str) -> Any:
-    """A field that a spec string may set; `valid` says, in words for an error, what it takes."""
-    return dataclasses.field(default=default, metadata={"valid": valid})
+def option(*, default: Any, valid: str = "", choices: tuple[Any, ...] = ()) -> Any:
+    """A dataclass field that a spec string may set.
+
+    Args:
+        default: The value without the option. Its type is the type of the option.
+        valid: The valid values in words, for error messages; default: the choices.
+        choices: The valid values, if they can be listed. Tests enumerate them.
+    """
+    valid = valid or ", ".join(map(_text, choices))
+    return dataclasses.field(default=default, metadata={"valid": valid, "choices": choices})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Codec(abc.ABC):
-    """A byte layout. ``str(codec)`` is its spec; ``dtcomm.codecs.codec`` parses it back to an equal value."""
+    """A frozen description of a byte layout, with options as fields.
 
-    family: ClassVar[int]  # csrc/codec/codec.h's number
+    ``str(codec)`` is its spec string; :func:`codec` parses it back to an equal value. Codecs are hashable, hold no
+    state and know no ranks. :func:`dtcomm.encode` and :func:`dtcomm.decode` run them.
+
+    Example:
+        >>> import dtcomm
+        >>> codec = dtcomm.codec("int8:block=64")
+        >>> str(codec), codec.wire_bytes(1024), codec.granularity
+        ('int8:block=64', 1056, 1024)
+    """
+
+    family: ClassVar[int]  # the number of its family in csrc/codec/codec.h
+    reference: ClassVar[str]  # the module of dtcomm.kernels.reference with its `encode` and `decode`
     # Capabilities, which callers ask for instead of the class.
     elementwise: ClassVar[bool] = False  # the bytes of an element do not depend on its neighbours
     sparse: ClassVar[bool] = False  # only a part of the elements is sent; option `values` is their codec
@@ -150,38 +175,47 @@ class Codec(abc.ABC):
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """What a spec string starts with."""
+        """The name that its spec string starts with."""
 
     @abc.abstractmethod
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
-        """The layout of a tensor of `dtype`, which matters to `none` alone."""
+        """The layout of a tensor of `dtype`; only ``none`` depends on the type."""
 
     def lossless(self, dtype: torch.dtype) -> bool:
-        """Does decoding give back every number of a tensor of `dtype`?"""
+        """Whether decoding returns every number of a tensor of `dtype` unchanged."""
         return False
 
     @property
     def granularity(self) -> int:
-        """Elements of a granule: a payload may be cut at its multiples."""
+        """Elements of a granule. Payloads may be cut at multiples of it."""
         return self.layout().granule
 
     @property
     def needs_agreement(self) -> bool:
-        """Do ranks bring what they add to common ground first, and then add that? See `terms`."""
+        """Whether ranks agree on a representation (exponents, positions) before they sum; see `sum_messages`."""
         return False
 
     @property
     def operations(self) -> tuple[str, ...]:
-        """The reductions that make sense on this codec's values."""
+        """The reductions that this codec supports."""
         return ("sum",)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The element types of the tensors that this codec takes."""
+        """The element types of tensors that this codec encodes."""
         return FLOAT_TYPES
 
     def wire_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
-        """Bytes of the payload of `numel` elements; never depends on the data."""
+        """The size of a payload in bytes, which never depends on the data.
+
+        Args:
+            numel: Elements of the tensor.
+            dtype: The type of the tensor; only ``none`` depends on it.
+
+        Raises:
+            TypeError: `numel` is not an int.
+            ValueError: `numel` is negative.
+        """
         if isinstance(numel, bool) or not isinstance(numel, int):
             raise TypeError(f"numel: expected an int, got {type(numel).__name__}")
         if numel < 0:
@@ -189,18 +223,22 @@ class Codec(abc.ABC):
         return self.layout(dtype).payload_bytes(numel)
 
     def sum_messages(self, numel: int) -> list[tuple[int, Codec, torch.dtype]]:
-        """The messages that a sum of `numel` elements takes: (elements, codec, dtype) of each, in order.
+        """The messages of a sum of `numel` elements: (elements, codec, dtype) of each, in order.
 
-        One of the tensor itself, unless the ranks add on common ground.
+        It is one message, the tensor itself, unless ranks agree on a representation first (`needs_agreement`).
         """
         return [(numel, self, torch.float32)]
 
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+        """The type of an element in the payload of a tensor of `dtype`; None if payloads hold codes."""
+        return None
+
     def native(self) -> bytes:
-        """The 16 bytes of csrc/codec/codec.h's ``Codec``."""
+        """The 16 bytes of ``Codec`` in csrc/codec/codec.h."""
         return pack(self.family)
 
     def options(self) -> dict[str, Any]:
-        """The options that differ from their defaults."""
+        """The options whose values differ from their defaults."""
         changed = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -213,7 +251,7 @@ class Codec(abc.ABC):
         return f"{self.name}:{options}" if options else self.name
 
     def _check_block(self) -> None:
-        """The options that several families share: raises the error for one that holds what it must not."""
+        """Check the options that several families share. Raises ValueError for a wrong value."""
         block = getattr(self, "block", SMALLEST_BLOCK)
         known = isinstance(block, int) and not isinstance(block, bool)
         if not known or not SMALLEST_BLOCK <= block <= LARGEST_BLOCK or block & (block - 1):
@@ -229,7 +267,7 @@ class Codec(abc.ABC):
             raise self._refuse("spikes")
 
     def _refuse(self, option: str) -> ValueError:
-        """The error for an option that holds what it must not."""
+        """The error for an option with a wrong value."""
         (field,) = (field for field in dataclasses.fields(self) if field.name == option)
         given = _text(getattr(self, option))
         return ValueError(f"{self.name}: option {option!r} is {given}; valid: {field.metadata['valid']}")
@@ -248,7 +286,7 @@ def pack(
     block: int = 0,
     kept: int = 0,
 ) -> bytes:
-    """csrc/codec/codec.h's ``Codec`` as bytes."""
+    """``Codec`` of csrc/codec/codec.h as bytes."""
     return struct.pack(
         "<8B2I", family, bits, scale, symmetric, stochastic, rotate, spikes, element, block, kept
     )

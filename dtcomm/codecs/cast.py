@@ -12,9 +12,14 @@ from dtcomm.codecs.base import ELEMENT_TYPES, Codec, Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Uncompressed(Codec):
-    """`none`: the elements in the tensor's own type."""
+    """``none``: the elements in the tensor's own type, uncompressed.
+
+    It takes every element type. fp32, fp16 and bf16 are summed in fp32; other types in their own type, integers
+    wrapping. Reference: dtcomm.kernels.reference.floats.
+    """
 
     family: ClassVar[int] = 0
+    reference: ClassVar[str] = "floats"
     elementwise: ClassVar[bool] = True
 
     @property
@@ -23,12 +28,15 @@ class Uncompressed(Codec):
 
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
         if dtype not in ELEMENT_TYPES:
-            valid = ", ".join(str(each).removeprefix("torch.") for each in ELEMENT_TYPES)
+            valid = ", ".join(str(dtype).removeprefix("torch.") for dtype in ELEMENT_TYPES)
             raise TypeError(f"dtype: codec 'none' does not take {dtype}; valid: {valid}")
         return Layout(code_bits=8 * dtype.itemsize)
 
     def lossless(self, dtype: torch.dtype) -> bool:
         return True
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
 
     @property
     def operations(self) -> tuple[str, ...]:
@@ -41,14 +49,18 @@ class Uncompressed(Codec):
 
 @dataclass(frozen=True, kw_only=True)
 class _Cast(Codec):
+    reference: ClassVar[str] = "floats"
     elementwise: ClassVar[bool] = True
-    keeps: ClassVar[tuple[torch.dtype, ...]]
+    element_type: ClassVar[torch.dtype]
 
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
         return Layout(code_bits=16)
 
     def lossless(self, dtype: torch.dtype) -> bool:
-        return dtype in self.keeps
+        return dtype == self.element_type
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.element_type
 
     @property
     def operations(self) -> tuple[str, ...]:
@@ -57,10 +69,14 @@ class _Cast(Codec):
 
 @dataclass(frozen=True, kw_only=True)
 class Fp16(_Cast):
-    """IEEE binary16: 11 significant bits, 6e-8 to 65504; larger numbers become Inf."""
+    """``fp16``: IEEE binary16, 16 bits per element.
+
+    It has 11 significant bits and a range of 6e-8 to 65504; larger numbers become Inf. Rounding is to nearest, ties
+    to even. Reference: dtcomm.kernels.reference.floats.
+    """
 
     family: ClassVar[int] = 1
-    keeps: ClassVar[tuple[torch.dtype, ...]] = (torch.float16,)
+    element_type: ClassVar[torch.dtype] = torch.float16
 
     @property
     def name(self) -> str:
@@ -69,10 +85,14 @@ class Fp16(_Cast):
 
 @dataclass(frozen=True, kw_only=True)
 class Bf16(_Cast):
-    """bfloat16: 8 significant bits, the range of fp32."""
+    """``bf16``: bfloat16, 16 bits per element.
+
+    It has 8 significant bits and the range of fp32. Rounding is to nearest, ties to even. Reference:
+    dtcomm.kernels.reference.floats.
+    """
 
     family: ClassVar[int] = 2
-    keeps: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
+    element_type: ClassVar[torch.dtype] = torch.bfloat16
 
     @property
     def name(self) -> str:

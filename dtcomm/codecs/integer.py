@@ -1,13 +1,4 @@
-"""Integer codes with a scale per block.
-
-The defaults are for gradients. `block=32`: one large element spoils the resolution of 31 others and not of
-thousands, and 2 bytes a block are 6 % of the payload, which is all that a longer block could save. `scale=bf16`:
-the range of fp32, so that blocks of 1e-30 and of 1e30 survive, in half the bytes; its rounding costs at most what
-rounding the codes costs anyway. `symmetric=true`: gradients are centred on zero, which is then exact.
-`round=nearest`: half the error of stochastic rounding; what bias is left is for error feedback to remove.
-`rotate=none`, `spikes=0`: what they gain depends on the data (outliers) and on the bits (4 and fewer); rotation costs
-time, spikes cost 6 bytes a block.
-"""
+"""Integer codes with a scale per block."""
 
 from __future__ import annotations
 
@@ -21,16 +12,36 @@ from dtcomm.codecs.base import BLOCKS, SCALE_BYTES, SCALES, Codec, Layout, block
 
 @dataclass(frozen=True, kw_only=True)
 class Integer(Codec):
-    """`bits` (2 to 8) per element; a block of elements shares a scale and, unless symmetric, a zero point."""
+    """``int8`` to ``int2``: integer codes; the elements of a block share a scale and, if asymmetric, a zero point.
+
+    A symmetric block's code is ``round(x / scale)``, with the scale that maps its largest magnitude to the largest
+    code. The defaults are for gradients.
+
+    Options:
+        block: Elements that share a scale, a power of two from 16 to 4096. Default 32: one large element spoils the
+            resolution of 31 others, and a 2-byte scale per block adds 6 % to int8.
+        scale: The type of scales: bf16 (default) or fp32. Both have the range of fp32.
+        symmetric: true (default): codes are centred on zero, which is exact. false: codes count from a zero point.
+        round: nearest (default) or stochastic. Nearest has half the error; error feedback removes its bias.
+        rotate: none (default) or hadamard: encode a randomized Hadamard transform of each block, which spreads
+            outliers. It helps at 4 bits and fewer, and takes time.
+        spikes: 0 (default) or 1: store each block's smallest and largest element apart, in 6 bytes per block with
+            bf16 scales, so that codes cover the range of the others.
+
+    Papers: QSGD (Alistarh et al. 2017) for block-wise scaling and stochastic rounding; Suresh et al. 2017 and QuaRot
+    (Ashkboos et al. 2024) for rotation; Flash Communication V2 (Li et al. 2025) for bit planes and spikes. Reference:
+    dtcomm.kernels.reference.integer, with reference.outliers and reference.hadamard.
+    """
 
     family: ClassVar[int] = 3
+    reference: ClassVar[str] = "integer"
     bits: int
     block: int = option(default=32, valid=BLOCKS)
-    scale: str = option(default="bf16", valid="bf16, fp32")
-    symmetric: bool = option(default=True, valid="true, false")
-    round: str = option(default="nearest", valid="nearest, stochastic")
-    rotate: str = option(default="none", valid="none, hadamard")
-    spikes: int = option(default=0, valid="0, 1")
+    scale: str = option(default="bf16", choices=("bf16", "fp32"))
+    symmetric: bool = option(default=True, choices=(True, False))
+    round: str = option(default="nearest", choices=("nearest", "stochastic"))
+    rotate: str = option(default="none", choices=("none", "hadamard"))
+    spikes: int = option(default=0, choices=(0, 1))
 
     def __post_init__(self) -> None:
         known = isinstance(self.bits, int) and not isinstance(self.bits, bool)
@@ -46,7 +57,7 @@ class Integer(Codec):
 
     @property
     def levels(self) -> int:
-        """The largest code; the smallest is its negative where symmetric, otherwise 0."""
+        """The largest code. The smallest one is its negative if symmetric, else 0."""
         return (1 << (self.bits - 1 if self.symmetric else self.bits)) - 1
 
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:

@@ -1,10 +1,4 @@
-"""OCP Microscaling (MX) formats 1.0: 32 small floats share a power of two of one byte.
-
-The block and the scale are the standard's, so that payloads are what hardware for these formats reads. A scale that is
-a power of two cannot put a block's largest element at the largest number: up to one bit of the element's range is
-lost against `fp8_e4m3`, and the largest elements may be cut by an eighth (`mxfp8`) or a quarter (`mxfp4`). There is
-no option for rounding: the standard asks for the nearest number. Gradients in `mxfp4` want error feedback.
-"""
+"""OCP Microscaling (MX) formats 1.0."""
 
 from __future__ import annotations
 
@@ -20,12 +14,19 @@ MX_BLOCK = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Mx(Codec):
-    """Blocks of 32 under a scale of E8M0; `element` is the format of an element, of `code_bits` bits."""
+    """The base of the MX formats: blocks of 32 small floats share a power of two, stored in one byte (E8M0).
+
+    Block and scale are those of the OCP standard, so hardware for these formats can read payloads. A scale that is a
+    power of two cannot map a block's largest element to the largest number: up to one bit of range is lost against
+    ``fp8_e4m3``, and the largest elements may be cut by an eighth (mxfp8) or a quarter (mxfp4). Rounding is to
+    nearest, as the standard demands.
+    """
 
     family: ClassVar[int] = 5
+    reference: ClassVar[str] = "mx"
     code_bits: ClassVar[int]
     element: str
-    rotate: str = option(default="none", valid="none, hadamard")
+    rotate: str = option(default="none", choices=("none", "hadamard"))
 
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
         return block_layout(MX_BLOCK, 1, self.code_bits)
@@ -37,10 +38,17 @@ class Mx(Codec):
 
 @dataclass(frozen=True, kw_only=True)
 class Mxfp8(Mx):
-    """8-bit elements: e4m3 for precision, e5m2 for blocks whose elements lie many orders of magnitude apart."""
+    """``mxfp8``: 8.25 bits per element, 32 8-bit floats with a common power of two.
+
+    Options:
+        element: e4m3 (default) for precision; e5m2 for blocks whose elements lie many orders of magnitude apart.
+        rotate: none (default) or hadamard: encode a randomized Hadamard transform of each block.
+
+    Format: OCP Microscaling Formats (MX) 1.0. Reference: dtcomm.kernels.reference.mx.
+    """
 
     code_bits: ClassVar[int] = 8
-    element: str = option(default="e4m3", valid="e4m3, e5m2")
+    element: str = option(default="e4m3", choices=("e4m3", "e5m2"))
 
     def __post_init__(self) -> None:
         if self.element not in ("e4m3", "e5m2"):
@@ -54,7 +62,15 @@ class Mxfp8(Mx):
 
 @dataclass(frozen=True, kw_only=True)
 class Mxfp4(Mx):
-    """4-bit elements: 0, 0.5, 1, 1.5, 2, 3, 4 and 6 times the scale, and their negatives."""
+    """``mxfp4``: 4.25 bits per element, 32 4-bit floats with a common power of two.
+
+    An element is 0, 0.5, 1, 1.5, 2, 3, 4 or 6 times the scale, or a negative of these. Gradients need error feedback.
+
+    Options:
+        rotate: none (default) or hadamard: encode a randomized Hadamard transform of each block.
+
+    Format: OCP Microscaling Formats (MX) 1.0. Reference: dtcomm.kernels.reference.mx.
+    """
 
     code_bits: ClassVar[int] = 4
     element: str = "e2m1"

@@ -1,16 +1,4 @@
-"""Integers on a grid that the ranks agree on: sums with the same bits in any order.
-
-A block's elements are integers times a power of two. A collective that adds up first agrees on every block's power of
-two (the largest of the ranks' own) and then adds integers, with as many bits left free as the number of ranks may
-carry into: no order of additions, no cutting into chunks and no hierarchy changes a bit of the sum.
-docs/guides/reproducible-sums.md has
-the arithmetic. Sums by integers on a common exponent: Demmel and Nguyen, "Parallel Reproducible Summation", IEEE
-Transactions on Computers 64, 2015, of which this is the case with one bin per block.
-
-The defaults. `bits=32`: up to 128 ranks an integer has at least the 24 digits that fp32 has. `bits=16` halves the
-bytes, and has 15 less one for each doubling of the ranks. `block=32`: an element's precision depends on 31 others, and
-the exponents take a 32nd of a byte an element.
-"""
+"""Reproducible sums: integers with exponents that the ranks agree on."""
 
 from __future__ import annotations
 
@@ -23,17 +11,34 @@ from dtcomm.codecs.base import BLOCKS, Codec, Layout, block_layout, option, pack
 from dtcomm.codecs.cast import Uncompressed
 
 CODE_TYPES = {16: torch.int16, 32: torch.int32}
-LEAST_DIGITS = 4
+MIN_DIGITS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exact(Codec):
-    """Two's complement integers of `bits` bits; a block shares an exponent of one byte. Encoded alone: one rank's."""
+    """``exact``: sums with the same bits in any order, for any algorithm, chunking, hierarchy and number of ranks.
+
+    The elements of a block are two's complement integers times a common power of two, whose exponent is stored in one
+    byte. Collectives that sum first agree on every block's exponent (the largest of the ranks') and then add integers,
+    which leave as many bits free as the number of ranks may carry into. A single payload holds the exponents of its
+    own tensor.
+
+    Options:
+        bits: 32 (default): up to 128 ranks an integer has at least the 24 significant bits of fp32. 16 halves the
+            bytes and has 15 bits, less one for each doubling of the ranks.
+        block: Elements that share an exponent, a power of two from 16 to 4096. Default 32: an element's precision
+            depends on 31 others, and exponents take 1/32 byte per element.
+
+    docs/guides/reproducible-sums.md explains the arithmetic. Paper: Demmel and Nguyen, "Parallel Reproducible
+    Summation", IEEE Transactions on Computers 64, 2015, of which this is the case with one bin per block. Reference:
+    dtcomm.kernels.reference.reproducible.
+    """
 
     family: ClassVar[int] = 9
+    reference: ClassVar[str] = "reproducible"
     reproducible: ClassVar[bool] = True
     has_cuda_kernel: ClassVar[bool] = False
-    bits: int = option(default=32, valid="16, 32")
+    bits: int = option(default=32, choices=(16, 32))
     block: int = option(default=32, valid=BLOCKS)
 
     def __post_init__(self) -> None:
@@ -51,24 +56,21 @@ class Exact(Codec):
 
     @property
     def code_type(self) -> torch.dtype:
-        """What the integers are added up in."""
+        """The type of the integers."""
         return CODE_TYPES[self.bits]
 
     def digits(self, ranks: int) -> int:
-        """Bits of an element's magnitude where the integers of so many ranks are to be added.
-
-        Raises ValueError where that leaves fewer than 4.
-        """
-        found = self.bits - 1 - (ranks - 1).bit_length()
-        if found < LEAST_DIGITS:
+        """The bits of an integer's magnitude in a sum over `ranks` ranks. ValueError: fewer than 4."""
+        digits = self.bits - 1 - (ranks - 1).bit_length()
+        if digits < MIN_DIGITS:
             raise ValueError(
-                f"codec: {self} leaves {found} bits for an element where {ranks} ranks add up, expected at least "
-                f"{LEAST_DIGITS}; valid: at most {1 << self.bits - 1 - LEAST_DIGITS} ranks, or exact:bits=32"
+                f"codec: {self} leaves {digits} bits for an element in a sum over {ranks} ranks, expected at least "
+                f"{MIN_DIGITS}; valid: at most {1 << self.bits - 1 - MIN_DIGITS} ranks, or exact:bits=32"
             )
-        return found
+        return digits
 
     def blocks(self, numel: int) -> int:
-        """How many exponents `numel` elements have."""
+        """The number of exponents of `numel` elements."""
         return -(-numel // self.block)
 
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:

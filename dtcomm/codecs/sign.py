@@ -1,13 +1,4 @@
-"""One bit per element: the sign, and the mean magnitude of each block.
-
-The codec of EF-signSGD (Karimireddy, Rebjock, Stich and Jaggi, "Error Feedback Fixes SignSGD and other Gradient
-Compression Schemes", ICML 2019) with a scale per block instead of one per tensor. It is meant for error feedback:
-without a residual the decoded gradient is biased, and training need not converge. `block=256`: 2 bytes a block are
-6 % of the payload. `scale=bf16` has the range of fp32, so that blocks of 1e-30 and of 1e30 survive. There is no
-rounding to choose: a sign is a sign, and one drawn at random would be too noisy to train with. `rotate=hadamard`
-makes it DRIVE's codec (Vargaftik et al., "DRIVE: One-bit Distributed Mean Estimation", NeurIPS 2021), whose squared
-error is 1 - 2/pi of the data's square, whatever the data: worth its time where they are far from Gaussian.
-"""
+"""One bit per element: the sign, and the mean magnitude of each block."""
 
 from __future__ import annotations
 
@@ -21,12 +12,26 @@ from dtcomm.codecs.base import BLOCKS, SCALE_BYTES, SCALES, Codec, Layout, block
 
 @dataclass(frozen=True, kw_only=True)
 class Sign(Codec):
-    """Plus or minus the mean magnitude of the block."""
+    """``sign``: one bit per element, plus or minus the mean magnitude of its block.
+
+    Use it with error feedback: without a residual the decoded gradient is biased, and training need not converge.
+
+    Options:
+        block: Elements that share a scale, a power of two from 16 to 4096. Default 256: a bf16 scale adds 6 %.
+        scale: The type of scales: bf16 (default) or fp32. Both have the range of fp32.
+        rotate: none (default) or hadamard: encode a randomized Hadamard transform of each block. The squared error is
+            then 1 - 2/pi of the data's square for any data (DRIVE).
+
+    Papers: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019, with
+    one scale per block instead of per tensor; Vargaftik et al., "DRIVE: One-bit Distributed Mean Estimation", NeurIPS
+    2021. Reference: dtcomm.kernels.reference.sign.
+    """
 
     family: ClassVar[int] = 6
+    reference: ClassVar[str] = "sign"
     block: int = option(default=256, valid=BLOCKS)
-    scale: str = option(default="bf16", valid="bf16, fp32")
-    rotate: str = option(default="none", valid="none, hadamard")
+    scale: str = option(default="bf16", choices=("bf16", "fp32"))
+    rotate: str = option(default="none", choices=("none", "hadamard"))
 
     def __post_init__(self) -> None:
         self._check_block()

@@ -1,16 +1,4 @@
-"""Sparse codecs: a part of the elements is sent, the rest is left out (and, with a residual, owed).
-
-`topk` sends the largest magnitudes of each granule of 4096 elements with their positions (Top-K sparsification; Lin
-et al., "Deep Gradient Compression", ICLR 2018; in chunks of 4096, so that a position has 12 bits, as DeMo and
-SparseLoCo do). `randk` sends elements at positions drawn from a key, which is all that is sent of them, scaled to be
-right on average (Wangni et al., "Gradient Sparsification for Communication-Efficient Distributed Optimization", and
-Stich et al., "Sparsified SGD with Memory", both NeurIPS 2018).
-
-The defaults are for gradients with error feedback. `ratio=0.01`: what Deep Gradient Compression calls safe without
-further tricks. `values=bf16`: with a position of 12 bits beside it a value of 16 is little, it needs no scale, and the
-largest elements are what one wants exact. Nested integers take blocks of 32 of the values, in which only the
-magnitudes beyond the threshold differ, so that few bits serve.
-"""
+"""Sparse codecs: only a part of the elements is sent; with error feedback the rest stays in the residual."""
 
 from __future__ import annotations
 
@@ -34,20 +22,21 @@ from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed
 from dtcomm.codecs.integer import Integer
 
 POSITIONS = ("own", "shared")
-RANDK_HEAD = 8  # bytes: the key that a granule's positions come from
+RANDK_HEAD = 8  # bytes of the key from which a granule's positions are drawn
 INTEGERS = tuple(f"int{bits}" for bits in range(8, 1, -1))
 CASTS: dict[str, Codec] = {"bf16": Bf16(), "fp16": Fp16(), "fp32": Uncompressed()}
-VALUES = ", ".join((*CASTS, *INTEGERS))
+VALUES = ", ".join((*CASTS, *INTEGERS))  # for error messages
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Sparse(Codec):
-    """A granule of 4096 elements keeps ``round(ratio * 4096)``, at least one; a shorter one its share, rounded up."""
+    """The base of sparse codecs: a granule of 4096 elements keeps ``round(ratio * 4096)`` of them, at least one."""
 
+    reference: ClassVar[str] = "sparse"
     sparse: ClassVar[bool] = True
     head: ClassVar[int] = 0
     ratio: float = option(default=0.01, valid="a number above 0, at most 1")
-    values: str = option(default="bf16", valid=VALUES)
+    values: str = option(default="bf16", choices=(*CASTS, *INTEGERS))
     round: str = option(default="nearest", valid="nearest, stochastic (values int8 to int2)")
 
     def __post_init__(self) -> None:
@@ -68,14 +57,14 @@ class _Sparse(Codec):
         self.value_codec()  # refuses what the integer codec refuses
 
     def value_codec(self) -> Codec:
-        """The codec of the values that are kept."""
+        """The codec of the kept elements' values."""
         if self.values in CASTS:
             return CASTS[self.values]
         return Integer(bits=int(self.values.removeprefix("int")), round=self.round)
 
     @property
     def kept(self) -> int:
-        """Elements that a whole granule keeps: the ratio of them to the nearest, ties to even, at least one."""
+        """Elements that a whole granule keeps: ratio * 4096 rounded to nearest, ties to even, but at least one."""
         return max(1, round(self.ratio * SPARSE_GRANULE))
 
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
@@ -108,7 +97,19 @@ class _Sparse(Codec):
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(_Sparse):
-    """The largest magnitudes, of equals the first, and where they were: a list, or a bitmap where that is shorter."""
+    """``topk``: the elements with the largest magnitudes of each granule of 4096, with their positions.
+
+    Of elements of equal magnitude the first are sent. Positions are a list of 12-bit numbers, or a bitmap if that is
+    shorter. Use it for gradients with error feedback.
+
+    Options:
+        ratio: The part of the elements that is sent, above 0 and at most 1. Default 0.01.
+        values: The codec of their values: bf16 (default), fp16, fp32, or int8 to int2.
+        round: nearest (default) or stochastic; for integer values.
+
+    Papers: Lin et al., "Deep Gradient Compression", ICLR 2018. Selection per chunk of 4096, which gives 12-bit
+    positions, is that of DeMo and SparseLoCo. Reference: dtcomm.kernels.reference.sparse.
+    """
 
     family: ClassVar[int] = 7
     stores_positions: ClassVar[bool] = True
@@ -126,16 +127,25 @@ class TopK(_Sparse):
 
 @dataclass(frozen=True, kw_only=True)
 class RandK(_Sparse):
-    """Elements at random positions, multiplied by the granule's elements over the kept ones, unless the error is fed
-    back.
+    """``randk``: elements at random positions, which decoders draw again from a key in the payload.
 
-    `positions=own`: every encoding draws its own. `shared`: in a collective that adds up all ranks draw the same ones,
-    from the call's seed, and add the values alone. Payloads are the same, so native() is.
+    Values are scaled by elements / kept elements, which makes the decoding unbiased; with error feedback they are not
+    scaled.
+
+    Options:
+        ratio: The part of the elements that is sent, above 0 and at most 1. Default 0.01.
+        values: The codec of their values: bf16 (default), fp16, fp32, or int8 to int2.
+        round: nearest (default) or stochastic; for integer values.
+        positions: own (default): every encoding draws its own. shared: in a collective that sums, all ranks draw the
+            same positions from the call's seed and add only the values. Payloads have the same layout.
+
+    Papers: Wangni et al., "Gradient Sparsification for Communication-Efficient Distributed Optimization", and Stich et
+    al., "Sparsified SGD with Memory", both NeurIPS 2018. Reference: dtcomm.kernels.reference.sparse.
     """
 
     family: ClassVar[int] = 8
     head: ClassVar[int] = RANDK_HEAD
-    positions: str = option(default="own", valid="own, shared")
+    positions: str = option(default="own", choices=("own", "shared"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -147,7 +157,7 @@ class RandK(_Sparse):
         return self.positions == "shared"
 
     def kept_in(self, numel: int) -> int:
-        """How many of a tensor's elements are sent."""
+        """The number of elements that are sent of a tensor of `numel` elements."""
         layout = self.layout()
         whole, rest = divmod(numel, layout.granule)
         return whole * layout.kept + (layout.kept_of(rest) if rest else 0)

@@ -1,4 +1,4 @@
-"""Spec strings (``int8:block=64,round=stochastic``) and the registry of codecs that they are made from."""
+"""Spec strings (``int8:block=64,round=stochastic``) and the registry of codecs, `CODECS`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from dtcomm.codecs.sparse import RandK, TopK
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A name that a spec may start with: the type it makes and the fields that the name itself sets."""
+    """A registered codec name: the class it makes, and the fields that the name itself sets."""
 
     make: Callable[..., Codec]
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def options(self) -> dict[str, dataclasses.Field[Any]]:
-        """The options that a spec of this name may set."""
+        """The options of this codec, by name."""
         fields = dataclasses.fields(self.make)  # type: ignore[arg-type]
         return {field.name: field for field in fields if "valid" in field.metadata}
 
@@ -45,20 +45,46 @@ CODECS: dict[str, Entry] = {
     "exact": Entry(make=Exact),
 }
 
-# What `repr` prints of a float that an option may hold, and what people write.
+# Floats as `repr` prints them and as people write them.
 NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 
 
 def names() -> tuple[str, ...]:
-    """Every name that a spec may start with."""
+    """The names of all codecs.
+
+    Returns:
+        The names that a spec string may start with.
+
+    Example:
+        >>> import dtcomm
+        >>> dtcomm.codecs.names()[:4]
+        ('none', 'fp16', 'bf16', 'fp8_e4m3')
+    """
     return tuple(CODECS)
 
 
 def codec(spec: str | Codec) -> Codec:
-    """The codec that `spec` describes; a codec is returned unchanged.
+    """Parse a spec string.
 
-    Raises TypeError where `spec` is neither, ValueError naming the part that is wrong and what is valid
-    there.
+    Args:
+        spec: A codec name, optionally followed by a colon and options: ``name`` or ``name:option=value,option=value``.
+            The names are those of :func:`names`; the options are documented with the codec classes of
+            `dtcomm.codecs`. A codec is returned unchanged.
+
+    Returns:
+        The codec, a frozen value. ``str(codec)`` gives a spec string back.
+
+    Raises:
+        TypeError: `spec` is neither a string nor a codec.
+        ValueError: A name, an option or a value is wrong; the message names it and lists what is valid.
+
+    Example:
+        >>> import dtcomm
+        >>> codec = dtcomm.codec("int4:block=64,round=stochastic")
+        >>> codec.wire_bytes(1_000_000)
+        531952
+        >>> str(codec)
+        'int4:block=64,round=stochastic'
     """
     if isinstance(spec, Codec):
         return spec
@@ -70,7 +96,7 @@ def codec(spec: str | Codec) -> Codec:
     entry = CODECS[name]
     if colon and not rest:
         raise ValueError(f"{name}: nothing follows the colon in {spec!r}")
-    # Compilers cannot look into a dataclass, so a spec without options does not.
+    # torch.compile cannot trace `dataclasses.fields`, so a spec without options does not call it.
     return entry.make(**entry.fixed, **(options_of(name, rest, entry.options()) if rest else {}))
 
 
@@ -93,7 +119,7 @@ def parse_levels(spec: str | Codec) -> tuple[Codec, Codec | None]:
 
 
 def options_of(name: str, rest: str, options: Mapping[str, dataclasses.Field[Any]]) -> dict[str, Any]:
-    """The values in ``key=value,…`` for what a spec of this name may set; ValueError names the part that is wrong."""
+    """The values of the options in ``key=value,…``. Raises ValueError, which names the part that is wrong."""
     values: dict[str, Any] = {}
     for part in rest.split(",") if rest else ():
         key, equals, text = (piece.strip() for piece in part.partition("="))
@@ -109,7 +135,7 @@ def options_of(name: str, rest: str, options: Mapping[str, dataclasses.Field[Any
 
 
 def _value(name: str, field: dataclasses.Field[Any], text: str) -> Any:
-    """`text` as the type of the field's default."""
+    """`text` converted to the type of the field's default."""
     if isinstance(field.default, bool):
         if text in ("true", "false"):
             return text == "true"

@@ -298,7 +298,7 @@ def restore_residual(
             codec.native(), key, offset, value_residual.data_ptr(), residual.numel(), residual.data_ptr()
         ),
         reference=lambda: put(
-            residual, shared_randk.settle(codec, key, offset, get(value_residual), get(residual))
+            residual, shared_randk.restore_residual(codec, key, offset, get(value_residual), get(residual))
         ),
         device=partial(local_tasks_torch.restore_residual, codec, key, offset, value_residual, residual),
     )

@@ -1,10 +1,6 @@
-// OCP Microscaling: 32 elements of 8 or 4 bits share a power of two.
+// mx (OCP Microscaling): 32 elements of 8 or 4 bits share a power of two.
 #include "codec/mx.h"
-#include "cpu/source/blocks.h"
-#include "cpu/source/codec_family.h"
-#include "cpu/source/integer_encode.h"
-#include "cpu/source/minifloat_decode.h"
-#include "cpu/source/minifloat_encode.h"
+#include "cpu/source/minifloat_family.h"
 
 namespace dtcomm::DTCOMM_ISA {
 
@@ -12,112 +8,52 @@ namespace {
 
 constexpr std::size_t kBlock = 32;
 
-template <class F>
-inline void encode_blocks(const float* x, std::size_t blocks, const Encoding& how, std::uint8_t* fields,
-                          std::uint8_t* codes) {
-  Blocks at;
-  measure<kBlock>(x, blocks, kBlock, at);
-  std::uint32_t scales[kMostBlocks];
-  for (std::size_t b = 0; b < blocks; ++b) scales[b] = mx_scale<F>(at.top[b]);
-  for (std::size_t b = 0; b < blocks; ++b) at.inverse[b] = mx_inverse(scales[b]);
-  for (std::size_t b = 0; b < blocks; ++b) fields[b] = static_cast<std::uint8_t>(scales[b]);
-  minifloats_nearest<F, true>(x, blocks, kBlock, at.inverse, how, codes);
-}
+template <class E>
+struct MxFormat {
+  using Element = E;
+  static constexpr std::size_t kMaxBlocks = kGranule / kBlock, kMaxBlock = kBlock;
 
-template <class F>
-void encode(const Plan& plan, const float* x, std::size_t n, const Encoding& how, std::uint8_t* to) {
-  const Cut cut(plan.layout, n);
-  const std::size_t done = cut.whole * kBlock;
-  encode_blocks<F>(x, cut.whole, how, to, to + cut.codes);
-  if (cut.rest) {
-    float last[kBlock] = {};
-    __builtin_memcpy(last, x + done, cut.rest * sizeof(float));
-    encode_blocks<F>(last, 1, {}, to + cut.whole, to + cut.codes + done * plan.layout.code_bits / 8);
+  static constexpr std::size_t block(const CodecParams&) { return kBlock; }
+
+  static void encode_blocks(const CodecParams&, const float* x, std::size_t blocks, const EncodeArgs& args,
+                            std::uint8_t* fields, std::uint8_t* codes) {
+    Blocks at;
+    measure<kBlock>(x, blocks, kBlock, at);
+    std::uint32_t scales[DTCOMM_ISA::kMaxBlocks];
+    for (std::size_t b = 0; b < blocks; ++b) scales[b] = mx_scale<E>(at.top[b]);
+    for (std::size_t b = 0; b < blocks; ++b) at.inverse[b] = mx_inverse(scales[b]);
+    for (std::size_t b = 0; b < blocks; ++b) fields[b] = static_cast<std::uint8_t>(scales[b]);
+    minifloats_nearest<E, true>(x, blocks, kBlock, at.inverse, args, codes);
   }
-  cut.pad(to);
-}
 
-template <class F, bool Stream, class Finish>
-inline __attribute__((always_inline)) void decode_with(const Plan& plan, const std::uint8_t* from, std::size_t n,
-                                                       float* to, const Finish& finish) {
-  const Cut cut(plan.layout, n);
-  float scales[kGranule / kBlock];
-  for (std::size_t b = 0; b < cut.blocks; ++b) scales[b] = mx_value(from[b]);
-  each_minifloat<F, kBlock, Stream>(from + cut.codes, scales, kBlock, n, to, finish);
-}
-
-template <class F>
-void decode(const Plan& plan, const std::uint8_t* from, std::size_t n, float* to, bool stream) {
-  const auto same = [](auto value, std::size_t) { return value; };
-  if (stream && kDirect) {
-    decode_with<F, true>(plan, from, n, to, same);
-  } else {
-    decode_with<F, false>(plan, from, n, to, same);
+  static void load_scales(const CodecParams&, const std::uint8_t* fields, std::size_t blocks, float* scales) {
+    for (std::size_t b = 0; b < blocks; ++b) scales[b] = mx_value(fields[b]);
   }
-}
 
-template <class F>
-void add(const Plan& plan, const std::uint8_t* from, std::size_t n, const float* sum, float* to) {
-  decode_with<F, false>(plan, from, n, to, added_to(sum));
-}
-
-template <class F>
-void lost(const Plan& plan, const std::uint8_t* from, std::size_t n, const float* sum, float divisor, const float* old,
-          float* residual) {
-  decode_with<F, false>(plan, from, n, residual, error_of(sum, divisor, old));
-}
-
-template <class F>
-bool pair(const Plan& plan, const std::uint8_t* first, const std::uint8_t* second, std::size_t n, float* to,
-          bool stream) {
-  const Cut cut(plan.layout, n);
-  const std::uint8_t* const from[2] = {first, second};
-  const std::uint8_t* const codes[2] = {first + cut.codes, second + cut.codes};
-  float scales[2][kMostBlocks];
-  for (int j = 0; j < 2; ++j) {
-    for (std::size_t b = 0; b < cut.blocks; ++b) scales[j][b] = mx_value(from[j][b]);
+  template <bool Stream, class Finish>
+  static inline __attribute__((always_inline)) void for_each(const CodecParams&, const std::uint8_t* codes,
+                                                             const float* scales, std::size_t n, float* to,
+                                                             const Finish& finish) {
+    for_each_minifloat<E, kBlock, Stream>(codes, scales, kBlock, n, to, finish);
   }
-  const auto run = stream ? add_minifloats<F, kDirect> : add_minifloats<F, false>;
-  return run(codes, scales, cut.blocks, kBlock, n, to);
-}
+};
 
-// Calls run(F{}) for the codec's elements.
-template <class Run>
-inline auto with_format(const Plan& plan, const Run& run) {
-  switch (plan.codec.element) {
-    case Element::e4m3:
-      return run(E4m3{});
-    case Element::e5m2:
-      return run(E5m2{});
-    default:
-      return run(E2m1{});
+struct MxKernels : MinifloatKernels<MxKernels> {
+  template <class Run>
+  static auto with_format(const CodecParams& params, const Run& run) {
+    switch (params.codec.element) {
+      case Element::e4m3:
+        return run(MxFormat<E4m3>{});
+      case Element::e5m2:
+        return run(MxFormat<E5m2>{});
+      default:
+        return run(MxFormat<E2m1>{});
+    }
   }
-}
-
-void encode_any(const Plan& plan, const float* x, std::size_t n, const Encoding& how, std::uint8_t* to) {
-  with_format(plan, [&](auto form) { encode<decltype(form)>(plan, x, n, how, to); });
-}
-
-void decode_any(const Plan& plan, const std::uint8_t* from, std::size_t n, float* to, bool stream) {
-  with_format(plan, [&](auto form) { decode<decltype(form)>(plan, from, n, to, stream); });
-}
-
-void add_any(const Plan& plan, const std::uint8_t* from, std::size_t n, const float* sum, float* to) {
-  with_format(plan, [&](auto form) { add<decltype(form)>(plan, from, n, sum, to); });
-}
-
-void lost_any(const Plan& plan, const std::uint8_t* from, std::size_t n, const float* sum, float divisor,
-              const float* old, float* residual) {
-  with_format(plan, [&](auto form) { lost<decltype(form)>(plan, from, n, sum, divisor, old, residual); });
-}
-
-bool pair_any(const Plan& plan, const std::uint8_t* first, const std::uint8_t* second, std::size_t n, float* to,
-              bool stream) {
-  return with_format(plan, [&](auto form) { return pair<decltype(form)>(plan, first, second, n, to, stream); });
-}
+};
 
 }  // namespace
 
-const FamilyKernels kMxFamily{encode_any, decode_any, add_any, lost_any, nullptr, pair_any};
+const FamilyKernels kMxFamily = MxKernels::table();
 
 }  // namespace dtcomm::DTCOMM_ISA

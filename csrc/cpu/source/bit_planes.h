@@ -1,5 +1,5 @@
-// Bit planes (codec/bit_planes.h) of kStep codes at a time, which stand as bytes in one vector. The default build has
-// no such vectors; it works by groups of eight.
+// Bit planes (codec/bit_planes.h) of kStep codes at a time, held as the bytes of one vector. The default build has
+// no such vectors and works on groups of eight.
 #pragma once
 
 #include "codec/bit_planes.h"
@@ -12,7 +12,7 @@ namespace dtcomm::DTCOMM_ISA {
 typedef __m512i Step;
 constexpr std::size_t kStep = 64;
 
-// Codes i .. i + kStep - 1 of `count` into their planes; higher bits of the bytes than `bits` do not matter.
+// Stores codes i .. i + kStep - 1 of `count` in their planes; bits of a byte beyond `bits` are ignored.
 inline __attribute__((always_inline)) void store_planes(Step codes, unsigned bits, std::size_t count, std::size_t i,
                                                         std::uint8_t* planes) {
   if (has_plane(bits, 8)) return _mm512_storeu_si512(planes + i, codes);
@@ -122,7 +122,7 @@ inline __attribute__((always_inline)) Step load_planes(const std::uint8_t* plane
   if (has_plane(bits, 1)) {
     int one;
     __builtin_memcpy(&one, planes + plane_at(bits, 1, count) + i / 8, sizeof one);
-    // Every byte of eight looks at its own bit of one byte of the plane.
+    // Each of eight bytes tests its own bit of one byte of the plane.
     const __m256i byte = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
     const __m256i digit = _mm256_set1_epi64x(static_cast<long long>(0x8040201008040201));
     const __m256i mine = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(one), byte), digit);
@@ -140,7 +140,7 @@ inline __attribute__((always_inline)) Step extend_sign(Step codes, unsigned bits
 #endif
 
 #if defined(__AVX2__)
-// All of `count` codes as bytes, with their sign where they have one.
+// Loads all `count` codes as bytes, sign-extended if they are signed.
 template <bool Symmetric>
 inline void spread_codes(const std::uint8_t* planes, unsigned bits, std::size_t count, std::uint8_t* codes) {
   std::size_t i = 0;
@@ -159,7 +159,7 @@ inline void spread_codes(const std::uint8_t* planes, unsigned bits, std::size_t 
 }
 #endif
 
-// Codes of a block are zero bits.
+// Clears the codes of a block.
 inline void clear_codes(unsigned bits, std::size_t count, std::size_t begin, std::size_t length, std::uint8_t* planes) {
   for (unsigned unit = 8; unit > 0; unit /= 2) {
     if (has_plane(bits, unit)) {

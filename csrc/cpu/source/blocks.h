@@ -9,24 +9,24 @@
 
 namespace dtcomm::DTCOMM_ISA {
 
-constexpr std::size_t kMostBlocks = kGranule / kSmallestBlock;
+constexpr std::size_t kMaxBlocks = kGranule / kSmallestBlock;
 
 struct Blocks {
-  std::uint32_t top[kMostBlocks];  // bits of the largest magnitude
-  float zero[kMostBlocks];
-  float scale[kMostBlocks];
-  float inverse[kMostBlocks];
+  std::uint32_t top[kMaxBlocks];  // bits of the largest magnitude
+  float zero[kMaxBlocks];
+  float scale[kMaxBlocks];
+  float inverse[kMaxBlocks];
 };
 
 #if defined(__AVX2__)
-// The largest lane of each of 8 vectors (unsigned), in their order.
+// Lane j of the result is the largest lane of v[j] (unsigned).
 inline __attribute__((always_inline)) __m256i largest_lanes(const __m256i (&v)[8]) {
   return join_lanes(v, [](__m256i a, __m256i b) { return _mm256_max_epu32(a, b); });
 }
 #endif
 
 inline std::uint32_t largest(const float* x, std::size_t n) {
-  const auto* in = cells<float>(x);
+  const auto* in = unaligned<float>(x);
   std::uint32_t top = 0;
   for (std::size_t i = 0; i < n; ++i) {
     const std::uint32_t size = magnitude(in[i].value);
@@ -35,7 +35,7 @@ inline std::uint32_t largest(const float* x, std::size_t n) {
   return top;
 }
 
-// Block == 0 stands for a block length known at run time; 16 divides every block.
+// Block is the block length, or 0 if it is known at run time only; 16 divides every block.
 template <std::size_t Block>
 inline void measure(const float* x, std::size_t blocks, std::size_t length, Blocks& at) {
   const std::size_t block = Block ? Block : length;
@@ -64,7 +64,7 @@ inline void store_fields(Scale type, const float* values, std::size_t blocks, st
     __builtin_memcpy(to, values, blocks * sizeof(float));
     return;
   }
-  auto* out = cells<std::uint16_t>(to);
+  auto* out = unaligned<std::uint16_t>(to);
 #pragma GCC ivdep
   for (std::size_t b = 0; b < blocks; ++b) out[b].value = static_cast<std::uint16_t>(bits_of(values[b]) >> 16);
 }
@@ -74,18 +74,18 @@ inline void load_fields(Scale type, const std::uint8_t* from, std::size_t blocks
     __builtin_memcpy(values, from, blocks * sizeof(float));
     return;
   }
-  const auto* in = cells<std::uint16_t>(from);
+  const auto* in = unaligned<std::uint16_t>(from);
   for (std::size_t b = 0; b < blocks; ++b) values[b] = float_from_bf16(in[b].value);
 }
 
-// A granule of n elements as blocks.
-struct Cut {
+// How a granule of n elements is cut into blocks.
+struct BlockCut {
   std::size_t whole, rest;  // blocks, and elements beyond them
-  std::size_t blocks;       // with the cut one
-  std::size_t codes;        // bytes before them
-  std::size_t used, bytes;  // without and with the padding
+  std::size_t blocks;       // including the last, incomplete one
+  std::size_t codes;        // offset of the codes in bytes
+  std::size_t used, bytes;  // of the granule, without and with the padding
 
-  Cut(const Layout& layout, std::size_t n) {
+  BlockCut(const Layout& layout, std::size_t n) {
     whole = n >> layout.block_shift;
     rest = n & (layout.block - 1);
     blocks = whole + (rest ? 1 : 0);

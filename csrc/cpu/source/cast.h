@@ -1,4 +1,4 @@
-// Runs of floats: into fp16 and bf16, out of every element type, and the joins that all families share.
+// Runs of floats: narrowing to fp16 and bf16, widening from every element type, and the reductions of two runs.
 #pragma once
 
 #include "codec/cast.h"
@@ -6,8 +6,8 @@
 
 namespace dtcomm::DTCOMM_ISA {
 
-// The words that hold bf16, of two vectors at once: rounding needs no 32-bit arithmetic, as a carry out of the low
-// word happens exactly where low + (high & 1) > 0x8000. False where there was a NaN: then nothing was written.
+// Rounds two vectors to bf16. It needs no 32-bit arithmetic: a carry out of the low word happens exactly if
+// low + (high & 1) > 0x8000. Returns false, with nothing written, if there is a NaN.
 #if defined(__AVX512F__)
 template <bool Stream>
 inline bool bf16_from_pair(const float* from, void* to) {
@@ -46,8 +46,8 @@ constexpr std::size_t kPair = 16;
 
 template <bool Stream>
 inline void bf16_from_floats(const float* from, std::size_t n, void* to) {
-  const auto* in = cells<float>(from);
-  auto* out = cells<std::uint16_t>(to);
+  const auto* in = unaligned<float>(from);
+  auto* out = unaligned<std::uint16_t>(to);
   std::size_t i = 0;
 #if defined(__AVX2__)
   for (; i + kPair <= n; i += kPair) {
@@ -62,8 +62,8 @@ inline void bf16_from_floats(const float* from, std::size_t n, void* to) {
 // The instructions give the same bits as codec/cast.h, but for NaN (tests compare all 2^16 and a sample of 2^32).
 template <bool Stream>
 inline void fp16_from_floats(const float* from, std::size_t n, void* to) {
-  const auto* in = cells<float>(from);
-  auto* out = cells<std::uint16_t>(to);
+  const auto* in = unaligned<float>(from);
+  auto* out = unaligned<std::uint16_t>(to);
   std::size_t i = 0;
 #if defined(__AVX512F__)
   const __m256i quiet = _mm256_set1_epi16(static_cast<short>(kNaN16));
@@ -104,43 +104,43 @@ inline void narrow(DType dtype, const float* from, std::size_t n, void* to) {
 template <bool Stream>
 inline void widen_into(DType dtype, const void* from, std::size_t n, float* to) {
   with_element(dtype, [&](auto element) {
-    each<decltype(element), Stream>(from, n, to, [](auto x, std::size_t) { return x; });
+    transform<decltype(element), Stream>(from, n, to, [](auto x, std::size_t) { return x; });
   });
 }
 
-// The same where they are fp32 already: the memory itself. Otherwise `scratch`.
+// The same, but fp32 memory is returned as it is; otherwise the result is `scratch`.
 inline const float* widen(DType dtype, const void* from, std::size_t n, float* scratch) {
   if (dtype == DType::f32) return static_cast<const float*>(from);
   widen_into<false>(dtype, from, n, scratch);
   return scratch;
 }
 
-// An fp32 run as `each` wants its operands: one or many at an index.
-struct Run {
+// An fp32 run as an operand of `transform`: one element or a vector at an index.
+struct FloatRun {
   const float* memory;
-  float at(float, std::size_t i) const { return cells<float>(memory)[i].value; }
+  float at(float, std::size_t i) const { return unaligned<float>(memory)[i].value; }
 #if defined(__AVX2__)
   Floats at(Floats, std::size_t i) const { return load(memory + i); }
 #endif
 };
 
-inline __attribute__((always_inline)) float settled(float x) { return canonical(x); }
+inline __attribute__((always_inline)) float with_canonical_nan(float x) { return canonical(x); }
 
 #if defined(__AVX512F__)
-inline __attribute__((always_inline)) Floats settled(Floats x) {
+inline __attribute__((always_inline)) Floats with_canonical_nan(Floats x) {
   const auto value = reinterpret_cast<__m512>(x);
   const __mmask16 number = _mm512_cmp_ps_mask(value, value, _CMP_ORD_Q);
   return reinterpret_cast<Floats>(_mm512_mask_mov_ps(_mm512_set1_ps(float_of(kNaN32)), number, value));
 }
 #elif defined(__AVX2__)
-inline __attribute__((always_inline)) Floats settled(Floats x) {
+inline __attribute__((always_inline)) Floats with_canonical_nan(Floats x) {
   const auto value = reinterpret_cast<__m256>(x);
   const __m256 nan = _mm256_cmp_ps(value, value, _CMP_UNORD_Q);
   return reinterpret_cast<Floats>(_mm256_blendv_ps(value, _mm256_set1_ps(float_of(kNaN32)), nan));
 }
 #endif
 
-// x where it is finite, else y.
+// x if it is finite, else y.
 inline __attribute__((always_inline)) float finite_or(float x, float y) { return finite(x) ? x : y; }
 
 #if defined(__AVX512F__)
@@ -159,28 +159,29 @@ inline __attribute__((always_inline)) Floats finite_or(Floats x, Floats y) {
 }
 #endif
 
-// What the families' hooks (family.h) do with a value: sum + value, both terms' sum, and the error of a sum's encoding.
+// What the functions of a family (codec_family.h) do with a value: add it to a sum, add it to another granule's value,
+// or subtract it from the encoded sum.
 inline auto added_to(const float* sum) {
-  return [run = Run{sum}](auto value, std::size_t i) { return settled(run.at(value, i) + value); };
+  return [run = FloatRun{sum}](auto value, std::size_t i) { return with_canonical_nan(run.at(value, i) + value); };
 }
 
 template <class Other>
 inline auto plus(const Other& other) {
-  return [other](auto value, std::size_t i) { return settled(value + other.at(value, i)); };
+  return [other](auto value, std::size_t i) { return with_canonical_nan(value + other.at(value, i)); };
 }
 
 inline auto error_of(const float* sum, float by, const float* old) {
-  return [run = Run{sum}, before = Run{old}, by](auto value, std::size_t i) {
+  return [run = FloatRun{sum}, before = FloatRun{old}, by](auto value, std::size_t i) {
     return finite_or((run.at(value, i) - value) * by, before.at(value, i));
   };
 }
 
 // to = sum + elements; `to` may be `sum`.
 inline void add_elements(DType dtype, float* to, const float* sum, const void* from, std::size_t n) {
-  with_element(dtype, [&](auto element) { each<decltype(element)>(from, n, to, added_to(sum)); });
+  with_element(dtype, [&](auto element) { transform<decltype(element)>(from, n, to, added_to(sum)); });
 }
 
-// NaN wins; of equals (+0 and -0 among them) the first stays.
+// NaN wins; of equal values (including +0 and -0) the first stays.
 struct Min {
   static float join(float a, float b) { return b < a || b != b ? b : a; }
 };
@@ -191,9 +192,9 @@ struct Max {
 
 template <class Op>
 inline void join_runs(float* to, const float* first, const float* second, std::size_t n) {
-  auto* out = cells<float>(to);
-  const auto* a = cells<float>(first);
-  const auto* b = cells<float>(second);
+  auto* out = unaligned<float>(to);
+  const auto* a = unaligned<float>(first);
+  const auto* b = unaligned<float>(second);
 #pragma GCC ivdep
   for (std::size_t i = 0; i < n; ++i) out[i].value = canonical(Op::join(a[i].value, b[i].value));
 }
@@ -211,7 +212,7 @@ inline void join(ReduceOp op, float* to, const float* first, const float* second
 
 inline void divide(float* to, const float* from, std::size_t n, std::size_t divisor) {
   const float by = static_cast<float>(divisor);
-  each<Fp32>(from, n, to, [by](auto x, std::size_t) { return settled(x / by); });
+  transform<Fp32>(from, n, to, [by](auto x, std::size_t) { return with_canonical_nan(x / by); });
 }
 
 }  // namespace dtcomm::DTCOMM_ISA

@@ -1,4 +1,4 @@
-// Family::none for the types that are summed as themselves: f64 and the integers (wrapping), bool (logical).
+// Reductions of codec `none` in types that are summed in their own type: f64, integers (wrapping) and bool (logical).
 #pragma once
 
 #include "cpu/kernels.h"
@@ -6,9 +6,9 @@
 
 namespace dtcomm::DTCOMM_ISA {
 
-inline double settle(double value) { return value == value ? value : __builtin_nan(""); }
+inline double canonical_value(double value) { return value == value ? value : __builtin_nan(""); }
 template <class T>
-inline T settle(T value) {
+inline T canonical_value(T value) {
   return value;
 }
 
@@ -27,23 +27,23 @@ struct Wrap<double> {
 };
 
 template <class T, ReduceOp Op>
-inline void join_exact(T* sum, const Cell<T>* term, std::size_t n) {
+inline void join_native(T* sum, const Unaligned<T>* term, std::size_t n) {
 #pragma GCC ivdep
   for (std::size_t i = 0; i < n; ++i) {
     const T a = sum[i], b = term[i].value;
     if constexpr (Op == ReduceOp::sum) {
-      sum[i] = settle(Wrap<T>::add(a, b));
+      sum[i] = canonical_value(Wrap<T>::add(a, b));
     } else if constexpr (Op == ReduceOp::min) {
-      sum[i] = settle(b < a || b != b ? b : a);
+      sum[i] = canonical_value(b < a || b != b ? b : a);
     } else {
-      sum[i] = settle(b > a || b != b ? b : a);
+      sum[i] = canonical_value(b > a || b != b ? b : a);
     }
   }
 }
 
-// A byte that is not zero is true; a sum is true where any term is.
+// A nonzero byte is true; a sum is true if any term is.
 template <ReduceOp Op>
-inline void join_logical(std::uint8_t* sum, const Cell<std::uint8_t>* term, std::size_t n) {
+inline void join_logical(std::uint8_t* sum, const Unaligned<std::uint8_t>* term, std::size_t n) {
 #pragma GCC ivdep
   for (std::size_t i = 0; i < n; ++i) {
     const bool a = sum[i] != 0, b = term[i].value != 0;
@@ -52,7 +52,7 @@ inline void join_logical(std::uint8_t* sum, const Cell<std::uint8_t>* term, std:
 }
 
 template <class T, bool Logical, ReduceOp Op>
-inline void combine_exact_op(const Combine& call) {
+inline void combine_native_op(const Combine& call) {
   constexpr std::size_t kTile = 1024;
   T sum[kTile];
   for (std::size_t at = 0; at < call.numel; at += kTile) {
@@ -64,55 +64,55 @@ inline void combine_exact_op(const Combine& call) {
         if (turn == 0 && t == call.position) from = call.local;
         if (turn == 1 && t < call.count) from = call.payloads[t];
         if (!from) continue;
-        const auto* term = cells<T>(from) + at;
+        const auto* term = unaligned<T>(from) + at;
         if (!started) {
           __builtin_memcpy(sum, term, n * sizeof(T));
           started = true;
         } else if constexpr (Logical) {
           join_logical<Op>(sum, term, n);
         } else {
-          join_exact<T, Op>(sum, term, n);
+          join_native<T, Op>(sum, term, n);
         }
       }
     }
     if constexpr (!Logical) {
       if (call.divisor != 1) {
-        for (std::size_t i = 0; i < n; ++i) sum[i] = settle(Wrap<T>::divide(sum[i], call.divisor));
+        for (std::size_t i = 0; i < n; ++i) sum[i] = canonical_value(Wrap<T>::divide(sum[i], call.divisor));
       }
     }
     if (call.payload_out) copy(call.payload_out + at * sizeof(T), sum, n * sizeof(T), call.stream_payload);
-    if (call.out) copy(cells<T>(call.out) + at, sum, n * sizeof(T), call.stream_out);
+    if (call.out) copy(unaligned<T>(call.out) + at, sum, n * sizeof(T), call.stream_out);
   }
 }
 
 template <class T, bool Logical = false>
-inline void combine_exact(const Combine& call) {
+inline void combine_native(const Combine& call) {
   switch (call.op) {
     case ReduceOp::sum:
-      return combine_exact_op<T, Logical, ReduceOp::sum>(call);
+      return combine_native_op<T, Logical, ReduceOp::sum>(call);
     case ReduceOp::min:
-      return combine_exact_op<T, Logical, ReduceOp::min>(call);
+      return combine_native_op<T, Logical, ReduceOp::min>(call);
     case ReduceOp::max:
-      return combine_exact_op<T, Logical, ReduceOp::max>(call);
+      return combine_native_op<T, Logical, ReduceOp::max>(call);
   }
 }
 
-inline void combine_exact(const Combine& call) {
+inline void combine_native(const Combine& call) {
   switch (call.dtype) {
     case DType::f64:
-      return combine_exact<double>(call);
+      return combine_native<double>(call);
     case DType::i8:
-      return combine_exact<std::int8_t>(call);
+      return combine_native<std::int8_t>(call);
     case DType::u8:
-      return combine_exact<std::uint8_t>(call);
+      return combine_native<std::uint8_t>(call);
     case DType::i16:
-      return combine_exact<std::int16_t>(call);
+      return combine_native<std::int16_t>(call);
     case DType::i32:
-      return combine_exact<std::int32_t>(call);
+      return combine_native<std::int32_t>(call);
     case DType::i64:
-      return combine_exact<std::int64_t>(call);
+      return combine_native<std::int64_t>(call);
     default:
-      return combine_exact<std::uint8_t, true>(call);
+      return combine_native<std::uint8_t, true>(call);
   }
 }
 

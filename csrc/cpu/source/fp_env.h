@@ -1,4 +1,5 @@
-// The same bytes whatever the calling thread did to its floating-point unit (torch.set_flush_denormal, fesetround).
+// Sets the floating-point environment for the length of a call, so that results do not depend on what the calling
+// thread did to it (torch.set_flush_denormal, fesetround).
 #pragma once
 
 #if defined(__x86_64__)
@@ -7,14 +8,14 @@
 
 namespace dtcomm::DTCOMM_ISA {
 
-class Environment {
+class ScopedFpEnv {
  public:
 #if defined(__x86_64__)
-  Environment() : saved_(_mm_getcsr()) {
+  ScopedFpEnv() : saved_(_mm_getcsr()) {
     // Flags are not control bits: most calls find round-to-nearest with all exceptions masked and change nothing.
     if ((saved_ & ~kFlags) != kDefault) _mm_setcsr(kDefault);
   }
-  ~Environment() {
+  ~ScopedFpEnv() {
     if ((saved_ & ~kFlags) != kDefault) _mm_setcsr(saved_);
   }
 
@@ -22,12 +23,12 @@ class Environment {
   static constexpr unsigned kFlags = 0x3f, kDefault = 0x1f80;
   unsigned saved_;
 #else
-  Environment() {}
+  ScopedFpEnv() {}
 #endif
 
  public:
-  Environment(const Environment&) = delete;
-  Environment& operator=(const Environment&) = delete;
+  ScopedFpEnv(const ScopedFpEnv&) = delete;
+  ScopedFpEnv& operator=(const ScopedFpEnv&) = delete;
 };
 
 }  // namespace dtcomm::DTCOMM_ISA

@@ -1,4 +1,4 @@
-// Blocks into the rotated domain and back (codec/hadamard.h), in L1: as many stages as registers hold, the rest over
+// Rotates blocks and rotates them back (codec/hadamard.h), in L1: as many stages in registers as fit, the rest in
 // memory.
 #pragma once
 
@@ -13,11 +13,11 @@ namespace dtcomm::DTCOMM_ISA {
 typedef std::int32_t Words __attribute__((vector_size(kVector), may_alias));
 using Lanes = std::make_index_sequence<kLanes>;
 
-// As many as fit into registers beside their constants.
+// The vectors that fit into registers beside the constants.
 #if defined(__AVX512F__)
-constexpr std::size_t kMostVectors = 16;
+constexpr std::size_t kMaxVectors = 16;
 #else
-constexpr std::size_t kMostVectors = 8;
+constexpr std::size_t kMaxVectors = 8;
 #endif
 
 struct RotationSigns {
@@ -32,15 +32,15 @@ constexpr RotationSigns rotation_signs() {
 
 alignas(kLine) constexpr RotationSigns kRotationSigns = rotation_signs();
 
-// Signs and norm of one block in one number, for the blocks that registers hold: one multiplication instead of two
-// instructions, a tenth of the rotation's time. The factors of a block of b elements stand from b - 16 on.
+// Signs times norm, for blocks that fit into registers: one multiplication instead of two instructions saves a tenth of
+// the time. The factors of a block of b elements start at index b - 16.
 struct RotationFactors {
-  float of[2 * kMostVectors * kLanes - kSmallestBlock];
+  float of[2 * kMaxVectors * kLanes - kSmallestBlock];
 };
 
 constexpr RotationFactors rotation_factors() {
   RotationFactors factors{};
-  for (std::uint32_t block = kSmallestBlock; block <= kMostVectors * kLanes; block *= 2) {
+  for (std::uint32_t block = kSmallestBlock; block <= kMaxVectors * kLanes; block *= 2) {
     const float norm = rotation_norm(block);
     for (std::uint32_t i = 0; i < block; ++i) {
       factors.of[block - kSmallestBlock + i] = rotation_sign(i) ? -norm : norm;
@@ -51,9 +51,9 @@ constexpr RotationFactors rotation_factors() {
 
 alignas(kLine) constexpr RotationFactors kRotationFactors = rotation_factors();
 
-enum class Turn { in, back };
+enum class Direction { in, back };
 
-// The elements from i on of a block with their signs.
+// Applies the signs of the elements from i on of a block.
 inline __attribute__((always_inline)) Floats with_signs(Floats x, std::size_t i) {
   const auto signs = *reinterpret_cast<const Words*>(kRotationSigns.bits + i);
   return reinterpret_cast<Floats>(reinterpret_cast<Words>(x) ^ signs);
@@ -61,8 +61,8 @@ inline __attribute__((always_inline)) Floats with_signs(Floats x, std::size_t i)
 
 inline __attribute__((always_inline)) Floats one_nan(Floats x) { return x == x ? x : Floats{} + float_of(kNaN32); }
 
-// May there be a NaN among them? A comparison of two vectors and a branch that is hardly ever taken cost less than two
-// comparisons and two selections.
+// Whether the vectors may hold a NaN. Comparing two vectors at once and a branch that is rarely taken cost less than
+// two comparisons and two selections.
 template <std::size_t Count>
 inline __attribute__((always_inline)) bool perhaps_nan([[maybe_unused]] const Floats (&v)[Count]) {
 #if defined(__AVX512F__)
@@ -80,12 +80,12 @@ inline __attribute__((always_inline)) bool perhaps_nan([[maybe_unused]] const Fl
   }
   return _mm256_movemask_ps(found) != 0;
 #else
-  return Count > 0;  // never mind the branch
+  return Count > 0;  // always take the branch
 #endif
 }
 
-// The butterflies within a vector. Times 1 or -1 is exact, so that fused with the addition it rounds as that does alone
-// (1.3 times as fast as flipping the sign first).
+// The butterflies within a vector. A product with 1 or -1 is exact, so a fused multiply-add rounds like the addition
+// alone (1.3 times as fast as flipping the sign first).
 template <std::size_t Half, std::size_t... I>
 inline __attribute__((always_inline)) Floats butterflies(Floats x, std::index_sequence<I...>) {
   const Floats other = {x[I ^ Half]...};
@@ -122,17 +122,17 @@ inline __attribute__((always_inline)) void butterflies(Floats (&v)[Count]) {
 }
 
 // Whole blocks of Count vectors.
-template <std::size_t Count, Turn Which, bool Stream>
-inline void turn_blocks(const float* x, std::size_t n, float* to, float scale) {
+template <std::size_t Count, Direction Which, bool Stream>
+inline void rotate_blocks(const float* x, std::size_t n, float* to, float scale) {
   [[maybe_unused]] const Floats norm = Floats{} + scale;
   [[maybe_unused]] const float* const factors = kRotationFactors.of + Count * kLanes - kSmallestBlock;
   for (std::size_t at = 0; at < n; at += Count * kLanes) {
     Floats v[Count];
     for (std::size_t i = 0; i < Count; ++i) {
-      v[i] = load(x + at + i * kLanes) * (Which == Turn::in ? load(factors + i * kLanes) : norm);
+      v[i] = load(x + at + i * kLanes) * (Which == Direction::in ? load(factors + i * kLanes) : norm);
     }
     butterflies(v);
-    if constexpr (Which == Turn::back) {
+    if constexpr (Which == Direction::back) {
       for (std::size_t i = 0; i < Count; ++i) v[i] = with_signs(v[i], i * kLanes);
       if (__builtin_expect(perhaps_nan(v), false)) {
         for (std::size_t i = 0; i < Count; ++i) v[i] = one_nan(v[i]);
@@ -164,57 +164,57 @@ inline void butterflies_apart(float* x, std::size_t block, std::size_t half) {
 }
 
 // Whole blocks that are longer than the registers, by way of `work`, which may be `x` or `to` or both.
-template <Turn Which, bool Stream>
-inline void turn_long_blocks(std::size_t block, const float* x, std::size_t n, float* to, float* work, float scale) {
-  constexpr std::size_t kTile = kMostVectors * kLanes;
+template <Direction Which, bool Stream>
+inline void rotate_long_blocks(std::size_t block, const float* x, std::size_t n, float* to, float* work, float scale) {
+  constexpr std::size_t kTile = kMaxVectors * kLanes;
   const Floats norm = Floats{} + scale;
   for (std::size_t at = 0; at < n; at += block, x += block, work += block, to += block) {
     for (std::size_t tile = 0; tile < block; tile += kTile) {
-      Floats v[kMostVectors];
-      for (std::size_t i = 0; i < kMostVectors; ++i) {
+      Floats v[kMaxVectors];
+      for (std::size_t i = 0; i < kMaxVectors; ++i) {
         v[i] = load(x + tile + i * kLanes);
-        if constexpr (Which == Turn::in) v[i] = with_signs(v[i], tile + i * kLanes);
+        if constexpr (Which == Direction::in) v[i] = with_signs(v[i], tile + i * kLanes);
         v[i] = v[i] * norm;
       }
       butterflies(v);
-      for (std::size_t i = 0; i < kMostVectors; ++i) store<false>(work + tile + i * kLanes, v[i]);
+      for (std::size_t i = 0; i < kMaxVectors; ++i) store<false>(work + tile + i * kLanes, v[i]);
     }
     std::size_t half = kTile;
     for (; 4 * half <= block; half *= 4) butterflies_apart<true>(work, block, half);
     if (half < block) butterflies_apart<false>(work, block, half);
-    if constexpr (Which == Turn::back) {
+    if constexpr (Which == Direction::back) {
       for (std::size_t i = 0; i < block; i += kLanes) store<Stream>(to + i, one_nan(with_signs(load(work + i), i)));
     }
   }
 }
 
 // Whole blocks from `x` to `to`; `work` is written where a block is long, and on the way in it is `to`.
-template <Turn Which, bool Stream>
+template <Direction Which, bool Stream>
 inline void turn(std::size_t block, const float* x, std::size_t n, float* to, float* work) {
   const float norm = rotation_norm(static_cast<std::uint32_t>(block));
-  if (kMostVectors == 16 && block == 16 * kLanes) return turn_blocks<kMostVectors, Which, Stream>(x, n, to, norm);
+  if (kMaxVectors == 16 && block == 16 * kLanes) return rotate_blocks<kMaxVectors, Which, Stream>(x, n, to, norm);
   switch (block / kLanes) {
     case 1:
-      return turn_blocks<1, Which, Stream>(x, n, to, norm);
+      return rotate_blocks<1, Which, Stream>(x, n, to, norm);
     case 2:
-      return turn_blocks<2, Which, Stream>(x, n, to, norm);
+      return rotate_blocks<2, Which, Stream>(x, n, to, norm);
     case 4:
-      return turn_blocks<4, Which, Stream>(x, n, to, norm);
+      return rotate_blocks<4, Which, Stream>(x, n, to, norm);
     case 8:
-      return turn_blocks<8, Which, Stream>(x, n, to, norm);
+      return rotate_blocks<8, Which, Stream>(x, n, to, norm);
     default:
-      return turn_long_blocks<Which, Stream>(block, x, n, to, work, norm);
+      return rotate_long_blocks<Which, Stream>(block, x, n, to, work, norm);
   }
 }
 
 // n floats into whole rotated blocks, the last one filled up with zeros. `to` has room for these and may be `x`.
 inline void rotate(std::size_t block, const float* x, std::size_t n, float* to) {
   const std::size_t rest = n % block, whole = n - rest;
-  turn<Turn::in, false>(block, x, whole, to, to);
+  turn<Direction::in, false>(block, x, whole, to, to);
   if (rest == 0) return;
   if (x != to) __builtin_memcpy(to + whole, x + whole, rest * sizeof(float));
   __builtin_memset(to + n, 0, (block - rest) * sizeof(float));
-  turn<Turn::in, false>(block, to + whole, block, to + whole, to + whole);
+  turn<Direction::in, false>(block, to + whole, block, to + whole, to + whole);
 }
 
 // The n floats of whole rotated blocks. `to` may be `x`, and so may `work`, which has room for whole blocks; a streamed
@@ -222,9 +222,9 @@ inline void rotate(std::size_t block, const float* x, std::size_t n, float* to) 
 template <bool Stream>
 inline void rotate_back(std::size_t block, const float* x, std::size_t n, float* to, float* work) {
   const std::size_t rest = n % block, whole = n - rest;
-  turn<Turn::back, Stream>(block, x, whole, to, work);
+  turn<Direction::back, Stream>(block, x, whole, to, work);
   if (rest == 0) return;
-  turn<Turn::back, false>(block, x + whole, block, work + whole, work + whole);
+  turn<Direction::back, false>(block, x + whole, block, work + whole, work + whole);
   if (work != to) __builtin_memcpy(to + whole, work + whole, rest * sizeof(float));
 }
 

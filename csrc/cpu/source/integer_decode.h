@@ -1,4 +1,4 @@
-// One granule of an integer codec into floats, or onto a sum of floats.
+// Decodes one granule of an integer codec, or adds it to floats.
 #pragma once
 
 #include <type_traits>
@@ -13,11 +13,11 @@
 namespace dtcomm::DTCOMM_ISA {
 
 struct Fields {
-  float scale[kMostBlocks];
-  float zero[kMostBlocks];
+  float scale[kMaxBlocks];
+  float zero[kMaxBlocks];
 };
 
-// The fields of a granule's blocks, so that what comes out of a block with a field that is no number is the one NaN.
+// The scales and zero points of a granule's blocks. A block with one that is not finite decodes to the canonical NaN.
 template <bool Symmetric>
 inline void load_fields(const Codec& codec, const Layout& layout, const std::uint8_t* from, std::size_t n,
                         Fields& fields) {
@@ -35,7 +35,7 @@ inline void load_fields(const Codec& codec, const Layout& layout, const std::uin
   }
 }
 
-// A granule's payload, taken apart.
+// Pointers into a granule's payload.
 template <bool Symmetric>
 struct Granule {
   Fields fields;
@@ -98,7 +98,7 @@ inline void each_vector(const Granule<Symmetric>& granule, const std::uint8_t* f
     return BlockLanes<Bits, Symmetric>(granule.fields.scale[b], Symmetric ? 0.0f : granule.fields.zero[b]);
   };
   std::size_t i = 0, b = 0;
-  // The usual block is two vectors: without loops within it, whose branches would be a good part of the work.
+  // The default block is two vectors: code without inner loops, whose branches would take much of the time.
   if (block == 2 * kLanes) {
     for (const std::size_t blocks = whole / block; b < blocks; ++b, i += 2 * kLanes) {
       some_vectors<2, Stream, Bits>(lanes_of(b), planes, i, to, finish);
@@ -194,7 +194,7 @@ inline void each_value(const Codec& codec, const Layout& layout, const std::uint
   const Granule<Symmetric> granule(codec, layout, from, n);
   const unsigned bits = codec.bits;
   std::size_t i = each_vector<Symmetric, Stream>(bits, granule, n, to, finish);
-  auto* out = cells<float>(to);
+  auto* out = unaligned<float>(to);
   for (; i < n; i += kSmallestBlock) {
     const std::uint64_t groups[2] = {load_group(granule.planes, bits, granule.count, i / kGroup),
                                      load_group(granule.planes, bits, granule.count, i / kGroup + 1)};
@@ -234,16 +234,16 @@ inline void add_integer(const Codec& codec, const Layout& layout, const std::uin
 }
 
 // to = (sum - the granule's floats) * by where that is finite, else `old`, which `to` may be.
-inline void lost_integer(const Codec& codec, const Layout& layout, const std::uint8_t* from, std::size_t n,
-                         const float* sum, float by, const float* old, float* to) {
+inline void write_error_integer(const Codec& codec, const Layout& layout, const std::uint8_t* from, std::size_t n,
+                                const float* sum, float by, const float* old, float* to) {
   each_value<false>(codec, layout, from, n, to, error_of(sum, by, old));
 }
 
 #if defined(__AVX512F__)
 // to = the sum of two granules' floats; a streamed `to` is aligned to a line.
 template <bool Symmetric, bool Stream>
-inline void pair_integer(const Codec& codec, const Layout& layout, const std::uint8_t* first,
-                         const std::uint8_t* second, std::size_t n, float* to) {
+inline void add_pair_integer(const Codec& codec, const Layout& layout, const std::uint8_t* first,
+                             const std::uint8_t* second, std::size_t n, float* to) {
   const Granule<Symmetric> a(codec, layout, first, n), b(codec, layout, second, n);
   const std::size_t whole = n / kLanes * kLanes, block = codec.block;
   with_width(codec.bits, a, [&](auto width, const std::uint8_t* planes) {
@@ -259,14 +259,15 @@ inline void pair_integer(const Codec& codec, const Layout& layout, const std::ui
       const BlockLanes<kBits, Symmetric> x(a.fields.scale[at], Symmetric ? 0.0f : a.fields.zero[at]);
       const BlockLanes<kBits, Symmetric> y(b.fields.scale[at], Symmetric ? 0.0f : b.fields.zero[at]);
       for (const std::size_t end = smaller(i + block, whole); i < end; i += kLanes) {
-        store<Stream>(to + i, settled(reinterpret_cast<Floats>(_mm512_add_ps(x.at(left), y.at(right)))));
+        store<Stream>(to + i, with_canonical_nan(reinterpret_cast<Floats>(_mm512_add_ps(x.at(left), y.at(right)))));
         left.move(kBits, kLanes);
         right.move(kBits, kLanes);
       }
     }
   });
-  auto* out = cells<float>(to);
-  for (std::size_t i = whole; i < n; ++i) out[i].value = settled(a.one(codec.bits, i) + b.one(codec.bits, i));
+  auto* out = unaligned<float>(to);
+  for (std::size_t i = whole; i < n; ++i)
+    out[i].value = with_canonical_nan(a.one(codec.bits, i) + b.one(codec.bits, i));
 }
 #endif
 

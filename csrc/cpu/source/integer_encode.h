@@ -1,4 +1,4 @@
-// One granule into an integer codec, in L1: magnitudes, then all scales at once, then the codes.
+// Encodes one granule with an integer codec, in L1: magnitudes, then all scales at once, then the codes.
 #pragma once
 
 #include "codec/integer.h"
@@ -10,7 +10,7 @@
 
 namespace dtcomm::DTCOMM_ISA {
 
-// Floats as integers of the same order, and back: -0 before +0, and nothing lost.
+// Floats as integers in the same order, and back; -0 comes before +0.
 inline std::int32_t order_of(float value) {
   const auto bits = static_cast<std::int32_t>(bits_of(value));
   return bits ^ ((bits >> 31) & 0x7fffffff);
@@ -22,10 +22,10 @@ inline float from_order(std::int32_t order) {
 
 // The zero points, and `top` becomes the block's range above its zero point.
 inline void measure_ranges(const IntegerRules& rules, const float* x, std::size_t n, std::size_t block, Blocks& at) {
-  const auto* in = cells<float>(x);
+  const auto* in = unaligned<float>(x);
   for (std::size_t b = 0; b * block < n; ++b, in += block) {
     const std::size_t length = smaller(block, n - b * block);
-    // NaN comes out anywhere in this order; its block is known to be NaN already.
+    // The place of NaN in this order does not matter: its block is known to be NaN.
     std::int32_t low = order_of(in[0].value), high = low;
     for (std::size_t i = 0; i < length; ++i) {
       const std::int32_t order = order_of(in[i].value);
@@ -40,20 +40,20 @@ inline void measure_ranges(const IntegerRules& rules, const float* x, std::size_
   }
 }
 
-// How elements become codes.
+// The parameters of turning elements into codes.
 struct Rounding {
   IntegerRules rules;
-  Stream stream;         // of the granule's elements, where `one_stream`
-  std::uint64_t key;     // stochastic
-  std::uint64_t index;   // of the granule's first element
-  bool one_stream;       // the index does not pass a multiple of 2^32 within the granule
-  const Encoding& next;  // what is encoded after this granule
+  Stream stream;           // of the granule's elements, where `one_stream`
+  std::uint64_t key;       // stochastic
+  std::uint64_t index;     // of the granule's first element
+  bool one_stream;         // the index does not pass a multiple of 2^32 within the granule
+  const EncodeArgs& next;  // what is encoded after this granule
 };
 
 template <bool Symmetric, bool Stochastic>
-inline __attribute__((always_inline)) std::int32_t code_of(const Rounding& how, float value, float zero, float inverse,
+inline __attribute__((always_inline)) std::int32_t code_of(const Rounding& args, float value, float zero, float inverse,
                                                            float random) {
-  const float t = (value - zero) * inverse, levels = how.rules.levels;
+  const float t = (value - zero) * inverse, levels = args.rules.levels;
   if constexpr (Stochastic) return stochastic_code(t, Symmetric ? -levels : 0.0f, levels, random);
   return nearest_code(t, Symmetric ? -levels : 0.0f, levels);
 }
@@ -61,26 +61,26 @@ inline __attribute__((always_inline)) std::int32_t code_of(const Rounding& how, 
 #if defined(__AVX512F__)
 // Codes of 16 elements as integers; `lane` is 0..15.
 template <bool Symmetric, bool Stochastic>
-inline __attribute__((always_inline)) __m512i codes_of(const Rounding& how, const float* x, float zero, float inverse,
+inline __attribute__((always_inline)) __m512i codes_of(const Rounding& args, const float* x, float zero, float inverse,
                                                        std::uint32_t index) {
   __m512 t = _mm512_loadu_ps(x);
   if constexpr (!Symmetric) t = _mm512_sub_ps(t, _mm512_set1_ps(zero));
   t = _mm512_mul_ps(t, _mm512_set1_ps(inverse));
   if constexpr (Stochastic || !Symmetric) {
-    t = _mm512_maskz_max_ps(0xffff, t, _mm512_set1_ps(Symmetric ? -how.rules.levels : 0.0f));
-    t = _mm512_maskz_min_ps(0xffff, t, _mm512_set1_ps(how.rules.levels));
+    t = _mm512_maskz_max_ps(0xffff, t, _mm512_set1_ps(Symmetric ? -args.rules.levels : 0.0f));
+    t = _mm512_maskz_min_ps(0xffff, t, _mm512_set1_ps(args.rules.levels));
   }
   // Symmetric codes to nearest need no clamp: a scale is at most a half unit of bf16 below top / levels
   // (docs/reference/wire-format.md).
   if constexpr (!Stochastic) return _mm512_maskz_cvtps_epi32(0xffff, t);
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   __m512i h = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(index)), lane);
-  h = _mm512_xor_si512(h, _mm512_set1_epi32(static_cast<int>(how.stream.before)));
+  h = _mm512_xor_si512(h, _mm512_set1_epi32(static_cast<int>(args.stream.before)));
   const auto stir = [](__m512i v, unsigned by) {
     return _mm512_xor_si512(v, _mm512_maskz_srl_epi32(0xffff, v, _mm_cvtsi32_si128(static_cast<int>(by))));
   };
   h = _mm512_mullo_epi32(stir(h, 16), _mm512_set1_epi32(0x7feb352d));
-  h = _mm512_add_epi32(h, _mm512_set1_epi32(static_cast<int>(how.stream.between)));
+  h = _mm512_add_epi32(h, _mm512_set1_epi32(static_cast<int>(args.stream.between)));
   h = _mm512_mullo_epi32(stir(h, 15), _mm512_set1_epi32(static_cast<int>(0x846ca68bU)));
   h = _mm512_maskz_srli_epi32(0xffff, stir(h, 16), 8);
   const __m512 random = _mm512_mul_ps(_mm512_maskz_cvtepi32_ps(0xffff, h), _mm512_set1_ps(0x1p-24f));
@@ -92,24 +92,24 @@ inline __attribute__((always_inline)) __m512i codes_of(const Rounding& how, cons
 #elif defined(__AVX2__)
 // Codes of 8 elements as integers.
 template <bool Symmetric, bool Stochastic>
-inline __attribute__((always_inline)) __m256i codes_of(const Rounding& how, const float* x, float zero, float inverse,
+inline __attribute__((always_inline)) __m256i codes_of(const Rounding& args, const float* x, float zero, float inverse,
                                                        std::uint32_t index) {
   __m256 t = _mm256_loadu_ps(x);
   if constexpr (!Symmetric) t = _mm256_sub_ps(t, _mm256_set1_ps(zero));
   t = _mm256_mul_ps(t, _mm256_set1_ps(inverse));
   if constexpr (Stochastic || !Symmetric) {
-    t = _mm256_max_ps(t, _mm256_set1_ps(Symmetric ? -how.rules.levels : 0.0f));
-    t = _mm256_min_ps(t, _mm256_set1_ps(how.rules.levels));
+    t = _mm256_max_ps(t, _mm256_set1_ps(Symmetric ? -args.rules.levels : 0.0f));
+    t = _mm256_min_ps(t, _mm256_set1_ps(args.rules.levels));
   }
   // Symmetric codes to nearest need no clamp: a scale is at most a half unit of bf16 below top / levels
   // (docs/reference/wire-format.md).
   if constexpr (!Stochastic) return _mm256_cvtps_epi32(t);
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   __m256i h = _mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(index)), lane);
-  h = _mm256_xor_si256(h, _mm256_set1_epi32(static_cast<int>(how.stream.before)));
+  h = _mm256_xor_si256(h, _mm256_set1_epi32(static_cast<int>(args.stream.before)));
   const auto stir = [](__m256i v, int by) { return _mm256_xor_si256(v, _mm256_srl_epi32(v, _mm_cvtsi32_si128(by))); };
   h = _mm256_mullo_epi32(stir(h, 16), _mm256_set1_epi32(0x7feb352d));
-  h = _mm256_add_epi32(h, _mm256_set1_epi32(static_cast<int>(how.stream.between)));
+  h = _mm256_add_epi32(h, _mm256_set1_epi32(static_cast<int>(args.stream.between)));
   h = _mm256_mullo_epi32(stir(h, 15), _mm256_set1_epi32(static_cast<int>(0x846ca68bU)));
   h = _mm256_srli_epi32(stir(h, 16), 8);
   const __m256 random = _mm256_mul_ps(_mm256_cvtepi32_ps(h), _mm256_set1_ps(0x1p-24f));
@@ -122,12 +122,12 @@ inline __attribute__((always_inline)) __m256i codes_of(const Rounding& how, cons
 #if defined(__AVX2__)
 // A step's codes, from elements i on, as bytes.
 template <bool Symmetric, bool Stochastic>
-inline __attribute__((always_inline)) Step step_codes(const Rounding& how, const float* x, std::size_t i,
+inline __attribute__((always_inline)) Step step_codes(const Rounding& args, const float* x, std::size_t i,
                                                       unsigned shift, const Blocks& at) {
   const auto part = [&](std::size_t p) __attribute__((always_inline)) {
     const std::size_t j = i + p * kLanes, b = j >> shift;
-    return codes_of<Symmetric, Stochastic>(how, x + j, at.zero[b], at.inverse[b],
-                                           static_cast<std::uint32_t>(how.index + j));
+    return codes_of<Symmetric, Stochastic>(args, x + j, at.zero[b], at.inverse[b],
+                                           static_cast<std::uint32_t>(args.index + j));
   };
   // The packs work within quarters (halves) of the vectors: put the groups of four back in order.
 #if defined(__AVX512F__)
@@ -145,15 +145,15 @@ inline __attribute__((always_inline)) Step step_codes(const Rounding& how, const
 
 // The codes of `n` elements, missing ones of the last block included.
 template <bool Symmetric, bool Stochastic>
-inline void encode_codes(const Codec& codec, const Rounding& how, const float* x, std::size_t n, std::size_t count,
+inline void encode_codes(const Codec& codec, const Rounding& args, const float* x, std::size_t n, std::size_t count,
                          const Blocks& at, std::uint8_t* planes) {
   const unsigned bits = codec.bits, shift = static_cast<unsigned>(__builtin_ctz(codec.block));
   std::size_t i = 0;
 #if defined(__AVX2__)
-  if (!Stochastic || how.one_stream) {
+  if (!Stochastic || args.one_stream) {
     for (; i + kStep <= n; i += kStep) {
-      if (i % 64 == 0) fetch_next(how.next, i);
-      store_planes(step_codes<Symmetric, Stochastic>(how, x, i, shift, at), bits, count, i, planes);
+      if (i % 64 == 0) prefetch_next(args.next, i);
+      store_planes(step_codes<Symmetric, Stochastic>(args, x, i, shift, at), bits, count, i, planes);
     }
   }
 #endif
@@ -163,19 +163,19 @@ inline void encode_codes(const Codec& codec, const Rounding& how, const float* x
     float values[kSmallestBlock] = {}, random[kSmallestBlock] = {};
     __builtin_memcpy(values, x + smaller(i, n), length * sizeof(float));
     if constexpr (Stochastic) {
-      const std::uint64_t first = how.index + i;
+      const std::uint64_t first = args.index + i;
       const auto low = static_cast<std::uint32_t>(first);
-      if (how.one_stream) {
-        for (std::uint32_t j = 0; j < kSmallestBlock; ++j) random[j] = uniform(how.stream, low + j);
+      if (args.one_stream) {
+        for (std::uint32_t j = 0; j < kSmallestBlock; ++j) random[j] = uniform(args.stream, low + j);
       } else {
         for (std::uint32_t j = 0; j < kSmallestBlock; ++j) {
-          random[j] = uniform(make_stream(how.key, first + j), low + j);
+          random[j] = uniform(make_stream(args.key, first + j), low + j);
         }
       }
     }
     std::int32_t made[kSmallestBlock];
     for (std::size_t j = 0; j < kSmallestBlock; ++j) {
-      made[j] = code_of<Symmetric, Stochastic>(how, values[j], zero, inverse, random[j]);
+      made[j] = code_of<Symmetric, Stochastic>(args, values[j], zero, inverse, random[j]);
     }
     std::uint8_t codes[kSmallestBlock];
     for (std::size_t j = 0; j < kSmallestBlock; ++j) {
@@ -190,7 +190,7 @@ inline void encode_codes(const Codec& codec, const Rounding& how, const float* x
 
 template <std::size_t Block>
 inline void encode_integer(const Codec& codec, const IntegerRules& rules, const Layout& layout, const float* x,
-                           std::size_t n, const Encoding& encoding, std::uint8_t* to) {
+                           std::size_t n, const EncodeArgs& encoding, std::uint8_t* to) {
   const std::uint64_t key = encoding.key, index = encoding.index;
   const std::size_t blocks = layout.blocks(n), count = blocks * codec.block;
   Blocks at;
@@ -213,12 +213,12 @@ inline void encode_integer(const Codec& codec, const IntegerRules& rules, const 
 
   std::uint8_t* planes = to + layout.codes_at(n);
   const bool one_stream = index >> 32 == (index + count) >> 32;
-  const Rounding how{rules, codec.stochastic ? make_stream(key, index) : Stream{}, key, index, one_stream, encoding};
+  const Rounding args{rules, codec.stochastic ? make_stream(key, index) : Stream{}, key, index, one_stream, encoding};
   const auto codes = !codec.stochastic ? codec.symmetric ? encode_codes<true, false> : encode_codes<false, false>
                      : codec.symmetric ? encode_codes<true, true>
                                        : encode_codes<false, true>;
-  codes(codec, how, x, n, count, at, planes);
-  if (worst >= kInfinity32) {  // Inf * 0 and NaN left their traces in the codes of these blocks
+  codes(codec, args, x, n, count, at, planes);
+  if (worst >= kInfinity32) {  // the codes of blocks with Inf or NaN are not zeros yet
     for (std::size_t b = 0; b < blocks; ++b) {
       if (at.top[b] >= kInfinity32) clear_codes(codec.bits, count, b * codec.block, codec.block, planes);
     }

@@ -1,5 +1,5 @@
-// Low-rank compression of one matrix (PowerSGD): gradient plus residual is read once for each of its three passes,
-// and every sum is taken in one order, so that all ranks and all instruction sets get the same bits.
+// The passes of PowerSGD over one matrix. Gradient plus residual is read once per pass, and every sum has one fixed
+// order, so that all ranks and all instruction sets compute the same bits.
 #pragma once
 
 #include "codec/counter_rng.h"
@@ -15,7 +15,7 @@ typedef float Wide __attribute__((vector_size(kWide * sizeof(float))));
 typedef float LooseWide __attribute__((vector_size(kWide * sizeof(float)), aligned(1), may_alias));
 constexpr std::size_t kStrip = 2048;  // columns at a time: a strip of the matrix and of the factors stays in cache
 
-// Adds neighbours at half the distance until one is left.
+// The sum of all lanes: adds the upper half to the lower half until one lane is left.
 inline float fold(const Wide& sums) {
   float lanes[kWide];
   __builtin_memcpy(lanes, &sums, sizeof lanes);
@@ -50,8 +50,8 @@ inline float dot(const float* a, const float* b, std::size_t n) {
 
 // sum[i] += by * x[i]
 inline void add_multiple(float* __restrict__ sum, float by, const float* __restrict__ x, std::size_t n) {
-  auto* to = cells<float>(sum);
-  const auto* from = cells<float>(x);
+  auto* to = unaligned<float>(sum);
+  const auto* from = unaligned<float>(x);
 #pragma GCC ivdep
   for (std::size_t i = 0; i < n; ++i) to[i].value = to[i].value + by * from[i].value;
 }
@@ -64,20 +64,21 @@ constexpr std::size_t kShortStrip = 1024;  // of so many rows
 // sum[i] += by[0] * x[0][i], and so on
 inline void add_multiples(float* __restrict__ sum, const float* by, const float* const* x, std::size_t n) {
   static_assert(kRows == 4);
-  auto* to = cells<float>(sum);
-  const auto *a = cells<float>(x[0]), *b = cells<float>(x[1]), *c = cells<float>(x[2]), *d = cells<float>(x[3]);
+  auto* to = unaligned<float>(sum);
+  const auto *a = unaligned<float>(x[0]), *b = unaligned<float>(x[1]), *c = unaligned<float>(x[2]),
+             *d = unaligned<float>(x[3]);
 #pragma GCC ivdep
   for (std::size_t i = 0; i < n; ++i) {
     to[i].value = (((to[i].value + by[0] * a[i].value) + by[1] * b[i].value) + by[2] * c[i].value) + by[3] * d[i].value;
   }
 }
 
-// The same of rows of gradient + residual, `stride` apart, that nobody else reads.
+// The same for rows of gradient + residual, `stride` apart, that are read only once.
 inline void add_multiples_of_sums(float* __restrict__ sum, const float* by, const float* gradient,
                                   const float* residual, std::size_t stride, std::size_t n) {
   static_assert(kRows == 4);
-  auto* to = cells<float>(sum);
-  const auto *a = cells<float>(gradient), *e = cells<float>(residual);
+  auto* to = unaligned<float>(sum);
+  const auto *a = unaligned<float>(gradient), *e = unaligned<float>(residual);
   const auto *b = a + stride, *c = b + stride, *d = c + stride;
   const auto *f = e + stride, *g = f + stride, *h = g + stride;
 #pragma GCC ivdep
@@ -105,23 +106,23 @@ inline const float* strip_of(const Matrix& matrix, std::size_t row, std::size_t 
   const void* gradient = static_cast<const std::uint8_t*>(matrix.gradient) + at * size_of(matrix.dtype);
   const float* floats = widen(matrix.dtype, gradient, n, scratch);
   if (!matrix.residual) return floats;
-  const auto* x = cells<float>(floats);
-  const auto* y = cells<float>(matrix.residual + at);
-  auto* to = cells<float>(scratch);
+  const auto* x = unaligned<float>(floats);
+  const auto* y = unaligned<float>(matrix.residual + at);
+  auto* to = unaligned<float>(scratch);
 #pragma GCC ivdep
   for (std::size_t i = 0; i < n; ++i) to[i].value = x[i].value + y[i].value;
   return scratch;
 }
 
-// Whether gradient + residual is read but once, by one vector: then it need not be kept, even for a moment.
+// Whether gradient + residual is read only once, for one vector: then it is not stored in scratch memory.
 inline bool is_read_once(const Matrix& matrix) {
   return matrix.rank == 1 && matrix.residual && matrix.dtype == DType::f32;
 }
 
 inline void project_rows(const Matrix& matrix, const float* right, float* left) {
-  const Environment environment;
+  const ScopedFpEnv environment;
   alignas(kLine) float scratch[kStrip];
-  Wide sums[kMostRank];
+  Wide sums[kMaxRank];
   const std::size_t direct = is_read_once(matrix) ? matrix.columns / kWide * kWide : 0;
   for (std::size_t row = 0; row < matrix.rows; ++row) {
     for (std::size_t k = 0; k < matrix.rank; ++k) sums[k] = Wide{};
@@ -142,7 +143,7 @@ inline void project_rows(const Matrix& matrix, const float* right, float* left) 
 }
 
 inline void project_columns(const Matrix& matrix, const float* left, float* right) {
-  const Environment environment;
+  const ScopedFpEnv environment;
   alignas(kLine) float scratch[kRows][kShortStrip];
   __builtin_memset(right, 0, matrix.rank * matrix.columns * sizeof(float));
   const bool direct = is_read_once(matrix);
@@ -172,12 +173,12 @@ inline void project_columns(const Matrix& matrix, const float* left, float* righ
 }
 
 inline void expand(const Matrix& matrix, const float* left, const float* right, void* out, float* residual) {
-  const Environment environment;
+  const ScopedFpEnv environment;
   alignas(kLine) float scratch[kStrip], product[kStrip];
   for (std::size_t row = 0; row < matrix.rows; ++row) {
     for (std::size_t column = 0; column < matrix.columns; column += kStrip) {
       const std::size_t n = smaller(kStrip, matrix.columns - column), at = row * matrix.columns + column;
-      const auto* first = cells<float>(right + column);
+      const auto* first = unaligned<float>(right + column);
       const float by = left[row];
 #pragma GCC ivdep
       for (std::size_t i = 0; i < n; ++i) product[i] = by * first[i].value;
@@ -185,10 +186,10 @@ inline void expand(const Matrix& matrix, const float* left, const float* right, 
         add_multiple(product, left[k * matrix.rows + row], right + k * matrix.columns + column, n);
       }
       if (residual) {
-        const auto* x = cells<float>(strip_of(matrix, row, column, n, scratch));
-        auto* lost = cells<float>(residual + at);
+        const auto* x = unaligned<float>(strip_of(matrix, row, column, n, scratch));
+        auto* write_error = unaligned<float>(residual + at);
 #pragma GCC ivdep
-        for (std::size_t i = 0; i < n; ++i) lost[i].value = x[i].value - product[i];
+        for (std::size_t i = 0; i < n; ++i) write_error[i].value = x[i].value - product[i];
       }
       narrow(matrix.dtype, product, n, static_cast<std::uint8_t*>(out) + at * size_of(matrix.dtype));
     }
@@ -197,7 +198,7 @@ inline void expand(const Matrix& matrix, const float* left, const float* right, 
 
 inline float norm_of(const float* x, std::size_t n) { return __builtin_sqrtf(dot(x, x, n)); }
 
-// x is made orthogonal to the `count` orthonormal vectors before it, twice, which is as often as rounding needs.
+// Makes x orthogonal to the `count` orthonormal vectors before it, twice: that removes rounding errors.
 inline void take_away(const float* before, std::size_t count, float* x, std::size_t n) {
   for (int pass = 0; pass < 2; ++pass) {
     for (std::size_t k = 0; k < count; ++k) {
@@ -212,24 +213,24 @@ inline void scale_to(float* x, std::size_t n, float by) {
 }
 
 inline void orthonormalise(float* vectors, std::size_t count, std::size_t n, std::uint64_t key) {
-  const Environment environment;
-  constexpr float kLost = 0x1p-18f;  // of a vector's length, when what is left of it is rounding
+  const ScopedFpEnv environment;
+  constexpr float kRounding = 0x1p-18f;  // what is left of a vector is rounding if it is shorter than this part of it
   for (std::size_t k = 0; k < count; ++k) {
     float* x = vectors + k * n;
     // Powers of two apart from length 1, squares would leave fp32's range.
     std::uint32_t top = 0;
     for (std::size_t i = 0; i < n; ++i) top = magnitude(x[i]) > top ? magnitude(x[i]) : top;
-    if (top >= kInfinity32) continue;  // NaN and Inf must reach everybody
+    if (top >= kInfinity32) continue;  // NaN and Inf must reach all ranks
     bool usable = top >= 0x00800000;
     if (usable) {
       scale_to(x, n, float_of(top & 0x7f800000));
       const float before = norm_of(x, n);
       take_away(vectors, k, x, n);
       const float after = norm_of(x, n);
-      usable = after > before * kLost;
+      usable = after > before * kRounding;
       if (usable) scale_to(x, n, after);
     }
-    // A direction that is missing is replaced by any other: a zero one would stay zero for ever.
+    // A missing direction is replaced by a random one: a zero vector would stay zero for ever.
     for (int attempt = 0; !usable && attempt < 4; ++attempt) {
       const std::uint64_t index = (k * 4 + static_cast<std::uint64_t>(attempt)) * n;
       for (std::size_t i = 0; i < n; ++i) {
@@ -238,7 +239,7 @@ inline void orthonormalise(float* vectors, std::size_t count, std::size_t n, std
       const float before = norm_of(x, n);
       take_away(vectors, k, x, n);
       const float after = norm_of(x, n);
-      usable = after > before * kLost;
+      usable = after > before * kRounding;
       if (usable) scale_to(x, n, after);
     }
     if (!usable) __builtin_memset(x, 0, n * sizeof(float));  // more vectors than dimensions

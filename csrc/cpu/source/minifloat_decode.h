@@ -1,4 +1,4 @@
-// Floats of 8 bits into fp32: what float8 and mx have in common. Normal numbers by a shift and their scale; vectors
+// Decodes small floats to fp32; float8 and mx share it. Normal numbers by a shift and their scale; vectors
 // with subnormal ones by way of fp16, whose conversion instruction knows them. Payloads from elsewhere may hold any
 // byte: vectors with Inf or NaN go the long way.
 #pragma once
@@ -9,7 +9,7 @@
 
 namespace dtcomm::DTCOMM_ISA {
 
-// kScale times what `each` makes of a code is its number.
+// The value of a code is kScale times what `one` and `many` return.
 template <class F>
 struct Minifloat;
 
@@ -153,10 +153,10 @@ inline __attribute__((always_inline)) bool all_normal(const std::uint8_t* codes)
 // to = the sum of two granules' numbers. False where a scale is so large that the general way is needed: nothing was
 // done. The loops over blocks are a good part of the work: they stay simple.
 template <class F, bool Stream>
-inline bool add_minifloats(const std::uint8_t* const (&codes)[2], const float (&scales)[2][kMostBlocks],
+inline bool add_minifloats(const std::uint8_t* const (&codes)[2], const float (&scales)[2][kMaxBlocks],
                            std::size_t blocks, std::size_t block, std::size_t n, float* to) {
   const int shift = __builtin_ctzll(block);
-  [[maybe_unused]] float up[2][kMostBlocks];
+  [[maybe_unused]] float up[2][kMaxBlocks];
   std::uint32_t worst = 0;
   for (int j = 0; j < 2; ++j) {
 #pragma GCC unroll 1
@@ -201,7 +201,7 @@ inline bool add_minifloats(const std::uint8_t* const (&codes)[2], const float (&
     for (std::size_t at = i; at < i + kCodes; at += kLanes) store<Stream>(to + at, half(0, at) + half(1, at));
   }
 #endif
-  auto* out = cells<float>(to);
+  auto* out = unaligned<float>(to);
   for (; i < n; ++i) {
     const float a = Minifloat<F>::one(codes[0], i) * Minifloat<F>::kScale * scales[0][i >> shift];
     out[i].value = canonical(a + Minifloat<F>::one(codes[1], i) * Minifloat<F>::kScale * scales[1][i >> shift]);
@@ -209,11 +209,11 @@ inline bool add_minifloats(const std::uint8_t* const (&codes)[2], const float (&
   return true;
 }
 
-// to[i] = finish(value of element i, i) for i < n. Block is the block's length where compilers know it, else 0.
+// to[i] = finish(value of element i, i) for i < n. Block is the block length, or 0 if it is known at run time only.
 template <class F, std::size_t Block, bool Stream, class Finish>
-inline __attribute__((always_inline)) void each_minifloat(const std::uint8_t* codes, const float* scales,
-                                                          std::size_t length, std::size_t n, float* to,
-                                                          const Finish& finish) {
+inline __attribute__((always_inline)) void for_each_minifloat(const std::uint8_t* codes, const float* scales,
+                                                              std::size_t length, std::size_t n, float* to,
+                                                              const Finish& finish) {
   const std::size_t block = Block ? Block : length;
   const int shift = __builtin_ctzll(block);
   // Elements at .. at + count - 1, of one block.
@@ -221,10 +221,10 @@ inline __attribute__((always_inline)) void each_minifloat(const std::uint8_t* co
     const float scale = scales[at >> shift], by = scale * Minifloat<F>::kScale;
     // The scale may be too large for that, or Inf, or a NaN that is not the canonical one.
     if (F::kSign == 3 || ((finite(by) || bits_of(scale) == kNaN32) && all_numbers<F>(codes + at, count))) {
-      each<Minifloat<F>, Stream>(codes + (F::kSign == 3 ? at / 2 : at), count, to + at,
-                                 [&](auto q, std::size_t i) { return finish(q * by, at + i); });
+      transform<Minifloat<F>, Stream>(codes + (F::kSign == 3 ? at / 2 : at), count, to + at,
+                                      [&](auto q, std::size_t i) { return finish(q * by, at + i); });
     } else {
-      auto* out = cells<float>(to);
+      auto* out = unaligned<float>(to);
 #pragma GCC ivdep
       for (std::size_t i = at; i < at + count; ++i) {
         out[i].value = finish(canonical(minifloat_value<F>(codes[i]) * scale), i);
@@ -234,7 +234,7 @@ inline __attribute__((always_inline)) void each_minifloat(const std::uint8_t* co
   std::size_t at = 0;
 #if defined(__AVX2__)
   if constexpr (F::kSign == 7) {
-    float by[kMostBlocks];
+    float by[kMaxBlocks];
     const std::size_t blocks = n >> shift;
     bool usual = true;
 #pragma GCC unroll 1

@@ -1,4 +1,4 @@
-// Floats of 8 bits out of fp32, of any number of blocks: what float8 and mx have in common.
+// Encodes fp32 to small floats, for any number of blocks; float8 and mx share it.
 #pragma once
 
 #include "codec/counter_rng.h"
@@ -122,7 +122,7 @@ inline __attribute__((always_inline)) void store_codes(std::uint8_t* to, Bytes c
 }
 #endif
 
-// Blocks whose inverse is 0 have zeros for codes: zero blocks may have signs, NaN blocks anything.
+// Clears the codes of blocks whose inverse is 0: zero blocks may have signs, NaN blocks anything.
 inline void clear_unusable(const float* inverse, std::size_t blocks, std::size_t bytes, std::uint8_t* codes) {
   std::uint32_t least = ~0U;
   for (std::size_t b = 0; b < blocks; ++b) least = bits_of(inverse[b]) < least ? bits_of(inverse[b]) : least;
@@ -132,11 +132,11 @@ inline void clear_unusable(const float* inverse, std::size_t blocks, std::size_t
   }
 }
 
-// The codes of `blocks` blocks to nearest; zeros where the inverse is 0. Saturate: where the scale may be so small that
-// an element rounds to more than the largest number.
+// Encodes `blocks` blocks, rounding to nearest; codes are zeros if the inverse is 0. Saturate: the scale may be so
+// small that an element rounds to more than the largest number.
 template <class F, bool Saturate>
 inline void minifloats_nearest(const float* x, std::size_t blocks, std::size_t block, const float* inverse,
-                               [[maybe_unused]] const Encoding& how, std::uint8_t* codes) {
+                               [[maybe_unused]] const EncodeArgs& args, std::uint8_t* codes) {
   constexpr std::size_t kShare = F::kSign == 3 ? 2 : 1;  // codes in a byte
   std::size_t i = 0;
   const std::size_t n = blocks * block;
@@ -144,7 +144,7 @@ inline void minifloats_nearest(const float* x, std::size_t blocks, std::size_t b
   const int shift = __builtin_ctzll(block);
   const auto inverse_at = [&](std::size_t at) { return Floats{} + inverse[at >> shift]; };
   for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
-    if (i % 64 == 0) fetch_next(how, i);
+    if (i % 64 == 0) prefetch_next(args, i);
     const Floats first = inverse_at(i);
     Floats by[4] = {first, first, first, first};
     if (block < 4 * kLanes) {
@@ -155,7 +155,7 @@ inline void minifloats_nearest(const float* x, std::size_t blocks, std::size_t b
 #endif
   for (; i < n; i += 16) {
     const float by = inverse[i / block];
-    const auto* in = cells<float>(x + i);
+    const auto* in = unaligned<float>(x + i);
     std::uint8_t made[16];
     for (std::size_t j = 0; j < 16; ++j) made[j] = static_cast<std::uint8_t>(nearest_minifloat<F>(in[j].value * by));
     if constexpr (kShare == 2) {
@@ -169,7 +169,7 @@ inline void minifloats_nearest(const float* x, std::size_t blocks, std::size_t b
   clear_unusable(inverse, blocks, block / kShare, codes);
 }
 
-// The same at random; `index` is the first element's in the caller's tensor.
+// The same with stochastic rounding; `index` is the index of the first element in the caller's tensor.
 template <class F>
 inline void minifloats_stochastic(const float* x, std::size_t blocks, std::size_t block, const float* inverse,
                                   std::uint64_t key, std::uint64_t index, std::uint8_t* codes) {
@@ -179,7 +179,7 @@ inline void minifloats_stochastic(const float* x, std::size_t blocks, std::size_
   const auto low = static_cast<std::uint32_t>(index);
   for (std::size_t i = 0; i < n; i += 16) {  // in runs of a length that compilers know
     const float by = inverse[i / block];
-    const auto* in = cells<float>(x + i);
+    const auto* in = unaligned<float>(x + i);
     std::uint32_t made[16];
     if (one_stream) {
       for (std::size_t j = 0; j < 16; ++j) {

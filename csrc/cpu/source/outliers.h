@@ -1,4 +1,4 @@
-// Spikes (codec/outliers.h) of a granule: taken out before the blocks are encoded, put back after they are decoded.
+// The outliers (codec/outliers.h) of a granule: taken out before its blocks are encoded, put back after decoding.
 #pragma once
 
 #include "codec/outliers.h"
@@ -8,17 +8,17 @@
 
 namespace dtcomm::DTCOMM_ISA {
 
-constexpr std::size_t kMostSpikes = 2 * kGranule / kSmallestBlock;
+constexpr std::size_t kMaxOutliers = 2 * kGranule / kSmallestBlock;
 
-// Two of each block, in the order of the section.
+// Two outliers per block, in the order of the payload section.
 struct Spikes {
-  float values[kMostSpikes];
-  std::uint32_t places[kMostSpikes];
+  float values[kMaxOutliers];
+  std::uint32_t places[kMaxOutliers];
 };
 
 // The smallest and the largest element of whole blocks, in spike_order.
 struct Ranges {
-  std::int32_t least[kMostSpikes / 2], most[kMostSpikes / 2];
+  std::int32_t least[kMaxOutliers / 2], most[kMaxOutliers / 2];
 };
 
 #if defined(__AVX2__)
@@ -57,7 +57,7 @@ inline void measure_ranges(const float* x, std::size_t blocks, std::size_t lengt
 // Which of 16 elements have these bits.
 inline __attribute__((always_inline)) std::uint32_t equal_bits(const float* x, std::int32_t bits) {
 #if defined(__AVX512F__)
-  return word_of(_mm512_cmpeq_epi32_mask(_mm512_loadu_si512(x), _mm512_set1_epi32(bits)));
+  return mask_bits(_mm512_cmpeq_epi32_mask(_mm512_loadu_si512(x), _mm512_set1_epi32(bits)));
 #else
   const __m256i wanted = _mm256_set1_epi32(bits);
   const auto eight = [=](const float* from) {
@@ -102,9 +102,9 @@ inline void take_blocks(float* x, std::size_t blocks, std::size_t length, Spikes
 }
 #endif
 
-// The spikes' section of a granule whose elements are x[0, n); these become the elements that are encoded.
-inline void take_spikes(const Plan& plan, float* x, std::size_t n, const Encoding& how, std::uint8_t* to) {
-  const std::size_t block = plan.layout.block, blocks = plan.layout.blocks(n);
+// Writes the outlier section of a granule whose elements are x[0, n), which become the elements to encode.
+inline void take_spikes(const CodecParams& params, float* x, std::size_t n, const EncodeArgs& args, std::uint8_t* to) {
+  const std::size_t block = params.layout.block, blocks = params.layout.blocks(n);
   Spikes spikes;
   std::size_t b = 0;
 #if defined(__AVX2__)
@@ -119,65 +119,67 @@ inline void take_spikes(const Plan& plan, float* x, std::size_t n, const Encodin
     spikes.places[2 * b] = at.low;
     spikes.places[2 * b + 1] = at.high;
   }
-  const bool random = plan.codec.stochastic && plan.codec.scale != Scale::fp32;
+  const bool random = params.codec.stochastic && params.codec.scale != Scale::fp32;
   for (std::size_t i = 0; random && i < 2 * blocks; ++i) {
-    const std::uint64_t index = how.index + i / 2 * block + spikes.places[i];
-    const float u = uniform(make_stream(how.key, index), static_cast<std::uint32_t>(index));
-    spikes.values[i] = spike_value(plan.codec, spikes.values[i], u);
+    const std::uint64_t index = args.index + i / 2 * block + spikes.places[i];
+    const float u = uniform(make_stream(args.key, index), static_cast<std::uint32_t>(index));
+    spikes.values[i] = spike_value(params.codec, spikes.values[i], u);
   }
-  std::uint8_t* values = to + plan.layout.spikes_at(n);
-  std::uint8_t* places = to + spike_places_at(plan.layout, n);
-  if (plan.codec.scale == Scale::fp32) {
+  std::uint8_t* values = to + params.layout.spikes_at(n);
+  std::uint8_t* places = to + spike_places_at(params.layout, n);
+  if (params.codec.scale == Scale::fp32) {
     __builtin_memcpy(values, spikes.values, 2 * blocks * sizeof(float));
   } else {
     for (std::size_t i = 0; i < 2 * blocks; ++i) {
-      const float value = random ? spikes.values[i] : spike_value(plan.codec, spikes.values[i], 0.0f);
-      cells<std::uint16_t>(values)[i].value = static_cast<std::uint16_t>(bits_of(value) >> 16);
+      const float value = random ? spikes.values[i] : spike_value(params.codec, spikes.values[i], 0.0f);
+      unaligned<std::uint16_t>(values)[i].value = static_cast<std::uint16_t>(bits_of(value) >> 16);
     }
   }
   for (std::size_t i = 0; i < 2 * blocks; ++i) {
-    if (spike_place_bytes(plan.layout) == 1) {
+    if (spike_place_bytes(params.layout) == 1) {
       places[i] = static_cast<std::uint8_t>(spikes.places[i]);
     } else {
-      cells<std::uint16_t>(places)[i].value = static_cast<std::uint16_t>(spikes.places[i]);
+      unaligned<std::uint16_t>(places)[i].value = static_cast<std::uint16_t>(spikes.places[i]);
     }
   }
 }
 
-// put(value, i) for the spikes of a granule of n elements; i is less than n whatever the payload says.
+// Calls put(value, i) for the outliers of a granule of n elements; i is less than n for any payload.
 template <class Put>
-inline void each_spike(const Plan& plan, const std::uint8_t* from, std::size_t n, const Put& put) {
-  const Layout& layout = plan.layout;
+inline void for_each_outlier(const CodecParams& params, const std::uint8_t* from, std::size_t n, const Put& put) {
+  const Layout& layout = params.layout;
   const std::uint8_t* values = from + layout.spikes_at(n);
   const std::uint8_t* places = from + spike_places_at(layout, n);
-  const bool bytes = spike_place_bytes(layout) == 1, narrow = plan.codec.scale == Scale::bf16;
+  const bool bytes = spike_place_bytes(layout) == 1, narrow = params.codec.scale == Scale::bf16;
   for (std::size_t i = 0; i < 2 * layout.blocks(n); ++i) {
-    const std::size_t place = bytes ? places[i] : cells<std::uint16_t>(places)[i].value;
+    const std::size_t place = bytes ? places[i] : unaligned<std::uint16_t>(places)[i].value;
     const std::size_t at = i / 2 * layout.block + place;
-    const float value = narrow ? float_from_bf16(cells<std::uint16_t>(values)[i].value) : cells<float>(values)[i].value;
+    const float value =
+        narrow ? float_from_bf16(unaligned<std::uint16_t>(values)[i].value) : unaligned<float>(values)[i].value;
     if (place < layout.block && at < n) put(canonical(value), at);
   }
 }
 
-// The granule's spikes over its decoded floats.
-inline void put_spikes(const Plan& plan, const std::uint8_t* from, std::size_t n, float* to) {
-  auto* out = cells<float>(to);
-  each_spike(plan, from, n, [=](float value, std::size_t i) { out[i].value = value; });
+// Writes the granule's outliers over its decoded floats.
+inline void put_outliers_back(const CodecParams& params, const std::uint8_t* from, std::size_t n, float* to) {
+  auto* out = unaligned<float>(to);
+  for_each_outlier(params, from, n, [=](float value, std::size_t i) { out[i].value = value; });
 }
 
-// What a sum is at the granule's spikes, kept while the decoded floats are added to it.
-struct SpikeSums {
-  float sums[kMostSpikes];
+// A sum's values at the positions of the granule's outliers, saved while the decoded floats are added to the sum.
+struct OutlierSums {
+  float sums[kMaxOutliers];
 
-  SpikeSums(const Plan& plan, const std::uint8_t* from, std::size_t n, const float* sum) {
+  OutlierSums(const CodecParams& params, const std::uint8_t* from, std::size_t n, const float* sum) {
     std::size_t count = 0;
-    each_spike(plan, from, n, [&](float, std::size_t i) { sums[count++] = cells<float>(sum)[i].value; });
+    for_each_outlier(params, from, n, [&](float, std::size_t i) { sums[count++] = unaligned<float>(sum)[i].value; });
   }
 
-  void add(const Plan& plan, const std::uint8_t* from, std::size_t n, float* to) const {
+  void add(const CodecParams& params, const std::uint8_t* from, std::size_t n, float* to) const {
     std::size_t count = 0;
-    each_spike(plan, from, n,
-               [&](float value, std::size_t i) { cells<float>(to)[i].value = canonical(sums[count++] + value); });
+    for_each_outlier(params, from, n, [&](float value, std::size_t i) {
+      unaligned<float>(to)[i].value = canonical(sums[count++] + value);
+    });
   }
 };
 

@@ -1,5 +1,5 @@
-// Floats as integers of a grid and back: the loops over one block, and the passes over tensors that a collective makes
-// where its ranks agree on the grid (cpu/kernels.h says what they mean).
+// Codec `exact`: floats to integers and back. It has the loops over one block, and the passes over tensors that a
+// collective makes where its ranks agree on the grid (cpu/kernels.h says what they mean).
 #pragma once
 
 #include "codec/reproducible.h"
@@ -15,28 +15,28 @@ constexpr std::size_t kSpan = kLargestBlock;  // elements taken at once: whole b
 
 template <class Code>
 inline void to_codes(const float* x, std::size_t n, std::uint8_t exponent, int digits, void* to) {
-  auto* codes = cells<Code>(to);
+  auto* codes = unaligned<Code>(to);
   if (exponent == kNaNBlock) {
     __builtin_memset(to, 0, n * sizeof(Code));
     return;
   }
-  const double per_unit = power_of_two(-unit_of(exponent, digits)), most = most_of(digits);
-  const auto* in = cells<float>(x);
+  const double per_unit = power_of_two(-unit_exponent(exponent, digits)), most = largest_integer(digits);
+  const auto* in = unaligned<float>(x);
 #pragma GCC ivdep
   for (std::size_t i = 0; i < n; ++i) {
-    codes[i].value = static_cast<Code>(static_cast<std::int32_t>(on_grid(in[i].value, per_unit, most)));
+    codes[i].value = static_cast<Code>(static_cast<std::int32_t>(to_integer(in[i].value, per_unit, most)));
   }
 }
 
 template <class Code>
 inline void from_codes(const void* from, std::size_t n, std::uint8_t exponent, int digits, double divisor, float* to) {
-  const auto* codes = cells<Code>(from);
-  auto* out = cells<float>(to);
+  const auto* codes = unaligned<Code>(from);
+  auto* out = unaligned<float>(to);
   if (exponent == kNaNBlock) {
     for (std::size_t i = 0; i < n; ++i) out[i].value = float_of(kNaN32);
     return;
   }
-  const double unit = power_of_two(unit_of(exponent, digits));
+  const double unit = power_of_two(unit_exponent(exponent, digits));
   if (divisor == 1.0) {
 #pragma GCC ivdep
     for (std::size_t i = 0; i < n; ++i) {
@@ -62,7 +62,7 @@ inline void get_codes(int bits, const void* from, std::size_t n, std::uint8_t ex
   from_codes<std::int32_t>(from, n, exponent, digits, divisor, to);
 }
 
-// use(x, at, n) for the spans of a contribution, x being its local tensor plus its residual in fp32.
+// Calls use(x, at, n) for the spans of a contribution; x is its local tensor plus its residual in fp32.
 template <class Use>
 inline void each_span(const Contribution& from, const Use& use) {
   alignas(kLine) float scratch[kSpan];
@@ -78,8 +78,8 @@ inline void each_span(const Contribution& from, const Use& use) {
   }
 }
 
-inline void measure_grid(const Codec& codec, const Contribution& from, std::uint8_t* exponents) {
-  const Environment environment;
+inline void measure_exponents(const Codec& codec, const Contribution& from, std::uint8_t* exponents) {
+  const ScopedFpEnv environment;
   each_span(from, [&](const float* x, std::size_t at, std::size_t n) {
     for (std::size_t i = 0; i < n; i += codec.block) {
       exponents[(at + i) / codec.block] = exponent_of(largest(x + i, smaller(codec.block, n - i)));
@@ -89,18 +89,19 @@ inline void measure_grid(const Codec& codec, const Contribution& from, std::uint
 
 // The error of an element is a multiple of its last bit and less than two units: fp32 holds it.
 inline void keep_lost(const float* x, std::size_t n, const void* codes, int bits, double unit, float* residual) {
-  const auto* in = cells<float>(x);
-  auto* to = cells<float>(residual);
+  const auto* in = unaligned<float>(x);
+  auto* to = unaligned<float>(residual);
 #pragma GCC ivdep
   for (std::size_t i = 0; i < n; ++i) {
-    const std::int32_t code = bits == 16 ? cells<std::int16_t>(codes)[i].value : cells<std::int32_t>(codes)[i].value;
+    const std::int32_t code =
+        bits == 16 ? unaligned<std::int16_t>(codes)[i].value : unaligned<std::int32_t>(codes)[i].value;
     to[i].value = static_cast<float>(static_cast<double>(in[i].value) - static_cast<double>(code) * unit);
   }
 }
 
-inline void put_on_grid(const Codec& codec, std::size_t ranks, const Contribution& from, const std::uint8_t* exponents,
-                        void* codes) {
-  const Environment environment;
+inline void quantize_to_exponents(const Codec& codec, std::size_t ranks, const Contribution& from,
+                                  const std::uint8_t* exponents, void* codes) {
+  const ScopedFpEnv environment;
   const int digits = digits_of(codec.bits, ranks);
   each_span(from, [&](const float* x, std::size_t at, std::size_t n) {
     for (std::size_t i = 0; i < n; i += codec.block) {
@@ -109,14 +110,14 @@ inline void put_on_grid(const Codec& codec, std::size_t ranks, const Contributio
       auto* to = static_cast<std::uint8_t*>(codes) + (at + i) * codec.bits / 8;
       put_codes(codec.bits, x + i, count, exponent, digits, to);
       if (!from.residual || exponent == kNaNBlock) continue;
-      keep_lost(x + i, count, to, codec.bits, power_of_two(unit_of(exponent, digits)), from.residual + at + i);
+      keep_lost(x + i, count, to, codec.bits, power_of_two(unit_exponent(exponent, digits)), from.residual + at + i);
     }
   });
 }
 
-inline void take_off_grid(const Codec& codec, std::size_t ranks, const void* codes, const std::uint8_t* exponents,
-                          std::size_t numel, std::size_t divisor, DType dtype, void* out) {
-  const Environment environment;
+inline void dequantize(const Codec& codec, std::size_t ranks, const void* codes, const std::uint8_t* exponents,
+                       std::size_t numel, std::size_t divisor, DType dtype, void* out) {
+  const ScopedFpEnv environment;
   const int digits = digits_of(codec.bits, ranks);
   alignas(kLine) float scratch[kSpan];
   for (std::size_t at = 0; at < numel; at += kSpan) {
@@ -132,7 +133,7 @@ inline void take_off_grid(const Codec& codec, std::size_t ranks, const void* cod
 
 template <class Code>
 inline std::uint64_t checksum(const void* codes, std::size_t at, std::size_t n) {
-  const auto* in = cells<Code>(static_cast<const std::uint8_t*>(codes) + at * sizeof(Code));
+  const auto* in = unaligned<Code>(static_cast<const std::uint8_t*>(codes) + at * sizeof(Code));
   std::uint64_t sum = 0;
   for (std::size_t i = 0; i < n; ++i) {
     const auto weight = audit_weight(static_cast<std::uint32_t>(at + i));
@@ -141,7 +142,7 @@ inline std::uint64_t checksum(const void* codes, std::size_t at, std::size_t n) 
   return sum;
 }
 
-inline void audit_codes(int bits, const void* codes, std::size_t numel, std::uint64_t* sums) {
+inline void audit_checksums(int bits, const void* codes, std::size_t numel, std::uint64_t* sums) {
   for (std::size_t at = 0; at < numel; at += kAuditRun) {
     const std::size_t n = smaller(kAuditRun, numel - at);
     sums[at / kAuditRun] = bits == 16 ? checksum<std::int16_t>(codes, at, n) : checksum<std::int32_t>(codes, at, n);

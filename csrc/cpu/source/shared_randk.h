@@ -1,4 +1,5 @@
-// randk at positions that all ranks draw alike: what is added up is the values alone (cpu/kernels.h says how).
+// randk at positions that all ranks draw_positions alike: what is added up is the values alone (cpu/kernels.h says
+// how).
 #pragma once
 
 #include "cpu/kernels.h"
@@ -8,28 +9,29 @@
 
 namespace dtcomm::DTCOMM_ISA {
 
-// use(kept, at, n, value_at) for the granules of a tensor: `kept` has their positions.
+// Calls use(kept, at, n, value_at) for the granules of a tensor; `kept` has their positions.
 template <class Use>
 inline void each_granule(const Codec& codec, std::uint64_t key, std::uint64_t offset, std::size_t numel,
                          const Use& use) {
   const Layout layout = layout_of(codec, DType::f32);
-  Kept kept;
+  KeptElements kept;
   std::size_t value_at = 0;
   for (std::size_t at = 0; at < numel; at += layout.granule) {
     const std::size_t n = smaller(layout.granule, numel - at);
     kept.count = layout.kept_of(n);
-    draw(granule_key(key, offset + at), n, kept);
+    draw_positions(granule_key(key, offset + at), n, kept);
     use(kept, at, n, value_at);
     value_at += kept.count;
   }
 }
 
-// The granule's elements are all finite with the residual; then what is owed of them joins the residual.
+// Adds the elements to the residual and returns true if all sums are finite; else changes nothing.
 inline bool owe_granule(const float* x, std::size_t n, float* residual) {
   alignas(kLine) float sum[kSparseGranule];
   std::uint32_t largest = 0;
   for (std::size_t i = 0; i < n; ++i) {
-    sum[i] = residual ? cells<float>(x)[i].value + cells<float>(residual)[i].value : cells<float>(x)[i].value;
+    sum[i] =
+        residual ? unaligned<float>(x)[i].value + unaligned<float>(residual)[i].value : unaligned<float>(x)[i].value;
     const std::uint32_t size = magnitude(sum[i]);
     largest = size > largest ? size : largest;
   }
@@ -40,32 +42,33 @@ inline bool owe_granule(const float* x, std::size_t n, float* residual) {
 
 inline void gather_values(const Codec& codec, std::uint64_t key, std::uint64_t offset, const Contribution& from,
                           float* values, float* owed) {
-  const Environment environment;
+  const ScopedFpEnv environment;
   alignas(kLine) float scratch[kSparseGranule];
-  each_granule(codec, key, offset, from.numel, [&](Kept& kept, std::size_t at, std::size_t n, std::size_t value_at) {
-    const auto* local = static_cast<const std::uint8_t*>(from.local) + at * size_of(from.dtype);
-    const float* x = widen(from.dtype, local, n, scratch);
-    float* const residual = from.residual ? from.residual + at : nullptr;
-    for (std::size_t i = 0; residual && i < kept.count; ++i) {
-      cells<float>(owed)[value_at + i].value = cells<float>(residual)[kept.position[i]].value;
-    }
-    const bool finite = owe_granule(x, n, residual);
-    const float nan = float_of(kNaN32);
-    for (std::size_t i = 0; i < kept.count; ++i) {
-      const float value = cells<float>(x)[kept.position[i]].value;
-      cells<float>(values)[value_at + i].value = finite ? value : nan;
-    }
-  });
+  each_granule(codec, key, offset, from.numel,
+               [&](KeptElements& kept, std::size_t at, std::size_t n, std::size_t value_at) {
+                 const auto* local = static_cast<const std::uint8_t*>(from.local) + at * size_of(from.dtype);
+                 const float* x = widen(from.dtype, local, n, scratch);
+                 float* const residual = from.residual ? from.residual + at : nullptr;
+                 for (std::size_t i = 0; residual && i < kept.count; ++i) {
+                   unaligned<float>(owed)[value_at + i].value = unaligned<float>(residual)[kept.position[i]].value;
+                 }
+                 const bool finite = owe_granule(x, n, residual);
+                 const float nan = float_of(kNaN32);
+                 for (std::size_t i = 0; i < kept.count; ++i) {
+                   const float value = unaligned<float>(x)[kept.position[i]].value;
+                   unaligned<float>(values)[value_at + i].value = finite ? value : nan;
+                 }
+               });
 }
 
 inline void scatter_values(const Codec& codec, std::uint64_t key, std::uint64_t offset, bool scaled,
                            const float* values, std::size_t numel, DType dtype, void* out) {
-  const Environment environment;
+  const ScopedFpEnv environment;
   alignas(kLine) float scratch[kSparseGranule];
-  each_granule(codec, key, offset, numel, [&](Kept& kept, std::size_t at, std::size_t n, std::size_t value_at) {
+  each_granule(codec, key, offset, numel, [&](KeptElements& kept, std::size_t at, std::size_t n, std::size_t value_at) {
     const float factor = randk_factor(n, kept.count, !scaled);
     for (std::size_t i = 0; i < kept.count; ++i) {
-      kept.value[i] = canonical(cells<float>(values)[value_at + i].value * factor);
+      kept.value[i] = canonical(unaligned<float>(values)[value_at + i].value * factor);
     }
     if (kept.value[0] == kept.value[0]) {
       scatter(kept, n, scratch, false);
@@ -76,11 +79,11 @@ inline void scatter_values(const Codec& codec, std::uint64_t key, std::uint64_t 
   });
 }
 
-inline void settle_owed(const Codec& codec, std::uint64_t key, std::uint64_t offset, const float* owed,
-                        std::size_t numel, float* residual) {
-  each_granule(codec, key, offset, numel, [&](Kept& kept, std::size_t at, std::size_t, std::size_t value_at) {
+inline void restore_residual(const Codec& codec, std::uint64_t key, std::uint64_t offset, const float* owed,
+                             std::size_t numel, float* residual) {
+  each_granule(codec, key, offset, numel, [&](KeptElements& kept, std::size_t at, std::size_t, std::size_t value_at) {
     for (std::size_t i = 0; i < kept.count; ++i) {
-      cells<float>(residual + at)[kept.position[i]].value = cells<float>(owed)[value_at + i].value;
+      unaligned<float>(residual + at)[kept.position[i]].value = unaligned<float>(owed)[value_at + i].value;
     }
   });
 }

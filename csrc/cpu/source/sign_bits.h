@@ -13,7 +13,8 @@ inline float folded_parts(const float* x, std::size_t block, float* room) {
   std::size_t half = block / 2;
   for (std::size_t i = 0; i < half; i += 8) {
     for (std::size_t j = i; j < i + 8; ++j) {
-      room[j] = sign_part(cells<float>(x)[j].value, one_over) + sign_part(cells<float>(x)[j + half].value, one_over);
+      room[j] =
+          sign_part(unaligned<float>(x)[j].value, one_over) + sign_part(unaligned<float>(x)[j + half].value, one_over);
     }
   }
   for (half /= 2; half >= 16; half /= 2) {
@@ -28,29 +29,29 @@ inline float folded_parts(const float* x, std::size_t block, float* room) {
 }
 
 // Bit i of the string is the sign of x[i]; 8 divides n.
-inline void sign_bits(const float* x, std::size_t n, const Encoding& how, std::uint8_t* to) {
+inline void sign_bits(const float* x, std::size_t n, const EncodeArgs& args, std::uint8_t* to) {
   std::size_t i = 0;
 #if defined(__AVX512F__)
   for (; i + 16 <= n; i += 16) {
-    if (i % 64 == 0) fetch_next(how, i);
+    if (i % 64 == 0) prefetch_next(args, i);
     const __mmask16 bits = _mm512_movepi32_mask(_mm512_castps_si512(_mm512_loadu_ps(x + i)));
     __builtin_memcpy(to + i / 8, &bits, 2);
   }
 #elif defined(__AVX2__)
   for (; i + 8 <= n; i += 8) {
-    if (i % 64 == 0) fetch_next(how, i);
+    if (i % 64 == 0) prefetch_next(args, i);
     to[i / 8] = static_cast<std::uint8_t>(_mm256_movemask_ps(_mm256_loadu_ps(x + i)));
   }
 #endif
   for (; i < n; i += 8) {
-    if (i % 64 == 0) fetch_next(how, i);
+    if (i % 64 == 0) prefetch_next(args, i);
     std::uint32_t bits = 0;
-    for (std::size_t j = 0; j < 8; ++j) bits |= bits_of(cells<float>(x)[i + j].value) >> 31 << j;
+    for (std::size_t j = 0; j < 8; ++j) bits |= bits_of(unaligned<float>(x)[i + j].value) >> 31 << j;
     to[i / 8] = static_cast<std::uint8_t>(bits);
   }
 }
 
-// Bits as `each` wants its elements: 1 or -1.
+// Bits as elements of `transform`: 1 or -1.
 struct Signs {
   static constexpr std::size_t kBytes = 1;
   static float one(const void* from, std::size_t i) {
@@ -73,7 +74,7 @@ struct Signs {
 #endif
 };
 
-// A granule's values as `each` wants its operands: a term beside that of another granule.
+// A granule's values as operands of `transform`, added to another granule's values.
 struct SignRun {
   const std::uint8_t* codes;
   const float* scales;  // of blocks of 1 << shift elements

@@ -1,5 +1,5 @@
-// The element types of payloads: kLanes at a time as fp32. In the default build a loop over single elements
-// vectorises as well as vectors of four would, so there it stands in.
+// The element types of payloads, read kLanes at a time as fp32, and loops over them. The default build loops over
+// single elements, which compilers vectorize as well as explicit vectors of four.
 #pragma once
 
 #include "codec/cast.h"
@@ -9,7 +9,7 @@ namespace dtcomm::DTCOMM_ISA {
 
 struct Fp32 {
   static constexpr std::size_t kBytes = 4;
-  static float one(const void* from, std::size_t i) { return cells<float>(from)[i].value; }
+  static float one(const void* from, std::size_t i) { return unaligned<float>(from)[i].value; }
 #if defined(__AVX2__)
   static Floats many(const void* from, std::size_t i) { return load(static_cast<const float*>(from) + i); }
 #endif
@@ -17,16 +17,16 @@ struct Fp32 {
 
 struct Fp16 {
   static constexpr std::size_t kBytes = 2;
-  static float one(const void* from, std::size_t i) { return float_from_fp16(cells<std::uint16_t>(from)[i].value); }
+  static float one(const void* from, std::size_t i) { return float_from_fp16(unaligned<std::uint16_t>(from)[i].value); }
 #if defined(__AVX512F__)
   static Floats many(const void* from, std::size_t i) {
-    const auto half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(cells<std::uint16_t>(from) + i));
+    const auto half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(unaligned<std::uint16_t>(from) + i));
     // The masked form: the plain one trips gcc 12's warning about uninitialised values (GCC bug 105593).
     return reinterpret_cast<Floats>(_mm512_maskz_cvtph_ps(0xffff, half));
   }
 #elif defined(__AVX2__)
   static Floats many(const void* from, std::size_t i) {
-    const auto half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(cells<std::uint16_t>(from) + i));
+    const auto half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(unaligned<std::uint16_t>(from) + i));
     return reinterpret_cast<Floats>(_mm256_cvtph_ps(half));
   }
 #endif
@@ -34,21 +34,21 @@ struct Fp16 {
 
 struct Bf16 {
   static constexpr std::size_t kBytes = 2;
-  static float one(const void* from, std::size_t i) { return float_from_bf16(cells<std::uint16_t>(from)[i].value); }
+  static float one(const void* from, std::size_t i) { return float_from_bf16(unaligned<std::uint16_t>(from)[i].value); }
 #if defined(__AVX512F__)
   static Floats many(const void* from, std::size_t i) {
-    const auto half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(cells<std::uint16_t>(from) + i));
+    const auto half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(unaligned<std::uint16_t>(from) + i));
     return reinterpret_cast<Floats>(_mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, half), 16));
   }
 #elif defined(__AVX2__)
   static Floats many(const void* from, std::size_t i) {
-    const auto half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(cells<std::uint16_t>(from) + i));
+    const auto half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(unaligned<std::uint16_t>(from) + i));
     return reinterpret_cast<Floats>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
   }
 #endif
 };
 
-// Codes of one byte, as whole numbers.
+// One-byte codes, as integers.
 template <class Byte>
 struct Codes {
   static constexpr std::size_t kBytes = 1;
@@ -71,7 +71,7 @@ struct Codes {
 #endif
 };
 
-// Can `each` stream? Where it works by single elements it stores through the cache.
+// Whether `transform` can stream: where it works by single elements it stores through the cache.
 #if defined(__AVX2__)
 constexpr bool kDirect = true;
 #else
@@ -92,12 +92,12 @@ inline __attribute__((always_inline)) Floats many(const void* from, std::size_t 
 
 // to[i] = make(element i) for i < n, `make` taking a float or Floats. A streamed `to` is aligned to a line.
 template <class Element, bool Stream = false, class Make>
-inline __attribute__((always_inline)) void each(const void* from, std::size_t n, float* to, const Make& make) {
+inline __attribute__((always_inline)) void transform(const void* from, std::size_t n, float* to, const Make& make) {
   std::size_t i = 0;
 #if defined(__AVX2__)
   for (; i + kLanes <= n; i += kLanes) store<Stream>(to + i, make(Element::many(from, i), i));
 #endif
-  auto* out = cells<float>(to);
+  auto* out = unaligned<float>(to);
 #pragma GCC ivdep
   for (; i < n; ++i) out[i].value = make(Element::one(from, i), i);
 }

@@ -1,4 +1,4 @@
-// What eight blocks share when each looks for one lane of a vector.
+// Reduces the lanes of eight vectors at once.
 #pragma once
 
 #include "cpu/source/stores.h"
@@ -6,7 +6,7 @@
 namespace dtcomm::DTCOMM_ISA {
 
 #if defined(__AVX2__)
-// Lane j of the result is all lanes of v[j], joined by `join`, a maximum or a minimum.
+// Lane j of the result is the reduction of all lanes of v[j] by `join`, a maximum or a minimum.
 template <class Join>
 inline __attribute__((always_inline)) __m256i join_lanes(const __m256i (&v)[8], const Join& join) {
   const auto pairs = [&](__m256i a, __m256i b) {

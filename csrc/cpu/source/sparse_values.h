@@ -1,5 +1,5 @@
-// What both sparse codecs share: the kept values, which are a payload of a codec of their own, and their way back to
-// their positions.
+// The kept values of a sparse granule: encoding and decoding them with their own codec, and scattering them to their
+// positions.
 #pragma once
 
 #include "codec/sparse.h"
@@ -8,16 +8,17 @@
 namespace dtcomm::DTCOMM_ISA {
 
 // The elements of a granule that are sent.
-struct Kept {
+struct KeptElements {
   std::size_t count;
   alignas(kLine) float value[kSparseGranule];
   std::uint16_t position[kSparseGranule];
 };
 
-// The values as granules of their own, the last one without its padding; `index`: of the first one's random number.
-inline void encode_values(const Plan& plan, const float* values, std::size_t count, std::uint64_t key,
+// Encodes the values as granules of their own, the last one without padding; `index` is the counter of the first one's
+// random number.
+inline void encode_values(const CodecParams& params, const float* values, std::size_t count, std::uint64_t key,
                           std::uint64_t index, std::uint8_t* to) {
-  const Plan nested(values_of(plan.codec), DType::f32);
+  const CodecParams nested(values_of(params.codec), DType::f32);
   const std::size_t granule = nested.layout.bytes(kGranule);
   for (; count > kGranule; count -= kGranule, values += kGranule, index += kGranule, to += granule) {
     encode_granule<false>(nested, values, kGranule, {key, index, false}, to);
@@ -27,8 +28,8 @@ inline void encode_values(const Plan& plan, const float* values, std::size_t cou
   __builtin_memcpy(to, last, nested.layout.used(count));
 }
 
-inline void decode_values(const Plan& plan, const std::uint8_t* from, std::size_t count, float* values) {
-  const Plan nested(values_of(plan.codec), DType::f32);
+inline void decode_values(const CodecParams& params, const std::uint8_t* from, std::size_t count, float* values) {
+  const CodecParams nested(values_of(params.codec), DType::f32);
   const std::size_t granule = nested.layout.bytes(kGranule);
   for (std::size_t at = 0; at < count; at += kGranule, from += granule) {
     decode_granule<false>(nested, from, smaller(kGranule, count - at), values + at);
@@ -38,29 +39,29 @@ inline void decode_values(const Plan& plan, const std::uint8_t* from, std::size_
 
 // to = the values at their positions, zeros elsewhere. A streamed granule is made in L1 first: its lines are written
 // once, and whole.
-inline void scatter(const Kept& kept, std::size_t n, float* to, bool stream) {
+inline void scatter(const KeptElements& kept, std::size_t n, float* to, bool stream) {
   alignas(kLine) float granule[kSparseGranule];
   float* out = stream ? granule : to;
   __builtin_memset(out, 0, n * sizeof(float));
-  for (std::size_t i = 0; i < kept.count; ++i) cells<float>(out)[kept.position[i]].value = kept.value[i];
+  for (std::size_t i = 0; i < kept.count; ++i) unaligned<float>(out)[kept.position[i]].value = kept.value[i];
   if (stream) stream_copy(to, granule, n * sizeof(float));
 }
 
-// to = sum + the values, or + 0 where there is none; `to` may be `sum`.
-inline void scatter_add(Kept& kept, std::size_t n, const float* sum, float* to) {
+// to = sum + the values, or + 0 for elements without one; `to` may be `sum`.
+inline void scatter_add(KeptElements& kept, std::size_t n, const float* sum, float* to) {
   for (std::size_t i = 0; i < kept.count; ++i) {
-    kept.value[i] = canonical(cells<float>(sum)[kept.position[i]].value + kept.value[i]);
+    kept.value[i] = canonical(unaligned<float>(sum)[kept.position[i]].value + kept.value[i]);
   }
-  each<Fp32>(sum, n, to, [](auto x, std::size_t) { return settled(x + 0.0f); });
-  for (std::size_t i = 0; i < kept.count; ++i) cells<float>(to)[kept.position[i]].value = kept.value[i];
+  transform<Fp32>(sum, n, to, [](auto x, std::size_t) { return with_canonical_nan(x + 0.0f); });
+  for (std::size_t i = 0; i < kept.count; ++i) unaligned<float>(to)[kept.position[i]].value = kept.value[i];
 }
 
-// residual = (sum - the values) * divisor where that is finite, else as `old`, which `residual` may be.
-inline void scatter_lost(Kept& kept, std::size_t n, const float* sum, float divisor, const float* old,
-                         float* residual) {
-  auto* to = cells<float>(residual);
-  const auto* x = cells<float>(sum);
-  const auto* before = cells<float>(old);
+// residual = (sum - the values) * divisor where that is finite, else `old`; `residual` may be `old`.
+inline void scatter_error(KeptElements& kept, std::size_t n, const float* sum, float divisor, const float* old,
+                          float* residual) {
+  auto* to = unaligned<float>(residual);
+  const auto* x = unaligned<float>(sum);
+  const auto* before = unaligned<float>(old);
   for (std::size_t i = 0; i < kept.count; ++i) {
     const std::size_t at = kept.position[i];
     const float error = (x[at].value - kept.value[i]) * divisor;
@@ -75,7 +76,7 @@ inline void scatter_lost(Kept& kept, std::size_t n, const float* sum, float divi
 }
 
 // Draws randk's positions of the first kept.count values of a granule of n elements.
-inline void draw(std::uint64_t granule_key, std::size_t n, Kept& kept) {
+inline void draw_positions(std::uint64_t granule_key, std::size_t n, KeptElements& kept) {
   const Shuffle shuffle = make_shuffle(granule_key, n);
   if (n == shuffle.mask + std::size_t{1}) {  // every output is a position
     for (std::uint32_t i = 0; i < kept.count; ++i) {

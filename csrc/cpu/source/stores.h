@@ -1,4 +1,4 @@
-// Memory of any alignment, and stores that go around the cache.
+// Access to unaligned memory, and non-temporal stores.
 #pragma once
 
 #include <cstddef>
@@ -13,29 +13,29 @@
 namespace dtcomm::DTCOMM_ISA {
 
 #if defined(__AVX512F__)
-// A mask as a number. By a plain conversion gcc 12 may spill a mask by its 16 bits and read 32 back, the upper ones
-// being whatever was there before (seen in a build for the thread sanitizer).
-inline __attribute__((always_inline)) std::uint32_t word_of(__mmask16 mask) {
+// The bits of a mask. With a plain conversion gcc 12 may spill 16 bits of a mask and read 32 back, of which the upper
+// 16 are undefined (seen in a build for the thread sanitizer).
+inline __attribute__((always_inline)) std::uint32_t mask_bits(__mmask16 mask) {
   std::uint32_t word;
   asm("kmovw %1, %0" : "=r"(word) : "k"(mask));
   return word;
 }
 #endif
 
-// One element that may lie anywhere: loops over it vectorise to unaligned loads and stores.
+// An element at any address: loops over it vectorize to unaligned loads and stores.
 template <class T>
-struct __attribute__((packed, may_alias)) Cell {
+struct __attribute__((packed, may_alias)) Unaligned {
   T value;
 };
 
 template <class T>
-inline const Cell<T>* cells(const void* memory) {
-  return static_cast<const Cell<T>*>(memory);
+inline const Unaligned<T>* unaligned(const void* memory) {
+  return static_cast<const Unaligned<T>*>(memory);
 }
 
 template <class T>
-inline Cell<T>* cells(void* memory) {
-  return static_cast<Cell<T>*>(memory);
+inline Unaligned<T>* unaligned(void* memory) {
+  return static_cast<Unaligned<T>*>(memory);
 }
 
 inline std::size_t smaller(std::size_t a, std::size_t b) { return a < b ? a : b; }
@@ -50,10 +50,10 @@ constexpr std::size_t kVector = 32;
 constexpr std::size_t kVector = 16;
 #endif
 typedef float Floats __attribute__((vector_size(kVector)));
-typedef float LooseFloats __attribute__((vector_size(kVector), aligned(1), may_alias));
+typedef float UnalignedFloats __attribute__((vector_size(kVector), aligned(1), may_alias));
 constexpr std::size_t kLanes = kVector / sizeof(float);
 
-// A vector to an address aligned to its size, around the cache.
+// Non-temporal store of a vector to an address aligned to its size.
 inline __attribute__((always_inline)) void stream_store(void* to, Floats value) {
 #if defined(__AVX512F__)
   _mm512_stream_ps(static_cast<float*>(to), reinterpret_cast<__m512>(value));
@@ -77,15 +77,16 @@ inline __attribute__((always_inline)) void store(float* to, Floats value) {
   if constexpr (Stream) {
     stream_store(to, value);
   } else {
-    *reinterpret_cast<LooseFloats*>(to) = value;
+    *reinterpret_cast<UnalignedFloats*>(to) = value;
   }
 }
 
 inline __attribute__((always_inline)) Floats load(const float* from) {
-  return *reinterpret_cast<const LooseFloats*>(from);
+  return *reinterpret_cast<const UnalignedFloats*>(from);
 }
 
-// Whole lines around the cache, the partial lines at both ends through it. Needs a fence afterwards.
+// Copies whole cache lines with non-temporal stores and the partial lines at both ends with ordinary ones. Needs a
+// fence afterwards.
 inline void stream_copy(void* to, const void* from, std::size_t bytes) {
   auto* out = static_cast<std::uint8_t*>(to);
   const auto* in = static_cast<const std::uint8_t*>(from);
@@ -94,7 +95,7 @@ inline void stream_copy(void* to, const void* from, std::size_t bytes) {
   std::size_t i = head;
   for (; i + kLine <= bytes; i += kLine) {
     for (std::size_t part = 0; part < kLine; part += kVector) {
-      stream_store(out + i + part, *reinterpret_cast<const LooseFloats*>(in + i + part));
+      stream_store(out + i + part, *reinterpret_cast<const UnalignedFloats*>(in + i + part));
     }
   }
   __builtin_memcpy(out + i, in + i, bytes - i);

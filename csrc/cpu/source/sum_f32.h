@@ -1,4 +1,4 @@
-// The fp32 sum of uncompressed terms in one pass: what an all-reduce without compression spends its time in.
+// The fp32 sum of uncompressed terms in one pass, which takes most of the time of an uncompressed all-reduce.
 #pragma once
 
 #include "codec/float_bits.h"
@@ -6,9 +6,9 @@
 
 namespace dtcomm::DTCOMM_ISA {
 
-constexpr int kMostTerms = 8;
+constexpr int kMaxTerms = 8;
 
-// Where the sum goes; either may be null. A streamed address is aligned to a line at element 0.
+// The outputs of the sum; either may be null. A streamed output is aligned to a cache line.
 struct Targets {
   float* first;
   float* second;
@@ -19,7 +19,7 @@ inline __attribute__((always_inline)) void put(float* to, Floats value, bool str
   if (stream) {
     stream_store(to, value);
   } else {
-    *reinterpret_cast<LooseFloats*>(to) = value;
+    *reinterpret_cast<UnalignedFloats*>(to) = value;
   }
 }
 
@@ -32,8 +32,8 @@ inline void sum_lines(const float* const* terms, std::size_t begin, std::size_t 
   const Floats nan = Floats{} + float_of(kNaN32);
   for (std::size_t i = begin; i < end; i += kLine / sizeof(float)) {
     for (std::size_t j = i; j < i + kLine / sizeof(float); j += kLanes) {
-      Floats sum = *reinterpret_cast<const LooseFloats*>(in[0] + j);
-      for (int t = 1; t < Terms; ++t) sum = sum + *reinterpret_cast<const LooseFloats*>(in[t] + j);
+      Floats sum = *reinterpret_cast<const UnalignedFloats*>(in[0] + j);
+      for (int t = 1; t < Terms; ++t) sum = sum + *reinterpret_cast<const UnalignedFloats*>(in[t] + j);
       if (divisor != 1) sum = sum / by;
       sum = sum == sum ? sum : nan;
       if (to.first) put(to.first + j, sum, to.stream_first);
@@ -45,15 +45,15 @@ inline void sum_lines(const float* const* terms, std::size_t begin, std::size_t 
 inline void sum_elements(const float* const* terms, int count, std::size_t begin, std::size_t end, std::size_t divisor,
                          const Targets& to) {
   for (std::size_t i = begin; i < end; ++i) {
-    float sum = cells<float>(terms[0])[i].value;
-    for (int t = 1; t < count; ++t) sum = sum + cells<float>(terms[t])[i].value;
+    float sum = unaligned<float>(terms[0])[i].value;
+    for (int t = 1; t < count; ++t) sum = sum + unaligned<float>(terms[t])[i].value;
     if (divisor != 1) sum = sum / static_cast<float>(divisor);
-    if (to.first) cells<float>(to.first)[i].value = canonical(sum);
-    if (to.second) cells<float>(to.second)[i].value = canonical(sum);
+    if (to.first) unaligned<float>(to.first)[i].value = canonical(sum);
+    if (to.second) unaligned<float>(to.second)[i].value = canonical(sum);
   }
 }
 
-// count in 2..8. NaN is made canonical at the end only: until then any NaN serves.
+// `count` is 2..8. NaN is made canonical only at the end.
 inline void sum_terms(const float* const* terms, int count, std::size_t n, std::size_t divisor, const Targets& to) {
   constexpr std::size_t kStep = kLine / sizeof(float);
   const float* lead = to.stream_first ? to.first : to.stream_second ? to.second : nullptr;
@@ -87,7 +87,7 @@ inline void sum_terms(const float* const* terms, int count, std::size_t n, std::
   sum_elements(terms, count, body, n, divisor, to);
 }
 
-// Can both targets be streamed line by line together?
+// Whether both outputs can be streamed together, line by line.
 inline bool streams_together(const Targets& to) {
   const auto a = reinterpret_cast<std::uintptr_t>(to.first), b = reinterpret_cast<std::uintptr_t>(to.second);
   if (to.stream_first && a % sizeof(float)) return false;

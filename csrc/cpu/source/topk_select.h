@@ -1,6 +1,6 @@
-// The k largest magnitudes of a granule, exactly, in L1. The k-th largest of the maxima of at least k groups of
-// elements cannot be above the k-th largest element: k groups reach it. So a search among a few maxima gives a bound
-// that nearly only the wanted elements pass, and the exact search is among those alone.
+// Selects the k largest magnitudes of a granule, exactly, in L1. The k-th largest of the maxima of at least k groups of
+// elements is a lower bound of the k-th largest element. Few other elements reach that bound, so the exact search runs
+// over a small list of candidates.
 #pragma once
 
 #include "codec/sparse.h"
@@ -13,7 +13,7 @@ constexpr std::size_t kRow = 256;      // a selection works on whole rows
 constexpr std::size_t kGroups = 1024;  // of elements, at most
 constexpr std::size_t kSlack = 16;     // lists are read and written by whole vectors
 
-// How many sizes are `least` or more. Magnitudes fit signed words, which every instruction set compares.
+// How many sizes are at least `least`. Magnitudes fit signed words, which every instruction set compares.
 inline std::size_t count_from(const std::int32_t* sizes, std::size_t n, std::int32_t least) {
   std::int32_t count = 0;
   for (std::size_t i = 0; i < n; ++i) count += sizes[i] >= least ? 1 : 0;
@@ -26,7 +26,7 @@ struct Bound {
 };
 
 // Bisection from a bound that at least k sizes reach to one that k to k + slack reach, or to the k-th largest itself
-// where more equal it. What an element decides is only which of two numbers is taken: nothing to predict.
+// if more elements equal it. Elements only select between two numbers, so there are no branches to predict.
 inline Bound raise(Bound bound, const std::int32_t* sizes, std::size_t n, std::size_t k, std::size_t slack) {
   std::int32_t high = bound.least;
   for (std::size_t i = 0; i < n; ++i) high = sizes[i] > high ? sizes[i] : high;
@@ -49,8 +49,9 @@ struct Candidates {
 
 #if defined(__AVX512F__)
 
-// First which sixteens hold a candidate, then those alone: again without a branch on the data.
-inline void find_reaching(const float* x, std::size_t n, std::int32_t least, const Ahead& ahead, Candidates& found) {
+// Finds the groups of sixteen with a candidate first, then the candidates in them, without branches on the data.
+inline void find_reaching(const float* x, std::size_t n, std::int32_t least, const PrefetchRange& ahead,
+                          Candidates& found) {
   alignas(kLine) std::uint16_t masks[kSparseGranule / 16];
   alignas(kLine) std::uint32_t hits[kSparseGranule / 16 + kSlack];
   const __m512i bound = _mm512_set1_epi32(least), strip = _mm512_set1_epi32(0x7fffffff);
@@ -59,7 +60,7 @@ inline void find_reaching(const float* x, std::size_t n, std::int32_t least, con
   const auto reach = [=](std::size_t i) { return _mm512_cmpge_epi32_mask(sizes_at(i), bound); };
   std::size_t hit = 0, count = 0;
   for (std::size_t i = 0; i < n / 16; i += 4) {
-    fetch<2>(ahead, 16 * i);
+    prefetch<2>(ahead, 16 * i);
     const __mmask32 low = _mm512_kunpackw(reach(i + 1), reach(i)), high = _mm512_kunpackw(reach(i + 3), reach(i + 2));
     const std::uint64_t four = _mm512_kunpackd(high, low);
     __builtin_memcpy(masks + i, &four, sizeof four);
@@ -70,7 +71,7 @@ inline void find_reaching(const float* x, std::size_t n, std::int32_t least, con
     const __mmask16 any = _mm512_test_epi32_mask(some, some);
     const __m512i index = _mm512_add_epi32(count_up, _mm512_set1_epi32(static_cast<int>(row)));
     _mm512_storeu_si512(hits + hit, _mm512_maskz_compress_epi32(any, index));
-    hit += static_cast<std::size_t>(__builtin_popcount(word_of(any)));
+    hit += static_cast<std::size_t>(__builtin_popcount(mask_bits(any)));
   }
   for (std::size_t h = 0; h < hit; ++h) {
     const std::size_t i = hits[h];
@@ -96,27 +97,28 @@ inline std::uint32_t reaching(const float* x, std::int32_t least) {
     mask |= static_cast<std::uint32_t>(eight) << (8 * i);
   }
 #else
-  // Most have none: look at all before looking at each.
+  // Most groups have none: test all at once before testing each.
   std::int32_t largest = 0;
   for (int i = 0; i < 32; ++i) {
-    const auto size = static_cast<std::int32_t>(magnitude(cells<float>(x)[i].value));
+    const auto size = static_cast<std::int32_t>(magnitude(unaligned<float>(x)[i].value));
     largest = size > largest ? size : largest;
   }
   for (int i = 0; largest >= least && i < 32; ++i) {
-    const auto size = static_cast<std::int32_t>(magnitude(cells<float>(x)[i].value));
+    const auto size = static_cast<std::int32_t>(magnitude(unaligned<float>(x)[i].value));
     mask |= static_cast<std::uint32_t>(size >= least ? 1 : 0) << i;
   }
 #endif
   return mask;
 }
 
-inline void find_reaching(const float* x, std::size_t n, std::int32_t least, const Ahead& ahead, Candidates& found) {
+inline void find_reaching(const float* x, std::size_t n, std::int32_t least, const PrefetchRange& ahead,
+                          Candidates& found) {
   std::size_t count = 0;
   for (std::size_t at = 0; at < n; at += 32) {
-    if (at % 64 == 0) fetch<2>(ahead, at);
+    if (at % 64 == 0) prefetch<2>(ahead, at);
     for (std::uint32_t mask = reaching(x + at, least); mask; mask &= mask - 1) {
       const std::size_t i = at + static_cast<std::size_t>(__builtin_ctz(mask));
-      found.size[count] = static_cast<std::int32_t>(magnitude(cells<float>(x)[i].value));
+      found.size[count] = static_cast<std::int32_t>(magnitude(unaligned<float>(x)[i].value));
       found.position[count++] = static_cast<std::uint16_t>(i);
     }
   }
@@ -144,7 +146,7 @@ inline void group_maxima(const float* x, std::size_t n, std::size_t groups, std:
   }
 }
 
-// The same of x + residual, in kRow groups and in the order of memory, from which both terms come.
+// The same for x + residual, in kRow groups and in memory order, as both terms come from memory.
 template <class Element>
 inline void sum_maxima(const void* x, const float* residual, std::size_t n, std::int32_t* maxima) {
   constexpr std::size_t kVectors = kRow / kLanes;
@@ -163,9 +165,9 @@ inline void sum_maxima(const void* x, const float* residual, std::size_t n, std:
 
 // residual += x; n is whole rows.
 template <class Element>
-inline void sum_in_place(const void* x, float* residual, std::size_t n, const Ahead& ahead) {
+inline void sum_in_place(const void* x, float* residual, std::size_t n, const PrefetchRange& ahead) {
   for (std::size_t at = 0; at < n; at += 64) {
-    fetch<2>(ahead, at);
+    prefetch<2>(ahead, at);
     for (std::size_t i = at; i < at + 64; i += kLanes) {
       store<false>(residual + i, many<Element>(x, i) + load(residual + i));
     }
@@ -180,7 +182,7 @@ inline std::int32_t reached_by(const std::int32_t* maxima, std::size_t groups, s
 }
 
 inline std::int32_t reached_by(const float* x, std::size_t n, std::size_t k) {
-  // Groups of 16 where few elements are kept; else of 4; where most are, there is nothing to gain.
+  // Groups of 16 if few elements are kept, else of 4; if most are kept, groups gain nothing.
   const std::size_t groups = 3 * k <= kRow ? kRow : kGroups;
   if (2 * k > groups || n % groups != 0 || n == groups) return 0;
   alignas(kLine) std::int32_t maxima[kGroups];
@@ -190,7 +192,7 @@ inline std::int32_t reached_by(const float* x, std::size_t n, std::size_t k) {
 
 // The positions of the k largest of n elements, ascending; of equal ones the first are taken. n is whole rows, and at
 // least k elements reach `least`.
-inline void select_from(const float* x, std::size_t n, std::size_t k, std::int32_t least, const Ahead& ahead,
+inline void select_from(const float* x, std::size_t n, std::size_t k, std::int32_t least, const PrefetchRange& ahead,
                         std::uint16_t* positions) {
   Candidates found;
   find_reaching(x, n, least, ahead, found);
@@ -210,7 +212,7 @@ inline void select_from(const float* x, std::size_t n, std::size_t k, std::int32
   }
 }
 
-inline void select(const float* x, std::size_t n, std::size_t k, const Ahead& ahead, std::uint16_t* positions) {
+inline void select(const float* x, std::size_t n, std::size_t k, const PrefetchRange& ahead, std::uint16_t* positions) {
   alignas(kLine) float padded[kSparseGranule];
   const std::size_t whole = (n + kRow - 1) / kRow * kRow;
   if (whole != n) {  // zeros at the end come after every element: k <= n, so that none of them is taken

@@ -89,7 +89,7 @@ void run_on_kernels(const Scenario& scenario, std::vector<Tensors>& ranks, const
   const std::size_t granules = (numel + unit - 1) / unit, size = size_of(shape.dtype);
   const bool two = shape.algorithm == cuda::Algorithm::two_shot;
   std::vector<Bytes> sums;  // payloads, or of one shot the fp32 sum
-  std::vector<dtcomm::Run> runs;
+  std::vector<dtcomm::PayloadRun> runs;
   for (std::size_t c = 0; c < (two ? n : 1); ++c) {
     const std::size_t from = two ? std::min(numel, granules * c / n * unit) : 0;
     const std::size_t to = two ? std::min(numel, granules * (c + 1) / n * unit) : numel;

@@ -1,6 +1,9 @@
-"""The wire format in readable numpy: slow, and what every other kernel must equal bit for bit.
+"""The wire format in readable numpy: the reference that every other kernel must equal bit for bit.
 
-It assumes the thread's default floating-point environment (round to nearest, subnormals kept).
+It is slow and assumes the thread's default floating-point environment (round to nearest, subnormals kept). Each codec
+names its module here: `float8`, `integer` (with `outliers` for option spikes), `mx`, `reproducible`, `sign`, `sparse`;
+`hadamard` is option rotate, `floats` the casts, `scales` and `minifloat` what several share. `low_rank`,
+`shared_randk` and `epilogue` are the references of the kernels of those names.
 """
 
 from __future__ import annotations
@@ -20,13 +23,13 @@ def combine(call: Combine) -> None:
     """Run one call (see :class:`Combine`)."""
     with np.errstate(all="ignore"):
         if call.codec.family == Uncompressed.family and call.dtype not in _FLOATS:
-            _combine_exact(call)
+            _combine_native(call)
         else:
             _combine_floats(call)
 
 
 def decode(codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, out: torch.Tensor) -> None:
-    """`out` <- the payload's `numel` elements; `dtype` is the wire type of `none`."""
+    """`out` <- the `numel` elements of the payload; `dtype` is the element type that ``none`` has there."""
     if isinstance(codec, Uncompressed) and out.dtype == dtype:
         bytes_of(out)[:] = payload.numpy()[: numel * dtype.itemsize]
         return
@@ -82,19 +85,19 @@ def _combine_floats(call: Combine) -> None:
 
 
 def _decode(codec: Codec, payload: Bytes, numel: int, dtype: torch.dtype) -> Floats:
-    """A payload in the domain in which terms are added: rotated, where the codec rotates, and then whole blocks."""
+    """The floats of a payload as terms of a sum: whole rotated blocks if the codec rotates."""
     if hadamard.rotates(codec):
         numel += -numel % codec.layout().block
     return granules.decode(codec, payload, numel, dtype)
 
 
 def _from_domain(codec: Codec, x: Floats, numel: int) -> Floats:
-    """The floats of the tensor."""
+    """The floats of the tensor: rotated back if the codec rotates."""
     return hadamard.rotate_back(codec, x, numel) if hadamard.rotates(codec) else x
 
 
 def _copied(call: Combine) -> Bytes | None:
-    """The bytes of a lone term of `none`, which is copied and not computed: NaN keeps its bits."""
+    """The bytes of a single term of ``none``, which is copied, so NaN keeps its bits; None if the call computes."""
     if not isinstance(call.codec, Uncompressed) or call.divisor != 1 or call.residual is not None:
         return None
     if not call.payloads and call.local is not None and call.local.dtype == call.dtype:
@@ -104,8 +107,8 @@ def _copied(call: Combine) -> Bytes | None:
     return None
 
 
-def _combine_exact(call: Combine) -> None:
-    """float64, integers (wrapping) and bool (logical), each in its own type."""
+def _combine_native(call: Combine) -> None:
+    """Reduce float64, integers (wrapping) and bool (logical) in their own type."""
     kind = np.dtype(str(call.dtype).removeprefix("torch."))
     size = call.numel * kind.itemsize
     terms = [payload.numpy()[:size].view(kind) for payload in call.payloads]

@@ -1,4 +1,4 @@
-"""What follows a summed activation, in numpy: every sum and product rounded to fp32, in a stated order."""
+"""The epilogue of a summed activation in numpy: every sum and product is rounded to fp32, in a stated order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def epilogue(
     eps: float,
     norm_out: torch.Tensor | None,
 ) -> None:
-    """As `dtcomm.kernels.epilogue.epilogue`."""
+    """:func:`dtcomm.kernels.epilogue.epilogue`."""
     parts = []
     for payload, numel in runs:
         part = torch.empty(numel)
@@ -54,7 +54,7 @@ def epilogue(
 
 
 def squares(rows: Any) -> Any:
-    """Each row's sum of squares: element i to lane i mod 16, lanes then in halves."""
+    """Each row's sum of squares: element i is added to lane i mod 16; lanes are then folded in halves."""
     count, n = rows.shape
     padded = np.zeros((count, -(-n // LANES) * LANES), np.float32)
     padded[:, :n] = rows * rows

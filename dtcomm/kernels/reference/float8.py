@@ -1,4 +1,4 @@
-"""8-bit floats with a scale per block."""
+"""Codecs fp8_e4m3 and fp8_e5m2: 8-bit floats with a scale per block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the reference is written in: arrays of fp32 and of bytes, the conversions between them, the one NaN."""
+"""Arrays of fp32 and of bytes, the casts between element types, and the canonical NaN."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAN = np.uint32(0x7FC00000).view(np.float32)
 
 
 def narrow(dtype: torch.dtype, x: Floats) -> Bytes:
-    """fp32 as the bytes of a floating type: nearest, ties to even; every NaN becomes the canonical one."""
+    """fp32 cast to a floating type, as bytes: to nearest, ties to even; every NaN becomes the canonical one."""
     if dtype == torch.float32:
         return x.view(np.uint8)
     if dtype == torch.float16:
@@ -29,30 +29,30 @@ def narrow(dtype: torch.dtype, x: Floats) -> Bytes:
 
 
 def widen(dtype: torch.dtype, raw: Bytes) -> Floats:
-    """The bytes of a floating type as fp32."""
+    """Bytes of a floating type cast to fp32."""
     if dtype == torch.float32:
         return raw.view(np.float32)
     if dtype == torch.float16:
         halves = raw.view(np.uint16)
-        # numpy leaves it to the machine whether a signalling NaN becomes a quiet one.
+        # Whether numpy makes a signalling NaN quiet depends on the machine.
         quiet = np.where((halves & 0x7FFF) > 0x7C00, halves | 0x0200, halves)
         return quiet.astype(np.uint16).view(np.float16).astype(np.float32)
     return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
 def canonical(x: Floats) -> Floats:
-    """`x` with every NaN the one that arithmetic writes."""
+    """`x` with every NaN replaced by the canonical one."""
     return np.where(np.isnan(x), NAN, x)
 
 
 def magnitude(x: Floats) -> Words:
-    """|x| as integers: ordered like the numbers, then Inf, then every NaN."""
+    """|x| as integers, ordered like the numbers, then Inf, then every NaN."""
     bits: Words = np.ascontiguousarray(x).view(np.uint32) & np.uint32(0x7FFFFFFF)
     return bits
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
-    """The tensor's memory."""
+    """The bytes of a tensor's memory."""
     raw: Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return raw
 
@@ -63,7 +63,7 @@ def get(tensor: torch.Tensor) -> Floats:
 
 
 def put(tensor: torch.Tensor, x: Floats) -> None:
-    """fp32 into a floating tensor."""
+    """Store fp32 values in a floating tensor."""
     bytes_of(tensor)[:] = narrow(tensor.dtype, x)
 
 

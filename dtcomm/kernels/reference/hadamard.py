@@ -1,4 +1,4 @@
-"""rotate=hadamard: every block times a random orthogonal matrix, H diag(signs) / sqrt(block)."""
+"""Option rotate=hadamard: every block times a random orthogonal matrix, H diag(signs) / sqrt(block)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dtcomm.codecs import Codec
 from dtcomm.kernels import counter_rng
 from dtcomm.kernels.reference.floats import Floats, canonical
 
-SEED = 8135563  # of the signs; docs/reference/wire-format.md says why this one
+SEED = 8135563  # seed of the signs; docs/reference/wire-format.md says why this one
 
 
 def rotates(codec: Codec) -> bool:
-    """Are the codec's terms added in the rotated domain?"""
+    """Whether terms of the codec are added in the rotated domain."""
     return getattr(codec, "rotate", "none") == "hadamard"
 
 
 def rotate(codec: Codec, x: Floats) -> Floats:
-    """Whole rotated blocks, the last one filled up with zeros."""
+    """`x` as whole rotated blocks; the last block is padded with zeros."""
     block = codec.layout().block
     rows = np.pad(x, (0, -len(x) % block)).reshape(-1, block)
     return _butterflies(rows * _signs(block) * _norm(block)).reshape(-1)

@@ -1,4 +1,4 @@
-"""Integer codes with a scale per block."""
+"""Codecs int8 to int2: integer codes with a scale per block."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def decode(codec: Integer, granule: Bytes, n: int) -> Floats:
 
 
 def units(bits: int) -> tuple[int, ...]:
-    """The bits of each plane of codes of `bits` bits, in order."""
+    """The widths of the bit planes of codes of `bits` bits, in order."""
     return tuple(unit for unit in (8, 4, 2, 1) if bits & unit)
 
 
 def pack_codes(codes: Bytes, bits: int) -> Bytes:
-    """The planes of `codes`, one a byte, of which only the lower `bits` bits count."""
+    """The bit planes of `codes`, which are bytes of which the lower `bits` bits are used."""
     digits = np.unpackbits(codes[:, None], axis=1, bitorder="little")
     ends = [0, *itertools.accumulate(units(bits))]
     return np.concatenate(
@@ -66,7 +66,7 @@ def unpack_codes(planes: Bytes, bits: int) -> Bytes:
 
 
 def encode_blocks(codec: Integer, x: Floats, key: int, index: int) -> tuple[list[Floats], Bytes]:
-    """Scales (and zero points), one a block, and rows of codes, of the elements from `index` on."""
+    """Scales (and zero points), one per block, and rows of codes; `index` is the index of the first element."""
     rows = rows_of(x, codec.block)
     top = magnitude(rows).max(axis=1)
     bad = top >= INFINITY
@@ -79,7 +79,7 @@ def encode_blocks(codec: Integer, x: Floats, key: int, index: int) -> tuple[list
         top = np.where(bad, top, magnitude(rows.max(axis=1) - zero))
         bad = top >= INFINITY
         zero = np.where(bad, np.float32(0), zero)
-    # Codes other than symmetric ones to nearest would be clipped where the scale is too small: round it up.
+    # Asymmetric or stochastic codes would be clipped if the scale were too small, so it is rounded up.
     up = not codec.symmetric or codec.round == "stochastic"
     scale = block_scale(top, codec.levels, codec.scale, up=up)
     t = np.clip((rows - zero[:, None]) * inverse(scale)[:, None], lowest, highest)
@@ -96,7 +96,7 @@ def encode_blocks(codec: Integer, x: Floats, key: int, index: int) -> tuple[list
 
 
 def decode_blocks(codec: Integer, fields: list[Floats], codes: Bytes) -> Floats:
-    """One row of fp32 a block."""
+    """The values of the codes: one row of fp32 per block."""
     numbers = codes.astype(np.int16)
     if codec.symmetric:  # two's complement of `bits` bits
         numbers -= (numbers >> codec.bits - 1) << codec.bits

@@ -1,4 +1,4 @@
-"""Floats of 8 and 4 bits as tables of all their numbers, and rounding by looking up the neighbours."""
+"""Floats of 8 and 4 bits: tables of all their numbers, and rounding by looking up the neighbours."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from dtcomm.kernels.reference.floats import NAN, Bytes, Floats
 
 @dataclass(frozen=True, kw_only=True)
 class Minifloat:
-    """A sign, then `exponent` bits of an exponent biased by `bias`, then `mantissa` bits. Of the non-negative codes
-    the first `numbers` are finite; then comes Inf, if there is one (`infinite`), then NaN."""
+    """A format: a sign, `exponent` bits of an exponent biased by `bias`, and `mantissa` bits.
+
+    Of the non-negative codes the first `numbers` are finite; then comes Inf, if `infinite`, then NaN.
+    """
 
     exponent: int
     mantissa: int
@@ -24,7 +26,7 @@ class Minifloat:
 
     @cached_property
     def sizes(self) -> Floats:
-        """The finite numbers from 0 up; their places are their codes."""
+        """The finite numbers from 0 up; a number's index is its code."""
         codes = np.arange(self.numbers)
         exponents, mantissas = codes >> self.mantissa, codes & (1 << self.mantissa) - 1
         parts = mantissas / 2**self.mantissa + (exponents > 0)
@@ -38,7 +40,7 @@ class Minifloat:
 
     @cached_property
     def table(self) -> Floats:
-        """The number of every code."""
+        """The value of every code."""
         rest = np.full(self.sign - self.numbers, NAN)
         if self.infinite:
             rest[0] = np.inf
@@ -46,7 +48,7 @@ class Minifloat:
         return np.concatenate([positive, -positive])
 
     def _below(self, size: Floats) -> npt.NDArray[np.intp]:
-        """The code of the largest number that is not above `size`, but never the last one."""
+        """The code of the largest number that is not above `size`, but not the last code."""
         return np.clip(np.searchsorted(self.sizes, size, side="right") - 1, 0, self.numbers - 2)
 
     def _signed(self, codes: npt.NDArray[np.intp], t: Floats) -> Bytes:
@@ -54,7 +56,7 @@ class Minifloat:
         return signed
 
     def nearest(self, t: Floats) -> Bytes:
-        """Codes of finite numbers: ties to the even code, beyond the largest number that one."""
+        """Codes of finite numbers: ties to the even code; numbers beyond the largest one become the largest one."""
         size = np.abs(t)
         below = self._below(size)
         half = (self.sizes[below] + self.sizes[below + 1]) / np.float32(2)
@@ -62,8 +64,11 @@ class Minifloat:
         return self._signed(below + up, t)
 
     def stochastic(self, t: Floats, random: Floats) -> Bytes:
-        """Codes of finite numbers: away from zero where `random`, in [0, 1), is below the part of the way that
-        lies behind; beyond the largest number that one."""
+        """Codes of finite numbers, rounded stochastically.
+
+        A number is rounded away from zero if `random`, in [0, 1), is below its distance from the neighbour nearer to
+        zero as a part of the gap. Numbers beyond the largest one become the largest one.
+        """
         size = np.minimum(np.abs(t), self.sizes[-1])
         below = self._below(size)
         low, high = self.sizes[below], self.sizes[below + 1]

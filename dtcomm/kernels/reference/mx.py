@@ -1,4 +1,4 @@
-"""OCP Microscaling: blocks of 32 with a power of two."""
+"""Codecs mxfp8 and mxfp4 (OCP Microscaling): blocks of 32 with a common power of two."""
 
 from __future__ import annotations
 

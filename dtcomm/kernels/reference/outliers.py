@@ -1,4 +1,4 @@
-"""spikes=1: the smallest and the largest element of each block, apart from the codes."""
+"""Option spikes=1: the smallest and the largest element of each block, stored apart from the codes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from dtcomm.kernels.reference.scales import load_fields, rows_of, store_fields
 
 
 def take(codec: Integer, x: Floats, key: int, index: int) -> tuple[Floats, Bytes]:
-    """The granule `x` with both of a block's places filled by another of its elements, and the spikes' section:
-    two values a block, then two places a block. In NaN blocks nothing is filled."""
+    """The granule `x` with both outliers of each block replaced by another element, and the outlier section.
+
+    The section has two values per block, then two positions per block. NaN blocks are not changed.
+    """
     rows = rows_of(x, codec.block)
     size = magnitude(rows).astype(np.int64)
     order = np.where(np.signbit(rows), -1 - size, size)
@@ -36,8 +38,7 @@ def take(codec: Integer, x: Floats, key: int, index: int) -> tuple[Floats, Bytes
 
 
 def put_back(codec: Integer, x: Floats, granule: Bytes) -> Floats:
-    """The decoded granule `x` with its spikes: the smallest, then the largest. Places outside of a block's elements
-    are left alone."""
+    """The decoded granule `x` with its outliers put back. Positions outside a block are ignored."""
     layout = codec.layout()
     blocks, start = layout.blocks(len(x)), layout.spikes_at(len(x))
     middle = start + 2 * blocks * layout.field_bytes
@@ -57,7 +58,7 @@ def _place_type(codec: Integer) -> type[np.unsignedinteger]:
 
 
 def _bf16(values: Floats, random: Floats | None) -> Floats:
-    """Rounded to bf16, to nearest (ties to even) or at random, and never to Inf; NaN as it was."""
+    """`values` rounded to bf16, to nearest (ties to even) or with `random`, but never to Inf; NaN stays."""
     bits = values.view(np.uint32).astype(np.int64)
     step = 0x7FFF + (bits >> 16 & 1) if random is None else (random * np.float32(65536)).astype(np.int64)
     cut = (bits + step) & 0xFFFF0000

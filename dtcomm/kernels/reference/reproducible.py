@@ -1,4 +1,4 @@
-"""Integers of a grid: one power of two a block, shared by all that are added."""
+"""Codec exact and its local tasks: integers with one power of two per block, common to all terms of a sum."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TYPES = {16: np.int16, 32: np.int32}
 
 
 def encode(codec: Exact, x: Floats, key: int, index: int, feedback: bool) -> Bytes:
-    """One granule, without its padding: the grid of these floats alone, with no room for other ranks."""
+    """One granule, without its padding: the exponents of these floats alone, with no room for other ranks."""
     exponents = measure(codec, x)
     codes = to_codes(codec, 1, x, exponents)
     rest = np.zeros(-len(x) % codec.block, codes.dtype)
@@ -34,7 +34,7 @@ def decode(codec: Exact, granule: Bytes, n: int) -> Floats:
 
 
 def measure(codec: Exact, x: Floats) -> Bytes:
-    """The exponent of every block: its largest element is below 2^(exponent - 126)."""
+    """The exponent of each block: its largest element is below 2^(exponent - 126)."""
     rows = np.pad(x, (0, -len(x) % codec.block)).reshape(-1, codec.block)
     top = magnitude(rows).max(axis=1)
     exponents = np.where((top > 0) & (top >> 23 == 0), 1, top >> 23)
@@ -42,7 +42,7 @@ def measure(codec: Exact, x: Floats) -> Bytes:
 
 
 def to_codes(codec: Exact, ranks: int, x: Floats, exponents: Bytes) -> Codes:
-    """Every element in units of its block, to the nearest integer that leaves room for the other ranks."""
+    """Every element in units of its block, rounded to an integer that leaves room for the other ranks."""
     digits = codec.digits(ranks)
     most = 2.0**digits - 1
     t = np.clip(x.astype(np.float64) / _units(codec, digits, exponents, len(x)), -most, most)
@@ -50,20 +50,20 @@ def to_codes(codec: Exact, ranks: int, x: Floats, exponents: Bytes) -> Codes:
 
 
 def lost(codec: Exact, ranks: int, x: Floats, codes: Codes, exponents: Bytes, old: Floats) -> Floats:
-    """What the integers lose of `x`; `old` in NaN blocks."""
+    """The quantization error of `x`; `old` in NaN blocks."""
     units = _units(codec, codec.digits(ranks), exponents, len(x))
     error = (x.astype(np.float64) - codes.astype(np.float64) * units).astype(np.float32)
     return np.where(_bad(codec, exponents, len(x)), old, error)
 
 
 def from_codes(codec: Exact, ranks: int, codes: Codes, exponents: Bytes, divisor: int = 1) -> Floats:
-    """The floats nearest to what the integers stand for, divided."""
+    """The values of the integers, divided, rounded to fp32."""
     values = codes.astype(np.float64) * _units(codec, codec.digits(ranks), exponents, len(codes))
     return np.where(_bad(codec, exponents, len(codes)), NAN, (values / divisor).astype(np.float32))
 
 
 def audit(codes: Codes) -> npt.NDArray[np.uint64]:
-    """A checksum for each run of integers, linear in them."""
+    """One checksum per AUDIT_RUN integers, linear in them."""
     weights = counter_rng.mix32(np.arange(len(codes), dtype=np.uint32)).astype(np.uint64) * np.uint64(
         2
     ) + np.uint64(1)
@@ -73,7 +73,7 @@ def audit(codes: Codes) -> npt.NDArray[np.uint64]:
 
 
 def _units(codec: Exact, digits: int, exponents: Bytes, n: int) -> npt.NDArray[np.float64]:
-    """Of each of `n` elements."""
+    """The unit of each of `n` elements."""
     return np.repeat(np.ldexp(1.0, exponents.astype(np.int64) - 126 - digits), codec.block)[:n]
 
 

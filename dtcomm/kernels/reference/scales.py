@@ -1,4 +1,4 @@
-"""Scales and zero points: what the block formats have in common."""
+"""Scales and zero points of the block formats."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dtcomm.kernels.reference.floats import INFINITY, NAN, Bytes, Floats, Words,
 
 
 def block_scale(top: Words, levels: float, type: str, *, up: bool) -> Floats:
-    """The scales of blocks whose largest magnitudes (or ranges) have the bits `top` and become code `levels`.
+    """Scales that map magnitudes (or ranges) with the bits `top` to code `levels`.
 
-    `type`: bf16 or fp32; `up`: rounded up to it and not to nearest.
+    `type`: bf16 or fp32; `up`: round up to it instead of to nearest.
     """
     most = np.float32(levels)
     bits = (top.view(np.float32) / most).view(np.uint32)
@@ -27,7 +27,7 @@ def block_scale(top: Words, levels: float, type: str, *, up: bool) -> Floats:
 
 
 def inverse(scale: Floats) -> Floats:
-    """What elements are multiplied by to become codes: 0 in zero blocks and NaN blocks."""
+    """The factors that turn elements into codes: 0 for zero blocks and NaN blocks."""
     return np.where(scale > 0, np.float32(1) / scale, np.float32(0))
 
 
@@ -42,7 +42,7 @@ def zero_point(lowest: Floats, type: str) -> Floats:
 
 
 def store_fields(values: Floats, type: str) -> Bytes:
-    """Values that the scale's type holds exactly, as its bytes."""
+    """The bytes of values that the type represents exactly."""
     if type == "fp32":
         return values.view(np.uint8)
     return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
@@ -54,5 +54,5 @@ def load_fields(raw: Bytes, type: str) -> Floats:
 
 
 def rows_of(x: Floats, block: int) -> Floats:
-    """One row a block; the last is filled up with its last element, which changes no maximum or minimum."""
+    """One row per block. The last row is padded with its last element, which changes no maximum or minimum."""
     return np.pad(x, (0, -len(x) % block), mode="edge").reshape(-1, block)

@@ -1,4 +1,4 @@
-"""randk at positions that all ranks draw alike: what is added up is the values alone."""
+"""Local tasks of randk with shared positions, in numpy: all ranks draw the same positions and sum only the values."""
 
 from __future__ import annotations
 
@@ -10,38 +10,41 @@ import numpy as np
 from dtcomm.codecs import RandK
 from dtcomm.kernels import counter_rng
 from dtcomm.kernels.reference.floats import INFINITY, NAN, Floats, canonical, magnitude
-from dtcomm.kernels.reference.sparse import Places, positions
+from dtcomm.kernels.reference.sparse import Positions, positions
 
 
 class _Granule(NamedTuple):
     elements: slice
     values: slice
-    places: Places
+    places: Positions
 
 
 def gather(
     codec: RandK, key: int, offset: int, x: Floats, residual: Floats | None
 ) -> tuple[Floats, Floats, Floats]:
-    """(values, what was owed of them, the residual as it is until they are sent)."""
-    values, owed = [], []
-    left = np.zeros(0, np.float32) if residual is None else residual.copy()
+    """The values, the residual at their positions, and the residual after x was added to it.
+
+    In granules with NaN or Inf the values are NaN and the residual stays.
+    """
+    values, value_residuals = [], []
+    updated = np.zeros(0, np.float32) if residual is None else residual.copy()
     for granule in _granules(codec, key, offset, len(x)):
         part = x[granule.elements]
         total = part if residual is None else part + residual[granule.elements]
         taken = part[granule.places]
         if residual is not None:
-            owed.append(residual[granule.elements][granule.places])
+            value_residuals.append(residual[granule.elements][granule.places])
         if (magnitude(total) >= INFINITY).any():
             taken = np.full(len(taken), NAN)
         elif residual is not None:
-            left[granule.elements] = total
+            updated[granule.elements] = total
         values.append(taken)
     none = [np.zeros(0, np.float32)]
-    return np.concatenate(none + values), np.concatenate(none + owed), left
+    return np.concatenate(none + values), np.concatenate(none + value_residuals), updated
 
 
 def scatter(codec: RandK, key: int, offset: int, scaled: bool, values: Floats, numel: int) -> Floats:
-    """The tensor that the values stand for; `scaled`: by a granule's elements over the kept ones."""
+    """The tensor of the values; `scaled`: multiplied by a granule's elements over its kept elements."""
     out = np.zeros(numel, np.float32)
     for granule in _granules(codec, key, offset, numel):
         part, given = out[granule.elements], values[granule.values]
@@ -53,11 +56,11 @@ def scatter(codec: RandK, key: int, offset: int, scaled: bool, values: Floats, n
     return out
 
 
-def settle(codec: RandK, key: int, offset: int, owed: Floats, residual: Floats) -> Floats:
-    """The residual with what is owed of the values in its place."""
+def restore_residual(codec: RandK, key: int, offset: int, value_residual: Floats, residual: Floats) -> Floats:
+    """The residual with `value_residual` at the positions of the values."""
     out = residual.copy()
     for granule in _granules(codec, key, offset, len(out)):
-        out[granule.elements][granule.places] = owed[granule.values]
+        out[granule.elements][granule.places] = value_residual[granule.values]
     return out
 
 

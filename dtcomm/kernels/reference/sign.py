@@ -1,4 +1,4 @@
-"""Signs and the mean magnitude of each block."""
+"""Codec sign: signs and the mean magnitude of each block."""
 
 from __future__ import annotations
 

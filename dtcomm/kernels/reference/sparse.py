@@ -1,7 +1,7 @@
-"""Sparse codecs: a part of a granule's elements, and where they were.
+"""Sparse codecs, topk and randk: some elements of a granule, and their positions.
 
-A payload that no encoder made decodes to what it says within the granule: positions outside are left out, of a
-position that is repeated the last value stays, set bits without a value and values without a set bit count nothing.
+Payloads that no encoder writes still decode within the granule: positions outside it are ignored, the last value of a
+repeated position stays, and set bits without a value or values without a set bit are ignored.
 """
 
 from __future__ import annotations
@@ -10,21 +10,34 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dtcomm.codecs import Bf16, Codec, Fp16, Integer, RandK, TopK
+from dtcomm.codecs import Codec, Integer, RandK, TopK
 from dtcomm.kernels import counter_rng
 from dtcomm.kernels.reference import integer
 from dtcomm.kernels.reference.floats import INFINITY, NAN, Bytes, Floats, canonical, magnitude, narrow, widen
 
-Places = npt.NDArray[np.int64]
-VALUE_GRANULE = 1024  # of the values' own payload
+Positions = npt.NDArray[np.int64]
+VALUE_GRANULE = 1024  # elements of a granule of the values
 ROUNDS = 5
 _M32, _M64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 
 
-def encode_topk(codec: TopK, x: Floats, key: int, index: int, feedback: bool) -> Bytes:
+def encode(codec: TopK | RandK, x: Floats, key: int, index: int, feedback: bool) -> Bytes:
     """One granule, without its padding."""
+    if isinstance(codec, TopK):
+        return _encode_topk(codec, x, key, index)
+    return _encode_randk(codec, x, key, index, feedback)
+
+
+def decode(codec: TopK | RandK, granule: Bytes, n: int) -> Floats:
+    """The `n` floats of one granule."""
+    return _decode_topk(codec, granule, n) if isinstance(codec, TopK) else _decode_randk(codec, granule, n)
+
+
+def _encode_topk(codec: TopK, x: Floats, key: int, index: int) -> Bytes:
     layout = codec.layout()
-    order = np.argsort(-magnitude(x).astype(np.int64), kind="stable")  # of equals the first comes first
+    order = np.argsort(
+        -magnitude(x).astype(np.int64), kind="stable"
+    )  # of equal elements the first comes first
     places = np.sort(order[: layout.kept_of(len(x))])
     values = _encode_values(codec.value_codec(), canonical(x[places]), key, index)
     if layout.position_bits == 1:
@@ -35,8 +48,7 @@ def encode_topk(codec: TopK, x: Floats, key: int, index: int, feedback: bool) ->
     return np.concatenate([values, np.packbits(bits.astype(np.uint8).reshape(-1), bitorder="little")])
 
 
-def decode_topk(codec: TopK, granule: Bytes, n: int) -> Floats:
-    """The `n` floats of one granule."""
+def _decode_topk(codec: TopK, granule: Bytes, n: int) -> Floats:
     layout = codec.layout()
     ends = layout.values(n), layout.values(n) + layout.positions(n)
     values = _decode_values(codec.value_codec(), granule[: ends[0]], layout.kept_of(n))
@@ -49,8 +61,7 @@ def decode_topk(codec: TopK, granule: Bytes, n: int) -> Floats:
     return _scatter(n, places, values)
 
 
-def encode_randk(codec: RandK, x: Floats, key: int, index: int, feedback: bool) -> Bytes:
-    """One granule, without its padding."""
+def _encode_randk(codec: RandK, x: Floats, key: int, index: int, feedback: bool) -> Bytes:
     n, kept = len(x), codec.layout().kept_of(len(x))
     granule_key = counter_rng.absorb(key, counter_rng.GOLDEN_RATIO, index)
     values = x[positions(granule_key, n, kept)]
@@ -62,8 +73,7 @@ def encode_randk(codec: RandK, x: Floats, key: int, index: int, feedback: bool) 
     return np.concatenate([head, _encode_values(codec.value_codec(), values, key, index)])
 
 
-def decode_randk(codec: RandK, granule: Bytes, n: int) -> Floats:
-    """The `n` floats of one granule."""
+def _decode_randk(codec: RandK, granule: Bytes, n: int) -> Floats:
     layout = codec.layout()
     kept, start = layout.kept_of(n), layout.head
     values = _decode_values(codec.value_codec(), granule[start : start + layout.values(n)], kept)
@@ -72,8 +82,8 @@ def decode_randk(codec: RandK, granule: Bytes, n: int) -> Floats:
     return _scatter(n, positions(int.from_bytes(granule[:start].tobytes(), "little"), n, kept), values)
 
 
-def positions(granule_key: int, n: int, kept: int) -> Places:
-    """The first `kept` outputs of the granule's permutation of [0, n)."""
+def positions(granule_key: int, n: int, kept: int) -> Positions:
+    """The first `kept` outputs of the permutation of [0, n) that the granule's key selects."""
     low, high = granule_key & _M32, granule_key >> 32
     words = [
         counter_rng.mix32((low + counter_rng.mix32((high + j) & _M32)) & _M32) for j in range(ROUNDS + 1)
@@ -81,7 +91,7 @@ def positions(granule_key: int, n: int, kept: int) -> Places:
     bits = (n - 1).bit_length()
     fold = max((bits + 1) // 2, 1)
 
-    def bijection(places: Places) -> Places:
+    def bijection(places: Positions) -> Positions:
         for word in words[:ROUNDS]:
             places = places * (word & 0xFFFF | 1) + (word >> 16) & (1 << bits) - 1
             places = places ^ places >> fold
@@ -90,11 +100,11 @@ def positions(granule_key: int, n: int, kept: int) -> Places:
     places = bijection(np.arange(kept))
     while (outside := places >= n).any():
         places[outside] = bijection(places[outside])
-    turned: Places = (places + (words[ROUNDS] * n >> 32)) % n
-    return turned
+    rotated: Positions = (places + (words[ROUNDS] * n >> 32)) % n
+    return rotated
 
 
-def _scatter(n: int, places: Places, values: Floats) -> Floats:
+def _scatter(n: int, places: Positions, values: Floats) -> Floats:
     out = np.zeros(n, np.float32)
     for place, value in zip(places.tolist(), canonical(values), strict=False):
         if place < n:
@@ -103,9 +113,11 @@ def _scatter(n: int, places: Places, values: Floats) -> Floats:
 
 
 def _encode_values(codec: Codec, values: Floats, key: int, index: int) -> Bytes:
-    """A payload without its last padding; the random numbers are those of the elements from `index` on."""
-    if not isinstance(codec, Integer):
-        return narrow(_type(codec), np.ascontiguousarray(values))
+    """The payload of the values without its last padding; `index` is the counter of the first random number."""
+    wire_dtype = codec.wire_dtype(torch.float32)
+    if wire_dtype is not None:
+        return narrow(wire_dtype, np.ascontiguousarray(values))
+    assert isinstance(codec, Integer)
     parts = []
     for start in range(0, len(values), VALUE_GRANULE):
         part = integer.encode(codec, values[start : start + VALUE_GRANULE], key, index + start, False)
@@ -115,17 +127,13 @@ def _encode_values(codec: Codec, values: Floats, key: int, index: int) -> Bytes:
 
 def _decode_values(codec: Codec, raw: Bytes, count: int) -> Floats:
     raw = np.ascontiguousarray(raw)
-    if not isinstance(codec, Integer):
-        return widen(_type(codec), raw)[:count]
+    wire_dtype = codec.wire_dtype(torch.float32)
+    if wire_dtype is not None:
+        return widen(wire_dtype, raw)[:count]
+    assert isinstance(codec, Integer)
     layout, parts, at = codec.layout(), [], 0
     for start in range(0, count, VALUE_GRANULE):
         n = min(VALUE_GRANULE, count - start)
         parts.append(integer.decode(codec, raw[at : at + layout.used(n)], n))
         at += layout.bytes(n)
     return np.concatenate(parts)
-
-
-def _type(codec: Codec) -> torch.dtype:
-    if isinstance(codec, Fp16):
-        return torch.float16
-    return torch.bfloat16 if isinstance(codec, Bf16) else torch.float32
