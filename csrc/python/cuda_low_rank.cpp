@@ -15,7 +15,7 @@ namespace py = pybind11;
 
 namespace {
 
-// Where vectors lie, how count they are, of how count elements, and the key.
+// Where vectors lie, how many they are, of how many elements, and the key.
 using Numbers = std::tuple<std::uintptr_t, std::uint64_t, std::uint64_t, std::uint64_t>;
 
 void orthonormalise(const std::vector<Numbers>& vectors, std::uintptr_t stream) {
@@ -28,7 +28,7 @@ void orthonormalise(const std::vector<Numbers>& vectors, std::uintptr_t stream) 
   raise_if(cuda::orthonormalise(of.data(), of.size(), pointer<void>(stream)));
 }
 
-// Where factors and their verdict lie, and how count elements they have.
+// Where factors and their verdict lie, and how many elements they have.
 using FactorNumbers = std::tuple<std::uintptr_t, std::uintptr_t, std::uint64_t, std::uint64_t, std::uintptr_t>;
 
 void check_finite(const std::vector<FactorNumbers>& factors, std::uintptr_t stream) {

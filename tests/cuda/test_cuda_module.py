@@ -115,13 +115,13 @@ def test_expand_refuses_before_it_queues(change: dict[str, Any], message: str) -
     with pytest.raises(ValueError, match="vectors: must be aligned to 4"):
         _cuda.orthonormalise([(66, 1, 1, 0)], 0)
     with pytest.raises(ValueError, match="right: must be aligned to 4"):
-        _cuda.judge([(64, 66, 1, 1, 64)], 0)
+        _cuda.check_finite([(64, 66, 1, 1, 64)], 0)
 
 
 def test_nothing_is_queued_for_nothing() -> None:
     expand(rows=0)
     _cuda.orthonormalise([], 0)
-    _cuda.judge([], 0)
+    _cuda.check_finite([], 0)
     combine(numel=0)
 
 
@@ -167,4 +167,4 @@ def test_without_a_device_cuda_says_so(spec: str) -> None:
     with pytest.raises(RuntimeError, match="CUDA"):
         _cuda.orthonormalise([(64, 1, 1, 0)] * 65, 0)
     with pytest.raises(RuntimeError, match="CUDA"):
-        _cuda.judge([(64, 64, 1, 1, 64)], 0)
+        _cuda.check_finite([(64, 64, 1, 1, 64)], 0)

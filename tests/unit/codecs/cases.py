@@ -1,4 +1,4 @@
-"""Codecs to test, read off the registry: a codec or an option that is added there is tested from that day on."""
+"""Codecs to test, enumerated from the registry, so that a new codec or option is tested without a change here."""
 
 from __future__ import annotations
 
@@ -9,49 +9,52 @@ from collections.abc import Sequence
 from dtcomm.codecs import Codec, codec
 from dtcomm.codecs.spec import CODECS
 
-# Values of each option worth testing, its default among them.
-VALUES: dict[str, tuple[object, ...]] = {
+# Values to test of options whose valid values cannot be listed, or are many; otherwise all choices are tested.
+_VALUES: dict[str, tuple[object, ...]] = {
     "block": (16, 32, 128, 256, 4096),
-    "element": ("e4m3", "e5m2"),
-    "scale": ("bf16", "fp32"),
-    "symmetric": (True, False),
-    "round": ("nearest", "stochastic"),
-    "rotate": ("none", "hadamard"),
-    "spikes": (0, 1),
-    "bits": (16, 32),
-    "positions": ("own", "shared"),
     "ratio": (0.01, 0.0833, 0.25, 1.0),
     "values": ("bf16", "fp16", "fp32", "int8", "int3"),
 }
 
-# Options whose values do not all go together, by name: sets of which each is whole.
+
+def _values_to_test() -> dict[str, tuple[object, ...]]:
+    values = dict(_VALUES)
+    for entry in CODECS.values():
+        for name, field in entry.options().items():
+            values.setdefault(name, field.metadata["choices"])
+    return values
+
+
+VALUES = _values_to_test()  # by the name of the option
+
+# Codecs with options whose values do not all combine: sets of values that do, by codec name.
 _SPARSE = ({"values": ("bf16", "fp16", "fp32"), "round": ("nearest",)}, {"values": ("int8", "int3")})
 APART: dict[str, tuple[dict[str, tuple[object, ...]], ...]] = {"topk": _SPARSE, "randk": _SPARSE}
 
 
 def covering(columns: Sequence[Sequence[object]]) -> list[tuple[object, ...]]:
-    """Rows, few and always the same, in which every value of a column meets every value of every other one."""
+    """A small, deterministic set of rows in which every pair of values of two columns occurs (pairwise testing)."""
     if len(columns) < 2:
         return list(itertools.product(*columns))
     places = [[(a, x) for x in range(len(column))] for a, column in enumerate(columns)]
     missing = {pair for two in itertools.combinations(places, 2) for pair in itertools.product(*two)}
     rows = []
     while missing:
-        # A row is grown from a pair that is still missing, column by column, by what covers most.
+        # Grow a row from a missing pair, column by column, with the value that covers most missing pairs.
         row = dict(min(missing))
         for place in places:
-            met = {
+            covered = {
                 cell: sum(tuple(sorted((cell, other))) in missing for other in row.items()) for cell in place
             }
             if place[0][0] not in row:
-                row.update([max(place, key=met.__getitem__)])
+                row.update([max(place, key=covered.__getitem__)])
         missing -= set(itertools.combinations(sorted(row.items()), 2))
         rows.append([row[column] for column in range(len(columns))])
     return [tuple(column[i] for column, i in zip(columns, row, strict=True)) for row in rows]
 
 
 def option_sets(name: str) -> list[Codec]:
-    """The codec called `name` with options such that every two values of different options meet."""
+    """The codec called `name` with sets of options in which every pair of values of two options occurs."""
     entry = CODECS[name]
     options = entry.options()
     return [
@@ -62,14 +65,17 @@ def option_sets(name: str) -> list[Codec]:
 
 
 def everything() -> list[Codec]:
-    """Every codec with its defaults, and with options such that every two values meet."""
+    """Every codec with its defaults and with its `option_sets`."""
     return list(dict.fromkeys(each for name in CODECS for each in [codec(name), *option_sets(name)]))
 
 
 def few() -> list[Codec]:
-    """Every codec with its defaults, and with each option changed alone: in the first codec of a type, and once
-    more in the others, which take turns (int7 to int2 share what int8 has)."""
-    found = []
+    """Every codec with its defaults, and each option changed alone.
+
+    The options of a class are changed in its first codec, and once more in the others in turn (int7 to int2 share the
+    class of int8).
+    """
+    codecs = []
     siblings: dict[object, list[str]] = {}
     for name, entry in CODECS.items():
         siblings.setdefault(entry.make, []).append(name)
@@ -80,15 +86,15 @@ def few() -> list[Codec]:
             for value in VALUES[option]
             if value != field.default
         ]
-        found += [codec(name) for name in (first, *others)]
-        found += [dataclasses.replace(codec(first), **change, **_with(first, change)) for change in changes]
+        codecs += [codec(name) for name in (first, *others)]
+        codecs += [dataclasses.replace(codec(first), **change, **_with(first, change)) for change in changes]
         turns = zip(itertools.cycle(others), changes) if others else ()
-        found += [dataclasses.replace(codec(name), **change) for name, change in turns]
-    return found
+        codecs += [dataclasses.replace(codec(name), **change) for name, change in turns]
+    return codecs
 
 
 def _with(name: str, change: dict[str, object]) -> dict[str, object]:
-    """What must change, too, where `change` is made to the codec called `name`."""
+    """Options that must change together with `change` in the codec called `name`."""
     if name not in APART:
         return {}
     fields = CODECS[name].options()

@@ -30,6 +30,13 @@ def test_every_option_has_values_to_test(name: str) -> None:
         assert field.default in VALUES[option]
 
 
+@pytest.mark.parametrize("name", names())
+def test_the_class_documents_options_and_reference(name: str) -> None:
+    text = type(codec(name)).__doc__ or ""
+    assert f"dtcomm.kernels.reference.{codec(name).reference}" in " ".join(text.split())
+    assert all(f"{option}: " in text for option in CODECS[name].options())
+
+
 def test_only_what_differs_is_printed() -> None:
     assert str(codec("int8:block=32,round=stochastic,symmetric=true")) == "int8:round=stochastic"
     assert str(codec(" int8:scale=fp32, block=64 ")) == "int8:block=64,scale=fp32"
