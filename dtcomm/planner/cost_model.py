@@ -1,4 +1,8 @@
-"""What a collective is expected to cost, read off its schedule, or off what `dtcomm tune` measured."""
+"""The cost model: constants and measurements by which algorithms are chosen, and the predicted time of a schedule.
+
+`Table` holds both. ``dtcomm tune`` writes one as JSON, rank 0 reads it when a group starts, and `parse` turns its text
+into a `Table` on every rank. `predict` applies the simulator to a schedule with the table's constants.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +28,16 @@ PLACEMENTS = ("", NEAR, FAR)
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Seconds of one algorithm with one codec on a group like this, as (uncompressed bytes, seconds) by size.
+    """The measured times of one algorithm with one codec on a group of a given size.
 
-    ``placement``: whether the CPUs of a host's ranks shared a cache then (``near``) or not (``far``); empty where
-    nobody knows, or it does not matter.
+    Args:
+        collective: The collective's name.
+        algorithm: The algorithm's name.
+        codec: The codec's spec.
+        ranks: The number of ranks.
+        hosts: The number of hosts.
+        points: (uncompressed bytes, seconds), sizes ascending.
+        placement: ``near`` if the CPUs of a host's ranks shared a cache, ``far`` if not, empty if that is unknown.
     """
 
     collective: str
@@ -45,12 +55,14 @@ class Measured:
             )
         sizes = [size for size, _ in self.points]
         if not sizes or sizes != sorted(set(sizes)) or any(seconds <= 0 for _, seconds in self.points):
-            raise ValueError(f"points: expected rising sizes and times over 0, got {self.points}")
+            raise ValueError(f"points: expected ascending sizes and times over 0, got {self.points}")
 
     def seconds(self, nbytes: int) -> float:
-        """Between two sizes the less of two lines: a constant and so much a byte, which small messages keep to, and
-        one of logarithms, which those keep to that leave the caches. Below the least size as long as that, above the
-        largest in proportion.
+        """Return the time of a message of ``nbytes`` bytes.
+
+        Between two measured sizes it is the smaller of two interpolations: a linear one, which fits small messages, and
+        one of logarithms, which fits messages that leave the caches. Below the smallest size it is that size's time;
+        above the largest size it grows in proportion.
         """
         (low, first), (high, last) = self.points[0], self.points[-1]
         if nbytes <= low:
@@ -59,27 +71,32 @@ class Measured:
             return last * nbytes / high
         for (left, a), (right, b) in zip(self.points, self.points[1:]):
             if nbytes <= right:
-                share = math.log(nbytes / left) / math.log(right / left)
-                curved = math.exp((1 - share) * math.log(a) + share * math.log(b))
-                return min(curved, a + (b - a) * (nbytes - left) / (right - left))
-        raise AssertionError("sizes rise")
+                fraction = math.log(nbytes / left) / math.log(right / left)
+                logarithmic = math.exp((1 - fraction) * math.log(a) + fraction * math.log(b))
+                return min(logarithmic, a + (b - a) * (nbytes - left) / (right - left))
+        raise AssertionError("sizes ascend")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The constants that ``auto`` decides by. All ranks of a group must use the same.
+    """The constants and measurements that ``auto`` decides by. All ranks of a group must use the same table.
 
-    ``one_shot_bytes``: the most bytes that a rank may send in one shot (payload times peers) before two shots
-    are taken; higher saves a synchronisation, lower saves arithmetic, which one shot repeats on every rank.
-    ``inside`` and ``between`` are the links within a host and between hosts: alpha is ``latency``, 1/beta
-    ``bandwidth``. ``work`` is gamma: encoding and decoding, in seconds an element; ``rates`` the same by codec.
-    ``measured`` goes before all of these; ``source`` says where the table is from.
+    Args:
+        one_shot_bytes: The most bytes that a rank may send in one shot (payload times peers) before two shots are
+            taken. A higher value saves a synchronisation; a lower value saves arithmetic, which one shot repeats on
+            every rank.
+        inside: The link within a host: alpha is its ``latency``, 1/beta its ``bandwidth``.
+        between: The link between hosts.
+        compute: Gamma: the seconds per element of encoding and decoding.
+        rates: (codec, cost) for codecs that differ from ``compute``.
+        measured: Measured times, which take precedence over the constants.
+        source: Where the table comes from.
     """
 
     one_shot_bytes: int = 128 * 1024
     inside: Link = field(default=Link(latency=5e-7, bandwidth=1e10))
     between: Link = field(default=Link(latency=2e-5, bandwidth=1.25e9, overhead=2e-6))
-    work: ComputeCost = field(default=ComputeCost(encode=2.5e-10, decode=2.5e-10))
+    compute: ComputeCost = field(default=ComputeCost(encode=2.5e-10, decode=2.5e-10))
     rates: tuple[tuple[str, ComputeCost], ...] = ()
     measured: tuple[Measured, ...] = ()
     source: str = "dtcomm's own constants"
@@ -88,57 +105,58 @@ class Table:
         if self.one_shot_bytes < 0:
             raise ValueError(f"one_shot_bytes: must be at least 0, got {self.one_shot_bytes}")
 
-    def work_of(self, codec: Codec) -> ComputeCost:
-        """Of one codec."""
-        return next((work for spec, work in self.rates if spec == str(codec)), self.work)
+    def compute_cost(self, codec: Codec) -> ComputeCost:
+        """Return the seconds per element of a codec."""
+        return next((cost for spec, cost in self.rates if spec == str(codec)), self.compute)
 
     def measurements(
         self, collective: str, codec: Codec, ranks: int, hosts: int, placement: str = ""
     ) -> dict[str, Measured]:
-        """By algorithm, what was measured on a group of that many ranks and hosts, placed like that.
+        """Return the measurements of groups of that many ranks and hosts, by algorithm.
 
-        Where nothing was, or ``placement`` is empty: what is to be expected over all placements that were seen.
+        They are those of the given CPU placement. If there are none, or ``placement`` is empty, they are the means over
+        all placements that were measured.
         """
         wanted = (collective, str(codec), ranks, hosts)
-        found: dict[str, list[Measured]] = {}
-        for each in self.measured:
-            if (each.collective, each.codec, each.ranks, each.hosts) == wanted:
-                found.setdefault(each.algorithm, []).append(each)
+        by_algorithm: dict[str, list[Measured]] = {}
+        for row in self.measured:
+            if (row.collective, row.codec, row.ranks, row.hosts) == wanted:
+                by_algorithm.setdefault(row.algorithm, []).append(row)
         return {
             name: next((row for row in rows if placement and row.placement == placement), None) or _mean(rows)
-            for name, rows in found.items()
+            for name, rows in by_algorithm.items()
         }
 
     def placements(self, collective: str, codec: Codec, ranks: int, hosts: int) -> tuple[str, ...]:
-        """Those that such a group was measured in."""
+        """Return the CPU placements in which such a group was measured."""
         wanted = (collective, str(codec), ranks, hosts)
         seen = {
-            each.placement
-            for each in self.measured
-            if (each.collective, each.codec, each.ranks, each.hosts) == wanted
+            row.placement
+            for row in self.measured
+            if (row.collective, row.codec, row.ranks, row.hosts) == wanted
         }
-        return tuple(each for each in PLACEMENTS if each in seen)
+        return tuple(placement for placement in PLACEMENTS if placement in seen)
 
     def as_dict(self) -> dict[str, Any]:
-        """Times in microseconds, bandwidths in GB/s; ``parse`` reads it back."""
+        """Return the table for JSON, times in microseconds and bandwidths in GB/s; `parse` reads it back."""
         return {
             "version": VERSION,
             "source": self.source,
             "one_shot_bytes": self.one_shot_bytes,
             "links": {"inside": _link(self.inside), "between": _link(self.between)},
-            "work": _work(self.work),
-            "rates": {spec: _work(work) for spec, work in self.rates},
+            "work": _rates(self.compute),
+            "rates": {spec: _rates(cost) for spec, cost in self.rates},
             "measured": [
                 {
-                    "collective": each.collective,
-                    "algorithm": each.algorithm,
-                    "codec": each.codec,
-                    "ranks": each.ranks,
-                    "hosts": each.hosts,
-                    "placement": each.placement,
-                    "points_us": [[size, round(seconds * 1e6, 3)] for size, seconds in each.points],
+                    "collective": row.collective,
+                    "algorithm": row.algorithm,
+                    "codec": row.codec,
+                    "ranks": row.ranks,
+                    "hosts": row.hosts,
+                    "placement": row.placement,
+                    "points_us": [[size, round(seconds * 1e6, 3)] for size, seconds in row.points],
                 }
-                for each in self.measured
+                for row in self.measured
             ],
         }
 
@@ -151,86 +169,119 @@ def _link(link: Link) -> dict[str, float]:
     }
 
 
-def _work(work: ComputeCost) -> list[float]:
-    # GB/s of fp32: what goes in, what comes out.
-    return [4e-9 / work.encode if work.encode else 0.0, 4e-9 / work.decode if work.decode else 0.0]
+def _rates(cost: ComputeCost) -> list[float]:
+    # GB/s of fp32 to encode and to decode.
+    return [4e-9 / cost.encode if cost.encode else 0.0, 4e-9 / cost.decode if cost.decode else 0.0]
 
 
 @functools.lru_cache(maxsize=16)
 def parse(text: str) -> Table:
-    """The table that ``as_dict`` makes, as JSON; an empty text is the default. ValueError says what is wrong."""
+    """Read a table from the JSON text of `Table.as_dict`; an empty text is the default table.
+
+    Raises:
+        ValueError: If the text cannot be read. The message says what is wrong.
+
+    Example:
+        >>> from dtcomm import planner
+        >>> planner.parse("").one_shot_bytes
+        131072
+    """
     if not text:
         return Table()
     try:
-        found = json.loads(text)
-        if found["version"] != VERSION:
-            raise ValueError(f"version {found['version']}, expected {VERSION}: run `dtcomm tune` again")
+        content = json.loads(text)
+        if content["version"] != VERSION:
+            raise ValueError(f"version {content['version']}, expected {VERSION}: run `dtcomm tune` again")
         return Table(
-            one_shot_bytes=int(found["one_shot_bytes"]),
-            inside=_to_link(found["links"]["inside"]),
-            between=_to_link(found["links"]["between"]),
-            work=_to_work(found["work"]),
-            rates=tuple((spec, _to_work(pair)) for spec, pair in found["rates"].items()),
-            measured=tuple(_to_measured(each) for each in found["measured"]),
-            source=str(found["source"]),
+            one_shot_bytes=int(content["one_shot_bytes"]),
+            inside=_to_link(content["links"]["inside"]),
+            between=_to_link(content["links"]["between"]),
+            compute=_to_cost(content["work"]),
+            rates=tuple((spec, _to_cost(pair)) for spec, pair in content["rates"].items()),
+            measured=tuple(_to_measured(row) for row in content["measured"]),
+            source=str(content["source"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"the table of `dtcomm tune` (DTCOMM_TUNE) cannot be read: {what}") from None
 
 
-def _to_link(found: Mapping[str, float]) -> Link:
+def _to_link(fields: Mapping[str, float]) -> Link:
     return Link(
-        latency=found["latency_us"] * 1e-6,
-        bandwidth=found["gbytes"] * 1e9,
-        overhead=found["message_us"] * 1e-6,
+        latency=fields["latency_us"] * 1e-6,
+        bandwidth=fields["gbytes"] * 1e9,
+        overhead=fields["message_us"] * 1e-6,
     )
 
 
-def _to_work(pair: Sequence[float]) -> ComputeCost:
+def _to_cost(pair: Sequence[float]) -> ComputeCost:
     encode, decode = pair
     return ComputeCost(encode=4e-9 / encode if encode else 0.0, decode=4e-9 / decode if decode else 0.0)
 
 
-def _to_measured(found: Mapping[str, Any]) -> Measured:
+def _to_measured(row: Mapping[str, Any]) -> Measured:
     return Measured(
-        collective=found["collective"],
-        algorithm=found["algorithm"],
-        codec=found["codec"],
-        ranks=int(found["ranks"]),
-        hosts=int(found["hosts"]),
-        points=tuple((int(size), us * 1e-6) for size, us in found["points_us"]),
-        placement=str(found.get("placement", "")),
+        collective=row["collective"],
+        algorithm=row["algorithm"],
+        codec=row["codec"],
+        ranks=int(row["ranks"]),
+        hosts=int(row["hosts"]),
+        points=tuple((int(size), us * 1e-6) for size, us in row["points_us"]),
+        placement=str(row.get("placement", "")),
     )
 
 
 def _mean(rows: Sequence[Measured]) -> Measured:
-    """The geometric mean, at the sizes that all of ``rows`` have."""
+    """Return the geometric mean of rows at the sizes that all of them have."""
     if len(rows) == 1:
         return rows[0]
     times = [dict(row.points) for row in rows]
     shared = [size for size in times[0] if all(size in others for others in times)] or list(times[0])
     points = tuple(
-        (size, math.exp(statistics.fmean(math.log(found[size]) for found in times if size in found)))
+        (size, math.exp(statistics.fmean(math.log(seconds[size]) for seconds in times if size in seconds)))
         for size in shared
     )
     return replace(rows[0], points=points, placement="")
 
 
 def measured_bytes(numel: int, dtype: torch.dtype, codec: Codec) -> int:
-    """What measurements count: the tensor's bytes, or those of fp32 where a codec does the work."""
+    """Return the bytes by which measurements are indexed: the tensor's, or those in fp32 if there is a codec."""
     return numel * (dtype.itemsize if codec.name == "none" else 4)
 
 
 def predict(
     schedule: Schedule, numel: int, dtype: torch.dtype, codec: Codec, topology: Topology, table: Table
 ) -> float:
-    """Seconds of one pass over ``schedule``; ``numel`` counts the whole tensor (``Schedule.bytes_on_wire``).
+    """Predict the time of one pass over a schedule.
 
-    An upper bound for large tensors, whose pieces overlap: it serves to compare algorithms, not to promise
+    For large tensors, whose pieces overlap, this is an upper bound: it serves to compare algorithms, not to promise
     times.
+
+    Args:
+        schedule: The schedule.
+        numel: Elements of the whole tensor, as in `Schedule.bytes_on_wire`.
+        dtype: The dtype of the tensor.
+        codec: The codec of the messages.
+        topology: Which rank is on which host.
+        table: The constants.
+
+    Returns:
+        Seconds.
+
+    Raises:
+        ValueError: If the topology has another number of ranks than the schedule.
+
+    Example:
+        >>> import torch
+        >>> from dtcomm import algorithms, codec, planner
+        >>> ring = algorithms.build("ring", "all_reduce", 4)
+        >>> seconds = planner.predict(
+        ...     ring, 1 << 20, torch.float32, codec("none"), planner.Topology.even(4, hosts=2), planner.Table()
+        ... )
+        >>> seconds > 0
+        True
     """
     if topology.ranks != schedule.ranks:
         raise ValueError(f"topology: has {topology.ranks} ranks, the schedule {schedule.ranks}")
     links = (table.inside, table.between)
-    return simulate(schedule, numel, codec, links, table.work_of(codec), dtype, topology.level).seconds
+    return simulate(schedule, numel, codec, links, table.compute_cost(codec), dtype, topology.level).seconds

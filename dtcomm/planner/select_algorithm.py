@@ -1,19 +1,19 @@
-"""Which algorithm ``algorithm="auto"`` and ``"direct"`` mean.
+"""Chooses the algorithm that ``algorithm="auto"`` and ``"direct"`` mean.
 
-The choice is a pure function of what all ranks know alike, so that they choose alike without talking.
+The choice is a pure function of what all ranks know alike, so all ranks choose alike without communicating.
 
-- Inside one host the direct algorithms win: memory is shared, and a step costs a cache line's round trip. A
-  lossless all-reduce takes one shot while that is small and two shots above; both give the same bits (one
-  fp32 sum in rank order, rounded once), so the size decides about time only.
-- A lossy all-reduce takes two shots at every size. One shot encodes each contribution and no sum, two shots
-  encode the sum as well: chosen by size, a parameter's result would depend on what else is in its bucket.
-- The other collectives have one direct algorithm worth taking inside a host: one shot.
-- Between hosts lossless collectives, and those that only copy, take the algorithm with the least predicted cost,
-  which may add up in another order. Lossy sums choose between the two shots and a hierarchy, which crosses hosts once
-  for all ranks of a host: every further hop would encode again. The prediction is made for sizes rounded up to a
-  power of two, so that it is seldom made.
-- Where `dtcomm tune` has measured a group of as many ranks and hosts with this codec, its times decide ``auto``: the
-  choice above stays as long as it is within 5 % of the fastest, and a lossy sum is encoded twice at most.
+- Inside one host the direct algorithms win: memory is shared, and a step costs the round trip of a cache line. A
+  lossless all-reduce takes one shot while that is small and two shots above. Both give the same bits (one fp32 sum in
+  rank order, rounded once), so the size decides only the time.
+- A lossy all-reduce takes two shots at every size. One shot encodes each contribution and no sum, two shots encode the
+  sum as well. If the size chose between them, the result of a parameter would depend on what else is in its bucket.
+- The other collectives have one direct algorithm worth using inside a host: one shot.
+- Between hosts, lossless collectives and those that only copy take the algorithm with the least predicted cost, which
+  may sum in another order. Lossy sums choose between two shots and a hierarchy, which crosses hosts once for all ranks
+  of a host; every further hop would encode again. The prediction is made for sizes rounded up to a power of two, so
+  that it is rarely made.
+- If `dtcomm tune` has measured a group of as many ranks and hosts with this codec, its times decide ``auto``: the
+  choice above stays as long as it is within 3 % of the fastest, and a lossy sum is encoded at most twice.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from dtcomm.planner.hardware import Topology
 from dtcomm.schedule.ir import REDUCING
 
 CHOOSERS = ("auto", "direct")
-NEAR = 1.03  # as good as the fastest
-MOST_ENCODINGS = 2  # of a lossy sum that times alone decide about
-HIERARCHY_GAINS = 1.25  # for which a lossy sum is encoded once more
+NEAR_FASTEST = 1.03  # times the fastest: the default choice stays within this
+MAX_ENCODINGS = 2  # of a lossy sum whose algorithm is chosen by time alone
+MIN_HIERARCHY_GAIN = 1.25  # the predicted speedup for which a lossy sum is encoded once more
 DEFAULT = Table()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """An algorithm and why it was taken; ``seconds`` holds what each candidate would take, as far as that was asked."""
+    """An algorithm, why it was chosen, and the seconds of each candidate as far as they were considered."""
 
     algorithm: str
     why: str
@@ -59,10 +59,30 @@ def select(
     table: Table = DEFAULT,
     algorithm: str = "auto",
 ) -> str:
-    """The name of the algorithm to build; any name but "auto" and "direct" is itself, once it is found valid.
+    """Return the name of the algorithm to build.
 
-    ``numel`` counts the whole tensor, as in ``Schedule.bytes_on_wire``: the input of reduce_scatter, the output of
-    all_gather. Raises ValueError that lists the valid names.
+    Args:
+        collective: The collective's name.
+        numel: Elements of the whole tensor, as in `Schedule.bytes_on_wire`: the input of reduce_scatter, the output of
+            all_gather.
+        dtype: The dtype of the tensor.
+        codec: The codec of the messages.
+        ranks: The number of ranks.
+        hosts: The number of hosts.
+        table: The constants and measurements to decide by.
+        algorithm: ``"auto"`` or ``"direct"``; any other name is returned as it is if it is valid.
+
+    Returns:
+        The name.
+
+    Raises:
+        ValueError: If the name is not valid. The message lists the valid names.
+
+    Example:
+        >>> import torch
+        >>> from dtcomm import codec, planner
+        >>> planner.select("all_reduce", 1 << 20, torch.float32, codec("int8"), ranks=4)
+        'two_shot'
     """
     return explain(collective, numel, dtype, codec, ranks, hosts, table, algorithm).algorithm
 
@@ -77,71 +97,84 @@ def explain(
     table: Table = DEFAULT,
     algorithm: str = "auto",
 ) -> Decision:
-    """``select`` with its reasons."""
+    """Return what `select` chooses and why; the arguments are those of `select`.
+
+    Example:
+        >>> import torch
+        >>> from dtcomm import codec, planner
+        >>> print(planner.explain("all_reduce", 1024, torch.float32, codec("none"), ranks=2))
+        one_shot: sends 4096 bytes a rank, up to 131072 go in one shot
+    """
     algorithms.require(algorithm, collective, besides=CHOOSERS)
     if algorithm not in CHOOSERS:
         return Decision(algorithm=algorithm, why="asked for by name")
     lossless = codec.lossless(dtype)
-    free = lossless or collective not in REDUCING
-    usual = _usual(collective, numel, dtype, codec, ranks, table, lossless)
+    any_order = lossless or collective not in REDUCING
+    default = _direct(collective, numel, dtype, codec, ranks, table, lossless)
     if algorithm == "direct" or ranks == 1:
-        return usual
+        return default
     placements = table.placements(collective, codec, ranks, hosts)
     if placements:
         nbytes = measured_bytes(numel, dtype, codec)
-        taken = [
-            {name: each.seconds(nbytes) for name, each in found.items()}
-            for found in (table.measurements(collective, codec, ranks, hosts, one) for one in placements)
+        measured = [
+            table.measurements(collective, codec, ranks, hosts, placement) for placement in placements
         ]
+        times = [{name: row.seconds(nbytes) for name, row in rows.items()} for rows in measured]
         names = [
             name
-            for name in taken[0]
-            if all(name in each for each in taken)
-            and (free or _encodings(name, collective, ranks, hosts) <= MOST_ENCODINGS * hosts)
+            for name in times[0]
+            if all(name in seconds for seconds in times)
+            and (any_order or _encodings(name, collective, ranks, hosts) <= MAX_ENCODINGS * hosts)
         ]
-        return _fastest(usual, [{name: each[name] for name in names} for each in taken], table)
+        return _fastest(default, [{name: seconds[name] for name in names} for seconds in times], table)
     if hosts == 1:
-        return usual
+        return default
     shard = 1 << max(-(-numel // ranks) - 1, 0).bit_length()
     costs = _costs(collective, shard * ranks, dtype, codec, ranks, hosts, table)
-    if free:
-        name = min(costs, key=lambda each: costs[each])
-        return _decided(name, f"least predicted time on {hosts} hosts ({table.source})", costs)
-    if "hierarchical" in costs and costs["hierarchical"] * HIERARCHY_GAINS < costs[usual.algorithm]:
-        why = f"crosses hosts once for all ranks of a host, predicted over {HIERARCHY_GAINS}x faster"
-        return _decided("hierarchical", why, costs)
-    return usual
+    if any_order:
+        name = min(costs, key=lambda candidate: costs[candidate])
+        return _decision(name, f"least predicted time on {hosts} hosts ({table.source})", costs)
+    if "hierarchical" in costs and costs["hierarchical"] * MIN_HIERARCHY_GAIN < costs[default.algorithm]:
+        why = f"crosses hosts once for all ranks of a host, predicted over {MIN_HIERARCHY_GAIN}x faster"
+        return _decision("hierarchical", why, costs)
+    return default
 
 
-def _usual(
+def _direct(
     collective: str, numel: int, dtype: torch.dtype, codec: Codec, ranks: int, table: Table, lossless: bool
 ) -> Decision:
     if collective != "all_reduce":
-        return Decision(algorithm="one_shot", why="the one direct algorithm worth taking")
+        return Decision(algorithm="one_shot", why="the one direct algorithm worth using")
     if not lossless:
         why = "a lossy sum takes two shots at every size, so that results do not depend on it"
         return Decision(algorithm="two_shot", why=why)
-    sent, most = codec.wire_bytes(numel, dtype) * (ranks - 1), table.one_shot_bytes
-    if sent <= most:
-        return Decision(algorithm="one_shot", why=f"sends {sent} bytes a rank, up to {most} go in one shot")
-    return Decision(algorithm="two_shot", why=f"one shot would send {sent} bytes a rank, over {most}")
+    sent, limit = codec.wire_bytes(numel, dtype) * (ranks - 1), table.one_shot_bytes
+    if sent <= limit:
+        return Decision(algorithm="one_shot", why=f"sends {sent} bytes a rank, up to {limit} go in one shot")
+    return Decision(algorithm="two_shot", why=f"one shot would send {sent} bytes a rank, over {limit}")
 
 
-def _fastest(usual: Decision, taken: list[dict[str, float]], table: Table) -> Decision:
-    """Of what was ``taken``, in seconds by algorithm for each placement that was seen: ranks move, and all must decide
-    alike, so what is least far behind the fastest where it is furthest.
+def _fastest(default: Decision, times: list[dict[str, float]], table: Table) -> Decision:
+    """Choose by measured times, in seconds by algorithm for each CPU placement that was measured.
+
+    Ranks move between CPUs, and all must decide alike. So the algorithm is chosen whose time is closest to the fastest
+    in the placement that suits it least.
     """
-    if not taken[0]:
-        return usual
-    behind = {name: max(each[name] / min(each.values()) for each in taken) for name in taken[0]}
-    best = min(behind, key=lambda each: behind[each])
-    name = usual.algorithm if behind.get(usual.algorithm, math.inf) <= NEAR * behind[best] else best
-    near = "" if name == best else f", within {NEAR - 1:.0%} of {best}"
-    costs = {one: math.prod(each[one] for each in taken) ** (1 / len(taken)) for one in taken[0]}
-    return _decided(name, f"measured {costs[name] * 1e6:.3g} us{near} ({table.source})", costs)
+    if not times[0]:
+        return default
+    slowdown = {name: max(seconds[name] / min(seconds.values()) for seconds in times) for name in times[0]}
+    best = min(slowdown, key=lambda candidate: slowdown[candidate])
+    stays = slowdown.get(default.algorithm, math.inf) <= NEAR_FASTEST * slowdown[best]
+    name = default.algorithm if stays else best
+    near = "" if name == best else f", within {NEAR_FASTEST - 1:.0%} of {best}"
+    costs = {
+        candidate: math.prod(seconds[candidate] for seconds in times) ** (1 / len(times))
+        for candidate in times[0]
+    }
+    return _decision(name, f"measured {costs[name] * 1e6:.3g} us{near} ({table.source})", costs)
 
 
-def _decided(name: str, why: str, costs: dict[str, float]) -> Decision:
+def _decision(name: str, why: str, costs: dict[str, float]) -> Decision:
     return Decision(algorithm=name, why=why, seconds=tuple(sorted(costs.items(), key=lambda item: item[1])))
 
 

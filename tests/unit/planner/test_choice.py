@@ -239,7 +239,7 @@ def test_cost_by_hand() -> None:
     table = Table(
         inside=Link(latency=1e-6, bandwidth=1e10),
         between=Link(latency=1e-5, bandwidth=1e9, overhead=1e-6),
-        work=ComputeCost(),
+        compute=ComputeCost(),
     )
     schedule, none = algorithms.build("one_shot", "all_reduce", 4), codec("none")
 
