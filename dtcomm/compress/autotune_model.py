@@ -18,7 +18,7 @@ from dtcomm.codecs import Codec, codec
 from dtcomm.compress.dgc import DGC
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.spec import Scheme, parse_scheme, wire_codec
-from dtcomm.planner.estimate import CALL, STEP, estimate
+from dtcomm.planner.estimate import CALL_US, STEP_US, estimate
 from dtcomm.planner.hardware import Device, Port, System
 
 NAME = "auto"
@@ -116,7 +116,7 @@ class LinkCosts:
         """Return the job for the planner: every rank behind its own link, unless that is as fast as memory."""
         has_link = self.per_byte > 1 / MEMORY_BYTES_PER_SECOND
         engine = "gloo" if has_link else "memory"
-        overhead_us = STEP[engine][has_link] + CALL[engine] / 2
+        overhead_us = STEP_US[engine][has_link] + CALL_US[engine] / 2
         port = Port(
             kind="tcp" if has_link else "memory",
             gbytes=1e-9 / max(self.per_byte, 1e-12),

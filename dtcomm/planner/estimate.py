@@ -1,12 +1,12 @@
-"""What one collective would take on a system: read off the algorithm's profile, or NCCL's model where NCCL runs it.
+"""Predicts the time of one collective on a system, from the algorithm's profile, or from NCCL's model if NCCL runs it.
 
-Our own engines: with L seconds of latency along the steps, W on each kind of link, C of arithmetic, all of the
-busiest rank, and p pieces that follow each other through the steps, a message takes
+For the engines of dtcomm, let L be the seconds of latency along the steps, W those on each kind of link, and C those of
+arithmetic, all of the busiest rank, and let p pieces follow each other through the steps. A message takes
 
     L + (W_inside + W_between + C) / p + (1 - 1 / p) * max(W_inside, W_between, C)
 
-which is the sum of all for a message in one piece, and the busiest resource alone for one in many. Ranks that
-share a host's memory have no link that works beside them: there everything is one after the other.
+which is the sum of all times for one piece, and the time of the busiest resource for many. Ranks that share a host's
+memory have no link that works in parallel with them, so their times always add up.
 """
 
 from __future__ import annotations
@@ -25,14 +25,19 @@ from dtcomm.planner.traffic_profile import Profile, profile
 from dtcomm.schedule.ir import CUT_AT_GRANULES
 
 UNMEASURED = Table()
-PIECE = 256 * 1024  # bytes of a message before it is cut into pieces
-MOST_PIECES = 64
-MANY = 2048  # ranks, beyond which only some algorithms are worth reading
-#: Microseconds of a step on our engines besides the link's: of grouped sends and receives, or of Gloo's.
-STEP = {"nccl": (10.0, 25.0), "gloo": (20.0, 20.0), "memory": (0.7, 0.7)}
-REACH = {"nccl": 0.85, "gloo": 1.0, "memory": 1.0}  # of a link's bandwidth, by messages of ours
-CALL = {"nccl": 10.0, "gloo": 60.0, "memory": 5.0}  # of a call
-BUS = {
+PIECE_BYTES = 256 * 1024  # messages above this are cut into pieces
+MAX_PIECES = 64
+MANY_RANKS = 2048  # beyond this only some algorithms are considered
+#: Microseconds of a step in addition to the link's, inside a host and between hosts: of grouped sends and receives, or
+#: of Gloo's.
+STEP_US = {"nccl": (10.0, 25.0), "gloo": (20.0, 20.0), "memory": (0.7, 0.7)}
+LINK_REACH = {
+    "nccl": 0.85,
+    "gloo": 1.0,
+    "memory": 1.0,
+}  # the share of a link's bandwidth that our messages reach
+CALL_US = {"nccl": 10.0, "gloo": 60.0, "memory": 5.0}  # of each call
+BUS_TRAVERSALS = {
     "all_reduce": 2.0,
     "broadcast": 0.0,
     "reduce": 0.0,
@@ -41,11 +46,11 @@ BUS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """One collective of ``nbytes`` uncompressed bytes (of all shards where there are any).
+    """The prediction for one collective of ``nbytes`` uncompressed bytes (of all shards, if there are shards).
 
-    ``wire_bytes``: what the busiest rank sends; ``memory_bytes``: buffers it needs besides the tensor;
-    ``encodings``: how often the most travelled contribution is encoded; ``detail``: the protocol, or what the time
-    is made of.
+    ``wire_bytes`` is what the busiest rank sends, ``memory_bytes`` the buffers it needs besides the tensor,
+    ``encodings`` how often the most encoded contribution is encoded, and ``detail`` the protocol or the parts of the
+    time.
     """
 
     collective: str
@@ -62,16 +67,16 @@ class Estimate:
 
     @property
     def algbw(self) -> float:
-        """GB/s (1e9) of the tensor."""
+        """GB/s (1e9) of the tensor: size by time."""
         return self.nbytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
     @property
     def busbw(self) -> float:
-        """GB/s as nccl-tests counts them."""
+        """The bus bandwidth of nccl-tests in GB/s."""
         return self.algbw * bus_factor(self.collective, self.ranks)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; time in microseconds."""
+        """Return the estimate for JSON, the time in microseconds."""
         return {
             "size": self.nbytes,
             "collective": self.collective,
@@ -89,18 +94,18 @@ class Estimate:
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """nccl-tests' factor from algbw to busbw."""
-    turns = BUS.get(collective, 1.0)
-    return turns * (ranks - 1) / ranks if turns else 1.0
+    """Return nccl-tests' factor from algbw to busbw."""
+    traversals = BUS_TRAVERSALS.get(collective, 1.0)
+    return traversals * (ranks - 1) / ranks if traversals else 1.0
 
 
 def candidates(collective: str, codec: Codec, system: System) -> tuple[str, ...]:
-    """The algorithms that are considered for ``codec``: NCCL's where NCCL runs it, else ours."""
+    """Return the algorithms to consider for a codec: NCCL's if NCCL runs it, otherwise those of dtcomm."""
     if system.engine == "nccl" and codec.name == "none":
         return nccl_model.algorithms(collective, system)
     names = algorithms.available(collective)
-    if system.ranks > MANY:
-        # What is a matter of one step for all others, or of a step for each, is nothing for so many.
+    if system.ranks > MANY_RANKS:
+        # Algorithms whose steps or messages grow with the number of ranks cannot win.
         names = tuple(name for name in names if name in ("hierarchical", "halving", "two_shot"))
     if system.hosts == 1:
         return tuple(name for name in names if name != "hierarchical")
@@ -120,9 +125,17 @@ def estimate(
     table: Table = UNMEASURED,
     placement: str = "",
 ) -> Estimate | None:
-    """None where the algorithm's schedule cannot be read for so many ranks. ``nbytes`` counts uncompressed bytes.
+    """Predict one collective; None if the algorithm's profile is not known for so many ranks.
 
-    Where ``table`` has times of a group like this, on CPUs, they are taken, those of CPUs in this ``placement`` first.
+    Args:
+        collective: The collective's name.
+        algorithm: One of `candidates`.
+        codec: The codec of the messages.
+        system: The hardware.
+        nbytes: Uncompressed bytes of the tensor.
+        dtype: The dtype of the tensor.
+        table: Measured times, which are used on CPUs if there are any of a group of this size.
+        placement: The CPU placement whose measurements are preferred.
     """
     numel = elements(collective, nbytes, dtype, system.ranks)
     size = numel * dtype.itemsize
@@ -146,37 +159,37 @@ def estimate(
             encodings=0,
             detail=choice.protocol,
         )
-    found = profile(algorithm, collective, system.ranks, system.per_host)
-    if found is None:
+    loads = profile(algorithm, collective, system.ranks, system.per_host)
+    if loads is None:
         return None
-    made = _ours(found, algorithm, codec, system, numel, dtype)
+    predicted = _predict(loads, algorithm, codec, system, numel, dtype)
     if system.device.generation:
-        return made
+        return predicted
     measured = table.measurements(collective, codec, system.ranks, system.hosts, placement).get(algorithm)
     if measured is None:
-        return made
+        return predicted
     seconds = measured.seconds(measured_bytes(numel, dtype, codec))
-    where = f", {measured.placement} CPUs" if measured.placement else ""
-    return replace(made, seconds=seconds, detail=f"measured{where}")
+    placed = f", {measured.placement} CPUs" if measured.placement else ""
+    return replace(predicted, seconds=seconds, detail=f"measured{placed}")
 
 
 def elements(collective: str, nbytes: int, dtype: torch.dtype, ranks: int) -> int:
-    """Of a tensor of about ``nbytes`` bytes; whole shards where the collective has any."""
+    """Return the elements of a tensor of about ``nbytes`` bytes; whole shards if the collective has shards."""
     numel = max(1, nbytes // dtype.itemsize)
     return numel if collective in CUT_AT_GRANULES else max(1, numel // ranks) * ranks
 
 
-def _ours(
-    found: Profile, algorithm: str, codec: Codec, system: System, numel: int, dtype: torch.dtype
+def _predict(
+    loads: Profile, algorithm: str, codec: Codec, system: System, numel: int, dtype: torch.dtype
 ) -> Estimate:
-    chunk = chunk_elements(found, numel, codec.granularity)
+    chunk = chunk_elements(loads, numel, codec.granularity)
     payload = codec.wire_bytes(chunk, dtype)
     encode, decode = (seconds * system.ranks_per_core for seconds in system.device.work(codec))
     engine = system.engine
-    step_inside, step_between = (us * 1e-6 for us in STEP[engine])
-    kernel, reach = system.device.kernel_us * 1e-6, REACH[engine]
+    step_inside, step_between = (us * 1e-6 for us in STEP_US[engine])
+    kernel, reach = system.device.kernel_us * 1e-6, LINK_REACH[engine]
     latency = inside = between = work = 0.0
-    for load, count in found.loads:
+    for load, count in loads.loads:
         waits = [0.0]
         if load.inside:
             waits.append(step_inside + system.inside.latency_us * 1e-6)
@@ -184,16 +197,16 @@ def _ours(
             waits.append(step_between + system.between.latency_us * 1e-6)
         kernels = kernel * ((load.encode > 0) + (load.decode > 0))
         latency += count * (max(waits) + kernels)
-        each = payload / (system.inside.bandwidth * reach)
-        inside += count * load.inside * (each + system.inside.message_us * 1e-6)
+        seconds_per_payload = payload / (system.inside.bandwidth * reach)
+        inside += count * load.inside * (seconds_per_payload + system.inside.message_us * 1e-6)
         busiest = max(load.between / system.rank_bandwidth, load.host / system.host_bandwidth)
         across = busiest * payload / reach
         between += count * (across + load.between * system.between.message_us * 1e-6)
         work += count * chunk * (load.encode * encode + load.decode * decode)
-    pieces = min(MOST_PIECES, max(1, payload // PIECE)) if engine != "memory" else 1
+    pieces = min(MAX_PIECES, max(1, payload // PIECE_BYTES)) if engine != "memory" else 1
     once = inside + between + work
     seconds = latency + once / pieces + (1 - 1 / pieces) * max(inside, between, work)
-    total = found.total()
+    total = loads.total()
     sent = (total.inside + total.between) * payload
     parts = " ".join(
         f"{name} {share / (once + latency):.0%}"
@@ -201,29 +214,29 @@ def _ours(
         if share > 0.005 * (once + latency)
     )
     return Estimate(
-        collective=found.collective,
+        collective=loads.collective,
         algorithm=algorithm,
         codec=str(codec),
         engine=engine if engine != "nccl" else "dtcomm over nccl",
         nbytes=numel * dtype.itemsize,
         ranks=system.ranks,
-        seconds=(seconds + CALL[engine] * 1e-6 + (system.device.launch_us * 1e-6)) if found.loads else 0.0,
+        seconds=(seconds + CALL_US[engine] * 1e-6 + (system.device.launch_us * 1e-6)) if loads.loads else 0.0,
         wire_bytes=sent,
-        memory_bytes=_memory(found, payload),
-        encodings=found.encodings if codec.name != "none" else 0,
+        memory_bytes=_buffer_bytes(loads, payload),
+        encodings=loads.encodings if codec.name != "none" else 0,
         detail=parts,
     )
 
 
-def chunk_elements(found: Profile, numel: int, granularity: int) -> int:
-    """Elements of the largest chunk."""
-    if found.collective not in CUT_AT_GRANULES:
-        return numel // found.ranks
+def chunk_elements(loads: Profile, numel: int, granularity: int) -> int:
+    """Return the elements of the largest chunk."""
+    if loads.collective not in CUT_AT_GRANULES:
+        return numel // loads.ranks
     granules = -(-numel // granularity)
-    return min(numel, -(-granules // found.chunks) * granularity)
+    return min(numel, -(-granules // loads.chunks) * granularity)
 
 
-def _memory(found: Profile, payload: int) -> int:
-    # A box for what is sent and one for what arrives, of the step that needs most; the runtimes reuse them.
-    most = max((load.inside + load.between for load, _ in found.loads), default=0)
+def _buffer_bytes(loads: Profile, payload: int) -> int:
+    # A buffer for each payload that is sent and received in the largest step; the runtimes reuse them.
+    most = max((load.inside + load.between for load, _ in loads.loads), default=0)
     return 2 * most * payload

@@ -1,9 +1,9 @@
-"""What a model costs a rank in memory under each stage of sharding (Rajbhandari et al. 2020, arXiv:1910.02054).
+"""Predicts the memory of a rank in each stage of sharding (Rajbhandari et al. 2020, arXiv:1910.02054).
 
-P parameters that are computed with in b bytes, on n ranks, and an optimiser that keeps s values for each; a "unit" is
-what is gathered at once, a layer. FSDP's shards and those of stages 1 and 2 are stepped in fp32. To that comes what
-compression keeps: residuals of the gradients as a rank has them before they are cut, and the parameters as peers know
-them.
+A model has P parameters of b bytes, on n ranks, and an optimizer that keeps s values for each. A *unit* is what is
+gathered at once: a layer. FSDP and the stages 1 and 2 update their shards in fp32. Compression adds residuals of a
+rank's whole gradients, and with ``delta:`` a copy of the parameters as the peers know them. ``dtcomm plan --memory``
+calls this.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dtcomm.codecs import codec
 
 BUCKET = 25 * 2**20
 STAGES = ("ddp", "zero-1", "zero-2", "fsdp")
-#: Bytes an element of what error feedback keeps; LoCo's moving average is in 8 bits and a scale a block.
+#: Bytes per element of residuals, by their form; LoCo keeps a moving average in 8 bits with a scale per block.
 RESIDUALS = {
     "none": 0.0,
     "fp32": 4.0,
@@ -26,8 +26,8 @@ RESIDUALS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
-    """``layers`` equal units; ``states``: values a parameter that the optimiser keeps, 2 for Adam."""
+class ModelSize:
+    """A model of ``layers`` equal units; ``states`` are the optimizer's values per parameter, 2 for Adam."""
 
     params: float
     layers: int = 32
@@ -37,9 +37,11 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Need:
-    """Bytes on one rank. ``parameters``: what lasts of them; ``passing``: units while they are computed with, and their
-    gradients until they are cut. ``references``: of ``delta:``.
+class RankMemory:
+    """Bytes on one rank.
+
+    ``parameters`` are those kept between steps. ``passing`` are units while they are computed with and their gradients
+    until they are reduced. ``references`` are the copies for ``delta:``.
     """
 
     stage: str
@@ -54,6 +56,7 @@ class Need:
 
     @property
     def total(self) -> float:
+        """The sum of all parts."""
         return (
             self.parameters
             + self.optimizer
@@ -64,18 +67,28 @@ class Need:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Bytes, rounded."""
-        found = {
-            name: round(each) if isinstance(each, float) else each for name, each in asdict(self).items()
+        """Return the bytes, rounded, for JSON."""
+        fields = {
+            name: round(value) if isinstance(value, float) else value for name, value in asdict(self).items()
         }
-        return {**found, "total": round(self.total)}
+        return {**fields, "total": round(self.total)}
 
 
-def need(model: Model, ranks: int, stage: str, feedback: str = "none", delta: bool = False) -> Need:
-    """What a rank of ``ranks`` holds. ValueError naming the argument.
+def rank_memory(
+    model: ModelSize, ranks: int, stage: str, feedback: str = "none", delta: bool = False
+) -> RankMemory:
+    """Return the memory of one rank.
 
-    delta: parameters are sent as differences, which under FSDP takes a copy of all of them; the sharded optimiser has
-    the model itself for that.
+    Args:
+        model: The model.
+        ranks: The number of ranks.
+        stage: One of `STAGES`.
+        feedback: The form of the residuals, one of `RESIDUALS`.
+        delta: Whether parameters are sent as differences. FSDP then keeps a copy of all of them; the sharded optimizer
+            has the model itself for that.
+
+    Raises:
+        ValueError: If an argument is not valid.
     """
     if stage not in STAGES:
         raise ValueError(f"stage: {stage!r} is not one of {', '.join(STAGES)}")
@@ -96,10 +109,10 @@ def need(model: Model, ranks: int, stage: str, feedback: str = "none", delta: bo
             parts["parameters"] += whole
         if stage == "zero-1":
             parts["gradients"] += whole
-        # A bucket that fills while another is under way; a unit as it is gathered and as it is computed with, and the
-        # next one, whose place its gradients take in backward.
+        # zero-2: a bucket that fills while another one is sent. fsdp: a unit as it is gathered and as it is computed
+        # with, and the next unit, whose place its gradients take in backward.
         parts["passing"] = {"zero-1": 0.0, "zero-2": 2 * bucket, "fsdp": 4 * unit}[stage]
-    return Need(
+    return RankMemory(
         stage=stage,
         feedback=feedback,
         delta=delta,
@@ -109,12 +122,12 @@ def need(model: Model, ranks: int, stage: str, feedback: str = "none", delta: bo
     )
 
 
-def table(model: Model, ranks: int) -> list[Need]:
-    """Every stage as it is, then with what compression may keep."""
-    found = []
+def memory_table(model: ModelSize, ranks: int) -> list[RankMemory]:
+    """Return every stage uncompressed, then with each form of compression state."""
+    rows = []
     for stage in STAGES:
-        kept = RESIDUALS if stage != "ddp" else [form for form in RESIDUALS if form != "loco"]
-        found += [need(model, ranks, stage, feedback) for feedback in kept]
+        forms = RESIDUALS if stage != "ddp" else [form for form in RESIDUALS if form != "loco"]
+        rows += [rank_memory(model, ranks, stage, feedback) for feedback in forms]
         if stage == "fsdp":
-            found += [need(model, ranks, stage, feedback, delta=True) for feedback in ("none", "loco")]
-    return found
+            rows += [rank_memory(model, ranks, stage, feedback, delta=True) for feedback in ("none", "loco")]
+    return rows

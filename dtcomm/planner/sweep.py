@@ -1,4 +1,4 @@
-"""The answers of ``dtcomm plan``: which algorithm and codec, what they gain, and from which size on."""
+"""Sweeps over sizes, codecs and algorithms for ``dtcomm plan``: the fastest of each, its gain, the break-even size."""
 
 from __future__ import annotations
 
@@ -16,26 +16,30 @@ from dtcomm.planner.cost_model import Table
 from dtcomm.planner.estimate import UNMEASURED, Estimate, candidates, estimate
 from dtcomm.planner.hardware import System
 
-SMALLEST, LARGEST = 1 << 10, 1 << 36  # where a break-even is looked for
-WORTH = 1.1  # a gain below this is within the error of an estimate
+SMALLEST, LARGEST = 1 << 10, 1 << 36  # bytes between which a break-even is searched
+MIN_SPEEDUP = 1.1  # a smaller gain is within the error of an estimate
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """The best algorithm of a codec at a size, and how much faster it is than the best without a codec."""
+class SweepRow:
+    """The best algorithm of a codec at a size, and its speedup over the best algorithm without a codec."""
 
     best: Estimate
     speedup: float
     others: tuple[Estimate, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the row, for JSON."""
         return {**self.best.as_dict(), "speedup": round(self.speedup, 4)}
 
 
 @dataclass(kw_only=True)
-class Plan:
-    """Rows by size, then codec, ``none`` first; ``break_even`` maps codecs to the bytes from which they pay, None
-    where they never do, and ``words`` say so. ``placement``: of this machine's CPUs, where its own times are asked for.
+class Sweep:
+    """The estimates of one collective on one system.
+
+    ``rows`` are ordered by size, then codec, ``none`` first. ``break_even`` maps codecs to the bytes from which they
+    pay, or None if they never do, and ``verdicts`` state that in words. ``skipped`` are algorithms that cannot be
+    estimated. ``placement`` is the CPU placement whose measurements are preferred.
     """
 
     system: System
@@ -43,39 +47,37 @@ class Plan:
     table: Table = UNMEASURED
     dtype: torch.dtype = torch.float32
     placement: str = ""
-    rows: list[Row] = field(default_factory=list)
+    rows: list[SweepRow] = field(default_factory=list)
     break_even: dict[str, int | None] = field(default_factory=dict)
-    words: list[str] = field(default_factory=list)
+    verdicts: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
     def estimates(self, names: Sequence[str], codec: Codec, nbytes: int) -> list[Estimate]:
-        """Of those algorithms that can be estimated; the others are noted in ``skipped``."""
-        found = []
+        """Return the estimates of the algorithms that can be estimated; note the others in ``skipped``."""
+        estimates = []
         for name in names:
-            made = estimate(
+            predicted = estimate(
                 self.collective, name, codec, self.system, nbytes, self.dtype, self.table, self.placement
             )
-            if made is not None:
-                found.append(made)
+            if predicted is not None:
+                estimates.append(predicted)
             elif name not in self.skipped:
                 self.skipped.append(name)
-        return found
+        return estimates
 
     def baseline(self, nbytes: int) -> float:
-        """Seconds of the fastest algorithm without a codec."""
+        """Return the seconds of the fastest algorithm without a codec."""
         none = parse("none")
         names = candidates(self.collective, none, self.system)
-        return min((made.seconds for made in self.estimates(names, none, nbytes)), default=0.0)
+        return min((candidate.seconds for candidate in self.estimates(names, none, nbytes)), default=0.0)
 
     def pays_from(self, codec: Codec, names: Sequence[str] | None = None) -> int | None:
-        """The least size in bytes, to a sixteenth, from which on ``codec`` is faster than none; None where it never
-        is.
-        """
+        """Return the smallest size in bytes (to a sixteenth) from which the codec pays; None if it never does."""
         names = candidates(self.collective, codec, self.system) if names is None else names
 
         def pays(nbytes: int) -> bool:
-            ours = [made.seconds for made in self.estimates(names, codec, nbytes)]
-            return bool(ours) and self.baseline(nbytes) > WORTH * min(ours)
+            times = [candidate.seconds for candidate in self.estimates(names, codec, nbytes)]
+            return bool(times) and self.baseline(nbytes) > MIN_SPEEDUP * min(times)
 
         if not pays(LARGEST):
             return None
@@ -91,7 +93,7 @@ class Plan:
         return high
 
 
-def make(
+def run_sweep(
     system: System,
     collective: str,
     sizes: Sequence[int],
@@ -100,61 +102,71 @@ def make(
     dtype: torch.dtype = torch.float32,
     table: Table = UNMEASURED,
     placement: str = "",
-) -> Plan:
-    """Estimate every size with ``none`` and each of ``codecs``; ``algorithms`` may hold auto, all or names.
+) -> Sweep:
+    """Estimate every size with ``none`` and each of ``codecs``.
 
-    With auto there is one row for a size and codec, its fastest, else one for each algorithm.
+    Args:
+        system: The hardware. collective: The collective's name. sizes: Uncompressed bytes. codecs: Specs; ``none`` is
+            always included. algorithms: ``auto`` for one row per size and codec, the fastest algorithm; otherwise
+            ``all`` or names, for a row per algorithm.
+        dtype: The dtype of the tensor.
+        table: Measured times of this machine.
+        placement: The CPU placement whose measurements are preferred.
     """
-    parsed = [parse("none"), *dict.fromkeys(each for each in map(parse, codecs) if each.name != "none")]
-    plan = Plan(system=system, collective=collective, table=table, dtype=dtype, placement=placement)
-    names = {each: _names(plan, each, algorithms) for each in parsed}
+    parsed = [parse("none"), *dict.fromkeys(codec for codec in map(parse, codecs) if codec.name != "none")]
+    sweep = Sweep(system=system, collective=collective, table=table, dtype=dtype, placement=placement)
+    names = {codec: _names(sweep, codec, algorithms) for codec in parsed}
     for nbytes in sizes:
-        base = plan.baseline(nbytes)
-        for each in parsed:
-            ordered = sorted(plan.estimates(names[each], each, nbytes), key=lambda made: made.seconds)
+        baseline = sweep.baseline(nbytes)
+        for codec in parsed:
+            estimates = sweep.estimates(names[codec], codec, nbytes)
+            ordered = sorted(estimates, key=lambda candidate: candidate.seconds)
             shown = ordered[:1] if "auto" in algorithms else ordered
-            for at, made in enumerate(shown):
-                gain = base / made.seconds if made.seconds else 1.0
-                plan.rows.append(Row(best=made, speedup=gain, others=() if at else tuple(ordered[1:])))
-    for each in parsed[1:]:
-        plan.break_even[str(each)] = plan.pays_from(each, names[each])
-        plan.words.append(_verdict(plan, str(each)))
-    return plan
+            for index, candidate in enumerate(shown):
+                speedup = baseline / candidate.seconds if candidate.seconds else 1.0
+                others = () if index else tuple(ordered[1:])
+                sweep.rows.append(SweepRow(best=candidate, speedup=speedup, others=others))
+    for codec in parsed[1:]:
+        sweep.break_even[str(codec)] = sweep.pays_from(codec, names[codec])
+        sweep.verdicts.append(_verdict(sweep, str(codec)))
+    return sweep
 
 
-def _names(plan: Plan, codec: Codec, asked: Sequence[str]) -> tuple[str, ...]:
-    collective, system = plan.collective, plan.system
-    if set(asked) <= {"auto", "all"}:
+def _names(sweep: Sweep, codec: Codec, requested: Sequence[str]) -> tuple[str, ...]:
+    collective, system = sweep.collective, sweep.system
+    if set(requested) <= {"auto", "all"}:
         return candidates(collective, codec, system)
-    own = nccl_model.algorithms(collective, system) if system.engine == "nccl" else ()
-    for name in asked:
-        if name not in own:
-            registry.require(name, collective, besides=("auto", "all", *own))
-    # What only NCCL has moves no codec's payloads.
-    ours = registry.available(collective)
+    nccl_names = nccl_model.algorithms(collective, system) if system.engine == "nccl" else ()
+    for name in requested:
+        if name not in nccl_names:
+            registry.require(name, collective, besides=("auto", "all", *nccl_names))
+    # Algorithms that only NCCL has cannot carry a codec's payloads.
+    own_names = registry.available(collective)
     return tuple(
-        name for name in asked if name.partition(":")[0] in ours or (codec.name == "none" and name in own)
+        name
+        for name in requested
+        if name.partition(":")[0] in own_names or (codec.name == "none" and name in nccl_names)
     )
 
 
-def _verdict(plan: Plan, spec: str) -> str:
-    at = plan.break_even[spec]
-    gains = [row.speedup for row in plan.rows if row.best.codec == spec]
-    where = "on the local engine" if plan.system.engine == "memory" else "on this system"
+def _verdict(sweep: Sweep, spec: str) -> str:
+    break_even = sweep.break_even[spec]
+    gains = [row.speedup for row in sweep.rows if row.best.codec == spec]
+    where = "on the local engine" if sweep.system.engine == "memory" else "on this system"
     if not gains:
-        return f"{spec}: no algorithm that was asked for can carry it, or be estimated for {plan.system.ranks} ranks"
-    if at is None:
+        return f"{spec}: none of the algorithms can carry it or be estimated for {sweep.system.ranks} ranks"
+    if break_even is None:
         return (
-            f"{where} {spec} is not faster than none: it saves bytes where bytes are not what takes the time "
-            f"(gains below {WORTH - 1:.0%} are not counted)"
+            f"{where} {spec} is not faster than none: the bytes it saves are not what takes the time "
+            f"(gains below {MIN_SPEEDUP - 1:.0%} are not counted)"
         )
-    if max(gains) <= WORTH:
-        return f"{where} {spec} does not pay at the sizes shown; it would from {size_name(at)} on"
-    return f"{where} {spec} pays from {size_name(at)} on, up to {max(gains):.2f}x at the sizes shown"
+    if max(gains) <= MIN_SPEEDUP:
+        return f"{where} {spec} does not pay at the sizes shown; it would from {size_name(break_even)} on"
+    return f"{where} {spec} pays from {size_name(break_even)} on, up to {max(gains):.2f}x at the sizes shown"
 
 
 def size_name(nbytes: int) -> str:
-    """``1.5 MiB``, four digits."""
+    """Return a size such as ``1.5 MiB``, to four digits."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= scale:
             return f"{nbytes / scale:.4g} {unit}" if nbytes % scale else f"{nbytes // scale} {unit}"

@@ -1,8 +1,8 @@
-"""A training step: gradients that become ready bucket by bucket, and how much of their way is hidden.
+"""Predicts a training step: gradients become ready bucket by bucket, and their communication overlaps backward.
 
-Buckets go one after the other, each when it is ready and the one before has arrived. A step ends when the backward
-pass has ended and the last bucket has arrived, and ``rest`` later (the optimizer, and what follows until the next
-backward pass begins).
+Buckets are sent one after the other, each when it is ready and the previous one is complete. A step ends ``rest``
+seconds after both the backward pass and the last bucket are complete; ``rest`` is the optimizer and whatever else
+precedes the next backward pass. ``dtcomm plan --model`` and ``--record`` call this.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 MIB = 2**20
-BACKWARD = 2 / 3  # of a step's arithmetic: gradients of activations and of weights, after one forward pass
-FIRST_BUCKET = MIB  # DDP's, so that something is under way early
+BACKWARD_SHARE = 2 / 3  # of a step's arithmetic: gradients of activations and of weights
+FIRST_BUCKET_BYTES = MIB  # as in DDP, so that communication starts early
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """``ready`` in seconds from the beginning of the step; ``measured`` what it took to arrive, 0 if unknown."""
+    """A bucket: ``ready`` seconds after the step's start; ``measured`` seconds of communication, 0 if unknown."""
 
     nbytes: int
     ready: float
@@ -26,10 +26,8 @@ class Bucket:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
-    """``seconds`` of a step, of which ``compute`` would be left without any communication. ``hidden`` is the part of
-    ``communication`` that took no time of its own.
-    """
+class TrainingStep:
+    """The times of a step: ``seconds`` in all, and ``compute`` without any communication."""
 
     seconds: float
     compute: float
@@ -37,44 +35,52 @@ class Step:
 
     @property
     def hidden(self) -> float:
+        """The fraction of the communication that overlaps with computing."""
         exposed = self.seconds - self.compute
         return max(0.0, 1 - exposed / self.communication) if self.communication else 1.0
 
     @property
     def efficiency(self) -> float:
-        """Of scaling: what a rank still does beside one that is alone."""
+        """The scaling efficiency: a rank's throughput as a fraction of that of a rank alone."""
         return self.compute / self.seconds if self.seconds else 1.0
 
 
-def spread(
+def even_buckets(
     params: float, itemsize: int, step: float, bucket_bytes: int = 25 * MIB
 ) -> tuple[list[Bucket], float]:
-    """The buckets of ``params`` gradients that become ready evenly over the backward pass, and when that ends."""
+    """Return buckets that become ready evenly over the backward pass, and the seconds that follow it.
+
+    Args:
+        params: The number of parameters.
+        itemsize: Bytes per gradient.
+        step: Seconds of a step without communication.
+        bucket_bytes: The size of a bucket.
+    """
     total = int(params * itemsize)
-    begin = step * (1 - BACKWARD)
+    begin = step * (1 - BACKWARD_SHARE)
     buckets: list[Bucket] = []
     done = 0
     while done < total:
-        size = min(FIRST_BUCKET if not buckets else bucket_bytes, total - done)
+        size = min(FIRST_BUCKET_BYTES if not buckets else bucket_bytes, total - done)
         done += size
         buckets.append(Bucket(nbytes=size, ready=begin + (step - begin) * done / total))
     return buckets, 0.0
 
 
-def replay(buckets: Sequence[Bucket], rest: float, seconds: Callable[[Bucket], float]) -> Step:
-    """The step with ``seconds`` for each bucket's way."""
+def replay(buckets: Sequence[Bucket], rest: float, seconds: Callable[[Bucket], float]) -> TrainingStep:
+    """Return the step if ``seconds(bucket)`` is the time of each bucket's communication."""
     free = total = 0.0
     for bucket in buckets:
-        took = seconds(bucket)
-        total += took
-        free = max(free, bucket.ready) + took
+        duration = seconds(bucket)
+        total += duration
+        free = max(free, bucket.ready) + duration
     ready = max((bucket.ready for bucket in buckets), default=0.0)
-    return Step(seconds=max(free, ready) + rest, compute=ready + rest, communication=total)
+    return TrainingStep(seconds=max(free, ready) + rest, compute=ready + rest, communication=total)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
-    """What a run wrote of itself: its buckets, what is left of a step after them, and how long steps really took."""
+class RunRecord:
+    """A recorded run: its buckets, the seconds after them, and the measured time of its steps."""
 
     buckets: tuple[Bucket, ...]
     rest: float
@@ -83,41 +89,46 @@ class Record:
     codec: str
     source: str = ""
 
-    def again(self) -> Step:
-        """With the run's own times of arrival: what it lacks to ``step`` is the replay's error."""
+    def replayed(self) -> TrainingStep:
+        """Return the step replayed with the run's own bucket times; compare it with ``step``."""
         return replay(self.buckets, self.rest, lambda bucket: bucket.measured)
 
     @property
     def error(self) -> float | None:
-        """Of the replay with its own times, as a part of the step; None where the run has none of them."""
+        """The relative error of the replay with the run's own times; None if the run has recorded none."""
         if self.step <= 0 or not all(bucket.measured > 0 for bucket in self.buckets):
             return None
-        return self.again().seconds / self.step - 1
+        return self.replayed().seconds / self.step - 1
 
 
-def parse_record(found: Mapping[str, Any], source: str = "") -> Record:
-    """``{"ranks": 2, "codec": "none", "step_ms": 90, "rest_ms": 12, "buckets": [{"bytes": 1048576, "ready_ms": 40,
-    "comm_ms": 3}, …]}``; times count from the step's beginning, ``comm_ms`` and ``rest_ms`` may be missing.
+def parse_record(fields: Mapping[str, Any], source: str = "") -> RunRecord:
+    """Read a run's record.
+
+    Its form is ``{"ranks": 2, "codec": "none", "step_ms": 90, "rest_ms": 12, "buckets": [{"bytes": 1048576, "ready_ms":
+    40, "comm_ms": 3}, …]}``. Times count from the step's start; ``comm_ms`` and ``rest_ms`` may be missing.
+
+    Raises:
+        ValueError: If the record cannot be read. The message starts with ``source``.
     """
     try:
         buckets = tuple(
             Bucket(
-                nbytes=int(each["bytes"]),
-                ready=float(each["ready_ms"]) * 1e-3,
-                measured=float(each.get("comm_ms", 0)) * 1e-3,
+                nbytes=int(row["bytes"]),
+                ready=float(row["ready_ms"]) * 1e-3,
+                measured=float(row.get("comm_ms", 0)) * 1e-3,
             )
-            for each in found["buckets"]
+            for row in fields["buckets"]
         )
-        step = float(found.get("step_ms", 0)) * 1e-3
-        if not buckets or any(each.nbytes < 0 or each.ready < 0 for each in buckets):
+        step = float(fields.get("step_ms", 0)) * 1e-3
+        if not buckets or any(bucket.nbytes < 0 or bucket.ready < 0 for bucket in buckets):
             raise ValueError("buckets: want at least one, with bytes and ready_ms of at least 0")
-        rest = float(found.get("rest_ms", 0)) * 1e-3
-        return Record(
-            buckets=tuple(sorted(buckets, key=lambda each: each.ready)),
+        rest = float(fields.get("rest_ms", 0)) * 1e-3
+        return RunRecord(
+            buckets=tuple(sorted(buckets, key=lambda bucket: bucket.ready)),
             rest=rest,
             step=step,
-            ranks=int(found.get("ranks", 0)),
-            codec=str(found.get("codec", "none")),
+            ranks=int(fields.get("ranks", 0)),
+            codec=str(fields.get("codec", "none")),
             source=source,
         )
     except KeyError as error:

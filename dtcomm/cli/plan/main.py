@@ -19,7 +19,7 @@ from dtcomm.cli.plan.training import Training, of_model, of_record
 from dtcomm.cli.tune import cpu_placement
 from dtcomm.planner import parse as parse_table
 from dtcomm.planner.cost_model import Table
-from dtcomm.planner.sweep import Plan, make
+from dtcomm.planner.sweep import Sweep, run_sweep
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         return memory.main(options)
     try:
         table = _table(options)
-        plan = make(
+        plan = run_sweep(
             options.system,
             options.collective,
             options.sizes,
@@ -71,7 +71,7 @@ def _table(options: Options) -> Table:
     return parse_table(env.tune_text() if options.system.name == "local" else "")
 
 
-def as_dict(plan: Plan, trainings: list[Training]) -> dict[str, Any]:
+def as_dict(plan: Sweep, trainings: list[Training]) -> dict[str, Any]:
     """For JSON: times in microseconds, bandwidths in GB/s (1e9)."""
     return {
         "version": 1,
@@ -83,7 +83,7 @@ def as_dict(plan: Plan, trainings: list[Training]) -> dict[str, Any]:
         "results": [row.as_dict() for row in plan.rows],
         "alternatives": [other.as_dict() for row in plan.rows for other in row.others],
         "break_even_bytes": plan.break_even,
-        "verdicts": plan.words,
+        "verdicts": plan.verdicts,
         "not_estimated": plan.skipped,
         **{training.kind: training.as_dict() for training in trainings},
     }

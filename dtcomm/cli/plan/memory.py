@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dtcomm.cli.plan.options import Options
-from dtcomm.planner.memory_model import Model, Need, table
+from dtcomm.planner.memory_model import ModelSize, RankMemory, memory_table
 
 COLUMNS = ("parameters", "optimizer", "gradients", "passing", "residuals", "references", "total")
 WIDTH = 146
@@ -25,7 +25,7 @@ def main(options: Options) -> int:
     """The table, or JSON; 0."""
     assert options.memory is not None
     ranks = options.system.ranks
-    rows = table(options.memory, ranks)
+    rows = memory_table(options.memory, ranks)
     if options.json is not None:
         text = json.dumps(as_dict(options.memory, ranks, rows), indent=1) + "\n"
         if options.json == "-":
@@ -36,7 +36,7 @@ def main(options: Options) -> int:
     return 0
 
 
-def as_dict(model: Model, ranks: int, rows: list[Need]) -> dict[str, Any]:
+def as_dict(model: ModelSize, ranks: int, rows: list[RankMemory]) -> dict[str, Any]:
     """Bytes on one rank, and bytes a parameter."""
     return {
         "version": 1,
@@ -49,7 +49,7 @@ def as_dict(model: Model, ranks: int, rows: list[Need]) -> dict[str, Any]:
     }
 
 
-def show(model: Model, ranks: int, rows: list[Need]) -> None:
+def show(model: ModelSize, ranks: int, rows: list[RankMemory]) -> None:
     """Print them."""
     console = Console()
     if console.width < WIDTH:

@@ -50,7 +50,7 @@ class Options:
     algorithms: list[str]
     dtype: torch.dtype
     model: Model | None
-    memory: memory_model.Model | None
+    memory: memory_model.ModelSize | None
     record: Path | None
     table: Path | None
     plot: Path | None
@@ -259,7 +259,7 @@ def _model(text: str) -> Model:
     return Model(**fields)
 
 
-def _memory(text: str) -> memory_model.Model:
+def _memory(text: str) -> memory_model.ModelSize:
     fields: dict[str, Any] = {}
     for part in text.split(","):
         key, _, value = part.strip().partition("=")
@@ -285,4 +285,4 @@ def _memory(text: str) -> memory_model.Model:
             raise argparse.ArgumentTypeError(f"{part!r}: not a value for {key}") from None
     if "params" not in fields:
         raise argparse.ArgumentTypeError("no params=")
-    return memory_model.Model(**fields)
+    return memory_model.ModelSize(**fields)

@@ -8,10 +8,10 @@ from typing import Any
 
 from dtcomm.cli.demo.plot import COLOURS, GREY, INK, STYLE
 from dtcomm.cli.plan.training import Training
-from dtcomm.planner.sweep import WORTH, Plan, Row, size_name
+from dtcomm.planner.sweep import MIN_SPEEDUP, Sweep, SweepRow, size_name
 
 
-def plot(plan: Plan, trainings: Sequence[Training], path: Path) -> None:
+def plot(plan: Sweep, trainings: Sequence[Training], path: Path) -> None:
     """Write it, in the format that ``path`` ends with."""
     import matplotlib
 
@@ -37,10 +37,10 @@ def plot(plan: Plan, trainings: Sequence[Training], path: Path) -> None:
         pyplot.close(figure)
 
 
-def _lines(plan: Plan) -> dict[str, list[Row]]:
+def _lines(plan: Sweep) -> dict[str, list[SweepRow]]:
     # One line a codec; one for each of its algorithms where they were asked for.
     several = len({(row.best.nbytes, row.best.codec) for row in plan.rows}) < len(plan.rows)
-    lines: dict[str, list[Row]] = {}
+    lines: dict[str, list[SweepRow]] = {}
     for row in plan.rows:
         name = f"{row.best.codec}, {row.best.algorithm}" if several else row.best.codec
         lines.setdefault(name, []).append(row)
@@ -56,7 +56,7 @@ def _style(at: int) -> dict[str, Any]:
     }
 
 
-def _bandwidth(axes: Any, lines: dict[str, list[Row]]) -> None:
+def _bandwidth(axes: Any, lines: dict[str, list[SweepRow]]) -> None:
     for at, (name, rows) in enumerate(lines.items()):
         axes.plot(
             [row.best.nbytes for row in rows], [row.best.busbw for row in rows], label=name, **_style(at)
@@ -68,14 +68,14 @@ def _bandwidth(axes: Any, lines: dict[str, list[Row]]) -> None:
     _sizes(axes)
 
 
-def _gains(axes: Any, plan: Plan, lines: dict[str, list[Row]]) -> None:
+def _gains(axes: Any, plan: Sweep, lines: dict[str, list[SweepRow]]) -> None:
     for at, (name, rows) in enumerate(lines.items()):
         if rows[0].best.codec != "none":
             axes.plot(
                 [row.best.nbytes for row in rows], [row.speedup for row in rows], label=name, **_style(at)
             )
     axes.axhline(1, color=GREY, linewidth=1)
-    axes.axhspan(1 / WORTH, WORTH, color="#ececf0", zorder=0)
+    axes.axhspan(1 / MIN_SPEEDUP, MIN_SPEEDUP, color="#ececf0", zorder=0)
     low, high = axes.get_xlim()
     for spec, size in plan.break_even.items():
         if size is not None and low < size < high:

@@ -8,12 +8,12 @@ from rich.console import Console
 from rich.table import Table
 
 from dtcomm.cli.plan.training import Training
-from dtcomm.planner.sweep import Plan, size_name
+from dtcomm.planner.sweep import Sweep, size_name
 
 WIDTH = 146  # columns at least: a pipe has no width of its own, and a narrow terminal wraps, which loses no figure
 
 
-def show(plan: Plan, trainings: Sequence[Training], console: Console | None = None) -> None:
+def show(plan: Sweep, trainings: Sequence[Training], console: Console | None = None) -> None:
     """Print them."""
     console = console or Console()
     if console.width < WIDTH:
@@ -22,16 +22,16 @@ def show(plan: Plan, trainings: Sequence[Training], console: Console | None = No
     console.print(_rows(plan))
     for training in trainings:
         console.print(_steps(training))
-        for line in training.words:
+        for line in training.verdicts:
             console.print(f"[dim]{line}[/dim]", highlight=False)
-    for line in plan.words:
+    for line in plan.verdicts:
         console.print(line, highlight=False, soft_wrap=True)
     if plan.skipped:
         names = ", ".join(plan.skipped)
         console.print(f"not estimated, too large to be written out: {names}", highlight=False)
 
 
-def _head(plan: Plan) -> str:
+def _head(plan: Sweep) -> str:
     system = plan.system
     inside, between = system.inside, system.between
     lines = [
@@ -49,14 +49,14 @@ def _head(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _placed(plan: Plan) -> str:
+def _placed(plan: Sweep) -> str:
     seen = {each.placement for each in plan.table.measured if each.hosts == 1}
     if not plan.placement or plan.placement in seen:
         return f"; the CPUs are {plan.placement} now" if plan.placement else ""
     return f"; the CPUs are {plan.placement} now, and were not then: run `dtcomm tune` again, which adds these times"
 
 
-def _rows(plan: Plan) -> Table:
+def _rows(plan: Sweep) -> Table:
     table = Table()
     table.add_column("size", justify="right", no_wrap=True)
     table.add_column("codec", no_wrap=True)

@@ -13,8 +13,8 @@ from dtcomm.cli.plan.options import Model
 from dtcomm.codecs import codec as parse
 from dtcomm.planner import hardware
 from dtcomm.planner.estimate import candidates
-from dtcomm.planner.sweep import Plan
-from dtcomm.planner.training_model import Bucket, Step, parse_record, replay, spread
+from dtcomm.planner.sweep import Sweep
+from dtcomm.planner.training_model import Bucket, TrainingStep, even_buckets, parse_record, replay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Row:
     """One codec: the step, its gain over ``none``, and the bytes that error feedback and buffers take on a rank."""
 
     codec: str
-    step: Step
+    step: TrainingStep
     speedup: float
     residual_bytes: int
     buffer_bytes: int
@@ -50,7 +50,7 @@ class Training:
     gradient_bytes: int
     rows: list[Row]
     error: float | None = None
-    words: tuple[str, ...] = ()
+    verdicts: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -58,45 +58,45 @@ class Training:
             "gradient_bytes": self.gradient_bytes,
             "rows": [row.as_dict() for row in self.rows],
             "replay_error": None if self.error is None else round(self.error, 5),
-            "words": list(self.words),
+            "words": list(self.verdicts),
         }
 
 
-def of_model(plan: Plan, model: Model, codecs: Sequence[str]) -> Training:
+def of_model(plan: Sweep, model: Model, codecs: Sequence[str]) -> Training:
     """Gradients that become ready evenly over the last two thirds of the step."""
-    buckets, rest = spread(model.params, model.dtype.itemsize, model.step_ms * 1e-3, model.bucket_bytes)
+    buckets, rest = even_buckets(model.params, model.dtype.itemsize, model.step_ms * 1e-3, model.bucket_bytes)
     kind = str(model.dtype).removeprefix("torch.")
     title = f"{model.params:.3g} parameters, {kind} gradients, {model.step_ms:g} ms of arithmetic a step"
     rows = _rows(plan, buckets, rest, codecs, model.dtype)
     return Training(kind="model", title=title, gradient_bytes=sum(b.nbytes for b in buckets), rows=rows)
 
 
-def of_record(plan: Plan, path: Path, codecs: Sequence[str]) -> Training:
+def of_record(plan: Sweep, path: Path, codecs: Sequence[str]) -> Training:
     """The buckets of a run, on another link."""
     record = parse_record(hardware.read_json(path), str(path))
-    words = []
+    verdicts = []
     error = record.error
     if error is None:
-        words.append(
+        verdicts.append(
             "the record has no comm_ms for every bucket, or no step_ms: the replay's error is not known"
         )
     else:
-        words.append(
-            f"replayed with its own times the step takes {record.again().seconds * 1e3:.4g} ms; it took "
+        verdicts.append(
+            f"replayed with its own times the step takes {record.replayed().seconds * 1e3:.4g} ms; it took "
             f"{record.step * 1e3:.4g} ms: an error of {error:+.1%}"
         )
     if record.ranks and record.ranks != plan.system.ranks:
-        words.append(f"recorded on {record.ranks} ranks, replayed on {plan.system.ranks}")
+        verdicts.append(f"recorded on {record.ranks} ranks, replayed on {plan.system.ranks}")
     rows = _rows(plan, list(record.buckets), record.rest, codecs, plan.dtype)
     title = f"{path.name}: {len(record.buckets)} buckets, recorded with {record.codec}"
     total = sum(bucket.nbytes for bucket in record.buckets)
     return Training(
-        kind="record", title=title, gradient_bytes=total, rows=rows, error=error, words=tuple(words)
+        kind="record", title=title, gradient_bytes=total, rows=rows, error=error, verdicts=tuple(verdicts)
     )
 
 
 def _rows(
-    plan: Plan, buckets: Sequence[Bucket], rest: float, codecs: Sequence[str], dtype: torch.dtype
+    plan: Sweep, buckets: Sequence[Bucket], rest: float, codecs: Sequence[str], dtype: torch.dtype
 ) -> list[Row]:
     reduces = replace_collective(plan, dtype)
     rows: list[Row] = []
@@ -121,6 +121,6 @@ def _rows(
     return rows
 
 
-def replace_collective(plan: Plan, dtype: torch.dtype) -> Plan:
+def replace_collective(plan: Sweep, dtype: torch.dtype) -> Sweep:
     """The same system and table for gradients, which are all-reduced."""
     return replace(plan, collective="all_reduce", dtype=dtype, rows=[], skipped=[])

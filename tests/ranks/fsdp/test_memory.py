@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from dtcomm import fsdp
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.planner.memory_model import Model, need
+from dtcomm.planner.memory_model import ModelSize, rank_memory
 
 WIDTH, LAYERS = 768, 6
 NUMEL = LAYERS * WIDTH * (WIDTH + 1)
@@ -103,7 +103,7 @@ CASES: list[tuple[dict[str, Any], str, bool]] = [
 
 @pytest.mark.parametrize(("codecs", "feedback", "delta"), CASES, ids=str)
 def test_peak_and_what_lasts(codecs: dict[str, Any], feedback: str, delta: bool) -> None:
-    planned = need(Model(params=NUMEL, layers=LAYERS), 2, "fsdp", feedback, delta)
+    planned = rank_memory(ModelSize(params=NUMEL, layers=LAYERS), 2, "fsdp", feedback, delta)
     for extra, bound, held in run_ranks(peak, 2, codecs, fresh=True):
         assert extra <= bound, (extra / 2**20, bound / 2**20)
         for name, size in held.items():
@@ -118,7 +118,7 @@ def stages(rank: int, ranks: int) -> None:
         )
         steps(model, optimizer, 1)
         held = optimizer.memory()
-        planned = need(Model(params=NUMEL, layers=LAYERS), ranks, f"zero-{stage}", "int8")
+        planned = rank_memory(ModelSize(params=NUMEL, layers=LAYERS), ranks, f"zero-{stage}", "int8")
         assert held["parameters"] + held["shards"] == pytest.approx(planned.parameters, rel=0.01)
         assert held["optimizer"] == pytest.approx(planned.optimizer, rel=0.01)
         assert held["residuals"] == pytest.approx(planned.residuals, rel=0.01)

@@ -188,7 +188,7 @@ def test_what_moves_is_never_far_behind() -> None:
         placed(ring={"here": 1.0})
 
 
-def test_near_ties_stay_with_the_usual() -> None:
+def test_near_ties_stay_with_the_default() -> None:
     table = measured(one_shot=[(1024, 5.0e-6)], ring=[(1024, 4.9e-6)])
     decision = explain("all_reduce", 256, torch.float32, codec("none"), 4, table=table)
     assert str(decision) == "one_shot: measured 5 us, within 3% of ring (a test)"
@@ -199,7 +199,7 @@ def test_times_between_sizes() -> None:
     assert each.seconds(1) == 1e-6
     assert each.seconds(1000) == pytest.approx(1e-5)
     assert each.seconds(20_000) == pytest.approx(2e-4)
-    with pytest.raises(ValueError, match="rising sizes"):
+    with pytest.raises(ValueError, match="ascending sizes"):
         Measured(
             collective="reduce", algorithm="ring", codec="none", ranks=2, hosts=1, points=((2, 1.0), (2, 1.0))
         )

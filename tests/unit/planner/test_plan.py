@@ -15,7 +15,7 @@ from dtcomm.planner.hardware import (
     system_from_dict,
     system_from_links,
 )
-from dtcomm.planner.training_model import Bucket, parse_record, replay, spread
+from dtcomm.planner.training_model import Bucket, even_buckets, parse_record, replay
 
 MB, GB = 2**20, 2**30
 
@@ -55,7 +55,7 @@ def test_topology_files() -> None:
 
 
 def test_compression_pays_on_slow_links_only() -> None:
-    slow = sweep.make(
+    slow = sweep.run_sweep(
         system_from_links("memory", "1gbit").resized(2, 1), "all_reduce", [64 * MB], ["int8", "int4"]
     )
     none, int8, int4 = slow.rows
@@ -63,37 +63,39 @@ def test_compression_pays_on_slow_links_only() -> None:
     # 64 MB took Gloo 562 ms over such a link.
     assert none.best.seconds == pytest.approx(0.562, rel=0.1)
     assert int8.speedup > 3.5 and int4.speedup > 6
-    assert slow.words[0].startswith("on this system int8 pays from ")
+    assert slow.verdicts[0].startswith("on this system int8 pays from ")
 
     for ranks in (2, 4):
-        here = sweep.make(find_system("local").resized(1, ranks), "all_reduce", [1024, 64 * MB, GB], ["int8"])
+        here = sweep.run_sweep(
+            find_system("local").resized(1, ranks), "all_reduce", [1024, 64 * MB, GB], ["int8"]
+        )
         assert here.break_even == {"int8": None}
-        assert here.words[0].startswith("on the local engine int8 is not faster than none")
+        assert here.verdicts[0].startswith("on the local engine int8 is not faster than none")
 
 
 def test_the_break_even_is_where_it_says() -> None:
     where = find_system("h100").resized(2, 8)
-    at = sweep.make(where, "all_reduce", [], ["int8"]).break_even["int8"]
+    at = sweep.run_sweep(where, "all_reduce", [], ["int8"]).break_even["int8"]
     assert at is not None
-    before, after = sweep.make(where, "all_reduce", [int(at * 0.9), at], ["int8"]).rows[1::2]
-    assert before.speedup < sweep.WORTH <= after.speedup
+    before, after = sweep.run_sweep(where, "all_reduce", [int(at * 0.9), at], ["int8"]).rows[1::2]
+    assert before.speedup < sweep.MIN_SPEEDUP <= after.speedup
 
 
 def test_algorithms_by_name() -> None:
     where = find_system("h100").resized(2, 8)
-    rows = sweep.make(where, "all_reduce", [MB], ["int8"], ["ring", "tree"]).rows
+    rows = sweep.run_sweep(where, "all_reduce", [MB], ["int8"], ["ring", "tree"]).rows
     assert {(row.best.codec, row.best.algorithm) for row in rows} == {
         (spec, name) for spec in ("none", "int8") for name in ("ring", "tree")
     }
-    only = sweep.make(where, "all_reduce", [MB], ["int8"], ["nvls_tree"])
+    only = sweep.run_sweep(where, "all_reduce", [MB], ["int8"], ["nvls_tree"])
     assert [row.best.codec for row in only.rows] == ["none"]
-    assert "no algorithm that was asked for can carry it" in only.words[0]
+    assert "no algorithm that was asked for can carry it" in only.verdicts[0]
     with pytest.raises(ValueError, match="'rings' is not one of auto, all, ring"):
-        sweep.make(where, "all_reduce", [MB], [], ["rings"])
+        sweep.run_sweep(where, "all_reduce", [MB], [], ["rings"])
 
 
 def test_many_ranks() -> None:
-    made = sweep.make(find_system("h100").resized(1024, 8), "all_reduce", [GB], ["int4"])
+    made = sweep.run_sweep(find_system("h100").resized(1024, 8), "all_reduce", [GB], ["int4"])
     assert [row.best.codec for row in made.rows] == ["none", "int4"]
     assert all(row.best.ranks == 8192 for row in made.rows)
 
@@ -122,7 +124,7 @@ def test_a_step_hides_what_comes_early() -> None:
 
 
 def test_buckets_of_a_model() -> None:
-    buckets, rest = spread(1e8, 4, 0.9)
+    buckets, rest = even_buckets(1e8, 4, 0.9)
     assert sum(bucket.nbytes for bucket in buckets) == 4e8
     assert buckets[-1].ready == pytest.approx(0.9)
     assert min(bucket.ready for bucket in buckets) > 0.3
