@@ -1,4 +1,10 @@
-"""dtcomm: collective communication and gradient compression for PyTorch."""
+"""dtcomm: collective communication and gradient compression for PyTorch.
+
+The collectives are functions of this module: ``dtcomm.all_reduce`` and so on, with the argument order of
+torch.distributed and a ``codec``. ``dtcomm.codec`` parses a codec's spec, ``dtcomm.encode`` and ``dtcomm.decode`` apply
+one to a tensor, and ``dtcomm.info`` describes how a group communicates. Integrations are submodules: ``dtcomm.ddp``,
+``dtcomm.fsdp``, ``dtcomm.tp``, ``dtcomm.moe``, ``dtcomm.pipeline``, ``dtcomm.local_sgd`` and ``dtcomm.backend``.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -59,13 +65,13 @@ __all__ = [
     "send",
 ]
 
-# Another build of the native modules, say one with sanitizers, stands in for the one beside this file.
+# Another build of the native modules, such as one with sanitizers, may replace the one in this folder.
 if env.get("DTCOMM_NATIVE_DIR"):
     __path__.insert(0, env.get("DTCOMM_NATIVE_DIR"))
 
 _torch_backend_entry.register()
 
-# Names are looked up when they are first used, so that `dtcomm --help` need not import torch.
+# Names are imported when they are first used, so that `dtcomm --help` does not import torch.
 _HOMES = {"codec": "dtcomm.codecs", "decode": "dtcomm.kernels.ops", "encode": "dtcomm.kernels.ops"}
 _SUBMODULES = (
     "algorithms",
