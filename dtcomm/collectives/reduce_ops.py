@@ -70,7 +70,7 @@ def all_reduce(
     """Reduce a tensor over the ranks of a group, in place: every rank ends with the same bits.
 
     Args:
-        tensor: A dense fp32, fp16, bf16, fp64 or integer tensor of any shape, on the CPU or a CUDA device, with the
+        tensor: A dense floating-point, integer or bool tensor of any shape, on the CPU or a CUDA device, with the
             same size and dtype on all ranks. It is overwritten with the result.
         op: ``"sum"``, ``"avg"``, ``"min"`` or ``"max"``, or torch's ``ReduceOp`` of these. avg divides the fp32 sum
             once, before its final encoding. min and max are valid with codecs none, fp16 and bf16.
@@ -92,9 +92,9 @@ def all_reduce(
         audit: If True, the ranks check that the sum is right by checksums of their integers. Only with codec ``exact``.
             On a failure all ranks raise PayloadCorrupt, which names the elements; the tensor is then unchanged, and the
             call may be repeated.
-        epilogue: A task that is applied to the sum, made by ``dtcomm.kernels.epilogue`` for the same tensor: bias,
-            residual stream, RMS norm. The native engine applies it to each piece of the sum as soon as the piece is
-            final, while it is in the cache.
+        epilogue: A task that is applied to the sum, made by ``dtcomm.kernels.epilogue.epilogue_task`` for the same
+            tensor: bias, residual stream, RMS norm. The native engine applies it to each piece of the sum as soon as
+            the piece is final, while it is in the cache.
 
     Returns:
         None when the result is complete, or a ``Work`` if ``async_op``.
