@@ -21,7 +21,7 @@ from dtcomm.kernels import local_tasks, ops
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.runtime.communicator_cache import get_communicator
 from tests.unit.collectives.call_by_name import require_alike
-from tests.unit.collectives.test_exact import bits, contributions, true_sum
+from tests.unit.collectives.test_reproducible_sum import bits, contributions, true_sum
 
 SHARED = "randk:ratio=0.05,positions=shared,values=fp32"
 

@@ -1,4 +1,4 @@
-"""What the tests of schedules and runtimes enumerate: every algorithm of every collective."""
+"""Every algorithm of every collective, for tests that enumerate them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAMES = [(c, name) for c in algorithms.collectives() for name in algorithms.avai
 
 
 def hosts_for(name: str, ranks: int) -> tuple[int, ...] | None:
-    """Two hosts as unequal as an odd number makes them, for algorithms that have levels."""
+    """Return two hosts of almost equal size for hierarchical algorithms, and None for the others."""
     if not name.startswith("hierarchical"):
         return None
     return (ranks - ranks // 2, ranks // 2) if ranks > 1 else (1,)
@@ -20,11 +20,11 @@ def hosts_for(name: str, ranks: int) -> tuple[int, ...] | None:
 def build(
     name: str, collective: str, ranks: int, root: int = 0, hosts: tuple[int, ...] | None = None
 ) -> Schedule:
-    """The algorithm over ``ranks`` ranks, on two hosts where it asks for hosts and none are given."""
+    """Build the algorithm's schedule; hierarchical ones run on two hosts by default."""
     hosts = hosts or hosts_for(name, ranks)
     return algorithms.build(name, collective, ranks, root if collective in ROOTED else 0, hosts=hosts)
 
 
 def takes_chunks(name: str, collective: str) -> bool:
-    """Whether the number of chunks is the caller's choice."""
+    """Return whether the caller may choose the number of chunks."""
     return name in registry.single_level(collective) and registry.takes_chunks(name, collective)

@@ -32,7 +32,7 @@ def test_golden(collective: str, name: str) -> None:
         verify(schedule)
 
 
-def test_no_golden_is_left_over() -> None:
+def test_every_golden_file_belongs_to_an_algorithm() -> None:
     assert {path.name for path in GOLDEN.iterdir()} == {f"{c}.{name}.txt" for c, name in NAMES}
 
 
@@ -217,7 +217,7 @@ def test_available() -> None:
         (("hierarchical", "gather", 2), "'hierarchical' is not one of tree, one_shot, which gather has"),
     ],
 )
-def test_arguments_that_cannot_be(arguments: tuple[object, ...], message: str) -> None:
+def test_invalid_arguments_are_refused(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         algorithms.build(*arguments)  # type: ignore[arg-type]
 

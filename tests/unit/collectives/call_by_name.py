@@ -1,4 +1,4 @@
-"""Any collective by its name, and whether all ranks hold the same."""
+"""Helpers for tests of all collectives: call one by its name, and compare the results of all ranks."""
 
 from __future__ import annotations
 
@@ -10,28 +10,32 @@ import torch.distributed as dist
 from dtcomm import collectives
 
 
-def call(name: str, given: torch.Tensor, n: int, **options: Any) -> torch.Tensor:
-    """The collective on ``given``; its output."""
+def call(name: str, input: torch.Tensor, ranks: int, **options: Any) -> torch.Tensor:
+    """Call the collective with input ``input`` and return its output."""
     root = dist.get_rank() == 0
     if name in ("all_reduce", "broadcast", "reduce"):
-        output = given.clone()
+        output = input.clone()
         positional = () if name == "all_reduce" else (0,)
         getattr(collectives, name)(output, *positional, **options)
         return output if root or name != "reduce" else output[:0]
-    size = {"reduce_scatter": given.numel() // n, "scatter": given.numel() // n, "all_to_all": given.numel()}
-    output = torch.empty(size.get(name, given.numel() * n), dtype=given.dtype)
+    size = {
+        "reduce_scatter": input.numel() // ranks,
+        "scatter": input.numel() // ranks,
+        "all_to_all": input.numel(),
+    }
+    output = torch.empty(size.get(name, input.numel() * ranks), dtype=input.dtype)
     if name == "gather":
-        collectives.gather(given, output if root else None, **options)
+        collectives.gather(input, output if root else None, **options)
         return output if root else output[:0]
     if name == "scatter":
-        collectives.scatter(output, given if root else None, **options)
+        collectives.scatter(output, input if root else None, **options)
         return output
-    getattr(collectives, name)(output, given, **options)
+    getattr(collectives, name)(output, input, **options)
     return output
 
 
 def require_alike(tensor: torch.Tensor, what: object) -> None:
-    """All ranks hold the same bits."""
+    """Assert that all ranks hold the same bits."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, tensor.contiguous().view(torch.uint8).numpy().tobytes())
     assert len(set(gathered)) == 1, what

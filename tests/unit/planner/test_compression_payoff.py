@@ -26,7 +26,7 @@ def test_small_messages_do_not_pay_and_large_ones_between_hosts_do() -> None:
     assert not compression_pays(INT8, 1 << 20, torch.float32, 1, 1, "").pays
 
 
-def test_what_was_measured_decides() -> None:
+def test_measurements_decide() -> None:
     def points(*us: float) -> tuple[tuple[int, float], ...]:
         return tuple((size, each * 1e-6) for size, each in zip((4096, 65536), us, strict=True))
 

@@ -1,4 +1,4 @@
-"""Two independent machines for the tests: what a schedule means, and what its lowered programs do.
+"""Two independent interpreters: one of schedules, by the definition of versions, and one of lowered programs.
 
 ``evaluate`` follows the definition of versions literally and knows nothing of payloads or instructions;
 ``Programs`` runs the instructions of all ranks and knows nothing of schedules. Both take the codec as a
@@ -39,8 +39,8 @@ def inputs_of(schedule: Schedule, seed: int = 0) -> dict[Place, float]:
     }
 
 
-class Meaningless(Exception):
-    """The transfers of a step read what is not there, or collide."""
+class MeaninglessScheduleError(Exception):
+    """The transfers of a step read a version that does not exist, or collide."""
 
 
 def add(terms: list[Any]) -> Any:
@@ -55,7 +55,7 @@ def evaluate(
     divisor: int = 1,
     add: Callable[[list[Any]], Any] = add,
 ) -> dict[Place, Any]:
-    """The outputs by the definition: version after version, nothing else."""
+    """Return the outputs by the definition of versions."""
     value = {place: x for place, x in inputs.items() if schedule.starts(*place)}
     parts = {(rank, chunk): {rank} for rank, chunk in value}
     is_bytes = dict.fromkeys(value, False)
@@ -63,7 +63,7 @@ def evaluate(
         now = [t for t in schedule.transfers if t.step == step]
         for place in {(t.src, t.chunk) for t in now}:
             if place not in value:
-                raise Meaningless(f"{place} is sent in step {step} before it is there")
+                raise MeaninglessScheduleError(f"{place} is sent in step {step} before it is there")
             if not is_bytes[place]:
                 value[place] = codec(*place, value[place])
                 is_bytes[place] = True
@@ -71,14 +71,14 @@ def evaluate(
         for dst, chunk in {(t.dst, t.chunk) for t in now}:
             into = [t for t in now if (t.dst, t.chunk) == (dst, chunk)]
             if len(into) != len({t.src for t in into}) or (len(into) > 1 and "copy" in {t.op for t in into}):
-                raise Meaningless(f"collision at {dst, chunk} in step {step}")
+                raise MeaninglessScheduleError(f"collision at {dst, chunk} in step {step}")
             if into[0].op == "copy":
                 value[dst, chunk] = before[into[0].src, chunk]
                 parts[dst, chunk] = before_parts[into[0].src, chunk]
                 is_bytes[dst, chunk] = True
                 continue
             if (dst, chunk) not in before:
-                raise Meaningless(f"{dst, chunk} is added to in step {step} before it is there")
+                raise MeaninglessScheduleError(f"{dst, chunk} is added to in step {step} before it is there")
             terms = sorted([dst, *(t.src for t in into)])
             total = add([before[rank, chunk] for rank in terms])
             parts[dst, chunk] = set().union(*(before_parts[rank, chunk] for rank in terms))
@@ -115,7 +115,7 @@ def outcome(schedule: Schedule) -> dict[Place, Symbol] | None:
 
     try:
         return evaluate(schedule, inputs, encode, add=add)
-    except Meaningless:
+    except MeaninglessScheduleError:
         return None
 
 
@@ -215,7 +215,7 @@ class Programs:
         return self.codec(rank, chunk, value)
 
     def _write(self, rank: int, payload_id: int, value: float) -> None:
-        assert (rank, payload_id) not in self.payloads, "a payload_id is written once"
+        assert (rank, payload_id) not in self.payloads, "a payload is written once"
         assert 0 <= payload_id < self.programs[rank].payload_counts[rank]
         self.payloads[rank, payload_id] = value
 

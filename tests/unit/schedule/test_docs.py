@@ -14,13 +14,13 @@ TEXT = (DOCS / "how-it-works" / "schedules.md").read_text()
 GUIDE = (DOCS / "guides" / "custom-algorithm.md").read_text()
 
 
-def test_the_printed_schedule_is_what_is_printed() -> None:
+def test_documented_schedule_is_printed() -> None:
     schedule = algorithms.build("halving", "all_reduce", 3)
     assert str(schedule) in TEXT
     assert (schedule.steps, schedule.requantizations()) == (4, 2)
 
 
-def test_the_example_runs_and_the_error_is_what_is_raised() -> None:
+def test_documented_example_and_error() -> None:
     example = parse(GUIDE.split('schedule = """')[1].split('"""')[0])
     assert verify(example).encodes_once
     with pytest.raises(ScheduleError) as caught:
@@ -29,7 +29,7 @@ def test_the_example_runs_and_the_error_is_what_is_raised() -> None:
 
 
 @pytest.mark.parametrize("n", range(2, 34))
-def test_the_table(n: int) -> None:
+def test_documented_table_of_algorithms(n: int) -> None:
     up, down = (n - 1).bit_length(), n.bit_length() - 1
     table = {
         "one_shot": (1, 1, n - 1),

@@ -38,12 +38,12 @@ def test_transfers_are_kept_sorted() -> None:
         (Transfer(-1, 0, 1, 0, "copy"), "count from 0"),
     ],
 )
-def test_transfers_that_cannot_be(transfer: Transfer, message: str) -> None:
+def test_invalid_transfers_are_refused(transfer: Transfer, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         Schedule(collective="all_reduce", ranks=3, chunks=2, transfers=(transfer,))
 
 
-def test_gathers_add_nothing_up() -> None:
+def test_gathers_do_not_reduce() -> None:
     with pytest.raises(ScheduleError, match="all_gather does not reduce"):
         Schedule(collective="all_gather", ranks=2, chunks=2, transfers=(Transfer(0, 0, 1, 0, "reduce"),))
 
@@ -60,7 +60,7 @@ def test_gathers_add_nothing_up() -> None:
         ({"collective": "all_to_all", "ranks": 3, "chunks": 3}, "all_to_all over 3 ranks has 9, got 3"),
     ],
 )
-def test_arguments_that_cannot_be(arguments: dict[str, object], message: str) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Schedule(**arguments)  # type: ignore[arg-type]
 

@@ -82,7 +82,7 @@ def test_one_shot_reads_its_own_bytes() -> None:
     assert reduce.local is Local.NONE
 
 
-def test_a_copy_is_passed_on_before_it_is_written_out() -> None:
+def test_a_copy_is_forwarded_before_it_is_decoded() -> None:
     kinds = [
         type(i)
         for i in lower(
@@ -104,7 +104,7 @@ def test_sums_that_are_not_sent_stay_unencoded() -> None:
     assert second.local is Local.ACCUMULATOR and second.payload_id == 0 and second.output and second.divide
 
 
-def test_an_adopted_version_that_is_added_to_is_read_where_it_was_received() -> None:
+def test_a_copied_version_that_is_summed_is_read_where_it_was_received() -> None:
     schedule = Schedule(
         collective="reduce",
         ranks=3,
@@ -128,7 +128,7 @@ def test_one_rank_copies() -> None:
     assert lower(algorithms.build("ring", "all_reduce", 1), 0).instructions == (Copy(chunk=0),)
 
 
-def test_levels_go_with_the_bytes() -> None:
+def test_forwarded_bytes_keep_their_level() -> None:
     schedule = parse("broadcast ranks=3 chunks=1\nrank 0|c0=1@1|.\nrank 1|.|c0=2\nrank 2|.|.")
     assert [i.level for i in lower(schedule, 0).instructions] == [1, 1]
     assert {i.level for i in lower(schedule, 1).instructions} == {1}
@@ -176,6 +176,6 @@ def test_rank_out_of_range() -> None:
         ("rank 0|c0=1 c0=2@1\nrank 1|.\nrank 2|.", "first sent at level 0 and at this one"),
     ],
 )
-def test_what_has_no_meaning_is_refused(rows: str, message: str) -> None:
+def test_meaningless_transfers_are_refused(rows: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         lower(parse("broadcast ranks=3 chunks=1\n" + rows), 0)

@@ -75,6 +75,6 @@ def test_one_rank_takes_no_time() -> None:
     assert simulate(algorithms.build("ring", "all_reduce", 1), 100, Plain(), LINK).seconds == 0
 
 
-def test_impossible_links() -> None:
+def test_invalid_links_are_refused() -> None:
     with pytest.raises(ValueError, match="bandwidth > 0"):
         Link(latency=0, bandwidth=0)

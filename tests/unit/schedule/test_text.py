@@ -38,7 +38,7 @@ def test_round_trip(schedule: Schedule) -> None:
     assert parse(str(schedule)) == schedule
 
 
-def test_reads_loose_spacing() -> None:
+def test_parse_accepts_any_spacing() -> None:
     schedule = parse("\n  broadcast ranks=2 chunks=2 root=1  \n rank 0 |. \n rank 1|c0=0   c1=0@1\n")
     assert schedule == Schedule(
         collective="broadcast",
@@ -67,6 +67,6 @@ def test_reads_loose_spacing() -> None:
         ("all_reduce ranks=2 chunks=1\nrank 0 | c0+7\nrank 1 | .", "step 0: rank 0 -> rank 7 chunk 0 reduce"),
     ],
 )
-def test_says_where_it_cannot_read(text: str, message: str) -> None:
+def test_parse_errors_name_the_place(text: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         parse(text)

@@ -173,7 +173,7 @@ rank 3 | c0+2 | c0+1"""
         ),
     ],
 )
-def test_says_what_is_wrong(text: str, message: str) -> None:
+def test_errors_name_rank_step_and_chunk(text: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         verify(parse(text))
 

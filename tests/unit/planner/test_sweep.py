@@ -100,7 +100,7 @@ def test_many_ranks() -> None:
     assert all(row.best.ranks == 8192 for row in made.rows)
 
 
-def test_measured_times_go_first_on_cpus_alone() -> None:
+def test_measured_times_take_precedence_on_cpus_only() -> None:
     point = Measured(
         collective="all_reduce", algorithm="ring", codec="none", ranks=2, hosts=1, points=((MB, 1.0),)
     )
@@ -112,7 +112,7 @@ def test_measured_times_go_first_on_cpus_alone() -> None:
     assert gpus.seconds < 1
 
 
-def test_a_step_hides_what_comes_early() -> None:
+def test_early_buckets_are_hidden() -> None:
     buckets = [Bucket(nbytes=1, ready=1.0), Bucket(nbytes=1, ready=2.0)]
     fast = replay(buckets, 0.5, lambda _: 0.25)
     assert (fast.seconds, fast.compute) == (2.75, 2.5)

@@ -100,7 +100,7 @@ def test_a_hundred_thousand_ranks(name: str) -> None:
         assert share == pytest.approx(2 * 12499 / 100_000)
 
 
-def test_what_is_too_large_to_enumerate_is_said() -> None:
+def test_schedules_too_large_to_build_have_no_profile() -> None:
     assert profile("halving", "broadcast", 1000, 8) is None
     with pytest.raises(ValueError, match="per_host: 8 does not divide 12"):
         profile("ring", "all_reduce", 12, 8)

@@ -130,7 +130,7 @@ def test_shared_positions_are_unbiased() -> None:
         assert float((drawn / steps - share).abs().max()) < 5 * (share / steps) ** 0.5
 
 
-def test_a_bad_number_reaches_every_rank_and_leaves_residuals() -> None:
+def test_a_non_finite_value_reaches_every_rank_and_leaves_residuals_unchanged() -> None:
     for spec in SHARED[:2]:
         given = gaussians(3, 9000, seed=5)
         given[1][5000] = torch.nan

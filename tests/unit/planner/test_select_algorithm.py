@@ -43,7 +43,7 @@ def test_a_lossy_sum_crosses_hosts_once_where_that_is_much_faster() -> None:
 
 @pytest.mark.parametrize("collective", algorithms.collectives()[1:])
 @pytest.mark.parametrize("spec", ["none", "int8"])
-def test_the_others_take_one_shot_inside_a_host(collective: str, spec: str) -> None:
+def test_other_collectives_take_one_shot_inside_a_host(collective: str, spec: str) -> None:
     assert {select(collective, 4 * n, torch.float32, codec(spec), 4) for n in SIZES} == {"one_shot"}
 
 
@@ -85,7 +85,7 @@ def test_every_choice_can_be_built(collective: str, ranks: int, hosts: int) -> N
         assert algorithms.build(name, collective, ranks).ranks == ranks
 
 
-def test_names_stay_as_they_are_or_are_refused() -> None:
+def test_explicit_names_are_kept_or_refused() -> None:
     assert select("all_reduce", 5, torch.float32, codec("none"), 2, algorithm="ring") == "ring"
     with pytest.raises(
         ValueError, match="'rings' is not one of auto, direct, ring, tree, double_tree, halving, one_shot"
@@ -118,7 +118,7 @@ def measured(**points: list[tuple[int, float]]) -> Table:
     )
 
 
-def test_what_was_measured_decides() -> None:
+def test_measurements_decide() -> None:
     none, int8 = codec("none"), codec("int8")
     table = measured(
         one_shot=[(1024, 5e-6), (2**20, 4e-4)],
@@ -161,7 +161,7 @@ def placed(**points: dict[str, float]) -> Table:
     )
 
 
-def test_what_moves_is_never_far_behind() -> None:
+def test_the_choice_is_good_in_every_cpu_placement() -> None:
     none = codec("none")
     table = placed(
         one_shot={"near": 10.0, "far": 30.0},

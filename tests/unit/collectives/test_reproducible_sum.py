@@ -67,7 +67,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("ranks", range(1, 9))
 @pytest.mark.parametrize("algorithm", WAYS)
-def test_the_same_bits_whatever_the_way(algorithm: str, ranks: int) -> None:
+def test_the_same_bits_for_every_algorithm_and_number_of_ranks(algorithm: str, ranks: int) -> None:
     """Every algorithm, random pieces and delays, contributions dealt to the ranks in any order: one result, the true
     sum of the integers."""
     rng = random.Random(f"{algorithm}{ranks}")
@@ -318,7 +318,7 @@ def test_only_exact_can_be_audited() -> None:
     require_auditable("exact:bits=16")
 
 
-def test_ranks_without_room_are_refused() -> None:
+def test_too_many_ranks_for_the_integers_are_refused() -> None:
     assert codec("exact:bits=16").digits(2048) == 4  # type: ignore[attr-defined]
     with pytest.raises(
         ValueError, match=r"codec: exact:bits=16 leaves 3 bits .* 2049 ranks .* at most 2048 ranks"
