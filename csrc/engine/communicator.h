@@ -3,7 +3,7 @@
 // operations), FailureMonitor (errors) and spin_yield_sleep (waiting).
 //
 // Three kinds of threads run operations: the caller itself if nothing is queued, a thread that waits for a queued
-// operation, and otherwise the progress thread. OperationQueue says when which of them may.
+// operation, and otherwise the progress thread. OperationQueue decides which of them may at a time.
 #pragma once
 
 #include <atomic>

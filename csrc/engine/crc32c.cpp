@@ -19,7 +19,7 @@ constexpr std::size_t kWord = 8;
 
 using Table = std::array<std::array<std::uint32_t, 256>, kWord>;
 
-// tables[k][b]: what byte b does to the register when k more bytes follow it.
+// tables[k][b]: how byte b changes the register when k more bytes follow it.
 constexpr Table make_tables() {
   Table tables{};
   for (std::uint32_t byte = 0; byte < 256; ++byte) {
@@ -56,11 +56,11 @@ std::uint32_t table_register(std::uint32_t crc, const std::uint8_t* at, std::siz
 
 #ifdef DTCOMM_CRC
 
-// An instruction takes a word a cycle but three cycles to its result, so three runs of the data go side by side.
-// kRun bytes each: 12 KiB are in the first-level cache.
+// The instruction can start every cycle but takes three cycles, so three runs of the data are computed side by side, of
+// kRun bytes each: 12 KiB fit into the first-level cache.
 constexpr std::size_t kRun = 4096;
 
-// What kRun zero bytes do to the register, one table for each byte of it: it is linear.
+// Advances the register over kRun zero bytes. That is a linear function, so it takes a table for each byte.
 class Skip {
  public:
   Skip() {

@@ -23,7 +23,7 @@ struct CorruptPayload {
   std::uint32_t checksum_received = 0;
 };
 
-// One operation on one rank: what it consists of, and what is known of it so far.
+// One operation on one rank: its parts, and what has been found out while it runs.
 struct OperationState {
   OperationState(Transport& transport, Call call, std::uint64_t fingerprint, std::uint64_t number)
       : transport(transport),

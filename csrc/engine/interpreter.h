@@ -1,5 +1,5 @@
-// The interpreter: one operation on one rank as a resumable state machine. It never waits; whoever advances it
-// (Communicator, SimulatedWorld) decides what to do while it is blocked.
+// The interpreter: one operation on one rank as a resumable state machine. It never waits: its
+// caller (Communicator, SimulatedWorld) decides what to do while it is blocked.
 //
 // An operation first runs the tasks before it, then the cache-line probe if one is due, then chooses its execution mode
 // (SlotPipeline or ZeroCopy), which carries out the program, and at last runs the tasks behind it.

@@ -29,7 +29,7 @@ struct QueuedOperation {
 
 // One thread at a time, the driver, runs operations. The states of the queue:
 //
-//   free     Nobody drives. Any thread may become the driver: a caller that runs its operation inline
+//   free     No thread drives. Any thread may become the driver: a caller that runs its operation inline
 //            (start_inline), one that has just queued a small operation (push), one that waits for an operation
 //            (start_waiting), or the progress thread (try_drive).
 //   driven   One thread is the driver until it calls release(). Only the driver touches interpreters, and only it
@@ -59,7 +59,7 @@ class OperationQueue {
   enum class Pushed {
     to_driver,      // the driver will find it
     drive_now,      // the caller is now the driver: it is the only operation, of at most `max_inline_bytes`
-    wake_progress,  // nobody drives: the progress thread must be woken
+    wake_progress,  // no thread drives: the progress thread must be woken
   };
   Pushed push(Call call, std::shared_ptr<Work> work, std::size_t max_inline_bytes, std::uint64_t now);
 
@@ -91,7 +91,7 @@ class OperationQueue {
   // Closing. close() returns false if it was closed before.
   bool close();
   bool closed() const { return closed_.load(std::memory_order_acquire); }
-  // Asks the driver to stop (see stopping()) and returns when nobody drives any more.
+  // Asks the driver to stop (see stopping()) and returns when no thread drives any more.
   void wait_until_free();
   bool stopping() const { return stopping_.load(std::memory_order_acquire); }
 

@@ -16,7 +16,7 @@ namespace dtcomm {
 
 constexpr int kMaxSharedTensors = 4096;
 
-// A futex that wakes all sleeping threads of a process. Notifying costs one load while nobody sleeps, because peers
+// A futex that wakes all sleeping threads of a process. Notifying costs one load while no thread sleeps, because peers
 // notify after every flag that they publish.
 struct WakeupFutex {
   std::atomic<std::uint32_t> counter{0};

@@ -108,18 +108,17 @@ void ProgressThread::HelpingWaiter::check_fronts() {
   for (Communicator* communicator : thread_.communicators_) communicator->check_front();
 }
 
-bool ProgressThread::advance_all(bool& blocked) {
+ProgressThread::AdvanceResult ProgressThread::advance_all() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  bool moved = false;
-  blocked = false;
+  AdvanceResult all;
   max_sleep_ns_ = kSleepNs;
   sleep_fds_.assign(1, wake_fd_);
   bool shares_memory = false;
   for (Communicator* communicator : communicators_) {
     const Communicator::DriveResult result = communicator->drive_front(kBudget);
-    moved |= result == Communicator::DriveResult::moved;
+    all.moved |= result == Communicator::DriveResult::moved;
     if (result != Communicator::DriveResult::blocked) continue;
-    blocked = true;
+    all.blocked = true;
     const PeerSet& peers = communicator->peers();
     max_sleep_ns_ = std::min(max_sleep_ns_, peers.max_sleep_ns(kSleepNs));
     if (peers.has_tcp_peers()) sleep_fds_.push_back(peers.epoll_fd());
@@ -127,7 +126,7 @@ bool ProgressThread::advance_all(bool& blocked) {
   }
   // Peers in shared memory cannot wake a thread that sleeps on sockets.
   if (sleep_fds_.size() > 1 && shares_memory) max_sleep_ns_ = std::min(max_sleep_ns_, kMixedSleepNs);
-  return moved;
+  return all;
 }
 
 void ProgressThread::loop() {
@@ -139,13 +138,14 @@ void ProgressThread::loop() {
   };
   WakeupFutex& wakeup = LocalProcess::instance().page().wakeup;
   while (!stopping_.load(std::memory_order_relaxed)) {
-    bool blocked = false;
+    AdvanceResult result;
     const bool called = has_work_.exchange(false, std::memory_order_acquire);
-    if (!rests() && advance_all(blocked)) {
+    if (!rests()) result = advance_all();
+    if (result.moved) {
       reset();
       continue;
     }
-    if (!blocked) {
+    if (!result.blocked) {
       if (called && !rests()) continue;
       std::unique_lock<std::mutex> lock(idle_mutex_);
       idle_.wait(lock, [&] { return (has_work_.load(std::memory_order_relaxed) && !rests()) || stopping_.load(); });
@@ -163,7 +163,8 @@ void ProgressThread::loop() {
     const ScopedSleeper sleeper(wakeup);
     sleeps_on_sockets_.store(true, std::memory_order_seq_cst);
     const std::uint32_t seen = wakeup.counter.load(std::memory_order_acquire);
-    if (!advance_all(blocked) && blocked && !has_work_.load(std::memory_order_acquire)) {
+    result = advance_all();
+    if (!result.moved && result.blocked && !has_work_.load(std::memory_order_acquire)) {
       if (sleep_fds_.size() > 1) {
         sleep_until_readable(sleep_fds_.data(), sleep_fds_.size(), max_sleep_ns_);
         eventfd_t calls = 0;

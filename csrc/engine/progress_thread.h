@@ -21,7 +21,7 @@ class ProgressThread {
   void add(Communicator* communicator);
   // Returns when the thread no longer uses the communicator.
   void remove(Communicator* communicator);
-  // To be called when an operation was queued that nobody drives.
+  // To be called when an operation was queued and no thread drives.
   void wake();
   // Ends the thread; wake() starts a new one.
   void stop();
@@ -49,8 +49,12 @@ class ProgressThread {
  private:
   ProgressThread();
   void loop();
-  // Advances every communicator once; true if any moved. `blocked`: some has an operation that cannot move.
-  bool advance_all(bool& blocked);
+  // Advances every communicator once.
+  struct AdvanceResult {
+    bool moved = false;    // some operation moved
+    bool blocked = false;  // some operation cannot move
+  };
+  AdvanceResult advance_all();
   bool rests() const { return helping_waiters_.load(std::memory_order_relaxed) > 0; }
 
   std::mutex mutex_;  // held while communicators are used

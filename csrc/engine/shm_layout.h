@@ -7,7 +7,7 @@
 //          Pieces are numbered through all operations of a communicator ("sequence number").
 //   slot   Memory for the payloads of one piece. There are kSlots of them, used in turn.
 //   box    The place of one payload in a slot. A program numbers the boxes of every rank.
-//   flag   Says that a box of a piece is complete.
+//   flag   Tells peers that a box of a piece is complete.
 #pragma once
 
 #include <atomic>

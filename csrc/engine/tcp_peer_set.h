@@ -35,7 +35,8 @@ class TcpPeerSet {
   // that it waits for. Does nothing if that was sent a moment ago, unless `force` is set.
   void send_waiting_for(const RegionHeader& own, std::uint64_t last_operation, int rank, bool force);
   void send_failure(const RegionHeader& own, std::uint64_t last_operation);
-  // Says goodbye, waits until the peers have received what was sent last, and ends the sending direction.
+  // Tells the peers that this rank closes, waits until the peers have received what was sent last, and ends the sending
+  // direction.
   void send_goodbye(bool failed);
   void close();
 

@@ -97,7 +97,7 @@ void ZeroCopy::fetch(int owner, const Slice& slice, const Instruction& instructi
 }
 
 void ZeroCopy::run_piece(std::size_t piece) {
-  // The rank that sums a chunk writes the result into every rank's tensor, so nobody has to fetch it.
+  // The rank that sums a chunk writes the result into every rank's tensor, so it need not be fetched.
   const bool writes_into_peers = program_.sends_sums;
   for (const Instruction& instruction : program_.instructions) {
     const Slice* const begin = plan_.begin(piece, instruction.chunk);

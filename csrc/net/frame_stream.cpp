@@ -128,7 +128,7 @@ std::size_t FrameStream::unacknowledged() const {
 }
 
 // Reads the rest of the payload directly to its place, and what follows it into the read-ahead buffer.
-bool FrameStream::read_more(bool& drained) {
+FrameStream::ReadResult FrameStream::read_more() {
   if (begin_ == end_) begin_ = end_ = 0;
   if (begin_ > 0) {
     std::memmove(buffer_.data(), buffer_.data() + begin_, end_ - begin_);
@@ -147,22 +147,20 @@ bool FrameStream::read_more(bool& drained) {
   message.msg_iovlen = static_cast<std::size_t>(count);
   const ssize_t got = ::recvmsg(fd_, &message, MSG_DONTWAIT);
   if (got < 0) {
-    if (!is_temporary(errno)) end(std::strerror(errno));
-    drained = errno != EINTR;
-    return false;
+    const int error = errno;
+    if (!is_temporary(error)) end(std::strerror(error));
+    return {false, error != EINTR};
   }
   if (got == 0) {
     end("closed by the peer");
-    drained = true;
-    return false;
+    return {false, true};
   }
   const auto bytes = static_cast<std::size_t>(got);
   const std::size_t placed = std::min(bytes, direct);
   payload_ += placed;
   missing_ -= placed;
   end_ += bytes - placed;
-  drained = bytes < requested;
-  return true;
+  return {true, bytes < requested};
 }
 
 // Parses the read-ahead buffer as far as it goes; false if a frame is rejected.
@@ -193,7 +191,9 @@ bool FrameStream::receive(FrameSink& sink) {
   bool drained = false;
   for (std::size_t budget = 0; !ended_ && !drained && budget < kMaxReceive;) {
     const std::size_t before = missing_ + buffer_.size() - end_ + begin_;
-    if (!read_more(drained)) continue;
+    const ReadResult read = read_more();
+    drained = read.drained;
+    if (!read.any) continue;
     budget += before - (missing_ + buffer_.size() - end_ + begin_);
     any = true;
     if (!parse(sink)) end("it sent an invalid frame");

@@ -57,7 +57,12 @@ class FrameStream {
     std::size_t size() const { return sizeof header + header.bytes; }
   };
   void end(std::string reason);
-  bool read_more(bool& drained);
+  // What one read found: whether any bytes, and whether no more are available now.
+  struct ReadResult {
+    bool any;
+    bool drained;
+  };
+  ReadResult read_more();
   bool parse(FrameSink& sink);
 
   static constexpr std::size_t kReadAhead = 16 * 1024;

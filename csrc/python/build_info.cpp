@@ -1,4 +1,4 @@
-// How this module was compiled, for `dtcomm doctor`.
+// Binding of build information (compiler, flags), for `dtcomm doctor`.
 #include "build_info.h"
 
 #include "python/bindings.h"

@@ -1,11 +1,12 @@
-// Payloads that no encoder wrote, for every family, option and kernel of this CPU: random bytes, encodings with bits
-// flipped, constants. Nothing outside the buffers may be touched, and every kernel must do the same: the same floats,
-// the same payloads, the same residuals. Payloads that the verbs refuse (codec/validate.h) are decoded like the others.
+// Fuzzes the kernels with payloads that no encoder wrote, for every codec family, option and kernel of this CPU: random
+// bytes, encodings with flipped bits, constants. No byte outside the buffers may be touched, and all kernels must give
+// the same floats, payloads and residuals. Payloads that validation rejects (codec/validate.h) are decoded like the
+// others.
 //
 //   fuzz_payloads_test [--seconds S] [--payloads N] [--seed X] [--family NAME]
 //
-// Ends at whichever of the two comes first, after 5 seconds where neither is given; the same seed tries the same.
-// Prints how many payloads of each family were decoded, and how many of them were refused.
+// Ends at whichever limit comes first, or after 5 seconds if neither is given. The same seed tries the same payloads.
+// Prints how many payloads of each family were decoded, and how many of them validation rejects.
 #include <chrono>
 #include <cinttypes>
 #include <csignal>
@@ -26,13 +27,14 @@ namespace {
 using namespace dtcomm;
 using namespace dtcomm::tests;
 
-constexpr std::size_t kRoom = kMostElements * 8 + 4096;
+constexpr std::size_t kBufferBytes = kMostElements * 8 + 4096;
 constexpr std::size_t kMostPayloads = 3;
 const char* const kNames[kFamilies] = {"none", "fp16", "bf16", "integer", "float8", "mx", "sign", "topk", "randk"};
 
 struct Buffers {
-  Guarded payloads[kMostPayloads]{Guarded(kRoom), Guarded(kRoom), Guarded(kRoom)};
-  Guarded local{kRoom}, residual{kRoom}, wire{kRoom}, out{kRoom};
+  GuardedBuffer payloads[kMostPayloads]{GuardedBuffer(kBufferBytes), GuardedBuffer(kBufferBytes),
+                                        GuardedBuffer(kBufferBytes)};
+  GuardedBuffer local{kBufferBytes}, residual{kBufferBytes}, wire{kBufferBytes}, out{kBufferBytes};
 };
 using Bytes = std::vector<std::uint8_t>;
 
@@ -46,7 +48,7 @@ using Bytes = std::vector<std::uint8_t>;
   std::exit(1);
 }
 
-// What was running when a guard page was touched. A sanitizer says more than this: its handler stays.
+// The case that runs, for the report when a guard page is touched. Sanitizers report more, so their handler stays.
 Case running;
 
 void watch_guard_pages() {
@@ -112,7 +114,7 @@ void compare(const Case& at, const char* kernel, const Bytes& got, const Bytes& 
 }
 
 struct Counts {
-  std::uint64_t payloads[kFamilies] = {}, refused[kFamilies] = {}, calls = 0, total = 0;
+  std::uint64_t payloads[kFamilies] = {}, rejected[kFamilies] = {}, calls = 0, total = 0;
 };
 
 void run_case(Random& random, Family family, const std::vector<const Kernels*>& tables, Buffers& buffers,
@@ -141,7 +143,7 @@ void run_case(Random& random, Family family, const std::vector<const Kernels*>& 
   for (std::size_t i = 0; i < at.count; ++i) {
     std::uint8_t* payload = buffers.payloads[i].place(wire, end);
     const bool whole = make_payload(random, at, *tables.back(), floats, payload, wire);
-    if (whole && !why_corrupt(at.codec, payload, at.numel).empty()) fail(at, "why_corrupt", "an encoding is refused");
+    if (whole && !why_corrupt(at.codec, payload, at.numel).empty()) fail(at, "why_corrupt", "an encoding is rejected");
     payloads.push_back(payload);
   }
   std::vector<std::uint8_t> old(at.numel * sizeof(float));
@@ -158,7 +160,7 @@ void run_case(Random& random, Family family, const std::vector<const Kernels*>& 
     }
     ++counts.payloads[which];
     ++counts.total;
-    if (!why_corrupt(at.codec, payload, at.numel).empty()) ++counts.refused[which];
+    if (!why_corrupt(at.codec, payload, at.numel).empty()) ++counts.rejected[which];
   }
   const Bytes expected = combine_with(*tables.back(), at, payloads, old, buffers, floats, end);
   for (std::size_t k = 0; k + 1 < tables.size(); ++k) {
@@ -168,7 +170,7 @@ void run_case(Random& random, Family family, const std::vector<const Kernels*>& 
   ++counts.calls;
 }
 
-// Sixteen bytes that came from elsewhere: refused, or a codec whose sizes make sense and whose granules grow with it.
+// Checks sixteen arbitrary bytes as a codec: they are rejected, or the codec's sizes are consistent.
 void check_codec_bytes(Random& random) {
   Codec codec;
   std::uint8_t raw[sizeof(Codec)];
@@ -192,24 +194,24 @@ void check_codec_bytes(Random& random) {
   if (wire_bytes(codec, granule + 1, DType::f32) != full + one) fail(at, "why_invalid", "granules that depend");
 }
 
-const char* word(int count, char** words, const char* flag) {
+const char* option(int count, char** arguments, const char* flag) {
   for (int i = 1; i + 1 < count; ++i) {
-    if (std::strcmp(words[i], flag) == 0) return words[i + 1];
+    if (std::strcmp(arguments[i], flag) == 0) return arguments[i + 1];
   }
   return nullptr;
 }
 
-std::uint64_t number(int count, char** words, const char* flag, std::uint64_t fallback) {
-  const char* text = word(count, words, flag);
+std::uint64_t number(int count, char** arguments, const char* flag, std::uint64_t fallback) {
+  const char* text = option(count, arguments, flag);
   return text ? std::strtoull(text, nullptr, 10) : fallback;
 }
 
 }  // namespace
 
-int main(int count, char** words) {
-  const std::uint64_t most = number(count, words, "--payloads", 0);
-  const std::uint64_t seconds = number(count, words, "--seconds", most ? 0 : 5);
-  const std::uint64_t seed = number(count, words, "--seed", 1);
+int main(int count, char** arguments) {
+  const std::uint64_t most = number(count, arguments, "--payloads", 0);
+  const std::uint64_t seconds = number(count, arguments, "--seconds", most ? 0 : 5);
+  const std::uint64_t seed = number(count, arguments, "--seed", 1);
   std::vector<const Kernels*> tables;
   for (const Kernels* const* table = all_kernels(); *table; ++table) {
     if ((*table)->supported()) tables.push_back(*table);
@@ -222,7 +224,7 @@ int main(int count, char** words) {
   double elapsed = 0;
   // The families with most options come up more often.
   std::vector<int> families{0, 1, 2, 3, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 7, 8, 8};
-  const char* only = word(count, words, "--family");
+  const char* only = option(count, arguments, "--family");
   for (int i = 0; only && i < kFamilies; ++i) {
     if (std::strcmp(only, kNames[i]) == 0) families.assign(1, i);
   }
@@ -243,8 +245,8 @@ int main(int count, char** words) {
   std::printf("%" PRIu64 " payloads, %" PRIu64 " combinations, %zu kernels, seed %" PRIu64 ", %.1f s\n", counts.total,
               counts.calls, tables.size(), seed, elapsed);
   for (int i = 0; i < kFamilies; ++i) {
-    std::printf("  %-8s %10" PRIu64 " decoded, %" PRIu64 " refused\n", kNames[i], counts.payloads[i],
-                counts.refused[i]);
+    std::printf("  %-8s %10" PRIu64 " decoded, %" PRIu64 " rejected\n", kNames[i], counts.payloads[i],
+                counts.rejected[i]);
   }
   return 0;
 }

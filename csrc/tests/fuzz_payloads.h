@@ -1,4 +1,4 @@
-// What fuzz.cpp tries: codecs, sizes, floats and payloads, drawn from a seed.
+// The cases of fuzz_payloads.cpp: codecs, sizes, floats and payloads, drawn from a seed.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ inline void fill(Random& random, std::uint8_t* to, std::size_t size) {
   }
 }
 
-// Any codec of `family` that the kernels accept: random fields, those that are refused drawn again.
+// A random codec of `family` that the kernels accept: fields are drawn until they are valid.
 inline Codec random_codec(Random& random, Family family) {
   for (;;) {
     Codec codec;
@@ -58,7 +58,7 @@ inline Codec random_codec(Random& random, Family family) {
   }
 }
 
-// Mostly few, so that many payloads are tried; else near the edges of granules, or anything.
+// A random number of elements: mostly small, so that many payloads are tried, else near the edges of granules, or any.
 inline std::size_t random_numel(Random& random, const Codec& codec) {
   const std::size_t granule = granule_elements(codec);
   switch (random.below(16)) {
@@ -76,7 +76,7 @@ inline std::size_t random_numel(Random& random, const Codec& codec) {
   }
 }
 
-// One call's arguments apart from memory.
+// The arguments of one call, without its memory.
 struct Case {
   Codec codec;
   std::size_t numel = 0;
@@ -87,7 +87,7 @@ struct Case {
   std::uint64_t key = 0, offset = 0;
 };
 
-// A payload's bytes: noise, a constant, or an encoding, whole (then true) or damaged.
+// Writes a payload: noise, a constant, or an encoding. Returns true if it is an undamaged encoding.
 inline bool make_payload(Random& random, const Case& at, const Kernels& kernels, const std::uint8_t* floats,
                          std::uint8_t* to, std::size_t size) {
   const std::size_t kind = random.below(8);
@@ -119,7 +119,7 @@ inline bool make_payload(Random& random, const Case& at, const Kernels& kernels,
   return false;
 }
 
-// Floats of ordinary sizes with a few of every other kind, in the case's type.
+// Writes floats in the case's dtype: mostly of ordinary magnitude, with some of every other kind.
 inline void make_floats(Random& random, const Case& at, std::uint8_t* to) {
   fill(random, to, at.numel * size_of(at.dtype));
   if (random.one_in(4)) return;

@@ -1,5 +1,6 @@
-// The scalar rotation (codec/hadamard.h), which device kernels are written in, against every kernel of this CPU: the
-// payload of a rotating codec is the plain codec's of blocks that were rotated one by one, and decodes accordingly.
+// Compares the scalar Hadamard transform (codec/hadamard.h), which device kernels use, with every kernel of this CPU:
+// the payload of a codec with a rotation equals the plain codec's payload of blocks that were rotated one by one, and
+// it decodes accordingly.
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -14,7 +15,7 @@ namespace {
 
 using namespace dtcomm;
 
-// Any bits, NaN and Inf among them, or numbers of a few magnitudes.
+// Any bits, including NaN and Inf, or numbers of a few magnitudes.
 float number(std::uint32_t seed, std::uint32_t i) {
   const std::uint32_t word = mix32(mix32(seed) + i);
   if (seed % 3 == 0) return float_of(word);
@@ -73,6 +74,6 @@ int main() {
       }
     }
   }
-  std::puts("rotations agree");
+  std::puts("Hadamard transforms agree");
   return 0;
 }

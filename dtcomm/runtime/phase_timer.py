@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from dtcomm import _C
 
-PHASES = ("encode", "reduce", "decode")  # in the order of csrc/engine/times.h
+PHASES = ("encode", "reduce", "decode")  # in the order of csrc/engine/phase_times.h
 
 
 class Span(NamedTuple):
