@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "engine/call.h"
@@ -25,7 +26,7 @@ struct CorruptPayload {
 
 // One operation on one rank: its parts, and what has been found out while it runs.
 struct OperationState {
-  OperationState(Transport& transport, Call call, std::uint64_t fingerprint, std::uint64_t number)
+  OperationState(Transport& transport, Call&& call, std::uint64_t fingerprint, std::uint64_t number)
       : transport(transport),
         call(std::move(call)),
         plan(*this->call.plan),
