@@ -28,8 +28,8 @@ from bench.common import machine, output
 from dtcomm import codecs
 from dtcomm.cli.tune import main as tune_command
 from dtcomm.cli.tune.measure import Options as Measuring
-from dtcomm.cli.tune.measure import contests
-from dtcomm.cli.tune.sampling import Contest, Visits, quartile, visit_all
+from dtcomm.cli.tune.measure import benchmark_cases
+from dtcomm.cli.tune.sampling import BenchmarkCase, CaseSamples, lower_quartile, sample_cases
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.planner import parse as parse_table
 from dtcomm.planner import select
@@ -44,79 +44,81 @@ AGAIN = 0.4  # of the check's time, for auto and the fastest in turn
 ATTEMPTS = 2
 
 
-def cases(names: Sequence[str], ranks: int) -> list[Contest]:
+def cases(names: Sequence[str], ranks: int) -> list[BenchmarkCase]:
     """All algorithms and auto; `dtcomm tune` measures a codec in all_reduce alone."""
     found = []
     for name in names:
         options = Measuring(collectives=(name,), codecs=("none",), largest=KB, seconds=1)
-        every = next(contests(options, ranks, 1)).names
+        every = next(benchmark_cases(options, ranks, 1)).algorithms
         for size in SIZES:
             for spec in CODECS if name == "all_reduce" else ("none",):
-                contest = Contest(
-                    collective=name, codec=codecs.codec(spec), nbytes=size, names=(*every, "auto")
+                case = BenchmarkCase(
+                    collective=name, codec=codecs.codec(spec), nbytes=size, algorithms=(*every, "auto")
                 )
-                found.append(contest)
+                found.append(case)
     return found
 
 
 def check(
     rank: int, world_size: int, names: Sequence[str], seconds: float, text: str
-) -> list[tuple[Visits, Visits | None]]:
+) -> list[tuple[CaseSamples, CaseSamples | None]]:
     """All algorithms and auto at all sizes, then what auto takes and what was fastest, on each rank."""
     from dtcomm.cli.perf import placement
     from dtcomm.cli.tune import cpu_placement
 
-    cpus = cpu_placement.cpus()
+    cpus = cpu_placement.first_two_cpus()
     placement.pin_to_core(None)
-    first = visit_all(cases(names, world_size), (1 - AGAIN) * seconds, cpus)
+    first = sample_cases(cases(names, world_size), (1 - AGAIN) * seconds, cpus)
     pairs = {
         at: pair for at, visits in enumerate(first) if (pair := _pair(visits, world_size, parse_table(text)))
     }
-    second = dict(zip(pairs, visit_all(list(pairs.values()), AGAIN * seconds, cpus) if pairs else []))
+    second = dict(zip(pairs, sample_cases(list(pairs.values()), AGAIN * seconds, cpus) if pairs else []))
     return [(visits, second.get(at)) for at, visits in enumerate(first)]
 
 
-def _chosen(contest: Contest, ranks: int, table: Table) -> str:
-    return select(contest.collective, contest.nbytes // 4, torch.float32, contest.codec, ranks, table=table)
+def _chosen(case: BenchmarkCase, ranks: int, table: Table) -> str:
+    return select(case.collective, case.nbytes // 4, torch.float32, case.codec, ranks, table=table)
 
 
-def _pair(visits: Visits, ranks: int, table: Table) -> Contest | None:
+def _pair(visits: CaseSamples, ranks: int, table: Table) -> BenchmarkCase | None:
     """What auto takes and the fastest of each placement; None where they are one."""
-    contest = visits.contest
+    case = visits.case
     fastest = []
     for where in visits.medians:
         times = {name: each for name, each in visits.seconds(where).items() if name != "auto"}
         fastest.append(min(times, key=lambda name: times[name]))
-    names = tuple(dict.fromkeys((_chosen(contest, ranks, table), *fastest)))
+    names = tuple(dict.fromkeys((_chosen(case, ranks, table), *fastest)))
     if len(names) < 2:
         return None
-    return Contest(collective=contest.collective, codec=contest.codec, nbytes=contest.nbytes, names=names)
+    return BenchmarkCase(collective=case.collective, codec=case.codec, nbytes=case.nbytes, algorithms=names)
 
 
-def compare(ranks: int, found: list[tuple[Visits, Visits | None]], table: Table) -> list[dict[str, Any]]:
+def compare(
+    ranks: int, found: list[tuple[CaseSamples, CaseSamples | None]], table: Table
+) -> list[dict[str, Any]]:
     """With the table's predictions: errors by algorithm, what auto takes, and how far it is from the best.
 
-    A row for each contest and placement that the table knows.
+    A row for each case and placement that the table knows.
     """
     rows = []
     for visits, again in found:
-        contest = visits.contest
-        chosen = _chosen(contest, ranks, table)
+        case = visits.case
+        chosen = _chosen(case, ranks, table)
         for where in visits.medians:
-            if where not in table.placements(contest.collective, contest.codec, ranks, 1):
+            if where not in table.placements(case.collective, case.codec, ranks, 1):
                 continue
-            measured = table.measurements(contest.collective, contest.codec, ranks, 1, where)
+            measured = table.measurements(case.collective, case.codec, ranks, 1, where)
             times = visits.seconds(where)
             auto = times.pop("auto")
             best = min(times, key=lambda name: times[name])
             turns = _pooled(visits, again, where, chosen)
-            predicted = {name: each.seconds(contest.nbytes) for name, each in measured.items()}
+            predicted = {name: each.seconds(case.nbytes) for name, each in measured.items()}
             rows.append(
                 {
                     "ranks": ranks,
-                    "collective": contest.collective,
-                    "bytes": contest.nbytes,
-                    "codec": str(contest.codec),
+                    "collective": case.collective,
+                    "bytes": case.nbytes,
+                    "codec": str(case.codec),
                     "cores": where,
                     "visits": len(visits.medians[where][best]),
                     "measured_us": {name: round(time * 1e6, 2) for name, time in times.items()},
@@ -132,19 +134,19 @@ def compare(ranks: int, found: list[tuple[Visits, Visits | None]], table: Table)
     return rows
 
 
-def _pooled(visits: Visits, again: Visits | None, where: str, chosen: str) -> dict[str, float]:
+def _pooled(visits: CaseSamples, again: CaseSamples | None, where: str, chosen: str) -> dict[str, float]:
     """Of all visits there were: the first ones, those of auto, which are its algorithm's, and those in turn."""
     found = {name: list(times) for name, times in visits.medians[where].items()}
     found[chosen] += found.pop("auto")
     for name, times in (again.medians.get(where, {}) if again is not None else {}).items():
         found[name] += times
-    return {name: quartile(times) for name, times in found.items()}
+    return {name: lower_quartile(times) for name, times in found.items()}
 
 
 def measure(
     ranks: int, collectives: Sequence[str], seconds: float, path: Path
 ) -> tuple[list[dict[str, Any]], int]:
-    """Tunes and checks a group; the rows, and how many contests stood in placements that the table does not know."""
+    """Tunes and checks a group; the rows, and how many cases stood in placements that the table does not know."""
     asked = ["--nproc", str(ranks), "--seconds", str(seconds), "--output", str(path)]
     asked += [word for name in collectives for word in ("--collective", name)]
     for _ in range(ATTEMPTS):

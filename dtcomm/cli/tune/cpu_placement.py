@@ -1,7 +1,7 @@
-"""How far apart the CPUs are that ranks of this host run on: half of what their messages' times depend on.
+"""Distance between the CPUs of this host's ranks, measured by the round trip of a cache line.
 
-Two cores of one cache pass a line on in a fraction of the time that two of different caches or sockets take, and
-virtual CPUs move between them while a program runs.
+Two cores that share a cache exchange a line several times faster than cores of different caches or sockets, and virtual
+CPUs move between physical cores while a program runs.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from collections.abc import Sequence
 from dtcomm import _C
 from dtcomm.planner.cost_model import FAR, NEAR
 
-FAR_NS = 250.0  # of a round trip; the engine draws the line there too
+FAR_NS = 250.0  # a longer round trip is far; the engine has the same limit
 _BATCHES, _TRIPS = 20, 100
 
 
-def cpus() -> tuple[int, ...]:
-    """The first two that this process may run on, fewer where it has fewer. Ask before a rank is pinned."""
+def first_two_cpus() -> tuple[int, ...]:
+    """Return the first two CPUs this process may run on, or fewer; call it before the rank is pinned."""
     return tuple(sorted(os.sched_getaffinity(0))[:2])
 
 
-def round_trip_ns(between: Sequence[int]) -> float | None:
-    """Of a cache line, in nanoseconds; None where there are not two CPUs, or one may not be used. Takes 1 to 3 ms."""
-    if len(between) < 2:
+def round_trip_ns(cpus: Sequence[int]) -> float | None:
+    """Return the nanoseconds of a cache line's round trip, or None without two usable CPUs. Takes 1 to 3 ms."""
+    if len(cpus) < 2:
         return None
-    found = _C.round_trip_ns(between[0], between[1], _BATCHES, _TRIPS)
-    return found if found >= 0 else None
+    nanoseconds = _C.round_trip_ns(cpus[0], cpus[1], _BATCHES, _TRIPS)
+    return nanoseconds if nanoseconds >= 0 else None
 
 
-def placement(between: Sequence[int] | None = None) -> str:
-    """``near`` or ``far``, as tables of `dtcomm tune` name it; empty where it cannot be told."""
-    found = round_trip_ns(cpus() if between is None else between)
-    return "" if found is None else FAR if found > FAR_NS else NEAR
+def placement(cpus: Sequence[int] | None = None) -> str:
+    """Return ``near`` or ``far``, the names in tables of `dtcomm tune`, or an empty string if it is unknown."""
+    nanoseconds = round_trip_ns(first_two_cpus() if cpus is None else cpus)
+    return "" if nanoseconds is None else FAR if nanoseconds > FAR_NS else NEAR

@@ -1,4 +1,4 @@
-"""What one rank of ``dtcomm tune`` does: every collective, algorithm, codec and size, in turns, within a budget."""
+"""What one rank of ``dtcomm tune`` does: measure every collective, algorithm, codec and size in a given time."""
 
 from __future__ import annotations
 
@@ -13,21 +13,30 @@ from dtcomm import algorithms, codecs, collectives
 from dtcomm.cli.codecs import speed as codecs_speed
 from dtcomm.cli.perf import placement
 from dtcomm.cli.tune import cpu_placement
-from dtcomm.cli.tune.sampling import Contest, Visits, visit_all
+from dtcomm.cli.tune.sampling import BenchmarkCase, CaseSamples, sample_cases
 from dtcomm.planner.cost_model import PLACEMENTS
 from dtcomm.runtime.communicator_cache import get_communicator
 
-Rank0 = dict[str, Any]
+GroupResult = dict[str, Any]
 Curves = dict[tuple[str, str], list[tuple[int, float]]]  # by placement and algorithm: seconds by size
 SMALLEST = 1024
-DENSE = 8 << 20  # bytes
-RATED = ("none", "fp16", "bf16", "int8", "int4", "fp8_e4m3")
-LEAST_SHARE = 0.3  # of the time asked for that is spent measuring, however long the ranks took to start
+DENSE_SIZES = 8 << 20  # bytes up to which every power of two is measured
+RATED_CODECS = ("none", "fp16", "bf16", "int8", "int4", "fp8_e4m3")
+MIN_SHARE = 0.3  # of the requested time is always spent measuring, even if the ranks took long to start
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """``largest`` in bytes, ``seconds`` for everything since ``begun`` (of the machine's clock; None: the call)."""
+    """What to measure.
+
+    Attributes:
+        collectives: Names of collectives.
+        codecs: Codec specs.
+        largest: Largest size in bytes.
+        seconds: Time for everything since ``begun``.
+        quiet: Whether to print no progress.
+        begun: Start in seconds of time.time(); None for the start of the call.
+    """
 
     collectives: tuple[str, ...]
     codecs: tuple[str, ...]
@@ -37,17 +46,17 @@ class Options:
     begun: float | None = None
 
 
-def group(options: Options) -> list[Rank0] | None:
-    """Measure this group; all ranks call it. Rank 0 returns one entry, the others None."""
-    cpus = cpu_placement.cpus()
+def measure_group(options: Options) -> list[GroupResult] | None:
+    """Measure the default group; all ranks must call it. Rank 0 returns a list of one result, the others None."""
+    cpus = cpu_placement.first_two_cpus()
     placement.pin_to_core(None)
-    ranks, hosts = dist.get_world_size(), _hosts()
-    everything = list(contests(options, ranks, hosts))
+    ranks, hosts = dist.get_world_size(), _host_count()
+    cases = list(benchmark_cases(options, ranks, hosts))
     seconds = options.seconds
-    if options.begun is not None:  # ranks that were slow to start have less, but enough to measure something
-        seconds = max(seconds * LEAST_SHARE, seconds - (time.time() - options.begun))
-    say = "" if options.quiet else f"{ranks} ranks"
-    found = visit_all(everything, seconds, cpus if hosts == 1 else (), say=say)
+    if options.begun is not None:  # the start of the ranks counts, but some time always remains
+        seconds = max(seconds * MIN_SHARE, seconds - (time.time() - options.begun))
+    label = "" if options.quiet else f"{ranks} ranks"
+    samples = sample_cases(cases, seconds, cpus if hosts == 1 else (), label=label)
     if dist.get_rank():
         return None
     measured = [
@@ -57,38 +66,42 @@ def group(options: Options) -> list[Rank0] | None:
             "codec": codec,
             "ranks": ranks,
             "hosts": hosts,
-            "placement": where,
+            "placement": placement_name,
             "points_us": [[size, round(seconds * 1e6, 3)] for size, seconds in points],
         }
-        for (collective, codec), curves in _by_contest(found).items()
-        for (where, name), points in curves.items()
+        for (collective, codec), curves in _by_collective_and_codec(samples).items()
+        for (placement_name, name), points in curves.items()
     ]
     links = _links(measured)
     return [{"ranks": ranks, "hosts": hosts, "measured": measured, "rates": _rates(), "links": links}]
 
 
-def _by_contest(found: list[Visits]) -> dict[tuple[str, str], Curves]:
-    """By collective and codec. What was seen of a placement counts where all its sizes were, else all as one."""
-    kinds: dict[tuple[str, str], list[Visits]] = {}
-    for visits in found:
-        if visits.medians:
-            kinds.setdefault((visits.contest.collective, str(visits.contest.codec)), []).append(visits)
+def _by_collective_and_codec(samples: list[CaseSamples]) -> dict[tuple[str, str], Curves]:
+    """Return curves by collective and codec.
+
+    Placements in which all sizes were sampled have curves of their own; without any, all samples are combined.
+    """
+    kinds: dict[tuple[str, str], list[CaseSamples]] = {}
+    for case_samples in samples:
+        if case_samples.medians:
+            kind = (case_samples.case.collective, str(case_samples.case.codec))
+            kinds.setdefault(kind, []).append(case_samples)
     return {kind: _curves(sizes) for kind, sizes in kinds.items()}
 
 
-def _curves(sizes: list[Visits]) -> Curves:
-    whole = [where for where in PLACEMENTS if all(where in visits.medians for visits in sizes)]
+def _curves(sizes: list[CaseSamples]) -> Curves:
+    complete = [name for name in PLACEMENTS if all(name in samples.medians for samples in sizes)]
     curves: Curves = {}
-    for visits in sizes:
-        for where in whole or [""]:
-            times = visits.seconds(where) if whole else visits.anywhere()
+    for samples in sizes:
+        for placement_name in complete or [""]:
+            times = samples.seconds(placement_name) if complete else samples.seconds_of_all_placements()
             for name, seconds in times.items():
-                curves.setdefault((where, name), []).append((visits.contest.nbytes, seconds))
+                curves.setdefault((placement_name, name), []).append((samples.case.nbytes, seconds))
     return curves
 
 
-def contests(options: Options, ranks: int, hosts: int) -> Iterator[Contest]:
-    """The smallest first, so that a slow link leaves the most to be known when time is up."""
+def benchmark_cases(options: Options, ranks: int, hosts: int) -> Iterator[BenchmarkCase]:
+    """Yield the cases, smallest first, so that a slow link leaves as few cases as possible unmeasured."""
     for power in range(40):
         size = SMALLEST << power
         if size > options.largest:
@@ -97,50 +110,52 @@ def contests(options: Options, ranks: int, hosts: int) -> Iterator[Contest]:
             for spec in options.codecs:
                 codec = codecs.codec(spec)
                 if spec != "none" and collective != "all_reduce":
-                    continue  # what copies or adds elsewhere is chosen by its times without a codec
-                if power % _every(options.seconds, collective, size):
+                    continue  # for other collectives the times without a codec decide
+                if power % _size_step(options.seconds, collective, size):
                     continue
                 names = algorithms.available(collective)
                 if hosts == 1:
                     names = tuple(name for name in names if name != "hierarchical")
-                yield Contest(collective=collective, codec=codec, nbytes=size, names=names)
+                yield BenchmarkCase(collective=collective, codec=codec, nbytes=size, algorithms=names)
 
 
-def _every(seconds: float, collective: str, size: int) -> int:
-    """Which powers of two are measured: all where time allows and algorithms change places."""
+def _size_step(seconds: float, collective: str, size: int) -> int:
+    """Return the step between measured powers of two: 1 for sizes at which the fastest algorithm changes."""
     if seconds < 10:
         return 3
-    return 1 if collective == "all_reduce" and size <= DENSE else 2
+    return 1 if collective == "all_reduce" and size <= DENSE_SIZES else 2
 
 
-def _hosts() -> int:
+def _host_count() -> int:
     collectives.barrier()
     return get_communicator(None).hosts
 
 
 def _rates() -> dict[str, list[float]]:
-    """GB/s of fp32, encoding and decoding, of this rank's core."""
-    found = {}
-    for spec in RATED:
+    """Return encoding and decoding rates of this rank's core, in GB/s of fp32."""
+    rates = {}
+    for spec in RATED_CODECS:
         speed = codecs_speed.measure(codecs.codec(spec), 4 << 20, 0.02)
-        found[spec] = [round(speed.encode, 3), round(speed.decode, 3)]
-    return found
+        rates[spec] = [round(speed.encode, 3), round(speed.decode, 3)]
+    return rates
 
 
 def _links(measured: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """The link that all_reduce's two shots see: the smallest message's time by its two steps, and the largest's by
-    what a rank sends in it, 2 (n - 1) / n tensors.
+    """Estimate latency and bandwidth of the link from the times of the two-shot all_reduce.
+
+    The smallest message's time is two latencies; the largest message's time is that of the 2 (n - 1) / n tensors that a
+    rank sends.
     """
     wanted = ("all_reduce", "two_shot", "none")
-    found = [row for row in measured if (row["collective"], row["algorithm"], row["codec"]) == wanted]
-    if not found:
+    rows = [row for row in measured if (row["collective"], row["algorithm"], row["codec"]) == wanted]
+    if not rows:
         return {}
-    (_, least), (most, longest) = found[0]["points_us"][0], found[0]["points_us"][-1]
-    ranks, hosts = found[0]["ranks"], found[0]["hosts"]
-    sent = most * 2 * (ranks - 1) / ranks
+    (_, shortest_us), (largest, longest_us) = rows[0]["points_us"][0], rows[0]["points_us"][-1]
+    ranks, hosts = rows[0]["ranks"], rows[0]["hosts"]
+    sent = largest * 2 * (ranks - 1) / ranks
     link = {
-        "latency_us": round(least / 2, 3),
-        "gbytes": round(sent / max(longest - least, 1e-3) / 1e3, 4),
+        "latency_us": round(shortest_us / 2, 3),
+        "gbytes": round(sent / max(longest_us - shortest_us, 1e-3) / 1e3, 4),
         "message_us": 0.0,
     }
     return {"inside" if hosts == 1 else "between": link}

@@ -1,8 +1,9 @@
-"""The clock of ``dtcomm tune``: contests are visited again and again, for a moment each, until the time is up.
+"""Timing of ``dtcomm tune``: every case is sampled repeatedly, for a few milliseconds each, until the time is up.
 
-A visit lets all algorithms of a contest take turns. What disturbs a machine for a second so disturbs one visit of
-many, and their lower quartile is kept. CPUs that move nearer to each other or further apart change times by up to
-two, so visits are told apart by where the CPUs were, and the contest that is known least where they are now is next.
+A sample times all algorithms of a case one after the other. A disturbance of the machine affects few of the samples,
+and the lower quartile of a case's samples is kept. If virtual CPUs move nearer to each other or further apart, times
+change by up to a factor of two. Samples are therefore kept by placement (`cpu_placement.placement`), and the case
+with the fewest samples in the current placement is next.
 """
 
 from __future__ import annotations
@@ -24,203 +25,214 @@ from dtcomm.cli.tune import cpu_placement
 from dtcomm.codecs import Codec
 from dtcomm.planner.cost_model import PLACEMENTS
 
-GROWTH = 100  # powers of two that a sum in place may grow by in a visit
-CALLS, LEAST_CALLS = 30, 2  # of an algorithm in a visit, besides the first, which brings the ranks together
-TURN = 2e-3  # seconds of an algorithm in a visit, unless its calls are longer
-ENOUGH = 40  # visits of a contest in one placement
-SETTLE_BYTES, SETTLE_CALLS = 2 << 20, 10  # after which the engine has looked where the CPUs are
+GROWTH = 100  # powers of two by which a sum in place may grow in a sample
+# calls of an algorithm in a sample, besides the first, which synchronizes the ranks
+MAX_CALLS, MIN_CALLS = 30, 2
+SAMPLE_SECONDS = 2e-3  # of an algorithm in a sample, unless its calls are longer
+MAX_SAMPLES = 40  # of a case in one placement
+# Calls after which the engine has measured the distance of the CPUs again.
+PROBE_BYTES, PROBE_CALLS = 2 << 20, 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contest:
-    """One collective with one codec at one size, in bytes of fp32, by several algorithms."""
+class BenchmarkCase:
+    """One collective with one codec at one size, in bytes of fp32, with the algorithms to compare."""
 
     collective: str
     codec: Codec
     nbytes: int
-    names: tuple[str, ...]
+    algorithms: tuple[str, ...]
 
 
 @dataclass(kw_only=True)
-class Visits:
-    """What one contest was found to take: by placement and algorithm the median of each visit, in seconds."""
+class CaseSamples:
+    """Times of a case: by placement and algorithm, the median of each sample in seconds."""
 
-    contest: Contest
+    case: BenchmarkCase
     medians: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     def seconds(self, placement: str) -> dict[str, float]:
-        """By algorithm, the lower quartile of the visits."""
-        return {name: quartile(found) for name, found in self.medians.get(placement, {}).items()}
+        """Return each algorithm's lower quartile over the samples in a placement."""
+        return {name: lower_quartile(medians) for name, medians in self.medians.get(placement, {}).items()}
 
-    def anywhere(self) -> dict[str, float]:
-        """The same of all visits, wherever the CPUs were."""
+    def seconds_of_all_placements(self) -> dict[str, float]:
+        """Return each algorithm's lower quartile over the samples in all placements."""
         return {
-            name: quartile([one for by_name in self.medians.values() for one in by_name[name]])
-            for name in self.contest.names
+            name: lower_quartile([median for by_name in self.medians.values() for median in by_name[name]])
+            for name in self.case.algorithms
         }
 
 
-def quartile(found: Sequence[float]) -> float:
-    """The lower one, by rank."""
-    return sorted(found)[(len(found) - 1) // 4]
+def lower_quartile(values: Sequence[float]) -> float:
+    """Return the lower quartile by rank, without interpolation."""
+    return sorted(values)[(len(values) - 1) // 4]
 
 
-def visit_all(
-    contests: Sequence[Contest], seconds: float, cpus: Sequence[int], *, say: str = ""
-) -> list[Visits]:
-    """Visit all ``contests`` for so many seconds; all ranks call it, and all get the same.
+def sample_cases(
+    cases: Sequence[BenchmarkCase], seconds: float, cpus: Sequence[int], *, label: str = ""
+) -> list[CaseSamples]:
+    """Sample all ``cases`` for ``seconds``; all ranks must call it, and all return the same.
 
-    ``cpus``: whose distance matters (``placement.cpus``), none where it does not. What did not fit into the time has
-    no medians. ``say``: what to show while it runs.
+    Args:
+        cases: What to measure. A case that did not fit into the time has no medians.
+        seconds: Total time.
+        cpus: CPUs whose distance matters (`cpu_placement.first_two_cpus`); empty if it does not.
+        label: Text of the progress on stderr; empty for none.
     """
-    return _Tour(contests, cpus, say).run(seconds)
+    return _Sampler(cases, cpus, label).run(seconds)
 
 
-class _Tour:
-    def __init__(self, contests: Sequence[Contest], cpus: Sequence[int], say: str) -> None:
-        self._contests, self._cpus, self._say = contests, cpus, say
+class _Sampler:
+    def __init__(self, cases: Sequence[BenchmarkCase], cpus: Sequence[int], label: str) -> None:
+        self._cases, self._cpus, self._label = cases, cpus, label
         self._safe = int(GROWTH / math.log2(dist.get_world_size())) - 2
-        self._inputs = Inputs(max(contest.nbytes for contest in contests))
-        self._visits: list[tuple[int, str]] = []  # (contest, placement)
-        self._series: list[torch.Tensor] = []  # of this rank, a row an algorithm
-        self._took: dict[int, float] = {}  # by contest, what a visit takes altogether
-        self._each: dict[int, float] = {}  # and a call
-        self._seen: Counter[tuple[int, str]] = Counter()
+        self._inputs = Inputs(max(case.nbytes for case in cases))
+        self._order: list[tuple[int, str]] = []  # (index of the case, placement) of each sample
+        self._samples: list[torch.Tensor] = []  # times on this rank: a row for each algorithm
+        self._sample_seconds: dict[int, float] = {}  # duration of a sample, by index of the case
+        self._call_seconds: dict[int, float] = {}  # one call of each algorithm, by index of the case
+        self._counts: Counter[tuple[int, str]] = Counter()  # samples by case and placement
 
-    def run(self, seconds: float) -> list[Visits]:
-        begin, where = time.perf_counter(), None
+    def run(self, seconds: float) -> list[CaseSamples]:
+        begin, previous = time.perf_counter(), None
         while True:
             left = seconds - (time.perf_counter() - begin)
-            at, calls, now = _told(self._next(left) if dist.get_rank() == 0 else None)
-            self._visits.append((at, now))
-            if at < 0:
+            index, calls, placement = _broadcast_choice(self._next(left) if dist.get_rank() == 0 else None)
+            self._order.append((index, placement))
+            if index < 0:
                 break
-            if now and now != where:
-                self._inputs.settle()
-            where = now
+            if placement and placement != previous:
+                self._inputs.refresh_placement()
+            previous = placement
             started = time.perf_counter()
-            self._series.append(self._visit(self._contests[at], calls))
-            self._took[at] = time.perf_counter() - started
-            self._each[at] = float(self._series[-1].median(dim=1).values.sum())
-            self._seen[at, now] += 1
+            self._samples.append(self._sample(self._cases[index], calls))
+            self._sample_seconds[index] = time.perf_counter() - started
+            self._call_seconds[index] = float(self._samples[-1].median(dim=1).values.sum())
+            self._counts[index, placement] += 1
             self._show(1 - left / seconds)
         self._show(None)
-        return self._found()
+        return self._collect()
 
     def _next(self, left: float) -> tuple[int, int, str]:
-        """Rank 0's choice: the contest (-1: none any more), calls of each algorithm, and where the CPUs are."""
-        now = cpu_placement.placement(self._cpus)
-        wanting = [
-            at
-            for at in range(len(self._contests))
-            if self._seen[at, now] < ENOUGH and self._expected(at) <= left
+        """Return rank 0's choice: the case's index (-1 for the end), calls of each algorithm, and the placement."""
+        placement = cpu_placement.placement(self._cpus)
+        candidates = [
+            index
+            for index in range(len(self._cases))
+            if self._counts[index, placement] < MAX_SAMPLES and self._expected_seconds(index) <= left
         ]
-        if not wanting or left <= 0:
-            return -1, 0, now
-        # All once, then the more often the less they take.
-        at = min(wanting, key=lambda at: self._seen[at, now] * math.sqrt(self._took.get(at, 0.0)))
-        turns = int(TURN * len(self._contests[at].names) / self._each.get(at, math.inf))
-        return at, max(LEAST_CALLS, min(CALLS, self._safe, turns)), now
+        if not candidates or left <= 0:
+            return -1, 0, placement
+        # Every case once, then shorter cases more often.
+        index = min(
+            candidates,
+            key=lambda at: self._counts[at, placement] * math.sqrt(self._sample_seconds.get(at, 0.0)),
+        )
+        algorithms = len(self._cases[index].algorithms)
+        calls = int(SAMPLE_SECONDS * algorithms / self._call_seconds.get(index, math.inf))
+        return index, max(MIN_CALLS, min(MAX_CALLS, self._safe, calls)), placement
 
-    def _expected(self, at: int) -> float:
-        # Of a size that was not visited yet: in proportion to the one before.
-        if at in self._took:
-            return self._took[at]
-        mine = self._contests[at]
+    def _expected_seconds(self, index: int) -> float:
+        """Return the duration of a sample; for a new size, in proportion to smaller sizes."""
+        if index in self._sample_seconds:
+            return self._sample_seconds[index]
+        case = self._cases[index]
         smaller = [
-            took * mine.nbytes / other.nbytes
-            for index, took in self._took.items()
-            for other in (self._contests[index],)
-            if (other.collective, other.codec) == (mine.collective, mine.codec) and other.nbytes < mine.nbytes
+            seconds * case.nbytes / other.nbytes
+            for other_index, seconds in self._sample_seconds.items()
+            for other in (self._cases[other_index],)
+            if (other.collective, other.codec) == (case.collective, case.codec) and other.nbytes < case.nbytes
         ]
         return min(smaller, default=0.0)
 
-    def _visit(self, contest: Contest, calls: int) -> torch.Tensor:
-        series = []
-        for name in contest.names:
-            call, restore = self._inputs.call_of(contest, name)
-            series.append(_timed(call, calls + 1)[1:])
+    def _sample(self, case: BenchmarkCase, calls: int) -> torch.Tensor:
+        times = []
+        for name in case.algorithms:
+            call, restore = self._inputs.bind(case, name)
+            times.append(_time_calls(call, calls + 1)[1:])
             restore(calls + 1)
-        return torch.tensor(series, dtype=torch.float64)
+        return torch.tensor(times, dtype=torch.float64)
 
-    def _found(self) -> list[Visits]:
-        found = [Visits(contest=contest) for contest in self._contests]
-        if not self._series:
-            return found
-        slowest = torch.cat([series.flatten() for series in self._series])
+    def _collect(self) -> list[CaseSamples]:
+        result = [CaseSamples(case=case) for case in self._cases]
+        if not self._samples:
+            return result
+        slowest = torch.cat([sample.flatten() for sample in self._samples])
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        parts = torch.split(slowest, [series.numel() for series in self._series])
-        for (at, now), (_, later), part, mine in zip(
-            self._visits, self._visits[1:], parts, self._series, strict=False
+        parts = torch.split(slowest, [sample.numel() for sample in self._samples])
+        for (index, placement), (_, next_placement), part, own in zip(
+            self._order, self._order[1:], parts, self._samples, strict=False
         ):
-            if now != later:
-                continue  # the CPUs moved meanwhile
-            by_name = found[at].medians.setdefault(now, {})
-            for name, row in zip(self._contests[at].names, part.view_as(mine).tolist(), strict=True):
+            if placement != next_placement:
+                continue  # the CPUs moved during the sample
+            by_name = result[index].medians.setdefault(placement, {})
+            for name, row in zip(self._cases[index].algorithms, part.view_as(own).tolist(), strict=True):
                 by_name.setdefault(name, []).append(statistics.median(row))
-        return found
+        return result
 
     def _show(self, share: float | None) -> None:
-        if self._say and dist.get_rank() == 0:
-            text = f"{self._say}: {share:4.0%}" if share is not None else ""
+        if self._label and dist.get_rank() == 0:
+            text = f"{self._label}: {share:4.0%}" if share is not None else ""
             print(f"\r{text:40}", end="" if text else "\r", file=sys.stderr, flush=True)
 
 
 class Inputs:
-    """Tensors of every size, which are slices of two that live as long as this: fresh ones cost more than a visit."""
+    """Tensors of every size: slices of two tensors, because allocating new ones would take longer than a sample."""
 
     def __init__(self, largest: int) -> None:
         self._ranks = dist.get_world_size()
-        numel = max(1, largest // 4, SETTLE_BYTES // 4)
+        numel = max(1, largest // 4, PROBE_BYTES // 4)
         self._tensors = torch.empty(numel).normal_(), torch.empty(numel).normal_()
 
-    def settle(self) -> None:
-        """Lets the engine look where the CPUs are, as it does every so many bytes."""
-        tensor = self._tensors[0][: SETTLE_BYTES // 4]
-        for _ in range(SETTLE_CALLS):
+    def refresh_placement(self) -> None:
+        """Let the engine measure the distance of the CPUs again, which it does after a number of bytes."""
+        tensor = self._tensors[0][: PROBE_BYTES // 4]
+        for _ in range(PROBE_CALLS):
             collectives.all_reduce(tensor, algorithm="direct")
-        self._shrink(tensor, SETTLE_CALLS)
+        self._shrink(tensor, PROBE_CALLS)
 
-    def call_of(self, contest: Contest, name: str) -> tuple[Callable[[], Any], Callable[[int], None]]:
-        """The call, and what restores its input after so many."""
-        spec, numel = str(contest.codec), max(1, contest.nbytes // 4)
+    def bind(self, case: BenchmarkCase, name: str) -> tuple[Callable[[], Any], Callable[[int], None]]:
+        """Return a function that makes the call, and one that restores its input after a number of calls."""
+        spec, numel = str(case.codec), max(1, case.nbytes // 4)
         first, second = self._tensors
-        given: dict[str, Any] = {"codec": spec, "algorithm": name}
-        match contest.collective:
+        options: dict[str, Any] = {"codec": spec, "algorithm": name}
+        match case.collective:
             case "all_reduce":
                 tensor = first[:numel]
-                call = lambda: collectives.all_reduce(tensor, **given)  # noqa: E731
+                call = lambda: collectives.all_reduce(tensor, **options)  # noqa: E731
                 return call, lambda calls: self._shrink(tensor, calls)
             case "broadcast":
-                return (lambda: collectives.broadcast(first[:numel], 0, **given)), _leave
-            case "reduce":  # the root's grows by one of the others' a call, which it can for long
-                return (lambda: collectives.reduce(first[:numel], 0, **given)), _leave
+                return (lambda: collectives.broadcast(first[:numel], 0, **options)), _keep_input
+            case "reduce":  # the root's input grows by one tensor a call, too slowly to overflow
+                return (lambda: collectives.reduce(first[:numel], 0, **options)), _keep_input
         size = max(1, numel // self._ranks)
         whole, shard = first[: size * self._ranks], second[:size]
         root = dist.get_rank() == 0
-        match contest.collective:
+        match case.collective:
             case "reduce_scatter":
-                return (lambda: collectives.reduce_scatter(shard, whole, **given)), _leave
+                return (lambda: collectives.reduce_scatter(shard, whole, **options)), _keep_input
             case "all_gather":
-                return (lambda: collectives.all_gather(whole, shard, **given)), _leave
+                return (lambda: collectives.all_gather(whole, shard, **options)), _keep_input
             case "all_to_all":
                 other = second[: whole.numel()]
-                return (lambda: collectives.all_to_all(other, whole, **given)), _leave
+                return (lambda: collectives.all_to_all(other, whole, **options)), _keep_input
             case "gather":
-                return (lambda: collectives.gather(shard, whole if root else None, 0, **given)), _leave
+                return (lambda: collectives.gather(shard, whole if root else None, 0, **options)), _keep_input
             case _:
-                return (lambda: collectives.scatter(shard, whole if root else None, 0, **given)), _leave
+                return (
+                    lambda: collectives.scatter(shard, whole if root else None, 0, **options)
+                ), _keep_input
 
     def _shrink(self, tensor: torch.Tensor, calls: int) -> None:
-        # A sum in place multiplies by the number of ranks, once they are alike.
+        # A sum in place multiplies by the number of ranks, once all inputs are equal.
         tensor.mul_(float(self._ranks) ** -calls)
 
 
-def _leave(calls: int) -> None:
+def _keep_input(calls: int) -> None:
     pass
 
 
-def _timed(call: Callable[[], Any], count: int) -> list[float]:
+def _time_calls(call: Callable[[], Any], count: int) -> list[float]:
     times = []
     last = time.perf_counter()
     for _ in range(count):
@@ -231,10 +243,10 @@ def _timed(call: Callable[[], Any], count: int) -> list[float]:
     return times
 
 
-def _told(said: tuple[int, int, str] | None) -> tuple[int, int, str]:
-    """What rank 0 says, on all ranks."""
-    at, calls, where = said or (0, 0, "")
-    words = torch.tensor([at, calls, PLACEMENTS.index(where)])
-    dist.broadcast(words, 0)
-    at, calls, index = words.tolist()
-    return at, calls, PLACEMENTS[index]
+def _broadcast_choice(choice: tuple[int, int, str] | None) -> tuple[int, int, str]:
+    """Broadcast rank 0's choice of (case, calls, placement) to all ranks."""
+    case, calls, placement = choice or (0, 0, "")
+    values = torch.tensor([case, calls, PLACEMENTS.index(placement)])
+    dist.broadcast(values, 0)
+    case, calls, placement_index = values.tolist()
+    return case, calls, PLACEMENTS[placement_index]

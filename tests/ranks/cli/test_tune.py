@@ -13,7 +13,7 @@ from dtcomm import env, planner
 from dtcomm.cli.tune import cpu_placement
 from dtcomm.cli.tune import main as tune_command
 from dtcomm.cli.tune.measure import _curves
-from dtcomm.cli.tune.sampling import Contest, Visits, quartile
+from dtcomm.cli.tune.sampling import BenchmarkCase, CaseSamples, lower_quartile
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.runtime.communicator_cache import get_communicator
 
@@ -43,14 +43,16 @@ def test_what_is_kept_of_an_earlier_table() -> None:
     assert merged == [row(ranks=7), row(placement="far"), row(us=2.0)]
 
 
-def visits(nbytes: int, **medians: list[float]) -> Visits:
+def visits(nbytes: int, **medians: list[float]) -> CaseSamples:
     """By placement, of a ring."""
-    contest = Contest(collective="all_reduce", codec=dtcomm.codec("none"), nbytes=nbytes, names=("ring",))
-    return Visits(contest=contest, medians={where: {"ring": found} for where, found in medians.items()})
+    case = BenchmarkCase(
+        collective="all_reduce", codec=dtcomm.codec("none"), nbytes=nbytes, algorithms=("ring",)
+    )
+    return CaseSamples(case=case, medians={where: {"ring": found} for where, found in medians.items()})
 
 
 def test_a_placement_counts_where_all_its_sizes_were_seen() -> None:
-    assert [quartile(range(count)) for count in (1, 4, 5, 8, 9)] == [0, 0, 1, 1, 2]
+    assert [lower_quartile(range(count)) for count in (1, 4, 5, 8, 9)] == [0, 0, 1, 1, 2]
     both = [visits(1, near=[1.0, 9.0], far=[2.0]), visits(2, near=[3.0], far=[4.0])]
     assert _curves(both) == {("near", "ring"): [(1, 1.0), (2, 3.0)], ("far", "ring"): [(1, 2.0), (2, 4.0)]}
     one = [visits(1, near=[1.0], far=[2.0]), visits(2, far=[4.0])]
@@ -60,7 +62,7 @@ def test_a_placement_counts_where_all_its_sizes_were_seen() -> None:
 
 
 def test_where_the_cpus_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpus = cpu_placement.cpus()
+    cpus = cpu_placement.first_two_cpus()
     found = cpu_placement.round_trip_ns(cpus)
     assert (found is None) == (len(cpus) < 2) and (found is None or 1 < found < 1e6)
     assert (
@@ -75,8 +77,8 @@ def test_where_the_cpus_are(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--nproc", "1"], "--nproc 1: want at least 2 ranks"),
-        (["--seconds", "0"], "--seconds 0: want more than 0"),
+        (["--nproc", "1"], "--nproc 1: expected at least 2 ranks"),
+        (["--seconds", "0"], "--seconds 0: expected more than 0"),
         (["--codec", "int9"], "unknown codec 'int9'"),
         (["-e", "12"], "12: expected at least 1K bytes"),
     ],
