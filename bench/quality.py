@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--json", nargs="?", const="", help="write bench/results/quality.json, or this file")
     options = parser.parse_args(arguments)
-    result = {"machine": machine.describe(), "load": machine.load(), **measure(presets.usual())}
+    result = {"machine": machine.describe(), "load": machine.load(), **measure(presets.default_codecs())}
     print(page(result))
     if options.json is not None:
         print(output.write("quality", result, options.json or None))

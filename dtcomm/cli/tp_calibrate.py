@@ -1,6 +1,7 @@
-"""``dtcomm tp calibrate``: which codec each layer of a model can bear, measured on a few batches, as a plan file.
+"""Command ``dtcomm tp calibrate``: choose a codec for each layer of a model, measured on a few batches.
 
-To read on: dtcomm.tp.calibrate (the measurement and the choice), tp_report (what is shown).
+The result is a plan file for `dtcomm.tp.compress`. `dtcomm.tp.calibrate` measures and chooses; this module has the
+command line, the table and the plot.
 """
 
 from __future__ import annotations
@@ -19,47 +20,53 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtcomm.cli import tp_report
-from dtcomm.tp.calibrate import CANDIDATES, Batch, calibrate
+from dtcomm.cli.demo.plot import COLOURS, STYLE
+from dtcomm.tp.calibrate import CANDIDATES, Batch, Calibration, calibrate
 from dtcomm.tp.hf_transformers import from_folder
 from dtcomm.tp.layer_plan import PLANS
 
 HELP = """\
-MODEL is a folder with a causal language model of transformers and its tokenizer, or package.module:function, a function
-without arguments that returns a model, batches, and, where it has no ready plan, a plan: name pattern -> kind.
+MODEL is a folder with a causal language model of transformers and its tokenizer, or package.module:function: a function
+without arguments that returns a model, batches and, if there is no ready plan, a plan (name pattern -> kind of layer).
 Batches are tokens [batch, length], or pairs of inputs and targets."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print the table or the JSON, write the plan and the plot; 2 where an argument or a file is wrong."""
+    """Run the command; return 0, or 2 if an argument or a file is wrong."""
     parser = argparse.ArgumentParser(prog="dtcomm tp")
     commands = parser.add_subparsers(required=True, metavar="calibrate")
-    ours = commands.add_parser(
+    command = commands.add_parser(
         "calibrate",
         help="measure each layer in each codec and write a plan",
-        description=__doc__,
+        description="Measure the error of each codec in each layer of a model and write a plan file.",
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    ours.add_argument("model", metavar="MODEL")
-    ours.add_argument("--ranks", type=int, default=2, help="that share each layer (2)")
-    ours.add_argument(
-        "--plan", help=f"kinds of layers: {', '.join(PLANS)} or a .json file (by the model's type)"
+    command.add_argument("model", metavar="MODEL")
+    command.add_argument("--ranks", type=int, default=2, help="number of ranks that share each layer (2)")
+    command.add_argument(
+        "--plan", help=f"kinds of layers: {', '.join(PLANS)} or a .json file (default: by the model's type)"
     )
-    ours.add_argument(
+    command.add_argument(
         "--codecs", nargs="+", default=list(CANDIDATES), help=f"candidates ({' '.join(CANDIDATES)})"
     )
-    ours.add_argument(
-        "--budget", type=float, default=1.0, help="the most that perplexity may rise, in per cent (1)"
+    command.add_argument(
+        "--budget", type=float, default=1.0, help="largest increase of perplexity, in percent (1)"
     )
-    ours.add_argument("--text", type=Path, help="for a folder: the text to measure on (Python's own source)")
-    ours.add_argument("--batches", type=int, default=4)
-    ours.add_argument("--batch-size", type=int, default=4)
-    ours.add_argument("--length", type=int, default=128, help="tokens a row, for a folder")
-    ours.add_argument("--out", type=Path, default=Path("tp-plan.json"), help="the plan file (tp-plan.json)")
-    ours.add_argument("--json", metavar="FILE", help="all figures; - is standard output")
-    ours.add_argument("--plot", type=Path, metavar="FILE")
-    ours.add_argument("--quiet", action="store_true", help="no progress")
+    command.add_argument(
+        "--text", type=Path, help="for a folder: the text to measure on (default: the source of Python)"
+    )
+    command.add_argument("--batches", type=int, default=4)
+    command.add_argument("--batch-size", type=int, default=4)
+    command.add_argument("--length", type=int, default=128, help="for a folder: tokens per row")
+    command.add_argument(
+        "--out", type=Path, default=Path("tp-plan.json"), help="the plan file (tp-plan.json)"
+    )
+    command.add_argument(
+        "--json", metavar="FILE", help="write all figures as JSON; - writes to standard output"
+    )
+    command.add_argument("--plot", type=Path, metavar="FILE")
+    command.add_argument("--quiet", action="store_true", help="no progress")
     options = parser.parse_args(argv)
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         print("dtcomm tp calibrate: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
@@ -67,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         model, batches, plan = _load(options)
         with _progress(options.quiet or options.json == "-") as progress:
-            found = calibrate(
+            calibration = calibrate(
                 model,
                 batches,
                 options.ranks,
@@ -76,21 +83,21 @@ def main(argv: list[str] | None = None) -> int:
                 budget=options.budget / 100,
                 progress=progress,
             )
-        found.write(options.out)
+        calibration.write(options.out)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"dtcomm tp calibrate: {error}", file=sys.stderr)
         return 2
     if options.json is not None:
-        told = {**found.to_dict(), "layers": {name: entry._asdict() for name, entry in found.layers.items()}}
-        text = json.dumps(told, indent=1) + "\n"
+        layers = {name: entry._asdict() for name, entry in calibration.layers.items()}
+        text = json.dumps({**calibration.to_dict(), "layers": layers}, indent=1) + "\n"
         if options.json == "-":
             sys.stdout.write(text)
         else:
             Path(options.json).write_text(text, encoding="utf-8")
     if options.json != "-":
-        tp_report.show(found)
+        show(calibration)
     if options.plot is not None:
-        tp_report.plot(found, options.plot)
+        plot(calibration, options.plot)
         print(f"Wrote {options.plot}", file=sys.stderr)
     print(f"Wrote {options.out}: dtcomm.tp.compress(model, mesh, plan={str(options.out)!r})", file=sys.stderr)
     return 0
@@ -99,36 +106,38 @@ def main(argv: list[str] | None = None) -> int:
 def _load(options: argparse.Namespace) -> tuple[nn.Module, Sequence[Batch], Any]:
     module, colon, function = options.model.partition(":")
     if not colon:
-        text = options.text.read_text(encoding="utf-8") if options.text else _own_text()
+        text = options.text.read_text(encoding="utf-8") if options.text else _python_source()
         sizes = {"batches": options.batches, "size": options.batch_size, "length": options.length}
         model, batches = from_folder(options.model, text, **sizes)
         return model, batches, None
     sys.path.insert(0, "")
     try:
-        made: Any = getattr(importlib.import_module(module), function)()
+        result: Any = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError) as error:
         raise ValueError(f"MODEL: {options.model}: {error}") from None
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
+    if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
         raise ValueError(
-            f"MODEL: {options.model} returned {type(made).__name__}; expected model, batches[, plan]"
+            f"MODEL: {options.model} returned {type(result).__name__}; expected model, batches[, plan]"
         )
-    batches = list(made[1])[: options.batches]
+    batches = list(result[1])[: options.batches]
     if not all(isinstance(batch, (torch.Tensor, tuple)) for batch in batches):
-        raise ValueError(f"MODEL: {options.model}: batches are tensors, or pairs of inputs and targets")
-    return made[0], batches, made[2] if len(made) == 3 else None
+        raise ValueError(
+            f"MODEL: {options.model}: returned other batches; expected tensors or pairs of inputs and targets"
+        )
+    return result[0], batches, result[2] if len(result) == 3 else None
 
 
-def _own_text() -> str:
+def _python_source() -> str:
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:40]
     return "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
 
 
 @contextmanager
 def _progress(quiet: bool) -> Any:
-    """A function of (done, total)."""
-    nothing: Callable[[int, int], None] = lambda done, total: None  # noqa: E731
+    """Yield a function of (done, total) that shows progress on a terminal."""
+    ignore: Callable[[int, int], None] = lambda done, total: None  # noqa: E731
     if quiet or not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
-        yield nothing
+        yield ignore
         return
     from rich.console import Console
     from rich.progress import Progress
@@ -136,3 +145,92 @@ def _progress(quiet: bool) -> Any:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("measuring", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def table_rows(calibration: Calibration) -> tuple[list[str], list[list[str]]]:
+    """Return columns and a row for each layer: error and change of perplexity in each codec, and the chosen codec."""
+    specs = [spec for spec in calibration.bits if spec != "none"]
+    rows = []
+    for name, errors in calibration.errors.items():
+        cells = [
+            f"{100 * errors[spec].relative:.2g} % / {100 * errors[spec].perplexity:+.2g} %" for spec in specs
+        ]
+        rows.append([name, *cells, str(calibration.layers[name].codec)])
+    return ["layer", *(f"{spec} ({calibration.bits[spec]:.3g} bits)" for spec in specs), "plan"], rows
+
+
+def plan_summary(calibration: Calibration) -> list[str]:
+    """Return sentences that describe the plan."""
+    change = calibration.plan_error
+    sentences = [
+        f"{calibration.ranks} ranks, {calibration.tokens} tokens, "
+        f"uncompressed perplexity {calibration.perplexity:.4f}; with the plan "
+        f"{100 * change.perplexity:+.3f} % (budget {100 * calibration.budget:g} %), logits diverge by "
+        f"{change.divergence:.3g} nats per token.",
+        f"{calibration.mean_bits:.2f} bits per element on the wire, mean over layers; "
+        f"{calibration.bits['none']:g} uncompressed.",
+    ]
+    spent = {name: calibration.bits[str(calibration.layers[name].codec)] for name in calibration.errors}
+    widest = [name for name, bits in spent.items() if bits == max(spent.values())]
+    if not calibration.high_precision and len(widest) < len(spent):
+        sentences.append(f"Widest codec, for the most sensitive layers: {', '.join(widest)}.")
+    if calibration.high_precision:
+        sentences.append(f"Kept at high precision: {', '.join(calibration.high_precision)}.")
+    return sentences
+
+
+def show(calibration: Calibration) -> None:
+    """Print the table and the summary of the plan."""
+    columns, rows = table_rows(calibration)
+    title = "relative error of a layer's output / change of perplexity, only that layer compressed"
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        widths = [max(len(row[at]) for row in (columns, *rows)) for at in range(len(columns))]
+        print(title)
+        for row in (columns, *rows):
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
+    else:
+        shown = Table(title=title, title_justify="left")
+        for at, column in enumerate(columns):
+            shown.add_column(column, justify="right" if 0 < at < len(columns) - 1 else "left")
+        for row in rows:
+            shown.add_row(*row)
+        console = Console()
+        (console if console.is_terminal else Console(width=200)).print(shown)
+    print("\n".join(plan_summary(calibration)))
+
+
+def plot(calibration: Calibration, path: Path) -> None:
+    """Plot the divergence of the logits for each layer and codec, with rings around the plan's choices."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(calibration.errors)
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(figsize=(8, 1.6 + 0.28 * len(names)), layout="constrained")
+        for colour, spec in zip(COLOURS[1:] * 3, [spec for spec in calibration.bits if spec != "none"]):
+            values = [max(calibration.errors[name][spec].divergence, 1e-9) for name in names]
+            axes.scatter(values, range(len(names)), s=26, color=colour, label=spec, zorder=3)
+            chosen: list[Any] = [
+                (value, at)
+                for at, (name, value) in enumerate(zip(names, values, strict=True))
+                if calibration.layers[name].codec == spec
+            ]
+            if chosen:
+                across, down = zip(*chosen, strict=True)
+                axes.scatter(across, down, s=110, facecolors="none", edgecolors=colour, zorder=3)
+        axes.set_xscale("log")
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.grid(visible=True)
+        axes.set_xlabel("divergence of the logits, nats per token, only that layer compressed")
+        axes.set_title(
+            f"rings: the plan within {100 * calibration.budget:g} % of perplexity, {calibration.ranks} ranks"
+        )
+        figure.legend(loc="outside right upper", frameon=False, fontsize=8.5)
+        figure.savefig(path, dpi=130)
+        pyplot.close(figure)

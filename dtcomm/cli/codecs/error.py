@@ -1,4 +1,4 @@
-"""What error a codec makes on a sample, in float64 beside the decoded payload."""
+"""The error of a codec on a sample, computed in float64."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from dtcomm.codecs import Codec
 from dtcomm.kernels import counter_rng
 from dtcomm.kernels.ops import decode, encode
 
-#: The key of every encoding: with it, what is random is the same in every run.
+#: Key of every encoding, so that stochastic rounding is the same in every run.
 KEY = counter_rng.mix_key(1, 0, 0)
 
-#: Blocks that worst_block looks at where the codec has none of its own.
+#: Elements of the blocks of `worst_block` for codecs without blocks.
 BLOCK = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Error:
-    """|x - y| / |x| of what went in and what came out, of all elements and of the worst block; their cosine.
+    """Error of the decoded values y for inputs x: |x - y| / |x|, the same of the worst block, and the cosine.
 
-    None where a number does not exist: a tensor of zeros has no relative error.
+    A value is None if it does not exist; a tensor of zeros has no relative error.
     """
 
     numel: int
@@ -37,14 +37,14 @@ class Error:
 
 @dataclass
 class _Sums:
-    """Sums over elements, in float64."""
+    """Sums over elements in float64."""
 
     numel: int = 0
     wire_bytes: int = 0
     input: float = 0.0  # sum of x^2
-    output: float = 0.0  # of y^2
-    both: float = 0.0  # of x y
-    lost: float = 0.0  # of (x - y)^2
+    output: float = 0.0  # sum of y^2
+    both: float = 0.0  # sum of x y
+    lost: float = 0.0  # sum of (x - y)^2
     worst: float = 0.0  # largest |x - y|^2 / |x|^2 of a block
 
     def add(self, other: _Sums) -> None:
@@ -58,7 +58,7 @@ class _Sums:
 
     def _cosine(self) -> float | None:
         if self.input and not self.lost:
-            return 1.0  # which the division would miss by a rounding
+            return 1.0  # the division would round
         return _finite(_ratio(self.both, math.sqrt(self.input) * math.sqrt(self.output)))
 
     def error(self) -> Error:
@@ -72,19 +72,18 @@ class _Sums:
 
 
 def measure(codec: Codec, sample: Sample) -> tuple[Error, dict[str, Error]]:
-    """The error on the whole sample and on each of its tensors, every one on a grid of its own."""
+    """Return the error on the whole sample and on each of its tensors, which are encoded separately."""
     total = _Sums()
-    each = {}
+    by_tensor = {}
     for name, x in sample.tensors.items():
         sums = _sums(codec, x)
         total.add(sums)
-        each[name] = sums.error()
-    return total.error(), each
+        by_tensor[name] = sums.error()
+    return total.error(), by_tensor
 
 
 def comparison_block(codec: Codec) -> int:
-    """Elements of a block that worst_block looks at: the codec's own; a granule where whole ones are chosen from;
-    32 where elements are encoded alone."""
+    """Return the elements of a block of `worst_block`: the codec's block, a granule of a sparse codec, otherwise 32."""
     layout = codec.layout()
     if layout.kept:
         return layout.granule
@@ -109,16 +108,16 @@ def _sums(codec: Codec, x: torch.Tensor) -> _Sums:
 
 
 def _worst(x: npt.NDArray[np.float64], lost: npt.NDArray[np.float64], block: int) -> float:
-    """The largest share of its energy that a block loses; blocks of zeros that stay zeros lose nothing."""
+    """Return the largest share of its energy that a block loses; zero blocks that stay zero lose nothing."""
     pad = (0, -len(x) % block)
-    energy, gone = (np.square(np.pad(each, pad)).reshape(-1, block).sum(axis=1) for each in (x, lost))
+    energy, gone = (np.square(np.pad(values, pad)).reshape(-1, block).sum(axis=1) for values in (x, lost))
     with np.errstate(divide="ignore", invalid="ignore"):
         shares = np.where((energy == 0) & (gone == 0), 0.0, gone / energy)
     return float(shares.max(initial=0.0))
 
 
 def _larger(a: float, b: float) -> float:
-    """The larger, or NaN where one is."""
+    """Return the larger value, or NaN if one is NaN."""
     return a if a > b or a != a else b
 
 

@@ -1,7 +1,7 @@
-"""``dtcomm codecs``: what each codec costs and what error it makes, here and on your own tensors.
+"""Command ``dtcomm codecs``: the size, error and speed of each codec, on random samples and on your own tensors.
 
-To read on: codecs_choice (which codecs), codecs_samples (on what), codecs_error and codecs_speed (the measurements),
-codecs_report and codecs_plot (what is shown).
+`presets` has the list of codecs, `samples` the inputs, `error` and `speed` the measurements, `report` and `plot` the
+output.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from dtcomm.cli.perf import placement
 from dtcomm.codecs import Codec, codec
 from dtcomm.measure import gpu_info
 
-#: Columns of the table at least: a narrow terminal wraps its lines, which loses no figure.
-WIDTH = 112  # below it a line of the table has no room for its numbers
-SIZES = {placement.CPU: 4 << 20, placement.CUDA: 64 << 20}  # a GPU's kernels are over too soon at less
-FILE = 400  # where nobody looks at it in a terminal, nothing is folded
+WIDTH = 112  # least columns of the table; a narrower terminal wraps its lines
+SIZES = {
+    placement.CPU: 4 << 20,
+    placement.CUDA: 64 << 20,
+}  # bytes; smaller tensors are too short to time on a GPU
+PIPE_WIDTH = 400  # columns if the output is not a terminal
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print the table or the JSON, write the files that were asked for; 2 where a file is wrong."""
+    """Run the command; return 0, or 2 if a file is wrong."""
     options = _parse(argv)
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         print("dtcomm codecs: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
@@ -44,12 +46,12 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"dtcomm codecs: {error}", file=sys.stderr)
         return 2
-    codecs = presets.chosen(options.codec, options.also)
+    codecs = presets.select_codecs(options.codec, options.also)
     size = None if options.no_speed else options.size
     device, facts = None, None
     if options.device == placement.CUDA:
-        where = torch.device("cuda", torch.cuda.current_device())
-        device, facts = OnDevice(where), gpu_info.describe_gpu(where)
+        gpu = torch.device("cuda", torch.cuda.current_device())
+        device, facts = OnDevice(gpu), gpu_info.describe_gpu(gpu)
     with _progress(len(codecs)) as step:
         rows = report.measure(codecs, samples, size, step, device)
 
@@ -61,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
             Path(options.json).write_text(text)
     if options.json != "-":
         console = Console()
-        console = Console(width=max(console.width, WIDTH) if console.is_terminal else FILE)
+        console = Console(width=max(console.width, WIDTH) if console.is_terminal else PIPE_WIDTH)
         report.show(rows, console, size, facts["name"] if facts else "")
         if options.per_tensor and rows[0].tensors:
             report.show_tensors(rows, console)
@@ -73,10 +75,10 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextmanager
 def _progress(count: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr that is gone at the end; nothing where stderr is no terminal."""
+    """Yield a function that advances a progress bar on stderr; without a terminal it does nothing."""
     columns = (TextColumn("{task.description:<36}"), BarColumn(40), MofNCompleteColumn())
     console = Console(stderr=True)
-    # A thread that draws would take its time from what is measured.
+    # No refresh thread, which would disturb the measurement.
     bar = Progress(
         *columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
     )
@@ -89,39 +91,39 @@ def _progress(count: int) -> Iterator[Callable[[str], None]]:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="dtcomm codecs",
-        description="What each codec costs and what error it makes.",
-        epilog="docs/guides/codecs.md says what each is for.",
+        description="Measure the size, error and speed of each codec.",
+        epilog="docs/guides/codecs.md says when to use which codec.",
     )
     add = parser.add_argument
     add("--codec", metavar="SPEC", type=_codec, action="append", default=[],
-        help="show this codec and not all of them; may be repeated")  # fmt: skip
+        help="show only this codec; may be repeated")  # fmt: skip
     add("--also", metavar="SPEC", type=_codec, action="append", default=[],
-        help="show this codec as well; may be repeated")  # fmt: skip
+        help="show this codec in addition; may be repeated")  # fmt: skip
     add("--tensor", metavar="FILE", type=Path, action="append", default=[],
-        help="measure the error on the tensors of a .pt or .npy file too; may be repeated")  # fmt: skip
-    add("--per-tensor", action="store_true", help="also a line for each tensor of a file that has several")
-    add("--no-speed", action="store_true", help="leave out the GB/s")
+        help="also measure the error on the tensors of a .pt or .npy file; may be repeated")  # fmt: skip
+    add("--per-tensor", action="store_true", help="also print a line for each tensor of a file with several")
+    add("--no-speed", action="store_true", help="do not measure speed")
     add("--device", choices=(placement.CPU, placement.CUDA), default=placement.CPU,
-        help="what the GB/s are of: one core (default), or a GPU, with the share of the memory floor")  # fmt: skip
+        help="measure the speed of one core (default), or of a GPU, with the share of the memory floor")  # fmt: skip
     add("--size", metavar="SIZE", type=size_argument(4),
-        help="bytes of fp32 that the GB/s are measured with (default 4M, on a GPU 64M; "
-        "K, M and G are powers of 1024)")  # fmt: skip
+        help="bytes of fp32 for the speed measurement (default 4M, on a GPU 64M; K, M and G are "
+        "powers of 1024)")  # fmt: skip
     add("--numel", metavar="N", type=count_argument(1), default=codecs_samples.NUMEL,
         help=f"elements of each distribution (default {codecs_samples.NUMEL})")  # fmt: skip
     add("--plot", metavar="FILE", type=Path, nargs="?", const=Path("codecs.png"),
-        help="draw error against bits per element (default codecs.png)")  # fmt: skip
+        help="plot error against bits per element (default codecs.png)")  # fmt: skip
     add("--json", metavar="FILE", nargs="?", const="-", help="write JSON: to FILE, or instead of the table")
     options = parser.parse_args(argv)
     for name in ("plot", "json"):
-        given = getattr(options, name)
-        if given not in (None, "-") and not Path(given).absolute().parent.is_dir():
-            parser.error(f"--{name} {given}: there is no folder {Path(given).parent}")
+        target = getattr(options, name)
+        if target not in (None, "-") and not Path(target).absolute().parent.is_dir():
+            parser.error(f"--{name} {target}: there is no folder {Path(target).parent}")
     if options.size is None:
         options.size = SIZES[options.device]
     if options.device == placement.CUDA and not placement.cuda_available():
-        parser.error("--device cuda: torch sees no CUDA device; valid here: cpu")
+        parser.error("--device cuda: torch sees no CUDA device; valid: cpu")
     if options.device == placement.CUDA and options.no_speed:
-        parser.error("--device cuda: --no-speed leaves out what would be measured there")
+        parser.error("--no-speed: not valid with --device cuda, which only measures speed")
     if options.per_tensor and not options.tensor:
         parser.error("--per-tensor: needs --tensor FILE")
     return options

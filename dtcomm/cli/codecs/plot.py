@@ -1,4 +1,4 @@
-"""The picture of ``dtcomm codecs``: error against bits per element, and who is not beaten in both."""
+"""Plot of ``dtcomm codecs``: error versus bits per element, with the Pareto front."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MARKERS = "osD^vP*X<>ph8d"
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points (bits, error) that no other one beats in one without losing in the other, by rising bits."""
+    """Return the points (bits, error) that no other point beats in both coordinates, by increasing bits."""
     front: list[tuple[float, float]] = []
     for bits, error in sorted(set(points)):
         if not front or error < front[-1][1]:
@@ -24,9 +24,9 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Write a picture, in the format that `path` ends with; a panel for the first sample and one for the last.
+    """Write a plot in the format of the path's extension, with a panel for the first and for the last sample.
 
-    Codecs without error, and errors that do not exist, have no place on its scale and are left out.
+    Codecs without error, and errors that do not exist, are left out of the logarithmic scale.
     """
     import matplotlib
 
@@ -43,7 +43,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         )
         for axes, name in zip(all_axes[0], panels, strict=True):
             _panel(axes, rows, families, name, colours)
-        figure.draw_without_rendering()  # labels need to know where points are on the page
+        figure.draw_without_rendering()  # fixes the positions of the points, which labels need
         for axes, name in zip(all_axes[0], panels, strict=True):
             _label(axes, rows, name)
         handles, labels = all_axes[0][0].get_legend_handles_labels()
@@ -58,7 +58,7 @@ def _panel(
     points = [(row, row.errors[name].relative_l2) for row in rows]
     shown = [(row, error) for row, error in points if error]
     front = _front(rows, name)
-    axes.plot(*zip(*front, strict=True), color=GREY, linewidth=1, zorder=1, label="Pareto line")
+    axes.plot(*zip(*front, strict=True), color=GREY, linewidth=1, zorder=1, label="Pareto front")
     for number, family in enumerate(families):
         here = [(row.bits_per_element, error) for row, error in shown if row.family == family]
         if here:
@@ -71,7 +71,7 @@ def _panel(
                 zorder=3,
             )
     axes.set_xscale("log", base=2)
-    axes.set_xlim(right=80)  # names stand to the right of their points
+    axes.set_xlim(right=80)  # room for labels to the right of the points
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("bits per element, with overhead")
@@ -86,7 +86,7 @@ def _front(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
 
 
 def _label(axes: Any, rows: Sequence[Row], name: str) -> None:
-    """The specs of the codecs on the line, where there is room: a label that would cover another is left out."""
+    """Label the codecs on the Pareto front; a label that would overlap another one is left out."""
     front = _front(rows, name)
     taken: list[tuple[float, float, float]] = []  # left, right and baseline of the labels, in points
     for row in sorted(rows, key=lambda row: len(row.spec)):

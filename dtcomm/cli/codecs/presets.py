@@ -1,4 +1,4 @@
-"""Which codecs ``dtcomm codecs`` shows: every name of the registry, and of each the options worth a look."""
+"""The codecs that ``dtcomm codecs`` shows by default: every registered name and a selection of options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dtcomm.codecs import Codec, codec
 from dtcomm.codecs.spec import CODECS
 
-#: Options beside the defaults, by name. A name that is missing here is shown with its defaults alone.
+#: Options shown in addition to the defaults, by codec name.
 VARIANTS: dict[str, tuple[str, ...]] = {
     "int8": ("block=256", "symmetric=false", "round=stochastic"),
     "int4": (
@@ -37,8 +37,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 }
 
 
-def usual() -> list[Codec]:
-    """The rows of the table where the user names none."""
+def default_codecs() -> list[Codec]:
+    """Return the codecs that are shown if the user names none."""
     return [
         codec(spec)
         for name in CODECS
@@ -46,6 +46,6 @@ def usual() -> list[Codec]:
     ]
 
 
-def chosen(only: Sequence[Codec], also: Sequence[Codec]) -> list[Codec]:
-    """`only` where there are any, else the usual ones; then `also`; each once."""
-    return list(dict.fromkeys([*(only or usual()), *also]))
+def select_codecs(only: Sequence[Codec], also: Sequence[Codec]) -> list[Codec]:
+    """Return ``only``, or the default codecs if it is empty, followed by ``also``, without duplicates."""
+    return list(dict.fromkeys([*(only or default_codecs()), *also]))

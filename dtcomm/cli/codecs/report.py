@@ -22,14 +22,15 @@ from dtcomm.measure import gpu_info
 from dtcomm.measure.kernel_workloads import REDUCED_PAYLOADS
 
 VERSION = 1
-SUM = f"reduce {REDUCED_PAYLOADS}"  # the verb whose share of the floor the table shows beside encode's and decode's
+SUM = f"reduce {REDUCED_PAYLOADS}"  # the reduction whose share of the memory floor the table shows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One codec: errors by the sample's name, `tensors` those of each tensor of a sample that has several.
+    """Results of one codec.
 
-    `no_speed` says why there is no speed where one was asked for: a device may have no kernel.
+    ``errors`` are by sample name, ``tensors`` by tensor name for samples of several tensors. ``no_speed`` says why the
+    speed is missing although it was requested, for example because a device has no kernel.
     """
 
     spec: str
@@ -43,7 +44,7 @@ class Row:
 
 
 def bits_per_element(codec: Codec) -> float:
-    """Of a long tensor of fp32, with scales, positions and padding."""
+    """Return the bits per element of a long fp32 tensor, including scales, positions and padding."""
     return 8 * codec.wire_bytes(codec.granularity) / codec.granularity
 
 
@@ -54,9 +55,14 @@ def measure(
     step: Callable[[str], None],
     device: OnDevice | None = None,
 ) -> list[Row]:
-    """A row for each codec; speeds at `size` bytes of fp32, or none. `step` hears what is done, once a codec.
+    """Return a row for each codec.
 
-    Speeds are those of one core, or of the `device`; errors are the same everywhere, as all kernels' bytes are.
+    Args:
+        codecs: The codecs.
+        samples: Inputs for the errors, which do not depend on the machine since all kernels produce the same bytes.
+        size: Bytes of fp32 for the speed; None to skip it.
+        step: Called with each codec's spec before it is measured.
+        device: Measures the speed of a GPU; None for one CPU core.
     """
     rows = []
     for codec in codecs:
@@ -85,7 +91,7 @@ def measure(
 
 
 def as_dict(rows: Sequence[Row], size: int | None, gpu_facts: dict[str, Any] | None = None) -> dict[str, Any]:
-    """JSON values; speeds in GB/s of fp32, what does not exist is null. `gpu_facts`: of the device of the speeds."""
+    """Return JSON values; speeds in GB/s of fp32, missing values null, and facts about the measured GPU."""
     return {
         "version": VERSION,
         "kernel": current() if gpu_facts is None else ", ".join(available("cuda")),
@@ -97,7 +103,7 @@ def as_dict(rows: Sequence[Row], size: int | None, gpu_facts: dict[str, Any] | N
 
 
 def _row(row: Row) -> dict[str, Any]:
-    found = {
+    document = {
         "codec": row.spec,
         "family": row.family,
         "bits_per_element": row.bits_per_element,
@@ -107,20 +113,20 @@ def _row(row: Row) -> dict[str, Any]:
         "errors": {name: asdict(error) for name, error in row.errors.items()},
     }
     if row.speed is not None and row.speed.of_floor:
-        found["of_floor"] = {verb: round(share, 4) for verb, share in row.speed.of_floor.items()}
+        document["of_floor"] = {verb: round(share, 4) for verb, share in row.speed.of_floor.items()}
     if row.no_speed:
-        found["no_speed"] = row.no_speed
+        document["no_speed"] = row.no_speed
     if row.tensors:
-        found["tensors"] = {name: asdict(error) for name, error in row.tensors.items()}
-    return found
+        document["tensors"] = {name: asdict(error) for name, error in row.tensors.items()}
+    return document
 
 
 def show(rows: Sequence[Row], console: Console, size: int | None, device: str = "") -> None:
-    """The table, with what its columns mean below it; `device` is the name of the GPU of the speeds."""
+    """Print the table and its legend; ``device`` is the name of the measured GPU."""
     samples = list(rows[0].errors)
-    detailed = samples[-1]  # the user's own where there is one, else the hardest
+    detailed = samples[-1]  # the user's tensors if any, else the hardest sample
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("codec", overflow="fold")  # names give way to numbers where a terminal is narrow
+    table.add_column("codec", overflow="fold")  # on a narrow terminal names are folded, not numbers
     heads = ["bits per\nelement", "block"]
     heads += [] if size is None else ["encode\nGB/s", "decode\nGB/s"]
     heads += ["of floor:\nencode", "\ndecode", f"\n{SUM}"] if size is not None and device else []
@@ -143,24 +149,24 @@ def show(rows: Sequence[Row], console: Console, size: int | None, device: str = 
         ]
         table.add_row(row.spec, *cells)
     console.print(table)
-    speed = "" if size is None else f"GB/s: of fp32, one core, {size / 2**20:g} MiB, kernel {current()}. "
+    speed = "" if size is None else f"GB/s: fp32, one core, {size / 2**20:g} MiB, kernel {current()}. "
     if size is not None and device:
         speed = (
-            f"GB/s: of fp32, {device}, {size / 2**20:g} MiB. Of floor: the time of a device copy of as many bytes "
-            "as the kernel must read and write, over its own. "
+            f"GB/s: fp32, {device}, {size / 2**20:g} MiB. Of floor: the time of a "
+            "device copy of the bytes that the kernel must read and write, over the kernel's time. "
         )
-    words = (
-        f"error: |x - y| / |x| of what goes in and what comes out, seeds fixed. {speed}"
-        f"Worst block and cosine: on {detailed}; a block is the codec's own, 32 where it has none."
+    legend = (
+        f"error: |x - y| / |x| of input and decoded output, with fixed seeds. {speed}"
+        f"Worst block and cosine: on {detailed}; blocks are the codec's, or of 32 elements if it has none."
     )
-    console.print(textwrap.fill(words, width=110), highlight=False)
+    console.print(textwrap.fill(legend, width=110), highlight=False)
     for row in rows:
         if row.no_speed:
             console.print(f"no speed of {row.spec}: {row.no_speed}", highlight=False, markup=False)
 
 
 def show_tensors(rows: Sequence[Row], console: Console) -> None:
-    """One line for each tensor of the user's file and each codec."""
+    """Print one line for each tensor of the user's file and each codec."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("tensor", overflow="fold")
     table.add_column("codec", overflow="fold")
@@ -182,7 +188,7 @@ def show_tensors(rows: Sequence[Row], console: Console) -> None:
 
 
 def _number(value: float | None) -> str:
-    """Three significant digits; what does not exist is a dash."""
+    """Return three significant digits, or a dash for a missing value."""
     if value is None:
         return "-"
     if value == 0:

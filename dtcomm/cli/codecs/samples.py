@@ -1,4 +1,4 @@
-"""What ``dtcomm codecs`` encodes: three distributions with fixed seeds, and a user's tensors from a file."""
+"""Inputs of ``dtcomm codecs``: three random distributions with fixed seeds, and a user's tensors from a file."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import torch
 
 from dtcomm.codecs.base import FLOAT_TYPES
 
-#: Elements of each distribution: enough that another seed moves an error by less than a per cent.
+#: Elements of each distribution; with as many, another seed changes an error by less than one percent.
 NUMEL = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Tensors (flat, fp32) that are encoded one by one and whose errors are added up; `name` heads the column."""
+    """Flat fp32 tensors that are encoded separately and whose errors are added; ``name`` is the column head."""
 
     name: str
     tensors: dict[str, torch.Tensor]
 
 
 def distributions(numel: int = NUMEL) -> list[Sample]:
-    """The same numbers everywhere: numpy's generators do not change between machines.
+    """Return the samples, which are the same on every machine.
 
-    Gaussian; Laplace, as sharp as many gradients; Student's t with 3 degrees of freedom, whose tails are so
-    heavy that its fourth moment does not exist. All of them centred; the scale does not matter.
+    They are Gaussian, Laplace (peaked, like many gradients) and Student's t with 3 degrees of freedom, whose tails are
+    so heavy that its fourth moment does not exist. All have mean zero.
     """
     drawn = {
         "Gaussian": np.random.default_rng(1).standard_normal(numel),
@@ -41,24 +41,26 @@ def distributions(numel: int = NUMEL) -> list[Sample]:
 
 
 def load(path: Path) -> Sample:
-    """The floating tensors of a ``.npy`` or ``.pt`` file; nothing in it is executed.
+    """Read the floating-point tensors of a ``.npy`` or ``.pt`` file without executing code in it.
 
-    A ``.pt`` holds a tensor, or dicts and lists of tensors (a state dict, an optimizer's state). Raises
-    ValueError that says what is wrong with the file.
+    A ``.pt`` file holds a tensor, or dicts and lists of tensors such as a state dict.
+
+    Raises:
+        ValueError: The file cannot be read or has no floating-point tensor.
     """
     if not path.is_file():
         raise ValueError(f"--tensor {path}: no such file")
     try:
         content = _read(path)
-    except Exception as error:  # of bytes that are no tensors, an unpickler may make any error
+    except Exception as error:  # unpickling arbitrary bytes may raise any exception
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(f"--tensor {path}: cannot be read: {reason[0]}") from None
-    found = dict(_tensors(content, ""))
-    if not found:
+    tensors = dict(_tensors(content, ""))
+    if not tensors:
         raise ValueError(
-            f"--tensor {path}: holds no floating tensor; dense fp64, fp32, fp16 or bf16 is needed"
+            f"--tensor {path}: has no floating-point tensor; expected dense fp64, fp32, fp16 or bf16"
         )
-    return Sample(name=path.name, tensors=found)
+    return Sample(name=path.name, tensors=tensors)
 
 
 def _read(path: Path) -> Any:
@@ -68,7 +70,7 @@ def _read(path: Path) -> Any:
 
 
 def _tensors(content: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every floating tensor with at least one element, named by its keys."""
+    """Yield every floating-point tensor with at least one element, named by its keys."""
     if isinstance(content, np.ndarray):
         if not np.issubdtype(content.dtype, np.floating):
             return

@@ -1,7 +1,7 @@
-"""How fast one core, or a GPU, encodes and decodes: a short measurement on this machine.
+"""Encoding and decoding speed of one core or of a GPU.
 
-A core's figures are by the thread's own clock. A GPU's are by its events, of replays of a graph of calls on several
-sets of buffers, so that neither the host's calls nor a cache are what is measured.
+A core is timed by the thread's CPU clock. A GPU is timed by CUDA events around replays of a graph that uses several
+sets of buffers, so that neither launch latency nor caches are measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dtcomm.measure.device_clock import Clock, make_clock, median_seconds
 from dtcomm.measure.kernel_workloads import KernelWorkload, KernelWorkloads, buffer_sets_for
 from dtcomm.measure.memory_floor import TimedCopy
 
-#: Seconds for each of the two figures of a codec; a reference kernel needs longer for its three calls.
+#: Seconds for encoding and for decoding, unless the fewest calls take longer.
 SECONDS = 0.03
 FEWEST_CALLS = 3
 REPLAYS = 5
@@ -28,16 +28,18 @@ REPLAYS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """GB/s (1e9 bytes) of the fp32 side, whatever the payload's size."""
+    """Speed in GB/s (1e9 bytes) of fp32 data.
+
+    ``of_floor`` has, for each GPU workload, the time of a device copy of the bytes it must move over its own time.
+    """
 
     encode: float
     decode: float
     of_floor: dict[str, float] = field(default_factory=dict)
-    """By workload, on a GPU: the time of a device copy of the bytes that it must read and write, over its own."""
 
 
 class OnDevice:
-    """Measures on a device; ``clock`` and ``copied``, the bytes of the copy, are for tests."""
+    """Measures the speed of a device; tests set ``clock`` and the bytes ``copied`` by the memory-floor copy."""
 
     def __init__(
         self, device: torch.device, clock: Clock | None = None, copied: int = TimedCopy.LARGE
@@ -46,7 +48,7 @@ class OnDevice:
         self._copy = TimedCopy(device, self._clock, copied)
 
     def measure(self, codec: Codec, size: int) -> Speed | str:
-        """The median speed at `size` bytes of fp32, or why no kernel there runs the codec."""
+        """Return the median speed for ``size`` bytes of fp32, or why the device has no kernel for the codec."""
         numel = max(1, size // 4)
         try:
             workloads = KernelWorkloads(codec, numel, buffer_sets_for(numel), self._device)
@@ -72,7 +74,7 @@ class OnDevice:
 
 
 def measure(codec: Codec, size: int, seconds: float = SECONDS) -> Speed:
-    """The median speed at `size` bytes of fp32 in reused buffers, as hot paths have them."""
+    """Return the median speed for ``size`` bytes of fp32 in reused buffers."""
     x = torch.randn(max(1, size // 4), generator=torch.Generator().manual_seed(0))
     payload = encode(codec, x, key=KEY)
     out = torch.empty_like(x)
@@ -84,7 +86,7 @@ def measure(codec: Codec, size: int, seconds: float = SECONDS) -> Speed:
 
 
 def _median(call: Callable[[], object], seconds: float) -> float:
-    """Seconds of one call. What others do on this core in between does not count."""
+    """Return the median CPU seconds of one call, which exclude other threads on this core."""
     call()
     times: list[float] = []
     end = time.perf_counter() + seconds

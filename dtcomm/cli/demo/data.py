@@ -1,4 +1,4 @@
-"""The demo's text: the source of Python's own standard library, which every machine that runs it has."""
+"""Training text of the demo: the source of Python's standard library, which is present on every machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-#: Printable ASCII and the newline; everything else becomes the last symbol.
+#: Printable ASCII and the newline; all other characters become the last symbol.
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
 VOCABULARY = len(ALPHABET) + 1
 
@@ -27,7 +27,7 @@ _SKIPPED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Two runs of symbols, uint8 [characters], from disjoint sets of files."""
+    """Training and held-out symbols, uint8 [characters], from disjoint sets of files."""
 
     training: torch.Tensor
     held_out: torch.Tensor
@@ -37,8 +37,11 @@ class Corpus:
 def load(root: Path | None = None, limit: int = 8_000_000) -> Corpus:
     """Read up to ``limit`` characters of the library's modules, in the order of their names.
 
-    Every tenth file (by a checksum of its name) is held out. Order and split depend on the files' names
-    alone, so every rank and every run sees the same text. ValueError where ``root`` has too little of it.
+    A tenth of the files, chosen by a checksum of their names, is held out. Order and split depend only on the names, so
+    every rank and every run reads the same text.
+
+    Raises:
+        ValueError: ``root`` has too little text.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     texts: dict[bool, list[str]] = {False: [], True: []}
@@ -53,7 +56,7 @@ def load(root: Path | None = None, limit: int = 8_000_000) -> Corpus:
         total += len(text)
         if total >= limit:
             break
-    training, held_out = ("".join(texts[which]) for which in (False, True))
+    training, held_out = ("".join(texts[held_out]) for held_out in (False, True))
     if min(len(training), len(held_out)) < 10_000:
         raise ValueError(f"{root}: {files} Python files with {total} characters are too little to train on")
     return Corpus(training=_symbols(training), held_out=_symbols(held_out), files=files)
@@ -62,7 +65,7 @@ def load(root: Path | None = None, limit: int = 8_000_000) -> Corpus:
 def batch(
     corpus: Corpus, *, seed: int, step: int, rank: int, size: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets, int64 [size, length]: a function of (seed, step, rank) alone."""
+    """Return inputs and targets, int64 [size, length], which depend only on seed, step and rank."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 4099 + rank)
     starts = torch.randint(corpus.training.numel() - length - 1, (size,), generator=generator)
     return _windows(corpus.training, starts, length)
@@ -71,7 +74,7 @@ def batch(
 def held_out_batches(
     corpus: Corpus, *, windows: int, size: int, length: int, rank: int, ranks: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """This rank's share of ``windows`` evenly spaced held-out windows, in batches of ``size``."""
+    """Return this rank's share of ``windows`` evenly spaced held-out windows, in batches of ``size``."""
     starts = torch.linspace(0, corpus.held_out.numel() - length - 1, windows).long()[rank::ranks]
     return [_windows(corpus.held_out, part, length) for part in torch.split(starts, size)]
 
@@ -80,7 +83,7 @@ def _symbols(text: str) -> torch.Tensor:
     table = torch.full((256,), VOCABULARY - 1, dtype=torch.uint8)
     for symbol, character in enumerate(ALPHABET):
         table[ord(character)] = symbol
-    # One byte a character: whatever latin-1 lacks becomes "?", and whatever ASCII lacks the last symbol.
+    # One byte per character: characters outside latin-1 become "?", others outside ASCII the last symbol.
     data = torch.frombuffer(bytearray(text.encode("latin-1", errors="replace")), dtype=torch.uint8)
     return table[data.long()]
 

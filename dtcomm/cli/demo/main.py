@@ -1,6 +1,6 @@
-"""``dtcomm demo``: a small language model, trained on n ranks with plain DDP and with compressed gradients.
+"""Command ``dtcomm demo``: train a small language model with plain DDP and with compressed gradients.
 
-The ranks are processes of this machine; this one only shows how far they are and writes down what came out.
+The ranks are processes of this machine; the main process shows their progress and writes the results.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dtcomm.launch.ranks import RankError, RankTimeout, send_to_parent, spawn_ra
 
 CODECS = "none,fp16,int8"
 
-#: A turn of all runs takes seconds; ranks that say nothing for this long are stuck.
+#: Ranks report every few seconds; if none does for this long, they hang.
 SILENCE_SECONDS = 120.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train, print the table, write ``demo.json`` and ``demo.png``; 0 on success, 1 where a rank failed."""
+    """Run the command: print the table, write demo.json and demo.png; return 0, or 1 if a rank failed."""
     options = _parse(argv)
     console = Console(stderr=options.json)
     seeds = range(options.seed, options.seed + options.seeds)
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     begin = time.monotonic()
     console.print(
         "A character-level GPT learns from the source of Python's standard library:\n"
-        f"{options.nproc} ranks, {options.steps} steps, {len(runs)} runs that take turns.",
+        f"{options.nproc} ranks, {options.steps} steps, {len(runs)} runs in turns.",
         highlight=False,
     )
     results: dict[int, list[list[dict[str, Any]]]] = {}
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train_rank(rank: int, world_size: int, settings: Settings) -> list[dict[str, Any]]:
-    """One rank's part; rank 0 reports how far the runs are."""
+    """Train on one rank; rank 0 sends its progress to the main process."""
     if rank:
         return train(settings)
     try:
@@ -73,7 +73,7 @@ def train_rank(rank: int, world_size: int, settings: Settings) -> list[dict[str,
 
 
 def _train(settings: Settings, nproc: int, console: Console, prefix: str) -> list[list[dict[str, Any]]]:
-    """Results by rank, then by run, with a live bar for each run."""
+    """Train on all ranks with a progress bar for each run; return results by rank, then by run."""
     columns = (
         TextColumn(prefix + "{task.description:>9}"),
         BarColumn(40),
@@ -85,12 +85,12 @@ def _train(settings: Settings, nproc: int, console: Console, prefix: str) -> lis
         bars = {name: progress.add_task(name, total=settings.steps, loss="  -  ") for name in settings.runs}
         with spawn_ranks(train_rank, nproc, settings, fresh=True, group_timeout=SILENCE_SECONDS) as ranks:
             try:
-                while (word := ranks.receive(0, SILENCE_SECONDS)) is not None:
-                    assert isinstance(word, tuple)
-                    name, step, loss = word
+                while (message := ranks.receive(0, SILENCE_SECONDS)) is not None:
+                    assert isinstance(message, tuple)
+                    name, step, loss = message
                     progress.update(bars[name], completed=step, loss=f"{loss:.3f}")
             except RankTimeout:
-                pass  # what went wrong, and where, is in the outcomes
+                pass  # the outcomes say what went wrong
             outcomes = ranks.join(SILENCE_SECONDS, grace=5.0)
     failures = [outcome for outcome in outcomes if not outcome.ok]
     if failures:
@@ -107,8 +107,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=300, help="training steps of each run")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the data")
-    parser.add_argument("--seeds", type=int, default=1, help="repeat with this many seeds, from --seed on")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the data order")
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds, starting with --seed")
     parser.add_argument(
         "--out", type=Path, default=Path("demo-out"), help="folder for demo.json and demo.png"
     )
@@ -116,14 +116,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--codecs",
         type=_codecs,
         default=CODECS,
-        help="runs beside plain DDP, separated by ','; ';' where a spec has commas",
+        help="codecs to compare with plain DDP, separated by ','; use ';' if a spec has commas",
     )
-    parser.add_argument("--nproc", type=int, default=2, help="ranks, each one process with one thread")
-    parser.add_argument("--json", action="store_true", help="also print the JSON to standard output")
+    parser.add_argument("--nproc", type=int, default=2, help="ranks; each is a process with one thread")
+    parser.add_argument("--json", action="store_true", help="also print the JSON on standard output")
     options = parser.parse_args(argv)
     for name in ("steps", "seeds", "nproc"):
         if getattr(options, name) < 1:
-            parser.error(f"--{name} {getattr(options, name)}: want at least 1")
+            parser.error(f"--{name} {getattr(options, name)}: expected at least 1")
     return options
 
 

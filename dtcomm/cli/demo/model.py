@@ -1,4 +1,4 @@
-"""A small GPT over characters, in plain torch."""
+"""A small character-level GPT in plain torch, used by the demo, the benchmarks and the examples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Shape:
 
 
 class Block(nn.Module):
-    """Causal self-attention and a perceptron, each normalised first: [batch, length, width] to the same."""
+    """Causal self-attention and an MLP, each after a layer norm; maps [batch, length, width] to the same shape."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
-        # As many heads as there are: shared out among ranks, the layer has its part of them.
+        # -1 heads: with tensor parallelism a rank has only a part of the heads.
         qkv = self.qkv(self.before_attention(x)).view(batch, length, 3, -1, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Symbols, int64 [batch, length], to logits [batch, length, vocabulary]."""
+    """Maps symbols, int64 [batch, length], to logits [batch, length, vocabulary]."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -56,8 +56,8 @@ class GPT(nn.Module):
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                # What a block adds to the stream shrinks with the number of additions, as in GPT-2; so narrow
-                # a model takes hundreds of steps longer to get going from GPT-2's 0.02.
+                # Residual branches are scaled down with depth, as in GPT-2. GPT-2's 0.02 would make so narrow a
+                # model learn hundreds of steps later.
                 added = name.endswith(("projection.weight", "down.weight"))
                 std = shape.width**-0.5 / (2 * shape.layers) ** 0.5 if added else shape.width**-0.5
                 nn.init.normal_(parameter, std=0.02 if name == "head.weight" else std)
@@ -70,6 +70,6 @@ class GPT(nn.Module):
 
 
 def loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats a character."""
+    """Return the mean cross-entropy in nats per character."""
     logits = model(inputs)
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -1,4 +1,7 @@
-"""The demo's picture: the loss curves, how far they are apart, and what each run sent for them."""
+"""Plot of the demo: loss curves, their differences and the bytes sent.
+
+Also the style of all plots of the command line.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 
 INK = "#2b2b33"
 GREY = "#8a8a94"
-#: Plain DDP in grey, drawn widest and first; what is compared with it in colours most eyes keep apart.
+#: Grey for the baseline, then colours that are distinguishable with colour blindness.
 COLOURS = ("#9a9aa4", "#0072b2", "#009e73", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9")
 
 STYLE: dict[Any, Any] = {
@@ -28,7 +31,7 @@ STYLE: dict[Any, Any] = {
 
 
 def plot(summary: dict[str, Any], path: Path) -> None:
-    """Write a PNG of ``summary`` (see `demo_report.summarise`); of several seeds the first is drawn."""
+    """Write a PNG of ``summary`` (see `report.summarise`); the curves are those of the first seed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -46,14 +49,14 @@ def plot(summary: dict[str, Any], path: Path) -> None:
             runs,
             [run["bytes_per_step"] / 1e6 for run in runs],
             "{:.2f}",
-            "sent by each rank, MB a step",
+            "sent by each rank, MB per step",
         )
         _bars(
             figure.add_subplot(grid[1, 1]),
             runs,
             [next(iter(run["milliseconds_on_link"].values())) for run in runs],
             "{:.0f}",
-            "what these bytes take on a 1 Gbit/s link, ms",
+            "time of these bytes on a 1 Gbit/s link, ms",
         )
         figure.suptitle(
             f"Character-level GPT on Python's standard library: {runs[0]['parameters'] / 1e6:.1f} M "
@@ -81,7 +84,7 @@ def _curves(axes: Any, runs: list[dict[str, Any]]) -> None:
             zorder=2 + position,
         )
         steps, losses = zip(*seed["held_out"], strict=True)
-        # Where the runs agree, markers of one size would hide each other: rings that shrink do not.
+        # Rings of decreasing size, so that equal points of several runs stay visible.
         size = 120 - 28 * min(position, 3)
         axes.scatter(steps, losses, s=size, facecolors="none", edgecolors=colour, linewidths=1.3, zorder=9)
     axes.set_ylabel("nats per character")
@@ -93,7 +96,7 @@ def _curves(axes: Any, runs: list[dict[str, Any]]) -> None:
 
 
 def _differences(axes: Any, runs: list[dict[str, Any]]) -> None:
-    """Training loss against plain DDP's at the same step, in per cent, both smoothed."""
+    """Plot the smoothed training loss relative to plain DDP's at the same step, in percent."""
     plain = _smooth(next(iter(runs[0]["seeds"].values()))["losses"])
     axes.axhline(0, color=COLOURS[0], linewidth=3, alpha=0.5)
     reach = 0.02
@@ -125,7 +128,7 @@ def _bars(axes: Any, runs: list[dict[str, Any]], values: list[float], form: str,
 
 
 def _smooth(values: list[float], memory: float = 0.9) -> list[float]:
-    """Exponential moving average, its start corrected for having no past."""
+    """Return the exponential moving average with bias correction at the start."""
     smooth, weight, total = [], 0.0, 0.0
     for value in values:
         total = memory * total + (1 - memory) * value

@@ -1,4 +1,4 @@
-"""What the demo found: the summary that goes to JSON, and the closing table."""
+"""Results of the demo: the summary for the JSON file, and the table."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-#: Links on which the closing lines place the measured bytes, in Gbit/s.
+#: Links for which the time of the measured bytes is printed, in Gbit/s.
 LINKS = (1, 10, 100)
 
 Result = dict[str, Any]
 
 _NOTES = """\
 sent: by one rank, counted; * computed for Gloo, whose ring sends 2(n-1)/n.
-comm: from the end of a rank's own backward until all gradients are averaged,
-      by DDP's own timers; comm and step are medians, of the slowest rank.
+comm: from the end of a rank's backward pass until all gradients are averaged,
+      by DDP's timers; comm and step are medians, of the slowest rank.
 
-Over shared memory compression saves bytes, not time: encoding costs about what
-the smaller copy saves. On a link, the bytes of one step alone would take:"""
+Over shared memory compression saves bytes but no time: encoding costs about as
+much as the smaller copy saves. On a link, the bytes of one step would take:"""
 
 
 def summarise(
     results: dict[int, list[list[Result]]], *, nproc: int, steps: int, seconds: float
 ) -> dict[str, Any]:
-    """``results`` is seed -> rank -> run.
+    """Summarize ``results``, which are by seed, rank and run.
 
-    Losses are the same on all ranks; bytes are the mean over ranks, times the slowest rank's; over seeds,
-    losses and bytes are means and times medians.
+    Losses are equal on all ranks. Bytes are means over ranks and times are the slowest rank's. Over seeds, losses and
+    bytes are means and times are medians.
     """
     count = len(next(iter(results.values()))[0])
     runs = [
@@ -45,7 +45,7 @@ def summarise(
 
 
 def _summarise_run(by_seed: dict[int, list[Result]]) -> dict[str, Any]:
-    """One run, from seed -> rank."""
+    """Summarize one run, given by seed and rank."""
     first = next(iter(by_seed.values()))[0]
     run = {key: first[key] for key in ("name", "parameters", "gradient_bytes", "bytes_are", "report")}
     for key in ("final_training_loss", "final_held_out_loss"):
@@ -64,7 +64,7 @@ def _summarise_run(by_seed: dict[int, list[Result]]) -> dict[str, Any]:
 
 
 def show(summary: dict[str, Any], console: Console) -> None:
-    """The closing table, and what it does and does not say."""
+    """Print the table and its legend."""
     runs = summary["runs"]
     seeds = len(runs[0]["seeds"])
     console.print(
@@ -78,7 +78,7 @@ def show(summary: dict[str, Any], console: Console) -> None:
         "training\nloss",
         "held-out\nloss",
         "against\nplain",
-        "sent,\nMB a step",
+        "sent,\nMB/step",
         "against\nplain",
         "comm\nms",
         "step\nms",

@@ -1,7 +1,7 @@
-"""One rank of the demo: several models, equal but for how their gradients travel, trained side by side.
+"""One rank of the demo: trains several models that differ only in the compression of their gradients.
 
-The runs take turns, a few steps each, so that whatever else the machine does meets all of them alike. They
-start from the same weights and read the same batches in the same order.
+The runs take turns of a few steps, so that other load of the machine affects all of them equally. They start from the
+same weights and read the same batches in the same order.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dtcomm import ddp
 from dtcomm.cli.demo import data
 from dtcomm.cli.demo import model as demo_model
 
-#: The run without a hook: DDP's own all-reduce over Gloo.
+#: Name of the run without a hook: DDP's all-reduce over Gloo.
 PLAIN = "plain DDP"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a demo run is made of; ``runs`` names codecs, or `PLAIN`."""
+    """Settings of the demo; ``runs`` are codec specs or `PLAIN`."""
 
     runs: tuple[str, ...]
     steps: int
@@ -40,7 +40,7 @@ class Settings:
 
 @dataclass
 class Run:
-    """One model under way; times are lists of seconds, one entry a step."""
+    """State of one run; times are in seconds, one entry per step."""
 
     name: str
     model: DistributedDataParallel
@@ -57,24 +57,24 @@ Progress = Callable[[str, int, float], None]
 
 
 def train(settings: Settings, progress: Progress | None = None) -> list[dict[str, Any]]:
-    """Train every run to the end, on every rank; ``progress(run, step, loss)`` is called after each turn.
+    """Train all runs; all ranks must call it. ``progress(run, step, loss)`` is called after each turn.
 
-    Returns one dict a run, the same on all ranks but for the times and bytes, which are this rank's.
+    Returns one dict for each run. Times and bytes are this rank's; everything else is equal on all ranks.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     corpus = data.load()
     shape = demo_model.Shape(vocabulary=data.VOCABULARY)
     runs = [_start(name, settings, shape) for name in settings.runs]
-    every = -(-settings.steps // settings.evaluations)
+    evaluation_interval = -(-settings.steps // settings.evaluations)
     for first in range(0, settings.steps, settings.turn):
         steps = range(first, min(first + settings.turn, settings.steps))
-        # Each time another run goes first.
+        # The order rotates, so that each run is first equally often.
         shift = (first // settings.turn) % len(runs)
         for run in runs[shift:] + runs[:shift]:
             dist.barrier()
             for step in steps:
                 _step(run, corpus, settings, shape, step, rank)
-                if (step + 1) % every == 0 and step + 1 < settings.steps:
+                if (step + 1) % evaluation_interval == 0 and step + 1 < settings.steps:
                     windows = settings.windows // 4
                     run.held_out.append(
                         (step + 1, _held_out(run, corpus, settings, shape, windows, rank, ranks))
@@ -112,8 +112,8 @@ def _step(
     run.optimizer.step()
     run.step_seconds.append(time.perf_counter() - start)
     run.losses.append(loss.item())
-    # DDP's own timers, the same instrument for every run, in nanoseconds of the step before: from the first
-    # bucket's start to the last one's end, and what of it came after this rank's backward was through.
+    # DDP's timers, in nanoseconds of the previous step, are the same for every run: from the start of the first bucket
+    # to the end of the last one, and the part of it after this rank's backward pass.
     timers = run.model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     if "backward_comm_time" in timers:
         run.communication.append(timers["backward_comm_time"] * 1e-9)
@@ -121,7 +121,7 @@ def _step(
 
 
 def _learning_rate(settings: Settings, step: int) -> float:
-    """A short warm-up, then a straight line to a tenth."""
+    """Return the learning rate: a short warm-up, then a linear decay to a tenth."""
     warm_up = max(1, settings.steps // 15)
     if step < warm_up:
         return settings.learning_rate * (step + 1) / warm_up
@@ -138,7 +138,7 @@ def _held_out(
     rank: int,
     ranks: int,
 ) -> float:
-    """Mean loss over ``windows`` held-out windows, which the ranks share out."""
+    """Return the mean loss over ``windows`` held-out windows, which are divided among the ranks."""
     total = torch.zeros(2, dtype=torch.float64)
     for inputs, targets in data.held_out_batches(
         corpus, windows=windows, size=4 * settings.batch, length=shape.context, rank=rank, ranks=ranks
@@ -158,7 +158,7 @@ def _finish(
     dist.all_reduce(losses)
     losses /= ranks
     tail = max(1, min(20, settings.steps // 4))
-    # The first steps build buckets, buffers and connections, and belong to no one.
+    # The first steps create buckets, buffers and connections and are not counted.
     warm = min(10, len(run.step_seconds) // 4)
     gradient_bytes = sum(parameter.numel() * parameter.element_size() for parameter in run.model.parameters())
     report = run.state.report() if run.state else None

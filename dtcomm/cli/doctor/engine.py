@@ -1,4 +1,4 @@
-"""The engine's self-test: a few ranks reduce tensors whose sums are known, without and with compression."""
+"""Self-test of the engine: a few ranks reduce tensors with known sums, with and without compression."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT_SECONDS = 30.0
 
 
 def engine(ranks: int) -> Check:
-    """Ranks of this host reduce with ``none`` (exact) and ``int8`` (bounded error, the same bits everywhere)."""
+    """Check all_reduce with ``none`` (exact) and ``int8`` (bounded error, equal bits on all ranks) on local ranks."""
     from dtcomm.launch.ranks import run_ranks
 
     started = time.perf_counter()
@@ -42,7 +42,7 @@ def engine(ranks: int) -> Check:
 
 
 def placement(nanoseconds: float) -> str:
-    """What a cache line's round trip between two ranks says about where they run."""
+    """Describe where two ranks run, given the round trip of a cache line between them."""
     if nanoseconds <= 0:
         return "cache-line round trip not measured (ranks share cores)"
     if nanoseconds < 60:
@@ -52,15 +52,15 @@ def placement(nanoseconds: float) -> str:
     return f"cache-line round trip {nanoseconds:.0f} ns ({where})"
 
 
-def single_copy(said: str) -> str:
-    """Whether receivers read the senders' memory."""
-    if said == "process_vm_readv":
-        return "large tensors are copied once, out of the sender's memory"
-    return f"every tensor is staged ({said})"
+def single_copy(method: str) -> str:
+    """Describe whether receivers read the senders' memory."""
+    if method == "process_vm_readv":
+        return "large tensors are copied once, directly from the sender's memory"
+    return f"every tensor is staged ({method})"
 
 
 def self_test(rank: int, world_size: int) -> dict[str, Any]:
-    """One rank's part; returns its findings."""
+    """Run the self-test on one rank and return its results."""
     from dtcomm import collectives
 
     inputs = [_integers(other) for other in range(world_size)]
@@ -72,8 +72,8 @@ def self_test(rank: int, world_size: int) -> dict[str, Any]:
     total = sum(noise, torch.zeros(NUMEL))
     lossy = noise[rank].clone()
     collectives.all_reduce(lossy, codec="int8")
-    # Every rank's encoding and that of the sum are each off by at most half a step of 1/127 of their largest
-    # element; 2 % on top for scales cut to bf16 and a decoded sum a little larger than the true one.
+    # The encodings of the inputs and of the sum are each off by at most half a step of 1/127 of their largest element.
+    # 2 % are added because scales are rounded to bf16 and the decoded sum may exceed the true one.
     largest = sum(float(x.abs().max()) for x in noise) + float(total.abs().max())
     bound = largest / 254 * 1.02
     error = float((lossy - total).abs().max())
@@ -95,7 +95,7 @@ def self_test(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def _integers(rank: int) -> torch.Tensor:
-    """Small integers: their sum is exact in any order."""
+    """Return small integers, whose sum is exact in any order."""
     return ((torch.arange(NUMEL) * 31 + rank * 17) % 251).float()
 
 

@@ -1,4 +1,4 @@
-"""What can be seen without starting a rank: versions, the build, CPU, CUDA, cores, variables."""
+"""Checks that start no ranks: versions, build, CPU, CUDA, cores and environment variables."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 from dtcomm.cli.doctor.report import FAIL, NOTE, OK, Check
 
-# /proc/cpuinfo's names of what the native kernels are compiled for
+# names in /proc/cpuinfo of the features that the native kernels use
 FEATURES = ("f16c", "avx2", "bmi1", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512dq")
 
 
 def versions() -> Check:
-    """dtcomm, torch, Python and the system."""
+    """Check the versions of dtcomm, torch, Python and the system."""
     import torch
 
     import dtcomm
@@ -35,7 +35,7 @@ def versions() -> Check:
 
 
 def build() -> Check:
-    """How the native core was compiled, and where it was loaded from."""
+    """Report how the native module was compiled and where it was loaded from."""
     from dtcomm import _C
 
     info: dict[str, str] = _C.build_info()
@@ -50,14 +50,14 @@ def build() -> Check:
 
 
 def kernels() -> Check:
-    """The CPU's features and the kernel in use."""
+    """Report the CPU's features and the kernels in use."""
     from dtcomm.kernels import ops
 
     model, features = _cpu()
     names, current = ops.available(), ops.current()
     best = names[0]
     status = OK if current == best else NOTE
-    forced = "" if current == best else f" (forced; the best would be {best})"
+    forced = "" if current == best else f" (forced; the fastest is {best})"
     return Check(
         name="kernels",
         status=status,
@@ -78,7 +78,7 @@ def _cpu() -> tuple[str, list[str]]:
 
 
 def cuda() -> Check:
-    """Whether ``_cuda`` was built and sees a device."""
+    """Check whether ``_cuda`` was built and sees a device."""
     if importlib.util.find_spec("dtcomm._cuda") is None:
         card = Path("/dev/nvidiactl").exists()
         summary = "_cuda was not built" + (
@@ -109,7 +109,7 @@ def _version(number: int) -> str:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on: its affinity, cut by a container's CPU quota."""
+    """Return the cores this process may use, from its affinity and the container's CPU quota."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -119,20 +119,20 @@ def usable_cores() -> int:
 
 
 def cores(ranks: int) -> Check:
-    """Whether ``ranks`` ranks get a core each."""
+    """Check whether each of ``ranks`` ranks has a core."""
     usable, total = usable_cores(), os.cpu_count() or 1
-    crowded = ranks > usable
-    verdict = "they share cores: waiting ranks give theirs up" if crowded else "one core each"
+    oversubscribed = ranks > usable
+    verdict = "they share cores; waiting ranks yield" if oversubscribed else "one core each"
     return Check(
         name="cores",
-        status=NOTE if crowded else OK,
+        status=NOTE if oversubscribed else OK,
         summary=f"{usable} of {total} usable; {ranks} ranks: {verdict}",
-        details={"usable": usable, "total": total, "ranks": ranks, "oversubscribed": crowded},
+        details={"usable": usable, "total": total, "ranks": ranks, "oversubscribed": oversubscribed},
     )
 
 
 def variables() -> Check:
-    """The DTCOMM_ variables that are set, and whether dtcomm knows them and their values."""
+    """Check that the DTCOMM_ variables that are set are known and valid."""
     from dtcomm import env
     from dtcomm.runtime import emulated_link
 

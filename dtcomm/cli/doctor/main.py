@@ -1,10 +1,10 @@
-"""``dtcomm doctor``: what dtcomm found on this machine, and whether its engine works.
+"""Command ``dtcomm doctor``: check this machine and run a self-test of the engine.
 
-One line per check: ``ok``, ``note`` (works, but something is worth knowing) or ``FAIL``. The exit status is 1 where
-a check failed. ``--json`` prints the same with all details.
+It prints one line per check: ``ok``, ``note`` (works, with a remark) or ``FAIL``. The exit status is 1 if a check
+failed. ``--json`` prints the same with all details.
 
-``dtcomm doctor --flight DIR`` reads what ranks wrote when an operation failed (DTCOMM_FLIGHT_DIR) and says in a
-sentence for each communicator who is missing what.
+``dtcomm doctor --flight DIR`` reads the flight records that ranks wrote when an operation failed (DTCOMM_FLIGHT_DIR)
+and prints a diagnosis of each communicator.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dtcomm.cli.doctor.report import FAIL, Check
 
 
 def main(argv: list[str]) -> int:
-    """Run every check and print the report; 0 where none failed, 1 otherwise."""
+    """Run every check and print the report; return 0, or 1 if a check failed."""
     options = _parser().parse_args(argv)
     if options.flight is not None:
         return flight.report(options.flight, as_json=options.json)
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
         _guarded("cores", lambda: machine.cores(options.nproc)),
         _guarded("variables", machine.variables),
     ]
-    # Without a working core the ranks could only say the same once more each.
+    # If a check failed, every rank would only repeat the same failure.
     if not any(check.status == FAIL for check in checks):
         checks.append(_guarded("engine", lambda: engine.engine(options.nproc)))
     healthy = all(check.status != FAIL for check in checks)
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
 
 
 def _guarded(name: str, check: Callable[[], Check]) -> Check:
-    """A doctor reports what is broken: whatever a check raises is its result."""
+    """Run a check; an exception becomes a failed check."""
     try:
         return check()
     except Exception as error:
@@ -64,7 +64,9 @@ def _line(check: Check) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dtcomm doctor", description="Check this machine and the engine.")
-    parser.add_argument("--nproc", type=_ranks, default=2, help="ranks of the self-test (default 2)")
+    parser.add_argument(
+        "--nproc", type=_ranks, default=2, help="number of ranks of the self-test (default 2)"
+    )
     parser.add_argument("--flight", metavar="DIR", help="read the flight records of a failed run instead")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -73,5 +75,5 @@ def _parser() -> argparse.ArgumentParser:
 def _ranks(text: str) -> int:
     value = int(text)
     if not 1 <= value <= 64:
-        raise argparse.ArgumentTypeError(f"{value} ranks: give 1 to 64")
+        raise argparse.ArgumentTypeError(f"{value} ranks: expected 1 to 64")
     return value

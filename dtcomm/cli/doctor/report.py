@@ -1,4 +1,4 @@
-"""What one check of ``dtcomm doctor`` found."""
+"""Result of one check of ``dtcomm doctor``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OK, NOTE, FAIL = "ok", "note", "FAIL"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
-    """``summary`` is for people, ``details`` (JSON values) for programs."""
+    """Result of a check: a ``summary`` to print and ``details`` (JSON values) for programs."""
 
     name: str
     summary: str

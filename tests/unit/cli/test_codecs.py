@@ -47,7 +47,7 @@ def test_every_codec_of_the_registry_has_a_row(capsys: pytest.CaptureFixture[str
 
 def test_every_option_but_rare_ones_is_shown() -> None:
     assert set(presets.VARIANTS) <= set(CODECS)
-    shown = {option for each in presets.usual() for option in each.options()}
+    shown = {option for each in presets.default_codecs() for option in each.options()}
     assert {option for entry in CODECS.values() for option in entry.options()} - shown <= {"scale"}
 
 
@@ -207,7 +207,7 @@ def test_a_users_tensors(files: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ("text.pt", "cannot be read"),
         ("code.pt", "cannot be read"),
         ("objects.npy", "cannot be read"),
-        ("whole.npy", "no floating tensor"),
+        ("whole.npy", "no floating-point tensor"),
     ],
 )
 def test_wrong_files(files: Path, name: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from dtcomm.kernels.ops import decode, encode
 from tests.unit.codecs.cases import everything
 
 SAMPLES = {sample.name: sample for sample in distributions()}
-USUAL = presets.usual()
+USUAL = presets.default_codecs()
 
 
 def error(each: Codec | str, sample: str = "Gaussian") -> Error:
