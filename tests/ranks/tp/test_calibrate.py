@@ -81,7 +81,7 @@ def test_the_command_writes_what_compress_reads(tmp_path: Path, capsys: pytest.C
     arguments += ["--budget", "5", "--out", str(plan)]
     assert main([*arguments, "--plot", str(picture)]) == 0
     said = capsys.readouterr().out
-    assert "blocks.0.down" in said and "bits an element on the wire" in said
+    assert "blocks.0.down" in said and "bits per element on the wire" in said
     assert picture.stat().st_size > 5000
     assert main([*arguments, "--json", "-"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -134,7 +134,7 @@ def test_a_schedule_of_ones_own_is_proved_first(tmp_path: Path, capsys: pytest.C
         (
             "reduce ranks=2 chunks=1\nrank 0 | .\nrank 1 | c0*0",
             "reduce",
-            "rank 1 step 0: expected like 'c0+1'",
+            "rank 1 step 0: expected a send like 'c0+1'",
         ),
     ):
         file.write_text(text)
