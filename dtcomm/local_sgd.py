@@ -89,7 +89,8 @@ class LocalSGD:
         TypeError: ``model`` is not a module, or a DistributedDataParallel.
         ValueError: An option is out of range, or no parameter requires gradients.
 
-    Example:
+    Example::
+
         local = LocalSGD(model, every=16, spec="int8")
         for batch in batches:
             loss(model, batch).backward()

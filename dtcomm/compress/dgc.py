@@ -43,6 +43,11 @@ class DGC:
             bucket, so the bound holds for a parameter and not for the whole model. Default 0: no clipping.
         warmup: The number of steps in which the ratio falls from 0.25 to ``ratio``. Default 0.
         values: The codec of the values: bf16, fp16, fp32 or int8 to int2. Default bf16.
+
+    Example:
+        >>> from dtcomm.compress.dgc import DGC
+        >>> str(DGC(ratio=0.01, warmup=40).at(step=0))
+        'dgc:ratio=0.25'
     """
 
     ratio: float = option(default=0.001, valid="a number above 0, at most 1")

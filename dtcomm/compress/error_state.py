@@ -20,9 +20,8 @@ from dtcomm.compress.residuals import Residuals, average_states
 from dtcomm.compress.spec import Scheme
 from dtcomm.device.streams import record_streams
 
-REPAYMENT_STEPS = (
-    32  # steps over which the residual of a parameter that is no longer compressed is given back
-)
+# Steps over which the residual of a parameter that is no longer compressed is added to its gradients.
+REPAYMENT_STEPS = 32
 FEEDBACKS = ("residual", "ef21", "diana")
 DIANA_RATE = 0.5
 

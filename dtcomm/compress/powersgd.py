@@ -40,6 +40,12 @@ class PowerSGD:
             Default 1.
         alternate: Compute and send one factor in a step, in turn (ACP-SGD). Default False.
         factors: The codec of the factors. Default none.
+
+    Example:
+        >>> from dtcomm.compress.powersgd import PowerSGD
+        >>> scheme = PowerSGD.parse("powersgd:rank=4,factors=int8")
+        >>> scheme.payload_bytes(1024, 1024), scheme.rank
+        (8704, 4)
     """
 
     rank: int = 1

@@ -37,7 +37,8 @@ __all__ = ["Attached", "Guard", "State", "attach", "compress", "hook"]
 def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The DDP communication hook; register it with a `State` of its own for each model.
 
-    Example:
+    Example::
+
         model.register_comm_hook(dtcomm.ddp.State("int8"), dtcomm.ddp.hook)
     """
     return state.reduce(bucket)
@@ -93,7 +94,8 @@ def compress(
         ValueError: An option is wrong; the message names it and what is valid.
         RuntimeError: The model has a communication hook already.
 
-    Example:
+    Example::
+
         model = DistributedDataParallel(model)
         state = dtcomm.ddp.compress(model, "int8")
         ...  # train as before
@@ -136,7 +138,8 @@ def attach(owner: Any, spec: str | Scheme | Policy = "int8", **options: Any) -> 
         TypeError: ``owner`` is none of these.
         ValueError: ``owner`` has a communication hook already.
 
-    Example:
+    Example::
+
         attached = dtcomm.ddp.attach(trainer, "int8")
         trainer.train()  # Lightning: trainer.fit(module)
         print(attached.state.report())

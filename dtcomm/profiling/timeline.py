@@ -37,7 +37,8 @@ class Timeline:
         kind: What is recorded.
         on: Whether it records.
 
-    Example:
+    Example::
+
         state = dtcomm.ddp.compress(model, "int8", timeline=100)
         ...  # train
         print(state.timeline.summary())

@@ -10,7 +10,7 @@ import pytest
 
 from dtcomm.launch.elastic import run_elastic
 from dtcomm.launch.ranks import run_ranks
-from tests.unit.ddp.restarting import main, train
+from tests.unit.ddp.restarting_script import main, train
 
 
 def uninterrupted(rank: int, world_size: int, folder: str) -> tuple[int, float]:

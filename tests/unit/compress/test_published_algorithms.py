@@ -10,8 +10,8 @@ from dtcomm.codecs import codec
 from dtcomm.compress.powersgd import _key
 from dtcomm.kernels import counter_rng
 from dtcomm.measure.simulated_ranks import SimulatedRanks
-from tests.unit.compress import statements
-from tests.unit.compress.statements import Array
+from tests.unit.compress import reference_algorithms
+from tests.unit.compress.reference_algorithms import Array
 
 RANKS, ROWS, COLUMNS, STEPS = 3, 48, 40, 12
 NUMEL = ROWS * COLUMNS  # within one granule, so that the largest of it are the largest of all
@@ -42,7 +42,7 @@ def average(run: SimulatedRanks, step: int) -> torch.Tensor:
 @pytest.mark.parametrize("clip", [0.0, 20.0])
 def test_dgc(clip: float) -> None:
     run = SimulatedRanks(f"dgc:ratio=0.05,momentum=0.9,clip={clip},values=fp32", RANKS, LAYER)
-    paper = statements.DeepGradientCompression(RANKS, NUMEL, 0.9, clip)
+    paper = reference_algorithms.DeepGradientCompression(RANKS, NUMEL, 0.9, clip)
     kept = codec("topk:ratio=0.05").layout().kept_of(NUMEL)
     for step in range(STEPS):
         close(average(run, step), paper.step(numbers(gradients(step)), kept))
@@ -67,7 +67,7 @@ def test_dgc_s_momentum_is_that_of_the_optimiser_where_everything_is_sent() -> N
 
 def test_ef_signsgd() -> None:
     run = SimulatedRanks("sign:block=2048,scale=fp32", RANKS, LAYER)
-    paper = statements.SignSGD(RANKS, NUMEL)
+    paper = reference_algorithms.SignSGD(RANKS, NUMEL)
     for step in range(STEPS):
         close(average(run, step), paper.step(numbers(gradients(step))))
 
@@ -75,7 +75,7 @@ def test_ef_signsgd() -> None:
 @pytest.mark.parametrize(("feedback", "rate"), [("ef21", 1.0), ("diana", 0.5)])
 def test_differences_to_a_reference(feedback: str, rate: float) -> None:
     run = SimulatedRanks("topk:ratio=0.1,values=fp32", RANKS, LAYER, feedback=feedback)
-    paper = statements.Differences(RANKS, NUMEL, rate)
+    paper = reference_algorithms.Differences(RANKS, NUMEL, rate)
     kept = codec("topk:ratio=0.1").layout().kept_of(NUMEL)
     for step in range(STEPS):
         close(average(run, step), paper.step(numbers(gradients(step)), kept))
@@ -94,7 +94,7 @@ def start(rank: int) -> Array:
 @pytest.mark.parametrize("rank", [1, 4])
 def test_powersgd_is_torch_s(rank: int) -> None:
     run = SimulatedRanks(f"powersgd:rank={rank}", RANKS, LAYER)
-    theirs = statements.TorchPowerSGD(start(rank), RANKS, ROWS)
+    theirs = reference_algorithms.TorchPowerSGD(start(rank), RANKS, ROWS)
     for step in range(STEPS):
         close(average(run, step), theirs.step([each.double().numpy() for each in gradients(step)]))
 
@@ -102,6 +102,6 @@ def test_powersgd_is_torch_s(rank: int) -> None:
 @pytest.mark.parametrize("rank", [1, 4])
 def test_alternating_powersgd_is_epfml_s(rank: int) -> None:
     run = SimulatedRanks(f"powersgd:rank={rank},alternate=true", RANKS, LAYER)
-    theirs = statements.EpfmlPowerSGD(start(rank), RANKS, ROWS)
+    theirs = reference_algorithms.EpfmlPowerSGD(start(rank), RANKS, ROWS)
     for step in range(STEPS):
         close(average(run, step), theirs.step([each.double().numpy() for each in gradients(step)]))
