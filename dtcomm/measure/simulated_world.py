@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtcomm import _C
-from dtcomm.runtime.native.chunk_size import may_be_pulled
 from dtcomm.runtime.native.runtime import native_plan
+from dtcomm.runtime.native.zero_copy import can_use_single_copy
 from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec
 from dtcomm.schedule import Schedule
 
@@ -73,7 +73,11 @@ def run(world: World, operations: Sequence[Sequence[Operation]]) -> list[Outcome
         for operation in mine:
             shape, sizes = operation.shape, (world.piece_bytes, world.slot_bytes)
             plan = _plan(
-                shape, operation.schedule, rank, *sizes, pulls=operation.pulled and may_be_pulled(shape)
+                shape,
+                operation.schedule,
+                rank,
+                *sizes,
+                uses_single_copy=operation.pulled and can_use_single_copy(shape),
             )
             pointers = [buffers.pointers() for buffers in operation.buffers]
             calls[rank].append((plan, pointers, operation.seed, operation.shared, *operation.hooks.native()))

@@ -22,7 +22,7 @@ from dtcomm.kernels import dispatch
 from dtcomm.runtime import emulated_link
 from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL, StoreExchange, host_id, require_equal
 from dtcomm.runtime.bootstrap.tcp import Listener
-from dtcomm.runtime.native.chunk_size import MESSAGE_SLOT_BYTES
+from dtcomm.runtime.native.chunk_size import SOCKET_SLOT_BYTES
 from dtcomm.runtime.native.runtime import NativeRuntime
 from dtcomm.runtime.process_groups import group_store, group_timeout
 from dtcomm.runtime.types import Runtime
@@ -135,7 +135,7 @@ class CpuBootstrap:
             self.tuning_table = infos[0]["table"]
             if self._uses_sockets():  # their messages are of another size, so the shared memory is too
                 native.close()
-                native = NativeRuntime(self.rank, self.size, timeout_s, MESSAGE_SLOT_BYTES)
+                native = NativeRuntime(self.rank, self.size, timeout_s, SOCKET_SLOT_BYTES)
                 addresses = exchange.all_gather({"address": native.address()})
                 for info, address in zip(infos, addresses, strict=True):
                     info.update(address)

@@ -1,11 +1,9 @@
-"""The native engine as a runtime: ranks of one host over shared memory, those of several over sockets."""
+"""The runtime of the native engine: shared memory between the ranks of a host, TCP sockets between hosts."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,58 +14,58 @@ from dtcomm.errors import DtcommError
 from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.emulated_link import Link, links
 from dtcomm.runtime.flight_recorder import STAGES, FlightEntry, PeerSnapshot
-from dtcomm.runtime.native.chunk_size import (
-    SLOT_BYTES,
-    is_direct,
-    may_be_pulled,
-    message_piece,
-    piece_bytes,
-    tensor_bytes,
-)
+from dtcomm.runtime.native import zero_copy
+from dtcomm.runtime.native.chunk_size import SLOT_BYTES, link_slot_bytes, piece_bytes, socket_piece_bytes
 from dtcomm.runtime.types import GEOMETRY, OPS, Buffers, OpHooks, OpSpec
 from dtcomm.runtime.work import NativeWork, Work
 from dtcomm.schedule import Schedule, lower
 
-LARGEST_SLOT_BYTES = 8 * 2**20
-LEAST_DIRECT = 128 * 1024  # bytes of a tensor that peers copy from the tensor itself
-# Bytes of a tensor that peers copy out of its owner's memory. The kernel copies page by page: huge ones at up to
-# 28 GB/s, those of 4 KiB at 13, which is more work than to stage them and copy again.
-LEAST_PULLED = 4 * 2**20
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-# Before a rank sleeps. A core that others share is theirs at each yield, and a sleeper on it is not always run at once
-# when it is woken: in the 1 ms it is, on most messages, not yet asleep.
+# How long a rank yields before it sleeps. A core that ranks share goes to another rank at each yield, and a sleeper on
+# it is not always run at once when it is woken: within 1 ms most messages arrive before it sleeps.
 YIELD_US, SHARED_YIELD_US = 50.0, 1000.0
-LEAST_BOXES = 128  # of 4 KiB fill a slot: a user's own schedule may need as many
+MIN_PAYLOADS = 128  # payloads of 4 KiB fill a slot: a user's own schedule may need as many
 
 
 class NativeRuntime:
-    """Shared memory areas of the ranks of this host, and connections to those of other hosts."""
+    """Executes operations with the native engine.
+
+    Attributes:
+        transport: How ranks reach each other: "memory", "sockets", or "memory and sockets".
+        single_copy: Why receivers do not copy out of the senders' memory; empty if they do. The bootstrap sets it to
+            what all ranks agree on.
+
+    Args:
+        rank: This rank.
+        ranks: The number of ranks.
+        timeout_s: Seconds that an operation waits for other ranks.
+        slot_bytes: Bytes of a slot of shared memory.
+    """
 
     name = "native"
 
     def __init__(self, rank: int, ranks: int, timeout_s: float, slot_bytes: int = SLOT_BYTES) -> None:
         self.rank = rank
         self.ranks = ranks
-        self._recorded = False
-        self._crowded = False  # ranks share cores
         self.transport = "memory"
-        self.single_copy = "not asked for yet"  # why there is none; empty where there is
-        found = links()
-        self._link = found.inside
-        self._slot_bytes = slot_bytes if self._link is None else max(slot_bytes, _slot_bytes(self._link))
+        self.single_copy = "not asked for yet"
+        self._recorded_failure = False
+        self._shares_cores = False
+        emulated = links()
+        self._link = emulated.inside
+        self._slot_bytes = slot_bytes if self._link is None else max(slot_bytes, link_slot_bytes(self._link))
         self.native = _C.NativeCommunicator(
             rank=rank,
             ranks=ranks,
-            max_boxes=_boxes(ranks),
+            max_boxes=_max_payloads(ranks),
             slot_bytes=self._slot_bytes,
             timeout_s=timeout_s,
             yield_us=YIELD_US,
-            inside=_rate(found.inside),
-            between=_rate(found.between),
+            inside=_link_rates(emulated.inside),
+            between=_link_rates(emulated.between),
         )
 
     def address(self) -> list[int]:
-        """What a peer needs to map this rank's area: plain numbers."""
+        """What a peer needs to map this rank's memory, as plain numbers."""
         return list(self.native.address())
 
     def attach(
@@ -78,68 +76,71 @@ class NativeRuntime:
         sockets: Mapping[int, int] | None = None,
         inside: Sequence[int] | None = None,
     ) -> None:
-        """Map the areas of all ranks but those that ``sockets`` are connected to, by rank; they belong to the engine
-        from here on. OSError or RuntimeError where one cannot be reached.
+        """Connect to all ranks.
 
-        ``cores``, the same on all ranks: how many the ranks of a host may run on together; ``inside`` are the ranks
-        of this host (None: all).
+        Args:
+            addresses: ``address`` of every rank.
+            names: How errors name each rank.
+            cores: The number of cores that the ranks of this host may run on together; equal on all of them.
+            sockets: Connected sockets by rank, for ranks whose memory is not mapped; the engine owns them from now on.
+            inside: The ranks of this host; None: all.
+
+        Raises:
+            OSError, RuntimeError: If a rank cannot be reached.
         """
         sockets = sockets or {}
-        here = range(self.ranks) if inside is None else inside
+        inside = range(self.ranks) if inside is None else inside
         self.native.attach(
             [
-                (*address, sockets.get(rank, -1), rank not in here, name)
+                (*address, sockets.get(rank, -1), rank not in inside, name)
                 for rank, (address, name) in enumerate(zip(addresses, names, strict=True))
             ]
         )
         if sockets:
             self.transport = "sockets" if len(sockets) == self.ranks - 1 else "memory and sockets"
-        # Ranks that share a core must give it away to get on; a look at sockets costs as much as many at memory.
-        self._crowded = cores < len(here)
-        spins = 32 if sockets else 64 if self._crowded else 1000
+        # Ranks that share a core make progress only if they yield; polling a socket takes longer than polling memory.
+        self._shares_cores = cores < len(inside)
+        spins = 32 if sockets else 64 if self._shares_cores else 1000
         self.native.set_wait_policy(
             int(env.get("DTCOMM_SPINS")) or spins,
-            float(env.get("DTCOMM_YIELD_US")) or (SHARED_YIELD_US if self._crowded else YIELD_US),
+            float(env.get("DTCOMM_YIELD_US")) or (SHARED_YIELD_US if self._shares_cores else YIELD_US),
         )
-        # Otherwise the progress thread has a core of its own, and both get on at once.
-        self.native.waiters_help_progress = cores < 2 * len(here)
-        # A probe whose partner is not running gives up: also ranks that share cores can have it.
+        # With two cores a rank, the progress thread runs beside the waiting one.
+        self.native.waiters_help_progress = cores < 2 * len(inside)
+        # The probe gives up if its partner is not running, so ranks that share cores can run it too.
         self.native.probes_staging = (
             env.get("DTCOMM_STAGING") == "auto" and self._link is None and not sockets
         )
         self.native.stream_staging = env.get("DTCOMM_STAGING") == "streaming"
 
     def why_no_single_copy(self) -> str:
-        """Why receivers should not copy out of this rank's memory, or it not out of theirs; empty where they may."""
-        chosen = env.get("DTCOMM_SINGLE_COPY")
-        if chosen == "off":
-            return "DTCOMM_SINGLE_COPY=off"
-        if self._link is not None:
-            return "a link is emulated"
-        if self.transport != "memory":
-            return "not all ranks share memory"
-        why = self.native.single_copy_error()
-        if not why and chosen == "auto" and not self._crowded:
-            return "every rank has a core, and two copies on two cores take less time than one by the kernel"
-        if not why and chosen == "auto" and not _has_huge_pages():
-            return "tensors lie in small pages, which take longer to read than to stage; see THP_MEM_ALLOC_ENABLE=1"
-        return why
-
-    def prepare(self, spec: OpSpec, schedule: Schedule) -> _C.NativePlan:
-        """A plan for calls of this shape."""
-        # What ranks read in each other's tensors would come over no link.
-        shared = self.transport == "memory"
-        least = 0 if env.get("DTCOMM_SINGLE_COPY") == "on" else LEAST_PULLED
-        pulls = not self.single_copy and may_be_pulled(spec) and tensor_bytes(spec) >= least
-        direct = shared and self._link is None and is_direct(spec, LEAST_DIRECT)
-        piece = piece_bytes(spec, self.ranks) * (self._slot_bytes // SLOT_BYTES)
-        if not shared and env.get("DTCOMM_PIECE_KIB") == "0":
-            piece = message_piece(spec, self.ranks)
-        return native_plan(
-            spec, schedule, self.rank, piece, self._slot_bytes, _boxes(self.ranks), direct, pulls
+        """Why this rank and its peers should not use single copy; empty if they may."""
+        return zero_copy.why_no_single_copy(
+            self.native, self.transport, self._link is not None, self._shares_cores
         )
 
-    def run(self, plan: Any, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None) -> int:
+    def prepare(self, spec: OpSpec, schedule: Schedule) -> _C.NativePlan:
+        """A plan for calls of this operation."""
+        shares_memory = self.transport == "memory"
+        piece = piece_bytes(spec, self.ranks) * (self._slot_bytes // SLOT_BYTES)
+        if not shares_memory and env.get("DTCOMM_PIECE_KIB") == "0":
+            piece = socket_piece_bytes(spec, self.ranks)
+        # Tensors that ranks read in each other's memory would not go over an emulated link.
+        uses_zero_copy = shares_memory and self._link is None
+        return native_plan(
+            spec,
+            schedule,
+            self.rank,
+            piece,
+            self._slot_bytes,
+            _max_payloads(self.ranks),
+            uses_zero_copy and zero_copy.can_use_zero_copy(spec, zero_copy.MIN_ZERO_COPY_BYTES),
+            not self.single_copy and zero_copy.pays_single_copy(spec),
+        )
+
+    def run(
+        self, plan: _C.NativePlan, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None
+    ) -> int:
         """Run to the end; returns the bytes sent."""
         try:
             if hooks is not None:
@@ -148,60 +149,62 @@ class NativeRuntime:
                 return self.native.run(plan, *buffers[0].pointers(), seed)
             return self.native.run_all(plan, [part.pointers() for part in buffers], seed)
         except DtcommError as error:
-            self.failed(error)
+            self._record_failure(error)
             raise
 
     def submit(
         self,
-        plan: Any,
+        plan: _C.NativePlan,
         buffers: Sequence[Buffers],
         outputs: Sequence[torch.Tensor],
         seed: int,
         hooks: OpHooks | None = None,
     ) -> Work:
-        """Queue behind what runs already."""
-        steps = () if hooks is None else hooks.native()
+        """Queue the operation behind earlier ones."""
+        native_hooks = () if hooks is None else hooks.native()
         try:
-            native = self.native.submit(plan, [part.pointers() for part in buffers], seed, *steps)
+            native = self.native.submit(plan, [part.pointers() for part in buffers], seed, *native_hooks)
         except DtcommError as error:
-            self.failed(error)
+            self._record_failure(error)
             raise
-        return NativeWork(native, (buffers, hooks), outputs, self.failed)
+        return NativeWork(native, (buffers, hooks), outputs, self._record_failure)
 
-    def failed(self, error: DtcommError) -> None:
-        """An operation raised: leave a record of it, once."""
-        if not self._recorded:
-            self._recorded = True
+    def _record_failure(self, error: DtcommError) -> None:
+        # Once: the communicator raises the same error from then on.
+        if not self._recorded_failure:
+            self._recorded_failure = True
             flight_recorder.failed(error)
 
     @property
     def failure(self) -> str:
-        """Why calls raise; empty where they do not."""
+        """The error that every later call raises; empty if there is none."""
         return self.native.failure
 
     def flight_entries(self) -> list[FlightEntry]:
         """The last operations, oldest first."""
         return [
             FlightEntry(
-                number, text, json.loads(about), STAGES[stage], issued, started, finished, peer, peers
+                number, text, json.loads(details), STAGES[stage], issued, started, finished, peer, peers
             )
-            for number, text, about, stage, issued, started, finished, peer, peers in self.native.flight_records()
+            for number, text, details, stage, issued, started, finished, peer, peers in (
+                self.native.flight_records()
+            )
         ]
 
     def peer_snapshots(self) -> list[PeerSnapshot]:
-        """What is to be seen of every rank, in rank order."""
-        return [PeerSnapshot(*seen) for seen in self.native.peer_snapshots()]
+        """What shared memory shows of every rank, in rank order."""
+        return [PeerSnapshot(*snapshot) for snapshot in self.native.peer_snapshots()]
 
     def set_timeout(self, seconds: float) -> None:
-        """How long the calls from now on wait for the other ranks."""
+        """Set how long later calls wait for the other ranks."""
         self.native.set_timeout(seconds)
 
     def close(self) -> None:
-        """Let go of all shared memory; peers that still wait for this rank are told."""
+        """Release all shared memory. Peers that wait for this rank raise PeerLost."""
         self.native.close()
 
     def info(self) -> dict[str, Any]:
-        """For reports."""
+        """The transport, the kernels, how copies are made, and the counters."""
         return {
             "runtime": self.name,
             "transport": self.transport,
@@ -215,26 +218,20 @@ class NativeRuntime:
         }
 
 
-def empty_shared(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in a region that peers can map; the region goes with the tensor's storage."""
-    numel = shape.numel()
-    if numel == 0:
-        return torch.empty(shape, dtype=dtype)
-    region = _C.SharedTensorMemory(numel * dtype.itemsize)
-    return torch.frombuffer(region, dtype=dtype, count=numel).view(shape)
-
-
 def native_plan(
     spec: OpSpec,
     schedule: Schedule,
     rank: int,
     piece_bytes: int,
     slot_bytes: int,
-    max_boxes: int = 2**16,
-    direct: bool | None = None,
-    pulls: bool = False,
+    max_payloads: int = 2**16,
+    uses_zero_copy: bool | None = None,
+    uses_single_copy: bool = False,
 ) -> _C.NativePlan:
-    """The schedule, lowered for ``rank`` and laid over the spec's parts; ``direct`` None: wherever it can be."""
+    """The engine's plan: the schedule lowered for ``rank`` and laid out over the tensors of ``spec``.
+
+    ``uses_zero_copy`` None means wherever the operation can.
+    """
     program = lower(schedule, rank)
     native = _C.NativeProgram(
         rank, schedule.ranks, program.chunks, list(program.payload_counts), program.flat()
@@ -250,41 +247,22 @@ def native_plan(
         ],
         piece_bytes=piece_bytes,
         slot_bytes=slot_bytes,
-        zero_copy=is_direct(spec) if direct is None else direct,
+        zero_copy=zero_copy.can_use_zero_copy(spec) if uses_zero_copy is None else uses_zero_copy,
         text=str(spec),
-        max_boxes=max_boxes,
+        max_boxes=max_payloads,
         splits=list(spec.splits),
         checksum=spec.checksum,
         call_info=json.dumps(spec.details()),
-        single_copy=pulls,
+        single_copy=uses_single_copy,
     )
 
 
-def _rate(link: Link | None) -> tuple[float, float, float]:
-    """Microseconds of latency, nanoseconds a byte, and those of CPU time, as the engine takes them."""
+def _link_rates(link: Link | None) -> tuple[float, float, float]:
+    """Microseconds of latency, nanoseconds of a byte, and nanoseconds of CPU time of a byte."""
     if link is None:
         return 0.0, 0.0, 0.0
     return link.latency_s * 1e6, link.ns_per_byte, link.cpu_ns_per_byte()
 
 
-def _slot_bytes(link: Link) -> int:
-    """Pieces so large that those under way at once fill the link for as long as an answer takes."""
-    slot = SLOT_BYTES
-    while slot < LARGEST_SLOT_BYTES and slot * link.ns_per_byte < 2 * link.latency_ns:
-        slot *= 2
-    return slot
-
-
-def _boxes(ranks: int) -> int:
-    return max(LEAST_BOXES, 2 * ranks + 2)
-
-
-def _has_huge_pages() -> bool:
-    """Whether the kernel gives torch's large tensors huge pages."""
-    try:
-        chosen = HUGE_PAGES.read_text()
-    except OSError:
-        return False
-    return "[always]" in chosen or (
-        "[madvise]" in chosen and os.environ.get("THP_MEM_ALLOC_ENABLE", "0") == "1"
-    )
+def _max_payloads(ranks: int) -> int:
+    return max(MIN_PAYLOADS, 2 * ranks + 2)
