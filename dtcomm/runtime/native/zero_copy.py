@@ -18,8 +18,8 @@ from dtcomm.runtime.types import OpSpec
 from dtcomm.schedule.ir import REDUCING
 
 MIN_ZERO_COPY_BYTES = 128 * 1024  # of a tensor that is only copied: the sender has to wait for the receivers
-# The kernel copies page by page, huge pages at up to 28 GB/s and those of 4 KiB at 13. Below this size that takes longer
-# than to stage the tensor and to copy it again.
+# The kernel copies huge pages at up to 28 GB/s, those of 4 KiB at 13. Below this size the system call takes longer
+# than to stage the tensor and copy it again.
 MIN_SINGLE_COPY_BYTES = 4 * 2**20
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
