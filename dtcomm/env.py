@@ -1,4 +1,7 @@
-"""The one list of DTCOMM_ variables. Read through ``get``, so that a wrong value is refused by name."""
+"""The DTCOMM_ environment variables: one table with their defaults, descriptions and valid values.
+
+``get`` reads a variable and refuses an invalid value by name. The table is also the source of the reference page.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,14 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Variable:
-    """One variable: its default, what it does, and its valid values (empty: any).
+    """One environment variable.
 
-    Ranks compare the ``shared`` ones when a communicator is made: they change what is sent.
+    Attributes:
+        default: The value if the variable is not set.
+        meaning: What the variable does, for the reference page.
+        choices: The valid values; empty: any.
+        shared: Whether all ranks need the same value, which they compare when a communicator is made.
+        number: Whether the value is a whole number.
     """
 
     default: str
@@ -25,89 +33,107 @@ class Variable:
 VARIABLES: dict[str, Variable] = {
     "DTCOMM_KERNEL": Variable(
         default="",
-        meaning="the kernels to use (reference, generic, avx2, avx512, cuda, triton); empty: the best for the device",
+        meaning="Name of the kernels to use: reference, generic, avx2, avx512, cuda or triton. Empty: the fastest ones "
+        "for the device",
     ),
     "DTCOMM_RUNTIME": Variable(
         default="auto",
-        meaning="what moves the bytes: the native engine (CPU tensors), fused kernels over peer memory (CUDA tensors; "
-        "CPU tensors then go as with auto), or the group's own backend; auto: the first two where they can",
+        meaning="What executes operations. native: the native engine (CPU tensors). peer: fused kernels over peer memory "
+        "(CUDA tensors; CPU tensors are then served as with auto). process_group: the group's own backend. auto: the "
+        "first two where they work, else the group's backend",
         choices=("auto", "native", "peer", "process_group"),
         shared=True,
     ),
     "DTCOMM_TRANSPORT": Variable(
         default="auto",
-        meaning="how the native engine reaches peers: shared memory, sockets; auto: memory in a host, sockets between",
+        meaning="How the native engine reaches other ranks: memory (shared memory) or sockets (TCP). auto: memory inside "
+        "a host and sockets between hosts",
         choices=("auto", "memory", "sockets"),
         shared=True,
     ),
-    "DTCOMM_HOST_ID": Variable(default="", meaning="which host this rank counts as (for tests)"),
+    "DTCOMM_HOST_ID": Variable(
+        default="", meaning="Name of the host that this rank counts as, for tests. Empty: the real host"
+    ),
     "DTCOMM_CHECK": Variable(
         default="0",
-        meaning="1: compare operation, size, dtype and codec among ranks before each process-group operation",
+        meaning="1: ranks compare operation, size, dtype and codec before each operation over the group's own backend. "
+        "The native engine always compares them",
         choices=("0", "1"),
         shared=True,
     ),
     "DTCOMM_CHECKSUM": Variable(
         default="0",
-        meaning="1: every payload travels with its CRC32C, unless a call says checksum=False",
+        meaning="1: every payload travels with its CRC32C, unless a call has checksum=False",
         choices=("0", "1"),
         shared=True,
     ),
     "DTCOMM_FLIGHT_DIR": Variable(
         default="",
-        meaning="where ranks write their last operations when one fails, for dtcomm doctor --flight",
+        meaning="Folder in which each rank writes its last operations when one fails, for dtcomm doctor --flight. "
+        "Empty: none",
     ),
     "DTCOMM_LINK": Variable(
         default="",
-        meaning="emulate a link: '10gbit,50us', or 'inside=400gbit,2us;between=10gbit,50us'; empty: none",
+        meaning="Link to emulate between ranks of the native engine: 10gbit,50us or "
+        "inside=400gbit,2us;between=10gbit,50us. Empty: none",
         shared=True,
     ),
     "DTCOMM_STAGING": Variable(
         default="auto",
-        meaning="stores into shared memory: ordinary, or streaming past the cache; auto: by the round trip",
+        meaning="Stores into shared memory: ordinary, or streaming past the cache. auto: chosen by the round-trip time "
+        "between cores",
         choices=("auto", "ordinary", "streaming"),
         shared=True,
     ),
     "DTCOMM_SINGLE_COPY": Variable(
         default="auto",
-        meaning="receivers copy out of the sender's own memory (process_vm_readv): auto, where it pays and the kernel "
-        "permits it; on: wherever it can be, an error where it is not permitted; off: never",
+        meaning="Whether receivers copy out of the sender's own memory with process_vm_readv. auto: where it pays and "
+        "the kernel permits it. on: wherever possible, and an error where the kernel does not permit it. off: never",
         choices=("auto", "on", "off"),
         shared=True,
     ),
     "DTCOMM_PIECE_KIB": Variable(
-        default="0", meaning="size of a pipelined piece in KiB; 0: chosen by size", shared=True, number=True
+        default="0",
+        meaning="Size of a pipelined piece in KiB. 0: chosen by the size of the message",
+        shared=True,
+        number=True,
     ),
     "DTCOMM_SPINS": Variable(
         default="0",
-        meaning="looks at a flag before the first yield; 0: 1000, or 64 where ranks share cores",
+        meaning="How often a waiting rank polls a flag before it yields its core. 0: 1000 times, 64 where ranks share "
+        "cores, 32 with sockets",
         number=True,
     ),
     "DTCOMM_YIELD_US": Variable(
         default="0",
-        meaning="microseconds of yielding before sleeping; 0: 50, or 1000 where ranks share cores",
+        meaning="How long a waiting rank yields before it sleeps, in microseconds. 0: 50, or 1000 where ranks share cores",
         number=True,
     ),
     "DTCOMM_TUNE": Variable(
         default="",
-        meaning="the table of `dtcomm tune` that algorithm=auto reads, rank 0's for all: a file; off; empty: the one "
-        "in the user's cache folder, where there is one",
+        meaning="File with the table of dtcomm tune that algorithm=auto reads; rank 0's file serves all ranks. off: none. "
+        "Empty: the file in the user's cache folder, if there is one",
     ),
     "DTCOMM_NATIVE_DIR": Variable(
-        default="", meaning="folder to load the native modules from (sanitizer builds)"
+        default="", meaning="Folder to load the native modules from, for builds with sanitizers"
     ),
     "DTCOMM_CUDA": Variable(
-        default="AUTO", meaning="at build time: 1 builds _cuda, 0 does not, AUTO where nvcc is found"
+        default="AUTO",
+        meaning="At build time. 1: build the CUDA module. 0: do not. AUTO: build it for the GPU that is visible, if there is one",
     ),
-    "DTCOMM_BUILD_TYPE": Variable(default="Release", meaning="at build time: CMake's build type"),
-    "DTCOMM_SANITIZE": Variable(default="", meaning="at build time: sanitizers for the native core"),
-    "DTCOMM_TESTS": Variable(default="OFF", meaning="at build time: ON also builds csrc/tests"),
-    "DTCOMM_WERROR": Variable(default="0", meaning="at build time: 1 makes warnings errors"),
+    "DTCOMM_BUILD_TYPE": Variable(default="Release", meaning="At build time: CMake's build type"),
+    "DTCOMM_SANITIZE": Variable(default="", meaning="At build time: sanitizers for the native core"),
+    "DTCOMM_TESTS": Variable(default="OFF", meaning="At build time. ON: also build csrc/tests"),
+    "DTCOMM_WERROR": Variable(default="0", meaning="At build time. 1: treat warnings as errors"),
 }
 
 
 def get(name: str) -> str:
-    """The variable's value or default; ValueError names the variable and what is valid."""
+    """The value of a variable, or its default.
+
+    Raises:
+        ValueError: If the value is not valid; the message names the variable and the valid values.
+    """
     variable = VARIABLES[name]
     value = os.environ.get(name, variable.default)
     if variable.choices and value not in variable.choices:
@@ -118,19 +144,21 @@ def get(name: str) -> str:
 
 
 def shared() -> dict[str, str]:
-    """The variables that ranks must agree on, with their values here."""
+    """The values of the variables that must be equal on all ranks."""
     return {name: get(name) for name, variable in VARIABLES.items() if variable.shared}
 
 
 def tune_file() -> Path:
-    """Where `dtcomm tune` keeps what it measured on this host, and where it is looked for."""
+    """The file in the user's cache folder that `dtcomm tune` writes and ``tune_text`` reads."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache) / "dtcomm" / f"tune-{platform.node() or 'host'}.json"
 
 
 def tune_text() -> str:
-    """The table that DTCOMM_TUNE names, or the user's own; empty where there is none. ValueError names a file that
-    cannot be read.
+    """The contents of the table that DTCOMM_TUNE names, or of the user's own; empty if there is none.
+
+    Raises:
+        ValueError: If the file cannot be read.
     """
     chosen = get("DTCOMM_TUNE")
     if chosen == "off":

@@ -1,29 +1,39 @@
-"""Every error that dtcomm raises on its own account; wrong arguments raise ValueError or TypeError."""
+"""The errors that dtcomm raises. Wrong arguments raise ValueError or TypeError instead."""
 
 from __future__ import annotations
 
 
 class DtcommError(RuntimeError):
-    """Base of all errors below."""
+    """Base class of the errors below.
+
+    Example:
+        >>> import dtcomm
+        >>> issubclass(dtcomm.errors.PeerLost, dtcomm.errors.DtcommError)
+        True
+    """
 
 
 class CollectiveTimeout(DtcommError):
-    """A rank did not arrive within the group's timeout; the message says which."""
+    """A rank did not take part before the group's timeout. The message names the rank."""
 
 
 class PeerLost(DtcommError):
-    """A rank's process is gone; the message names its rank, host and pid."""
+    """The process of a rank is gone. The message names its rank, host and pid."""
 
 
 class CollectiveMismatch(DtcommError):
-    """Ranks disagree on operation, dtype, size, codec or sequence number; the message says who said what."""
+    """Ranks called different operations, or the same one with another dtype, size or codec.
+
+    The message lists what each rank called.
+    """
 
 
 class PayloadCorrupt(DtcommError):
-    """Bytes that no codec of ours could have written, or that arrived with another checksum than they were sent
-    with; the message then names sender, receiver, operation and chunk.
+    """A payload is not a valid encoding, or its checksum differs from the one that was sent.
+
+    The message names sender, receiver, operation and chunk.
     """
 
 
 class ScheduleError(DtcommError):
-    """A schedule does not do what its collective promises; the message names rank, step and chunk."""
+    """A schedule does not compute what its collective promises. The message names rank, step and chunk."""
