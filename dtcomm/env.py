@@ -38,9 +38,9 @@ VARIABLES: dict[str, Variable] = {
     ),
     "DTCOMM_RUNTIME": Variable(
         default="auto",
-        meaning="What executes operations. native: the native engine (CPU tensors). peer: fused kernels over peer memory "
-        "(CUDA tensors; CPU tensors are then served as with auto). process_group: the group's own backend. auto: the "
-        "first two where they work, else the group's backend",
+        meaning="What executes operations. native: the native engine (CPU tensors). peer: fused kernels over peer "
+        "memory (CUDA tensors; CPU tensors are then served as with auto). process_group: the group's own backend. "
+        "auto: the first two where they work, else the group's backend",
         choices=("auto", "native", "peer", "process_group"),
         shared=True,
     ),

@@ -1,12 +1,12 @@
-"""Emulated links: DTCOMM_LINK makes the runtimes deliver no byte earlier than such a link would.
+"""Emulated links: with DTCOMM_LINK the native engine delivers no byte earlier than such a link would.
 
-``10gbit,50us`` is a rate (bit/s: kbit, mbit, gbit, tbit) and, after a comma, a latency (ns, us, ms, s; 0 if left out);
-every rank then has a network card of its own, also where ranks share a host. ``inside=400gbit,2us;between=10gbit,50us``
+``10gbit,50us`` is a rate (bit/s: kbit, mbit, gbit, tbit) and after a comma a latency (ns, us, ms, s; 0 if left out).
+Every rank then has a network card of its own, also where ranks share a host. ``inside=400gbit,2us;between=10gbit,50us``
 gives a link to each level, inside the hosts and between them; a level that is left out is as fast as the machine.
 
-What the network stack of the kernel costs either end is spent too, where the bytes do not really go through one: up to
-50 Gbit/s hosts are taken to talk TCP, above it past the kernel (RDMA). ``tcp``, ``rdma`` or a cost of one's own as a
-third word (``10gbit,50us,0.5ns/byte``) says otherwise.
+The CPU time that the kernel's network stack takes at either end is spent too, where bytes do not go through one: up to
+50 Gbit/s hosts are assumed to use TCP, above that RDMA, which bypasses the kernel. ``tcp``, ``rdma`` or a cost such as
+``0.5ns/byte`` as a third field (``10gbit,50us,0.5ns/byte``) overrides that.
 """
 
 from __future__ import annotations
@@ -21,22 +21,25 @@ from pathlib import Path
 
 from dtcomm import env
 
-# Of the 1,538 bytes that a full Ethernet frame takes of the wire, with its gap and preamble, TCP's payload.
+# TCP payload in the 1,538 bytes that a full Ethernet frame takes on the wire with its gap and preamble.
 PAYLOAD, FRAME = 1448, 1538
 _RATES = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
-_TIMES = {"ns": 1e9, "us": 1e6, "µs": 1e6, "ms": 1e3, "s": 1.0}  # a second of them
+_TIMES = {"ns": 1e9, "us": 1e6, "µs": 1e6, "ms": 1e3, "s": 1.0}  # per second
 _RATE = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit|tbit)")
 _LATENCY = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s)")
 _COST = re.compile(r"(\d+(?:\.\d+)?)ns/b(?:yte)?")
-MOST_TCP = 50e9  # bits a second, above which hosts talk past the kernel
+MAX_TCP_RATE = 50e9  # bits per second; faster hosts are assumed to bypass the kernel
 _TRIAL_BYTES, _TRIAL_PIECE, _TRIALS = 8 << 20, 256 << 10, 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """``bits_per_second`` on the wire, frames and all; ``latency_s`` one way.
+    """One emulated link.
 
-    ``cost``: nanoseconds of CPU time that a byte takes at either end; None: those of TCP, as far as the rate lets.
+    Attributes:
+        bits_per_second: The rate on the wire, frame headers included.
+        latency_s: The latency in one direction, in seconds.
+        cost: Nanoseconds of CPU time that a byte takes at either end; None: those of TCP up to ``MAX_TCP_RATE``, else 0.
     """
 
     bits_per_second: float
@@ -45,24 +48,24 @@ class Link:
 
     @property
     def ns_per_byte(self) -> float:
-        """What a byte of payload takes."""
+        """Nanoseconds that a byte of payload takes on the wire."""
         return 8e9 / self.bits_per_second * FRAME / PAYLOAD
 
     def cpu_ns_per_byte(self) -> float:
-        """At either end; where it is TCP's it is measured at the first call."""
+        """Nanoseconds of CPU time of a byte at either end; that of TCP is measured at the first call."""
         if self.cost is not None:
             return self.cost
-        return tcp_ns_per_byte() if self.bits_per_second <= MOST_TCP else 0.0
+        return tcp_ns_per_byte() if self.bits_per_second <= MAX_TCP_RATE else 0.0
 
     @property
     def latency_ns(self) -> int:
-        """One way."""
+        """The latency in one direction, in nanoseconds."""
         return round(self.latency_s * 1e9)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """The link of each level; None: as fast as the machine."""
+    """The links inside hosts and between them; None is as fast as the machine."""
 
     inside: Link | None = None
     between: Link | None = None
@@ -72,7 +75,7 @@ class Links:
 
 
 def parse(text: str) -> Links:
-    """What DTCOMM_LINK says; ValueError where it says something else. Empty: no link."""
+    """The links that the text describes, none if it is empty; ValueError if it is not valid."""
     text = text.strip().lower()
     if not text:
         return Links()
@@ -81,22 +84,22 @@ def parse(text: str) -> Links:
         return Links(inside=link, between=link)
     levels: dict[str, Link] = {}
     for part in text.split(";"):
-        name, _, said = part.partition("=")
+        name, _, description = part.partition("=")
         name = name.strip()
         if name not in ("inside", "between") or name in levels:
             raise _wrong(text, f"{name!r} is not one of inside, between, each at most once")
-        levels[name] = _link(said, text)
+        levels[name] = _link(description, text)
     return Links(**levels)
 
 
 def links() -> Links:
-    """Of this process."""
+    """The links that DTCOMM_LINK describes."""
     return parse(env.get("DTCOMM_LINK"))
 
 
 @functools.cache
 def tcp_ns_per_byte() -> float:
-    """CPU time of a byte at either end of a TCP connection, by sending some over this machine's loopback: 20 ms."""
+    """CPU time of a byte at either end of a TCP connection, measured over the loopback in about 20 ms."""
     source, target = memoryview(b"\1" * _TRIAL_BYTES), memoryview(bytearray(b"\1" * _TRIAL_BYTES))
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = socket.create_connection(server.getsockname())
@@ -108,33 +111,33 @@ def tcp_ns_per_byte() -> float:
 
 
 def _trial(sender: socket.socket, receiver: socket.socket, source: memoryview, target: memoryview) -> float:
-    # From memory to memory, as a tensor's pieces go: what lies in a cache would cost a third.
+    # From memory to memory, as the pieces of a tensor: bytes in a cache would cost a third.
     begin, sent, received = time.thread_time_ns(), 0, 0
     while received < len(target):
         try:
             sent += sender.send(source[sent : sent + _TRIAL_PIECE])
         except BlockingIOError:
-            pass  # there is enough under way
+            pass  # the socket's buffer is full
         if sent > received:
             received += receiver.recv_into(target[received : received + _TRIAL_PIECE])
     return (time.thread_time_ns() - begin) / len(target) / 2
 
 
 def machine() -> str:
-    """The same for all processes whose clocks agree."""
+    """A string that is equal for all processes whose monotonic clocks agree."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
 
 
-def _link(said: str, text: str) -> Link:
-    words = [word.strip() for word in said.split(",")]
+def _link(description: str, text: str) -> Link:
+    words = [word.strip() for word in description.split(",")]
     rate = _RATE.fullmatch(words[0])
     if rate is None or float(rate[1]) == 0:
         raise _wrong(text, f"{words[0]!r} is not a rate such as 10gbit")
     if len(words) > 3:
-        raise _wrong(text, f"{said!r} is more than a rate, a latency and a cost")
+        raise _wrong(text, f"{description!r} is more than a rate, a latency and a cost")
     seconds = 0.0
     if len(words) > 1:
         latency = _LATENCY.fullmatch(words[1])
@@ -150,10 +153,10 @@ def _link(said: str, text: str) -> Link:
 def _cost(word: str, text: str) -> float:
     if word in ("tcp", "rdma"):
         return tcp_ns_per_byte() if word == "tcp" else 0.0
-    found = _COST.fullmatch(word)
-    if found is None:
+    cost = _COST.fullmatch(word)
+    if cost is None:
         raise _wrong(text, f"{word!r} is not tcp, rdma, or a cost such as 0.5ns/byte")
-    return float(found[1])
+    return float(cost[1])
 
 
 def _wrong(text: str, why: str) -> ValueError:

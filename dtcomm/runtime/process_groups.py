@@ -1,4 +1,4 @@
-"""What is to be known of a torch.distributed group: that it can be used, its store, its timeout."""
+"""Properties of torch.distributed groups: whether one can be used, its store, its timeout, positions of ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from torch.distributed import distributed_c10d as c10d
 from dtcomm.errors import DtcommError
 
 inherited: set[int] = set()
-"""Ids of the groups of the process that this one was forked from."""
+"""Ids of the groups that a forked child inherited from its parent and cannot use."""
 
 
 def require_group(group: Any) -> dist.ProcessGroup:
-    """The group, None being the default one.
+    """The group to use; None is the default group.
 
-    Raises ValueError where torch.distributed is not initialised, the group is destroyed or this process is not in
-    it, TypeError where it is no group, and DtcommError in a forked child of the process that made it.
+    Raises:
+        ValueError: If torch.distributed is not initialised, the group is destroyed, or this process is not in it.
+        TypeError: If it is not a process group.
+        DtcommError: In a forked child of the process that made the group.
     """
     world: Any = c10d._world
     group = world.default_pg if group is None else group
@@ -43,7 +45,7 @@ def require_group(group: Any) -> dist.ProcessGroup:
 
 
 def position(ranks: Sequence[int], global_rank: int, argument: str) -> int:
-    """Where a global rank stands among a group's ``ranks``; ValueError that lists them where it does not."""
+    """The position of a global rank in ``ranks``; ValueError that lists them if it is not there."""
     try:
         return ranks.index(global_rank)
     except ValueError:
@@ -54,10 +56,10 @@ def position(ranks: Sequence[int], global_rank: int, argument: str) -> int:
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """The timeout that the group was made with."""
-    own = getattr(group, "timeout", None)  # of a group of our own backend
-    if isinstance(own, timedelta):
-        return own
+    """The timeout that the group was made with, or torch's default."""
+    timeout = getattr(group, "timeout", None)  # a group of the dtcomm backend has one
+    if isinstance(timeout, timedelta):
+        return timeout
     for device in ("cpu", "cuda"):
         try:
             options = group._get_backend(torch.device(device)).options
@@ -70,7 +72,7 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
 
 
 def group_store(group: dist.ProcessGroup) -> c10d.Store:
-    """The store that the group's ranks met in."""
+    """The store through which the group's ranks found each other."""
     world: Any = c10d._world
     store: c10d.Store = world.pg_map[group][1]
     return store
