@@ -33,21 +33,21 @@ class Variable:
 VARIABLES: dict[str, Variable] = {
     "DTCOMM_KERNEL": Variable(
         default="",
-        meaning="Name of the kernels to use: reference, generic, avx2, avx512, cuda or triton. Empty: the fastest ones "
-        "for the device",
+        meaning="Name of the kernels to use: reference, generic, avx2, avx512, cuda or triton. Empty: the fastest"
+        " ones for the device",
     ),
     "DTCOMM_RUNTIME": Variable(
         default="auto",
-        meaning="What executes operations. native: the native engine (CPU tensors). peer: fused kernels over peer "
-        "memory (CUDA tensors; CPU tensors are then served as with auto). process_group: the group's own backend. "
-        "auto: the first two where they work, else the group's backend",
+        meaning="What executes operations. native: the native engine (CPU tensors). peer: fused kernels over peer"
+        " memory (CUDA tensors; CPU tensors are then served as with auto). process_group: the group's own"
+        " backend. auto: the first two where they work, else the group's backend",
         choices=("auto", "native", "peer", "process_group"),
         shared=True,
     ),
     "DTCOMM_TRANSPORT": Variable(
         default="auto",
-        meaning="How the native engine reaches other ranks: memory (shared memory) or sockets (TCP). auto: memory inside "
-        "a host and sockets between hosts",
+        meaning="How the native engine reaches other ranks: memory (shared memory) or sockets (TCP). auto: memory"
+        " inside a host and sockets between hosts",
         choices=("auto", "memory", "sockets"),
         shared=True,
     ),
@@ -56,8 +56,8 @@ VARIABLES: dict[str, Variable] = {
     ),
     "DTCOMM_CHECK": Variable(
         default="0",
-        meaning="1: ranks compare operation, size, dtype and codec before each operation over the group's own backend. "
-        "The native engine always compares them",
+        meaning="1: ranks compare operation, size, dtype and codec before each operation over the group's own "
+        "backend. The native engine always compares them",
         choices=("0", "1"),
         shared=True,
     ),
@@ -69,8 +69,8 @@ VARIABLES: dict[str, Variable] = {
     ),
     "DTCOMM_FLIGHT_DIR": Variable(
         default="",
-        meaning="Folder in which each rank writes its last operations when one fails, for dtcomm doctor --flight. "
-        "Empty: none",
+        meaning="Folder in which each rank writes its last operations when one fails, for dtcomm doctor --flight."
+        " Empty: none",
     ),
     "DTCOMM_LINK": Variable(
         default="",
@@ -80,15 +80,16 @@ VARIABLES: dict[str, Variable] = {
     ),
     "DTCOMM_STAGING": Variable(
         default="auto",
-        meaning="Stores into shared memory: ordinary, or streaming past the cache. auto: chosen by the round-trip time "
-        "between cores",
+        meaning="Stores into shared memory: ordinary, or streaming past the cache. auto: chosen by the round-trip"
+        " time between cores",
         choices=("auto", "ordinary", "streaming"),
         shared=True,
     ),
     "DTCOMM_SINGLE_COPY": Variable(
         default="auto",
-        meaning="Whether receivers copy out of the sender's own memory with process_vm_readv. auto: where it pays and "
-        "the kernel permits it. on: wherever possible, and an error where the kernel does not permit it. off: never",
+        meaning="Whether receivers copy out of the sender's own memory with process_vm_readv. auto: where it pays"
+        " and the kernel permits it. on: wherever possible, and an error where the kernel does not permit"
+        " it. off: never",
         choices=("auto", "on", "off"),
         shared=True,
     ),
@@ -100,26 +101,28 @@ VARIABLES: dict[str, Variable] = {
     ),
     "DTCOMM_SPINS": Variable(
         default="0",
-        meaning="How often a waiting rank polls a flag before it yields its core. 0: 1000 times, 64 where ranks share "
-        "cores, 32 with sockets",
+        meaning="How often a waiting rank polls a flag before it yields its core. 0: 1000 times, 64 where ranks "
+        "share cores, 32 with sockets",
         number=True,
     ),
     "DTCOMM_YIELD_US": Variable(
         default="0",
-        meaning="How long a waiting rank yields before it sleeps, in microseconds. 0: 50, or 1000 where ranks share cores",
+        meaning="How long a waiting rank yields before it sleeps, in microseconds. 0: 50, or 1000 where ranks "
+        "share cores",
         number=True,
     ),
     "DTCOMM_TUNE": Variable(
         default="",
-        meaning="File with the table of dtcomm tune that algorithm=auto reads; rank 0's file serves all ranks. off: none. "
-        "Empty: the file in the user's cache folder, if there is one",
+        meaning="File with the table of dtcomm tune that algorithm=auto reads; rank 0's file serves all ranks. "
+        "off: none. Empty: the file in the user's cache folder, if there is one",
     ),
     "DTCOMM_NATIVE_DIR": Variable(
         default="", meaning="Folder to load the native modules from, for builds with sanitizers"
     ),
     "DTCOMM_CUDA": Variable(
         default="AUTO",
-        meaning="At build time. 1: build the CUDA module. 0: do not. AUTO: build it for the GPU that is visible, if there is one",
+        meaning="At build time. 1: build the CUDA module. 0: do not. AUTO: build it for the GPU that is visible, "
+        "if there is one",
     ),
     "DTCOMM_BUILD_TYPE": Variable(default="Release", meaning="At build time: CMake's build type"),
     "DTCOMM_SANITIZE": Variable(default="", meaning="At build time: sanitizers for the native core"),

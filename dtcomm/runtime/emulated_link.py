@@ -39,7 +39,7 @@ class Link:
     Attributes:
         bits_per_second: The rate on the wire, frame headers included.
         latency_s: The latency in one direction, in seconds.
-        cost: Nanoseconds of CPU time that a byte takes at either end; None: those of TCP up to ``MAX_TCP_RATE``, else 0.
+        cost: Nanoseconds of CPU time that a byte takes at either end; None: TCP's up to ``MAX_TCP_RATE``, else 0.
     """
 
     bits_per_second: float

@@ -78,7 +78,7 @@ def areas() -> list[Path]:
     found = []
     for entry in os.scandir("/proc/self/fd"):
         try:
-            if "dtcomm-area" in os.readlink(entry.path):
+            if "dtcomm-region" in os.readlink(entry.path):
                 found.append(Path(entry.path))
         except FileNotFoundError:
             continue
