@@ -1,4 +1,4 @@
-"""``checksum=True``: a byte that changes on its way is found, and named, in every runtime."""
+"""``checksum=True``: every runtime detects a byte that changes in transit and names it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_flipped_bit_is_found_or_was_in_the_padding(collective: str, algorithm
 
 
 def plant(path: Path) -> None:
-    """Flip a byte of the one place in a shared memory that holds the pattern."""
+    """Flip a byte at the only place in a shared memory that holds the pattern."""
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         at = memory.find(PATTERN)
         assert at >= 0
@@ -118,7 +118,7 @@ def test_a_byte_flipped_in_shared_memory_is_named_on_every_rank() -> None:
 
 
 def everything(rank: int, world_size: int) -> list[torch.Tensor]:
-    """The same calls with and without checksums: the results must not differ, the bytes by 4 a message."""
+    """Run the same calls with and without checksums: results must be equal, and bytes differ by 4 per message."""
     results = []
     for spec in ("none", "int8", "topk:ratio=0.1"):
         x = torch.randn(30_000, generator=torch.Generator().manual_seed(rank))

@@ -1,4 +1,4 @@
-"""Many tensors in one call end as by calls of their own, in however many messages, on both runtimes."""
+"""Coalesced calls give each tensor the result of a call of its own, with any number of messages, on both runtimes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _residuals(given: list[torch.Tensor]) -> list[torch.Tensor | None]:
 
 
 def _once(name: str, rank: int, ranks: int, algorithm: str, bucket_bytes: int | None) -> list[torch.Tensor]:
-    """Two calls with feedback, one tensor at a time where ``bucket_bytes`` is None; outputs and residuals."""
+    """Run two calls with feedback, one tensor at a time if ``bucket_bytes`` is None; return outputs and residuals."""
     scale_in, scale_out = (1, ranks) if name == "all_gather" else (ranks, 1)
     given = _given(rank, scale_in)
     kept = _residuals(given)
@@ -52,7 +52,7 @@ def _once(name: str, rank: int, ranks: int, algorithm: str, bucket_bytes: int | 
 
 
 def compare(rank: int, ranks: int, apart: bool) -> list[str]:
-    """Where a coalesced call differs from calls one by one, in words."""
+    """Return the differences between coalesced calls and single calls, in words."""
     if apart:
         os.environ["DTCOMM_HOST_ID"] = (
             f"host {rank}"  # where every size and codec may have an algorithm of its own

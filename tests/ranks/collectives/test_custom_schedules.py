@@ -1,4 +1,4 @@
-"""dtcomm.run: a schedule of one's own is proved, refused by rank, step and chunk, or run."""
+"""dtcomm.run: a user's schedule is verified, then run, or refused with its rank, step and chunk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that die, stop, leave or call something else: the others say so, name the rank and leave nothing behind.
+"""Ranks that die, stop, leave or call something else: the others raise an error that names the rank, and clean up.
 
 `python -m tests.stress.faults` does the same twenty times over for every kind and world size.
 """

@@ -1,4 +1,4 @@
-"""Groups, threads and communicators that come and go: what is kept while it is used, and what is left after."""
+"""Lifetimes of groups, threads and communicators: what is kept while in use, and what is released afterwards."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def groups(rank: int, n: int) -> None:
 
 
 def lifetimes(rank: int, n: int) -> None:
-    """An operation that has ended holds no tensor, whichever way one learned of its end."""
+    """A completed operation holds no tensor, whichever way its completion was observed."""
     ends: list[Callable[[Any], Any]] = [
         lambda work: work.wait(),
         lambda work: work.get_future().wait(),
@@ -122,7 +122,7 @@ def _mappings() -> int:
 
 
 def named() -> set[str]:
-    """What has a name in shared memory; other programs of the machine come and go there."""
+    """Return the names in shared memory; other programs of the machine add and remove some."""
     return {name for name in os.listdir("/dev/shm") if "dtcomm" in name}
 
 

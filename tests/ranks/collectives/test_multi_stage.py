@@ -27,7 +27,7 @@ SHARED = "randk:ratio=0.05,positions=shared,values=fp32"
 
 
 def one_result(rank: int, n: int) -> None:
-    """By every way a collective can be called: the true sum of the integers, and randk of the sum."""
+    """Call every collective in every form: exact gives the true sum of the integers, randk that of the sum."""
     for numel in (1, 5000, 300_001):
         given = contributions(n, numel, seed=numel)
         total = given[0].clone()
@@ -61,7 +61,7 @@ def one_result(rank: int, n: int) -> None:
 
 
 def together(rank: int, n: int) -> None:
-    """In one coalesced call with other codecs every tensor ends as alone."""
+    """In one coalesced call with other codecs every tensor gets the result of a call of its own."""
     specs = ["exact", "int8", SHARED, "exact:bits=16", "none"]
     numels = [3000, 100, 9000, 77, 1]
     given = [contributions(n, numel, seed=i)[rank] for i, numel in enumerate(numels)]
@@ -105,7 +105,7 @@ def refused(rank: int, n: int) -> None:
 
 
 def apart(rank: int, n: int, what: str) -> None:
-    """Ranks that draw from different seeds, or of which one keeps a residual, or has another grid."""
+    """Ranks with different seeds, or of which one has a residual, or other exponents."""
     options: dict[str, Any] = {
         "seed": {"codec": SHARED, "seed": rank},
         "residual": {"codec": SHARED, "residual": torch.zeros(9000) if rank else None},
@@ -116,14 +116,14 @@ def apart(rank: int, n: int, what: str) -> None:
 
 
 def areas() -> list[tuple[int, int]]:
-    """Where this process has mapped the memory that ranks share."""
+    """Return the address ranges at which this process has mapped the memory that ranks share."""
     with open("/proc/self/maps", encoding="ascii") as lines:
         found = [re.match(r"([0-9a-f]+)-([0-9a-f]+) rw.*dtcomm-area", line) for line in lines]
     return [(int(match[1], 16), int(match[2], 16)) for match in found if match]
 
 
 def flipped_in_shared_memory(rank: int, n: int, spec: str, async_op: bool) -> None:
-    """Rank 0 has staged its integers; rank 1, which is late, reads them after a bit of them has changed."""
+    """Rank 0 has staged its integers; rank 1 is late and reads them after one of their bits has changed."""
     numel = 9000
     given = contributions(n, numel, seed=4)
     tensor = given[rank].clone()

@@ -212,7 +212,7 @@ def test_seeds() -> None:
 
 
 def looks(rank: int, world_size: int) -> str:
-    """Whether operations of 4 KB made the engine look how far apart the cores are. It takes both at the same time."""
+    """Return whether operations of 4 KB made the engine measure the core-to-core latency, which takes both ranks."""
     x, seen = torch.zeros(1024), torch.zeros(2)
     watch = Stopwatch()
     while True:

@@ -1,4 +1,4 @@
-"""send and recv: between any two ranks, in order, without the others, started before the peer is there."""
+"""send and recv between any two ranks: in order, without the other ranks, started before the peer arrives."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - a refusal a line reads as a table
-"""Wrong calls are refused by name on every rank that makes them, and leave the communicator usable."""
+"""Wrong calls are refused on every rank that makes them, name the argument, and leave the communicator usable."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def lists(rank: int, n: int) -> None:
 
 
 def exchanges(rank: int, n: int) -> None:
-    """all_to_all, equal and unequal, against torch's own where nothing is lost."""
+    """Compare all_to_all of equal and unequal shards with torch's own for lossless codecs."""
     generator = torch.Generator().manual_seed(7)
     for step in range(12):
         rows = torch.randint(0, 60, (n, n), generator=generator)
@@ -117,7 +117,7 @@ def test_over_gloo() -> None:
 
 
 def hosts(rank: int, n: int) -> list[Any]:
-    """Levels on two hosts of different sizes: the same bits on all ranks, and few of them between the hosts."""
+    """Hierarchies on two hosts of different sizes: the same bits on all ranks, and few bytes between the hosts."""
     found: list[Any] = [collectives.info()["hosts"]]
     for algorithm in ("hierarchical", "hierarchical:ring/tree", "halving", "double_tree", "auto"):
         for spec in ("none", "int8", "fp16", "none/int8", "fp16/int8:block=4096", "int8/none"):

@@ -1,4 +1,4 @@
-"""Tensors that lie in shared memory: peers read them there, whatever the collective."""
+"""Tensors in shared memory: peers read them directly, in every collective."""
 
 from __future__ import annotations
 

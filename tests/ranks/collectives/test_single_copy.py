@@ -110,7 +110,7 @@ def test_what_cannot_be_forced_is_refused() -> None:
 
 
 def slow_reader(rank: int, n: int) -> float:
-    """When, by the clock of all processes, the sender returned and the reader came."""
+    """Return when, by the clock of all processes, the sender returned and the reader arrived."""
     x = torch.full((300_000,), 3.0)
     collectives.barrier()
     if rank == 0:
@@ -156,7 +156,7 @@ UNFORBIDDEN = "process_vm_readv cannot be forbidden to a thread by a seccomp fil
 
 
 def forbid() -> str:
-    """Has the kernel refuse process_vm_readv to this thread, as a container may; or why it cannot be asked to."""
+    """Make the kernel refuse process_vm_readv to this thread, as a container may; return why that is impossible."""
     number = {"x86_64": 310, "aarch64": 270}.get(platform.machine())
     if number is None:
         return f"its number on {platform.machine()} is not known here"

@@ -1,4 +1,4 @@
-"""Sparse codecs through the engine, on two real ranks: cut at granules, alike on both, and nothing lost."""
+"""Sparse codecs through the engine on two real ranks: cut at granules, equal on both ranks, mass conserved."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def feeding_back(rank: int, n: int, spec: str, algorithm: str) -> None:
 
 
 def without_memory(rank: int, n: int, spec: str) -> None:
-    """Without a residual topk gives the largest sums, randk what is right on average."""
+    """Without a residual topk gives the largest sums, and randk is right on average."""
     count = 8192
     x = torch.randn(count, generator=torch.Generator().manual_seed(rank))
     exact = x.clone()

@@ -26,7 +26,7 @@ def digest(tensor: torch.Tensor) -> int:
 
 
 def sums(rank: int, ranks: int, numel: int) -> dict[str, int]:
-    """All-reduce by every algorithm and codec: digests, which must be the same on all ranks."""
+    """Return digests of all_reduce by every algorithm and codec, which must be equal on all ranks."""
     found = {}
     codecs = ("none", "int8", "topk:ratio=0.1", "exact:bits=32")
     for algorithm in ("auto", *algorithms.available("all_reduce"), *HIERARCHIES):
@@ -41,7 +41,7 @@ def sums(rank: int, ranks: int, numel: int) -> dict[str, int]:
 
 
 def others(rank: int, ranks: int, numel: int) -> list[str]:
-    """Every collective by every algorithm, without loss: what is wrong, in words."""
+    """Run every collective by every algorithm without loss; return what is wrong, in words."""
     wrong = []
     calls: dict[str, Callable[..., Any]] = {
         "reduce_scatter": lambda given, out, how: collectives.reduce_scatter(out, given, algorithm=how),

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY or "-")
 def reduce(
     rank: int, ranks: int, rendezvous: str, namespaces: list[str]
 ) -> dict[tuple[str, str, int], torch.Tensor]:
-    """Sums of small integers, by codec, algorithm and size."""
+    """Return sums of small integers by codec, algorithm and size."""
     found = {}
     with netns.temporary_process_group(rank, ranks, rendezvous, namespaces):
         for codec in ("none", "fp16", "int8"):

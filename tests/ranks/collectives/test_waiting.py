@@ -1,4 +1,4 @@
-"""Who waits drives: threads that wait for different operations, and ranks that are ahead with nothing to send."""
+"""Waiting threads drive the engine: threads that wait for different operations, and ranks with nothing to send."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtcomm.launch.ranks import run_ranks
 
 
 def nothing_ahead(rank: int, n: int) -> tuple[float, float]:
-    """When, by the clock of all processes, this rank began and had started everything."""
+    """Return when, by the clock of all processes, this rank began and when it had started all operations."""
     collectives.barrier()
     if rank == 1:
         time.sleep(0.3)

@@ -1,4 +1,4 @@
-"""Every algorithm against its golden text, and the registry's answers."""
+"""Every algorithm against its golden text, and the registry's names and errors."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def golden(collective: str, name: str) -> str:
-    """Schedules for 1 to 5 ranks (the root is the last but one), an empty line between them."""
+    """Return the schedules for 1 to 5 ranks (the root is the last rank but one), separated by empty lines."""
     roots = {ranks: max(ranks - 2, 0) for ranks in range(1, 6)}
     return "\n\n".join(str(build(name, collective, ranks, root)) for ranks, root in roots.items()) + "\n"
 

@@ -63,7 +63,7 @@ def plan_of(
 def reduce_all(
     world: World, plans: Sequence[MultiStagePlan], buffers: Sequence[Sequence[Buffers]], seed: int = 3
 ) -> tuple[list[Outcome], list[Check | None]]:
-    """One call on every rank; returns how they ended, and what each is to call then."""
+    """Run one call on every rank; return the outcomes and the check that each rank calls afterwards."""
     calls: list[list[Operation]] = []
     checks: list[Check | None] = []
     memories = [[torch.empty(0, dtype=torch.uint8)] for _ in plans]

@@ -25,7 +25,7 @@ WAYS = [
 
 
 def contributions(ranks: int, numel: int, seed: int) -> list[torch.Tensor]:
-    """Of very different sizes, so that fp32 sums would depend on the order, with some blocks that are no numbers."""
+    """Return values of very different sizes, so that fp32 sums depend on the order, and some non-finite blocks."""
     generator = torch.Generator().manual_seed(seed)
     given = []
     for rank in range(ranks):
@@ -37,7 +37,7 @@ def contributions(ranks: int, numel: int, seed: int) -> list[torch.Tensor]:
 
 
 def true_sum(spec: str, given: list[torch.Tensor], divisor: int = 1) -> torch.Tensor:
-    """By the text of docs/guides/reproducible-sums.md, in plain arithmetic."""
+    """Return the sum as docs/guides/reproducible-sums.md defines it, in plain arithmetic."""
     each, n = codec(spec), len(given)
     digits = each.bits - 1 - (n - 1).bit_length()  # type: ignore[attr-defined]
     numel, block = given[0].numel(), each.block  # type: ignore[attr-defined]
@@ -55,7 +55,7 @@ def true_sum(spec: str, given: list[torch.Tensor], divisor: int = 1) -> torch.Te
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """With the one NaN that is written."""
+    """Round to the dtype, with the one NaN pattern that the codec writes."""
     out = x.to(dtype)
     out[out.isnan()] = torch.nan
     return out
@@ -68,7 +68,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("ranks", range(1, 9))
 @pytest.mark.parametrize("algorithm", WAYS)
 def test_the_same_bits_for_every_algorithm_and_number_of_ranks(algorithm: str, ranks: int) -> None:
-    """Every algorithm, random pieces and delays, contributions dealt to the ranks in any order: one result, the true
+    """Every algorithm, random pieces and delays, contributions in any order of ranks: one result, the true
     sum of the integers."""
     rng = random.Random(f"{algorithm}{ranks}")
     for spec in SPECS:
@@ -211,7 +211,7 @@ def test_bytes_are_what_the_schedule_says() -> None:
 def audited(
     spec: str, algorithm: str, ranks: int, flip: int | None, seed: int
 ) -> tuple[list[str], list[torch.Tensor]]:
-    """(what each rank raised or nothing, what it ended with)."""
+    """Return (the error of each rank or None, its tensor at the end)."""
     given = [x.clone() for x in contributions(ranks, 9000, seed=4)]
     world = World(ranks=ranks, seed=seed, delay=0.3, flip=flip)
     plans = [
@@ -243,8 +243,7 @@ def audited(
 @pytest.mark.parametrize("algorithm", algorithms.available("all_reduce"))
 @pytest.mark.parametrize("spec", ["exact", "exact:bits=16"])
 def test_no_flipped_bit_gets_through(spec: str, algorithm: str) -> None:
-    """A bit flipped anywhere on its way: either it meant nothing, or the ranks say so and their tensors are as they
-    were."""
+    """A bit flipped anywhere in transit has no effect, or all ranks raise an error and keep their tensors."""
     ranks, caught = 3, 0
     before = contributions(ranks, 9000, seed=4)
     truth = true_sum(spec, before)
@@ -277,7 +276,7 @@ def test_clean_sums_pass_and_flips_do_harm_without_an_audit() -> None:
 
 
 def test_an_audit_failure_names_the_elements() -> None:
-    """A wrong addition, planted in one integer of one rank's result."""
+    """A wrong addition planted in one integer of one rank's result."""
     plan = plan_of("exact", [9000], torch.float32, rank=1, ranks=3, audit=True)
     for verdict, text in (
         (2, "checksums do not add up to the result's of elements 4096 to 8191"),

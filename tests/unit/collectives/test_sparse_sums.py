@@ -1,4 +1,4 @@
-"""What sparse sums mean, with all ranks in one thread: nothing is lost but what residuals hold, in every algorithm."""
+"""Sparse sums of all ranks in one thread: in every algorithm, results and residuals together conserve mass."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def reduced(
     op: str = "sum",
     seed: int = 3,
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """All_reduce of copies on every rank; the results and the bytes that each rank sent."""
+    """Run all_reduce on copies on every rank; return the results and the bytes that each rank sent."""
     ranks, numel = len(given), given[0].numel()
     tensors = [x.clone() for x in given]
     owed = residuals or [None] * ranks
@@ -64,7 +64,7 @@ def reduced(
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 @pytest.mark.parametrize("spec", SPARSE)
 def test_one_shot_keeps_every_contribution(spec: str, ranks: int) -> None:
-    """The fp32 sum, in rank order, of what every rank's payload decodes to: encoded once, never again."""
+    """One shot gives the fp32 sum, in rank order, of the decoded payloads: each is encoded exactly once."""
     numel = 9000
     given = gaussians(ranks, numel, seed=ranks)
     (got, *_), _ = reduced(spec, given, "one_shot", seed=11)
@@ -94,7 +94,7 @@ def test_feedback_conserves_mass(spec: str, algorithm: str, op: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 5])
 @pytest.mark.parametrize("algorithm", algorithms.available("all_reduce"))
 def test_shared_positions_are_linear(algorithm: str, ranks: int) -> None:
-    """randk of the sum, on k elements, by every algorithm: no hop draws anew, and no more than k are sent."""
+    """Every algorithm gives randk of the sum: no hop draws new positions, and no more than k elements are sent."""
     spec, numel = SHARED[1], 9000
     given = [torch.randint(-99, 100, (numel,)).float() for _ in range(ranks)]  # sums of integers are exact
     (got, *_), sent = reduced(spec, given, algorithm, seed=21)
@@ -111,7 +111,7 @@ def test_shared_positions_are_linear(algorithm: str, ranks: int) -> None:
 
 
 def test_shared_positions_are_unbiased() -> None:
-    """The mean over seeds is the sum, within five of its standard deviations; every element is drawn about as often."""
+    """The mean over seeds is the sum within five standard deviations; all elements are drawn about equally often."""
     ranks, numel, steps = 3, 4096, 400
     for spec in SHARED[:2]:
         given = gaussians(ranks, numel, seed=8)

@@ -1,4 +1,4 @@
-"""Published nccl-tests tables of all_reduce: microseconds by size, to hold `dtcomm plan` against.
+"""Published nccl-tests tables of all_reduce, in microseconds by size, to compare `dtcomm plan` with.
 
 Calibrated on: the first, and the 8-byte rows (`Device.launch_us`). The others were seen while constants
 were chosen, but never fitted one by one; the constants that are ours (`nccl.FILL`, `LL_REACHED`,
@@ -141,7 +141,7 @@ TABLES = (
 
 
 def errors(table: Published) -> dict[int, float]:
-    """By size, by how much the predicted bus bandwidth is off."""
+    """Return the relative error of the predicted bus bandwidth by size."""
     from dtcomm.planner import hardware, nccl_model
 
     where = hardware.find_system(table.system).resized(table.hosts, 8)

@@ -1,4 +1,4 @@
-"""Whether a codec pays at a size: by the planner's constants, and by what was measured."""
+"""Whether a codec pays at a size, by the planner's constants and by measurements."""
 
 from __future__ import annotations
 

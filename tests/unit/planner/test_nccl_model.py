@@ -1,4 +1,4 @@
-"""NCCL's model against published tables, and against our own ring where the two tell of the same thing."""
+"""NCCL's model against published tables, and against the traffic of dtcomm's ring."""
 
 import statistics
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""What ``auto`` and ``direct`` choose, and what it is expected to cost."""
+"""The algorithms that ``auto`` and ``direct`` choose, and their predicted cost."""
 
 import json
 
@@ -142,7 +142,7 @@ def test_measurements_decide() -> None:
 
 
 def placed(**points: dict[str, float]) -> Table:
-    """Seconds of 1 KB by algorithm and placement."""
+    """Return a table with the seconds of 1 KB by algorithm and placement."""
     return Table(
         source="a test",
         measured=tuple(

@@ -1,4 +1,4 @@
-"""What is known of many ranks by symmetry is what enumeration finds with few."""
+"""Profiles derived by symmetry equal those of enumerated schedules."""
 
 import time
 

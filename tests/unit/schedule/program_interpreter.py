@@ -44,7 +44,7 @@ class MeaninglessScheduleError(Exception):
 
 
 def add(terms: list[Any]) -> Any:
-    """A sum from left to right."""
+    """Sum from left to right."""
     return functools.reduce(operator.add, terms)
 
 
@@ -90,14 +90,14 @@ def evaluate(
 
 @dataclass(frozen=True)
 class Symbol:
-    """A value as the expression that made it, with how often each rank's input is in it."""
+    """A value as an expression, with how often each rank's input is in it."""
 
     text: str
     counts: tuple[tuple[int, int], ...]
 
 
 def outcome(schedule: Schedule) -> dict[Place, Symbol] | None:
-    """What everybody ends with, in symbols; None where the transfers mean nothing."""
+    """Return the symbolic outputs of all ranks; None if the transfers have no meaning."""
     inputs = {
         (rank, chunk): Symbol(f"x{rank},{chunk}", ((rank, 1),))
         for rank in range(schedule.ranks)
@@ -120,7 +120,7 @@ def outcome(schedule: Schedule) -> dict[Place, Symbol] | None:
 
 
 def keeps_its_promise(schedule: Schedule) -> bool:
-    """By brute force: every output is there, holds each contribution once, and is the same everywhere."""
+    """Check by brute force that every output exists, holds each contribution once, and is equal on all ranks."""
     ends = outcome(schedule)
     if ends is None:
         return False
@@ -134,7 +134,7 @@ def keeps_its_promise(schedule: Schedule) -> bool:
 
 @dataclass
 class Programs:
-    """All ranks' programs, advanced one instruction at a time in a seeded order; checks what it runs."""
+    """Runs the programs of all ranks, one instruction at a time in a seeded order, and checks each instruction."""
 
     programs: list[Program]
     inputs: dict[Place, float]

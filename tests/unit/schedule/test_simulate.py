@@ -1,4 +1,4 @@
-"""Simulated times against sums done by hand."""
+"""Simulated times against times computed by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""``parse`` undoes ``str``, and says where a text cannot be read."""
+"""``parse`` is the inverse of ``str`` and names the place that it cannot read."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""The verifier accepts every algorithm and refuses what brute force finds broken."""
+"""The verifier accepts every algorithm and refuses every schedule that brute force finds wrong."""
 
 import itertools
 import re
