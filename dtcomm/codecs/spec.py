@@ -82,7 +82,7 @@ def codec(spec: str | Codec) -> Codec:
         >>> import dtcomm
         >>> codec = dtcomm.codec("int4:block=64,round=stochastic")
         >>> codec.wire_bytes(1_000_000)
-        531952
+        531264
         >>> str(codec)
         'int4:block=64,round=stochastic'
     """
