@@ -1,7 +1,7 @@
-"""python -m bench [--full]: every comparison the README cites, one after the other, then the README's table.
+"""python -m bench [--full]: run the comparisons that the README cites and print the README's table.
 
-Without ``--full`` the short versions run (a few minutes) and write under build/bench, so that they do not
-replace the kept results. The fault and identity campaigns are programs of their own.
+Without ``--full`` the short versions run (a few minutes) and write under build/bench, so that the committed results
+stay unchanged. Stress programs are in tests/stress.
 """
 
 from __future__ import annotations

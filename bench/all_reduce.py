@@ -1,9 +1,10 @@
-"""dtcomm.all_reduce beside Gloo, Open MPI, a hand-written all-reduce and the memory floor, in one run.
+"""Compare dtcomm.all_reduce with Gloo, Open MPI, a hand-written all-reduce and the memory floor in one run.
 
 python -m bench.all_reduce [--ranks 2 4] [--sizes 1K 64M] [--quick] [--only gloo dtcomm] [--json FILE]
 
-fp32 sum in place. Contestants take turns within every repetition; figures are medians of the slowest rank.
-Exit status 1 where a result is wrong; a missed target is printed, not an error: machines differ.
+The operation is an fp32 sum in place. Contestants take turns within every repetition; figures are medians of the
+slowest rank. The exit status is 1 if a result is wrong. A missed target is printed and not an error, since machines
+differ.
 """
 
 from __future__ import annotations

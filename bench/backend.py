@@ -1,11 +1,11 @@
-"""What a call through the backend costs: ``dist.all_reduce`` on "dtcomm" beside ``dtcomm.all_reduce`` and Gloo.
+"""Compare ``dist.all_reduce`` on the "dtcomm" backend with ``dtcomm.all_reduce`` and Gloo: the cost of the backend.
 
-    python -m bench.backend            # 2 ranks, one line a size and operation; --json keeps the result
+    python -m bench.backend            # 2 ranks, one line per size and operation; --json keeps the result
 
-The three take turns in short batches on the same ranks; "more" is the median difference of batches that follow one
-another, so that a machine which moves moves for both, and "at best" that of the fastest ones. The target is at most
-8 microseconds more than ``dtcomm.all_reduce``; exit status 1 where that is missed. The other operations are beside
-Gloo alone.
+The three take turns in short batches on the same ranks, so that a change of the machine's speed affects all. "more" is
+the median difference of consecutive batches, and "at best" that of the fastest ones. The target is at most 8
+microseconds more than ``dtcomm.all_reduce``; the exit status is 1 if it is missed. Other operations are compared with
+Gloo only.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Every collective of dtcomm beside Gloo and Open MPI's default, in one run.
+"""Compare every collective of dtcomm with Gloo and with Open MPI's default in one run.
 
 python -m bench.collectives [--ranks 2 4] [--sizes 1K 64M] [--collectives NAMES] [--quick] [--json FILE] [--add]
 
-fp32, sums, root 0; a size is that of all shards together where there is one for every rank, as in nccl-tests.
-all_reduce, broadcast and reduce in place, the others out of place; gather and scatter with one tensor for all
-shards (Gloo: a list, which is all it takes). sendrecv is every rank to the next; pingpong two ranks by turns.
-Contestants take turns within every repetition; figures are medians of the slowest rank. The floor is the time in
-which all ranks at once copy, in memory of their own, an equal share of what has to be read and written at the least.
-Exit status 1 where a result is wrong; a missed target is printed, not an error: machines differ. --add keeps the rows
-of other rank counts, collectives and sizes that the file has.
+The data are fp32, sums, root 0. A size is that of all shards together if every rank has one, as in nccl-tests.
+all_reduce, broadcast and reduce work in place, the others out of place. gather and scatter use one tensor for all
+shards (for Gloo a list, which is all it supports). sendrecv sends from every rank to the next; pingpong alternates
+between two ranks. Contestants take turns within every repetition; figures are medians of the slowest rank. The floor
+is the time in which all ranks at once copy, in private memory, an equal share of the bytes that must be read and
+written at least. The exit status is 1 if a result is wrong; a missed target is printed and not an error. --add keeps
+the file's rows of other rank counts, collectives and sizes.
 """
 
 from __future__ import annotations

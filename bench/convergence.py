@@ -1,11 +1,11 @@
-"""What compression does to training: every method, with and without error feedback, against uncompressed gradients.
+"""Measure the effect of every compression method, with and without error feedback, on training.
 
 python -m bench.convergence [--tasks mlp cnn gpt] [--methods int8 …] [--seeds 3] [--seconds S] [--fresh] [--quick]
 
-Digits (scikit-learn's) with a perceptron and a small convolutional network, Python's source with a small GPT, four
-ranks in a loop in one process (bench/training/runs.py says why that is exact), then the perceptron as DDP.
-Runs that bench/results/convergence.json has are not repeated; `--fresh` repeats them, ``--seconds`` stops after so many
-and goes on at the next call. Table and plot go to docs/results/convergence.md and docs/results/convergence.png.
+The tasks are digits (scikit-learn's) with an MLP and a small CNN, and Python's source with a small GPT. Four ranks
+run in a loop in one process (bench/training/runs.py says why that is exact), then the MLP runs as DDP. Runs that the
+result file has are not repeated; ``--fresh`` repeats them, ``--seconds`` stops after a time and continues at the next
+call. The table and the plot go to docs/results/convergence.md and docs/results/convergence.png.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The DDP hook with codec ``none`` beside torch's allreduce_hook on Gloo, by bucket size.
+"""Compare the DDP hook with codec ``none`` and torch's allreduce_hook on Gloo, by bucket size.
 
 python -m bench.ddp_hook [--ranks 2] [--codec none] [--buckets 1M 25M] [--quick] [--json FILE]
 
-A model of equal parameters, one to a bucket, whose backward pass costs little besides communication; one such
-model for each hook lives in the same ranks, and they take turns.
+The model has equal parameters, one per bucket, and a backward pass that costs little besides communication. The same
+ranks hold one such model for each hook, and the hooks take turns.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""An emulated link beside a real one of the same rate: the same steps over both, in turn, in one run.
+"""Compare an emulated link with a real one of the same rate: the same steps over both, alternately, in one run.
 
 python -m bench.emulated_link [--gbit 1 10] [--only CODECS] [--repetitions N] [--json FILE]
 
-The real link joins two network namespaces (veth, `tc tbf`; needs root and iproute2), which the engine's sockets
-cross. A step is an all_reduce_coalesced of 101 MB of gradients in buckets of 25 MiB behind a matrix product, as a
-training step would be; the emulated one runs twice, over sockets of this host, which take most of the CPU time that a
-network takes ("sockets"), and over shared memory ("memory"), told what a byte costs either end of the real one.
+The real link connects two network namespaces (veth, `tc tbf`; needs root and iproute2) and is used by the engine's
+sockets. A step is an all_reduce_coalesced of 101 MB of gradients in buckets of 25 MiB after a matrix product, like a
+training step. The emulated link is measured twice: over sockets of this host, which cost most of the CPU time that a
+network costs ("sockets"), and over shared memory ("memory"), which is given the CPU cost per byte of the real link.
 
-That is measured first, on the same pair of namespaces with no limit to speak of, where CPU time is all that there is:
-what an uncompressed step takes longer than in shared memory, by the bytes that both ends handle.
+That cost is measured first, on the same pair of namespaces without a relevant rate limit: the additional time of an
+uncompressed step over shared memory, divided by the bytes that both ends handle.
 """
 
 from __future__ import annotations

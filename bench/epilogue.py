@@ -1,9 +1,9 @@
-"""What follows a summed activation in one pass, beside the same in torch's own operations after a decode, in turn.
+"""Compare the fused epilogue of a summed activation with the same operations in torch after a decode.
 
 python -m bench.epilogue [--codecs int8 int4] [--tokens 1 16 512] [--features 4096] [--dtypes bfloat16] [--json FILE]
 
-One thread. Decode, bias, residual stream, RMS norm; both write the sum and the norm. A ratio over 1: the one pass is
-faster by so much.
+One thread decodes and applies bias, residual stream and RMS norm; both contestants write the sum and the norm, and take
+turns. A ratio above 1 means that the fused pass is faster.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What FSDP's recipes do to training: a small GPT on Python's source, three seeds, beside uncompressed.
+"""Measure the effect of FSDP's recipes on training: a small GPT on Python's source, three seeds, beside uncompressed.
 
 python -m bench.fsdp_convergence [--methods defaults qwZ …] [--seeds 3] [--steps N] [--fresh] [--quick] [--json FILE]
 
-Four ranks in a loop in one process, on the native engine (bench/training/shards.py says why that is exact). Runs that
-bench/results/fsdp_convergence.json has are not repeated; `--fresh` repeats them. A full run writes the table of
-docs/guides/fsdp.md and docs/results/fsdp_convergence.png.
+Four ranks run in a loop in one process on the native engine (bench/training/shards.py says why that is exact). Runs
+that the result file has are not repeated; `--fresh` repeats them. A full run writes the table of docs/results/fsdp.md
+and docs/results/fsdp_convergence.png.
 """
 
 from __future__ import annotations

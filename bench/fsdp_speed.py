@@ -1,10 +1,10 @@
-"""A step of a small GPT under FSDP2: dtcomm's codecs beside Gloo in fp32 and bf16, in turn, in one run.
+"""Compare a step of a small GPT under FSDP2 with dtcomm's codecs and over Gloo in fp32 and bf16, in one run.
 
 python -m bench.fsdp_speed [--links 1 10 memory] [--only NAMES] [--repetitions N] [--add] [--json FILE]
 
-Two ranks in two network namespaces joined by a link of so many Gbit/s (needs root and iproute2), then two ranks that
-share memory. A step is forward, backward and AdamW on so few symbols that communication dominates; bytes are those
-that the link itself counted. "alone" is the step without communication: every rank gathers from itself.
+Two ranks run in two network namespaces connected by a link of the given Gbit/s (needs root and iproute2), then over
+shared memory. A step is forward, backward and AdamW on so few symbols that communication dominates. Bytes are counted
+by the link. "alone" is the step without communication: every rank gathers from itself. Contestants take turns.
 """
 
 from __future__ import annotations

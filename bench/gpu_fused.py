@@ -1,10 +1,12 @@
-"""Fused collectives on one GPU beside the memory floor and torch's symmetric memory: python -m bench.gpu_fused
-[--ranks 8] [--mib 64] [--seconds 180] [--json PATH]. `dtcomm perf --virtual 8` measures any other size and collective.
+"""Compare fused collectives on one GPU with the memory floor and with torch's symmetric memory.
 
-Virtual ranks share the device's memory, so the floor of a two-shot all-reduce is the time that a copy of 1 GiB, timed
-in turn with it, would need for the bytes that all ranks together read and write. Latency is that of one-shot by graph
-replays, from launch to finish. torch's one- and two-shot all-reduce, and ours, run between two processes that share the
-device where torch allows that; kernels of two processes take turns there, so only their ratio says something.
+python -m bench.gpu_fused [--ranks 8] [--mib 64] [--seconds 180] [--json PATH]. `dtcomm perf --virtual 8` measures other
+sizes and collectives.
+
+Virtual ranks share the device's memory, so the floor of a two-shot all-reduce is the time of a copy (of 1 GiB, timed
+alternately) for the bytes that all ranks read and write. Latency is that of one-shot in graph replays. torch's and
+dtcomm's one- and two-shot all-reduce run between two processes that share the device, where torch allows that; their
+kernels are serialised there, so only the ratio is meaningful.
 """
 
 from __future__ import annotations

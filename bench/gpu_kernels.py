@@ -1,9 +1,10 @@
-"""The CUDA kernels beside a device copy of the bytes they must move: python -m bench.gpu_kernels [--mib 64 1024]
-[--json PATH] [--codecs int8 int4 …] [--seconds 120].
+"""Compare the CUDA kernels with a device copy of the bytes they must move.
 
-`rate` is bytes read and written over the median of device-timed runs, `of copy` that beside a copy of 1 GiB timed in
-turn with it. Several sets of buffers are used in turn, so that no run finds its input in the cache. Peers that can be
-imported (bitsandbytes, torchao, Transformer Engine) quantise the same input in blocks as near as they have them.
+python -m bench.gpu_kernels [--mib 64 1024] [--json PATH] [--codecs int8 int4 …] [--seconds 120]
+
+`rate` is the bytes read and written over the median of device-timed runs; `of copy` is its ratio to a copy of 1 GiB
+that is timed alternately. Several sets of buffers are used in turn, so that no run finds its input in the cache.
+Installed peers (bitsandbytes, torchao, Transformer Engine) quantize the same input with the most similar blocks.
 """
 
 from __future__ import annotations

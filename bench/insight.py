@@ -1,9 +1,8 @@
-"""Cost of a timeline, and a picture of one: python -m bench.insight [--json FILE] [--picture FILE].
+"""Measure the cost of a timeline, and plot one: python -m bench.insight [--json FILE] [--picture FILE].
 
-Two ranks train a perceptron with int8 gradients; steps with a timeline, with a profiler, and with neither take turns
-within every repetition, in blocks, so that a machine that moves moves for all of them. The cost is the ratio of the
-medians over blocks. The picture is of the same ranks over an emulated link (DTCOMM_LINK), where there is something to
-see.
+Two ranks train an MLP with int8 gradients. Steps with a timeline, with torch's profiler and with neither take turns in
+blocks within every repetition. The cost is the ratio of the medians over blocks. The plot shows the same ranks over an
+emulated link (DTCOMM_LINK), where communication takes visible time.
 """
 
 from __future__ import annotations

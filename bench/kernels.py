@@ -1,11 +1,11 @@
-"""What one core does to fp32 with each kernel, beside memcpy of the same input and the same thing in torch.
+"""Compare each kernel on fp32 data on one core with memcpy of the same input and with plain torch.
 
 python -m bench.kernels [--kernel NAME] [--codecs SPEC ...] [--sizes BYTES ...] [--seconds S] [--json [FILE]]
 
-By default every codec of the registry with its defaults, and int8 and int4 with zero points and rounded at random.
-A codec's verbs, a memcpy, a streaming copy and the plain torch version take turns; a ratio is the median over the
-rounds of one round's times. GB/s count the fp32 input (or, for decoding, output). The floor is the time in which the
-faster copy of this size moves the bytes that must be read and written.
+By default all registered codecs are measured with their defaults, and int8 and int4 also with zero points and with
+stochastic rounding. A codec's kernels, a memcpy, a streaming copy and the plain torch version take turns; a ratio is
+the median over rounds of the ratios of one round. GB/s count the fp32 input (for decoding, the output). The floor is
+the time in which the faster copy of this size moves the bytes that must be read and written.
 """
 
 from __future__ import annotations

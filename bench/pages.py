@@ -1,7 +1,4 @@
-"""Writes what the results kept in bench/results say into the README and the pages of docs/; measures nothing.
-
-python -m bench.pages
-"""
+"""Write the tables of the README and of docs/ from the results in bench/results: python -m bench.pages."""
 
 from __future__ import annotations
 

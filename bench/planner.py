@@ -1,15 +1,15 @@
-"""Predicted against measured on this machine, and `auto` against the best algorithm.
+"""Compare predicted with measured times on this machine, and `auto` with the best algorithm.
 
 python -m bench.planner [--ranks 2 4] [--collectives all_reduce] [--seconds S] [--json FILE]
 
-First `dtcomm tune` measures groups of these ranks at powers of two; then every algorithm, and auto, is measured at
-sizes in between and at the ends, by the same clock in processes of their own, and compared with what the table says
-for CPUs that are as near to each other as they were then. What auto takes and what was fastest then take turns once
-more, and all their visits count: the fastest of six is so by luck too. Where the CPUs were placed as the table had not
-seen them both are done again, once.
+First `dtcomm tune` measures these numbers of ranks at powers of two. Then every algorithm and auto are sampled in new
+processes at sizes in between and at the ends, and compared with the table's predictions for the same placement of the
+CPUs. The algorithm that auto chose and the fastest one are then sampled alternately once more, and all samples count,
+because the fastest of six is so partly by chance. If the CPUs were in a placement that the table does not have, both
+parts are repeated once.
 
-Targets: a median error of 15 %, auto within 10 % of the best at every size; exit status 1 where one is missed. About a
-minute for each number of ranks.
+Targets: a median error of 15 %, and auto within 10 % of the best at every size. The exit status is 1 if one is missed.
+It takes about a minute for each number of ranks.
 """
 
 from __future__ import annotations

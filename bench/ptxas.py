@@ -1,8 +1,8 @@
-"""Registers, spills and shared memory of every CUDA kernel: python -m bench.ptxas [--json PATH].
+"""Report registers, spills and shared memory of every CUDA kernel: python -m bench.ptxas [--json PATH].
 
-Compiles csrc/cuda once more, with nvcc's report; no device is needed. Occupancy is what registers and shared memory
-allow of the threads that a multiprocessor can hold (CUDA's programming guide, table of compute capabilities). Ends with
-status 1 where a kernel of the first tier spills.
+It compiles csrc/cuda with nvcc's report; no device is needed. Occupancy is computed from registers and shared memory
+and the limits of a multiprocessor (CUDA's programming guide, table of compute capabilities). The JSON holds the
+maxima of each kernel family and the kernels that spill. The exit status is 1 if a kernel of the first tier spills.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""What error every codec makes, beside what it must make: the table of docs/guides/codecs.md.
+"""Measure the error of every codec beside the error that follows from its definition.
 
 python -m bench.quality [--json [FILE]]
 
-The codecs, the samples and the measurement are those of `dtcomm codecs`; every kernel gives the same errors. Expected
-errors on Gaussian data are integrated from the formats' definitions (bench/common/theory.py).
+The codecs, the samples and the measurement are those of `dtcomm codecs`; all kernels give the same errors. Expected
+errors on Gaussian data are integrated from the formats' definitions (bench/common/theory.py). The result is the table
+of docs/results/codecs.md.
 """
 
 from __future__ import annotations

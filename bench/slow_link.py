@@ -1,11 +1,11 @@
-"""A DDP step over a slow link: dtcomm's schemes beside plain Gloo and torch's own hooks, in turn, in one run.
+"""Compare a DDP step over a slow link: dtcomm's schemes, plain Gloo and torch's hooks, in one run.
 
 python -m bench.slow_link [--gbit 1 10] [--batch 4 256] [--only NAMES] [--seconds S] [--add] [--json FILE]
 
-Two ranks in two network namespaces joined by a link of a given rate (needs root and iproute2). The model is a wide
-MLP of 25.2 M parameters, 101 MB of gradients a step; "compute" is the step without communication. "auto" may choose
-from none, fp16, int8 and int4, "auto, all" from everything else here too; what they chose is printed. Ours keep
-residuals, but for "no feedback". Under 4 minutes for 1 Gbit/s, 4 for 10.
+Two ranks run in two network namespaces connected by a link of the given rate (needs root and iproute2). The model is a
+wide MLP of 25.2 M parameters, 101 MB of gradients per step; "compute" is the step without communication. "auto" chooses
+from none, fp16, int8 and int4, "auto, all" from all other schemes too; their choices are printed. dtcomm's schemes use
+error feedback, except "no feedback". Contestants take turns. It takes about 4 minutes for each rate.
 """
 
 from __future__ import annotations

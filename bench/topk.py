@@ -1,11 +1,11 @@
-"""What one core needs to keep the largest 1 % of fp32, beside `torch.topk` alone on the same core.
+"""Measure the time of one core to keep the largest 1 % of fp32 values, beside `torch.topk` on the same core.
 
 python -m bench.topk [--numel N] [--ratio R] [--kernel NAME] [--rounds N] [--cpu CPU] [--json [FILE]]
 
-The peer is the selection alone, ``torch.topk(x.abs(), k)``: no residual, no payload. Ours adds the residual, selects in
-every granule, writes the payload and the new residual. All contestants take turns, on the clock of the thread; a
-ratio is the median over the rounds of one round's times. The floor is ``residual.add_(x)``, which reads and writes what
-an encoding with residual must (but for the payload), and for the others the fastest copy's bandwidth.
+The peer only selects: ``torch.topk(x.abs(), k)``, without residual and payload. dtcomm adds the residual, selects in
+every granule, and writes the payload and the new residual. Contestants take turns and are timed by the thread's CPU
+clock; a ratio is the median over rounds of the ratios of one round. The floor is ``residual.add_(x)``, which reads and
+writes what an encoding with residual must (except the payload), and otherwise the bandwidth of the fastest copy.
 """
 
 from __future__ import annotations

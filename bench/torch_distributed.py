@@ -1,13 +1,12 @@
-"""The distributed tests that torch brings along, on Gloo and on this backend, side by side.
+"""Run torch's own distributed tests on Gloo and on the dtcomm backend, and compare the outcomes.
 
-    python -m bench.torch_distributed                 # all tests, a line each; --only PATTERN for some
-    python -m bench.torch_distributed --json          # also bench/results/torch_distributed.json
+    python -m bench.torch_distributed                 # all tests, one line each; --only PATTERN for some
+    python -m bench.torch_distributed --json          # also writes bench/results/torch_distributed.json
 
-The tests are ``torch.testing._internal.distributed.distributed_test``, 3 ranks. torch decides by the backend's name
-which of them apply; so that all that apply to Gloo run, they are told that they run on Gloo, and every group they
-make is one of this backend (``--serve`` is the process that does so). What Gloo passes then runs on dtcomm; what does
-not pass there is a difference, and the ones that cannot pass stand in ``EXPECTED`` with the reason. Exit status 1 for
-any other.
+The tests are ``torch.testing._internal.distributed.distributed_test`` on 3 ranks. torch decides by the backend's name
+which tests apply. To run all that apply to Gloo, the tests see the name Gloo, and every group they create is one of the
+dtcomm backend (``--serve`` is the process that does so). A test that passes on Gloo and not on dtcomm is a difference;
+``EXPECTED`` lists those that cannot pass, with the reason. The exit status is 1 for any other difference.
 """
 
 from __future__ import annotations

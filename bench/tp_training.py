@@ -1,9 +1,11 @@
-"""A GPT trained with tensor parallelism, uncompressed and with int8 activations and gradients, and on DP x TP = 2 x 2.
+"""Train a GPT with tensor parallelism, uncompressed and with int8 activations and gradients, on TP = 2 and DP x TP =
+2 x 2.
 
 python -m bench.tp_training [--steps N] [--codec int8] [--backward-codec int8] [--only NAMES] [--json FILE]
 
-Python's source, ranks as processes that share memory; held-out loss at the end, in nats a character. Small messages are
-compressed too. With DP x TP two pairs of ranks take half of each batch each and average their gradients with DDP.
+The text is Python's source, and ranks are processes that share memory. The result is the final held-out loss in nats
+per character. Small messages are compressed too. With DP x TP, two pairs of ranks take half of each batch and average
+their gradients with DDP.
 """
 
 from __future__ import annotations

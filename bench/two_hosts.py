@@ -1,10 +1,10 @@
-"""all_reduce between two hosts: dtcomm's codecs beside Gloo, over a link of a given rate, in turn, in one run.
+"""Compare all_reduce between two hosts with dtcomm's codecs and with Gloo, over a link of a given rate, in one run.
 
 python -m bench.two_hosts [--gbit 1 10] [--sizes 1K 64M] [--codecs none int8 int4] [--quick] [--add] [--json FILE]
 
-Two ranks in two network namespaces joined by a rate-limited link (needs root and iproute2). fp32 sum in place;
-figures are medians of the slower rank, ratios those of the rounds with the quartiles around them. Exit status 1 where a
-result is wrong; a missed target is printed.
+Two ranks run in two network namespaces connected by a rate-limited link (needs root and iproute2). The operation is an
+fp32 sum in place. Figures are medians of the slower rank; ratios are those of the rounds, with quartiles. The exit
+status is 1 if a result is wrong; a missed target is printed.
 """
 
 from __future__ import annotations

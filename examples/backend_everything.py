@@ -1,11 +1,10 @@
-"""DDP, FSDP2, tensor parallelism with DTensor and sharded checkpoints, on whichever backend is named.
+"""Run DDP, FSDP2, DTensor tensor parallelism and sharded checkpoints on a chosen backend.
 
     torchrun --nproc-per-node 2 examples/backend_everything.py
     torchrun --nproc-per-node 2 examples/backend_everything.py --backend gloo
 
-A program of plain PyTorch in which only the name of the backend differs. Each part prints its last loss, which does not
-depend on the backend, and how long it took. At the end stands what the backend carried out: for that alone dtcomm is
-imported.
+This is plain PyTorch; only the name of the backend differs. Each part prints its last loss, which does not depend on
+the backend, and its time. At the end dtcomm is imported to print a report of the backend's operations.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ WIDTH, CLASSES, BATCH = 256, 10, 32
 
 
 def network() -> nn.Sequential:
-    """The same on every rank."""
+    """Return the network, with the same weights on every rank."""
     torch.manual_seed(0)
     wide = 4 * WIDTH
     return nn.Sequential(
@@ -40,12 +39,12 @@ def network() -> nn.Sequential:
 
 
 def train(model: nn.Module, seed: int, steps: int) -> float:
-    """The last loss. ``seed`` is the rank where ranks have data of their own."""
+    """Train and return the last loss; with ``seed`` = rank, each rank has its own data."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    chance = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     loss = torch.zeros(())
     for _ in range(steps):
-        inputs = torch.randn(BATCH, WIDTH, generator=chance)
+        inputs = torch.randn(BATCH, WIDTH, generator=generator)
         loss = functional.cross_entropy(model(inputs), inputs[:, :CLASSES].argmax(1))
         loss.backward()
         optimizer.step()
@@ -54,17 +53,17 @@ def train(model: nn.Module, seed: int, steps: int) -> float:
 
 
 def ddp(mesh: DeviceMesh, steps: int) -> float:
-    """Gradients are averaged in buckets, while the backward pass goes on."""
+    """DDP: gradients are averaged in buckets during the backward pass."""
     return train(DistributedDataParallel(network()), dist.get_rank(), steps)
 
 
 def fsdp2(mesh: DeviceMesh, steps: int) -> float:
-    """Parameters lie in shards: gathered before each layer, gradients reduce-scattered behind it."""
+    """FSDP2: sharded parameters are gathered before each layer, and gradients are reduce-scattered after it."""
     return train(sharded(mesh), dist.get_rank(), steps)
 
 
 def sharded(mesh: DeviceMesh) -> nn.Module:
-    """The network under fully_shard."""
+    """Return the network wrapped by fully_shard."""
     model = network()
     for layer in model:
         if isinstance(layer, nn.Linear):
@@ -73,13 +72,13 @@ def sharded(mesh: DeviceMesh) -> nn.Module:
 
 
 def dtensor(mesh: DeviceMesh, steps: int) -> float:
-    """Weights are DTensors, split by columns and by rows: activations are added up between the two."""
+    """Tensor parallelism: weights are DTensors split by columns and rows, and activations are summed."""
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     return train(parallelize_module(network(), mesh, plan), 0, steps)
 
 
 def checkpoints(mesh: DeviceMesh, steps: int) -> float:
-    """Trained half the way, saved by all ranks, loaded into another model, trained on."""
+    """Train half the steps, save on all ranks, load into another model and continue training."""
     folders: list[str | None] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folders, src=0)
     model, other = sharded(mesh), sharded(mesh)
@@ -100,7 +99,7 @@ PARTS: tuple[Callable[[DeviceMesh, int], float], ...] = (ddp, fsdp2, dtensor, ch
 
 
 def main() -> None:
-    """Every part in turn."""
+    """Run all parts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -116,7 +115,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(f"{part.__name__:12} loss {loss:.6f}  {time.perf_counter() - begun:6.2f} s", flush=True)
     if dist.get_rank() == 0 and options.backend == "dtcomm":
-        import dtcomm.backend  # for the report alone
+        import dtcomm.backend  # only for the report
 
         print(dtcomm.backend.report())
     dist.destroy_process_group()

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/ddp_char_gpt.py
     torchrun --nproc-per-node 2 examples/ddp_char_gpt.py --codec none --steps 100
 
-An ordinary DDP script; what dtcomm adds is marked with a +. Run it again with --resume and it goes on from
-its checkpoint, bit for bit.
+This is an ordinary DDP script; lines added for dtcomm are marked with +. With --resume it continues from its
+checkpoint, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import dtcomm.ddp  # +
 
 
 class GPT(nn.Module):
-    """Bytes [batch, length] to logits [batch, length, 128]."""
+    """Maps bytes [batch, length] to logits [batch, length, 128]."""
 
     def __init__(self, width: int = 128, layers: int = 4, context: int = 96) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class GPT(nn.Module):
 
 
 def text() -> torch.Tensor:
-    """Python's own modules, as ASCII."""
+    """Return the source of Python's standard library as ASCII bytes."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     data = "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
     return torch.frombuffer(bytearray(data.encode("ascii", errors="replace")), dtype=torch.uint8)
@@ -56,10 +56,10 @@ def main() -> None:
     parser.add_argument("--codec", default="int8")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument(
-        "--checkpoint", type=Path, default=Path("char_gpt"), help="prefix: each rank adds its own"
+        "--checkpoint", type=Path, default=Path("char_gpt"), help="prefix of the files, one for each rank"
     )
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--trace", help="write a timeline of the last 100 steps, one file a rank")
+    parser.add_argument("--trace", help="write a timeline of the last 100 steps, one file per rank")
     options = parser.parse_args()
 
     dist.init_process_group("gloo")
@@ -72,7 +72,7 @@ def main() -> None:
     compression = dtcomm.ddp.compress(model, options.codec, timeline=100 if options.trace else 0)  # +
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    # Residuals differ from rank to rank, so every rank keeps a checkpoint of its own.
+    # Residuals differ between ranks, so every rank writes its own checkpoint.
     path = options.checkpoint.with_suffix(f".rank{rank}.pt")
     start = 0
     if options.resume:

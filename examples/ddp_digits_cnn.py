@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/ddp_digits_cnn.py --codec powersgd:rank=2 --epochs 10
     torchrun --nproc-per-node 2 examples/ddp_digits_cnn.py --trace digits.json && dtcomm trace digits.rank*.json
 
-An ordinary DDP script; what dtcomm adds is marked with a +. The 1797 digits come with scikit-learn (pip install
-scikit-learn), so nothing is downloaded.
+This is an ordinary DDP script; lines added for dtcomm are marked with +. The 1797 digits come with scikit-learn (pip
+install scikit-learn), so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HELD_OUT = 360
 
 
 def network() -> nn.Module:
-    """Images [batch, 1, 8, 8] to logits [batch, 10]."""
+    """Return a network that maps images [batch, 1, 8, 8] to logits [batch, 10]."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
         nn.ReLU(),
@@ -43,7 +43,7 @@ def network() -> nn.Module:
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """For training, and held out."""
+    """Return the training and the held-out images."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(data.target)
@@ -59,8 +59,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--codec", default="int8")
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=32, help="of each rank")
-    parser.add_argument("--trace", help="write a timeline of the last 100 steps, one file a rank")
+    parser.add_argument("--batch", type=int, default=32, help="batch size of each rank")
+    parser.add_argument("--trace", help="write a timeline of the last 100 steps, one file per rank")
     options = parser.parse_args()
 
     dist.init_process_group("gloo")
@@ -84,9 +84,9 @@ def main() -> None:
             optimizer.step()
         with torch.no_grad():
             images, labels = held_out.tensors
-            right = (model.module(images).argmax(1) == labels).float().mean().item()
+            accuracy = (model.module(images).argmax(1) == labels).float().mean().item()
         if rank == 0:
-            print(f"epoch {epoch}  loss {loss.item():.3f}  accuracy {right:.1%}", flush=True)
+            print(f"epoch {epoch}  loss {loss.item():.3f}  accuracy {accuracy:.1%}", flush=True)
 
     if options.trace:
         compression.trace(options.trace)  # +

@@ -1,11 +1,11 @@
-"""Train a character-level GPT with FSDP2, compressed both ways, and survive the loss of a rank.
+"""Train a character-level GPT with FSDP2 and compressed collectives, with restarts after the loss of a rank.
 
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or torch's Gloo meets what is left of ranks that were lost
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # otherwise restarted ranks may connect to lost ones
     torchrun --nproc-per-node 2 --max-restarts 3 examples/fsdp_char_gpt.py
     torchrun --nproc-per-node 2 examples/fsdp_char_gpt.py --preset sdp4bit --steps 100
 
-An ordinary fully_shard script; what dtcomm adds is marked with a +. It goes on from its last checkpoint, bit for bit,
-when it is run again, and when torchrun restarts it because a rank was lost.
+This is an ordinary fully_shard script; lines added for dtcomm are marked with +. It continues from its last checkpoint,
+bit for bit, when it is run again or when torchrun restarts it after the loss of a rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dtcomm.compress.checkpoint import Checkpointed  # +
 
 
 class GPT(nn.Module):
-    """Bytes [batch, length + 1] to the mean loss of predicting each from those before it."""
+    """Maps bytes [batch, length + 1] to the mean loss of predicting each byte from the previous ones."""
 
     def __init__(self, width: int, layers: int, context: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class GPT(nn.Module):
 
 
 def text() -> torch.Tensor:
-    """Python's own modules, as ASCII."""
+    """Return the source of Python's standard library as ASCII bytes."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     data = "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
     return torch.frombuffer(bytearray(data.encode("ascii", errors="replace")), dtype=torch.uint8)
@@ -65,12 +65,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gradients", default="int8")
     parser.add_argument("--parameters", default="fp8_e4m3")
-    parser.add_argument("--preset", choices=list(dtcomm.fsdp.PRESETS), help="instead of the two")
+    parser.add_argument(
+        "--preset", choices=list(dtcomm.fsdp.PRESETS), help="instead of --gradients and --parameters"
+    )
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=50)
-    parser.add_argument("--checkpoints", type=Path, default=Path("fsdp_char_gpt"), help="a folder")
+    parser.add_argument(
+        "--checkpoints", type=Path, default=Path("fsdp_char_gpt"), help="folder of the checkpoints"
+    )
     return parser.parse_args(arguments)
 
 
@@ -89,15 +93,15 @@ def train(options: argparse.Namespace) -> None:
         compression = dtcomm.fsdp.compress(model, options.gradients, options.parameters)  # +
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    def everything() -> dict[str, Any]:
+    def full_state() -> dict[str, Any]:
         weights, moments = get_state_dict(model, optimizer)
         return {"model": weights, "optimizer": moments, "compression": Checkpointed(compression)}  # +
 
-    # torch writes a folder's .metadata last: one that has it is complete.
+    # torch writes .metadata last, so a folder with it is complete.
     complete = [int(path.parent.name) for path in options.checkpoints.glob("*/.metadata")]
     start = max(complete, default=0)
     if start:
-        saved = everything()
+        saved = full_state()
         checkpoint.load(saved, checkpoint_id=options.checkpoints / str(start))
         set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
 
@@ -112,7 +116,7 @@ def train(options: argparse.Namespace) -> None:
         if rank == 0 and step % 20 == 0:
             print(f"step {step:4d}  loss {loss.item():.3f}", flush=True)
         if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
-            checkpoint.save(everything(), checkpoint_id=options.checkpoints / str(step + 1))
+            checkpoint.save(full_state(), checkpoint_id=options.checkpoints / str(step + 1))
     if rank == 0:
         print(compression.report())  # +
 

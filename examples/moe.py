@@ -1,8 +1,8 @@
-"""A mixture of experts whose experts live on different ranks: tokens travel to them, and back, compressed.
+"""Expert parallelism: a mixture of experts on several ranks that exchange compressed tokens.
 
     torchrun --nproc-per-node 2 examples/moe.py --codec fp8_e4m3
 
-Two of four experts per token; the layer learns to imitate a fixed function.
+Each token goes to two of four experts. The layer learns a fixed function.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Experts(nn.Module):
         torch.manual_seed(0)
         self.router = nn.Linear(WIDTH, EXPERTS)  # the same on all ranks
         torch.manual_seed(1 + dist.get_rank())
-        mine = EXPERTS // dist.get_world_size()
+        local_experts = EXPERTS // dist.get_world_size()
         self.experts = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-            for _ in range(mine)
+            for _ in range(local_experts)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ class Experts(nn.Module):
 
 
 def run(codec: str = "fp8_e4m3", steps: int = 100) -> list[float]:
-    """Losses of the steps."""
+    """Train and return the loss of each step."""
     layer = Experts(codec)
     optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -49,7 +49,7 @@ def run(codec: str = "fp8_e4m3", steps: int = 100) -> list[float]:
         loss = (layer(x) - torch.sin(x)).square().mean()
         optimizer.zero_grad()
         loss.backward()
-        for parameter in layer.router.parameters():  # experts have gradients of all ranks' tokens already
+        for parameter in layer.router.parameters():  # experts already have the gradients of all ranks' tokens
             dist.all_reduce(parameter.grad)
         optimizer.step()
         losses.append(loss.item())

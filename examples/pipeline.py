@@ -1,8 +1,8 @@
-"""Two pipeline stages: activations go forward compressed, their gradients come back compressed.
+"""Pipeline parallelism with two stages that exchange compressed activations and gradients.
 
     torchrun --nproc-per-node 2 examples/pipeline.py --codec int8 --feedback
 
-GPipe's schedule: all micro-batches forward, then all backward. Sending does not wait for the other stage.
+The schedule is GPipe's: all micro-batches forward, then all backward. A send does not wait for the other stage.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ WIDTH, MICRO, BATCH = 32, 4, 16
 
 
 def first(codec: str, steps: int) -> list[float]:
-    """Stage 0: makes activations."""
+    """Run stage 0, which sends activations."""
     stage = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
     optimizer = torch.optim.Adam(stage.parameters(), lr=1e-2)
     link = dtcomm.pipeline.Sender(1, codec)
     for step in range(steps):
         sent = [link(stage(x)) for x in inputs(step)]
         optimizer.zero_grad()
-        for each in sent:
-            each.backward()  # receives the gradient
+        for activation in sent:
+            activation.backward()  # receives the gradient
         optimizer.step()
     link.flush()
     print(
-        f"stage 0 sent {link.sent_bytes} bytes, uncompressed {steps * MICRO * BATCH * WIDTH * 4}", flush=True
+        f"stage 0 sent {link.sent_bytes} bytes, without compression {steps * MICRO * BATCH * WIDTH * 4}",
+        flush=True,
     )
     return []
 
 
 def second(codec: str, steps: int, feedback: bool) -> list[float]:
-    """Stage 1: has the loss."""
+    """Run stage 1, which computes the loss, and return the loss of each step."""
     stage = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
     optimizer = torch.optim.Adam(stage.parameters(), lr=1e-2)
     link = dtcomm.pipeline.Receiver(0, codec, feedback=feedback)
@@ -48,7 +49,7 @@ def second(codec: str, steps: int, feedback: bool) -> list[float]:
         total = 0.0
         for y, x in zip(outputs, inputs(step), strict=True):
             loss = (y - torch.sin(x)).square().mean() / MICRO
-            loss.backward()  # sends the gradient of what was received
+            loss.backward()  # sends the gradient of the received activation
             total += loss.item()
         optimizer.step()
         losses.append(total)
@@ -64,7 +65,7 @@ def inputs(step: int) -> list[torch.Tensor]:
 
 
 def run(codec: str = "int8", steps: int = 100, feedback: bool = False) -> list[float]:
-    """Losses of the steps, on the stage that has them."""
+    """Train; stage 1 returns the loss of each step."""
     torch.manual_seed(dist.get_rank())
     return first(codec, steps) if dist.get_rank() == 0 else second(codec, steps, feedback)
 
@@ -73,7 +74,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--codec", default="int8")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--feedback", action="store_true", help="of what gradients lose")
+    parser.add_argument("--feedback", action="store_true", help="error feedback for the gradients")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     run(options.codec, options.steps, options.feedback)

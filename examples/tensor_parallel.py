@@ -1,9 +1,9 @@
-"""Share a language model's layers out among ranks, with compressed activations, and let it write.
+"""Run a language model with tensor parallelism and compressed activations.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py --codec int4
-    torchrun --nproc-per-node 2 examples/tensor_parallel.py --plan plan.json     # of `dtcomm tp calibrate`
+    torchrun --nproc-per-node 2 examples/tensor_parallel.py --plan plan.json     # written by `dtcomm tp calibrate`
 
-The model is a tiny Llama with random weights, so what it writes is noise: the same noise, hopefully, as uncompressed.
+The model is a tiny Llama with random weights. Its text is noise, but should be the same noise as without compression.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import dtcomm.tp
 
 
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)  # every rank starts with the whole model
+    torch.manual_seed(0)  # every rank starts with the same full model
     config = LlamaConfig(
         vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4
     )
@@ -28,17 +28,17 @@ def model() -> LlamaForCausalLM:
 
 @torch.no_grad()
 def run(codec: str = "int8", plan: str | None = None, tokens: int = 8) -> tuple[list[int], float]:
-    """Tokens written by the shared model, and how far its logits are from the whole model's."""
+    """Return the generated tokens and the relative difference of the logits from the unsharded model's."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole, shared = model(), model()
-    report = dtcomm.tp.compress(shared, mesh, plan, codec)  # the one line
+    report = dtcomm.tp.compress(shared, mesh, plan, codec)  # the only line dtcomm needs
     prompt = torch.arange(64)[None] % 512
     expected, got = whole(prompt).logits, shared(prompt).logits
     error = float((got - expected).norm() / expected.norm())
     written = shared.generate(prompt, max_new_tokens=tokens, do_sample=False)[0, 64:].tolist()
     if dist.get_rank() == 0:
         print(report)
-        print(f"logits differ by {100 * error:.2f} %; it writes {written}")
+        print(f"logits differ by {100 * error:.2f} %; generated tokens: {written}")
         traffic = shared.model.layers[0].mlp.down_proj.comm.traffic
         print(f"down_proj: {traffic}")
     return written, error

@@ -1,4 +1,4 @@
-"""A budget of seconds: what no longer fits is cut, and every cut is printed and kept in the result."""
+"""A time budget: measurements that no longer fit are skipped, and each skip is printed and kept in the result."""
 
 from __future__ import annotations
 

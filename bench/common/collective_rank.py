@@ -1,4 +1,4 @@
-"""One rank that can do every collective, on dtcomm or on Gloo, through what ``dtcomm perf`` calls them with."""
+"""A rank of bench.collectives: runs every collective on dtcomm or Gloo through the backends of ``dtcomm perf``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernels must show, and the verdict on a run of ``bench.kernels``."""
+"""Targets of ``bench.kernels`` and the verdicts on a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a result must say about where it was measured, and a way to notice that the machine moved."""
+"""Description of the machine of a result, and detection of changes of its speed during a measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds and calls what is in ``bench/native``: the hand-written all-reduce, the memory floor, the probe."""
+"""Builds and calls the code in ``bench/native``: the hand-written all-reduce, the memory floor and the probe."""
 
 from __future__ import annotations
 

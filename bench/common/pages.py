@@ -1,4 +1,4 @@
-"""What the benchmarks write into the pages of docs/: text between two marks, and tables."""
+"""Generated text in the pages of docs/: replaces text between two marks, and formats tables."""
 
 from __future__ import annotations
 

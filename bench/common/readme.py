@@ -1,4 +1,4 @@
-"""The README's tables, from kept results."""
+"""The README's tables, formatted from committed results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all_reduce must show, as data, and the verdict on a run."""
+"""Targets of bench.all_reduce as data, and the verdicts on a run."""
 
 from __future__ import annotations
 
