@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 
-from dtcomm.codecs import Codec, Exact, parse_levels
+from dtcomm.codecs import Codec, parse_levels
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.runtime.types import OPS
 
@@ -85,7 +85,7 @@ def require_dtype(op: str, dtype: torch.dtype, codec: Codec) -> None:
 def require_auditable(spec: str | Codec) -> None:
     """Check that the codec's sums can be audited: integers add up without error, floats do not."""
     inside, between = parse_levels(spec)
-    if between is not None or not isinstance(inside, Exact):
+    if between is not None or not inside.reproducible:
         raise ValueError(
             f"audit: needs a codec whose sums are exact, got {spec}; valid: exact, exact:bits=16, exact:bits=32"
         )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dtcomm import algorithms, codecs, planner
-from dtcomm.codecs import Codec, Exact
+from dtcomm.codecs import Codec
 from dtcomm.collectives._arguments import op_name, require_dtype
 from dtcomm.collectives._multi_stage import MultiStagePlan, PrepareStage, SplitPlan
 from dtcomm.collectives._reproducible_sum import ReproducibleSum
@@ -176,7 +176,7 @@ def _multi_stage_plan(
     prepare: PrepareStage, request: OpSpec, rank: int, ranks: int, audit: bool
 ) -> MultiStagePlan:
     """Return the plan of a sum in which some parts need an agreement of the ranks first."""
-    reproducible = [i for i, part in enumerate(request.parts) if isinstance(part.codec, Exact)]
+    reproducible = [i for i, part in enumerate(request.parts) if part.codec.reproducible]
     others = [i for i in range(len(request.parts)) if i not in reproducible]
 
     def only(indices: list[int]) -> OpSpec:

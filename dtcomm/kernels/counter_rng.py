@@ -1,4 +1,7 @@
-"""The random numbers of stochastic rounding, as csrc/codec/counter_rng.h makes them."""
+"""A counter-based random number generator for stochastic rounding; csrc/codec/counter_rng.h has the same numbers.
+
+A number is a function of a 64-bit key and the index of an element, so neither chunking nor threads change it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ GOLDEN_RATIO = 0x9E3779B97F4A7C15
 
 
 def mix32(h: Any) -> Any:
-    """A bijection of 32-bit words (a Python int or an array of uint32) that spreads every bit."""
+    """Hash 32-bit words (a Python int or an array of uint32) by a bijection that spreads every bit."""
     h = h ^ (h >> 16)
     h = (h * 0x7FEB352D) & _M
     h = h ^ (h >> 15)
@@ -21,7 +24,7 @@ def mix32(h: Any) -> Any:
 
 
 def uniform(key: int, offset: int, count: int) -> npt.NDArray[np.float32]:
-    """`count` multiples of 2^-24 in [0, 1): those of the elements from index `offset` on."""
+    """Random multiples of 2^-24 in [0, 1) of `count` elements, the first of which has index `offset`."""
     index = np.uint64(offset) + np.arange(count, dtype=np.uint64)
     low, high = key & _M, key >> 32 & _M
     between = mix32((high + mix32((low + 0x85EBCA6B) & _M)) & _M)
@@ -39,7 +42,7 @@ def uniform(key: int, offset: int, count: int) -> npt.NDArray[np.float32]:
 
 
 def absorb(h: int, *words: int) -> int:
-    """A 64-bit hash of `h` and then of the words, one after the other."""
+    """A 64-bit hash of `h` and the words, in order."""
     for word in words:
         h = (h + word) & _M64
         h ^= h >> 30
@@ -51,5 +54,5 @@ def absorb(h: int, *words: int) -> int:
 
 
 def mix_key(seed: int, rank: int, step: int) -> int:
-    """The key of one encoding: which call, whose, and the how-manieth of that rank."""
+    """The key of one encoding: the seed of the call, the rank, and the number of the rank's encoding."""
     return absorb(seed, GOLDEN_RATIO, rank, step)

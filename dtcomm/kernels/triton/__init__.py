@@ -1,7 +1,7 @@
-"""Triton's kernels, for CUDA devices without a compiled `_cuda`, and on CPU tensors under TRITON_INTERPRET=1.
+"""The Triton kernels, for CUDA devices without a compiled `_cuda`, and for CPU tensors under TRITON_INTERPRET=1.
 
-fp16, bf16, int8, int4 and fp8_e4m3; :func:`supports` says whether a codec is among them. Triton is imported with the
-first call, never before: importing it takes longer than importing dtcomm.
+They run fp16, bf16, int8, int4 and fp8_e4m3; :func:`supports` tests a codec. Triton is imported with the first call,
+because importing it takes longer than importing dtcomm.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ __all__ = ["combine", "decode", "installed", "interpreted", "run_epilogue", "sup
 
 @cache
 def installed() -> bool:
-    """Is there a Triton to import?"""
+    """Whether Triton is installed."""
     return find_spec("triton") is not None
 
 
 def interpreted() -> bool:
-    """Do kernels run in Triton's interpreter, on the CPU? Decided when Triton is first imported."""
+    """Whether kernels run in Triton's interpreter, on the CPU. Triton decides it when it is imported."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
 def supports(codec: Codec) -> bool:
-    """Is there a kernel for `codec`?"""
-    return isinstance(codec, (Fp16, Bf16)) or rules_of(codec) is not None
+    """Whether the kernels run `codec`."""
+    return (codec.elementwise and codec.name != "none") or rules_of(codec) is not None
 
 
 def combine(call: Combine) -> None:
@@ -43,7 +43,7 @@ def combine(call: Combine) -> None:
 
 
 def decode(codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, out: torch.Tensor) -> None:
-    """`out` <- the payload's `numel` elements; `dtype` is the type of the tensor that was encoded."""
+    """`out` <- the `numel` elements of the payload; `dtype` is the type of the tensor that was encoded."""
     from dtcomm.kernels.triton import launch
 
     launch.decode(codec, payload, numel, dtype, out)
@@ -58,8 +58,9 @@ def run_epilogue(
     eps: float,
     norm_out: torch.Tensor | None,
 ) -> None:
-    """``out`` <- (sums + bias) + residual, ``norm_out`` <- its RMS norm: `dtcomm.kernels.epilogue` of decoded ``sums``,
-    fp32 or as ``out``, which they may be. RuntimeError where Triton is not installed.
+    """``out`` <- (sums + bias) + residual, ``norm_out`` <- its RMS norm: `dtcomm.kernels.epilogue` of decoded ``sums``.
+
+    ``sums`` is fp32 or of the type of ``out``, and may be ``out``. Raises RuntimeError if Triton is not installed.
     """
     if not installed():
         raise RuntimeError(

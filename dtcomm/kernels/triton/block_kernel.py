@@ -59,7 +59,7 @@ def _store_codes(payload, at, codes, rows, RULES: tl.constexpr):
 
 @triton.jit
 def _payload(payload, scale_at, zero_at, codes_at, rows, RULES: tl.constexpr):
-    """A payload's floats."""
+    """The decoded floats of a payload."""
     scale = _load_field(payload, scale_at, rows, RULES)
     values = decode_code(_load_codes(payload, codes_at, rows, RULES), RULES) * scale
     if not RULES.symmetric:
@@ -88,7 +88,7 @@ def _tile(
     TILE: tl.constexpr,
     CUT: tl.constexpr,
 ):
-    """The elements of a tile; with CUT the `left` that there are."""
+    """The elements of a tile; with CUT only the `left` remaining ones."""
     COUNT: tl.constexpr = len(payloads)
     LOCAL: tl.constexpr = (local is not None) or (residual is not None)
     LONE: tl.constexpr = COUNT == 0 and residual is None and before is None and not DIVIDES
@@ -106,7 +106,7 @@ def _tile(
         cut = tl.minimum(left - granule * RULES.granule, RULES.granule)
         blocks = (cut + RULES.block - 1) // RULES.block
     start = tile * TILE
-    # Places in the bytes of a tile.
+    # Byte offsets in a tile.
     at = tile * (TILE // RULES.granule * RULES.bytes)
     head = granule * RULES.bytes
     scale_at = head + block * RULES.field_bytes
@@ -142,7 +142,7 @@ def _tile(
 
     if payload_out is None:
         if out is not None:
-            # A lone term is copied and not computed: its NaN keeps its bits.
+            # A single term is copied, so NaN keeps its bits.
             if not (LONE and out.dtype.element_ty == tl.float32):
                 total = narrow(total, out.dtype.element_ty)
             tl.store(out + start + i, total, mask=here)
@@ -170,7 +170,7 @@ def _tile(
         codes = encode_code(
             shifted * inverse(scale), key_low, key_high, offset + start.to(tl.uint64), i, RULES
         )
-        # In zero blocks the codes are zeros by themselves, but for -0 in floats; elements that are missing have none.
+        # Codes of zero blocks are zeros already, except for -0 in float formats; missing elements get zero codes.
         codes = tl.where(bad | (scale == 0), 0, codes)
         if CUT:
             codes = tl.where(here, codes, 0)
@@ -225,11 +225,11 @@ def combine_blocks(
     DIVIDES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A :class:`~dtcomm.kernels.types.Combine`, TILE elements a program; absent tensors are None.
+    """Runs a :class:`~dtcomm.kernels.types.Combine`, TILE elements per program; absent tensors are None.
 
-    `payloads`: a tuple; the local term, local + residual, stands before payloads[POSITION], and `before` (fp32) is the
-    sum of all that came earlier. `error` is the residual that is rewritten. Whole tiles go without masks: under one,
-    loads and stores of several elements at once need a length that is a multiple.
+    `payloads` is a tuple; the local term, local + residual, stands before payloads[POSITION]; `before` (fp32) is the
+    sum of earlier terms; `error` is the residual that is overwritten. Whole tiles use no masks: masked loads and stores
+    are vectorized only if the length is a multiple of the vector.
     """
     tile = tl.program_id(0).to(tl.int64)
     left = numel - tile * TILE

@@ -1,4 +1,4 @@
-"""fp16 and bf16: a payload is one run of halves, whatever its granules; one kernel for every verb."""
+"""The kernel of codecs fp16 and bf16, for every verb. Their payloads are one run of 16-bit floats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dtcomm.kernels.triton.floats import INFINITY, canonical, magnitude, narrow,
 
 @triton.jit
 def _join(a, b, OP: tl.constexpr):
-    """`a` joined by `b`: NaN wins; of equal values the first stays."""
+    """The reduction of `a` and `b`: NaN wins; of equal values the first stays."""
     if OP == "sum":
         a += b
     elif OP == "min":
@@ -44,7 +44,7 @@ def _tile(
     TILE: tl.constexpr,
     CUT: tl.constexpr,
 ):
-    """TILE elements from `start` on; with CUT the `left` that there are."""
+    """TILE elements from `start` on; with CUT only the `left` remaining ones."""
     COUNT: tl.constexpr = len(payloads)
     LOCAL: tl.constexpr = (local is not None) or (residual is not None)
     LONE: tl.constexpr = COUNT == 0 and residual is None and before is None and not DIVIDES
@@ -83,7 +83,7 @@ def _tile(
 
     if payload_out is None:
         if out is not None:
-            # A lone term is copied and not computed: its NaN keeps its bits.
+            # A single term is copied, so NaN keeps its bits.
             if not (LONE and out.dtype.element_ty == tl.float32):
                 total = narrow(total, out.dtype.element_ty)
             tl.store(out + start + i, total, mask=here)
@@ -124,11 +124,11 @@ def combine_casts(
     DIVIDES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A :class:`~dtcomm.kernels.types.Combine`, TILE elements a program; absent tensors are None.
+    """Runs a :class:`~dtcomm.kernels.types.Combine`, TILE elements per program; absent tensors are None.
 
-    `payloads`: a tuple; the local term, local + residual, stands before payloads[POSITION], and `before` (fp32) is the
-    sum of all that came earlier. `error` is the residual that is rewritten. Whole tiles go without masks: under one,
-    loads and stores of several elements at once need a length that is a multiple.
+    `payloads` is a tuple; the local term, local + residual, stands before payloads[POSITION]; `before` (fp32) is the
+    sum of earlier terms; `error` is the residual that is overwritten. Whole tiles use no masks: masked loads and stores
+    are vectorized only if the length is a multiple of the vector.
     """
     start = tl.program_id(0).to(tl.int64) * TILE
     left = numel - start

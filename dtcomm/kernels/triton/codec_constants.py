@@ -1,4 +1,4 @@
-"""What Triton's kernels are told of a codec, as numbers that are known when a kernel is compiled."""
+"""The constants of a codec with which the Triton kernels are compiled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from dtcomm.codecs import Codec, Float8, Integer
 
 
 class Rules(NamedTuple):
-    """A codec with a scale per block. granule, block: elements; bytes: of a whole granule; fields: per block."""
+    """The constants of a codec with a scale per block.
+
+    granule and block are counted in elements; bytes are those of a whole granule; fields are scales and zero points per
+    block.
+    """
 
     float8: bool
     bits: int  # of a code
@@ -30,7 +34,7 @@ class Rules(NamedTuple):
 
 @lru_cache(maxsize=256)
 def rules_of(codec: Codec) -> Rules | None:
-    """The rules of `codec`; None where the kernels here do not know it."""
+    """The constants of `codec`; None if the kernels do not support it."""
     rotate, spikes = codec.native()[5:7]
     if rotate or spikes:
         return None

@@ -1,4 +1,4 @@
-"""What follows a sum: bias, residual and RMS norm, with the bytes of csrc/cpu/epilogue.h.
+"""The epilogue kernels: bias, residual and RMS norm, with the bytes of csrc/cpu/epilogue.h.
 
 Squares are added as there: element i of a row to lane i mod 16, lanes then in halves; every product is rounded.
 """

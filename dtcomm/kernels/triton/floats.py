@@ -1,4 +1,4 @@
-"""Device functions on fp32 and its bits: widening, narrowing, the one NaN, the random numbers of rounding.
+"""Device functions on fp32 and its bits: widening, narrowing, the canonical NaN, the random numbers of rounding.
 
 Magnitudes are int32 with the sign cleared, so that they compare as docs/reference/wire-format.md orders them.
 """
@@ -30,13 +30,13 @@ def magnitude(x):
 
 @triton.jit
 def canonical(x):
-    """`x` with every NaN the one that arithmetic writes."""
+    """`x` with every NaN replaced by the canonical one."""
     return float_of(tl.where(magnitude(x) > INFINITY, NAN, bits_of(x)))
 
 
 @triton.jit
 def widen(x):
-    """fp32, fp16 or bf16 as fp32. The bits of a NaN go along, as they do where an integer unit widens."""
+    """fp32, fp16 or bf16 as fp32. The bits of a NaN are kept, as in a widening by integer operations."""
     if x.dtype == tl.bfloat16:
         x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     elif x.dtype == tl.float16:
@@ -49,7 +49,7 @@ def widen(x):
 
 @triton.jit
 def narrow(x, type: tl.constexpr):
-    """fp32 as `type`: to nearest, ties to even, subnormals kept; every NaN becomes one."""
+    """fp32 cast to `type`: to nearest, ties to even, subnormals kept; every NaN becomes the canonical one."""
     if type == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         half = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -76,7 +76,7 @@ def _mix(h):
 
 @triton.jit
 def uniform(key_low, key_high, start, i):
-    """csrc/codec/counter_rng.h's numbers of the elements `start` + i: multiples of 2^-24 in [0, 1).
+    """The random numbers of the elements `start` + i, as in csrc/codec/counter_rng.h: multiples of 2^-24 in [0, 1).
 
     `start`: uint64, index of the tile's first element in the caller's tensor; a tile lies in two pages of 2^32
     indices at most.

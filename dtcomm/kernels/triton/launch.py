@@ -1,4 +1,4 @@
-"""From a call to launches: the tile, the constants of the codec, sums of more payloads than a kernel takes."""
+"""Launches the Triton kernels of a call: tile size, codec constants, sums of more payloads than a launch takes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from dtcomm.kernels.triton.codec_constants import rules_of
 from dtcomm.kernels.types import Combine
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-# Elements of a program: enough loads in flight for every thread, and enough programs for small tensors.
+# Elements per program: enough loads in flight per thread, and enough programs for small tensors.
 TILE = 2048
-MOST_PAYLOADS = 8  # of a launch, as each number of them is a compilation
+MAX_PAYLOADS = 8  # per launch: each number of payloads is compiled separately
 WIRES = {Fp16.family: tl.float16, Bf16.family: tl.bfloat16}
 WORD = 0xFFFFFFFF
 
@@ -36,19 +36,19 @@ def combine(call: Combine) -> None:
             raise ValueError(
                 f"{name}: kernel 'triton' needs payloads aligned to 16 bytes, got {payload.data_ptr():#x}"
             )
-    held = (call.local, residual, call.payload_out, call.out, *payloads)
-    device = next(tensor.device for tensor in held if tensor is not None)
+    tensors = (call.local, residual, call.payload_out, call.out, *payloads)
+    device = next(tensor.device for tensor in tensors if tensor is not None)
     with on_device(device):
         before = None
-        while len(payloads) > MOST_PAYLOADS:
+        while len(payloads) > MAX_PAYLOADS:
             running = torch.empty(call.numel, dtype=torch.float32, device=device)
-            terms, payloads = payloads[:MOST_PAYLOADS], payloads[MOST_PAYLOADS:]
-            if position < MOST_PAYLOADS:
+            terms, payloads = payloads[:MAX_PAYLOADS], payloads[MAX_PAYLOADS:]
+            if position < MAX_PAYLOADS:
                 _launch(call, terms, before, local, residual, position, out=running)
                 local = residual = None
             else:
                 _launch(call, terms, before, None, None, 0, out=running)
-                position -= MOST_PAYLOADS
+                position -= MAX_PAYLOADS
             before = running
         _launch(
             call,
@@ -65,7 +65,7 @@ def combine(call: Combine) -> None:
 
 
 def decode(codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, out: torch.Tensor) -> None:
-    """`out` <- the payload's `numel` elements."""
+    """`out` <- the `numel` elements of the payload."""
     combine(Combine(codec=codec, numel=numel, dtype=dtype, payloads=(payload,), out=out))
 
 
@@ -82,9 +82,9 @@ def _launch(
     payload_out: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> None:
-    """One kernel: the sum of `before` and the terms, to wherever of the last three it is to go."""
+    """One launch: sum `before` and the terms, and write the outputs that are given (error, payload_out, out)."""
     if local is None and residual is None:
-        position = 0  # of nothing: one compilation for all
+        position = 0  # without a local term the position is irrelevant: compile one kernel
     tensors = (
         payloads,
         before,
@@ -98,7 +98,7 @@ def _launch(
     )
     rules = rules_of(call.codec)
     tile = TILE if rules is None else max(TILE, rules.granule)
-    # Each product is rounded: `enable_fp_fusion` would let the assembler make one instruction of a * b + c.
+    # Every product is rounded: `enable_fp_fusion` would let the assembler fuse a * b + c.
     options: dict[str, Any] = {"num_warps": tile // 512, "enable_fp_fusion": False}
     grid = (-(-call.numel // tile),)
     if rules is None:
@@ -114,7 +114,7 @@ def _launch(
 
 @contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
-    """Triton launches where torch's current device is; its interpreter calculates with numpy, which warns."""
+    """Make `device` torch's current device, where Triton launches; silence numpy's warnings in the interpreter."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             yield

@@ -1,6 +1,6 @@
-"""Blocks of floats into scales and codes, and back: integers of 8 and 4 bits and the floats of OCP's E4M3.
+"""Device functions that turn blocks of floats into scales and codes, and back: int8, int4 and fp8_e4m3.
 
-Tiles have a row for each block; what a block has one of is a column. `RULES`: rules.py's constants of a codec.
+Tiles have one row per block; values per block are columns. `RULES` are the constants of a codec (codec_constants.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ E4M3_NORMAL = tl.constexpr(121 << 23)  # bits of 2^-6, the smallest normal numbe
 
 @triton.jit
 def scale_bits(top, bad, RULES: tl.constexpr):
-    """The bits of top / levels in the scale's type: 0 for a zero block, NaN where `bad`. `top`: of magnitudes."""
+    """The bits of top / levels in the scale's type: 0 for zero blocks, NaN if `bad`. `top`: the largest magnitude."""
     bits = bits_of(tl.div_rn(float_of(top), tl.full(top.shape, RULES.levels, tl.float32)))
     if RULES.narrow:
         if RULES.up:
@@ -31,7 +31,7 @@ def scale_bits(top, bad, RULES: tl.constexpr):
 
 @triton.jit
 def inverse(scale):
-    """What elements are multiplied by to become codes, of bits of a scale: 0 in zero blocks and NaN blocks."""
+    """The factors that turn elements into codes, from the bits of scales: 0 for zero blocks and NaN blocks."""
     usable = (scale > 0) & (scale < INFINITY)
     by = float_of(tl.where(usable, scale, 0x3F800000))
     return tl.where(usable, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), by), 0.0)
@@ -50,10 +50,10 @@ def zero_point(lowest, RULES: tl.constexpr):
 
 @triton.jit
 def encode_code(t, key_low, key_high, start, i, RULES: tl.constexpr):
-    """int32 codes of elements over their scale; `start` + i: their indices in the caller's tensor."""
+    """The int32 codes of elements over their scale; `start` + i are their indices in the caller's tensor."""
     if RULES.float8:
         size = tl.minimum(float_of(bits_of(t) & 0x7FFFFFFF), RULES.levels)
-        # The exponent of the element's binade; numbers below the smallest normal one have the unit of its binade.
+        # The exponent of the element's binade. Subnormal numbers have the unit of the smallest normal binade.
         exponent = tl.maximum(bits_of(size) & INFINITY, E4M3_NORMAL)
         if RULES.stochastic:
             # Over the unit, a power of two: exact.
@@ -79,7 +79,7 @@ def encode_code(t, key_low, key_high, start, i, RULES: tl.constexpr):
 
 @triton.jit
 def decode_code(codes, RULES: tl.constexpr):
-    """What codes (int32) say, before the scale."""
+    """The values of codes (int32), before the scale."""
     if RULES.float8:
         size = codes & 0x7F
         normal = (size << 20) + (E4M3_NORMAL - (1 << 23))
