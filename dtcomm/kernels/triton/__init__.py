@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 import torch
 
-from dtcomm.codecs import Bf16, Codec, Fp16
+from dtcomm.codecs import Codec
 from dtcomm.kernels.triton.codec_constants import rules_of
 from dtcomm.kernels.types import Combine
 
