@@ -87,7 +87,9 @@ def get_communicator_for(group: dist.ProcessGroup | None, tensor: Any, argument:
 def device_communicators(group: dist.ProcessGroup | None) -> dict[str, Communicator]:
     """The group's communicators for devices that exist already, by device name."""
     entry = _cache.get(id(require_group(group)))
-    return {} if entry is None else {str(device): made for device, made in entry.devices.items()}
+    return (
+        {} if entry is None else {str(device): communicator for device, communicator in entry.devices.items()}
+    )
 
 
 def existing_communicator(group: dist.ProcessGroup) -> Communicator | None:

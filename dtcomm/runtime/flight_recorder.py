@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from dtcomm import env
 
 FORMAT = 1
-CAPACITY = 256  # operations of a communicator that are kept, as in csrc/engine/flight.h
+CAPACITY = 256  # operations of a communicator that are kept, as in csrc/engine/flight_recorder.h
 STAGES = ("issued", "started", "done", "failed")
 
 

@@ -88,20 +88,20 @@ class DoneWork(Work):
 class NativeWork(Work):
     """An operation of the native engine.
 
-    ``held`` is kept alive until the operation is done; ``failed`` is called with the error that it ends with.
+    ``keep_alive`` is referenced until the operation is done; ``failed`` is called with the error that it ends with.
     """
 
     def __init__(
         self,
         native: _C.NativeWork,
-        held: Any,
+        keep_alive: Any,
         outputs: Sequence[torch.Tensor],
         failed: Callable[[DtcommError], None],
     ) -> None:
         super().__init__(outputs)
         self._failed = failed
         self._native = native
-        self._held = held
+        self._operands = keep_alive
         self._future: TensorsFuture | None = None
         self._ticket = 0
         _keep_alive(self)

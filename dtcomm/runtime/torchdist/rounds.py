@@ -148,28 +148,28 @@ class RoundsPlan:
             at = _aligned(at)
             return Region(start, tuple(sizes))
 
-        for each in self.rounds:
-            for key, source in each.forwards:
+        for round_ in self.rounds:
+            for key, source in round_.forwards:
                 places[key] = places[source]
-            if each.kind == ALL_TO_ALL:
-                regions.append((region_of(each.sends), region_of(each.receives)))
-            elif each.kind == ALL_GATHER:
-                largest = max(map(size, each.all_payloads))
+            if round_.kind == ALL_TO_ALL:
+                regions.append((region_of(round_.sends), region_of(round_.receives)))
+            elif round_.kind == ALL_GATHER:
+                largest = max(map(size, round_.all_payloads))
                 region = Region(at, (largest,) * self.ranks)
-                for payload in (*each.receives, each.sends[0]._replace(peer=self.rank)):
+                for payload in (*round_.receives, round_.sends[0]._replace(peer=self.rank)):
                     places[payload.key] = at + payload.peer * largest
                 at = _aligned(region.stop)
                 regions.append((Region(region.start + self.rank * largest, (largest,)), region))
             else:
                 regions.append((Region(at, ()), Region(at, ())))
-                for payload in (*each.sends, *each.receives):
+                for payload in (*round_.sends, *round_.receives):
                     if payload.key not in places:
                         places[payload.key] = at
                         at = _aligned(at + size(payload.chunk))
         self.places.append(places)
         self.regions.append(regions)
         self.memory_bytes.append(at)
-        sizes = [size(payload.chunk) for each in self.rounds for payload in each.sends]
+        sizes = [size(payload.chunk) for round_ in self.rounds for payload in round_.sends]
         self.sent_bytes += sum(sizes)
         if self.spec.checksum:
             self.sent_bytes += CHECKSUM_BYTES * sum(1 for nbytes in sizes if nbytes)

@@ -322,22 +322,22 @@ class Execution:
                 self._pool.give_back(memory.pop(piece))
 
     def _start(self, piece: int, at: int) -> None:
-        each, memory = self._plan.rounds[at], self._arithmetic.memory[piece]
+        round_, memory = self._plan.rounds[at], self._arithmetic.memory[piece]
         sent, received = self._plan.regions[piece][at]
-        if each.kind == ALL_TO_ALL:
+        if round_.kind == ALL_TO_ALL:
             self._handles[piece] = self._transport.all_to_all(
                 memory[received.start : received.stop],
                 received.sizes,
                 memory[sent.start : sent.stop],
                 sent.sizes,
             )
-        elif each.kind == ALL_GATHER:
+        elif round_.kind == ALL_GATHER:
             if sent.start < sent.stop:
                 self._handles[piece] = self._transport.all_gather(
                     memory[received.start : received.stop], memory[sent.start : sent.stop]
                 )
-        elif each.kind == MESSAGES:
-            sends, receives = self._messages(piece, each.sends), self._messages(piece, each.receives)
+        elif round_.kind == MESSAGES:
+            sends, receives = self._messages(piece, round_.sends), self._messages(piece, round_.receives)
             if sends or receives:
                 context = f"round {at} of piece {piece} of call {self._number}, {self._plan.text}"
                 checksum = self._plan.spec.checksum

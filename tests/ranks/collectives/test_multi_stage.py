@@ -118,7 +118,7 @@ def apart(rank: int, n: int, what: str) -> None:
 def areas() -> list[tuple[int, int]]:
     """Return the address ranges at which this process has mapped the memory that ranks share."""
     with open("/proc/self/maps", encoding="ascii") as lines:
-        found = [re.match(r"([0-9a-f]+)-([0-9a-f]+) rw.*dtcomm-area", line) for line in lines]
+        found = [re.match(r"([0-9a-f]+)-([0-9a-f]+) rw.*dtcomm-region", line) for line in lines]
     return [(int(match[1], 16), int(match[2], 16)) for match in found if match]
 
 

@@ -1,4 +1,4 @@
-"""Emulated links: what DTCOMM_LINK says, one end of a cable, and runtimes that deliver no earlier than it would."""
+"""Emulated links: the syntax of DTCOMM_LINK, one network card, and an engine that delivers no earlier than it would."""
 
 from __future__ import annotations
 

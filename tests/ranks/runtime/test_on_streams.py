@@ -1,4 +1,4 @@
-"""What is queued on devices, on CPU tensors: over Gloo bit for bit as the engine; its order judged as a device's."""
+"""The torch.distributed runtime as on a device, with CPU tensors: the engine's bits, and a checked order of streams."""
 
 import functools
 import threading
@@ -71,7 +71,7 @@ def all_runtimes(rank: int, world_size: int) -> dict[str, object]:
 
 
 def ground(spec: str, rank: int) -> list[float]:
-    """A sum on common ground; with all it keeps."""
+    """A multi-stage sum, with the residual that it leaves."""
     x, lost = floats("normal", 9000, seed=rank), floats("normal", 9000, seed=9)
     C.all_reduce(x, "avg", codec=spec, seed=3, residual=lost)
     if spec.startswith("exact"):
@@ -116,7 +116,7 @@ def test_check_names_who_said_what() -> None:
 
 
 class Judged:
-    """Ranks as threads, each with streams that are judged; ``leave_out`` is what every rank forgets."""
+    """Ranks as threads, each with checked streams; ``leave_out`` is the synchronization that every rank leaves out."""
 
     def __init__(self, ranks: int, leave_out: str = "", piece_bytes: int = 1024) -> None:
         self.fabric = Rendezvous()
@@ -159,7 +159,7 @@ class Judged:
 
 
 class ThreadsGroup:
-    """A torch group of threads as far as messages go, which read and write the host's memory."""
+    """The messages of a torch group, between threads; they read and write host memory."""
 
     def __init__(self, port: Port, ranks: int, streams: RecordedStreams) -> None:
         self.port, self.ranks, self.streams = port, ranks, streams
@@ -191,7 +191,7 @@ class ThreadsGroup:
 
 
 class JudgedMessages(Judged):
-    """The same with messages through the host's memory."""
+    """The same over Gloo's transport, with messages through host memory."""
 
     def __init__(self, ranks: int, leave_out: str = "") -> None:
         self.fabric = Rendezvous()

@@ -131,7 +131,7 @@ def test_nothing_falls_back_in_silence() -> None:
         assert said.startswith("DTCOMM_TRANSPORT=memory, but ") and said.endswith("the ranks are on 2 hosts")
 
 
-def test_a_door_lets_only_those_in_who_were_told_its_token() -> None:
+def test_a_listener_accepts_only_ranks_with_its_token() -> None:
     listener, other = Listener(), Listener()
     word = {**listener.info(), "token": 1}
     names = ["rank 0", "rank 1"]
@@ -146,7 +146,7 @@ def test_a_door_lets_only_those_in_who_were_told_its_token() -> None:
         with socket.socket(fileno=fd) as stranger:
             stranger.settimeout(5)
             stranger.setblocking(True)
-            assert stranger.recv(1) == b"", "is shown out"
+            assert stranger.recv(1) == b"", "the listener closes the connection"
     for fd in (*other.connect(1, {0: listener.info()}, names, 5.0).values(),):
         os.close(fd)
     thread.join(5)

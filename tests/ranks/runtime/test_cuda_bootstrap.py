@@ -1,4 +1,4 @@
-"""Ranks with CUDA tensors meet: what they have to have in common, said by name. There need be no GPU for that."""
+"""The bootstrap for CUDA tensors refuses ranks that differ, by name. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from dtcomm.runtime.bootstrap.cuda import CudaBootstrap
 CUDA = torch.device("cuda", 0)
 
 
-def meet(rank: int, world_size: int, differ: str) -> str:
+def join(rank: int, world_size: int, differ: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "describe_gpu", lambda device: {})
         patch.setattr(cuda, "backend_of", lambda *_: ("gloo", "nccl")[differ == "backend" and rank])
         patch.setattr(dispatch, "low_rank_backend", lambda: ("cuda", "torch")[differ == "factors" and rank])
         patch.setattr(CudaBootstrap, "_choose_runtime", lambda *_: None)
-        joining = CudaBootstrap(CUDA, rank, list(range(world_size)), dist.group.WORLD, "met")
+        bootstrap = CudaBootstrap(CUDA, rank, list(range(world_size)), dist.group.WORLD, "test")
         try:
-            joining.join()
+            bootstrap.join()
         except CollectiveMismatch as error:
             return str(error)
-        return "met"
+        return "joined"
 
 
 @pytest.mark.parametrize(
     ("differ", "says"),
     [
-        ("nothing", "met"),
+        ("nothing", "joined"),
         ("backend", 'disagree on the group\'s backend for cuda: rank 0: "gloo"; rank 1: "nccl"'),
         ("factors", 'cuda where dtcomm._cuda is built, else torch: rank 0: "cuda"; rank 1: "torch"'),
     ],
 )
-def test_ranks_that_differ_are_refused_by_all(differ: str, says: str) -> None:
-    for said in run_ranks(meet, 2, differ):
+def test_all_ranks_refuse_ranks_that_differ(differ: str, says: str) -> None:
+    for said in run_ranks(join, 2, differ):
         assert says in said
