@@ -121,7 +121,7 @@ ORDERS ?=
 
 device: $(NATIVE)  ## the CUDA kernels' source on this CPU, byte for byte beside the CPU's kernels
 	cmake --build $(INPLACE) --target cuda_emulated_test
-	$(PY) -m tests.cuda.lowered $(INPLACE)/programs.txt
+	$(PY) -m tests.cuda.program_files $(INPLACE)/programs.txt
 	$(INPLACE)/cuda_emulated_test $(INPLACE)/programs.txt $(ORDERS)
 
 # 330 calls of the fused collectives and some of the codec kernels; `make races CALLS=5000`: so many, and all of the others.
@@ -129,7 +129,7 @@ CALLS ?=
 
 races: $(NATIVE)  ## data races between the CUDA kernels' threads, blocks and ranks, found on this CPU
 	cmake --build $(INPLACE) --target race_detector_test
-	$(PY) -m tests.cuda.lowered $(INPLACE)/programs.txt
+	$(PY) -m tests.cuda.program_files $(INPLACE)/programs.txt
 	$(INPLACE)/race_detector_test $(INPLACE)/programs.txt $(CALLS)
 
 # --- with a GPU -----------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ GPU_BUILT = @mkdir -p $(GPU_OUT); began=$$(date +%s); left() { echo $$(($(GPU_SE
 	$(MAKE) gpu-native && echo "$@: built in $$(($$(date +%s) - began)) s"
 
 gpu-check:  ## the tests that need a CUDA device, with _cuda built for it; also under compute-sanitizer
-	$(GPU_BUILT) && PATH="$(GPU_PATH)" $(GPU_PY) -m tests.cuda.check --seconds $$(left) --out $(GPU_OUT) $(ARGS)
+	$(GPU_BUILT) && PATH="$(GPU_PATH)" $(GPU_PY) -m tests.cuda.gpu_check --seconds $$(left) --out $(GPU_OUT) $(ARGS)
 
 # Two fifths of what the build leaves are the second's.
 gpu-bench:  ## kernels beside a device copy, fused collectives beside the memory floor and torch's

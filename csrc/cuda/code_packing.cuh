@@ -1,11 +1,12 @@
-// Eight codes of up to eight bits in two words, a byte each; their bit planes; and bytes as floats.
+// Codes: eight codes of up to eight bits, a byte each in two words; their bit planes in payloads; and bytes as floats.
 #pragma once
 
 #include "cuda/vec8.cuh"
 
 namespace dtcomm::cuda {
 
-// Bytes of (low, high), which are numbered 0..3 and 4..7, by the four digits of `select`, the lowest digit first.
+// Selects four of the bytes of (low, high), numbered 0..3 and 4..7, by the hexadecimal digits of `select`, lowest
+// first.
 DTCOMM_DEVICE std::uint32_t permute_bytes(std::uint32_t low, std::uint32_t high, std::uint32_t select) {
 #if defined(__CUDA_ARCH__)
   return __byte_perm(low, high, select);
@@ -22,7 +23,7 @@ struct Codes {
   std::uint32_t word[2];
 };
 
-// The lowest bytes of eight integers.
+// The codes in the lowest bytes of eight integers.
 DTCOMM_DEVICE Codes codes_of(const std::int32_t (&q)[kVec8]) {
   Codes codes;
   DTCOMM_UNROLL
@@ -34,7 +35,7 @@ DTCOMM_DEVICE Codes codes_of(const std::int32_t (&q)[kVec8]) {
   return codes;
 }
 
-// The lowest `Unit` bits of four bytes, side by side in the lowest bits; and the other way.
+// Packs the lowest `Unit` bits of four bytes into the lowest bits; unpack_codes is the inverse.
 template <int Unit>
 DTCOMM_DEVICE std::uint32_t pack_codes(std::uint32_t v) {
   if constexpr (Unit == 8) return v;
@@ -71,7 +72,7 @@ DTCOMM_DEVICE std::uint32_t unpack_codes(std::uint32_t v) {
   return (v | v << 7) & 0x01010101U;
 }
 
-// One plane of an octet's codes: bits shift .. shift + Unit - 1 of each, at a byte of the plane's own.
+// Stores one plane of a vec8's codes: bits shift .. shift + Unit - 1 of each.
 template <int Unit>
 DTCOMM_DEVICE void store_plane(const Codes& codes, unsigned shift, std::uint8_t* to) {
   const std::uint64_t low = pack_codes<Unit>(codes.word[0] >> shift), high = pack_codes<Unit>(codes.word[1] >> shift);
@@ -85,8 +86,8 @@ DTCOMM_DEVICE void load_plane(const std::uint8_t* from, unsigned shift, Codes& c
   codes.word[1] |= unpack_codes<Unit>(static_cast<std::uint32_t>(plane >> (4 * Unit))) << shift;
 }
 
-// The codes of the octet at element `at` of a granule, whose `stored` codes of `bits` bits begin at `section`: planes
-// of 8, 4, 2 and 1 bits, as the binary number `bits` has them, the lowest bits of the codes first.
+// Stores the codes of the vec8 at element `at` of a granule whose `stored` codes of `bits` bits begin at `section`.
+// There is a plane of 8, 4, 2 or 1 bits for each binary digit of `bits`; the lowest bits of the codes come first.
 DTCOMM_DEVICE void store_codes(const Codes& codes, unsigned bits, std::uint32_t stored, std::uint32_t at,
                                std::uint8_t* section) {
   unsigned shift = 0;
@@ -120,7 +121,7 @@ DTCOMM_DEVICE Codes load_codes(unsigned bits, std::uint32_t stored, std::uint32_
 
 DTCOMM_DEVICE std::uint32_t code_at(const Codes& codes, int j) { return codes.word[j / 4] >> (8 * (j % 4)) & 0xff; }
 
-// Byte j of the octet, less `flip`, as a float: 2^23 + byte is a float whose last bits are the byte.
+// Byte j of the vec8, less `flip`, as a float: 2^23 + byte is a float whose last bits are the byte.
 DTCOMM_DEVICE float float_of_byte(const Codes& codes, int j, float flip) {
   constexpr std::uint32_t kTwo23 = 0x4b000000U;
   const std::uint32_t bits = permute_bytes(codes.word[j / 4], kTwo23, 0x7650U + static_cast<unsigned>(j % 4));

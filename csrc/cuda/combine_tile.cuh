@@ -1,4 +1,5 @@
-// One pass of `combine` over dense codecs: each thread takes an octet of the sum from its first term to its code.
+// The kernel of dense codecs, cpu/kernels.h's `combine` in one pass: each thread computes a vec8 of the sum, from its
+// first term to its code.
 #pragma once
 
 #include "cuda/hadamard.cuh"
@@ -7,16 +8,19 @@
 
 namespace dtcomm::cuda {
 
-constexpr int kAnyCount = -1;  // of payloads, min and max included where the family has them
-constexpr int kBatch = 4;      // payloads whose codes are on their way at once, where the count is not known
+constexpr int kAnyCount = -1;  // any number of payloads; includes min and max where the family has them
+constexpr int kBatch = 4;      // payloads that are loaded at once, where their number is not known
 
-// What a family gives (families/*.cuh):
-//   kSpecialized, kHasMinMax, kCanRotate, kHasPadding  has kernels for each case; has min and max; may rotate; may need
-//   padding Raw, load, decode             an octet of a payload as it is read, and as floats; two steps, so that the
-//   codes
-//                                 of several payloads are on their way together
-//   encode                        of all lanes together; writes scale and codes, and what they decode to
-//   group()                       lanes that share a block; rotates(): whether blocks are rotated
+// What a codec family (families/*.cuh) provides:
+//   kSpecialized    it has kernels for each usual number of payloads
+//   kHasMinMax      it serves min and max
+//   kCanRotate      blocks may be rotated; rotates() says whether they are
+//   kHasPadding     payloads may end with padding
+//   Raw, load, decode  a vec8 of a payload as it is loaded, and as floats; two steps, so that the loads of several
+//   payloads
+//                   overlap
+//   encode          called by all lanes together; writes scale and codes, and what they decode to
+//   group()         lanes that share a block
 
 DTCOMM_DEVICE float reduce_pair(ReduceOp op, float a, float b) {
   if (op == ReduceOp::sum) return a + b;
@@ -24,7 +28,7 @@ DTCOMM_DEVICE float reduce_pair(ReduceOp op, float a, float b) {
   return second || b != b ? b : a;  // NaN wins; of equal values the first stays
 }
 
-// The running sum of an octet. Which term is the first is known to the compiler where the count is.
+// The running sum of a vec8. The compiler knows which term is the first where it knows their number.
 template <bool Ordered>
 struct Sum {
   ReduceOp op;
@@ -67,7 +71,7 @@ DTCOMM_DEVICE void sum_terms(const Lanes& lanes, const KernelParams& params, con
   if (Count != 0) {
     typename Family::Raw raw[kAtOnce > 0 ? kAtOnce : 1] = {};
     const int count = Count == kAnyCount ? params.count : Count;
-    // Not unrolled: the batch is what is under way at once.
+    // Not unrolled: a batch is what is loaded at once.
     DTCOMM_LOOP
     for (int begin = 0; begin < count; begin += kAtOnce) {
       DTCOMM_UNROLL
@@ -106,7 +110,7 @@ DTCOMM_DEVICE void store_output(const Lanes& lanes, const KernelParams& params, 
   store_vec8(lanes, params.out_dtype, x, params.out, pos.first, pos.present, params.out_aligned, pos.whole);
 }
 
-// residual = error * divisor, except where that is no number.
+// Stores residual = error * divisor, except where that is not finite: there the old residual stays.
 template <class Lanes>
 DTCOMM_DEVICE void store_residual(const Lanes& lanes, const KernelParams& params, const Vec8Position& pos,
                                   float (&error)[kVec8]) {
@@ -131,13 +135,13 @@ DTCOMM_DEVICE Vec8Position vec8_position(const KernelParams& params, std::uint64
   pos.shape = granule == params.last ? &params.tail : &params.whole;
   const auto left = static_cast<std::int32_t>(pos.shape->n) - static_cast<std::int32_t>(pos.at);
   pos.present = left < 0 ? 0 : left < kVec8 ? left : kVec8;
-  // A warp's octets lie in one granule.
+  // All vec8s of a warp lie in one granule.
   const std::uint32_t warp = pos.at - thread % kWarp * kVec8;
   pos.whole = warp + kWarp * kVec8 <= pos.shape->n;
   return pos;
 }
 
-// Thread block `tile`. `Encodes`: there is a payload_out; `Feedback`: and what it decodes to is wanted.
+// The work of thread block `tile`. `Encodes`: there is a payload_out; `Feedback`: what it decodes to is needed, too.
 template <int Count, bool Encodes, bool Feedback, class Family, class Lanes>
 DTCOMM_DEVICE void combine_tile(const Lanes& lanes, const KernelParams& params, const Family& family,
                                 std::uint64_t tile) {
@@ -158,7 +162,7 @@ DTCOMM_DEVICE void combine_tile(const Lanes& lanes, const KernelParams& params, 
     }
     return;
   }
-  // Elements that take part in the encoding: rotated, a block is always whole.
+  // Elements that take part in the encoding; a rotated block is always whole.
   const int live = rotates && pos.at < shape.stored ? kVec8 : pos.present;
   if (live < kVec8) {
     DTCOMM_UNROLL
@@ -167,7 +171,7 @@ DTCOMM_DEVICE void combine_tile(const Lanes& lanes, const KernelParams& params, 
   std::uint8_t* granule = params.payload_out + pos.granule;
   float decoded[kVec8], sum[kVec8];
   DTCOMM_UNROLL
-  for (int j = 0; j < kVec8; ++j) sum[j] = x[j];  // spikes are taken out of x
+  for (int j = 0; j < kVec8; ++j) sum[j] = x[j];  // encoding removes outliers from x
   family.template encode<Feedback>(lanes, params, shape, pos, live, x, granule, decoded);
   if (Family::kHasPadding) {
     const std::uint32_t pad = shape.used + pos.at / kVec8;

@@ -25,7 +25,7 @@ DTCOMM_DEVICE void butterfly_stages(const Lanes& lanes, unsigned group, float (&
   }
 }
 
-// `at`: the octet's first element in its granule.
+// Rotates the blocks of all lanes. `at`: the vec8's first element in its granule.
 template <class Lanes>
 DTCOMM_DEVICE void rotate(const Lanes& lanes, unsigned group, std::uint32_t at, float (&x)[kVec8]) {
   const float norm = rotation_norm(group * kVec8);

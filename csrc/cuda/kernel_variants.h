@@ -1,4 +1,4 @@
-// Which kernel of a family serves a call. Host code alone: csrc/tests/device uses it too.
+// Chooses the kernel of a codec family that serves a call. Host code only.
 #pragma once
 
 #include "cuda/combine_tile.cuh"
@@ -9,7 +9,7 @@ constexpr unsigned kThreads = 256;  // of a thread block, unless a group of lane
 
 inline unsigned threads_of(unsigned group) { return group > kThreads ? kMaxBlockThreads : kThreads; }
 
-// Thread blocks of `threads` octets over the elements of a call.
+// Thread blocks of `threads` threads that the elements of a call take.
 inline unsigned tiles(const KernelParams& params, unsigned threads) {
   const std::uint64_t elements = (params.last << params.granule_shift) + params.tail.n;
   return static_cast<unsigned>((elements + threads * kVec8 - 1) / (threads * kVec8));

@@ -10,7 +10,7 @@ namespace dtcomm::cuda {
 
 namespace {
 
-// Bytes to payload_out and out, whichever there are: what a lone term of Family::none is.
+// Copies the only term of a call to payload_out and out, whichever there are.
 const char* copy(const Combine& call, const void* from, cudaStream_t queue) {
   const std::size_t bytes = call.numel * size_of(call.dtype);
   if (call.payload_out) {
@@ -25,7 +25,7 @@ const char* copy(const Combine& call, const void* from, cudaStream_t queue) {
 
 const char* combine(const Codec& codec, const Combine& call, const std::uint8_t* const* table, void* stream) {
   if (call.numel == 0) return nullptr;
-  (void)cudaGetLastError();  // an error of somebody else's is not this call's
+  (void)cudaGetLastError();  // an earlier, unrelated error is not this call's
   if (const void* from = single_verbatim_term(codec, call)) return copy(call, from, static_cast<cudaStream_t>(stream));
   if (codec.family == Family::none && is_native_sum_type(call.dtype)) return combine_native(call, table, stream);
   const KernelParams params = make_params(codec, call, table, call.payload_out != nullptr);

@@ -14,7 +14,7 @@
 
 namespace dtcomm::cuda {
 
-// So many payloads travel as arguments of the kernel. For more their addresses must lie in the device's memory too.
+// Payload addresses that fit the kernel's arguments. For more payloads the addresses must lie in device memory, too.
 constexpr int kInlinePayloads = 16;
 
 // One call as cpu/kernels.h describes it, except that `call.payloads` is host memory, read before this returns, and

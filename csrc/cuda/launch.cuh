@@ -15,12 +15,12 @@ __global__ void __launch_bounds__(kThreads)
   combine_tile<Count, Encodes, Feedback>(WarpLanes(), params, family, blockIdx.x);
 }
 
-// With groups of up to kMaxBlockThreads lanes.
+// For families whose groups have up to kMaxBlockThreads lanes.
 template <class Family, int Count, bool Encodes, bool Feedback>
 __global__ void __launch_bounds__(kMaxBlockThreads)
     combine_block_kernel(const __grid_constant__ KernelParams params, const __grid_constant__ Family family) {
-  __shared__ std::uint32_t room[kBlockScratchWords];
-  combine_tile<Count, Encodes, Feedback>(BlockLanes<WarpLanes>(WarpLanes(), room), params, family, blockIdx.x);
+  __shared__ std::uint32_t scratch[kBlockScratchWords];
+  combine_tile<Count, Encodes, Feedback>(BlockLanes<WarpLanes>(WarpLanes(), scratch), params, family, blockIdx.x);
 }
 
 inline const char* launch_error() {

@@ -11,21 +11,21 @@ namespace dtcomm::cuda {
 
 namespace {
 
-template <class Each>
-struct Near {
-  Each of[kMaxVectors];
+template <class Item>
+struct Batch {
+  Item items[kMaxVectors];
 };
 
-// One block a multiprocessor will do: there are few matrices, and registers hold what is on its way.
+// One block for each multiprocessor: there are few matrices, and registers hold the loads in flight.
 __global__ void __launch_bounds__(kMaxBlockThreads, 1)
-    orthonormalise_kernel(const __grid_constant__ Near<Vectors> near) {
+    orthonormalise_kernel(const __grid_constant__ Batch<Vectors> batch) {
   __shared__ GramSchmidtShared shared;
-  orthonormalise_block(WarpLanes(), shared, near.of[blockIdx.x]);
+  orthonormalise_block(WarpLanes(), shared, batch.items[blockIdx.x]);
 }
 
-__global__ void __launch_bounds__(kMaxBlockThreads) check_finite_kernel(const __grid_constant__ Near<Factors> near) {
+__global__ void __launch_bounds__(kMaxBlockThreads) check_finite_kernel(const __grid_constant__ Batch<Factors> batch) {
   __shared__ WarpMaxima maxima;
-  check_finite_block(WarpLanes(), maxima, near.of[blockIdx.x]);
+  check_finite_block(WarpLanes(), maxima, batch.items[blockIdx.x]);
 }
 
 template <DType dtype>
@@ -34,15 +34,15 @@ __global__ void __launch_bounds__(kThreads, 4) expand_kernel(const __grid_consta
   if (index < expansion_threads(call)) expand_rows<dtype>(call, index);
 }
 
-// A launch of `kernel`, a block for each, for every kMaxVectors of them.
-template <class Each>
-const char* launch_batches(void (*kernel)(Near<Each>), const Each* of, std::size_t count, void* stream) {
-  (void)cudaGetLastError();  // an error of somebody else's is not this call's
+// Launches `kernel` with a block for each item, kMaxVectors at a time.
+template <class Item>
+const char* launch_batches(void (*kernel)(Batch<Item>), const Item* items, std::size_t count, void* stream) {
+  (void)cudaGetLastError();  // an earlier, unrelated error is not this call's
   for (std::size_t at = 0; at < count; at += kMaxVectors) {
-    const std::size_t local_ranks = std::min(kMaxVectors, count - at);
-    Near<Each> near = {};
-    std::copy(of + at, of + at + local_ranks, near.of);
-    kernel<<<static_cast<unsigned>(local_ranks), kMaxBlockThreads, 0, static_cast<cudaStream_t>(stream)>>>(near);
+    const std::size_t size = std::min(kMaxVectors, count - at);
+    Batch<Item> batch = {};
+    std::copy(items + at, items + at + size, batch.items);
+    kernel<<<static_cast<unsigned>(size), kMaxBlockThreads, 0, static_cast<cudaStream_t>(stream)>>>(batch);
     if (const char* error = launch_error()) return error;
   }
   return nullptr;

@@ -1,9 +1,9 @@
 // Modified Gram-Schmidt by one thread block, with the CPU's bits (cpu/source/low_rank.h).
 //
-// There every sum goes to sixteen sums side by side, element i to sum i mod 16, which is a chain of n / 16 additions
-// that nobody can shorten. So the first warp does nothing but add, from products that all other threads lay out in
-// shared memory, a piece ahead of it. Taking away a multiple of one vector and multiplying with the next is one pass.
-// Elements i of all vectors are one thread's throughout, so global memory passes nothing between threads.
+// The CPU keeps sixteen partial sums, element i in sum i mod 16, which are chains of n / 16 dependent additions. So the
+// first warp only adds, from products that all other threads write to shared memory, one piece ahead of it. Subtracting
+// a multiple of one vector and multiplying with the next is one pass. Elements i of all vectors belong to the same
+// thread, so threads pass nothing to each other through global memory.
 #pragma once
 
 #include <cmath>
@@ -15,56 +15,56 @@
 namespace dtcomm::cuda {
 
 constexpr unsigned kPartialSums = 16;
-constexpr unsigned kProducers = kMaxBlockThreads - kWarp;  // threads that make products
-constexpr int kPerProducer = 8;  // of each at a time, so that its loads are on their way together
+constexpr unsigned kProducers = kMaxBlockThreads - kWarp;  // threads that compute products
+constexpr int kPerProducer = 8;                            // products of a thread at a time, so that its loads overlap
 constexpr unsigned kPieceProducts = kPerProducer * kProducers;
 static_assert(kPieceProducts % kPartialSums == 0);
 
-using WarpMaxima = std::uint32_t[kMaxBlockThreads / kWarp];  // the largest magnitudes that warps have seen
+using WarpMaxima = std::uint32_t[kMaxBlockThreads / kWarp];  // the largest magnitude of each warp
 
-// What the thread block shares.
+// The shared memory of the thread block.
 struct GramSchmidtShared {
-  float products[2][kPieceProducts];  // a piece that is added up, and the next one
+  float products[2][kPieceProducts];  // the piece that is being added, and the next one
   float total;
-  WarpMaxima maxima[2];  // of two vectors that follow each other
+  WarpMaxima maxima[2];  // of two consecutive vectors
 };
 
-// What an element of the vector becomes in a pass, and what it is multiplied with then: `read` loads, and nothing else
-// does, `made` computes.
+// A pass over a vector: `load` loads what an element needs, `compute` is the element's new value, and `factor` is what
+// that is multiplied with for the sum. ScalePass divides by a power of two, RandomPass draws new values.
 struct ScalePass {
   float by;
 
-  DTCOMM_DEVICE void read(const float* x, std::uint64_t i, float (&in)[3]) const { in[0] = x[i]; }
-  DTCOMM_DEVICE float made(const float (&in)[3], std::uint64_t) const { return in[0] / by; }
-  DTCOMM_DEVICE float with(const float (&)[3], float value) const { return value; }
+  DTCOMM_DEVICE void load(const float* x, std::uint64_t i, float (&in)[3]) const { in[0] = x[i]; }
+  DTCOMM_DEVICE float compute(const float (&in)[3], std::uint64_t) const { return in[0] / by; }
+  DTCOMM_DEVICE float factor(const float (&)[3], float value) const { return value; }
 };
 
 struct RandomPass {
   std::uint64_t key, index;
 
-  DTCOMM_DEVICE void read(const float*, std::uint64_t, float (&)[3]) const {}
-  DTCOMM_DEVICE float made(const float (&)[3], std::uint64_t i) const {
+  DTCOMM_DEVICE void load(const float*, std::uint64_t, float (&)[3]) const {}
+  DTCOMM_DEVICE float compute(const float (&)[3], std::uint64_t i) const {
     return uniform(make_stream(key, index + i), static_cast<std::uint32_t>(index + i)) - 0.5f;
   }
-  DTCOMM_DEVICE float with(const float (&)[3], float value) const { return value; }
+  DTCOMM_DEVICE float factor(const float (&)[3], float value) const { return value; }
 };
 
-// Plus `by` times `other`, where there is one; with `next`, or where there is none with itself.
+// Adds `by` times `other`, where there is one; the factor is `next`, or the element itself where there is none.
 struct SubtractPass {
   const float* other;
   float by;
   const float* next;
 
-  DTCOMM_DEVICE void read(const float* x, std::uint64_t i, float (&in)[3]) const {
+  DTCOMM_DEVICE void load(const float* x, std::uint64_t i, float (&in)[3]) const {
     in[0] = x[i];
     if (other) in[1] = other[i];
     if (next) in[2] = next[i];
   }
-  DTCOMM_DEVICE float made(const float (&in)[3], std::uint64_t) const { return other ? in[0] + by * in[1] : in[0]; }
-  DTCOMM_DEVICE float with(const float (&in)[3], float value) const { return next ? in[2] : value; }
+  DTCOMM_DEVICE float compute(const float (&in)[3], std::uint64_t) const { return other ? in[0] + by * in[1] : in[0]; }
+  DTCOMM_DEVICE float factor(const float (&in)[3], float value) const { return next ? in[2] : value; }
 };
 
-// The products of one piece, with zeros behind the last element, as the CPU's sums have them.
+// Computes the products of one piece, with zeros past the last element, as in the CPU's sums.
 template <class Lanes, class Pass>
 DTCOMM_DEVICE void produce_products(const Lanes& lanes, const Pass& pass, float* x, std::uint64_t n,
                                     std::uint64_t first, float* products) {
@@ -73,22 +73,22 @@ DTCOMM_DEVICE void produce_products(const Lanes& lanes, const Pass& pass, float*
   DTCOMM_UNROLL
   for (unsigned j = 0; j < kPerProducer; ++j) {
     const std::uint64_t i = first + at + j * kProducers;
-    if (i < n) pass.read(x, i, in[j]);
+    if (i < n) pass.load(x, i, in[j]);
   }
   DTCOMM_UNROLL
   for (unsigned j = 0; j < kPerProducer; ++j) {
     const std::uint64_t i = first + at + j * kProducers;
     float product = 0;
     if (i < n) {
-      const float value = pass.made(in[j], i);
+      const float value = pass.compute(in[j], i);
       x[i] = value;
-      product = value * pass.with(in[j], value);
+      product = value * pass.factor(in[j], value);
     }
     products[at + j * kProducers] = product;
   }
 }
 
-// total, and then every sixteenth of the products.
+// Adds every sixteenth product to `total`.
 DTCOMM_DEVICE float sum_products(float total, const float* products, std::uint64_t n) {
   const auto groups =
       static_cast<unsigned>(((n < kPieceProducts ? n : kPieceProducts) + kPartialSums - 1) / kPartialSums);
@@ -99,7 +99,7 @@ DTCOMM_DEVICE float sum_products(float total, const float* products, std::uint64
   return total;
 }
 
-// A pass over x and the sum of its products, which all threads get.
+// Runs a pass over x and returns the sum of its products to all threads.
 template <class Lanes, class Pass>
 DTCOMM_DEVICE float run_pass(const Lanes& lanes, GramSchmidtShared& shared, const Pass& pass, float* x,
                              std::uint64_t n) {
@@ -124,25 +124,25 @@ DTCOMM_DEVICE float run_pass(const Lanes& lanes, GramSchmidtShared& shared, cons
   return shared.total;
 }
 
-// use(x[i]) for the elements that are the thread's.
+// use(x[i]) for the elements that belong to the thread.
 template <class Lanes, class Use>
 DTCOMM_DEVICE void for_thread_elements(const Lanes& lanes, float* x, std::uint64_t n, const Use& use) {
   if (lanes.thread() < kWarp) return;
   for (std::uint64_t i = lanes.thread() - kWarp; i < n; i += kProducers) use(x[i]);
 }
 
-// The largest of what the threads of the block bring.
+// The largest `top` of the block's threads.
 template <class Lanes>
-DTCOMM_DEVICE std::uint32_t largest(const Lanes& lanes, WarpMaxima& maxima, std::uint32_t top) {
+DTCOMM_DEVICE std::uint32_t block_max(const Lanes& lanes, WarpMaxima& maxima, std::uint32_t top) {
   const auto larger = [](std::uint32_t a, std::uint32_t b) { return a > b ? a : b; };
   top = group_reduce(lanes, kWarp, top, larger);
   if (lanes.thread() % kWarp == 0) maxima[lanes.thread() / kWarp] = top;
   lanes.sync_block();
-  for (const std::uint32_t each : maxima) top = larger(top, each);
+  for (const std::uint32_t maximum : maxima) top = larger(top, maximum);
   return top;
 }
 
-// Vector k apart from those before it, twice over: the length of what is left.
+// Subtracts from vector k its projections on the vectors before it, twice. Returns the length of the remainder.
 template <class Lanes>
 DTCOMM_DEVICE float subtract_projections(const Lanes& lanes, GramSchmidtShared& shared, const Vectors& of,
                                          std::uint64_t k) {
@@ -158,20 +158,20 @@ DTCOMM_DEVICE float subtract_projections(const Lanes& lanes, GramSchmidtShared& 
   return std::sqrt(sum);
 }
 
-// By a thread block of kMaxBlockThreads.
+// Makes the vectors orthonormal, by a thread block of kMaxBlockThreads.
 template <class Lanes>
 DTCOMM_DEVICE void orthonormalise_block(const Lanes& lanes, GramSchmidtShared& shared, const Vectors& of) {
-  constexpr float kDependentBelow = 0x1p-18f;  // of a vector's length, when what is left of it is rounding
+  constexpr float kDependentBelow = 0x1p-18f;  // of a vector's length: a remainder below it is rounding error
   constexpr int kAttempts = 4;
   DTCOMM_LOOP
   for (std::uint64_t k = 0; k < of.count; ++k) {
     float* x = of.first + k * of.n;
     std::uint32_t top = 0;
     for_thread_elements(lanes, x, of.n, [&](float& value) { top = magnitude(value) > top ? magnitude(value) : top; });
-    top = largest(lanes, shared.maxima[k % 2], top);
+    top = block_max(lanes, shared.maxima[k % 2], top);
     if (top >= kInfinity32) continue;
     bool usable = false;
-    // First as it is, unless it is as good as zero, then as it is drawn.
+    // First the vector as it is, unless it is practically zero, then random vectors.
     DTCOMM_LOOP
     for (int attempt = top < 0x00800000 ? 0 : -1; !usable && attempt < kAttempts; ++attempt) {
       const std::uint64_t index = (k * kAttempts + static_cast<std::uint64_t>(attempt)) * of.n;
@@ -185,7 +185,7 @@ DTCOMM_DEVICE void orthonormalise_block(const Lanes& lanes, GramSchmidtShared& s
   }
 }
 
-// Whether the factors are finite; else they become zeros. By a thread block of kMaxBlockThreads.
+// Sets whether the factors are finite; if not, they become zeros. By a thread block of kMaxBlockThreads.
 template <class Lanes>
 DTCOMM_DEVICE void check_finite_block(const Lanes& lanes, WarpMaxima& maxima, const Factors& of) {
   const auto for_each = [&](const auto& use) {
@@ -194,7 +194,7 @@ DTCOMM_DEVICE void check_finite_block(const Lanes& lanes, WarpMaxima& maxima, co
   };
   std::uint32_t top = 0;
   for_each([&](float& value) { top = magnitude(value) > top ? magnitude(value) : top; });
-  const bool finite = largest(lanes, maxima, top) < kInfinity32;
+  const bool finite = block_max(lanes, maxima, top) < kInfinity32;
   if (lanes.thread() == 0) *of.finite = finite;
   if (!finite) for_each([](float& value) { value = 0; });
 }

@@ -7,7 +7,7 @@
 
 namespace dtcomm::cuda {
 
-constexpr unsigned kRowsPerThread = 8;  // of a column: what is read of the right factor serves as many rows
+constexpr unsigned kRowsPerThread = 8;  // of a column: an element of the right factor serves as many rows
 
 template <DType dtype>
 struct Element;
@@ -30,12 +30,12 @@ struct Element<DType::bf16> {
   DTCOMM_DEVICE float wide() const { return float_from_bf16(held); }
 };
 
-// Threads that a call needs: those beside each other have columns beside each other.
+// Threads that a call needs; neighbouring threads have neighbouring columns.
 DTCOMM_HD std::uint64_t expansion_threads(const Expansion& call) {
   return (call.rows + kRowsPerThread - 1) / kRowsPerThread * call.columns;
 }
 
-// By thread `index`: kRowsPerThread rows of a column.
+// Computes kRowsPerThread rows of a column, by thread `index`.
 template <DType dtype>
 DTCOMM_DEVICE void expand_rows(const Expansion& call, std::uint64_t index) {
   const std::uint64_t column = index % call.columns, row = index / call.columns * kRowsPerThread;
@@ -70,7 +70,7 @@ DTCOMM_DEVICE void expand_rows(const Expansion& call, std::uint64_t index) {
   }
 }
 
-// use(std::integral_constant) of the call's type.
+// use(std::integral_constant) with the call's type.
 template <class Use>
 auto with_float(DType dtype, const Use& use) {
   if (dtype == DType::f32) return use(std::integral_constant<DType, DType::f32>());

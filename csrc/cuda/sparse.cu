@@ -10,9 +10,9 @@ namespace {
 template <bool Encodes>
 __global__ void __launch_bounds__(kMaxBlockThreads)
     sparse_kernel(const __grid_constant__ KernelParams params, const __grid_constant__ Sparse family) {
-  __shared__ std::uint32_t room[kBlockScratchWords];
+  __shared__ std::uint32_t scratch[kBlockScratchWords];
   __shared__ float values[kSlots];
-  combine_sparse<Encodes>(BlockLanes<WarpLanes>(WarpLanes(), room), params, family, blockIdx.x, values);
+  combine_sparse<Encodes>(BlockLanes<WarpLanes>(WarpLanes(), scratch), params, family, blockIdx.x, values);
 }
 
 }  // namespace

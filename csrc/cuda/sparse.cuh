@@ -1,4 +1,4 @@
-// One pass of `combine` over a sparse codec: a thread block holds a granule, each thread an octet of its sum.
+// The kernel of sparse codecs: a thread block holds a granule, each thread a vec8 of its sum.
 #pragma once
 
 #include "codec/sparse.h"
@@ -7,31 +7,31 @@
 
 namespace dtcomm::cuda {
 
-// What a granule of so many elements keeps, and where.
+// How many values a granule keeps, and where their parts lie.
 struct Part {
-  std::uint32_t kept, last;  // values, and those before the last granule of their payload
+  std::uint32_t kept, last;  // values, and the index of the first value in the last granule of the nested payload
   std::uint32_t positions_at;
-  GranuleShape shape;  // of that last granule
+  GranuleShape shape;  // of the nested payload's last granule
 };
 
 struct Sparse {
   Codec codec;
-  AnyInteger integer;  // of the values, where they are integers
-  DType wire;          // of the values elsewhere
+  AnyInteger integer;  // family of the values, where they are integers
+  DType wire;          // type of the values otherwise
   std::uint32_t head, position_bits, nested_bytes;
-  GranuleShape nested;  // of whole granules of values
+  GranuleShape nested;  // of whole granules of the nested payload
   Part whole, tail;
 
   DTCOMM_DEVICE bool draws() const { return codec.family == Family::randk; }
   DTCOMM_DEVICE bool integers() const { return codec.element == Element::integer; }
 };
 
-// Values in shared memory, one a word; those of an octet lie in different banks.
+// The place of value i in shared memory, one word each; those of a vec8 lie in different banks.
 DTCOMM_DEVICE std::uint32_t slot_of(std::uint32_t i) { return i % kVec8 * kMaxBlockThreads + i / kVec8; }
 
-constexpr std::uint32_t kSlots = kVec8 * kMaxBlockThreads + 1;  // the last one: the first value of a payload
+constexpr std::uint32_t kSlots = kVec8 * kMaxBlockThreads + 1;  // the last slot holds the first value of a payload
 
-// The sum of `value` over the threads before this one; `total` becomes that over all.
+// The sum of `value` over the threads before this one; `total` becomes the sum over all threads.
 template <class Lanes>
 DTCOMM_DEVICE std::uint32_t sum_before(const Lanes& lanes, std::uint32_t value, std::uint32_t& total) {
   std::uint32_t before = 0;
@@ -49,9 +49,9 @@ DTCOMM_DEVICE void decode_values(const Sparse& family, const Part& part, const s
   if (family.integers()) {
     const std::uint32_t granule = i / kGranule, at = i % kGranule;
     const GranuleShape& shape = granule * kGranule == part.last ? part.shape : family.nested;
-    const bool there = i < part.kept;
-    family.integer.decode(family.integer.load(shape, values + granule * family.nested_bytes, there ? at : shape.stored),
-                          v);
+    const bool present = i < part.kept;
+    family.integer.decode(
+        family.integer.load(shape, values + granule * family.nested_bytes, present ? at : shape.stored), v);
   } else {
     DTCOMM_UNROLL
     for (std::uint32_t j = 0; j < kVec8; ++j) {
@@ -62,22 +62,22 @@ DTCOMM_DEVICE void decode_values(const Sparse& family, const Part& part, const s
   for (int j = 0; j < kVec8; ++j) v[j] = canonical(v[j]);
 }
 
-// This thread's octet of a payload's granule of n elements.
+// Decodes this thread's vec8 of a payload's granule of n elements.
 template <class Lanes>
 DTCOMM_DEVICE void decode_sparse(const Lanes& lanes, const Sparse& family, const Part& part, std::uint32_t n,
-                                 const std::uint8_t* from, float* room, float (&term)[kVec8]) {
+                                 const std::uint8_t* from, float* slots, float (&term)[kVec8]) {
   const std::uint32_t thread = lanes.thread(), first = thread * kVec8;
   float v[kVec8];
   decode_values(family, part, from + family.head, first, v);
   lanes.sync_block();
-  if (family.position_bits == 1) {  // a bitmap: each octet is a byte of it, its values those after all before it
+  if (family.position_bits == 1) {  // a bitmap with a byte for each vec8; values are in the order of their elements
     const std::uint32_t left = first < n ? n - first : 0;
     std::uint32_t bits = left ? from[part.positions_at + thread] : 0;
     if (left < kVec8) bits &= (1U << left) - 1;
     std::uint32_t count = 0, total;
     DTCOMM_UNROLL
     for (int j = 0; j < kVec8; ++j) {
-      room[slot_of(first + static_cast<unsigned>(j))] = v[j];
+      slots[slot_of(first + static_cast<unsigned>(j))] = v[j];
       count += bits >> j & 1;
     }
     std::uint32_t rank = sum_before(lanes, count, total);
@@ -85,7 +85,7 @@ DTCOMM_DEVICE void decode_sparse(const Lanes& lanes, const Sparse& family, const
     DTCOMM_UNROLL
     for (int j = 0; j < kVec8; ++j) {
       const bool sent = (bits >> j & 1) != 0;
-      term[j] = sent && rank < part.kept ? room[slot_of(rank)] : 0.0f;
+      term[j] = sent && rank < part.kept ? slots[slot_of(rank)] : 0.0f;
       rank += sent;
     }
     return;
@@ -96,30 +96,30 @@ DTCOMM_DEVICE void decode_sparse(const Lanes& lanes, const Sparse& family, const
   }
   const Shuffle shuffle = family.draws() ? make_shuffle(own, n) : Shuffle{};
   DTCOMM_UNROLL
-  for (std::uint32_t j = 0; j < kVec8; ++j) room[slot_of(first + j)] = 0.0f;
-  if (thread == 0) room[kSlots - 1] = v[0];
+  for (std::uint32_t j = 0; j < kVec8; ++j) slots[slot_of(first + j)] = 0.0f;
+  if (thread == 0) slots[kSlots - 1] = v[0];
   lanes.sync_block();
   DTCOMM_LOOP
   for (std::uint32_t j = 0; j < kVec8; ++j) {
     if (first + j >= part.kept) continue;
     const std::uint32_t to =
         family.draws() ? shuffled(shuffle, first + j) : position_at(from + part.positions_at, first + j);
-    if (to < n) room[slot_of(to)] = v[j];
+    if (to < n) slots[slot_of(to)] = v[j];
   }
   lanes.sync_block();
-  const float lead = room[kSlots - 1];
+  const float lead = slots[kSlots - 1];
   DTCOMM_UNROLL
   for (std::uint32_t j = 0; j < kVec8; ++j) {
-    term[j] = family.draws() && lead != lead ? float_of(kNaN32) : room[slot_of(first + j)];
+    term[j] = family.draws() && lead != lead ? float_of(kNaN32) : slots[slot_of(first + j)];
   }
 }
 
-// Which elements of this thread's octet are sent, and the rank of the first of them among all that are.
+// Which elements of this thread's vec8 are sent, and the rank of the first of them among all elements that are sent.
 struct Sent {
   std::uint32_t bits, rank;
 };
 
-// The `kept` largest magnitudes, of equal ones the first.
+// Selects the `kept` largest magnitudes; of equal ones, the first.
 template <class Lanes>
 DTCOMM_DEVICE Sent select(const Lanes& lanes, const float (&x)[kVec8], int present, std::uint32_t kept) {
   const auto above = [&](std::uint32_t bound) {
@@ -128,7 +128,7 @@ DTCOMM_DEVICE Sent select(const Lanes& lanes, const float (&x)[kVec8], int prese
     for (int j = 0; j < kVec8; ++j) count += j < present && magnitude(x[j]) >= bound ? 1 : 0;
     return count;
   };
-  // The largest bound that `kept` magnitudes reach is the smallest magnitude that is sent.
+  // The threshold is the smallest magnitude that is sent: the largest bound that at least `kept` magnitudes reach.
   std::uint32_t threshold = 0, round = 0;
   DTCOMM_LOOP
   for (std::uint32_t bit = 1U << 30; bit > 0; bit >>= 1) {
@@ -150,7 +150,7 @@ DTCOMM_DEVICE Sent select(const Lanes& lanes, const float (&x)[kVec8], int prese
   return sent;
 }
 
-// The values of octet `i` of those that are sent, and what they decode to.
+// Encodes the eight values from index i on, and returns what they decode to.
 template <class Lanes>
 DTCOMM_DEVICE void encode_values(const Lanes& lanes, const KernelParams& params, const Sparse& family, const Part& part,
                                  std::uint64_t first, std::uint32_t i, float (&v)[kVec8], std::uint8_t* values,
@@ -180,17 +180,17 @@ DTCOMM_DEVICE void encode_values(const Lanes& lanes, const KernelParams& params,
   for (int j = 0; j < kVec8; ++j) decoded[j] = canonical(decoded[j]);
 }
 
-// Returns what the granule decodes to, this thread's octet of it.
+// Encodes a granule and returns this thread's vec8 of what it decodes to.
 template <class Lanes>
 DTCOMM_DEVICE void encode_sparse(const Lanes& lanes, const KernelParams& params, const Sparse& family, const Part& part,
-                                 const Vec8Position& pos, const float (&x)[kVec8], float* room, std::uint8_t* to,
+                                 const Vec8Position& pos, const float (&x)[kVec8], float* slots, std::uint8_t* to,
                                  float (&decoded)[kVec8]) {
   const std::uint32_t thread = lanes.thread(), first = thread * kVec8, n = pos.shape->n;
   const std::uint64_t start = pos.first - pos.at;
-  float v[kVec8], made[kVec8];
-  const auto store_vec8_shared = [&](const float (&octet)[kVec8]) {
+  float v[kVec8], decoded_values[kVec8];
+  const auto store_vec8_shared = [&](const float (&values)[kVec8]) {
     DTCOMM_UNROLL
-    for (std::uint32_t j = 0; j < kVec8; ++j) room[slot_of(first + j)] = octet[j];
+    for (std::uint32_t j = 0; j < kVec8; ++j) slots[slot_of(first + j)] = values[j];
   };
   lanes.sync_block();
   if (family.draws()) {
@@ -204,24 +204,24 @@ DTCOMM_DEVICE void encode_sparse(const Lanes& lanes, const KernelParams& params,
     DTCOMM_LOOP
     for (std::uint32_t j = 0; j < kVec8; ++j) {
       from[j] = first + j < part.kept ? shuffled(shuffle, first + j) : n;
-      v[j] = from[j] >= n ? 0.0f : bad ? float_of(kNaN32) : room[slot_of(from[j])] * factor;
+      v[j] = from[j] >= n ? 0.0f : bad ? float_of(kNaN32) : slots[slot_of(from[j])] * factor;
     }
     if (thread < kRandkHead) to[thread] = static_cast<std::uint8_t>(own >> 8 * thread);
-    encode_values(lanes, params, family, part, start, first, v, to + family.head, made);
+    encode_values(lanes, params, family, part, start, first, v, to + family.head, decoded_values);
     lanes.sync_block();
-    if (thread == 0) room[kSlots - 1] = made[0];
+    if (thread == 0) slots[kSlots - 1] = decoded_values[0];
     DTCOMM_UNROLL
-    for (std::uint32_t j = 0; j < kVec8; ++j) room[slot_of(first + j)] = 0.0f;
+    for (std::uint32_t j = 0; j < kVec8; ++j) slots[slot_of(first + j)] = 0.0f;
     lanes.sync_block();
     DTCOMM_UNROLL
     for (std::uint32_t j = 0; j < kVec8; ++j) {
-      if (from[j] < n) room[slot_of(from[j])] = made[j];
+      if (from[j] < n) slots[slot_of(from[j])] = decoded_values[j];
     }
     lanes.sync_block();
-    const float lead = room[kSlots - 1];
+    const float lead = slots[kSlots - 1];
     DTCOMM_UNROLL
     for (std::uint32_t j = 0; j < kVec8; ++j) {
-      decoded[j] = lead != lead ? float_of(kNaN32) : room[slot_of(first + j)];
+      decoded[j] = lead != lead ? float_of(kNaN32) : slots[slot_of(first + j)];
     }
     return;
   }
@@ -232,38 +232,38 @@ DTCOMM_DEVICE void encode_sparse(const Lanes& lanes, const KernelParams& params,
     std::uint32_t rank = sent.rank;
     DTCOMM_UNROLL
     for (std::uint32_t j = 0; j < kVec8; ++j) {
-      if (sent.bits >> j & 1) room[slot_of(rank++)] = float_of(first + j);
+      if (sent.bits >> j & 1) slots[slot_of(rank++)] = float_of(first + j);
     }
     lanes.sync_block();
     DTCOMM_UNROLL
     for (std::uint32_t j = 0; j < kVec8; j += 2) {
       if (first + j >= part.kept) continue;
-      const std::uint32_t second = first + j + 1 < part.kept ? bits_of(room[slot_of(first + j + 1)]) : 0;
-      put_positions(to + part.positions_at, (first + j) / 2, part.kept, bits_of(room[slot_of(first + j)]), second);
+      const std::uint32_t second = first + j + 1 < part.kept ? bits_of(slots[slot_of(first + j + 1)]) : 0;
+      put_positions(to + part.positions_at, (first + j) / 2, part.kept, bits_of(slots[slot_of(first + j)]), second);
     }
     lanes.sync_block();
   }
   std::uint32_t rank = sent.rank;
   DTCOMM_UNROLL
   for (std::uint32_t j = 0; j < kVec8; ++j) {
-    if (sent.bits >> j & 1) room[slot_of(rank++)] = canonical(x[j]);
+    if (sent.bits >> j & 1) slots[slot_of(rank++)] = canonical(x[j]);
   }
   lanes.sync_block();
   DTCOMM_UNROLL
-  for (std::uint32_t j = 0; j < kVec8; ++j) v[j] = first + j < part.kept ? room[slot_of(first + j)] : 0.0f;
-  encode_values(lanes, params, family, part, start, first, v, to + family.head, made);
+  for (std::uint32_t j = 0; j < kVec8; ++j) v[j] = first + j < part.kept ? slots[slot_of(first + j)] : 0.0f;
+  encode_values(lanes, params, family, part, start, first, v, to + family.head, decoded_values);
   lanes.sync_block();
-  store_vec8_shared(made);
+  store_vec8_shared(decoded_values);
   lanes.sync_block();
   rank = sent.rank;
   DTCOMM_UNROLL
-  for (std::uint32_t j = 0; j < kVec8; ++j) decoded[j] = sent.bits >> j & 1 ? room[slot_of(rank++)] : 0.0f;
+  for (std::uint32_t j = 0; j < kVec8; ++j) decoded[j] = sent.bits >> j & 1 ? slots[slot_of(rank++)] : 0.0f;
 }
 
-// Granule `tile`; `room` is shared memory of kSlots words.
+// The work of a thread block on granule `tile`; `slots` is shared memory of kSlots words.
 template <bool Encodes, class Lanes>
 DTCOMM_DEVICE void combine_sparse(const Lanes& lanes, const KernelParams& params, const Sparse& family,
-                                  std::uint64_t tile, float* room) {
+                                  std::uint64_t tile, float* slots) {
   const Vec8Position pos = vec8_position(params, tile, lanes.thread(), lanes.threads());
   const Part& part = pos.shape == &params.tail ? family.tail : family.whole;
   Sum<false> sum{ReduceOp::sum};
@@ -275,7 +275,7 @@ DTCOMM_DEVICE void combine_sparse(const Lanes& lanes, const KernelParams& params
       sum.add(term);
     }
     if (t < params.count) {
-      decode_sparse(lanes, family, part, pos.shape->n, params.payload(t) + pos.granule, room, term);
+      decode_sparse(lanes, family, part, pos.shape->n, params.payload(t) + pos.granule, slots, term);
       sum.add(term);
     }
   }
@@ -297,7 +297,7 @@ DTCOMM_DEVICE void combine_sparse(const Lanes& lanes, const KernelParams& params
   }
   std::uint8_t* granule = params.payload_out + pos.granule;
   float decoded[kVec8];
-  encode_sparse(lanes, params, family, part, pos, x, room, granule, decoded);
+  encode_sparse(lanes, params, family, part, pos, x, slots, granule, decoded);
   const std::uint32_t pad = pos.shape->used + lanes.thread();
   if (pad < pos.shape->bytes) granule[pad] = 0;
   if (params.residual_out) {

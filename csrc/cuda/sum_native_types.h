@@ -1,4 +1,4 @@
-// Family::none for the types that are summed as themselves: f64 and the integers (wrapping), bool (logical).
+// Sums of tensors in their own type with Family::none: f64, integers (which wrap) and bool (logical).
 #pragma once
 
 #include "codec/layout.h"
@@ -7,7 +7,7 @@
 
 namespace dtcomm::cuda {
 
-// What a thread needs of such a call.
+// The arguments of the kernel.
 struct NativeSumParams {
   const std::uint8_t* payloads[kInlinePayloads];
   const std::uint8_t* const* table;
@@ -15,7 +15,7 @@ struct NativeSumParams {
   const void* local;
   std::uint8_t* payload_out;
   void* out;
-  std::size_t numel, padded;  // elements, and those that fill the payload's last sixteen bytes
+  std::size_t numel, padded;  // elements, without and with those that fill the payload's last sixteen bytes
   std::size_t divisor;
   ReduceOp op;
 };
@@ -38,7 +38,7 @@ inline NativeSumParams native_sum_params(const Combine& call, const std::uint8_t
   return to;
 }
 
-// The byte of a bool: what is not zero is true.
+// The byte of a bool; any value but zero is true.
 struct Logical {
   std::uint8_t byte;
 };
@@ -73,7 +73,7 @@ DTCOMM_DEVICE Logical join_native(ReduceOp op, Logical a, Logical b) {
   return {static_cast<std::uint8_t>(both ? a.byte && b.byte : a.byte || b.byte)};
 }
 
-// Division cuts towards zero.
+// Integer division rounds towards zero.
 template <class T>
 DTCOMM_DEVICE T divide_native(T a, std::size_t by) {
   return static_cast<T>(static_cast<std::int64_t>(a) / static_cast<std::int64_t>(by));
@@ -87,7 +87,7 @@ DTCOMM_DEVICE Logical divide_native(Logical a, std::size_t) {
   return a;
 }
 
-// Element i < padded, from its first term to where it goes.
+// Computes element i < padded, from its first term to its outputs.
 template <class T>
 DTCOMM_DEVICE void combine_element(const NativeSumParams& call, std::size_t i) {
   if (i >= call.numel) {
@@ -114,7 +114,7 @@ DTCOMM_DEVICE void combine_element(const NativeSumParams& call, std::size_t i) {
   if (call.out) static_cast<T*>(call.out)[i] = sum;
 }
 
-// use(T{}) for the type of the elements.
+// use(T{}) with the type of the elements.
 template <class Use>
 auto with_native_type(DType dtype, const Use& use) {
   switch (dtype) {

@@ -1,4 +1,5 @@
-// Eight neighbouring elements, in registers and in memory: sixteen-byte accesses where the address allows them.
+// A vec8, eight neighbouring elements of a thread, in registers and in memory; with sixteen-byte accesses where the
+// address allows them.
 #pragma once
 
 #include "codec/cast.h"
@@ -25,7 +26,7 @@ DTCOMM_DEVICE bool aligned_to(const void* address, unsigned bytes) {
   return (reinterpret_cast<std::uintptr_t>(address) & (bytes - 1)) == 0;
 }
 
-// Sixteen bytes that are read once, or not again soon. The address is aligned to them; hosts check.
+// Loads sixteen bytes that are not read again soon. The address must be aligned to sixteen; the emulator checks it.
 DTCOMM_DEVICE Quad load_quad(const void* from) {
 #if defined(__CUDA_ARCH__)
   const uint4 quad = __ldcs(static_cast<const uint4*>(from));
@@ -47,7 +48,7 @@ DTCOMM_DEVICE void store_quad(const Quad& quad, void* to) {
 #endif
 }
 
-// `Bytes` bytes (1, 2, 4 or 8) of any alignment, the first lowest; at one go where the address allows it.
+// Loads `Bytes` bytes (1, 2, 4 or 8), little-endian, in one access where the address is aligned to them.
 template <int Bytes>
 DTCOMM_DEVICE std::uint64_t load_bytes(const std::uint8_t* from) {
   if constexpr (Bytes == 1) {
@@ -117,8 +118,8 @@ DTCOMM_DEVICE Quad halves_from_floats(DType dtype, const float (&x)[kVec8]) {
   return quad;
 }
 
-// Elements at .. at + 7 of a tensor, of which the first `present` exist; the others become +0. `at` is a multiple of
-// 8; `wide`: the tensor is aligned to 16 bytes.
+// Loads elements at .. at + 7 of a tensor, of which the first `present` exist; the others become +0. `at` is a multiple
+// of 8; `wide`: the tensor is aligned to 16 bytes.
 DTCOMM_DEVICE void load_vec8(DType dtype, const void* tensor, std::size_t at, int present, bool wide,
                              float (&x)[kVec8]) {
   if (wide && present == kVec8) {
@@ -137,9 +138,9 @@ DTCOMM_DEVICE void load_vec8(DType dtype, const void* tensor, std::size_t at, in
   for (int j = 0; j < kVec8; ++j) x[j] = j < present ? load_element(dtype, tensor, at + j) : 0.0f;
 }
 
-// Eight fp32 of each lane of a warp whose octets are neighbours and all exist, to an address aligned to 16 bytes.
-// Lanes of a pair trade halves, so that each of the two stores fills whole sectors of 32 bytes. In place a lane stores
-// where its neighbour read, so they come together before.
+// Stores eight fp32 of each lane of a warp whose vec8s are neighbours and all exist, to an address aligned to 16 bytes.
+// The lanes of a pair exchange halves, so that each of the two stores fills whole sectors of 32 bytes. In place a lane
+// stores where its neighbour loaded, so the warp synchronises before.
 template <class Lanes>
 DTCOMM_DEVICE void store_floats(const Lanes& lanes, const float (&x)[kVec8], float* to, std::size_t at) {
   const bool odd = (lanes.thread() & 1) != 0;
@@ -156,7 +157,7 @@ DTCOMM_DEVICE void store_floats(const Lanes& lanes, const float (&x)[kVec8], flo
   store_quad(second, pair + kVec8);
 }
 
-// The inverse of load_vec8. `whole`: all octets of this warp exist (the same for all its lanes).
+// The inverse of load_vec8. `whole`: all elements of the warp exist (the same for all its lanes).
 template <class Lanes>
 DTCOMM_DEVICE void store_vec8(const Lanes& lanes, DType dtype, const float (&x)[kVec8], void* tensor, std::size_t at,
                               int present, bool wide, bool whole) {

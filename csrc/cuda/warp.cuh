@@ -1,6 +1,6 @@
-// The threads of a thread block as the codecs see them: each holds eight elements ("an octet") in registers, and
-// neighbours exchange values. Everything in csrc/cuda but the launches is written over a class of this shape, so
-// that csrc/tests/device can run the same source on a CPU, its threads as fibers.
+// WarpLanes and BlockLanes: the threads of a block as the codecs see them. Each thread holds eight neighbouring
+// elements (a "vec8") in registers, and threads exchange values. Everything in csrc/cuda but the launches is a template
+// over such a class, so that csrc/emulator can run the same source on a CPU.
 #pragma once
 
 #include <cstddef>
@@ -26,17 +26,17 @@ constexpr unsigned kMaxBlockThreads = 512;  // of a thread block: the largest bl
 
 #if defined(__CUDACC__)
 
-// Groups of lanes that never leave their warp.
+// Lanes that exchange values only within their warp.
 struct WarpLanes {
   __device__ __forceinline__ unsigned thread() const { return threadIdx.x; }
   __device__ __forceinline__ unsigned threads() const { return blockDim.x; }
 
-  // The value of thread ^ reach, reach < 32. All threads of the block call it together.
+  // The value of thread ^ reach, reach < 32. All threads of the block must call it.
   template <class T>
   __device__ __forceinline__ T shuffle_xor(T value, unsigned reach) const {
     return __shfl_xor_sync(0xffffffffU, value, reach);
   }
-  // The octet of thread ^ reach.
+  // The vec8 of thread ^ reach.
   __device__ __forceinline__ void shuffle_xor_vec8(const float (&x)[kVec8], unsigned reach,
                                                    float (&other)[kVec8]) const {
     DTCOMM_UNROLL
@@ -46,10 +46,9 @@ struct WarpLanes {
   __device__ __forceinline__ std::uint32_t warp_sum(std::uint32_t value) const {
     return __reduce_add_sync(0xffffffffU, value);
   }
-  // What lanes of the warp have read and written before, others read and write after. Values that are exchanged are no
-  // such point: that they have come says nothing of memory.
+  // Orders the memory accesses of the warp's lanes before it before those after it. An exchange of values does not.
   __device__ __forceinline__ void sync_warp() const { __syncwarp(); }
-  // The same for the thread block.
+  // The same for all threads of the block.
   __device__ __forceinline__ void sync_block() const { __syncthreads(); }
 };
 
@@ -58,18 +57,17 @@ struct WarpLanes {
 constexpr unsigned kBlockScratchWords =
     kVec8 * kMaxBlockThreads + 2 * kWarp;  // words of shared memory that BlockLanes need
 
-// Groups as large as the thread block: beyond a warp values go through shared memory.
+// Lanes that exchange values within groups of up to a thread block: beyond a warp, values go through shared memory.
 template <class Warp>
 struct BlockLanes : Warp {
-  std::uint32_t* room;
+  std::uint32_t* scratch;
 
-  DTCOMM_DEVICE BlockLanes(const Warp& warp, std::uint32_t* shared) : Warp(warp), room(shared) {}
+  DTCOMM_DEVICE BlockLanes(const Warp& warp, std::uint32_t* shared) : Warp(warp), scratch(shared) {}
 
-  // The sum over the thread block, of kMaxBlockThreads threads; `round` counts the calls that follow one another.
-  // In words of its own, and of two rounds that follow each other in different ones: whoever goes on first does not
-  // write what others still read.
+  // The sum over the thread block, of kMaxBlockThreads threads; `round` counts consecutive calls. It uses words of its
+  // own, and consecutive rounds use different ones, so that a thread that is ahead does not overwrite what others read.
   DTCOMM_DEVICE std::uint32_t block_sum(std::uint32_t value, std::uint32_t round) const {
-    std::uint32_t* sums = room + kVec8 * kMaxBlockThreads + round % 2 * kWarp;
+    std::uint32_t* sums = scratch + kVec8 * kMaxBlockThreads + round % 2 * kWarp;
     const unsigned lane = this->thread() % kWarp;
     value = this->warp_sum(value);
     if (lane == 0) sums[this->thread() / kWarp] = value;
@@ -78,9 +76,9 @@ struct BlockLanes : Warp {
   }
 
   DTCOMM_DEVICE std::uint32_t shuffle_xor_block(std::uint32_t value, unsigned reach) const {
-    room[this->thread()] = value;
+    scratch[this->thread()] = value;
     this->sync_block();
-    const std::uint32_t other = room[this->thread() ^ reach];
+    const std::uint32_t other = scratch[this->thread() ^ reach];
     this->sync_block();
     return other;
   }
@@ -96,15 +94,16 @@ struct BlockLanes : Warp {
   DTCOMM_DEVICE void shuffle_xor_vec8(const float (&x)[kVec8], unsigned reach, float (&other)[kVec8]) const {
     if (reach < kWarp) return Warp::shuffle_xor_vec8(x, reach, other);
     DTCOMM_UNROLL
-    for (int j = 0; j < kVec8; ++j) room[j * kMaxBlockThreads + this->thread()] = bits_of(x[j]);
+    for (int j = 0; j < kVec8; ++j) scratch[j * kMaxBlockThreads + this->thread()] = bits_of(x[j]);
     this->sync_block();
     DTCOMM_UNROLL
-    for (int j = 0; j < kVec8; ++j) other[j] = float_of(room[j * kMaxBlockThreads + (this->thread() ^ reach)]);
+    for (int j = 0; j < kVec8; ++j) other[j] = float_of(scratch[j * kMaxBlockThreads + (this->thread() ^ reach)]);
     this->sync_block();
   }
 };
 
-// `join` of a value of each of a group's lanes (a power of two), halves folded onto halves, the far ones first.
+// Reduces a value of each lane of a group (a power of two) with `join`: halves are folded onto halves, the far ones
+// first.
 template <class Lanes, class T, class Join>
 DTCOMM_DEVICE T group_reduce(const Lanes& lanes, unsigned group, T value, const Join& join) {
   for (unsigned reach = group / 2; reach > 0; reach /= 2) value = join(value, lanes.shuffle_xor(value, reach));

@@ -141,7 +141,7 @@ PYBIND11_MODULE(_cuda, module) {
              py::arg("out"), py::arg("out_dtype"), py::arg("stream"),
              "out = the decoded payload in out_dtype, queued on the stream; addresses are the device's.");
   bind_cuda_fused(module);
-  bind_cuda_lowrank(module);
+  bind_cuda_low_rank(module);
 }
 
 }  // namespace dtcomm::python

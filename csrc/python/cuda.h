@@ -12,7 +12,7 @@
 namespace dtcomm::python {
 
 void bind_cuda_fused(pybind11::module_& module);
-void bind_cuda_lowrank(pybind11::module_& module);
+void bind_cuda_low_rank(pybind11::module_& module);
 
 inline void check_aligned(const char* name, std::uintptr_t address, std::size_t to) {
   if (address % to != 0) throw pybind11::value_error(std::string(name) + ": must be aligned to " + std::to_string(to));

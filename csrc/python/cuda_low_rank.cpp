@@ -69,7 +69,7 @@ void expand(std::uintptr_t gradient, int dtype, std::uintptr_t residual, std::ui
 
 }  // namespace
 
-void bind_cuda_lowrank(py::module_& module) {
+void bind_cuda_low_rank(py::module_& module) {
   module.attr("MAX_VECTORS") = cuda::kMaxVectors;
   module.def("orthonormalise", &orthonormalise, py::arg("vectors"), py::arg("stream"),
              "Gram-Schmidt of each of `vectors` (address, count, elements, key), queued on the stream of the current "

@@ -21,10 +21,10 @@ from dtcomm.device.streams import AsyncHostCopy
 from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.runtime.cuda_peer import memory
-from tests.cuda.cases import ON_A_DEVICE, PEER, Given
+from tests.cuda.device_cases import NEEDS_GPU, PEER_RUNTIME, FixedGradientModel
 from tests.unit.runtime.everything import calls
 
-pytestmark = ON_A_DEVICE
+pytestmark = NEEDS_GPU
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 FEW = {"specs": ("none", "int8", "int8:round=stochastic"), "sizes": (1, 20_001)}
 
@@ -78,7 +78,7 @@ def over_handles(rank: int, world_size: int) -> dict[str, object]:
 @pytest.mark.parametrize("body", [fused_processes, over_handles])
 def test_processes_that_share_a_device(body: Callable[..., dict[str, Any]]) -> None:
     kind = memory.SYMMETRIC if body is fused_processes else memory.IPC
-    for said in run_ranks(body, 2, env=PEER, timeout=120, fresh=True):
+    for said in run_ranks(body, 2, env=PEER_RUNTIME, timeout=120, fresh=True):
         assert said["wrong"] == []
         assert [(each["runtime"], kind in each["transport"]) for each in said["info"].values()] == [
             ("peer", True)
@@ -158,7 +158,7 @@ def test_what_goes_through_the_host_is_not_captured() -> None:
 
 def ddp_gradients(rank: int, world_size: int, device: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    model = torch.nn.parallel.DistributedDataParallel(Given(rank, device))
+    model = torch.nn.parallel.DistributedDataParallel(FixedGradientModel(rank, device))
     ddp.compress(model, "int4")
     seen = []
     for _ in range(4):
@@ -171,7 +171,7 @@ def ddp_gradients(rank: int, world_size: int, device: str) -> list[torch.Tensor]
 def fsdp_gradients(rank: int, world_size: int, device: str) -> list[torch.Tensor]:
     from torch.distributed.fsdp import fully_shard
 
-    model = Given(rank, device)
+    model = FixedGradientModel(rank, device)
     mesh = dist.init_device_mesh(device, (world_size,))
     fully_shard(model, mesh=mesh)
     fsdp.compress(model, gradients="int8", parameters="fp8_e4m3")

@@ -18,10 +18,10 @@ from dtcomm.compress.error_state import FEEDBACKS
 from dtcomm.compress.spec import COMPRESSORS
 from dtcomm.kernels import dispatch, local_tasks, low_rank
 from dtcomm.launch.ranks import run_ranks
-from tests.cuda.cases import ON_A_DEVICE, PEER, Given
+from tests.cuda.device_cases import NEEDS_GPU, PEER_RUNTIME, FixedGradientModel
 from tests.support.host_sync_trace import trace
 
-pytestmark = ON_A_DEVICE
+pytestmark = NEEDS_GPU
 MORE = [
     ("powersgd:rank=4,alternate=true", True),
     ("powersgd:rank=2,factors=int8", True),
@@ -173,7 +173,7 @@ def test_passes_of_low_rank_as_kernels(rank: int) -> None:
 
 
 def hooked(rank: int, world_size: int, spec: str, feedback: bool | str) -> dict[str, Any]:
-    model = torch.nn.parallel.DistributedDataParallel(Given(rank, "cuda"))
+    model = torch.nn.parallel.DistributedDataParallel(FixedGradientModel(rank, "cuda"))
     policy = f"ndim<2 -> none; * -> {spec}"
     ddp.compress(model, policy, feedback=feedback, sample_every=2)
 
@@ -197,7 +197,7 @@ def hooked(rank: int, world_size: int, spec: str, feedback: bool | str) -> dict[
 
 @pytest.mark.parametrize(("spec", "feedback"), HOOKS)
 def test_a_step_of_the_hook_waits_for_nothing(spec: str, feedback: bool | str) -> None:
-    ranks = run_ranks(hooked, 2, spec, feedback, env=PEER, timeout=100, fresh=True)
+    ranks = run_ranks(hooked, 2, spec, feedback, env=PEER_RUNTIME, timeout=100, fresh=True)
     for said in ranks:
         assert said["waits"] == [[], []] and all(said["kernels"])
         assert all(map(torch.equal, said["gradients"], ranks[0]["gradients"]))

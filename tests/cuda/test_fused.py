@@ -10,10 +10,10 @@ from dtcomm.codecs import codec
 from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.cuda_peer.launch import COLLECTIVES, CudaLauncher, FusedRanks, PeerBufferLayout
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
-from tests.cuda.cases import ON_A_DEVICE, on_cpu, on_device
+from tests.cuda.device_cases import NEEDS_GPU, on_cpu, on_device
 from tests.unit.runtime.test_fused import DIRECT, SPECS, by_the_engine, same, tensors
 
-pytestmark = ON_A_DEVICE
+pytestmark = NEEDS_GPU
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])

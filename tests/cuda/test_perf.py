@@ -13,9 +13,9 @@ from dtcomm.cli.codecs import main as codecs_command
 from dtcomm.cli.main import main
 from dtcomm.measure.device_clock import DeviceClock, LaunchClock, make_clock, time_calls
 from dtcomm.measure.memory_floor import TimedCopy
-from tests.cuda.cases import ON_A_DEVICE
+from tests.cuda.device_cases import NEEDS_GPU
 
-pytestmark = ON_A_DEVICE
+pytestmark = NEEDS_GPU
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 one_device = pytest.mark.skipif(torch.cuda.device_count() != 1, reason="is about one CUDA device")
 

@@ -17,12 +17,12 @@ from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.cuda_peer.launch import CudaLauncher, FusedRanks, PeerBufferLayout
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule.ir import REDUCING
-from tests.cuda.cases import ON_A_DEVICE, PEER, on_cpu, on_device
+from tests.cuda.device_cases import NEEDS_GPU, PEER_RUNTIME, on_cpu, on_device
 from tests.unit.algorithms.every_algorithm import NAMES, build
 from tests.unit.runtime.orders import make, together
 from tests.unit.runtime.test_fused import SPECS, same
 
-pytestmark = ON_A_DEVICE
+pytestmark = NEEDS_GPU
 
 
 def there(each: Buffers) -> Buffers:
@@ -104,5 +104,5 @@ def own_schedules(rank: int, world_size: int) -> dict[str, object]:
 
 
 def test_own_schedules_of_processes_that_share_a_device() -> None:
-    for said in run_ranks(own_schedules, 2, env=PEER, timeout=120):
+    for said in run_ranks(own_schedules, 2, env=PEER_RUNTIME, timeout=120):
         assert said["wrong"] == [] and said["broadcast"] == [1] * 7 and said["elsewhere"] == {}

@@ -18,10 +18,10 @@ from dtcomm import ddp, fsdp, tp
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.torchdist.transport import NcclTransport
-from tests.cuda.cases import ON_A_DEVICE, PEER, Given
+from tests.cuda.device_cases import NEEDS_GPU, PEER_RUNTIME, FixedGradientModel
 from tests.support.host_sync_trace import Trace, trace
 
-pytestmark = ON_A_DEVICE
+pytestmark = NEEDS_GPU
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def collectives(rank: int, world_size: int) -> Step:
 
 
 def ddp_step(rank: int, world_size: int) -> Step:
-    model = torch.nn.parallel.DistributedDataParallel(Given(rank, "cuda"))
+    model = torch.nn.parallel.DistributedDataParallel(FixedGradientModel(rank, "cuda"))
     ddp.compress(model, "int8")
 
     def step() -> None:
@@ -83,7 +83,7 @@ def ddp_step(rank: int, world_size: int) -> Step:
 def fsdp_step(rank: int, world_size: int) -> Step:
     from torch.distributed.fsdp import fully_shard
 
-    model = Given(rank, "cuda")
+    model = FixedGradientModel(rank, "cuda")
     fully_shard(model, mesh=dist.init_device_mesh("cuda", (world_size,)))
     fsdp.compress(model, gradients="int8", parameters="fp8_e4m3")
 
@@ -117,7 +117,7 @@ def traced(rank: int, world_size: int, prepare: Callable[[int, int], Step]) -> t
 @pytest.mark.parametrize("prepare", [collectives, ddp_step, fsdp_step, tp_step])
 def test_a_step_of_processes_that_share_a_device(prepare: Callable[[int, int], Step]) -> None:
     """Over fused kernels. Fresh processes: torch numbers what they have met for."""
-    for seen, devices in run_ranks(traced, 2, prepare, env=PEER, timeout=100, fresh=True):
+    for seen, devices in run_ranks(traced, 2, prepare, env=PEER_RUNTIME, timeout=100, fresh=True):
         assert seen.waits == [] and (seen.ran("fused_kernel") or seen.ran("step_kernel")), devices
 
 

@@ -1,4 +1,4 @@
-// What the families with a scale for each block share.
+// What the families with a scale for each block have in common.
 #pragma once
 
 #include "codec/integer.h"
@@ -20,7 +20,7 @@ DTCOMM_DEVICE float load_field(Scale type, const std::uint8_t* from, std::uint32
   return float_from_bf16(reinterpret_cast<const Word16*>(from)[block]);
 }
 
-// The bits of the largest magnitude of a group's octets: NaN above Inf above every number.
+// The bits of a group's largest magnitude; NaN is above Inf, which is above every number.
 template <class Lanes>
 DTCOMM_DEVICE std::uint32_t group_max_magnitude(const Lanes& lanes, unsigned group, const float (&x)[kVec8]) {
   std::uint32_t top = magnitude(x[0]);
@@ -32,7 +32,7 @@ DTCOMM_DEVICE std::uint32_t group_max_magnitude(const Lanes& lanes, unsigned gro
   return group_reduce(lanes, group, top, [](std::uint32_t a, std::uint32_t b) { return a > b ? a : b; });
 }
 
-// The random numbers of an octet.
+// The random numbers of a vec8.
 DTCOMM_DEVICE void uniform_vec8(std::uint64_t key, std::uint64_t index, float (&random)[kVec8]) {
   const auto low = static_cast<std::uint32_t>(index);
   Stream stream = make_stream(key, index);
@@ -44,7 +44,7 @@ DTCOMM_DEVICE void uniform_vec8(std::uint64_t key, std::uint64_t index, float (&
   }
 }
 
-// What all of these families know of their blocks. Group (lanes of a block) is 0 where the compiler does not know it.
+// The blocks of a family. Group, the lanes of a block, is 0 where the compiler does not know it.
 template <unsigned Group>
 struct Blocks {
   IntegerRules rules;

@@ -20,7 +20,7 @@ struct Cast {
   DTCOMM_DEVICE bool rotates() const { return false; }
   DTCOMM_HD unsigned group() const { return 1; }
 
-  // Granules are padded to sixteen bytes, so what exists of an octet can be read by quads.
+  // Granules are padded to sixteen bytes, so the elements of a vec8 that exist can be loaded by quads.
   DTCOMM_DEVICE Raw load(const GranuleShape& shape, const std::uint8_t* granule, std::uint32_t at) const {
     Raw raw = {};
     DTCOMM_UNROLL

@@ -6,7 +6,7 @@
 
 namespace dtcomm::cuda {
 
-// Group is 0 where the compiler does not know it; Plain: to nearest.
+// Group is 0 where the compiler does not know it. Plain: rounded to nearest.
 template <class F, unsigned Group, bool Plain>
 struct Float8 : Blocks<Group> {
   static constexpr bool kSpecialized = Plain, kHasMinMax = false, kCanRotate = false, kHasPadding = true;
@@ -48,7 +48,7 @@ struct Float8 : Blocks<Group> {
       const float t = x[j] * inverse;
       const std::uint32_t made =
           !Plain && codec.stochastic ? stochastic_minifloat<F>(t, random[j]) : nearest_minifloat<F>(t);
-      // Zero blocks may have signs, NaN blocks anything.
+      // Elements of zero blocks may have signs, and those of NaN blocks any value.
       code[j] = inverse == 0.0f ? 0 : static_cast<std::int32_t>(made);
     }
     if (pos.at < shape.stored) {

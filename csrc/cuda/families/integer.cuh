@@ -1,4 +1,4 @@
-// Integer codes with a scale, and perhaps a zero point and spikes, for each block.
+// Integer codes with a scale and optionally a zero point and outliers for each block.
 #pragma once
 
 #include <type_traits>
@@ -8,7 +8,7 @@
 
 namespace dtcomm::cuda {
 
-// Bits and Group are 0 where the compiler does not know them; Plain: symmetric, to nearest, nothing else.
+// Bits and Group are 0 where the compiler does not know them. Plain: symmetric, rounded to nearest, no other option.
 template <int Bits, unsigned Group, bool Plain>
 struct Integer : Blocks<Group> {
   static constexpr bool kSpecialized = Plain, kHasMinMax = false, kCanRotate = !Plain, kHasPadding = true;
@@ -23,8 +23,8 @@ struct Integer : Blocks<Group> {
   };
   struct GeneralRaw : PlainRaw {
     float zero;
-    Outliers spikes;
-    std::uint32_t first;  // place of the octet in its block
+    Outliers outliers;
+    std::uint32_t first;  // index of the vec8's first element in its block
   };
   using Raw = std::conditional_t<Plain, PlainRaw, GeneralRaw>;
 
@@ -39,7 +39,7 @@ struct Integer : Blocks<Group> {
     raw.scale = load_field(codec.scale, granule, block_of(at));
     if constexpr (!Plain) {
       if (!codec.symmetric) raw.zero = load_field(codec.scale, granule + shape.zeros_at, block_of(at));
-      if (codec.spikes) raw.spikes = load_outliers(codec, shape, block_of(at), granule);
+      if (codec.spikes) raw.outliers = load_outliers(codec, shape, block_of(at), granule);
       raw.first = at % (group() * kVec8);
     }
     return raw;
@@ -60,7 +60,7 @@ struct Integer : Blocks<Group> {
       x[j] = value(float_of_byte(codes, j, static_cast<float>(half)), raw.scale, zero);
     }
     if constexpr (!Plain) {
-      if (codec.spikes) restore_outliers(raw.spikes, raw.first, x);
+      if (codec.spikes) restore_outliers(raw.outliers, raw.first, x);
     }
   }
 
@@ -91,9 +91,9 @@ struct Integer : Blocks<Group> {
                             float (&decoded)[kVec8]) const {
     const std::uint64_t index = params.offset + pos.first;
     const std::uint32_t first = pos.at % (group() * kVec8);
-    Outliers spikes = {};
+    Outliers outliers = {};
     float zero = 0.0f;
-    if (!Plain && codec.spikes) spikes = extract_outliers(lanes, codec, group(), params.key, index, first, live, x);
+    if (!Plain && codec.spikes) outliers = extract_outliers(lanes, codec, group(), params.key, index, first, live, x);
     std::uint32_t top = group_max_magnitude(lanes, group(), x);
     if (!symmetric()) zero = measure_range(lanes, x, live, top);
     const float scale = scale_of(rules, top), inverse = inverse_of(scale);
@@ -112,7 +112,7 @@ struct Integer : Blocks<Group> {
         q[j] = nearest_code(Plain ? x[j] * inverse : (x[j] - zero) * inverse, lowest, rules.levels);
       }
     }
-    // The codes of NaN blocks are cleared, and with zero points those of missing elements, which are 0 otherwise.
+    // The codes of NaN blocks are cleared, and those of missing elements, which only zero points make different from 0.
     DTCOMM_UNROLL
     for (int j = 0; j < kVec8; ++j) {
       if (top >= kInfinity32 || (!Plain && j >= live)) q[j] = 0;
@@ -123,13 +123,13 @@ struct Integer : Blocks<Group> {
         const std::uint32_t block = block_of(pos.at);
         store_field(codec.scale, scale, granule, block);
         if (!symmetric()) store_field(codec.scale, zero, granule + shape.zeros_at, block);
-        if (!Plain && codec.spikes) store_outliers(codec, shape, block, spikes, granule);
+        if (!Plain && codec.spikes) store_outliers(codec, shape, block, outliers, granule);
       }
     }
     if constexpr (Feedback) {
       DTCOMM_UNROLL
       for (int j = 0; j < kVec8; ++j) decoded[j] = value(static_cast<float>(q[j]), scale, zero);
-      if (!Plain && codec.spikes) restore_outliers(spikes, first, decoded);
+      if (!Plain && codec.spikes) restore_outliers(outliers, first, decoded);
     }
   }
 };

@@ -42,7 +42,7 @@ struct Mx {
     std::int32_t code[kVec8];
     DTCOMM_UNROLL
     for (int j = 0; j < kVec8; ++j) {
-      // Zero blocks may have signs, NaN blocks anything.
+      // Elements of zero blocks may have signs, and those of NaN blocks any value.
       code[j] = inverse == 0.0f ? 0 : static_cast<std::int32_t>(nearest_minifloat<F>(x[j] * inverse));
     }
     if (pos.at < shape.stored) {

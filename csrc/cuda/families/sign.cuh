@@ -1,4 +1,4 @@
-// One bit an element, and the mean magnitude of its block.
+// One bit for each element, and the mean magnitude of its block.
 #pragma once
 
 #include "codec/sign.h"
@@ -28,7 +28,7 @@ struct Sign : Blocks<0> {
 
   DTCOMM_DEVICE void decode(const Raw& raw, float (&x)[kVec8]) const { values(raw.bits, raw.scale, x); }
 
-  // The sum of the block's parts: halves are folded onto halves, the far ones first.
+  // The sum over the block: halves are folded onto halves, the far ones first.
   template <class Lanes>
   DTCOMM_DEVICE float folded(const Lanes& lanes, const float (&x)[kVec8]) const {
     const float one_over = 1.0f / static_cast<float>(codec.block);
@@ -53,11 +53,11 @@ struct Sign : Blocks<0> {
   template <bool Feedback, class Lanes>
   DTCOMM_DEVICE void encode(const Lanes& lanes, const KernelParams&, const GranuleShape& shape, const Vec8Position& pos,
                             int, float (&x)[kVec8], std::uint8_t* granule, float (&decoded)[kVec8]) const {
-    // The part of the block that is there: rotated, all of it.
+    // The part of the block that exists; all of it where it is rotated.
     const std::uint32_t start = pos.at & ~(codec.block - 1);
-    const std::uint32_t there = shape.n > start ? shape.n - start : 0;
-    const bool cut = there < codec.block && !rotates();
-    const float share = cut ? static_cast<float>(there) / static_cast<float>(codec.block) : 1.0f;
+    const std::uint32_t present = shape.n > start ? shape.n - start : 0;
+    const bool cut = present < codec.block && !rotates();
+    const float share = cut ? static_cast<float>(present) / static_cast<float>(codec.block) : 1.0f;
     const float scale = sign_scale(folded(lanes, x), share, codec.scale);
     std::uint32_t bits = 0;
     DTCOMM_UNROLL

@@ -1,11 +1,11 @@
-// All-reduce in one launch over memory that peers write into: the direct algorithms (two_shot, one_shot) with any codec
-// of the first tier. Payloads are stored where the receiver reads them; sums are in rank order and a sum is encoded
+// All-reduce in one launch over memory that peers write into: the direct algorithms two_shot and one_shot, for codecs
+// of the first tier. Payloads are stored where the receiver reads them. Sums are in rank order, and a sum is encoded
 // once by its owner, whose own contribution is not encoded, so the bytes are those of csrc/engine's programs.
 //
-// Why a slot may be written again. two_shot: a block writes a peer's inbox of its next section after that peer has said
-// `gathered` for this one, which it does when its sum is made; and its outbox after the peer has said `scattered` for
-// the next section, which it does when it has decoded this one. one_shot has one signal a section, so slots take turns:
-// the other half is written meanwhile, and this one only after the peer's signal for that.
+// When a slot may be written again. two_shot: a block writes a peer's inbox for its next section after that peer
+// signalled `gathered` for this one, which it does when its sum is complete; and a peer's outbox after that peer
+// signalled `scattered` for the next section, which it does when it has decoded this one. one_shot has one signal a
+// section, so its slots alternate: a slot is written again after the peer's signal for the section in between.
 #pragma once
 
 #include "cuda/fused/epilogue.cuh"
@@ -13,7 +13,8 @@
 
 namespace dtcomm::cuda {
 
-// Thread block `index` of a rank. `Count` is ranks - 1 where that is known, else kAnyCount; `Feedback`: residuals.
+// two_shot by thread block `index` of a rank. `Count` is ranks - 1 where that is known, else kAnyCount; `Feedback`:
+// there may be residuals.
 template <int Count, bool Feedback, class Family, class Block>
 DTCOMM_DEVICE void two_shot(const Block& block, const FusedParams& fused, const Family& family, int rank,
                             unsigned index) {
@@ -49,7 +50,7 @@ DTCOMM_DEVICE void two_shot(const Block& block, const FusedParams& fused, const 
     if (!exchange_signals(block, fused, rank, index, SignalStage::gathered, epoch, BarrierId::payloads_pushed,
                           BarrierId::payloads_gathered))
       return;
-    // The own sum is written with its encoding, unless more follows.
+    // The own sum was written when it was encoded, unless there is an epilogue.
     for (int k = epilogue ? 0 : 1; k < fused.ranks; ++k) {
       const int peer = (rank + k) % fused.ranks;
       if (epilogue) {
@@ -64,7 +65,7 @@ DTCOMM_DEVICE void two_shot(const Block& block, const FusedParams& fused, const 
   end_block(block, fused, rank, index, Algorithm::two_shot, epoch);
 }
 
-// The same in one: everybody encodes everything once, and sums up everything. `Count` is ranks, or kAnyCount.
+// one_shot: every rank encodes its whole tensor once and sums the payloads of all. `Count` is ranks, or kAnyCount.
 template <int Count, bool Feedback, class Family, class Block>
 DTCOMM_DEVICE void one_shot(const Block& block, const FusedParams& fused, const Family& family, int rank,
                             unsigned index) {

@@ -1,16 +1,16 @@
-// What follows a sum in the pass that writes it: (sum + bias) + addend, each in fp32 and rounded once, as
-// cpu/epilogue.h has it of payloads; or with the sum rounded before, as it has it of sums that came uncompressed.
+// The epilogue of a sum, in the pass that writes it: (sum + bias) + addend, in fp32 and rounded once, as cpu/epilogue.h
+// does for payloads; or with the sum rounded before, as it does for sums that arrived uncompressed.
 #pragma once
 
 #include "cuda/fused/pipeline.cuh"
 
 namespace dtcomm::cuda {
 
-// The elements of a call, of which the first is element `at` of the output.
+// Sums the elements of a section, whose first element is element `at` of the output, and applies the epilogue.
 template <int Count, class Family, class Block>
 DTCOMM_DEVICE void combine_with_epilogue(const Block& block, const FusedParams& fused, const RankState& state,
                                          std::uint64_t at, const KernelParams& params, const Family& family) {
-  static_assert(!Family::kCanRotate, "blocks as they are summed");
+  static_assert(!Family::kCanRotate, "no rotation to undo");
   const auto* addend =
       state.addend ? static_cast<const std::uint8_t*>(state.addend) + at * fused.element_bytes : nullptr;
   const bool addend_aligned = aligned_to(addend, kAlign);

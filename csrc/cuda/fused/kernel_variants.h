@@ -1,4 +1,4 @@
-// Which fused kernel serves a launch. Host code alone, for the device's launch and for the emulator.
+// Chooses the fused kernel that serves a launch. Host code only, for launches on a device and in the emulator.
 #pragma once
 
 #include "cuda/fused/all_reduce.cuh"
@@ -6,7 +6,7 @@
 
 namespace dtcomm::cuda {
 
-// `Ranks` where they are known, else kAnyCount.
+// `Ranks` is their number where it is known, else kAnyCount.
 template <Collective What, Algorithm Which, int Ranks, bool Feedback>
 struct FusedKernel {
   template <class Family, class Block>

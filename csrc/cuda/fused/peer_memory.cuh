@@ -1,8 +1,9 @@
-// What the ranks of a fused collective see of each other: memory that peers write into, and signals. Thread block b of
-// a rank works with the thread blocks b of the others alone, so blocks are pipelines beside each other.
+// The arguments of fused kernels, the memory that the threads of a block share, and DeviceBlock: signals between ranks
+// that write into each other's memory. Thread block b of a rank works only with thread block b of the other ranks, so
+// the blocks are independent pipelines.
 //
-// A signal is a number that only grows: section e of a block has come to a point when the signal is e or more. So
-// nothing is ever reset, and a launch may be captured in a graph: how far a block has counted lies in its own pad.
+// A signal is a number that only grows: section e of a block has reached a stage when the signal is e or more. Nothing
+// is ever reset, so a launch can be captured in a graph: a block keeps its count in the pad of its rank.
 #pragma once
 
 #include "cuda/fused/collective.h"
@@ -11,24 +12,25 @@
 namespace dtcomm::cuda {
 
 constexpr unsigned kFusedThreads = 256;  // of a thread block
-constexpr unsigned kBlocksPerMultiprocessor =
-    2;  // that a multiprocessor has registers for: they wait more than they compute
+// Blocks that a multiprocessor must have registers for: they wait more than they compute.
+constexpr unsigned kBlocksPerMultiprocessor = 2;
 
-// What a signal says: of two_shot, of the collectives in one shot, and of programs.
+// The stages that signals announce: scattered and gathered in two_shot, shot in one_shot, entered and stepped in
+// programs.
 enum class SignalStage : unsigned { scattered = 0, gathered = 1, shot = 2, entered = 3, stepped = 4 };
 
-// Calls of a rank: to what goes to others, to what comes from them, and to its sum.
+// The passes of a rank over its tensors: encoding for peers, decoding from peers, and its own sum.
 enum class Pass : unsigned { encode = 0, decode = 1, reduce = 2 };
 constexpr unsigned kPasses = 3;
 
-// What a rank does to its own tensors: the calls over all of them, as plan() makes them.
+// A rank's tensors, as the parameters of each pass over all of them, and its epilogue.
 struct RankState {
   KernelParams params[kPasses];
-  const void* bias;    // of the epilogue, which is in the last of the calls
-  const void* addend;  // in the output's place
+  const void* bias;
+  const void* addend;  // [elements of the output]
 };
 
-// Points at which all threads of a block meet. Each stands for what goes wrong without it.
+// The barriers of a block, named after the accesses that they order. Tests leave them out one by one.
 enum class BarrierId : unsigned {
   pointers_set,       // all parameters point at this section, before any thread uses them
   payloads_stored,    // payloads are in peers' memory, before one thread signals the peers
@@ -40,40 +42,42 @@ enum class BarrierId : unsigned {
   section_done,       // the section has been read, before its parameters point at the next one
 };
 
-// One launch. Ranks first .. first + here - 1 are in it: one in a process of its own, all of them as virtual ranks.
+// The arguments of the kernel of a direct algorithm. The launch contains ranks first_rank .. first_rank + local_ranks -
+// 1: one in a process of its own, or all of them as virtual ranks.
 struct FusedParams {
   Collective collective;
   Algorithm algorithm;
   int ranks, first_rank, local_ranks;
   unsigned blocks;           // of a rank
-  unsigned slot_stride;      // blocks that the room has slots for
-  std::uint32_t section;     // granules of a chunk (of the tensor, in one shot) that a block takes at a time
+  unsigned slot_stride;      // blocks that the peer buffer has slots for
+  std::uint32_t section;     // granules of a chunk (in one_shot: of the tensor) that a block processes at a time
   std::uint32_t sections;    // of the largest chunk
   std::uint64_t granules;    // of the tensor
   std::uint64_t numel;       // of the tensor, or of a shard
   std::uint64_t slot_bytes;  // of a section's payload
-  std::uint64_t timeout_ns;  // of one wait, nanoseconds
+  std::uint64_t timeout_ns;  // of one wait
   std::uint64_t features;    // of the epilogue
   std::uint32_t element_bytes, granule_elements;
   bool feedback;      // there are residuals
   bool has_epilogue;  // there is an epilogue
-  bool encodes_own;   // two_shot: the owner's contribution, too
-  bool rounds_sum;    // the sum, before the epilogue adds to it
+  bool encodes_own;   // two_shot: the owner encodes its own contribution, too
+  bool rounds_sum;    // rounds the sum before the epilogue adds to it
   bool verbatim;      // payloads are the elements' bytes
-  bool uneven;        // shards are as large as `splits` says: sender * ranks + receiver
+  bool uneven;        // shard sizes are splits[sender * ranks + receiver]
   Layout layout;
   PeerPointers peers[kMaxRanks];
   RankState states[kMaxRanks];
   std::uint64_t splits[kMaxRanks * kMaxRanks];
 };
-static_assert(sizeof(FusedParams) < 16384, "an argument of a kernel, beside the family");
+static_assert(sizeof(FusedParams) < 16384, "fits the arguments of a kernel, with the family");
 
-// What a block's threads share.
+// The shared memory of a block.
 struct Shared {
-  KernelParams params[kPasses]
-                     [kMaxRanks];  // of what goes to a peer (in one shot the own one goes to all) and comes from it
-  std::uint32_t missing_before;    // what the rank's pad said of missing ranks when the block began
-  std::uint32_t missing_rank;      // who did not come since
+  // The current section of each pass: encoding for each peer (in one_shot the own payload goes to all), decoding from
+  // each peer, and one sum.
+  KernelParams params[kPasses][kMaxRanks];
+  std::uint32_t missing_before;  // SignalPad::missing_rank when the block began
+  std::uint32_t missing_rank;    // 0, or 1 + a rank that did not come since
 
   DTCOMM_DEVICE KernelParams& encode(int peer) { return params[static_cast<unsigned>(Pass::encode)][peer]; }
   DTCOMM_DEVICE KernelParams& decode(int peer) { return params[static_cast<unsigned>(Pass::decode)][peer]; }
@@ -82,8 +86,8 @@ struct Shared {
 
 #if defined(__CUDACC__)
 
-// A thread block of a device. Its lanes are a warp's; what follows a barrier of the block has seen what came before
-// it, so that one thread's release and acquire serve them all.
+// A thread block of a device. A barrier of the block makes everything before it visible to everything after it, so that
+// one thread's release and one thread's acquire serve the whole block.
 struct DeviceBlock : WarpLanes {
   Shared& shared_;
 
@@ -92,7 +96,7 @@ struct DeviceBlock : WarpLanes {
   __device__ __forceinline__ void sync_block(BarrierId) const { __syncthreads(); }
   __device__ __forceinline__ unsigned slot_parity(std::uint32_t epoch) const { return epoch & 1; }
 
-  // What several threads may write at once, and blocks look at.
+  // For words that several threads may write at once and other blocks read.
   __device__ __forceinline__ void store_relaxed(std::uint32_t* word, std::uint32_t value) const {
     asm volatile("st.relaxed.sys.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
   }
@@ -104,11 +108,11 @@ struct DeviceBlock : WarpLanes {
     asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(word) : "memory");
     return seen;
   }
-  // False where the signal did not come within `budget` nanoseconds.
+  // False where the signal did not come within `timeout_ns` nanoseconds.
   __device__ __forceinline__ bool wait(const std::uint32_t* word, std::uint32_t epoch, std::uint64_t timeout_ns) const {
     std::uint64_t begin = 0;
     for (;;) {
-      if (static_cast<std::int32_t>(look(word) - epoch) >= 0) return true;
+      if (static_cast<std::int32_t>(load_acquire(word) - epoch) >= 0) return true;
       std::uint64_t now;
       asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
       if (begin == 0) begin = now;

@@ -1,5 +1,5 @@
-// What the fused collectives are made of: runs of a tensor, slots in peers' rooms, calls that are set to a section, and
-// the exchange of signals.
+// The parts of fused collectives: ranges of tensors, slots in peer buffers, kernel parameters that are pointed at a
+// section, and the exchange of signals.
 #pragma once
 
 #include "cuda/combine_tile.cuh"
@@ -7,12 +7,13 @@
 
 namespace dtcomm::cuda {
 
-// Elements of the input and of the output, on a grid of granules that begins with the first of them.
+// A range of elements: its offsets in the input and the output, and its size. Its granules begin with its first
+// element.
 struct TensorRange {
   std::uint64_t in, out, numel;
 };
 
-// What `rank` sums up of an all-reduced tensor: its granules cut evenly, as csrc/engine/plan.cpp cuts them.
+// The chunk of an all-reduced tensor that `rank` sums: granules cut evenly, as core/chunk_layout.h cuts them.
 DTCOMM_DEVICE TensorRange chunk_range_of(const FusedParams& fused, int rank) {
   const auto ranks = static_cast<std::uint64_t>(fused.ranks);
   const std::uint64_t from = fused.granules * static_cast<std::uint64_t>(rank) / ranks * fused.granule_elements;
@@ -20,15 +21,15 @@ DTCOMM_DEVICE TensorRange chunk_range_of(const FusedParams& fused, int rank) {
   return {from, from, (to < fused.numel ? to : fused.numel) - (from < fused.numel ? from : fused.numel)};
 }
 
-// The n-th section of a run; empty behind its end.
-DTCOMM_DEVICE TensorRange section_range(const FusedParams& fused, const TensorRange& run, std::uint64_t index) {
+// Section `index` of a range; empty past its end.
+DTCOMM_DEVICE TensorRange section_range(const FusedParams& fused, const TensorRange& range, std::uint64_t index) {
   const std::uint64_t most = std::uint64_t{fused.section} * fused.granule_elements;
   const std::uint64_t from = index * most;
-  const std::uint64_t left = from < run.numel ? run.numel - from : 0;
-  return {run.in + from, run.out + from, left < most ? left : most};
+  const std::uint64_t left = from < range.numel ? range.numel - from : 0;
+  return {range.in + from, range.out + from, left < most ? left : most};
 }
 
-// The slot of block `block` and rank `whose` in the n-th quarter of a room. It lies where it lies for every call.
+// The slot of block `block` and rank `whose` in a region of a peer buffer. Its place is the same for all calls.
 DTCOMM_DEVICE std::uint8_t* slot(const FusedParams& fused, const PeerPointers& peer, unsigned region, unsigned block,
                                  int whose) {
   const std::uint64_t at = (region * fused.slot_stride + block) * static_cast<std::uint64_t>(fused.ranks);
@@ -37,7 +38,7 @@ DTCOMM_DEVICE std::uint8_t* slot(const FusedParams& fused, const PeerPointers& p
 
 constexpr unsigned kInbox = 0, kOutbox = 1, kAlternating = 2;
 
-// The terms of a sum are what lies in a rank's own slots, in rank order, its own slot only where it is `own`.
+// Makes the payloads in a rank's slots the terms of a sum, in rank order; its own payload only where `own`.
 DTCOMM_DEVICE void set_slot_payloads(const FusedParams& fused, int rank, unsigned region, unsigned block, bool own,
                                      KernelParams& params) {
   int term = 0;
@@ -47,52 +48,52 @@ DTCOMM_DEVICE void set_slot_payloads(const FusedParams& fused, int rank, unsigne
   }
 }
 
-// What a call knows of the run that its tensors, set before, begin with.
-DTCOMM_DEVICE void set_range(const Layout& layout, const TensorRange& run, KernelParams& params) {
+// Sets the parameters that follow from a range whose tensors have been set before.
+DTCOMM_DEVICE void set_range(const Layout& layout, const TensorRange& range, KernelParams& params) {
   params.local_aligned = aligned_to(params.local, kAlign);
   params.out_aligned = aligned_to(params.out, kAlign);
   params.residual_aligned = aligned_to(params.residual_in, kAlign) && aligned_to(params.residual_out, kAlign);
-  params.offset += run.in;
-  params.last = run.numel ? (run.numel - 1) >> params.granule_shift : 0;
-  const std::uint64_t tail = run.numel - (params.last << params.granule_shift);
+  params.offset += range.in;
+  params.last = range.numel ? (range.numel - 1) >> params.granule_shift : 0;
+  const std::uint64_t tail = range.numel - (params.last << params.granule_shift);
   params.tail = tail == params.whole.n ? params.whole : granule_shape_of(layout, tail);
 }
 
-// Sets a copy of a seat's call to a run: everything but where payloads lie. The copy was made before; only what differs
-// from section to section is written.
-DTCOMM_DEVICE void set_pointers(const FusedParams& fused, const RankState& state, Pass pass, const TensorRange& run,
+// Points a copy of a rank's parameters at a range, except for the addresses of payloads. Writes only what differs from
+// section to section.
+DTCOMM_DEVICE void set_pointers(const FusedParams& fused, const RankState& state, Pass pass, const TensorRange& range,
                                 KernelParams& params) {
   const KernelParams& base = state.params[static_cast<unsigned>(pass)];
   const auto past = [&](const void* tensor, std::uint64_t elements) {
     return tensor ? static_cast<const std::uint8_t*>(tensor) + elements * fused.element_bytes : nullptr;
   };
-  params.local = past(base.local, run.in);
-  params.out = const_cast<std::uint8_t*>(past(base.out, run.out));
-  params.residual_in = base.residual_in ? base.residual_in + run.in : nullptr;
-  params.residual_out = base.residual_out ? base.residual_out + run.in : nullptr;
+  params.local = past(base.local, range.in);
+  params.out = const_cast<std::uint8_t*>(past(base.out, range.out));
+  params.residual_in = base.residual_in ? base.residual_in + range.in : nullptr;
+  params.residual_out = base.residual_out ? base.residual_out + range.in : nullptr;
   params.offset = base.offset;
-  set_range(fused.layout, run, params);
+  set_range(fused.layout, range, params);
 }
 
-// All of a block's calls, a thread each: run_of(verb, peer) is the section that a call points at, and point(verb, peer,
-// call) sets where its payloads lie. Of sums there is one, the first, and its peer is the rank itself.
-template <class Block, class RunOf, class PointAt>
-DTCOMM_DEVICE void set_all_pointers(const Block& block, const FusedParams& fused, int rank, const RunOf& run_of,
-                                    const PointAt& point) {
+// Points all parameters of a block at a section, one thread for each: range_of(pass, peer) is the section, and
+// set_payloads(pass, peer, params) sets the addresses of payloads. There is one sum, whose peer is the rank itself.
+template <class Block, class RangeOf, class SetPayloads>
+DTCOMM_DEVICE void set_all_pointers(const Block& block, const FusedParams& fused, int rank, const RangeOf& range_of,
+                                    const SetPayloads& set_payloads) {
   const auto pass = static_cast<Pass>(block.thread() / kMaxRanks);
   const auto slot = static_cast<int>(block.thread() % kMaxRanks);
   if (block.thread() >= kPasses * kMaxRanks || slot >= fused.ranks) return;
   const int peer = pass == Pass::reduce ? rank : slot;
   KernelParams& params = block.shared().params[static_cast<unsigned>(pass)][slot];
-  set_pointers(fused, fused.states[rank - fused.first_rank], pass, run_of(pass, peer), params);
-  point(pass, peer, params);
+  set_pointers(fused, fused.states[rank - fused.first_rank], pass, range_of(pass, peer), params);
+  set_payloads(pass, peer, params);
 }
 
 DTCOMM_DEVICE std::uint64_t element_count(const KernelParams& params) {
   return (params.last << params.granule_shift) + params.tail.n;
 }
 
-// So that a section's payload is copied whole.
+// Bytes of a section's payload.
 DTCOMM_DEVICE std::uint64_t payload_bytes(const KernelParams& params) {
   return params.tail.n ? params.last * params.granule_bytes + params.tail.bytes : 0;
 }
@@ -111,7 +112,7 @@ DTCOMM_DEVICE void combine_tiles(const Block& block, const KernelParams& params,
     combine_tile<Count, Encodes, Feedback>(block, params, family, tile);
 }
 
-// Bytes as they are, by sixteen where both sides allow it. Neither is read or written by others meanwhile.
+// Copies bytes, sixteen at a time where both addresses allow it.
 template <class Block>
 DTCOMM_DEVICE void copy_bytes(const Block& block, const void* from, void* to, std::uint64_t bytes) {
   if (from == to) return;
@@ -127,7 +128,7 @@ DTCOMM_DEVICE void copy_bytes(const Block& block, const void* from, void* to, st
   for (std::uint64_t at = quads + block.thread(); at < bytes; at += block.threads()) target[at] = source[at];
 }
 
-// A section's payload to the same slot of every peer.
+// Copies a section's payload from the own slot to the same slot of every peer.
 template <class Block>
 DTCOMM_DEVICE void push_to_peers(const Block& block, const FusedParams& fused, int rank, unsigned region,
                                  unsigned index, const KernelParams& params) {
@@ -142,7 +143,8 @@ DTCOMM_DEVICE void push_to_peers(const Block& block, const FusedParams& fused, i
   }
 }
 
-// Tells every peer that this block has come so far, and waits until they have; false where one did not come.
+// Signals every peer that this block has reached a stage, and waits until they have reached it. False where a peer did
+// not come. `before` orders what the block did before its signals, `after` what it does after the peers' signals.
 template <class Block>
 DTCOMM_DEVICE bool exchange_signals(const Block& block, const FusedParams& fused, int rank, unsigned index,
                                     SignalStage stage, std::uint32_t epoch, BarrierId before, BarrierId after) {
@@ -160,7 +162,7 @@ DTCOMM_DEVICE bool exchange_signals(const Block& block, const FusedParams& fused
   return block.shared().missing_rank == 0;
 }
 
-// By words: as one assignment it would be held in registers.
+// Copies word by word: one assignment would go through registers.
 DTCOMM_DEVICE void copy_params(const KernelParams& from, KernelParams& to) {
   static_assert(sizeof(KernelParams) % sizeof(Word64) == 0, "copied by words");
   const auto* source = reinterpret_cast<const Word64*>(&from);
@@ -169,16 +171,17 @@ DTCOMM_DEVICE void copy_params(const KernelParams& from, KernelParams& to) {
   for (unsigned word = 0; word < sizeof(KernelParams) / sizeof(Word64); ++word) target[word] = source[word];
 }
 
-// All calls point at a section. False where the rank has missed another one in a call before: that has counted no
-// further, so a call that was queued behind it would give numbers to its signals that have been given, and write what
-// somebody late still reads.
+// Waits until all parameters point at the section. False where the rank missed another rank in an earlier call: that
+// call stopped counting, so a call behind it would repeat numbers of signals and overwrite what a late peer still
+// reads.
 template <class Block>
 DTCOMM_DEVICE bool pointers_ready(const Block& block) {
   block.sync_block(BarrierId::pointers_set);
   return block.shared().missing_before == 0;
 }
 
-// Where a block begins: its calls as the seat has them, and how far it has counted. Whoever copies a call aims it, too.
+// Begins a block: copies its rank's parameters to shared memory and returns the block's epoch. The thread that copies
+// parameters is the one that set_all_pointers() lets point them at sections.
 template <class Block>
 DTCOMM_DEVICE std::uint32_t begin_block(const Block& block, const FusedParams& fused, int rank, unsigned index,
                                         Algorithm which) {
@@ -192,7 +195,7 @@ DTCOMM_DEVICE std::uint32_t begin_block(const Block& block, const FusedParams& f
   return fused.peers[rank].pad->epoch[static_cast<unsigned>(which)][index];
 }
 
-// A block that had nothing to do has nothing to write, nor met to write it behind what the others read.
+// Ends a block: stores its epoch. A block without sections has passed no barrier behind which it could store one.
 template <class Block>
 DTCOMM_DEVICE void end_block(const Block& block, const FusedParams& fused, int rank, unsigned index, Algorithm which,
                              std::uint32_t epoch) {

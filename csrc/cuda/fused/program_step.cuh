@@ -1,9 +1,10 @@
-// One step of a lowered program (dtcomm/schedule/program.py) over peer memory, a launch for each: ring, tree and
-// whatever else a schedule says, with the bytes of csrc/engine's machines. A box lies in its owner's room, where peers
-// read it. A block works on its share of every chunk, with the same block of the other ranks.
+// One step of a lowered program (dtcomm/schedule/program.py) over peer memory, one launch for each step: ring, tree and
+// any other schedule, with the bytes of csrc/engine's interpreter. A box lies in its owner's peer buffer, where peers
+// read it. A block works on its share of every chunk, together with the same block of the other ranks.
 //
-// Why a box may be written again: a call begins with every block telling all peers that it has, and waiting for them.
-// A rank's launches follow each other, so a peer that has begun this call reads nothing of the one before any more.
+// When a box may be written again: at the beginning of a call every block signals all peers and waits for them. The
+// launches of a rank follow each other, so a peer that has begun this call no longer reads anything of the previous
+// one.
 #pragma once
 
 #include "cuda/fused/pipeline.cuh"
@@ -12,25 +13,25 @@ namespace dtcomm::cuda {
 
 constexpr unsigned kMaxTasks = 16;  // of a rank in a step
 
-// An instruction but for Send and Receive, laid over a piece of its chunk. `combines` is Encode, Reduce and Adopt.
+// An instruction other than Send and Receive, applied to a piece of its chunk. `combine` is Encode, Reduce and Decode.
 enum class TaskKind : std::uint8_t { combine = 0, copy = 1, forward = 2 };
 
 struct Task {
   TensorRange range;
-  std::int16_t box;  // own, to be written; or -1
+  std::int16_t box;  // the own box that is written; or -1
   std::int16_t boxes[kMaxRanks];
   std::uint8_t owners[kMaxRanks];  // of the boxes that are read
-  std::uint8_t count, position;    // of those; where the local term stands
+  std::uint8_t count, position;    // of the boxes that are read; the index of the local term
   Local local;
   TaskKind kind;
-  bool before_signal;                    // peers are told
+  bool before_signal;                    // the task comes before the step's signals
   bool reads_residual, writes_residual;  // the residual
   bool output, keep, divides;
-  bool is_computed, canonical_nan;  // as in Call
+  bool is_computed, canonical_nan;  // as in KernelParams
   std::uint16_t sum;                // the chunk's accumulator
 };
 
-// What a rank does in a step, and from whom and to whom it signals: a bit for each peer.
+// The tasks of a rank in a step, and the peers that it signals and waits for, a bit for each.
 struct RankStep {
   KernelParams params;  // over the whole tensors
   std::uint32_t signal_mask, wait_mask, task_count;
@@ -41,30 +42,31 @@ struct StepParams {
   int ranks, first_rank, local_ranks;
   unsigned blocks;
   std::uint32_t step, steps;
-  bool begins, ends;  // a piece
+  bool begins, ends;  // the first or last launch of a piece
   std::uint32_t element_bytes, granule_elements;
   std::uint64_t timeout_ns;
-  std::uint64_t boxes_at, box_stride, sums_at, sum_stride;  // bytes of a room; fp32 sums behind the boxes
+  std::uint64_t boxes_at, box_stride, sums_at,
+      sum_stride;  // offsets in a peer buffer; the fp32 sums lie behind the boxes
   float divisor;
   Layout layout;
   PeerPointers peers[kMaxRanks];
   RankStep rank_steps[kMaxRanks];
 };
-static_assert(sizeof(StepParams) < 16384, "an argument of a kernel, beside the family");
-static_assert(kMaxTasks <= kPasses * kMaxRanks, "a call of each fits what a block shares");
+static_assert(sizeof(StepParams) < 16384, "fits the arguments of a kernel, with the family");
+static_assert(kMaxTasks <= kPasses * kMaxRanks, "the parameters of all tasks fit the block's shared memory");
 
 DTCOMM_DEVICE KernelParams& task_params(Shared& shared, unsigned task) {
   return shared.params[task / kMaxRanks][task % kMaxRanks];
 }
 
-// Granules [from, to) of a task's run, which are this block's.
+// The first element of a task's range that belongs to block `index`; cut at granules.
 DTCOMM_DEVICE std::uint64_t block_start(const StepParams& step, const TensorRange& run, unsigned index) {
   const std::uint64_t granules = (run.numel + step.granule_elements - 1) / step.granule_elements;
   const std::uint64_t from = granules * index / step.blocks * step.granule_elements;
   return from < run.numel ? from : run.numel;
 }
 
-// The call that a task is.
+// Points the parameters of a task at this block's share of it.
 DTCOMM_DEVICE void set_task_pointers(const StepParams& step, const RankStep& rank_step, const Task& task, int rank,
                                      unsigned index, KernelParams& params) {
   const std::uint64_t from = block_start(step, task.range, index);
@@ -132,7 +134,7 @@ DTCOMM_DEVICE void run_tasks(const Block& block, const StepParams& step, const R
   }
 }
 
-// Waits for a peer's signal. Where it does not come somebody else may have missed a third rank, and said so.
+// Waits for a peer's signal. Where it does not come, that peer may have missed a third rank and have reported it.
 template <class Block>
 DTCOMM_DEVICE void wait_for_peer(const Block& block, const StepParams& step, int rank, const std::uint32_t* word,
                                  std::uint32_t epoch, unsigned peer) {
@@ -150,7 +152,7 @@ DTCOMM_DEVICE void wait_for_peer(const Block& block, const StepParams& step, int
   }
 }
 
-// Thread block `index` of a rank.
+// The step by thread block `index` of a rank.
 template <class Family, class Block>
 DTCOMM_DEVICE void run_step(const Block& block, const StepParams& step, const Family& family, int rank,
                             unsigned index) {

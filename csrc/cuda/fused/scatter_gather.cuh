@@ -1,14 +1,13 @@
-// reduce_scatter, all_gather and all_to_all in one launch: every shard is encoded on a grid of its own, stored where
-// its receiver reads it, and summed or decoded there. As one_shot, all have one signal a section, and slots take turns;
-// a block signals every peer in every section, also where it has nothing for it, so that this holds for shards of any
-// size.
+// reduce_scatter, all_gather and all_to_all in one launch: every shard has granules of its own, is stored where its
+// receiver reads it, and is summed or decoded there. As in one_shot, there is one signal a section and slots alternate.
+// A block signals every peer in every section, even without data for it, so that this holds for shards of any size.
 #pragma once
 
 #include "cuda/fused/pipeline.cuh"
 
 namespace dtcomm::cuda {
 
-// The shard that `src` has for `dst` in an all_to_all.
+// The shard that `src` sends to `dst` in an all_to_all.
 DTCOMM_DEVICE TensorRange shard_range(const FusedParams& fused, int src, int dst) {
   if (!fused.uneven)
     return {fused.numel * static_cast<unsigned>(dst), fused.numel * static_cast<unsigned>(src), fused.numel};
@@ -18,7 +17,7 @@ DTCOMM_DEVICE TensorRange shard_range(const FusedParams& fused, int src, int dst
   return run;
 }
 
-// A section's payload, from the elements that a call points at.
+// Writes a section's payload from the elements that the parameters point at.
 template <class Family, class Block>
 DTCOMM_DEVICE void encode_shard(const Block& block, const FusedParams& fused, const KernelParams& params,
                                 const Family& family) {
@@ -29,7 +28,7 @@ DTCOMM_DEVICE void encode_shard(const Block& block, const FusedParams& fused, co
   }
 }
 
-// The inverse.
+// The inverse of encode_shard.
 template <class Family, class Block>
 DTCOMM_DEVICE void decode_shard(const Block& block, const FusedParams& fused, const KernelParams& params,
                                 const Family& family) {
@@ -40,7 +39,7 @@ DTCOMM_DEVICE void decode_shard(const Block& block, const FusedParams& fused, co
   }
 }
 
-// Every rank sums what all have for it, its own contribution unencoded.
+// Every rank sums the shards that all ranks have for it; its own contribution is not encoded.
 template <class Family, class Block>
 DTCOMM_DEVICE void reduce_scatter(const Block& block, const FusedParams& fused, const Family& family, int rank,
                                   unsigned index) {
@@ -72,7 +71,7 @@ DTCOMM_DEVICE void reduce_scatter(const Block& block, const FusedParams& fused, 
   end_block(block, fused, rank, index, Algorithm::one_shot, epoch);
 }
 
-// Everybody encodes its shard once and decodes all of them, its own too.
+// Every rank encodes its shard once and decodes the shards of all ranks, its own included.
 template <class Family, class Block>
 DTCOMM_DEVICE void all_gather(const Block& block, const FusedParams& fused, const Family& family, int rank,
                               unsigned index) {
@@ -106,7 +105,7 @@ DTCOMM_DEVICE void all_gather(const Block& block, const FusedParams& fused, cons
   end_block(block, fused, rank, index, Algorithm::one_shot, epoch);
 }
 
-// What a rank has for itself is copied as it is.
+// A rank copies the shard that it keeps, without encoding it.
 template <class Family, class Block>
 DTCOMM_DEVICE void all_to_all(const Block& block, const FusedParams& fused, const Family& family, int rank,
                               unsigned index) {
@@ -119,8 +118,8 @@ DTCOMM_DEVICE void all_to_all(const Block& block, const FusedParams& fused, cons
     set_all_pointers(
         block, fused, rank,
         [&](Pass pass, int peer) {
-          const bool given = pass == Pass::encode;
-          return section_range(fused, shard_range(fused, given ? rank : peer, given ? peer : rank), section);
+          const bool sends = pass == Pass::encode;
+          return section_range(fused, shard_range(fused, sends ? rank : peer, sends ? peer : rank), section);
         },
         [&](Pass pass, int peer, KernelParams& params) {
           if (pass == Pass::encode) params.payload_out = slot(fused, fused.peers[peer], region, index, rank);

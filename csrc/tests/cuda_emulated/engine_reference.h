@@ -1,4 +1,4 @@
-// What a fused collective has to give: the results of the engine's machines for the same program, over the same data.
+// The expected results of a fused collective: those of the engine for the same program and data.
 #pragma once
 
 #include <cstring>
@@ -41,10 +41,10 @@ struct Tensors {
 std::size_t input_numel(const cuda::FusedSpec& call, int rank);
 std::size_t output_numel(const cuda::FusedSpec& call, int rank);
 
-// Fills the outputs and rewrites the residuals, from inputs and residuals.
+// Computes outputs and new residuals from inputs and residuals.
 void run_on_engine(const Programs& programs, const Scenario& scenario, std::vector<Tensors>& ranks);
 
-// The same for an all-reduce with an epilogue or with encoded contributions of the owners, by the CPU's verbs.
+// The same with the CPU's kernels, for an all-reduce with an epilogue or with encoded contributions of the owners.
 void run_on_kernels(const Scenario& scenario, std::vector<Tensors>& ranks, const std::uint8_t* bias);
 
 }  // namespace dtcomm::cuda_emulated

@@ -1,4 +1,4 @@
-// csrc/cuda's fused collectives on this CPU, n virtual ranks in one launch, beside csrc/engine's programs.
+// Checks fused collectives on the emulator, all ranks virtual, against the engine's results.
 #pragma once
 
 #include <string>
@@ -9,37 +9,37 @@
 
 namespace dtcomm::cuda_emulated {
 
-// A collective without its memory.
+// A collective, without its memory, and what is done with it.
 struct Scenario {
   cuda::FusedSpec spec;
-  std::string algorithm;  // of call.collective, as dtcomm/algorithms names it
+  std::string algorithm;  // of spec.collective, as dtcomm/algorithms names it
   bool residual = false, in_place = false;
   bool bias = false, addend = false;  // of the epilogue
   std::size_t features = 0;           // of the bias
-  unsigned calls = 1;                 // one after the other, on the same memory
-  bool alternates_plans = false;      // sections and blocks are others in every second call
+  unsigned calls = 1;                 // calls one after the other, on the same memory
+  bool alternates_plans = false;      // every second call has other sections and blocks
   unsigned seed = 0;                  // of the data
 };
 
-// A trial with the kernel that serves `algorithm`.
+// A scenario with the kernel that serves `algorithm`.
 Scenario make_scenario(cuda::Collective collective, const std::string& algorithm, int ranks);
 
-// What every test here works with.
+// What every check works with.
 struct TestBench {
   emulator::Emulator emulator;
   Programs programs;
-  emulator::MemoryObserver* observer = nullptr;  // told of the tensors; the emulator has it, too
+  emulator::MemoryObserver* observer = nullptr;  // is told of the tensors; the emulator must have it, too
 };
 
-// Runs it in the order of `order`; what differs from the engine's results, or is not the same on all ranks; empty:
-// nothing. `absent`: a rank whose blocks never start; then the ranks that miss it must say so, and nothing is compared.
+// Runs a scenario in an order of threads. Returns what differs from the engine's results or between ranks; empty:
+// nothing. The blocks of rank `absent` never start; then the other ranks must report it, and no tensors are compared.
 std::string difference(TestBench& bench, const Scenario& scenario, std::uint64_t order,
                        const emulator::Fault& fault = {}, int absent = -1);
 
 std::string describe(const Scenario& scenario);
 const char* name_of(cuda::Collective collective);
 
-// False where a test failed; it has said so.
+// Prints what failed and returns false where a test failed.
 bool fused_tests(const std::string& programs, unsigned orders);
 
 }  // namespace dtcomm::cuda_emulated

@@ -1,4 +1,4 @@
-// What the fused collectives are tried with.
+// Scenarios for the tests of fused collectives.
 #pragma once
 
 #include <cstdio>
@@ -15,23 +15,23 @@ struct Kind {
   const char* algorithm;
 };
 
-// Every collective, and the algorithms whose programs differ.
+// Every collective with its direct algorithms, and algorithms whose programs differ in kind.
 const std::vector<Kind>& collective_kinds();
 bool is_program(const Kind& kind);
-// All programs have one kernel: a ring and a tree show what it needs.
+// Whether faults are injected for this kind. All programs share one kernel: a ring and a tree show what it needs.
 bool shows_its_kernel(const Kind& kind);
 
 // The codecs with fused kernels: casts, and the usual blocks of int8, int4 and e4m3.
 std::vector<Codec> first_tier();
 
-// Any of a kind's calls.
+// A random scenario of a kind.
 Scenario random_scenario(std::minstd_rand& random, const Codec& codec, const Kind& kind, int ranks);
 
-// Three sections for the block of each rank, so that slots and calls are used again; of a codec whose blocks several
-// lanes encode and whose bytes others copy than wrote them.
+// Three sections for the block of each rank, so that slots and parameters are reused. Several lanes encode a block of
+// its codec, and other lanes copy the bytes than wrote them.
 Scenario small_scenario(const Kind& kind, int ranks);
 
-// The points at which the blocks of a kernel meet.
+// The barriers of a kind's kernel.
 std::vector<cuda::BarrierId> barriers_of(const Kind& kind);
 const char* name_of(cuda::BarrierId barrier);
 

@@ -1,4 +1,4 @@
-// What the device's source is tried with: codecs, calls, and memory for both sides with guards around every output.
+// Cases for the tests of codec kernels: codecs, calls, and memory for both sides with guards around every output.
 #pragma once
 
 #include <cstdlib>
@@ -11,10 +11,10 @@
 
 namespace dtcomm::cuda_emulated {
 
-// Every family with options such that the kernels of each kind are met.
+// Every family, with options such that every kernel is used.
 std::vector<Codec> codecs();
 
-// Numbers of all kinds that `seed` decides: one of nine kinds by its remainder.
+// Fills a tensor with numbers of one of nine kinds, which `seed` modulo nine chooses.
 void fill(DType dtype, unsigned seed, std::size_t numel, std::uint8_t* to);
 
 struct Case {
@@ -24,18 +24,18 @@ struct Case {
   bool local = true, residual = false, out = false, encodes = true, in_place = false;
   std::size_t divisor = 1;
   ReduceOp op = ReduceOp::sum;
-  unsigned shift = 0;  // bytes by which tensors are off sixteen, in elements
+  unsigned shift = 0;  // offset of tensors from an address aligned to sixteen, in elements
   unsigned seed = 0;
-  bool decodes = false;  // the verb `decode`
+  bool decodes = false;  // a call of `decode`
 };
 
-// Calls worth trying with a codec: all sizes around the limits of octets, warps, blocks, tiles and granules.
+// Cases for a codec: all sizes around the limits of vec8s, warps, blocks, tiles and granules.
 std::vector<Case> cases(const Codec& codec);
 
 std::string describe(const Codec& codec);
 std::string describe(const Case& which);
 
-// Everything that one call reads and writes; two of the same case are equal.
+// Everything that a call reads and writes; two objects of the same case are equal.
 class Memory {
  public:
   Memory(const Codec& codec, const Case& which);

@@ -20,6 +20,6 @@ void check_finite_emulated(const cuda::Factors* of, std::size_t count, emulator:
 void expand_emulated(const cuda::Expansion& call);
 
 // Both beside the CPU's kernels; false, and has said why, where a byte differs.
-bool lowrank_tests();
+bool low_rank_tests();
 
 }  // namespace dtcomm::cuda_emulated

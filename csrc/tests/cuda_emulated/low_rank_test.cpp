@@ -141,7 +141,7 @@ bool judges() {
 
 }  // namespace
 
-bool lowrank_tests() {
+bool low_rank_tests() {
   const LowRank& cpu = find_kernels("generic")->low_rank;
   int calls = 1;
   if (!judges()) {

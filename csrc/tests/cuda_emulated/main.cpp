@@ -1,6 +1,6 @@
-// The CUDA kernels on the CPU, byte for byte beside the CPU's own: the same source, its lanes as fibers. Machines
-// without a GPU see at once when csrc/cuda and csrc/cpu no longer make the same bytes; what only a device can show
-// (launches, streams, graphs) is tests/cuda's part.
+// Compares the CUDA kernels on the emulator with the CPU's kernels, byte for byte, so that machines without a GPU
+// notice when csrc/cuda and csrc/cpu no longer make the same bytes. What only a device can show (launches, streams,
+// graphs) is tested by tests/cuda.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -33,14 +33,14 @@ bool same(const Kernels& cpu, const Codec& codec, const Case& which, long& calls
 
 }  // namespace
 
-// Arguments: the file of tests/cuda/lowered.py. After it `fused N`: only the fused collectives, in N orders.
+// Arguments: the file of tests/cuda/program_files.py. After it `fused N`: only the fused collectives, in N orders.
 int main(int count, char** arguments) {
   if (count < 2) return EXIT_FAILURE;
   const bool alone = count > 2 && std::strcmp(arguments[2], "fused") == 0;
   const unsigned orders = alone && count > 3 ? static_cast<unsigned>(std::atoi(arguments[3])) : 10000;
   if (!fused_tests(arguments[1], orders)) return EXIT_FAILURE;
   if (alone) return EXIT_SUCCESS;
-  if (!lowrank_tests()) return EXIT_FAILURE;
+  if (!low_rank_tests()) return EXIT_FAILURE;
   const Kernels& cpu = *find_kernels("generic");
   long calls = 0;
   for (const Codec& codec : codecs()) {

@@ -1,4 +1,4 @@
-// Lowered programs, as tests/cuda/lowered.py writes them.
+// Lowered programs, as tests/cuda/program_files.py writes them.
 #pragma once
 
 #include <map>

@@ -43,7 +43,7 @@ bool passes(Observed& observed, const Scenario& scenario, std::uint64_t order, i
 }
 
 // A rank that is absent from one launch on: others are in the midst of a program, or have more calls in the queue. Who
-// names whom is device_test's matter.
+// names whom is cuda_emulated_test's matter.
 bool passes_without(Observed& observed, const Kind& kind, unsigned comes) {
   Scenario scenario = cuda_emulated::small_scenario(kind, 4);
   scenario.spec.blocks = 2;

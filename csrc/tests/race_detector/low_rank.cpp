@@ -29,7 +29,7 @@ bool judge_races(Detector& detector, int left_out) {
 
 }  // namespace
 
-bool lowrank_tests() {
+bool low_rank_tests() {
   Detector detector;
   if (judge_races(detector, -1) || !judge_races(detector, 0)) {
     std::printf("FAILED: who judges factors races, or does so without a barrier and is not found\n");

@@ -1,7 +1,7 @@
-"""Lowered programs as text, for csrc/tests/cuda_emulated: python -m tests.cuda.lowered FILE.
+"""Writes lowered programs as text for csrc/tests/cuda_emulated: python -m tests.cuda.program_files FILE.
 
-A line for each schedule: collective algorithm ranks chunks steps; then two for each rank: the payload counts of all
-ranks and the flat instructions (their number first), and the steps of the instructions.
+There is one line for each schedule: collective algorithm ranks chunks steps. Two lines follow for each rank: the
+payload counts of all ranks and the flat instructions (their number first), and the steps of the instructions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dtcomm.algorithms import build
 from dtcomm.schedule import lower
 from dtcomm.schedule.lower import steps
 
-WANTED = {
+SCHEDULES = {
     "all_reduce": ("one_shot", "two_shot", "ring", "tree", "double_tree", "halving"),
     "reduce_scatter": ("one_shot", "ring"),
     "all_gather": ("one_shot", "ring"),
@@ -23,9 +23,9 @@ RANKS = (2, 3, 4, 8)
 
 
 def lines() -> list[str]:
-    """The programs of every schedule that is wanted."""
+    """The lines of all schedules."""
     out = []
-    for collective, algorithms in WANTED.items():
+    for collective, algorithms in SCHEDULES.items():
         for algorithm in algorithms:
             for ranks in RANKS:
                 schedule = build(algorithm, collective, ranks)

@@ -1,4 +1,4 @@
-"""All that needs a CUDA device, in one go: python -m tests.cuda.check [--out DIR] [--seconds 450] [pytest's options].
+"""Runs everything that needs a CUDA device: python -m tests.cuda.gpu_check [--out DIR] [--seconds 450] [pytest options].
 
 What `make gpu-check` runs once `_cuda` is built. Every step has a limit and all together have `--seconds`; what is cut
 off, left out or not to be had on this machine counts as failed and is named in the summary, which comes last. Output
@@ -65,7 +65,7 @@ def steps(options: Sequence[str]) -> list[Step]:
     sanitizer = shutil.which("compute-sanitizer") or next(filter(os.path.exists, SANITIZERS), None)
     sized = [*pytest, "-k", "sanitizer_sized", "-o", "timeout=0", str(HERE)]
     return [
-        Step("device", [sys.executable, "-m", "tests.cuda.check", "--about"], 90),
+        Step("device", [sys.executable, "-m", "tests.cuda.gpu_check", "--about"], 90),
         Step(
             "communication",
             [*pytest, "--durations", "8", *(f"--ignore={name}" for name in kernels), str(HERE)],

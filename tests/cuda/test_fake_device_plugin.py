@@ -1,4 +1,4 @@
-"""The bodies of the tests on a device, with CPU tensors that pass for CUDA's: device time is too dear for typos."""
+"""Runs bodies of the GPU tests on CPU tensors that pass for CUDA tensors, so that GPU time is not lost to typos."""
 
 import subprocess
 import sys
@@ -9,12 +9,12 @@ import pytest
 from dtcomm.kernels import dispatch
 
 HERE = Path(__file__).parent
-# Of every body parameters that take little time. Not here: Triton's, which tests/triton interprets, ranks in processes
-# of their own, and what only a device can show.
+# Parameters of each body that take little time. Not included: Triton tests, which tests/triton interprets, tests with
+# ranks in processes of their own, and what only a device can show.
 BODIES = {
     "test_fused.py": "sanitizer or graph or queued or (virtual_ranks and all_gather and bfloat16 and 2)",
     "test_programs.py": "sanitizer",
-    "test_follow.py": "sanitizer or graph or symmetric_sum_of_virtual_ranks and 3",
+    "test_epilogue.py": "sanitizer or graph or symmetric_sum_of_virtual_ranks and 3",
     "test_device.py": "sanitizer or stream or too_many or themselves or more_payloads or (captured and mx)",
     "test_waiting.py": "test_virtual_ranks",
     "test_communication.py": "guard",
@@ -26,9 +26,17 @@ BODIES = {
 @pytest.mark.skipif("avx2" not in dispatch.available(), reason="AVX2's kernels stand in for CUDA's")
 def test_bodies_of_the_tests_on_a_device() -> None:
     chosen = " or ".join(f"({name} and ({few}))" for name, few in BODIES.items())
-    command = [sys.executable, "-m", "pytest", "-p", "tests.cuda.pretended", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.cuda.fake_device_plugin",
+        "-p",
+        "no:cacheprovider",
+    ]
     command += ["-m", "gpu", "-k", chosen, "-v", *(str(HERE / name) for name in BODIES)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent.parent, timeout=200)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    for name in BODIES:  # a selection that fits nothing shows nothing
+    for name in BODIES:  # a selection that matches nothing would show nothing
         assert f"{name}::" in done.stdout

@@ -1,9 +1,9 @@
-"""A plugin for pytest that lets CPU tensors pass for CUDA's, so that what tests on a device say is known to be right
-before there is one: python -m pytest -p tests.cuda.pretended tests/cuda -m gpu -k ...
+"""A pytest plugin that makes CPU tensors pass for CUDA tensors, so that the bodies of GPU tests can be checked without
+a
+GPU: python -m pytest -p tests.cuda.fake_device_plugin tests/cuda -m gpu -k ...
 
-The CPU's kernels stand in for the codecs', the emulator for the fused ones; streams and events order nothing, and a
-graph is the list of the calls of ours that were made while it was captured. Of one process: ranks of others know
-nothing of it.
+The CPU's kernels replace the CUDA codec kernels, and the emulator the fused kernels. Streams and events order nothing,
+and a graph is the list of dtcomm's calls that were made while it was captured. It works within one process only.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from torch.overrides import TorchFunctionMode
 import dtcomm
 
 
-def _there(device: object) -> bool:
+def _is_cuda(device: object) -> bool:
     return str(device).startswith("cuda")
 
 
 class _OnCpu(TorchFunctionMode):
-    """Tensors that are asked for on a device are made here; a copy to it is a copy."""
+    """Makes tensors on the CPU that are requested on a device; a copy to the device is a plain copy."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         kwargs.pop("pin_memory", None)
-        if func is torch.Tensor.cuda or (func is torch.Tensor.to and len(args) > 1 and _there(args[1])):
+        if func is torch.Tensor.cuda or (func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1])):
             return args[0].clone()
         if func is torch.Tensor.pin_memory:
             return args[0]
-        if _there(kwargs.get("device", "")):
+        if _is_cuda(kwargs.get("device", "")):
             kwargs["device"] = "cpu"
         return func(*args, **kwargs)
 
@@ -73,7 +73,7 @@ def _capture(graph: _Graph, **_: object) -> Any:
 
 
 class _Stream:
-    """Never at rest, as far as a test can see."""
+    """A stream that is never idle, as far as a test can see."""
 
     cuda_stream = 0
 
@@ -104,7 +104,7 @@ class _Event:
 
 
 def _install() -> None:
-    stand_ins = {
+    replacements = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "Stream": _Stream,
@@ -125,13 +125,13 @@ def _install() -> None:
         "current_device": lambda: 0,
         "mem_get_info": lambda device=None: (1 << 32, 1 << 33),
     }
-    for name, stand_in in stand_ins.items():
+    for name, replacement in replacements.items():
         assert hasattr(torch.cuda, name), f"torch.cuda has no {name}"
-        setattr(torch.cuda, name, stand_in)
+        setattr(torch.cuda, name, replacement)
 
     if importlib.util.find_spec("dtcomm._cuda") is None:  # where there is no compiler for it
         module: Any = ModuleType("dtcomm._cuda")
-        module.NEAR_PAYLOADS = 16
+        module.INLINE_PAYLOADS = 16
         sys.modules[module.__name__] = dtcomm._cuda = module  # type: ignore[attr-defined]
     from dtcomm.kernels import cpu, cuda
     from dtcomm.measure import memory_floor, virtual_ranks
@@ -147,17 +147,17 @@ def _install() -> None:
     cuda.combine = combine
     cuda.decode = lambda *args: _queued(decode)("avx2", *args)
 
-    class CudaLauncher(fused.Emulated):
+    class CudaLauncher(fused.EmulatorLauncher):
         def __init__(self, device: torch.device) -> None:
             super().__init__()
 
-        def launch(self, *call: Any) -> None:
-            _queued(super().launch)(*call)
+        def plan(self, **spec: Any) -> Callable[..., None]:
+            return _queued(super().plan(**spec))
 
     fused.CudaLauncher = virtual_ranks.CudaLauncher = CudaLauncher  # type: ignore[assignment, misc]
     memory_floor.TimedCopy.LARGE = 1 << 20  # no host copies gigabytes in no time
-    host_sync_trace.trace = lambda step: (step(), host_sync_trace.Trace([], ["fused_kernel step_kernel"]))[1]  # type: ignore[func-returns-value]
-    _OnCpu().__enter__()
+    host_sync_trace.trace = lambda step: (step(), host_sync_trace.Trace([], ["fused_kernel step_kernel"]))[1]  # type:
+    ignore[func-returns-value] _OnCpu().__enter__()
 
 
 _install()

@@ -18,12 +18,19 @@ from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.cuda_peer.launch import FusedEpilogue
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC
 from dtcomm.tp.emulate import emulate_all_reduce
-from tests.cuda.cases import ON_A_DEVICE, PEER
+from tests.cuda.device_cases import NEEDS_GPU, PEER_RUNTIME
 from tests.support.host_sync_trace import trace
 from tests.unit.runtime.test_fused import SPECS
-from tests.unit.runtime.test_fused_epilogue import FEATURES, ROWS, TYPES, Given, by_the_engine, same
+from tests.unit.runtime.test_fused_epilogue import (
+    FEATURES,
+    ROWS,
+    TYPES,
+    FixedGradientModel,
+    by_the_engine,
+    same,
+)
 
-pytestmark = ON_A_DEVICE
+pytestmark = NEEDS_GPU
 
 
 def bits(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -58,7 +65,7 @@ def test_virtual_ranks_add_what_the_engine_adds(algorithm: str, ranks: int) -> N
     virtual = VirtualRanks(ranks, "cuda")
     for turn, spec in enumerate(SPECS):
         dtype = TYPES[turn % 3]
-        theirs = Given(ranks, dtype)
+        theirs = FixedGradientModel(ranks, dtype)
         ours = [x.cuda() for x in theirs.sums]
         after = [FusedEpilogue(theirs.bias.cuda(), each.cuda()) for each in theirs.residuals]
         plan = virtual.plan("all_reduce", ROWS * FEATURES, dtype, spec, algorithm=algorithm, op="avg")
@@ -73,7 +80,7 @@ def test_the_symmetric_sum_of_virtual_ranks(ranks: int) -> None:
     virtual = VirtualRanks(ranks, "cuda")
     for turn, spec in enumerate(SPECS[1:]):
         dtype = TYPES[turn % 3]
-        given = Given(ranks, dtype)
+        given = FixedGradientModel(ranks, dtype)
         expected = emulate_all_reduce(given.sums, spec, TWO_SHOT_SYMMETRIC)
         ours = [x.cuda() for x in given.sums]
         plan = virtual.plan("all_reduce", ROWS * FEATURES, dtype, spec, algorithm=TWO_SHOT_SYMMETRIC)
@@ -85,7 +92,7 @@ def test_the_symmetric_sum_of_virtual_ranks(ranks: int) -> None:
 def test_sanitizer_sized_epilogue() -> None:
     """Little enough for compute-sanitizer."""
     virtual = VirtualRanks(3, "cuda", blocks=2, slot_bytes=4096)
-    given = Given(3, torch.bfloat16)
+    given = FixedGradientModel(3, torch.bfloat16)
     for algorithm in ("one_shot", "two_shot", TWO_SHOT_SYMMETRIC):
         plan = virtual.plan("all_reduce", ROWS * FEATURES, torch.bfloat16, "int8", algorithm=algorithm)
         ours = [x.cuda() for x in given.sums]
@@ -160,5 +167,5 @@ def both_devices(rank: int, world_size: int) -> dict[str, object]:
 @pytest.mark.parametrize("runtime", ["peer", "process_group"])
 def test_layers_give_the_cpu_s_bits(runtime: str) -> None:
     """By fused kernels, and over Gloo with the epilogue behind the sum."""
-    for said in run_ranks(both_devices, 2, env={**PEER, "DTCOMM_RUNTIME": runtime}, timeout=240):
+    for said in run_ranks(both_devices, 2, env={**PEER_RUNTIME, "DTCOMM_RUNTIME": runtime}, timeout=240):
         assert said == {"different": [], "waits": [], "runtime": runtime}

@@ -1,0 +1,42 @@
+"""Helpers of the tests that need a GPU: tensors on it, two ranks on one GPU, a model that is equal on every device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dtcomm.runtime.types import Buffers
+
+NEEDS_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device that torch can use"),
+]
+PEER_RUNTIME = {"DTCOMM_RUNTIME": "peer", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+
+
+def on_device(buffers: Buffers) -> Buffers:
+    """Copies on the GPU; the output stays the input where it is."""
+    given, out, residual = buffers
+    copy = given.cuda()
+    return Buffers(copy, copy if out is given else out.cuda(), None if residual is None else residual.cuda())
+
+
+def on_cpu(buffers: Buffers) -> Buffers:
+    return Buffers(*(None if tensor is None else tensor.cpu() for tensor in buffers))
+
+
+class FixedGradientModel(torch.nn.Module):
+    """A model whose gradients are fixed, so that they are the same numbers on every device."""
+
+    def __init__(self, rank: int, device: str) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(rank)
+        shapes = [(64, 33), (128,), (96, 96)]
+        self.weights = torch.nn.ParameterList(
+            [torch.nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
+        )
+        self.gradients = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+
+    def forward(self) -> torch.Tensor:
+        pairs = zip(self.weights, self.gradients)
+        return torch.stack([(weight * gradient).sum() for weight, gradient in pairs]).sum()
