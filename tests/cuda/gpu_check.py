@@ -1,4 +1,4 @@
-"""Runs everything that needs a CUDA device: python -m tests.cuda.gpu_check [--out DIR] [--seconds 450] [pytest options].
+"""Runs everything that needs a GPU: python -m tests.cuda.gpu_check [--out DIR] [--seconds 450] [pytest options].
 
 What `make gpu-check` runs once `_cuda` is built. Every step has a limit and all together have `--seconds`; what is cut
 off, left out or not to be had on this machine counts as failed and is named in the summary, which comes last. Output

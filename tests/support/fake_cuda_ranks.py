@@ -1,4 +1,4 @@
-"""Ranks of a Gloo group that act as if each had a CUDA device with NCCL between them (`fake_cuda_tensor`)."""
+"""Ranks of a Gloo group that act as if each had a CUDA device, with NCCL between them (`fake_cuda_tensor`)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 from dtcomm.runtime.bootstrap import cuda
 from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
-from tests.support.fake_cuda_tensor import device
+from tests.support.fake_cuda_tensor import fake_cuda_device
 from tests.support.stream_checker import RecordedStreams
 from tests.support.thread_transport import ThreadTransport
 
 
 @contextmanager
-def devices(streams: RecordedStreams, leave_out: str = "") -> Iterator[None]:
-    """Within the block this rank has a device; all ranks enter it, and each judges what it does by its ``streams``."""
+def fake_cuda_rank(streams: RecordedStreams, leave_out: str = "") -> Iterator[None]:
+    """Give this rank a fake CUDA device within the block. All ranks enter it; each is checked by its ``streams``."""
     changed: dict[str, Any] = {"backend_of": lambda group, device: "nccl", "describe_gpu": lambda device: {}}
     kept = {name: vars(cuda)[name] for name in changed}
     kept_below = cuda.CudaBootstrap._backend_runtime
@@ -26,8 +26,8 @@ def devices(streams: RecordedStreams, leave_out: str = "") -> Iterator[None]:
         gloo = joining._private_backend("gloo")
 
         def post(sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
-            works = [gloo.recv([_bare(into)], peer, 0) for into, peer in receives]
-            works += [gloo.send([_bare(given)], peer, 0) for given, peer in sends]
+            works = [gloo.recv([_host_tensor(into)], peer, 0) for into, peer in receives]
+            works += [gloo.send([_host_tensor(given)], peer, 0) for given, peer in sends]
             for work in works:
                 work.wait()
 
@@ -36,12 +36,12 @@ def devices(streams: RecordedStreams, leave_out: str = "") -> Iterator[None]:
     cuda.CudaBootstrap._backend_runtime = below  # type: ignore[assignment]
     vars(cuda).update(changed)
     try:
-        with device(streams):
+        with fake_cuda_device(streams):
             yield
     finally:
         cuda.CudaBootstrap._backend_runtime = kept_below  # type: ignore[method-assign]
         vars(cuda).update(kept)
 
 
-def _bare(tensor: torch.Tensor) -> torch.Tensor:
+def _host_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "host", tensor)

@@ -1,9 +1,9 @@
-"""CPU tensors dressed as tensors of a CUDA device: what a program does with them is judged as a device would have it.
+"""CPU tensors that pass for CUDA tensors, so that a program's use of a device can be checked without one.
 
-A `Dressed` tensor says that it is on `DEVICE`. What would make the host wait for the device (its values, copies from
-and to ordinary memory) is a fault, as is work on one stream that does not follow another's (`RecordedStreams`); mixing
-it with a CPU tensor raises as torch does, and a CPU kernel cannot have its address. A copy to the host arrives only
-when an event behind it has been looked at. Codecs run by the CPU's kernels.
+A `FakeCudaTensor` says that it is on `DEVICE`. Whatever would make the host wait for the device (reading values, copies
+from and to pageable memory) is recorded as a fault, and so is work on one stream that is not ordered after another
+stream's (`RecordedStreams`). Mixing it with a CPU tensor raises as torch does, and a CPU kernel cannot use its address.
+A copy to the host arrives only after an event behind it has been queried. Codecs run with the CPU's kernels.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch.overrides import TorchFunctionMode
 from dtcomm.device import streams as runtime_streams
 from dtcomm.kernels import cpu, dispatch, low_rank, low_rank_torch
 from dtcomm.kernels.types import Combine
-from tests.support.op_recorder import WAITS, accesses, unwatched
+from tests.support.op_recorder import WAITS, accesses, not_recording
 from tests.support.stream_checker import RecordedStreams
 
 DEVICE = torch.device("cuda", 0)
 
-_dressing = threading.local()
-_INDEXED = ("index", "index_put", "index_put_")
-_faults_of_host = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
+_thread_state = threading.local()
+_INDEXING = ("index", "index_put", "index_put_")
+_HOST_ACCESSORS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
 
 
 class Address:
-    """Where a dressed tensor lies: to be compared, and of no use to a CPU kernel."""
+    """The address of a fake CUDA tensor, which can be compared but not passed to a CPU kernel."""
 
     def __init__(self, value: int) -> None:
         self._value = value
@@ -52,15 +52,15 @@ class Address:
         return hash(self._value)
 
 
-class Dressed(torch.Tensor):
-    """``host`` as a tensor of the device."""
+class FakeCudaTensor(torch.Tensor):
+    """The CPU tensor ``host`` as a tensor of the device."""
 
     host: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, host: torch.Tensor) -> Dressed:
-        made: Dressed = torch.Tensor._make_wrapper_subclass(
+    def __new__(cls, host: torch.Tensor) -> FakeCudaTensor:
+        made: FakeCudaTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             host.shape,
             strides=host.stride(),
@@ -87,68 +87,68 @@ class Dressed(torch.Tensor):
         return Address(self.host.data_ptr())
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Dressed({self.host!r})"
+        return f"FakeCudaTensor({self.host!r})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _run(func, args, kwargs or {})
 
 
-def dress(tensor: torch.Tensor) -> Dressed:
-    """On the device; memory of the caller's stream, where streams are judged."""
-    made = Dressed(tensor.detach())
-    judge = _judge()
-    if judge is not None:
-        judge.made(made.host)
+def to_fake_cuda(tensor: torch.Tensor) -> FakeCudaTensor:
+    """The tensor on the device; its memory belongs to the current stream, where streams are checked."""
+    made = FakeCudaTensor(tensor.detach())
+    checker = _checker()
+    if checker is not None:
+        checker.made(made.host)
     return made
 
 
-def undress(tensor: torch.Tensor) -> torch.Tensor:
-    """What is there by now, for the test to look at: a copy."""
-    return tensor.host.clone() if isinstance(tensor, Dressed) else tensor
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the current contents on the host, for the test itself."""
+    return tensor.host.clone() if isinstance(tensor, FakeCudaTensor) else tensor
 
 
-def _judge() -> RecordedStreams | None:
-    return getattr(_dressing, "streams", None)
+def _checker() -> RecordedStreams | None:
+    return getattr(_thread_state, "streams", None)
 
 
 def _host(leaf: Any) -> Any:
-    return leaf.host if isinstance(leaf, Dressed) else leaf
+    return leaf.host if isinstance(leaf, FakeCudaTensor) else leaf
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    """One operator, as the current stream would run it."""
+    """Run one operator as the current stream would."""
     name = func.overloadpacket.__name__
-    judge = _judge()
+    checker = _checker()
     tensors = list(_tensors((*args, *kwargs.values())))
-    if judge is not None and (name in WAITS or (name in _INDEXED and _by_mask(tensors[1:]))):
-        judge.faults.append(f"the host waits for the device in {name}")
-    if name == "copy_" and not all(isinstance(each, Dressed) for each in tensors):
+    if checker is not None and (name in WAITS or (name in _INDEXING and _by_mask(tensors[1:]))):
+        checker.faults.append(f"the host waits for the device in {name}")
+    if name == "copy_" and not all(isinstance(each, FakeCudaTensor) for each in tensors):
         queued = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-        return _copy(judge, args[0], args[1], queued)
-    strangers = [each for each in tensors if not isinstance(each, Dressed) and each.ndim > 0]
-    if strangers:
-        raise RuntimeError(f"{name}: tensors on two devices, cpu {tuple(strangers[0].shape)} among them")
-    hosts = {id(leaf.host): leaf for leaf in tensors if isinstance(leaf, Dressed)}
+        return _copy(checker, args[0], args[1], queued)
+    cpu_tensors = [each for each in tensors if not isinstance(each, FakeCudaTensor) and each.ndim > 0]
+    if cpu_tensors:
+        raise RuntimeError(f"{name}: tensors on two devices, cpu {tuple(cpu_tensors[0].shape)} among them")
+    hosts = {id(leaf.host): leaf for leaf in tensors if isinstance(leaf, FakeCudaTensor)}
     plain_args = _mapped(_host, args)
     plain_kwargs = {key: _mapped(_host, each) for key, each in kwargs.items()}
     result = func(*plain_args, **plain_kwargs)
     view = any(
         each.alias_info is not None and not each.alias_info.is_write for each in func._schema.arguments
     )
-    if judge is not None and not view:
+    if checker is not None and not view:
         for each in _tensors((result,)):
             if id(each) not in hosts:
-                judge.made(each)
+                checker.made(each)
         for tensor, written in accesses(func, plain_args, plain_kwargs, result):
-            judge.access(tensor, written)
+            checker.access(tensor, written)
 
-    def clothed(leaf: Any) -> Any:
+    def as_fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        return hosts.get(id(leaf)) if id(leaf) in hosts else Dressed(leaf)
+        return hosts.get(id(leaf)) if id(leaf) in hosts else FakeCudaTensor(leaf)
 
-    return _mapped(clothed, result)
+    return _mapped(as_fake, result)
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
@@ -166,84 +166,86 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _by_mask(indices: list[torch.Tensor]) -> bool:
-    """Whether how many elements there are is known by the device alone."""
+    """Whether the number of selected elements is known to the device alone."""
     return any(each.dtype in (torch.bool, torch.uint8) for each in indices)
 
 
-def _copy(judge: RecordedStreams | None, to: torch.Tensor, given: torch.Tensor, queued: bool) -> torch.Tensor:
-    """Between the host and the device."""
-    if judge is None:
+def _copy(
+    checker: RecordedStreams | None, to: torch.Tensor, given: torch.Tensor, queued: bool
+) -> torch.Tensor:
+    """Copy between the host and the device."""
+    if checker is None:
         _host(to).copy_(_host(given))
         return to
-    plain = given if isinstance(to, Dressed) else to
-    if given.ndim or not isinstance(to, Dressed):  # a number travels with the kernel that uses it
-        if not judge.staged(plain):
-            judge.faults.append("the host waits for the device in copy_: its memory is not pinned")
+    plain = given if isinstance(to, FakeCudaTensor) else to
+    if given.ndim or not isinstance(to, FakeCudaTensor):  # a number travels with the kernel that uses it
+        if not checker.staged(plain):
+            checker.faults.append("the host waits for the device in copy_: its memory is not pinned")
         elif not queued:
-            judge.faults.append("the host waits for the device in copy_: non_blocking is not said")
-    if isinstance(to, Dressed):
-        judge.access(to.host, True)
+            checker.faults.append("the host waits for the device in copy_: non_blocking is not set")
+    if isinstance(to, FakeCudaTensor):
+        checker.access(to.host, True)
         to.host.copy_(given)
     else:
-        judge.access(_host(given), False)
-        judge.deliver(to, _host(given).clone())
+        checker.access(_host(given), False)
+        checker.deliver(to, _host(given).clone())
     return to
 
 
 class _Mode(TorchFunctionMode):
-    """Functions whose arguments name the device, or whose results are on the host."""
+    """Intercepts functions whose arguments name the device or whose results are on the host."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        judge = _judge()
+        checker = _checker()
         first = args[0] if args else None
-        if isinstance(first, Dressed) and name in _faults_of_host:
-            if judge is not None:
-                judge.faults.append(f"the host waits for the device in {name}")
-            return func(undress(first), *args[1:], **kwargs)
+        if isinstance(first, FakeCudaTensor) and name in _HOST_ACCESSORS:
+            if checker is not None:
+                checker.faults.append(f"the host waits for the device in {name}")
+            return func(host_copy(first), *args[1:], **kwargs)
         if name in ("to", "cuda", "pin_memory") and isinstance(first, torch.Tensor):
-            return _moved(judge, func, name, first, args[1:], kwargs)
+            return _moved(checker, func, name, first, args[1:], kwargs)
         if _is_device(kwargs.get("device")):
-            if name in ("tensor", "as_tensor") and judge is not None:
-                judge.faults.append(
+            if name in ("tensor", "as_tensor") and checker is not None:
+                checker.faults.append(
                     f"the host waits for the device in torch.{name}: its memory is not pinned"
                 )
             made = func(*args, **{**kwargs, "device": "cpu"})
-            return made if isinstance(made, Dressed) else dress(made)
+            return made if isinstance(made, FakeCudaTensor) else to_fake_cuda(made)
         return func(*args, **kwargs)
 
 
 def _moved(
-    judge: RecordedStreams | None, func: Any, name: str, given: torch.Tensor, args: Any, kwargs: Any
+    checker: RecordedStreams | None, func: Any, name: str, given: torch.Tensor, args: Any, kwargs: Any
 ) -> Any:
-    there = kwargs.pop("device", None)
+    target = kwargs.pop("device", None)
     rest = []
     for arg in args:
         if isinstance(arg, torch.Tensor):
-            there = arg.device
-        elif isinstance(arg, torch.device) or (isinstance(arg, str) and there is None):
-            there = torch.device(arg)
+            target = arg.device
+        elif isinstance(arg, torch.device) or (isinstance(arg, str) and target is None):
+            target = torch.device(arg)
         else:
             rest.append(arg)
-    there = DEVICE if name == "cuda" else given.device if there is None else torch.device(there)
+    target = DEVICE if name == "cuda" else given.device if target is None else torch.device(target)
     if name == "pin_memory":
-        if judge is None or isinstance(given, Dressed):
+        if checker is None or isinstance(given, FakeCudaTensor):
             raise RuntimeError("pin_memory: of a CPU tensor, by streams.staging")
-        pinned = judge.staging(given.nbytes).view(given.dtype).view(given.shape)
+        pinned = checker.staging(given.nbytes).view(given.dtype).view(given.shape)
         return pinned.copy_(given)
-    if _is_device(there) == isinstance(given, Dressed):
+    if _is_device(target) == isinstance(given, FakeCudaTensor):
         return func(given, *rest, **kwargs) if name == "to" and (rest or kwargs) else given
     queued = kwargs.pop("non_blocking", False)
     changed = func(given, *rest, **kwargs) if rest or kwargs else given
-    if isinstance(given, Dressed):
-        if judge is not None:
-            judge.faults.append("the host waits for the device in to: a copy to memory of the host")
-        return undress(changed)
+    if isinstance(given, FakeCudaTensor):
+        if checker is not None:
+            checker.faults.append("the host waits for the device in to: a copy to memory of the host")
+        return host_copy(changed)
     made = torch.empty_like(changed)
-    there_made = dress(made)
-    _copy(judge, there_made, changed, queued)
-    return there_made
+    copy_on_device = to_fake_cuda(made)
+    _copy(checker, copy_on_device, changed, queued)
+    return copy_on_device
 
 
 def _is_device(device: Any) -> bool:
@@ -251,19 +253,19 @@ def _is_device(device: Any) -> bool:
 
 
 class _Kernels:
-    """The module of kernels for the device: the CPU's, on what is under the dress."""
+    """Stands in for the module of CUDA kernels: runs the CPU's kernels on the tensors' host memory."""
 
     @staticmethod
     def combine(call: Combine) -> None:
-        judge = _judge()
+        checker = _checker()
         reads = [*call.payloads, call.local]
         writes = [call.residual, call.payload_out, call.out]
         for tensors, written in ((reads, False), (writes, True)):
             for each in tensors:
-                if each is not None and not isinstance(each, Dressed):
+                if each is not None and not isinstance(each, FakeCudaTensor):
                     raise RuntimeError(f"a kernel of the device got a tensor on the CPU {tuple(each.shape)}")
-                if judge is not None and each is not None:
-                    judge.access(each.host, written)
+                if checker is not None and each is not None:
+                    checker.access(each.host, written)
         bare = replace(
             call,
             payloads=tuple(map(_host, call.payloads)),
@@ -272,16 +274,16 @@ class _Kernels:
             payload_out=_host(call.payload_out),
             out=_host(call.out),
         )
-        with unwatched():
+        with not_recording():
             cpu.combine(dispatch.native_kernel(), bare)
 
     @staticmethod
     def decode(codec: Any, payload: Any, numel: int, dtype: torch.dtype, out: Any) -> None:
-        judge = _judge()
-        if judge is not None:
-            judge.access(payload.host, False)
-            judge.access(out.host, True)
-        with unwatched():
+        checker = _checker()
+        if checker is not None:
+            checker.access(payload.host, False)
+            checker.access(out.host, True)
+        with not_recording():
             cpu.decode(dispatch.native_kernel(), codec, payload.host, numel, dtype, out.host)
 
     project_rows = staticmethod(low_rank_torch.project_rows)
@@ -289,22 +291,22 @@ class _Kernels:
 
     @staticmethod
     def orthonormalise(vectors: Sequence[Any], keys: Sequence[int]) -> None:
-        judge = _judge()
+        checker = _checker()
         for each, key in zip(vectors, keys, strict=True):
-            if judge is not None:
-                judge.access(each.host, True)
-            with unwatched():
+            if checker is not None:
+                checker.access(each.host, True)
+            with not_recording():
                 low_rank.orthonormalise(each.host, key)
 
     @staticmethod
     def factors_finite(lefts: Sequence[Any], rights: Sequence[Any]) -> Any:
-        found = dress(torch.empty(len(lefts), dtype=torch.bool))
-        judge = _judge()
+        found = to_fake_cuda(torch.empty(len(lefts), dtype=torch.bool))
+        checker = _checker()
         for at, sides in enumerate(zip(lefts, rights, strict=True)):
-            if judge is not None:
+            if checker is not None:
                 for each in (*sides, found):
-                    judge.access(each.host, True)
-            with unwatched():
+                    checker.access(each.host, True)
+            with not_recording():
                 finite = all(bool(torch.isfinite(each.host).all()) for each in sides)
                 found.host[at] = finite
                 for each in sides if not finite else ():
@@ -313,8 +315,8 @@ class _Kernels:
 
     @staticmethod
     def expand(gradient: Any, residual: Any, left: Any, right: Any, finite: Any) -> None:
-        judge = _judge()
-        if judge is not None:
+        checker = _checker()
+        if checker is not None:
             for each, written in (
                 (left, False),
                 (right, False),
@@ -323,8 +325,8 @@ class _Kernels:
                 (residual, True),
             ):
                 if each is not None:
-                    judge.access(each.host, written)
-        with unwatched():
+                    checker.access(each.host, written)
+        with not_recording():
             if finite is None or bool(finite.host):
                 low_rank.expand(gradient.host, _host(residual), left.host, right.host)
             else:
@@ -332,27 +334,27 @@ class _Kernels:
 
 
 @contextmanager
-def device(streams: RecordedStreams) -> Iterator[None]:
-    """Within the block this process has a device, whose streams are ``streams``, on this thread."""
+def fake_cuda_device(streams: RecordedStreams) -> Iterator[None]:
+    """Give this thread a fake CUDA device with these streams, within the block."""
     kept = dispatch._for_devices, dispatch.load_backend, runtime_streams.STREAM_TYPES["cuda"]
     dispatch._for_devices = lambda: (dispatch.CUDA,)
     dispatch.load_backend = lambda name: _Kernels
     runtime_streams.STREAM_TYPES["cuda"] = lambda _: streams.another()
     streams.device = DEVICE
-    _dressing.streams = streams
+    _thread_state.streams = streams
     try:
         with _Mode():
             yield
     finally:
-        _dressing.streams = None
+        _thread_state.streams = None
         dispatch._for_devices, dispatch.load_backend, runtime_streams.STREAM_TYPES["cuda"] = kept
 
 
 @contextmanager
-def unjudged() -> Iterator[None]:
-    """What the test itself does."""
-    before, _dressing.streams = _judge(), None
+def unchecked() -> Iterator[None]:
+    """Do not check what the test itself does within the block."""
+    before, _thread_state.streams = _checker(), None
     try:
         yield
     finally:
-        _dressing.streams = before
+        _thread_state.streams = before

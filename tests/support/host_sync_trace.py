@@ -1,4 +1,4 @@
-"""Where the host waits for a CUDA device, by a trace of torch's profiler."""
+"""Finds the calls in which the host waits for a CUDA device, in a trace of torch's profiler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch._C._autograd import DeviceType
 
 _STEP = "tests.support.host_sync_trace"
-# Calls of CUDA that come back only when the device has done what it was given; besides those that say Synchronize.
+# CUDA calls that return only when the device has finished its work, besides those that contain "Synchronize".
 _WAITING = {
     "cudaMemcpy",
     "cudaMemcpyToSymbol",
@@ -21,18 +21,18 @@ _WAITING = {
 
 
 class Trace(NamedTuple):
-    """``waits`` are the calls in which the host waited, in order; ``kernels`` is what ran on the device meanwhile."""
+    """``waits`` are the calls in which the host waited, in order; ``kernels`` those that ran meanwhile."""
 
     waits: list[str]
     kernels: list[str]
 
     def ran(self, name: str) -> bool:
-        """Whether a kernel with ``name`` in its own was among them: a trace without kernels says nothing of waits."""
+        """Whether a kernel whose name contains ``name`` ran: a trace without kernels proves nothing about waits."""
         return any(name in kernel for kernel in self.kernels)
 
 
 def trace(step: Callable[[], object]) -> Trace:
-    """What ``step`` did, on whatever thread. The device is at rest before it begins."""
+    """Trace ``step`` on all threads. The device is idle before it begins."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
@@ -49,7 +49,7 @@ def trace(step: Callable[[], object]) -> Trace:
 
 
 class Event(NamedTuple):
-    """One of a trace."""
+    """One event of a trace, with its times in microseconds."""
 
     name: str
     on_device: bool
@@ -58,12 +58,12 @@ class Event(NamedTuple):
 
 
 def read(events: Sequence[Event]) -> Trace:
-    """The trace of the step that is marked among them; profilers wait before it and after it."""
+    """The trace of the marked step among a profiler's events; the profiler itself waits before and after it."""
     step = next(each for each in events if each.name == _STEP and not each.on_device)
     waits, kernels = [], []
     for each in sorted(events, key=lambda event: event.start):
         if each.on_device:
-            # A copy into memory that the device does not reach by itself holds the host, whatever the call is named.
+            # A copy into pageable memory blocks the host, whatever the call is named.
             if "Pageable" in each.name and "DtoH" in each.name:
                 waits.append(each.name)
             elif each.name != _STEP:

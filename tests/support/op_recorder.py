@@ -1,4 +1,4 @@
-"""What torch's operators and the native kernels read and write on a thread, told to who judges it."""
+"""Reports what torch operators and native kernels read and write on a thread to a recorder."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from dtcomm.kernels.types import Combine
 # Operators that take a value to the host.
 WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2")
 
-_watching = threading.local()
+_thread_state = threading.local()
 
 
-class Judge(Protocol):
-    """Who is told."""
+class AccessRecorder(Protocol):
+    """Receives the accesses of a thread."""
 
     faults: list[str]
-    """What is wrong."""
+    """Descriptions of what went wrong."""
 
     def access(self, tensor: torch.Tensor | None, write: bool) -> None:
-        """The current stream reads a tensor, or writes it."""
+        """Record that the current stream reads or writes a tensor."""
 
 
-def judge() -> Judge | None:
-    """Who judges what this thread does."""
-    return getattr(_watching, "streams", None)
+def current_recorder() -> AccessRecorder | None:
+    """The recorder of this thread's accesses, if there is one."""
+    return getattr(_thread_state, "streams", None)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Every torch operator on this thread, as an access of the current stream."""
+class _RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Reports every torch operator on this thread as accesses of the current stream."""
 
-    def __init__(self, streams: Judge) -> None:
+    def __init__(self, streams: AccessRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._streams = streams
 
@@ -48,7 +48,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if judge() is not self._streams:
+        if current_recorder() is not self._streams:
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if name in WAITS:
@@ -62,7 +62,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def accesses(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> Iterator[tuple[torch.Tensor, bool]]:
-    """What an operator has read and written; nothing of views."""
+    """The tensors that an operator read and wrote (True: wrote); operators that only make views access nothing."""
     schema = func._schema
     if any(each.alias_info is not None and not each.alias_info.is_write for each in schema.arguments):
         return
@@ -86,28 +86,28 @@ def _named(schema: Any, name: str) -> Any:
 
 
 @contextmanager
-def watched(streams: Judge) -> Iterator[None]:
-    """Judge what this thread does within the block: torch's operators and the native kernels.
+def recording(streams: AccessRecorder) -> Iterator[None]:
+    """AccessRecorder what this thread does within the block: torch's operators and the native kernels.
 
     Kernels are judged in every thread that is within such a block, so ranks may be threads.
     """
     _patch()
-    _watching.streams = streams
+    _thread_state.streams = streams
     try:
-        with _Watch(streams):
+        with _RecordingMode(streams):
             yield
     finally:
-        _watching.streams = None
+        _thread_state.streams = None
 
 
 @contextmanager
-def unwatched() -> Iterator[None]:
-    """What the test itself does."""
-    before, _watching.streams = judge(), None
+def not_recording() -> Iterator[None]:
+    """Do not record what the test itself does within the block."""
+    before, _thread_state.streams = current_recorder(), None
     try:
         yield
     finally:
-        _watching.streams = before
+        _thread_state.streams = before
 
 
 _patched = False
@@ -120,8 +120,8 @@ def _patch() -> None:
     _patched = True
     combine, decode = cpu.combine, cpu.decode
 
-    def watched_combine(kernel: str, call: Combine) -> None:
-        streams = judge()
+    def recorded_combine(kernel: str, call: Combine) -> None:
+        streams = current_recorder()
         if streams is not None:
             for payload in call.payloads:
                 streams.access(payload, False)
@@ -130,12 +130,12 @@ def _patch() -> None:
                 streams.access(written, True)
         combine(kernel, call)
 
-    def watched_decode(kernel: str, codec: Any, payload: torch.Tensor, *rest: Any) -> None:
-        streams = judge()
+    def recorded_decode(kernel: str, codec: Any, payload: torch.Tensor, *rest: Any) -> None:
+        streams = current_recorder()
         if streams is not None:
             streams.access(payload, False)
             streams.access(rest[-1], True)
         decode(kernel, codec, payload, *rest)
 
-    cpu.combine = watched_combine
-    cpu.decode = watched_decode  # type: ignore[assignment]
+    cpu.combine = recorded_combine
+    cpu.decode = recorded_decode  # type: ignore[assignment]

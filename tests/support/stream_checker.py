@@ -1,8 +1,9 @@
-"""Streams of a device that is not there: work on CPU tensors is done at once, and its order is judged as a device's.
+"""Streams of a device that does not exist: work on CPU tensors runs at once, and its order is checked as on a device.
 
-Every stream, and the host, has a clock of what it knows to be over. An access to memory must follow all accesses that
-it conflicts with by events, whatever order the tests happen to run in. So what is reported is a race on a device:
-a wait that is missing, memory of another stream that is not held, or a host that waits.
+Every stream, and the host, has a vector clock of the work that it knows to be complete. An access to memory must be
+ordered by events after all accesses that it conflicts with, whatever order the test happens to run in. The faults that
+are recorded are races on a device: a missing wait, memory of another stream without `record_stream`, or a host that
+waits.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tests.support.op_recorder import judge, watched
+from tests.support.op_recorder import current_recorder, recording
 
 MAIN, SIDE, GROUP, HOST = "the caller's stream", "the side stream", "the group's stream", "the host"
 
@@ -26,7 +27,7 @@ Clock = dict[str, int]
 
 
 class Mark(Clock):
-    """With the time."""
+    """A clock with the time at which it was taken."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock)
@@ -34,8 +35,8 @@ class Mark(Clock):
 
 
 class RecordedStreams:
-    """``Streams`` for CPU tensors. ``faults`` collects what is wrong; ``leave_out`` names calls that do nothing, to see
-    that they are missed. ``host_may_wait``: bytes go through the host.
+    """``Streams`` for CPU tensors. ``faults`` collects what is wrong. ``leave_out`` names calls to leave out, to show
+    that they are missed. ``host_may_wait`` is for transports that move bytes through the host.
     """
 
     def __init__(self, leave_out: str = "", host_may_wait: bool = False) -> None:
@@ -57,7 +58,7 @@ class RecordedStreams:
         self._arriving: list[tuple[str, int, torch.Tensor, torch.Tensor]] = []  # whose, when, to, what
 
     def another(self) -> RecordedStreams:
-        """The same device for somebody else, who has a side stream of his own."""
+        """The same device for another user with a side stream of its own."""
         face = copy.copy(self)
         face._side = f"{SIDE} {next(self._numbers)}"
         return face
@@ -76,7 +77,7 @@ class RecordedStreams:
         self._local.name = stream
         try:
             with (
-                nullcontext() if judge() is self or self.device.type != "cpu" else watched(self)
+                nullcontext() if current_recorder() is self or self.device.type != "cpu" else recording(self)
             ):  # a thread of the runtime's own is judged too
                 yield
         finally:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dtcomm.runtime.torchdist.transport import Transport
-from tests.support.op_recorder import unwatched
+from tests.support.op_recorder import not_recording
 from tests.support.stream_checker import GROUP, Clock, RecordedStreams
 
 
@@ -55,7 +55,7 @@ class ThreadTransport(Transport):
             streams.access(part, False, GROUP)
         for part, _ in receives:
             streams.access(part, True, GROUP)
-        with unwatched():
+        with not_recording():
             self._post(sends, receives)
         with streams.on(GROUP):
             return streams.record()

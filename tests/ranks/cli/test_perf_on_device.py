@@ -17,7 +17,7 @@ from dtcomm.cli.perf.backends.torch_backend import OVERLAPPING
 from dtcomm.cli.perf.output import json_output, table
 from dtcomm.cli.perf.report import ProgressListener, Report
 from dtcomm.launch.ranks import run_ranks
-from tests.support.fake_cuda_ranks import devices
+from tests.support.fake_cuda_ranks import fake_cuda_rank
 from tests.support.fake_cuda_tensor import DEVICE
 from tests.support.recording_clock import SHARED, FakeGpu, RecordingClock
 from tests.support.stream_checker import RecordedStreams
@@ -96,15 +96,15 @@ def on_tensors_that_pass_for_a_device_s(
     """The report, and what was wrong between two marks of a batch; checks and refills may wait for the device."""
     streams, clocks = RecordedStreams(), []
 
-    class Dressed(FakeGpu):
+    class FakeCudaTensor(FakeGpu):
         device = DEVICE
 
         def clock(self, cpu: bool) -> Watching:
             clocks.append(Watching(streams))
             return clocks[-1]
 
-    with devices(streams):
-        report = runner.run(options, ProgressListener(), Dressed())
+    with fake_cuda_rank(streams):
+        report = runner.run(options, ProgressListener(), FakeCudaTensor())
     wrong = []
     for clock in clocks:
         for (begin, before), (end, after) in itertools.pairwise(clock.faults):

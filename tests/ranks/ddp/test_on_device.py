@@ -21,8 +21,8 @@ from dtcomm.ddp.autotune.tuner import Tuner
 from dtcomm.kernels import dispatch, low_rank
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.local_sgd import LocalSGD
-from tests.support.fake_cuda_ranks import devices
-from tests.support.fake_cuda_tensor import device, dress, unjudged
+from tests.support.fake_cuda_ranks import fake_cuda_rank
+from tests.support.fake_cuda_tensor import fake_cuda_device, to_fake_cuda, unchecked
 from tests.support.stream_checker import RecordedStreams
 
 #: What else there is of a name.
@@ -53,7 +53,7 @@ class Bucket:
         self.number, self.held = index, [parameters[name] for name in BUCKETS[index]]
         memory = torch.zeros(sum(each.numel() for each in self.held))
         self.memory = memory
-        self.whole: torch.Tensor = dress(memory) if on_device else memory
+        self.whole: torch.Tensor = to_fake_cuda(memory) if on_device else memory
 
     def index(self) -> int:
         return self.number
@@ -86,7 +86,7 @@ def steps(rank: int, on_device: bool, options: dict[str, Any]) -> tuple[list[tor
                 bucket.memory[-1] = torch.nan
             bucket.whole.mul_(1.0)  # as backward does, on its stream
         loss = torch.ones(1)
-        state.observe(dress(loss) if on_device else loss)
+        state.observe(to_fake_cuda(loss) if on_device else loss)
         for bucket in buckets:
             state.reduce(bucket)  # type: ignore[arg-type]
         state._reducer._end_pass()
@@ -123,11 +123,11 @@ def run(rank: int, world_size: int, cases: list[dict[str, Any]], leave_out: str 
     found = []
     here = [steps(rank, False, options) for options in cases]
     streams = RecordedStreams(leave_out)
-    with devices(streams, leave_out):
+    with fake_cuda_rank(streams, leave_out):
         for options, (expected, plain) in zip(cases, here):
             streams.faults.clear()
             means, state = steps(rank, True, options)
-            with unjudged():
+            with unchecked():
                 said, wanted, kept = state.report(), plain.report(), state.state_dict()
             found.append(
                 {
@@ -205,11 +205,13 @@ def local(rank: int, world_size: int) -> list[tuple[bool, list[str]]]:
     for spec in ("powersgd:rank=2", "topk:ratio=0.1"):
         streams, ends = RecordedStreams(), []
         for on_device in (False, True):
-            with devices(streams) if on_device else nullcontext():
+            with fake_cuda_rank(streams) if on_device else nullcontext():
                 weights = {name: torch.ones(shape) for name, shape in SHAPES.items()}
                 model = torch.nn.Module()
                 for name, weight in weights.items():
-                    model.register_parameter(name, torch.nn.Parameter(dress(weight) if on_device else weight))
+                    model.register_parameter(
+                        name, torch.nn.Parameter(to_fake_cuda(weight) if on_device else weight)
+                    )
                 together = LocalSGD(model, 1, spec, sample_every=1, residual="int8")
                 for step in range(2):
                     dice = torch.Generator().manual_seed(10 * step + rank)
@@ -236,7 +238,7 @@ def automatic(rank: int, world_size: int) -> tuple[list[torch.Tensor], list[int]
     streams, surprised = RecordedStreams(), []
     parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     # Plain DDP is the group's own business, which has no device here.
-    with devices(streams), mock.patch.object(ProcessGroupConsensus, "emulated", lambda _: True):
+    with fake_cuda_rank(streams), mock.patch.object(ProcessGroupConsensus, "emulated", lambda _: True):
         state = ddp.State(
             "auto", parameters=parameters.items(), candidates=["int8", "powersgd"], sample_every=2
         )
@@ -270,8 +272,8 @@ def waiting(rank: int, world_size: int) -> list[str]:
     """Ways to wait, each of which a compressor might go."""
     found = []
     streams = RecordedStreams()
-    with device(streams):
-        x = dress(torch.arange(4.0))
+    with fake_cuda_device(streams):
+        x = to_fake_cuda(torch.arange(4.0))
         for wait in (
             lambda: float(x.sum()),
             lambda: bool(x[0]),

@@ -19,8 +19,8 @@ from dtcomm.fsdp.collectives import CompressedAllGather, CompressedReduceScatter
 from dtcomm.fsdp.spec import FEEDBACKS, PARAMETER_PREFIXES, parse_spec
 from dtcomm.fsdp.state import State
 from dtcomm.launch.ranks import run_ranks
-from tests.support.fake_cuda_ranks import devices
-from tests.support.fake_cuda_tensor import dress, undress, unjudged
+from tests.support.fake_cuda_ranks import fake_cuda_rank
+from tests.support.fake_cuda_tensor import host_copy, to_fake_cuda, unchecked
 from tests.support.stream_checker import RecordedStreams
 
 SHARD, STEPS = 1500, 4
@@ -72,7 +72,7 @@ def sharded(rank: int, judged: RecordedStreams | None, gradients: str, parameter
     module: Any = Module()
     gather, scatter = CompressedAllGather(state, "m"), CompressedReduceScatter(state, "m", module)
     streams = Streams(judged)
-    there = (lambda each: dress(each)) if judged is not None else (lambda each: each)
+    there = (lambda each: to_fake_cuda(each)) if judged is not None else (lambda each: each)
     own, seen = there(torch.linspace(-1, 1, SHARD) + rank), []
     for step in range(STEPS):
         state.begin_step()
@@ -86,7 +86,7 @@ def sharded(rank: int, judged: RecordedStreams | None, gradients: str, parameter
                 streams.arrived()
                 record_streams(whole)  # FSDP keeps it until it has copied from it
                 work.wait()
-            seen.append(undress(whole * 1.0))
+            seen.append(host_copy(whole * 1.0))
         gradient = torch.randn(2 * SHARD, generator=torch.Generator().manual_seed(10 * step + rank))
         if step == 1 and rank == 1:
             gradient[0] = torch.nan
@@ -94,14 +94,14 @@ def sharded(rank: int, judged: RecordedStreams | None, gradients: str, parameter
         mean = torch.empty(SHARD, device=own.device)
         work = scatter(mean, given, group, dist.ReduceOp.AVG, async_op=True)
         work.wait()
-        seen.append(undress(mean * 1.0))
+        seen.append(host_copy(mean * 1.0))
         own = own - 0.1 * mean.nan_to_num()
     return {"seen": seen, "state": state}
 
 
 def zero(rank: int, judged: RecordedStreams | None, gradients: str, parameters: str) -> dict[str, Any]:
     """The sharded optimiser's parameters after some steps."""
-    there = (lambda each: dress(each)) if judged is not None else (lambda each: each)
+    there = (lambda each: to_fake_cuda(each)) if judged is not None else (lambda each: each)
     named = [
         (name, torch.nn.Parameter(there(torch.zeros(shape))))
         for name, shape in (("a", (40, 50)), ("b", (30,)), ("c", (33, 20)))
@@ -128,7 +128,7 @@ def zero(rank: int, judged: RecordedStreams | None, gradients: str, parameters: 
         optimiser.clip_grad_norm_(1.0)
         optimiser.step()
         optimiser.zero_grad()
-        seen += [undress(bucket.flat * 1.0) for bucket in optimiser._buckets]
+        seen += [host_copy(bucket.flat * 1.0) for bucket in optimiser._buckets]
     return {"seen": seen, "state": optimiser._compression}
 
 
@@ -139,11 +139,11 @@ def run(
     here = [what(rank, None, *case) for case in cases]
     found = []
     streams = RecordedStreams(leave_out)
-    with devices(streams, leave_out):
+    with fake_cuda_rank(streams, leave_out):
         for case, expected in zip(cases, here):
             streams.faults.clear()
             made = what(rank, streams, *case)
-            with unjudged():
+            with unchecked():
                 said, wanted = made["state"].report(), expected["state"].report()
             errors = [
                 (each.relative_error, other.relative_error)

@@ -10,8 +10,8 @@ import dtcomm.collectives as C
 from dtcomm import moe
 from dtcomm.launch.ranks import run_ranks
 from tests.ranks.moe.test_moe import EXPERTS, setting
-from tests.support.fake_cuda_ranks import devices
-from tests.support.fake_cuda_tensor import dress, undress, unjudged
+from tests.support.fake_cuda_ranks import fake_cuda_rank
+from tests.support.fake_cuda_tensor import host_copy, to_fake_cuda, unchecked
 from tests.support.stream_checker import RecordedStreams
 
 
@@ -19,13 +19,13 @@ def forward(rank: int, on_device: bool, codec: str) -> list[torch.Tensor]:
     """Dispatch, an elementwise expert and combine; the intermediate and final results on the host."""
     x, experts, weights, _ = setting(rank)
     if on_device:
-        x, experts, weights = dress(x), dress(experts), dress(weights)
+        x, experts, weights = to_fake_cuda(x), to_fake_cuda(experts), to_fake_cuda(weights)
     with torch.no_grad():
         tokens, route = moe.dispatch(x, experts, EXPERTS, codec=codec)
         y = moe.combine(tokens * 2.0, route, weights)
     results = [tokens * 1.0, y * 1.0]
-    with unjudged():
-        return [undress(result) for result in results] if on_device else results
+    with unchecked():
+        return [host_copy(result) for result in results] if on_device else results
 
 
 def compare(rank: int, world_size: int) -> list[dict[str, Any]]:
@@ -33,7 +33,7 @@ def compare(rank: int, world_size: int) -> list[dict[str, Any]]:
     codecs = ("none", "int8")
     expected = [forward(rank, False, codec) for codec in codecs]
     streams = RecordedStreams()
-    with devices(streams):
+    with fake_cuda_rank(streams):
         for codec, on_host in zip(codecs, expected, strict=True):
             streams.faults.clear()
             on_device = forward(rank, True, codec)

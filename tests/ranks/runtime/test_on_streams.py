@@ -21,7 +21,7 @@ from dtcomm.runtime.process_groups import require_group
 from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
 from dtcomm.runtime.torchdist.transport import GlooTransport
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
-from tests.support.op_recorder import unwatched, watched
+from tests.support.op_recorder import not_recording, recording
 from tests.support.stream_checker import HOST, RecordedStreams
 from tests.support.thread_transport import ThreadTransport
 from tests.unit.kernels.inputs import floats
@@ -144,7 +144,7 @@ class Judged:
 
         def rank_of(rank: int) -> None:
             try:
-                with watched(self.streams[rank]):
+                with recording(self.streams[rank]):
                     work(rank, self.runtimes[rank], self.streams[rank])
             except BaseException as error:
                 failures.append(error)
@@ -179,7 +179,7 @@ class ThreadsGroup:
     def start(self, verb, tensor, write: bool, peer: int, tag: int):
         if not write:
             self.streams.access(tensor, False, HOST)
-        with unwatched():
+        with not_recording():
             arrived = verb(tensor, peer, tag)
 
         def wait(timeout) -> None:
@@ -217,7 +217,7 @@ def train(name: str, spec: str, residual: bool = True) -> Callable[..., None]:
 
     def work(rank: int, runtime: TorchDistRuntime, streams: RecordedStreams) -> None:
         ranks = 3
-        with unwatched():
+        with not_recording():
             xs = [floats("normal", 5000, seed=rank + 7 * i) for i in range(3)]
             losses = [torch.zeros(5000) for _ in xs]
             streams.own(*xs, *losses)

@@ -30,7 +30,7 @@ from dtcomm.tp.comm_config import CommConfig
 from dtcomm.tp.emulate import emulate_all_reduce
 from dtcomm.tp.epilogue import Epilogue, Norm
 from dtcomm.tp.flash_all_reduce import flash_all_reduce
-from tests.support.op_recorder import unwatched
+from tests.support.op_recorder import not_recording
 from tests.support.stream_checker import RecordedStreams
 from tests.unit.runtime.test_fused import SPECS
 from tests.unit.runtime.test_peer import JudgedPeers
@@ -125,7 +125,7 @@ def peers(ranks: int, given: Given, algorithm: str, spec: str, way: str) -> list
 
     def work(rank: int, runtime: PeerRuntime, streams: RecordedStreams) -> None:
         x = given.sums[rank]
-        with unwatched():
+        with not_recording():
             hooks = given.task(rank)
             streams.own(x, given.residuals[rank], given.normed[rank])
         plan = runtime.prepare(shape, algorithms.build(algorithm, "all_reduce", ranks))
@@ -171,7 +171,7 @@ def test_calls_and_layers_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
 
     def work(rank: int, runtime: PeerRuntime, _: RecordedStreams) -> None:
         here.communicator = communicator_of(rank, ranks, runtime)
-        with unwatched():
+        with not_recording():
             hooks = ours[0].task(rank)
         all_reduce(ours[0].sums[rank], "avg", codec="int4", algorithm="two_shot", epilogue=hooks.after[0])
         over = CommConfig(codec=codec("int8"), backward_codec=codec("none"), algorithm=TWO_SHOT_SYMMETRIC)
@@ -184,7 +184,7 @@ def test_calls_and_layers_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
         reduce_scatter(part, mine, algorithm="ring")
         all_gather(whole, part, algorithm="halving")
         broadcast(part, 1, algorithm="tree")
-        with unwatched():
+        with not_recording():
             assert torch.equal(whole, 9 * torch.arange(900.0) + 9) and torch.equal(part, whole[300:600])
         assert runtime.info()["operations"] == 6 and runtime.info()["elsewhere"] == {}
         assert not reduce_ops.supports_two_shot_symmetric(ours[1].sums[rank], codec("mxfp4"))
