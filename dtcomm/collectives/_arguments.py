@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from dtcomm.codecs import Codec, parse_levels
 from dtcomm.codecs.base import ELEMENT_TYPES
+from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime.types import OPS
 
 Group = dist.ProcessGroup | None
@@ -39,6 +40,13 @@ class Options(SendOptions, total=False):
     """Keyword arguments of every collective of one tensor."""
 
     algorithm: Any
+
+
+class AllReduceOptions(Options, total=False):
+    """Keyword arguments of ``all_reduce``."""
+
+    audit: bool
+    epilogue: LocalTask | None
 
 
 class CoalescedOptions(TypedDict, total=False):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
+from torch import Tensor
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives._arguments import (
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 
 @overload
 def all_to_all(
-    output: torch.Tensor,
-    input: torch.Tensor,
+    output: Tensor,
+    input: Tensor,
     output_splits: Sequence[int] | None = None,
     input_splits: Sequence[int] | None = None,
     *,
@@ -43,8 +44,8 @@ def all_to_all(
 
 @overload
 def all_to_all(
-    output: torch.Tensor,
-    input: torch.Tensor,
+    output: Tensor,
+    input: Tensor,
     output_splits: Sequence[int] | None = None,
     input_splits: Sequence[int] | None = None,
     *,
@@ -54,8 +55,8 @@ def all_to_all(
 
 
 def all_to_all(
-    output: torch.Tensor,
-    input: torch.Tensor,
+    output: Tensor,
+    input: Tensor,
     output_splits: Sequence[int] | None = None,
     input_splits: Sequence[int] | None = None,
     *,
@@ -64,7 +65,7 @@ def all_to_all(
     group: Group = None,
     async_op: bool = False,
     seed: int | None = None,
-    residual: torch.Tensor | None = None,
+    residual: Tensor | None = None,
     checksum: bool | None = None,
 ) -> Work | None:
     """Send a shard of the input to every rank, and receive one from every rank.
@@ -147,7 +148,7 @@ def all_to_all(
     return start(communicator, plan, [Buffers(input, output, residual)], [output], seed, async_op)
 
 
-def _equal_shards(output: torch.Tensor, input: torch.Tensor, ranks: int) -> int:
+def _equal_shards(output: Tensor, input: Tensor, ranks: int) -> int:
     if input.numel() != output.numel():
         raise ValueError(
             f"output: has {output.numel()} elements, input {input.numel()}; without splits they are equal"
@@ -159,7 +160,7 @@ def _equal_shards(output: torch.Tensor, input: torch.Tensor, ranks: int) -> int:
     return input.numel() // ranks
 
 
-def _elements(tensor: torch.Tensor, splits: Sequence[int] | None, name: str, ranks: int) -> list[int]:
+def _elements(tensor: Tensor, splits: Sequence[int] | None, name: str, ranks: int) -> list[int]:
     """Return the elements of each shard."""
     if tensor.dim() == 0:
         raise ValueError(f"{name}: a tensor without dimensions has no rows to split")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
+from torch import Tensor
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives._arguments import (
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 Specs = str | Codec | Sequence[str | Codec]
-Residuals = Sequence[torch.Tensor | None] | None
+Residuals = Sequence[Tensor | None] | None
 BUCKET_BYTES = 25 * 2**20
 # A shard of at least this many bytes that is only copied has a message of its own: peers read it without staging then.
 MIN_SEPARATE_BYTES = 2**20
@@ -38,26 +39,18 @@ MIN_SEPARATE_BYTES = 2**20
 
 @overload
 def all_reduce_coalesced(
-    tensors: Sequence[torch.Tensor],
-    op: Op = "sum",
-    *,
-    async_op: Literal[True],
-    **options: Unpack[CoalescedOptions],
+    tensors: Sequence[Tensor], op: Op = "sum", *, async_op: Literal[True], **options: Unpack[CoalescedOptions]
 ) -> Work: ...
 
 
 @overload
 def all_reduce_coalesced(
-    tensors: Sequence[torch.Tensor],
-    op: Op = "sum",
-    *,
-    async_op: bool = False,
-    **options: Unpack[CoalescedOptions],
+    tensors: Sequence[Tensor], op: Op = "sum", *, async_op: bool = False, **options: Unpack[CoalescedOptions]
 ) -> Work | None: ...
 
 
 def all_reduce_coalesced(
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     op: Op = "sum",
     *,
     codec: Specs = "none",
@@ -130,8 +123,8 @@ def all_reduce_coalesced(
 
 @overload
 def all_gather_coalesced(
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     *,
     async_op: Literal[True],
     **options: Unpack[CoalescedOptions],
@@ -140,8 +133,8 @@ def all_gather_coalesced(
 
 @overload
 def all_gather_coalesced(
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     *,
     async_op: bool = False,
     **options: Unpack[CoalescedOptions],
@@ -149,8 +142,8 @@ def all_gather_coalesced(
 
 
 def all_gather_coalesced(
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     *,
     codec: Specs = "none",
     algorithm: str = "auto",
@@ -207,8 +200,8 @@ def all_gather_coalesced(
 
 @overload
 def reduce_scatter_coalesced(
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     op: Op = "sum",
     *,
     async_op: Literal[True],
@@ -218,8 +211,8 @@ def reduce_scatter_coalesced(
 
 @overload
 def reduce_scatter_coalesced(
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     op: Op = "sum",
     *,
     async_op: bool = False,
@@ -228,8 +221,8 @@ def reduce_scatter_coalesced(
 
 
 def reduce_scatter_coalesced(
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     op: Op = "sum",
     *,
     codec: Specs = "none",
@@ -299,7 +292,7 @@ class _Segment(NamedTuple):
     dtype: torch.dtype
     spec: str | Codec
     buffers: Buffers
-    output: torch.Tensor
+    output: Tensor
     nbytes: int
     separate: bool = False
 
@@ -367,8 +360,8 @@ class _CoalescedCall(NamedTuple):
 
 def _segments_of_pairs(
     communicator: Communicator,
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     whole: str,
     codec: Specs,
     residuals: Residuals,
@@ -408,8 +401,8 @@ def _codec_per_tensor(codec: Specs, count: int) -> list[str | Codec]:
     return specs
 
 
-def _residual_per_tensor(residuals: Residuals, count: int) -> list[torch.Tensor | None]:
-    tensor_residuals: list[torch.Tensor | None] = [None] * count if residuals is None else list(residuals)
+def _residual_per_tensor(residuals: Residuals, count: int) -> list[Tensor | None]:
+    tensor_residuals: list[Tensor | None] = [None] * count if residuals is None else list(residuals)
     if len(tensor_residuals) != count:
         raise ValueError(
             f"residuals: has {len(tensor_residuals)} for {count} tensors; give one (or None) for each tensor"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
+from torch import Tensor
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives._arguments import Group, Op, SendOptions
@@ -28,8 +28,8 @@ _verified: dict[int, tuple[Schedule | str, CustomSchedule, Proof]] = {}
 @overload
 def run(
     schedule: Schedule | str,
-    tensor: torch.Tensor | None,
-    input: torch.Tensor | None = None,
+    tensor: Tensor | None,
+    input: Tensor | None = None,
     op: Op = "sum",
     *,
     async_op: Literal[True],
@@ -40,8 +40,8 @@ def run(
 @overload
 def run(
     schedule: Schedule | str,
-    tensor: torch.Tensor | None,
-    input: torch.Tensor | None = None,
+    tensor: Tensor | None,
+    input: Tensor | None = None,
     op: Op = "sum",
     *,
     async_op: bool = False,
@@ -51,15 +51,15 @@ def run(
 
 def run(
     schedule: Schedule | str,
-    tensor: torch.Tensor | None,
-    input: torch.Tensor | None = None,
+    tensor: Tensor | None,
+    input: Tensor | None = None,
     op: Op = "sum",
     *,
     codec: str | Codec = "none",
     group: Group = None,
     async_op: bool = False,
     seed: int | None = None,
-    residual: torch.Tensor | None = None,
+    residual: Tensor | None = None,
     checksum: bool | None = None,
 ) -> Work | None:
     """Run a collective by a schedule of your own.

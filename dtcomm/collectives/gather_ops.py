@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
+from torch import Tensor
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives._arguments import (
@@ -29,31 +30,31 @@ from dtcomm.runtime.work import ChainedWork, Work
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-Shards = torch.Tensor | Sequence[torch.Tensor]
+Shards = Tensor | Sequence[Tensor]
 
 
 @overload
 def all_gather(
-    output: torch.Tensor, input: torch.Tensor, *, async_op: Literal[True], **options: Unpack[Options]
+    output: Tensor, input: Tensor, *, async_op: Literal[True], **options: Unpack[Options]
 ) -> Work: ...
 
 
 @overload
 def all_gather(
-    output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, **options: Unpack[Options]
+    output: Tensor, input: Tensor, *, async_op: bool = False, **options: Unpack[Options]
 ) -> Work | None: ...
 
 
 def all_gather(
-    output: torch.Tensor,
-    input: torch.Tensor,
+    output: Tensor,
+    input: Tensor,
     *,
     codec: str | Codec = "none",
     algorithm: Algorithm = "auto",
     group: Group = None,
     async_op: bool = False,
     seed: int | None = None,
-    residual: torch.Tensor | None = None,
+    residual: Tensor | None = None,
     checksum: bool | None = None,
 ) -> Work | None:
     """Gather the inputs of all ranks on every rank.
@@ -118,19 +119,17 @@ def all_gather(
 
 
 @overload
-def broadcast(
-    tensor: torch.Tensor, src: int, *, async_op: Literal[True], **options: Unpack[Options]
-) -> Work: ...
+def broadcast(tensor: Tensor, src: int, *, async_op: Literal[True], **options: Unpack[Options]) -> Work: ...
 
 
 @overload
 def broadcast(
-    tensor: torch.Tensor, src: int, *, async_op: bool = False, **options: Unpack[Options]
+    tensor: Tensor, src: int, *, async_op: bool = False, **options: Unpack[Options]
 ) -> Work | None: ...
 
 
 def broadcast(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     src: int,
     *,
     codec: str | Codec = "none",
@@ -138,7 +137,7 @@ def broadcast(
     group: Group = None,
     async_op: bool = False,
     seed: int | None = None,
-    residual: torch.Tensor | None = None,
+    residual: Tensor | None = None,
     checksum: bool | None = None,
 ) -> Work | None:
     """Copy the tensor of one rank to every rank of the group.
@@ -205,7 +204,7 @@ def broadcast(
 
 @overload
 def gather(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     gather_list: Shards | None = None,
     dst: int = 0,
     *,
@@ -216,7 +215,7 @@ def gather(
 
 @overload
 def gather(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     gather_list: Shards | None = None,
     dst: int = 0,
     *,
@@ -226,7 +225,7 @@ def gather(
 
 
 def gather(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     gather_list: Shards | None = None,
     dst: int = 0,
     *,
@@ -235,7 +234,7 @@ def gather(
     group: Group = None,
     async_op: bool = False,
     seed: int | None = None,
-    residual: torch.Tensor | None = None,
+    residual: Tensor | None = None,
     checksum: bool | None = None,
 ) -> Work | None:
     """Gather the tensors of all ranks on one rank.
@@ -321,7 +320,7 @@ def gather(
 
 @overload
 def scatter(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     scatter_list: Shards | None = None,
     src: int = 0,
     *,
@@ -332,7 +331,7 @@ def scatter(
 
 @overload
 def scatter(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     scatter_list: Shards | None = None,
     src: int = 0,
     *,
@@ -342,7 +341,7 @@ def scatter(
 
 
 def scatter(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     scatter_list: Shards | None = None,
     src: int = 0,
     *,
@@ -351,7 +350,7 @@ def scatter(
     group: Group = None,
     async_op: bool = False,
     seed: int | None = None,
-    residual: torch.Tensor | None = None,
+    residual: Tensor | None = None,
     checksum: bool | None = None,
 ) -> Work | None:
     """Give every rank its shard of the tensors of one rank.
@@ -402,7 +401,7 @@ def scatter(
     if _is_root(communicator, root, scatter_list, "scatter_list", "src"):
         assert scatter_list is not None
         require_shards(scatter_list, tensor, "scatter_list", communicator.size)
-        if isinstance(scatter_list, torch.Tensor):
+        if isinstance(scatter_list, Tensor):
             source = scatter_list
         else:
             source = torch.cat([shard.reshape(-1) for shard in scatter_list])
@@ -440,12 +439,12 @@ def _is_root(communicator: Communicator, root: int, shards: Shards | None, argum
     return True
 
 
-def _flat_output(shards: Shards, like: torch.Tensor, ranks: int) -> torch.Tensor:
+def _flat_output(shards: Shards, like: Tensor, ranks: int) -> Tensor:
     """Return the tensor that holds the shards of all ranks: the caller's, or a new one."""
-    if isinstance(shards, torch.Tensor):
+    if isinstance(shards, Tensor):
         return shards
     return torch.empty(like.numel() * ranks, dtype=like.dtype, device=like.device)
 
 
-def _as_list(shards: Shards) -> list[torch.Tensor]:
-    return [shards] if isinstance(shards, torch.Tensor) else list(shards)
+def _as_list(shards: Shards) -> list[Tensor]:
+    return [shards] if isinstance(shards, Tensor) else list(shards)

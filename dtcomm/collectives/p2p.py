@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
+from torch import Tensor
 
 from dtcomm import codecs
 from dtcomm.codecs import Codec
@@ -44,34 +44,24 @@ _SCHEDULES = [
 
 
 @overload
-def send(
-    tensor: torch.Tensor,
-    dst: int,
-    *,
-    async_op: Literal[True],
-    **options: Unpack[SendOptions],
-) -> Work: ...
+def send(tensor: Tensor, dst: int, *, async_op: Literal[True], **options: Unpack[SendOptions]) -> Work: ...
 
 
 @overload
 def send(
-    tensor: torch.Tensor,
-    dst: int,
-    *,
-    async_op: bool = False,
-    **options: Unpack[SendOptions],
+    tensor: Tensor, dst: int, *, async_op: bool = False, **options: Unpack[SendOptions]
 ) -> Work | None: ...
 
 
 def send(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     dst: int,
     *,
     codec: str | Codec = "none",
     group: Group = None,
     async_op: bool = False,
     seed: int | None = None,
-    residual: torch.Tensor | None = None,
+    residual: Tensor | None = None,
     checksum: bool | None = None,
 ) -> Work | None:
     """Send a tensor to another rank, which must call `recv`.
@@ -110,27 +100,17 @@ def send(
 
 
 @overload
-def recv(
-    tensor: torch.Tensor,
-    src: int,
-    *,
-    async_op: Literal[True],
-    **options: Unpack[ReceiveOptions],
-) -> Work: ...
+def recv(tensor: Tensor, src: int, *, async_op: Literal[True], **options: Unpack[ReceiveOptions]) -> Work: ...
 
 
 @overload
 def recv(
-    tensor: torch.Tensor,
-    src: int,
-    *,
-    async_op: bool = False,
-    **options: Unpack[ReceiveOptions],
+    tensor: Tensor, src: int, *, async_op: bool = False, **options: Unpack[ReceiveOptions]
 ) -> Work | None: ...
 
 
 def recv(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     src: int,
     *,
     codec: str | Codec = "none",
@@ -169,7 +149,7 @@ def recv(
 
 
 def _message(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     peer: int,
     argument: str,
     sends: bool,
@@ -177,7 +157,7 @@ def _message(
     group: Group,
     async_op: bool,
     seed: int | None,
-    residual: torch.Tensor | None,
+    residual: Tensor | None,
     checksum: bool | None,
 ) -> Work | None:
     require_tensor(tensor, "tensor")
@@ -208,7 +188,7 @@ def _message(
     return None
 
 
-def post(pair: Pair, memory: torch.Tensor, sends: bool) -> Work:
+def post(pair: Pair, memory: Tensor, sends: bool) -> Work:
     """Start an uncompressed message of a pair; ``memory`` is contiguous and of a dtype that can be sent."""
     buffers = [Buffers(memory if sends else None, None if sends else memory)]
 
@@ -221,7 +201,7 @@ def post(pair: Pair, memory: torch.Tensor, sends: bool) -> Work:
 def _start_message(
     communicator: Communicator,
     buffers: list[Buffers],
-    outputs: list[torch.Tensor],
+    outputs: list[Tensor],
     sends: bool,
     codec: str | Codec,
     seed: int | None,

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
+from torch import Tensor
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives._arguments import (
+    AllReduceOptions,
     Group,
     Op,
     Options,
@@ -31,30 +33,18 @@ if TYPE_CHECKING:
 
 @overload
 def all_reduce(
-    tensor: torch.Tensor,
-    op: Op = "sum",
-    *,
-    async_op: Literal[True],
-    audit: bool = False,
-    epilogue: LocalTask | None = None,
-    **options: Unpack[Options],
+    tensor: Tensor, op: Op = "sum", *, async_op: Literal[True], **options: Unpack[AllReduceOptions]
 ) -> Work: ...
 
 
 @overload
 def all_reduce(
-    tensor: torch.Tensor,
-    op: Op = "sum",
-    *,
-    async_op: bool = False,
-    audit: bool = False,
-    epilogue: LocalTask | None = None,
-    **options: Unpack[Options],
+    tensor: Tensor, op: Op = "sum", *, async_op: bool = False, **options: Unpack[AllReduceOptions]
 ) -> Work | None: ...
 
 
 def all_reduce(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     op: Op = "sum",
     *,
     codec: str | Codec = "none",
@@ -62,7 +52,7 @@ def all_reduce(
     group: Group = None,
     async_op: bool = False,
     seed: int | None = None,
-    residual: torch.Tensor | None = None,
+    residual: Tensor | None = None,
     checksum: bool | None = None,
     audit: bool = False,
     epilogue: LocalTask | None = None,
@@ -139,7 +129,7 @@ def all_reduce(
     return start(communicator, plan, [Buffers(tensor, tensor, residual)], [tensor], seed, async_op, epilogue)
 
 
-def supports_two_shot_symmetric(tensor: torch.Tensor, codec: Codec, group: Group = None) -> bool:
+def supports_two_shot_symmetric(tensor: Tensor, codec: Codec, group: Group = None) -> bool:
     """Return whether ``all_reduce(tensor, codec=codec, algorithm="two_shot_symmetric")`` can run.
 
     Only fused kernels over peer memory encode the owner's contribution to its own chunk. All ranks get the same answer.
@@ -160,18 +150,18 @@ def supports_two_shot_symmetric(tensor: torch.Tensor, codec: Codec, group: Group
 
 @overload
 def reduce(
-    tensor: torch.Tensor, dst: int, op: Op = "sum", *, async_op: Literal[True], **options: Unpack[Options]
+    tensor: Tensor, dst: int, op: Op = "sum", *, async_op: Literal[True], **options: Unpack[Options]
 ) -> Work: ...
 
 
 @overload
 def reduce(
-    tensor: torch.Tensor, dst: int, op: Op = "sum", *, async_op: bool = False, **options: Unpack[Options]
+    tensor: Tensor, dst: int, op: Op = "sum", *, async_op: bool = False, **options: Unpack[Options]
 ) -> Work | None: ...
 
 
 def reduce(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     dst: int,
     op: Op = "sum",
     *,
@@ -180,7 +170,7 @@ def reduce(
     group: Group = None,
     async_op: bool = False,
     seed: int | None = None,
-    residual: torch.Tensor | None = None,
+    residual: Tensor | None = None,
     checksum: bool | None = None,
 ) -> Work | None:
     """Reduce a tensor over the ranks of a group; the result is on one of them.
@@ -248,29 +238,19 @@ def reduce(
 
 @overload
 def reduce_scatter(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    op: Op = "sum",
-    *,
-    async_op: Literal[True],
-    **options: Unpack[Options],
+    output: Tensor, input: Tensor, op: Op = "sum", *, async_op: Literal[True], **options: Unpack[Options]
 ) -> Work: ...
 
 
 @overload
 def reduce_scatter(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    op: Op = "sum",
-    *,
-    async_op: bool = False,
-    **options: Unpack[Options],
+    output: Tensor, input: Tensor, op: Op = "sum", *, async_op: bool = False, **options: Unpack[Options]
 ) -> Work | None: ...
 
 
 def reduce_scatter(
-    output: torch.Tensor,
-    input: torch.Tensor,
+    output: Tensor,
+    input: Tensor,
     op: Op = "sum",
     *,
     codec: str | Codec = "none",
@@ -278,7 +258,7 @@ def reduce_scatter(
     group: Group = None,
     async_op: bool = False,
     seed: int | None = None,
-    residual: torch.Tensor | None = None,
+    residual: Tensor | None = None,
     checksum: bool | None = None,
 ) -> Work | None:
     """Reduce a tensor over the ranks of a group and leave each rank one shard of the result.
