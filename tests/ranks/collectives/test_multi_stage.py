@@ -115,7 +115,7 @@ def apart(rank: int, n: int, what: str) -> None:
         dtcomm.all_reduce(torch.ones(9000), algorithm="one_shot", **options)
 
 
-def areas() -> list[tuple[int, int]]:
+def shared_regions() -> list[tuple[int, int]]:
     """Return the address ranges at which this process has mapped the memory that ranks share."""
     with open("/proc/self/maps", encoding="ascii") as lines:
         found = [re.match(r"([0-9a-f]+)-([0-9a-f]+) rw.*dtcomm-region", line) for line in lines]
@@ -157,7 +157,7 @@ def flipped_in_shared_memory(rank: int, n: int, spec: str, async_op: bool) -> No
         local_tasks.measure_exponents(each, both, None, grid)()  # type: ignore[arg-type]
         local_tasks.quantize_to_exponents(each, n, given[0], None, grid, codes)()  # type: ignore[arg-type]
         wanted = codes[4500:4600].numpy().tobytes()
-        for start, end in areas():
+        for start, end in shared_regions():
             at = ctypes.string_at(start, end - start).find(wanted)
             if at >= 0:
                 ctypes.c_uint8.from_address(start + at + 8).value ^= 4
