@@ -1,7 +1,7 @@
-"""``dtcomm <command> …``: finds the command's module and hands it the rest of the line.
+"""Entry point of ``dtcomm <command> ...``: imports the command's module and calls its ``main``.
 
-A command is a module with ``main(argv) -> exit status``. It is imported when it is called, so that ``dtcomm --help``
-does not import torch.
+A command is a module with ``main(argv) -> exit status``. It is imported only when it is called, so that ``dtcomm
+--help`` does not import torch.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import sys
 
 # name -> (module of dtcomm.cli, one line of help)
 COMMANDS = {
-    "perf": ("perf.main", "measure collectives, as nccl-tests does, beside torch.distributed"),
+    "perf": ("perf.main", "measure collectives like nccl-tests, also those of torch.distributed"),
     "demo": ("demo.main", "train a small language model on two ranks with compressed gradients"),
-    "codecs": ("codecs.main", "what each codec costs and what error it makes"),
-    "plan": ("plan.main", "what a codec and an algorithm would gain on a given link"),
-    "trace": ("trace", "the ranks' timelines of a training run as one, with a table and a picture"),
+    "codecs": ("codecs.main", "measure the size, error and speed of each codec"),
+    "plan": ("plan.main", "predict collectives and training steps on a given system"),
+    "trace": ("trace", "merge the ranks' timelines of a training run and summarize them"),
     "tp": (
         "tp_calibrate",
-        "tensor parallelism: which codec each layer of a model can bear (dtcomm tp calibrate)",
+        "tensor parallelism: choose a codec for each layer of a model (dtcomm tp calibrate)",
     ),
-    "tune": ("tune.main", "measure this machine and write the table that algorithm=auto reads"),
-    "doctor": ("doctor.main", "what dtcomm found on this machine, and whether its engine works"),
+    "tune": ("tune.main", "measure this machine and write the table that algorithm=auto uses"),
+    "doctor": ("doctor.main", "check this machine and run a self-test of the engine"),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns its exit status, 2 where there is no such command."""
+    """Run one command and return its exit status, or 2 if there is no such command."""
     arguments = sys.argv[1:] if argv is None else argv
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help", "help"):
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if name not in COMMANDS:
         valid = ", ".join(COMMANDS)
-        print(f"dtcomm: {name!r} is not a command; the commands are {valid}", file=sys.stderr)
+        print(f"dtcomm: {name!r} is not a command; valid: {valid}", file=sys.stderr)
         return 2
     command = importlib.import_module(f"dtcomm.cli.{COMMANDS[name][0]}")
     try:
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        # The reader of a pipe has left; without this the interpreter complains once more when it flushes.
+        # The reader of the pipe has exited; without this the interpreter reports the error again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 def usage() -> str:
     lines = [f"  {name:<8} {line}" for name, (_, line) in COMMANDS.items()]
     return "\n".join(
-        ["usage: dtcomm <command> [options]", "", *lines, "", "dtcomm <command> --help says more of each."]
+        ["usage: dtcomm <command> [options]", "", *lines, "", "dtcomm <command> --help describes a command."]
     )
 
 

@@ -1,7 +1,6 @@
-"""``dtcomm plan``: what a collective would take on a system that you do not have yet, and whether a codec would pay.
+"""Command ``dtcomm plan``: predict collective times on hardware you do not own, and whether a codec would pay.
 
-To read on: plan_options (the flags), dtcomm.planner (the answers), plan_report and plan_plot (what is shown), and
-plan_memory (``--memory``: what a model takes on a rank).
+`options` has the flags, `dtcomm.planner` the models, `report` and `plot` the output, and `memory` is ``--memory``.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from dtcomm.planner.sweep import Sweep, run_sweep
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Estimate, print the tables or the JSON, draw the plot; 2 where an argument or a file is wrong."""
+    """Run the command; return 0, or 2 if an argument or a file is wrong."""
     options = parse(argv)
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         print("dtcomm plan: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
@@ -65,14 +64,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _table(options: Options) -> Table:
-    # A table is of this machine: it says nothing of systems by other names.
+    # The user's table was measured on this machine and does not apply to other systems.
     if options.table is not None:
         return parse_table(options.table.read_text())
     return parse_table(env.tune_text() if options.system.name == "local" else "")
 
 
 def as_dict(plan: Sweep, trainings: list[Training]) -> dict[str, Any]:
-    """For JSON: times in microseconds, bandwidths in GB/s (1e9)."""
+    """Return JSON values; times in microseconds, bandwidths in GB/s (1e9)."""
     return {
         "version": 1,
         "system": plan.system.as_dict(),

@@ -1,4 +1,4 @@
-"""``dtcomm plan --memory``: what a model takes on each rank at every stage of sharding, and what compression adds."""
+"""``dtcomm plan --memory``: memory of a model on each rank for every stage of sharding, and what compression adds."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dtcomm.planner.memory_model import ModelSize, RankMemory, memory_table
 COLUMNS = ("parameters", "optimizer", "gradients", "passing", "residuals", "references", "total")
 WIDTH = 146
 NOTE = (
-    "passing: units while they are computed with, their gradients, DDP's buckets. references: parameters as the peers "
-    "know them, of delta: alone. Activations and the engine's own buffers are not in it."
+    "passing: gathered units during their computation, their gradients, and DDP's buckets. references: the peers' copy "
+    "of the parameters, only with delta:. Activations and the engine's buffers are not included."
 )
 
 
 def main(options: Options) -> int:
-    """The table, or JSON; 0."""
+    """Print the table or write the JSON; return 0."""
     assert options.memory is not None
     ranks = options.system.ranks
     rows = memory_table(options.memory, ranks)
@@ -37,7 +37,7 @@ def main(options: Options) -> int:
 
 
 def as_dict(model: ModelSize, ranks: int, rows: list[RankMemory]) -> dict[str, Any]:
-    """Bytes on one rank, and bytes a parameter."""
+    """Return JSON values: bytes on one rank, and bytes per parameter."""
     return {
         "version": 1,
         "params": model.params,
@@ -50,7 +50,7 @@ def as_dict(model: ModelSize, ranks: int, rows: list[RankMemory]) -> dict[str, A
 
 
 def show(model: ModelSize, ranks: int, rows: list[RankMemory]) -> None:
-    """Print them."""
+    """Print the table."""
     console = Console()
     if console.width < WIDTH:
         console = Console(width=WIDTH, file=console.file)

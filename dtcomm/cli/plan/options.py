@@ -1,4 +1,4 @@
-"""The flags of ``dtcomm plan``."""
+"""Command-line arguments of ``dtcomm plan``, parsed into checked `Options`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ examples
   dtcomm plan --system h100 --hosts 2 --memory params=7e9,layers=32,dtype=bf16
   dtcomm plan all_reduce --inside memory --between 1gbit --hosts 2 --per-host 1 --record steps.json --codec int8
 
-Without a codec GPUs run NCCL, which is modelled with its own published constants; payloads of a codec travel along
-dtcomm's schedules, whose times are read off the schedules. docs/guides/planning.md says how, and how far to trust it.
+Without a codec GPUs use NCCL, which is modelled with its published constants. Payloads of a codec follow dtcomm's
+schedules, which are simulated. docs/guides/planning.md describes the models and their accuracy.
 algbw and busbw count uncompressed bytes, as nccl-tests does; GB is 1e9 bytes, K, M and G are powers of 1024."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """``params`` gradients of ``dtype``, in a step of ``step_ms`` of arithmetic, in buckets of ``bucket_bytes``."""
+    """A training step: ``params`` gradients of ``dtype`` in buckets of ``bucket_bytes``, and ``step_ms`` of compute."""
 
     params: float
     step_ms: float
@@ -41,7 +41,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What was asked."""
+    """What to estimate, checked."""
 
     collective: str
     system: System
@@ -58,10 +58,10 @@ class Options:
 
 
 def parse(argv: list[str] | None) -> Options:
-    """Exits with status 2 and a line that names the flag where one is wrong."""
+    """Parse a command line; exits with status 2 and a line that names the flag if one is wrong."""
     parser = argparse.ArgumentParser(
         prog="dtcomm plan",
-        description="What a collective would take on a system, and what codecs and algorithms would gain there.",
+        description="Predict the time of a collective on a system, and the gain of codecs and algorithms.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -71,27 +71,37 @@ def parse(argv: list[str] | None) -> Options:
     where = parser.add_argument_group("the system")
     of = where.add_argument
     of("--system", metavar="NAME", choices=list(hardware.SYSTEMS),
-        help=f"{', '.join(hardware.SYSTEMS)}: nodes of 8 GPUs, each with a port; or local, this machine")  # fmt: skip
+        help=f"{', '.join(hardware.SYSTEMS)}: nodes of 8 GPUs, each with a port; or local (this machine)")  # fmt: skip
     of(
         "--inside",
         metavar="LINK",
-        help=f"each rank's link in its host: {', '.join(hardware.PORTS)}, or N gbit",
+        help=f"each rank's link inside its host: {', '.join(hardware.PORTS)}, or N gbit",
     )
-    of("--between", metavar="LINK", help="a host's link to the others, from the same list")
-    of("--topology", metavar="FILE", type=Path, help="a JSON file instead; docs/guides/planning.md shows one")
+    of("--between", metavar="LINK", help="a host's link to other hosts, from the same list")
+    of(
+        "--topology",
+        metavar="FILE",
+        type=Path,
+        help="a JSON file that describes the system; docs/guides/planning.md has an example",
+    )
     of(
         "--device",
         metavar="NAME",
         choices=list(hardware.DEVICES),
-        help="what encodes, where the link does not tell",
+        help="device that encodes, if the link does not imply it",
     )
     of("--hosts", metavar="N", type=count_argument(1), help="hosts (default 1)")
-    of("--per-host", metavar="N", type=count_argument(1), help="ranks on each (default 8 on GPUs, 2 here)")
+    of(
+        "--per-host",
+        metavar="N",
+        type=count_argument(1),
+        help="ranks per host (default 8 on GPUs, 2 for local)",
+    )
     of(
         "--ranks",
         metavar="N",
         type=count_argument(1),
-        help="ranks altogether, instead of --hosts or --per-host",
+        help="total number of ranks, instead of --hosts or --per-host",
     )
     of(
         "--nics",
@@ -103,7 +113,7 @@ def parse(argv: list[str] | None) -> Options:
         "--table",
         metavar="FILE",
         type=Path,
-        help="what `dtcomm tune` measured (default: the user's own, for local)",
+        help="table of `dtcomm tune` (default: the user's table, for local)",
     )
     what = parser.add_argument_group("what to estimate")
     ask = what.add_argument
@@ -138,18 +148,20 @@ def parse(argv: list[str] | None) -> Options:
         metavar="SPEC",
         action="append",
         default=[],
-        help="beside none; may be repeated (default int8)",
+        help="codec to compare with none; may be repeated (default int8)",
     )
     ask("--algorithm", metavar="NAME", action="append", default=[],
-        help="auto: the fastest of each codec; all: a row each; or names, repeated or a,b (default auto)")  # fmt: skip
+        help="auto: the fastest for each codec; all: a row for each; or names (default auto)")  # fmt: skip
     ask("--model", metavar="K=V,…", type=_model,
-        help="a training step: params=7e9,step_ms=900[,dtype=bf16][,bucket=25M]: overlap, scaling")  # fmt: skip
+        help="estimate a training step: params=7e9,step_ms=900[,dtype=bf16][,bucket=25M]")  # fmt: skip
     ask("--memory", metavar="K=V,…", type=_memory,
-        help="instead: what a model takes on a rank: params=7e9[,layers=32][,dtype=bf16][,states=2]")  # fmt: skip
+        help="estimate the memory of a model instead: params=7e9[,layers=32][,dtype=bf16][,states=2]")  # fmt: skip
     ask("--record", metavar="FILE", type=Path,
-        help="bucket-ready times that a run wrote (dtcomm.ddp: state.record), replayed on this system")  # fmt: skip
+        help="replay a run's bucket-ready times (written by state.record of dtcomm.ddp) on this system")  # fmt: skip
     out = parser.add_argument_group("output")
-    out.add_argument("--plot", metavar="FILE", type=Path, nargs="?", const=Path("plan.png"), help="draw it")
+    out.add_argument(
+        "--plot", metavar="FILE", type=Path, nargs="?", const=Path("plan.png"), help="plot the estimates"
+    )
     out.add_argument(
         "--json", "-J", metavar="FILE", nargs="?", const="-", help="JSON: to FILE, or instead of tables"
     )

@@ -1,4 +1,4 @@
-"""The picture of ``dtcomm plan``: bus bandwidth against size, what codecs gain, and a training step."""
+"""Plot of ``dtcomm plan``: bus bandwidth versus size, speed-up of codecs, and training steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtcomm.planner.sweep import MIN_SPEEDUP, Sweep, SweepRow, size_name
 
 
 def plot(plan: Sweep, trainings: Sequence[Training], path: Path) -> None:
-    """Write it, in the format that ``path`` ends with."""
+    """Write the plot in the format of the path's extension."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -38,7 +38,7 @@ def plot(plan: Sweep, trainings: Sequence[Training], path: Path) -> None:
 
 
 def _lines(plan: Sweep) -> dict[str, list[SweepRow]]:
-    # One line a codec; one for each of its algorithms where they were asked for.
+    # One line for each codec, or for each codec and algorithm if several algorithms were requested.
     several = len({(row.best.nbytes, row.best.codec) for row in plan.rows}) < len(plan.rows)
     lines: dict[str, list[SweepRow]] = {}
     for row in plan.rows:
@@ -85,7 +85,7 @@ def _gains(axes: Any, plan: Sweep, lines: dict[str, list[SweepRow]]) -> None:
                 rotation=90, ha="right",
             )  # fmt: skip
     axes.set_ylim(bottom=0)
-    axes.set_ylabel("times as fast as the fastest without a codec")
+    axes.set_ylabel("speed-up over the fastest without a codec")
     axes.set_title("speed-up (grey: within the estimates' error)")
     _sizes(axes)
 
@@ -102,13 +102,13 @@ def _steps(axes: Any, training: Training) -> None:
     names = [row.codec for row in training.rows]
     compute = [row.step.compute * 1e3 for row in training.rows]
     exposed = [(row.step.seconds - row.step.compute) * 1e3 for row in training.rows]
-    axes.bar(names, compute, color=COLOURS[0], label="arithmetic")
+    axes.bar(names, compute, color=COLOURS[0], label="compute")
     axes.bar(names, exposed, bottom=compute, color=COLOURS[3], label="waiting for the network")
     for at, row in enumerate(training.rows):
         axes.text(
             at, row.step.seconds * 1e3, f"{row.step.efficiency:.0%}", ha="center", va="bottom", fontsize=8.5
         )
     axes.set_ylim(top=1.25 * max(row.step.seconds for row in training.rows) * 1e3)
-    axes.set_ylabel("ms a step")
+    axes.set_ylabel("ms per step")
     axes.set_title(f"training step, scaling efficiency\n{training.title}", fontsize=9.5)
     axes.legend(frameon=False, fontsize=8.5)

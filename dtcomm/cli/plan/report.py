@@ -1,4 +1,4 @@
-"""The tables of ``dtcomm plan``."""
+"""Tables of ``dtcomm plan``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.table import Table
 from dtcomm.cli.plan.training import Training
 from dtcomm.planner.sweep import Sweep, size_name
 
-WIDTH = 146  # columns at least: a pipe has no width of its own, and a narrow terminal wraps, which loses no figure
+WIDTH = 146  # least columns; a narrower terminal wraps the lines
 
 
 def show(plan: Sweep, trainings: Sequence[Training], console: Console | None = None) -> None:
-    """Print them."""
+    """Print the tables and the verdicts."""
     console = console or Console()
     if console.width < WIDTH:
         console = Console(width=WIDTH, file=console.file)
@@ -28,7 +28,7 @@ def show(plan: Sweep, trainings: Sequence[Training], console: Console | None = N
         console.print(line, highlight=False, soft_wrap=True)
     if plan.skipped:
         names = ", ".join(plan.skipped)
-        console.print(f"not estimated, too large to be written out: {names}", highlight=False)
+        console.print(f"not estimated because the schedule is too large: {names}", highlight=False)
 
 
 def _head(plan: Sweep) -> str:
@@ -53,14 +53,14 @@ def _placed(plan: Sweep) -> str:
     seen = {each.placement for each in plan.table.measured if each.hosts == 1}
     if not plan.placement or plan.placement in seen:
         return f"; the CPUs are {plan.placement} now" if plan.placement else ""
-    return f"; the CPUs are {plan.placement} now, and were not then: run `dtcomm tune` again, which adds these times"
+    return f"; the CPUs are {plan.placement} now, which was not measured: run `dtcomm tune` again to add these times"
 
 
 def _rows(plan: Sweep) -> Table:
     table = Table()
     table.add_column("size", justify="right", no_wrap=True)
     table.add_column("codec", no_wrap=True)
-    table.add_column("algorithm", overflow="fold")  # long names take a second line before figures are cut
+    table.add_column("algorithm", overflow="fold")  # long names are folded, not numbers
     for name in ("time us", "algbw", "busbw", "speed-up", "sent", "encoded"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("runs on; what takes the time")

@@ -1,4 +1,4 @@
-"""Training steps for ``dtcomm plan``: of a model by its size, or of a run by what it recorded."""
+"""Training steps for ``dtcomm plan``: estimated from the size of a model, or replayed from the record of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dtcomm.planner.training_model import Bucket, TrainingStep, even_buckets, pa
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One codec: the step, its gain over ``none``, and the bytes that error feedback and buffers take on a rank."""
+    """One codec: the step, its speed-up over ``none``, and the bytes of residuals and buffers on a rank."""
 
     codec: str
     step: TrainingStep
@@ -43,7 +43,10 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """``kind`` is model or record; ``error`` the replay's own, of the step, where the run allows to check it."""
+    """Estimates of a training step.
+
+    ``kind`` is model or record; ``error`` is the relative error of the replay, if the record has the measured times.
+    """
 
     kind: str
     title: str
@@ -63,16 +66,16 @@ class Training:
 
 
 def of_model(plan: Sweep, model: Model, codecs: Sequence[str]) -> Training:
-    """Gradients that become ready evenly over the last two thirds of the step."""
+    """Estimate steps of a model whose gradients become ready evenly over the last two thirds of the step."""
     buckets, rest = even_buckets(model.params, model.dtype.itemsize, model.step_ms * 1e-3, model.bucket_bytes)
     kind = str(model.dtype).removeprefix("torch.")
-    title = f"{model.params:.3g} parameters, {kind} gradients, {model.step_ms:g} ms of arithmetic a step"
+    title = f"{model.params:.3g} parameters, {kind} gradients, {model.step_ms:g} ms of compute per step"
     rows = _rows(plan, buckets, rest, codecs, model.dtype)
     return Training(kind="model", title=title, gradient_bytes=sum(b.nbytes for b in buckets), rows=rows)
 
 
 def of_record(plan: Sweep, path: Path, codecs: Sequence[str]) -> Training:
-    """The buckets of a run, on another link."""
+    """Replay the recorded buckets of a run on another system."""
     record = parse_record(hardware.read_json(path), str(path))
     verdicts = []
     error = record.error
@@ -122,5 +125,5 @@ def _rows(
 
 
 def replace_collective(plan: Sweep, dtype: torch.dtype) -> Sweep:
-    """The same system and table for gradients, which are all-reduced."""
+    """Return the plan with the same system and table for an all_reduce of gradients."""
     return replace(plan, collective="all_reduce", dtype=dtype, rows=[], skipped=[])
