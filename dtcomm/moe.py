@@ -1,5 +1,7 @@
 """Expert parallelism: `dispatch` sends tokens to the ranks that hold their experts, `combine` brings the results back.
 
+Example::
+
     tokens, route = dtcomm.moe.dispatch(x, experts, num_experts, codec="fp8_e4m3")
     outputs = [expert(part) for expert, part in zip(local_experts, route.split(tokens))]
     y = dtcomm.moe.combine(torch.cat(outputs), route, weights)

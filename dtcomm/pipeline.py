@@ -1,5 +1,7 @@
 """Pipeline parallelism: a link between two stages that sends activations forward and gradients back, compressed.
 
+Example::
+
     # first stage                                    # second stage
     link = dtcomm.pipeline.Sender(1, "int8")         link = dtcomm.pipeline.Receiver(0, "int8")
     sent = link(block(x))                            y = link((8, 128, 512))

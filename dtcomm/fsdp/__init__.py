@@ -1,5 +1,7 @@
 """Compressed communication for FSDP: the all-gather of parameters and the reduce-scatter of gradients.
 
+Example::
+
     for block in model.layers:
         fully_shard(block)
     fully_shard(model)

@@ -1,6 +1,8 @@
 """`ShardedOptimizer`: ZeRO stages 1 and 2 for any torch optimizer (Rajbhandari et al. 2020, arXiv:1910.02054),
 compressed.
 
+Example::
+
     optimizer = dtcomm.fsdp.ShardedOptimizer(model.named_parameters(), torch.optim.AdamW, lr=1e-3, gradients="int8")
     loss.backward()          # gradients are reduce-scattered while it runs
     optimizer.step()         # updates this rank's shards, then gathers the parameters

@@ -175,7 +175,8 @@ class PrepareModuleInput(_LayoutStyle, torch_styles.PrepareModuleInput):
     """torch's PrepareModuleInput with compressed redistribution of the inputs.
 
     Args:
-        *args, **kwargs: As torch's: ``input_layouts``, ``desired_input_layouts``, ``use_local_output`` and so on.
+        *args: As torch's.
+        **kwargs: As torch's: ``input_layouts``, ``desired_input_layouts``, ``use_local_output`` and so on.
         codec: Codec of what the redistribution sends, a spec or a `Codec`. Default: ``"none"``.
         backward_codec: Codec of its gradient. Default: ``"none"``.
         algorithm: Algorithm of sums, see `CommConfig`. Default: ``"auto"``.
@@ -198,7 +199,8 @@ class PrepareModuleOutput(_LayoutStyle, torch_styles.PrepareModuleOutput):
     """torch's PrepareModuleOutput with compressed redistribution of the outputs.
 
     Args:
-        *args, **kwargs: As torch's: ``output_layouts``, ``desired_output_layouts``, ``use_local_output``.
+        *args: As torch's.
+        **kwargs: As torch's: ``output_layouts``, ``desired_output_layouts``, ``use_local_output``.
         codec: Codec of what the redistribution sends, a spec or a `Codec`. Default: ``"none"``.
         backward_codec: Codec of its gradient. Default: ``"none"``.
         algorithm: Algorithm of sums, see `CommConfig`. Default: ``"auto"``.
@@ -229,7 +231,8 @@ class SequenceParallel(_LayoutStyle, torch_styles.SequenceParallel):
     """torch's SequenceParallel; an input that is not yet sharded along the sequence is redistributed in ``codec``.
 
     Args:
-        *args, **kwargs: As torch's: ``sequence_dim`` and ``use_local_output``.
+        *args: As torch's.
+        **kwargs: As torch's: ``sequence_dim`` and ``use_local_output``.
         codec: Codec of what the redistribution sends, a spec or a `Codec`. Default: ``"none"``.
         backward_codec: Codec of its gradient. Default: ``"none"``.
         algorithm: Algorithm of sums, see `CommConfig`. Default: ``"auto"``.

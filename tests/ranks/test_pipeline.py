@@ -1,4 +1,4 @@
-"""Stages on ranks of their own beside the whole model in one process."""
+"""Pipeline stages on several ranks compared to the whole model in one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gradients(module: nn.Module) -> list[torch.Tensor]:
 
 
 def pipelined(rank: int, n: int, codec: str, feedback: bool, micro: int, ahead: int) -> list[torch.Tensor]:
-    """The gradients of this rank's stage; `ahead` micro-batches go forward before the first one comes back."""
+    """Return the gradients of this rank's stage; `ahead` micro-batches go forward before the first backward."""
     stage = stages(n)[rank]
     before = dtcomm.pipeline.Receiver(rank - 1, codec, feedback=feedback) if rank else None
     behind = dtcomm.pipeline.Sender(rank + 1, codec) if rank < n - 1 else None
@@ -65,7 +65,7 @@ def whole(n: int, micro: int) -> list[list[torch.Tensor]]:
     ("codec", "feedback", "tolerance"), [("none", False, 0.0), ("int8", False, 0.03), ("int8", True, 0.03)]
 )
 @pytest.mark.parametrize(("n", "micro", "ahead"), [(2, 1, 0), (3, 6, 1), (2, 70, 70)])
-def test_the_gradients_of_the_whole(
+def test_gradients_are_those_of_the_whole_model(
     n: int, micro: int, ahead: int, codec: str, feedback: bool, tolerance: float
 ) -> None:
     got = run_ranks(pipelined, n, codec, feedback, micro, ahead)
@@ -76,7 +76,7 @@ def test_the_gradients_of_the_whole(
 
 
 def repeated(rank: int, n: int, feedback: bool) -> torch.Tensor:
-    """The same micro-batch again and again: what reaches the first stage, on average."""
+    """Repeat one micro-batch and return the mean gradient that reaches the first stage."""
     if rank == 1:
         end = dtcomm.pipeline.Receiver(0, "none", "int2", feedback=feedback)
         for _ in range(40):
@@ -91,7 +91,7 @@ def repeated(rank: int, n: int, feedback: bool) -> torch.Tensor:
     return x.grad / 40
 
 
-def test_feedback_makes_up_for_what_was_lost() -> None:
+def test_feedback_compensates_the_encoding_error() -> None:
     errors = [
         float(torch.linalg.vector_norm(run_ranks(repeated, 2, feedback)[0] - inputs(1)))
         for feedback in (False, True)

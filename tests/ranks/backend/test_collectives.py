@@ -1,4 +1,4 @@
-"""Every collective of torch.distributed on the backend, beside Gloo with the same inputs."""
+"""Every collective of torch.distributed gives the same results on the backend as on Gloo."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _broadcast(shape: Any, dtype: Any, rank: int, group: Any, later: bool) -> An
 def _reduce(shape: Any, dtype: Any, rank: int, group: Any, later: bool) -> Any:
     tensor = _values(shape, dtype, rank)
     _wait(dist.reduce(tensor, 1, group=group, async_op=later))
-    return tensor if rank == 1 else []  # what the others hold is left open
+    return tensor if rank == 1 else []  # on other ranks the content is undefined
 
 
 def _all_gather(shape: Any, dtype: Any, rank: int, group: Any, later: bool) -> Any:
@@ -96,7 +96,7 @@ def _all_to_all(shape: Any, dtype: Any, rank: int, group: Any, later: bool) -> A
     ranks = dist.get_world_size()
     inputs = [_values(shape, dtype, 10 * rank + i) for i in range(ranks)]
     outputs = [torch.empty(shape, dtype=dtype) for i in range(ranks)]
-    if dist.get_backend(group) == "gloo":  # which takes no lists up to torch 2.11
+    if dist.get_backend(group) == "gloo":  # up to torch 2.11 it accepts no lists
         there = torch.empty((ranks, *shape), dtype=dtype)
         _wait(dist.all_to_all_single(there, torch.stack(inputs), group=group, async_op=later))
         outputs = list(there.unbind())
@@ -114,7 +114,7 @@ def _all_to_all(shape: Any, dtype: Any, rank: int, group: Any, later: bool) -> A
 
 
 def _strided(shape: Any, dtype: Any, rank: int, group: Any, later: bool) -> Any:
-    """Outputs with gaps and turned dimensions; Gloo takes such outputs of all_gather alone, so ours is the norm."""
+    """Outputs with gaps and permuted dimensions. Gloo takes them for all_gather only: expected values are computed."""
     tensor = _values((4, 6), dtype, rank)
     outputs = [torch.empty((6, 4), dtype=dtype).t() for _ in range(dist.get_world_size())]
     _wait(dist.all_gather(outputs, tensor.clone(), group=group, async_op=later))
@@ -142,7 +142,7 @@ def _wait(work: Any) -> None:
 
 
 def compare(rank: int, world_size: int) -> list[str]:
-    """Differences between the backend and Gloo, named."""
+    """Return the names of the results that differ between the backend and Gloo."""
     gloo = dist.new_group(backend="gloo")
     different = []
     for name, operation in OPERATIONS.items():

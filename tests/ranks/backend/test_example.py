@@ -1,4 +1,4 @@
-"""The example of DDP, FSDP2, DTensor and checkpoints ends with Gloo's losses on the backend."""
+"""The example with DDP, FSDP2, DTensor and checkpoints gives the same losses on the backend as on Gloo."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def losses(rank: int, world_size: int) -> dict[str, float]:
 
 
 def test_the_example_does_not_depend_on_the_backend() -> None:
-    # Fresh: torch keeps the placements and meshes of DTensors by process, and a warm one may have had another rank.
+    # Fresh processes: torch caches DTensor placements and meshes per process, and a reused process may have had another
+    # rank.
     ours, theirs = (run_ranks(losses, 2, backend=backend, fresh=True) for backend in ("dtcomm", "gloo"))
     for mine, its in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(its, rel=1e-5)

@@ -1,4 +1,4 @@
-"""What goes wrong: ranks that die or stay away, wrong arguments, and what is left behind."""
+"""Failures: ranks that die or do not arrive, wrong arguments, and leaked resources."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT_S = 2.0
 
 
 def lose(rank: int, world_size: int, doing: str) -> Any:
-    """Rank 1 dies, hard, while the others wait for it."""
+    """Kill rank 1 while the others wait for it."""
     group = dist.group.WORLD
     tensor = torch.ones(1000)
     dist.all_reduce(tensor)
@@ -71,13 +71,13 @@ def _threads() -> set[str]:
 
 
 def groups_come_and_go(rank: int, world_size: int) -> list[int]:
-    """Descriptors after each round of making, using and destroying groups; the engine's own threads stay."""
+    """Return the number of file descriptors after each round of creating, using and destroying groups."""
     counts = []
     for _ in range(6):
         for _ in range(3):
             group = dist.new_group(list(range(world_size)))
             dist.all_reduce(torch.ones(3), group=group)
-            dist.all_reduce(torch.ones(3), dist.ReduceOp.PRODUCT, group=group)  # a Gloo child
+            dist.all_reduce(torch.ones(3), dist.ReduceOp.PRODUCT, group=group)  # a Gloo fallback
             works = [
                 dist.isend(torch.ones(2), 1 - rank, group=group),
                 dist.irecv(torch.empty(2), 1 - rank, group=group),
@@ -91,7 +91,7 @@ def groups_come_and_go(rank: int, world_size: int) -> list[int]:
     return counts
 
 
-def test_nothing_is_left_of_groups_that_are_destroyed() -> None:
+def test_destroyed_groups_leave_nothing_behind() -> None:
     for counts in run_ranks(groups_come_and_go, 2, backend="dtcomm"):
         assert max(counts[2:]) <= counts[2] + 2, counts
 
@@ -142,7 +142,7 @@ def test_the_report_names_fallbacks() -> None:
 
 
 def refused(rank: int, world_size: int) -> None:
-    """What is wrong is said by name, and the group is as it was."""
+    """Wrong arguments are named in the error, and the group still works."""
     with pytest.raises(ValueError, match="output_tensors has 1 tensors, the group 2 ranks"):
         dist.all_gather([torch.empty(2)], torch.ones(2))
     with pytest.raises(ValueError, match=r"input_tensors\[1\] has 3 elements, expected 2"):

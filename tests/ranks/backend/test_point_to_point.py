@@ -12,7 +12,14 @@ from dtcomm.errors import CollectiveMismatch, CollectiveTimeout
 from dtcomm.launch.ranks import run_ranks
 from tests.support.stopwatch import Stopwatch
 
-SIZES = (0, 1, 500, 507, 508, 100_000)  # in float32: about where a message no longer fits its note
+SIZES = (
+    0,
+    1,
+    500,
+    507,
+    508,
+    100_000,
+)  # in float32: around the size at which a message no longer fits into its header
 
 
 def _message(numel: int, key: int) -> torch.Tensor:
@@ -20,7 +27,7 @@ def _message(numel: int, key: int) -> torch.Tensor:
 
 
 def exchange(rank: int, world_size: int) -> None:
-    """Every rank sends to every other, blocking in turn and not blocking at all."""
+    """Every rank sends to every other, with blocking and non-blocking calls."""
     for numel in SIZES:
         for shift in range(1, world_size):
             got = torch.empty(numel)
@@ -44,7 +51,7 @@ def exchange(rank: int, world_size: int) -> None:
 
 
 def by_tag(rank: int, world_size: int) -> None:
-    """Messages are taken in another order than they were sent in, short and long ones among each other."""
+    """Short and long messages are received in another order than they were sent."""
     tags = [3, 1, 4, 1, 5, 9, 2, 6]
     sizes = [10, 5000, 20, 7000, 3, 100_000, 1, 0]
     if rank == 0:
@@ -63,7 +70,7 @@ def by_tag(rank: int, world_size: int) -> None:
 
 
 def any_source(rank: int, world_size: int) -> list[int]:
-    """Rank 0 takes whatever comes with a tag, the long messages first."""
+    """Rank 0 receives from any rank by tag, the long messages first."""
     if rank != 0:
         for numel in (4, 4000):
             dist.send(torch.full((numel,), float(rank)), 0, tag=numel)
@@ -79,7 +86,7 @@ def any_source(rank: int, world_size: int) -> list[int]:
 
 
 def in_the_background(rank: int, world_size: int) -> None:
-    """A receive that was posted goes on although its rank does something else than to wait for it."""
+    """A posted receive makes progress although its rank does not wait for it."""
     if rank == 0:
         got = torch.empty(300_000)
         work = dist.irecv(got, 1)
@@ -113,7 +120,7 @@ def wrong(rank: int, world_size: int) -> None:
         ):
             dist.recv(torch.empty(numel), 0)
     got = torch.empty(4)
-    dist.recv(got, 0)  # the messages behind it are what they were
+    dist.recv(got, 0)  # later messages are unaffected
     assert got.sum() == 4
     watch = Stopwatch()
     work = dist.irecv(got, 0)
@@ -125,7 +132,7 @@ def wrong(rank: int, world_size: int) -> None:
 
 
 def subgroup(rank: int, world_size: int) -> Any:
-    """Ranks are those of the world, and what a group sends stays in it."""
+    """Ranks are global ranks, and groups do not receive each other's messages."""
     group = dist.new_group([0, 2])
     if rank == 1:
         return

@@ -26,7 +26,7 @@ def run_all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """By backend and rank. Fresh processes: torch keeps what it knows of a mesh, this rank's place in it included."""
+    """Return the results by backend and rank. Fresh processes, because torch caches meshes with the rank."""
     return {
         backend: run_ranks(run_all, 2, str(tmp_path_factory.mktemp(backend)), backend=backend, fresh=True)
         for backend in ("gloo", "dtcomm")
@@ -41,7 +41,7 @@ def test_the_same_as_on_gloo(name: str, results: dict[str, list[dict[str, Any]]]
         assert "fallback to" not in report, report
         for a, b in zip(ours, theirs, strict=True):
             if isinstance(a, torch.Tensor):
-                torch.testing.assert_close(a, b)  # Gloo adds in another order
+                torch.testing.assert_close(a, b)  # Gloo sums in another order
             else:
                 assert a == b
     if name in AGREE:
@@ -68,7 +68,7 @@ def test_compressed_gradients_over_the_backend() -> None:
 
 @pytest.mark.slow
 def test_on_four_ranks_of_two_hosts(tmp_path: Path) -> None:
-    """Where ranks share no memory: hierarchical, over the store and Gloo's messages."""
+    """Without shared memory: hierarchical schedules over Gloo's messages."""
     ranks = run_ranks(on_two_hosts, 4, str(tmp_path), backend=None, fresh=True)
     for results, report in ranks:
         assert "the ranks are on 2 hosts" in report

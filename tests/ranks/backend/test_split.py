@@ -1,4 +1,4 @@
-"""``dist.split_group`` on the backend. torch asks for an accelerator first: here the CPU stands in for one."""
+"""``dist.split_group`` on the backend. torch requires an accelerator; here the CPU takes its place."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dtcomm.launch.ranks import run_ranks
 def split(rank: int, world_size: int) -> None:
     parent = dist.group.WORLD
     assert parent is not None
-    parent.bound_device_id = torch.device("cpu", 0)  # what init_process_group(device_id=...) leaves
+    parent.bound_device_id = torch.device("cpu", 0)  # set by init_process_group(device_id=...)
     with contextlib.ExitStack() as stack:
         for name, answer in (("is_available", True), ("current_accelerator", torch.device("cpu"))):
             stack.enter_context(mock.patch.object(torch.accelerator, name, return_value=answer))
-        # Options are given since torch would copy Gloo's, which cannot be copied; NCCL's can.
+        # Options are passed because torch would otherwise copy Gloo's, which cannot be copied (NCCL's can).
         options = object()
         even = dist.split_group(None, [[0, 2], [1]], pg_options=options, group_desc="halves")
         again = dist.split_group(even, [[1, 0]], pg_options=options) if rank != 1 else None
@@ -39,7 +39,7 @@ def split(rank: int, world_size: int) -> None:
         if len(members) > 1:
             assert dtcomm.info(group)["runtime"] == "native"
     whole = torch.ones(10)
-    dist.all_reduce(whole)  # the parent goes on
+    dist.all_reduce(whole)  # the parent group still works
     assert whole.eq(world_size).all()
     for group in (again, nobody, even):
         if group is not None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-WIDTH = 33  # odd: shards are padded
+WIDTH = 33  # odd sizes, so that shards are padded
 
 
 class Block(nn.Module):
@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    reentrant = False  # the first block is computed again, in a backward pass within the other one
+    reentrant = False  # the first block is recomputed in a nested backward pass
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def sharded(mesh: Any, **options: Any) -> Net:
 
 
 def train(model: nn.Module, rank: int, steps: int = 3, accumulate: bool = False) -> dict[str, torch.Tensor]:
-    """Gradients of the last step, and the parameters, whole."""
+    """Train, and return the full gradients of the last step and the full parameters."""
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
     gradients: dict[str, torch.Tensor] = {}
     for step in range(steps):

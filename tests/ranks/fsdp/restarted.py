@@ -1,4 +1,4 @@
-"""The example, one of whose ranks is killed in a reduce-scatter; torchrun's second attempt runs through."""
+"""The example with one rank killed in a reduce-scatter; torchrun's second attempt completes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "fsdp_char_gpt.py"
 
 
 def main(last: int, arguments: list[str]) -> None:
-    """Rank 1 dies in its reduce-scatter number ``last`` of the first block, once; told beside the checkpoints."""
+    """Kill rank 1 once, in the first block's reduce-scatter number ``last``; a file beside the checkpoints tells."""
     sys.argv = [str(EXAMPLE), *arguments]
     told = Path(arguments[-1]).with_name("deaths")
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":

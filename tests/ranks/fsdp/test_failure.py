@@ -1,4 +1,4 @@
-"""A rank dies while a sharded model trains: the others name it, wherever they were, and say so again."""
+"""A rank dies while a sharded model trains: all others name it, in this step and the next."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def die() -> None:
 
 
 def arm(model: Any, where: str) -> None:
-    """Makes this rank die in a collective of `blocks.1` that the others have begun, or between two of them."""
+    """Make this rank die in a collective of `blocks.1` that the others have started, or between two collectives."""
     if where == "between":
-        # Forward has gathered, backward will reduce: the others go on into it.
+        # The forward pass has gathered; the other ranks continue with backward's reduce-scatter.
         model.blocks[1].down.register_forward_hook(lambda *_: die())
         return
     kind = CompressedAllGather if where == "all-gather" else CompressedReduceScatter
@@ -52,7 +52,7 @@ def arm(model: Any, where: str) -> None:
 
 
 def train(rank: int, ranks: int, where: str, codecs: dict[str, str]) -> tuple[str, Elapsed, str]:
-    """The error, how long it took to come, and what the next step says."""
+    """Return the error, the seconds until it was raised, and the error of the next step."""
     model: nn.Module = sharded(init_device_mesh("cpu", (ranks,)), reshard_after_forward=False)
     fsdp.compress(model, **codecs)
 
@@ -99,7 +99,7 @@ def resumed(rank: int, ranks: int, folder: str) -> None:
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """A checkpoint, whole, without a process group."""
+    """Return the content of a checkpoint, read without a process group."""
     metadata = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
     found: dict[str, Any] = {
         name: torch.empty(about.size, dtype=about.properties.dtype) if hasattr(about, "size") else b""

@@ -1,4 +1,4 @@
-"""FSDP with compressed collectives beside plain FSDP: every mode, odd sizes, several types."""
+"""FSDP with compressed collectives compared to plain FSDP: modes, odd sizes, dtypes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_mixed_precision() -> None:
 
 
 def mass(rank: int, ranks: int) -> None:
-    """Gradients and residuals together are what went in."""
+    """Reduced gradients plus residuals equal the sum of the inputs."""
     mesh = init_device_mesh("cpu", (ranks,))
     plain, model = sharded(mesh), sharded(mesh)
     state = fsdp.compress(model, "int8", feedback=True)
@@ -124,7 +124,7 @@ def test_a_resumed_run_continues_bit_for_bit() -> None:
     run_ranks(resumed, 2)
 
 
-def first_version(rank: int, ranks: int, strategy: ShardingStrategy, codec: str, tolerance: float) -> None:
+def train_fsdp1(rank: int, ranks: int, strategy: ShardingStrategy, codec: str, tolerance: float) -> None:
     results = []
     for compressed in (False, True):
         torch.manual_seed(0)
@@ -150,11 +150,11 @@ def first_version(rank: int, ranks: int, strategy: ShardingStrategy, codec: str,
 )
 @pytest.mark.parametrize(("codec", "tolerance"), [("none", 1e-6), ("int8", 0.05)])
 def test_fsdp1(strategy: ShardingStrategy, codec: str, tolerance: float) -> None:
-    run_ranks(first_version, 2, strategy, codec, tolerance)
+    run_ranks(train_fsdp1, 2, strategy, codec, tolerance)
 
 
-def first_version_feeds_back(rank: int, ranks: int) -> None:
-    """Each unit has a residual of its own, by the names of its parameters, and continues bit for bit."""
+def fsdp1_feedback(rank: int, ranks: int) -> None:
+    """Each unit has its own residual, saved by parameter name, and a resumed run continues bit for bit."""
 
     def made(**options: Any) -> tuple[nn.Module, fsdp.State]:
         torch.manual_seed(0)
@@ -179,14 +179,14 @@ def first_version_feeds_back(rank: int, ranks: int) -> None:
     again, other = made()
     other.load_state_dict(saved)
     assert torch.equal(step(whole, 2), step(again, 2))
-    # Where torch pads between parameters a residual is the unit's, as it lies there.
+    # If torch pads between parameters, the residual is saved flat, for the whole unit.
     padded, state = made(use_orig_params=True)
     step(padded, 0)
     assert state.report().residual_bytes > 0
 
 
-def test_fsdp1_feeds_back() -> None:
-    run_ranks(first_version_feeds_back, 2)
+def test_fsdp1_error_feedback() -> None:
+    run_ranks(fsdp1_feedback, 2)
 
 
 def refusals(rank: int, ranks: int) -> None:
@@ -204,5 +204,5 @@ def refusals(rank: int, ranks: int) -> None:
         odd(torch.ones(1, WIDTH)).sum().backward()
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     run_ranks(refusals, 2)

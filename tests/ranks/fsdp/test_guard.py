@@ -1,4 +1,4 @@
-"""Nothing falls back in silence, and compression that does harm is noticed, told and taken back."""
+"""Fallbacks are reported, and harmful compression is detected, reported and turned off."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COUNTED = (
 
 
 def count(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Of torch's own collectives, as FSDP calls them."""
+    """Count torch's own collectives that FSDP calls."""
     calls: Counter[str] = Counter()
     for name in COUNTED:
         if (inner := getattr(dist, name, None)) is None:
@@ -45,7 +45,7 @@ def step(model: Any) -> None:
 
 
 def listed(rank: int, ranks: int) -> None:
-    """Every module's collectives are dtcomm's, or a note says which are not, and why."""
+    """Every module's collectives are dtcomm's, or a note says which are not and why."""
     shards = init_device_mesh("cpu", (ranks,))
     both = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -79,7 +79,7 @@ def listed(rank: int, ranks: int) -> None:
                 noted = [note for note in report.notes if note.startswith(f"{name or '(root)'}: ")]
                 assert len(noted) == ("all_reduce" in torchs), (name, report.notes)
                 for kind, traffic in report.modules[name].items():
-                    # What is not compressed although that was asked for has a reason.
+                    # Anything uncompressed that should be compressed has a reason.
                     asked = str(
                         state.parameters if kind in ("parameters", "kept copies") else state.gradients
                     )
@@ -91,7 +91,7 @@ def test_every_collective_is_ours_or_has_a_reason() -> None:
 
 
 def refined(rank: int, ranks: int) -> None:
-    """In blocks of 1024 two bits lose a third of the smaller elements: the module gets more of them."""
+    """With blocks of 1024, two bits lose a third of the smaller elements, so the guard raises the module's bits."""
     model = sharded(init_device_mesh("cpu", (ranks,)))
     state = fsdp.compress(model, "int2:block=1024", guard=Guard(error=0.1), sample_every=1)
     names = []
@@ -110,7 +110,7 @@ def refined(rank: int, ranks: int) -> None:
 
 
 def stopped(rank: int, ranks: int) -> None:
-    """NaN on one rank is noticed by all; a loss that runs away turns compression off for a while."""
+    """All ranks detect a NaN on one rank; a diverging loss turns compression off for a while."""
     mesh = init_device_mesh("cpu", (ranks,))
     model = sharded(mesh)
     fsdp.compress(model, guard=Guard(nonfinite=2), sample_every=1)
@@ -131,8 +131,8 @@ def stopped(rank: int, ranks: int) -> None:
     assert first > 16 and codecs[:first] == ["int4"] * first and codecs.count("none") == 3
 
 
-def refined_elsewhere(rank: int, ranks: int) -> None:
-    """FSDP1 and the sharded optimiser have the same guard."""
+def refine_fsdp1_and_optimizer(rank: int, ranks: int) -> None:
+    """FSDP1 and the sharded optimizer have the same guard."""
     guard = {"guard": Guard(error=0.1), "sample_every": 1}
     torch.manual_seed(0)
     first = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
@@ -150,12 +150,12 @@ def refined_elsewhere(rank: int, ranks: int) -> None:
         model(torch.ones(1, WIDTH)).square().sum().backward()
         optimiser.step()
         optimiser.zero_grad()
-    for told in (state, optimiser):
-        kinds = next(iter(told.report().modules.values()))
+    for source in (state, optimiser):
+        kinds = next(iter(source.report().modules.values()))
         assert kinds["gradients"].codec == "int4" and 0.01 < kinds["gradients"].relative_error < 0.5
-        assert {(event.kind, event.action) for event in told.events} == {("error", "raise")}
-    # A loss that runs away turns compression off, of parameters too.
-    model = Net()  # an optimiser stays with its parameters' gradients for good
+        assert {(event.kind, event.action) for event in source.events} == {("error", "raise")}
+    # A diverging loss turns compression off, of parameters too.
+    model = Net()  # an optimizer's hooks stay on its parameters
     optimiser = fsdp.ShardedOptimizer(
         model.named_parameters(),
         torch.optim.SGD,
@@ -176,5 +176,7 @@ def refined_elsewhere(rank: int, ranks: int) -> None:
 
 def test_a_guard_refines_stops_and_steps_back() -> None:
     run_ranks(refined, 2)
-    run_ranks(refined_elsewhere, 2, fresh=True)  # hooks on parameters outlive it, and groups with them
+    run_ranks(
+        refine_fsdp1_and_optimizer, 2, fresh=True
+    )  # hooks on parameters outlive it and keep its groups alive
     run_ranks(stopped, 2)

@@ -1,4 +1,4 @@
-"""What a sharded model takes, by category and at its peak, beside what `dtcomm plan --memory` says."""
+"""Memory of a sharded model, by category and at its peak, compared to the prediction of `dtcomm plan --memory`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dtcomm.planner.memory_model import ModelSize, rank_memory
 WIDTH, LAYERS = 768, 6
 NUMEL = LAYERS * WIDTH * (WIDTH + 1)
 UNIT = 4 * WIDTH * (WIDTH + 1)
-SEGMENT = 24 * 2**20  # of the engine: what it shares with the peers, once a process group
+SEGMENT = 24 * 2**20  # the engine's shared memory, once per process group
 
 
 class Deep(nn.Module):
@@ -52,7 +52,7 @@ def made(
 
 
 def highest(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes that the process has in memory at most while it trains."""
+    """Return the peak resident memory of the process during training, in bytes."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     steps(model, optimizer)
@@ -63,7 +63,7 @@ def highest(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def peak(rank: int, ranks: int, codecs: dict[str, Any]) -> tuple[int, int, dict[str, float]]:
-    """The peak beside plain FSDP's, its bound, and what lasts, by category."""
+    """Return the peak compared to plain FSDP's, its bound, and the lasting memory by category."""
     mesh = init_device_mesh("cpu", (ranks,))
     model, optimizer, _ = made(mesh, None)
     steps(model, optimizer, 1)
@@ -89,7 +89,7 @@ def peak(rank: int, ranks: int, codecs: dict[str, Any]) -> tuple[int, int, dict[
         "residuals": float(report.residual_bytes),
         "references": float(report.reference_bytes),
     }
-    # Shared buffers are mapped by every rank of a host; beside them two units in fp32, while they are encoded.
+    # Every rank of a host maps all shared buffers; two units in fp32 are added while they are encoded.
     bound = report.residual_bytes + report.reference_bytes + ranks * report.buffer_bytes + 2 * UNIT + SEGMENT
     return extra, bound, held
 
@@ -102,7 +102,7 @@ CASES: list[tuple[dict[str, Any], str, bool]] = [
 
 
 @pytest.mark.parametrize(("codecs", "feedback", "delta"), CASES, ids=str)
-def test_peak_and_what_lasts(codecs: dict[str, Any], feedback: str, delta: bool) -> None:
+def test_peak_and_lasting_memory(codecs: dict[str, Any], feedback: str, delta: bool) -> None:
     planned = rank_memory(ModelSize(params=NUMEL, layers=LAYERS), 2, "fsdp", feedback, delta)
     for extra, bound, held in run_ranks(peak, 2, codecs, fresh=True):
         assert extra <= bound, (extra / 2**20, bound / 2**20)
@@ -124,5 +124,5 @@ def stages(rank: int, ranks: int) -> None:
         assert held["residuals"] == pytest.approx(planned.residuals, rel=0.01)
 
 
-def test_the_sharded_optimizer_takes_what_is_planned() -> None:
+def test_the_sharded_optimizer_takes_the_planned_memory() -> None:
     run_ranks(stages, 2)

@@ -1,6 +1,6 @@
-"""The shapes in which FSDP2 is used: replicas, tensor parallel, copies kept in the host, offload, tied parameters.
+"""The ways FSDP2 is used: replicas, tensor parallelism, copies inside a host, offload, tied parameters.
 
-On fresh ranks: torch keeps meshes and their groups by process, and an earlier test's equal mesh would be found again.
+Ranks are fresh processes, because torch caches meshes and their groups per process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_replicas_of_shards(codecs: dict[str, str], tolerance: float) -> None:
 
 
 def kept(rank: int, ranks: int, codecs: dict[str, str], tolerance: float) -> None:
-    """Backward gathers from the two ranks of a host what forward left there (ZeRO++'s hpZ)."""
+    """Backward gathers, inside a host, the copies that forward left there (ZeRO++'s hpZ)."""
     mesh = init_device_mesh("cpu", (ranks,))
     model = sharded(mesh, reshard_after_forward=2)
     state = fsdp.compress(model, **codecs)
@@ -63,7 +63,7 @@ def test_copies_kept_inside_a_host(codecs: dict[str, str], tolerance: float) -> 
 
 
 def averaged(rank: int, ranks: int, codecs: dict[str, Any], tolerance: float) -> None:
-    """Shards over one dimension, replicas over the other by us, beside torch's own HSDP."""
+    """dtcomm's replicas compared to torch's own HSDP."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh["shard"])
     state = fsdp.compress(model, **codecs, replicas=mesh["replicate"])
@@ -127,7 +127,7 @@ def test_with_tensor_parallel_layers(codecs: dict[str, str], tolerance: float) -
 
 def others(rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
-    # Parameters that lie on the CPU by policy.
+    # Parameters that an offload policy keeps on the CPU.
     options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
     model = sharded(mesh, **options)
     fsdp.compress(model, **NONE)
@@ -178,7 +178,7 @@ class Wide(nn.Module):
 
 
 def buffers(rank: int, ranks: int) -> None:
-    """Memory that ranks share is used again, whatever the number of layers and steps."""
+    """Shared buffers are reused, whatever the number of layers and steps."""
     mesh = init_device_mesh("cpu", (ranks,))
     model = Wide()
     for layer in model.layers:
@@ -198,5 +198,5 @@ def buffers(rank: int, ranks: int) -> None:
     assert state.report().buffer_bytes == 0
 
 
-def test_buffers_are_shared_and_used_again() -> None:
+def test_shared_buffers_are_reused() -> None:
     run_ranks(buffers, 2, fresh=True)

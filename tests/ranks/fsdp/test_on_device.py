@@ -1,4 +1,4 @@
-"""FSDP's collectives and the sharded optimiser on tensors of a device: queued, with no wait of the host."""
+"""FSDP's collectives and the sharded optimizer on fake CUDA tensors: the host never waits for the device."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ PARAMETERS = ["fp8_e4m3", "delta:int8", "none"]
 
 
 class Streams:
-    """FSDP's own streams, and what waits for what between them; on the CPU nothing."""
+    """FSDP's streams and the waits between them; does nothing on the CPU."""
 
     def __init__(self, judged: RecordedStreams | None) -> None:
         self.judged = judged
         self.own = judged.another() if judged is not None else None
 
-    def beside(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """On FSDP's stream, after what the model's was given."""
+    def run_on_fsdp_stream(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Run ``call`` on FSDP's stream, after the work queued on the model's stream."""
         if self.judged is None or self.own is None:
             return call(*args, **options)
         ready = self.judged.record()
@@ -45,7 +45,7 @@ class Streams:
             return call(*args, **options)
 
     def arrived(self) -> None:
-        """The model's stream waits for FSDP's, as FSDP sees to."""
+        """Make the model's stream wait for FSDP's, as FSDP does."""
         if self.judged is not None and self.own is not None:
             with self.judged.on(self.own.side_stream()):
                 event = self.judged.record()
@@ -53,14 +53,14 @@ class Streams:
 
 
 class Module:
-    """A module that FSDP knows nothing of."""
+    """A module without FSDP's state."""
 
     def _get_fsdp_state(self) -> SimpleNamespace:
         return SimpleNamespace(_fsdp_param_group=None)
 
 
 def sharded(rank: int, judged: RecordedStreams | None, gradients: str, parameters: str) -> dict[str, Any]:
-    """What modules of a model gather and reduce in some steps; in one of them rank 1 brings a NaN."""
+    """Return the gathered parameters and reduced gradients of some steps; in one step rank 1 has a NaN."""
     group = dist.distributed_c10d._get_default_group()
     state = State(
         parse_spec(gradients, FEEDBACKS, "gradients"),
@@ -79,12 +79,12 @@ def sharded(rank: int, judged: RecordedStreams | None, gradients: str, parameter
         loss = there(torch.ones(()))
         state.observe(loss)
         for task in (-1, 0):  # in forward and in backward
-            streams.beside(record_streams, own)
-            whole = streams.beside(torch.empty, 2 * SHARD, device=own.device)
+            streams.run_on_fsdp_stream(record_streams, own)
+            whole = streams.run_on_fsdp_stream(torch.empty, 2 * SHARD, device=own.device)
             with mock.patch.object(torch._C, "_current_graph_task_id", return_value=task):
-                work = streams.beside(gather, whole, own, group, async_op=True)
+                work = streams.run_on_fsdp_stream(gather, whole, own, group, async_op=True)
                 streams.arrived()
-                record_streams(whole)  # FSDP keeps it until it has copied from it
+                record_streams(whole)  # FSDP keeps the tensor alive until it has copied from it
                 work.wait()
             seen.append(host_copy(whole * 1.0))
         gradient = torch.randn(2 * SHARD, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -99,8 +99,10 @@ def sharded(rank: int, judged: RecordedStreams | None, gradients: str, parameter
     return {"seen": seen, "state": state}
 
 
-def zero(rank: int, judged: RecordedStreams | None, gradients: str, parameters: str) -> dict[str, Any]:
-    """The sharded optimiser's parameters after some steps."""
+def optimizer_steps(
+    rank: int, judged: RecordedStreams | None, gradients: str, parameters: str
+) -> dict[str, Any]:
+    """Return the sharded optimizer's parameters after some steps."""
     there = (lambda each: to_fake_cuda(each)) if judged is not None else (lambda each: each)
     named = [
         (name, torch.nn.Parameter(there(torch.zeros(shape))))
@@ -167,9 +169,9 @@ def run(
     return found
 
 
-@pytest.mark.parametrize("what", [sharded, zero])
+@pytest.mark.parametrize("what", [sharded, optimizer_steps])
 def test_nothing_waits_for_the_device(what: Callable[..., dict[str, Any]]) -> None:
-    """The CPU's bits too."""
+    """The bits equal the CPU's."""
     for ranks in zip(*run_ranks(run, 2, what, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120)):
         for said in ranks:
             assert said["faults"] == [], said["case"]
@@ -179,7 +181,7 @@ def test_nothing_waits_for_the_device(what: Callable[..., dict[str, Any]]) -> No
 
 
 @pytest.mark.parametrize(("leave_out", "fault"), [("wait", "has not waited"), ("hold", "not held")])
-def test_what_is_left_out_is_noticed(leave_out: str, fault: str) -> None:
+def test_missing_synchronization_is_detected(leave_out: str, fault: str) -> None:
     env = {"DTCOMM_RUNTIME": "process_group"}
     for ranks in zip(*run_ranks(run, 2, sharded, leave_out, env=env, timeout=120)):
         assert any(fault in each for each in ranks[0]["faults"]), ranks[0]["case"]

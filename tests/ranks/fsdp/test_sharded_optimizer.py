@@ -1,4 +1,4 @@
-"""The sharded optimiser beside DDP with a whole one."""
+"""The sharded optimizer compared to DDP with an unsharded optimizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def batch(rank: int, number: int) -> torch.Tensor:
 
 
 def made(**options: Any) -> tuple[nn.Module, fsdp.ShardedOptimizer]:
-    torch.manual_seed(dist.get_rank())  # rank 0's parameters are everybody's
+    torch.manual_seed(dist.get_rank())  # all ranks start with rank 0's parameters
     model = Net()
     options = {"optimizer": torch.optim.AdamW, "lr": 0.01, "bucket_bytes": 4096} | options
     return model, fsdp.ShardedOptimizer(model.named_parameters(), **options)
@@ -76,7 +76,7 @@ LOSSY = [
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("n", [2, 3])
 def test_uncompressed_is_ddp(stage: int, n: int) -> None:
-    # Adam divides by roots of nearly nothing: on three ranks the order of a sum shows.
+    # Adam divides by roots of tiny numbers, so on three ranks the order of a sum matters.
     run_ranks(beside_ddp, n, {"stage": stage}, 1e-6 if n == 2 else 1e-4)
 
 
@@ -85,7 +85,7 @@ def test_compressed_is_near(options: dict[str, Any]) -> None:
     run_ranks(beside_ddp, 2, options, 0.05)
 
 
-def habits(rank: int, n: int) -> None:
+def training_loop_features(rank: int, n: int) -> None:
     """Accumulation, clipping, unused parameters, schedulers, a state loaded into the model."""
     results = []
     for stage in (1, 2):
@@ -99,7 +99,7 @@ def habits(rank: int, n: int) -> None:
         schedule.step()
         assert optimiser.param_groups[0]["lr"] == 0.05
         optimiser.zero_grad()
-        model.blocks[1](batch(rank, 2)).square().mean().backward()  # the rest got no gradient
+        model.blocks[1](batch(rank, 2)).square().mean().backward()  # the other parameters have no gradient
         optimiser.step()
         results.append((norm, [p.detach().clone() for p in model.parameters()]))
     (first, a), (second, b) = results
@@ -118,8 +118,8 @@ def habits(rank: int, n: int) -> None:
     assert all(torch.equal(x, y) for x, y in zip(model.parameters(), reference.parameters(), strict=True))
 
 
-def test_habits_of_training_loops() -> None:
-    run_ranks(habits, 2)
+def test_training_loop_features() -> None:
+    run_ranks(training_loop_features, 2)
 
 
 def resumed(rank: int, n: int, options: dict[str, Any]) -> None:
@@ -139,7 +139,7 @@ def test_a_resumed_run_continues_bit_for_bit(options: dict[str, Any]) -> None:
 
 
 def half(rank: int, n: int) -> None:
-    """bf16 parameters are stepped in fp32: steps smaller than their resolution add up."""
+    """bf16 parameters are updated in fp32: updates below bf16's resolution add up."""
     model = nn.Linear(64, 64, bias=False).to(torch.bfloat16)
     nn.init.ones_(model.weight)
     optimiser = fsdp.ShardedOptimizer(model.named_parameters(), torch.optim.SGD, lr=1e-3)
@@ -164,5 +164,5 @@ def refusals(rank: int, n: int) -> None:
         fsdp.ShardedOptimizer(model.named_parameters(), torch.optim.SGD, gradients="delta:int8")
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     run_ranks(refusals, 2)

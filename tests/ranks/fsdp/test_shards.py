@@ -1,4 +1,4 @@
-"""The convergence runs' ranks in one thread beside FSDP in processes: the same bits."""
+"""The convergence benchmark's emulation in one thread has the bits of FSDP in processes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def in_one_thread(ranks: int, method: str) -> dict[str, torch.Tensor]:
 )
 def test_ranks_in_one_thread_end_with_the_bits_of_processes(method: str, ranks: int, hosts: int) -> None:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as ranks: sums over a batch are cut by threads
+    torch.set_num_threads(1)  # as on ranks: the number of threads changes sums over a batch
     try:
         expected = in_one_thread(ranks, method)
     finally:

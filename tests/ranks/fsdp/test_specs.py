@@ -61,7 +61,7 @@ def near(rank: int, ranks: int, options: dict[str, Any], tolerance: float) -> No
     names = [name for name in expected if not name.startswith("gradient")]
     want, have = (torch.cat([values[name].flatten() for name in names]) for values in (expected, got))
     assert torch.linalg.vector_norm(have - want) < tolerance * torch.linalg.vector_norm(want)
-    # Every rank computes with the same parameters, and every module went through us.
+    # Every rank computes with the same parameters, and every module's collectives are dtcomm's.
     report = state.report()
     assert set(report.modules) == {"", "blocks.0", "blocks.1"} and not report.notes
     for kinds in report.modules.values():
@@ -89,14 +89,14 @@ def differences(rank: int, ranks: int) -> None:
     state = fsdp.compress(model, parameters="delta:int4:block=128")
     train(model, rank, steps=4)
     traffic = state.report().modules["blocks.0"]["parameters"]
-    # One whole gather, three differences; backward needs none at all.
+    # One gather of values, three of differences; backward needs none.
     assert (traffic.calls, traffic.saved_calls) == (4, 4)
     plain = traffic.plain_bytes // 8
     assert traffic.wire_bytes < plain * (1 + 3 * 0.16)
     assert state.report().reference_bytes > 0
 
     def decoded() -> torch.Tensor:
-        """The first matrix, as forward sees it."""
+        """Return the first matrix as the forward pass sees it."""
         seen: list[torch.Tensor] = []
         hook = model.blocks[0].up.register_forward_pre_hook(
             lambda module, _: seen.append(module.weight.detach().clone())
@@ -107,7 +107,7 @@ def differences(rank: int, ranks: int) -> None:
 
     exact = model.blocks[0].up.weight.full_tensor().detach()
     errors = [float(torch.linalg.vector_norm(decoded() - exact)) for _ in range(4)]
-    # What one difference loses is in the next: unchanged parameters become exact, to rounding.
+    # The error of one difference is part of the next: unchanged parameters converge to their exact values.
     assert errors[3] < 1e-2 * errors[0] or errors[3] < 1e-6
     saved = copy.deepcopy(model.state_dict())
     for value in saved.values():
@@ -116,7 +116,7 @@ def differences(rank: int, ranks: int) -> None:
     assert torch.equal(decoded(), model.blocks[0].up.weight.full_tensor().detach())
 
 
-def test_differences_send_what_changed() -> None:
+def test_delta_sends_differences() -> None:
     run_ranks(differences, 2)
 
 
@@ -180,7 +180,7 @@ def test_a_resumed_run_continues_bit_for_bit(options: dict[str, Any]) -> None:
     run_ranks(resumed, 2, options)
 
 
-def test_residuals_have_a_form() -> None:
+def test_stored_forms_of_residuals() -> None:
     like, sizes = torch.randn(4096), {}
     for form in ("fp32", "bf16", "int8"):
         errors = FullResidual(form)
@@ -210,11 +210,11 @@ def continued(rank: int, ranks: int, saved: list[dict[str, Any]]) -> dict[str, t
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
-def test_residuals_keep_their_sum_on_another_number_of_ranks(before: int, after: int) -> None:
+def test_residuals_keep_their_sum_when_the_world_size_changes(before: int, after: int) -> None:
     saved = run_ranks(states, before)
     got = run_ranks(continued, after, saved)
     for name in saved[0]["residuals"]:
         total = sum(state["residuals"][name].double() for state in saved)
-        # A rank that joined starts with nothing.
+        # A new rank starts without residuals.
         kept = sum(each[name].double() for each in got if name in each)
         assert torch.allclose(kept, total, atol=1e-7), name  # type: ignore[arg-type]

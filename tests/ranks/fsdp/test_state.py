@@ -1,4 +1,4 @@
-"""What users do with a sharded model's state: meta devices, whole checkpoints, distributed ones on other ranks."""
+"""State of a sharded model: meta devices, full checkpoints, distributed checkpoints on other world sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def whole_states(rank: int, ranks: int, path: Path) -> None:
-    """Compressed or not, the same state_dict is written and read; a model that was made without memory learns."""
+    """The state_dict is the same with and without compression; a model created on the meta device trains."""
     mesh = init_device_mesh("cpu", (ranks,))
     plain, model = sharded(mesh), sharded(mesh)
     fsdp.compress(model, **LOSSY)
@@ -49,7 +49,7 @@ def whole_states(rank: int, ranks: int, path: Path) -> None:
     for block in bare.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(bare, mesh=mesh)
-    state = fsdp.compress(bare, **LOSSY)  # before there is any memory
+    state = fsdp.compress(bare, **LOSSY)  # before memory is allocated
     bare.to_empty(device="cpu")
     set_model_state_dict(bare, read, options=WHOLE)
     got, expected = train(bare, rank), train(plain, rank)
@@ -60,7 +60,7 @@ def whole_states(rank: int, ranks: int, path: Path) -> None:
 
 
 def test_whole_states_and_meta_devices(tmp_path: Path) -> None:
-    # Fresh ones: torch keeps how a tensor is cut for a rank, and our processes change ranks from test to test.
+    # Fresh processes: torch caches how a tensor is cut for a rank, and reused processes change ranks between tests.
     run_ranks(whole_states, 2, tmp_path / "model.pt", fresh=True)
 
 
@@ -72,7 +72,7 @@ def step(model: Any, rank: int, number: int) -> None:
 
 
 def saved(rank: int, ranks: int, path: Path) -> dict[str, Any]:
-    """Trains on after it has saved."""
+    """Save, and continue training."""
     model = sharded(init_device_mesh("cpu", (ranks,)))
     state = fsdp.compress(model, **LOSSY)
     for number in range(2):
@@ -90,13 +90,13 @@ def loaded(rank: int, ranks: int, path: Path, model_first: bool = False) -> dict
     state = fsdp.compress(model, **LOSSY)
     weights = {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
     checkpoint.load({"model": weights}, checkpoint_id=path)
-    # In either order: what peers held is not forgotten for the model's being loaded after it.
+    # In either order: loading the model afterwards keeps the loaded references.
     if not model_first:
         restore(state, path, "compression")
     for name, parameter in model.named_parameters():
         own = parameter.to_local()  # type: ignore[attr-defined]
         own.detach().copy_(weights[name].chunk(ranks)[rank] if own.numel() else own)
-    model.load_state_dict(model.state_dict())  # what they hold already, but it is noticed
+    model.load_state_dict(model.state_dict())  # the same values, but the write is detected
     if model_first:
         restore(state, path, "compression")
     residuals: dict[str, torch.Tensor] = state.state_dict()["residuals"]

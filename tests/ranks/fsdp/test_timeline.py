@@ -21,7 +21,7 @@ def timed(rank: int, ranks: int, folder: str) -> str:
     state.timeline.start(3)
     train(model, rank, 5)
     kept = state.timeline.steps
-    assert [step.number for step in kept] == [1, 2, 3]  # the last one goes on till the next forward
+    assert [step.number for step in kept] == [1, 2, 3]  # the last step lasts until the next forward
     for step in kept:
         labels = [each.label for each in step.messages]
         assert labels.count("blocks.0 gradients") == 1 and "(root) parameters" in labels
@@ -31,7 +31,7 @@ def timed(rank: int, ranks: int, folder: str) -> str:
             assert each.waited.begin <= each.waited.end
             assert step.begin <= each.ready < step.end
         assert 0 < step.exposed <= step.length
-        # Backward goes on behind a module's reduce-scatter: it waits when the next but one has started, or at its end.
+        # Backward overlaps with a module's reduce-scatter: it waits once two more have started, or at its end.
         reduced = [one for one in step.messages if one.label.endswith("gradients")]
         assert reduced == sorted(reduced, key=lambda one: one.ready) and len(reduced) == 3
         assert reduced[1].launched < reduced[2].ready < reduced[0].waited.begin

@@ -1,4 +1,4 @@
-"""Bytes that FSDP's collectives send: what was counted, what is predicted, and what the issue's table asks for."""
+"""Bytes that FSDP's collectives send: counted, predicted, and the required reductions."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from dtcomm.codecs.spec import CODECS
 from dtcomm.launch.ranks import run_ranks
 
 WIDTH = 256
-NUMEL = WIDTH * WIDTH + WIDTH  # of a layer: on two ranks it needs no padding
+NUMEL = WIDTH * WIDTH + WIDTH  # elements of a layer: on two ranks no padding is needed
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECS = list(CODECS)
-# How many times fewer bytes, at least.
+# The minimal reduction of bytes.
 GATHER = {"int8": 1.88, "int4": 3.5}  # of bf16
 SCATTER = {"int8": 3.7, "int4": 7.0}  # of fp32
 
 
 def predicted(collective: str, ranks: int, spec: str, dtype: torch.dtype) -> int:
-    """Of one call, on every rank; two ranks send the same by every algorithm."""
+    """Return the predicted bytes of one call on every rank; two ranks send the same with every algorithm."""
 
     def alike(collective: str, numel: int, sent: Codec, dtype: torch.dtype) -> int:
         schedule = algorithms.build("one_shot", collective, ranks)
@@ -42,7 +42,7 @@ def predicted(collective: str, ranks: int, spec: str, dtype: torch.dtype) -> int
 
 
 def bytes_sent(rank: int, ranks: int, hosts: int) -> dict[tuple[str, torch.dtype], tuple[int, ...]]:
-    """Of a gather its bytes and the plain ones, then of a reduce-scatter, by codec and type."""
+    """Return wire and plain bytes of a gather, then of a reduce-scatter, by codec and dtype."""
     if hosts > 1:
         os.environ["DTCOMM_HOST_ID"] = f"host {rank * hosts // ranks}"
     mesh = init_device_mesh("cpu", (ranks,))
@@ -66,7 +66,7 @@ def bytes_sent(rank: int, ranks: int, hosts: int) -> dict[tuple[str, torch.dtype
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_sent_is_what_is_predicted(hosts: int) -> None:
+def test_sent_bytes_are_the_predicted_ones(hosts: int) -> None:
     ranks = 2
     for found in run_ranks(bytes_sent, ranks, hosts):
         for (spec, dtype), (gathered, whole, scattered, gradients) in found.items():

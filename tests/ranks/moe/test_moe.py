@@ -1,4 +1,4 @@
-"""Expert parallelism beside the same experts on one rank."""
+"""Expert parallelism compared to the same experts on one rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def setting(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[t
     generator = torch.Generator().manual_seed(rank)
     tokens = TOKENS + 5 * rank
     x = torch.randn(tokens, FEATURES, generator=generator)
-    # Expert 4 is never chosen; the choices of a token may be the same one twice.
+    # Expert 4 is never chosen; a token may choose the same expert twice.
     experts = torch.randint(0, EXPERTS - 1, (tokens, 2), generator=generator)
     experts[experts == 4] = 5
     weights = torch.rand(tokens, 2, generator=generator)
@@ -78,7 +78,7 @@ def test_compressed_is_near(codec: str) -> None:
 
 
 def empty(rank: int, ranks: int) -> None:
-    """One rank has no tokens, and all go to one expert."""
+    """One rank has no tokens, and all tokens go to one expert."""
     x = torch.ones(0 if rank == 0 else 4, FEATURES)
     tokens, route = moe.dispatch(x, torch.full((len(x),), 3), 4)
     assert route.counts == ((0, 0) if rank == 0 else (0, 4))

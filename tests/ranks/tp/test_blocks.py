@@ -1,4 +1,4 @@
-"""Whole blocks against dense ones: forward, gradients, states, options, refusals."""
+"""Tensor-parallel blocks compared to dense ones: forward, gradients, states, options, errors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def same(rank: int, ranks: int, which: str, options: dict[str, Any], tolerance: 
         block = tp.ParallelMLP(WIDTH, HIDDEN, activation="silu", gated=which == "gated", **options)
     else:
         block = tp.ParallelAttention(WIDTH, HEADS, kv_heads=int(which), **options)
-    # The same seed gives the dense module's parts, and the state goes back and forth.
+    # The same seed gives the dense module's shards; states are saved and loaded as dense ones.
     expected_state = dense.state_dict()
     full = tp.full_state_dict(block)
     assert full.keys() == expected_state.keys()
@@ -114,5 +114,5 @@ def refusals(rank: int, ranks: int) -> None:
         tp.ParallelMLP(48, 48, activation="tan")
 
 
-def test_what_does_not_divide_is_refused() -> None:
+def test_indivisible_sizes_are_refused() -> None:
     run_ranks(refusals, 2)

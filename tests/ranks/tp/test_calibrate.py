@@ -23,7 +23,7 @@ SENDERS = ["blocks.0.projection", "blocks.0.down", "head"]
 
 
 def model() -> demo_model.GPT:
-    """Random, but with outputs that differ: perplexity reacts."""
+    """A random model whose outputs vary enough for the perplexity to react."""
     torch.manual_seed(0)
     made = demo_model.GPT(SHAPE)
     nn.init.normal_(made.head.weight, std=0.5)
@@ -35,7 +35,7 @@ def batches() -> list[torch.Tensor]:
     says = model()
     with torch.no_grad():
         tokens = torch.randint(20, (4, 17), generator=torch.Generator().manual_seed(1))
-        # What the model itself would say, so that any error makes it worse.
+        # Targets are the model's own predictions, so that any error increases the perplexity.
         for at in range(1, 17):
             tokens[:, at] = says(tokens[:, :at])[:, -1].argmax(-1)
     return [tokens[:2], tokens[2:]]
@@ -56,14 +56,14 @@ def test_the_plan_is_the_lowest_within_its_budget() -> None:
     assert list(found[0].errors) == SENDERS
     errors = found[0].errors
     for name in SENDERS:
-        # More bits, less error, and of the size that the width says.
+        # More bits give less error, of the expected magnitude.
         relative = [errors[name][spec].relative for spec in codecs]
         assert relative == sorted(relative) and 1e-3 < relative[0] < 0.02 < relative[1] < 0.2 < relative[2]
         assert errors[name]["int2"].divergence > errors[name]["int8"].divergence > 0
     assert all(each.plan_error.perplexity <= budget for budget, each in found.items())
     assert found[1e9].mean_bits == pytest.approx(2.5) and not found[1e9].high_precision
     assert found[0.02].mean_bits < 32 and found[0].mean_bits >= found[0.02].mean_bits
-    # What it says of the plan is so.
+    # The reported error of the plan is reproduced.
     layers = emulate(dense, 2, found[0.02].layers, "none")
     with torch.no_grad():
         loss = sum(float(demo_model.loss(dense, each[:, :-1], each[:, 1:])) for each in batches()) / 2
@@ -98,7 +98,7 @@ def swapped(rank: int, ranks: int, plan: str) -> dict[str, str]:
     return report.codecs
 
 
-def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(ValueError, match=r"bad\.json is not a plan: expected format 'dtcomm tp plan 1'"):
         calibrate(model(), batches(), 2, tmp_path / "bad.json")

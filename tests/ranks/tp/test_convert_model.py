@@ -1,4 +1,4 @@
-"""Layers of existing models swapped: plain ones, and tiny random ones of the installed transformers."""
+"""Conversion of existing models: plain ones, and tiny random ones of the installed transformers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def swapped(rank: int, ranks: int, kind: str) -> None:
         assert error < tolerance, (codec, float(error))
         got.square().mean().backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
-        # The state is a dense model's: the plain model loads it, and this one the plain model's.
+        # States are those of the dense model: each model loads the other's.
         state = tp.full_state_dict(model)
         again = tiny(kind, seed=1).eval()
         again.load_state_dict(state)
@@ -139,7 +139,7 @@ def named_styles(rank: int, ranks: int) -> None:
             error = torch.linalg.vector_norm(got - expected) / torch.linalg.vector_norm(expected)
             assert error < tolerance, (codec, grad, float(error))
         got.square().mean().backward()
-        # Five inputs' gradients in each of two layers; those before all layers have them all.
+        # Each of the two layers sums the gradients of five inputs.
         assert counted == [back] * 10
         counted.clear()
         mine, whole = model.model.embed_tokens.weight.grad, dense.model.embed_tokens.weight.grad
@@ -170,5 +170,5 @@ def refusals(rank: int, ranks: int) -> None:
         tp.compress(odd, None)
 
 
-def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
+def test_invalid_plans_are_refused_and_change_nothing() -> None:
     run_ranks(refusals, 2)

@@ -1,4 +1,4 @@
-"""Many ranks in one process against the engine, and against ranks."""
+"""The emulation of ranks in one process compared to the engine and to real ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.tp.emulate import emulate, emulate_all_reduce, restore
 
 SPECS = [
-    # randk's positions come from keys that an engine's messages number.
+    # randk's positions come from keys that count the engine's messages.
     *(name for name in CODECS if not codec(name).needs_agreement and name != "randk"),
     "int4:rotate=hadamard",
     "int2:spikes=1",
@@ -61,7 +61,7 @@ def test_sums_are_the_engines_to_the_bit(spec: str, algorithm: str) -> None:
         assert torch.equal(emulate_all_reduce(parts, spec, algorithm), expected), (ranks, numel)
 
 
-def test_uncompressed_it_is_the_dense_model_and_comes_out_again() -> None:
+def test_uncompressed_is_the_dense_model_and_restore_undoes_it() -> None:
     torch.manual_seed(0)
     model, dense = demo_model.GPT(SHAPE), demo_model.GPT(SHAPE)
     dense.load_state_dict(model.state_dict())
@@ -106,7 +106,7 @@ def test_a_compressed_model_is_that_of_real_ranks() -> None:
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     model = _model()
     with pytest.raises(ValueError, match=r"blocks\.0\.qkv: 192 output features are not divisible by 5 ranks"):
         emulate(model, 5, PLAN)

@@ -1,4 +1,4 @@
-"""What follows a sum inside the engine: piece by piece it is what it is at the end, whatever the order of pieces."""
+"""Epilogues inside the engine: applied piece by piece in any order, they equal one pass at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure.simulated_world import Operation, World, run
 from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec, TensorSpec
 
-ROWS, FEATURES = 37, 150  # rows that pieces and shares cut anywhere
+ROWS, FEATURES = 37, 150  # pieces and shards end inside rows
 
 
 def sums(
@@ -29,7 +29,7 @@ def sums(
     shared: bool,
     seed: int,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of every rank the result and its norm."""
+    """Return every rank's result and its norm."""
     generator = torch.Generator().manual_seed(7)
 
     def random(*shape: int) -> torch.Tensor:
@@ -61,7 +61,7 @@ def sums(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("algorithm", algorithms.available("all_reduce"))
-def test_piece_by_piece_is_as_at_the_end(algorithm: str, dtype: torch.dtype) -> None:
+def test_piece_by_piece_equals_one_pass(algorithm: str, dtype: torch.dtype) -> None:
     whole = ("bias", "residual", "weight", "eps")
     for spec, shared in (("int8", False), ("int4:block=64", False), ("none", False), ("none", True)):
         options = {"shared": shared, "seed": 3}
@@ -71,7 +71,7 @@ def test_piece_by_piece_is_as_at_the_end(algorithm: str, dtype: torch.dtype) -> 
             assert torch.equal(mine, theirs), (spec, shared)
 
 
-def test_each_part_alone_and_by_every_kernel() -> None:
+def test_single_operations_on_every_kernel() -> None:
     others = {"bias": torch.randn(33), "residual": torch.randn(5, 33), "weight": torch.randn(33)}
     total = torch.randn(5, 33)
     for name, tensor in others.items():
@@ -112,7 +112,7 @@ def test_among_ranks() -> None:
     run_ranks(real, 1)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="bias: expected 8 elements, got 7"):
         epilogue_task(torch.zeros(3, 8), bias=torch.zeros(7))
     with pytest.raises(TypeError, match=r"residual: expected float32, got torch.bfloat16"):

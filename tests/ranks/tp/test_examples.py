@@ -1,4 +1,4 @@
-"""The examples of this subject run, and learn."""
+"""The examples of tensor, expert and pipeline parallelism run, and their loss decreases."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The symmetric two-shot all-reduce: its bytes, its fused epilogue, and that a token's result depends on that token
-alone."""
+"""The symmetric two-shot all-reduce: bytes, fused epilogue, and independence of a token's result from its batch."""
 
 from __future__ import annotations
 
@@ -36,11 +35,11 @@ def sums(rank: int, ranks: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         parts = [given(each, dtype=dtype) for each in range(ranks)]
         for spec in SPECS:
-            over = tp.make_comm_config(spec, algorithm="two_shot_symmetric")
-            got = flash_all_reduce(parts[rank], over).y
+            comm = tp.make_comm_config(spec, algorithm="two_shot_symmetric")
+            got = flash_all_reduce(parts[rank], comm).y
             assert torch.equal(got, emulate_all_reduce(parts, spec, "two_shot_symmetric")), (spec, dtype)
         assert flash_all_reduce(parts[rank][:0], tp.make_comm_config("int8")).y.shape == (0, FEATURES)
-        # What loses nothing is the plain sum, whatever the algorithm.
+        # A lossless codec gives the plain sum with every algorithm.
         plain = functional.all_reduce(
             parts[rank], tp.make_comm_config("none", algorithm="two_shot_symmetric")
         )
@@ -53,7 +52,7 @@ def test_sums_are_those_of_the_emulation(ranks: int) -> None:
 
 
 def invariant(rank: int, ranks: int) -> None:
-    """The sum over ranks; a matrix product by itself need not be invariant, so sums of equal products."""
+    """Compare sums of single tokens to sums of batches. A matrix product need not be invariant, so there is none."""
     tokens = given(rank, 40)
     for spec in (
         "none",
@@ -66,11 +65,11 @@ def invariant(rank: int, ranks: int) -> None:
         "fp16",
     ):
         for algorithm in ("one_shot", "two_shot_symmetric"):
-            over = tp.make_comm_config(spec, algorithm=algorithm)
-            assert over.batch_invariant(FEATURES)
-            alone = torch.cat([functional.all_reduce(tokens[at : at + 1], over) for at in range(40)])
+            comm = tp.make_comm_config(spec, algorithm=algorithm)
+            assert comm.batch_invariant(FEATURES)
+            alone = torch.cat([functional.all_reduce(tokens[at : at + 1], comm) for at in range(40)])
             for start, stop in ((0, 40), (3, 9), (7, 40)):
-                together = functional.all_reduce(tokens[start:stop], over)
+                together = functional.all_reduce(tokens[start:stop], comm)
                 assert torch.equal(together, alone[start:stop]), (spec, algorithm, start, stop)
     for spec, algorithm, features in (
         ("int8", "direct", 96),
@@ -86,7 +85,7 @@ def test_a_token_does_not_depend_on_its_batch() -> None:
     run_ranks(invariant, 3)
 
 
-FOLLOWED = (
+CONFIGURATIONS = (
     ("int8", "two_shot_symmetric", 1),
     ("int4", "two_shot_symmetric", 3),
     ("int8", "direct", 1),
@@ -95,9 +94,11 @@ FOLLOWED = (
 )
 
 
-def followed(rank: int, ranks: int) -> None:
-    """Bias, residual and norm in the pass that decodes, beside torch's operations one after the other."""
-    for (spec, algorithm, chunks), dtype in itertools.product(FOLLOWED, (torch.float32, torch.bfloat16)):
+def fused_epilogue(rank: int, ranks: int) -> None:
+    """Compare bias, residual and norm in the decoding pass to separate torch operations."""
+    for (spec, algorithm, chunks), dtype in itertools.product(
+        CONFIGURATIONS, (torch.float32, torch.bfloat16)
+    ):
         generator = torch.Generator().manual_seed(9)
         stream = torch.randn(5, 10, FEATURES, generator=generator).to(dtype).requires_grad_()
         weight = torch.linspace(0.5, 1.5, FEATURES).to(dtype).requires_grad_()
@@ -128,7 +129,7 @@ def followed(rank: int, ranks: int) -> None:
             assert torch.equal(layer(x, stream), made[0])
         gradients = []
         for results, matrix in ((expected, plain.weight), (made, layer.weight)):
-            for sums in ((0, 1), (1,)):  # both go on, or the norm alone does
+            for sums in ((0, 1), (1,)):  # the loss depends on both results, or on the norm alone
                 loss = torch.stack([(results[at].float() - 1).pow(3).sum() for at in sums]).sum()
                 gradients.append(torch.autograd.grad(loss, [*parameters, matrix], retain_graph=True))
         for got, wanted in zip(
@@ -140,12 +141,12 @@ def followed(rank: int, ranks: int) -> None:
         close(by_itself, wanted)
 
 
-def test_what_follows_in_the_same_pass() -> None:
-    run_ranks(followed, 2)
+def test_fused_epilogue_equals_separate_operations() -> None:
+    run_ranks(fused_epilogue, 2)
 
 
 def latency(rank: int, ranks: int) -> None:
-    """A token travels uncompressed where that is faster, many are compressed, and it is told."""
+    """One token is sent uncompressed because that is faster, many are compressed; the traffic counters say so."""
     torch.manual_seed(0)
     layer = tp.RowParallelLinear(64, FEATURES, codec="int8")
     always = tp.RowParallelLinear(64, FEATURES, codec="int8", latency=False)
@@ -161,17 +162,17 @@ def latency(rank: int, ranks: int) -> None:
     assert always.comm.traffic.uncompressed == 0 and always.comm.traffic.why == ""
 
 
-def test_the_latency_path_is_chosen_and_told() -> None:
+def test_the_latency_path_is_chosen_and_counted() -> None:
     run_ranks(latency, 2)
 
 
-def test_chunks_are_chosen_between_hosts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    over = CommConfig(codec=codec("int4"), backward_codec=codec("none"))
+def test_automatic_chunks_are_used_between_hosts_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = CommConfig(codec=codec("int4"), backward_codec=codec("none"))
     y = torch.empty(512, 4096)
     for hosts, expected in ((1, 1), (2, 8)):
         monkeypatch.setattr(row_linear, "info", lambda group, hosts=hosts: {"hosts": hosts})
-        assert row_linear.automatic_chunks(over, y, over.codec) == expected
-    assert row_linear.automatic_chunks(over, y[:4], over.codec) == 1
+        assert row_linear.automatic_chunks(comm, y, comm.codec) == expected
+    assert row_linear.automatic_chunks(comm, y[:4], comm.codec) == 1
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_wire_bytes_against_bf16(spec: str, least: float) -> None:
 
 
 def wire_bytes(rank: int, ranks: int, spec: str) -> tuple[int, int, int]:
-    """What a rank sends of 512 tokens' sum in the codec, in bf16, and in two steps: all overheads counted."""
+    """Return the bytes a rank sends to sum 512 tokens: in the codec, in bf16, and with `FlashAllReduce`."""
     sent = []
     for each in (spec, "none"):
         work = dtcomm.all_reduce(

@@ -1,4 +1,4 @@
-"""Tensor-parallel layers against the dense ones: forward, gradients, states, every option."""
+"""Tensor-parallel layers compared to dense ones: forward, gradients, states, options."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def part(x: torch.Tensor, rank: int, ranks: int, dim: int = -1) -> torch.Tensor:
 
 
 def linear_pair(rank: int, ranks: int, options: dict[str, Any], tolerance: float) -> None:
-    """A column-parallel layer into a row-parallel one, beside the same two dense layers."""
+    """Compare a column-parallel layer followed by a row-parallel one to two dense layers."""
     torch.manual_seed(3)
     up, down = nn.Linear(IN, OUT), nn.Linear(OUT, IN)
     torch.manual_seed(3)
@@ -33,7 +33,7 @@ def linear_pair(rank: int, ranks: int, options: dict[str, Any], tolerance: float
     chunks = shared.pop("chunks", 1)
     column = tp.ColumnParallelLinear(IN, OUT, **shared)
     row = tp.RowParallelLinear(OUT, IN, chunks=chunks, **shared)
-    # The same seed gives the dense layers' parts.
+    # The same seed gives the dense layers' shards.
     assert torch.equal(column.weight, part(up.weight, rank, ranks, 0))
     assert torch.equal(row.weight, part(down.weight, rank, ranks, 1))
     sequence = bool(options.get("sequence_parallel"))
@@ -50,7 +50,7 @@ def linear_pair(rank: int, ranks: int, options: dict[str, Any], tolerance: float
     close(mine.grad, part(x.grad, rank, ranks, 1) if sequence else x.grad, tolerance)
     close(column.weight.grad, part(up.weight.grad, rank, ranks, 0), tolerance)
     close(row.weight.grad, part(down.weight.grad, rank, ranks, 1), tolerance)
-    if not sequence:  # otherwise a bias sees this rank's tokens alone
+    if not sequence:  # with sequence parallelism the bias sees this rank's tokens only
         close(row.bias.grad, down.bias.grad, tolerance)
 
 
@@ -93,7 +93,7 @@ def test_gathered_output_and_split_input() -> None:
 
 
 def states(rank: int, ranks: int) -> None:
-    """From the dense state and back; parts load too; a wrong shape is refused by name."""
+    """Load dense states and shards, save dense states; a wrong shape is refused by name."""
     torch.manual_seed(rank)  # ranks start differently
     dense = nn.Linear(IN, OUT)
     state = {
@@ -135,18 +135,18 @@ def test_embedding() -> None:
 
 
 def conjugates(rank: int, ranks: int) -> None:
-    """Numerical gradients, the same random numbers on all ranks, the loss summed over ranks where outputs differ."""
-    over = tp.make_comm_config()
+    """Check numerical gradients, with the same random numbers on all ranks."""
+    comm = tp.make_comm_config()
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(4, 6, dtype=torch.float64, generator=generator, requires_grad=True)
-    # These are what they say by themselves: every rank perturbs the same element of the same tensor.
-    assert gradcheck(lambda t: functional.split_to_ranks(functional.gather_from_ranks(t, over), over), x)
+    # Compositions whose gradient is correct per rank: every rank perturbs the same element of the same tensor.
+    assert gradcheck(lambda t: functional.split_to_ranks(functional.gather_from_ranks(t, comm), comm), x)
     assert gradcheck(
-        lambda t: functional.gather_from_ranks(functional.split_to_ranks(t, over, 1), over, 1), x
+        lambda t: functional.gather_from_ranks(functional.split_to_ranks(t, comm, 1), comm, 1), x
     )
-    assert gradcheck(lambda t: functional.reduce_from_ranks(functional.copy_to_ranks(t, over), over), x)
+    assert gradcheck(lambda t: functional.reduce_from_ranks(functional.copy_to_ranks(t, comm), comm), x)
     assert gradcheck(
-        lambda t: functional.all_gather_from_ranks(functional.reduce_scatter_to_ranks(t, over, 1), over, 1),
+        lambda t: functional.all_gather_from_ranks(functional.reduce_scatter_to_ranks(t, comm, 1), comm, 1),
         x,
     )
 
@@ -170,5 +170,5 @@ def refusals(rank: int, ranks: int) -> None:
         functional.split_to_ranks(torch.zeros(5, 2), tp.make_comm_config(), 0)
 
 
-def test_what_cannot_be_is_refused_with_the_reason() -> None:
+def test_invalid_arguments_are_refused_with_the_reason() -> None:
     run_ranks(refusals, 2)

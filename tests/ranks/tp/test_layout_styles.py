@@ -1,4 +1,4 @@
-"""The styles that lay activations out anew, beside torch's own."""
+"""The styles that redistribute activations, compared to torch's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dtcomm import tp
 from dtcomm.launch.ranks import run_ranks
 
 WIDTH = 32
-MOVES = [
+REDISTRIBUTIONS = [
     (Shard(1), Replicate()),
     (Replicate(), Shard(1)),
     (Partial(), Replicate()),
@@ -45,7 +45,7 @@ def result(out: Any, x: torch.Tensor) -> list[torch.Tensor]:
 
 def moves(rank: int, ranks: int, local_output: bool, options: dict[str, str]) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
-    for given, wanted in MOVES:
+    for given, wanted in REDISTRIBUTIONS:
         if options and isinstance(given, Shard) and isinstance(wanted, Shard) and given != wanted:
             continue
         plans = [

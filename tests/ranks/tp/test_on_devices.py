@@ -1,4 +1,4 @@
-"""Tensor parallelism by what moves CUDA tensors, over NCCL's and Gloo's way, on CPU tensors: the engine's bits."""
+"""Tensor parallelism over the runtimes of CUDA tensors (NCCL's and Gloo's), on CPU tensors: the engine's bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FEATURES = 96
 
 
 def results(rank: int, ranks: int) -> list[torch.Tensor]:
-    """Sums with what follows, layers forward and backward."""
+    """Return sums with epilogues, and layers' outputs and gradients."""
     dice = torch.Generator().manual_seed(11)
     found = []
     for dtype in (torch.float32, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""The styles beside torch's own: with codec none the same bits, with others near, layouts alike."""
+"""The styles compared to torch's own: equal bits with codec none, small errors with others, equal layouts."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_compressed_is_near(ranks: int, options: dict[str, Any], tolerance: floa
 
 
 class Sequence(nn.Module):
-    """Sequence parallel between the layers: gathered on the way in, scattered on the way out."""
+    """Sequence parallelism between layers: inputs are gathered, outputs scattered."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -66,14 +66,14 @@ def run_through(rank: int, ranks: int, how: str, codec: str) -> None:
         torch._dynamo.reset()
         if (
             how == "inductor"
-        ):  # it fuses arithmetic, which takes an element near a tie to the next of int8's levels
+        ):  # inductor fuses arithmetic, so an element near a tie may round to the next int8 level
             tolerance = 1e-3
         got = gradients(
             block,
             torch.compile(block, fullgraph=True, backend="inductor" if how == "inductor" else "aot_eager"),
         )
     for mine, wanted in zip(got, expected, strict=True):
-        # The gradient of the keys' bias is zero but for rounding.
+        # The gradient of the keys' bias is zero up to rounding.
         error = (mine.float() - wanted).norm() / wanted.norm().clamp(min=1e-3)
         assert error <= tolerance, (how, codec, float(error))
 
@@ -86,8 +86,8 @@ def test_through(how: str, codec: str) -> None:
     run_ranks(run_through, 2, how, codec)
 
 
-class Rest(nn.Module):
-    """The layers that a block has not: sequence parallel, gathered, split, and an embedding."""
+class OtherLayers(nn.Module):
+    """Layers that the blocks do not use: sequence parallel, gathered output, split input, embedding."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Rest(nn.Module):
 
 def compiled(rank: int, ranks: int, backend: str, codec: str) -> None:
     torch.manual_seed(0)
-    model = Rest(codec=codec, backward_codec=codec, latency=False)
+    model = OtherLayers(codec=codec, backward_codec=codec, latency=False)
     symbols = torch.arange(12).view(2, 6)
     expected = gradients(model, lambda _: model(symbols))
     whole = torch.compile(model, fullgraph=True, backend=backend)
@@ -129,7 +129,7 @@ def test_inductor_makes_code_of_a_whole_block(tmp_path: Path, monkeypatch: pytes
 
 
 def two_dimensions(rank: int, ranks: int, codec: str) -> list[float]:
-    """Losses of four steps on a mesh of (dp, tp) = (2, 2)."""
+    """Return the losses of four steps on a mesh of (dp, tp) = (2, 2)."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     block = Block(codec=codec, backward_codec=codec, group=mesh["tp"], latency=False)
@@ -138,7 +138,7 @@ def two_dimensions(rank: int, ranks: int, codec: str) -> list[float]:
 
 
 def alone(rank: int, ranks: int) -> list[float]:
-    """The same steps on one rank."""
+    """Return the losses of the same steps on one rank."""
     torch.manual_seed(0)
     return steps(Block(), [0, 1], None)
 

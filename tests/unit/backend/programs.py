@@ -1,4 +1,4 @@
-"""Programs as users of torch write them, which name no backend; each returns its results on this rank."""
+"""Programs as users of torch write them, without naming a backend; each returns its results on this rank."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ddp(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
 
 
 def ddp_static(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
-    """Gradient as bucket view, unused parameters, uneven inputs and join."""
+    """DDP with gradients as bucket views, unused parameters, uneven inputs and join."""
     model = DistributedDataParallel(_net(), gradient_as_bucket_view=True, find_unused_parameters=True)
     with model.join():
         for _ in range(2 + rank):
@@ -58,7 +58,7 @@ def ddp_static(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
 
 
 def ddp_hooked(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
-    """torch's own hook, which runs its callback on our future."""
+    """DDP with torch's own hook, whose callback runs on the backend's future."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
     model = DistributedDataParallel(_net())
@@ -86,7 +86,7 @@ def tensor_parallel(rank: int, world_size: int, folder: str) -> list[torch.Tenso
 
 
 def dtensor(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
-    """A mesh of two dimensions, where there are ranks for it, and all ways from one placement to another."""
+    """A mesh of two dimensions if there are enough ranks, and redistributions between all placements."""
     shape = (2, world_size // 2) if world_size % 2 == 0 else (world_size, 1)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b"))
     torch.manual_seed(0)
@@ -101,7 +101,7 @@ def dtensor(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
 
 
 def checkpoints(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
-    """Saved sharded, loaded into another model, synchronously and not."""
+    """Save sharded checkpoints, synchronously and asynchronously, and load them into another model."""
     mesh = init_device_mesh("cpu", (world_size,))
     model = fully_shard(_net(), mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters())
@@ -122,7 +122,7 @@ def checkpoints(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
 
 
 def objects(rank: int, world_size: int, folder: str) -> list[Any]:
-    """Object collectives, subgroups among them, and the names that groups go by."""
+    """Object collectives, also in subgroups, and the names of groups."""
     mine = {"rank": rank, "text": "x" * (rank * 100)}
     everything: list[Any] = [None] * world_size
     dist.all_gather_object(everything, mine)
@@ -182,7 +182,7 @@ def functions(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
     return [*(each + 0 for each in results), a, b]
 
 
-# Whose results are the same on all ranks.
+# Programs whose results are the same on all ranks.
 AGREE = ("ddp", "ddp_hooked", "fsdp2", "tensor_parallel", "dtensor", "checkpoints", "objects")
 
 PROGRAMS: dict[str, Callable[..., list[Any]]] = {

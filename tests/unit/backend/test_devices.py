@@ -1,5 +1,5 @@
-"""CUDA tensors go to NCCL by name. There need be no GPU: tensors that only claim to be on one, and a child that notes
-what it is asked for in NCCL's place."""
+"""CUDA tensors fall back to NCCL. No GPU is needed: the tensors are fake, and a stub takes the place of NCCL's
+group."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dtcomm.backend.process_group import DtcommProcessGroup
 CUDA = torch.device("cuda", 0)
 
 
-class Child:
-    """Stands for the torch group around NCCL: notes its calls, whose names are torch's."""
+class GroupStub:
+    """A stub of the torch group around NCCL that records the names of its calls."""
 
     BackendType = dist.ProcessGroup.BackendType
 
@@ -43,7 +43,7 @@ class Child:
 
 
 def _calls(group: DtcommProcessGroup, tensor: torch.Tensor) -> dict[str, Callable[[], Any]]:
-    """Every operation of a group, by the name of the fallback's method that must be called."""
+    """Return every operation of a group by the name of the fallback's method that it must call."""
     pair = [tensor, tensor]
     barrier = dist.BarrierOptions()
     barrier.device = CUDA
@@ -75,12 +75,12 @@ def _calls(group: DtcommProcessGroup, tensor: torch.Tensor) -> dict[str, Callabl
 def test_every_operation_on_a_gpu_falls_back_and_is_reported(
     monkeypatch: pytest.MonkeyPatch, nccl: bool
 ) -> None:
-    made = Child()
+    made = GroupStub()
 
-    def process_group(*_: Any) -> Child:
+    def process_group(*_: Any) -> GroupStub:
         return made
 
-    process_group.BackendType = Child.BackendType  # type: ignore[attr-defined]
+    process_group.BackendType = GroupStub.BackendType  # type: ignore[attr-defined]
     stand_in = SimpleNamespace(ProcessGroup=process_group, is_nccl_available=lambda: nccl)
     monkeypatch.setattr(fallback_backends, "dist", stand_in)
     there = SimpleNamespace(device=torch.device, cuda=SimpleNamespace(is_available=lambda: True))
@@ -93,7 +93,7 @@ def test_every_operation_on_a_gpu_falls_back_and_is_reported(
         calls = _calls(group, tensor)
         for call in calls.values():
             call()
-    kind = Child.BackendType.NCCL if nccl else Child.BackendType.GLOO
+    kind = GroupStub.BackendType.NCCL if nccl else GroupStub.BackendType.GLOO
     assert made.registered == [("cuda", kind)]
     assert made.called == list(calls)
     fallbacks = [(to, why, times) for (_, to, why), times in group._fallback_counts.counts.items()]

@@ -1,4 +1,4 @@
-"""The backend is known as soon as torch is, whichever of the two is imported first, and costs no import of torch."""
+"""The backend is registered when torch is imported, in either order of imports, and dtcomm does not import torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ORDERS = {
 
 @pytest.fixture(scope="module")
 def programs() -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """All at once: what they do is import torch."""
+    """Run the programs concurrently; most of their time is the import of torch."""
     before = "import os; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'; "
     started = {
         order: subprocess.Popen(
