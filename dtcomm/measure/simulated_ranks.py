@@ -136,7 +136,7 @@ class SimulatedRanks:
         self.parameters = list(parameters)
         self.all_reduce = SimulatedAllReduce(ranks)
         schemes = [rule.codec for rule in self.policy.rules]
-        self.memories = [ErrorState(feedback, residual, schemes) for _ in range(ranks)]
+        self.error_states = [ErrorState(feedback, residual, schemes) for _ in range(ranks)]
         reduces = [self.all_reduce.for_next_rank() for _ in range(ranks)]
         self._averagers = [BucketAverager("one_shot", None, seed, all_reduce=reduce) for reduce in reduces]
         self._layouts: dict[tuple[int, ...], BucketLayout] = {}
@@ -146,33 +146,33 @@ class SimulatedRanks:
         """Return the averaged gradients of all parameters; ``gradients[rank]`` lists a rank's, all of one dtype."""
         ranks, step = self.all_reduce.ranks, self.steps
         self.steps += 1
-        buffers = [torch.cat([gradient.flatten() for gradient in mine]) for mine in gradients]
-        packing = self._packing(buffers[0], step)
-        handed: list[list[PendingGradient]] = []
-        running = []
-        for memory, averager, buffer in zip(self.memories, self._averagers, buffers, strict=True):
+        buffers = [torch.cat([gradient.flatten() for gradient in own]) for own in gradients]
+        layout = self._layout(buffers[0], step)
+        pending: list[list[PendingGradient]] = []
+        stages_by_rank = []
+        for error_state, averager, buffer in zip(self.error_states, self._averagers, buffers, strict=True):
             tensors: list[torch.Tensor] = []
             residuals: list[torch.Tensor | None] = []
-            mine: list[PendingGradient] = []
-            for segment, tensor in zip(packing.segments, packing.split(buffer), strict=True):
+            own: list[PendingGradient] = []
+            for segment, tensor in zip(layout.segments, layout.split(buffer), strict=True):
                 if segment.lossless:
-                    memory.prepare_uncompressed(segment, tensor)
+                    error_state.prepare_uncompressed(segment, tensor)
                     tensors.append(tensor)
                     residuals.append(None)
                 else:
-                    mine.append(memory.prepare(segment, tensor, ranks))
-                    tensors.append(mine[-1].sent)
-                    residuals.append(mine[-1].residual)
-            handed.append(mine)
-            running.append(averager.stages(packing, tensors, residuals, None, step))
-        while [work for stages in running if (work := next(stages, None)) is not None]:
+                    own.append(error_state.prepare(segment, tensor, ranks))
+                    tensors.append(own[-1].sent)
+                    residuals.append(own[-1].residual)
+            pending.append(own)
+            stages_by_rank.append(averager.stages(layout, tensors, residuals, None, step))
+        while [work for stages in stages_by_rank if (work := next(stages, None)) is not None]:
             pass
-        for rank, (memory, mine) in enumerate(zip(self.memories, handed, strict=True)):
-            for each in mine:
-                memory.finish(each, counter_rng.mix_key(self._averagers[rank].seed, rank, step))
+        for rank, (error_state, own) in enumerate(zip(self.error_states, pending, strict=True)):
+            for gradient in own:
+                error_state.finish(gradient, counter_rng.mix_key(self._averagers[rank].seed, rank, step))
         return self._split(buffers[0])
 
-    def _packing(self, buffer: torch.Tensor, step: int) -> BucketLayout:
+    def _layout(self, buffer: torch.Tensor, step: int) -> BucketLayout:
         def choose(name: str, gradient: torch.Tensor) -> CodecChoice:
             choice = self.policy.choose(name, gradient)
             return CodecChoice(codec=choice.codec.at(step)) if isinstance(choice.codec, DGC) else choice

@@ -130,25 +130,25 @@ def test_plain_ddp_is_plain_ddp(ranks: int) -> None:
 def test_what_is_owed_is_given_back_in_parts() -> None:
     memory = ErrorState()
     segment = Segment(0, 8, codec("int8"), torch.float32, [Member("w", 8, "")])
-    handed = memory.prepare(segment, torch.zeros(8), 2)
-    assert handed.residual is not None
-    handed.residual.copy_(torch.arange(8.0))
-    memory.finish(handed, 0)
+    pending = memory.prepare(segment, torch.zeros(8), 2)
+    assert pending.residual is not None
+    pending.residual.copy_(torch.arange(8.0))
+    memory.finish(pending, 0)
     memory.repay_residual("w")
     total, largest = torch.zeros(8), 0.0
     for step in range(REPAYMENT_STEPS + 10):
         if step in (
             5,
             9,
-        ):  # a checkpoint has what is still owed, and what is compressed again goes on with it
+        ):  # the checkpoint holds the part not repaid yet; compressing again continues with it
             torch.testing.assert_close(
                 total + memory.state_dict()["residuals"].get("w", 0), torch.arange(8.0)
             )
         if step == 9:
-            owed = memory.prepare(segment, torch.zeros(8), 2).residual
-            torch.testing.assert_close(total + owed, torch.arange(8.0))
+            residual = memory.prepare(segment, torch.zeros(8), 2).residual
+            torch.testing.assert_close(total + residual, torch.arange(8.0))
             memory.repay_residual("w")
-            total, largest = torch.arange(8.0) - owed, 0.0
+            total, largest = torch.arange(8.0) - residual, 0.0
         gradient = torch.zeros(8)
         memory.prepare_uncompressed(segment, gradient)
         total, largest = total + gradient, max(largest, float(gradient.max()))

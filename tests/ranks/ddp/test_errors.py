@@ -69,7 +69,7 @@ def train_until_it_fails(rank: int, world_size: int, options: dict[str, Any]) ->
                 send_to_parent((type(error).__name__, str(error), elapsed, ""))
                 os._exit(
                     0
-                )  # as the process of a job would: those who wait in it for this rank are told by that
+                )  # as the process of a job would: the ranks that wait for this one learn of its death by that
             assert state.error is error
             with pytest.raises(type(error)) as again:
                 backward(model, rank, step)
@@ -87,8 +87,8 @@ def test_a_killed_peer_is_named_by_backward_within_two_seconds(options: dict[str
             assert ranks.receive(rank, 60) == "running"
         pid = ranks.pids[1]
         ranks.kill(1)
-        told = [ranks.receive(rank, 20) for rank in (0, 2)]
-    for name, text, elapsed, again in told:
+        outcomes = [ranks.receive(rank, 20) for rank in (0, 2)]
+    for name, text, elapsed, again in outcomes:
         assert elapsed.within(cpu_s=2.0, wall_s=10.0), elapsed
         if name == "RuntimeError" and not again:
             assert "gloo" in text.lower(), text

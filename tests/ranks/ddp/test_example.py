@@ -37,8 +37,8 @@ def test_the_example_runs_under_torchrun_and_resumes(tmp_path: Path) -> None:
 def test_the_vision_example_learns_and_leaves_a_trace(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     trace = tmp_path / "digits.json"
-    said = torchrun("ddp_digits_cnn.py", "--codec", "int4", "--epochs", "2", "--trace", str(trace))
-    accuracy = float(said.split("epoch 1")[1].split("accuracy ")[1].split("%")[0])
+    output = torchrun("ddp_digits_cnn.py", "--codec", "int4", "--epochs", "2", "--trace", str(trace))
+    accuracy = float(output.split("epoch 1")[1].split("accuracy ")[1].split("%")[0])
     assert accuracy > 60  # of ten digits
-    assert "efficiency" in said and "int4" in said
+    assert "efficiency" in output and "int4" in output
     assert (tmp_path / "digits.rank1.json").exists()

@@ -31,8 +31,8 @@ def chosen(state: ddp.State) -> dict[str, str]:
     """What each parameter was compressed with last."""
     return {
         member.name: str(segment.codec)
-        for packing in state._reducer.layouts.current.values()
-        for segment in packing.segments
+        for layout in state._reducer.layouts.current.values()
+        for segment in layout.segments
         for member in segment.members
     }
 
@@ -129,7 +129,7 @@ def nans(rank: int, world_size: int) -> tuple[str, int]:
 
 
 def test_nan_on_one_rank_for_too_long_stops_all() -> None:
-    """Bad steps are 2, 3 and 4; they are told of in 3, 4 and 5, and judged when 6 begins."""
+    """Bad steps are 2, 3 and 4; their statistics are sent in 3, 4 and 5, and evaluated when 6 begins."""
     assert run_ranks(nans, 2) == [("step 6: nonfinite is 3, limit 3: stop", 6)] * 2
 
 
@@ -171,7 +171,7 @@ def diverging(rank: int, world_size: int) -> tuple[Seen, set[str], set[str]]:
 
 def test_a_loss_that_jumps_switches_compression_off_for_a_while() -> None:
     for events, during, after in run_ranks(diverging, 2):
-        assert events == [(10, "loss", "", "none")]  # told of in 8 and 9, judged when 9 and 10 begin
+        assert events == [(10, "loss", "", "none")]  # sent in 8 and 9, evaluated when 9 and 10 begin
         assert during == {"none"} and after == {"none", "int8"}
 
 
@@ -235,7 +235,7 @@ def test_outliers_are_told_from_few_bits(spec: str, tails: float | None) -> None
 
 
 def one_rank_s_loss(rank: int, world_size: int) -> Seen:
-    """A loss that only one rank tells, and one that is NaN: the mean is over those that told one."""
+    """A loss that only one rank has, and one that is NaN: the mean is over the ranks with a finite loss."""
     model = wrapped(**SMALL_BUCKETS)
     state = ddp.compress(model, "int8")
     for step in range(12):

@@ -231,8 +231,8 @@ def guarded(rank: int, world_size: int) -> tuple[list[str], dict[str, str]]:
     def codecs() -> dict[str, str]:
         return {
             member.name: str(segment.codec)
-            for _, packing in local._buckets
-            for segment in packing.segments
+            for _, layout in local._buckets
+            for segment in layout.segments
             for member in segment.members
         }
 

@@ -121,23 +121,24 @@ def cases() -> Iterator[dict[str, Any]]:
 
 def run(rank: int, world_size: int, cases: list[dict[str, Any]], leave_out: str = "") -> list[dict[str, Any]]:
     found = []
-    here = [steps(rank, False, options) for options in cases]
+    on_cpu = [steps(rank, False, options) for options in cases]
     streams = RecordedStreams(leave_out)
     with fake_cuda_rank(streams, leave_out):
-        for options, (expected, plain) in zip(cases, here):
+        for options, (expected, plain) in zip(cases, on_cpu):
             streams.faults.clear()
             means, state = steps(rank, True, options)
             with unchecked():
-                said, wanted, kept = state.report(), plain.report(), state.state_dict()
+                report, expected_report, saved = state.report(), plain.report(), state.state_dict()
             found.append(
                 {
-                    "here": expected,
-                    "there": means,
+                    "cpu": expected,
+                    "device": means,
                     "faults": list(dict.fromkeys(streams.faults)),
                     "errors": [
-                        (a.relative_error, b.relative_error) for a, b in zip(said.buckets, wanted.buckets)
+                        (a.relative_error, b.relative_error)
+                        for a, b in zip(report.buckets, expected_report.buckets)
                     ],
-                    "residuals": {name: tensor.is_cpu for name, tensor in kept["residuals"].items()},
+                    "residuals": {name: tensor.is_cpu for name, tensor in saved["residuals"].items()},
                     "events": ([str(each) for each in state.events], [str(each) for each in plain.events]),
                 }
             )
@@ -158,20 +159,20 @@ def test_no_compressor_waits_for_the_device() -> None:
     """The CPU's bits, but where norms and matrix products are the device's; events and errors are the CPU's too."""
     every = list(cases())
     for options, ranks in zip(every, of_ranks(every), strict=True):
-        for said in ranks:
-            assert said["faults"] == [], options
-            assert all(map(alike, said["there"], ranks[0]["there"])), options
+        for result in ranks:
+            assert result["faults"] == [], options
+            assert all(map(alike, result["device"], ranks[0]["device"])), options
             exactly = "powersgd" not in options["spec"] and "clip" not in options["spec"]
-            for at, (here, there) in enumerate(zip(said["here"], said["there"], strict=True)):
+            for at, (on_cpu, on_device) in enumerate(zip(result["cpu"], result["device"], strict=True)):
                 step = at // len(BUCKETS)
-                assert bool(here.isnan().any()) == (step == BAD) == bool(there.isnan().any())
+                assert bool(on_cpu.isnan().any()) == (step == BAD) == bool(on_device.isnan().any())
                 if exactly:
-                    assert alike(here, there), (options, at)
+                    assert alike(on_cpu, on_device), (options, at)
                 elif step <= BAD:  # PowerSGD then begins anew from elsewhere
-                    torch.testing.assert_close(there, here, equal_nan=True, rtol=1e-4, atol=1e-4)
-            for here, there in said["errors"]:
-                assert here == pytest.approx(there, rel=0.05), options
-            assert all(said["residuals"].values()) and said["events"][0] == said["events"][1]
+                    torch.testing.assert_close(on_device, on_cpu, equal_nan=True, rtol=1e-4, atol=1e-4)
+            for on_cpu, on_device in result["errors"]:
+                assert on_cpu == pytest.approx(on_device, rel=0.05), options
+            assert all(result["residuals"].values()) and result["events"][0] == result["events"][1]
 
 
 def without_kernels(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -182,11 +183,11 @@ def without_kernels(rank: int, world_size: int, cases: list[dict[str, Any]]) -> 
 def test_nor_does_low_rank_by_operators_of_torch() -> None:
     cases = [{"spec": policy(MORE["powersgd"])}]
     ranks = run_ranks(without_kernels, 2, cases, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120)
-    for (said,) in ranks:
-        assert said["faults"] == [] and all(map(alike, said["there"], ranks[0][0]["there"]))
-        for at, (here, there) in enumerate(zip(said["here"], said["there"], strict=True)):
+    for (result,) in ranks:
+        assert result["faults"] == [] and all(map(alike, result["device"], ranks[0][0]["device"]))
+        for at, (on_cpu, on_device) in enumerate(zip(result["cpu"], result["device"], strict=True)):
             if at // len(BUCKETS) <= BAD:
-                torch.testing.assert_close(there, here, equal_nan=True, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(on_device, on_cpu, equal_nan=True, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -227,8 +228,8 @@ def local(rank: int, world_size: int) -> list[tuple[bool, list[str]]]:
 
 
 def test_an_average_of_weights_waits_for_the_mean_alone() -> None:
-    for said in run_ranks(local, 2, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120):
-        for same, faults in said:
+    for result in run_ranks(local, 2, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120):
+        for same, faults in result:
             assert same and all("in __bool__" in each or "in tolist" in each for each in faults)
             assert 0 < len(faults) < 3 * 2 * len(SHAPES)
 

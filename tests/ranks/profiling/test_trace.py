@@ -90,8 +90,8 @@ def test_the_command_prints_merges_and_draws(tmp_path: Path, capsys: pytest.Capt
     paths = [str(written(tmp_path, rank)) for rank in range(2)]
     out, picture = tmp_path / "all.json", tmp_path / "step.png"
     assert main([*paths, "-o", str(out), "--plot", str(picture)]) == 0
-    said = capsys.readouterr().out
-    assert "rank 1" in said and "exposed for 30%" in said
+    output = capsys.readouterr().out
+    assert "rank 1" in output and "exposed for 30%" in output
     assert picture.read_bytes()[:4] == b"\x89PNG"
     assert main([str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ranks"]["1"]["share"] == pytest.approx(0.3)

@@ -26,8 +26,8 @@ def gradients(ranks: int, step: int, dtype: torch.dtype = torch.float32) -> list
 def kept(run: SimulatedRanks) -> list[dict[str, Any]]:
     """What every rank would save."""
     states = []
-    for rank, memory in enumerate(run.memories):
-        own = {"version": 1, "rank": rank, "world_size": len(run.memories)}
+    for rank, memory in enumerate(run.error_states):
+        own = {"version": 1, "rank": rank, "world_size": len(run.error_states)}
         states.append({**own, **memory.state_dict()})
     return states
 
@@ -53,7 +53,7 @@ def test_memory_is_accounted_for(form: str, most: float) -> None:
     run = SimulatedRanks("int4", 2, LAYER, residual=form)
     run.average(gradients(2, 0))
     numel = SHAPE[0] * SHAPE[1]
-    memory = run.memories[0]
+    memory = run.error_states[0]
     assert memory.persistent_bytes() <= most * numel
     assert memory.nbytes()[f"residuals in {form}"] == memory.persistent_bytes()
     assert memory.nbytes().get("fp32 within a step", 0) == (0 if form == "fp32" else 4 * numel)
@@ -78,7 +78,7 @@ def test_a_state_continues_bit_for_bit_in_every_form(form: str) -> None:
     for step in range(3):
         whole.average(gradients(2, step))
     resumed = SimulatedRanks("int4", 2, LAYER, residual=form)
-    for rank, (memory, state) in enumerate(zip(resumed.memories, kept(whole), strict=True)):
+    for rank, (memory, state) in enumerate(zip(resumed.error_states, kept(whole), strict=True)):
         memory.load(state, state["residuals"], rank, 2)
     resumed.steps = 3
     for step in range(3, 6):
@@ -128,7 +128,7 @@ def test_dgc_keeps_no_nan() -> None:
     bad[1][0][3, 5] = float("inf")
     assert not run.average(bad)[0].isfinite().all()
     assert run.average(gradients(2, 2))[0].isfinite().all()
-    assert all(memory.state_dict()["velocities"]["layer"].isfinite().all() for memory in run.memories)
+    assert all(memory.state_dict()["velocities"]["layer"].isfinite().all() for memory in run.error_states)
 
 
 @pytest.mark.parametrize("after", [1, 2, 5])
@@ -139,7 +139,7 @@ def test_means_survive_a_change_of_world_size(spec: str, feedback: bool | str, a
         run.average(gradients(3, step))
     states = kept(run)
     resumed = SimulatedRanks(spec, after, LAYER, feedback=feedback)
-    for rank, memory in enumerate(resumed.memories):
+    for rank, memory in enumerate(resumed.error_states):
         memory.load(states, {}, rank, after)
     new = kept(resumed)
     if feedback == "ef21":

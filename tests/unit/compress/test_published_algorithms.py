@@ -46,7 +46,7 @@ def test_dgc(clip: float) -> None:
     kept = codec("topk:ratio=0.05").layout().kept_of(NUMEL)
     for step in range(STEPS):
         close(average(run, step), paper.step(numbers(gradients(step)), kept))
-        for rank, memory in enumerate(run.memories):
+        for rank, memory in enumerate(run.error_states):
             close(memory.state_dict()["residuals"]["layer"], paper.v[rank])
             close(memory.state_dict()["velocities"]["layer"], paper.u[rank])
 
@@ -79,7 +79,7 @@ def test_differences_to_a_reference(feedback: str, rate: float) -> None:
     kept = codec("topk:ratio=0.1").layout().kept_of(NUMEL)
     for step in range(STEPS):
         close(average(run, step), paper.step(numbers(gradients(step)), kept))
-        for rank, memory in enumerate(run.memories):
+        for rank, memory in enumerate(run.error_states):
             references = memory.state_dict()["references"]
             close(references["local"]["layer"], paper.h[rank])
             close(references["shared"]["layer"], paper.shared)

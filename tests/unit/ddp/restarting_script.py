@@ -60,7 +60,7 @@ def train(folder: Path, killed_at: int) -> tuple[int, float]:
 
 
 def main(folder: str, killed_at: int) -> None:
-    """Checkpoints, the weights' sum and what a survivor was told go to ``folder``: ranks share a pipe."""
+    """Checkpoints, the weights' sum and what a surviving rank reported go to ``folder``: ranks share a pipe."""
     # The agent ends the survivor as soon as it sees the death; it is to speak before, however busy the machine.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # The agent's store outlives the ranks: what those of the first life left in it must not be read.
