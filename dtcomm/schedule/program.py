@@ -8,8 +8,8 @@ A program reads the input tensor once per chunk (by `Encode`, or by the `Reduce`
 writes the output once per chunk (by the instruction with ``output``). Therefore input and output may be the same
 memory.
 
-The native engine reads a program in the form of `Program.flat`. In csrc/engine/program.h a payload lives in a *box* of
-the rank's shared memory, and `Decode` is called adopt.
+The native engine reads a program in the form of `Program.flat`. Its csrc/engine/program.h calls the memory of a payload
+a *box*; a payload_id is the number of the box.
 """
 
 from __future__ import annotations
