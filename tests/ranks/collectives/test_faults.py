@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench import faults
+from tests.stress import faults
 from tests.stress.fault_ranks import Fault
 
 
