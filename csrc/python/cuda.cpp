@@ -49,15 +49,11 @@ Codec device_codec_of(const py::bytes& bytes) {
   return codec;
 }
 
-// What a kernel would otherwise misread, or fault on: dtcomm/kernels/cuda.py checks tensors, here are only addresses.
+// Checks what a kernel would otherwise misread or fault on. dtcomm/kernels/cuda.py checks tensors; here are only
+// addresses.
 void check(const Codec& codec, const Combine& call, std::uintptr_t table) {
-  if (call.position < 0 || call.position > call.count) throw py::value_error("position: outside the payloads");
-  if (call.divisor == 0) throw py::value_error("divisor: must be at least 1");
-  if (call.numel != 0 && call.count == 0 && !call.local && !call.residual_in) {
-    throw py::value_error("combine: nothing to combine");
-  }
-  const bool exact = codec.family == Family::none && !floating(call.dtype);
-  if (!exact) {
+  const bool native_sum = codec.family == Family::none && !floating(call.dtype);
+  if (!native_sum) {
     check_floats("dtype", call.dtype);
     check_floats("local_dtype", call.local_dtype);
     check_floats("out_dtype", call.out_dtype);
@@ -86,24 +82,8 @@ void combine(const py::bytes& codec_bytes, const std::vector<std::uintptr_t>& pa
              std::uint64_t offset, std::uintptr_t payload_out, std::uintptr_t out, int dtype, int out_dtype,
              std::uintptr_t stream) {
   const Codec codec = device_codec_of(codec_bytes);
-  if (op < 0 || op > static_cast<int>(ReduceOp::max)) throw py::value_error("op: unknown number");
-  Combine call;
-  call.payloads = reinterpret_cast<const std::uint8_t* const*>(payloads.data());
-  call.count = static_cast<int>(payloads.size());
-  call.position = position;
-  call.local = pointer<const void>(local);
-  call.local_dtype = dtype_of(local_dtype);
-  call.residual_in = pointer<const float>(residual_in);
-  call.residual_out = pointer<float>(residual_out);
-  call.numel = numel;
-  call.divisor = divisor;
-  call.op = static_cast<ReduceOp>(op);
-  call.key = key;
-  call.offset = offset;
-  call.payload_out = pointer<std::uint8_t>(payload_out);
-  call.out = pointer<void>(out);
-  call.dtype = dtype_of(dtype);
-  call.out_dtype = dtype_of(out_dtype);
+  const Combine call = combine_call(payloads, position, local, local_dtype, residual_in, residual_out, numel, divisor,
+                                    op, key, offset, payload_out, out, dtype, out_dtype);
   check(codec, call, table);
   const py::gil_scoped_release release;  // a full queue blocks
   raise_if(cuda::combine(codec, call, pointer<const std::uint8_t* const>(table), pointer<void>(stream)));

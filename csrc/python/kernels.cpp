@@ -25,28 +25,8 @@ void combine(const char* kernel, const py::bytes& codec_bytes, const std::vector
              bool stream_payload, bool stream_out, int repeats) {
   const Kernels& kernels = kernels_of(kernel);
   const Codec codec = codec_of(codec_bytes);
-  const int count = static_cast<int>(payloads.size());
-  if (position < 0 || position > count) throw py::value_error("position: outside the payloads");
-  if (divisor == 0) throw py::value_error("divisor: must be at least 1");
-  if (op < 0 || op > static_cast<int>(ReduceOp::max)) throw py::value_error("op: unknown number");
-  if (numel != 0 && count == 0 && !local && !residual_in) throw py::value_error("combine: nothing to combine");
-  Combine call;
-  call.payloads = reinterpret_cast<const std::uint8_t* const*>(payloads.data());
-  call.count = count;
-  call.position = position;
-  call.local = pointer<const void>(local);
-  call.local_dtype = dtype_of(local_dtype);
-  call.residual_in = pointer<const float>(residual_in);
-  call.residual_out = pointer<float>(residual_out);
-  call.numel = numel;
-  call.divisor = divisor;
-  call.op = static_cast<ReduceOp>(op);
-  call.key = key;
-  call.offset = offset;
-  call.payload_out = pointer<std::uint8_t>(payload_out);
-  call.out = pointer<void>(out);
-  call.dtype = dtype_of(dtype);
-  call.out_dtype = dtype_of(out_dtype);
+  Combine call = combine_call(payloads, position, local, local_dtype, residual_in, residual_out, numel, divisor, op,
+                              key, offset, payload_out, out, dtype, out_dtype);
   call.stream_payload = stream_payload;
   call.stream_out = stream_out;
   const py::gil_scoped_release release;
