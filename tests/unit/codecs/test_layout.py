@@ -1,4 +1,4 @@
-"""Sizes of payloads: granules back to back, never a function of the data, the same in Python and in C++."""
+"""Payload sizes: granules back to back, independent of the data, the same in Python and C++."""
 
 from __future__ import annotations
 

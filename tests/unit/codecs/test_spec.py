@@ -1,4 +1,4 @@
-"""Specs and codecs are two forms of one value; a wrong spec says what is wrong and what is valid."""
+"""Spec strings parse to codecs and print back; the error for a wrong spec names the part and what is valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs that find mistakes, all reproducible; `floats(kind, n)` is fp32, to be cast by whoever needs another type."""
+"""Inputs that reveal mistakes, all reproducible. `floats(kind, n)` returns fp32; callers cast it to other types."""
 
 from __future__ import annotations
 

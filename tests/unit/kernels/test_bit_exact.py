@@ -1,4 +1,4 @@
-"""Every kernel gives the reference's bytes, for every codec, option, verb, type and input."""
+"""Every kernel gives the bytes of the reference, for every codec, option, verb, type and input."""
 
 from __future__ import annotations
 

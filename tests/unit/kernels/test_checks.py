@@ -1,4 +1,4 @@
-"""Wrong arguments are named, with what was given and what is valid, before a byte is touched."""
+"""Errors for wrong arguments name the argument, what was given and what is valid, before anything is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Payloads that no encoder makes: the verbs refuse them, and no kernel leaves its memory or differs from another."""
+"""Payloads that no encoder writes: the verbs refuse them; kernels stay within their memory and agree on the result."""
 
 from __future__ import annotations
 

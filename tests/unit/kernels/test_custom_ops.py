@@ -1,4 +1,4 @@
-"""The verbs as torch operators: torch's own checks of them, compiled functions, and what gradients do."""
+"""The verbs as torch operators: torch's own operator checks, compiled functions, and gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernel runs: the best, the one that `use` names, or the one that DTCOMM_KERNEL names."""
+"""Which kernel runs: the best one, the one that `use` names, or the one that DTCOMM_KERNEL names."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_forcing_a_device_s_kernel(device: Callable[..., list[str]]) -> None:
 
 
 def test_what_factors_of_low_rank_are_made_by(device: Callable[..., list[str]]) -> None:
-    """CUDA's kernels or torch's operators: there are none of Triton."""
+    """Low-rank passes run as CUDA kernels or operators of torch; Triton has none."""
     device("cuda", "triton")
     assert dispatch.low_rank_backend() == "cuda"
     for name in ("cuda", "triton"):
@@ -209,18 +209,18 @@ def test_nothing_runs_it(device: Callable[..., list[str]]) -> None:
 def test_one_device(device: Callable[..., list[str]]) -> None:
     """All tensors of a call are on one; the error names the one that is not."""
     device("cuda")
-    x, there = torch.empty(100), on_device()
+    x, cuda_tensor = torch.empty(100), on_device()
     wire = torch.empty(144, dtype=torch.uint8)
     for call, name in (
-        (lambda: ops.encode("int8", there, residual=x), "residual"),
-        (lambda: ops.encode("int8", x, residual=there), "residual"),
-        (lambda: ops.encode("int8", there, out=wire), "out"),
-        (lambda: ops.encode("int8", x, decoded=there), "decoded"),
-        (lambda: ops.decode("int8", wire, 100, out=there), "out"),
+        (lambda: ops.encode("int8", cuda_tensor, residual=x), "residual"),
+        (lambda: ops.encode("int8", x, residual=cuda_tensor), "residual"),
+        (lambda: ops.encode("int8", cuda_tensor, out=wire), "out"),
+        (lambda: ops.encode("int8", x, decoded=cuda_tensor), "decoded"),
+        (lambda: ops.decode("int8", wire, 100, out=cuda_tensor), "out"),
         (lambda: ops.reduce("int8", [wire, torch.empty_like(wire, device="cuda")], 100), r"payloads\[1\]"),
-        (lambda: ops.reduce("int8", [wire], 100, there), "local"),
-        (lambda: ops.reduce("int8", [], 100, there, out=x), "out"),
-        (lambda: ops.reduce_encode("int8", [wire], 100, decoded=there), "decoded"),
+        (lambda: ops.reduce("int8", [wire], 100, cuda_tensor), "local"),
+        (lambda: ops.reduce("int8", [], 100, cuda_tensor, out=x), "out"),
+        (lambda: ops.reduce_encode("int8", [wire], 100, decoded=cuda_tensor), "decoded"),
     ):
         with pytest.raises(
             ValueError, match=name + r": expected a tensor on (cpu|cuda:0) as the others, got"

@@ -1,4 +1,4 @@
-"""Decode, bias, residual and RMS norm in one verb: every kernel gives the reference's bytes, and they are right."""
+"""The epilogue (decode, bias, residual, RMS norm): every kernel gives the bytes of the reference, which are right."""
 
 from __future__ import annotations
 

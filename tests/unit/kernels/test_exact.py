@@ -1,4 +1,4 @@
-"""Integers on a grid: bounds of the error, room for every rank, and the same numbers from every kernel."""
+"""Codec exact: error bounds, room for every rank in a sum, and the same numbers from every kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""8-bit floats: the OCP formats as torch knows them, every code, every tie, and rounding at random."""
+"""8-bit floats: the OCP formats as torch implements them, every code, every tie, and stochastic rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the calling thread did to its floating-point unit changes no byte, and is as it was afterwards."""
+"""The caller's floating-point environment does not change a byte, and is restored after a call."""
 
 from __future__ import annotations
 

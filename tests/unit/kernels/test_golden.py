@@ -1,4 +1,4 @@
-"""Payloads keep their bytes from one version to the next, in every kernel."""
+"""Payloads keep their bytes from one version to the next, with every kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""rotate=hadamard: an orthogonal matrix before and after the codec, one for all verbs and kernels."""
+"""Option rotate=hadamard: an orthogonal transform around the codec, the same in all verbs and kernels."""
 
 from __future__ import annotations
 

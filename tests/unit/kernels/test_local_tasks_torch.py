@@ -1,4 +1,4 @@
-"""The steps of sums on common ground as a device takes them: the CPU's bits."""
+"""The torch implementation of the local tasks gives the bits of the CPU kernels; it runs on CPU tensors here."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ def test_exact(spec: str, dtype: torch.dtype) -> None:
     for numel in SIZES:
         for feedback in (False, True):
             x = floats(numel, numel, dtype)
-            owed = [floats(numel, 7, bad=False) if feedback else None for _ in range(2)]
-            grids = [torch.full((which.blocks(numel),), 9, dtype=torch.uint8) for _ in range(2)]
+            residuals = [floats(numel, 7, bad=False) if feedback else None for _ in range(2)]
+            exponents = [torch.full((which.blocks(numel),), 9, dtype=torch.uint8) for _ in range(2)]
             integers = [torch.full((numel,), 7, dtype=which.code_type) for _ in range(2)]
             outs = [torch.zeros(numel, dtype=dtype) for _ in range(2)]
             runs = -(-numel // _C.AUDIT_RUN)
             sums = [torch.zeros(runs, dtype=torch.int64) for _ in range(2)]
             if numel:
-                local_tasks.measure_exponents(which, x, owed[0], grids[0])()
-                local_tasks.quantize_to_exponents(which, 3, x, owed[0], grids[0], integers[0])()
-                local_tasks.dequantize(which, 3, integers[0], grids[0], 3, outs[0])()
+                local_tasks.measure_exponents(which, x, residuals[0], exponents[0])()
+                local_tasks.quantize_to_exponents(which, 3, x, residuals[0], exponents[0], integers[0])()
+                local_tasks.dequantize(which, 3, integers[0], exponents[0], 3, outs[0])()
                 local_tasks.audit_checksums(which, integers[0], sums[0])()
-            local_tasks_torch.measure_exponents(which, x, owed[1], grids[1])
-            local_tasks_torch.quantize_to_exponents(which, 3, x, owed[1], grids[1], integers[1])
-            local_tasks_torch.dequantize(which, 3, integers[1], grids[1], 3, outs[1], None)
+            local_tasks_torch.measure_exponents(which, x, residuals[1], exponents[1])
+            local_tasks_torch.quantize_to_exponents(which, 3, x, residuals[1], exponents[1], integers[1])
+            local_tasks_torch.dequantize(which, 3, integers[1], exponents[1], 3, outs[1], None)
             local_tasks_torch.audit_checksums(integers[1], sums[1])
-            for here, there in (grids, integers, sums, outs):
-                assert alike(here, there), (numel, feedback)
-            assert not feedback or alike(*owed)  # type: ignore[arg-type]
+            for native, by_torch in (exponents, integers, sums, outs):
+                assert alike(native, by_torch), (numel, feedback)
+            assert not feedback or alike(*residuals)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("block", [32, 1024])
@@ -85,21 +85,23 @@ def test_shared_positions(ratio: float, dtype: torch.dtype) -> None:
         for feedback in (False, True):
             for key, offset in ((local_tasks.shared_key(numel), 0), (2**64 - 5, 4096 * 7 + 3)):
                 x = floats(numel, numel, dtype)
-                left = [floats(numel, 3, bad=False) if feedback else None for _ in range(2)]
+                residuals = [floats(numel, 3, bad=False) if feedback else None for _ in range(2)]
                 kept = which.kept_in(numel)
-                values, owed = ([torch.zeros(kept) for _ in range(2)] for _ in range(2))
+                values, value_residuals = ([torch.zeros(kept) for _ in range(2)] for _ in range(2))
                 outs = [torch.zeros(numel, dtype=dtype) for _ in range(2)]
                 local_tasks.gather_values(
-                    which, key, offset, x, left[0], values[0], owed[0] if feedback else None
+                    which, key, offset, x, residuals[0], values[0], value_residuals[0] if feedback else None
                 )()
                 local_tasks_torch.gather_values(
-                    which, key, offset, x, left[1], values[1], owed[1] if feedback else None
+                    which, key, offset, x, residuals[1], values[1], value_residuals[1] if feedback else None
                 )
                 local_tasks.scatter_values(which, key, offset, not feedback, values[0], outs[0])()
                 local_tasks_torch.scatter_values(which, key, offset, not feedback, values[1], outs[1])
-                assert alike(*values) and alike(*owed) and alike(*outs), (numel, feedback)
-                if left[0] is not None and left[1] is not None:
-                    assert alike(left[0], left[1])
-                    local_tasks.restore_residual(which, key, offset, owed[0] + 1, left[0])()
-                    local_tasks_torch.restore_residual(which, key, offset, owed[1] + 1, left[1])
-                    assert alike(left[0], left[1])
+                assert alike(*values) and alike(*value_residuals) and alike(*outs), (numel, feedback)
+                if residuals[0] is not None and residuals[1] is not None:
+                    assert alike(residuals[0], residuals[1])
+                    local_tasks.restore_residual(which, key, offset, value_residuals[0] + 1, residuals[0])()
+                    local_tasks_torch.restore_residual(
+                        which, key, offset, value_residuals[1] + 1, residuals[1]
+                    )
+                    assert alike(residuals[0], residuals[1])

@@ -1,4 +1,4 @@
-"""Low-rank passes: every kernel gives the reference's bits, and the numbers are the right ones."""
+"""Low-rank passes: every kernel gives the bits of the reference, and the numbers are right."""
 
 from __future__ import annotations
 

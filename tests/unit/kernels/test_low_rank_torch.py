@@ -1,4 +1,4 @@
-"""The passes of low-rank compression as a device takes them, on CPU tensors, beside the CPU's kernels."""
+"""The torch implementation of the low-rank passes, on CPU tensors, compared with the CPU kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any alignment, streamed or not, gives the same bytes and touches nothing outside its ranges."""
+"""Any alignment, streamed or not, gives the same bytes, and nothing outside the arguments is touched."""
 
 from __future__ import annotations
 

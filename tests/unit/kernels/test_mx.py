@@ -1,4 +1,4 @@
-"""Microscaling: the tables of OCP's specification, scales that one can compute by hand, and any byte decoded."""
+"""MX formats: the tables of the OCP specification, scales computed by hand, and decoding of any byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the numbers mean: error bounds, NaN and Inf, zeros, extremes, order of sums, types other than floats."""
+"""Numerical properties: error bounds, NaN and Inf, zeros, extremes, order of sums, types other than floats."""
 
 from __future__ import annotations
 

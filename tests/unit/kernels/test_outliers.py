@@ -1,4 +1,4 @@
-"""What rotation and spikes gain on data with outliers, which is what they are for, and lose where they do."""
+"""The error of rotation and spikes on data with outliers, where they help, and on data without, where they do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One bit an element: the mean in its fixed order, the bits, and what error feedback makes of it."""
+"""Codec sign: the mean in its fixed order of sums, the bits, and error feedback."""
 
 from __future__ import annotations
 

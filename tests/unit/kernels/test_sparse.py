@@ -1,4 +1,4 @@
-"""Sparse codecs: what is kept, where it goes, and that nothing is lost but to the residual."""
+"""Sparse codecs: which elements are kept, where they are placed, and that the residual holds all others."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_mass_is_conserved_exactly(each: TopK | RandK) -> None:
         residual = old.clone()
         y = decode(each, encode(each, x, residual=residual, key=n), n)
         assert torch.equal(y + residual, x + old)
-        assert not (y * residual).any()  # what is sent is not owed
+        assert not (y * residual).any()  # the residual is zero where an element was sent
 
 
 @pytest.mark.parametrize("each", EXACT, ids=str)
@@ -160,7 +160,7 @@ def test_mass_of_a_sum_is_conserved_exactly(each: TopK | RandK) -> None:
 
 @pytest.mark.parametrize("each", SPARSE, ids=str)
 def test_mass_is_conserved_over_steps(each: TopK | RandK) -> None:
-    """Everything that went in comes out or is owed: to the rounding of the sums where values are rounded."""
+    """Every input is either decoded or in the residual: to the rounding of the sums where values are rounded."""
     n = 4096 + 100
     residual, out, into = (
         torch.zeros(n),

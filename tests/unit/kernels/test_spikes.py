@@ -1,4 +1,4 @@
-"""spikes=1: the smallest and the largest element of each block come through, and the others have the codes."""
+"""Option spikes=1: the smallest and largest element of each block are exact; codes cover the range of the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stochastic rounding: unbiased, and a function of key and index alone."""
+"""Stochastic rounding: unbiased, and a function of key and index only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codecs that Triton's kernels know, and inputs that hold everything at once."""
+"""Codecs that the Triton kernels support, and inputs that cover all cases at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mixed(n: int, seed: int) -> torch.Tensor:
 
 
 def option_sets(plain: Codec) -> list[Codec]:
-    """The codec with options such that every two values that Triton's kernels know meet."""
+    """The codec with sets of options in which every pair of supported values of two options occurs."""
     entry = CODECS[plain.name]
     columns = {
         option: [v for v in VALUES[option] if triton.supports(dataclasses.replace(plain, **{option: v}))]

@@ -1,4 +1,4 @@
-"""Triton's kernels where there is no device: interpreted, in a process of their own, and compiled for devices to read.
+"""The Triton kernels without a device: interpreted in a process of their own, and compiled to be inspected.
 
 Whether Triton interprets is settled when it is first imported, and torch.compile imports it too.
 """
