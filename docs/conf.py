@@ -29,6 +29,7 @@ autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+napoleon_custom_sections = [("Options", "params_style"), "Papers"]
 napoleon_custom_sections = [("Options", "params_style"), ("Modules", "params_style")]
 # Docstrings write code in single backticks, as Markdown does.
 default_role = "literal"

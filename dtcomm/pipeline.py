@@ -132,8 +132,17 @@ class Receiver(_LinkEnd):
         link.flush()
     """
 
-    def __init__(self, *args: Any, feedback: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        peer: int,
+        spec: str | Codec = "none",
+        backward: str | Codec | None = None,
+        *,
+        feedback: bool = False,
+        group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(peer, spec, backward, group=group, seed=seed)
         self.feedback = feedback
         self._residuals = Residuals()
 

@@ -75,6 +75,9 @@ DEFAULT_INSIDE, DEFAULT_BETWEEN = "one_shot", "halving"
 def collectives() -> tuple[str, ...]:
     """Return the collectives that at least one algorithm implements.
 
+    Returns:
+        Their names.
+
     Example:
         >>> from dtcomm import algorithms
         >>> "all_reduce" in algorithms.collectives()

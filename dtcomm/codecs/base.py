@@ -48,19 +48,19 @@ def aligned(size: int) -> int:
 class Layout:
     """The layout of a granule: scales and zero points, outliers, codes, then zeros up to a multiple of 16 bytes.
 
-    granule: Elements of a granule.
-    block: Elements that share a scale; 1 if there is no scale.
-    field_bytes: Bytes of one scale or zero point.
-    fields: Scales and zero points per block: 0, 1 or 2.
-    spike_bytes: Bytes of the outliers of a block.
-    code_bits: Bits of one element's code.
-
     A granule of a sparse codec has three parts: a head, the values of the kept elements, and their positions. The
-    values are a payload of their own, without its last padding, which the fields above describe.
+    values are a payload of their own, without its last padding, which the first six attributes describe.
 
-    kept: Elements that a whole granule keeps; 0 for dense codecs.
-    head: Bytes of the head.
-    position_bits: 12 for a list of positions, 1 for a bitmap of the granule, 0 if positions are drawn from the head.
+    Attributes:
+        granule: Elements of a granule.
+        block: Elements that share a scale; 1 if there is no scale.
+        field_bytes: Bytes of one scale or zero point.
+        fields: Scales and zero points per block: 0, 1 or 2.
+        spike_bytes: Bytes of the outliers of a block.
+        code_bits: Bits of one element's code.
+        kept: Elements that a whole granule keeps; 0 for dense codecs.
+        head: Bytes of the head.
+        position_bits: 12 for a list of positions, 1 for a bitmap, 0 if positions are drawn from the head.
     """
 
     granule: int = GRANULE

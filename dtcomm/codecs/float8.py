@@ -34,6 +34,9 @@ class Float8(Codec):
         scale: The type of scales: bf16 (default) or fp32. Both have the range of fp32.
         round: nearest (default) or stochastic. Nearest has half the error; error feedback removes its bias.
 
+    Attributes:
+        element: e4m3 or e5m2, from the codec's name.
+
     Format: OCP 8-bit Floating Point Specification (OFP8) 1.0. Reference: dtcomm.kernels.reference.float8.
     """
 

@@ -28,6 +28,9 @@ class Integer(Codec):
         spikes: 0 (default) or 1: store each block's smallest and largest element apart, in 6 bytes per block with
             bf16 scales, so that codes cover the range of the others.
 
+    Attributes:
+        bits: Bits of a code, 2 to 8, from the codec's name.
+
     Papers: QSGD (Alistarh et al. 2017) for block-wise scaling and stochastic rounding; Suresh et al. 2017 and QuaRot
     (Ashkboos et al. 2024) for rotation; Flash Communication V2 (Li et al. 2025) for bit planes and spikes. Reference:
     dtcomm.kernels.reference.integer, with reference.outliers and reference.hadamard.

@@ -69,6 +69,9 @@ class Mxfp4(Mx):
     Options:
         rotate: none (default) or hadamard: encode a randomized Hadamard transform of each block.
 
+    Attributes:
+        element: Always e2m1.
+
     Format: OCP Microscaling Formats (MX) 1.0. Reference: dtcomm.kernels.reference.mx.
     """
 

@@ -103,10 +103,14 @@ def codec(spec: str | Codec) -> Codec:
 def parse_levels(spec: str | Codec) -> tuple[Codec, Codec | None]:
     """Return the codecs of a spec that may have two levels: ``A/B`` is codec A inside hosts and B between hosts.
 
+    Args:
+        spec: A spec of one or two levels, or a codec.
+
     Returns:
         The codec inside hosts, and the one between hosts, or None if it is the same.
 
     Example:
+        >>> from dtcomm.codecs import parse_levels
         >>> [str(codec) for codec in parse_levels("int8/int4")]
         ['int8', 'int4']
         >>> str(parse_levels("int8")[1])

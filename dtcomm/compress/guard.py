@@ -42,9 +42,9 @@ class Guard:
         error: The largest share of the 90 % smallest elements that one encoding may lose: 1 less their projection on
             what arrives. It is near 1 where a few outliers set the scale of every block. Schemes that send only a part
             of the elements (sparse, sign, PowerSGD) are not held to it. Default 0.9.
-        residual: The largest |residual| / |gradient|. Default None: 10, and more for schemes that keep most elements
-            waiting (`residual_limit`).
-        spike: The largest |gradient| over its running mean. Default 20.
+        residual: The largest ``norm(residual) / norm(gradient)``. Default None: 10, and more for schemes that keep
+            most elements waiting (`residual_limit`).
+        spike: The largest norm of a gradient over its running mean. Default 20.
         loss: The largest loss, as passed to ``state.observe``, over its running mean, in two steps in a row. Default
             2. Both running means are geometric, and a value must also exceed four times the usual deviation.
         nonfinite: The number of steps in a row whose gradients may hold NaN or Inf. Default 25.
@@ -132,7 +132,7 @@ def finer(scheme: Scheme) -> Scheme:
 
 
 def residual_limit(scheme: Scheme) -> float:
-    """Return the |residual| / |gradient| that error feedback with this scheme may reach, with some margin.
+    """Return the ``norm(residual) / norm(gradient)`` that error feedback with this scheme may reach, with some margin.
 
     If a share r of the elements is sent, an element waits about 1/r steps, in which gradients that agree add up to 1/r
     times their size; momentum m multiplies that by 1/(1 - m).

@@ -31,6 +31,9 @@ def parse_scheme(spec: str | Scheme) -> Scheme:
         spec: A codec spec (``int8:block=64``), a compressor spec (``powersgd:rank=4``, ``dgc:ratio=0.001``) or a
             scheme.
 
+    Returns:
+        A codec, or a compressor's description such as `PowerSGD` or `DGC`.
+
     Raises:
         TypeError: ``spec`` is neither a string nor a scheme.
         ValueError: The spec is wrong; the message names the part and what is valid there. Specs of the form ``A/B``

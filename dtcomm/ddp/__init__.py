@@ -37,6 +37,13 @@ __all__ = ["Attached", "Guard", "State", "attach", "compress", "hook"]
 def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The DDP communication hook; register it with a `State` of its own for each model.
 
+    Args:
+        state: The state of the model.
+        bucket: The bucket that DDP passes.
+
+    Returns:
+        A future of the bucket's buffer, completed with the mean of the gradients.
+
     Example::
 
         model.register_comm_hook(dtcomm.ddp.State("int8"), dtcomm.ddp.hook)

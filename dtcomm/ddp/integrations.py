@@ -16,7 +16,12 @@ Compress = Callable[[DistributedDataParallel], State]
 
 
 class Attached:
-    """Compresses a model as soon as a framework has wrapped it in DDP; `dtcomm.ddp.attach` returns it."""
+    """Compresses a model as soon as a framework has wrapped it in DDP; `dtcomm.ddp.attach` returns it.
+
+    Args:
+        compress: Called with the DDP model; returns the state of the hook.
+        ddp_options: Keyword arguments of DDP that the framework uses, or None.
+    """
 
     def __init__(self, compress: Compress, ddp_options: Any = None) -> None:
         self._compress, self._ddp_options = compress, ddp_options

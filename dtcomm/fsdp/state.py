@@ -27,6 +27,14 @@ from dtcomm.profiling import Metric, Timeline
 class State:
     """The compression state of a model; `dtcomm.fsdp.compress` makes one for all modules of a model.
 
+    Args:
+        gradients: Spec of the gradients' reduction.
+        parameters: Spec of the parameters' all-gather.
+        seed: Seed of stochastic rounding.
+        residual: The type in which residuals are kept: ``"fp32"`` (default), ``"bf16"`` or ``"int8"``.
+        guard: Limits and actions of the guard; None (default) only measures.
+        sample_every: Errors are measured every so many steps; 0 (default) for never.
+
     Attributes:
         gradients: Spec of the gradients' reduction.
         parameters: Spec of the parameters' all-gather.

@@ -83,6 +83,9 @@ def use(name: str) -> Iterator[None]:
     Args:
         name: One of :func:`available`, for the CPU or for CUDA devices.
 
+    Yields:
+        Nothing; the kernel is forced until the block ends.
+
     Raises:
         ValueError: This machine has no kernel of that name. Calls within the block raise ValueError if the forced
             kernel cannot run them.

@@ -107,6 +107,18 @@ class EpilogueTask(LocalTask):
     """The epilogue of a tensor that is summed uncompressed; made by :func:`epilogue_task`.
 
     Calling it runs it, on CUDA tensors on the current stream. An operation that takes it may fuse it into its kernels.
+
+    Attributes:
+        native: The task of the C++ engine; None for CUDA tensors.
+        fallback: Runs the task without the engine.
+        codec: The codec of the sum: uncompressed.
+        tensors: All tensors of the task.
+        out: The sum, which becomes ``out + bias + residual``.
+        bias: One element for each column of ``out``, or None.
+        residual: A tensor of the shape of ``out``, or None.
+        weight: The weight of the RMS norm, one element for each column, or None for no norm.
+        eps: The epsilon of the RMS norm.
+        norm_out: Receives the normed sum, or None.
     """
 
     out: torch.Tensor
@@ -200,7 +212,14 @@ def epilogue_task(
 
 
 def supports_epilogue(*tensors: torch.Tensor | None) -> bool:
-    """Whether kernels of this module take these tensors: one float type, one device, and kernels for it installed."""
+    """Whether kernels of this module take these tensors: one float type, one device, and kernels for it installed.
+
+    Args:
+        *tensors: The tensors of an epilogue; None stands for one that is absent.
+
+    Returns:
+        Whether :func:`epilogue_task` accepts them.
+    """
     present = [tensor for tensor in tensors if tensor is not None]
     dtype, device = present[0].dtype, present[0].device
     if dtype not in FLOAT_TYPES or any(

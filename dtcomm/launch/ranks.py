@@ -87,6 +87,11 @@ class RunningRanks:
     """The rank processes of one run, as returned by `spawn_ranks`.
 
     As a context manager it kills whatever still runs at the end of the block.
+
+    Args:
+        processes: The processes, by rank.
+        directory: Where the ranks write what they report.
+        reuse: Whether processes that finished return to the pool.
     """
 
     def __init__(self, processes: list[RankProcess], directory: Path, reuse: bool) -> None:
@@ -315,6 +320,7 @@ def run_ranks(
 
     Example:
         >>> from operator import add
+        >>> from dtcomm.launch import run_ranks
         >>> run_ranks(add, 2, backend=None)  # add(rank, world_size)
         [2, 3]
     """

@@ -342,7 +342,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Topology:
-    """Which rank is on which host: ``host_of[rank]`` numbers the hosts in the order of their first ranks."""
+    """Which rank is on which host.
+
+    Attributes:
+        host_of: The host of each rank; hosts are numbered in the order of their first ranks.
+    """
 
     host_of: tuple[int, ...]
 

@@ -39,7 +39,13 @@ DEFAULT = Table()
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """An algorithm, why it was chosen, and the seconds of each candidate as far as they were considered."""
+    """The choice of an algorithm.
+
+    Attributes:
+        algorithm: The algorithm's name.
+        why: Why it was chosen.
+        seconds: (name, predicted or measured seconds) of the candidates that were compared.
+    """
 
     algorithm: str
     why: str
@@ -97,7 +103,20 @@ def explain(
     table: Table = DEFAULT,
     algorithm: str = "auto",
 ) -> Decision:
-    """Return what `select` chooses and why; the arguments are those of `select`.
+    """Return what `select` chooses and why.
+
+    Args:
+        collective: Name of the collective, such as ``"all_reduce"``.
+        numel: Elements of the whole message, all shards together.
+        dtype: Type of the elements.
+        codec: Codec of the payloads.
+        ranks: Number of ranks.
+        hosts: Number of hosts.
+        table: Measurements and links, as `dtcomm tune` writes them.
+        algorithm: A name, ``"direct"`` or ``"auto"``.
+
+    Returns:
+        The choice and its reason.
 
     Example:
         >>> import torch

@@ -71,6 +71,9 @@ def prometheus(state: HasMetrics, labels: Mapping[str, str] | None = None) -> st
     Args:
         state: What has metrics.
         labels: Labels that are added to every sample, such as the rank or the job.
+
+    Returns:
+        The exposition text.
     """
     metrics = state.metrics()
     lines: list[str] = []

@@ -50,7 +50,20 @@ class MessageSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Medians over ``steps`` steps, in milliseconds; ``str()`` prints a table and the advice."""
+    """Medians over the steps of a timeline; ``str()`` prints a table and the advice.
+
+    Attributes:
+        steps: Number of steps.
+        step_ms: Milliseconds of a step, like the following times.
+        forward_ms: The forward pass.
+        backward_ms: The backward pass, without waiting for communication.
+        communication_ms: Time during which at least one message was in flight.
+        exposed_ms: The part of it during which the step waited.
+        hidden_ms: The rest of it.
+        hook_ms: The caller's own time for starting messages.
+        micro_batches: Backward passes in a step.
+        messages: Medians for each message.
+    """
 
     steps: int
     step_ms: float

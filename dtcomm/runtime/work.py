@@ -27,6 +27,9 @@ TensorsFuture = torch.futures.Future[list[torch.Tensor]]
 class Work:
     """Handle of an operation started with ``async_op=True``. It keeps the operation's tensors alive until it is done.
 
+    Args:
+        outputs: The tensors that receive the result.
+
     Attributes:
         wire_bytes: Bytes that this rank sent. Valid once completed.
         seconds: Time from the operation's start (not its queueing) to its end; None if it is not known, as for

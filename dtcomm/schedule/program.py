@@ -124,7 +124,13 @@ Instruction = Encode | Send | Receive | Reduce | Decode | Forward | Copy
 class Program:
     """The instructions of one rank; `dtcomm.schedule.lower` builds it.
 
-    ``payload_counts[r]`` is how many payloads rank r owns, so that every rank knows the memory layout of all others.
+    Attributes:
+        collective: Name of the collective.
+        rank: The rank that runs the program.
+        ranks: Number of ranks.
+        chunks: Number of chunks of the schedule.
+        payload_counts: How many payloads each rank owns, so that every rank knows the memory layout of all others.
+        instructions: The instructions, in order.
     """
 
     collective: str

@@ -171,6 +171,9 @@ def make_comm_config(
         group: Process group, or a device mesh with one dimension. Default: all ranks.
         latency: See `CommConfig`. Default: True.
 
+    Returns:
+        The settings.
+
     Raises:
         ValueError: A spec is not valid, or the mesh has more than one dimension.
 

@@ -120,6 +120,10 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
     Returns:
         The state of the dense model, on every rank: copies that its ``load_state_dict`` accepts.
+
+    Example::
+
+        dense.load_state_dict(dtcomm.tp.full_state_dict(model))
     """
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     for prefix, module in model.named_modules():
