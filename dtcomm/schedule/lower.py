@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from dtcomm.schedule.ir import REDUCING, Origin, Schedule, Version, trace
+from dtcomm.schedule.ir import REDUCING, History, Origin, Schedule, Version, trace
 from dtcomm.schedule.program import (
     Copy,
     Decode,
@@ -51,26 +51,30 @@ def lower(schedule: Schedule, rank: int) -> Program:
         >>> [type(instruction).__name__ for instruction in program.instructions]
         ['Encode', 'Send', 'Receive', 'Reduce', 'Send', 'Receive', 'Decode']
     """
-    payload_ids, counts = _number_payloads(schedule)
+    # One history for both: another thread's `trace` of an equal schedule has versions of its own.
+    history = trace(schedule)
+    payload_ids, counts = _number_payloads(schedule, history)
     return Program(
         collective=schedule.collective,
         rank=rank,
         ranks=schedule.ranks,
         chunks=schedule.chunks,
         payload_counts=tuple(counts),
-        instructions=tuple(instruction for _, instruction in _emit(schedule, rank, payload_ids)),
+        instructions=tuple(instruction for _, instruction in _emit(schedule, history, rank, payload_ids)),
     )
 
 
 def steps(schedule: Schedule, rank: int) -> tuple[int, ...]:
     """Return the step of each instruction of ``lower(schedule, rank)``; steps never decrease in program order."""
-    return tuple(step for step, _ in _emit(schedule, rank, _number_payloads(schedule)[0]))
+    history = trace(schedule)
+    return tuple(step for step, _ in _emit(schedule, history, rank, _number_payloads(schedule, history)[0]))
 
 
-def _emit(schedule: Schedule, rank: int, payload_ids: PayloadIds) -> Iterator[tuple[int, Instruction]]:
+def _emit(
+    schedule: Schedule, history: History, rank: int, payload_ids: PayloadIds
+) -> Iterator[tuple[int, Instruction]]:
     if not 0 <= rank < schedule.ranks:
         raise ValueError(f"rank: {rank} is not a rank of 0..{schedule.ranks - 1}")
-    history = trace(schedule)
     own_versions = [version for version in history.versions if version.rank == rank]
     outputs = {version for place, version in history.outputs.items() if place[0] == rank}
 
@@ -120,10 +124,10 @@ def _emit(schedule: Schedule, rank: int, payload_ids: PayloadIds) -> Iterator[tu
             yield schedule.steps, Copy(chunk=version.chunk)
 
 
-def _number_payloads(schedule: Schedule) -> tuple[PayloadIds, list[int]]:
+def _number_payloads(schedule: Schedule, history: History) -> tuple[PayloadIds, list[int]]:
     """Return the payload_id of every version that is sent, and how many payloads each rank owns."""
     # Every rank computes the numbering of all ranks, so a payload needs no other name on the wire.
-    sent = [version for version in trace(schedule).versions if version.sends]
+    sent = [version for version in history.versions if version.sends]
     payload_ids: PayloadIds = {}
     counts = [0] * schedule.ranks
     for version in sorted(sent, key=lambda v: (v.sends[0].step, v.chunk)):

@@ -1,11 +1,13 @@
 """The lowered programs of all ranks do what the schedule means, bit for bit."""
 
+import sys
+
 import pytest
 
 from dtcomm import algorithms
 from dtcomm.errors import ScheduleError
 from dtcomm.schedule import Schedule, Transfer, lower, parse
-from dtcomm.schedule.ir import REDUCING, ROOTED
+from dtcomm.schedule.ir import REDUCING, ROOTED, trace
 from dtcomm.schedule.lower import steps
 from dtcomm.schedule.program import Copy, Decode, Encode, Forward, Local, Receive, Reduce, Send
 from tests.unit.algorithms.every_algorithm import NAMES, build
@@ -179,3 +181,12 @@ def test_rank_out_of_range() -> None:
 def test_meaningless_transfers_are_refused(rows: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         lower(parse("broadcast ranks=3 chunks=1\n" + rows), 0)
+
+
+def test_one_history_serves_a_whole_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that lower one schedule at the same time may each get a history of their own from the cache."""
+    schedule = algorithms.build("ring", "all_reduce", 3)
+    expected = [lower(schedule, rank) for rank in range(3)]
+    monkeypatch.setattr(sys.modules[lower.__module__], "trace", trace.__wrapped__)  # never the cached history
+    assert [lower(schedule, rank) for rank in range(3)] == expected
+    assert [steps(schedule, rank) for rank in range(3)]
