@@ -35,8 +35,8 @@ struct Factors {
 // kMaxVectors.
 const char* check_finite(const Factors* of, std::size_t count, void* stream);
 
-// What LowRank::expand is told; the gradient becomes the product. `finite`, where given, is a bool on the device: where
-// it says no the gradient becomes NaN and the residual stays.
+// The arguments of LowRank::expand; the gradient becomes the product. `finite`, where given, is a bool on the device:
+// where it says no the gradient becomes NaN and the residual stays.
 struct Expansion {
   void* gradient;
   float* residual;  // or nullptr

@@ -23,7 +23,7 @@ class BufferPool:
     """
 
     def __init__(self) -> None:
-        # Buffers, each with the number of references to its storage when nobody else uses it.
+        # Buffers, each with the number of references to its storage when it is free.
         self._buffers: list[tuple[torch.Tensor, int]] = []
         self.why = ""
 
@@ -49,7 +49,7 @@ class BufferPool:
         return sum(buffer.numel() for buffer, _ in self._buffers)
 
     def trim(self) -> None:
-        """Free the buffers that nobody uses."""
+        """Free the buffers that are not in use."""
         self._buffers = [(buffer, count) for buffer, count in self._buffers if _use_count(buffer) > count]
 
 

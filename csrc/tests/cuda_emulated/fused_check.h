@@ -28,7 +28,7 @@ Scenario make_scenario(cuda::Collective collective, const std::string& algorithm
 struct TestBench {
   emulator::Emulator emulator;
   Programs programs;
-  emulator::MemoryObserver* observer = nullptr;  // is told of the tensors; the emulator must have it, too
+  emulator::MemoryObserver* observer = nullptr;  // learns the tensors; set it in the emulator, too
 };
 
 // Runs a scenario in an order of threads. Returns what differs from the engine's results or between ranks; empty:

@@ -25,7 +25,7 @@ bool found(TestBench& bench, const Kind& kind, const Fault& fault, const char* w
     scenario.seed = 9 * order;
     if (!difference(bench, scenario, order, fault).empty()) return true;
   }
-  std::printf("FAILED: nobody noticed in %u orders that %s, %s, lacks %s\n", kMaxOrders, name_of(kind.collective),
+  std::printf("FAILED: not detected in %u orders that %s, %s, lacks %s\n", kMaxOrders, name_of(kind.collective),
               kind.algorithm, what);
   return false;
 }

@@ -104,7 +104,7 @@ class Detector : public emulator::MemoryObserver {
   std::uint64_t accesses_ = 0;
 };
 
-// The detector that is told of accesses, while one of its lanes is inside; nullptr otherwise.
+// The detector that records accesses, while one of its lanes is inside; nullptr otherwise.
 extern Detector* inside;
 
 // "function at file:line" of an instruction and of what it was inlined into.

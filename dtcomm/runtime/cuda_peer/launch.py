@@ -4,7 +4,7 @@ A direct algorithm is one kernel launch; a lowered schedule (ring, tree, a sched
 of its steps. The same code serves one rank of several processes, all ranks as virtual ranks of one device, and all
 ranks on the CPU, where the optional module ``dtcomm._emulator`` runs the kernels' source. :class:`PeerRuntime` and
 ``dtcomm.measure.virtual_ranks`` call it. docs/how-it-works/gpu-status.md describes the kernels, and
-csrc/cuda/fused/collective.h what a kernel is told.
+csrc/cuda/fused/collective.h the kernel arguments.
 """
 
 from __future__ import annotations
