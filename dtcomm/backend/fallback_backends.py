@@ -2,14 +2,17 @@
 
 They are created when first needed. Creating one involves no other rank: Gloo connects to a rank when it first sends to
 it, NCCL in its first operation. Gloo's errors about broken connections are replaced by `PeerLost`, which names the
-rank.
+rank. `FallbackCounts` counts what they carry out for the backend's report.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtcomm.backend.fallback_report import FallbackCounts
 from dtcomm.errors import DtcommError, PeerLost
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.torchdist.fault_attribution import GRACE_SECONDS
@@ -26,6 +28,27 @@ from dtcomm.runtime.torchdist.fault_attribution import GRACE_SECONDS
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 _CONNECTION_ERRORS = ("connection", "closed by peer", "reset", "broken pipe", "refused")  # in Gloo's messages
 _PID = re.compile(r"pid (\d+)")
+_log = logging.getLogger("dtcomm.backend")
+
+
+@dataclass
+class FallbackCounts:
+    """Counts the operations of one group that other backends carried out.
+
+    Attributes:
+        name: Name of the group.
+        counts: (operation, backend, reason) → number of calls.
+    """
+
+    name: str
+    counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+
+    def record(self, operation: str, backend: str, reason: str) -> None:
+        """Count one operation; the first of its kind is also logged."""
+        entry = (operation, backend, reason)
+        if entry not in self.counts:
+            _log.debug("group %s: %s falls back to %s: %s", self.name, operation, backend, reason)
+        self.counts[entry] += 1
 
 
 class _Fallback(NamedTuple):
@@ -176,8 +199,7 @@ class FallbackWork(dist.Work):
         return future
 
 
-# --- which rank has died
-# -----------------------------------------------------------------------------------------------
+# --- which rank has died -----------------------------------------------------------------
 
 
 def dead_ranks(communicator: Communicator) -> list[str]:

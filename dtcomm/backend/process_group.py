@@ -2,12 +2,18 @@
 
 Method names are torch's, old and new ones (``_allgather_base`` and ``all_gather_single``). Python code calls the
 methods directly; C++ code (DDP's reducer, functional collectives) calls them through torch's trampoline class.
+
+The module also contains the report on all groups of the backend and `monitored_barrier`.
 """
 
 from __future__ import annotations
 
+import functools
+import time
+import weakref
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,16 +22,18 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import collectives
-from dtcomm.backend import monitored_barrier
-from dtcomm.backend.fallback_backends import CPU, CUDA, FallbackBackends
-from dtcomm.backend.fallback_report import FallbackCounts, register_group
+from dtcomm.backend.fallback_backends import CPU, CUDA, FallbackBackends, FallbackCounts
 from dtcomm.backend.gather_ops import GatherOps
 from dtcomm.backend.p2p_matching import MessageMatcher
 from dtcomm.backend.reduce_ops import ReduceOps
 from dtcomm.backend.work import CoalescedWork, CompletedWork, TorchWork
+from dtcomm.errors import CollectiveTimeout
 from dtcomm.runtime.communicator_cache import existing_communicator, release
 
 Opts = Any  # torch's options objects, or what its overloads take instead of them
+
+_POLL_S = 0.002  # pause between two polls of the store in a monitored barrier
+_groups: weakref.WeakSet[DtcommProcessGroup] = weakref.WeakSet()  # all groups, for the report
 
 
 def create(options: Any, backend_options: Any) -> DtcommProcessGroup:
@@ -36,7 +44,7 @@ def create(options: Any, backend_options: Any) -> DtcommProcessGroup:
     """
     if backend_options is not None:
         raise TypeError(f"pg_options: the backend dtcomm has none, got {type(backend_options).__name__}")
-    monitored_barrier.install()
+    _install_monitored_barrier()
     return DtcommProcessGroup(
         options.store, options.group_rank, options.group_size, options.timeout, str(options.group_id)
     )
@@ -64,7 +72,7 @@ class DtcommProcessGroup(ReduceOps, GatherOps):
             store, rank, size, timeout, self._fallback_counts, lambda: existing_communicator(self)
         )
         self._messages = MessageMatcher(self)
-        register_group(self)
+        _groups.add(self)
 
     # --- properties -----------------------------------------------------------------------
 
@@ -133,8 +141,7 @@ class DtcommProcessGroup(ReduceOps, GatherOps):
         keys = ("runtime", "why", "ranks", "operations", "wire_bytes")
         return {"name": self._name, **{key: info[key] for key in keys}, "fallbacks": fallbacks}
 
-    # --- shutdown and split
-    # ---------------------------------------------------------------------------------------------
+    # --- shutdown and split --------------------------------------------------------------------
 
     def shutdown(self) -> None:
         self._close(abort=False)
@@ -205,7 +212,7 @@ class DtcommProcessGroup(ReduceOps, GatherOps):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks, as ``torch.distributed.monitored_barrier``: rank 0 names the ranks that do not arrive."""
         self._monitored_barriers += 1
-        monitored_barrier.barrier(
+        _monitored_barrier(
             self,
             self._store,
             self._monitored_barriers,
@@ -241,3 +248,139 @@ class DtcommProcessGroup(ReduceOps, GatherOps):
                 lambda group: group.recv_anysource(tensors, tag),
             )
         return self._messages.receive(tensors[0], None, tag)
+
+
+# --- report --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Report:
+    """The state of the backend's groups at the time of the call of `report`; ``str()`` gives lines of text.
+
+    Attributes:
+        groups: One dict of plain values for each live group, with the keys ``name``, ``ranks`` (global), ``runtime``
+            (``"native"``, ``"process_group"``, or ``"none"`` before the first operation), ``why`` (the reason for that
+            runtime), ``operations`` and ``wire_bytes`` (of the runtime, on this rank), and ``fallbacks``: dicts with
+            ``operation``, ``backend``, ``why`` and ``count``.
+    """
+
+    groups: tuple[dict[str, Any], ...]
+
+    def __str__(self) -> str:
+        lines = []
+        for group in self.groups:
+            ranks = ", ".join(map(str, group["ranks"][:16])) + (", ..." if len(group["ranks"]) > 16 else "")
+            lines.append(f"group {group['name']} (ranks {ranks}): {group['runtime']}: {group['why']}")
+            lines.append(f"  {group['operations']} operations, {group['wire_bytes']} bytes sent by this rank")
+            for fallback in group["fallbacks"]:
+                lines.append(
+                    f"  fallback to {fallback['backend']}: {fallback['operation']}, {fallback['count']} times: "
+                    f"{fallback['why']}"
+                )
+        return "\n".join(lines) if lines else "no group of the backend dtcomm"
+
+
+def report(group: Any = None) -> Report:
+    """Return what the groups of the backend ``"dtcomm"`` did natively and what fell back to other backends.
+
+    Args:
+        group: A process group of this backend. Default: all live groups.
+
+    Returns:
+        The report of this rank.
+
+    Example::
+
+        dist.init_process_group("dtcomm")
+        ...
+        print(dtcomm.backend.report())
+    """
+    groups = [live for live in _groups if not live.closed] if group is None else [group]
+    entries = (live.report_entry() for live in groups)
+    return Report(tuple(sorted(entries, key=lambda entry: str(entry["name"]))))
+
+
+# --- monitored_barrier ---------------------------------------------------------------------------
+
+
+def _install_monitored_barrier() -> None:
+    """Make torch's ``monitored_barrier`` accept groups of this backend: torch accepts only Gloo's, by name."""
+    original: Any = c10d.monitored_barrier
+    if hasattr(original, "dtcomm"):
+        return
+
+    @functools.wraps(original)
+    def monitored_barrier(
+        group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        target: Any = c10d._get_default_group() if group is None else group
+        if target is dist.GroupMember.NON_GROUP_MEMBER or not hasattr(target, "dtcomm_monitored_barrier"):
+            original(group, timeout, wait_all_ranks)
+            return
+        limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
+        if limit is not None:
+            c10d._check_valid_timeout(limit)
+        target.monitored_barrier(limit, wait_all_ranks)
+
+    monitored_barrier.dtcomm = True  # type: ignore[attr-defined]
+    c10d.monitored_barrier = monitored_barrier
+    dist.monitored_barrier = monitored_barrier
+
+
+def _monitored_barrier(
+    group: DtcommProcessGroup, store: c10d.Store, number: int, timeout: timedelta, wait_all_ranks: bool
+) -> None:
+    """Wait until all ranks of the group have called this; rank 0 collects the arrivals and answers.
+
+    The ranks communicate through the store alone, so that it works when nothing else does.
+
+    Args:
+        group: The process group.
+        store: Its store.
+        number: The number of the group's barriers so far, which keeps their keys apart.
+        timeout: How long rank 0 waits.
+        wait_all_ranks: Name all missing ranks instead of the first one.
+
+    Raises:
+        CollectiveTimeout: Ranks are missing; raised on rank 0, which names them, and on the ranks that arrived.
+    """
+    rank, size, ranks = group.rank(), group.size(), dist.get_process_group_ranks(group)
+    prefix = f"dtcomm/monitored/{number}"
+    limit = f"{timeout.total_seconds() * 1000:.0f} ms"
+    deadline = time.monotonic() + timeout.total_seconds()
+    if rank != 0:
+        store.set(f"{prefix}/{rank}", "1")
+        while not store.check([f"{prefix}/answer"]):
+            if time.monotonic() >= deadline + 1.0:  # rank 0 may have timed out just now
+                raise CollectiveTimeout(
+                    f"Rank {ranks[rank]} successfully reached monitoredBarrier, but received errors while waiting "
+                    f"for send/recv from rank {ranks[0]}, which did not answer within {limit}"
+                )
+            time.sleep(_POLL_S)
+        answer = store.get(f"{prefix}/answer").decode()
+        store.set(f"{prefix}/{rank}/read", "1")
+        if answer != "all":
+            raise CollectiveTimeout(
+                f"Rank {ranks[rank]} successfully reached monitoredBarrier, but received errors while waiting for "
+                f"send/recv from rank {ranks[0]}. Please check rank {ranks[0]}'s logs for faulty rank. "
+                f"It says: {answer}"
+            )
+        return
+    if timeout <= timedelta(0):
+        raise CollectiveTimeout(
+            f"[Rank {ranks[0]}]: Rank {ranks[0]} timed out in monitoredBarrier after {limit}"
+        )
+    missing = list(range(1, size))
+    while missing:
+        missing = [peer for peer in missing if not store.check([f"{prefix}/{peer}"])]
+        if not missing or time.monotonic() >= deadline:
+            break
+        time.sleep(_POLL_S)
+    if missing:
+        named = missing if wait_all_ranks else missing[:1]
+        names = ", ".join(str(ranks[peer]) for peer in named)
+        plural = "s" if len(named) > 1 else ""
+        message = f"[Rank {ranks[0]}]: Rank{plural} {names} failed to pass monitoredBarrier in {limit}"
+        store.set(f"{prefix}/answer", message)
+        raise CollectiveTimeout(message)
+    store.set(f"{prefix}/answer", "all")
