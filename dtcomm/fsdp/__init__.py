@@ -16,19 +16,27 @@ shard.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
 from dtcomm.codecs import Codec
+from dtcomm.collectives import all_reduce, reduce_scatter
 from dtcomm.compress.guard import Guard
-from dtcomm.fsdp import fsdp1
-from dtcomm.fsdp.collectives import CompressedAllGather, CompressedReduceScatter, ReplicaAllReduce
-from dtcomm.fsdp.flat_layout import layout_of
+from dtcomm.fsdp.collectives import (
+    BackwardOverlap,
+    CompressedAllGather,
+    CompressedReduceScatter,
+    GradientReduction,
+    ReplicaAllReduce,
+)
+from dtcomm.fsdp.flat_layout import ConcatenatedLayout, concatenated_layout, layout_of
 from dtcomm.fsdp.report import Report, Traffic
 from dtcomm.fsdp.sharded_optimizer import ShardedOptimizer
 from dtcomm.fsdp.spec import (
@@ -125,15 +133,16 @@ def compress(
             raise ValueError(
                 "replicas: FSDP1 has hybrid strategies of its own; valid: None, or use fully_shard"
             )
-        fsdp1.attach(state, model)
+        _attach_to_fsdp1(state, model)
         _begin_step_in_forward(model, state)
         return state
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise TypeError(f"model: {type(model).__name__} has no module that fully_shard was applied to")
     replica_group = replicas.get_group() if isinstance(replicas, DeviceMesh) else replicas
+    overlap = BackwardOverlap()
     for name, module in modules:
-        _attach(state, name, module, replica_group)
+        _attach_to_fsdp2(state, name, module, replica_group, overlap)
     _begin_step_in_forward(model, state)
     return state
 
@@ -152,7 +161,13 @@ def _parameter_groups(fsdp_state: Any) -> list[Any]:
     return [] if fsdp_state._fsdp_param_group is None else [fsdp_state._fsdp_param_group]
 
 
-def _attach(state: State, name: str, module: FSDPModule, replicas: dist.ProcessGroup | None) -> None:
+def _attach_to_fsdp2(
+    state: State,
+    name: str,
+    module: FSDPModule,
+    replicas: dist.ProcessGroup | None,
+    overlap: BackwardOverlap,
+) -> None:
     """Replace the collectives of one module."""
     groups = _parameter_groups(module._get_fsdp_state())
     if len(groups) > 1:
@@ -178,9 +193,70 @@ def _attach(state: State, name: str, module: FSDPModule, replicas: dist.ProcessG
                 "compress(replicas=) the other"
             )
     module.set_custom_all_gather(CompressedAllGather(state, name))
-    module.set_custom_reduce_scatter(CompressedReduceScatter(state, name, module))
+    module.set_custom_reduce_scatter(CompressedReduceScatter(state, name, module, overlap))
     if replicas is not None:
         module.set_all_reduce_hook(ReplicaAllReduce(state, name, replicas))
     state.register_layout(name, layout_of(name, module))
     # Loaded parameters differ from the references by more than an update; the next gather must send whole values.
     module.register_load_state_dict_post_hook(lambda *_: state.invalidate_references())  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class _Fsdp1Unit:
+    """The state that torch passes to the communication hook of one FSDP1 unit, a wrapped module."""
+
+    state: State
+    name: str
+    group: dist.ProcessGroup | None
+
+
+def _attach_to_fsdp1(state: State, model: FullyShardedDataParallel) -> None:
+    """Register `_reduce_fsdp1_gradient` on every unit of the FSDP1 root module ``model``.
+
+    torch raises an error for hybrid strategies and for a second hook.
+    """
+    model.register_comm_hook(state, _reduce_fsdp1_gradient)
+    state.group = group = model.process_group
+    state.num_shards, state.shard_index = dist.get_world_size(group), dist.get_rank(group)
+    for path, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            name = clean_tensor_name(path)
+            # torch passes the hook one state for all units; replacing it tells the hook which unit calls.
+            module._comm_hook_state = _Fsdp1Unit(state, name, module.process_group)
+            state.register_layout(name, _unit_layout(name, module))
+    state.add_note(
+        "FSDP1: torch gathers the parameters, uncompressed, because FSDP1 has no hook for that; fully_shard has one"
+    )
+
+
+def _reduce_fsdp1_gradient(
+    unit: _Fsdp1Unit, gradient: torch.Tensor, shard: torch.Tensor | None = None
+) -> None:
+    """Average a gradient over the ranks; FSDP1's hook, which is for gradients only.
+
+    Args:
+        unit: The hook's state.
+        gradient: The whole gradient of the unit's flat parameter, which receives the mean (NO_SHARD); with all other
+            strategies the padded gradient.
+        shard: This rank's shard of the mean, which the hook writes. None with NO_SHARD.
+    """
+    reduction = GradientReduction(unit.state, unit.name, gradient)
+    if shard is None:
+        work = all_reduce(gradient, "avg", group=unit.group, **reduction.options)
+    else:
+        work = reduce_scatter(shard, gradient, "avg", group=unit.group, **reduction.options)
+    assert work is not None  # async_op is True
+    work.wait()
+    reduction.finish()
+    ranks = dist.get_world_size(unit.group)
+    passes = 2 if shard is None else 1
+    reduction.traffic.add(work, passes * gradient.nbytes * (ranks - 1) // ranks)
+
+
+def _unit_layout(name: str, module: FullyShardedDataParallel) -> ConcatenatedLayout | None:
+    """Return the layout of a unit's gradient; None if it has no parameters, or torch pads between them."""
+    handle = module._handle
+    if handle is None or any(handle.flat_param._is_padding_mask):
+        return None
+    names = [f"{name}.{path}" if name else path for path in handle.flat_param._fqns]
+    return concatenated_layout(list(zip(names, handle.flat_param._shapes, strict=True)))

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
 from dtcomm.collectives import Work, all_gather, all_reduce, reduce_scatter
 from dtcomm.compress.error_sample import ErrorSample
 from dtcomm.device.streams import record_streams
-from dtcomm.fsdp.cpu_overlap import result_is_only_sliced
 from dtcomm.fsdp.report import Traffic
 from dtcomm.fsdp.spec import CompressionSpec
 from dtcomm.fsdp.state import State, codec_spec_for
@@ -28,6 +28,7 @@ from dtcomm.profiling import MessageRecord, Timeline
 from dtcomm.profiling.profiler_ranges import profiler_range
 from dtcomm.profiling.step_record import WaitInterval
 
+MAX_PENDING = 1  # reduce-scatters of a backward pass, besides the newest one
 _OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg"}
 
 
@@ -214,13 +215,55 @@ class CompressedAllGather(_FsdpCollective, AllGather):
         return self.pending("parameters", work, traffic, plain_bytes, copy_reference)
 
 
-class CompressedReduceScatter(_FsdpCollective, ReduceScatter):
-    """The reduce-scatter of one module's gradients; it overlaps with backward where possible
-    (`dtcomm.fsdp.cpu_overlap`)."""
+class BackwardOverlap:
+    """The reduce-scatters of a model that are in progress in the current backward pass, on CPUs.
 
-    def __init__(self, state: State, name: str, module: FSDPModule) -> None:
+    torch itself would wait for each one. After a reduce-scatter FSDP slices the reduced gradient into views and sets
+    them as the parameters' ``grad``. It reads the values only if it has to divide, cast, accumulate or move them, or if
+    the parameter has hooks. If it only slices (`result_is_only_sliced`), nothing reads the gradient before the end of
+    the backward pass, so the reduce-scatter may complete later. Besides the one that has just started, `MAX_PENDING`
+    may be in progress, which bounds the memory.
+    """
+
+    def __init__(self) -> None:
+        self._pending: list[dist.Work] = []
+        self._graph_task = -1  # identifies the backward pass
+
+    def add(self, work: dist.Work) -> None:
+        """Add one that has started. Waits for older ones beyond `MAX_PENDING`; the end of backward waits for all."""
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task != self._graph_task:
+            self.finish()  # a nested backward pass (checkpointing), or one after a pass that failed
+            self._graph_task = graph_task
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        self._pending.append(work)
+        while len(self._pending) > MAX_PENDING + 1:
+            self._pending.pop(0).wait()
+
+    def finish(self) -> None:
+        """Wait for all. After an error the remaining ones are dropped, so that it is raised only once."""
+        try:
+            while self._pending:
+                self._pending.pop(0).wait()
+        except BaseException:
+            self._pending.clear()
+            raise
+
+
+class CompressedReduceScatter(_FsdpCollective, ReduceScatter):
+    """The reduce-scatter of one module's gradients.
+
+    Args:
+        state: The model's state.
+        name: The module's name.
+        module: The module.
+        overlap: The reduce-scatters in progress, common to all modules of the model.
+    """
+
+    def __init__(self, state: State, name: str, module: FSDPModule, overlap: BackwardOverlap) -> None:
         super().__init__(state, name)
         self._module_ref = weakref.ref(module)
+        self._overlap = overlap
 
     def __call__(
         self,
@@ -236,15 +279,35 @@ class CompressedReduceScatter(_FsdpCollective, ReduceScatter):
         plain_bytes = input_tensor.numel() * input_tensor.element_size() * (group.size() - 1) // group.size()
         pending = self.pending("gradients", work, reduction.traffic, plain_bytes, reduction.finish)
         module = self._module_ref()
-        overlaps = module is not None and result_is_only_sliced(module, input_tensor, op_name(op))
-        if overlaps and not async_op:
-            self.state.overlap.add(pending)
+        may_overlap = module is not None and result_is_only_sliced(module, input_tensor, op_name(op))
+        if may_overlap and not async_op:
+            self._overlap.add(pending)
             return None
-        self.state.overlap.finish()  # this gradient may be added to one of the pending ones
+        self._overlap.finish()  # this gradient may be added to one of the pending ones
         if async_op:
             return pending
         pending.wait()
         return None
+
+
+def result_is_only_sliced(module: FSDPModule, gradient: torch.Tensor, op: str) -> bool:
+    """Return whether FSDP only slices the reduced ``gradient``, and a backward pass is running."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is None or gradient.device.type != "cpu" or torch._C._current_graph_task_id() == -1:
+        return False
+    if op != "avg" or group._all_reduce_hook is not None or isinstance(group.mesh_info, DDPMeshInfo):
+        return False
+    return all(_is_only_sliced(parameter, gradient.dtype) for parameter in group.fsdp_params)
+
+
+def _is_only_sliced(parameter: Any, reduced_dtype: torch.dtype) -> bool:
+    sharded = parameter.sharded_param
+    return (
+        sharded.grad is None
+        and parameter.orig_dtype == reduced_dtype
+        and not parameter.offload_to_cpu
+        and not getattr(sharded, "_post_accumulate_grad_hooks", None)
+    )
 
 
 class ReplicaAllReduce(_CountedCollective):

@@ -7,8 +7,7 @@ hosts. A prefix may precede them:
   differences of SDP4Bit (Jia et al. 2024, arXiv:2410.15526).
 - ``ef:`` (gradients) is error feedback: the error of each encoding is added to the next gradient.
 - ``loco:`` (gradients) is the error feedback of LoCo (Xie et al. 2024, arXiv:2407.04480): a moving average of the
-error,
-  in 8 bits, which is reset every 1024 calls.
+  error, in 8 bits, which is reset every 1024 calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The state of a sharded model's compression: residuals, references, counters and guard, kept between calls."""
+"""The state of a sharded model's compression between calls: residuals, references, buffers, counters and guard."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.codecs import Codec, codec
+from dtcomm.collectives import empty
 from dtcomm.compress.checkpoint import VERSION, select_share
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.device.streams import Streams, record_streams, streams_of
-from dtcomm.fsdp.buffer_pool import BufferPool
-from dtcomm.fsdp.cpu_overlap import Overlap
 from dtcomm.fsdp.flat_layout import FlatLayout
 from dtcomm.fsdp.guard import ShardGuard
 from dtcomm.fsdp.report import Report, Traffic
@@ -22,6 +21,10 @@ from dtcomm.fsdp.residual_store import FullResidual, LoCoResidual, ResidualStore
 from dtcomm.fsdp.spec import CompressionSpec
 from dtcomm.kernels import counter_rng
 from dtcomm.profiling import Metric, Timeline
+
+MIN_SHARED_BYTES = (
+    64 * 1024
+)  # smaller buffers cost more, in whole pages and a file descriptor, than they save
 
 
 class State:
@@ -68,7 +71,6 @@ class State:
         self._report = Report()
         self.timeline = Timeline("fsdp")
         self.guard = ShardGuard(guard, sample_every)
-        self.overlap = Overlap()
 
     # --- for users --------------------------------------------------------------------------------------------
 
@@ -250,6 +252,52 @@ class State:
     def pop_saved_reference_shard(self, module: str) -> torch.Tensor | None:
         """Return this rank's shard of the reference in the checkpoint, once."""
         return self._saved_reference_shards.pop(module, None)
+
+
+class BufferPool:
+    """The buffers that FSDP allocates in every step: shared tensors, reused once nothing else refers to their storage.
+
+    A collective whose tensors lie in memory that the ranks of a host share needs no staging copy. And for tens of
+    megabytes, the page faults of a fresh allocation cost more than moving the data.
+
+    Attributes:
+        why: The reason why ordinary memory is used, after an allocation of shared memory failed; otherwise empty.
+    """
+
+    def __init__(self) -> None:
+        # Buffers, each with the number of references to its storage when it is free.
+        self._buffers: list[tuple[torch.Tensor, int]] = []
+        self.why = ""
+
+    def take(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialized tensor; small ones, and those on devices, are in ordinary memory."""
+        shape = torch.Size(size)
+        nbytes = shape.numel() * dtype.itemsize
+        if device.type != "cpu" or nbytes < MIN_SHARED_BYTES or self.why:
+            return torch.empty(shape, dtype=dtype, device=device)
+        for buffer, unused_count in self._buffers:
+            if buffer.numel() == nbytes and _use_count(buffer) <= unused_count:
+                return buffer.view(dtype).view(shape)
+        try:
+            buffer = empty(nbytes, dtype=torch.uint8)
+        except OSError as error:
+            self.why = f"buffers are not in shared memory: {error}"
+            return torch.empty(shape, dtype=dtype, device=device)
+        self._buffers.append((buffer, _use_count(buffer)))
+        return buffer.view(dtype).view(shape)
+
+    def nbytes(self) -> int:
+        """Return the size of all buffers, used or not."""
+        return sum(buffer.numel() for buffer, _ in self._buffers)
+
+    def trim(self) -> None:
+        """Free the buffers that are not in use."""
+        self._buffers = [(buffer, count) for buffer, count in self._buffers if _use_count(buffer) > count]
+
+
+def _use_count(tensor: torch.Tensor) -> int:
+    """Return the number of tensors, in Python and in autograd, that refer to the storage."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def _make_residual_store(prefix: str, form: str) -> ResidualStore | None:

@@ -15,7 +15,7 @@ import dtcomm.collectives as C
 from dtcomm.compress.guard import Guard
 from dtcomm.device.streams import record_streams
 from dtcomm.fsdp import ShardedOptimizer
-from dtcomm.fsdp.collectives import CompressedAllGather, CompressedReduceScatter
+from dtcomm.fsdp.collectives import BackwardOverlap, CompressedAllGather, CompressedReduceScatter
 from dtcomm.fsdp.spec import FEEDBACKS, PARAMETER_PREFIXES, parse_spec
 from dtcomm.fsdp.state import State
 from dtcomm.launch.ranks import run_ranks
@@ -70,7 +70,8 @@ def sharded(rank: int, judged: RecordedStreams | None, gradients: str, parameter
         sample_every=1,
     )
     module: Any = Module()
-    gather, scatter = CompressedAllGather(state, "m"), CompressedReduceScatter(state, "m", module)
+    gather = CompressedAllGather(state, "m")
+    scatter = CompressedReduceScatter(state, "m", module, BackwardOverlap())
     streams = Streams(judged)
     there = (lambda each: to_fake_cuda(each)) if judged is not None else (lambda each: each)
     own, seen = there(torch.linspace(-1, 1, SHARD) + rank), []
