@@ -14,7 +14,7 @@ from dtcomm import collectives
 from dtcomm.backend.fallback_backends import FallbackBackends
 from dtcomm.backend.tensor_views import StagingBuffer, as_sendable, copy_to_tensors, flatten, shares_memory
 from dtcomm.backend.work import CompletedWork, TorchWork
-from dtcomm.runtime.work import ChainedWork
+from dtcomm.work import ChainedWork
 
 
 class ProcessGroupBase(dist.ProcessGroup):

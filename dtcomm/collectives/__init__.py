@@ -20,11 +20,9 @@ from dtcomm.collectives.group_ops import barrier, empty, flight_record, info
 from dtcomm.collectives.p2p import recv, send
 from dtcomm.collectives.reduce_ops import all_reduce, reduce, reduce_scatter
 from dtcomm.runtime.communicator_cache import release
-from dtcomm.runtime.phase_timer import Span
-from dtcomm.runtime.work import Work
+from dtcomm.work import Work
 
 __all__ = [
-    "Span",
     "Work",
     "all_gather",
     "all_gather_coalesced",

@@ -23,9 +23,9 @@ from dtcomm.device.streams import record_streams
 from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, TensorSpec
-from dtcomm.runtime.work import ChainedWork, CompositeWork, Work
 from dtcomm.schedule import Schedule
 from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
+from dtcomm.work import ChainedWork, CompositeWork, Work
 
 # The cache is cleared beyond this many plans: a program whose sizes always change must not grow without end.
 MAX_PLANS = 4096

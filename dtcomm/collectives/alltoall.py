@@ -24,7 +24,7 @@ from dtcomm.errors import CollectiveMismatch
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import get_communicator_for
 from dtcomm.runtime.types import Buffers
-from dtcomm.runtime.work import Work
+from dtcomm.work import Work
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -24,7 +24,7 @@ from dtcomm.collectives._dispatch import make_plan, start
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import get_communicator_for
 from dtcomm.runtime.types import Buffers
-from dtcomm.runtime.work import CompositeWork, Work
+from dtcomm.work import CompositeWork, Work
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

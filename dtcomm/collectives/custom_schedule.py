@@ -13,9 +13,9 @@ from dtcomm.collectives.alltoall import all_to_all
 from dtcomm.collectives.gather_ops import all_gather, broadcast, gather, scatter
 from dtcomm.collectives.reduce_ops import all_reduce, reduce, reduce_scatter
 from dtcomm.runtime.communicator_cache import get_communicator
-from dtcomm.runtime.work import Work
 from dtcomm.schedule import Schedule, parse, verify
 from dtcomm.schedule.verify import Proof
+from dtcomm.work import Work
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -25,7 +25,7 @@ from dtcomm.collectives._dispatch import Algorithm, make_plan, start
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import get_communicator_for
 from dtcomm.runtime.types import Buffers
-from dtcomm.runtime.work import ChainedWork, Work
+from dtcomm.work import ChainedWork, Work
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -15,7 +15,7 @@ from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.communicator_cache import device_communicators, existing_communicator, get_communicator
 from dtcomm.runtime.native.zero_copy import empty_shared
 from dtcomm.runtime.process_groups import require_group
-from dtcomm.runtime.work import Work
+from dtcomm.work import Work
 
 
 @overload

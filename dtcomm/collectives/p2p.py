@@ -22,8 +22,8 @@ from dtcomm.device.streams import streams_of
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.p2p_pairs import Pair, pair_of
 from dtcomm.runtime.types import Buffers
-from dtcomm.runtime.work import Work
 from dtcomm.schedule import Schedule, Transfer
+from dtcomm.work import Work
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -25,7 +25,7 @@ from dtcomm.collectives._dispatch import Algorithm, make_plan, start
 from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime.communicator_cache import get_communicator_for
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpSpec, TensorSpec
-from dtcomm.runtime.work import Work
+from dtcomm.work import Work
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

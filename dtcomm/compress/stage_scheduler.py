@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dtcomm.collectives import Span, Work
 from dtcomm.device.streams import Streams, record_streams
+from dtcomm.work import Span, Work
 
 #: The stages of one bucket: it yields each collective that it starts, and continues when that is done.
 Stages = Generator[Work, None, None]

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from dtcomm.collectives import Span
+from dtcomm.work import Span
 
 Interval = tuple[int, int]
 

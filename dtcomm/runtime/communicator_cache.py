@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtcomm.runtime import work
+from dtcomm import work
 from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.process_groups import group_store, inherited, require_group

@@ -19,7 +19,7 @@ from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import group_entry
 from dtcomm.runtime.process_groups import group_store, position, require_group
-from dtcomm.runtime.work import DeferredWork, Work
+from dtcomm.work import DeferredWork, Work
 
 Communicators = tuple[Communicator, Communicator]  # to the peer and from it
 Start = Callable[[Communicator], Work | None]

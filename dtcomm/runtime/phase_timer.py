@@ -4,25 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any, NamedTuple
 
 from dtcomm import _C
-
-PHASES = ("encode", "reduce", "decode")  # in the order of csrc/engine/phase_times.h
-
-
-class Span(NamedTuple):
-    """One phase of an operation over all of its pieces.
-
-    ``begin_ns`` and ``end_ns`` are on the clock of ``time.monotonic_ns``, from the first piece's begin to the last
-    piece's end; ``busy_ns`` is the time in between that the phase ran.
-    """
-
-    phase: str
-    begin_ns: int
-    end_ns: int
-    busy_ns: int
-
+from dtcomm.work import Span
 
 _lock = threading.Lock()
 _users = 0
@@ -39,13 +23,6 @@ def add_users(count: int) -> None:
 def enabled() -> bool:
     """Whether operations that start now take times."""
     return _users > 0
-
-
-def spans_of(native: Any) -> list[Span]:
-    """The phases of a finished `_C.NativeWork` that took place."""
-    return [
-        Span(phase, *times) for phase, times in zip(PHASES, native.phase_times(), strict=True) if times[0]
-    ]
 
 
 class PhaseTimer:

@@ -9,8 +9,8 @@ import torch
 
 from dtcomm.runtime.flight_recorder import FlightEntry, PeerSnapshot
 from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec
-from dtcomm.runtime.work import DoneWork
 from dtcomm.schedule import Schedule
+from dtcomm.work import DoneWork
 
 
 class SingleRankRuntime:

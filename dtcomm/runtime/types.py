@@ -16,9 +16,9 @@ from dtcomm import _C
 from dtcomm.codecs import Codec
 from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime.flight_recorder import FlightEntry, PeerSnapshot
-from dtcomm.runtime.work import Work
 from dtcomm.schedule import Schedule
 from dtcomm.schedule.ir import REDUCING, ROOTED
+from dtcomm.work import Work
 
 # How chunks are laid out in the caller's tensors (csrc/engine/plan.h, Geometry).
 GEOMETRY = {

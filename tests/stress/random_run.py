@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import dtcomm
-from dtcomm.runtime.work import CompositeWork
+from dtcomm.work import CompositeWork
 from tests.stress import random_torch
 from tests.stress.random_ops import ALIKE, FLOATS, WHOLE, Operation, memberships, own_schedule
 

@@ -19,7 +19,7 @@ def _may(parts: str = "", libraries: str = "") -> tuple[frozenset[str], frozense
     return frozenset(parts.split()), frozenset(libraries.split())
 
 
-_INTEGRATION = _may("_autograd profiling compress collectives codecs kernels device", "torch")
+_INTEGRATION = _may("_autograd profiling compress collectives codecs kernels device work", "torch")
 
 # part of dtcomm → (parts it may import besides itself and the leaves, libraries besides the standard one)
 PYTHON_LAW: dict[str, tuple[frozenset[str], frozenset[str]]] = {
@@ -32,24 +32,26 @@ PYTHON_LAW: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "codecs": _may("", "torch"),
     # Streams and events of CPU and CUDA: a leaf.
     "device": _may("", "torch"),
+    # Handles of asynchronous operations: executors return them, and collectives and integrations combine them.
+    "work": _may("device _C", "torch"),
     "kernels": _may("codecs device _C _cuda", "torch numpy triton"),
-    "runtime": _may("schedule codecs kernels device _C _cuda _emulator", "torch numpy"),
+    "runtime": _may("schedule codecs kernels device work _C _cuda _emulator", "torch numpy"),
     "planner": _may("schedule algorithms codecs", "torch"),
     # typing_extensions, which torch needs too, for types alone.
     "collectives": _may(
-        "planner runtime algorithms schedule codecs kernels device", "torch typing_extensions"
+        "planner runtime algorithms schedule codecs kernels device work", "torch typing_extensions"
     ),
-    "profiling": _may("collectives runtime device", "torch rich"),
-    "compress": _may("profiling collectives planner kernels codecs device", "torch"),
-    "ddp": _may("local_sgd planner profiling compress collectives codecs kernels device", "torch"),
+    "profiling": _may("collectives runtime device work", "torch rich"),
+    "compress": _may("profiling collectives planner kernels codecs device work", "torch"),
+    "ddp": _may("local_sgd planner profiling compress collectives codecs kernels device work", "torch"),
     "fsdp": _INTEGRATION,
     "tp": _may(
-        "_autograd planner profiling compress collectives codecs kernels device", "torch transformers"
+        "_autograd planner profiling compress collectives codecs kernels device work", "torch transformers"
     ),
     "moe": _INTEGRATION,
     "pipeline": _INTEGRATION,
     "local_sgd": _INTEGRATION,
-    "backend": _may("compress collectives runtime codecs kernels device", "torch"),
+    "backend": _may("compress collectives runtime codecs kernels device work", "torch"),
     # Called by torch, before anything of it may be imported.
     "_torch_backend_entry": _may("backend"),
     "launch": (ANY, frozenset({"torch", "numpy"})),

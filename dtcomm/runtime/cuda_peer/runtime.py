@@ -23,8 +23,8 @@ from dtcomm.runtime.cuda_peer.launch import FusedEpilogue, FusedPlan, FusedRanks
 from dtcomm.runtime.flight_recorder import FlightEntry
 from dtcomm.runtime.stream_runtime import StreamRuntime
 from dtcomm.runtime.types import NO_HOOKS, TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, Runtime
-from dtcomm.runtime.work import StreamWork, Work
 from dtcomm.schedule import Schedule
+from dtcomm.work import StreamWork, Work
 
 
 class FallbackPlan(NamedTuple):

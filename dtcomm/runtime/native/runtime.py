@@ -17,8 +17,8 @@ from dtcomm.runtime.flight_recorder import STAGES, FlightEntry, PeerSnapshot
 from dtcomm.runtime.native import zero_copy
 from dtcomm.runtime.native.chunk_size import SLOT_BYTES, link_slot_bytes, piece_bytes, socket_piece_bytes
 from dtcomm.runtime.types import GEOMETRY, OPS, Buffers, OpHooks, OpSpec
-from dtcomm.runtime.work import NativeWork, Work
 from dtcomm.schedule import Schedule, lower
+from dtcomm.work import NativeWork, Work
 
 # How long a rank yields before it sleeps. A core that ranks share goes to another rank at each yield, and a sleeper on
 # it is not always run at once when it is woken: within 1 ms most messages arrive before it sleeps.

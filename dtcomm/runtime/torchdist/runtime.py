@@ -41,8 +41,8 @@ from dtcomm.runtime.torchdist.rounds import (
 )
 from dtcomm.runtime.torchdist.transport import P2PMessage, Transport
 from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec
-from dtcomm.runtime.work import Outcome, QueuedWork, StreamWork, Work
 from dtcomm.schedule import Schedule
+from dtcomm.work import Outcome, QueuedWork, StreamWork, Work
 
 Compare = Callable[[str, object], None]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from dtcomm.cli.perf.backends.base import CollectiveCall
 from dtcomm.cli.perf.backends.dtcomm_backend import Native, ProcessGroup
 from dtcomm.cli.perf.backends.torch_backend import TorchDistributed
-from dtcomm.runtime.work import DoneWork
+from dtcomm.work import DoneWork
 
 
 class OffByOne(TorchDistributed):

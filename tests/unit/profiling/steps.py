@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dtcomm.collectives import Span
 from dtcomm.profiling import MessageRecord, StepRecord
+from dtcomm.work import Span
 
 MS = 1_000_000
 

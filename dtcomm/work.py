@@ -1,7 +1,8 @@
 """Handles of operations started with ``async_op=True``, and the thread that completes their futures.
 
 :class:`Work` is what users see. Each runtime returns its own kind; :class:`CompositeWork` and :class:`ChainedWork`
-combine handles, and :class:`DeferredWork` stands for an operation that has not been started yet.
+combine handles, and :class:`DeferredWork` stands for an operation that has not been started yet. Every package may
+import this module, and it imports no executor: integrations combine handles without importing the runtime.
 """
 
 from __future__ import annotations
@@ -18,10 +19,22 @@ import torch
 from dtcomm import _C
 from dtcomm.device.streams import Streams
 from dtcomm.errors import DtcommError
-from dtcomm.runtime import phase_timer
-from dtcomm.runtime.phase_timer import Span
 
+PHASES = ("encode", "reduce", "decode")  # in the order of csrc/engine/phase_times.h
 TensorsFuture = torch.futures.Future[list[torch.Tensor]]
+
+
+class Span(NamedTuple):
+    """One phase of an operation over all of its pieces.
+
+    ``begin_ns`` and ``end_ns`` are on the clock of ``time.monotonic_ns``, from the first piece's begin to the last
+    piece's end; ``busy_ns`` is the time in between that the phase ran.
+    """
+
+    phase: str
+    begin_ns: int
+    end_ns: int
+    busy_ns: int
 
 
 class Work:
@@ -153,7 +166,11 @@ class NativeWork(Work):
         return self._native.finished_ns
 
     def spans(self) -> list[Span]:
-        return phase_timer.spans_of(self._native)
+        return [
+            Span(phase, *times)
+            for phase, times in zip(PHASES, self._native.phase_times(), strict=True)
+            if times[0]
+        ]
 
     def complete(self) -> None:
         """Complete the future; the completion thread calls it."""
