@@ -20,7 +20,7 @@ from dtcomm.schedule import Schedule
 from dtcomm.schedule.ir import REDUCING, ROOTED
 from dtcomm.work import Work
 
-# How chunks are laid out in the caller's tensors (csrc/engine/plan.h, Geometry).
+# How chunks lie in the caller's tensors (csrc/core/chunk_layout.h, Geometry).
 GEOMETRY = {
     "all_reduce": 0,
     "broadcast": 0,
@@ -37,6 +37,10 @@ GEOMETRY = {
 TWO_SHOT_SYMMETRIC = "two_shot_symmetric"
 
 OPS = {"sum": 0, "avg": 0, "min": 1, "max": 2}
+
+
+ElementRange = tuple[int, int, int, int]
+"""Consecutive elements of one tensor of a message: (tensor, offset in the input, offset in the output, elements)."""
 
 
 class TensorSpec(NamedTuple):
@@ -88,6 +92,29 @@ class OpSpec(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of the input tensors of all parts."""
         return sum(part.numel * part.dtype.itemsize for part in self.parts)
+
+    def lay_out(self, chunks: int, ranks: int, elements: int = 0) -> list[list[list[ElementRange]]]:
+        """Where the chunks of a schedule lie in the tensors, as [chunk][piece][range].
+
+        Args:
+            chunks: The number of chunks of the schedule.
+            ranks: The number of ranks.
+            elements: A piece takes whole granules of a chunk until it has at least so many elements; 0: a chunk is one
+                piece.
+        """
+        segments = [(part.numel, part.granularity) for part in self.parts]
+        return _C.chunk_layout(GEOMETRY[self.collective], segments, chunks, ranks, self.splits, elements)
+
+    def chunk_payload_bytes(self, chunks: int, ranks: int) -> list[int]:
+        """Bytes of the payload of each whole chunk, encoded for ranks of the same host."""
+        return [
+            sum(
+                self.parts[part].codec.wire_bytes(numel, self.parts[part].dtype)
+                for piece in chunk
+                for part, _, _, numel in piece
+            )
+            for chunk in self.lay_out(chunks, ranks)
+        ]
 
     @property
     def _operation(self) -> str:

@@ -9,7 +9,6 @@ csrc/cuda/fused/collective.h the kernel arguments.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -215,7 +214,7 @@ class FusedRanks:
         if program is not None:
             sent = program.sent_bytes(spec, self.first_rank)
         else:
-            sent = sum(self._sent_bytes(spec, part) for part in spec.parts)
+            sent = self._sent_bytes(spec)
         return FusedPlan(spec, str(spec), tuple(launches), sent)
 
     def set_timeout(self, seconds: float) -> None:
@@ -276,22 +275,17 @@ class FusedRanks:
             **special,
         }
 
-    def _sent_bytes(self, spec: OpSpec, part: TensorSpec) -> int:
-        """Bytes that the first local rank writes into peers' memory for one part of a direct algorithm."""
-        own, ranks, granule = self.first_rank, self.ranks, part.codec.granularity
-
-        def wire_bytes(numel: int) -> int:
-            return part.codec.wire_bytes(numel, part.dtype)
-
-        if spec.splits:
-            row = spec.splits[own * ranks : (own + 1) * ranks]
-            return sum(wire_bytes(count) for peer, count in enumerate(row) if peer != own)
-        if spec.collective != "all_reduce" or spec.algorithm == "one_shot":
-            return wire_bytes(part.numel) * (ranks - 1)
-        granules = -(-part.numel // granule)
-        cuts = [min(part.numel, granules * rank // ranks * granule) for rank in range(ranks + 1)]
-        chunks = [wire_bytes(stop - start) for start, stop in itertools.pairwise(cuts)]
-        return sum(chunks) - chunks[own] + chunks[own] * (ranks - 1)
+    def _sent_bytes(self, spec: OpSpec) -> int:
+        """Bytes that the first local rank writes into peers' memory in one call of a direct algorithm."""
+        own, ranks = self.first_rank, self.ranks
+        if spec.collective == "all_reduce" and spec.algorithm == "one_shot":
+            return (ranks - 1) * sum(spec.chunk_payload_bytes(1, ranks))
+        exchanges = spec.collective == "all_to_all"
+        chunks = spec.chunk_payload_bytes(ranks**2 if exchanges else ranks, ranks)
+        if exchanges:
+            chunks = chunks[own * ranks : (own + 1) * ranks]
+        sent = sum(chunks) - chunks[own]
+        return sent + (ranks - 1) * chunks[own] if spec.collective == "all_reduce" else sent
 
 
 def why_not(spec: OpSpec, ranks: int, schedule: Schedule | None = None) -> str:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from dtcomm.runtime.torchdist.layout import lay_out, payload_bytes
 from dtcomm.runtime.types import GEOMETRY, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule, lower
 from dtcomm.schedule.ir import CUT_AT_GRANULES
 from dtcomm.schedule.lower import steps
 from dtcomm.schedule.program import Program, Reduce, Send
-
-WHOLE_CHUNK = 2**62  # elements of a piece, more than any chunk has
 
 
 class LoweredSchedule(NamedTuple):
@@ -53,11 +50,9 @@ class LoweredSchedule(NamedTuple):
 
     def sent_bytes(self, spec: OpSpec, rank: int) -> int:
         """Bytes of the payloads that a rank sends; a payload that goes to two peers counts twice."""
-        pieces = lay_out(spec, self.chunks, WHOLE_CHUNK)
-        if not pieces:
-            return 0
+        chunk_bytes = spec.chunk_payload_bytes(self.chunks, len(self.programs))
         return sum(
-            len(instruction.peers) * payload_bytes(pieces[0][instruction.chunk])
+            len(instruction.peers) * chunk_bytes[instruction.chunk]
             for instruction in self.programs[rank].instructions
             if isinstance(instruction, Send)
         )

@@ -12,8 +12,7 @@ from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.kernels import ops
 from dtcomm.runtime.phase_timer import PhaseTimer
-from dtcomm.runtime.torchdist.layout import Slice, payload_bytes
-from dtcomm.runtime.torchdist.rounds import RoundsPlan
+from dtcomm.runtime.torchdist.rounds import RoundsPlan, Slice, payload_bytes
 from dtcomm.runtime.types import Buffers
 from dtcomm.schedule.program import Copy, Decode, Encode, Instruction, Local, Reduce
 
@@ -172,7 +171,7 @@ class Arithmetic:
         return ops.reduce(NONE, _padded(raw, NONE.wire_bytes(numel, wide)), numel, op=self._op, dtype=wide)
 
     def _bytes(self, piece: int, rank: int, payload_id: int, part_slice: Slice, level: int) -> torch.Tensor:
-        offset, size = part_slice.place(level)
+        offset, size = part_slice.span(level)
         at = self._plan.places[piece][rank, payload_id] + offset
         return self.memory[piece][at : at + size]
 

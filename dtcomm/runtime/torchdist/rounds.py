@@ -11,8 +11,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from dtcomm.runtime.torchdist.layout import Piece, lay_out, payload_bytes, piece_elements
-from dtcomm.runtime.types import OpSpec
+from dtcomm.runtime.types import ElementRange, OpSpec
 from dtcomm.schedule import Schedule, lower
 from dtcomm.schedule.ir import CUT_AT_GRANULES, Origin, Version, trace
 from dtcomm.schedule.lower import steps
@@ -32,6 +31,29 @@ CHECKSUM_BYTES = 4
 
 PayloadKey = tuple[int, int]  # (rank, number of the payload among those that the rank encodes)
 SizedChunk = tuple[int, int]  # (chunk, level), which gives the payload's size in a piece
+
+
+class Slice(NamedTuple):
+    """Consecutive elements of one tensor of the message, encoded on their own.
+
+    ``part`` is the tensor; offsets into the input and the output count elements. ``inside`` and ``between`` are
+    (offset, bytes) in the chunk's payload inside a host and between hosts.
+    """
+
+    part: int
+    in_offset: int
+    out_offset: int
+    numel: int
+    inside: tuple[int, int]
+    between: tuple[int, int]
+
+    def span(self, level: int) -> tuple[int, int]:
+        """(offset, bytes) in the chunk's payload at a level: 0 is inside a host, 1 between hosts."""
+        return self.between if level else self.inside
+
+
+Chunk = tuple[Slice, ...]
+Piece = tuple[Chunk, ...]
 
 
 class Payload(NamedTuple):
@@ -117,7 +139,8 @@ class RoundsPlan:
         self.pieces: tuple[Piece, ...] = ()
         if spec.parts:
             least = message_bytes or device_message_bytes(spec, schedule)
-            self.pieces = lay_out(spec, program.chunks, piece_elements(spec, program.chunks, least))
+            elements = piece_elements(spec, program.chunks, self.ranks, least)
+            self.pieces = cut_into_pieces(spec, program.chunks, self.ranks, elements)
         self.residual_reads, self.residual_writes = _residual_positions(self.instructions)
         self.rounds = tuple(_rounds(schedule, rank, self.instructions, collectives))
         self.order = [(piece, at) for piece in range(len(self.pieces)) for at in range(len(self.rounds))]
@@ -173,6 +196,52 @@ class RoundsPlan:
         self.sent_bytes += sum(sizes)
         if self.spec.checksum:
             self.sent_bytes += CHECKSUM_BYTES * sum(1 for nbytes in sizes if nbytes)
+
+
+def cut_into_pieces(spec: OpSpec, chunks: int, ranks: int, elements: int) -> tuple[Piece, ...]:
+    """The pieces of an operation in order, each with the slices of every chunk.
+
+    A piece has at least ``elements`` elements of each chunk or its rest: short chunks are empty in the last pieces.
+    """
+    layout = spec.lay_out(chunks, ranks, elements)
+    return tuple(
+        tuple(_slices(spec, pieces[index]) if index < len(pieces) else () for pieces in layout)
+        for index in range(max(map(len, layout)))
+    )
+
+
+def _slices(spec: OpSpec, ranges: Sequence[ElementRange]) -> Chunk:
+    slices = []
+    end_inside = end_between = 0
+    for index, in_offset, out_offset, numel in ranges:
+        part = spec.parts[index]
+        inside = end_inside, part.at(0).wire_bytes(numel, part.dtype)
+        between = end_between, part.at(1).wire_bytes(numel, part.dtype)
+        slices.append(Slice(index, in_offset, out_offset, numel, inside, between))
+        end_inside, end_between = sum(inside), sum(between)
+    return tuple(slices)
+
+
+def payload_bytes(chunk: Chunk, level: int = 0) -> int:
+    """Bytes of a chunk's payload in one piece; 0 if the piece contains nothing of the chunk."""
+    return sum(chunk[-1].span(level)) if chunk else 0
+
+
+def piece_elements(spec: OpSpec, chunks: int, ranks: int, message_bytes: int) -> int:
+    """The number of elements of a chunk that a piece takes.
+
+    No message but the last is smaller than ``message_bytes`` bytes, and all are about equal.
+    """
+    unit = min((part.granularity for part in spec.parts), default=1)
+    least = 1
+    for part in spec.parts:
+        granule = part.granularity
+        least = max(least, -(-message_bytes // part.codec.wire_bytes(granule, part.dtype)) * granule)
+    longest = max(
+        sum(numel for piece in chunk for _, _, _, numel in piece) for chunk in spec.lay_out(chunks, ranks)
+    )
+    even = -(-longest // max(1, longest // least))
+    return max(unit, -(-even // unit) * unit)
 
 
 def device_message_bytes(spec: OpSpec, schedule: Schedule) -> int:
