@@ -36,7 +36,7 @@ def describe() -> dict[str, object]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "commit": _commit(),
+        "commit": commit(os.path.dirname(__file__)),
     }
 
 
@@ -48,8 +48,9 @@ def _l3() -> str:
         return "unknown"
 
 
-def _commit() -> str:
-    command = ["git", "-C", os.path.dirname(__file__), "describe", "--always", "--dirty"]
+def commit(checkout: str | os.PathLike[str]) -> str:
+    """Return the short hash of the commit that a folder of a checkout is at, with ``-dirty`` if it was changed."""
+    command = ["git", "-C", checkout, "describe", "--always", "--dirty"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
 

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import time
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,32 @@ def _serve(connection: Connection, contestant: type, rank: int, ranks: int, kwar
         connection.send((False, traceback.format_exc()))
 
 
+def collect(connections: Sequence[Connection], method: str, timeout: float) -> list[Any]:
+    """Return the ranks' answers to a call, in rank order.
+
+    Raises:
+        RankFailed: A rank raised, died or did not answer within ``timeout`` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    waiting: dict[Any, int] = {connection: rank for rank, connection in enumerate(connections)}
+    results: list[Any] = [None] * len(waiting)
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankFailed(f"{method}: no answer in {timeout:g} s from rank {sorted(waiting.values())}")
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = waiting.pop(connection)
+            try:
+                fine, value = connection.recv()
+            except (EOFError, ConnectionError):
+                raise RankFailed(f"{method}: rank {rank} died") from None
+            if not fine:
+                raise RankFailed(f"{method}: rank {rank} raised\n{value}")
+            results[rank] = value
+    return results
+
+
 class Pool:
     """``ranks`` processes, each holding ``contestant(rank, ranks, **kwargs)``."""
 
@@ -63,7 +90,7 @@ class Pool:
             self._connections.append(ours)
             self._processes.append(process)
         try:
-            self._answers("start")
+            collect(self._connections, "start", timeout)
         except BaseException:
             self._kill()
             raise
@@ -73,7 +100,7 @@ class Pool:
         for connection in self._connections:
             connection.send((method, arguments))
         try:
-            return self._answers(method)
+            return collect(self._connections, method, self.timeout)
         except BaseException:
             self._kill()
             raise
@@ -83,32 +110,10 @@ class Pool:
         try:
             for connection in self._connections:
                 connection.send(None)
-            self._answers("close")
+            collect(self._connections, "close", self.timeout)
         except (OSError, RankFailed):
             pass
         self._kill()
-
-    def _answers(self, method: str) -> list[Any]:
-        deadline = time.monotonic() + self.timeout
-        waiting: dict[Any, int] = {connection: rank for rank, connection in enumerate(self._connections)}
-        results: list[Any] = [None] * len(waiting)
-        while waiting:
-            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise RankFailed(
-                    f"{method}: no answer in {self.timeout:g} s from rank {sorted(waiting.values())}"
-                )
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                rank = waiting.pop(connection)
-                try:
-                    fine, value = connection.recv()
-                except (EOFError, ConnectionError):
-                    raise RankFailed(f"{method}: rank {rank} died") from None
-                if not fine:
-                    raise RankFailed(f"{method}: rank {rank} raised\n{value}")
-                results[rank] = value
-        return results
 
     def _kill(self) -> None:
         for process in self._processes:
