@@ -24,7 +24,7 @@ from bench.training import shards_page
 from bench.training.runs import CURVE
 from bench.training.shards import METHODS, Method, Shards
 from bench.training.tasks import RANKS, TASKS, Task
-from dtcomm.cli.demo.model import GPT
+from dtcomm.cli.demo.train import GPT
 
 STEPS = 600
 

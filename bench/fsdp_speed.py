@@ -29,10 +29,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from bench.common import machine, output, pages
 from bench.common.pool import Pool
 from bench.common.stats import Timing
-from dtcomm.cli.demo.model import GPT, Shape, loss
+from dtcomm.cli.demo.train import GPT, ModelShape, cross_entropy
 from dtcomm.measure import netns
 
-SHAPE = Shape(vocabulary=97, context=16, layers=4, width=512, heads=8)
+SHAPE = ModelShape(vocabulary=97, context=16, layers=4, width=512, heads=8)
 MEMORY = "memory"
 FP32, BF16, ALONE = "gloo fp32", "gloo bf16", "alone"
 OURS: dict[str, dict[str, str]] = {
@@ -95,7 +95,7 @@ class ShardedRank:
         dist.barrier()
         start = time.perf_counter()
         optimizer.zero_grad()
-        value = loss(model, symbols[:, :-1], symbols[:, 1:])
+        value = cross_entropy(model, symbols[:, :-1], symbols[:, 1:])
         value.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if not bool(torch.isfinite(value)):

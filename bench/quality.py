@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.common import machine, output, theory
-from dtcomm.cli.codecs import presets, report
-from dtcomm.cli.codecs import samples as codecs_samples
+from dtcomm.cli.codecs import main as codecs_command
+from dtcomm.cli.codecs import measure as codecs_measure
+from dtcomm.cli.codecs import report
 from dtcomm.codecs import Codec
 
 SPEED_BYTES = 4 << 20
@@ -55,12 +56,12 @@ EXPECTED: dict[str, tuple[Callable[[], float], str]] = {
 
 
 def measure(
-    codecs: Sequence[Codec], *, speed: bool = True, numel: int = codecs_samples.NUMEL
+    codecs: Sequence[Codec], *, speed: bool = True, numel: int = codecs_measure.NUMEL
 ) -> dict[str, Any]:
     """The rows of `dtcomm codecs --json`, each with the error it was expected to make, or null."""
-    samples = codecs_samples.distributions(numel)
+    samples = codecs_measure.distributions(numel)
     size = SPEED_BYTES if speed else None
-    rows = report.measure(codecs, samples, size, lambda spec: None)
+    rows = codecs_measure.measure_codecs(codecs, samples, size, lambda spec: None)
     result = report.as_dict(rows, size)
     for row in result["codecs"]:
         expected = EXPECTED.get(row["codec"])
@@ -107,7 +108,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--json", nargs="?", const="", help="write bench/results/quality.json, or this file")
     options = parser.parse_args(arguments)
-    result = {"machine": machine.describe(), "load": machine.load(), **measure(presets.default_codecs())}
+    result = {
+        "machine": machine.describe(),
+        "load": machine.load(),
+        **measure(codecs_command.default_codecs()),
+    }
     print(page(result))
     if options.json is not None:
         print(output.write("quality", result, options.json or None))

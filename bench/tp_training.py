@@ -23,11 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.common import machine, output
 from bench.training import gpt
 from dtcomm import tp
-from dtcomm.cli.demo import data
-from dtcomm.cli.demo import model as demo_model
+from dtcomm.cli.demo import train as demo
 from dtcomm.launch.ranks import run_ranks
 
-SHAPE = demo_model.Shape(vocabulary=data.VOCABULARY, context=48, layers=2, width=64, heads=4)
+SHAPE = demo.ModelShape(vocabulary=demo.VOCABULARY, context=48, layers=2, width=64, heads=4)
 SIZE, RATE = 12, 3e-3
 #: (data-parallel, tensor-parallel) ranks, and whether activations and gradients are compressed.
 RUNS = {
@@ -46,9 +45,9 @@ def train(
     torch.set_num_threads(1)
     replicas = shape[0]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
-    corpus = data.load(limit=2_000_000)
+    corpus = demo.load_corpus(limit=2_000_000)
     torch.manual_seed(0)
-    model = demo_model.GPT(SHAPE)
+    model = demo.GPT(SHAPE)
     tp.compress(model, mesh["tp"], gpt.PLAN, codecs[0], backward_codec=codecs[1], latency=False)
     runner: nn.Module = model
     if replicas > 1:
@@ -61,9 +60,9 @@ def train(
             group["lr"] = RATE * (
                 (step + 1) / warm if step < warm else 1 - 0.99 * (step - warm) / (steps - warm)
             )
-        whole = data.batch(corpus, seed=0, step=step, rank=0, size=SIZE, length=SHAPE.context)
+        whole = demo.training_batch(corpus, seed=0, step=step, rank=0, size=SIZE, length=SHAPE.context)
         inputs, targets = (part.chunk(replicas)[mine] for part in whole)
-        loss = demo_model.loss(runner, inputs, targets)
+        loss = demo.cross_entropy(runner, inputs, targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -72,9 +71,9 @@ def train(
             if replicas > 1:
                 dist.all_reduce(mean, group=mesh["dp"].get_group())
             curve.append(round(float(mean) / replicas, 4))
-    batches = data.held_out_batches(corpus, windows=192, size=64, length=SHAPE.context, rank=0, ranks=1)
+    batches = demo.held_out_batches(corpus, windows=192, size=64, length=SHAPE.context, rank=0, ranks=1)
     with torch.no_grad():
-        held_out = sum(float(demo_model.loss(model, *batch)) for batch in batches) / len(batches)
+        held_out = sum(float(demo.cross_entropy(model, *batch)) for batch in batches) / len(batches)
     return {"held_out": round(held_out, 5), "curve": curve, "seconds": round(time.monotonic() - begin, 1)}
 
 

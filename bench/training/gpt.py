@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from bench.common.native import BUILD
-from dtcomm.cli.demo import data
-from dtcomm.cli.demo import model as demo_model
+from dtcomm.cli.demo import train as demo
 
-SHAPE = demo_model.Shape(vocabulary=data.VOCABULARY, context=128, layers=4, width=128, heads=4)
+SHAPE = demo.ModelShape(vocabulary=demo.VOCABULARY, context=128, layers=4, width=128, heads=4)
 STEPS, SIZE, RATE = 1200, 12, 2e-3
 #: How its layers are shared out among ranks; embeddings and the head stay whole.
 PLAN = {
@@ -30,13 +29,13 @@ LIMIT = 4_000_000
 
 def trained(
     steps: int = STEPS, say: Callable[[str], None] = print, folder: Path | None = None
-) -> tuple[demo_model.GPT, data.Corpus]:
+) -> tuple[demo.GPT, demo.Corpus]:
     """The model, in evaluation mode, and its text. Trains where the folder (build/bench) has no such weights."""
-    corpus = data.load(limit=LIMIT)
+    corpus = demo.load_corpus(limit=LIMIT)
     told = json.dumps([asdict(SHAPE), steps, SIZE, RATE, len(corpus.training)])
     path = (folder or BUILD) / f"gpt-{hashlib.sha256(told.encode()).hexdigest()[:12]}.pt"
     torch.manual_seed(0)
-    model = demo_model.GPT(SHAPE)
+    model = demo.GPT(SHAPE)
     if path.exists():
         model.load_state_dict(torch.load(path))
     else:
@@ -47,7 +46,7 @@ def trained(
     return model.eval(), corpus
 
 
-def train(model: nn.Module, corpus: data.Corpus, steps: int, say: Callable[[str], None]) -> None:
+def train(model: nn.Module, corpus: demo.Corpus, steps: int, say: Callable[[str], None]) -> None:
     """AdamW, a warm-up and a straight line to a hundredth."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.05)
     begin = time.monotonic()
@@ -56,8 +55,10 @@ def train(model: nn.Module, corpus: data.Corpus, steps: int, say: Callable[[str]
         factor = (step + 1) / warm if step < warm else 1 - 0.99 * (step - warm) / (steps - warm)
         for group in optimizer.param_groups:
             group["lr"] = RATE * factor
-        inputs, targets = data.batch(corpus, seed=0, step=step, rank=0, size=SIZE, length=SHAPE.context)
-        loss = demo_model.loss(model, inputs, targets)
+        inputs, targets = demo.training_batch(
+            corpus, seed=0, step=step, rank=0, size=SIZE, length=SHAPE.context
+        )
+        loss = demo.cross_entropy(model, inputs, targets)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -70,15 +71,15 @@ def train(model: nn.Module, corpus: data.Corpus, steps: int, say: Callable[[str]
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, corpus: data.Corpus, windows: int = 128) -> float:
+def held_out_loss(model: nn.Module, corpus: demo.Corpus, windows: int = 128) -> float:
     """Mean cross-entropy in nats a character over evenly spaced windows of held-out text."""
-    batches = data.held_out_batches(corpus, windows=windows, size=32, length=SHAPE.context, rank=0, ranks=1)
-    total = sum(float(demo_model.loss(model, *batch)) * len(batch[0]) for batch in batches)
+    batches = demo.held_out_batches(corpus, windows=windows, size=32, length=SHAPE.context, rank=0, ranks=1)
+    total = sum(float(demo.cross_entropy(model, *batch)) * len(batch[0]) for batch in batches)
     return total / windows
 
 
 def calibration() -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]], dict[str, str]]:
     """For ``dtcomm tp calibrate bench.training.gpt:calibration``."""
     model, corpus = trained()
-    batches = data.held_out_batches(corpus, windows=64, size=16, length=SHAPE.context, rank=0, ranks=1)
+    batches = demo.held_out_batches(corpus, windows=64, size=16, length=SHAPE.context, rank=0, ranks=1)
     return model, batches, PLAN

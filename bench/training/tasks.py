@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dtcomm.cli.demo import data as demo_data
-from dtcomm.cli.demo import model as demo_model
+from dtcomm.cli.demo import train as demo
 
 RANKS = 4
 HELD_OUT_DIGITS = 450
@@ -111,27 +110,25 @@ def _digit_error(model: nn.Module) -> float:
     return 100 * float((model(images).argmax(1) != labels).float().mean())
 
 
-SHAPE = demo_model.Shape(vocabulary=demo_data.VOCABULARY, context=48, layers=2, width=64, heads=4)
+SHAPE = demo.ModelShape(vocabulary=demo.VOCABULARY, context=48, layers=2, width=64, heads=4)
 
 
 @functools.cache
-def corpus() -> demo_data.Corpus:
-    return demo_data.load(limit=2_000_000)
+def corpus() -> demo.Corpus:
+    return demo.load_corpus(limit=2_000_000)
 
 
 def _text_batch(seed: int, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return demo_data.batch(corpus(), seed=seed, step=step, rank=rank, size=6, length=SHAPE.context)
+    return demo.training_batch(corpus(), seed=seed, step=step, rank=rank, size=6, length=SHAPE.context)
 
 
 def _text_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return demo_model.loss(model, *batch)
+    return demo.cross_entropy(model, *batch)
 
 
 @torch.no_grad()
 def _text_held_out(model: nn.Module) -> float:
-    batches = demo_data.held_out_batches(
-        corpus(), windows=192, size=64, length=SHAPE.context, rank=0, ranks=1
-    )
+    batches = demo.held_out_batches(corpus(), windows=192, size=64, length=SHAPE.context, rank=0, ranks=1)
     return sum(float(_text_loss(model, batch)) for batch in batches) / len(batches)
 
 
@@ -166,7 +163,7 @@ TASKS = {
             metric="held-out loss, nats a character",
             steps=160,
             rate=4e-3,
-            model=lambda: demo_model.GPT(SHAPE),
+            model=lambda: demo.GPT(SHAPE),
             batch=_text_batch,
             loss=_text_loss,
             evaluate=_text_held_out,

@@ -1,7 +1,6 @@
 """Command ``dtcomm codecs``: the size, error and speed of each codec, on random samples and on your own tensors.
 
-`presets` has the list of codecs, `samples` the inputs, `error` and `speed` the measurements, `report` and `plot` the
-output.
+`measure` takes the measurements and `report` prints and plots them.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import argparse
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,12 +18,57 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from dtcomm.cli._sizes import count_argument, size_argument
-from dtcomm.cli.codecs import plot, presets, report
-from dtcomm.cli.codecs import samples as codecs_samples
-from dtcomm.cli.codecs.speed import OnDevice
+from dtcomm.cli.codecs import measure as codecs_measure
+from dtcomm.cli.codecs import report
+from dtcomm.cli.codecs.measure import OnDevice
 from dtcomm.cli.perf import placement
 from dtcomm.codecs import Codec, codec
+from dtcomm.codecs.spec import CODECS
 from dtcomm.measure import gpu_info
+
+#: Options shown in addition to the defaults, by codec name.
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "int8": ("block=256", "symmetric=false", "round=stochastic"),
+    "int4": (
+        "block=128",
+        "symmetric=false",
+        "round=stochastic",
+        "rotate=hadamard",
+        "spikes=1",
+        "block=128,rotate=hadamard",
+        "block=128,spikes=1",
+    ),
+    "int3": ("symmetric=false", "rotate=hadamard", "block=128,rotate=hadamard", "block=128,spikes=1"),
+    "int2": (
+        "symmetric=false",
+        "symmetric=false,rotate=hadamard",
+        "symmetric=false,spikes=1",
+        "block=128,symmetric=false,rotate=hadamard",
+        "block=128,symmetric=false,spikes=1",
+    ),
+    "fp8_e4m3": ("round=stochastic",),
+    "mxfp8": ("element=e5m2",),
+    "mxfp4": ("rotate=hadamard",),
+    "sign": ("rotate=hadamard",),
+    "topk": ("ratio=0.1", "ratio=0.1,values=int8"),
+    "randk": ("ratio=0.1", "positions=shared"),
+    "exact": ("bits=16",),
+}
+
+
+def default_codecs() -> list[Codec]:
+    """Return the codecs that are shown if the user names none."""
+    return [
+        codec(spec)
+        for name in CODECS
+        for spec in (name, *(f"{name}:{options}" for options in VARIANTS.get(name, ())))
+    ]
+
+
+def select_codecs(only: Sequence[Codec], also: Sequence[Codec]) -> list[Codec]:
+    """Return ``only``, or the default codecs if it is empty, followed by ``also``, without duplicates."""
+    return list(dict.fromkeys([*(only or default_codecs()), *also]))
+
 
 WIDTH = 112  # least columns of the table; a narrower terminal wraps its lines
 SIZES = {
@@ -41,19 +85,19 @@ def main(argv: list[str] | None = None) -> int:
         print("dtcomm codecs: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
         return 2
     try:
-        samples = codecs_samples.distributions(options.numel)
-        samples += [codecs_samples.load(path) for path in options.tensor]
+        samples = codecs_measure.distributions(options.numel)
+        samples += [codecs_measure.load_sample(path) for path in options.tensor]
     except ValueError as error:
         print(f"dtcomm codecs: {error}", file=sys.stderr)
         return 2
-    codecs = presets.select_codecs(options.codec, options.also)
+    codecs = select_codecs(options.codec, options.also)
     size = None if options.no_speed else options.size
     device, facts = None, None
     if options.device == placement.CUDA:
         gpu = torch.device("cuda", torch.cuda.current_device())
         device, facts = OnDevice(gpu), gpu_info.describe_gpu(gpu)
     with _progress(len(codecs)) as step:
-        rows = report.measure(codecs, samples, size, step, device)
+        rows = codecs_measure.measure_codecs(codecs, samples, size, step, device)
 
     if options.json is not None:
         text = json.dumps(report.as_dict(rows, size, facts), indent=1, allow_nan=False) + "\n"
@@ -64,11 +108,11 @@ def main(argv: list[str] | None = None) -> int:
     if options.json != "-":
         console = Console()
         console = Console(width=max(console.width, WIDTH) if console.is_terminal else PIPE_WIDTH)
-        report.show(rows, console, size, facts["name"] if facts else "")
+        report.print_table(rows, console, size, facts["name"] if facts else "")
         if options.per_tensor and rows[0].tensors:
-            report.show_tensors(rows, console)
+            report.print_tensor_table(rows, console)
     if options.plot is not None:
-        plot.plot(rows, options.plot)
+        report.plot(rows, options.plot)
         print(f"Wrote {options.plot}", file=sys.stderr)
     return 0
 
@@ -108,8 +152,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--size", metavar="SIZE", type=size_argument(4),
         help="bytes of fp32 for the speed measurement (default 4M, on a GPU 64M; K, M and G are "
         "powers of 1024)")  # fmt: skip
-    add("--numel", metavar="N", type=count_argument(1), default=codecs_samples.NUMEL,
-        help=f"elements of each distribution (default {codecs_samples.NUMEL})")  # fmt: skip
+    add("--numel", metavar="N", type=count_argument(1), default=codecs_measure.NUMEL,
+        help=f"elements of each distribution (default {codecs_measure.NUMEL})")  # fmt: skip
     add("--plot", metavar="FILE", type=Path, nargs="?", const=Path("codecs.png"),
         help="plot error against bits per element (default codecs.png)")  # fmt: skip
     add("--json", metavar="FILE", nargs="?", const="-", help="write JSON: to FILE, or instead of the table")

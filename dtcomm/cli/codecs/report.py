@@ -1,22 +1,19 @@
-"""What ``dtcomm codecs`` found: rows, as a table and as JSON."""
+"""Output of ``dtcomm codecs``: tables, JSON values, and a plot of error against bits per element."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dtcomm.cli.codecs import error as codecs_error
-from dtcomm.cli.codecs import speed as codecs_speed
-from dtcomm.cli.codecs.error import Error
-from dtcomm.cli.codecs.samples import Sample
-from dtcomm.cli.codecs.speed import OnDevice, Speed
-from dtcomm.codecs import Codec
+from dtcomm.cli.codecs.measure import CodecRow
+from dtcomm.cli.demo.plot import GREY, INK, STYLE
 from dtcomm.kernels import available, current
 from dtcomm.measure import gpu_info
 from dtcomm.measure.kernel_workloads import REDUCED_PAYLOADS
@@ -25,72 +22,9 @@ VERSION = 1
 SUM = f"reduce {REDUCED_PAYLOADS}"  # the reduction whose share of the memory floor the table shows
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """Results of one codec.
-
-    ``errors`` are by sample name, ``tensors`` by tensor name for samples of several tensors. ``no_speed`` says why the
-    speed is missing although it was requested, for example because a device has no kernel.
-    """
-
-    spec: str
-    family: str
-    bits_per_element: float
-    block: int
-    speed: Speed | None
-    errors: dict[str, Error]
-    tensors: dict[str, Error] = field(default_factory=dict)
-    no_speed: str = ""
-
-
-def bits_per_element(codec: Codec) -> float:
-    """Return the bits per element of a long fp32 tensor, including scales, positions and padding."""
-    return 8 * codec.wire_bytes(codec.granularity) / codec.granularity
-
-
-def measure(
-    codecs: Sequence[Codec],
-    samples: Sequence[Sample],
-    size: int | None,
-    step: Callable[[str], None],
-    device: OnDevice | None = None,
-) -> list[Row]:
-    """Return a row for each codec.
-
-    Args:
-        codecs: The codecs.
-        samples: Inputs for the errors, which do not depend on the machine since all kernels produce the same bytes.
-        size: Bytes of fp32 for the speed; None to skip it.
-        step: Called with each codec's spec before it is measured.
-        device: Measures the speed of a GPU; None for one CPU core.
-    """
-    rows = []
-    for codec in codecs:
-        step(str(codec))
-        speed: Speed | str | None = None
-        if size is not None:
-            speed = codecs_speed.measure(codec, size) if device is None else device.measure(codec, size)
-        measured = {sample.name: codecs_error.measure(codec, sample) for sample in samples}
-        rows.append(
-            Row(
-                spec=str(codec),
-                family=codec.name,
-                bits_per_element=bits_per_element(codec),
-                block=codecs_error.comparison_block(codec),
-                speed=None if isinstance(speed, str) else speed,
-                no_speed=speed if isinstance(speed, str) else "",
-                errors={name: total for name, (total, _) in measured.items()},
-                tensors={
-                    name: error
-                    for _, parts in measured.values()
-                    for name, error in (parts.items() if len(parts) > 1 else ())
-                },
-            )
-        )
-    return rows
-
-
-def as_dict(rows: Sequence[Row], size: int | None, gpu_facts: dict[str, Any] | None = None) -> dict[str, Any]:
+def as_dict(
+    rows: Sequence[CodecRow], size: int | None, gpu_facts: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Return JSON values; speeds in GB/s of fp32, missing values null, and facts about the measured GPU."""
     return {
         "version": VERSION,
@@ -102,7 +36,7 @@ def as_dict(rows: Sequence[Row], size: int | None, gpu_facts: dict[str, Any] | N
     }
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: CodecRow) -> dict[str, Any]:
     document = {
         "codec": row.spec,
         "family": row.family,
@@ -121,7 +55,7 @@ def _row(row: Row) -> dict[str, Any]:
     return document
 
 
-def show(rows: Sequence[Row], console: Console, size: int | None, device: str = "") -> None:
+def print_table(rows: Sequence[CodecRow], console: Console, size: int | None, device: str = "") -> None:
     """Print the table and its legend; ``device`` is the name of the measured GPU."""
     samples = list(rows[0].errors)
     detailed = samples[-1]  # the user's tensors if any, else the hardest sample
@@ -165,7 +99,7 @@ def show(rows: Sequence[Row], console: Console, size: int | None, device: str = 
             console.print(f"no speed of {row.spec}: {row.no_speed}", highlight=False, markup=False)
 
 
-def show_tensors(rows: Sequence[Row], console: Console) -> None:
+def print_tensor_table(rows: Sequence[CodecRow], console: Console) -> None:
     """Print one line for each tensor of the user's file and each codec."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("tensor", overflow="fold")
@@ -194,3 +128,94 @@ def _number(value: float | None) -> str:
     if value == 0:
         return "0"
     return f"{value:.2e}" if value < 1e-3 else f"{value:.3g}"
+
+
+MARKERS = "osD^vP*X<>ph8d"
+
+
+def pareto_points(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points (bits, error) that no other point beats in both coordinates, by increasing bits."""
+    front: list[tuple[float, float]] = []
+    for bits, error in sorted(set(points)):
+        if not front or error < front[-1][1]:
+            if front and front[-1][0] == bits:
+                front.pop()
+            front.append((bits, error))
+    return front
+
+
+def plot(rows: Sequence[CodecRow], path: Path) -> None:
+    """Write a plot in the format of the path's extension, with a panel for the first and for the last sample.
+
+    Codecs without error, and errors that do not exist, are left out of the logarithmic scale.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(rows[0].errors)
+    panels = list(dict.fromkeys((names[0], names[-1])))
+    families = list(dict.fromkeys(row.family for row in rows))
+    colours = pyplot.get_cmap("tab20").colors  # type: ignore[attr-defined]
+    with pyplot.rc_context(STYLE):
+        figure, all_axes = pyplot.subplots(
+            1, len(panels), figsize=(2 + 5.2 * len(panels), 6.4), layout="constrained", squeeze=False
+        )
+        for axes, name in zip(all_axes[0], panels, strict=True):
+            _plot_panel(axes, rows, families, name, colours)
+        figure.draw_without_rendering()  # fixes the positions of the points, which labels need
+        for axes, name in zip(all_axes[0], panels, strict=True):
+            _label_points(axes, rows, name)
+        handles, labels = all_axes[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right upper", frameon=False)
+        figure.savefig(path, dpi=150)
+        pyplot.close(figure)
+
+
+def _plot_panel(
+    axes: Any, rows: Sequence[CodecRow], families: Sequence[str], name: str, colours: Sequence[Any]
+) -> None:
+    points = [(row, row.errors[name].relative_l2) for row in rows]
+    shown = [(row, error) for row, error in points if error]
+    front = _pareto_front(rows, name)
+    axes.plot(*zip(*front, strict=True), color=GREY, linewidth=1, zorder=1, label="Pareto front")
+    for number, family in enumerate(families):
+        here = [(row.bits_per_element, error) for row, error in shown if row.family == family]
+        if here:
+            axes.scatter(
+                *zip(*here, strict=True),
+                label=family,
+                color=colours[number % len(colours)],
+                marker=MARKERS[number % len(MARKERS)],
+                s=34,
+                zorder=3,
+            )
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(right=80)  # room for labels to the right of the points
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("bits per element, with overhead")
+    axes.set_ylabel("|x - y| / |x|")
+    axes.set_title(f"relative error on {name}")
+    axes.grid(which="major")
+
+
+def _pareto_front(rows: Sequence[CodecRow], name: str) -> list[tuple[float, float]]:
+    points = [(row.bits_per_element, row.errors[name].relative_l2) for row in rows]
+    return pareto_points([(bits, error) for bits, error in points if error])
+
+
+def _label_points(axes: Any, rows: Sequence[CodecRow], name: str) -> None:
+    """Label the codecs on the Pareto front; a label that would overlap another one is left out."""
+    front = _pareto_front(rows, name)
+    taken: list[tuple[float, float, float]] = []  # left, right and baseline of the labels, in points
+    for row in sorted(rows, key=lambda row: len(row.spec)):
+        place = (row.bits_per_element, row.errors[name].relative_l2)
+        if place not in front:
+            continue
+        x, y = axes.transData.transform(place) * 72 / axes.figure.dpi
+        left, right = x, x + 3.9 * len(row.spec)
+        if all(right < a or b < left or abs(y - base) > 8 for a, b, base in taken):
+            taken.append((left, right, y))
+            axes.annotate(row.spec, place, xytext=(5, 4), textcoords="offset points", fontsize=7, color=INK)

@@ -31,7 +31,7 @@ STYLE: dict[Any, Any] = {
 
 
 def plot(summary: dict[str, Any], path: Path) -> None:
-    """Write a PNG of ``summary`` (see `report.summarise`); the curves are those of the first seed."""
+    """Write a PNG of ``summary`` (see `main.summarize`); the curves are those of the first seed."""
     import matplotlib
 
     matplotlib.use("Agg")

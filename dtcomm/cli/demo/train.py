@@ -1,24 +1,179 @@
-"""One rank of the demo: trains several models that differ only in the compression of their gradients.
+"""Training of the demo: its text, its model, and what one rank does.
 
-The runs take turns of a few steps, so that other load of the machine affects all of them equally. They start from the
-same weights and read the same batches in the same order.
+The text is the source of Python's standard library, which is present on every machine. The model is a character-level
+GPT in plain torch; the benchmarks and the examples use it too. `train` trains several models that differ only in the
+compression of their gradients. The runs take turns of a few steps, so that other load of the machine affects all of
+them equally. They start from the same weights and read the same batches in the same order.
 """
 
 from __future__ import annotations
 
 import statistics
+import sysconfig
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp
-from dtcomm.cli.demo import data
-from dtcomm.cli.demo import model as demo_model
+
+#: Printable ASCII and the newline; all other characters become the last symbol.
+ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
+VOCABULARY = len(ALPHABET) + 1
+
+_SKIPPED = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "lib2to3",
+    "ensurepip",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Training and held-out symbols, uint8 [characters], from disjoint sets of files."""
+
+    training: torch.Tensor
+    held_out: torch.Tensor
+    files: int
+
+
+def load_corpus(root: Path | None = None, limit: int = 8_000_000) -> Corpus:
+    """Read up to ``limit`` characters of the library's modules, in the order of their names.
+
+    A tenth of the files, chosen by a checksum of their names, is held out. Order and split depend only on the names, so
+    every rank and every run reads the same text.
+
+    Raises:
+        ValueError: ``root`` has too little text.
+    """
+    root = root or Path(sysconfig.get_paths()["stdlib"])
+    texts: dict[bool, list[str]] = {False: [], True: []}
+    total = files = 0
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if _SKIPPED.intersection(parts[:-1]):
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace").expandtabs(4)
+        texts[zlib.crc32("/".join(parts).encode()) % 10 == 0].append(text)
+        files += 1
+        total += len(text)
+        if total >= limit:
+            break
+    training, held_out = ("".join(texts[held_out]) for held_out in (False, True))
+    if min(len(training), len(held_out)) < 10_000:
+        raise ValueError(f"{root}: {files} Python files with {total} characters are too little to train on")
+    return Corpus(training=_symbols(training), held_out=_symbols(held_out), files=files)
+
+
+def training_batch(
+    corpus: Corpus, *, seed: int, step: int, rank: int, size: int, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and targets, int64 [size, length], which depend only on seed, step and rank."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 4099 + rank)
+    starts = torch.randint(corpus.training.numel() - length - 1, (size,), generator=generator)
+    return _windows(corpus.training, starts, length)
+
+
+def held_out_batches(
+    corpus: Corpus, *, windows: int, size: int, length: int, rank: int, ranks: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return this rank's share of ``windows`` evenly spaced held-out windows, in batches of ``size``."""
+    starts = torch.linspace(0, corpus.held_out.numel() - length - 1, windows).long()[rank::ranks]
+    return [_windows(corpus.held_out, part, length) for part in torch.split(starts, size)]
+
+
+def _symbols(text: str) -> torch.Tensor:
+    table = torch.full((256,), VOCABULARY - 1, dtype=torch.uint8)
+    for symbol, character in enumerate(ALPHABET):
+        table[ord(character)] = symbol
+    # One byte per character: characters outside latin-1 become "?", others outside ASCII the last symbol.
+    data = torch.frombuffer(bytearray(text.encode("latin-1", errors="replace")), dtype=torch.uint8)
+    return table[data.long()]
+
+
+def _windows(symbols: torch.Tensor, starts: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    windows = symbols[starts[:, None] + torch.arange(length + 1)].long()
+    return windows[:, :-1], windows[:, 1:]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of the model; the default has one million parameters."""
+
+    vocabulary: int
+    context: int = 96
+    layers: int = 4
+    width: int = 144
+    heads: int = 4
+
+
+class Block(nn.Module):
+    """Causal self-attention and an MLP, each after a layer norm; maps [batch, length, width] to the same shape."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.before_attention = nn.LayerNorm(shape.width)
+        self.qkv = nn.Linear(shape.width, 3 * shape.width)
+        self.projection = nn.Linear(shape.width, shape.width)
+        self.before_mlp = nn.LayerNorm(shape.width)
+        self.up = nn.Linear(shape.width, 4 * shape.width)
+        self.down = nn.Linear(4 * shape.width, shape.width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        # -1 heads: with tensor parallelism a rank has only a part of the heads.
+        qkv = self.qkv(self.before_attention(x)).view(batch, length, 3, -1, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.projection(attended.transpose(1, 2).flatten(2))
+        x = x + self.down(functional.gelu(self.up(self.before_mlp(x))))
+        return x
+
+
+class GPT(nn.Module):
+    """Maps symbols, int64 [batch, length], to logits [batch, length, vocabulary]."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.symbols = nn.Embedding(shape.vocabulary, shape.width)
+        self.positions = nn.Embedding(shape.context, shape.width)
+        self.blocks = nn.Sequential(*(Block(shape) for _ in range(shape.layers)))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                # Residual branches are scaled down with depth, as in GPT-2. GPT-2's 0.02 would make so narrow a
+                # model learn hundreds of steps later.
+                added = name.endswith(("projection.weight", "down.weight"))
+                std = shape.width**-0.5 / (2 * shape.layers) ** 0.5 if added else shape.width**-0.5
+                nn.init.normal_(parameter, std=0.02 if name == "head.weight" else std)
+
+    def forward(self, symbols: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(symbols.shape[1], device=symbols.device)
+        x = self.symbols(symbols) + self.positions(positions)
+        logits: torch.Tensor = self.head(self.norm(self.blocks(x)))
+        return logits
+
+
+def cross_entropy(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy in nats per character."""
+    logits = model(inputs)
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
 
 #: Name of the run without a hook: DDP's all-reduce over Gloo.
 PLAIN = "plain DDP"
@@ -62,8 +217,8 @@ def train(settings: Settings, progress: Progress | None = None) -> list[dict[str
     Returns one dict for each run. Times and bytes are this rank's; everything else is equal on all ranks.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    corpus = data.load()
-    shape = demo_model.Shape(vocabulary=data.VOCABULARY)
+    corpus = load_corpus()
+    shape = ModelShape(vocabulary=VOCABULARY)
     runs = [_start(name, settings, shape) for name in settings.runs]
     evaluation_interval = -(-settings.steps // settings.evaluations)
     for first in range(0, settings.steps, settings.turn):
@@ -84,9 +239,9 @@ def train(settings: Settings, progress: Progress | None = None) -> list[dict[str
     return [_finish(run, corpus, settings, shape, rank, ranks) for run in runs]
 
 
-def _start(name: str, settings: Settings, shape: demo_model.Shape) -> Run:
+def _start(name: str, settings: Settings, shape: ModelShape) -> Run:
     torch.manual_seed(settings.seed)
-    model = DistributedDataParallel(demo_model.GPT(shape))
+    model = DistributedDataParallel(GPT(shape))
     model._set_ddp_runtime_logging_sample_rate(1)  # type: ignore[no-untyped-call]
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.05
@@ -96,16 +251,14 @@ def _start(name: str, settings: Settings, shape: demo_model.Shape) -> Run:
     )
 
 
-def _step(
-    run: Run, corpus: data.Corpus, settings: Settings, shape: demo_model.Shape, step: int, rank: int
-) -> None:
-    inputs, targets = data.batch(
+def _step(run: Run, corpus: Corpus, settings: Settings, shape: ModelShape, step: int, rank: int) -> None:
+    inputs, targets = training_batch(
         corpus, seed=settings.seed, step=step, rank=rank, size=settings.batch, length=shape.context
     )
     for group in run.optimizer.param_groups:
         group["lr"] = _learning_rate(settings, step)
     start = time.perf_counter()
-    loss = demo_model.loss(run.model, inputs, targets)
+    loss = cross_entropy(run.model, inputs, targets)
     run.optimizer.zero_grad()
     torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
@@ -131,26 +284,26 @@ def _learning_rate(settings: Settings, step: int) -> float:
 @torch.no_grad()
 def _held_out(
     run: Run,
-    corpus: data.Corpus,
+    corpus: Corpus,
     settings: Settings,
-    shape: demo_model.Shape,
+    shape: ModelShape,
     windows: int,
     rank: int,
     ranks: int,
 ) -> float:
     """Return the mean loss over ``windows`` held-out windows, which are divided among the ranks."""
     total = torch.zeros(2, dtype=torch.float64)
-    for inputs, targets in data.held_out_batches(
+    for inputs, targets in held_out_batches(
         corpus, windows=windows, size=4 * settings.batch, length=shape.context, rank=rank, ranks=ranks
     ):
-        total[0] += demo_model.loss(run.model.module, inputs, targets).double() * targets.numel()
+        total[0] += cross_entropy(run.model.module, inputs, targets).double() * targets.numel()
         total[1] += targets.numel()
     dist.all_reduce(total)
     return float(total[0] / total[1])
 
 
 def _finish(
-    run: Run, corpus: data.Corpus, settings: Settings, shape: demo_model.Shape, rank: int, ranks: int
+    run: Run, corpus: Corpus, settings: Settings, shape: ModelShape, rank: int, ranks: int
 ) -> dict[str, Any]:
     final = _held_out(run, corpus, settings, shape, settings.windows, rank, ranks)
     run.held_out.append((settings.steps, final))

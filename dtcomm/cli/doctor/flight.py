@@ -1,44 +1,104 @@
-"""``dtcomm doctor --flight DIR``: the flight records of a run, read together."""
+"""``dtcomm doctor --flight DIR``: a diagnosis of each communicator from the flight records of several ranks.
+
+`report` reads the records and prints the diagnoses. `diagnose` computes them: which rank did not enter an operation,
+entered another one, or does not finish it.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dtcomm.cli.doctor.diagnosis import Rank, Verdict, judge, listing, size
+#: Collectives whose recorded size is that of one rank's shard.
+SHARDED = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")
+
+# The part of a flight record about one communicator, with the rank that wrote it. ``operations`` are its own, and
+# ``seen`` is what it knows of its peers.
+CommunicatorRecord = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RankState:
+    """State of one rank of a communicator.
+
+    Attributes:
+        rank: Its global rank.
+        name: Its rank, host and process, as error messages name it.
+        record: Its own record; None if it left none.
+        last: Number of the last operation that it is known to have entered; 0 for none.
+        gone: Whether it left no record and a peer saw that its process had ended.
+    """
+
+    rank: int
+    name: str
+    record: CommunicatorRecord | None
+    last: int
+    gone: bool
+
+    def operation(self, number: int) -> dict[str, Any] | None:
+        """Return this rank's record of an operation, or None if it has none."""
+        operations = [] if self.record is None else self.record["operations"]
+        return next((operation for operation in operations if operation["number"] == number), None)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """State of one communicator.
+
+    Attributes:
+        id: Its identifier.
+        kind: One of healthy, missing, stuck, mismatch, corrupt, unmade (it could not be created) and failed.
+        sentence: The diagnosis in one sentence.
+        number: Number of the first operation that did not finish; of the last operation if all finished.
+        culprits: Global ranks at fault.
+        ranks: All its ranks.
+    """
+
+    id: str
+    kind: str
+    sentence: str
+    number: int
+    culprits: list[int]
+    ranks: list[RankState] = field(default_factory=list)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing failed and no rank waits."""
+        return self.kind == "healthy"
 
 
 def report(directory: str, *, as_json: bool) -> int:
-    """Print what the records say; 0 where nothing is wrong, 1 where something is, 2 where there are none."""
-    records, unread = load(Path(directory))
+    """Print the diagnoses; return 0 if nothing is wrong, 1 if something is, or 2 if there are no records."""
+    records, unreadable = load(Path(directory))
     if not records:
-        why = "; ".join(unread) or "no rank-*.json in it"
+        why = "; ".join(unreadable) or "no rank-*.json in it"
         print(f"dtcomm doctor: --flight {directory}: no flight records: {why}", file=sys.stderr)
         return 2
-    verdicts = judge(records)
-    healthy = all(verdict.healthy for verdict in verdicts)
+    diagnoses = diagnose(records)
+    healthy = all(diagnosis.healthy for diagnosis in diagnoses)
     if as_json:
-        said = {
+        document = {
             "ok": healthy,
             "records": [record["rank"] for record in records],
-            "unreadable": unread,
-            "communicators": [_as_dict(verdict) for verdict in verdicts],
+            "unreadable": unreadable,
+            "communicators": [_as_dict(diagnosis) for diagnosis in diagnoses],
         }
-        print(json.dumps(said, indent=2))
+        print(json.dumps(document, indent=2))
         return 0 if healthy else 1
-    for line in unread:
+    for line in unreadable:
         print(f"note  {line}")
-    # What is wrong first; a communicator that failed only because another one did comes after it.
-    for verdict in sorted(verdicts, key=lambda each: each.healthy):
-        _show(verdict)
+    for diagnosis in sorted(diagnoses, key=lambda diagnosis: diagnosis.healthy):  # failures first
+        _print(diagnosis)
     return 0 if healthy else 1
 
 
 def load(directory: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The records in rank order, and what could not be read."""
-    records, unread = [], []
+    """Return the records in rank order, and a line for each file that could not be read."""
+    records, unreadable = [], []
     for path in sorted(directory.glob("rank-*.json")):
         try:
             record = json.loads(path.read_text())
@@ -46,55 +106,272 @@ def load(directory: Path) -> tuple[list[dict[str, Any]], list[str]]:
                 raise ValueError(f"format {record['format']!r}, this dtcomm reads 1")
             records.append(record)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            unread.append(f"{path.name}: {error}")
-    return sorted(records, key=lambda record: int(record["rank"])), unread
+            unreadable.append(f"{path.name}: {error}")
+    return sorted(records, key=lambda record: int(record["rank"])), unreadable
 
 
-def _as_dict(verdict: Verdict) -> dict[str, Any]:
+def _as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
     return {
-        "id": verdict.id,
-        "kind": verdict.kind,
-        "sentence": verdict.sentence,
-        "operation": verdict.number,
-        "culprits": verdict.culprits,
+        "id": diagnosis.id,
+        "kind": diagnosis.kind,
+        "sentence": diagnosis.sentence,
+        "operation": diagnosis.number,
+        "culprits": diagnosis.culprits,
         "ranks": [
             {"rank": rank.rank, "last": rank.last, "recorded": rank.record is not None, "gone": rank.gone}
-            for rank in verdict.ranks
+            for rank in diagnosis.ranks
         ],
     }
 
 
-def _show(verdict: Verdict) -> None:
+def _print(diagnosis: Diagnosis) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    mark = "[green]ok[/]   " if verdict.healthy else "[red]FAIL[/] "
-    console.print(f"{mark} {escape(verdict.sentence)}", soft_wrap=True)
-    if verdict.healthy:
+    mark = "[green]ok[/]   " if diagnosis.healthy else "[red]FAIL[/] "
+    console.print(f"{mark} {escape(diagnosis.sentence)}", soft_wrap=True)
+    if diagnosis.healthy:
         return
-    table = Table(title=f"communicator {escape(verdict.id)}: {listing([r.rank for r in verdict.ranks])}")
+    ranks = format_ranks([rank.rank for rank in diagnosis.ranks])
+    table = Table(title=f"communicator {escape(diagnosis.id)}: {ranks}")
     for name in ("rank", "last entered", "state", "what", "size", "for", "waited for", "of"):
         table.add_column(name, justify="right" if name in ("rank", "last entered", "size", "for") else "left")
-    for rank in verdict.ranks:
+    for rank in diagnosis.ranks:
         table.add_row(
-            *_row(rank, verdict.number),
-            style="red" if rank.rank in verdict.culprits else "",
+            *_cells(rank, diagnosis.number),
+            style="red" if rank.rank in diagnosis.culprits else "",
             end_section=False,
         )
     console.print(table)
 
 
-def _row(rank: Rank, number: int) -> list[str]:
-    who = rank.name.partition(" (")[2].rstrip(")")
+def _cells(rank: RankState, number: int) -> list[str]:
+    process = rank.name.partition(" (")[2].rstrip(")")
     last = f"#{rank.last}" if rank.last else "-"
     operation = rank.operation(number)
     if operation is None:
         state = "gone" if rank.gone else "no record" if rank.record is None else "not there"
-        return [str(rank.rank), last, state, "", "", "", "", who]
+        return [str(rank.rank), last, state, "", "", "", "", process]
     ended, started = operation["finished"], operation["started"]
-    seconds = f"{ended - started:.3g} s" if ended and started else ""
-    waited = listing(operation["waited_for"]) if operation["waited_for"] else ""
-    what = f"#{number} {operation['text']}"
-    return [str(rank.rank), last, operation["state"], what, size(operation["bytes"]), seconds, waited, who]
+    return [
+        str(rank.rank),
+        last,
+        operation["state"],
+        f"#{number} {operation['text']}",
+        format_bytes(operation["bytes"]),
+        f"{ended - started:.3g} s" if ended and started else "",
+        format_ranks(operation["waited_for"]) if operation["waited_for"] else "",
+        process,
+    ]
+
+
+def diagnose(records: Sequence[dict[str, Any]]) -> list[Diagnosis]:
+    """Return a diagnosis of each communicator in the ranks' flight records."""
+    by_id: dict[str, list[CommunicatorRecord]] = {}
+    for record in records:
+        for communicator in record["communicators"]:
+            by_id.setdefault(communicator["id"], []).append({**communicator, "rank": record["rank"]})
+    return [_diagnose(id, communicator_records) for id, communicator_records in sorted(by_id.items())]
+
+
+def _diagnose(id: str, records: list[CommunicatorRecord]) -> Diagnosis:
+    ranks = _rank_states(records)
+    if all(not record["operations"] for record in records):
+        failure = next((record["failure"] for record in records if record["failure"]), "")
+        if failure:
+            return Diagnosis(id, "unmade", failure, 0, [], ranks)
+    unfinished = [
+        operation["number"]
+        for record in records
+        for operation in record["operations"]
+        if operation["state"] in ("started", "failed") and operation["started"]
+    ]
+    if not unfinished:
+        last = max((rank.last for rank in ranks), default=0)
+        return Diagnosis(id, "healthy", _healthy_sentence(ranks), last, [], ranks)
+    number = min(unfinished)
+    corrupt = next((record["failure"] for record in records if "arrived damaged" in record["failure"]), "")
+    if corrupt:
+        return Diagnosis(id, "corrupt", corrupt, number, _ranks_named_in(corrupt, ranks)[:1], ranks)
+    ranks_by_call: dict[str, list[int]] = {}
+    for rank in ranks:
+        operation = rank.operation(number)
+        call = operation["text"] if operation else _call_seen_by_peers(records, rank.rank, number)
+        if call:
+            ranks_by_call.setdefault(call, []).append(rank.rank)
+    if len(ranks_by_call) > 1:
+        return _mismatch(id, number, ranks_by_call, ranks)
+    description = _describe_operation(ranks, number)
+    missing = [rank for rank in ranks if rank.last < number]
+    if missing:
+        return _missing(id, number, description, missing, ranks)
+    return _stuck(id, number, description, records, ranks)
+
+
+def _rank_states(records: list[CommunicatorRecord]) -> list[RankState]:
+    states = []
+    record_of = {record["rank"]: record for record in records}
+    for rank, name in zip(records[0]["ranks"], records[0]["names"], strict=True):
+        sightings = [seen for record in records for seen in record["seen"] if seen["rank"] == rank]
+        own = record_of.get(rank)
+        operations = own["operations"] if own else []
+        entered = [operation["number"] for operation in operations if operation["started"] is not None]
+        gone = own is None and any(not seen["alive"] for seen in sightings)
+        last = max([*entered, *(seen["last"] for seen in sightings)], default=0)
+        states.append(RankState(rank, name, own, last, gone))
+    return states
+
+
+def _call_seen_by_peers(records: list[CommunicatorRecord], rank: int, number: int) -> str:
+    """Return the call that ``rank`` made as operation ``number`` according to its peers, or an empty string."""
+    for record in records:
+        for seen in record["seen"]:
+            if seen["rank"] == rank and seen["last"] == number:
+                return str(seen["text"])
+    return ""
+
+
+def _describe_operation(ranks: list[RankState], number: int) -> str:
+    """Return a description such as ``all_reduce #41 of 25 MB``."""
+    operation = next(operation for rank in ranks if (operation := rank.operation(number)))
+    per_rank = " a rank" if operation["collective"] in SHARDED else ""
+    return f"{operation['collective']} #{number} of {format_bytes(operation['bytes'])}{per_rank}"
+
+
+def _healthy_sentence(ranks: list[RankState]) -> str:
+    lasts = sorted({rank.last for rank in ranks})
+    if len(lasts) == 1:
+        names = format_ranks([rank.rank for rank in ranks])
+        return f"nothing is missing: {names} finished all {lasts[0]} operations"
+    behind = format_ranks([rank.rank for rank in ranks if rank.last == lasts[0]])
+    return f"no operation is under way; {behind} made {lasts[0]} calls, the others up to {lasts[-1]}"
+
+
+def _mismatch(id: str, number: int, ranks_by_call: dict[str, list[int]], ranks: list[RankState]) -> Diagnosis:
+    # The smallest group is at fault; of equal groups the one without the lowest rank.
+    culprits = min(ranks_by_call.values(), key=lambda group: (len(group), -min(group)))
+    parts = [f"{format_ranks(group)} called {call}" for call, group in ranks_by_call.items()]
+    sentence = f"the ranks disagree on operation #{number}: " + ", but ".join(parts)
+    return Diagnosis(id, "mismatch", sentence, number, culprits, ranks)
+
+
+def _missing(
+    id: str, number: int, description: str, missing: list[RankState], ranks: list[RankState]
+) -> Diagnosis:
+    culprits = [rank.rank for rank in missing]
+    waiting = [rank.rank for rank in ranks if rank.rank not in culprits and rank.record is not None]
+    lasts = sorted({rank.last for rank in missing})
+    pronoun = "it" if len(missing) == 1 else "they"
+    last = f"{pronoun} made no call at all" if lasts == [0] else f"the last {pronoun} entered is #{lasts[-1]}"
+    late = _seconds_late(missing, ranks, number)
+    if late:
+        sentence = (
+            f"{format_ranks(culprits)} came {late:.3g} s too late to {description} that {format_ranks(waiting)} "
+            f"waited for ({last} in time)"
+        )
+    else:
+        sentence = (
+            f"{format_ranks(culprits)} never entered {description} that {format_ranks(waiting)} {_wait(waiting)} "
+            f"for ({last}{_why_no_record(missing)})"
+        )
+    return Diagnosis(id, "missing", sentence, number, culprits, ranks)
+
+
+def _seconds_late(missing: list[RankState], ranks: list[RankState], number: int) -> float:
+    """Return the seconds from the first rank's failure to the last missing rank's call; 0 if one never called."""
+    calls = [float(operation["issued"]) for rank in missing if (operation := rank.operation(number))]
+    ends = [
+        float(operation["finished"])
+        for rank in ranks
+        if rank not in missing and (operation := rank.operation(number)) and operation["finished"]
+    ]
+    if len(calls) < len(missing) or not ends:
+        return 0.0
+    return max(0.0, max(calls) - min(ends))
+
+
+def _stuck(
+    id: str, number: int, description: str, records: list[CommunicatorRecord], ranks: list[RankState]
+) -> Diagnosis:
+    stuck = [rank for rank in ranks if rank.record is None]
+    if not stuck:
+        waited_for = _ends_of_wait_chains(records, number)
+        stuck = [rank for rank in ranks if rank.rank in waited_for]
+    if not stuck:
+        failure = next((record["failure"] for record in records if record["failure"]), "no rank says why")
+        return Diagnosis(id, "failed", f"{description} failed on all ranks: {failure}", number, [], ranks)
+    culprits = [rank.rank for rank in stuck]
+    waiting = [rank.rank for rank in ranks if rank.record is not None and rank.rank not in culprits]
+    verb, pronoun = ("does", "it") if len(culprits) == 1 else ("do", "them")
+    sentence = (
+        f"{format_ranks(culprits)} entered {description} and {verb} not go on; {format_ranks(waiting)} "
+        f"{_wait(waiting)} for {pronoun}{_why_no_record(stuck, ' (', ')')}"
+    )
+    return Diagnosis(id, "stuck", sentence, number, culprits, ranks)
+
+
+def _ends_of_wait_chains(records: list[CommunicatorRecord], number: int) -> set[int]:
+    """Return the ranks that others wait for and that wait for no rank themselves; cycles of waits have none."""
+    waits = {
+        record["rank"]: operation["waiting_for"]
+        for record in records
+        for operation in record["operations"]
+        if operation["number"] == number and operation["waiting_for"] is not None
+    }
+    ends = set()
+    for rank in waits:
+        visited: set[int] = set()
+        while rank in waits and rank not in visited:
+            visited.add(rank)
+            rank = waits[rank]
+        if rank not in visited:
+            ends.add(rank)
+    return ends
+
+
+def _why_no_record(ranks: list[RankState], before: str = "; ", after: str = "") -> str:
+    """Return what is known of those of ``ranks`` that left no record; an empty string if all left one."""
+    silent = [rank for rank in ranks if rank.record is None]
+    if not silent:
+        return ""
+    if all(rank.gone for rank in silent):
+        return f"{before}{'its process is' if len(silent) == 1 else 'their processes are'} gone{after}"
+    pronoun = "it" if len(silent) == 1 else "they"
+    return f"{before}{pronoun} left no record: stopped, killed or busy elsewhere{after}"
+
+
+def _ranks_named_in(text: str, ranks: list[RankState]) -> list[int]:
+    """Return the ranks that a text names, in its order."""
+    positions = {rank.rank: text.find(rank.name) for rank in ranks}
+    named = [rank for rank, position in positions.items() if position >= 0]
+    return sorted(named, key=lambda rank: positions[rank])
+
+
+def _wait(ranks: Sequence[int]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return a list of ranks as text: ``rank 3``, ``ranks 0-2, 5``."""
+    if not ranks:
+        return "nobody"
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    parts = [f"{first}" if first == last else f"{first}-{last}" for first, last in runs]
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)
+
+
+def format_bytes(count: int) -> str:
+    """Return a rounded size: ``25 MB``, ``4 KB``; MB and KB are powers of 1024."""
+    value = float(count)
+    for unit in ("B", "KB", "MB", "GB"):
+        if value < 1024 or unit == "GB":
+            return f"{value:.3g} {unit}"
+        value /= 1024
+    raise AssertionError

@@ -14,8 +14,8 @@ import json
 import textwrap
 from collections.abc import Callable
 
-from dtcomm.cli.doctor import engine, flight, machine
-from dtcomm.cli.doctor.report import FAIL, Check
+from dtcomm.cli.doctor import checks, flight
+from dtcomm.cli.doctor.checks import FAIL, Check
 
 
 def main(argv: list[str]) -> int:
@@ -23,22 +23,22 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     if options.flight is not None:
         return flight.report(options.flight, as_json=options.json)
-    checks = [
-        _guarded("versions", machine.versions),
-        _guarded("build", machine.build),
-        _guarded("kernels", machine.kernels),
-        _guarded("cuda", machine.cuda),
-        _guarded("cores", lambda: machine.cores(options.nproc)),
-        _guarded("variables", machine.variables),
+    results = [
+        _guarded("versions", checks.versions),
+        _guarded("build", checks.build),
+        _guarded("kernels", checks.kernels),
+        _guarded("cuda", checks.cuda),
+        _guarded("cores", lambda: checks.cores(options.nproc)),
+        _guarded("variables", checks.variables),
     ]
     # If a check failed, every rank would only repeat the same failure.
-    if not any(check.status == FAIL for check in checks):
-        checks.append(_guarded("engine", lambda: engine.engine(options.nproc)))
-    healthy = all(check.status != FAIL for check in checks)
+    if not any(check.status == FAIL for check in results):
+        results.append(_guarded("engine", lambda: checks.engine(options.nproc)))
+    healthy = all(check.status != FAIL for check in results)
     if options.json:
-        print(json.dumps({"ok": healthy, "checks": [check.as_dict() for check in checks]}, indent=2))
+        print(json.dumps({"ok": healthy, "checks": [check.as_dict() for check in results]}, indent=2))
     else:
-        print("\n".join(_line(check) for check in checks))
+        print("\n".join(_line(check) for check in results))
     return 0 if healthy else 1
 
 

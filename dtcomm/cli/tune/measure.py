@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dtcomm import algorithms, codecs, collectives
-from dtcomm.cli.codecs import speed as codecs_speed
+from dtcomm.cli.codecs import measure as codecs_measure
 from dtcomm.cli.perf import placement
 from dtcomm.cli.tune import cpu_placement
 from dtcomm.cli.tune.sampling import BenchmarkCase, CaseSamples, sample_cases
@@ -135,7 +135,7 @@ def _rates() -> dict[str, list[float]]:
     """Return encoding and decoding rates of this rank's core, in GB/s of fp32."""
     rates = {}
     for spec in RATED_CODECS:
-        speed = codecs_speed.measure(codecs.codec(spec), 4 << 20, 0.02)
+        speed = codecs_measure.measure_speed(codecs.codec(spec), 4 << 20, 0.02)
         rates[spec] = [round(speed.encode, 3), round(speed.decode, 3)]
     return rates
 

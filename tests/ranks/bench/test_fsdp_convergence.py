@@ -13,9 +13,9 @@ from bench.fsdp_convergence import train
 from bench.training import shards_page
 from bench.training.shards import METHODS
 from bench.training.tasks import TASKS
-from dtcomm.cli.demo import model as demo_model
+from dtcomm.cli.demo import train as demo
 
-SHAPE = demo_model.Shape(vocabulary=11, context=8, layers=2, width=16, heads=2)
+SHAPE = demo.ModelShape(vocabulary=11, context=8, layers=2, width=16, heads=2)
 
 
 def drawn(seed: int, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,7 +32,7 @@ SHORT = dataclasses.replace(
     rate=2e-2,
     batch=drawn,
     evaluate=lambda model: 1.0,
-    model=lambda: demo_model.GPT(SHAPE),
+    model=lambda: demo.GPT(SHAPE),
 )
 
 

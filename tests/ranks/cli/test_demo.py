@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtcomm.cli.demo import data
 from dtcomm.cli.demo import main as demo_command
-from dtcomm.cli.demo import model as demo_model
+from dtcomm.cli.demo import train as demo
 from dtcomm.cli.demo.train import Settings
 from dtcomm.codecs import codec
 
@@ -27,28 +26,28 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_text_is_split_by_file_in_an_order_of_its_own(library: Path) -> None:
-    corpus = data.load(library)
+    corpus = demo.load_corpus(library)
     assert corpus.files == 30
     assert corpus.training.numel() + corpus.held_out.numel() == 30 * (4 + 5000 + 3)
-    assert torch.equal(corpus.training, data.load(library).training)
-    assert data.ALPHABET.index("!") not in corpus.training.unique().tolist()
-    assert int(corpus.training.max()) == data.VOCABULARY - 1  # what ASCII lacks
+    assert torch.equal(corpus.training, demo.load_corpus(library).training)
+    assert demo.ALPHABET.index("!") not in corpus.training.unique().tolist()
+    assert int(corpus.training.max()) == demo.VOCABULARY - 1  # what ASCII lacks
     held_out = {int(symbol) for symbol in corpus.held_out.unique()}
-    letters = {data.ALPHABET.index(chr(ord("a") + number)) for number in range(4, 26)}
+    letters = {demo.ALPHABET.index(chr(ord("a") + number)) for number in range(4, 26)}
     assert not held_out & letters & {int(symbol) for symbol in corpus.training.unique()}
 
 
 def test_too_little_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("pass\n")
     with pytest.raises(ValueError, match="too little"):
-        data.load(tmp_path)
+        demo.load_corpus(tmp_path)
 
 
 def test_batches_depend_on_seed_step_and_rank_and_on_nothing_else(library: Path) -> None:
-    corpus = data.load(library)
+    corpus = demo.load_corpus(library)
 
     def drawn(seed: int, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return data.batch(corpus, seed=seed, step=step, rank=rank, size=8, length=500)
+        return demo.training_batch(corpus, seed=seed, step=step, rank=rank, size=8, length=500)
 
     inputs, targets = drawn(0, 1, 0)
     assert inputs.shape == targets.shape == (8, 500)
@@ -61,9 +60,9 @@ def test_batches_depend_on_seed_step_and_rank_and_on_nothing_else(library: Path)
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_share_out_the_held_out_windows(library: Path, ranks: int) -> None:
-    corpus = data.load(library)
+    corpus = demo.load_corpus(library)
     shares = [
-        data.held_out_batches(corpus, windows=7, size=2, length=50, rank=rank, ranks=ranks)
+        demo.held_out_batches(corpus, windows=7, size=2, length=50, rank=rank, ranks=ranks)
         for rank in range(ranks)
     ]
     assert sum(inputs.shape[0] for share in shares for inputs, _ in share) == 7
@@ -72,7 +71,7 @@ def test_ranks_share_out_the_held_out_windows(library: Path, ranks: int) -> None
 
 def test_the_model_cannot_see_the_future() -> None:
     torch.manual_seed(0)
-    model = demo_model.GPT(demo_model.Shape(vocabulary=11, context=16, layers=2, width=16, heads=2))
+    model = demo.GPT(demo.ModelShape(vocabulary=11, context=16, layers=2, width=16, heads=2))
     symbols = torch.randint(11, (1, 16))
     changed = symbols.clone()
     changed[0, 9:] = (changed[0, 9:] + 1) % 11

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dtcomm.cli.doctor import engine, machine
+from dtcomm.cli.doctor import checks
 from dtcomm.cli.doctor import main as doctor_command
 from dtcomm.kernels import ops
 from dtcomm.launch import ranks
@@ -22,11 +22,11 @@ def _report(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[s
 
 
 def test_this_machine_is_healthy(capsys: pytest.CaptureFixture[str]) -> None:
-    status, checks = _report(capsys)
+    status, results = _report(capsys)
     assert status == 0
-    assert list(checks) == ["versions", "build", "kernels", "cuda", "cores", "variables", "engine"]
-    assert checks["kernels"]["current"] == ops.current()
-    engine = checks["engine"]
+    assert list(results) == ["versions", "build", "kernels", "cuda", "cores", "variables", "engine"]
+    assert results["kernels"]["current"] == ops.current()
+    engine = results["engine"]
     assert engine["runtime"] == "native" and engine["problems"] == []
     assert all(us > 0 for us in engine["median_us"].values())
 
@@ -34,37 +34,39 @@ def test_this_machine_is_healthy(capsys: pytest.CaptureFixture[str]) -> None:
 def test_text_has_a_line_per_check(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranks, "run_ranks", lambda *_, **__: [_finding(), _finding()])
+    monkeypatch.setattr(ranks, "run_ranks", lambda *_, **__: [_self_test_result(), _self_test_result()])
     assert doctor_command.main([]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
     assert len(lines) == 7 and all(line.split()[0] in ("ok", "note") for line in lines)
 
 
-def _finding(**change: Any) -> dict[str, Any]:
-    found = {"problems": [], "digest": "d", "median_us": {"none": 1.0}, "runtime": "native", "why": "w"}
-    return {**found, "round_trip_ns": 100.0, "single_copy": "switched off", **change}
+def _self_test_result(**change: Any) -> dict[str, Any]:
+    result = {"problems": [], "digest": "d", "median_us": {"none": 1.0}, "runtime": "native", "why": "w"}
+    return {**result, "round_trip_ns": 100.0, "single_copy": "switched off", **change}
 
 
 @pytest.mark.parametrize(
-    ("change", "status", "words"),
+    ("change", "status", "text"),
     [
         ({"problems": ["none: the sum is wrong"]}, "FAIL", "rank 1: none: the sum is wrong"),
         ({"digest": "other"}, "FAIL", "different bits"),
         ({}, "ok", "same bits"),
     ],
 )
-def test_engine_verdicts(
-    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], status: str, words: str
+def test_engine_status(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], status: str, text: str
 ) -> None:
-    monkeypatch.setattr(ranks, "run_ranks", lambda *_, **__: [_finding(), _finding(**change)])
-    check = engine.engine(2)
-    assert check.status == status and words in check.summary
+    monkeypatch.setattr(
+        ranks, "run_ranks", lambda *_, **__: [_self_test_result(), _self_test_result(**change)]
+    )
+    check = checks.engine(2)
+    assert check.status == status and text in check.summary
 
 
 def test_engine_notes_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    fallen = _finding(runtime="process_group", why="no shared memory here", round_trip_ns=0.0)
-    monkeypatch.setattr(ranks, "run_ranks", lambda *_, **__: [fallen, fallen])
-    check = engine.engine(2)
+    fallback = _self_test_result(runtime="process_group", why="no shared memory here", round_trip_ns=0.0)
+    monkeypatch.setattr(ranks, "run_ranks", lambda *_, **__: [fallback, fallback])
+    check = checks.engine(2)
     assert check.status == "note" and "because no shared memory here" in check.summary
 
 
@@ -74,50 +76,50 @@ def test_a_wrong_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(collectives, "info", lambda: {"runtime": "native", "why": ""})
     monkeypatch.setattr(collectives, "all_reduce", lambda x, codec="none": None)
-    assert len(engine.self_test(0, 2)["problems"]) == 2
+    assert len(checks.self_test(0, 2)["problems"]) == 2
     monkeypatch.setattr(collectives, "all_reduce", lambda x, codec="none": x.mul_(1.5))
-    assert len(engine.self_test(0, 1)["problems"]) == 2
+    assert len(checks.self_test(0, 1)["problems"]) == 2
 
 
 def test_wrong_variable_fails_before_ranks_start(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DTCOMM_STAGING", "sideways")
-    status, checks = _report(capsys)
-    assert status == 1 and "engine" not in checks
-    assert checks["variables"]["status"] == "FAIL" and "sideways" in checks["variables"]["summary"]
+    status, results = _report(capsys)
+    assert status == 1 and "engine" not in results
+    assert results["variables"]["status"] == "FAIL" and "sideways" in results["variables"]["summary"]
 
 
 def test_unknown_variable_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTCOMM_KERNELS", "avx2")
-    check = machine.variables()
+    check = checks.variables()
     assert check.status == "note" and check.details["unknown"] == ["DTCOMM_KERNELS"]
 
 
 def test_forced_kernel_is_noted() -> None:
     with ops.use("reference"):
-        check = machine.kernels()
+        check = checks.kernels()
     assert check.status == "note" and check.details["current"] == "reference"
 
 
 def test_more_ranks_than_cores_are_noted() -> None:
-    usable = machine.usable_cores()
-    assert not machine.cores(usable).details["oversubscribed"]
-    assert machine.cores(usable + 1).status == "note"
+    usable = checks.usable_cores()
+    assert not checks.cores(usable).details["oversubscribed"]
+    assert checks.cores(usable + 1).status == "note"
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("max 100000", 8), ("250000 100000", 2), ("1000 100000", 1)])
 def test_container_quota_counts(monkeypatch: pytest.MonkeyPatch, quota: str, cores: int) -> None:
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(checks.os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(Path, "read_text", lambda _: quota)
-    assert machine.usable_cores() == cores
+    assert checks.usable_cores() == cores
 
 
 @pytest.mark.parametrize(
-    ("ns", "words"), [(0.0, "not measured"), (20, "one core"), (100, "one L3"), (480, "different")]
+    ("nanoseconds", "text"), [(0.0, "not measured"), (20, "one core"), (100, "one L3"), (480, "different")]
 )
-def test_placement(ns: float, words: str) -> None:
-    assert words in engine.placement(ns)
+def test_placement(nanoseconds: float, text: str) -> None:
+    assert text in checks.describe_placement(nanoseconds)
 
 
 @pytest.mark.parametrize("value", ["0", "65", "two"])

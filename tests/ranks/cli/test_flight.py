@@ -1,4 +1,4 @@
-"""Flight records: what ranks leave when one dies, stops, stays away or calls something else, and what doctor reads."""
+"""Flight records of ranks of which one dies, stops, comes late or calls something else, and doctor's diagnosis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import dtcomm
 import dtcomm.collectives as C
 from dtcomm.cli.doctor import main as doctor_command
-from dtcomm.cli.doctor.diagnosis import judge, listing, size
+from dtcomm.cli.doctor.flight import diagnose, format_bytes, format_ranks
 from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 
@@ -22,17 +22,17 @@ NUMEL = 25 * 2**20 // 4
 OVER_GLOO = {"DTCOMM_RUNTIME": "process_group", "DTCOMM_PIECE_KIB": "256"}
 
 
-def go_wrong(rank: int, world_size: int, kind: str) -> str:
-    """Two good calls, then the last rank goes wrong in the third."""
+def call_three_times(rank: int, world_size: int, kind: str) -> str:
+    """Make two correct calls and a third one in which the last rank fails as ``kind`` says."""
     x = torch.ones(NUMEL)
     for _ in range(2):
         C.all_reduce(x)
-    odd = rank == world_size - 1
-    if odd and kind in ("SIGKILL", "SIGSTOP", "absent"):
+    is_last = rank == world_size - 1
+    if is_last and kind in ("SIGKILL", "SIGSTOP", "absent"):
         send_to_parent("here")
         time.sleep(30 if kind.startswith("SIG") else 4)
     try:
-        if kind == "mismatch" and odd:
+        if kind == "mismatch" and is_last:
             C.broadcast(x, 0)
         else:
             C.all_reduce(x)
@@ -41,9 +41,9 @@ def go_wrong(rank: int, world_size: int, kind: str) -> str:
     return ""
 
 
-def records(kind: str, tmp_path: Path, env: dict[str, str], timeout: float) -> None:
+def write_records(kind: str, tmp_path: Path, env: dict[str, str], timeout: float) -> None:
     with spawn_ranks(
-        go_wrong, 3, kind, env={"DTCOMM_FLIGHT_DIR": str(tmp_path), **env}, group_timeout=timeout
+        call_three_times, 3, kind, env={"DTCOMM_FLIGHT_DIR": str(tmp_path), **env}, group_timeout=timeout
     ) as ranks:
         if kind in ("SIGKILL", "SIGSTOP"):
             assert ranks.receive(2) == "here"
@@ -54,12 +54,12 @@ def records(kind: str, tmp_path: Path, env: dict[str, str], timeout: float) -> N
         ranks.join(30)
 
 
-def read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
+def run_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
     assert doctor_command.main(["--flight", str(tmp_path), "--json"]) == 1
-    said = json.loads(capsys.readouterr().out)
+    document = json.loads(capsys.readouterr().out)
     assert doctor_command.main(["--flight", str(tmp_path)]) == 1
     text = capsys.readouterr().out
-    (wrong,) = [each for each in said["communicators"] if each["kind"] != "healthy"]
+    (wrong,) = [entry for entry in document["communicators"] if entry["kind"] != "healthy"]
     assert wrong["sentence"] in text
     return wrong, text
 
@@ -84,9 +84,9 @@ def test_a_rank_that_is_gone(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    records(kind, tmp_path, env, timeout)
+    write_records(kind, tmp_path, env, timeout)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.json", "rank-1.json"]
-    wrong, text = read(tmp_path, capsys)
+    wrong, text = run_doctor(tmp_path, capsys)
     if env:  # over sockets nobody sees how far another rank came
         sentence = sentence.replace("entered", "never entered").partition(" and ")[0]
     assert wrong["sentence"].startswith(sentence), wrong["sentence"]
@@ -95,8 +95,8 @@ def test_a_rank_that_is_gone(
 
 
 def test_a_rank_that_comes_too_late(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records("absent", tmp_path, {}, 2.0)
-    wrong, _ = read(tmp_path, capsys)
+    write_records("absent", tmp_path, {}, 2.0)
+    wrong, _ = run_doctor(tmp_path, capsys)
     assert wrong["kind"] == "missing" and wrong["culprits"] == [2]
     assert "s too late to all_reduce #3 of 25 MB that ranks 0-1 waited for" in wrong["sentence"]
 
@@ -105,8 +105,8 @@ def test_a_rank_that_comes_too_late(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_rank_that_calls_something_else(
     env: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    records("mismatch", tmp_path, env, 20.0)
-    wrong, _ = read(tmp_path, capsys)
+    write_records("mismatch", tmp_path, env, 20.0)
+    wrong, _ = run_doctor(tmp_path, capsys)
     assert wrong["kind"] == "mismatch" and wrong["culprits"] == [2]
     first, _, second = wrong["sentence"].partition(", but ")
     assert first.startswith(
@@ -115,7 +115,7 @@ def test_a_rank_that_calls_something_else(
     assert second.startswith("rank 2 called broadcast(6553600 float32")
 
 
-def on_demand(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+def write_record_on_demand(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     for _ in range(300):
         C.all_reduce(torch.ones(10), codec="int8")
     work = C.all_reduce(torch.ones(5, dtype=torch.int64), async_op=True)
@@ -124,14 +124,15 @@ def on_demand(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("env", [{}, OVER_GLOO], ids=["native", "process_group"])
-def test_on_demand(env: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for rank, said in enumerate(run_ranks(on_demand, 2, str(tmp_path), env=env)):
-        (communicator,) = said["communicators"]
+def test_records_on_demand(env: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank, record in enumerate(run_ranks(write_record_on_demand, 2, str(tmp_path), env=env)):
+        (communicator,) = record["communicators"]
         operations = communicator["operations"]
-        assert said["rank"] == rank and communicator["ranks"] == [0, 1] and communicator["failure"] == ""
-        assert [each["number"] for each in operations] == list(range(46, 302)), "the last 256"
-        for each in operations:
-            assert each["state"] == "done" and each["issued"] <= each["started"] <= each["finished"]
+        assert record["rank"] == rank and communicator["ranks"] == [0, 1] and communicator["failure"] == ""
+        assert [operation["number"] for operation in operations] == list(range(46, 302)), "the last 256"
+        for operation in operations:
+            assert operation["state"] == "done"
+            assert operation["issued"] <= operation["started"] <= operation["finished"]
         assert abs(operations[-1]["finished"] - time.time()) < 30
         first, last = operations[0], operations[-1]
         assert (first["collective"], first["numel"], first["codec"], first["op"]) == (
@@ -155,7 +156,7 @@ def test_a_folder_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def _record(rank: int, *operations: tuple[int, str, int | None], failure: str = "") -> dict[str, Any]:
-    listed = [
+    operation_records = [
         {
             "number": number,
             "text": "all_reduce(...)",
@@ -170,34 +171,45 @@ def _record(rank: int, *operations: tuple[int, str, int | None], failure: str = 
         }
         for number, state, waiting in operations
     ]
-    names = [f"rank {each} (host h, pid {each + 10})" for each in range(4)]
-    communicator = {"id": "0/1", "ranks": [0, 1, 2, 3], "names": names, "seen": [], "operations": listed}
+    names = [f"rank {rank} (host h, pid {rank + 10})" for rank in range(4)]
+    communicator = {
+        "id": "0/1",
+        "ranks": [0, 1, 2, 3],
+        "names": names,
+        "seen": [],
+        "operations": operation_records,
+    }
     return {"rank": rank, "communicators": [{**communicator, "failure": failure}]}
 
 
 def test_the_end_of_a_chain_of_waits_is_stuck() -> None:
-    said = [_record(r, (7, "failed", w)) for r, w in ((0, 1), (1, 2), (2, 3))]
-    said.append(_record(3, (7, "started", None)))
-    (verdict,) = judge(said)
-    assert (verdict.kind, verdict.culprits) == ("stuck", [3])
+    records = [_record(rank, (7, "failed", waits_for)) for rank, waits_for in ((0, 1), (1, 2), (2, 3))]
+    records.append(_record(3, (7, "started", None)))
+    (diagnosis,) = diagnose(records)
+    assert (diagnosis.kind, diagnosis.culprits) == ("stuck", [3])
     assert (
-        verdict.sentence == "rank 3 entered all_reduce #7 of 1 MB and does not go on; ranks 0-2 wait for it"
+        diagnosis.sentence == "rank 3 entered all_reduce #7 of 1 MB and does not go on; ranks 0-2 wait for it"
     )
 
 
-def test_damage_is_told_as_it_was() -> None:
+def test_a_damaged_payload_is_reported_with_its_sender() -> None:
     text = "what rank 2 (host h, pid 12) sent to rank 0 (host h, pid 10) arrived damaged: chunk 1 of piece 0"
-    (verdict,) = judge(
+    (diagnosis,) = diagnose(
         [_record(0, (7, "failed", 2), failure=text), _record(2, (7, "failed", 0), failure=text)]
     )
-    assert (verdict.kind, verdict.culprits, verdict.sentence) == ("corrupt", [2], text)
+    assert (diagnosis.kind, diagnosis.culprits, diagnosis.sentence) == ("corrupt", [2], text)
 
 
-def test_words() -> None:
-    assert [listing(ranks) for ranks in ([], [3], [0, 1, 2], [5, 0, 1])] == [
+def test_formatting() -> None:
+    assert [format_ranks(ranks) for ranks in ([], [3], [0, 1, 2], [5, 0, 1])] == [
         "nobody",
         "rank 3",
         "ranks 0-2",
         "ranks 0-1, 5",
     ]
-    assert [size(count) for count in (12, 2048, 25 * 2**20, 3 * 2**30)] == ["12 B", "2 KB", "25 MB", "3 GB"]
+    assert [format_bytes(count) for count in (12, 2048, 25 * 2**20, 3 * 2**30)] == [
+        "12 B",
+        "2 KB",
+        "25 MB",
+        "3 GB",
+    ]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dtcomm import tp
-from dtcomm.cli.demo import model as demo_model
+from dtcomm.cli.demo import train as demo
 from dtcomm.cli.main import main
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.tp.calibrate import calibrate
@@ -22,10 +22,10 @@ KINDS = {**PLAN, "head": "column_gather"}
 SENDERS = ["blocks.0.projection", "blocks.0.down", "head"]
 
 
-def model() -> demo_model.GPT:
+def model() -> demo.GPT:
     """A random model whose outputs vary enough for the perplexity to react."""
     torch.manual_seed(0)
-    made = demo_model.GPT(SHAPE)
+    made = demo.GPT(SHAPE)
     nn.init.normal_(made.head.weight, std=0.5)
     return made
 
@@ -66,7 +66,7 @@ def test_the_plan_is_the_lowest_within_its_budget() -> None:
     # The reported error of the plan is reproduced.
     layers = emulate(dense, 2, found[0.02].layers, "none")
     with torch.no_grad():
-        loss = sum(float(demo_model.loss(dense, each[:, :-1], each[:, 1:])) for each in batches()) / 2
+        loss = sum(float(demo.cross_entropy(dense, each[:, :-1], each[:, 1:])) for each in batches()) / 2
     restore(dense, layers)
     assert float(torch.tensor(loss).exp()) == pytest.approx(
         found[0.02].perplexity * (1 + found[0.02].plan_error.perplexity), rel=1e-5

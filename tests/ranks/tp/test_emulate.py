@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dtcomm import algorithms, tp
-from dtcomm.cli.demo import model as demo_model
+from dtcomm.cli.demo import train as demo
 from dtcomm.codecs import codec
 from dtcomm.codecs.spec import CODECS
 from dtcomm.launch.ranks import run_ranks
@@ -28,7 +28,7 @@ PLAN = {
     "blocks.*.up": "column",
     "blocks.*.down": "row",
 }
-SHAPE = demo_model.Shape(vocabulary=20, context=16, layers=1, width=64, heads=4)
+SHAPE = demo.ModelShape(vocabulary=20, context=16, layers=1, width=64, heads=4)
 
 
 def collective(parts: list[torch.Tensor], spec: str, algorithm: str) -> torch.Tensor:
@@ -63,7 +63,7 @@ def test_sums_are_the_engines_to_the_bit(spec: str, algorithm: str) -> None:
 
 def test_uncompressed_is_the_dense_model_and_restore_undoes_it() -> None:
     torch.manual_seed(0)
-    model, dense = demo_model.GPT(SHAPE), demo_model.GPT(SHAPE)
+    model, dense = demo.GPT(SHAPE), demo.GPT(SHAPE)
     dense.load_state_dict(model.state_dict())
     tokens = torch.arange(32).view(2, 16) % 20
     for kinds in (PLAN, {**PLAN, "symbols": "vocabulary", "head": "column_gather"}):
@@ -83,9 +83,9 @@ def real(rank: int, ranks: int) -> list[torch.Tensor]:
     return _results(model)
 
 
-def _model() -> demo_model.GPT:
+def _model() -> demo.GPT:
     torch.manual_seed(0)
-    return demo_model.GPT(SHAPE)
+    return demo.GPT(SHAPE)
 
 
 def _results(model: nn.Module) -> list[torch.Tensor]:

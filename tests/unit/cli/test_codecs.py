@@ -12,11 +12,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from dtcomm.cli.codecs import error as codecs_error
 from dtcomm.cli.codecs import main as codecs_command
-from dtcomm.cli.codecs import plot, presets, report, samples
-from dtcomm.cli.codecs.samples import Sample
-from dtcomm.cli.codecs.speed import OnDevice
+from dtcomm.cli.codecs import measure as codecs_measure
+from dtcomm.cli.codecs import report
+from dtcomm.cli.codecs.measure import OnDevice, Sample
 from dtcomm.codecs import Codec, codec, names
 from dtcomm.codecs.spec import CODECS
 from dtcomm.kernels import available, dispatch, use
@@ -46,8 +45,8 @@ def test_every_codec_of_the_registry_has_a_row(capsys: pytest.CaptureFixture[str
 
 
 def test_every_option_but_rare_ones_is_shown() -> None:
-    assert set(presets.VARIANTS) <= set(CODECS)
-    shown = {option for each in presets.default_codecs() for option in each.options()}
+    assert set(codecs_command.VARIANTS) <= set(CODECS)
+    shown = {option for each in codecs_command.default_codecs() for option in each.options()}
     assert {option for entry in CODECS.values() for option in entry.options()} - shown <= {"scale"}
 
 
@@ -83,8 +82,10 @@ def test_speeds_of_a_device_come_with_their_share_of_the_memory_floor(
         return kernel_for(codec, argument, tensor)
 
     monkeypatch.setattr(dispatch, "kernel_for", but_one)
-    sample = [samples.distributions(4096)[0]]
-    rows = report.measure([codec("int8"), codec("sign")], sample, 1 << 14, lambda _: None, device)
+    sample = [codecs_measure.distributions(4096)[0]]
+    rows = codecs_measure.measure_codecs(
+        [codec("int8"), codec("sign")], sample, 1 << 14, lambda _: None, device
+    )
     int8, sign = report.as_dict(rows, 1 << 14, {"name": "a GPU"})["codecs"]
     assert set(int8["of_floor"]) == {
         "encode",
@@ -95,7 +96,7 @@ def test_speeds_of_a_device_come_with_their_share_of_the_memory_floor(
     }
     assert all(share > 0 for share in int8["of_floor"].values()) and int8["encode_gbps"] > 0
     assert sign["encode_gbps"] is None and "no kernel" in sign["no_speed"]
-    report.show(rows, Console(width=200), 1 << 14, "a GPU")
+    report.print_table(rows, Console(width=200), 1 << 14, "a GPU")
     shown = capsys.readouterr().out
     assert "no speed of sign: codec: no kernel" in shown and "of floor:" in shown and "a GPU, 0.0" in shown
     (line,) = (line.split() for line in shown.splitlines() if line.split()[:1] == ["sign"])
@@ -123,7 +124,7 @@ def test_errors_are_what_they_say() -> None:
     x = torch.zeros(96)
     x[0], x[1] = 127.0, 0.25
     x[32:64] = -127.0
-    total, each = codecs_error.measure(codec("int8"), Sample(name="s", tensors={"a": x, "b": x[32:]}))
+    total, each = codecs_measure.measure_error(codec("int8"), Sample(name="s", tensors={"a": x, "b": x[32:]}))
     energy, others = 127.0**2 + 0.0625, 32 * 127.0**2
     assert each["a"].relative_l2 == pytest.approx(0.25 / math.sqrt(energy + others))
     assert each["a"].worst_block == pytest.approx(0.25 / math.sqrt(energy))
@@ -136,12 +137,12 @@ def test_errors_are_what_they_say() -> None:
 
 
 def test_what_does_not_exist_is_none() -> None:
-    zeros, _ = codecs_error.measure(codec("int8"), Sample(name="s", tensors={"x": torch.zeros(50)}))
+    zeros, _ = codecs_measure.measure_error(codec("int8"), Sample(name="s", tensors={"x": torch.zeros(50)}))
     assert (zeros.relative_l2, zeros.worst_block, zeros.cosine) == (None, 0, None)
     nan = torch.tensor([1.0, math.nan])
-    bad, _ = codecs_error.measure(codec("int8"), Sample(name="s", tensors={"x": nan}))
+    bad, _ = codecs_measure.measure_error(codec("int8"), Sample(name="s", tensors={"x": nan}))
     assert (bad.relative_l2, bad.worst_block, bad.cosine) == (None, None, None)
-    vanished, _ = codecs_error.measure(
+    vanished, _ = codecs_measure.measure_error(
         codec("fp16"), Sample(name="s", tensors={"x": torch.full((9,), 1e-12)})
     )
     assert (vanished.relative_l2, vanished.worst_block, vanished.cosine) == (1, 1, None)
@@ -149,7 +150,7 @@ def test_what_does_not_exist_is_none() -> None:
 
 def test_the_samples_are_always_the_same() -> None:
     """And of unit shape: variances are 1, 2 and (in the limit) 3, the kurtosis of Laplace is 6."""
-    one, two = samples.distributions(1 << 16), samples.distributions(1 << 16)
+    one, two = codecs_measure.distributions(1 << 16), codecs_measure.distributions(1 << 16)
     for a, b in zip(one, two, strict=True):
         assert torch.equal(a.tensors[a.name], b.tensors[b.name])
     x = {sample.name: sample.tensors[sample.name].double() for sample in one}
@@ -245,8 +246,8 @@ def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_the_pareto_line() -> None:
     points = [(8.5, 0.5), (4.0, 2.0), (16.0, 0.1), (8.5, 0.4), (9.0, 0.45), (32.0, 0.1), (4.0, 2.0)]
-    assert plot.pareto(points) == [(4.0, 2.0), (8.5, 0.4), (16.0, 0.1)]
-    assert plot.pareto([]) == []
+    assert report.pareto_points(points) == [(4.0, 2.0), (8.5, 0.4), (16.0, 0.1)]
+    assert report.pareto_points([]) == []
 
 
 def test_without_matplotlib_a_plot_is_refused_before_the_work(

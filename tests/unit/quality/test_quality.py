@@ -13,21 +13,19 @@ import torch
 
 from bench import quality
 from bench.common import pages, theory
-from dtcomm.cli.codecs import presets
-from dtcomm.cli.codecs.error import Error, measure
-from dtcomm.cli.codecs.report import bits_per_element
-from dtcomm.cli.codecs.samples import NUMEL, Sample, distributions
+from dtcomm.cli.codecs import main as codecs_command
+from dtcomm.cli.codecs.measure import NUMEL, Error, Sample, bits_per_element, distributions, measure_error
 from dtcomm.codecs import Codec, codec, names
 from dtcomm.kernels import counter_rng
 from dtcomm.kernels.ops import decode, encode
 from tests.unit.codecs.cases import everything
 
 SAMPLES = {sample.name: sample for sample in distributions()}
-USUAL = presets.default_codecs()
+USUAL = codecs_command.default_codecs()
 
 
 def error(each: Codec | str, sample: str = "Gaussian") -> Error:
-    return measure(codec(each), SAMPLES[sample])[0]
+    return measure_error(codec(each), SAMPLES[sample])[0]
 
 
 def relative(each: Codec | str, sample: str = "Gaussian") -> float:
@@ -254,4 +252,4 @@ def test_the_document_has_the_errors_of_today() -> None:
 def test_a_sample_of_zeros_has_no_error() -> None:
     zeros = Sample(name="zeros", tensors={"x": torch.zeros(100)})
     for each in USUAL:
-        assert measure(each, zeros)[0].relative_l2 is None
+        assert measure_error(each, zeros)[0].relative_l2 is None

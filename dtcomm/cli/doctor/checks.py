@@ -1,0 +1,287 @@
+"""Checks of ``dtcomm doctor``.
+
+Most look at versions, the build, the CPU, CUDA, cores and environment variables. `engine` starts a few ranks, which
+reduce tensors with known sums, with and without compression.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import os
+import platform
+import re
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+OK, NOTE, FAIL = "ok", "note", "FAIL"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """Result of a check: a ``summary`` to print and ``details`` (JSON values) for programs."""
+
+    name: str
+    summary: str
+    status: str = OK
+    details: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "status": self.status, "summary": self.summary, **self.details}
+
+
+# names in /proc/cpuinfo of the features that the native kernels use
+FEATURES = ("f16c", "avx2", "bmi1", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512dq")
+
+
+def versions() -> Check:
+    """Check the versions of dtcomm, torch, Python and the system."""
+    import dtcomm
+
+    details = {
+        "dtcomm": dtcomm.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+    software = [f"dtcomm {details['dtcomm']}", f"torch {details['torch']}", f"Python {details['python']}"]
+    release = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
+    status, hint = (OK, "") if release >= (2, 11) else (NOTE, " (dtcomm is tested with torch 2.11 and newer)")
+    return Check(
+        name="versions",
+        status=status,
+        summary=", ".join([*software, details["system"]]) + hint,
+        details=details,
+    )
+
+
+def build() -> Check:
+    """Report how the native module was compiled and where it was loaded from."""
+    from dtcomm import _C
+
+    info: dict[str, str] = _C.build_info()
+    details = {**info, "file": str(_C.__file__)}
+    note = f"; sanitizers: {info['sanitize']}" if info["sanitize"] else ""
+    return Check(
+        name="build",
+        status=NOTE if note else OK,
+        summary=f"{info['compiler']} {info['type']} for {info['processor']}{note}; {info['flags']}",
+        details=details,
+    )
+
+
+def kernels() -> Check:
+    """Report the CPU's features and the kernels in use."""
+    from dtcomm.kernels import ops
+
+    model, features = _cpu()
+    names, current = ops.available(), ops.current()
+    best = names[0]
+    status = OK if current == best else NOTE
+    forced = "" if current == best else f" (forced; the fastest is {best})"
+    return Check(
+        name="kernels",
+        status=status,
+        summary=f"{current} in use{forced}, of {', '.join(names)}; {model}: {' '.join(features) or 'no AVX2'}",
+        details={"current": current, "available": list(names), "cpu": model, "features": features},
+    )
+
+
+def _cpu() -> tuple[str, list[str]]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine(), []
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = re.search(r"^flags\s*:\s*(.+)$", text, re.MULTILINE)
+    present = set(flags.group(1).split()) if flags else set()
+    return model.group(1) if model else platform.machine(), [name for name in FEATURES if name in present]
+
+
+def cuda() -> Check:
+    """Check whether ``_cuda`` was built and sees a device."""
+    if importlib.util.find_spec("dtcomm._cuda") is None:
+        card = Path("/dev/nvidiactl").exists()
+        summary = "_cuda was not built" + (
+            ", though this machine has a GPU: build again with nvcc on PATH" if card else ""
+        )
+        return Check(name="cuda", status=NOTE if card else OK, summary=summary, details={"built": False})
+    from dtcomm import _cuda
+
+    platform_info = _cuda.platform()
+    details = {"built": True, **platform_info}
+    built = f"_cuda built with CUDA {_version(platform_info['runtime'])}"
+    if not platform_info["devices"]:
+        why = platform_info["error"] if platform_info["driver"] else "no NVIDIA driver"
+        return Check(name="cuda", summary=f"{built}; no device: {why}", details=details)
+    devices = ", ".join(
+        f"{device['name']} (sm_{device['capability'][0]}{device['capability'][1]}, {device['memory'] >> 30} GiB)"
+        for device in platform_info["devices"]
+    )
+    return Check(
+        name="cuda",
+        summary=f"{built}, driver for CUDA {_version(platform_info['driver'])}; {devices}",
+        details=details,
+    )
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def usable_cores() -> int:
+    """Return the cores this process may use, from its affinity and the container's CPU quota."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
+
+
+def cores(ranks: int) -> Check:
+    """Check whether each of ``ranks`` ranks has a core."""
+    usable, total = usable_cores(), os.cpu_count() or 1
+    oversubscribed = ranks > usable
+    verdict = "they share cores; waiting ranks yield" if oversubscribed else "one core each"
+    return Check(
+        name="cores",
+        status=NOTE if oversubscribed else OK,
+        summary=f"{usable} of {total} usable; {ranks} ranks: {verdict}",
+        details={"usable": usable, "total": total, "ranks": ranks, "oversubscribed": oversubscribed},
+    )
+
+
+def variables() -> Check:
+    """Check that the DTCOMM_ variables that are set are known and valid."""
+    from dtcomm import env
+    from dtcomm.runtime import emulated_link
+
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith("DTCOMM_")}
+    unknown = [name for name in variables if name not in env.VARIABLES]
+    wrong = []
+    for name in set(variables) - set(unknown):
+        try:
+            env.get(name)
+            if name == "DTCOMM_LINK":
+                emulated_link.links()
+        except ValueError as error:
+            wrong.append(str(error))
+    text = ", ".join(f"{name}={value}" for name, value in variables.items()) or "none set"
+    if wrong:
+        text = "; ".join(sorted(wrong))
+    elif unknown:
+        text += f"; not known to dtcomm: {', '.join(unknown)}"
+    status = FAIL if wrong else NOTE if unknown else OK
+    return Check(
+        name="variables", status=status, summary=text, details={"set": variables, "unknown": unknown}
+    )
+
+
+NUMEL = (1 << 18) + 77  # 1 MiB of fp32 and an odd tail
+REPEATS = 20
+TIMEOUT_SECONDS = 30.0
+
+
+def engine(ranks: int) -> Check:
+    """Check all_reduce with ``none`` (exact) and ``int8`` (bounded error, equal bits on all ranks) on local ranks."""
+    from dtcomm.launch.ranks import run_ranks
+
+    started = time.perf_counter()
+    reports: list[dict[str, Any]] = run_ranks(self_test, ranks, timeout=TIMEOUT_SECONDS)
+    seconds = time.perf_counter() - started
+    first = reports[0]
+    problems = [f"rank {rank}: {text}" for rank, report in enumerate(reports) for text in report["problems"]]
+    if len({report["digest"] for report in reports}) != 1:
+        problems.append("ranks ended with different bits")
+    details = {**first, "problems": problems, "seconds": seconds}
+    if problems:
+        return Check(name="engine", status=FAIL, summary="; ".join(problems), details=details)
+    native = first["runtime"] in ("native", "none")
+    times = ", ".join(f"{codec} {us:.0f} µs" for codec, us in first["median_us"].items())
+    served = first["runtime"] if native else f"{first['runtime']}, because {first['why']}"
+    summary = (
+        f"{ranks} ranks, {served}: sums exact with none, within int8's bound, the same bits on all ranks; "
+        f"1 MiB all_reduce: {times}; {describe_placement(first['round_trip_ns'])}"
+        f"; {describe_single_copy(first['single_copy'])}"
+    )
+    return Check(name="engine", status=OK if native else NOTE, summary=summary, details=details)
+
+
+def describe_placement(nanoseconds: float) -> str:
+    """Describe where two ranks run, given the round trip of a cache line between them."""
+    if nanoseconds <= 0:
+        return "cache-line round trip not measured (ranks share cores)"
+    if nanoseconds < 60:
+        where = "one core, or one L3"
+    else:
+        where = "one L3" if nanoseconds < 250 else "different L3 caches or sockets"
+    return f"cache-line round trip {nanoseconds:.0f} ns ({where})"
+
+
+def describe_single_copy(method: str) -> str:
+    """Describe whether receivers read the senders' memory."""
+    if method == "process_vm_readv":
+        return "large tensors are copied once, directly from the sender's memory"
+    return f"every tensor is staged ({method})"
+
+
+def self_test(rank: int, world_size: int) -> dict[str, Any]:
+    """Run the self-test on one rank and return its results."""
+    from dtcomm import collectives
+
+    inputs = [_integers(other) for other in range(world_size)]
+    exact = inputs[rank].clone()
+    collectives.all_reduce(exact)
+    problems = [] if torch.equal(exact, sum(inputs, torch.zeros(NUMEL))) else ["none: the sum is wrong"]
+
+    noise = [_noise(other) for other in range(world_size)]
+    total = sum(noise, torch.zeros(NUMEL))
+    lossy = noise[rank].clone()
+    collectives.all_reduce(lossy, codec="int8")
+    # The encodings of the inputs and of the sum are each off by at most half a step of 1/127 of their largest element.
+    # 2 % are added because scales are rounded to bf16 and the decoded sum may exceed the true one.
+    largest = sum(float(x.abs().max()) for x in noise) + float(total.abs().max())
+    bound = largest / 254 * 1.02
+    error = float((lossy - total).abs().max())
+    if error > bound:
+        problems.append(f"int8: an element is off by {error:.3g}, the bound is {bound:.3g}")
+    if world_size > 1 and error == 0:
+        problems.append("int8: nothing was lost, so nothing was compressed")
+
+    info = collectives.info()
+    return {
+        "problems": problems,
+        "digest": hashlib.sha256(lossy.numpy().tobytes()).hexdigest(),
+        "median_us": {codec: _median_us(noise[rank], codec) for codec in ("none", "int8")},
+        "runtime": info["runtime"],
+        "why": info["why"],
+        "single_copy": str(info.get("single_copy", "ranks share no memory")),
+        "round_trip_ns": float(info.get("round_trip_ns", 0.0)),
+    }
+
+
+def _integers(rank: int) -> torch.Tensor:
+    """Return small integers, whose sum is exact in any order."""
+    return ((torch.arange(NUMEL) * 31 + rank * 17) % 251).float()
+
+
+def _noise(rank: int) -> torch.Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
+
+
+def _median_us(x: torch.Tensor, codec: str) -> float:
+    from dtcomm import collectives
+
+    work, times = x.clone(), []
+    for _ in range(REPEATS):
+        work.copy_(x)
+        started = time.perf_counter()
+        collectives.all_reduce(work, codec=codec)
+        times.append((time.perf_counter() - started) * 1e6)
+    return statistics.median(times)
