@@ -23,7 +23,7 @@ from dtcomm.ddp.bucket_layouts import BucketLayouts
 from dtcomm.ddp.chooser import Chooser
 from dtcomm.device.streams import Streams, record_streams, streams_of
 from dtcomm.kernels import counter_rng
-from dtcomm.profiling.profiler_ranges import AsyncRange
+from dtcomm.profiling.timeline import AsyncRange
 
 
 @dataclass

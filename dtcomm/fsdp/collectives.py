@@ -25,8 +25,8 @@ from dtcomm.fsdp.report import Traffic
 from dtcomm.fsdp.spec import CompressionSpec
 from dtcomm.fsdp.state import State, codec_spec_for
 from dtcomm.profiling import MessageRecord, Timeline
-from dtcomm.profiling.profiler_ranges import profiler_range
 from dtcomm.profiling.step_record import WaitInterval
+from dtcomm.profiling.timeline import profiler_range
 
 MAX_PENDING = 1  # reduce-scatters of a backward pass, besides the newest one
 _OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg"}

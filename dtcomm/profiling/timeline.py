@@ -1,7 +1,7 @@
 """`Timeline` records when the last N training steps computed, sent and waited.
 
 The DDP hook and FSDP call it. Switched off it costs one attribute look-up for each bucket; `python -m bench.insight`
-measures what it costs while it is on.
+measures what it costs while it is on. `profiler_range` and `AsyncRange` show the same work in traces of torch.profiler.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +23,7 @@ from dtcomm.profiling.step_record import MessageRecord, StepRecord
 from dtcomm.profiling.summary import Summary, summarize
 from dtcomm.runtime import phase_timer
 
+T = TypeVar("T")
 now = time.monotonic_ns
 
 
@@ -187,3 +189,38 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     if isinstance(output, list | tuple):
         return [tensor for value in output for tensor in _tensors(value)]
     return []
+
+
+# --- ranges in the traces of torch.profiler; without a running profiler they cost next to nothing ---------------------
+
+
+def profiler_is_active() -> bool:
+    """Return whether torch.profiler or torch.autograd.profiler runs on this thread."""
+    return torch._C._autograd._profiler_enabled()
+
+
+def profiler_range(name: str) -> AbstractContextManager[object]:
+    """Return a context manager that shows its block as the range ``dtcomm::name``."""
+    return torch.profiler.record_function(f"dtcomm::{name}") if profiler_is_active() else nullcontext()
+
+
+class AsyncRange:
+    """A range that begins here and ends with a future, on whatever thread completes it."""
+
+    def __init__(self, name: str) -> None:
+        self._range = torch.profiler.record_function(f"dtcomm::{name}") if profiler_is_active() else None
+        if self._range is not None:
+            self._range.__enter__()  # type: ignore[no-untyped-call]
+
+    def until(self, future: torch.futures.Future[T]) -> torch.futures.Future[T]:
+        """End the range with ``future``; returns a future to use in its place."""
+        if self._range is None:
+            return future
+        chained: torch.futures.Future[T] = self._range._call_end_callbacks_on_future(future)
+        self._range.__exit__(None, None, None)
+        return chained
+
+    def end(self) -> None:
+        """End the range now, if there is no future."""
+        if self._range is not None:
+            self._range.__exit__(None, None, None)

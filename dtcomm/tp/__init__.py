@@ -11,9 +11,8 @@ from dtcomm.tp.blocks import ParallelAttention, ParallelMLP
 from dtcomm.tp.calibrate import Calibration, calibrate
 from dtcomm.tp.comm_config import CommConfig, make_comm_config
 from dtcomm.tp.convert_model import ConversionReport, compress
-from dtcomm.tp.embedding import VocabParallelEmbedding
 from dtcomm.tp.layer_plan import KINDS, PLANS
-from dtcomm.tp.linear import ColumnParallelLinear, RowParallelLinear
+from dtcomm.tp.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from dtcomm.tp.sharded_module import full_state_dict
 from dtcomm.tp.styles import (
     ColwiseParallel,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dtcomm.tp.linear import ColumnParallelLinear, RowParallelLinear
+from dtcomm.tp.layers import ColumnParallelLinear, RowParallelLinear
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,

@@ -11,9 +11,8 @@ from torch import nn
 
 from dtcomm.codecs import Codec
 from dtcomm.tp.comm_config import GroupOrMesh, make_comm_config
-from dtcomm.tp.embedding import VocabParallelEmbedding
 from dtcomm.tp.layer_plan import Plan, dense_weight_and_bias, is_transposed, packed_outputs, resolve_plan
-from dtcomm.tp.linear import ColumnParallelLinear, RowParallelLinear
+from dtcomm.tp.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from dtcomm.tp.sharded_module import ShardedModule
 
 

@@ -5,18 +5,75 @@ gathers it; the pass that decodes it applies the epilogue. The owner's contribut
 Every element therefore goes through exactly two encodings, and where the blocks of the codec do not span tokens, a
 token's result depends on that token alone (`CommConfig.batch_invariant`). The two-shot all-reduce of
 `dtcomm.all_reduce` differs in this one point: it adds the owner's contribution unencoded.
+
+An `Epilogue` is bias, residual stream and RMS norm. `flash_all_reduce` and `dtcomm.tp.row_linear` take one;
+`dtcomm.kernels.epilogue` computes it.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 from dtcomm.collectives import Work, all_gather, all_reduce, all_to_all
 from dtcomm.collectives.reduce_ops import supports_two_shot_symmetric
 from dtcomm.kernels import ops
+from dtcomm.kernels.epilogue import EpilogueTask, epilogue_task
 from dtcomm.kernels.epilogue import epilogue as apply_epilogue
 from dtcomm.tp.comm_config import CommConfig
-from dtcomm.tp.epilogue import Epilogue, EpilogueResult
+
+
+class Norm(NamedTuple):
+    """An RMS norm: its weight ([features], or None for a norm without a weight) and its epsilon."""
+
+    weight: torch.Tensor | None
+    eps: float
+
+
+class Epilogue(NamedTuple):
+    """The operations after a sum, in this order; each may be None.
+
+    Attributes:
+        bias: [features], added to every row.
+        residual: The residual stream, of the sum's shape, added to the sum.
+        norm: RMS norm of the result, which is returned beside it.
+    """
+
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    norm: Norm | None = None
+
+    def __bool__(self) -> bool:
+        return any(operation is not None for operation in self)
+
+    def rows(self, start: int, stop: int) -> Epilogue:
+        """Return the epilogue of the rows (tokens) ``start`` to ``stop - 1``."""
+        residual = self.residual
+        if residual is None:
+            return self
+        flat = residual.detach().reshape(-1, residual.shape[-1]).contiguous()
+        return self._replace(residual=flat[start:stop])
+
+    def task(self, y: torch.Tensor, normed: torch.Tensor | None) -> EpilogueTask:
+        """Return the kernel task that applies the epilogue to the sum in ``y``, in place, and writes ``normed``.
+
+        A collective takes the task as its epilogue and runs it on every piece of the sum that it has decoded.
+        """
+        norm = self.norm
+        bias, residual, weight = (
+            None if tensor is None else tensor.detach().contiguous()
+            for tensor in (self.bias, self.residual, None if norm is None else norm.weight)
+        )
+        eps = 0.0 if norm is None else norm.eps
+        return epilogue_task(y, bias=bias, residual=residual, weight=weight, eps=eps, norm_out=normed)
+
+
+class EpilogueResult(NamedTuple):
+    """The sum with bias and residual, and its norm if the epilogue has one."""
+
+    y: torch.Tensor
+    normed: torch.Tensor | None
 
 
 def flash_all_reduce(x: torch.Tensor, comm: CommConfig, epilogue: Epilogue = Epilogue()) -> EpilogueResult:  # noqa: B008

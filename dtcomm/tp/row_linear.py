@@ -22,8 +22,7 @@ from dtcomm.codecs import Codec
 from dtcomm.collectives import Work, all_reduce, info
 from dtcomm.collectives.reduce_ops import supports_two_shot_symmetric
 from dtcomm.tp.comm_config import SMALL_MESSAGE_BYTES, CommConfig
-from dtcomm.tp.epilogue import Epilogue, EpilogueResult, Norm
-from dtcomm.tp.flash_all_reduce import FlashAllReduce
+from dtcomm.tp.flash_all_reduce import Epilogue, EpilogueResult, FlashAllReduce, Norm
 
 MIN_CHUNK_BYTES, MAX_CHUNKS = 128 * 1024, 8
 

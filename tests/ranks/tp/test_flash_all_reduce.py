@@ -16,8 +16,7 @@ from dtcomm.launch.ranks import run_ranks
 from dtcomm.tp import functional, row_linear
 from dtcomm.tp.comm_config import CommConfig
 from dtcomm.tp.emulate import emulate_all_reduce
-from dtcomm.tp.epilogue import Epilogue
-from dtcomm.tp.flash_all_reduce import FlashAllReduce, flash_all_reduce
+from dtcomm.tp.flash_all_reduce import Epilogue, FlashAllReduce, flash_all_reduce
 
 SPECS = [
     *(name for name in CODECS if name not in ("none", "exact", "randk")),

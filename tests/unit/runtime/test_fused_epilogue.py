@@ -28,8 +28,7 @@ from dtcomm.runtime.cuda_peer.runtime import PeerRuntime
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, TensorSpec
 from dtcomm.tp.comm_config import CommConfig
 from dtcomm.tp.emulate import emulate_all_reduce
-from dtcomm.tp.epilogue import Epilogue, Norm
-from dtcomm.tp.flash_all_reduce import flash_all_reduce
+from dtcomm.tp.flash_all_reduce import Epilogue, Norm, flash_all_reduce
 from tests.support.op_recorder import not_recording
 from tests.support.stream_checker import RecordedStreams
 from tests.unit.runtime.test_fused import SPECS
