@@ -4,10 +4,9 @@ Users call these functions as ``dtcomm.all_reduce`` and so on. Every function ch
 starts, so a call that raises ValueError or TypeError leaves the communicator unchanged. All ranks end with
 bit-identical results, with every codec and algorithm.
 
-Modules: `reduce_ops`, `gather_ops`, `alltoall`, `p2p`, `coalesced`, `custom_schedule` and `group_ops` hold the public
-    functions. `_arguments` checks arguments, `_dispatch` makes and starts plans, and `_multi_stage`,
-    `_reproducible_sum` and
-`_shared_randk_sum` implement codecs whose ranks agree on a representation before they add.
+The public functions are in `reduce_ops`, `gather_ops`, `alltoall`, `p2p`, `coalesced`, `custom_schedule` and
+`group_ops`. `_arguments` checks arguments, `_dispatch` makes and starts plans, and `_multi_stage` implements codecs
+whose ranks agree on a representation before they add.
 """
 
 from __future__ import annotations

@@ -16,9 +16,13 @@ import torch
 from dtcomm import algorithms, codecs, planner
 from dtcomm.codecs import Codec
 from dtcomm.collectives._arguments import op_name, require_dtype
-from dtcomm.collectives._multi_stage import MultiStagePlan, PrepareStage, SplitPlan
-from dtcomm.collectives._reproducible_sum import ReproducibleSum
-from dtcomm.collectives._shared_randk_sum import SharedRandKSum
+from dtcomm.collectives._multi_stage import (
+    MultiStagePlan,
+    PrepareStage,
+    ReproducibleSum,
+    SharedRandKSum,
+    SplitPlan,
+)
 from dtcomm.device.streams import record_streams
 from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime.communicator import Communicator

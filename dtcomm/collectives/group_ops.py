@@ -13,7 +13,7 @@ from dtcomm.collectives._arguments import Group
 from dtcomm.collectives.reduce_ops import all_reduce
 from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.communicator_cache import device_communicators, existing_communicator, get_communicator
-from dtcomm.runtime.native.zero_copy import empty_shared
+from dtcomm.runtime.native.copy_policy import empty_shared
 from dtcomm.runtime.process_groups import require_group
 from dtcomm.work import Work
 

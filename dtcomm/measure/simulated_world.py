@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtcomm import _C
+from dtcomm.runtime.native.copy_policy import can_use_single_copy
 from dtcomm.runtime.native.runtime import native_plan
-from dtcomm.runtime.native.zero_copy import can_use_single_copy
 from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec
 from dtcomm.schedule import Schedule
 

@@ -13,7 +13,6 @@ import torch
 from dtcomm import _C, algorithms
 from dtcomm.codecs import Codec, codec
 from dtcomm.errors import PeerLost
-from dtcomm.runtime.bootstrap.gpu_topology import blocks_of
 from dtcomm.runtime.cuda_peer.launch import (
     BOX_BYTES,
     SLOT_BYTES,
@@ -25,6 +24,7 @@ from dtcomm.runtime.cuda_peer.launch import (
     FusedRanks,
     Launcher,
     PeerBufferLayout,
+    blocks_of,
 )
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule

@@ -1,6 +1,7 @@
 """Communicator: the ranks of one process group and the runtime that executes their operations.
 
-``dtcomm.runtime.communicator_cache`` makes communicators and keeps them with their process groups.
+``dtcomm.runtime.communicator_cache`` makes communicators and keeps them with their process groups. A group of one rank
+has a :class:`SingleRankRuntime`; the runtimes of larger groups come from ``dtcomm.runtime.bootstrap``.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from dtcomm import env
 from dtcomm.errors import DtcommError
 from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
+from dtcomm.runtime.flight_recorder import FlightEntry, PeerSnapshot
 from dtcomm.runtime.process_groups import position
-from dtcomm.runtime.single_rank import SingleRankRuntime
-from dtcomm.runtime.types import Runtime
+from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec, Runtime
+from dtcomm.schedule import Schedule
+from dtcomm.work import DoneWork
 
 
 class Communicator:
@@ -145,6 +148,59 @@ class Communicator:
         flight_recorder.drop(self)
         self.plans.clear()
         self.runtime.close()
+
+
+class SingleRankRuntime:
+    """Executes operations of one rank. A codec is not applied: nothing is sent, so nothing is lost."""
+
+    name = "none"
+    failure = ""
+
+    def prepare(self, spec: OpSpec, schedule: Schedule) -> OpSpec:
+        """The operation itself is the plan."""
+        return spec
+
+    def run(self, plan: OpSpec, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None) -> int:
+        """Copy every input that is not already its output; returns 0, the bytes sent."""
+        hooks = hooks or NO_HOOKS
+        for task in hooks.before:
+            task()
+        for part in buffers:
+            if part.input is not None and part.output is not None and part.output is not part.input:
+                part.output.copy_(part.input.view_as(part.output))
+        for task in hooks.after:
+            task()
+        return 0
+
+    def submit(
+        self,
+        plan: OpSpec,
+        buffers: Sequence[Buffers],
+        outputs: Sequence[torch.Tensor],
+        seed: int,
+        hooks: OpHooks | None = None,
+    ) -> DoneWork:
+        """As ``run``: there is nothing to wait for."""
+        self.run(plan, buffers, seed, hooks)
+        return DoneWork(outputs)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Do nothing: no other rank is waited for."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is held."""
+
+    def info(self) -> dict[str, Any]:
+        """The runtime's name."""
+        return {"runtime": self.name}
+
+    def flight_entries(self) -> list[FlightEntry]:
+        """An empty list: a single rank records no operations."""
+        return []
+
+    def peer_snapshots(self) -> list[PeerSnapshot]:
+        """An empty list: there are no peers."""
+        return []
 
 
 def _bootstrap(

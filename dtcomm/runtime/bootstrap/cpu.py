@@ -6,7 +6,6 @@ one runtime: the engine if it works on every rank, else the group's own backend.
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from dtcomm.kernels import dispatch
 from dtcomm.runtime import emulated_link
 from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL, StoreExchange, host_id, require_equal
 from dtcomm.runtime.bootstrap.tcp import Listener
-from dtcomm.runtime.native.chunk_size import SOCKET_SLOT_BYTES
+from dtcomm.runtime.native.copy_policy import SOCKET_SLOT_BYTES
 from dtcomm.runtime.native.runtime import NativeRuntime
 from dtcomm.runtime.process_groups import group_store, group_timeout
 from dtcomm.runtime.types import Runtime
@@ -229,15 +228,13 @@ class CpuBootstrap:
     def _message_runtime(self, group: Any, streams: Streams | None) -> Runtime[Any]:
         """A runtime over the point-to-point messages of a group; ``streams`` are those of the device, None: the CPU."""
         # Imported here: most processes use the engine and never need it.
-        from dtcomm.runtime.torchdist.consistency_check import compare_by_messages
         from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
         from dtcomm.runtime.torchdist.transport import GlooTransport
 
         wait_records = c10d.PrefixStore(self._prefix, self._store)
         timeout_s = self._timeout.total_seconds()
         transport = GlooTransport(group, self.names, timeout_s, wait_records, streams)
-        checks = env.get("DTCOMM_CHECK") == "1"
-        compare = functools.partial(compare_by_messages, transport, self.names) if checks else None
+        compare = transport.require_same_operation if env.get("DTCOMM_CHECK") == "1" else None
         return TorchDistRuntime(transport, streams or HostStreams(), self.rank, compare=compare)
 
     def _ranks_of_this_host(self) -> tuple[int, ...]:

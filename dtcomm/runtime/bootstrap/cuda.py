@@ -14,12 +14,10 @@ from dtcomm.device.streams import Streams, streams_of
 from dtcomm.errors import DtcommError
 from dtcomm.kernels import dispatch
 from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
-from dtcomm.runtime.bootstrap.gpu_topology import describe_gpu, why_not_peers
 from dtcomm.runtime.bootstrap.store_exchange import StoreExchange, require_equal
 from dtcomm.runtime.cuda_peer.launch import FusedRanks, launcher_for, layout_for
-from dtcomm.runtime.cuda_peer.memory import map_peers
+from dtcomm.runtime.cuda_peer.memory import describe_gpu, map_peers, why_not_peers
 from dtcomm.runtime.cuda_peer.runtime import PeerRuntime
-from dtcomm.runtime.torchdist.consistency_check import compare_through_store
 from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
 from dtcomm.runtime.torchdist.transport import NcclTransport
 from dtcomm.runtime.types import Runtime
@@ -114,7 +112,7 @@ class CudaBootstrap(CpuBootstrap):
     def _compare(self, text: str, value: object) -> None:
         call = text.partition(":")[0].replace(" ", "")
         exchange = StoreExchange(self._store, f"{self._prefix}/{call}", self.rank, self.ranks, self._timeout)
-        compare_through_store(exchange, self.names, text)
+        exchange.require_same_operation(text, self.names)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

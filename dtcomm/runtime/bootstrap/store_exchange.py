@@ -73,6 +73,18 @@ class StoreExchange:
             infos.append(json.loads(self._store.get(key)))
         return infos
 
+    def require_same_operation(self, text: str, names: Sequence[str]) -> None:
+        """Compare what the ranks are about to do, and close. All raise CollectiveMismatch if they differ.
+
+        Args:
+            text: What this rank does.
+            names: How the error names each rank.
+        """
+        texts = [info["operation"] for info in self.all_gather({"operation": text})]
+        self.close()
+        if len(set(texts)) > 1:
+            raise disagreement("what they do", dict(zip(names, texts, strict=True)))
+
     def close(self) -> None:
         """Leave the exchange; the last rank to leave deletes the keys."""
         if self._store.add(f"{self._prefix}/left", 1) < self._ranks:
@@ -86,5 +98,10 @@ def require_equal(infos: Sequence[Mapping[str, Any]], key: str, what: str) -> No
     """CollectiveMismatch that lists every rank's value if ranks differ in ``key``."""
     values = [json.dumps(info[key], sort_keys=True) for info in infos]
     if len(set(values)) > 1:
-        listing = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-        raise CollectiveMismatch(f"ranks disagree on {what}: {listing}")
+        raise disagreement(what, {f"rank {rank}": value for rank, value in enumerate(values)})
+
+
+def disagreement(what: str, values: Mapping[str, str]) -> CollectiveMismatch:
+    """The error of ranks that differ in ``what``; ``values`` are by the name of the rank."""
+    listing = "; ".join(f"{name}: {value}" for name, value in values.items())
+    return CollectiveMismatch(f"ranks disagree on {what}: {listing}")

@@ -17,10 +17,11 @@ import torch
 from dtcomm import _C
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.kernels.types import OPERATIONS
-from dtcomm.runtime.cuda_peer.programs import LoweredSchedule, lower_for_all_ranks
-from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpSpec, TensorSpec
-from dtcomm.schedule import Schedule
-from dtcomm.schedule.ir import REDUCING
+from dtcomm.runtime.types import GEOMETRY, TWO_SHOT_SYMMETRIC, Buffers, OpSpec, TensorSpec
+from dtcomm.schedule import Schedule, lower
+from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
+from dtcomm.schedule.lower import steps
+from dtcomm.schedule.program import Program, Reduce, Send
 
 COLLECTIVES = {"all_reduce": 0, "reduce_scatter": 1, "all_gather": 2, "all_to_all": 3}
 ALGORITHMS = {"two_shot": 0, "one_shot": 1, TWO_SHOT_SYMMETRIC: 0}
@@ -29,6 +30,7 @@ MAX_RANKS: int = _C.MAX_RANKS
 SLOT_BYTES = 32 * 1024  # for a section's payload: enough to fill a link while the next section is encoded
 BOX_BYTES = 32 * 2**20  # for the payloads of a program's piece: tensors of tens of megabytes take one piece
 TIMEOUT_NS = 10 * 10**9
+BLOCKS_OF_A_MULTIPROCESSOR = 2  # the registers of a kernel allow two, and all its blocks must be resident
 
 #: Addresses of a rank's input, output, residual, bias and addend; 0 where there is none.
 RankPointers = tuple[int, int, int, int, int]
@@ -45,8 +47,74 @@ class PeerBufferLayout(NamedTuple):
 
 
 def layout_for(gpus: Sequence[dict[str, Any]]) -> PeerBufferLayout:
-    """The layout for ranks with these GPUs (``bootstrap.gpu_topology.describe_gpu``); it does not depend on tensors."""
+    """The layout for ranks with these GPUs (``cuda_peer.memory.describe_gpu``); it does not depend on tensors."""
     return PeerBufferLayout(min(gpu["blocks"] for gpu in gpus), SLOT_BYTES, BOX_BYTES)
+
+
+def blocks_of(device: torch.device, ranks: int = 1) -> int:
+    """The largest number of thread blocks per rank if ``ranks`` ranks share one launch on the device."""
+    most = torch.cuda.get_device_properties(device).multi_processor_count * BLOCKS_OF_A_MULTIPROCESSOR
+    return max(1, min(_C.MAX_BLOCKS, most // ranks))
+
+
+class LoweredSchedule(NamedTuple):
+    """The programs of all ranks. ``step_of`` holds the schedule's step of each instruction of each rank's program;
+    ``keeps_sums`` says whether some rank keeps sums from step to step.
+    """
+
+    programs: tuple[Program, ...]
+    step_of: tuple[tuple[int, ...], ...]
+    steps: int
+    keeps_sums: bool
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the tensors, the same in all programs."""
+        return self.programs[0].chunks
+
+    def kernel_spec(self, spec: OpSpec, first_rank: int, local_ranks: int) -> dict[str, Any]:
+        """The arguments of ``_cuda.FusedPlan`` that describe the programs of the local ranks."""
+        return {
+            "collective": GEOMETRY[spec.collective],
+            "programs": [
+                (
+                    self.chunks,
+                    list(self.programs[rank].payload_counts),
+                    self.programs[rank].flat(),
+                    list(self.step_of[rank]),
+                )
+                for rank in range(first_rank, first_rank + local_ranks)
+            ],
+            "steps": self.steps,
+            "keeps_sums": self.keeps_sums,
+        }
+
+    def chunk_granules(self, spec: OpSpec, part: TensorSpec) -> int:
+        """Granules of the largest chunk."""
+        whole = -(-(max(spec.splits) if spec.splits else part.numel) // part.codec.granularity)
+        return -(-whole // self.chunks) if spec.collective in CUT_AT_GRANULES else whole
+
+    def sent_bytes(self, spec: OpSpec, rank: int) -> int:
+        """Bytes of the payloads that a rank sends; a payload that goes to two peers counts twice."""
+        chunk_bytes = spec.chunk_payload_bytes(self.chunks, len(self.programs))
+        return sum(
+            len(instruction.peers) * chunk_bytes[instruction.chunk]
+            for instruction in self.programs[rank].instructions
+            if isinstance(instruction, Send)
+        )
+
+
+def lower_for_all_ranks(schedule: Schedule) -> LoweredSchedule:
+    """The programs of all ranks: every rank lowers them all, so that all agree on the memory that a call takes."""
+    ranks = range(schedule.ranks)
+    programs = tuple(lower(schedule, rank) for rank in ranks)
+    keeps_sums = any(
+        isinstance(instruction, Reduce) and instruction.keep_partial_sum
+        for program in programs
+        for instruction in program.instructions
+    )
+    step_of = tuple(steps(schedule, rank) for rank in ranks)
+    return LoweredSchedule(programs, step_of, max(schedule.steps, 1), keeps_sums)
 
 
 class Launcher(Protocol):

@@ -1,12 +1,15 @@
 """GPU memory that the other ranks of a host can reach: torch's symmetric memory, or memory shared by CUDA IPC handles.
 
-Mapping takes two steps. After each step the ranks exchange how it went, so that no rank waits in the second step for a
-rank that could not allocate its own memory. ``dtcomm.runtime.bootstrap.cuda`` calls :func:`map_peers`.
+First the ranks exchange what :func:`describe_gpu` says about their GPUs, and :func:`why_not_peers` decides whether they
+can reach each other's memory. Then :func:`map_peers` allocates and maps it in two steps. After each step the ranks
+exchange how it went, so that no rank waits in the second step for a rank that could not allocate its own memory.
+``dtcomm.runtime.bootstrap.cuda`` calls these functions.
 """
 
 from __future__ import annotations
 
 import base64
+import importlib.util
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -14,8 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from dtcomm.runtime.bootstrap.gpu_topology import visible_gpu_ids
+from dtcomm import _C
 from dtcomm.runtime.bootstrap.store_exchange import StoreExchange
+from dtcomm.runtime.cuda_peer.launch import blocks_of
 
 SYMMETRIC, IPC = "symmetric memory", "CUDA IPC"
 Result = TypeVar("Result", "LocalBuffer", "PeerBuffers")
@@ -43,6 +47,61 @@ class PeerBuffers(NamedTuple):
     own: torch.Tensor
     handles: Any
     offset: int = 0
+
+
+def describe_gpu(device: torch.device) -> dict[str, Any]:
+    """What ranks tell each other about their GPU.
+
+    ``id`` is the GPU's UUID, ``sees`` and ``reaches`` are the UUIDs of the GPUs that this process sees and those whose
+    memory its GPU can access, ``blocks`` is the largest grid, and ``trouble`` says why the GPU cannot take part.
+    """
+    if device.type != "cuda":
+        return {"id": "", "sees": [], "reaches": [], "blocks": 1, "trouble": f"{device} is no CUDA device"}
+    ids = visible_gpu_ids()
+    own = torch.cuda.current_device() if device.index is None else device.index
+    reaches = [
+        gpu_id
+        for index, gpu_id in enumerate(ids)
+        if index == own or torch.cuda.can_device_access_peer(own, index)
+    ]
+    built = importlib.util.find_spec("dtcomm._cuda") is not None
+    return {
+        "id": ids[own],
+        "sees": ids,
+        "reaches": reaches,
+        "blocks": blocks_of(device),
+        "trouble": "" if built else "the module _cuda was not built",
+    }
+
+
+def visible_gpu_ids() -> list[str]:
+    """The UUIDs of the GPUs that this process sees, by device index."""
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+
+
+def why_not_peers(gpus: Sequence[dict[str, Any]], groups: Sequence[Sequence[int]], forced: bool) -> str:
+    """Why fused kernels cannot serve the ranks; empty if they can.
+
+    Args:
+        gpus: ``describe_gpu`` of every rank.
+        groups: The ranks of each host.
+        forced: Allow what works but is slow: several ranks on one GPU.
+    """
+    if len(groups) > 1:
+        return f"the ranks are on {len(groups)} hosts"
+    if not 2 <= len(gpus) <= _C.MAX_RANKS:
+        return f"{len(gpus)} ranks: fused kernels serve 2 to {_C.MAX_RANKS}"
+    for rank, gpu in enumerate(gpus):
+        if gpu["trouble"]:
+            return f"rank {rank}: {gpu['trouble']}"
+    ids = [gpu["id"] for gpu in gpus]
+    if len(set(ids)) < len(ids) and not forced:
+        return "ranks share a GPU, on which kernels that wait for each other take turns"
+    for rank, gpu in enumerate(gpus):
+        for peer, gpu_id in enumerate(ids):
+            if gpu_id in gpu["sees"] and gpu_id not in gpu["reaches"]:
+                return f"the GPU of rank {rank} does not reach that of rank {peer}"
+    return ""
 
 
 def map_peers(

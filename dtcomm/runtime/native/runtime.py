@@ -14,8 +14,8 @@ from dtcomm.errors import DtcommError
 from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.emulated_link import Link, links
 from dtcomm.runtime.flight_recorder import STAGES, FlightEntry, PeerSnapshot
-from dtcomm.runtime.native import zero_copy
-from dtcomm.runtime.native.chunk_size import SLOT_BYTES, link_slot_bytes, piece_bytes, socket_piece_bytes
+from dtcomm.runtime.native import copy_policy
+from dtcomm.runtime.native.copy_policy import SLOT_BYTES
 from dtcomm.runtime.types import GEOMETRY, OPS, Buffers, OpHooks, OpSpec
 from dtcomm.schedule import Schedule, lower
 from dtcomm.work import NativeWork, Work
@@ -52,7 +52,9 @@ class NativeRuntime:
         self._shares_cores = False
         emulated = links()
         self._link = emulated.inside
-        self._slot_bytes = slot_bytes if self._link is None else max(slot_bytes, link_slot_bytes(self._link))
+        if self._link is not None:
+            slot_bytes = max(slot_bytes, copy_policy.link_slot_bytes(self._link))
+        self._slot_bytes = slot_bytes
         self.native = _C.NativeCommunicator(
             rank=rank,
             ranks=ranks,
@@ -115,16 +117,16 @@ class NativeRuntime:
 
     def why_no_single_copy(self) -> str:
         """Why this rank and its peers should not use single copy; empty if they may."""
-        return zero_copy.why_no_single_copy(
+        return copy_policy.why_no_single_copy(
             self.native, self.transport, self._link is not None, self._shares_cores
         )
 
     def prepare(self, spec: OpSpec, schedule: Schedule) -> _C.NativePlan:
         """A plan for calls of this operation."""
         shares_memory = self.transport == "memory"
-        piece = piece_bytes(spec, self.ranks) * (self._slot_bytes // SLOT_BYTES)
+        piece = copy_policy.piece_bytes(spec, self.ranks) * (self._slot_bytes // SLOT_BYTES)
         if not shares_memory and env.get("DTCOMM_PIECE_KIB") == "0":
-            piece = socket_piece_bytes(spec, self.ranks)
+            piece = copy_policy.socket_piece_bytes(spec, self.ranks)
         # Tensors that ranks read in each other's memory would not go over an emulated link.
         uses_zero_copy = shares_memory and self._link is None
         return native_plan(
@@ -134,8 +136,8 @@ class NativeRuntime:
             piece,
             self._slot_bytes,
             _max_payloads(self.ranks),
-            uses_zero_copy and zero_copy.can_use_zero_copy(spec, zero_copy.MIN_ZERO_COPY_BYTES),
-            not self.single_copy and zero_copy.pays_single_copy(spec),
+            uses_zero_copy and copy_policy.can_use_zero_copy(spec, copy_policy.MIN_ZERO_COPY_BYTES),
+            not self.single_copy and copy_policy.pays_single_copy(spec),
         )
 
     def run(
@@ -247,7 +249,7 @@ def native_plan(
         ],
         piece_bytes=piece_bytes,
         slot_bytes=slot_bytes,
-        zero_copy=zero_copy.can_use_zero_copy(spec) if uses_zero_copy is None else uses_zero_copy,
+        zero_copy=copy_policy.can_use_zero_copy(spec) if uses_zero_copy is None else uses_zero_copy,
         text=str(spec),
         max_boxes=max_payloads,
         splits=list(spec.splits),

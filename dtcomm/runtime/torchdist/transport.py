@@ -6,6 +6,7 @@ that the host waits for, from and to a device through host memory, and finds the
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Sequence
 from datetime import timedelta
@@ -19,10 +20,13 @@ from torch.distributed import distributed_c10d as c10d
 from dtcomm import _C
 from dtcomm.device.streams import Streams
 from dtcomm.errors import PayloadCorrupt
+from dtcomm.runtime.bootstrap.store_exchange import disagreement
 from dtcomm.runtime.flight_recorder import FlightEntry
 from dtcomm.runtime.torchdist.fault_attribution import FaultAttribution, connection_error
 
 CHECKSUM = struct.Struct("<I")  # CRC32C
+# The message that DTCOMM_CHECK=1 sends before an operation: its text, padded with zeros, and a digest.
+HEADER_BYTES, TEXT_BYTES, HEADER_TAG = 512, 504, 0
 
 
 class P2PMessage(NamedTuple):
@@ -210,6 +214,28 @@ class GlooTransport(Transport):
                 raise self._attribution.error(message.peer, cause, message.context) from error
             if message.payload is not None:
                 self._unpack(message, message.payload)
+
+    def require_same_operation(self, text: str, value: object) -> None:
+        """Compare what the ranks are about to do, for DTCOMM_CHECK=1; all raise CollectiveMismatch if they differ.
+
+        Args:
+            text: What this rank does, for the error; truncated if it is long.
+            value: What is compared, by its ``repr``.
+        """
+        digest = hashlib.blake2b(repr(value).encode(), digest_size=HEADER_BYTES - TEXT_BYTES).digest()
+        header = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0") + digest
+        own = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        headers = {
+            rank: own if rank == self.rank else torch.empty_like(own) for rank in range(len(self._names))
+        }
+        peers = [rank for rank in headers if rank != self.rank]
+        receives = [P2PMessage(headers[peer], peer, HEADER_TAG) for peer in peers]
+        sends = [P2PMessage(own, peer, HEADER_TAG) for peer in peers]
+        self.wait(self.send_recv(sends, receives, False, f"the check of {text}"))
+        contents = [bytes(header.tolist()) for header in headers.values()]
+        if len(set(contents)) > 1:
+            texts = [content[:TEXT_BYTES].rstrip(b"\0").decode(errors="replace") for content in contents]
+            raise disagreement("what they do", dict(zip(self._names, texts, strict=True)))
 
     def describe(self, device: torch.device) -> str:
         staged = "" if self._streams is None else f", through the host's memory from and to {device}"

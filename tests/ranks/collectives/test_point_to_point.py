@@ -14,7 +14,7 @@ from dtcomm import collectives
 from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
-from dtcomm.runtime.native.chunk_size import piece_bytes
+from dtcomm.runtime.native.copy_policy import piece_bytes
 from dtcomm.runtime.types import OpSpec, TensorSpec
 
 

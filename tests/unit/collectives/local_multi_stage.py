@@ -9,9 +9,7 @@ import torch
 
 from dtcomm import algorithms
 from dtcomm.codecs import codec
-from dtcomm.collectives._multi_stage import Check, MultiStagePlan
-from dtcomm.collectives._reproducible_sum import ReproducibleSum
-from dtcomm.collectives._shared_randk_sum import SharedRandKSum
+from dtcomm.collectives._multi_stage import Check, MultiStagePlan, ReproducibleSum, SharedRandKSum
 from dtcomm.measure.simulated_world import Operation, Outcome, World, run
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule

@@ -12,8 +12,8 @@ from dtcomm import _C, _emulator, algorithms
 from dtcomm.codecs import codec
 from dtcomm.errors import DtcommError, PeerLost
 from dtcomm.runtime.bootstrap.cuda import CudaBootstrap
-from dtcomm.runtime.bootstrap.gpu_topology import describe_gpu, why_not_peers
 from dtcomm.runtime.cuda_peer.launch import FusedPlan, FusedRanks, PeerBufferLayout
+from dtcomm.runtime.cuda_peer.memory import describe_gpu, why_not_peers
 from dtcomm.runtime.cuda_peer.runtime import FallbackPlan, PeerRuntime
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from tests.ranks.runtime.test_on_streams import Judged

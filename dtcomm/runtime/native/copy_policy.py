@@ -1,9 +1,9 @@
-"""Copies that the native engine avoids between ranks that share memory, and when it does.
+"""Which copies the native engine makes, and how large the pieces are that it copies.
 
-Normally a sender copies into shared memory and the receiver out of it. With *zero copy* peers work on the callers'
-tensors themselves, if all of them were made by :func:`empty_shared`. With *single copy* receivers copy out of the
-sender's own memory by ``process_vm_readv``. This module decides what a plan may use; for a call whose tensors are not
-shared the engine falls back to the normal way.
+Normally a sender copies into a slot of shared memory and the receiver out of it, piece by piece. With *zero copy* peers
+work on the callers' tensors themselves, if all of them were made by :func:`empty_shared`. With *single copy* receivers
+copy out of the sender's own memory by ``process_vm_readv``. This module decides what a plan may use; for a call whose
+tensors are not shared the engine falls back to slots. ``native.runtime`` and ``bootstrap.cpu`` call it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ from pathlib import Path
 import torch
 
 from dtcomm import _C, env
+from dtcomm.runtime.emulated_link import Link
 from dtcomm.runtime.types import OpSpec
-from dtcomm.schedule.ir import REDUCING
+from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
 
+SLOT_BYTES = 512 * 1024
+MAX_SLOT_BYTES = 8 * 2**20
+# Sockets need more bytes under way: a peer whose core is busy otherwise answers milliseconds later.
+SOCKET_SLOT_BYTES = 2 * 2**20
 MIN_ZERO_COPY_BYTES = 128 * 1024  # of a tensor that is only copied: the sender has to wait for the receivers
 # The kernel copies huge pages at up to 28 GB/s, those of 4 KiB at 13. Below this size the system call takes longer
 # than to stage the tensor and copy it again.
@@ -83,6 +88,39 @@ def empty_shared(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
     memory = _C.SharedTensorMemory(numel * dtype.itemsize)
     return torch.frombuffer(memory, dtype=dtype, count=numel).view(shape)
+
+
+def piece_bytes(spec: OpSpec, ranks: int) -> int:
+    """Bytes of input in one piece over shared memory: all of a small message, cache-sized parts of a large one."""
+    chosen = int(env.get("DTCOMM_PIECE_KIB"))
+    if chosen:
+        return chosen * 1024
+    total = spec.nbytes
+    if spec.algorithm == "send":
+        # In one direction the copy in and the copy out overlap but for the first and the last piece.
+        return min(max(total // 8, 64 * 1024), 256 * 1024)
+    if spec.collective not in CUT_AT_GRANULES:
+        total *= ranks
+    return 512 * 1024 if total <= 4 * 2**20 else 256 * 1024
+
+
+def socket_piece_bytes(spec: OpSpec, ranks: int) -> int:
+    """Bytes of input in one piece over sockets, unless DTCOMM_PIECE_KIB is set.
+
+    There are enough pieces to overlap, and few enough that a peer whose core is busy does not hold up the link.
+    """
+    total = spec.nbytes
+    if spec.collective not in CUT_AT_GRANULES:
+        total *= ranks
+    return min(max(total // 64, SLOT_BYTES), SOCKET_SLOT_BYTES)
+
+
+def link_slot_bytes(link: Link) -> int:
+    """Bytes of a slot over an emulated link: the pieces under way at once fill the link for a round trip."""
+    slot = SLOT_BYTES
+    while slot < MAX_SLOT_BYTES and slot * link.ns_per_byte < 2 * link.latency_ns:
+        slot *= 2
+    return slot
 
 
 def _has_huge_pages() -> bool:
