@@ -56,7 +56,4 @@ std::size_t granule_elements(const Codec& codec);
 // Bytes of the payload of `numel` elements; only Family::none depends on `dtype`.
 std::size_t wire_bytes(const Codec& codec, std::size_t numel, DType dtype);
 
-// Why the kernels cannot run `codec`; nullptr if they can. Call it once on a codec that came from elsewhere.
-const char* why_invalid(const Codec& codec);
-
 }  // namespace dtcomm

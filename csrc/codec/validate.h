@@ -1,16 +1,20 @@
-// Finds payloads that no encoder writes. Kernels can decode them without leaving their memory; this names the fault.
+// Validation of what comes from elsewhere: descriptions of codecs, and payloads.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
 
 #include "codec/codec.h"
+#include "core/status.h"
 
 namespace dtcomm {
 
-// The first granule of a payload of `numel` elements that no encoder writes, and the reason; empty if there is none.
-// It checks stored positions. Values need no check, as every bit pattern is a number or NaN.
-std::string why_corrupt(const Codec& codec, const std::uint8_t* payload, std::size_t numel);
+// Whether the kernels can run `codec`. Call it once on a codec that came from elsewhere.
+Status check_codec(const Codec& codec);
+
+// Whether an encoder can have written a payload of `numel` elements; the message names the first granule that none
+// writes. Kernels decode such payloads without leaving their memory. Only stored positions are checked: every bit
+// pattern of a value is a number or NaN.
+Status check_payload(const Codec& codec, const std::uint8_t* payload, std::size_t numel);
 
 }  // namespace dtcomm

@@ -1,7 +1,8 @@
 // How the native core reports errors. Each kind of outcome has one channel:
 //
 //   - A function that answers "is this valid?" or "can this be done?" returns a `Status`: OK, or a message that says
-//     what is wrong. The caller decides what to do with it; the bindings raise ValueError.
+//     what is wrong. The caller decides what to do with it; the bindings raise ValueError. A function that queues work
+//     on a CUDA device returns one, too, with CUDA's reason.
 //   - A function that cannot deliver its result throws: std::invalid_argument for wrong arguments (ValueError in
 //     Python), std::system_error where the operating system refused, std::logic_error for calls on a closed object.
 //   - A collective that cannot complete throws `Error` (core/error.h), which carries a kind and the failed rank. The

@@ -11,11 +11,11 @@
 
 namespace dtcomm::cuda {
 
-// Queues the kernel that serves a call. Returns nullptr, or in CUDA's words why nothing was queued. launch.cuh defines
+// Queues the kernel that serves a call. An error holds CUDA's reason why nothing was queued. launch.cuh defines
 // it; CMake writes one source file with the instantiation of each family of instantiations.txt, so that they compile in
 // parallel.
 template <class Family>
-const char* launch(const KernelParams& params, const Family& family, void* stream);
-const char* launch(const KernelParams& params, const Sparse& family, void* stream);
+Status launch(const KernelParams& params, const Family& family, void* stream);
+Status launch(const KernelParams& params, const Sparse& family, void* stream);
 
 }  // namespace dtcomm::cuda

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "codec/codec.h"
+#include "core/status.h"
 #include "core/types.h"
 #include "cpu/kernels.h"
 
@@ -19,11 +20,11 @@ constexpr int kInlinePayloads = 16;
 
 // One call as cpu/kernels.h describes it, except that `call.payloads` is host memory, read before this returns, and
 // that with more than kInlinePayloads of them `table` is device memory that holds the same addresses until the work is
-// done. The hints to stream are ignored. Returns nullptr, or in CUDA's words why nothing was queued.
-const char* combine(const Codec& codec, const Combine& call, const std::uint8_t* const* table, void* stream);
+// done. The hints to stream are ignored. An error holds CUDA's reason why nothing was queued.
+Status combine(const Codec& codec, const Combine& call, const std::uint8_t* const* table, void* stream);
 
 // out[0, numel) = the decoded payload, in out_dtype; `dtype` is the tensor's (wire dtype of Family::none).
-const char* decode(const Codec& codec, const std::uint8_t* payload, std::size_t numel, DType dtype, void* out,
-                   DType out_dtype, void* stream);
+Status decode(const Codec& codec, const std::uint8_t* payload, std::size_t numel, DType dtype, void* out,
+              DType out_dtype, void* stream);
 
 }  // namespace dtcomm::cuda

@@ -23,13 +23,14 @@ __global__ void __launch_bounds__(kMaxBlockThreads)
   combine_tile<Count, Encodes, Feedback>(BlockLanes<WarpLanes>(WarpLanes(), scratch), params, family, blockIdx.x);
 }
 
-inline const char* launch_error() {
-  const cudaError_t status = cudaGetLastError();
-  return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
+// Whether the last launch was queued.
+inline Status launch_status() {
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? Status() : Status::error(cudaGetErrorString(error));
 }
 
 template <class Family>
-const char* launch(const KernelParams& params, const Family& family, void* stream) {
+Status launch(const KernelParams& params, const Family& family, void* stream) {
   const auto queue = static_cast<cudaStream_t>(stream);
   return with_kernel_variant<Family>(params, [&](auto kernel) {
     using K = decltype(kernel);
@@ -41,7 +42,7 @@ const char* launch(const KernelParams& params, const Family& family, void* strea
       combine_block_kernel<Family, K::kCount, K::kEncodes, K::kFeedback>
           <<<tiles(params, threads), threads, 0, queue>>>(params, family);
     }
-    return launch_error();
+    return launch_status();
   });
 }
 

@@ -36,37 +36,37 @@ __global__ void __launch_bounds__(kThreads, 4) expand_kernel(const __grid_consta
 
 // Launches `kernel` with a block for each item, kMaxVectors at a time.
 template <class Item>
-const char* launch_batches(void (*kernel)(Batch<Item>), const Item* items, std::size_t count, void* stream) {
+Status launch_batches(void (*kernel)(Batch<Item>), const Item* items, std::size_t count, void* stream) {
   (void)cudaGetLastError();  // an earlier, unrelated error is not this call's
   for (std::size_t at = 0; at < count; at += kMaxVectors) {
     const std::size_t size = std::min(kMaxVectors, count - at);
     Batch<Item> batch = {};
     std::copy(items + at, items + at + size, batch.items);
     kernel<<<static_cast<unsigned>(size), kMaxBlockThreads, 0, static_cast<cudaStream_t>(stream)>>>(batch);
-    if (const char* error = launch_error()) return error;
+    if (Status status = launch_status(); !status.ok()) return status;
   }
-  return nullptr;
+  return Status();
 }
 
 }  // namespace
 
-const char* orthonormalise(const Vectors* of, std::size_t count, void* stream) {
+Status orthonormalise(const Vectors* of, std::size_t count, void* stream) {
   return launch_batches(orthonormalise_kernel, of, count, stream);
 }
 
-const char* check_finite(const Factors* of, std::size_t count, void* stream) {
+Status check_finite(const Factors* of, std::size_t count, void* stream) {
   return launch_batches(check_finite_kernel, of, count, stream);
 }
 
-const char* expand(const Expansion& call, void* stream) {
+Status expand(const Expansion& call, void* stream) {
   const std::uint64_t threads = expansion_threads(call);
-  if (threads == 0) return nullptr;
+  if (threads == 0) return Status();
   (void)cudaGetLastError();
   const auto blocks = static_cast<unsigned>((threads + kThreads - 1) / kThreads);
   with_float(call.dtype, [&](auto dtype) {
     expand_kernel<decltype(dtype)::value><<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(call);
   });
-  return launch_error();
+  return launch_status();
 }
 
 }  // namespace dtcomm::cuda

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/status.h"
 #include "core/types.h"
 #include "cpu/kernels.h"
 
@@ -20,9 +21,9 @@ struct Vectors {
 // So count, or factors of so count matrices, travel as the arguments of one kernel.
 constexpr std::size_t kMaxVectors = 64;
 
-// LowRank::orthonormalise for each of `count`: a kernel for every kMaxVectors of them. Returns nullptr, or in CUDA's
-// words why something was not queued.
-const char* orthonormalise(const Vectors* of, std::size_t count, void* stream);
+// LowRank::orthonormalise for each of `count`: a kernel for every kMaxVectors of them. An error holds CUDA's reason
+// why a kernel was not queued.
+Status orthonormalise(const Vectors* of, std::size_t count, void* stream);
 
 // The factors of a matrix, whose elements are so count, and the bool that says whether all of them are finite.
 struct Factors {
@@ -33,7 +34,7 @@ struct Factors {
 
 // Sets `finite` of each of `count`; factors of which some element is not finite become zeros. A kernel for every
 // kMaxVectors.
-const char* check_finite(const Factors* of, std::size_t count, void* stream);
+Status check_finite(const Factors* of, std::size_t count, void* stream);
 
 // The arguments of LowRank::expand; the gradient becomes the product. `finite`, where given, is a bool on the device:
 // where it says no the gradient becomes NaN and the residual stays.
@@ -47,6 +48,6 @@ struct Expansion {
   DType dtype;  // f32, f16 or bf16
 };
 
-const char* expand(const Expansion& call, void* stream);
+Status expand(const Expansion& call, void* stream);
 
 }  // namespace dtcomm::cuda

@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kMaxBlockThreads)
 
 }  // namespace
 
-const char* launch(const KernelParams& params, const Sparse& family, void* stream) {
+Status launch(const KernelParams& params, const Sparse& family, void* stream) {
   const auto queue = static_cast<cudaStream_t>(stream);
   const unsigned blocks = tiles(params, kMaxBlockThreads);
   if (params.payload_out) {
@@ -25,7 +25,7 @@ const char* launch(const KernelParams& params, const Sparse& family, void* strea
   } else {
     sparse_kernel<false><<<blocks, kMaxBlockThreads, 0, queue>>>(params, family);
   }
-  return launch_error();
+  return launch_status();
 }
 
 }  // namespace dtcomm::cuda

@@ -14,13 +14,13 @@ __global__ void __launch_bounds__(kThreads) combine_elements(const __grid_consta
 
 }  // namespace
 
-const char* combine_native(const Combine& call, const std::uint8_t* const* table, void* stream) {
+Status combine_native(const Combine& call, const std::uint8_t* const* table, void* stream) {
   const NativeSumParams planned = native_sum_params(call, table);
   const auto blocks = static_cast<unsigned>((planned.padded + kThreads - 1) / kThreads);
   with_native_type(call.dtype, [&](auto zero) {
     combine_elements<decltype(zero)><<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(planned);
   });
-  return launch_error();
+  return launch_status();
 }
 
 }  // namespace dtcomm::cuda

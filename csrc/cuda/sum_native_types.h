@@ -135,6 +135,6 @@ auto with_native_type(DType dtype, const Use& use) {
   }
 }
 
-const char* combine_native(const Combine& call, const std::uint8_t* const* table, void* stream);
+Status combine_native(const Combine& call, const std::uint8_t* const* table, void* stream);
 
 }  // namespace dtcomm::cuda

@@ -42,7 +42,7 @@ void add_launches(const EmulatedCall& call, std::vector<Launch>& launches) {
   const cuda::FusedSpec& spec = call.plan->spec();
   cuda::with_fused_family(spec.codec, spec.dtype, [&](const auto& family) {
     using Family = std::decay_t<decltype(family)>;
-    return call.plan->for_each_kernel(call.tensors, [&](const auto& params) -> const char* {
+    return call.plan->for_each_kernel(call.tensors, [&](const auto& params) -> Status {
       if constexpr (std::is_same_v<std::decay_t<decltype(params)>, cuda::StepParams>) {
         launches.push_back(make_launch(spec.blocks, params, family, cuda::run_step<Family, EmulatedBlock>));
       } else {
@@ -51,7 +51,7 @@ void add_launches(const EmulatedCall& call, std::vector<Launch>& launches) {
           launches.push_back(make_launch(spec.blocks, params, family, Kernel::template run<Family, EmulatedBlock>));
         });
       }
-      return nullptr;
+      return Status();
     });
   });
 }
@@ -69,24 +69,23 @@ Scheduler& Emulator::scheduler_for(unsigned lanes) {
   return *scheduler_;
 }
 
-std::string Emulator::launch(const EmulatedCall& call, std::uint64_t seed, int absent) {
+Status Emulator::launch(const EmulatedCall& call, std::uint64_t seed, int absent) {
   return launch(std::vector<EmulatedCall>{call}, seed, absent, Fault());
 }
 
-std::string Emulator::launch(const std::vector<EmulatedCall>& calls, std::uint64_t seed, int absent,
-                             const Fault& fault) {
+Status Emulator::launch(const std::vector<EmulatedCall>& calls, std::uint64_t seed, int absent, const Fault& fault) {
   std::vector<Launch> launches;
   const cuda::FusedSpec& first = calls[0].plan->spec();
   unsigned blocks = 0;  // of a rank
   for (const EmulatedCall& call : calls) {
     const cuda::FusedSpec& spec = call.plan->spec();
-    if (std::string reason = call.plan->why_not(call.tensors); !reason.empty()) return reason;
-    if (spec.local_ranks != spec.ranks) return "local_ranks: all ranks of an emulated call are virtual";
-    if (spec.ranks != first.ranks) return "ranks: must be the same for all calls";
+    if (Status status = call.plan->check(call.tensors); !status.ok()) return status;
+    if (spec.local_ranks != spec.ranks) return Status::error("local_ranks: all ranks of an emulated call are virtual");
+    if (spec.ranks != first.ranks) return Status::error("ranks: must be the same for all calls");
     add_launches(call, launches);
     blocks = std::max(blocks, spec.blocks);
   }
-  if (launches.empty()) return "";
+  if (launches.empty()) return Status();
   const auto ranks = static_cast<unsigned>(first.ranks);
   std::vector<cuda::Shared> shared(ranks * blocks);
   Scheduler& scheduler = scheduler_for(ranks * blocks * kBlockThreads);
@@ -104,7 +103,7 @@ std::string Emulator::launch(const std::vector<EmulatedCall>& calls, std::uint64
       observer_->shared(first.peers[rank].buffer, buffer_bytes, "buffer", rank);
     }
   }
-  const char* failure = scheduler.run(ranks * blocks, kBlockThreads, seed, [&](unsigned at) {
+  Status status = scheduler.run(ranks * blocks, kBlockThreads, seed, [&](unsigned at) {
     const auto rank = static_cast<int>(at / blocks);
     const unsigned index = at % blocks;
     const EmulatedBlock block(scheduler, shared[at], fault);
@@ -115,7 +114,7 @@ std::string Emulator::launch(const std::vector<EmulatedCall>& calls, std::uint64
     }
   });
   if (observer_) observer_->end();
-  return failure ? failure : "";
+  return status;
 }
 
 }  // namespace dtcomm::emulator

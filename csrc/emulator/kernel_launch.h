@@ -35,8 +35,8 @@ void launch_kernel(Scheduler& scheduler, MemoryObserver* observer, unsigned bloc
       const Scheduler::LaneScope scope(lanes);
       run(EmulatedWarp{lanes}, own, argument, index);
     };
-    if (const char* failure = scheduler.run(1, threads, block, body, block * threads)) {
-      std::fprintf(stderr, "emulated kernel: %s\n", failure);
+    if (const Status status = scheduler.run(1, threads, block, body, block * threads); !status.ok()) {
+      std::fprintf(stderr, "emulated kernel: %s\n", status.message().c_str());
       std::abort();
     }
   }

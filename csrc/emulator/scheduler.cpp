@@ -7,8 +7,8 @@
 
 namespace dtcomm::emulator {
 
-const char* Scheduler::run(unsigned blocks, unsigned threads, std::uint64_t seed,
-                           const std::function<void(unsigned)>& body, unsigned first_lane) {
+Status Scheduler::run(unsigned blocks, unsigned threads, std::uint64_t seed, const std::function<void(unsigned)>& body,
+                      unsigned first_lane) {
   random_ = mix_key(seed, 0, 0) | 1;
   best_ = nullptr;
   failure_ = nullptr;
@@ -40,7 +40,7 @@ const char* Scheduler::run(unsigned blocks, unsigned threads, std::uint64_t seed
   fibers_.run(
       count, take_next_lane(), [&](unsigned lane) { body(lane / threads); },
       [&](unsigned) { return --running_ ? take_next_lane() : Fibers::kNone; });
-  return failure_;
+  return failure_ ? Status::error(failure_) : Status();
 }
 
 void Scheduler::sync_block() {

@@ -12,6 +12,7 @@
 #include <functional>
 #include <vector>
 
+#include "core/status.h"
 #include "emulator/fibers.h"
 #include "emulator/memory_observer.h"
 
@@ -48,9 +49,9 @@ class Scheduler {
   };
 
   // Runs body(block) on all threads of `blocks` blocks of `threads` threads, a multiple of a warp. The observer knows
-  // them as lanes `first_lane` onwards. Returns nullptr, or how the lanes diverged.
-  const char* run(unsigned blocks, unsigned threads, std::uint64_t seed, const std::function<void(unsigned)>& body,
-                  unsigned first_lane = 0);
+  // them as lanes `first_lane` onwards. An error says how the lanes diverged.
+  Status run(unsigned blocks, unsigned threads, std::uint64_t seed, const std::function<void(unsigned)>& body,
+             unsigned first_lane = 0);
 
   unsigned thread() const { return fibers_.current() % threads_; }
   unsigned threads() const { return threads_; }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "codec/codec.h"
+#include "codec/validate.h"
 #include "core/status.h"
 #include "core/types.h"
 #include "cpu/kernels.h"
@@ -25,7 +26,7 @@ inline Codec codec_of(std::string_view fields) {
   if (fields.size() != sizeof(Codec)) throw pybind11::value_error("codec: expected 16 bytes");
   Codec codec;
   std::memcpy(&codec, fields.data(), sizeof codec);
-  if (const char* reason = why_invalid(codec)) throw pybind11::value_error(reason);
+  raise_if_invalid(check_codec(codec));
   return codec;
 }
 

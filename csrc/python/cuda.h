@@ -9,6 +9,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/status.h"
+
 namespace dtcomm::python {
 
 void bind_cuda_fused(pybind11::module_& module);
@@ -18,8 +20,8 @@ inline void check_aligned(const char* name, std::uintptr_t address, std::size_t 
   if (address % to != 0) throw pybind11::value_error(std::string(name) + ": must be aligned to " + std::to_string(to));
 }
 
-inline void raise_if(const char* error) {
-  if (error) throw std::runtime_error(std::string("CUDA: ") + error);
+inline void raise_if_not_queued(const Status& status) {
+  if (!status.ok()) throw std::runtime_error("CUDA: " + status.message());
 }
 
 }  // namespace dtcomm::python

@@ -15,7 +15,7 @@ void bind_cuda_fused(py::module_& module) {
          std::size_t features) {
         const cuda::LaunchTensors tensors = launch_tensors(plan, addresses, features);
         const py::gil_scoped_release release;  // a full queue blocks
-        raise_if(cuda::launch(plan, tensors, pointer<void>(stream)));
+        raise_if_not_queued(cuda::launch(plan, tensors, pointer<void>(stream)));
       },
       py::arg("tensors"), py::arg("stream"), py::arg("features") = 0,
       "Queue a call on a stream of the current device. `tensors` are the addresses of each local rank's input, output, "

@@ -25,7 +25,7 @@ void orthonormalise(const std::vector<Numbers>& vectors, std::uintptr_t stream) 
     of.push_back({pointer<float>(first), count, n, key});
   }
   const py::gil_scoped_release release;  // a full queue blocks
-  raise_if(cuda::orthonormalise(of.data(), of.size(), pointer<void>(stream)));
+  raise_if_not_queued(cuda::orthonormalise(of.data(), of.size(), pointer<void>(stream)));
 }
 
 // Where factors and their verdict lie, and how many elements they have.
@@ -39,7 +39,7 @@ void check_finite(const std::vector<FactorNumbers>& factors, std::uintptr_t stre
     of.push_back({pointer<float>(left), pointer<float>(right), left_size, right_size, pointer<std::uint8_t>(finite)});
   }
   const py::gil_scoped_release release;
-  raise_if(cuda::check_finite(of.data(), of.size(), pointer<void>(stream)));
+  raise_if_not_queued(cuda::check_finite(of.data(), of.size(), pointer<void>(stream)));
 }
 
 void expand(std::uintptr_t gradient, int dtype, std::uintptr_t residual, std::uint64_t rows, std::uint64_t columns,
@@ -64,7 +64,7 @@ void expand(std::uintptr_t gradient, int dtype, std::uintptr_t residual, std::ui
   call.columns = columns;
   call.rank = rank;
   const py::gil_scoped_release release;
-  raise_if(cuda::expand(call, pointer<void>(stream)));
+  raise_if_not_queued(cuda::expand(call, pointer<void>(stream)));
 }
 
 }  // namespace

@@ -15,8 +15,7 @@ PYBIND11_MODULE(_emulator, module) {
       [](cuda::FusedPlan& plan, const std::vector<TensorAddresses>& tensors, std::uint64_t seed, int absent,
          std::size_t features) {
         static emulator::Emulator emulator;  // keeps the stacks of its fibers; used under the interpreter's lock
-        const std::string why = emulator.launch({&plan, launch_tensors(plan, tensors, features)}, seed, absent);
-        if (!why.empty()) throw py::value_error(why);
+        raise_if_invalid(emulator.launch({&plan, launch_tensors(plan, tensors, features)}, seed, absent));
       },
       py::arg("tensors"), py::arg("seed") = 0, py::arg("absent") = -1, py::arg("features") = 0,
       "Run a call to its end; all ranks must be local. `tensors` are the addresses of each rank's input, output, "

@@ -90,7 +90,7 @@ inline cuda::LaunchTensors launch_tensors(const cuda::FusedPlan& plan, const std
     tensors.ranks[i] = {pointer<const void>(input), pointer<void>(output), pointer<float>(residual),
                         pointer<const void>(bias), pointer<const void>(addend)};
   }
-  if (const std::string reason = plan.why_not(tensors); !reason.empty()) throw pybind11::value_error(reason);
+  raise_if_invalid(plan.check(tensors));
   return tensors;
 }
 

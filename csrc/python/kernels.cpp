@@ -66,11 +66,11 @@ void bind_kernels(py::module_& module) {
   module.def(
       "granule_elements", [](const py::bytes& codec) { return granule_elements(codec_of(codec)); }, py::arg("codec"));
   module.def(
-      "why_corrupt",
+      "payload_error",
       [](const py::bytes& codec_bytes, std::uintptr_t payload, std::size_t numel) {
         const Codec codec = codec_of(codec_bytes);
         const py::gil_scoped_release release;
-        return why_corrupt(codec, pointer<const std::uint8_t>(payload), numel);
+        return check_payload(codec, pointer<const std::uint8_t>(payload), numel).message();
       },
       py::arg("codec"), py::arg("payload"), py::arg("numel"),
       "The first invalid granule of a payload and what is wrong with it; empty if the payload is valid.");

@@ -143,7 +143,7 @@ void run_case(Random& random, Family family, const std::vector<const Kernels*>& 
   for (std::size_t i = 0; i < at.count; ++i) {
     std::uint8_t* payload = buffers.payloads[i].place(wire, end);
     const bool whole = make_payload(random, at, *tables.back(), floats, payload, wire);
-    if (whole && !why_corrupt(at.codec, payload, at.numel).empty()) fail(at, "why_corrupt", "an encoding is rejected");
+    if (whole && !check_payload(at.codec, payload, at.numel).ok()) fail(at, "check_payload", "an encoding is rejected");
     payloads.push_back(payload);
   }
   std::vector<std::uint8_t> old(at.numel * sizeof(float));
@@ -160,7 +160,7 @@ void run_case(Random& random, Family family, const std::vector<const Kernels*>& 
     }
     ++counts.payloads[which];
     ++counts.total;
-    if (!why_corrupt(at.codec, payload, at.numel).empty()) ++counts.rejected[which];
+    if (!check_payload(at.codec, payload, at.numel).ok()) ++counts.rejected[which];
   }
   const Bytes expected = combine_with(*tables.back(), at, payloads, old, buffers, floats, end);
   for (std::size_t k = 0; k + 1 < tables.size(); ++k) {
@@ -186,12 +186,12 @@ void check_codec_bytes(Random& random) {
   std::memcpy(&codec, raw, sizeof raw);
   Case at;
   at.codec = codec;
-  if (why_invalid(codec)) return;
+  if (!check_codec(codec).ok()) return;
   const std::size_t granule = granule_elements(codec);
-  if (granule == 0 || granule > kLargestBlock) fail(at, "why_invalid", "a granule of an impossible size");
+  if (granule == 0 || granule > kLargestBlock) fail(at, "check_codec", "a granule of an impossible size");
   const std::size_t one = wire_bytes(codec, 1, DType::f32), full = wire_bytes(codec, granule, DType::f32);
-  if (one == 0 || one > full || full > granule * 4 + granule) fail(at, "why_invalid", "an impossible size");
-  if (wire_bytes(codec, granule + 1, DType::f32) != full + one) fail(at, "why_invalid", "granules that depend");
+  if (one == 0 || one > full || full > granule * 4 + granule) fail(at, "check_codec", "an impossible size");
+  if (wire_bytes(codec, granule + 1, DType::f32) != full + one) fail(at, "check_codec", "granules that depend");
 }
 
 const char* option(int count, char** arguments, const char* flag) {

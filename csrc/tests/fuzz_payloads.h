@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "codec/layout.h"
+#include "codec/validate.h"
 #include "cpu/kernels.h"
 
 namespace dtcomm::tests {
@@ -54,7 +55,7 @@ inline Codec random_codec(Random& random, Family family) {
     codec.block = random.one_in(8) ? 0 : 16u << random.below(random.one_in(4) ? 9 : 4);
     if (family == Family::exact) codec.bits = flips & 1 ? 16 : 32;
     if (sparse) codec.kept = 1 + static_cast<std::uint32_t>(random.below(random.one_in(3) ? 4096 : 64));
-    if (why_invalid(codec) == nullptr) return codec;
+    if (check_codec(codec).ok()) return codec;
   }
 }
 

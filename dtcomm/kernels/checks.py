@@ -80,7 +80,7 @@ def require_valid_payload(codec: Codec, payloads: Sequence[torch.Tensor], numel:
         return
     for i, payload in enumerate(payloads):
         if payload.device.type == "cpu":
-            reason = _C.why_corrupt(codec.native(), payload.data_ptr(), numel)
+            reason = _C.payload_error(codec.native(), payload.data_ptr(), numel)
             if reason:
                 raise errors.PayloadCorrupt(f"payload {i} in codec {str(codec)!r}, {reason}")
 

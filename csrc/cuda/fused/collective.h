@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "codec/codec.h"
+#include "core/status.h"
 #include "core/types.h"
 #include "engine/program.h"
 
@@ -114,9 +115,9 @@ bool fusible(const Codec& codec, DType dtype);
 class FusedPlan;  // cuda/fused/plan.h
 
 // Queues a planned collective on `stream` (a cudaStream_t) of the current device: one cooperative kernel, or one for
-// each step of a program. All blocks of a kernel run at once, or it is refused. Returns nullptr, or in CUDA's words why
-// a kernel was not queued. When the work is done, SignalPad::missing_rank of each rank tells which rank was missing;
-// where it is not 0, later calls of that rank do nothing.
-const char* launch(FusedPlan& plan, const LaunchTensors& tensors, void* stream);
+// each step of a program. All blocks of a kernel run at once, or it is refused. An error holds CUDA's
+// reason why a kernel was not queued. When the work is done, SignalPad::missing_rank of each rank names the missing
+// rank; while it is not 0, later calls of that rank do nothing.
+Status launch(FusedPlan& plan, const LaunchTensors& tensors, void* stream);
 
 }  // namespace dtcomm::cuda

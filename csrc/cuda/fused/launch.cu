@@ -3,8 +3,8 @@
 
 namespace dtcomm::cuda {
 
-const char* launch(FusedPlan& plan, const LaunchTensors& tensors, void* stream) {
-  return with_fused_family(plan.spec().codec, plan.spec().dtype, [&](const auto& family) -> const char* {
+Status launch(FusedPlan& plan, const LaunchTensors& tensors, void* stream) {
+  return with_fused_family(plan.spec().codec, plan.spec().dtype, [&](const auto& family) -> Status {
     return plan.for_each_kernel(tensors, [&](const auto& params) { return enqueue(params, family, stream); });
   });
 }

@@ -26,19 +26,19 @@ __global__ void __launch_bounds__(kFusedThreads, kBlocksPerMultiprocessor)
 
 // A cooperative launch: refused where the blocks do not fit on the device together.
 template <class Argument, class Family>
-const char* launch_cooperative(void (*kernel)(Argument, Family), const Argument& argument, const Family& family,
-                               unsigned blocks, void* stream) {
+Status launch_cooperative(void (*kernel)(Argument, Family), const Argument& argument, const Family& family,
+                          unsigned blocks, void* stream) {
   void* arguments[] = {const_cast<Argument*>(&argument), const_cast<Family*>(&family)};
-  const cudaError_t status =
+  const cudaError_t error =
       cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), dim3(blocks), dim3(kFusedThreads), arguments,
                                   0, static_cast<cudaStream_t>(stream));
-  if (status == cudaSuccess) return nullptr;
+  if (error == cudaSuccess) return Status();
   (void)cudaGetLastError();  // or the next, unrelated call would report it
-  return cudaGetErrorString(status);
+  return Status::error(cudaGetErrorString(error));
 }
 
 template <class Family>
-const char* enqueue(const FusedParams& fused, const Family& family, void* stream) {
+Status enqueue(const FusedParams& fused, const Family& family, void* stream) {
   return with_fused_variant(fused, [&](auto kernel) {
     return launch_cooperative<FusedParams, Family>(fused_kernel<decltype(kernel), Family>, fused, family,
                                                    static_cast<unsigned>(fused.local_ranks) * fused.blocks, stream);
@@ -46,7 +46,7 @@ const char* enqueue(const FusedParams& fused, const Family& family, void* stream
 }
 
 template <class Family>
-const char* enqueue(const StepParams& step, const Family& family, void* stream) {
+Status enqueue(const StepParams& step, const Family& family, void* stream) {
   return launch_cooperative<StepParams, Family>(step_kernel<Family>, step, family,
                                                 static_cast<unsigned>(step.local_ranks) * step.blocks, stream);
 }

@@ -6,11 +6,11 @@
 
 namespace dtcomm::cuda {
 
-// Queues one fused kernel. Returns nullptr, or in CUDA's words why nothing was queued. fused/launch.cuh defines it;
+// Queues one fused kernel. An error holds CUDA's reason. fused/launch.cuh defines it;
 // CMake writes one source file with the instantiations of each family of instantiations.txt that has fused kernels.
 template <class Family>
-const char* enqueue(const FusedParams& params, const Family& family, void* stream);
+Status enqueue(const FusedParams& params, const Family& family, void* stream);
 template <class Family>
-const char* enqueue(const StepParams& params, const Family& family, void* stream);
+Status enqueue(const StepParams& params, const Family& family, void* stream);
 
 }  // namespace dtcomm::cuda

@@ -70,51 +70,52 @@ RankState rank_state(const FusedSpec& spec, int rank, const RankTensors& tensors
 
 std::string number(std::uint64_t value) { return std::to_string(value); }
 
-std::string why_not_memory(const FusedSpec& spec) {
+Status check_memory(const FusedSpec& spec) {
   const PeerBufferLayout& layout = spec.buffer_layout;
-  if (layout.ranks != spec.ranks) return "buffer_layout: is of " + number(layout.ranks) + " ranks";
+  if (layout.ranks != spec.ranks) return Status::error("buffer_layout: is of " + number(layout.ranks) + " ranks");
   if (layout.blocks < 1 || layout.blocks > kMaxBlocks)
-    return "buffer_layout: blocks must be 1 to " + number(kMaxBlocks);
-  if (layout.slot_bytes % kAlign || layout.box_bytes % kAlign) return "buffer_layout: bytes must be multiples of 16";
+    return Status::error("buffer_layout: blocks must be 1 to " + number(kMaxBlocks));
+  if (layout.slot_bytes % kAlign || layout.box_bytes % kAlign)
+    return Status::error("buffer_layout: bytes must be multiples of 16");
   if (spec.blocks < 1 || spec.blocks > layout.blocks) {
-    return "blocks: must be 1 to the buffer_layout's " + number(layout.blocks);
+    return Status::error("blocks: must be 1 to the buffer_layout's " + number(layout.blocks));
   }
   for (int rank = 0; rank < spec.ranks; ++rank) {
     const PeerPointers& peer = spec.peers[rank];
     if (!peer.pad || !peer.buffer || !is_aligned16(peer.buffer)) {
-      return "peers: rank " + number(rank) + " has no aligned buffer";
+      return Status::error("peers: rank " + number(rank) + " has no aligned buffer");
     }
   }
-  return "";
+  return Status();
 }
 
 constexpr const char* kNoCodec = "codec: there is no fused kernel for it and the dtype";
 
-std::string why_not_spec(const FusedSpec& spec) {
-  if (spec.ranks < 2 || spec.ranks > kMaxRanks) return "ranks: must be 2 to " + number(kMaxRanks);
+Status check_spec(const FusedSpec& spec) {
+  if (spec.ranks < 2 || spec.ranks > kMaxRanks) return Status::error("ranks: must be 2 to " + number(kMaxRanks));
   if (spec.first_rank < 0 || spec.local_ranks < 1 || spec.first_rank + spec.local_ranks > spec.ranks) {
-    return "local_ranks: outside the ranks";
+    return Status::error("local_ranks: outside the ranks");
   }
-  if (!verbatim(spec, false) && !fusible(spec.codec, spec.dtype)) return kNoCodec;
-  if (spec.op != ReduceOp::sum && !is_cast(spec.codec)) return "op: min and max need none, fp16 or bf16";
-  if (spec.divisor < 1) return "divisor: must be at least 1";
+  if (!verbatim(spec, false) && !fusible(spec.codec, spec.dtype)) return Status::error(kNoCodec);
+  if (spec.op != ReduceOp::sum && !is_cast(spec.codec)) return Status::error("op: min and max need none, fp16 or bf16");
+  if (spec.divisor < 1) return Status::error("divisor: must be at least 1");
   if (spec.algorithm == Algorithm::two_shot && spec.collective != Collective::all_reduce) {
-    return "algorithm: two_shot is of all_reduce";
+    return Status::error("algorithm: two_shot is of all_reduce");
   }
   const auto pairs = static_cast<std::size_t>(spec.ranks) * static_cast<std::size_t>(spec.ranks);
   if (!spec.splits.empty() && (spec.collective != Collective::all_to_all || spec.splits.size() != pairs)) {
-    return "splits: one for each pair of ranks of an all_to_all";
+    return Status::error("splits: one for each pair of ranks of an all_to_all");
   }
-  if (spec.encodes_own && spec.algorithm != Algorithm::two_shot) return "encodes_own: is of two_shot";
-  if (std::string reason = why_not_memory(spec); !reason.empty()) return reason;
-  if (spec.algorithm == Algorithm::program) return why_no_program(spec);
+  if (spec.encodes_own && spec.algorithm != Algorithm::two_shot) return Status::error("encodes_own: is of two_shot");
+  if (Status status = check_memory(spec); !status.ok()) return status;
+  if (spec.algorithm == Algorithm::program) return check_programs(spec);
   const Layout layout = layout_of(spec.codec, spec.dtype);
   const std::uint64_t section = section_granules(spec, layout);
   if (section < 1 || section * layout.bytes(layout.granule) > spec.buffer_layout.slot_bytes) {
-    return "section: " + number(section) + " granules of " + number(layout.bytes(layout.granule)) +
-           " bytes do not fit a slot of " + number(spec.buffer_layout.slot_bytes);
+    return Status::error("section: " + number(section) + " granules of " + number(layout.bytes(layout.granule)) +
+                         " bytes do not fit a slot of " + number(spec.buffer_layout.slot_bytes));
   }
-  return "";
+  return Status();
 }
 
 // A bit for each tensor that is present.
@@ -210,7 +211,7 @@ FusedParams make_fused_params(const FusedSpec& spec, const LaunchTensors& tensor
 }
 
 FusedPlan::FusedPlan(FusedSpec spec) : spec_(std::move(spec)) {
-  if (const std::string reason = why_not_spec(spec_); !reason.empty()) throw std::invalid_argument(reason);
+  throw_if_invalid(check_spec(spec_));
   for (int i = 0; i < spec_.local_ranks; ++i) {
     const bool program = spec_.algorithm == Algorithm::program, uneven = !spec_.splits.empty();
     const int rank = spec_.first_rank + i;
@@ -219,20 +220,23 @@ FusedPlan::FusedPlan(FusedSpec spec) : spec_(std::move(spec)) {
   }
 }
 
-std::string FusedPlan::why_not(const LaunchTensors& tensors) const {
+Status FusedPlan::check(const LaunchTensors& tensors) const {
   const bool residual = has_residual(spec_, tensors), program = spec_.algorithm == Algorithm::program;
   for (int i = 0; i < spec_.local_ranks; ++i) {
     const RankTensors& rank = tensors.ranks[i];
     const std::string whose = "tensors: rank " + number(spec_.first_rank + i);
-    if ((reads_input_[i] && !rank.input) || (writes_output_[i] && !rank.output)) return whose + " lacks a tensor";
-    if (residual && !rank.residual && !program) return whose + " has no residual, others do";
-    if (rank.bias && tensors.features == 0) return "features: must be the last dimension where there is a bias";
+    if ((reads_input_[i] && !rank.input) || (writes_output_[i] && !rank.output))
+      return Status::error(whose + " lacks a tensor");
+    if (residual && !rank.residual && !program) return Status::error(whose + " has no residual, others do");
+    if (rank.bias && tensors.features == 0)
+      return Status::error("features: must be the last dimension where there is a bias");
   }
-  if (residual && verbatim(spec_, false) && !fusible(spec_.codec, spec_.dtype)) return kNoCodec;
-  if (residual && spec_.encodes_own) return "encodes_own: must be without a residual";
-  if (!has_epilogue(spec_, tensors)) return "";
-  if (spec_.collective != Collective::all_reduce) return "tensors: only all_reduce has an epilogue";
-  return program ? "tensors: a program has no epilogue" : "";
+  if (residual && verbatim(spec_, false) && !fusible(spec_.codec, spec_.dtype)) return Status::error(kNoCodec);
+  if (residual && spec_.encodes_own) return Status::error("encodes_own: must be without a residual");
+  if (!has_epilogue(spec_, tensors)) return Status();
+  if (spec_.collective != Collective::all_reduce) return Status::error("tensors: only all_reduce has an epilogue");
+  if (program) return Status::error("tensors: a program has no epilogue");
+  return Status();
 }
 
 const FusedPlan::Prepared& FusedPlan::prepare(const LaunchTensors& tensors) {

@@ -18,23 +18,23 @@ class FusedPlan {
 
   const FusedSpec& spec() const { return spec_; }
 
-  // Empty, or why the collective cannot run with these tensors.
-  std::string why_not(const LaunchTensors& tensors) const;
+  // Whether the collective can run with these tensors.
+  Status check(const LaunchTensors& tensors) const;
 
   // Calls use(params) with the FusedParams or StepParams of each kernel, in order and with the addresses of these
   // tensors, until one returns an error, which is returned. `use` must copy what it keeps: the next call changes the
-  // parameters. why_not() must have had no objection.
+  // parameters. check() must have been OK.
   template <class Use>
-  const char* for_each_kernel(const LaunchTensors& tensors, const Use& use) {
+  Status for_each_kernel(const LaunchTensors& tensors, const Use& use) {
     const std::lock_guard lock(mutex_);
     const Prepared& prepared = prepare(tensors);
     for (const FusedParams& params : prepared.fused) {
-      if (const char* error = use(params)) return error;
+      if (Status status = use(params); !status.ok()) return status;
     }
     for (const StepParams& params : prepared.steps) {
-      if (const char* error = use(params)) return error;
+      if (Status status = use(params); !status.ok()) return status;
     }
-    return nullptr;
+    return Status();
   }
 
  private:
@@ -58,7 +58,7 @@ class FusedPlan {
 // The parameters of a direct algorithm, and those of a program's launches, for tensors that are present as these are.
 FusedParams make_fused_params(const FusedSpec& spec, const LaunchTensors& tensors);
 std::vector<StepParams> make_step_params(const FusedSpec& spec, const LaunchTensors& tensors);
-std::string why_no_program(const FusedSpec& spec);
+Status check_programs(const FusedSpec& spec);
 // Whether some local rank sums, and whether the i-th of them reads its input.
 bool has_sums(const FusedSpec& spec);
 bool reads_input(const FusedSpec& spec, int i);

@@ -176,19 +176,21 @@ void add_launches(const std::vector<StepTasks>& ranks, const StepParams& step, s
   }
 }
 
-std::string why_not_program(const FusedSpec& spec, const LoweredProgram& lowered, int rank) {
+Status check_program(const FusedSpec& spec, const LoweredProgram& lowered, int rank) {
   const Program& program = lowered.program;
   const std::string whose = "programs: rank " + std::to_string(rank) + "'s ";
-  if (program.rank != rank || program.ranks != spec.ranks) return whose + "is another rank's";
-  if (lowered.step_of.size() != program.instructions.size()) return whose + "does not have a step for each instruction";
+  if (program.rank != rank || program.ranks != spec.ranks) return Status::error(whose + "is another rank's");
+  if (lowered.step_of.size() != program.instructions.size())
+    return Status::error(whose + "does not have a step for each instruction");
   if (program.chunks != program_of(spec).chunks || program.boxes != program_of(spec).boxes) {
-    return whose + "belongs to another schedule than the others'";
+    return Status::error(whose + "belongs to another schedule than the others'");
   }
   for (const Instruction& instruction : program.instructions) {
-    if (instruction.inputs.size() > kMaxRanks) return whose + "sums more than one term of each rank";
-    if (instruction.keep_partial_sum && !spec.keeps_sums) return whose + "keeps sums, which keeps_sums denies";
+    if (instruction.inputs.size() > kMaxRanks) return Status::error(whose + "sums more than one term of each rank");
+    if (instruction.keep_partial_sum && !spec.keeps_sums)
+      return Status::error(whose + "keeps sums, which keeps_sums denies");
   }
-  return "";
+  return Status();
 }
 
 }  // namespace
@@ -217,28 +219,29 @@ bool reads_input(const FusedSpec& spec, int i) {
   return false;
 }
 
-std::string why_no_program(const FusedSpec& spec) {
-  if (spec.programs.size() != static_cast<std::size_t>(spec.local_ranks)) return "programs: one for each local rank";
-  if (spec.steps < 1) return "steps: a program has at least one";
+Status check_programs(const FusedSpec& spec) {
+  if (spec.programs.size() != static_cast<std::size_t>(spec.local_ranks))
+    return Status::error("programs: one for each local rank");
+  if (spec.steps < 1) return Status::error("steps: a program has at least one");
   const Layout layout = layout_of(spec.codec, spec.dtype);
   if (program_of(spec).boxes.size() != static_cast<std::size_t>(spec.ranks))
-    return "programs: are for another number of ranks";
+    return Status::error("programs: are for another number of ranks");
   if (!spec.splits.empty() && program_of(spec).chunks != spec.ranks * spec.ranks) {
-    return "splits: need a chunk of each pair of ranks";
+    return Status::error("splits: need a chunk of each pair of ranks");
   }
   if (program_of(spec).chunks > kMaxChunks || program_of(spec).max_boxes() > kMaxBoxes) {
-    return "programs: have more than " + std::to_string(kMaxChunks) + " chunks, or " + std::to_string(kMaxBoxes) +
-           " boxes of a rank";
+    return Status::error("programs: have more than " + std::to_string(kMaxChunks) + " chunks, or " +
+                         std::to_string(kMaxBoxes) + " boxes of a rank");
   }
   if (spec.buffer_layout.box_bytes < bytes_of_granule(spec, layout)) {
-    return "buffer_layout: box_bytes must be at least " + std::to_string(bytes_of_granule(spec, layout)) + ", got " +
-           std::to_string(spec.buffer_layout.box_bytes);
+    return Status::error("buffer_layout: box_bytes must be at least " + std::to_string(bytes_of_granule(spec, layout)) +
+                         ", got " + std::to_string(spec.buffer_layout.box_bytes));
   }
   for (int i = 0; i < spec.local_ranks; ++i) {
-    std::string reason = why_not_program(spec, spec.programs[static_cast<std::size_t>(i)], spec.first_rank + i);
-    if (!reason.empty()) return reason;
+    Status status = check_program(spec, spec.programs[static_cast<std::size_t>(i)], spec.first_rank + i);
+    if (!status.ok()) return status;
   }
-  return "";
+  return Status();
 }
 
 std::vector<StepParams> make_step_params(const FusedSpec& spec, const LaunchTensors& tensors) {

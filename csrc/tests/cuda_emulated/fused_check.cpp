@@ -122,8 +122,8 @@ std::string difference(TestBench& bench, const Scenario& scenario, std::uint64_t
       }
     }
   }
-  const std::string refused = bench.emulator.launch(calls, order, absent, fault);
-  if (!refused.empty()) return "refused: " + refused;
+  const Status status = bench.emulator.launch(calls, order, absent, fault);
+  if (!status.ok()) return "refused: " + status.message();
   for (std::size_t r = 0; r < count; ++r) {
     const auto missing_rank = static_cast<int>(spec.peers[r].pad->missing_rank) - 1;
     if (static_cast<int>(r) == absent) continue;

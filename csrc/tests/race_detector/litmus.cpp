@@ -232,7 +232,7 @@ bool run(Detector& detector, Scheduler& scheduler, const Litmus& litmus, unsigne
   detector.shared(&memory, sizeof memory, "memory", 0);
   detector.constant(&fault, sizeof fault);
   scheduler.observe(&detector);
-  const char* failed = scheduler.run(kBlocks, emulator::kBlockThreads, order, [&](unsigned at) {
+  const Status status = scheduler.run(kBlocks, emulator::kBlockThreads, order, [&](unsigned at) {
     const EmulatedBlock block(scheduler, shared[at], fault);
     const Lane lane{block, at, block.thread()};
     Memory& mine = memory;
@@ -246,8 +246,12 @@ bool run(Detector& detector, Scheduler& scheduler, const Litmus& litmus, unsigne
   detector.end();
   const std::vector<Race> found = detector.take();
   const bool races = !found.empty();
-  if (!failed && races == litmus.races) return true;
-  std::printf("FAILED: %s: %s in order %u\n", litmus.what, failed ? failed : races ? "races" : "does not race", order);
+  if (status.ok() && races == litmus.races) return true;
+  std::printf("FAILED: %s: %s in order %u\n", litmus.what,
+              !status.ok() ? status.message().c_str()
+              : races      ? "races"
+                           : "does not race",
+              order);
   if (races) std::printf("  %s\n", detector.describe(found[0]).c_str());
   return false;
 }

@@ -109,7 +109,7 @@ def test_what_encoders_make_is_fine() -> None:
     for each in SPARSE:
         for n in (0, 1, 2, 7, 8, 9, 4095, 4096, 4097, 9000):
             payload = encode(each, floats("bits", n, seed=n), key=n)
-            assert _C.why_corrupt(each.native(), payload.data_ptr(), n) == ""
+            assert _C.payload_error(each.native(), payload.data_ptr(), n) == ""
 
 
 def read(kernel: str, each: Codec, payload: torch.Tensor, n: int) -> list[bytes]:
