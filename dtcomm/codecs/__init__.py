@@ -6,11 +6,9 @@ bytes, and `dtcomm.kernels.reference` has the arithmetic in numpy. A codec is re
 
 from dtcomm.codecs.base import Codec, Layout
 from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed
-from dtcomm.codecs.float8 import Float8
-from dtcomm.codecs.integer import Integer
-from dtcomm.codecs.mx import Mxfp4, Mxfp8
+from dtcomm.codecs.integer import Integer, Sign
+from dtcomm.codecs.minifloat import Float8, Mxfp4, Mxfp8
 from dtcomm.codecs.reproducible import Exact
-from dtcomm.codecs.sign import Sign
 from dtcomm.codecs.sparse import RandK, TopK
 from dtcomm.codecs.spec import codec, names, parse_levels
 

@@ -24,7 +24,7 @@ from dtcomm import _C
 from dtcomm.codecs import Codec, Exact, RandK
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.kernels import counter_rng, dispatch, local_tasks_torch
-from dtcomm.kernels.reference import reproducible, shared_randk
+from dtcomm.kernels.reference import reproducible, sparse
 from dtcomm.kernels.reference.floats import Floats, canonical, get, put
 
 ALL_RANKS = 0xFFFFFFFF  # the rank number in keys that all ranks share
@@ -234,7 +234,7 @@ def gather_values(
     """
 
     def reference() -> None:
-        taken, taken_residual, updated = shared_randk.gather(
+        taken, taken_residual, updated = sparse.gather(
             codec, key, offset, get(x), None if residual is None else get(residual)
         )
         put(values, canonical(taken))
@@ -280,9 +280,7 @@ def scatter_values(
             ELEMENT_TYPES[out.dtype],
             out.data_ptr(),
         ),
-        reference=lambda: put(
-            out, shared_randk.scatter(codec, key, offset, scaled, get(values), out.numel())
-        ),
+        reference=lambda: put(out, sparse.scatter(codec, key, offset, scaled, get(values), out.numel())),
         device=partial(local_tasks_torch.scatter_values, codec, key, offset, scaled, values, out),
     )
 
@@ -298,7 +296,7 @@ def restore_residual(
             codec.native(), key, offset, value_residual.data_ptr(), residual.numel(), residual.data_ptr()
         ),
         reference=lambda: put(
-            residual, shared_randk.restore_residual(codec, key, offset, get(value_residual), get(residual))
+            residual, sparse.restore_residual(codec, key, offset, get(value_residual), get(residual))
         ),
         device=partial(local_tasks_torch.restore_residual, codec, key, offset, value_residual, residual),
     )

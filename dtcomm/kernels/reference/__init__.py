@@ -1,22 +1,59 @@
 """The wire format in readable numpy: the reference that every other kernel must equal bit for bit.
 
-It is slow and assumes the thread's default floating-point environment (round to nearest, subnormals kept). Each codec
-names its module here: `float8`, `integer` (with `outliers` for option spikes), `mx`, `reproducible`, `sign`, `sparse`;
-`hadamard` is option rotate, `floats` the casts, `scales` and `minifloat` what several share. `low_rank`,
-`shared_randk` and `epilogue` are the references of the kernels of those names.
+It is slow and assumes the thread's default floating-point environment (round to nearest, subnormals kept). This
+module runs whole calls: casts in one go, every other codec granule by granule, and option rotate=hadamard.
+
+The functions for a granule are `encode` and `decode` of the module that the codec names (`Codec.reference`):
+`integer`, `minifloat`, `sparse` or `reproducible`.
+
+    encode(codec, x, key, index, feedback): The bytes of one granule without its padding. `index` is the index of its
+        first element in the caller's tensor; `feedback` states that the error goes to a residual.
+    decode(codec, granule, n): The n floats of one granule.
+
+`floats` has the casts and what several codecs share. `low_rank` and `epilogue` are the references of the kernels of
+those names.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 
 from dtcomm.codecs import Codec, Uncompressed
-from dtcomm.kernels.reference import granules, hadamard
-from dtcomm.kernels.reference.floats import JOIN, Bytes, Floats, bytes_of, canonical, get, put
+from dtcomm.kernels import counter_rng
+from dtcomm.kernels.reference import integer, minifloat, reproducible, sparse
+from dtcomm.kernels.reference.floats import (
+    JOIN,
+    Bytes,
+    Floats,
+    bytes_of,
+    canonical,
+    get,
+    narrow,
+    put,
+    widen,
+)
 from dtcomm.kernels.types import Combine
 
-__all__ = ["combine", "decode"]
+__all__ = ["combine", "decode", "rotate", "rotate_back", "rotates"]
+
+
+class GranuleFunctions(Protocol):
+    """A module of this package with the arithmetic of a codec."""
+
+    encode: Callable[[Any, Floats, int, int, bool], Bytes]
+    decode: Callable[[Any, Bytes, int], Floats]
+
+
+_MODULES: Mapping[str, GranuleFunctions] = {
+    module.__name__.rpartition(".")[2]: cast(GranuleFunctions, module)
+    for module in (integer, minifloat, reproducible, sparse)
+}
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+ROTATION_SEED = 8135563  # seed of the signs; docs/reference/wire-format.md says why this one
 
 
 def combine(call: Combine) -> None:
@@ -37,9 +74,6 @@ def decode(codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, 
         put(out, _from_domain(codec, _decode(codec, payload.numpy(), numel, dtype), numel))
 
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
-
 def _combine_floats(call: Combine) -> None:
     codec, numel, dtype = call.codec, call.numel, call.dtype
     terms = [_decode(codec, payload.numpy(), numel, dtype) for payload in call.payloads]
@@ -48,7 +82,7 @@ def _combine_floats(call: Combine) -> None:
         old = get(call.residual)
         local = old if local is None else canonical(local + old)
     if local is not None:
-        terms.insert(call.position, hadamard.rotate(codec, local) if hadamard.rotates(codec) else local)
+        terms.insert(call.position, rotate(codec, local) if rotates(codec) else local)
     total = terms[0]
     for term in terms[1:]:
         total = canonical(JOIN[call.op](total, term))
@@ -69,7 +103,7 @@ def _combine_floats(call: Combine) -> None:
     encoded = copied
     if encoded is None:
         feedback = call.residual is not None
-        encoded = granules.encode(codec, total, dtype, call.key, call.offset, feedback=feedback)
+        encoded = _encode_granules(codec, total, dtype, call.key, call.offset, feedback=feedback)
     payload = call.payload_out.numpy()
     payload[: len(encoded)] = encoded
     payload[len(encoded) :] = 0
@@ -86,14 +120,14 @@ def _combine_floats(call: Combine) -> None:
 
 def _decode(codec: Codec, payload: Bytes, numel: int, dtype: torch.dtype) -> Floats:
     """The floats of a payload as terms of a sum: whole rotated blocks if the codec rotates."""
-    if hadamard.rotates(codec):
+    if rotates(codec):
         numel += -numel % codec.layout().block
-    return granules.decode(codec, payload, numel, dtype)
+    return _decode_granules(codec, payload, numel, dtype)
 
 
 def _from_domain(codec: Codec, x: Floats, numel: int) -> Floats:
     """The floats of the tensor: rotated back if the codec rotates."""
-    return hadamard.rotate_back(codec, x, numel) if hadamard.rotates(codec) else x
+    return rotate_back(codec, x, numel) if rotates(codec) else x
 
 
 def _copied(call: Combine) -> Bytes | None:
@@ -127,3 +161,72 @@ def _combine_native(call: Combine) -> None:
         payload[:size], payload[size:] = raw, 0
     if call.out is not None:
         bytes_of(call.out)[:] = raw
+
+
+def _encode_granules(
+    codec: Codec, x: Floats, dtype: torch.dtype, key: int, offset: int, *, feedback: bool = False
+) -> Bytes:
+    """The payload of `x`, without the padding after a cast's last granule."""
+    wire_dtype = codec.wire_dtype(dtype)
+    if wire_dtype is not None:
+        return narrow(wire_dtype, x)
+    module, layout = _MODULES[codec.reference], codec.layout()
+    granules = [np.zeros(0, np.uint8)]
+    for start in range(0, len(x), layout.granule):
+        granule = module.encode(codec, x[start : start + layout.granule], key, offset + start, feedback)
+        granules.append(np.pad(granule, (0, -len(granule) % 16)))
+    return np.concatenate(granules)
+
+
+def _decode_granules(codec: Codec, payload: Bytes, numel: int, dtype: torch.dtype) -> Floats:
+    """The `numel` floats of a payload."""
+    wire_dtype = codec.wire_dtype(dtype)
+    if wire_dtype is not None:
+        return widen(wire_dtype, payload[: numel * wire_dtype.itemsize])
+    module, layout = _MODULES[codec.reference], codec.layout()
+    parts, at = [np.zeros(0, np.float32)], 0
+    for start in range(0, numel, layout.granule):
+        n = min(layout.granule, numel - start)
+        parts.append(module.decode(codec, payload[at : at + layout.bytes(n)], n))
+        at += layout.bytes(n)
+    return np.concatenate(parts)
+
+
+def rotates(codec: Codec) -> bool:
+    """Whether terms of the codec are added in the rotated domain."""
+    return getattr(codec, "rotate", "none") == "hadamard"
+
+
+def rotate(codec: Codec, x: Floats) -> Floats:
+    """`x` as whole rotated blocks; the last block is padded with zeros."""
+    block = codec.layout().block
+    rows = np.pad(x, (0, -len(x) % block)).reshape(-1, block)
+    return _butterflies(rows * _signs(block) * _norm(block)).reshape(-1)
+
+
+def rotate_back(codec: Codec, rotated: Floats, numel: int) -> Floats:
+    """The `numel` floats whose rotation is `rotated`."""
+    block = codec.layout().block
+    rows = _butterflies(rotated.reshape(-1, block) * _norm(block)) * _signs(block)
+    return canonical(rows.reshape(-1)[:numel])
+
+
+def _signs(block: int) -> Floats:
+    """1 or -1 for each element of a block."""
+    words = counter_rng.mix32(np.arange(block, dtype=np.uint32) + np.uint32(ROTATION_SEED))
+    return np.where(words >> np.uint32(31) == 1, np.float32(-1), np.float32(1))
+
+
+def _norm(block: int) -> np.float32:
+    return np.float32(1 / np.sqrt(np.float64(block)))
+
+
+def _butterflies(rows: Floats) -> Floats:
+    """Each row times the Hadamard matrix: neighbours first, halves of the block last."""
+    shape, half = rows.shape, 1
+    while half < shape[1]:
+        pairs = rows.reshape(shape[0], shape[1] // (2 * half), 2, half)
+        first, second = pairs[:, :, 0], pairs[:, :, 1]
+        rows = np.stack([first + second, first - second], axis=2).reshape(shape)
+        half *= 2
+    return rows

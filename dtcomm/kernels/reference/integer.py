@@ -1,36 +1,61 @@
-"""Codecs int8 to int2: integer codes with a scale per block."""
+"""Codecs int8 to int2 and sign: integer codes or signs, with a scale per block.
+
+Option spikes=1 of the integer codecs stores the smallest and the largest element of each block, its outliers, apart
+from the codes.
+"""
 
 from __future__ import annotations
 
 import itertools
 
 import numpy as np
+import torch
 
-from dtcomm.codecs import Integer
+from dtcomm.codecs import Integer, Sign
 from dtcomm.kernels import counter_rng
-from dtcomm.kernels.reference import outliers
-from dtcomm.kernels.reference.floats import INFINITY, NAN, Bytes, Floats, canonical, magnitude
-from dtcomm.kernels.reference.scales import (
+from dtcomm.kernels.reference.floats import (
+    INFINITY,
+    NAN,
+    Bytes,
+    Floats,
     block_scale,
+    canonical,
     inverse,
     load_fields,
+    magnitude,
+    narrow,
     rows_of,
     store_fields,
+    widen,
     zero_point,
 )
 
+LARGEST_SCALE = {"bf16": np.uint32(0x7F7F0000), "fp32": np.uint32(0x7F7FFFFF)}
 
-def encode(codec: Integer, x: Floats, key: int, index: int, feedback: bool) -> Bytes:
+
+def encode(codec: Integer | Sign, x: Floats, key: int, index: int, feedback: bool) -> Bytes:
+    """One granule, without its padding."""
+    return encode_integer(codec, x, key, index) if isinstance(codec, Integer) else _encode_sign(codec, x)
+
+
+def decode(codec: Integer | Sign, granule: Bytes, n: int) -> Floats:
+    """The `n` floats of one granule."""
+    if isinstance(codec, Integer):
+        return decode_integer(codec, granule, n)
+    return _decode_sign(codec, granule, n)
+
+
+def encode_integer(codec: Integer, x: Floats, key: int, index: int) -> Bytes:
     """One granule, without its padding."""
     apart = np.zeros(0, np.uint8)
     if codec.spikes:
-        x, apart = outliers.take(codec, x, key, index)
+        x, apart = take_outliers(codec, x, key, index)
     fields, codes = encode_blocks(codec, x, key, index)
     stored = [store_fields(field, codec.scale) for field in fields]
     return np.concatenate([*stored, apart, pack_codes(codes.reshape(-1), codec.bits)])
 
 
-def decode(codec: Integer, granule: Bytes, n: int) -> Floats:
+def decode_integer(codec: Integer, granule: Bytes, n: int) -> Floats:
     """The `n` floats of one granule."""
     layout = codec.layout()
     ends = [layout.blocks(n) * layout.field_bytes * i for i in range(layout.fields + 1)]
@@ -39,7 +64,7 @@ def decode(codec: Integer, granule: Bytes, n: int) -> Floats:
     fields = [np.where(bad, NAN, field) for field in fields]
     codes = unpack_codes(granule[layout.codes_at(n) : layout.used(n)], codec.bits)
     x = canonical(decode_blocks(codec, fields, codes.reshape(-1, layout.block)).reshape(-1)[:n])
-    return outliers.put_back(codec, x, granule) if codec.spikes else x
+    return put_outliers_back(codec, x, granule) if codec.spikes else x
 
 
 def units(bits: int) -> tuple[int, ...]:
@@ -102,3 +127,87 @@ def decode_blocks(codec: Integer, fields: list[Floats], codes: Bytes) -> Floats:
         numbers -= (numbers >> codec.bits - 1) << codec.bits
     values = numbers.astype(np.float32) * fields[0][:, None]
     return values if codec.symmetric else fields[1][:, None] + values
+
+
+def take_outliers(codec: Integer, x: Floats, key: int, index: int) -> tuple[Floats, Bytes]:
+    """The granule `x` with both outliers of each block replaced by another element, and the outlier section.
+
+    The section has two values per block, then two positions per block. NaN blocks are not changed.
+    """
+    rows = rows_of(x, codec.block)
+    size = magnitude(rows).astype(np.int64)
+    order = np.where(np.signbit(rows), -1 - size, size)
+    places = np.stack([order.argmin(axis=1), order.argmax(axis=1)], axis=1)
+    bad = magnitude(rows).max(axis=1) >= INFINITY
+    places[bad] = 0
+    values = np.where(bad[:, None], NAN, np.take_along_axis(rows, places, axis=1))
+    if codec.scale == "bf16":
+        random = counter_rng.uniform(key, index, rows.size).reshape(rows.shape)
+        values = _bf16(
+            values, np.take_along_axis(random, places, axis=1) if codec.round == "stochastic" else None
+        )
+
+    exists = np.arange(rows.size).reshape(rows.shape) < len(x)
+    free = exists & (np.arange(codec.block) != places[:, :1]) & (np.arange(codec.block) != places[:, 1:])
+    filler = np.where(free.any(axis=1), rows[np.arange(len(rows)), free.argmax(axis=1)], np.float32(0))
+    taken = exists & ~free & ~bad[:, None]
+    filled = np.where(taken, filler[:, None], rows).reshape(-1)[: len(x)]
+    stored = store_fields(canonical(values).reshape(-1), codec.scale)
+    return filled, np.concatenate([stored, places.astype(_place_type(codec)).reshape(-1).view(np.uint8)])
+
+
+def put_outliers_back(codec: Integer, x: Floats, granule: Bytes) -> Floats:
+    """The decoded granule `x` with its outliers put back. Positions outside a block are ignored."""
+    layout = codec.layout()
+    blocks, start = layout.blocks(len(x)), layout.spikes_at(len(x))
+    middle = start + 2 * blocks * layout.field_bytes
+    values = canonical(load_fields(granule[start:middle], codec.scale)).reshape(blocks, 2)
+    raw = np.ascontiguousarray(granule[middle : layout.codes_at(len(x))])
+    places = raw.view(_place_type(codec)).astype(np.int64).reshape(blocks, 2)
+    at = places + codec.block * np.arange(blocks)[:, None]
+    valid = (places < codec.block) & (at < len(x))
+    x = x.copy()
+    for which in (0, 1):
+        x[at[valid[:, which], which]] = values[valid[:, which], which]
+    return x
+
+
+def _place_type(codec: Integer) -> type[np.unsignedinteger]:
+    return np.uint8 if codec.block <= 256 else np.uint16
+
+
+def _bf16(values: Floats, random: Floats | None) -> Floats:
+    """`values` rounded to bf16, to nearest (ties to even) or with `random`, but never to Inf; NaN stays."""
+    bits = values.view(np.uint32).astype(np.int64)
+    step = 0x7FFF + (bits >> 16 & 1) if random is None else (random * np.float32(65536)).astype(np.int64)
+    cut = (bits + step) & 0xFFFF0000
+    cut = np.where((cut & 0x7FFFFFFF) >= 0x7F800000, cut - 0x10000, cut)
+    return np.where(np.isfinite(values), cut.astype(np.uint32).view(np.float32), values)
+
+
+def _encode_sign(codec: Sign, x: Floats) -> Bytes:
+    rows = np.pad(x, (0, -len(x) % codec.block)).reshape(-1, codec.block)
+    parts = np.abs(rows) * np.float32(1 / codec.block)
+    while parts.shape[1] > 1:
+        first, second = np.split(parts, 2, axis=1)
+        parts = first + second
+    mean = parts[:, 0]
+    bad = ~np.isfinite(mean)
+    if len(x) % codec.block:
+        mean = mean.copy()
+        mean[-1] /= np.float32(len(x) % codec.block / codec.block)
+    kind = torch.bfloat16 if codec.scale == "bf16" else torch.float32
+    scale = widen(kind, narrow(kind, np.where(bad, np.float32(0), mean)))
+    scale = np.minimum(scale, LARGEST_SCALE[codec.scale].view(np.float32))
+    scale = np.where(scale < np.finfo(np.float32).tiny, np.float32(0), scale)
+    bits = np.signbit(rows) & (~bad & (scale > 0))[:, None]
+    codes = np.packbits(bits.reshape(-1), bitorder="little")
+    return np.concatenate([store_fields(np.where(bad, NAN, scale), codec.scale), codes])
+
+
+def _decode_sign(codec: Sign, granule: Bytes, n: int) -> Floats:
+    layout = codec.layout()
+    scale = load_fields(granule[: layout.codes_at(n)], codec.scale)
+    bits = np.unpackbits(granule[layout.codes_at(n) : layout.used(n)], bitorder="little")
+    negative = bits.reshape(-1, codec.block) == 1
+    return canonical(np.where(negative, -scale[:, None], scale[:, None])).reshape(-1)[:n]

@@ -1,4 +1,7 @@
-"""Floats of 8 and 4 bits: tables of all their numbers, and rounding by looking up the neighbours."""
+"""Codecs of small floats: fp8_e4m3 and fp8_e5m2 with a scale per block, mxfp8 and mxfp4 with a power of two per block.
+
+A :class:`Minifloat` has a table of all its numbers and rounds by looking up the neighbours.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,23 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from dtcomm.kernels.reference.floats import NAN, Bytes, Floats
+from dtcomm.codecs.minifloat import MX_BLOCK, Float8, Mx
+from dtcomm.kernels import counter_rng
+from dtcomm.kernels.reference.floats import (
+    NAN,
+    Bytes,
+    Floats,
+    block_scale,
+    canonical,
+    inverse,
+    load_fields,
+    magnitude,
+    rows_of,
+    store_fields,
+)
+
+MX_BIAS = 127  # of a scale's exponent
+MX_NAN = 255
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,3 +100,66 @@ FORMATS = {
     "e5m2": Minifloat(exponent=5, mantissa=2, bias=15, numbers=124, infinite=True),
     "e2m1": Minifloat(exponent=2, mantissa=1, bias=1, numbers=8),
 }
+
+
+def encode(codec: Float8 | Mx, x: Floats, key: int, index: int, feedback: bool) -> Bytes:
+    """One granule, without its padding."""
+    return _encode_float8(codec, x, key, index) if isinstance(codec, Float8) else _encode_mx(codec, x)
+
+
+def decode(codec: Float8 | Mx, granule: Bytes, n: int) -> Floats:
+    """The `n` floats of one granule."""
+    if isinstance(codec, Float8):
+        return _decode_float8(codec, granule, n)
+    return _decode_mx(codec, granule, n)
+
+
+def _encode_float8(codec: Float8, x: Floats, key: int, index: int) -> Bytes:
+    form, rows = FORMATS[codec.element], rows_of(x, codec.block)
+    # A stochastic code would be clipped where the scale is too small: round it up.
+    up = codec.round == "stochastic"
+    scale = block_scale(magnitude(rows).max(axis=1), float(form.sizes[-1]), codec.scale, up=up)
+    usable = (scale > 0)[:, None]
+    t = np.where(usable, rows * inverse(scale)[:, None], np.float32(0))
+    if codec.round == "nearest":
+        codes = form.nearest(t)
+    else:
+        codes = form.stochastic(t, counter_rng.uniform(key, index, t.size).reshape(t.shape))
+    codes.reshape(-1)[len(x) :] = 0
+    return np.concatenate([store_fields(scale, codec.scale), codes.reshape(-1)])
+
+
+def _decode_float8(codec: Float8, granule: Bytes, n: int) -> Floats:
+    layout = codec.layout()
+    scale = load_fields(granule[: layout.codes_at(n)], codec.scale)
+    codes = granule[layout.codes_at(n) : layout.used(n)].reshape(-1, layout.block)
+    return canonical(FORMATS[codec.element].table[codes] * scale[:, None]).reshape(-1)[:n]
+
+
+def _encode_mx(codec: Mx, x: Floats) -> Bytes:
+    form = FORMATS[codec.element]
+    rows = rows_of(x, MX_BLOCK).astype(np.float64)  # in which scaling by any power of two is exact
+    top = np.abs(rows).max(axis=1)
+    bad = ~np.isfinite(top)
+    top = np.where(bad, 1.0, top)
+    floor_log2 = np.frexp(top)[1] - 1
+    largest = int(np.frexp(form.sizes[-1])[1]) - 1
+    scale = np.where(top > 0, np.maximum(floor_log2 - largest + MX_BIAS, 0), 0)
+    scale = np.where(bad, MX_NAN, scale)
+    usable = ((scale > 0) & ~bad)[:, None]
+    codes = form.nearest(np.where(usable, np.ldexp(rows, MX_BIAS - scale[:, None]), 0.0))
+    codes.reshape(-1)[len(x) :] = 0
+    if codec.code_bits == 4:
+        pairs = codes.reshape(-1, 2)
+        codes = pairs[:, 0] | pairs[:, 1] << np.uint8(4)
+    return np.concatenate([scale.astype(np.uint8), codes.reshape(-1)])
+
+
+def _decode_mx(codec: Mx, granule: Bytes, n: int) -> Floats:
+    layout = codec.layout()
+    raw, codes = granule[: layout.codes_at(n)], granule[layout.codes_at(n) : layout.used(n)]
+    scale = np.where(raw == MX_NAN, NAN, np.ldexp(np.float32(1), raw.astype(np.int32) - MX_BIAS))
+    if codec.code_bits == 4:
+        codes = np.stack([codes & 15, codes >> 4], axis=1)
+    values = FORMATS[codec.element].table[codes.reshape(-1, MX_BLOCK)]
+    return canonical(values * scale.astype(np.float32)[:, None]).reshape(-1)[:n]

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from dtcomm.codecs import Codec, codec
-from dtcomm.kernels import available, use
+from dtcomm.kernels import available, reference, use
 from dtcomm.kernels.ops import decode, encode, reduce, reduce_encode
-from dtcomm.kernels.reference import hadamard
 from tests.unit.codecs.cases import everything
 from tests.unit.kernels.inputs import floats
 
-ROTATING = [each for each in everything() if hadamard.rotates(each)]
+ROTATING = [each for each in everything() if reference.rotates(each)]
 NAN, INF = float("nan"), float("inf")
 
 
@@ -33,12 +32,12 @@ def plain(each: Codec) -> Codec:
 
 def into(each: Codec, x: torch.Tensor) -> torch.Tensor:
     with np.errstate(all="ignore"):
-        return torch.from_numpy(hadamard.rotate(each, x.numpy()))
+        return torch.from_numpy(reference.rotate(each, x.numpy()))
 
 
 def back(each: Codec, x: torch.Tensor, numel: int) -> torch.Tensor:
     with np.errstate(all="ignore"):
-        return torch.from_numpy(hadamard.rotate_back(each, x.numpy(), numel))
+        return torch.from_numpy(reference.rotate_back(each, x.numpy(), numel))
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

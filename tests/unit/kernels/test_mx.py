@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dtcomm.codecs import Mxfp4, Mxfp8, codec
-from dtcomm.codecs.mx import Mx
+from dtcomm.codecs.minifloat import Mx
 from dtcomm.kernels import available, use
 from dtcomm.kernels.ops import decode, encode, reduce
 from tests.unit.codecs.cases import everything

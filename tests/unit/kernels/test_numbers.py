@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dtcomm.codecs import Codec, Float8, Integer, codec
 from dtcomm.codecs.base import ELEMENT_TYPES
-from dtcomm.codecs.mx import Mx
+from dtcomm.codecs.minifloat import Mx
 from dtcomm.kernels import available, use
 from dtcomm.kernels.ops import decode, encode, reduce, reduce_encode
 from tests.unit.codecs.cases import everything, few

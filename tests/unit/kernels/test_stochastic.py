@@ -7,9 +7,9 @@ import torch
 
 from dtcomm import _C
 from dtcomm.codecs import Integer
-from dtcomm.kernels import available, counter_rng, use
+from dtcomm.kernels import available, counter_rng, reference, use
 from dtcomm.kernels.ops import decode, encode
-from dtcomm.kernels.reference import hadamard, integer, outliers
+from dtcomm.kernels.reference import integer
 from tests.unit.codecs.cases import everything
 from tests.unit.kernels.inputs import floats
 
@@ -18,8 +18,8 @@ STOCHASTIC = [each for each in everything() if isinstance(each, Integer) and eac
 
 def spread(each: Integer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The variance of every decoded element, and how far apart the two values lie that it rounds to."""
-    domain = hadamard.rotate(each, x.numpy()) if hadamard.rotates(each) else x.numpy()
-    coded, _ = outliers.take(each, domain, 0, 0) if each.spikes else (domain, None)
+    domain = reference.rotate(each, x.numpy()) if reference.rotates(each) else x.numpy()
+    coded, _ = integer.take_outliers(each, domain, 0, 0) if each.spikes else (domain, None)
     fields, _ = integer.encode_blocks(each, coded, 0, 0)
     step, *zero = (torch.from_numpy(field).double().repeat_interleave(each.block) for field in fields)
     t = (torch.from_numpy(coded) - (zero[0] if zero else 0)) / step
@@ -32,7 +32,7 @@ def spread(each: Integer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         step, t = torch.where(apart, spacing, step), torch.where(apart, value / spacing, t)
     fraction = t - t.floor()
     variance = fraction * (1 - fraction) * step**2
-    if hadamard.rotates(each):  # an element is a sum over its block, every term times 1 / sqrt(block)
+    if reference.rotates(each):  # an element is a sum over its block, every term times 1 / sqrt(block)
         rows = variance.view(-1, each.block)
         variance = rows.mean(1).repeat_interleave(each.block)
         step = step.view(-1, each.block).amax(1).repeat_interleave(each.block)
