@@ -135,7 +135,7 @@ class LocalSGD:
         self.every, self.warmup, self.group = every, warmup, group
         self.steps = self.syncs = 0
         self._error_state = ErrorState(feedback, residual, schemes)
-        self._averager = BucketAverager(algorithm, group, seed)
+        self._averager = BucketAverager(algorithm, group, seed, schemes)
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self._weights:
             raise ValueError("model: has no parameters that require gradients")
@@ -352,6 +352,7 @@ class LocalSGD:
         self._buckets = list(self._build_layouts(self._bucket_bytes))
         for _, layout in self._buckets:
             layout.revision = revision
+            layout.level_shares = self._averager.level_shares(self._common[0])
 
     def _build_layouts(self, bucket_bytes: int) -> Iterator[tuple[list[str], BucketLayout]]:
         """Yield the names and the layout of every bucket, weights first."""

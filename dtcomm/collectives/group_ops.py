@@ -1,4 +1,4 @@
-"""Functions of a group or of its memory that move no tensor of the user's, and two questions to the planner."""
+"""Functions of a group or of its memory that move no tensor of the user's, and questions to the planner."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from typing import Any, Literal, overload
 
 import torch
 
-from dtcomm import planner
+from dtcomm import algorithms, planner
 from dtcomm.codecs import Codec, codec
 from dtcomm.collectives._arguments import Group
 from dtcomm.collectives.reduce_ops import all_reduce
 from dtcomm.runtime import flight_recorder
-from dtcomm.runtime.communicator_cache import device_communicators, existing_communicator, get_communicator
+from dtcomm.runtime.communicator_cache import (
+    device_communicators,
+    existing_communicator,
+    get_communicator,
+    get_communicator_for,
+)
 from dtcomm.runtime.native.copy_policy import empty_shared
 from dtcomm.runtime.process_groups import require_group
+from dtcomm.schedule.ir import trace
 from dtcomm.work import Work
 
 
@@ -150,3 +156,25 @@ def compression_pays(
     return planner.compression_pays(
         codec(spec), numel, dtype, communicator.size, communicator.hosts, communicator.tuning_table
     )
+
+
+def level_shares(algorithm: str, tensor: torch.Tensor, group: Group = None) -> tuple[float, float]:
+    """Return how many times the size of a tensor this rank sends in an all_reduce, by the level of the encoding.
+
+    Args:
+        algorithm: The algorithm: ``hierarchical``, with or without the names of its levels.
+        tensor: A tensor on the device of the call.
+        group: The process group; None is the default group. If the group has made no call on this device yet, all its
+            ranks must call this function.
+
+    Returns:
+        What was encoded with the codec inside hosts, and with the one between hosts; the latter is 0 on one host.
+    """
+    communicator = get_communicator_for(group, tensor, "tensor")
+    schedule = algorithms.build(algorithm, "all_reduce", communicator.size, hosts=communicator.groups)
+    shares = [0.0, 0.0]
+    for version in trace(schedule).versions:
+        sends = sum(transfer.src == communicator.rank for transfer in version.sends)
+        if sends:
+            shares[version.level] += sends / schedule.chunks
+    return shares[0], shares[1]

@@ -17,7 +17,7 @@ import torch
 from dtcomm.codecs import Codec, codec
 from dtcomm.compress.dgc import DGC
 from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.compress.spec import Scheme, parse_scheme, wire_codec
+from dtcomm.compress.spec import LevelCodecs, Scheme, parse_scheme, wire_codec
 from dtcomm.planner.estimate import CALL_US, STEP_US, estimate
 from dtcomm.planner.hardware import Device, Port, System
 
@@ -42,7 +42,7 @@ class AutoConfig:
         schemes: The candidates, parsed.
 
     Raises:
-        ValueError: An argument is out of range, or DGC is among the candidates.
+        ValueError: An argument is out of range, or a candidate is DGC or names a codec for each level of hosts.
     """
 
     budget: float | None = None
@@ -61,6 +61,12 @@ class AutoConfig:
         schemes = tuple(dict.fromkeys((NONE, *map(parse_scheme, candidates))))
         if any(isinstance(scheme, DGC) for scheme in schemes):
             raise ValueError("candidates: dgc replaces the optimizer's momentum and cannot come and go")
+        for scheme in schemes:
+            if isinstance(scheme, LevelCodecs):
+                raise ValueError(
+                    f"candidates: {scheme}: the predictions behind {NAME!r} know one link, not one inside hosts and "
+                    "another between them; valid: one codec each"
+                )
         object.__setattr__(self, "schemes", schemes)
 
     @property
@@ -125,7 +131,7 @@ class LinkCosts:
         rates = tuple(
             (str(wire_codec(scheme)), 4e-9 / max(encode, 1e-12), 4e-9 / max(decode, 1e-12))
             for scheme, (encode, decode) in self.kernel_seconds.items()
-            if not isinstance(scheme, PowerSGD)
+            if not isinstance(scheme, PowerSGD | LevelCodecs)
         )
         device = Device(name="here", memory_gbytes=40.0, rates=rates)
         hosts = self.ranks if has_link else 1
@@ -153,6 +159,7 @@ class LinkCosts:
             messages = 1 if scheme.alternate else 2
             seconds = messages * message_seconds(scheme.factors, max(1, factors // 2))
             return uncompressed + work + seconds, work
+        assert not isinstance(scheme, LevelCodecs)  # `AutoConfig` refuses it
         encode, decode = self.kernel_seconds[scheme]
         # In a two-shot all-reduce a rank encodes and decodes the tensor, and its share of the sum.
         work = elements * (encode + decode) * (1 + 1 / self.ranks)

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
-from dtcomm.codecs import Codec, codec
+from dtcomm.codecs import codec
 from dtcomm.collectives import Work, all_reduce_coalesced
-from dtcomm.compress.bucket_layout import BucketLayout
+from dtcomm.collectives.group_ops import level_shares
+from dtcomm.compress.bucket_layout import BucketLayout, LevelShares
 from dtcomm.compress.powersgd import Factors, LowRankTask, PowerSGD, low_rank_stages
+from dtcomm.compress.spec import LevelCodecs, Scheme
 from dtcomm.compress.stage_scheduler import Stages
 
 NONE = codec("none")
@@ -26,8 +28,13 @@ class BucketAverager:
         algorithm: The algorithm of the all-reduce.
         group: The process group; None is the default group.
         seed: The seed of stochastic rounding; the step is added to it.
+        schemes: All schemes that may be used. If one of them is a `LevelCodecs`, "direct" means "hierarchical" on
+            several hosts, for every bucket: the result of a parameter does not depend on its bucket then either.
         factors: The factors of PowerSGD to continue with; None: new ones.
         all_reduce: The collective; `dtcomm.measure.simulated_ranks` passes another one.
+
+    Raises:
+        ValueError: The algorithm has no levels, and a scheme has a codec for each of them.
     """
 
     def __init__(
@@ -35,12 +42,34 @@ class BucketAverager:
         algorithm: str,
         group: Any,
         seed: int,
+        schemes: Sequence[Scheme] = (),
         factors: Factors | None = None,
         all_reduce: AllReduce = all_reduce_coalesced,
     ) -> None:
         self.seed = seed
         self.factors = factors or Factors()
         self._algorithm, self._group, self._all_reduce = algorithm, group, all_reduce
+        self._level_shares: LevelShares | None = (1.0, 0.0)
+        for scheme in schemes:
+            if isinstance(scheme, LevelCodecs):
+                self._level_shares = None  # known with the first bucket
+                if algorithm not in ("direct", "auto") and algorithm.partition(":")[0] != "hierarchical":
+                    raise ValueError(
+                        f"algorithm: {scheme} names a codec for each level, and {algorithm!r} has no levels; valid: "
+                        "direct, auto, hierarchical, hierarchical:INSIDE/BETWEEN"
+                    )
+
+    def level_shares(self, buffer: torch.Tensor) -> LevelShares:
+        """Return `BucketLayout.level_shares`; the first call asks on how many hosts the ranks are.
+
+        It is made on all ranks, before the collective of the first bucket.
+        """
+        if self._level_shares is None:
+            algorithm = self._algorithm if self._algorithm.startswith("hierarchical") else "hierarchical"
+            self._level_shares = level_shares(algorithm, buffer, self._group)
+            if self._level_shares[1] and self._algorithm == "direct":
+                self._algorithm = "hierarchical"
+        return self._level_shares
 
     def all_reduce(
         self,
@@ -92,7 +121,7 @@ class BucketAverager:
             else:
                 other_tensors.append(tensor)
                 other_residuals.append(residual)
-        codecs: list[Codec] = list(layout.codecs)
+        codecs = list(layout.codecs)
         if stats is not None:
             other_tensors.append(stats)
             codecs.append(NONE)

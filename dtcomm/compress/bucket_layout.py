@@ -19,7 +19,11 @@ from dtcomm.codecs import Codec, codec
 from dtcomm.compress.policy import CodecChoice
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.report import BucketRow, ParameterTotals
-from dtcomm.compress.spec import Scheme, matrix_shape, wire_codec
+from dtcomm.compress.spec import LevelCodecs, Scheme, matrix_shape, wire_codec
+
+NONE = codec("none")
+#: What a rank sends of a tensor in an all-reduce, in multiples of one payload: encoded inside hosts and between hosts.
+LevelShares = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Segment:
         matrix: The rows and columns that PowerSGD sees.
         error: The sum of |what was lost|^2 over the sampled steps that were read from the device.
         signal: The sum of |gradient|^2 over the same steps.
+        lossless: Whether the scheme keeps every bit of this dtype.
     """
 
     start: int
@@ -54,7 +59,11 @@ class Segment:
     matrix: tuple[int, int] = (0, 0)
     error: float = 0.0
     signal: float = 0.0
+    lossless: bool = field(init=False)
     _unread: torch.Tensor | None = None  # (signal, error) of the sampled steps since the last `read_errors`
+
+    def __post_init__(self) -> None:
+        self.lossless = self.codec.lossless(self.dtype)
 
     def add_sample(self, gradient_norm: float | torch.Tensor, lost_norm: float | torch.Tensor) -> None:
         """Count the norms of a gradient and of what was lost of it, if both are finite; the host does not wait."""
@@ -76,22 +85,21 @@ class Segment:
         """The number of elements."""
         return self.stop - self.start
 
-    @property
-    def lossless(self) -> bool:
-        """Whether the scheme keeps every bit of this dtype."""
-        return self.codec.lossless(self.dtype)
-
-    @property
-    def payload_bytes(self) -> int:
-        """The size of one payload of the segment."""
+    def payload_bytes(self, shares: LevelShares = (1.0, 0.0)) -> float:
+        """Return the bytes of the segment's payloads; ``shares`` says how many are sent on each level."""
         if isinstance(self.codec, PowerSGD):
-            return self.codec.payload_bytes(*self.matrix)
-        return wire_codec(self.codec).wire_bytes(self.numel, self.dtype)
+            return sum(shares) * self.codec.payload_bytes(*self.matrix)
+        if isinstance(self.codec, LevelCodecs):
+            inside, between = (
+                level_codec.wire_bytes(self.numel, self.dtype)
+                for level_codec in (self.codec.inside, self.codec.between)
+            )
+            return shares[0] * inside + shares[1] * between
+        return sum(shares) * wire_codec(self.codec).wire_bytes(self.numel, self.dtype)
 
-    @property
-    def plain_bytes(self) -> int:
-        """The size of the payload that the segment would have uncompressed."""
-        return codec("none").wire_bytes(self.numel, self.dtype)
+    def plain_bytes(self, shares: LevelShares = (1.0, 0.0)) -> float:
+        """Return what `payload_bytes` would be uncompressed."""
+        return sum(shares) * NONE.wire_bytes(self.numel, self.dtype)
 
     @property
     def name(self) -> str:
@@ -111,7 +119,9 @@ class BucketLayout:
         wire_bytes: What this rank sent, all messages together.
         seconds: The time of the collectives, start to finish, all messages together.
         revision: Identifies the decisions behind the codecs. After other decisions a bucket needs a new layout.
+        level_shares: How many payloads a rank sends on each level; only their ratio counts.
         lossy: The segments that lose something.
+        codecs: The codecs of all segments but PowerSGD's, as collectives take them.
     """
 
     parameter_ids: tuple[int, ...]
@@ -121,16 +131,16 @@ class BucketLayout:
     wire_bytes: int = 0
     seconds: float | None = 0.0
     revision: object = None
+    level_shares: LevelShares = (1.0, 0.0)
     lossy: list[Segment] = field(init=False)
+    codecs: list[str | Codec] = field(init=False)
 
     def __post_init__(self) -> None:
         self.lossy = [segment for segment in self.segments if not segment.lossless]
-
-    @property
-    def codecs(self) -> list[Codec]:
-        """The codecs of all segments but PowerSGD's."""
-        return [
-            wire_codec(segment.codec) for segment in self.segments if not isinstance(segment.codec, PowerSGD)
+        self.codecs = [
+            str(segment.codec) if isinstance(segment.codec, LevelCodecs) else wire_codec(segment.codec)
+            for segment in self.segments
+            if not isinstance(segment.codec, PowerSGD)
         ]
 
     def split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -142,8 +152,8 @@ class BucketLayout:
     @property
     def plain_bytes(self) -> float:
         """The bytes that the same schedule would have sent uncompressed: what was sent, scaled by the payloads."""
-        payload = sum(segment.payload_bytes for segment in self.segments)
-        plain = sum(segment.plain_bytes for segment in self.segments)
+        payload = sum(segment.payload_bytes(self.level_shares) for segment in self.segments)
+        plain = sum(segment.plain_bytes(self.level_shares) for segment in self.segments)
         return self.wire_bytes * plain / payload if payload else 0.0
 
     @functools.cached_property
@@ -180,7 +190,8 @@ class BucketLayout:
 
     def add_to(self, totals: dict[str, ParameterTotals]) -> None:
         """Divide what was counted among the parameters; the codec of the last layout counts as theirs."""
-        payload = sum(segment.payload_bytes for segment in self.segments)
+        shares = self.level_shares
+        payload = sum(segment.payload_bytes(shares) for segment in self.segments)
         sent_per_byte = self.wire_bytes / payload if payload else 0.0
         for segment in map(Segment.read_errors, self.segments):
             for member in segment.members:
@@ -189,8 +200,8 @@ class BucketLayout:
                 total.dtype = str(segment.dtype).removeprefix("torch.")
                 total.lossless = total.lossless and segment.lossless
                 share = sent_per_byte * (member.numel / segment.numel if segment.numel else 0.0)
-                total.wire_bytes += share * segment.payload_bytes
-                total.plain_bytes += share * segment.plain_bytes
+                total.wire_bytes += share * segment.payload_bytes(shares)
+                total.plain_bytes += share * segment.plain_bytes(shares)
                 total.error += segment.error
                 total.signal += segment.signal
 

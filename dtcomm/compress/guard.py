@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dtcomm.codecs import Integer, codec
+from dtcomm.codecs import Codec, Integer, codec
 from dtcomm.compress.dgc import DGC
 from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.compress.spec import Scheme
+from dtcomm.compress.spec import LevelCodecs, Scheme
 from dtcomm.errors import DtcommError
 
 ACTIONS = ("ignore", "warn", "raise", "none", "reset", "stop")
@@ -121,6 +121,13 @@ def finer(scheme: Scheme) -> Scheme:
         return PowerSGD(rank=2 * scheme.rank, alternate=scheme.alternate, factors=scheme.factors)
     if isinstance(scheme, DGC):
         return replace(scheme, ratio=4 * scheme.ratio) if scheme.ratio <= 0.0625 else codec("int8")
+    if isinstance(scheme, LevelCodecs):
+        inside, between = _finer_codec(scheme.inside), _finer_codec(scheme.between)
+        return codec("none") if inside == between == codec("none") else LevelCodecs(inside, between)
+    return _finer_codec(scheme)
+
+
+def _finer_codec(scheme: Codec) -> Codec:
     if isinstance(scheme, Integer):
         return codec("int4" if scheme.bits < 4 else "int8" if scheme.bits < 8 else "fp16")
     name, ratio = scheme.name, getattr(scheme, "ratio", None)
@@ -141,6 +148,8 @@ def residual_limit(scheme: Scheme) -> float:
         return max(10.0, 4.0 / scheme.ratio) / (1 - scheme.momentum)
     if isinstance(scheme, PowerSGD):
         return 1000.0
+    if isinstance(scheme, LevelCodecs):
+        return max(residual_limit(scheme.inside), residual_limit(scheme.between))
     if scheme.name == "sign":
         return 100.0  # a block has one magnitude, so its largest elements wait many steps
     ratio = getattr(scheme, "ratio", None)
@@ -149,6 +158,8 @@ def residual_limit(scheme: Scheme) -> float:
 
 def sends_most_elements(scheme: Scheme) -> bool:
     """Return whether one encoding sends (nearly) all elements, so that `Guard.error` applies to it."""
+    if isinstance(scheme, LevelCodecs):
+        return sends_most_elements(scheme.inside) and sends_most_elements(scheme.between)
     return not isinstance(scheme, PowerSGD | DGC) and not hasattr(scheme, "ratio") and scheme.name != "sign"
 
 

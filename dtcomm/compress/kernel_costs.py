@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.compress.spec import Scheme, wire_codec
+from dtcomm.compress.spec import LevelCodecs, Scheme, wire_codec
 from dtcomm.device.streams import Streams, copy_to_device, streams_of
 from dtcomm.kernels import low_rank, ops
 
@@ -44,6 +44,7 @@ def kernel_seconds(
             low_rank.expand(x[:square], lost[:square], left, right)
 
         return _call_seconds(streams, run_passes) / square, 0.0
+    assert not isinstance(scheme, LevelCodecs)  # `AutoConfig` refuses it
     codec = wire_codec(scheme)
     payload = ops.encode(codec, x)
     out = torch.empty_like(x)
@@ -72,6 +73,7 @@ def relative_error(scheme: Scheme, gradient: torch.Tensor) -> float:
             low_rank.project_columns(x, lost, left, right)
         low_rank.expand(x, lost, left, right)
     else:
+        assert not isinstance(scheme, LevelCodecs)
         ops.encode(wire_codec(scheme), x.view(-1), residual=lost)
     return float(torch.linalg.vector_norm(lost)) / norm
 

@@ -18,7 +18,7 @@ import torch
 
 from dtcomm.codecs import codec
 from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.compress.spec import Scheme, matrix_shape, parse_scheme, wire_codec
+from dtcomm.compress.spec import LevelCodecs, Scheme, matrix_shape, parse_scheme, wire_codec
 
 NONE = codec("none")
 #: Below one granule a payload is mostly scales and padding, and there is next to nothing to save.
@@ -195,7 +195,10 @@ def choose_for(scheme: Scheme, tensor: torch.Tensor) -> CodecChoice:
         rows, columns = matrix_shape(tensor)
         if scheme.payload_bytes(rows, columns) >= plain_bytes:
             return CodecChoice(codec=NONE, why=f"{scheme} would not make {rows}x{columns} smaller")
-    elif wire_codec(scheme).wire_bytes(tensor.numel(), tensor.dtype) >= plain_bytes:
+    else:
+        codecs = (scheme.inside, scheme.between) if isinstance(scheme, LevelCodecs) else (wire_codec(scheme),)
+        if any(level.wire_bytes(tensor.numel(), tensor.dtype) < plain_bytes for level in codecs):
+            return CodecChoice(codec=scheme)
         return CodecChoice(codec=NONE, why=f"{scheme} would not make {dtype} smaller")
     return CodecChoice(codec=scheme)
 

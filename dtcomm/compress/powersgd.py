@@ -165,7 +165,7 @@ class Factors:
 def low_rank_stages(
     tasks: Sequence[LowRankTask],
     other_tensors: Sequence[torch.Tensor],
-    codecs: Sequence[Codec],
+    codecs: Sequence[str | Codec],
     residuals: Sequence[torch.Tensor | None],
     *,
     factors: Factors,
@@ -180,7 +180,7 @@ def low_rank_stages(
     Args:
         tasks: The matrices, which are averaged by their factors.
         other_tensors: The other tensors of the bucket; they travel in the first message.
-        codecs: The codecs of the other tensors.
+        codecs: The codecs of the other tensors, or specs of two codecs.
         residuals: The residuals of the other tensors.
         factors: The factors of the last step; they are updated.
         step: The step; with ``alternate`` it decides which factor is computed.

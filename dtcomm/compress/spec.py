@@ -1,22 +1,59 @@
 """Compression schemes and their spec strings.
 
-A scheme is either a codec, which any collective takes, or a compressor with state of its own (`PowerSGD`, `DGC`).
-Policies, the DDP hook, `LocalSGD` and the autotuner parse specs here.
+A scheme is a codec, a codec for each level of a hierarchy of hosts (`LevelCodecs`), or a compressor with state of its
+own (`PowerSGD`, `DGC`). Policies, the DDP hook, `LocalSGD` and the autotuner parse specs here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
-from dtcomm.codecs import Codec, codec
+from dtcomm.codecs import Codec, codec, parse_levels
 from dtcomm.compress import dgc, powersgd
 from dtcomm.compress.dgc import DGC
 from dtcomm.compress.powersgd import PowerSGD
 
-Scheme: TypeAlias = Codec | PowerSGD | DGC
+
+@dataclass(frozen=True)
+class LevelCodecs:
+    """The scheme ``A/B``: codec A inside hosts and codec B between hosts; on one host only A is used.
+
+    Attributes:
+        inside: The codec inside hosts.
+        between: The codec between hosts.
+
+    Raises:
+        ValueError: The ranks of one of the codecs agree on a representation, which has no levels.
+    """
+
+    inside: Codec
+    between: Codec
+
+    def __post_init__(self) -> None:
+        for level_codec in (self.inside, self.between):
+            if level_codec.needs_agreement:
+                raise ValueError(
+                    f"codec: {self}: {level_codec} uses one representation on all levels of a hierarchy; give it alone"
+                )
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes that both codecs encode."""
+        return tuple(dtype for dtype in self.inside.dtypes if dtype in self.between.dtypes)
+
+    def lossless(self, dtype: torch.dtype) -> bool:
+        """Return whether both codecs keep every bit of a dtype."""
+        return self.inside.lossless(dtype) and self.between.lossless(dtype)
+
+    def __str__(self) -> str:
+        return f"{self.inside}/{self.between}"
+
+
+Scheme: TypeAlias = Codec | LevelCodecs | PowerSGD | DGC
 
 #: Parsers of the compressors, by the name that their specs start with.
 COMPRESSORS: dict[str, Callable[[str], PowerSGD | DGC]] = {powersgd.NAME: PowerSGD.parse, dgc.NAME: DGC.parse}
@@ -28,37 +65,42 @@ def parse_scheme(spec: str | Scheme) -> Scheme:
     """Return the scheme that a spec describes; a scheme is returned unchanged.
 
     Args:
-        spec: A codec spec (``int8:block=64``), a compressor spec (``powersgd:rank=4``, ``dgc:ratio=0.001``) or a
-            scheme.
+        spec: A codec spec (``int8:block=64``), two of them (``int8/int4``: int8 inside hosts, int4 between hosts), a
+            compressor spec (``powersgd:rank=4``, ``dgc:ratio=0.001``) or a scheme.
 
     Returns:
-        A codec, or a compressor's description such as `PowerSGD` or `DGC`.
+        A codec, a `LevelCodecs`, or a compressor's description such as `PowerSGD` or `DGC`.
 
     Raises:
         TypeError: ``spec`` is neither a string nor a scheme.
-        ValueError: The spec is wrong; the message names the part and what is valid there. Specs of the form ``A/B``
-            are refused, because compressors encode a tensor once, with one codec for all levels of a hierarchy.
+        ValueError: The spec is wrong; the message names the part and what is valid there. Of the specs ``A/B`` those
+            are refused in which A is a compressor, or sends a share of the elements of which B would send all.
     """
-    if isinstance(spec, PowerSGD | DGC):
+    if isinstance(spec, LevelCodecs | PowerSGD | DGC):
         return spec
     if not isinstance(spec, str):
         return codec(spec)
     head, slash, tail = spec.strip().partition("/")
     name, colon, _ = head.partition(":")
-    if slash:
-        meaning = "A/B means codec A inside hosts and codec B between hosts"
-        if option := INNER_CODEC_OPTIONS.get(name):
+    if not slash:
+        return COMPRESSORS[name](spec) if name in COMPRESSORS else codec(spec)
+    meaning = "A/B means codec A inside hosts and codec B between hosts"
+    if option := INNER_CODEC_OPTIONS.get(name):
+        between = None if name in COMPRESSORS else codec(tail)
+        if between is None or not between.sparse:
             raise ValueError(
                 f"spec: {spec}: {meaning}; the codec of what {name} sends is an option: "
                 f"{head}{',' if colon else ':'}{option}={tail}"
             )
-        raise ValueError(f"spec: {spec}: {meaning}, which is not supported here; valid: one codec")
-    return COMPRESSORS[name](spec) if name in COMPRESSORS else codec(spec)
+    if tail.partition(":")[0] in COMPRESSORS:
+        raise ValueError(f"spec: {spec}: {meaning}; {tail} is a compressor, which has no levels")
+    inside, between = parse_levels(spec.strip())
+    assert between is not None  # because of the slash
+    return LevelCodecs(inside, between)
 
 
-def wire_codec(scheme: Scheme) -> Codec:
-    """Return the codec in which the payload of a scheme travels; PowerSGD sends factors instead of the tensor."""
-    assert not isinstance(scheme, PowerSGD)
+def wire_codec(scheme: Codec | DGC) -> Codec:
+    """Return the codec in which the payload of a scheme travels."""
     return scheme.topk if isinstance(scheme, DGC) else scheme
 
 

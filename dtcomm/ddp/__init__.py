@@ -71,16 +71,17 @@ def compress(
 
     Args:
         model: The DistributedDataParallel.
-        spec: What to compress with: a codec or compressor or its spec ("int8", "powersgd:rank=4"), which goes to
-            matrices of 1024 elements or more, while the other parameters stay uncompressed; a `Policy` or its text
-            ("ndim<2 -> none; * -> int4"), to choose by name, size or module; or "auto", which measures the first steps
-            and chooses what pays. Default "int8".
+        spec: What to compress with: a codec or compressor or its spec ("int8", "powersgd:rank=4"), or codec A inside
+            hosts and codec B between hosts ("int8/int4"), which goes to matrices of 1024 elements or more, while the
+            other parameters stay uncompressed; a `Policy` or its text ("ndim<2 -> none; * -> int4"), to choose by name,
+            size or module; or "auto", which measures the first steps and chooses what pays. Default "int8".
         feedback: Error feedback. True: add each rank's encoding errors to its next gradients, by parameter; "ef21" or
             "diana": send differences to a reference that all ranks share; False: none. Default True.
         residual: How residuals are kept between steps: "fp32" (4 bytes for each element of a compressed parameter),
             "bf16" or "int8". Default "fp32".
         algorithm: The algorithm of the all-reduce. With the direct ones ("direct", "one_shot", "two_shot") a run
-            resumed from a checkpoint continues bit for bit. Default "direct".
+            resumed from a checkpoint continues bit for bit. With codecs for two levels "direct" means "hierarchical" on
+            several hosts, of which the same is true. Default "direct".
         seed: The seed of stochastic rounding; the step is mixed in. Default 0.
         sample_every: Measure the relative error in every step that this divides, for the guard and the report; 0:
             never. Default 50.

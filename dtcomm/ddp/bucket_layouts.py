@@ -8,6 +8,7 @@ import torch
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 
 from dtcomm.codecs import codec
+from dtcomm.compress.bucket_averager import BucketAverager
 from dtcomm.compress.bucket_layout import BucketLayout, build_layout
 from dtcomm.compress.dgc import DGC
 from dtcomm.compress.guard_monitor import Monitor
@@ -27,6 +28,7 @@ class BucketLayouts:
     Args:
         chooser: Chooses the scheme of each parameter.
         monitor: The guard's monitor, which may replace it.
+        averager: Sends the buckets.
         warmup: The number of uncompressed steps at the start.
         parameters: (name, parameter) pairs. Without them a parameter is named when a bucket first contains it.
     """
@@ -35,12 +37,13 @@ class BucketLayouts:
         self,
         chooser: Chooser,
         monitor: Monitor,
+        averager: BucketAverager,
         warmup: int,
         parameters: Iterable[tuple[str, torch.Tensor]] | None,
     ) -> None:
         self.current: dict[int, BucketLayout] = {}
         self.retired: list[BucketLayout] = []
-        self._chooser, self._monitor, self._warmup = chooser, monitor, warmup
+        self._chooser, self._monitor, self._averager, self._warmup = chooser, monitor, averager, warmup
         # The parameters themselves are kept so that an id is never reused.
         self._parameters = {id(parameter): (name, parameter) for name, parameter in parameters or ()}
         self._are_named = parameters is not None
@@ -73,7 +76,7 @@ class BucketLayouts:
             parameter_ids,
             lambda name, gradient: SINGLE_RANK if ranks == 1 else self._choose(name, gradient, step),
         )
-        layout.revision = revision
+        layout.revision, layout.level_shares = revision, self._averager.level_shares(buffer)
         self.current[bucket.index()] = layout
         return layout
 

@@ -162,8 +162,8 @@ class Reducer:
         self.may_have_unused = True
         self.observers: list[ReducerObserver] = []
         self.error_state = ErrorState(feedback, residual, chooser.schemes)
-        self.averager = BucketAverager(algorithm, group, seed)
-        self.layouts = BucketLayouts(chooser, monitor, warmup, parameters)
+        self.averager = BucketAverager(algorithm, group, seed, chooser.schemes)
+        self.layouts = BucketLayouts(chooser, monitor, self.averager, warmup, parameters)
         self._group, self._chooser, self._monitor, self._sample_every = group, chooser, monitor, sample_every
         self._streams: Streams | None = None  # of the gradients' device, known with the first bucket
         self._scheduler: StageScheduler | None = None

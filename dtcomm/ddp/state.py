@@ -42,15 +42,17 @@ class State:
     ``dtcomm.ddp.State("int8")`` and ``dtcomm.ddp.hook``.
 
     Args:
-        spec: What to compress with: a codec or compressor or its spec ("int8", "powersgd:rank=4"), which goes to
-            matrices under `dtcomm.compress.policy.default_policy`; a `Policy` or its text; or "auto". Default "int8".
+        spec: What to compress with: a codec or compressor or its spec ("int8", "powersgd:rank=4"), or codec A inside
+            hosts and codec B between hosts ("int8/int4"), which goes to matrices under
+            `dtcomm.compress.policy.default_policy`; a `Policy` or its text; or "auto". Default "int8".
         group: The process group of the model; None is the default group.
         feedback: Error feedback. True: add each rank's encoding errors to its next gradients, by parameter; "ef21" or
             "diana": send differences to a reference that all ranks share; False: none. Default True.
         residual: How residuals are kept between steps: "fp32", "bf16" or "int8". Default "fp32".
         algorithm: The algorithm of the all-reduce. With the direct ones ("direct", "one_shot", "two_shot") a result
             does not depend on the bucket a parameter is in, so that a run resumed from a checkpoint continues bit for
-            bit although DDP starts with other buckets. Default "direct".
+            bit although DDP starts with other buckets. With codecs for two levels "direct" means "hierarchical" on
+            several hosts, of which the same is true. Default "direct".
         seed: The seed of stochastic rounding; the step is mixed in. Default 0.
         parameters: (name, parameter) pairs, as of ``module.named_parameters()``. Without them a parameter is called
             ``parameter.K``, in the order in which buckets first contain them, which is the same in every process and

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dtcomm.codecs import RandK, codec
+from dtcomm.codecs import RandK, codec, parse_levels
 from dtcomm.collectives import Work
 from dtcomm.compress.bucket_averager import BucketAverager
 from dtcomm.compress.bucket_layout import BucketLayout, build_layout
@@ -69,7 +69,8 @@ class SimulatedAllReduce:
 
     def _run(self, calls: list[_Call]) -> None:
         first = calls[0]
-        for position, (tensor, layout) in enumerate(zip(first.tensors, first.codecs, strict=True)):
+        for position, (tensor, spec) in enumerate(zip(first.tensors, first.codecs, strict=True)):
+            layout: Any = parse_levels(spec)[0]  # all ranks are on one host
             if layout.needs_agreement:
                 self._run_shared_positions(layout, calls, position)
                 continue

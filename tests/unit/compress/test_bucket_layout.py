@@ -51,7 +51,7 @@ def test_without_compression_a_buffer_is_one_segment() -> None:
 
 def test_bytes_are_split_in_proportion_to_the_payloads() -> None:
     _, layout = make_layout()
-    payload = sum(segment.payload_bytes for segment in layout.segments)
+    payload = sum(segment.payload_bytes() for segment in layout.segments)
     layout.wire_bytes = 3 * payload
     totals: dict[str, ParameterTotals] = {}
     layout.add_to(totals)
@@ -63,7 +63,7 @@ def test_bytes_are_split_in_proportion_to_the_payloads() -> None:
 
 def test_report_groups_by_codec_and_reason_and_says_why() -> None:
     _, layout = make_layout()
-    layout.wire_bytes = sum(segment.payload_bytes for segment in layout.segments)
+    layout.wire_bytes = sum(segment.payload_bytes() for segment in layout.segments)
     layout.lossy[0].signal, layout.lossy[0].error = 4.0, 0.01
     totals: dict[str, ParameterTotals] = {}
     layout.add_to(totals)

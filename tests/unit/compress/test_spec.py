@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from dtcomm.codecs import codec
 from dtcomm.compress.dgc import DGC
-from dtcomm.compress.guard import finer
-from dtcomm.compress.spec import parse_scheme
+from dtcomm.compress.guard import finer, residual_limit, sends_most_elements
+from dtcomm.compress.policy import choose_for
+from dtcomm.compress.spec import LevelCodecs, parse_scheme
 
 
 @pytest.mark.parametrize(
@@ -16,6 +19,9 @@ from dtcomm.compress.spec import parse_scheme
         "powersgd:rank=2,alternate=true,factors=int8",
         "topk:values=fp16",
         "randk:ratio=0.02,values=int4",
+        "int8/int4:block=64,round=stochastic",
+        "none/topk:ratio=0.02",
+        "topk:ratio=0.1/topk:ratio=0.02,values=fp16",
     ],
 )
 def test_specs_print_and_parse(spec: str) -> None:
@@ -31,10 +37,10 @@ def test_options_of_powersgd_may_follow_the_codec_of_its_factors() -> None:
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        (
-            "none/int8",
-            "A/B means codec A inside hosts and codec B between hosts, which is not supported here",
-        ),
+        ("none/powersgd:rank=2", "powersgd:rank=2 is a compressor, which has no levels"),
+        ("int8/exact", "exact uses one representation on all levels of a hierarchy; give it alone"),
+        ("int8/int9", "unknown codec 'int9'"),
+        ("int8/", "unknown codec ''"),
         ("topk:ratio=0.01/fp16", "the codec of what topk sends is an option: topk:ratio=0.01,values=fp16"),
         ("randk/int8", "the codec of what randk sends is an option: randk:values=int8"),
         (
@@ -75,3 +81,34 @@ def test_dgc_s_ratio_falls_by_quarters() -> None:
 def test_finer_dgc_sends_more() -> None:
     assert finer(DGC(ratio=0.001)) == DGC(ratio=0.004)
     assert str(finer(DGC(ratio=0.25))) == "int8"
+
+
+def test_a_codec_for_each_level_is_a_scheme() -> None:
+    scheme = parse_scheme("none/int4")
+    assert isinstance(scheme, LevelCodecs)
+    assert (scheme.inside, scheme.between) == (codec("none"), codec("int4"))
+    assert not scheme.lossless(torch.float32) and parse_scheme("none/none").lossless(torch.float32)
+    assert torch.float64 not in scheme.dtypes and torch.bfloat16 in scheme.dtypes
+    assert choose_for(scheme, torch.empty(64, 64)).codec == scheme
+    assert (
+        choose_for(scheme, torch.empty(64, 64, dtype=torch.float64)).why == "none/int4 does not take float64"
+    )
+    assert (
+        choose_for(parse_scheme("none/none"), torch.empty(64)).why
+        == "none/none would not make float32 smaller"
+    )
+
+
+def test_the_guard_s_limits_of_two_levels_are_those_of_the_coarser_one() -> None:
+    assert [
+        str(finer(parse_scheme(spec))) for spec in ("int8/int4", "none/fp16", "fp16/topk:ratio=0.01")
+    ] == [
+        "fp16/int8",
+        "none",
+        "none/topk:ratio=0.04",
+    ]
+    assert residual_limit(parse_scheme("int8/topk:ratio=0.01")) == residual_limit(
+        parse_scheme("topk:ratio=0.01")
+    )
+    assert sends_most_elements(parse_scheme("int8/int4"))
+    assert not sends_most_elements(parse_scheme("int8/sign"))

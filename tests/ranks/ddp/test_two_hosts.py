@@ -1,0 +1,238 @@
+"""Specs ``A/B``: codec A inside hosts and codec B between them. DTCOMM_HOST_ID puts four ranks on two hosts."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dtcomm import algorithms, collectives, ddp
+from dtcomm.codecs import codec, parse_levels
+from dtcomm.compress.guard import Guard
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.local_sgd import LocalSGD
+from tests.unit.ddp.models import SMALL_BUCKETS, batch, gradients, local_gradients, train, wrapped
+
+RANKS, HOSTS = 4, ((0, 1), (2, 3))
+MATRICES = ("first.weight", "branch.weight", "last.weight")
+NUMEL = 48 * 48
+
+
+def put_on_two_hosts(rank: int) -> None:
+    os.environ["DTCOMM_HOST_ID"] = f"host {rank // 2}"
+
+
+def require_alike(tensors: dict[str, torch.Tensor]) -> None:
+    """Check that all ranks hold the same bits."""
+    own = torch.cat([tensor.flatten().float() for tensor in tensors.values()])
+    all_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_ranks, own)
+    assert all(torch.equal(own, other) for other in all_ranks)
+
+
+def backward(model: nn.Module, rank: int, step: int) -> None:
+    model.zero_grad()
+    model(batch(rank, step)).square().mean().backward()
+
+
+def against_collectives(rank: int, world_size: int, spec: str, algorithm: str, runtime: str) -> float:
+    """Compare five steps with calls of `all_reduce`; return the largest relative gap in mass."""
+    put_on_two_hosts(rank)
+    os.environ["DTCOMM_RUNTIME"] = runtime
+    model = wrapped(**SMALL_BUCKETS)
+    state = ddp.compress(model, spec, algorithm=algorithm)
+    named_algorithm = "hierarchical" if algorithm == "direct" else algorithm
+    residuals = {name: torch.zeros(NUMEL) for name in MATRICES}
+    gap = 0.0
+    for step in range(5):
+        with local_gradients(model) as local:
+            backward(model, rank, step)
+        reduced, stored = gradients(model), state.state_dict()["residuals"]
+        require_alike(reduced)
+        for name, gradient in local.items():
+            residual = residuals.get(name)
+            contributed = gradient.double().flatten()
+            if residual is not None:
+                contributed += residual
+            expected = gradient.clone()
+            collectives.all_reduce(
+                expected,
+                "avg",
+                codec="none" if residual is None else spec,
+                algorithm=named_algorithm,
+                seed=step,
+                residual=residual,
+            )
+            assert torch.equal(reduced[name], expected), (step, name)
+            if residual is None:
+                assert name not in stored
+                continue
+            assert torch.equal(stored[name], residual), (step, name)
+            assert residual.any(), (step, name)
+            arrived = world_size * expected.double().flatten()
+            for tensor in (contributed, kept := residual.double()):
+                dist.all_reduce(tensor)
+            gap = max(gap, float((contributed - arrived - kept).abs().max() / contributed.abs().max()))
+    info = collectives.info()
+    assert (info["hosts"], info["runtime"]) == (2, runtime)
+    return gap
+
+
+@pytest.mark.parametrize(
+    ("spec", "algorithm", "runtime"),
+    [
+        ("int8/int4", "direct", "native"),
+        ("int8/int4", "direct", "process_group"),
+        ("none/int4:round=stochastic", "direct", "native"),
+        ("int8/topk:ratio=0.1", "direct", "native"),
+        ("fp16/int8", "hierarchical:ring/tree", "native"),
+    ],
+)
+def test_a_bucket_ends_as_all_reduce_does_and_mass_is_conserved(
+    spec: str, algorithm: str, runtime: str
+) -> None:
+    assert max(run_ranks(against_collectives, RANKS, spec, algorithm, runtime)) < 2e-6
+
+
+def counted(rank: int, world_size: int, spec: str) -> tuple[int, int]:
+    """Return the wire and the uncompressed bytes of three steps of a model of two matrices of 128 x 128."""
+    put_on_two_hosts(rank)
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False))
+    model = DistributedDataParallel(layers)
+    state = ddp.compress(model, spec, guard=None)
+    for _ in range(3):
+        model(torch.randn(4, 128)).square().mean().backward()
+    report = state.report()
+    (row,) = report.rows
+    assert (row.codec, len(row.names), row.relative_error is None) == (spec, 2, False)
+    assert (row.wire_bytes, row.plain_bytes) == (report.wire_bytes, report.plain_bytes)
+    assert sum(bucket.wire_bytes for bucket in report.buckets) <= report.wire_bytes
+    assert f"\n{spec} " in str(report)
+    return report.wire_bytes, report.plain_bytes
+
+
+@pytest.mark.parametrize("spec", ["int8/int4", "none/int8"])
+def test_the_report_counts_the_bytes_of_both_levels(spec: str) -> None:
+    schedule = algorithms.build("hierarchical", "all_reduce", RANKS, hosts=HOSTS)
+    inside, between = parse_levels(spec)
+    assert between is not None
+    numel, messages = 128 * 128, 3 * 2
+    expected_wire = schedule.bytes_on_wire(numel, [inside, between], torch.float32)
+    expected_plain = schedule.bytes_on_wire(numel, codec("none"), torch.float32)
+    for rank, (wire_bytes, plain_bytes) in enumerate(run_ranks(counted, RANKS, spec)):
+        assert wire_bytes == messages * expected_wire[rank]
+        # The chunks are equal here, so that the ratio of whole payloads is exact.
+        assert plain_bytes == messages * expected_plain[rank]
+
+
+def on_one_host(rank: int, world_size: int, spec: str) -> tuple[list[dict[str, torch.Tensor]], int]:
+    model = wrapped(**SMALL_BUCKETS)
+    state = ddp.compress(model, spec)
+    return train(model, rank, range(4)), state.report().wire_bytes
+
+
+def test_on_one_host_only_the_first_codec_acts() -> None:
+    (levels, levels_bytes), *_ = run_ranks(on_one_host, 3, "int8/int4")
+    (alone, alone_bytes), *_ = run_ranks(on_one_host, 3, "int8")
+    assert levels_bytes == alone_bytes
+    for with_levels, without in zip(levels, alone, strict=True):
+        assert all(torch.equal(gradient, without[name]) for name, gradient in with_levels.items())
+
+
+def resumed(rank: int, world_size: int) -> None:
+    """A run that is resumed with other buckets ends with the bits of one that was not interrupted."""
+    put_on_two_hosts(rank)
+    whole, interrupted = wrapped(**SMALL_BUCKETS), wrapped(**SMALL_BUCKETS)
+    ddp.compress(whole, "int8/int4:round=stochastic")
+    first = ddp.compress(interrupted, "int8/int4:round=stochastic")
+    train(whole, rank, range(6))
+    train(interrupted, rank, range(3))
+    saved = first.state_dict()
+    assert set(saved["residuals"]) == set(MATRICES)
+    continued = DistributedDataParallel(interrupted.module)  # one bucket
+    second = ddp.compress(continued, "int8/int4:round=stochastic")
+    second.load_state_dict(saved)
+    train(continued, rank, range(3, 6))
+    for name, parameter in whole.module.named_parameters():
+        assert torch.equal(parameter, dict(continued.module.named_parameters())[name]), name
+
+
+def test_a_resumed_run_continues_bit_for_bit_with_other_buckets() -> None:
+    run_ranks(resumed, RANKS)
+
+
+def guarded(rank: int, world_size: int) -> list[str]:
+    put_on_two_hosts(rank)
+    model = wrapped(**SMALL_BUCKETS)
+    guard = Guard(error=1e-6, on_error="raise")
+    state = ddp.compress(model, "int8/int4", sample_every=2, guard=guard)
+    codecs = []
+    for step in range(8):
+        backward(model, rank, step)
+        require_alike(gradients(model))
+        codecs.append(next(row.codec for row in state.report().rows if "first.weight" in row.names))
+    assert {event.kind for event in state.events} == {"error"}
+    return codecs
+
+
+def test_the_guard_makes_both_levels_finer() -> None:
+    for codecs in run_ranks(guarded, RANKS):
+        assert list(dict.fromkeys(codecs))[:3] == ["int8/int4", "fp16/int8", "none/fp16"]
+
+
+def mixed(rank: int, world_size: int, options: dict[str, Any]) -> set[str]:
+    put_on_two_hosts(rank)
+    model = wrapped(**SMALL_BUCKETS)
+    spec = "name=branch* -> powersgd:rank=2; name=first* -> int8; ndim<2 -> none; * -> int8/int4"
+    state = ddp.compress(model, spec, **options)
+    for step in range(4):
+        backward(model, rank, step)
+        require_alike(gradients(model))
+    return {row.codec for row in state.report().rows}
+
+
+@pytest.mark.parametrize("options", [{}, {"feedback": "ef21"}, {"residual": "int8"}], ids=str)
+def test_a_policy_mixes_levels_with_other_schemes(options: dict[str, Any]) -> None:
+    for codecs in run_ranks(mixed, RANKS, options):
+        assert codecs == {"powersgd:rank=2", "int8", "none", "int8/int4"}
+
+
+def averaged(rank: int, world_size: int) -> float:
+    put_on_two_hosts(rank)
+    torch.manual_seed(rank)
+    model = nn.Linear(64, 64)
+    local = LocalSGD(model, every=1, spec="int8/int4")
+    for _ in range(3):
+        with torch.no_grad():
+            model.weight += 0.01 * torch.randn(64, 64)
+        local.step()
+    require_alike(dict(model.named_parameters()))
+    (row,) = [row for row in local.report().rows if row.codec == "int8/int4"]
+    return row.plain_bytes / row.wire_bytes
+
+
+def test_local_sgd_takes_a_codec_for_each_level() -> None:
+    for ratio in run_ranks(averaged, RANKS):
+        assert 5.0 < ratio < 6.5
+
+
+def without_levels(rank: int, world_size: int) -> None:
+    for algorithm in ("two_shot", "ring"):
+        with pytest.raises(
+            ValueError, match=f"int8/int4 names a codec for each level, and '{algorithm}' has no"
+        ):
+            ddp.compress(wrapped(), "int8/int4", algorithm=algorithm)
+    with pytest.raises(
+        ValueError, match="candidates: int8/int4: the predictions behind 'auto' know one link"
+    ):
+        ddp.compress(wrapped(), "auto", candidates=["int8/int4"])
+
+
+def test_what_has_no_levels_is_refused_where_it_is_asked_for() -> None:
+    run_ranks(without_levels, 1)
