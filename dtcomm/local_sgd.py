@@ -23,10 +23,9 @@ from dtcomm.compress.bucket_averager import NONE, BucketAverager
 from dtcomm.compress.bucket_layout import BucketLayout, build_layout
 from dtcomm.compress.checkpoint import VERSION, require_matching_sizes, select_share
 from dtcomm.compress.dgc import DGC
-from dtcomm.compress.error_sample import ErrorSample, l2_norm
 from dtcomm.compress.error_state import ErrorState, PendingGradient
 from dtcomm.compress.guard import Event, Guard, count_events
-from dtcomm.compress.guard_monitor import make_monitor
+from dtcomm.compress.guard_monitor import ErrorSample, l2_norm, make_monitor
 from dtcomm.compress.policy import SINGLE_RANK, CodecChoice, Policy, as_policy
 from dtcomm.compress.report import ParameterTotals, Report, group_rows, total_seconds
 from dtcomm.compress.spec import Scheme

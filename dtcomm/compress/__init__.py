@@ -4,9 +4,9 @@
 - `bucket_layout`, `bucket_averager`, `stage_scheduler`: one bucket of gradients as one message, or as stages.
 - `error_state`: what a rank keeps by parameter: `residuals` (error feedback), `ef21` (EF21, DIANA), `dgc` (velocities).
 - `powersgd`, `dgc`: the compressors that are more than a codec.
-- `guard`, `guard_monitor`, `error_sample`: limits beyond which compression counts as harmful, and what ranks measure.
-- `autotune_model`, `kernel_costs`: the model behind "auto".
-- `report`, `step_recorder`, `checkpoint`: what users read and save.
+- `guard`, `guard_monitor`: limits beyond which compression counts as harmful, and what ranks measure.
+- `autotune_model`: the model behind "auto".
+- `report`, `checkpoint`: what users read and save.
 
 The DDP hook, FSDP and `LocalSGD` use it; it knows none of them.
 """

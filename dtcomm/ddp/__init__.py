@@ -16,7 +16,7 @@ An error in a collective is raised by ``backward()`` with its own type (`PeerLos
 """
 
 # Annotations stay objects in this file: register_comm_hook compares the hook's with the types themselves.
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,10 @@ from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type
 from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm.compress.autotune_model import NAME as AUTO
+from dtcomm.compress.autotune_model import AutoConfig
 from dtcomm.compress.guard import Guard
 from dtcomm.compress.policy import Policy, as_policy
 from dtcomm.compress.spec import Scheme
-from dtcomm.ddp import integrations
-from dtcomm.ddp.integrations import Attached
 from dtcomm.ddp.state import DEFAULT_GUARD, State
 
 __all__ = ["Attached", "Guard", "State", "attach", "compress", "hook"]
@@ -131,20 +130,78 @@ def compress(
     return state
 
 
-def attach(owner: Any, spec: str | Scheme | Policy = "int8", **options: Any) -> Attached:
+class Attached:
+    """Compresses a model as soon as a framework has wrapped it in DDP; `dtcomm.ddp.attach` returns it.
+
+    Args:
+        compress: Called with the DDP model; returns the state of the hook.
+        ddp_options: Keyword arguments of DDP that the framework uses, or None.
+    """
+
+    def __init__(self, compress: Callable[[DistributedDataParallel], State], ddp_options: Any = None) -> None:
+        self._compress, self._ddp_options = compress, ddp_options
+        self._state: State | None = None
+
+    @property
+    def state(self) -> State:
+        """The state of the hook; RuntimeError before the framework has wrapped the model."""
+        if self._state is None:
+            raise RuntimeError(
+                "state: the model is not wrapped in DDP yet: call prepare(model), train() or fit() first, "
+                "on more than one rank"
+            )
+        return self._state
+
+    # Accelerate keeps DDP's options in an object with the following two methods. This one replaces it.
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return DDP's options."""
+        return {} if self._ddp_options is None else dict(self._ddp_options.to_kwargs())
+
+    def register_comm_hook(self, model: DistributedDataParallel) -> None:
+        """Compress the model that was just wrapped."""
+        self._state = self._compress(model)
+
+
+def attach(
+    owner: Any,
+    spec: str | Scheme | Policy = "int8",
+    feedback: bool | str = True,
+    *,
+    residual: str = "fp32",
+    algorithm: str = "direct",
+    seed: int = 0,
+    sample_every: int = 50,
+    guard: Guard | None = DEFAULT_GUARD,
+    warmup: int = 0,
+    timeline: int = 0,
+    budget: float | None = None,
+    candidates: Sequence[str | Scheme] | None = None,
+    check_every: int = 500,
+) -> Attached:
     """Compress the gradients of a framework that wraps the model in DDP itself, once it has done so.
 
     Args:
         owner: A Hugging Face ``Accelerator`` or ``Trainer``, or a Lightning ``Trainer``.
-        spec: See `compress`.
-        **options: The other options of `compress`.
+        spec: What to compress with, as for `compress`. Default "int8".
+        feedback: Error feedback: True, "ef21", "diana" or False. Default True.
+        residual: How residuals are kept between steps: "fp32", "bf16" or "int8". Default "fp32".
+        algorithm: The algorithm of the all-reduce. Default "direct".
+        seed: The seed of stochastic rounding. Default 0.
+        sample_every: Measure the relative error in every step that this divides; 0: never. Default 50.
+        guard: Limits beyond which compression counts as harmful; None: no guard. Default ``Guard()``.
+        warmup: The number of uncompressed steps at the start. Default 0.
+        timeline: Record the times of so many last steps; 0: none. Default 0.
+        budget: With "auto": the largest relative error of one encoding. Default None: 0.2 for the default candidates.
+        candidates: With "auto": the schemes to choose from. Default None: none, fp16, int8, int4.
+        check_every: With "auto": the steps between two checks of the choice. Default 500.
 
     Returns:
         An object whose ``state`` is the `State`, once the framework has wrapped the model.
 
     Raises:
         TypeError: ``owner`` is none of these.
-        ValueError: ``owner`` has a communication hook already.
+        ValueError: ``owner`` has a communication hook already, or an option is wrong.
 
     Example::
 
@@ -152,4 +209,63 @@ def attach(owner: Any, spec: str | Scheme | Policy = "int8", **options: Any) -> 
         trainer.train()  # Lightning: trainer.fit(module)
         print(attached.state.report())
     """
-    return integrations.attach(owner, lambda model: compress(model, spec, **options))
+    options: dict[str, Any] = {
+        "feedback": feedback,
+        "residual": residual,
+        "algorithm": algorithm,
+        "seed": seed,
+        "sample_every": sample_every,
+        "guard": guard,
+        "warmup": warmup,
+        "timeline": timeline,
+        "budget": budget,
+        "candidates": candidates,
+        "check_every": check_every,
+    }
+    # Wrong options raise their errors now, and not when the model is wrapped.
+    if spec == AUTO:
+        AutoConfig(budget=budget, candidates=candidates, every=check_every)
+    else:
+        State(spec, **options)
+
+    def compress_wrapped(model: DistributedDataParallel) -> State:
+        return compress(model, spec, **options)
+
+    # The frameworks are not imported here: their objects are recognised by their attributes.
+    accelerator = getattr(owner, "accelerator", owner)
+    if hasattr(accelerator, "ddp_handler"):
+        return _attach_to_accelerator(accelerator, compress_wrapped)
+    if hasattr(getattr(owner, "strategy", None), "setup"):
+        return _attach_to_lightning(owner.strategy, compress_wrapped)
+    raise TypeError(
+        "owner: expected an accelerate.Accelerator, a transformers.Trainer or a lightning.Trainer, "
+        f"got {type(owner).__name__}"
+    )
+
+
+def _attach_to_accelerator(
+    accelerator: Any, compress: Callable[[DistributedDataParallel], State]
+) -> Attached:
+    ddp_options = accelerator.ddp_handler
+    hook = getattr(ddp_options, "comm_hook", "no")
+    if str(getattr(hook, "value", hook)) != "no":
+        raise ValueError(f"owner: its DDP options ask for the communication hook {hook} already")
+    attached = Attached(compress, ddp_options)
+    accelerator.ddp_handler = attached
+    return attached
+
+
+def _attach_to_lightning(strategy: Any, compress: Callable[[DistributedDataParallel], State]) -> Attached:
+    """Wrap the strategy's setup: Lightning silently ignores its own ``ddp_comm_hook`` if the model is not on a GPU."""
+    if getattr(strategy, "_ddp_comm_hook", None) is not None:
+        raise ValueError("owner: its strategy has a ddp_comm_hook already")
+    attached = Attached(compress)
+    original_setup = strategy.setup
+
+    def setup(trainer: Any) -> None:
+        original_setup(trainer)
+        if isinstance(strategy.model, DistributedDataParallel):
+            attached.register_comm_hook(strategy.model)
+
+    strategy.setup = setup
+    return attached

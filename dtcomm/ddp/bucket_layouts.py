@@ -1,8 +1,13 @@
-"""The layouts of DDP's buckets: which parameters lie in each, their names, and what each is compressed with."""
+"""What every parameter is compressed with, and the layouts of DDP's buckets that follow from it.
+
+A `Chooser` is a fixed policy or the autotuner (`dtcomm.ddp.autotune.tuner`). `BucketLayouts` asks it, the guard and the
+warm-up when the reducer needs the layout of a bucket.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
@@ -11,11 +16,75 @@ from dtcomm.codecs import codec
 from dtcomm.compress.bucket_averager import BucketAverager
 from dtcomm.compress.bucket_layout import BucketLayout, build_layout
 from dtcomm.compress.dgc import DGC
+from dtcomm.compress.guard import Event
 from dtcomm.compress.guard_monitor import Monitor
-from dtcomm.compress.policy import SINGLE_RANK, CodecChoice
-from dtcomm.ddp.chooser import Chooser
+from dtcomm.compress.policy import SINGLE_RANK, CodecChoice, Policy
+from dtcomm.compress.powersgd import PowerSGD
+from dtcomm.compress.spec import Scheme
 
 NONE = codec("none")
+
+
+class Chooser(Protocol):
+    """Chooses what the gradient of each parameter is compressed with; the same on all ranks."""
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """All schemes that may ever be chosen."""
+
+    @property
+    def revision(self) -> int:
+        """Changes whenever a choice may have changed."""
+
+    @property
+    def bypass(self) -> bool:
+        """Whether buckets are averaged by the group's own backend, uncompressed, as DDP does it without a hook."""
+
+    @property
+    def in_stages(self) -> bool:
+        """Whether a scheme in force takes several collectives (PowerSGD)."""
+
+    @property
+    def decisions(self) -> Sequence[Event]:
+        """The decisions so far, for reports."""
+
+    @property
+    def rows(self) -> Sequence[dict[str, Any]]:
+        """What the last decision compared, for reports."""
+
+    def choose(self, name: str, gradient: torch.Tensor) -> CodecChoice:
+        """Return what a parameter is compressed with now."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the choices in force as plain values."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the choices of a `state_dict`."""
+
+
+class FixedPolicy:
+    """A `Chooser` that gives the answers of a policy at every step."""
+
+    revision = 0
+    bypass = False
+    decisions: Sequence[Event] = ()
+    rows: Sequence[dict[str, Any]] = ()
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.schemes: tuple[Scheme, ...] = tuple(rule.codec for rule in policy.rules)
+        self.in_stages = any(isinstance(scheme, PowerSGD) for scheme in self.schemes)
+
+    def __str__(self) -> str:
+        return str(self.policy)
+
+    def choose(self, name: str, gradient: torch.Tensor) -> CodecChoice:
+        return self.policy.choose(name, gradient)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class BucketLayouts:

@@ -1,15 +1,27 @@
-"""What is attached to a `Reducer`: the guard, the timeline and the recorder of step times."""
+"""What is attached to a `Reducer`: the guard, the autotuner, the timeline and the recorder of step times.
+
+`dtcomm.ddp.State` makes them; the reducer calls them in order.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import statistics
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 
 from dtcomm.collectives import Work
 from dtcomm.compress.guard_monitor import Monitor
-from dtcomm.compress.step_recorder import BucketRecord, StepRecorder
+from dtcomm.ddp.autotune.measure import BucketTiming
+from dtcomm.ddp.autotune.tuner import Tuner
 from dtcomm.ddp.reducer import InFlightBucket, Reducer, ReducerObserver
 from dtcomm.device.streams import AsyncHostCopy, Streams
 from dtcomm.profiling import MessageRecord, Timeline
@@ -70,6 +82,124 @@ class GuardObserver(ReducerObserver):
                 stats.on_host = AsyncHostCopy(stats.mean)
 
 
+class BucketMarks(NamedTuple):
+    """The timing events of one bucket.
+
+    Attributes:
+        ready: Behind its gradients.
+        finished: Behind its mean.
+        seconds: How long its collectives took, where that is known without events (on the CPU), else None.
+        wire_bytes: What this rank sent.
+    """
+
+    ready: Any
+    finished: Any
+    seconds: float | None
+    wire_bytes: int
+
+
+class _StepMarks(NamedTuple):
+    number: int
+    begin: Any
+    end: Any
+    buckets: Sequence[BucketMarks]
+
+
+class StepClock:
+    """Measures steps with timing events of a device, which are read once the device has passed them.
+
+    On the CPU an event is a time, and has always passed.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self.mark = streams.mark
+        self._streams = streams
+        self._steps: deque[_StepMarks] = deque()
+        self._begin: Any = None
+
+    def begin_step(self) -> None:
+        """The first bucket of a step is ready."""
+        self._begin = self.mark()
+
+    def end_step(self, number: int, buckets: Sequence[BucketMarks]) -> None:
+        """The current stream waits for all buckets of the step."""
+        self._steps.append(_StepMarks(number, self._begin, self.mark(), buckets))
+
+    def report(self, end_step: Callable[[int, float, Sequence[BucketTiming]], None], *, wait: bool) -> None:
+        """Call ``end_step`` for each step that the device has finished; with ``wait`` the host waits for all steps."""
+        streams = self._streams
+        while self._steps:
+            step = self._steps[0]
+            if not streams.query(step.end):
+                if not wait:
+                    return
+                streams.synchronize(step.end)
+            self._steps.popleft()
+            timings = [
+                BucketTiming(
+                    streams.elapsed(step.begin, ready),
+                    streams.elapsed(ready, finished) if seconds is None else seconds,
+                    wire_bytes,
+                )
+                for ready, finished, seconds, wire_bytes in step.buckets
+            ]
+            end_step(step.number, streams.elapsed(step.begin, step.end), timings)
+
+
+class TunerObserver(ReducerObserver):
+    """Gives the autotuner the times of steps and samples of gradients, and applies its choices."""
+
+    def __init__(self, tuner: Tuner, reducer: Reducer) -> None:
+        self._tuner = tuner
+        self._error_state, self._factors = reducer.error_state, reducer.averager.factors
+        self._layouts = reducer.layouts
+        self._clock: StepClock | None = None
+        self._ready: dict[int, Any] = {}  # marks of this step, by the index of the bucket
+        self._finished: dict[int, Any] = {}
+
+    def begin_pass(self, step: int, streams: Streams) -> None:
+        """Report the steps that are over, let the tuner choose, and drop the state of parameters that change."""
+        if self._clock is None:
+            self._clock = StepClock(streams)
+            self._tuner.set_device(streams.device)
+        self._clock.report(self._tuner.end_step, wait=self._tuner.reads_clock(step))
+        self._tuner.begin_step(step)
+        for name in self._tuner.pop_changes():
+            self._factors.forget(name)
+        for name in self._tuner.pop_uncompressed():
+            self._error_state.repay_residual(name)
+        self._clock.begin_step()
+
+    def bucket_ready(self, step: int, bucket: GradBucket) -> None:
+        """Give the tuner a sample of the gradients, if it needs one."""
+        if self._tuner.needs_sample(step):
+            self._tuner.sample_bucket(bucket.index(), self._layouts.names(bucket), bucket.gradients())
+
+    def bucket_prepared(self, bucket: InFlightBucket) -> None:
+        """Record when the bucket is ready."""
+        assert self._clock is not None
+        self._ready[bucket.index] = self._clock.mark()
+
+    def bucket_finished(self, bucket: InFlightBucket) -> None:
+        """Record when the bucket is finished."""
+        assert self._clock is not None
+        self._finished[bucket.index] = self._clock.mark()
+
+    def end_pass(self, step: int, buckets: list[InFlightBucket]) -> None:
+        """End the step on the clock."""
+        assert self._clock is not None
+        marks = [
+            BucketMarks(
+                self._ready[bucket.index],
+                self._finished[bucket.index],
+                bucket.work.seconds if bucket.buffer.is_cpu else None,
+                bucket.work.wire_bytes,
+            )
+            for bucket in buckets
+        ]
+        self._clock.end_step(step, marks)
+
+
 class TimelineObserver(ReducerObserver):
     """Records passes in a timeline, while that is switched on."""
 
@@ -90,6 +220,57 @@ class TimelineObserver(ReducerObserver):
         """Close the step."""
         if self._timeline.on:
             self._timeline.close_step([_message(bucket) for bucket in buckets], at_end=True)
+
+
+class BucketRecord(NamedTuple):
+    """One bucket: its uncompressed bytes, when it was ready and how long its collective took, in seconds."""
+
+    nbytes: int
+    ready: float
+    seconds: float
+
+
+class StepRecorder:
+    """Records when buckets were ready and how long each took, then writes a file once, for ``dtcomm plan --record``.
+
+    The planner replays the times over another link. They are medians over the recorded steps; a step begins when its
+    first bucket is ready.
+
+    Args:
+        path: The file.
+        steps: The number of steps.
+        ranks: The number of ranks, for the file.
+        codec: What gradients are compressed with, for the file.
+        writes: Whether this rank writes the file.
+
+    Raises:
+        ValueError: There is no such folder, or ``steps`` is below 1.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], steps: int, ranks: int, codec: str, writes: bool
+    ) -> None:
+        if steps < 1:
+            raise ValueError(f"steps={steps}: want at least 1")
+        self.path = Path(path)
+        if not self.path.absolute().parent.is_dir():
+            raise ValueError(f"path: there is no folder {self.path.parent}")
+        self._wanted, self._ranks, self._codec, self._writes = steps, ranks, codec, writes
+        self._steps: list[list[BucketRecord]] = []
+
+    def add_step(self, buckets: Sequence[BucketRecord]) -> bool:
+        """Add a step; return True once there are enough and the file is written."""
+        if buckets:
+            step = sorted(buckets, key=lambda bucket: bucket.ready)
+            if self._steps and len(self._steps[-1]) != len(step):
+                self._steps = []  # DDP rebuilds its buckets after the first step
+            self._steps.append(step)
+        if len(self._steps) <= self._wanted:
+            return False
+        if self._writes:
+            content = summarize_steps(self._steps, self._ranks, self._codec)
+            self.path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        return True
 
 
 class RecorderObserver(ReducerObserver):
@@ -122,3 +303,40 @@ def _message(bucket: InFlightBucket) -> MessageRecord:
         done=bucket.finished_ns,
         spans=bucket.work.spans(),
     )
+
+
+def summarize_steps(steps: Sequence[Sequence[BucketRecord]], ranks: int, codec: str) -> dict[str, Any]:
+    """Return what ``dtcomm plan --record`` reads; the last step only says when the one before it ended."""
+    count = statistics.mode(map(len, steps))
+    pairs = [(step, following[0].ready) for step, following in pairwise(steps) if len(step) == count]
+    if not pairs:
+        raise ValueError("record: no two steps in a row have the same buckets")
+    buckets = [
+        {
+            "bytes": pairs[-1][0][index].nbytes,
+            "ready_ms": _median_ms(step[index].ready - step[0].ready for step, _ in pairs),
+            "comm_ms": _median_ms(step[index].seconds for step, _ in pairs),
+        }
+        for index in range(count)
+    ]
+    return {
+        "ranks": ranks,
+        "codec": codec,
+        "steps": len(pairs),
+        "step_ms": _median_ms(end - step[0].ready for step, end in pairs),
+        # From the end of the last bucket to the first bucket of the next step.
+        "rest_ms": _median_ms(max(0.0, end - _last_end(step)) for step, end in pairs),
+        "buckets": buckets,
+    }
+
+
+def _last_end(step: Sequence[BucketRecord]) -> float:
+    # The collectives run one after the other.
+    free = 0.0
+    for bucket in step:
+        free = max(free, bucket.ready) + bucket.seconds
+    return free
+
+
+def _median_ms(seconds: Iterable[float]) -> float:
+    return round(statistics.median(seconds) * 1e3, 4)

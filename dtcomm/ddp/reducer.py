@@ -14,13 +14,11 @@ from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type
 from dtcomm.collectives import Work
 from dtcomm.compress.bucket_averager import BucketAverager
 from dtcomm.compress.bucket_layout import BucketLayout
-from dtcomm.compress.error_sample import ErrorSample, l2_norm
 from dtcomm.compress.error_state import ErrorState, PendingGradient
-from dtcomm.compress.guard_monitor import Monitor
+from dtcomm.compress.guard_monitor import ErrorSample, Monitor, l2_norm
 from dtcomm.compress.report import total_seconds
 from dtcomm.compress.stage_scheduler import StageScheduler
-from dtcomm.ddp.bucket_layouts import BucketLayouts
-from dtcomm.ddp.chooser import Chooser
+from dtcomm.ddp.bucket_layouts import BucketLayouts, Chooser
 from dtcomm.device.streams import Streams, record_streams, streams_of
 from dtcomm.kernels import counter_rng
 from dtcomm.profiling.timeline import AsyncRange
@@ -69,8 +67,7 @@ class InFlightBucket:
 class ReducerObserver:
     """What a `Reducer` calls at fixed points of a backward pass; every method does nothing by default.
 
-    The guard, the autotuner, the timeline and the recorder are observers (`dtcomm.ddp.observers`,
-    `dtcomm.ddp.autotune.observer`).
+    The guard, the autotuner, the timeline and the recorder are observers (`dtcomm.ddp.observers`).
     """
 
     def begin_pass(self, step: int, streams: Streams) -> None:

@@ -23,12 +23,16 @@ from dtcomm.compress.guard_monitor import make_monitor
 from dtcomm.compress.policy import Policy, as_policy
 from dtcomm.compress.report import ParameterTotals, Report, group_rows, total_seconds
 from dtcomm.compress.spec import Scheme
-from dtcomm.compress.step_recorder import StepRecorder
 from dtcomm.ddp.autotune.consensus import ProcessGroupConsensus
-from dtcomm.ddp.autotune.observer import TunerObserver
 from dtcomm.ddp.autotune.tuner import Tuner
-from dtcomm.ddp.chooser import Chooser, FixedPolicy
-from dtcomm.ddp.observers import GuardObserver, RecorderObserver, TimelineObserver
+from dtcomm.ddp.bucket_layouts import Chooser, FixedPolicy
+from dtcomm.ddp.observers import (
+    GuardObserver,
+    RecorderObserver,
+    StepRecorder,
+    TimelineObserver,
+    TunerObserver,
+)
 from dtcomm.ddp.reducer import Reducer
 from dtcomm.profiling import Metric, Timeline
 

@@ -23,10 +23,10 @@ from dtcomm.compress.autotune_model import (
 )
 from dtcomm.compress.bucket_layout import Member, Segment
 from dtcomm.compress.error_state import REPAYMENT_STEPS, ErrorState
-from dtcomm.compress.kernel_costs import relative_error
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.spec import parse_scheme
 from dtcomm.ddp.autotune.consensus import ProcessGroupConsensus
+from dtcomm.ddp.autotune.measure import relative_error
 from dtcomm.ddp.autotune.tuner import COUNTED, FIRST_SKIPPED, Tuner
 from dtcomm.launch.ranks import run_ranks
 from tests.unit.ddp.models import SMALL_BUCKETS, backward, gradients, wrapped

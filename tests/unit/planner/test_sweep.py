@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dtcomm.codecs import codec
-from dtcomm.compress.step_recorder import BucketRecord, summarize_steps
+from dtcomm.ddp.observers import BucketRecord, summarize_steps
 from dtcomm.planner import Measured, Table, sweep
 from dtcomm.planner.estimate import estimate
 from dtcomm.planner.hardware import (
