@@ -230,17 +230,13 @@ def low_rank_stages(
             second.append((task, right))
     if second:
         yield average(second, False)
-    if tasks and not lefts[0].is_cpu:  # the host does not wait; `factors_finite` sets bad factors to zero
-        finite = low_rank.factors_finite(lefts, rights)
-        for task, left, right, is_finite in zip(tasks, lefts, rights, finite, strict=True):
-            low_rank.expand(task.gradient, task.residual, left, right, is_finite)
-        return
-    for task, left, right in zip(tasks, lefts, rights, strict=True):
-        if torch.isfinite(left).all() and torch.isfinite(right).all():
-            low_rank.expand(task.gradient, task.residual, left, right)
-        else:
-            # NaN or Inf of one rank reached all of them. It must reach the optimizer, and no residual.
-            task.gradient.fill_(float("nan"))
+    # NaN or Inf of one rank reached all of them. It must reach the optimizer, and no residual.
+    finite_by_task = low_rank.factors_finite(lefts, rights)
+    for task, left, right, finite in zip(tasks, lefts, rights, finite_by_task, strict=True):
+        low_rank.expand(task.gradient, task.residual, left, right, finite)
+        if (
+            finite.is_cpu and not finite
+        ):  # on a device the host does not wait, and the factors start from zeros
             factors.forget(task.name)
 
 

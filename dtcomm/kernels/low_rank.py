@@ -99,31 +99,34 @@ def expand(
 ) -> None:
     """gradient <- the product of the factors; residual <- gradient + residual - product.
 
-    ``finite``, for CUDA tensors only, is a 0-d bool on the device, from :func:`factors_finite`: if it is False the
-    gradient becomes NaN and the residual stays. The host does not wait for it. Raises TypeError or ValueError, which
-    name the argument.
+    ``finite`` is a 0-d bool on the gradient's device, from :func:`factors_finite`: if it is False the gradient becomes
+    NaN and the residual stays. The host does not wait for a CUDA device. Raises TypeError or ValueError, which name the
+    argument.
     """
     _check(gradient, residual, left, right)
-    if gradient.is_cpu and finite is not None:
-        raise ValueError("finite: is for tensors on a CUDA device; expected None")
+    if finite is not None and gradient.is_cpu:
+        if not finite:
+            gradient.fill_(float("nan"))
+            return
+        finite = None
     _passes(gradient).expand(gradient, residual, left, right, finite)
 
 
 def factors_finite(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """For each matrix a 0-d bool on the device: whether both factors are finite. Factors that are not become zeros.
+    """For each matrix a 0-d bool on its device: whether both factors are finite. Factors that are not become zeros.
 
-    It is for CUDA tensors, where the host must not wait for the answer; :func:`expand` takes it. Raises TypeError or
-    ValueError, which name the argument.
+    :func:`expand` takes the answer, so that the host need not wait for a CUDA device. The tensors are on one device.
+    Raises TypeError or ValueError, which name the argument.
     """
     if len(lefts) != len(rights):
         raise ValueError(f"rights: expected {len(lefts)}, as many as lefts, got {len(rights)}")
+    if not lefts:
+        return []
+    if lefts[0].is_cpu:
+        return [_pair_finite(left, right) for left, right in zip(lefts, rights, strict=True)]
     for name, factors in (("lefts", lefts), ("rights", rights)):
         for factor in factors:
             checks.floats(name, factor, factor.numel(), torch.float32, like=lefts[0])
-            if factor.is_cpu:
-                raise ValueError(f"{name}: expected tensors on a CUDA device, got one on {factor.device}")
-    if not lefts:
-        return []
     return _device_passes().factors_finite(lefts, rights).unbind()
 
 
@@ -156,6 +159,14 @@ def _passes(tensor: torch.Tensor) -> Passes:
     if not tensor.is_cpu:
         return _device_passes()
     return reference if current() == REFERENCE else cpu
+
+
+def _pair_finite(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    finite = torch.isfinite(left).all() & torch.isfinite(right).all()
+    if not finite:
+        left.zero_()
+        right.zero_()
+    return finite
 
 
 def _device_passes() -> DevicePasses:
