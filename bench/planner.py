@@ -27,9 +27,14 @@ import torch
 from bench.common import machine, output
 from dtcomm import codecs
 from dtcomm.cli.tune import main as tune_command
-from dtcomm.cli.tune.measure import Options as Measuring
-from dtcomm.cli.tune.measure import benchmark_cases
-from dtcomm.cli.tune.sampling import BenchmarkCase, CaseSamples, lower_quartile, sample_cases
+from dtcomm.cli.tune.measure import (
+    BenchmarkCase,
+    CaseSamples,
+    TuneOptions,
+    benchmark_cases,
+    lower_quartile,
+    sample_cases,
+)
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.planner import parse as parse_table
 from dtcomm.planner import select
@@ -48,7 +53,7 @@ def cases(names: Sequence[str], ranks: int) -> list[BenchmarkCase]:
     """All algorithms and auto; `dtcomm tune` measures a codec in all_reduce alone."""
     found = []
     for name in names:
-        options = Measuring(collectives=(name,), codecs=("none",), largest=KB, seconds=1)
+        options = TuneOptions(collectives=(name,), codecs=("none",), largest=KB, seconds=1)
         every = next(benchmark_cases(options, ranks, 1)).algorithms
         for size in SIZES:
             for spec in CODECS if name == "all_reduce" else ("none",):
@@ -64,9 +69,9 @@ def check(
 ) -> list[tuple[CaseSamples, CaseSamples | None]]:
     """All algorithms and auto at all sizes, then what auto takes and what was fastest, on each rank."""
     from dtcomm.cli.perf import placement
-    from dtcomm.cli.tune import cpu_placement
+    from dtcomm.cli.tune import measure as tune_measure
 
-    cpus = cpu_placement.first_two_cpus()
+    cpus = tune_measure.first_two_cpus()
     placement.pin_to_core(None)
     first = sample_cases(cases(names, world_size), (1 - AGAIN) * seconds, cpus)
     pairs = {

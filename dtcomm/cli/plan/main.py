@@ -1,6 +1,6 @@
 """Command ``dtcomm plan``: predict collective times on hardware you do not own, and whether a codec would pay.
 
-`options` has the flags, `dtcomm.planner` the models, `report` and `plot` the output, and `memory` is ``--memory``.
+`options` has the flags, `dtcomm.planner` the models, `training` the training steps, and `report` the output.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from dtcomm import env
-from dtcomm.cli.plan import memory, plot, report
-from dtcomm.cli.plan.options import Options, parse
+from dtcomm.cli.plan import report
+from dtcomm.cli.plan.options import PlanOptions, parse
 from dtcomm.cli.plan.training import Training, of_model, of_record
-from dtcomm.cli.tune import cpu_placement
+from dtcomm.cli.tune import measure as tune_measure
 from dtcomm.planner import parse as parse_table
 from dtcomm.planner.cost_model import Table
 from dtcomm.planner.sweep import Sweep, run_sweep
@@ -28,10 +28,10 @@ def main(argv: list[str] | None = None) -> int:
         print("dtcomm plan: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
         return 2
     if options.memory is not None:
-        return memory.main(options)
+        return report.estimate_memory(options)
     try:
         table = _table(options)
-        plan = run_sweep(
+        sweep = run_sweep(
             options.system,
             options.collective,
             options.sizes,
@@ -39,50 +39,50 @@ def main(argv: list[str] | None = None) -> int:
             options.algorithms,
             options.dtype,
             table,
-            cpu_placement.placement() if options.system.name == "local" and table.measured else "",
+            tune_measure.cpu_placement() if options.system.name == "local" and table.measured else "",
         )
         trainings: list[Training] = []
         if options.model is not None:
-            trainings.append(of_model(plan, options.model, options.codecs))
+            trainings.append(of_model(sweep, options.model, options.codecs))
         if options.record is not None:
-            trainings.append(of_record(plan, options.record, options.codecs))
+            trainings.append(of_record(sweep, options.record, options.codecs))
     except ValueError as error:
         print(f"dtcomm plan: {error}", file=sys.stderr)
         return 2
     if options.json is not None:
-        text = json.dumps(as_dict(plan, trainings), indent=1, allow_nan=False) + "\n"
+        text = json.dumps(as_dict(sweep, trainings), indent=1, allow_nan=False) + "\n"
         if options.json == "-":
             sys.stdout.write(text)
         else:
             Path(options.json).write_text(text)
     if options.json != "-":
-        report.show(plan, trainings)
+        report.print_plan(sweep, trainings)
     if options.plot is not None:
-        plot.plot(plan, trainings, options.plot)
+        report.plot(sweep, trainings, options.plot)
         print(f"Wrote {options.plot}", file=sys.stderr)
     return 0
 
 
-def _table(options: Options) -> Table:
+def _table(options: PlanOptions) -> Table:
     # The user's table was measured on this machine and does not apply to other systems.
     if options.table is not None:
         return parse_table(options.table.read_text())
     return parse_table(env.tune_text() if options.system.name == "local" else "")
 
 
-def as_dict(plan: Sweep, trainings: list[Training]) -> dict[str, Any]:
+def as_dict(sweep: Sweep, trainings: list[Training]) -> dict[str, Any]:
     """Return JSON values; times in microseconds, bandwidths in GB/s (1e9)."""
     return {
         "version": 1,
-        "system": plan.system.as_dict(),
-        "table": plan.table.source,
-        "placement": plan.placement,
-        "collective": plan.collective,
-        "dtype": str(plan.dtype).removeprefix("torch."),
-        "results": [row.as_dict() for row in plan.rows],
-        "alternatives": [other.as_dict() for row in plan.rows for other in row.others],
-        "break_even_bytes": plan.break_even,
-        "verdicts": plan.verdicts,
-        "not_estimated": plan.skipped,
+        "system": sweep.system.as_dict(),
+        "table": sweep.table.source,
+        "placement": sweep.placement,
+        "collective": sweep.collective,
+        "dtype": str(sweep.dtype).removeprefix("torch."),
+        "results": [row.as_dict() for row in sweep.rows],
+        "alternatives": [other.as_dict() for row in sweep.rows for other in row.others],
+        "break_even_bytes": sweep.break_even,
+        "verdicts": sweep.verdicts,
+        "not_estimated": sweep.skipped,
         **{training.kind: training.as_dict() for training in trainings},
     }

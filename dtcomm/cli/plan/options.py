@@ -1,9 +1,10 @@
-"""Command-line arguments of ``dtcomm plan``, parsed into checked `Options`."""
+"""Command-line arguments of ``dtcomm plan``, parsed into checked `PlanOptions`."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,7 +31,7 @@ algbw and busbw count uncompressed bytes, as nccl-tests does; GB is 1e9 bytes, K
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class TrainingModel:
     """A training step: ``params`` gradients of ``dtype`` in buckets of ``bucket_bytes``, and ``step_ms`` of compute."""
 
     params: float
@@ -40,7 +41,7 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class PlanOptions:
     """What to estimate, checked."""
 
     collective: str
@@ -49,7 +50,7 @@ class Options:
     codecs: list[str]
     algorithms: list[str]
     dtype: torch.dtype
-    model: Model | None
+    model: TrainingModel | None
     memory: memory_model.ModelSize | None
     record: Path | None
     table: Path | None
@@ -57,7 +58,7 @@ class Options:
     json: str | None
 
 
-def parse(argv: list[str] | None) -> Options:
+def parse(argv: list[str] | None) -> PlanOptions:
     """Parse a command line; exits with status 2 and a line that names the flag if one is wrong."""
     parser = argparse.ArgumentParser(
         prog="dtcomm plan",
@@ -68,56 +69,56 @@ def parse(argv: list[str] | None) -> Options:
     add = parser.add_argument
     add("collective", nargs="?", default="all_reduce", choices=algorithms.collectives(),
         help="default all_reduce")  # fmt: skip
-    where = parser.add_argument_group("the system")
-    of = where.add_argument
-    of("--system", metavar="NAME", choices=list(hardware.SYSTEMS),
+    system = parser.add_argument_group("the system")
+    add = system.add_argument
+    add("--system", metavar="NAME", choices=list(hardware.SYSTEMS),
         help=f"{', '.join(hardware.SYSTEMS)}: nodes of 8 GPUs, each with a port; or local (this machine)")  # fmt: skip
-    of(
+    add(
         "--inside",
         metavar="LINK",
         help=f"each rank's link inside its host: {', '.join(hardware.PORTS)}, or N gbit",
     )
-    of("--between", metavar="LINK", help="a host's link to other hosts, from the same list")
-    of(
+    add("--between", metavar="LINK", help="a host's link to other hosts, from the same list")
+    add(
         "--topology",
         metavar="FILE",
         type=Path,
         help="a JSON file that describes the system; docs/guides/planning.md has an example",
     )
-    of(
+    add(
         "--device",
         metavar="NAME",
         choices=list(hardware.DEVICES),
         help="device that encodes, if the link does not imply it",
     )
-    of("--hosts", metavar="N", type=count_argument(1), help="hosts (default 1)")
-    of(
+    add("--hosts", metavar="N", type=count_argument(1), help="hosts (default 1)")
+    add(
         "--per-host",
         metavar="N",
         type=count_argument(1),
         help="ranks per host (default 8 on GPUs, 2 for local)",
     )
-    of(
+    add(
         "--ranks",
         metavar="N",
         type=count_argument(1),
         help="total number of ranks, instead of --hosts or --per-host",
     )
-    of(
+    add(
         "--nics",
         metavar="N",
         type=count_argument(1),
         help="network ports of a host (default 8 with --system, 1 with --between)",
     )
-    of(
+    add(
         "--table",
         metavar="FILE",
         type=Path,
         help="table of `dtcomm tune` (default: the user's table, for local)",
     )
-    what = parser.add_argument_group("what to estimate")
-    ask = what.add_argument
-    ask(
+    workload = parser.add_argument_group("what to estimate")
+    add = workload.add_argument
+    add(
         "-b",
         "--minbytes",
         metavar="SIZE",
@@ -125,7 +126,7 @@ def parse(argv: list[str] | None) -> Options:
         default=2**20,
         help="smallest size (default 1M)",
     )
-    ask(
+    add(
         "-e",
         "--maxbytes",
         metavar="SIZE",
@@ -133,8 +134,8 @@ def parse(argv: list[str] | None) -> Options:
         default=2**30,
         help="largest size (default 1G)",
     )
-    ask("-i", "--stepbytes", metavar="SIZE", type=size_argument(1), help="step between sizes, instead of -f")
-    ask(
+    add("-i", "--stepbytes", metavar="SIZE", type=size_argument(1), help="step between sizes, instead of -f")
+    add(
         "-f",
         "--stepfactor",
         metavar="N",
@@ -142,159 +143,166 @@ def parse(argv: list[str] | None) -> Options:
         default=8,
         help="factor between sizes (default 8)",
     )
-    ask("-d", "--datatype", metavar="TYPE", default="float", help="of the tensor (default float)")
-    ask(
+    add("-d", "--datatype", metavar="TYPE", default="float", help="of the tensor (default float)")
+    add(
         "--codec",
         metavar="SPEC",
         action="append",
         default=[],
         help="codec to compare with none; may be repeated (default int8)",
     )
-    ask("--algorithm", metavar="NAME", action="append", default=[],
+    add("--algorithm", metavar="NAME", action="append", default=[],
         help="auto: the fastest for each codec; all: a row for each; or names (default auto)")  # fmt: skip
-    ask("--model", metavar="K=V,…", type=_model,
+    add("--model", metavar="K=V,…", type=_model,
         help="estimate a training step: params=7e9,step_ms=900[,dtype=bf16][,bucket=25M]")  # fmt: skip
-    ask("--memory", metavar="K=V,…", type=_memory,
+    add("--memory", metavar="K=V,…", type=_memory,
         help="estimate the memory of a model instead: params=7e9[,layers=32][,dtype=bf16][,states=2]")  # fmt: skip
-    ask("--record", metavar="FILE", type=Path,
+    add("--record", metavar="FILE", type=Path,
         help="replay a run's bucket-ready times (written by state.record of dtcomm.ddp) on this system")  # fmt: skip
-    out = parser.add_argument_group("output")
-    out.add_argument(
+    output = parser.add_argument_group("output")
+    output.add_argument(
         "--plot", metavar="FILE", type=Path, nargs="?", const=Path("plan.png"), help="plot the estimates"
     )
-    out.add_argument(
+    output.add_argument(
         "--json", "-J", metavar="FILE", nargs="?", const="-", help="JSON: to FILE, or instead of tables"
     )
-    given = parser.parse_args(argv)
-    return _checked(parser, given)
+    arguments = parser.parse_args(argv)
+    return _checked(parser, arguments)
 
 
-def _checked(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Options:
+def _checked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> PlanOptions:
     def fail(text: object) -> NoReturn:
         parser.error(str(text))
 
     for name in ("plot", "json"):
-        path = getattr(given, name)
+        path = getattr(arguments, name)
         if path not in (None, "-") and not Path(path).absolute().parent.is_dir():
             fail(f"--{name} {path}: there is no folder {Path(path).parent}")
     for name in ("table", "record", "topology"):
-        path = getattr(given, name)
+        path = getattr(arguments, name)
         if path is not None and not path.is_file():
             fail(f"--{name} {path}: there is no such file")
     try:
-        chosen = [str(codecs.codec(spec)) for spec in given.codec or ["int8"]]
+        specs = [str(codecs.codec(spec)) for spec in arguments.codec or ["int8"]]
     except ValueError as error:
         fail(error)
-    dtype = ALIASES.get(given.datatype, given.datatype)
+    dtype = ALIASES.get(arguments.datatype, arguments.datatype)
     if dtype not in DTYPES:
-        fail(f"-d {given.datatype}: want one of {', '.join([*DTYPES, *ALIASES])}")
-    if given.maxbytes < given.minbytes:
-        fail(f"-e {given.maxbytes}: less than -b {given.minbytes}")
+        fail(f"-d {arguments.datatype}: want one of {', '.join([*DTYPES, *ALIASES])}")
+    if arguments.maxbytes < arguments.minbytes:
+        fail(f"-e {arguments.maxbytes}: less than -b {arguments.minbytes}")
     try:
-        where = _system(given)
+        system = _system(arguments)
         sizes = series(
-            given.minbytes, given.maxbytes, given.stepbytes or 0, 1 if given.stepbytes else given.stepfactor
+            arguments.minbytes,
+            arguments.maxbytes,
+            arguments.stepbytes or 0,
+            1 if arguments.stepbytes else arguments.stepfactor,
         )
     except ValueError as error:
         fail(error)
-    return Options(
-        collective=given.collective,
-        system=where,
+    return PlanOptions(
+        collective=arguments.collective,
+        system=system,
         sizes=sizes,
-        codecs=chosen,
-        algorithms=[name for text in given.algorithm or ["auto"] for name in text.split(",")],
+        codecs=specs,
+        algorithms=[name for text in arguments.algorithm or ["auto"] for name in text.split(",")],
         dtype=DTYPES[dtype],
-        model=given.model,
-        memory=given.memory,
-        record=given.record,
-        table=given.table,
-        plot=given.plot,
-        json=given.json,
+        model=arguments.model,
+        memory=arguments.memory,
+        record=arguments.record,
+        table=arguments.table,
+        plot=arguments.plot,
+        json=arguments.json,
     )
 
 
-def _system(given: argparse.Namespace) -> System:
-    named = [n for n in ("system", "inside", "topology") if getattr(given, n) is not None]
-    if len(named) > 1:
-        raise ValueError(f"--{named[0]} and --{named[1]}: give one of them")
-    if given.topology is not None:
-        found = hardware.system_from_dict(hardware.read_json(given.topology))
-    elif given.inside is not None or (given.between is not None and given.system is None):
-        inside, between = given.inside or "memory", given.between or given.inside
-        found = hardware.system_from_links(inside, between, given.device, given.nics or 1)
+def _system(arguments: argparse.Namespace) -> System:
+    sources = [name for name in ("system", "inside", "topology") if getattr(arguments, name) is not None]
+    if len(sources) > 1:
+        raise ValueError(f"--{sources[0]} and --{sources[1]}: give one of them")
+    if arguments.topology is not None:
+        system = hardware.system_from_dict(hardware.read_json(arguments.topology))
+    elif arguments.inside is not None or (arguments.between is not None and arguments.system is None):
+        inside, between = arguments.inside or "memory", arguments.between or arguments.inside
+        system = hardware.system_from_links(inside, between, arguments.device, arguments.nics or 1)
     else:
-        found = hardware.find_system(given.system or "local")
-        if given.between is not None:
-            found = replace(found, between=hardware.find_port(given.between), nics=given.nics or 1)
-    if given.device is not None:
-        found = replace(found, device=hardware.DEVICES[given.device])
-    if given.nics is not None:
-        found = replace(found, nics=given.nics)
-    hosts, per_host = _shape(given, found)
-    cores = len(os.sched_getaffinity(0)) if found.name == "local" else found.cores
-    return replace(found, hosts=hosts, per_host=per_host, cores=cores)
+        system = hardware.find_system(arguments.system or "local")
+        if arguments.between is not None:
+            system = replace(system, between=hardware.find_port(arguments.between), nics=arguments.nics or 1)
+    if arguments.device is not None:
+        system = replace(system, device=hardware.DEVICES[arguments.device])
+    if arguments.nics is not None:
+        system = replace(system, nics=arguments.nics)
+    hosts, per_host = _hosts_and_ranks_per_host(arguments, system)
+    cores = len(os.sched_getaffinity(0)) if system.name == "local" else system.cores
+    return replace(system, hosts=hosts, per_host=per_host, cores=cores)
 
 
-def _shape(given: argparse.Namespace, found: System) -> tuple[int, int]:
-    hosts, per_host, ranks = given.hosts, given.per_host, given.ranks
+def _hosts_and_ranks_per_host(arguments: argparse.Namespace, system: System) -> tuple[int, int]:
+    hosts, per_host, ranks = arguments.hosts, arguments.per_host, arguments.ranks
     if ranks is None:
-        return hosts or found.hosts, per_host or found.per_host
+        return hosts or system.hosts, per_host or system.per_host
     if hosts and per_host and hosts * per_host != ranks:
         raise ValueError(f"--ranks {ranks}: {hosts} hosts of {per_host} are {hosts * per_host}")
     if per_host is None:
-        per_host = ranks // hosts if hosts else min(ranks, found.per_host)
+        per_host = ranks // hosts if hosts else min(ranks, system.per_host)
     if per_host < 1 or ranks % per_host or (hosts and hosts * per_host != ranks):
         raise ValueError(f"--ranks {ranks}: does not divide into hosts of {max(per_host, 1)}")
     return ranks // per_host, per_host
 
 
-def _model(text: str) -> Model:
-    fields: dict[str, Any] = {}
-    for part in text.split(","):
-        key, _, value = part.partition("=")
-        try:
-            match key.strip():
-                case "params" | "step_ms":
-                    fields[key.strip()] = float(value)
-                    if not 0 < fields[key.strip()] < 1e18:
-                        raise ValueError
-                case "dtype":
-                    fields["dtype"] = DTYPES[ALIASES.get(value, value)]
-                case "bucket":
-                    fields["bucket_bytes"] = max(1, parse_size(value))
-                case _:
-                    raise argparse.ArgumentTypeError(f"{key!r} is not one of params, step_ms, dtype, bucket")
-        except (ValueError, KeyError):
-            raise argparse.ArgumentTypeError(f"{part!r}: not a value for {key}") from None
-    if missing := {"params", "step_ms"} - set(fields):
-        raise argparse.ArgumentTypeError(f"no {sorted(missing)[0]}=")
-    return Model(**fields)
+def _model(text: str) -> TrainingModel:
+    converters = {
+        "params": ("params", _positive),
+        "step_ms": ("step_ms", _positive),
+        "dtype": ("dtype", _dtype),
+        "bucket": ("bucket_bytes", _bucket_bytes),
+    }
+    return TrainingModel(**_key_values(text, converters, required=("params", "step_ms")))
 
 
 def _memory(text: str) -> memory_model.ModelSize:
-    fields: dict[str, Any] = {}
+    converters = {
+        "params": ("params", _positive),
+        "layers": ("layers", count_argument(1)),
+        "dtype": ("itemsize", lambda value: _dtype(value).itemsize),
+        "states": ("states", count_argument(0)),
+        "bucket": ("bucket_bytes", _bucket_bytes),
+    }
+    return memory_model.ModelSize(**_key_values(text, converters, required=("params",)))
+
+
+def _key_values(
+    text: str, converters: Mapping[str, tuple[str, Callable[[str], Any]]], required: Sequence[str]
+) -> dict[str, Any]:
+    """Parse ``key=value,...``; ``converters`` has the field and the converter of each key."""
+    values: dict[str, Any] = {}
     for part in text.split(","):
-        key, _, value = part.strip().partition("=")
+        key, _, value = (word.strip() for word in part.partition("="))
+        if key not in converters:
+            raise argparse.ArgumentTypeError(f"{key!r} is not one of {', '.join(converters)}")
+        name, convert = converters[key]
         try:
-            match key:
-                case "params":
-                    fields[key] = float(value)
-                    if not 0 < fields[key] < 1e18:
-                        raise ValueError
-                case "layers":
-                    fields[key] = count_argument(1)(value)
-                case "states":
-                    fields[key] = 0 if value == "0" else count_argument(1)(value)
-                case "dtype":
-                    fields["itemsize"] = DTYPES[ALIASES.get(value, value)].itemsize
-                case "bucket":
-                    fields["bucket_bytes"] = max(1, parse_size(value))
-                case _:
-                    raise argparse.ArgumentTypeError(
-                        f"{key!r} is not one of params, layers, dtype, states, bucket"
-                    )
+            values[name] = convert(value)
         except (ValueError, KeyError):
             raise argparse.ArgumentTypeError(f"{part!r}: not a value for {key}") from None
-    if "params" not in fields:
-        raise argparse.ArgumentTypeError("no params=")
-    return memory_model.ModelSize(**fields)
+    for key in required:
+        if key not in values:
+            raise argparse.ArgumentTypeError(f"no {key}=")
+    return values
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < 1e18:
+        raise ValueError
+    return number
+
+
+def _dtype(text: str) -> torch.dtype:
+    return DTYPES[ALIASES.get(text, text)]
+
+
+def _bucket_bytes(text: str) -> int:
+    return max(1, parse_size(text))

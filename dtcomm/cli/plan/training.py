@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dtcomm.cli.plan.options import Model
+from dtcomm.cli.plan.options import TrainingModel
 from dtcomm.codecs import codec as parse
 from dtcomm.planner import hardware
 from dtcomm.planner.estimate import candidates
@@ -18,7 +18,7 @@ from dtcomm.planner.training_model import Bucket, TrainingStep, even_buckets, pa
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TrainingRow:
     """One codec: the step, its speed-up over ``none``, and the bytes of residuals and buffers on a rank."""
 
     codec: str
@@ -51,7 +51,7 @@ class Training:
     kind: str
     title: str
     gradient_bytes: int
-    rows: list[Row]
+    rows: list[TrainingRow]
     error: float | None = None
     verdicts: tuple[str, ...] = ()
 
@@ -65,16 +65,18 @@ class Training:
         }
 
 
-def of_model(plan: Sweep, model: Model, codecs: Sequence[str]) -> Training:
+def of_model(sweep: Sweep, model: TrainingModel, codecs: Sequence[str]) -> Training:
     """Estimate steps of a model whose gradients become ready evenly over the last two thirds of the step."""
     buckets, rest = even_buckets(model.params, model.dtype.itemsize, model.step_ms * 1e-3, model.bucket_bytes)
     kind = str(model.dtype).removeprefix("torch.")
     title = f"{model.params:.3g} parameters, {kind} gradients, {model.step_ms:g} ms of compute per step"
-    rows = _rows(plan, buckets, rest, codecs, model.dtype)
-    return Training(kind="model", title=title, gradient_bytes=sum(b.nbytes for b in buckets), rows=rows)
+    rows = _rows(sweep, buckets, rest, codecs, model.dtype)
+    return Training(
+        kind="model", title=title, gradient_bytes=sum(bucket.nbytes for bucket in buckets), rows=rows
+    )
 
 
-def of_record(plan: Sweep, path: Path, codecs: Sequence[str]) -> Training:
+def of_record(sweep: Sweep, path: Path, codecs: Sequence[str]) -> Training:
     """Replay the recorded buckets of a run on another system."""
     record = parse_record(hardware.read_json(path), str(path))
     verdicts = []
@@ -88,9 +90,9 @@ def of_record(plan: Sweep, path: Path, codecs: Sequence[str]) -> Training:
             f"replayed with its own times the step takes {record.replayed().seconds * 1e3:.4g} ms; it took "
             f"{record.step * 1e3:.4g} ms: an error of {error:+.1%}"
         )
-    if record.ranks and record.ranks != plan.system.ranks:
-        verdicts.append(f"recorded on {record.ranks} ranks, replayed on {plan.system.ranks}")
-    rows = _rows(plan, list(record.buckets), record.rest, codecs, plan.dtype)
+    if record.ranks and record.ranks != sweep.system.ranks:
+        verdicts.append(f"recorded on {record.ranks} ranks, replayed on {sweep.system.ranks}")
+    rows = _rows(sweep, list(record.buckets), record.rest, codecs, sweep.dtype)
     title = f"{path.name}: {len(record.buckets)} buckets, recorded with {record.codec}"
     total = sum(bucket.nbytes for bucket in record.buckets)
     return Training(
@@ -99,31 +101,31 @@ def of_record(plan: Sweep, path: Path, codecs: Sequence[str]) -> Training:
 
 
 def _rows(
-    plan: Sweep, buckets: Sequence[Bucket], rest: float, codecs: Sequence[str], dtype: torch.dtype
-) -> list[Row]:
-    reduces = replace_collective(plan, dtype)
-    rows: list[Row] = []
+    sweep: Sweep, buckets: Sequence[Bucket], rest: float, codecs: Sequence[str], dtype: torch.dtype
+) -> list[TrainingRow]:
+    reduces = replace_collective(sweep, dtype)
+    rows: list[TrainingRow] = []
     for spec in dict.fromkeys(("none", *codecs)):
         codec = parse(spec)
-        names = candidates("all_reduce", codec, plan.system)
+        names = candidates("all_reduce", codec, sweep.system)
         best = {
-            size: min(reduces.estimates(names, codec, size), key=lambda made: made.seconds)
+            size: min(reduces.estimates(names, codec, size), key=lambda estimate: estimate.seconds)
             for size in {bucket.nbytes for bucket in buckets}
         }
         step = replay(buckets, rest, lambda bucket, best=best: best[bucket.nbytes].seconds)  # type: ignore[misc]
         elements = sum(bucket.nbytes for bucket in buckets) // dtype.itemsize
         rows.append(
-            Row(
+            TrainingRow(
                 codec=spec,
                 step=step,
                 speedup=rows[0].step.seconds / step.seconds if rows else 1.0,
                 residual_bytes=0 if codec.lossless(dtype) else 4 * elements,
-                buffer_bytes=max(made.memory_bytes for made in best.values()),
+                buffer_bytes=max(estimate.memory_bytes for estimate in best.values()),
             )
         )
     return rows
 
 
-def replace_collective(plan: Sweep, dtype: torch.dtype) -> Sweep:
+def replace_collective(sweep: Sweep, dtype: torch.dtype) -> Sweep:
     """Return the plan with the same system and table for an all_reduce of gradients."""
-    return replace(plan, collective="all_reduce", dtype=dtype, rows=[], skipped=[])
+    return replace(sweep, collective="all_reduce", dtype=dtype, rows=[], skipped=[])

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from dtcomm import algorithms, codecs, env
 from dtcomm.cli._sizes import size_argument
 from dtcomm.cli.perf.main import LAUNCHER
-from dtcomm.cli.tune.measure import GroupResult, Options, measure_group
+from dtcomm.cli.tune.measure import GroupResult, TuneOptions, measure_group
 from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import RankError, run_ranks
 from dtcomm.planner import parse as parse_table
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def measure(rank: int, world_size: int, options: Options) -> list[dict[str, Any]] | None:
+def measure(rank: int, world_size: int, options: TuneOptions) -> list[dict[str, Any]] | None:
     """Measure as one of the started ranks; rank 0 returns the results."""
     return measure_group(options)
 
@@ -91,8 +91,8 @@ def _measure_as_rank(options: argparse.Namespace) -> list[dict[str, Any]]:
         dist.destroy_process_group()
 
 
-def _options(namespace: argparse.Namespace, seconds: float) -> Options:
-    return Options(
+def _options(namespace: argparse.Namespace, seconds: float) -> TuneOptions:
+    return TuneOptions(
         collectives=tuple(
             namespace.collective or ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
         ),

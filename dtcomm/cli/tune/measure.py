@@ -1,21 +1,58 @@
-"""What one rank of ``dtcomm tune`` does: measure every collective, algorithm, codec and size in a given time."""
+"""What one rank of ``dtcomm tune`` does: sample every collective, algorithm, codec and size until the time is up.
+
+A sample times all algorithms of a case one after the other, for a few milliseconds each. A disturbance of the machine
+affects few of the samples, and the lower quartile of a case's samples is kept.
+
+Two cores that share a cache exchange a cache line several times faster than cores of different caches or sockets, and
+virtual CPUs move between physical cores while a program runs; times then change by up to a factor of two. Samples are
+therefore kept by placement (`cpu_placement`, near or far), and the case with the fewest samples in the current
+placement is next.
+"""
 
 from __future__ import annotations
 
+import math
+import os
+import statistics
+import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from dtcomm import algorithms, codecs, collectives
+from dtcomm import _C, algorithms, codecs, collectives
 from dtcomm.cli.codecs import measure as codecs_measure
-from dtcomm.cli.perf import placement
-from dtcomm.cli.tune import cpu_placement
-from dtcomm.cli.tune.sampling import BenchmarkCase, CaseSamples, sample_cases
-from dtcomm.planner.cost_model import PLACEMENTS
+from dtcomm.cli.perf.placement import pin_to_core
+from dtcomm.codecs import Codec
+from dtcomm.planner.cost_model import FAR, NEAR, PLACEMENTS
 from dtcomm.runtime.communicator_cache import get_communicator
+
+FAR_NS = 250.0  # a longer round trip is far; the engine has the same limit
+_BATCHES, _TRIPS = 20, 100
+
+
+def first_two_cpus() -> tuple[int, ...]:
+    """Return the first two CPUs this process may run on, or fewer; call it before the rank is pinned."""
+    return tuple(sorted(os.sched_getaffinity(0))[:2])
+
+
+def round_trip_ns(cpus: Sequence[int]) -> float | None:
+    """Return the nanoseconds of a cache line's round trip, or None without two usable CPUs. Takes 1 to 3 ms."""
+    if len(cpus) < 2:
+        return None
+    nanoseconds = _C.round_trip_ns(cpus[0], cpus[1], _BATCHES, _TRIPS)
+    return nanoseconds if nanoseconds >= 0 else None
+
+
+def cpu_placement(cpus: Sequence[int] | None = None) -> str:
+    """Return ``near`` or ``far``, the names in tables of `dtcomm tune`, or an empty string if it is unknown."""
+    nanoseconds = round_trip_ns(first_two_cpus() if cpus is None else cpus)
+    return "" if nanoseconds is None else FAR if nanoseconds > FAR_NS else NEAR
+
 
 GroupResult = dict[str, Any]
 Curves = dict[tuple[str, str], list[tuple[int, float]]]  # by placement and algorithm: seconds by size
@@ -26,7 +63,7 @@ MIN_SHARE = 0.3  # of the requested time is always spent measuring, even if the 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class TuneOptions:
     """What to measure.
 
     Attributes:
@@ -46,10 +83,10 @@ class Options:
     begun: float | None = None
 
 
-def measure_group(options: Options) -> list[GroupResult] | None:
+def measure_group(options: TuneOptions) -> list[GroupResult] | None:
     """Measure the default group; all ranks must call it. Rank 0 returns a list of one result, the others None."""
-    cpus = cpu_placement.first_two_cpus()
-    placement.pin_to_core(None)
+    cpus = first_two_cpus()
+    pin_to_core(None)
     ranks, hosts = dist.get_world_size(), _host_count()
     cases = list(benchmark_cases(options, ranks, hosts))
     seconds = options.seconds
@@ -100,7 +137,7 @@ def _curves(sizes: list[CaseSamples]) -> Curves:
     return curves
 
 
-def benchmark_cases(options: Options, ranks: int, hosts: int) -> Iterator[BenchmarkCase]:
+def benchmark_cases(options: TuneOptions, ranks: int, hosts: int) -> Iterator[BenchmarkCase]:
     """Yield the cases, smallest first, so that a slow link leaves as few cases as possible unmeasured."""
     for power in range(40):
         size = SMALLEST << power
@@ -159,3 +196,230 @@ def _links(measured: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
         "message_us": 0.0,
     }
     return {"inside" if hosts == 1 else "between": link}
+
+
+GROWTH = 100  # powers of two by which a sum in place may grow in a sample
+# calls of an algorithm in a sample, besides the first, which synchronizes the ranks
+MAX_CALLS, MIN_CALLS = 30, 2
+SAMPLE_SECONDS = 2e-3  # of an algorithm in a sample, unless its calls are longer
+MAX_SAMPLES = 40  # of a case in one placement
+# Calls after which the engine has measured the distance of the CPUs again.
+PROBE_BYTES, PROBE_CALLS = 2 << 20, 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkCase:
+    """One collective with one codec at one size, in bytes of fp32, with the algorithms to compare."""
+
+    collective: str
+    codec: Codec
+    nbytes: int
+    algorithms: tuple[str, ...]
+
+
+@dataclass(kw_only=True)
+class CaseSamples:
+    """Times of a case: by placement and algorithm, the median of each sample in seconds."""
+
+    case: BenchmarkCase
+    medians: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+
+    def seconds(self, placement: str) -> dict[str, float]:
+        """Return each algorithm's lower quartile over the samples in a placement."""
+        return {name: lower_quartile(medians) for name, medians in self.medians.get(placement, {}).items()}
+
+    def seconds_of_all_placements(self) -> dict[str, float]:
+        """Return each algorithm's lower quartile over the samples in all placements."""
+        return {
+            name: lower_quartile([median for by_name in self.medians.values() for median in by_name[name]])
+            for name in self.case.algorithms
+        }
+
+
+def lower_quartile(values: Sequence[float]) -> float:
+    """Return the lower quartile by rank, without interpolation."""
+    return sorted(values)[(len(values) - 1) // 4]
+
+
+def sample_cases(
+    cases: Sequence[BenchmarkCase], seconds: float, cpus: Sequence[int], *, label: str = ""
+) -> list[CaseSamples]:
+    """Sample all ``cases`` for ``seconds``; all ranks must call it, and all return the same.
+
+    Args:
+        cases: What to measure. A case that did not fit into the time has no medians.
+        seconds: Total time.
+        cpus: CPUs whose distance matters (`first_two_cpus`); empty if it does not.
+        label: Text of the progress on stderr; empty for none.
+    """
+    return _Sampler(cases, cpus, label).run(seconds)
+
+
+class _Sampler:
+    def __init__(self, cases: Sequence[BenchmarkCase], cpus: Sequence[int], label: str) -> None:
+        self._cases, self._cpus, self._label = cases, cpus, label
+        self._safe = int(GROWTH / math.log2(dist.get_world_size())) - 2
+        self._inputs = _Inputs(max(case.nbytes for case in cases))
+        self._order: list[tuple[int, str]] = []  # (index of the case, placement) of each sample
+        self._samples: list[torch.Tensor] = []  # times on this rank: a row for each algorithm
+        self._sample_seconds: dict[int, float] = {}  # duration of a sample, by index of the case
+        self._call_seconds: dict[int, float] = {}  # one call of each algorithm, by index of the case
+        self._counts: Counter[tuple[int, str]] = Counter()  # samples by case and placement
+
+    def run(self, seconds: float) -> list[CaseSamples]:
+        begin, previous = time.perf_counter(), None
+        while True:
+            left = seconds - (time.perf_counter() - begin)
+            index, calls, placement = _broadcast_choice(self._next(left) if dist.get_rank() == 0 else None)
+            self._order.append((index, placement))
+            if index < 0:
+                break
+            if placement and placement != previous:
+                self._inputs.refresh_placement()
+            previous = placement
+            started = time.perf_counter()
+            self._samples.append(self._sample(self._cases[index], calls))
+            self._sample_seconds[index] = time.perf_counter() - started
+            self._call_seconds[index] = float(self._samples[-1].median(dim=1).values.sum())
+            self._counts[index, placement] += 1
+            self._show(1 - left / seconds)
+        self._show(None)
+        return self._collect()
+
+    def _next(self, left: float) -> tuple[int, int, str]:
+        """Return rank 0's choice: the case's index (-1 for the end), calls of each algorithm, and the placement."""
+        placement = cpu_placement(self._cpus)
+        candidates = [
+            index
+            for index in range(len(self._cases))
+            if self._counts[index, placement] < MAX_SAMPLES and self._expected_seconds(index) <= left
+        ]
+        if not candidates or left <= 0:
+            return -1, 0, placement
+        # Every case once, then shorter cases more often.
+        index = min(
+            candidates,
+            key=lambda at: self._counts[at, placement] * math.sqrt(self._sample_seconds.get(at, 0.0)),
+        )
+        algorithms = len(self._cases[index].algorithms)
+        calls = int(SAMPLE_SECONDS * algorithms / self._call_seconds.get(index, math.inf))
+        return index, max(MIN_CALLS, min(MAX_CALLS, self._safe, calls)), placement
+
+    def _expected_seconds(self, index: int) -> float:
+        """Return the duration of a sample; for a new size, in proportion to smaller sizes."""
+        if index in self._sample_seconds:
+            return self._sample_seconds[index]
+        case = self._cases[index]
+        smaller = [
+            seconds * case.nbytes / other.nbytes
+            for other_index, seconds in self._sample_seconds.items()
+            for other in (self._cases[other_index],)
+            if (other.collective, other.codec) == (case.collective, case.codec) and other.nbytes < case.nbytes
+        ]
+        return min(smaller, default=0.0)
+
+    def _sample(self, case: BenchmarkCase, calls: int) -> torch.Tensor:
+        times = []
+        for name in case.algorithms:
+            call, restore = self._inputs.bind(case, name)
+            times.append(_time_calls(call, calls + 1)[1:])
+            restore(calls + 1)
+        return torch.tensor(times, dtype=torch.float64)
+
+    def _collect(self) -> list[CaseSamples]:
+        result = [CaseSamples(case=case) for case in self._cases]
+        if not self._samples:
+            return result
+        slowest = torch.cat([sample.flatten() for sample in self._samples])
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        parts = torch.split(slowest, [sample.numel() for sample in self._samples])
+        for (index, placement), (_, next_placement), part, own in zip(
+            self._order, self._order[1:], parts, self._samples, strict=False
+        ):
+            if placement != next_placement:
+                continue  # the CPUs moved during the sample
+            by_name = result[index].medians.setdefault(placement, {})
+            for name, row in zip(self._cases[index].algorithms, part.view_as(own).tolist(), strict=True):
+                by_name.setdefault(name, []).append(statistics.median(row))
+        return result
+
+    def _show(self, share: float | None) -> None:
+        if self._label and dist.get_rank() == 0:
+            text = f"{self._label}: {share:4.0%}" if share is not None else ""
+            print(f"\r{text:40}", end="" if text else "\r", file=sys.stderr, flush=True)
+
+
+class _Inputs:
+    """Tensors of every size: slices of two tensors, because allocating new ones would take longer than a sample."""
+
+    def __init__(self, largest: int) -> None:
+        self._ranks = dist.get_world_size()
+        numel = max(1, largest // 4, PROBE_BYTES // 4)
+        self._tensors = torch.empty(numel).normal_(), torch.empty(numel).normal_()
+
+    def refresh_placement(self) -> None:
+        """Let the engine measure the distance of the CPUs again, which it does after a number of bytes."""
+        tensor = self._tensors[0][: PROBE_BYTES // 4]
+        for _ in range(PROBE_CALLS):
+            collectives.all_reduce(tensor, algorithm="direct")
+        self._shrink(tensor, PROBE_CALLS)
+
+    def bind(self, case: BenchmarkCase, name: str) -> tuple[Callable[[], Any], Callable[[int], None]]:
+        """Return a function that makes the call, and one that restores its input after a number of calls."""
+        spec, numel = str(case.codec), max(1, case.nbytes // 4)
+        first, second = self._tensors
+        options: dict[str, Any] = {"codec": spec, "algorithm": name}
+        match case.collective:
+            case "all_reduce":
+                tensor = first[:numel]
+                call = lambda: collectives.all_reduce(tensor, **options)  # noqa: E731
+                return call, lambda calls: self._shrink(tensor, calls)
+            case "broadcast":
+                return (lambda: collectives.broadcast(first[:numel], 0, **options)), _keep_input
+            case "reduce":  # the root's input grows by one tensor a call, too slowly to overflow
+                return (lambda: collectives.reduce(first[:numel], 0, **options)), _keep_input
+        size = max(1, numel // self._ranks)
+        whole, shard = first[: size * self._ranks], second[:size]
+        root = dist.get_rank() == 0
+        match case.collective:
+            case "reduce_scatter":
+                return (lambda: collectives.reduce_scatter(shard, whole, **options)), _keep_input
+            case "all_gather":
+                return (lambda: collectives.all_gather(whole, shard, **options)), _keep_input
+            case "all_to_all":
+                other = second[: whole.numel()]
+                return (lambda: collectives.all_to_all(other, whole, **options)), _keep_input
+            case "gather":
+                return (lambda: collectives.gather(shard, whole if root else None, 0, **options)), _keep_input
+            case _:
+                return (
+                    lambda: collectives.scatter(shard, whole if root else None, 0, **options)
+                ), _keep_input
+
+    def _shrink(self, tensor: torch.Tensor, calls: int) -> None:
+        # A sum in place multiplies by the number of ranks, once all inputs are equal.
+        tensor.mul_(float(self._ranks) ** -calls)
+
+
+def _keep_input(calls: int) -> None:
+    pass
+
+
+def _time_calls(call: Callable[[], Any], count: int) -> list[float]:
+    times = []
+    last = time.perf_counter()
+    for _ in range(count):
+        call()
+        now = time.perf_counter()
+        times.append(now - last)
+        last = now
+    return times
+
+
+def _broadcast_choice(choice: tuple[int, int, str] | None) -> tuple[int, int, str]:
+    """Broadcast rank 0's choice of (case, calls, placement) to all ranks."""
+    case, calls, placement = choice or (0, 0, "")
+    values = torch.tensor([case, calls, PLACEMENTS.index(placement)])
+    dist.broadcast(values, 0)
+    case, calls, placement_index = values.tolist()
+    return case, calls, PLACEMENTS[placement_index]

@@ -10,10 +10,9 @@ import torch
 
 import dtcomm
 from dtcomm import env, planner
-from dtcomm.cli.tune import cpu_placement
 from dtcomm.cli.tune import main as tune_command
-from dtcomm.cli.tune.measure import _curves
-from dtcomm.cli.tune.sampling import BenchmarkCase, CaseSamples, lower_quartile
+from dtcomm.cli.tune import measure as tune_measure
+from dtcomm.cli.tune.measure import BenchmarkCase, CaseSamples, _curves, lower_quartile
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.runtime.communicator_cache import get_communicator
 
@@ -61,17 +60,17 @@ def test_a_placement_counts_where_all_its_sizes_were_seen() -> None:
     assert _curves(none) == {("", "ring"): [(1, 1.0), (2, 4.0)]}
 
 
-def test_where_the_cpus_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpus = cpu_placement.first_two_cpus()
-    found = cpu_placement.round_trip_ns(cpus)
-    assert (found is None) == (len(cpus) < 2) and (found is None or 1 < found < 1e6)
+def test_distance_of_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpus = tune_measure.first_two_cpus()
+    nanoseconds = tune_measure.round_trip_ns(cpus)
+    assert (nanoseconds is None) == (len(cpus) < 2) and (nanoseconds is None or 1 < nanoseconds < 1e6)
     assert (
-        cpu_placement.round_trip_ns(cpus[:1]) is None
-        and cpu_placement.round_trip_ns((cpus[0], 100_000)) is None
+        tune_measure.round_trip_ns(cpus[:1]) is None
+        and tune_measure.round_trip_ns((cpus[0], 100_000)) is None
     )
-    for nanoseconds, where in ((None, ""), (100.0, "near"), (400.0, "far")):
-        monkeypatch.setattr(cpu_placement, "round_trip_ns", lambda cpus, nanoseconds=nanoseconds: nanoseconds)
-        assert cpu_placement.placement() == where
+    for nanoseconds, placement in ((None, ""), (100.0, "near"), (400.0, "far")):
+        monkeypatch.setattr(tune_measure, "round_trip_ns", lambda cpus, nanoseconds=nanoseconds: nanoseconds)
+        assert tune_measure.cpu_placement() == placement
 
 
 @pytest.mark.parametrize(
