@@ -25,7 +25,7 @@ from bench.common.stats import Timing, iterations
 from bench.common.targets import KB, MB, all_reduce_targets, judge
 from bench.common.torch_rank import TorchRank, rendezvous
 from bench.common.yard_rank import YardRank
-from dtcomm.measure import mpi
+from dtcomm.cli.perf.backends import mpi
 
 SIZES = {2: [KB, 64 * KB, MB, 16 * MB, 64 * MB, 256 * MB], 4: [KB, 64 * KB, MB, 16 * MB, 64 * MB]}
 RING = 8 * MB

@@ -30,8 +30,8 @@ from bench.common.stats import Timing, iterations
 from bench.common.targets import KB, MB
 from bench.common.torch_rank import rendezvous
 from bench.common.yard_rank import YardRank
+from dtcomm.cli.perf.backends import mpi
 from dtcomm.cli.perf.collectives import COLLECTIVES
-from dtcomm.measure import mpi
 
 SIZES = [KB, 64 * KB, MB, 16 * MB, 64 * MB]
 NAMES = (*COLLECTIVES, PINGPONG)

@@ -26,8 +26,8 @@ import torch
 from bench.common.budget import Budget
 from dtcomm.codecs import codec
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.measure import gpu_info
-from dtcomm.measure.device_clock import make_clock, median_seconds, time_calls
+from dtcomm.measure import device as device_info
+from dtcomm.measure.device import make_clock, median_seconds, time_calls
 from dtcomm.measure.memory_floor import TimedCopy, minimum_bytes_moved
 from dtcomm.measure.virtual_ranks import VirtualRanks
 
@@ -215,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
     said: dict[str, Any] = {"name": "emulator", "driver": None}
     if options.device == "cuda":
         device, copied = torch.device("cuda", torch.cuda.current_device()), TimedCopy.LARGE
-        said = gpu_info.describe_gpu(device)
+        said = device_info.describe_gpu(device)
     print(f"{said['name']}, driver {said['driver']}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     # What a target asks for comes first, so that a cut takes the rest.
     targets = [spec for spec in options.codecs if spec in TARGETS]
@@ -225,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
     rows += bandwidth(options.ranks, numel, others, budget, device, copied)
     result = {
         "device": said,
-        "versions": gpu_info.versions(),
+        "versions": device_info.versions(),
         "bandwidth": rows,
         "latency": small,
         "processes": between_processes(budget),

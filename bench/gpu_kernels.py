@@ -21,10 +21,9 @@ import torch
 
 from bench.common.budget import Budget
 from dtcomm.codecs import codec
-from dtcomm.measure import gpu_info
-from dtcomm.measure.device_clock import make_clock, median_seconds
-from dtcomm.measure.kernel_workloads import KernelWorkload, KernelWorkloads, buffer_sets_for
-from dtcomm.measure.memory_floor import TimedCopy
+from dtcomm.measure import device as device_info
+from dtcomm.measure.device import make_clock, median_seconds
+from dtcomm.measure.memory_floor import KernelWorkload, KernelWorkloads, TimedCopy, buffer_sets_for
 
 FIRST_TIER = (
     "fp16",
@@ -161,13 +160,13 @@ def main(argv: list[str] | None = None) -> int:
     said: dict[str, Any] = {"name": "the CPU"}
     if options.device == "cuda":
         device, copied = torch.device("cuda", torch.cuda.current_device()), TimedCopy.LARGE
-        said = gpu_info.describe_gpu(device)
+        said = device_info.describe_gpu(device)
     print(f"{said['name']}: bytes moved per second, and beside a copy of {copied >> 20} MiB")
     rows = []
     for mib in options.mib:
         rows += measure(Measured(int(mib * (1 << 18)), device, copied), options.codecs, budget)
     if options.json:
-        result = {"device": said, "versions": gpu_info.versions(), "rows": rows, "cut": budget.cuts}
+        result = {"device": said, "versions": device_info.versions(), "rows": rows, "cut": budget.cuts}
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0

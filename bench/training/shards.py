@@ -21,7 +21,7 @@ from dtcomm.fsdp.flat_layout import ParameterShape, ShardedLayout
 from dtcomm.fsdp.residual_store import FullResidual, LoCoResidual, ResidualStore
 from dtcomm.fsdp.spec import FEEDBACKS, PARAMETER_PREFIXES, CompressionSpec, parse_spec
 from dtcomm.kernels.ops import encode, reduce, reduce_encode
-from dtcomm.measure.simulated_world import Operation, World, run
+from dtcomm.measure.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 
 Tensors = dict[str, torch.Tensor]
@@ -145,8 +145,8 @@ class Shards:
             [Operation(shape=shape, schedule=schedule, buffers=[Buffers(given, output, residual)])]
             for given, output, residual in zip(inputs, outputs, residuals, strict=True)
         ]
-        world = World(ranks=self.ranks, seed=0, delay=0.0, piece_bytes=PIECE, slot_bytes=2 * PIECE)
-        outcomes = run(world, operations)
+        world = Simulation(ranks=self.ranks, seed=0, delay=0.0, piece_bytes=PIECE, slot_bytes=2 * PIECE)
+        outcomes = run_simulated(world, operations)
         if any(outcome.status != "done" for outcome in outcomes):
             raise AssertionError(f"{collective}: {outcomes}")
         self._last = sum(outcome.wire_bytes for outcome in outcomes)

@@ -1,13 +1,23 @@
-"""The memory floor of a kernel: the time a device copy takes for the bytes the kernel must read and write."""
+"""The memory floor of a kernel: the time a device copy takes for the bytes that the kernel must read and write.
+
+`TimedCopy` is that copy. `KernelWorkloads` are codec kernels with the bytes that they must move, for `dtcomm codecs`
+and bench/gpu_kernels.py; `minimum_bytes_moved` counts the bytes of a fused collective, for `dtcomm perf --virtual` and
+bench/gpu_fused.py.
+"""
 
 from __future__ import annotations
 
 import statistics
-from typing import ClassVar
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from dtcomm.measure.device_clock import Clock, time_calls
+from dtcomm.codecs import Codec
+from dtcomm.kernels import dispatch
+from dtcomm.kernels.eager import run_combine, run_decode
+from dtcomm.kernels.types import Combine
+from dtcomm.measure.device import Clock, time_calls
 
 
 def minimum_bytes_moved(
@@ -77,3 +87,104 @@ class TimedCopy:
     def run(self) -> None:
         """Queue the copy once."""
         self._buffers[1].copy_(self._buffers[0])
+
+
+REDUCED_PAYLOADS = 8  # payloads added by a reduction
+
+
+class KernelWorkload(NamedTuple):
+    """A kernel call: ``run(index)`` queues it on buffer set ``index``; it moves ``bytes_moved`` bytes."""
+
+    name: str
+    bytes_moved: int
+    run: Callable[[int], None]
+
+
+class KernelWorkloads:
+    """Kernel workloads of a codec on fp32 tensors of ``numel`` elements, with ``sets`` buffer sets on a device.
+
+    Kernels are called as collectives call them, without the argument checks of ``dtcomm.kernels.ops``. The host does
+    not wait for the device, so that a CUDA graph can capture the calls.
+
+    Raises:
+        RuntimeError: The kernels of the device are not available.
+        ValueError: No kernel of the device supports the codec.
+    """
+
+    CACHE: ClassVar[int] = 256 << 20  # bytes; all buffer sets together must exceed this
+
+    def __init__(self, codec: Codec, numel: int, sets: int, device: torch.device) -> None:
+        self._codec, self._numel, self.sets = codec, numel, sets
+        self._kernel = dispatch.kernel_for(codec, "codec", torch.empty(0, device=device))
+        wire = codec.wire_bytes(numel)
+        self._x = [torch.randn(numel, device=device) for _ in range(sets)]
+        self._out = [torch.zeros(numel, device=device) for _ in range(sets)]
+        self._payload_sets = [self._empty_payloads(wire, REDUCED_PAYLOADS, device) for _ in range(sets)]
+        self._encoded = self._empty_payloads(wire, sets, device)
+        for x, payloads in zip(self._x, self._payload_sets, strict=True):
+            for payload in payloads:
+                self._combine(local=x, payload_out=payload)
+
+    def encode(self) -> KernelWorkload:
+        """Return the workload that encodes a tensor into a payload."""
+        return KernelWorkload("encode", self._floats + self._wire, self._encode)
+
+    def decode(self) -> KernelWorkload:
+        """Return the workload that decodes a payload into a tensor."""
+        return KernelWorkload("decode", self._wire + self._floats, self._decode)
+
+    def reductions(self) -> Iterator[KernelWorkload]:
+        """Yield the workloads that reduce payloads, reduce and re-encode, and encode with error feedback."""
+        yield KernelWorkload(
+            f"reduce {REDUCED_PAYLOADS}", REDUCED_PAYLOADS * self._wire + self._floats, self._reduce
+        )
+        bytes_moved = REDUCED_PAYLOADS * self._wire + self._floats
+        yield KernelWorkload(
+            f"reduce_encode {REDUCED_PAYLOADS - 1} + local", bytes_moved, self._reduce_encode
+        )
+        # The residual is read and written; the `out` tensors serve as residuals.
+        for tensor in self._out:
+            tensor.zero_()
+        yield KernelWorkload(
+            "encode with residual", 3 * self._floats + self._wire, self._encode_with_residual
+        )
+
+    @property
+    def _wire(self) -> int:
+        return self._codec.wire_bytes(self._numel)
+
+    @property
+    def _floats(self) -> int:
+        return 4 * self._numel
+
+    def _empty_payloads(self, wire: int, count: int, device: torch.device) -> list[torch.Tensor]:
+        return [torch.empty(wire, dtype=torch.uint8, device=device) for _ in range(count)]
+
+    def _encode(self, i: int) -> None:
+        self._combine(local=self._x[i], payload_out=self._encoded[i])
+
+    def _decode(self, i: int) -> None:
+        run_decode(
+            self._kernel, self._codec, self._payload_sets[i][0], self._numel, torch.float32, self._out[i]
+        )
+
+    def _reduce(self, i: int) -> None:
+        self._combine(payloads=tuple(self._payload_sets[i]), out=self._out[i])
+
+    def _reduce_encode(self, i: int) -> None:
+        self._combine(
+            payloads=tuple(self._payload_sets[i][1:]), local=self._x[i], payload_out=self._encoded[i]
+        )
+
+    def _encode_with_residual(self, i: int) -> None:
+        self._combine(local=self._x[i], residual=self._out[i], payload_out=self._encoded[i])
+
+    def _combine(self, **fields: Any) -> None:
+        run_combine(
+            self._kernel, Combine(codec=self._codec, numel=self._numel, dtype=torch.float32, **fields)
+        )
+
+
+def buffer_sets_for(numel: int) -> int:
+    """Return how many buffer sets are needed so that no run finds its fp32 input in a cache."""
+    return max(2, min(8, KernelWorkloads.CACHE // (4 * numel) + 1))

@@ -1,12 +1,20 @@
-"""Virtual ranks: all ranks of a fused collective in one process and one kernel launch.
+"""Several ranks in one process, for tests and benchmarks.
 
-CUDA tensors run the kernels on their device; CPU tensors run the same source in an emulator. Results and residuals are
-equal, bit for bit, to those of separate processes.
+`run_simulated` steps the native interpreters of all ranks in one thread, in a seeded order with delays, crashes and
+bit flips. Nothing blocks or forks, so that thousands of interleavings run per second and a failing seed reproduces the
+failure.
+
+`VirtualRanks` runs all ranks of a fused collective in one kernel launch. CUDA tensors run the kernels on their device;
+CPU tensors run the same source in an emulator. Results and residuals are equal, bit for bit, to those of separate
+processes.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -26,8 +34,113 @@ from dtcomm.runtime.cuda_peer.launch import (
     PeerBufferLayout,
     blocks_of,
 )
-from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpSpec, TensorSpec
+from dtcomm.runtime.native.copy_policy import can_use_single_copy
+from dtcomm.runtime.native.runtime import native_plan
+from dtcomm.runtime.types import NO_HOOKS, TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule
+
+STATUSES = ("done", "died", "peer_lost", "mismatch", "stuck", "corrupt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One collective of one rank.
+
+    Attributes:
+        shape: The collective and its tensors.
+        schedule: Its schedule.
+        buffers: Its tensors.
+        seed: Seed of the stochastic rounding.
+        shared: Whether its tensors count as shared memory.
+        single_copy: Whether peers may read its tensors in place.
+        hooks: Local steps before and after it.
+    """
+
+    shape: OpSpec
+    schedule: Schedule
+    buffers: Sequence[Buffers]
+    seed: int = 0
+    shared: bool = False
+    single_copy: bool = False
+    hooks: OpHooks = NO_HOOKS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """How `run_simulated` steps the ranks.
+
+    Attributes:
+        ranks: Number of ranks.
+        seed: Seed of the order of steps.
+        delay: Probability that a rank does not see a peer's next published payload yet.
+        crash_rank: Rank that dies; None for none.
+        crash_after: Steps after which it dies.
+        corrupt_payload: Index of the published payload in which a bit is flipped; None for none.
+        piece_bytes: Size of a piece; small, so that small tensors are cut into many pieces.
+        slot_bytes: Size of a slot.
+    """
+
+    ranks: int
+    seed: int
+    delay: float = 0.5
+    crash_rank: int | None = None
+    crash_after: int = 0
+    corrupt_payload: int | None = None
+    piece_bytes: int = 4096
+    slot_bytes: int = field(default=64 * 1024)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedOutcome:
+    """How a rank ended: one of ``STATUSES``, the rank it blames, completed operations and bytes sent."""
+
+    status: str
+    failed_rank: int
+    finished: int
+    wire_bytes: int
+
+
+def run_simulated(
+    simulation: Simulation, operations: Sequence[Sequence[Operation]]
+) -> list[SimulatedOutcome]:
+    """Run ``operations[rank]`` in order on every rank; ranks run ahead of each other as far as the engine allows."""
+    calls: list[list[Any]] = []
+    for rank, rank_operations in enumerate(operations):
+        calls.append([])
+        for operation in rank_operations:
+            shape, sizes = operation.shape, (simulation.piece_bytes, simulation.slot_bytes)
+            plan = _native_plan(
+                shape,
+                operation.schedule,
+                rank,
+                *sizes,
+                uses_single_copy=operation.single_copy and can_use_single_copy(shape),
+            )
+            pointers = [buffers.pointers() for buffers in operation.buffers]
+            calls[rank].append((plan, pointers, operation.seed, operation.shared, *operation.hooks.native()))
+    outcomes = _C.run_simulated(
+        ranks=simulation.ranks,
+        seed=simulation.seed,
+        max_boxes=max(
+            (plan.max_boxes for rank_operations in calls for plan, *_ in rank_operations), default=1
+        ),
+        slot_bytes=simulation.slot_bytes,
+        delay=simulation.delay,
+        crash_rank=-1 if simulation.crash_rank is None else simulation.crash_rank,
+        crash_after=simulation.crash_after,
+        flip_box=-1 if simulation.corrupt_payload is None else simulation.corrupt_payload,
+        calls=calls,
+    )
+    return [
+        SimulatedOutcome(
+            status=STATUSES[status], failed_rank=failed_rank, finished=finished, wire_bytes=wire_bytes
+        )
+        for status, failed_rank, finished, wire_bytes in outcomes
+    ]
+
+
+_native_plan = functools.lru_cache(maxsize=4096)(native_plan)
+
 
 EMULATED_BLOCKS = 2
 EMULATED_BOX_BYTES = 2**20

@@ -12,8 +12,7 @@ import dtcomm.collectives as C
 from dtcomm import _C
 from dtcomm.codecs import codec
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.measure.simulated_world import World, run
-from dtcomm.measure.virtual_ranks import VirtualRanks
+from dtcomm.measure.virtual_ranks import Simulation, VirtualRanks, run_simulated
 from dtcomm.runtime.cuda_peer.launch import CudaLauncher, FusedRanks, PeerBufferLayout
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule.ir import REDUCING
@@ -54,8 +53,8 @@ def test_every_algorithm_by_virtual_ranks(spec: str, ranks: int) -> None:
             ours = [there(each) for each in theirs]
             plan = virtual.fused.prepare(case.shape, case.operations[0].schedule)
             virtual.fused.launch(plan, [[each] for each in ours])
-            world = World(ranks=ranks, seed=1, slot_bytes=2**20)
-            assert {each.status for each in run(world, together([case]))} == {"done"}
+            world = Simulation(ranks=ranks, seed=1, slot_bytes=2**20)
+            assert {each.status for each in run_simulated(world, together([case]))} == {"done"}
             same([on_cpu(each) for each in ours], theirs)
     virtual.check()
 

@@ -24,7 +24,7 @@ from dtcomm.cli.codecs.measure import OnDevice
 from dtcomm.cli.perf import placement
 from dtcomm.codecs import Codec, codec
 from dtcomm.codecs.spec import CODECS
-from dtcomm.measure import gpu_info
+from dtcomm.measure import device as device_info
 
 #: Options shown in addition to the defaults, by codec name.
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     device, facts = None, None
     if options.device == placement.CUDA:
         gpu = torch.device("cuda", torch.cuda.current_device())
-        device, facts = OnDevice(gpu), gpu_info.describe_gpu(gpu)
+        device, facts = OnDevice(gpu), device_info.describe_gpu(gpu)
     with _progress(len(codecs)) as step:
         rows = codecs_measure.measure_codecs(codecs, samples, size, step, device)
 

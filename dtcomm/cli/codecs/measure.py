@@ -24,9 +24,8 @@ from dtcomm.codecs import Codec
 from dtcomm.codecs.base import FLOAT_TYPES
 from dtcomm.kernels import counter_rng
 from dtcomm.kernels.ops import decode, encode
-from dtcomm.measure.device_clock import Clock, make_clock, median_seconds
-from dtcomm.measure.kernel_workloads import KernelWorkload, KernelWorkloads, buffer_sets_for
-from dtcomm.measure.memory_floor import TimedCopy
+from dtcomm.measure.device import Clock, make_clock, median_seconds
+from dtcomm.measure.memory_floor import KernelWorkload, KernelWorkloads, TimedCopy, buffer_sets_for
 
 #: Elements of each distribution; with as many, another seed changes an error by less than one percent.
 NUMEL = 1 << 18

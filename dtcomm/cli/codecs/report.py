@@ -15,8 +15,8 @@ from rich.table import Table
 from dtcomm.cli.codecs.measure import CodecRow
 from dtcomm.cli.demo.plot import GREY, INK, STYLE
 from dtcomm.kernels import available, current
-from dtcomm.measure import gpu_info
-from dtcomm.measure.kernel_workloads import REDUCED_PAYLOADS
+from dtcomm.measure import device as device_info
+from dtcomm.measure.memory_floor import REDUCED_PAYLOADS
 
 VERSION = 1
 SUM = f"reduce {REDUCED_PAYLOADS}"  # the reduction whose share of the memory floor the table shows
@@ -31,7 +31,7 @@ def as_dict(
         "kernel": current() if gpu_facts is None else ", ".join(available("cuda")),
         "speed_bytes": size,
         "device": gpu_facts,
-        "versions": gpu_info.versions(),
+        "versions": device_info.versions(),
         "codecs": [_row(row) for row in rows],
     }
 

@@ -1,4 +1,4 @@
-"""Command-line arguments of ``dtcomm perf``: nccl-tests' flags and dtcomm's own, parsed into checked `Options`."""
+"""Command-line arguments of ``dtcomm perf``: nccl-tests' flags and dtcomm's own, parsed into checked `PerfOptions`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import torch
 from dtcomm import algorithms
 from dtcomm.cli import _sizes
 from dtcomm.cli.perf import placement
-from dtcomm.cli.perf.backends import BACKEND_HELP, PEERS, backend_names, find_backend
+from dtcomm.cli.perf.backends import BACKEND_HELP, PEERS, backend_names, find_backend, mpi
 from dtcomm.cli.perf.collectives import ALIASES, COLLECTIVES, DTYPES
 from dtcomm.cli.perf.placement import CPU, CUDA, EMULATOR
 from dtcomm.codecs import codec
 from dtcomm.errors import ScheduleError
-from dtcomm.measure import mpi
 from dtcomm.measure.exact_inputs import OPS
 from dtcomm.runtime.cuda_peer.launch import MAX_RANKS, why_not
 from dtcomm.runtime.types import OpSpec, TensorSpec
@@ -85,7 +84,7 @@ class Variant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class PerfOptions:
     """What to measure, checked; the parser's help describes the fields named like flags."""
 
     collective: str
@@ -136,7 +135,7 @@ class Options:
         return _sizes.series(self.minbytes, self.maxbytes, self.stepbytes, self.stepfactor)
 
 
-def parse(argv: list[str]) -> Options:
+def parse(argv: list[str]) -> PerfOptions:
     """Parse a command line; exits with status 2 and one line on stderr if it is wrong."""
     command = parser()
     namespace = command.parse_args(argv)
@@ -273,7 +272,7 @@ def _root(text: str) -> str:
     return "all" if text == "-1" else text
 
 
-def _checked_options(namespace: argparse.Namespace) -> Options:
+def _checked_options(namespace: argparse.Namespace) -> PerfOptions:
     schedule = None if namespace.schedule is None else _read_schedule(namespace)
     if namespace.collective is None:
         if schedule is None:
@@ -307,7 +306,9 @@ def _checked_options(namespace: argparse.Namespace) -> Options:
         ]
         if None not in reasons:
             raise ValueError(reasons[0])
-    fields = {name: value for name, value in vars(namespace).items() if name in Options.__dataclass_fields__}
+    fields = {
+        name: value for name, value in vars(namespace).items() if name in PerfOptions.__dataclass_fields__
+    }
     fields |= {
         "ops": ops,
         "datatypes": datatypes,
@@ -319,7 +320,7 @@ def _checked_options(namespace: argparse.Namespace) -> Options:
         "device": device,
         "device_why": device_why,
     }
-    return Options(**fields)
+    return PerfOptions(**fields)
 
 
 def _split_commas(texts: list[str] | None) -> list[str]:

@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.cli.perf import virtual
-from dtcomm.cli.perf.args import Options, parse
-from dtcomm.cli.perf.output.json_output import to_csv, to_json
-from dtcomm.cli.perf.output.live import Printer
-from dtcomm.cli.perf.output.plot import plot
-from dtcomm.cli.perf.report import ProgressListener, Report
+from dtcomm.cli.perf.args import PerfOptions, parse
+from dtcomm.cli.perf.files import to_csv, to_json, write_plot
+from dtcomm.cli.perf.report import PerfReport, ProgressListener
 from dtcomm.cli.perf.runner import run
+from dtcomm.cli.perf.table import Printer
 from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import RankError, run_ranks
 
@@ -45,18 +44,18 @@ def main(argv: list[str]) -> int:
         _write(options.json, lambda: to_json(report, argv))
         _write(options.csv, lambda: to_csv(report))
         if options.plot is not None:
-            plot(report, Path(options.plot))
+            write_plot(report, Path(options.plot))
             print(f"# {options.plot}", file=sys.stderr)
     return 1 if report.wrong else 0
 
 
-def measure(rank: int, world_size: int, options: Options) -> Report | None:
+def measure(rank: int, world_size: int, options: PerfOptions) -> PerfReport | None:
     """Run the benchmark as a rank that ``--nproc`` started; rank 0 returns the report."""
     report = run(options, Printer(options) if rank == 0 else ProgressListener())
     return report if rank == 0 else None
 
 
-def _run(options: Options, launched: bool) -> Report:
+def _run(options: PerfOptions, launched: bool) -> PerfReport:
     if not options.virtual:
         return _run_as_rank(options) if launched else _run_on_local_ranks(options)
     if launched:
@@ -66,13 +65,13 @@ def _run(options: Options, launched: bool) -> Report:
     return virtual.run(options, Printer(options))
 
 
-def _run_on_local_ranks(options: Options) -> Report:
+def _run_on_local_ranks(options: PerfOptions) -> PerfReport:
     report = run_ranks(measure, options.nproc, options, timeout=None, fresh=True)[0]
-    assert isinstance(report, Report)
+    assert isinstance(report, PerfReport)
     return report
 
 
-def _run_as_rank(options: Options) -> Report:
+def _run_as_rank(options: PerfOptions) -> PerfReport:
     """Run as a rank that torchrun started."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout))

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from dtcomm.measure import gpu_info
-from dtcomm.measure.device_clock import Clock, make_clock
+from dtcomm.measure import device as device_info
+from dtcomm.measure.device import Clock, make_clock
 
 CPU, CUDA, EMULATOR = "cpu", "cuda", "emulator"
 DEVICES = (CPU, CUDA, EMULATOR)
@@ -94,7 +94,7 @@ class GpuPlacement:
         return torch.cuda.mem_get_info(self.device)[0] // self.ranks_on_gpu
 
     def describe_gpu(self) -> dict[str, Any] | None:
-        return {"host": platform.node(), "device": str(self.device), **gpu_info.describe_gpu(self.device)}
+        return {"host": platform.node(), "device": str(self.device), **device_info.describe_gpu(self.device)}
 
 
 def cuda_available() -> bool:

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.cli.perf import placement, timing
-from dtcomm.cli.perf.args import Options, Variant
+from dtcomm.cli.perf.args import PerfOptions, Variant
 from dtcomm.cli.perf.backends import find_backend
 from dtcomm.cli.perf.backends.base import Backend, CollectiveCall, TransportUsed
 from dtcomm.cli.perf.collectives import COLLECTIVES, DTYPES
 from dtcomm.cli.perf.placement import Placement
-from dtcomm.cli.perf.report import Measurement, ProgressListener, Report, Row, with_ratios
+from dtcomm.cli.perf.report import Measurement, PerfReport, PerfRow, ProgressListener, with_ratios
 from dtcomm.cli.perf.verify import (
     Case,
     CheckResult,
@@ -44,7 +44,7 @@ class RowGroup(NamedTuple):
     variants: list[Variant]
 
 
-def run(options: Options, listener: ProgressListener, place: Placement | None = None) -> Report:
+def run(options: PerfOptions, listener: ProgressListener, place: Placement | None = None) -> PerfReport:
     """Measure on this rank; all ranks must call it after torch.distributed is initialized.
 
     ``place`` is by default the placement that the options name.
@@ -61,7 +61,7 @@ def run(options: Options, listener: ProgressListener, place: Placement | None = 
     backends = _create_backends(options, place, supports_codecs=False)
     device = place.pin(options.pin)
     backends |= _create_backends(options, place, supports_codecs=True)
-    report = Report(
+    report = PerfReport(
         options=options, ranks=placement.gather_rank_info(device), gpus=placement.gather_gpus(place)
     )
     if place.shared_gpu:
@@ -90,12 +90,12 @@ def run(options: Options, listener: ProgressListener, place: Placement | None = 
 
 
 def measure_rows(
-    options: Options,
+    options: PerfOptions,
     listener: ProgressListener,
-    report: Report,
+    report: PerfReport,
     groups: Iterator[RowGroup],
-    measure_row: Callable[[Variant, RowGroup], Row],
-) -> Report:
+    measure_row: Callable[[Variant, RowGroup], PerfRow],
+) -> PerfReport:
     """Fill the report with a row of ``measure_row`` for every variant of every group."""
     all_groups = list(groups)
     listener.begin(report, sum(len(group.variants) for group in all_groups) * options.run_cycles)
@@ -115,7 +115,7 @@ def measure_rows(
     return report
 
 
-def size_limit(options: Options, report: Report, free: int) -> int:
+def size_limit(options: PerfOptions, report: PerfReport, free: int) -> int:
     """Return the largest size for which memory suffices: tensors, expected results and temporary copies.
 
     ``free`` is what each rank may use. ValueError if no size fits.
@@ -131,7 +131,7 @@ def size_limit(options: Options, report: Report, free: int) -> int:
     return limit
 
 
-def row_groups(options: Options, ranks: int, limit: int) -> Iterator[RowGroup]:
+def row_groups(options: PerfOptions, ranks: int, limit: int) -> Iterator[RowGroup]:
     """Yield every size up to ``limit``, type, operator and root, with the variants that support it."""
     rooted = COLLECTIVES[options.collective].rooted
     roots = [-1] if not rooted else range(ranks) if options.root is None else [options.root]
@@ -146,7 +146,7 @@ def row_groups(options: Options, ranks: int, limit: int) -> Iterator[RowGroup]:
                 yield RowGroup(size, datatype, op, root, variants)
 
 
-def _create_backends(options: Options, place: Placement, supports_codecs: bool) -> dict[str, Backend]:
+def _create_backends(options: PerfOptions, place: Placement, supports_codecs: bool) -> dict[str, Backend]:
     classes = {name: find_backend(name) for name in options.backends}
     return {
         name: backend(options.timeout, place)
@@ -155,7 +155,7 @@ def _create_backends(options: Options, place: Placement, supports_codecs: bool) 
     }
 
 
-def _measure_row(options: Options, backend: Backend, variant: Variant, group: RowGroup) -> Row:
+def _measure_row(options: PerfOptions, backend: Backend, variant: Variant, group: RowGroup) -> PerfRow:
     collective, dtype = COLLECTIVES[options.collective], DTYPES[group.datatype]
     rank, ranks = dist.get_rank(), dist.get_world_size()
     count = collective.count(group.size, dtype, ranks)
@@ -182,7 +182,7 @@ def _measure_row(options: Options, backend: Backend, variant: Variant, group: Ro
             out_of_place = bench.measure(in_place=False)
         in_place = bench.measure(in_place=True) if works_in_place else None
         wire_bytes, transport = bench.measure_transport()
-    return Row(
+    return PerfRow(
         size=collective.size(count, dtype, ranks),
         count=count,
         datatype=group.datatype,
@@ -199,7 +199,7 @@ def _measure_row(options: Options, backend: Backend, variant: Variant, group: Ro
 class CaseBench:
     """One case on one backend, with its tensors on this rank."""
 
-    def __init__(self, options: Options, backend: Backend, variant: Variant, case: Case) -> None:
+    def __init__(self, options: PerfOptions, backend: Backend, variant: Variant, case: Case) -> None:
         self._options, self._backend, self._variant, self._case = options, backend, variant, case
         self._clock = backend.place.clock(options.report_cputime)
         # Timed inputs resemble gradients; checked inputs may have to be such that sums are exact.

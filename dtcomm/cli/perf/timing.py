@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtcomm.cli.perf.args import Options
-from dtcomm.measure.device_clock import Clock
+from dtcomm.cli.perf.args import PerfOptions
+from dtcomm.measure.device import Clock
 
 # Powers of two by which a normally distributed value may grow before it overflows.
 _HEADROOM_BITS = {torch.float16: 12, torch.bfloat16: 100, torch.float32: 100, torch.float64: 900}
@@ -144,7 +144,7 @@ def time_graph_replays(
 
 
 def time_operation(
-    options: Options,
+    options: PerfOptions,
     run: Callable[[], Any],
     refill: Callable[[], None] | None,
     clock: Clock,
@@ -155,7 +155,7 @@ def time_operation(
     """Time an operation call by call, or by graph replays, as the options say; all ranks must call it.
 
     Args:
-        options: Options of the command.
+        options: PerfOptions of the command.
         run: Carries out the operation once.
         refill: Restores inputs that grow from call to call; None if they do not.
         clock: Clock of the device.

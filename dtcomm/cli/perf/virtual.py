@@ -13,16 +13,16 @@ import torch
 
 from dtcomm import planner
 from dtcomm.cli.perf import placement, timing
-from dtcomm.cli.perf.args import Options, Variant
+from dtcomm.cli.perf.args import PerfOptions, Variant
 from dtcomm.cli.perf.backends.base import TransportUsed
 from dtcomm.cli.perf.collectives import COLLECTIVES, DTYPES
 from dtcomm.cli.perf.placement import RankInfo, available_memory
-from dtcomm.cli.perf.report import Measurement, ProgressListener, Report, Row
+from dtcomm.cli.perf.report import Measurement, PerfReport, PerfRow, ProgressListener
 from dtcomm.cli.perf.runner import RowGroup, measure_rows, row_groups, size_limit, timed_values
 from dtcomm.cli.perf.verify import Case, CheckResult, check_result, check_values, checksum, combine_results
 from dtcomm.codecs import codec
-from dtcomm.measure import gpu_info
-from dtcomm.measure.device_clock import Clock, Run, make_clock
+from dtcomm.measure import device as device_info
+from dtcomm.measure.device import Clock, Run, make_clock
 from dtcomm.measure.memory_floor import TimedCopy, minimum_bytes_moved
 from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.cuda_peer.launch import FusedPlan
@@ -31,19 +31,19 @@ EMULATED_COPY = 4 << 20  # bytes; the share of the floor is meaningless in the e
 WARNING = "emulated on the CPU: times and shares of the memory floor are not those of a device"
 
 
-def run(options: Options, listener: ProgressListener, clock: Clock | None = None) -> Report:
+def run(options: PerfOptions, listener: ProgressListener, clock: Clock | None = None) -> PerfReport:
     """Measure in this process; ``clock`` is by default that of the device."""
     device = torch.device("cuda", torch.cuda.current_device()) if options.device == placement.CUDA else None
     bench = VirtualBench(options, device or torch.device("cpu"), clock)
     description = f"{device} {torch.cuda.get_device_name(device)}" if device else "emulated on the CPU"
-    report = Report(
+    report = PerfReport(
         options=options,
         ranks=[
             RankInfo(rank=rank, pid=os.getpid(), hostname=platform.node(), device=f"virtual, {description}")
             for rank in range(options.virtual)
         ],
         backends={"virtual": f"{options.virtual} ranks in one launch of the fused kernels"},
-        gpus=[{"host": platform.node(), "device": str(device), **gpu_info.describe_gpu(device)}]
+        gpus=[{"host": platform.node(), "device": str(device), **device_info.describe_gpu(device)}]
         if device
         else [],
         warnings=[] if device else [WARNING],
@@ -64,7 +64,7 @@ def _free(device: torch.device | None) -> int:
 class VirtualBench:
     """Measures cases on virtual ranks, beside the timed copy they are compared with."""
 
-    def __init__(self, options: Options, device: torch.device, clock: Clock | None = None) -> None:
+    def __init__(self, options: PerfOptions, device: torch.device, clock: Clock | None = None) -> None:
         self._options, self._device = options, device
         self._clock = clock or make_clock(device, options.report_cputime)
         self._virtual = VirtualRanks(options.virtual, device)
@@ -72,7 +72,7 @@ class VirtualBench:
             device, self._clock, TimedCopy.LARGE if device.type == "cuda" else EMULATED_COPY
         )
 
-    def measure_row(self, variant: Variant, group: RowGroup) -> Row:
+    def measure_row(self, variant: Variant, group: RowGroup) -> PerfRow:
         """Measure one line of the table."""
         collective, dtype = COLLECTIVES[self._options.collective], DTYPES[group.datatype]
         ranks = self._options.virtual
@@ -115,7 +115,7 @@ class VirtualBench:
             in_place: self._measure(plan, variant, cases, sources, buffers, in_place, bytes_moved)
             for in_place in placements
         }
-        return Row(
+        return PerfRow(
             size=collective.size(count, dtype, ranks),
             count=count,
             datatype=group.datatype,

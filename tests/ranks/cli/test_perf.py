@@ -12,12 +12,12 @@ import pytest
 from dtcomm import algorithms
 from dtcomm.cli.main import main
 from dtcomm.cli.perf.args import parse
+from dtcomm.cli.perf.backends import mpi
 from dtcomm.cli.perf.collectives import COLLECTIVES, DTYPES
+from dtcomm.cli.perf.files import plot_lines
 from dtcomm.cli.perf.main import measure
-from dtcomm.cli.perf.output.plot import plot_lines
-from dtcomm.cli.perf.report import Report, Row
+from dtcomm.cli.perf.report import PerfReport, PerfRow
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.measure import mpi
 
 QUICK = ["-n", "3", "-w", "1"]
 
@@ -30,15 +30,15 @@ def perf(tmp_path: Path, line: str, status: int = 0) -> dict[str, Any]:
     return document
 
 
-def measured(line: str, nproc: int = 2) -> Report:
+def measured(line: str, nproc: int = 2) -> PerfReport:
     """The same without the command around it, on ranks that are warm already."""
     options = parse([*QUICK, "--no-pin", "--json", "-", *line.split()])
     report = run_ranks(measure, nproc, options)[0]
-    assert isinstance(report, Report)
+    assert isinstance(report, PerfReport)
     return report
 
 
-def wrong(row: Row) -> list[int | None]:
+def wrong(row: PerfRow) -> list[int | None]:
     places = [place for place in (row.out_of_place, row.in_place) if place is not None]
     return [None if place.check is None else place.check.wrong for place in places]
 

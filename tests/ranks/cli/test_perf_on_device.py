@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.cli.perf import args as perf_args
-from dtcomm.cli.perf import placement, runner
+from dtcomm.cli.perf import files, placement, runner
+from dtcomm.cli.perf import table as perf_table
 from dtcomm.cli.perf.backends.base import TransportUsed
 from dtcomm.cli.perf.backends.torch_backend import OVERLAPPING
-from dtcomm.cli.perf.output import json_output, table
-from dtcomm.cli.perf.report import ProgressListener, Report
+from dtcomm.cli.perf.report import PerfReport, ProgressListener
 from dtcomm.launch.ranks import run_ranks
 from tests.support.fake_cuda_ranks import fake_cuda_rank
 from tests.support.fake_cuda_tensor import DEVICE
@@ -32,11 +32,13 @@ def gpus(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
 
 
-def parse(line: str) -> perf_args.Options:
+def parse(line: str) -> perf_args.PerfOptions:
     return perf_args.parse(line.split())
 
 
-def on_a_fake(rank: int, world_size: int, options: perf_args.Options) -> tuple[Report, list[list[str]]]:
+def on_a_fake(
+    rank: int, world_size: int, options: perf_args.PerfOptions
+) -> tuple[PerfReport, list[list[str]]]:
     place = FakeGpu()
     report = runner.run(options, ProgressListener(), place)
     return report, [clock.events for clock in place.clocks]
@@ -49,15 +51,15 @@ def test_the_whole_way_on_a_gpu_that_is_not_there() -> None:
     # A call is nothing that this clock counts, so all times are 0; the marks are what matters here.
     for told in stories:
         assert told.count("synchronize") == 4 and told.count("record") == 2 * 4  # out of place, then in place
-    shown = "\n".join([*table.format_header(report), *table.format_footer(report)])
+    shown = "\n".join([*perf_table.format_header(report), *perf_table.format_footer(report)])
     assert "# WARNING: ranks 0 and 1 share a GPU: NCCL is unavailable" in shown
     assert "# Device cuda: torch sees a GPU; --device cpu measures CPU tensors" in shown
     assert "device cuda:0 no GPU" in shown
-    document = json.loads(json_output.to_json(report, ["all_reduce"]))
+    document = json.loads(files.to_json(report, ["all_reduce"]))
     assert [gpu["name"] for gpu in document["config"]["gpus"]] == ["no GPU"]
     assert document["config"]["device"] == "cuda" and document["results"][2]["moved_by"] == "gloo"
-    heads = next(line for line in table.format_header(report) if line.startswith("#       size"))
-    lines = [table.format_row(options, row, 2) for row in report.rows]
+    heads = next(line for line in perf_table.format_header(report) if line.startswith("#       size"))
+    lines = [perf_table.format_row(options, row, 2) for row in report.rows]
     end = heads.index("moved") + len("moved")
     assert [line[:end].split()[-1] for line in lines] == ["native", "native", "gloo"]
 
@@ -91,8 +93,8 @@ class Watching(RecordingClock):
 
 
 def on_tensors_that_pass_for_a_device_s(
-    rank: int, world_size: int, options: perf_args.Options
-) -> tuple[Report, list[str]]:
+    rank: int, world_size: int, options: perf_args.PerfOptions
+) -> tuple[PerfReport, list[str]]:
     """The report, and what was wrong between two marks of a batch; checks and refills may wait for the device."""
     streams, clocks = RecordedStreams(), []
 
@@ -129,7 +131,7 @@ def test_what_is_timed_and_does_wait_is_noticed() -> None:
     assert wrong and set(wrong) == {"the host waits for the device in item"}
 
 
-def with_symmetric_memory(rank: int, world_size: int, options: perf_args.Options) -> Report:
+def with_symmetric_memory(rank: int, world_size: int, options: perf_args.PerfOptions) -> PerfReport:
     """torch's operators over symmetric memory, as their schemas have them, made of Gloo on CPU tensors."""
     import torch.distributed._symmetric_memory as memory
 

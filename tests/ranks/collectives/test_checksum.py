@@ -18,7 +18,7 @@ import dtcomm.collectives as C
 from dtcomm import _C
 from dtcomm.errors import CollectiveMismatch, PayloadCorrupt
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.measure.simulated_world import World, run
+from dtcomm.measure.virtual_ranks import Simulation, run_simulated
 from dtcomm.runtime.torchdist.transport import GlooTransport, P2PMessage
 from tests.unit.runtime.everything import OVER_GLOO
 from tests.unit.runtime.orders import exact, finished, make, together
@@ -43,7 +43,7 @@ def test_a_flipped_bit_is_found_or_was_in_the_padding(collective: str, algorithm
     dice = random.Random(5)
     found = 0
     for seed in range(150):
-        world = World(ranks=dice.choice([2, 3, 4, 5]), seed=seed, flip=dice.randrange(8))
+        world = Simulation(ranks=dice.choice([2, 3, 4, 5]), seed=seed, corrupt_payload=dice.randrange(8))
         case = make(dice, world.ranks, collective, algorithm, ["none"], [5000])
         operation = case.operations[0]
         checked = operation.shape._replace(checksum=True)
@@ -51,7 +51,7 @@ def test_a_flipped_bit_is_found_or_was_in_the_padding(collective: str, algorithm
             type(each)(shape=checked, schedule=each.schedule, buffers=each.buffers)
             for each in case.operations
         ]
-        outcomes = run(world, together([case]))
+        outcomes = run_simulated(world, together([case]))
         fates = {outcome.status for outcome in outcomes}
         if "corrupt" in fates:
             found += 1

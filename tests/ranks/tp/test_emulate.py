@@ -11,7 +11,7 @@ from dtcomm.cli.demo import train as demo
 from dtcomm.codecs import codec
 from dtcomm.codecs.spec import CODECS
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.measure.simulated_world import Operation, World, run
+from dtcomm.measure.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.tp.emulate import emulate, emulate_all_reduce, restore
 
@@ -38,8 +38,8 @@ def collective(parts: list[torch.Tensor], spec: str, algorithm: str) -> torch.Te
     )
     schedule = algorithms.build(algorithm, "all_reduce", ranks)
     tensors = [part.clone() for part in parts]
-    outcomes = run(
-        World(ranks=ranks, seed=1, delay=0.1),
+    outcomes = run_simulated(
+        Simulation(ranks=ranks, seed=1, delay=0.1),
         [[Operation(shape=shape, schedule=schedule, buffers=[Buffers(t, t, None)])] for t in tensors],
     )
     assert {outcome.status for outcome in outcomes} == {"done"}

@@ -13,7 +13,7 @@ from dtcomm.codecs import codec
 from dtcomm.kernels import available, ops, use
 from dtcomm.kernels.epilogue import epilogue, epilogue_task
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.measure.simulated_world import Operation, World, run
+from dtcomm.measure.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec, TensorSpec
 
 ROWS, FEATURES = 37, 150  # pieces and shards end inside rows
@@ -50,7 +50,7 @@ def sums(
         operations.append(
             [Operation(shape=shape, schedule=schedule, buffers=buffers, shared=shared, hooks=hooks)]
         )
-    outcomes = run(World(ranks=ranks, seed=seed, delay=0.3), operations)
+    outcomes = run_simulated(Simulation(ranks=ranks, seed=seed, delay=0.3), operations)
     assert {outcome.status for outcome in outcomes} == {"done"}
     if not parts:
         for tensor, normed in zip(tensors, norms, strict=True):

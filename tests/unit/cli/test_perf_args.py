@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dtcomm import algorithms
-from dtcomm.cli.perf.args import Options, Variant, parse
+from dtcomm.cli.perf.args import PerfOptions, Variant, parse
 
 
 def test_the_defaults_are_those_of_nccl_tests_but_for_two() -> None:
@@ -148,4 +148,4 @@ def test_a_schedule_of_ones_own_is_proved_first(tmp_path: Path, capsys: pytest.C
 def test_stdout_is_left_to_the_document() -> None:
     assert parse("all_reduce --json -".split()).quiet
     assert parse("all_reduce --csv - --json x".split()).quiet
-    assert isinstance(parse(["all_reduce", "-J", "x"]), Options)
+    assert isinstance(parse(["all_reduce", "-J", "x"]), PerfOptions)

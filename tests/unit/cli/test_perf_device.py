@@ -22,7 +22,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
 
 
-def parse(line: str) -> args.Options:
+def parse(line: str) -> args.PerfOptions:
     return args.parse(line.split())
 
 

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 import dtcomm
-from dtcomm.cli.perf import placement
+from dtcomm.cli.perf import files, placement
+from dtcomm.cli.perf import table as perf_table
 from dtcomm.cli.perf.args import parse
 from dtcomm.cli.perf.collectives import COLLECTIVES, bandwidths
-from dtcomm.cli.perf.output import json_output
-from dtcomm.cli.perf.output import table as perf_table
 from dtcomm.cli.perf.placement import RankInfo
-from dtcomm.cli.perf.report import Measurement, Report, Row
+from dtcomm.cli.perf.report import Measurement, PerfReport, PerfRow
 from dtcomm.cli.perf.timing import Timing, percentile
 from dtcomm.cli.perf.verify import CheckResult
 
@@ -28,9 +27,9 @@ def measured(microseconds: float, wrong: int = 0, error: float | None = None) ->
     return Measurement(timing=Timing(seconds=microseconds * 1e-6, iterations=iterations), check=check)
 
 
-def report(line: str) -> Report:
+def report(line: str) -> PerfReport:
     options = parse(line.split())
-    found = Report(
+    found = PerfReport(
         options=options,
         ranks=[RankInfo(rank=r, pid=4000 + r, hostname="host", device=f"cpu {r}") for r in range(2)],
         started=0.0,
@@ -44,7 +43,7 @@ def report(line: str) -> Report:
                 measured(time * (index + 1), error=error),
                 measured(time / 2 * (index + 1), error=error),
             )
-            row = Row(
+            row = PerfRow(
                 size=size,
                 count=size // 4,
                 datatype="float",
@@ -60,7 +59,7 @@ def report(line: str) -> Report:
     return found
 
 
-def table(found: Report) -> str:
+def table(found: PerfReport) -> str:
     rows = [perf_table.format_row(found.options, row, len(found.ranks)) for row in found.rows]
     return "\n".join([*perf_table.format_header(found), *rows, *perf_table.format_footer(found)]) + "\n"
 
@@ -215,7 +214,7 @@ def test_json_has_the_keys_of_nccl_tests_with_real_types_and_no_environment(
     monkeypatch.setenv("SECRET_TOKEN", "do not print me")
     found = report("all_reduce -b 1K -e 1K --codec none --codec int8")
     found.rows[0] = replace(found.rows[0], in_place=measured(1.0, wrong=3, error=math.nan))
-    text = json_output.to_json(found, ["all_reduce", "-b", "1K"])
+    text = files.to_json(found, ["all_reduce", "-b", "1K"])
     assert "SECRET" not in text and "do not print" not in text
     document = json.loads(text)
     assert {"version", "start_time", "args", "config", "results", "end_time"} <= document.keys()
@@ -260,7 +259,7 @@ def test_json_has_the_keys_of_nccl_tests_with_real_types_and_no_environment(
 def test_csv_has_a_line_for_each_row() -> None:
     found = report("all_reduce -b 1K -e 1K --codec none --codec int8")
     found.rows[0] = replace(found.rows[0], out_of_place=None)
-    lines = list(csv.DictReader(io.StringIO(json_output.to_csv(found))))
+    lines = list(csv.DictReader(io.StringIO(files.to_csv(found))))
     assert len(lines) == len(found.rows)
     assert lines[0]["codec"] == "none" and lines[0]["out_of_place.time"] == ""
     assert float(lines[1]["in_place.time"]) == pytest.approx(12.5)

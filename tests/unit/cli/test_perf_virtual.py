@@ -14,7 +14,7 @@ from dtcomm.cli.main import main
 from dtcomm.cli.perf import args
 from dtcomm.cli.perf import virtual as perf_virtual
 from dtcomm.cli.perf.collectives import COLLECTIVES
-from dtcomm.cli.perf.report import ProgressListener, Report
+from dtcomm.cli.perf.report import PerfReport, ProgressListener
 from dtcomm.codecs import codec
 from dtcomm.measure.memory_floor import minimum_bytes_moved
 from dtcomm.measure.virtual_ranks import VirtualRanks
@@ -24,7 +24,7 @@ from tests.support.recording_clock import RecordingClock
 QUICK = "--device emulator -n 2 -w 1"
 
 
-def virtual(line: str, clock: RecordingClock | None = None) -> Report:
+def virtual(line: str, clock: RecordingClock | None = None) -> PerfReport:
     return perf_virtual.run(args.parse(f"{line} {QUICK}".split()), ProgressListener(), clock)
 
 

@@ -1,4 +1,4 @@
-"""Multi-stage sums of all ranks in one thread: their stages run as operations of a simulated world."""
+"""Multi-stage sums of all ranks in one thread: their stages run as operations of simulated ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from dtcomm import algorithms
 from dtcomm.codecs import codec
 from dtcomm.collectives._multi_stage import Check, MultiStagePlan, ReproducibleSum, SharedRandKSum
-from dtcomm.measure.simulated_world import Operation, Outcome, World, run
+from dtcomm.measure.virtual_ranks import Operation, SimulatedOutcome, Simulation, run_simulated
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule
 
@@ -59,8 +59,8 @@ def plan_of(
 
 
 def reduce_all(
-    world: World, plans: Sequence[MultiStagePlan], buffers: Sequence[Sequence[Buffers]], seed: int = 3
-) -> tuple[list[Outcome], list[Check | None]]:
+    world: Simulation, plans: Sequence[MultiStagePlan], buffers: Sequence[Sequence[Buffers]], seed: int = 3
+) -> tuple[list[SimulatedOutcome], list[Check | None]]:
     """Run one call on every rank; return the outcomes and the check that each rank calls afterwards."""
     calls: list[list[Operation]] = []
     checks: list[Check | None] = []
@@ -85,4 +85,4 @@ def reduce_all(
                 for stage in stages
             ]
         )
-    return run(world, calls), checks
+    return run_simulated(world, calls), checks

@@ -12,7 +12,7 @@ from dtcomm.codecs import codec
 from dtcomm.collectives._arguments import require_auditable
 from dtcomm.errors import PayloadCorrupt
 from dtcomm.kernels import local_tasks
-from dtcomm.measure.simulated_world import World
+from dtcomm.measure.virtual_ranks import Simulation
 from dtcomm.runtime.types import Buffers
 from tests.unit.collectives.local_multi_stage import plan_of, reduce_all
 
@@ -80,7 +80,7 @@ def test_the_same_bits_for_every_algorithm_and_number_of_ranks(algorithm: str, r
             dealt = [given[i].clone() for i in order]
             first = rng.randint(1, ranks)
             hosts = (first, ranks - first) if first < ranks else (ranks,)
-            world = World(
+            world = Simulation(
                 ranks=ranks,
                 seed=seed,
                 delay=rng.choice([0.0, 0.5, 0.9]),
@@ -137,7 +137,7 @@ def test_other_collectives_and_types_give_the_same_bits(collective: str, dtype: 
             )
             for rank in range(ranks)
         ]
-        outcomes, _ = reduce_all(World(ranks=ranks, seed=1), plans, buffers)
+        outcomes, _ = reduce_all(Simulation(ranks=ranks, seed=1), plans, buffers)
         assert {outcome.status for outcome in outcomes} == {"done"}
         for part, numel in enumerate(numels):
             # The shards of a reduce_scatter have grids of their own.
@@ -171,7 +171,7 @@ def test_feedback_conserves_mass(spec: str, op: str) -> None:
                 for rank in range(ranks)
             ]
             buffers = [[Buffers(x, x, r)] for x, r in zip(given, residuals, strict=True)]
-            reduce_all(World(ranks=ranks, seed=step), plans, buffers)
+            reduce_all(Simulation(ranks=ranks, seed=step), plans, buffers)
             paid = given[0].double() * (ranks if op == "avg" else 1)
             paid += sum((r.double() for r in residuals), torch.zeros(3000).double())
             assert torch.allclose(paid, owed, rtol=2e-6, atol=1e-6)
@@ -197,7 +197,7 @@ def test_bytes_are_what_the_schedule_says() -> None:
                 ]
                 given = [[Buffers(x, x)] for x in contributions(ranks, 9001, seed=1)]
                 outcomes, _ = reduce_all(
-                    World(ranks=ranks, seed=0, delay=0.0, slot_bytes=2**20), plans, given
+                    Simulation(ranks=ranks, seed=0, delay=0.0, slot_bytes=2**20), plans, given
                 )
                 levels = (1, ranks - 1) if name.startswith("hierarchical") else None
                 schedule = algorithms.build(name, "all_reduce", ranks, hosts=levels)
@@ -213,7 +213,7 @@ def audited(
 ) -> tuple[list[str], list[torch.Tensor]]:
     """Return (the error of each rank or None, its tensor at the end)."""
     given = [x.clone() for x in contributions(ranks, 9000, seed=4)]
-    world = World(ranks=ranks, seed=seed, delay=0.3, flip=flip)
+    world = Simulation(ranks=ranks, seed=seed, delay=0.3, corrupt_payload=flip)
     plans = [
         plan_of(
             spec,
@@ -270,7 +270,9 @@ def test_clean_sums_pass_and_flips_do_harm_without_an_audit() -> None:
     for flip in range(30):
         given = [x.clone() for x in contributions(3, 9000, seed=4)]
         plans = [plan_of("exact", [9000], torch.float32, rank=rank, ranks=3) for rank in range(3)]
-        reduce_all(World(ranks=3, seed=flip, flip=flip), plans, [[Buffers(x, x)] for x in given])
+        reduce_all(
+            Simulation(ranks=3, seed=flip, corrupt_payload=flip), plans, [[Buffers(x, x)] for x in given]
+        )
         wrong += any(not torch.equal(bits(x), bits(truth)) for x in given)
     assert wrong >= 5
 

@@ -8,7 +8,7 @@ import torch
 from dtcomm import algorithms
 from dtcomm.codecs import codec
 from dtcomm.kernels import counter_rng, local_tasks, ops
-from dtcomm.measure.simulated_world import Operation, World, run
+from dtcomm.measure.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from tests.unit.collectives.local_multi_stage import plan_of, reduce_all
 
@@ -39,7 +39,7 @@ def reduced(
     tensors = [x.clone() for x in given]
     owed = residuals or [None] * ranks
     buffers = [[Buffers(x, x, r)] for x, r in zip(tensors, owed, strict=True)]
-    world = World(ranks=ranks, seed=seed, delay=0.3)
+    world = Simulation(ranks=ranks, seed=seed, delay=0.3)
     hosts = (1, ranks - 1)
     if codec(spec).needs_agreement:
         plans = [
@@ -54,7 +54,7 @@ def reduced(
         schedule = algorithms.build(algorithm, "all_reduce", ranks, hosts=levels)
         shape = OpSpec("all_reduce", op, (TensorSpec(numel, torch.float32, codec(spec)),), algorithm)
         calls = [[Operation(shape=shape, schedule=schedule, buffers=part, seed=seed)] for part in buffers]
-        outcomes = run(world, calls)
+        outcomes = run_simulated(world, calls)
     assert {outcome.status for outcome in outcomes} == {"done"}
     for x in tensors[1:]:
         assert torch.equal(x.view(torch.int32), tensors[0].view(torch.int32))
@@ -162,6 +162,6 @@ def test_reduce_scatter_conserves_mass(spec: str, algorithm: str) -> None:
         for rank in range(ranks)
     ]
     buffers = [[Buffers(x, out, r)] for x, out, r in zip(given, outputs, residuals, strict=True)]
-    reduce_all(World(ranks=ranks, seed=4), plans, buffers)
+    reduce_all(Simulation(ranks=ranks, seed=4), plans, buffers)
     paid = torch.cat(outputs).double() + torch.stack(residuals).double().sum(0)
     assert torch.allclose(paid, owed, rtol=0, atol=1e-4)

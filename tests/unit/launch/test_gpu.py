@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from dtcomm.codecs import codec
-from dtcomm.measure import gpu_info
-from dtcomm.measure.device_clock import HostClock
-from dtcomm.measure.kernel_workloads import KernelWorkloads, buffer_sets_for
-from dtcomm.measure.memory_floor import TimedCopy, minimum_bytes_moved
+from dtcomm.measure import device as device_info
+from dtcomm.measure.device import HostClock
+from dtcomm.measure.memory_floor import KernelWorkloads, TimedCopy, buffer_sets_for, minimum_bytes_moved
 
 SAID = """\
 GPU-1111, 580.82.07, 345, 2619, 1980, 3201, 700.00
@@ -18,7 +17,7 @@ GPU-2222, 580.82.07, 1980, 3201, 1980, 3201, [N/A]
 
 
 def test_nvidia_smi_is_read_by_the_device_s_id() -> None:
-    assert gpu_info.parse_nvidia_smi(SAID, "2222") == {
+    assert device_info.parse_nvidia_smi(SAID, "2222") == {
         "driver": "580.82.07",
         "sm_clock_mhz": 1980.0,
         "memory_clock_mhz": 3201.0,
@@ -27,11 +26,11 @@ def test_nvidia_smi_is_read_by_the_device_s_id() -> None:
         "power_limit_w": None,
     }
     for text, uuid in ((SAID, "3333"), ("", "1111"), ("no devices were found", "1111"), (SAID, "")):
-        assert set(gpu_info.parse_nvidia_smi(text, uuid).values()) == {None}
+        assert set(device_info.parse_nvidia_smi(text, uuid).values()) == {None}
 
 
 def test_versions_name_what_was_measured() -> None:
-    said = gpu_info.versions()
+    said = device_info.versions()
     assert said["torch"] == torch.__version__ and said["dtcomm"] and said["python"]
     assert said["cuda"] == torch.version.cuda
 

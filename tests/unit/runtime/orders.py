@@ -10,7 +10,7 @@ import torch
 
 from dtcomm.codecs import codec
 from dtcomm.codecs.spec import CODECS as REGISTRY
-from dtcomm.measure.simulated_world import Operation, Outcome, World
+from dtcomm.measure.virtual_ranks import Operation, SimulatedOutcome, Simulation
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule.ir import ROOTED
 from tests.unit.algorithms.every_algorithm import NAMES, build
@@ -90,7 +90,12 @@ def make(
         # Of the ranks whose tensors are pulled some have theirs in shared memory.
         shared = place == "shared" or (place == "pulled" and rng.random() < 0.3)
         operation = Operation(
-            shape=shape, schedule=schedule, buffers=buffers, seed=7, shared=shared, pulled=place == "pulled"
+            shape=shape,
+            schedule=schedule,
+            buffers=buffers,
+            seed=7,
+            shared=shared,
+            single_copy=place == "pulled",
         )
         case.operations.append(operation)
     return case
@@ -126,7 +131,7 @@ def together(cases: list[Case]) -> list[list[Operation]]:
     return [[case.operations[rank] for case in cases] for rank in range(len(cases[0].operations))]
 
 
-def finished(outcomes: list[Outcome], world: World) -> None:
+def finished(outcomes: list[SimulatedOutcome], world: Simulation) -> None:
     assert {outcome.status for outcome in outcomes} == {"done"}, (world, outcomes)
 
 
@@ -134,7 +139,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def worlds(count: int, salt: int) -> Iterator[tuple[World, random.Random]]:
+def worlds(count: int, salt: int) -> Iterator[tuple[Simulation, random.Random]]:
     for seed in range(count):
         rng = random.Random(salt * 100003 + seed)
-        yield World(ranks=rng.randint(2, 5), seed=seed, delay=rng.choice([0.0, 0.3, 0.7, 0.95])), rng
+        yield Simulation(ranks=rng.randint(2, 5), seed=seed, delay=rng.choice([0.0, 0.3, 0.7, 0.95])), rng

@@ -6,8 +6,7 @@ import torch
 from dtcomm import _C, algorithms
 from dtcomm.codecs import codec
 from dtcomm.errors import PeerLost
-from dtcomm.measure.simulated_world import Operation, World, run
-from dtcomm.measure.virtual_ranks import VirtualRanks
+from dtcomm.measure.virtual_ranks import Operation, Simulation, VirtualRanks, run_simulated
 from dtcomm.runtime.cuda_peer.launch import COLLECTIVES, why_not
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from tests.unit.kernels.inputs import floats
@@ -38,7 +37,7 @@ def tensors(collective: str, ranks: int, numel: int, dtype: torch.dtype, feedbac
 def by_the_engine(shape: OpSpec, ranks: int, given: list[Buffers]) -> None:
     schedule = algorithms.build(shape.algorithm, shape.collective, ranks)
     operations = [[Operation(shape=shape, schedule=schedule, buffers=[each])] for each in given]
-    assert {each.status for each in run(World(ranks=ranks, seed=1), operations)} == {"done"}
+    assert {each.status for each in run_simulated(Simulation(ranks=ranks, seed=1), operations)} == {"done"}
 
 
 def same(ours: list[Buffers], theirs: list[Buffers]) -> None:

@@ -20,8 +20,7 @@ from dtcomm.collectives import (
 )
 from dtcomm.collectives import run as run_schedule
 from dtcomm.kernels.epilogue import epilogue_task
-from dtcomm.measure.simulated_world import Operation, World, run
-from dtcomm.measure.virtual_ranks import VirtualRanks
+from dtcomm.measure.virtual_ranks import Operation, Simulation, VirtualRanks, run_simulated
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.cuda_peer.launch import ALGORITHMS, FusedEpilogue, NoFusedKernel
 from dtcomm.runtime.cuda_peer.runtime import PeerRuntime
@@ -76,7 +75,7 @@ def by_the_engine(
         [Operation(shape=shape, schedule=schedule, buffers=[Buffers(x, x)], hooks=given.task(rank, parts))]
         for rank, x in enumerate(given.sums)
     ]
-    assert {each.status for each in run(World(ranks=ranks, seed=1), operations)} == {"done"}
+    assert {each.status for each in run_simulated(Simulation(ranks=ranks, seed=1), operations)} == {"done"}
 
 
 def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:

@@ -9,8 +9,7 @@ import torch
 
 from dtcomm.codecs import codec
 from dtcomm.errors import PeerLost
-from dtcomm.measure.simulated_world import Operation, World, run
-from dtcomm.measure.virtual_ranks import VirtualRanks
+from dtcomm.measure.virtual_ranks import Operation, Simulation, VirtualRanks, run_simulated
 from dtcomm.runtime.cuda_peer.launch import NoFusedKernel, why_not
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule, Transfer, verify
@@ -24,8 +23,8 @@ def beside_the_engine(virtual: VirtualRanks, ours: Case, theirs: Case) -> None:
     """Runs the first by the kernels and the second, which is its copy, by the engine."""
     plan = virtual.fused.prepare(ours.shape, ours.operations[0].schedule)
     virtual.fused.launch(plan, [operation.buffers for operation in ours.operations])
-    world = World(ranks=virtual.ranks, seed=1)
-    outcomes = run(world, together([theirs]))
+    world = Simulation(ranks=virtual.ranks, seed=1)
+    outcomes = run_simulated(world, together([theirs]))
     finished(outcomes, world)
     assert plan.sent_bytes == outcomes[0].wire_bytes
     for mine, other in zip(ours.operations, theirs.operations, strict=True):
@@ -113,7 +112,9 @@ def test_unequal_splits_of_a_program() -> None:
         )
         virtual.fused.launch(virtual.fused.prepare(shape, schedule), [[each] for each in ours])
         operations = [[Operation(shape=shape, schedule=schedule, buffers=[each])] for each in theirs]
-        assert {each.status for each in run(World(ranks=ranks, seed=1), operations)} == {"done"}
+        assert {each.status for each in run_simulated(Simulation(ranks=ranks, seed=1), operations)} == {
+            "done"
+        }
         same(ours, theirs)
         virtual.check()
 
@@ -146,9 +147,9 @@ def test_a_step_of_more_tasks_than_a_launch_takes(chunks: int) -> None:
         for _ in range(2)
     )
     virtual.fused.launch(virtual.fused.prepare(shape, schedule), [[each] for each in ours])
-    world = World(ranks=ranks, seed=1, slot_bytes=2**20)
+    world = Simulation(ranks=ranks, seed=1, slot_bytes=2**20)
     operations = [[Operation(shape=shape, schedule=schedule, buffers=[each])] for each in theirs]
-    assert {each.status for each in run(world, operations)} == {"done"}
+    assert {each.status for each in run_simulated(world, operations)} == {"done"}
     same(ours, theirs)
     virtual.check()
 

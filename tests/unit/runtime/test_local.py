@@ -7,7 +7,7 @@ import torch
 
 from dtcomm import algorithms
 from dtcomm.codecs import codec
-from dtcomm.measure.simulated_world import Operation, World, run
+from dtcomm.measure.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule.ir import CUT_AT_GRANULES
 from tests.unit.runtime.orders import CASES, CODECS, bits, exact, finished, make, together, worlds
@@ -23,7 +23,7 @@ def test_exact_in_every_order(collective: str, algorithm: str) -> None:
             specs = [rng.choice(["none", "fp16", "bf16"]) for _ in numels]
             place = rng.choice(["slots", "shared", "pulled"])
             cases.append(make(rng, world.ranks, collective, algorithm, specs, numels, place=place))
-        outcomes = run(world, together(cases))
+        outcomes = run_simulated(world, together(cases))
         finished(outcomes, world)
         for case in cases:
             for rank in range(world.ranks):
@@ -55,9 +55,9 @@ def test_bits_do_not_depend_on_the_order(collective: str, algorithm: str, spec: 
         case = make(rng, world.ranks, collective, algorithm, [spec], [numel], feedback=True, integers=False)
         rng.setstate(state)
         calm = make(rng, world.ranks, collective, algorithm, [spec], [numel], feedback=True, integers=False)
-        finished(run(world, together([case])), world)
-        plain = World(ranks=world.ranks, seed=0, delay=0.0, piece_bytes=64 * 1024, slot_bytes=2**20)
-        finished(run(plain, together([calm])), plain)
+        finished(run_simulated(world, together([case])), world)
+        plain = Simulation(ranks=world.ranks, seed=0, delay=0.0, piece_bytes=64 * 1024, slot_bytes=2**20)
+        finished(run_simulated(plain, together([calm])), plain)
         for rank in range(world.ranks):
             mine, theirs = case.operations[rank].buffers[0], calm.operations[rank].buffers[0]
             if mine.output is not None and theirs.output is not None:
@@ -89,13 +89,13 @@ def test_unequal_splits() -> None:
                     schedule=schedule,
                     buffers=[Buffers(given[r], taken[r])],
                     seed=3,
-                    pulled=world.seed % 3 == 0,
+                    single_copy=world.seed % 3 == 0,
                 )
             ]
             * 2
             for r in range(n)
         ]
-        outcomes = run(world, calls)
+        outcomes = run_simulated(world, calls)
         finished(outcomes, world)
         for rank in range(n):
             rows = taken[rank].split([row[rank] for row in sizes])
@@ -122,7 +122,7 @@ def test_none_takes_other_dtypes(dtype: torch.dtype, op: str) -> None:
     for algorithm in algorithms.available("all_reduce"):
         for world, rng in worlds(6, salt=5):
             case = make(rng, world.ranks, "all_reduce", algorithm, ["none"], [2500], op=op, dtype=dtype)
-            finished(run(world, together([case])), world)
+            finished(run_simulated(world, together([case])), world)
             for rank in range(world.ranks):
                 assert torch.equal(torch.as_tensor(case.outputs[rank][0]), exact(case, rank, 0)), (
                     world,
@@ -138,7 +138,7 @@ def test_half_precision_sums_round_once_with_direct_algorithms(dtype: torch.dtyp
             case = make(
                 rng, world.ranks, "all_reduce", algorithm, ["none"], [2500], dtype=dtype, integers=False
             )
-            finished(run(world, together([case])), world)
+            finished(run_simulated(world, together([case])), world)
             total = case.inputs[0][0].float()
             for given in case.inputs[1:]:
                 total = total + given[0].float()
@@ -155,7 +155,7 @@ def test_a_seed_reproduces() -> None:
         results = []
         for _ in range(2):
             rng.setstate(state)
-            world = World(ranks=3, seed=world.seed, victim=1, death=9)
+            world = Simulation(ranks=3, seed=world.seed, crash_rank=1, crash_after=9)
             cases = [make(rng, 3, "all_reduce", "ring", ["int8"], [9000]) for _ in range(2)]
-            results.append(run(world, together(cases)))
+            results.append(run_simulated(world, together(cases)))
         assert results[0] == results[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dtcomm.measure.simulated_world import World, run
+from dtcomm.measure.virtual_ranks import Simulation, run_simulated
 from tests.unit.runtime.orders import CASES, bits, exact, finished, make, together, worlds
 
 
@@ -17,11 +17,15 @@ def test_a_death_is_seen_and_nobody_hangs(collective: str, algorithm: str) -> No
     seen = set()
     for world, rng in worlds(60, salt=7):
         victim = rng.randrange(world.ranks)
-        world = World(
-            ranks=world.ranks, seed=world.seed, delay=world.delay, victim=victim, death=rng.randrange(40)
+        world = Simulation(
+            ranks=world.ranks,
+            seed=world.seed,
+            delay=world.delay,
+            crash_rank=victim,
+            crash_after=rng.randrange(40),
         )
         cases = [make(rng, world.ranks, collective, algorithm, ["int8"], [6000]) for _ in range(3)]
-        outcomes = run(world, together(cases))
+        outcomes = run_simulated(world, together(cases))
         for rank, outcome in enumerate(outcomes):
             seen.add(outcome.status)
             if rank != victim:
@@ -38,9 +42,11 @@ def test_a_flipped_bit_stays_where_it_fell() -> None:
     where they read the same payload."""
     changed = 0
     for world, rng in worlds(200, salt=8):
-        world = World(ranks=world.ranks, seed=world.seed, delay=world.delay, flip=rng.randrange(12))
+        world = Simulation(
+            ranks=world.ranks, seed=world.seed, delay=world.delay, corrupt_payload=rng.randrange(12)
+        )
         case = make(rng, world.ranks, "all_reduce", "two_shot", ["int8"], [5000])
-        finished(run(world, together([case])), world)
+        finished(run_simulated(world, together([case])), world)
         outputs = [torch.as_tensor(case.outputs[rank][0]) for rank in range(world.ranks)]
         wrong = [not torch.equal(bits(output), bits(outputs[0])) for output in outputs]
         truth = exact(case, 0, 0)
@@ -72,7 +78,7 @@ def test_disagreeing_ranks_find_out(what: str) -> None:
         odd = rng.randrange(world.ranks)
         operations = together(usual)
         operations[odd][1] = other.operations[odd]
-        outcomes = run(world, operations)
+        outcomes = run_simulated(world, operations)
         fates = {outcome.status for outcome in outcomes}
         assert fates <= {"mismatch", "done"} and "mismatch" in fates, (world, outcomes)
         assert all(outcome.finished >= 1 for outcome in outcomes), (world, outcomes)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dtcomm import algorithms
-from dtcomm.measure.simulated_world import run
+from dtcomm.measure.virtual_ranks import run_simulated
 from tests.unit.runtime.orders import CODECS, finished, make, together, worlds
 
 
@@ -27,7 +27,7 @@ def test_feedback_conserves_mass(algorithm: str, op: str, spec: str) -> None:
                 part = operation.buffers[0]
                 part.input.copy_(torch.randn(3000))
                 owed += part.input.double() + part.residual.double()
-            finished(run(world, together([case])), world)
+            finished(run_simulated(world, together([case])), world)
             result = torch.as_tensor(case.operations[0].buffers[0].input).double()
             paid = result * (world.ranks if op == "avg" else 1)
             for operation in case.operations:
@@ -46,7 +46,7 @@ def test_reduce_scatter_feedback_conserves_mass() -> None:
             for operation in case.operations:
                 part = operation.buffers[0]
                 total += part.input.double() + part.residual.double()
-            finished(run(world, together([case])), world)
+            finished(run_simulated(world, together([case])), world)
             paid = torch.cat([torch.as_tensor(case.outputs[rank][0]) for rank in range(world.ranks)]).double()
             for operation in case.operations:
                 residual = operation.buffers[0].residual
@@ -66,7 +66,7 @@ def test_reduce_feedback_conserves_mass(algorithm: str, op: str) -> None:
         for rank, operation in enumerate(case.operations):
             residual = operation.buffers[0].residual
             owed += case.inputs[rank][0].double() + residual.double()
-        finished(run(world, together([case])), world)
+        finished(run_simulated(world, together([case])), world)
         root = case.shape.root
         paid = torch.as_tensor(case.outputs[root][0]).double() * (world.ranks if op == "avg" else 1)
         for operation in case.operations:
@@ -84,7 +84,7 @@ def test_copies_feedback_conserves_mass(collective: str) -> None:
             case = make(rng, n, collective, algorithm, ["int8"], [1500], feedback=True, integers=False)
             before = [[part.residual for part in operation.buffers] for operation in case.operations]
             kept = [None if part[0] is None else part[0].clone() for part in before]
-            finished(run(world, together([case])), world)
+            finished(run_simulated(world, together([case])), world)
             root = case.shape.root
             outputs = [part[0] for part in case.outputs]
             for rank in range(n):

@@ -114,8 +114,8 @@ class Nccl(TorchDistributed):
         def run() -> Any:
             if ranks == 1:
                 call.output.copy_(call.input)
-                return CompositeWork([]) if asynchronous else None
-            work = CompositeWork(dist.batch_isend_irecv(messages))
+                return JoinedWorks([]) if asynchronous else None
+            work = JoinedWorks(dist.batch_isend_irecv(messages))
             if asynchronous:
                 return work
             work.wait()
@@ -207,7 +207,7 @@ class SymmetricTwoShot(_Symmetric):
 
 def _done(result: Any, asynchronous: bool) -> Any:
     """Return a handle for work queued on the current stream, which needs no wait."""
-    return CompositeWork([]) if asynchronous else None
+    return JoinedWorks([]) if asynchronous else None
 
 
 def why_no_nccl(shared_gpu: str) -> str:
@@ -249,8 +249,8 @@ def bind_ring_exchange(
     def run() -> Any:
         if ranks == 1:
             output.copy_(input)
-            return CompositeWork([]) if asynchronous else None
-        work = CompositeWork([send((rank + 1) % ranks), receive((rank - 1) % ranks)])
+            return JoinedWorks([]) if asynchronous else None
+        work = JoinedWorks([send((rank + 1) % ranks), receive((rank - 1) % ranks)])
         if asynchronous:
             return work
         work.wait()
@@ -259,7 +259,7 @@ def bind_ring_exchange(
     return run
 
 
-class CompositeWork:
+class JoinedWorks:
     """Several work handles as one."""
 
     def __init__(self, works: list[Any]) -> None:
