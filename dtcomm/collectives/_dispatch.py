@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +22,12 @@ from dtcomm.collectives._multi_stage import (
     ReproducibleSum,
     SharedRandKSum,
     SplitPlan,
+    Stage,
 )
 from dtcomm.device.streams import record_streams
 from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, TensorSpec
+from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, Plan, TensorSpec
 from dtcomm.schedule import Schedule
 from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
 from dtcomm.work import ChainedWork, CompositeWork, Work
@@ -55,7 +56,7 @@ Algorithm = str | CustomSchedule
 
 def make_plan(
     communicator: Communicator,
-    key: Any,
+    key: Hashable,
     collective: str,
     op: Any,
     numels: Sequence[int],
@@ -66,7 +67,7 @@ def make_plan(
     splits: tuple[int, ...] = (),
     checksum: bool | None = None,
     audit: bool = False,
-) -> Any:
+) -> Plan:
     """Check the arguments that do not depend on memory, choose the algorithm, and store the plan under ``key``.
 
     The other arguments are the fields of `OpSpec` and `TensorSpec`; ``checksum`` None means the value of
@@ -91,9 +92,10 @@ def make_plan(
     prepare = functools.partial(_prepare, communicator, custom)
     # The list, and not a generator: every part is checked.
     needs_agreement = [_needs_agreement(part) for part in parts] if collective in REDUCING else []
-    plan: Any
+    plan: Plan
     if any(needs_agreement) and communicator.size > 1:
-        plan = _multi_stage_plan(prepare, request, communicator.rank, communicator.size, audit)
+        stages = _multi_stage_plan(prepare, request, communicator.rank, communicator.size, audit)
+        plan = StagesOfCommunicator(communicator, stages)
     else:
         plan = prepare(request)
     if len(communicator.plans) > MAX_PLANS:
@@ -104,7 +106,7 @@ def make_plan(
 
 def start(
     communicator: Communicator,
-    plan: Any,
+    plan: Plan,
     buffers: Sequence[Buffers],
     outputs: Sequence[torch.Tensor],
     seed: int | None,
@@ -113,45 +115,61 @@ def start(
 ) -> Work | None:
     """Run the plan on these tensors, or queue it if ``async_op``; ``epilogue`` is applied to the result."""
     key = communicator.next_seed(seed)
-    runtime = communicator.runtime
-    if isinstance(plan, MultiStagePlan):
-        work = _start_stages(communicator, plan, buffers, outputs, key, async_op)
-        if epilogue is not None and work is not None:
-            return ChainedWork(work, epilogue, outputs)
-        if epilogue is not None:
-            epilogue()
-        return work
     hooks = None if epilogue is None else OpHooks(after=(epilogue,))
     if async_op:
-        return runtime.submit(plan, buffers, outputs, key, hooks)
-    runtime.run(plan, buffers, key, hooks)
+        return plan.submit(buffers, outputs, key, hooks)
+    plan.run(buffers, key, hooks)
     return None
 
 
-def _start_stages(
-    communicator: Communicator,
-    plan: MultiStagePlan,
-    buffers: Sequence[Buffers],
-    outputs: Sequence[torch.Tensor],
-    key: int,
-    async_op: bool,
-) -> Work | None:
-    runtime = communicator.runtime
-    stages, check = plan.stages(buffers, key, communicator.scratch)
-    if async_op:
-        works = [runtime.submit(stage.plan, stage.buffers, outputs, key, stage.hooks) for stage in stages]
-        work = CompositeWork(works, outputs)
-        return work if check is None else ChainedWork(work, check, outputs)
-    for stage in stages:
-        for tensors in stage.hooks.tensors() if communicator.device is not None else ():
-            record_streams(*tensors)  # the scratch memory may belong to another stream
-        runtime.run(stage.plan, stage.buffers, key, stage.hooks)
-    if check is not None:
-        check()
-    return None
+class StagesOfCommunicator:
+    """The plan of a multi-stage operation, whose stages use the communicator's scratch memory.
+
+    Its hooks are those of `start`, which run after the operation.
+    """
+
+    def __init__(self, communicator: Communicator, plan: MultiStagePlan) -> None:
+        self._communicator = communicator
+        self._plan = plan
+
+    def run(self, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None) -> int:
+        """Run all stages, the check of the result and the hooks; returns the bytes that the stages sent."""
+        stages, tasks = self._begin(buffers, seed, hooks)
+        sent = 0
+        for stage in stages:
+            if self._communicator.device is not None:  # the scratch memory may belong to another stream
+                for tensors in stage.hooks.tensors():
+                    record_streams(*tensors)
+            sent += stage.plan.run(stage.buffers, seed, stage.hooks)
+        for task in tasks:
+            task()
+        return sent
+
+    def submit(
+        self,
+        buffers: Sequence[Buffers],
+        outputs: Sequence[torch.Tensor],
+        seed: int,
+        hooks: OpHooks | None = None,
+    ) -> Work:
+        """Queue all stages. The check and the hooks run once, before anyone sees the result."""
+        stages, tasks = self._begin(buffers, seed, hooks)
+        works = [stage.plan.submit(stage.buffers, outputs, seed, stage.hooks) for stage in stages]
+        work: Work = CompositeWork(works, outputs)
+        for task in tasks:
+            work = ChainedWork(work, task, outputs)
+        return work
+
+    def _begin(
+        self, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None
+    ) -> tuple[list[Stage], list[Callable[[], None]]]:
+        """Return the stages of a call and what follows them."""
+        stages, check = self._plan.stages(buffers, seed, self._communicator.scratch)
+        assert hooks is None or not hooks.before
+        return stages, [*([] if check is None else [check]), *(() if hooks is None else hooks.after)]
 
 
-def _prepare(communicator: Communicator, custom: CustomSchedule | None, request: OpSpec) -> Any:
+def _prepare(communicator: Communicator, custom: CustomSchedule | None, request: OpSpec) -> Plan:
     """Choose the algorithm of one operation and return the runtime's plan of it.
 
     ``request.algorithm`` is what the caller asked for: a name, "auto" or "direct", or the name of ``custom``.

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from dtcomm.codecs import Exact, RandK, Uncompressed
 from dtcomm.errors import PayloadCorrupt
 from dtcomm.kernels import local_tasks
-from dtcomm.runtime.types import Buffers, OpHooks, OpSpec, TensorSpec
+from dtcomm.runtime.types import Buffers, OpHooks, OpSpec, Plan, TensorSpec
 
 ALIGNMENT = 64
 NONE = Uncompressed()
@@ -27,14 +27,14 @@ NONE = Uncompressed()
 DIRECT = "direct"
 ScratchSize = tuple[int, torch.dtype]  # elements and their type
 Scratch = Callable[[int], torch.Tensor]  # returns at least that many bytes
-PrepareStage = Callable[[OpSpec], Any]  # returns the runtime's plan of a stage
+PrepareStage = Callable[[OpSpec], Plan]  # returns the runtime's plan of a stage
 Check = Callable[[], None]
 
 
 class Stage(NamedTuple):
     """One operation of a call."""
 
-    plan: Any
+    plan: Plan
     buffers: Sequence[Buffers]
     hooks: OpHooks
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, overload
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -23,11 +23,19 @@ from dtcomm.collectives.gather_ops import all_gather
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import get_communicator_for
-from dtcomm.runtime.types import Buffers
+from dtcomm.runtime.types import Buffers, OpHooks
 from dtcomm.work import Work
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+class PlanOfSplits(NamedTuple):
+    """A plan with the splits that it was made for. They may change with every call, so only the last plan is kept."""
+
+    splits: tuple[int, ...]
+    run: Callable[[Sequence[Buffers], int, OpHooks | None], int]
+    submit: Callable[[Sequence[Buffers], Sequence[Tensor], int, OpHooks | None], Work]
 
 
 @overload
@@ -130,9 +138,9 @@ def all_to_all(
         splits = _exchange_splits(communicator, sent, received, group)
         numel = max(splits)
     key = ("all_to_all", numel, input.dtype, codec, algorithm, checksum)
-    planned_splits, plan = communicator.plans.get(key, (None, None))
-    if planned_splits != splits:  # one plan per key: splits may change with every call
-        plan = make_plan(
+    plan = communicator.plans.get(key)
+    if not isinstance(plan, PlanOfSplits) or plan.splits != splits:
+        prepared = make_plan(
             communicator,
             key,
             "all_to_all",
@@ -144,7 +152,7 @@ def all_to_all(
             splits=splits,
             checksum=checksum,
         )
-        communicator.plans[key] = (splits, plan)
+        plan = communicator.plans[key] = PlanOfSplits(splits, prepared.run, prepared.submit)
     return start(communicator, plan, [Buffers(input, output, residual)], [output], seed, async_op)
 
 

@@ -23,7 +23,7 @@ from dtcomm.collectives._arguments import (
 from dtcomm.collectives._dispatch import make_plan, start
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import get_communicator_for
-from dtcomm.runtime.types import Buffers
+from dtcomm.runtime.types import Buffers, Plan
 from dtcomm.work import CompositeWork, Work
 
 if TYPE_CHECKING:
@@ -337,7 +337,7 @@ class _CoalescedCall(NamedTuple):
             return started[0]
         return CompositeWork(started, [segment.output for segment in segments])
 
-    def _plan(self, bucket: Sequence[_Segment]) -> Any:
+    def _plan(self, bucket: Sequence[_Segment]) -> Plan:
         numels = tuple(segment.numel for segment in bucket)
         dtypes = tuple(segment.dtype for segment in bucket)
         specs = tuple(segment.spec for segment in bucket)

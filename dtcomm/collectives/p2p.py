@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from torch import Tensor
 
@@ -211,7 +211,7 @@ def _start_message(
     tensor = outputs[0]
     root = communicator.rank if sends else 1 - communicator.rank
     key = (tensor.numel(), tensor.dtype, codec, checksum)
-    plan: Any = communicator.plans.get(key)
+    plan = communicator.plans.get(key)
     if plan is None:
         plan = make_plan(
             communicator,

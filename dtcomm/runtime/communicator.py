@@ -20,7 +20,7 @@ from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
 from dtcomm.runtime.flight_recorder import FlightEntry, PeerSnapshot
 from dtcomm.runtime.process_groups import position
-from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec, Runtime
+from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec, Plan, Runtime
 from dtcomm.schedule import Schedule
 from dtcomm.work import DoneWork
 
@@ -68,8 +68,8 @@ class Communicator:
         self.names = [f"rank {rank}" for rank in self.ranks]
         self.checksum = env.get("DTCOMM_CHECKSUM") == "1"
         self.calls = 0
-        self.plans: dict[Hashable, Any] = {}
-        self.runtime: Runtime[Any] = SingleRankRuntime()
+        self.plans: dict[Hashable, Plan] = {}
+        self.runtime: Runtime = SingleRankRuntime()
         self.runtime_reason = "one rank: nothing to move"
         self.groups: tuple[tuple[int, ...], ...] = ((0,),)
         self.tuning_table = ""
@@ -156,11 +156,11 @@ class SingleRankRuntime:
     name = "none"
     failure = ""
 
-    def prepare(self, spec: OpSpec, schedule: Schedule) -> OpSpec:
-        """The operation itself is the plan."""
-        return spec
+    def prepare(self, spec: OpSpec, schedule: Schedule) -> SingleRankRuntime:
+        """The runtime itself: copies need no plan."""
+        return self
 
-    def run(self, plan: OpSpec, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None) -> int:
+    def run(self, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None) -> int:
         """Copy every input that is not already its output; returns 0, the bytes sent."""
         hooks = hooks or NO_HOOKS
         for task in hooks.before:
@@ -174,14 +174,13 @@ class SingleRankRuntime:
 
     def submit(
         self,
-        plan: OpSpec,
         buffers: Sequence[Buffers],
         outputs: Sequence[torch.Tensor],
         seed: int,
         hooks: OpHooks | None = None,
     ) -> DoneWork:
         """As ``run``: there is nothing to wait for."""
-        self.run(plan, buffers, seed, hooks)
+        self.run(buffers, seed, hooks)
         return DoneWork(outputs)
 
     def set_timeout(self, seconds: float) -> None:

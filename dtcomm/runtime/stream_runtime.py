@@ -5,21 +5,56 @@
 
 from __future__ import annotations
 
+import abc
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
 
 from dtcomm.device.streams import StreamOrder, Streams, record_buffers
 from dtcomm.errors import DtcommError
 from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.flight_recorder import CAPACITY, FlightEntry, PeerSnapshot, Recorder
-from dtcomm.runtime.types import Buffers, OpHooks, Plan
+from dtcomm.runtime.types import Buffers, OpHooks, OpSpec
+from dtcomm.schedule import Schedule
+from dtcomm.work import Work
 
 
-class StreamRuntime:
+class RecordedPlan(Protocol):
+    """A plan, as far as the flight recorder and reports read it."""
+
+    @property
+    def text(self) -> str:
+        """The operation as error messages show it."""
+
+    @property
+    def spec(self) -> OpSpec:
+        """The operation that the plan was made for."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends in one call."""
+
+
+PlanT = TypeVar("PlanT")
+
+
+@dataclass(frozen=True)
+class BoundPlan(Generic[PlanT]):
+    """A plan and the two functions of its runtime that execute it."""
+
+    plan: PlanT
+    run: Callable[[Sequence[Buffers], int, OpHooks | None], int]
+    submit: Callable[[Sequence[Buffers], Sequence[torch.Tensor], int, OpHooks | None], Work]
+
+
+class StreamRuntime(abc.ABC, Generic[PlanT]):
     """Executes the operations of one communicator on ``streams``, in issue order."""
 
     def __init__(self, streams: Streams) -> None:
@@ -32,6 +67,30 @@ class StreamRuntime:
         self._queued: deque[tuple[FlightEntry, Any]] = deque(maxlen=CAPACITY)
         self._pid = os.getpid()
         self._lock = threading.RLock()  # operations run in issue order
+
+    def prepare(self, spec: OpSpec, schedule: Schedule) -> BoundPlan[PlanT]:
+        """A plan for calls of this operation. Raises what ``make_plan`` raises."""
+        plan = self.make_plan(spec, schedule)
+        return BoundPlan(plan, partial(self.run, plan), partial(self.submit, plan))
+
+    @abc.abstractmethod
+    def make_plan(self, spec: OpSpec, schedule: Schedule) -> PlanT:
+        """The plan of an operation, which ``run`` and ``submit`` take."""
+
+    @abc.abstractmethod
+    def run(self, plan: PlanT, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None) -> int:
+        """Run the operation of ``plan``; returns the bytes sent."""
+
+    @abc.abstractmethod
+    def submit(
+        self,
+        plan: PlanT,
+        buffers: Sequence[Buffers],
+        outputs: Sequence[torch.Tensor],
+        seed: int,
+        hooks: OpHooks | None = None,
+    ) -> Work:
+        """Queue the operation of ``plan`` behind earlier ones; returns its handle."""
 
     @property
     def failure(self) -> str:
@@ -58,7 +117,9 @@ class StreamRuntime:
             record_buffers(streams, [*buffers, *hooks.tensors()])
             return queue()
 
-    def _execute(self, plan: Plan, operation: Callable[[], None], entry: FlightEntry | None = None) -> Any:
+    def _execute(
+        self, plan: RecordedPlan, operation: Callable[[], None], entry: FlightEntry | None = None
+    ) -> Any:
         """Call ``operation``, which queues work on the current stream; returns the event behind that work.
 
         ``entry`` is the operation's flight record if it was issued earlier. After an error this and all later calls

@@ -1,14 +1,14 @@
 """Types shared by all runtimes: what an operation is, the tensors it works on, and the interface of a runtime.
 
 ``dtcomm.collectives`` describes an operation as an :class:`OpSpec`, asks the communicator's :class:`Runtime` to
-``prepare`` a plan for it once, and then runs the plan on :class:`Buffers` as often as it is called.
+``prepare`` a :class:`Plan` for it once, and then runs the plan on :class:`Buffers` as often as it is called.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -211,45 +211,34 @@ class OpHooks(NamedTuple):
 
 NO_HOOKS = OpHooks()
 
-PlanT = TypeVar("PlanT")
-
 
 class Plan(Protocol):
-    """The plan of a runtime written in Python, as far as the flight recorder and reports read it."""
+    """An operation that a runtime has prepared: calling it needs only the tensors.
 
-    @property
-    def text(self) -> str:
-        """The operation as error messages show it."""
+    The arguments are positional, so that a plan may be a pair of functions (``stream_runtime.BoundPlan``).
+    """
 
-    @property
-    def spec(self) -> OpSpec:
-        """The operation that the plan was made for."""
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank sends in one call."""
-
-
-class Runtime(Protocol[PlanT]):
-    """The executor of one communicator's operations. Only the runtime that made a plan can run it."""
-
-    name: str
-
-    def prepare(self, spec: OpSpec, schedule: Schedule) -> PlanT:
-        """A plan for calls of this operation, to be kept and reused."""
-
-    def run(self, plan: PlanT, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None) -> int:
+    def run(self, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None, /) -> int:
         """Run to the end; returns the bytes that this rank sent."""
 
     def submit(
         self,
-        plan: PlanT,
         buffers: Sequence[Buffers],
         outputs: Sequence[torch.Tensor],
         seed: int,
-        hooks: OpHooks | None = None,
+        hooks: OpHooks | None,
+        /,
     ) -> Work:
-        """Queue the operation behind earlier ones; returns its handle, whose future holds ``outputs``."""
+        """Queue the operation behind earlier ones; returns its handle, whose future has ``outputs`` as its value."""
+
+
+class Runtime(Protocol):
+    """The executor of one communicator's operations."""
+
+    name: str
+
+    def prepare(self, spec: OpSpec, schedule: Schedule) -> Plan:
+        """A plan for calls of this operation, to be kept and reused."""
 
     def set_timeout(self, seconds: float) -> None:
         """Set how long later calls wait for the other ranks."""

@@ -61,7 +61,7 @@ class CpuBootstrap:
         self.groups: tuple[tuple[int, ...], ...] = ((0,),)
         self.tuning_table = ""
         self.reason = ""
-        self.runtime: Runtime[Any] | None = None
+        self.runtime: Runtime | None = None
         self._group = group
         self._store = group_store(group) if store is None else store
         self._timeout = group_timeout(group)
@@ -221,11 +221,11 @@ class CpuBootstrap:
             return f"the ranks are on {len(self.groups)} hosts: {transport}"
         return f"DTCOMM_TRANSPORT={env.get('DTCOMM_TRANSPORT')}"
 
-    def _group_runtime(self) -> Runtime[Any]:
+    def _group_runtime(self) -> Runtime:
         """The runtime over the group's own backend."""
         return self._message_runtime(self._private_group(), None)
 
-    def _message_runtime(self, group: Any, streams: Streams | None) -> Runtime[Any]:
+    def _message_runtime(self, group: Any, streams: Streams | None) -> Runtime:
         """A runtime over the point-to-point messages of a group; ``streams`` are those of the device, None: the CPU."""
         # Imported here: most processes use the engine and never need it.
         from dtcomm.runtime.torchdist.runtime import TorchDistRuntime

@@ -101,7 +101,7 @@ class CudaBootstrap(CpuBootstrap):
         else:
             self.reason += f"; no fused kernels: {failure}"
 
-    def _backend_runtime(self, streams: Streams, backend: str) -> Runtime[Any]:
+    def _backend_runtime(self, streams: Streams, backend: str) -> Runtime:
         """The runtime over the group's own backend."""
         if backend != "nccl":
             return self._message_runtime(self._private_backend("gloo"), streams)

@@ -22,7 +22,7 @@ from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.cuda_peer.launch import FusedEpilogue, FusedPlan, FusedRanks, NoFusedKernel
 from dtcomm.runtime.flight_recorder import FlightEntry
 from dtcomm.runtime.stream_runtime import StreamRuntime
-from dtcomm.runtime.types import NO_HOOKS, TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, Runtime
+from dtcomm.runtime.types import NO_HOOKS, TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, Plan, Runtime
 from dtcomm.schedule import Schedule
 from dtcomm.work import StreamWork, Work
 
@@ -30,11 +30,11 @@ from dtcomm.work import StreamWork, Work
 class FallbackPlan(NamedTuple):
     """The plan of a call that the group's own backend serves, and the reason."""
 
-    plan: Any
+    plan: Plan
     reason: str
 
 
-class PeerRuntime(StreamRuntime):
+class PeerRuntime(StreamRuntime[FusedPlan | FallbackPlan]):
     """Runs a rank's collectives with fused kernels, and all others with a fallback runtime.
 
     Args:
@@ -53,7 +53,7 @@ class PeerRuntime(StreamRuntime):
         self,
         fused: FusedRanks,
         streams: Streams,
-        fallback: Runtime[Any],
+        fallback: Runtime,
         names: Sequence[str],
         memory: str,
         buffers: Any = None,
@@ -71,16 +71,20 @@ class PeerRuntime(StreamRuntime):
         self._copied: Any = None  # the event behind the last copy of the word
         self._reasons: Counter[str] = Counter()
 
-    def prepare(self, shape: OpSpec, schedule: Schedule) -> FusedPlan | FallbackPlan:
-        """Plan calls of this shape. Raises ValueError where only fused kernels are allowed and there is none."""
+    def make_plan(self, spec: OpSpec, schedule: Schedule) -> FusedPlan | FallbackPlan:
+        """The fused kernels of the operation, or the plan of the fallback runtime.
+
+        Raises:
+            ValueError: There are no fused kernels, and only they are allowed.
+        """
         try:
-            return self._fused.prepare(shape, schedule)
+            return self._fused.prepare(spec, schedule)
         except NoFusedKernel as reason:
-            if shape.algorithm == TWO_SHOT_SYMMETRIC:  # no schedule expresses it
+            if spec.algorithm == TWO_SHOT_SYMMETRIC:  # no schedule expresses it
                 raise
             if self._forced:
                 raise ValueError(f"DTCOMM_RUNTIME=peer: {reason}") from None
-            return FallbackPlan(self._fallback.prepare(shape, schedule), str(reason))
+            return FallbackPlan(self._fallback.prepare(spec, schedule), str(reason))
 
     def run(
         self,
@@ -94,7 +98,7 @@ class PeerRuntime(StreamRuntime):
             if isinstance(plan, FallbackPlan):
                 self._require_usable()
                 self._reasons[plan.reason] += 1
-                return self._fallback.run(plan.plan, buffers, seed, hooks)
+                return plan.plan.run(buffers, seed, hooks)
             self._queue(plan, buffers, hooks or NO_HOOKS)
         return plan.sent_bytes
 
@@ -111,7 +115,7 @@ class PeerRuntime(StreamRuntime):
             if isinstance(plan, FallbackPlan):
                 self._require_usable()
                 self._reasons[plan.reason] += 1
-                return self._fallback.submit(plan.plan, buffers, outputs, seed, hooks)
+                return plan.plan.submit(buffers, outputs, seed, hooks)
             done = self._on_side_stream(
                 buffers, hooks or NO_HOOKS, lambda: self._queue(plan, buffers, hooks or NO_HOOKS)
             )

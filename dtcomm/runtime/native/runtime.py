@@ -121,7 +121,7 @@ class NativeRuntime:
             self.native, self.transport, self._link is not None, self._shares_cores
         )
 
-    def prepare(self, spec: OpSpec, schedule: Schedule) -> _C.NativePlan:
+    def prepare(self, spec: OpSpec, schedule: Schedule) -> NativeOperation:
         """A plan for calls of this operation."""
         shares_memory = self.transport == "memory"
         piece = copy_policy.piece_bytes(spec, self.ranks) * (self._slot_bytes // SLOT_BYTES)
@@ -129,7 +129,7 @@ class NativeRuntime:
             piece = copy_policy.socket_piece_bytes(spec, self.ranks)
         # Tensors that ranks read in each other's memory would not go over an emulated link.
         uses_zero_copy = shares_memory and self._link is None
-        return native_plan(
+        plan = native_plan(
             spec,
             schedule,
             self.rank,
@@ -139,40 +139,10 @@ class NativeRuntime:
             uses_zero_copy and copy_policy.can_use_zero_copy(spec, copy_policy.MIN_ZERO_COPY_BYTES),
             not self.single_copy and copy_policy.pays_single_copy(spec),
         )
+        return NativeOperation(self, plan)
 
-    def run(
-        self, plan: _C.NativePlan, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None
-    ) -> int:
-        """Run to the end; returns the bytes sent."""
-        try:
-            if hooks is not None:
-                return self.native.run_all(plan, [part.pointers() for part in buffers], seed, *hooks.native())
-            if len(buffers) == 1:
-                return self.native.run(plan, *buffers[0].pointers(), seed)
-            return self.native.run_all(plan, [part.pointers() for part in buffers], seed)
-        except DtcommError as error:
-            self._record_failure(error)
-            raise
-
-    def submit(
-        self,
-        plan: _C.NativePlan,
-        buffers: Sequence[Buffers],
-        outputs: Sequence[torch.Tensor],
-        seed: int,
-        hooks: OpHooks | None = None,
-    ) -> Work:
-        """Queue the operation behind earlier ones."""
-        native_hooks = () if hooks is None else hooks.native()
-        try:
-            native = self.native.submit(plan, [part.pointers() for part in buffers], seed, *native_hooks)
-        except DtcommError as error:
-            self._record_failure(error)
-            raise
-        return NativeWork(native, (buffers, hooks), outputs, self._record_failure)
-
-    def _record_failure(self, error: DtcommError) -> None:
-        # Once: the communicator raises the same error from then on.
+    def record_failure(self, error: DtcommError) -> None:
+        """Write the flight record once: the communicator raises the same error from then on."""
         if not self._recorded_failure:
             self._recorded_failure = True
             flight_recorder.failed(error)
@@ -218,6 +188,47 @@ class NativeRuntime:
             "operations": self.native.operations,
             "wire_bytes": self.native.wire_bytes,
         }
+
+
+class NativeOperation:
+    """An operation that the engine executes: its plan, and the runtime that made it."""
+
+    __slots__ = ("_native", "_plan", "_runtime")
+
+    def __init__(self, runtime: NativeRuntime, plan: _C.NativePlan) -> None:
+        self._runtime = runtime
+        self._native = runtime.native
+        self._plan = plan
+
+    def run(self, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None) -> int:
+        """Run to the end; returns the bytes sent."""
+        try:
+            if hooks is not None:
+                pointers = [part.pointers() for part in buffers]
+                return self._native.run_all(self._plan, pointers, seed, *hooks.native())
+            if len(buffers) == 1:
+                return self._native.run(self._plan, *buffers[0].pointers(), seed)
+            return self._native.run_all(self._plan, [part.pointers() for part in buffers], seed)
+        except DtcommError as error:
+            self._runtime.record_failure(error)
+            raise
+
+    def submit(
+        self,
+        buffers: Sequence[Buffers],
+        outputs: Sequence[torch.Tensor],
+        seed: int,
+        hooks: OpHooks | None = None,
+    ) -> Work:
+        """Queue the operation behind earlier ones."""
+        native_hooks = () if hooks is None else hooks.native()
+        record_failure = self._runtime.record_failure
+        try:
+            work = self._native.submit(self._plan, [part.pointers() for part in buffers], seed, *native_hooks)
+        except DtcommError as error:
+            record_failure(error)
+            raise
+        return NativeWork(work, (buffers, hooks), outputs, record_failure)
 
 
 def native_plan(

@@ -63,7 +63,7 @@ class QueuedOp:
     outcome: Future[Outcome] = field(default_factory=Future)
 
 
-class TorchDistRuntime(StreamRuntime):
+class TorchDistRuntime(StreamRuntime[RoundsPlan]):
     """Executes operations on tensors of ``streams.device`` over ``transport``.
 
     Args:
@@ -96,7 +96,7 @@ class TorchDistRuntime(StreamRuntime):
         self._queue: queue.SimpleQueue[QueuedOp | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def prepare(self, spec: OpSpec, schedule: Schedule) -> RoundsPlan:
+    def make_plan(self, spec: OpSpec, schedule: Schedule) -> RoundsPlan:
         """A plan for calls of this operation. ValueError if it needs what the transport does not do."""
         if self._transport.blocks_host:
             least = self._message_bytes or int(env.get("DTCOMM_PIECE_KIB")) * 1024

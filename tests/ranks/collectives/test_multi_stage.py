@@ -19,7 +19,7 @@ from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveMismatch, PayloadCorrupt
 from dtcomm.kernels import local_tasks, ops
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.runtime.communicator_cache import get_communicator
+from dtcomm.runtime.native.runtime import NativeOperation
 from tests.unit.collectives.call_by_name import require_alike
 from tests.unit.collectives.test_reproducible_sum import bits, contributions, true_sum
 
@@ -127,22 +127,21 @@ def flipped_in_shared_memory(rank: int, n: int, spec: str, async_op: bool) -> No
     numel = 9000
     given = contributions(n, numel, seed=4)
     tensor = given[rank].clone()
-    runtime = get_communicator(None).runtime
-    run, calls = runtime.run, []
+    run, calls = NativeOperation.run, []
 
-    def late(*arguments: Any) -> int:
+    def late(operation: NativeOperation, *arguments: Any) -> int:
         calls.append(arguments)
         if len(calls) == 2:  # the exponents are agreed on
             dist.barrier()
             time.sleep(0.1)  # until rank 0 has staged
             dist.barrier()
-        return run(*arguments)
+        return run(operation, *arguments)
 
     if rank == 1:
-        runtime.run = late  # type: ignore[method-assign]
+        NativeOperation.run = late  # type: ignore[method-assign,assignment]
         with pytest.raises(PayloadCorrupt, match="rank 1: audit of all_reduce with codec"):
             dtcomm.all_reduce(tensor, codec=spec, algorithm="one_shot", audit=True)
-        runtime.run = run  # type: ignore[method-assign]
+        NativeOperation.run = run  # type: ignore[method-assign]
     else:
         work = dtcomm.all_reduce(tensor, codec=spec, algorithm="one_shot", audit=True, async_op=True)
         dist.barrier()

@@ -222,7 +222,7 @@ def train(name: str, spec: str, residual: bool = True) -> Callable[..., None]:
             losses = [torch.zeros(5000) for _ in xs]
             streams.own(*xs, *losses)
         shape = OpSpec("all_reduce", "avg", (TensorSpec(5000, torch.float32, codec(spec)),), name)
-        plan = runtime.prepare(shape, algorithms.build(name, "all_reduce", ranks))
+        plan = runtime.make_plan(shape, algorithms.build(name, "all_reduce", ranks))
         works = []
         for x, loss in zip(xs[:2], losses):
             x.mul_(2.0)

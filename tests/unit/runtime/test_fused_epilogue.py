@@ -126,7 +126,7 @@ def peers(ranks: int, given: Given, algorithm: str, spec: str, way: str) -> list
         with not_recording():
             hooks = given.task(rank)
             streams.own(x, given.residuals[rank], given.normed[rank])
-        plan = runtime.prepare(shape, algorithms.build(algorithm, "all_reduce", ranks))
+        plan = runtime.make_plan(shape, algorithms.build(algorithm, "all_reduce", ranks))
         buffers = [Buffers(x, x)]
         if way == "run":
             runtime.run(plan, buffers, 1, hooks)
@@ -210,7 +210,7 @@ def test_no_schedule_replaces_the_symmetric_two_shot_sum() -> None:
             "all_reduce", "sum", (TensorSpec(9, torch.float32, codec("topk:ratio=0.1")),), TWO_SHOT_SYMMETRIC
         )
         with pytest.raises(NoFusedKernel, match="topk"):
-            runtime.prepare(shape, algorithms.build("two_shot", "all_reduce", 2))
+            runtime.make_plan(shape, algorithms.build("two_shot", "all_reduce", 2))
 
     JudgedPeers(2).run(work)
     assert TWO_SHOT_SYMMETRIC in ALGORITHMS and TWO_SHOT_SYMMETRIC not in algorithms.available("all_reduce")

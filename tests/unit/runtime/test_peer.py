@@ -103,7 +103,7 @@ def test_ranks_of_their_own_get_the_engine_s_bytes(algorithm: str) -> None:
 
     def work(rank: int, runtime: PeerRuntime, streams: RecordedStreams) -> None:
         streams.own(*given[rank], *losses[rank])
-        plan = runtime.prepare(shape, algorithms.build(algorithm, "all_reduce", ranks))
+        plan = runtime.make_plan(shape, algorithms.build(algorithm, "all_reduce", ranks))
         assert isinstance(plan, FusedPlan) and len(plan.launches) == 2
         buffers = [Buffers(x, x, loss) for x, loss in zip(given[rank], losses[rank])]
         runtime.run(plan, buffers, 1)
@@ -136,7 +136,7 @@ def test_what_has_no_kernel_goes_elsewhere_and_is_counted() -> None:
 
     def work(rank: int, runtime: PeerRuntime) -> None:
         shape = shape_of("ring", "fp8_e5m2", (100,))
-        plan = runtime.prepare(shape, algorithms.build("ring", "all_reduce", 3))
+        plan = runtime.make_plan(shape, algorithms.build("ring", "all_reduce", 3))
         assert isinstance(plan, FallbackPlan)
         for _ in range(2):
             runtime.run(plan, [Buffers(xs[rank], xs[rank])], 1)
@@ -152,7 +152,7 @@ def test_forced_kernels_are_used_or_refused() -> None:
     def work(rank: int, runtime: PeerRuntime) -> None:
         with pytest.raises(ValueError, match="DTCOMM_RUNTIME=peer: codec topk"):
             schedule = algorithms.build("ring", "all_reduce", 2)
-            runtime.prepare(shape_of("ring", "topk:ratio=0.1"), schedule)
+            runtime.make_plan(shape_of("ring", "topk:ratio=0.1"), schedule)
 
     everywhere(2, work, forced=True)
 
@@ -162,7 +162,7 @@ def test_a_rank_that_does_not_come_is_named_by_the_next_call(algorithm: str) -> 
     xs = [torch.ones(500) for _ in range(3)]
 
     def work(rank: int, runtime: PeerRuntime) -> None:
-        plan = runtime.prepare(
+        plan = runtime.make_plan(
             shape_of(algorithm, numels=(500,)), algorithms.build(algorithm, "all_reduce", 3)
         )
         runtime.run(plan, [Buffers(xs[rank], xs[rank])], 1)
