@@ -1,4 +1,4 @@
-"""Measure the effect of FSDP's recipes on training: a small GPT on Python's source, three seeds, beside uncompressed.
+"""Compare training under FSDP with every spec to uncompressed training: a small GPT on Python's source, three seeds.
 
 python -m bench.fsdp_convergence [--methods defaults qwZ …] [--seeds 3] [--steps N] [--fresh] [--quick] [--json FILE]
 
@@ -30,7 +30,7 @@ STEPS = 600
 
 
 def train(task: Task, method: Method, seed: int) -> dict[str, Any]:
-    """The metric, the loss curve, the bytes beside uncompressed, and the processor's seconds it took."""
+    """Train once; return the metric, the loss curve, the bytes relative to uncompressed, and the CPU seconds."""
     begin = time.process_time()
     torch.manual_seed(seed)
     model = task.model()
@@ -41,15 +41,15 @@ def train(task: Task, method: Method, seed: int) -> dict[str, Any]:
     optimizer = task.optimizer(list(exact.values()))
     curve: list[float] = []
     for step in range(task.steps):
-        told = shards.gather(exact)
+        gathered = shards.gather(exact)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                parameter.copy_(told[name])
+                parameter.copy_(gathered[name])
         gradients, total = [], 0.0
         for rank in range(RANKS):
             loss = task.loss(model, task.batch(seed, step, rank))
-            mine = torch.autograd.grad(loss, list(model.parameters()))
-            gradients.append(dict(zip(exact, mine, strict=True)))
+            rank_gradients = torch.autograd.grad(loss, list(model.parameters()))
+            gradients.append(dict(zip(exact, rank_gradients, strict=True)))
             total += float(loss.detach()) / RANKS
         for name, mean in shards.scatter(gradients).items():
             exact[name].grad = mean
@@ -59,21 +59,21 @@ def train(task: Task, method: Method, seed: int) -> dict[str, Any]:
         optimizer.step()
         curve.append(total)
     with torch.no_grad():
-        # As FSDP's forward would: what is gathered, and not what the optimiser has.
+        # FSDP's forward pass computes with the gathered parameters, not with the optimizer's exact ones.
         for name, value in shards.gather(exact).items():
             model.get_parameter(name).copy_(value)
     width = max(1, len(curve) // CURVE)
-    means = [sum(curve[at : at + width]) / len(curve[at : at + width]) for at in range(0, len(curve), width)]
+    windows = [curve[start : start + width] for start in range(0, len(curve), width)]
     return {
         "metric": round(task.evaluate(model), 5),
-        "curve": [round(mean, 4) for mean in means],
+        "curve": [round(sum(window) / len(window), 4) for window in windows],
         "sent": round(shards.wire_bytes / shards.plain_bytes, 5),
         "seconds": round(time.process_time() - begin, 2),
     }
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Runs, prints, writes the files; returns what it wrote."""
+    """Run the methods, print the table and write the files; return the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -92,8 +92,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     task = replace(TASKS["gpt"], steps=options.steps)
     runs: dict[str, Any] = {}
     if path.exists() and not options.fresh:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        runs = kept["runs"] if kept["steps"] == options.steps else {}
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        runs = saved["runs"] if saved["steps"] == options.steps else {}
     for seed in range(options.seeds):
         for name in options.methods:
             key = shards_page.key(name, seed)

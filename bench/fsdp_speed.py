@@ -35,7 +35,7 @@ from dtcomm.measure import netns
 SHAPE = ModelShape(vocabulary=97, context=16, layers=4, width=512, heads=8)
 MEMORY = "memory"
 FP32, BF16, ALONE = "gloo fp32", "gloo bf16", "alone"
-OURS: dict[str, dict[str, str]] = {
+SPECS: dict[str, dict[str, str]] = {
     "none": {"gradients": "none"},
     "bf16": {"gradients": "bf16", "parameters": "bf16"},
     "int8, fp8": {"gradients": "int8", "parameters": "fp8_e4m3"},
@@ -48,7 +48,7 @@ OURS: dict[str, dict[str, str]] = {
 # How many times the step rate of Gloo in fp32, and of Gloo in bf16.
 TARGETS: dict[str, dict[str, tuple[float, float]]] = {
     "1": {"int8, fp8": (3.0, 1.7), "int4": (4.5, 2.6)},
-    MEMORY: {"none": (1.3, 0.0), **{name: (1.0, 0.0) for name in OURS if name != "none"}},
+    MEMORY: {"none": (1.3, 0.0), **{name: (1.0, 0.0) for name in SPECS if name != "none"}},
 }
 
 
@@ -68,7 +68,7 @@ class ShardedRank:
         self.single = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("all", "self"))["self"]
 
     def build(self, name: str) -> str:
-        """Makes the model that ``name`` trains; what carries its bytes."""
+        """Make the model of the contestant ``name``; return the runtime that carries its bytes."""
         import dtcomm.fsdp
 
         torch.manual_seed(0)
@@ -83,12 +83,12 @@ class ShardedRank:
         blocks = list(model.blocks)
         for block, following in pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
-        state = dtcomm.fsdp.compress(model, **OURS[name]) if name in OURS else None  # type: ignore[arg-type]
+        state = dtcomm.fsdp.compress(model, **SPECS[name]) if name in SPECS else None  # type: ignore[arg-type]
         self.models[name] = model, torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True), state
         return "torch" if state is None else str(dtcomm.info()["runtime"])
 
     def step(self, name: str) -> float:
-        """Seconds of a training step."""
+        """Run a training step; return its seconds."""
         model, optimizer, _ = self.models[name]
         generator = torch.Generator().manual_seed(self.rank)
         symbols = torch.randint(SHAPE.vocabulary, (1, SHAPE.context + 1), generator=generator)
@@ -103,58 +103,63 @@ class ShardedRank:
         return time.perf_counter() - start
 
     def sent(self, name: str) -> tuple[int, int]:
-        """Bytes that this rank has sent so far by dtcomm's own count, and what plain FSDP sends."""
+        """Return the bytes that this rank has sent so far, as dtcomm counts them, and those that plain FSDP sends."""
         state = self.models[name][2]
         if state is None:
             return 0, 0
-        kinds = [traffic for kinds in state.report().modules.values() for traffic in kinds.values()]
-        return sum(each.wire_bytes for each in kinds), sum(each.plain_bytes for each in kinds)
+        traffic = _traffic(state)
+        return sum(t.wire_bytes for t in traffic), sum(t.plain_bytes for t in traffic)
 
-    def why(self, name: str) -> list[str]:
-        """What was not compressed, and why."""
+    def uncompressed(self, name: str) -> list[str]:
+        """Return what was not compressed, and why."""
         state = self.models[name][2]
         if state is None:
             return []
-        report = state.report()
-        modules = [t.why for kinds in report.modules.values() for t in kinds.values() if t.why]
-        return [*report.notes, *modules]
+        reasons = [t.uncompressed_reason for t in _traffic(state) if t.uncompressed_reason]
+        return [*state.report().notes, *reasons]
 
     def close(self) -> None:
-        """Leaves the group."""
+        """Leave the group."""
         self.models.clear()
         dist.destroy_process_group()
 
 
-def on_the_link(namespaces: list[str] | None) -> int:
-    """Bytes that the first host's interface has sent."""
+def _traffic(state: Any) -> list[Any]:
+    """Return the counters of all collectives of a model."""
+    return [traffic for by_kind in state.report().modules.values() for traffic in by_kind.values()]
+
+
+def bytes_on_link(namespaces: list[str] | None) -> int:
+    """Return the bytes that the first host's interface has sent."""
     if namespaces is None:
         return 0
     command = ["ip", "-n", namespaces[0], "-s", "-j", "link", "show", "dt0"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
+    statistics = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(json.loads(statistics)[0]["stats64"]["tx"]["bytes"])
 
 
 def measure(link: str, names: list[str], repetitions: int) -> list[dict[str, Any]]:
-    """One row a contestant: seconds a step of the slower rank, by turns, and the bytes of a step."""
+    """Return one row for each contestant: the slower rank's seconds of a step, taken in turns, and a step's bytes."""
     times: dict[str, list[float]] = {name: [] for name in names}
-    wire: dict[str, int] = dict.fromkeys(names, 0)
+    link_bytes: dict[str, int] = dict.fromkeys(names, 0)
     counted: dict[str, int] = dict.fromkeys(names, 0)
     runtimes: dict[str, str] = {}
-    place: Any = contextlib.nullcontext() if link == MEMORY else netns.two_hosts(float(link))
-    with place as namespaces, TemporaryDirectory() as folder:
-        meeting = str(Path(folder) / "meet")
-        with Pool(ShardedRank, 2, timeout=200, rendezvous=meeting, namespaces=namespaces) as pool:
+    hosts: Any = contextlib.nullcontext() if link == MEMORY else netns.two_hosts(float(link))
+    with hosts as namespaces, TemporaryDirectory() as folder:
+        rendezvous = str(Path(folder) / "rendezvous")
+        with Pool(ShardedRank, 2, timeout=200, rendezvous=rendezvous, namespaces=namespaces) as pool:
             for name in names:
                 runtimes[name] = pool.call("build", name=name)[0]
                 for _ in range(2):  # communicators, buffers, and the first whole parameters of differences
                     pool.call("step", name=name)
             for _ in range(repetitions):
                 for name in names:
-                    before, own = on_the_link(namespaces), pool.call("sent", name=name)[0][0]
+                    link_before = bytes_on_link(namespaces)
+                    counted_before = pool.call("sent", name=name)[0][0]
                     times[name].append(max(pool.call("step", name=name)))
-                    wire[name] += on_the_link(namespaces) - before
-                    counted[name] += pool.call("sent", name=name)[0][0] - own
-            excuses = {name: pool.call("why", name=name)[0] for name in names}
+                    link_bytes[name] += bytes_on_link(namespaces) - link_before
+                    counted[name] += pool.call("sent", name=name)[0][0] - counted_before
+            uncompressed = {name: pool.call("uncompressed", name=name)[0] for name in names}
     timings = {name: Timing.of(series) for name, series in times.items()}
     rows = []
     for name in names:
@@ -167,16 +172,16 @@ def measure(link: str, names: list[str], repetitions: int) -> list[dict[str, Any
             {
                 "link": link,
                 "name": name,
-                **OURS.get(name, {}),
+                **SPECS.get(name, {}),
                 "runtime": runtimes[name],
                 "ms": round(timings[name].median * 1e3, 1),
                 "faster_than_fp32": faster[0],
                 "faster_than_bf16": faster[1],
                 "targets": targets,
                 "verdict": verdict,
-                "link_bytes": wire[name] // repetitions,
+                "link_bytes": link_bytes[name] // repetitions,
                 "counted_bytes": counted[name] // repetitions,
-                "uncompressed": excuses[name],
+                "uncompressed": uncompressed[name],
                 **timings[name].as_dict(),
             }
         )
@@ -184,13 +189,11 @@ def measure(link: str, names: list[str], repetitions: int) -> list[dict[str, Any
 
 
 def show(link: str, rows: list[dict[str, Any]]) -> None:
-    """One table."""
-    lines = []
+    """Print the table of one link."""
+    table_rows = []
     for row in rows:
-        targets = (
-            "" if row["targets"] is None else " / ".join(f"{each:g}x" for each in row["targets"] if each)
-        )
-        lines.append(
+        targets = " / ".join(f"{target:g}x" for target in row["targets"] or () if target)
+        table_rows.append(
             [
                 row["name"],
                 f"{row['ms']:,.0f}",
@@ -203,55 +206,65 @@ def show(link: str, rows: list[dict[str, Any]]) -> None:
             ]
         )
     parameters = sum(p.numel() for p in GPT(SHAPE).parameters())
-    where = "shared memory" if link == MEMORY else f"{link} Gbit/s"
+    medium = _medium(link)
     columns = ["", "ms", "fp32's rate", "bf16's rate", "targets", "verdict", "MB on the link", "MB counted"]
-    output.table(f"an FSDP2 step of {parameters / 1e6:.1f} M parameters, 2 ranks, {where}", columns, lines)
+    output.table(
+        f"an FSDP2 step of {parameters / 1e6:.1f} M parameters, 2 ranks, {medium}", columns, table_rows
+    )
 
 
 def page(result: dict[str, Any]) -> str:
-    """The table of docs/results/fsdp.md: milliseconds a step and the speed-ups over FSDP2 on Gloo, fp32 and bf16."""
-    found = {(row["link"], row["name"]): row for row in result["rows"]}
-    links = list(dict.fromkeys(link for link, _ in found))
-    lines = []
-    for name in dict.fromkeys(name for _, name in found):
-        row = [name]
+    """Return the table of docs/results/fsdp.md: milliseconds a step, and speed-ups over Gloo in fp32 and bf16."""
+    measured = {(row["link"], row["name"]): row for row in result["rows"]}
+    links = list(dict.fromkeys(link for link, _ in measured))
+    table_rows = []
+    for name in dict.fromkeys(name for _, name in measured):
+        cells = [name]
         for link in links:
-            each = found.get((link, name))
-            if each is None:
-                row.append("")
+            row = measured.get((link, name))
+            if row is None:
+                cells.append("")
                 continue
-            row.append(f"{each['ms']:.0f} ({each['faster_than_fp32']:.2f}×, {each['faster_than_bf16']:.2f}×)")
-        sent = next((found[link, name]["link_bytes"] for link in links if link != MEMORY), 0)
-        lines.append([*row, f"{sent / 1e6:.1f}"])
-    heads = ["shared memory" if link == MEMORY else f"{link} Gbit/s" for link in links]
-    about = result["machine"]
-    where = f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}, {result['time'][:10]}"
-    return f"{pages.markdown(['ms a step', *heads, 'MB on the link'], lines)}\n\n{where}"
+            cells.append(f"{row['ms']:.0f} ({row['faster_than_fp32']:.2f}×, {row['faster_than_bf16']:.2f}×)")
+        sent = next((measured[link, name]["link_bytes"] for link in links if link != MEMORY), 0)
+        table_rows.append([*cells, f"{sent / 1e6:.1f}"])
+    columns = ["ms a step", *map(_medium, links), "MB on the link"]
+    computer = result["machine"]
+    caption = (
+        f"{computer['cpu']}, {computer['cores']} cores, torch {computer['torch']}, {result['time'][:10]}"
+    )
+    return f"{pages.markdown(columns, table_rows)}\n\n{caption}"
+
+
+def _medium(link: str) -> str:
+    return "shared memory" if link == MEMORY else f"{link} Gbit/s"
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Measures, prints, writes the file; returns what it wrote."""
+    """Measure, print the tables and write the file; return the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--links", nargs="+", default=["1", "10", MEMORY], help="Gbit/s, or memory")
-    parser.add_argument("--only", nargs="+", choices=list(OURS), default=list(OURS), help="of ours")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(SPECS), default=list(SPECS), help="codecs to measure"
+    )
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--add", action="store_true", help="keep the file's rows of other links")
     parser.add_argument("--json", help="where to write instead of bench/results/fsdp_speed.json")
     options = parser.parse_args(arguments)
     path = Path(options.json or output.RESULTS / "fsdp_speed.json")
-    if any(link != MEMORY for link in options.links) and (why := netns.why_unavailable()):
-        sys.exit(f"bench.fsdp_speed: {why}")
+    if any(link != MEMORY for link in options.links) and (reason := netns.why_unavailable()):
+        sys.exit(f"bench.fsdp_speed: {reason}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows: list[dict[str, Any]] = []
     for link in options.links:
-        here = measure(link, [FP32, BF16, ALONE, *options.only], options.repetitions)
-        show(link, here)
-        rows += here
+        link_rows = measure(link, [FP32, BF16, ALONE, *options.only], options.repetitions)
+        show(link, link_rows)
+        rows += link_rows
     if options.add and path.exists():
-        kept = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        rows = [row for row in kept if row["link"] not in options.links] + rows
+        saved = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        rows = [row for row in saved if row["link"] not in options.links] + rows
     result = {"machine": machine.describe(), "load": os.getloadavg(), "rows": rows}
     print(output.write("fsdp_speed", result, options.json))
     return result

@@ -1,12 +1,14 @@
-"""What compressed tensor parallelism does to a model: perplexity at every width, with and without rotation and spikes.
+"""Measure the perplexity of a model under compressed tensor parallelism: every width, with and without rotation and
+spikes.
 
 python -m bench.tp_accuracy [--ranks 2 4] [--codecs int8 …] [--windows N] [--seconds S] [--fresh] [--json FILE]
 
-"int4" is summed as the layers do by default: in one shot on two ranks, in two on more; "int4 one_shot" says how.
-A small GPT learns Python's source once (minutes; its weights stay under build/bench). Then the outputs of its attention
-and perceptron blocks are summed over n ranks in a codec, the ranks in one process (dtcomm.tp.emulate; a test holds that
-to the bytes of the collectives), on held-out text. Results that the file has are not repeated; `--fresh` repeats them,
-`--seconds` stops after so many and goes on at the next call. Table and plot go to docs/results.
+A small GPT learns Python's source once, which takes minutes; its weights stay under build/bench. Then the outputs of
+its attention and feed-forward blocks are summed over n ranks in a codec, on held-out text. The ranks are emulated in
+one process (dtcomm.tp.emulate, whose sums a test compares to those of the collectives, bit by bit). "int4" is summed as
+the layers do by default: with one shot on two ranks and with two on more. "int4 one_shot" names the algorithm. Results
+that the file has are not measured again, except with `--fresh`. With `--seconds` the program stops after that time, and
+the next call continues. Table and plot go to docs/results.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from dtcomm.codecs import codec
 from dtcomm.tp.emulate import emulate, restore
 
 WIDTHS = ("int8", "int6", "int5", "int4", "int3", "int2")
-ADDED = ("", "rotate=hadamard", "spikes=1", "rotate=hadamard,spikes=1")
-#: A zero point a block: activations are not centred.
+OPTIONS = ("", "rotate=hadamard", "spikes=1", "rotate=hadamard,spikes=1")
+#: Codecs with a zero point for each block, because activations are not centred.
 ASYMMETRIC = (
-    *(f"int4:symmetric=false{added}" for added in ("", ",rotate=hadamard", ",spikes=1")),
+    *(f"int4:symmetric=false{option}" for option in ("", ",rotate=hadamard", ",spikes=1")),
     "int4:block=64,symmetric=false,spikes=1",
 )
 SUMS = ("int4 one_shot", "int4 two_shot", "int4 two_shot_symmetric")
@@ -47,12 +49,12 @@ TARGETS = {
 
 
 def specs() -> list[str]:
-    """Every codec that is measured, with an algorithm behind a space where it is not the default."""
-    return [*(f"{width}:{added}" if added else width for width in WIDTHS for added in ADDED), *OTHERS]
+    """Return the default codecs; an algorithm other than the default follows after a space."""
+    return [*(f"{width}:{options}" if options else width for width in WIDTHS for options in OPTIONS), *OTHERS]
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Measures, prints, writes the files; returns what it wrote."""
+    """Measure, print the table and write the files; return the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -73,9 +75,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     plain = gpt.held_out_loss(model, corpus, options.windows)
     setting = {"windows": options.windows, "steps": options.steps, "loss": round(plain, 9)}
     if path.exists() and not options.fresh:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["setting"] == setting:
-            rows = {f"{row['codec']} {row['ranks']}": row for row in kept["rows"]}
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if saved["setting"] == setting:
+            rows = {f"{row['codec']} {row['ranks']}": row for row in saved["rows"]}
     end = time.monotonic() + options.seconds
     complete = True
     for spec in options.codecs:
@@ -85,37 +87,37 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             if time.monotonic() > end:
                 complete = False
                 continue
-            which, _, algorithm = spec.partition(" ")
-            layers = emulate(model, ranks, gpt.PLAN, which, algorithm=algorithm or "auto")
+            codec_spec, _, algorithm = spec.partition(" ")
+            layers = emulate(model, ranks, gpt.PLAN, codec_spec, algorithm=algorithm or "auto")
             loss = gpt.held_out_loss(model, corpus, options.windows)
             restore(model, layers)
             rows[f"{spec} {ranks}"] = row = _row(spec, ranks, loss, plain)
             print(f"{spec} on {ranks} ranks: {100 * row['change']:+.3f} %", flush=True)
-    kept_rows = [
+    selected_rows = [
         rows[key] for key in (f"{s} {n}" for s in options.codecs for n in options.ranks) if key in rows
     ]
     result = {
         "machine": machine.describe(),
         "setting": setting,
-        "rows": kept_rows,
-        "verdicts": verdicts(kept_rows),
+        "rows": selected_rows,
+        "verdicts": verdicts(selected_rows),
     }
     written = output.write("tp_accuracy", result, options.json)
     output.table(
-        f"perplexity a character, uncompressed {math.exp(plain):.4f}", *table(kept_rows, options.ranks)
+        f"perplexity a character, uncompressed {math.exp(plain):.4f}", *table(selected_rows, options.ranks)
     )
     print("\n".join(result["verdicts"]))
     print(written if complete else f"{written}; stopped in time: call again to go on")
     if complete and options.json is None:
-        print(*write_page(result, *table(kept_rows, options.ranks)))
+        print(*write_page(result, *table(selected_rows, options.ranks)))
     return result
 
 
 def _row(spec: str, ranks: int, loss: float, plain: float) -> dict[str, Any]:
     numel = 1 << 20
-    which, _, algorithm = spec.partition(" ")
-    bits = 8 * codec(which).wire_bytes(numel) / numel
-    # What a rank sends beside two shots of bf16, which are 2 (n - 1) / n of the tensor; one shot is n - 1.
+    codec_spec, _, algorithm = spec.partition(" ")
+    bits = 8 * codec(codec_spec).wire_bytes(numel) / numel
+    # Compared to two shots of bf16, in which a rank sends 2 (n - 1) / n of the tensor; one shot sends n - 1 of it.
     shots = ranks / 2 if algorithm == "one_shot" else 1
     return {
         "codec": spec,
@@ -128,13 +130,13 @@ def _row(spec: str, ranks: int, loss: float, plain: float) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]], ranks: list[int]) -> tuple[list[str], list[list[str]]]:
-    """Columns, and a line a codec."""
-    found = {(row["codec"], row["ranks"]): row for row in rows}
+    """Return the columns of the table and a line for each codec."""
+    by_case = {(row["codec"], row["ranks"]): row for row in rows}
     lines = []
     for spec in dict.fromkeys(row["codec"] for row in rows):
         line = [spec, f"{next(row['bits'] for row in rows if row['codec'] == spec):g}"]
         for count in ranks:
-            row = found.get((spec, count))
+            row = by_case.get((spec, count))
             if row is None:
                 line += ["–", "", ""]
             else:
@@ -148,15 +150,15 @@ def table(rows: list[dict[str, Any]], ranks: list[int]) -> tuple[list[str], list
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[str]:
-    """Against the targets, and whether spikes help at 2 bits."""
-    found = {(row["codec"], row["ranks"]): row["change"] for row in rows}
+    """Return the verdicts: each target, and whether spikes help at 2 bits."""
+    changes = {(row["codec"], row["ranks"]): row["change"] for row in rows}
     lines = []
-    for (spec, ranks), change in found.items():
+    for (spec, ranks), change in changes.items():
         if spec in TARGETS:
-            most = TARGETS[spec]
-            passed = "PASS" if change <= most else "MISS"
-            lines.append(f"{passed} {spec}, TP={ranks}: {100 * change:+.3f} %, at most {100 * most:g} %")
-        spiked = found.get((f"{spec}:spikes=1", ranks))
+            limit = TARGETS[spec]
+            passed = "PASS" if change <= limit else "MISS"
+            lines.append(f"{passed} {spec}, TP={ranks}: {100 * change:+.3f} %, at most {100 * limit:g} %")
+        spiked = changes.get((f"{spec}:spikes=1", ranks))
         if spec == "int2" and spiked is not None:
             passed = "PASS" if spiked < change else "MISS"
             lines.append(

@@ -1,13 +1,14 @@
-"""Time to the first token and of a token with tensor parallelism: dtcomm's layers beside torch's own on Gloo, in turn.
+"""Measure the time to the first token and the time of a token with tensor parallelism: dtcomm's layers and torch's.
 
 python -m bench.tp_speed [--gbit 0 0.1 1 10] [--width 64 256] [--layers 4] [--repetitions N] [--json FILE]
 
-Two ranks, one thread each: in two network namespaces joined by a link of a given rate (needs root and iproute2), or, at
-0, sharing memory. The model is a stack of transformer blocks in fp32: prefill is 512 tokens, decode one. torch's styles
-send activations as they are or, "bf16", rounded for the way. "no sums" is a rank's part of the model by itself; what
-torch takes longer with fp32 activations is its communication, and where that is three quarters of the time it
-dominates: below, no codec could make a step four times as fast. "sums" is the four sums of two blocks 4096 wide for 512
-tokens without the products between them. Minutes. Exit status 1 where a result is wrong; a missed target is printed.
+Two ranks of one thread each run in two network namespaces, connected by a link of the rate `--gbit` (needs root and
+iproute2), or, with 0, over shared memory. The model is a stack of transformer blocks in fp32. Prefill takes 512 tokens,
+decode one. The contestants, which take turns, are dtcomm's layers and torch's styles on Gloo, which send fp32
+activations or activations rounded to bf16. "no sums" is a rank's part of the model without communication. The
+difference to torch with fp32 is torch's communication; it dominates where it is at least three quarters of the time.
+Where it is less, no codec could make a step four times as fast. "sums" is the four sums of two blocks of width 4096 for
+512 tokens, without the products between them. The exit status is 1 if a result is wrong; missed targets are printed.
 """
 
 from __future__ import annotations
@@ -36,26 +37,26 @@ from bench.common.stats import Timing, iterations
 from dtcomm.measure import netns
 
 TORCH = ("torch fp32", "torch bf16")
-OURS = {"none": "none", "int8": "int8", "int4": "int4", "int4 two_shot_symmetric": "int4"}
+CODECS = {"none": "none", "int8": "int8", "int4": "int4", "int4 two_shot_symmetric": "int4"}
 ALONE = "no sums"
 HEAD = 64
-SUMS = (4, 512, 4096)  # how many, tokens, features
-DOMINATES = 0.75
-#: Times faster, by Gbit/s, what is measured, whose and against whom; of a prefill, where communication dominates.
+SUMS = (4, 512, 4096)  # number of sums, tokens, features
+DOMINANT_SHARE = 0.75
+#: (Gbit/s, workload, codec, torch's contestant) → required speed-up; for prefill only where communication dominates.
 TARGETS = {
-    **{(1.0, what, "int4", "torch fp32"): 4.0 for what in ("prefill", "sums")},
-    **{(1.0, what, "int4", "torch bf16"): 2.0 for what in ("prefill", "sums")},
+    **{(1.0, workload, "int4", "torch fp32"): 4.0 for workload in ("prefill", "sums")},
+    **{(1.0, workload, "int4", "torch bf16"): 2.0 for workload in ("prefill", "sums")},
     **{(gbit, "decode", codec, "torch fp32"): 0.95 for gbit in (1.0, 10.0) for codec in ("int4", "int8")},
     **{
-        (0.0, what, "none", "torch fp32"): 1.0
-        for what in ("prefill", "decode", "16 tokens", "128 tokens", "sums")
+        (0.0, workload, "none", "torch fp32"): 1.0
+        for workload in ("prefill", "decode", "16 tokens", "128 tokens", "sums")
     },
 }
 TOKENS = {"prefill": 512, "decode": 1, "16 tokens": 16, "128 tokens": 128}
 
 
 class Block(nn.Module):
-    """Causal attention and a perceptron, each normalised first."""
+    """Causal attention and a feed-forward layer, each after a norm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -64,10 +65,10 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        before = self.norms[0](x)
+        normed = self.norms[0](x)
         q, k, v = (
-            each(before).unflatten(-1, (-1, min(HEAD, x.shape[-1] // 2))).transpose(1, 2)
-            for each in (self.q, self.k, self.v)
+            layer(normed).unflatten(-1, (-1, min(HEAD, x.shape[-1] // 2))).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
         )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=x.shape[1] > 1)
         x = x + self.o(attended.transpose(1, 2).flatten(2))
@@ -75,20 +76,20 @@ class Block(nn.Module):
         return out
 
 
-class Rounded(RowwiseParallel):
-    """torch's own, its partial sums rounded to bf16 for the way."""
+class Bf16RowwiseParallel(RowwiseParallel):
+    """torch's style, which sums partial outputs that are rounded to bf16."""
 
     def _prepare_output_fn(
         self, output_layouts: Any, use_local_output: Any, mod: Any, outputs: Any, mesh: Any
     ) -> Any:  # type: ignore[override]
-        made: Any = super()._prepare_output_fn(  # type: ignore[no-untyped-call]
+        output: Any = super()._prepare_output_fn(  # type: ignore[no-untyped-call]
             output_layouts, use_local_output, mod, outputs.to(torch.bfloat16), mesh
         )
-        return made.to(torch.float32)
+        return output.to(torch.float32)
 
 
 class Rank:
-    """One rank, in a namespace of its own where there are namespaces."""
+    """One rank with a model for each contestant; with namespaces, in a namespace of its own."""
 
     def __init__(self, rank: int, ranks: int, rendezvous: str, namespaces: list[str]) -> None:
         if namespaces:
@@ -96,14 +97,19 @@ class Rank:
         else:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
             torch.set_num_threads(1)
-            where = {"init_method": f"file://{rendezvous}", "timeout": timedelta(seconds=60)}
-            dist.init_process_group("gloo", rank=rank, world_size=ranks, **where)
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{rendezvous}",
+                timeout=timedelta(seconds=60),
+                rank=rank,
+                world_size=ranks,
+            )
         self.rank = rank
         self.mesh = init_device_mesh("cpu", (ranks,))
         self.models: dict[str, nn.Module] = {}
 
     def build(self, name: str, width: int, layers: int) -> float:
-        """Makes a contestant's model; returns its largest error against the whole model's, by the largest output."""
+        """Make a contestant's model; return its largest error, relative to the largest output of the dense model."""
         from dtcomm import tp
 
         torch.manual_seed(0)
@@ -113,27 +119,29 @@ class Rank:
             expected = model(x)
         columns, rows = ("q", "k", "v", "up"), ("o", "down")
         if name == ALONE:
-            self.models[name] = nn.Sequential(*map(_part, model))
+            self.models[name] = nn.Sequential(*map(_one_rank_of, model))
             return 0.0
         if name in TORCH:
-            row = RowwiseParallel if name == "torch fp32" else Rounded
+            row = RowwiseParallel if name == "torch fp32" else Bf16RowwiseParallel
             plan: dict[str, Any] = {}
-            for at in range(layers):
-                plan |= {f"{at}.{each}": ColwiseParallel() for each in columns}
-                plan |= {f"{at}.{each}": row(output_layouts=Replicate()) for each in rows}
+            for block in range(layers):
+                plan |= {f"{block}.{layer}": ColwiseParallel() for layer in columns}
+                plan |= {f"{block}.{layer}": row(output_layouts=Replicate()) for layer in rows}
             parallelize_module(model, self.mesh, plan)
         else:
-            kinds = {f"*.{each}": "column" for each in columns} | {f"*.{each}": "row" for each in rows}
+            layer_plan = {f"*.{layer}": "column" for layer in columns} | {
+                f"*.{layer}": "row" for layer in rows
+            }
             algorithm = "two_shot_symmetric" if name.endswith("two_shot_symmetric") else "auto"
-            tp.compress(model, self.mesh, kinds, OURS[name], algorithm=algorithm, chunks="auto")
+            tp.compress(model, self.mesh, layer_plan, CODECS[name], algorithm=algorithm, chunks="auto")
         self.models[name] = model
         with torch.no_grad():
             return float((model(x) - expected).abs().max() / expected.abs().max())
 
-    def measure(self, name: str, what: str, width: int, iters: int) -> float:
-        """Seconds a step of this rank, from so many back to back after a common start."""
+    def measure(self, name: str, workload: str, width: int, iters: int) -> float:
+        """Return this rank's mean seconds of ``iters`` steps that follow each other without a pause."""
         dist.barrier()
-        call = self._sums(name) if what == "sums" else self._forward(name, TOKENS[what], width)
+        call = self._sums(name) if workload == "sums" else self._forward(name, TOKENS[workload], width)
         with torch.no_grad():
             call()
             start = time.perf_counter()
@@ -141,13 +149,16 @@ class Rank:
                 call()
             return (time.perf_counter() - start) / iters
 
-    def traffic(self, name: str) -> str:
-        """Why the last small sum took the latency path, where one did."""
-        wires = [getattr(module, "wire", None) for module in self.models[name].modules()]
-        return next((wire.traffic.why for wire in wires if wire is not None and wire.traffic.why), "")
+    def uncompressed_reason(self, name: str) -> str:
+        """Return why the last small sum was sent uncompressed; empty if none was."""
+        from dtcomm.tp.sharded_module import ShardedModule
+
+        layers = [module for module in self.models[name].modules() if isinstance(module, ShardedModule)]
+        reasons = [layer.comm.traffic.uncompressed_reason for layer in layers]
+        return next(filter(None, reasons), "")
 
     def close(self) -> None:
-        """Leaves the group."""
+        """Leave the group."""
         self.models.clear()
         dist.destroy_process_group()
 
@@ -162,14 +173,14 @@ class Rank:
         count, tokens, features = SUMS
         x = torch.randn(tokens, features, generator=torch.Generator().manual_seed(self.rank))
         algorithm = "two_shot_symmetric" if name.endswith("two_shot_symmetric") else "auto"
-        over = (
-            None if name in TORCH else tp.make_comm_config(OURS[name], algorithm=algorithm, group=self.mesh)
-        )
+        comm = None
+        if name not in TORCH:
+            comm = tp.make_comm_config(CODECS[name], algorithm=algorithm, group=self.mesh)
 
         def call() -> None:
             for _ in range(count):
-                if over is not None:
-                    functional.all_reduce(x, over)
+                if comm is not None:
+                    functional.all_reduce(x, comm)
                 elif name == "torch bf16":
                     rounded = x.to(torch.bfloat16)
                     dist.all_reduce(rounded)
@@ -180,42 +191,47 @@ class Rank:
         return call
 
 
-def _part(block: Any) -> nn.Module:
-    """What a rank has of a block, without the sums."""
+def _one_rank_of(block: Any) -> nn.Module:
+    """Return the block with layers of one rank's sizes, which computes without sums."""
     for name in ("q", "k", "v", "up"):
         layer = getattr(block, name)
         setattr(block, name, nn.Linear(layer.in_features, layer.out_features // 2))
     for name in ("o", "down"):
         layer = getattr(block, name)
         setattr(block, name, nn.Linear(layer.in_features // 2, layer.out_features))
-    whole: nn.Module = block
-    return whole
+    shrunk: nn.Module = block
+    return shrunk
 
 
 def measure(gbit: float, widths: list[int], layers: int, repetitions: int) -> list[dict[str, Any]]:
-    """A row for each thing measured, contestants by turns."""
+    """Return a row for each workload and width; the contestants take turns."""
     rows = []
-    place: Any = netns.two_hosts(gbit) if gbit else nullcontext([])
-    with place as namespaces, tempfile.TemporaryDirectory() as folder:
-        meeting = str(Path(folder) / "meet")
-        with Pool(Rank, 2, timeout=120, rendezvous=meeting, namespaces=namespaces) as pool:
+    hosts: Any = netns.two_hosts(gbit) if gbit else nullcontext([])
+    with hosts as namespaces, tempfile.TemporaryDirectory() as folder:
+        rendezvous = str(Path(folder) / "rendezvous")
+        with Pool(Rank, 2, timeout=120, rendezvous=rendezvous, namespaces=namespaces) as pool:
             for width in widths if gbit == 0 or gbit >= 1 else widths[-1:]:
-                names = [*TORCH, *OURS, ALONE]
+                names = [*TORCH, *CODECS, ALONE]
                 options = {"width": width, "layers": layers}
                 errors = {name: max(pool.call("build", name=name, **options)) for name in names}
-                wanted = list(TOKENS) if gbit == 0 and width == widths[-1] else ["prefill", "decode"]
-                wanted += ["sums"] if width == widths[-1] else []
-                wanted = wanted if gbit == 0 or gbit >= 1 else ["prefill"]
-                for what in wanted:
-                    row = _row(pool, gbit, what, width, names[:-1] if what == "sums" else names, repetitions)
+                workloads = list(TOKENS) if gbit == 0 and width == widths[-1] else ["prefill", "decode"]
+                workloads += ["sums"] if width == widths[-1] else []
+                workloads = workloads if gbit == 0 or gbit >= 1 else ["prefill"]
+                for workload in workloads:
+                    contestants = names[:-1] if workload == "sums" else names
+                    row = _row(pool, gbit, workload, width, contestants, repetitions)
                     row["errors"] = {name: round(error, 6) for name, error in errors.items()}
-                    row["latency_path"] = {name: pool.call("traffic", name=name)[0] for name in OURS}
+                    row["latency_path"] = {
+                        name: pool.call("uncompressed_reason", name=name)[0] for name in CODECS
+                    }
                     rows.append(row)
     return rows
 
 
-def _row(pool: Any, gbit: float, what: str, width: int, names: list[str], repetitions: int) -> dict[str, Any]:
-    call = {"what": what, "width": width}
+def _row(
+    pool: Any, gbit: float, workload: str, width: int, names: list[str], repetitions: int
+) -> dict[str, Any]:
+    call = {"workload": workload, "width": width}
     iters = {name: iterations(max(pool.call("measure", name=name, iters=1, **call)), 0.1) for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(repetitions):
@@ -226,77 +242,82 @@ def _row(pool: Any, gbit: float, what: str, width: int, names: list[str], repeti
     share = max(0.0, 1.0 - computing)
     return {
         "gbit": gbit,
-        "what": what,
-        "width": SUMS[2] if what == "sums" else width,
+        "what": workload,
+        "width": SUMS[2] if workload == "sums" else width,
         "communication": round(share, 3),
         "load": machine.load(),
         "contestants": {name: timing.as_dict() for name, timing in timings.items()},
         "figures": [
-            _figure(gbit, what, share, ours, theirs, timings[theirs].median / timings[ours].median)
-            for ours in OURS
-            for theirs in TORCH
+            _figure(gbit, workload, share, name, rival, timings[rival].median / timings[name].median)
+            for name in CODECS
+            for rival in TORCH
         ],
     }
 
 
-def _figure(gbit: float, what: str, share: float, ours: str, theirs: str, ratio: float) -> dict[str, Any]:
-    least = TARGETS.get((gbit, what, ours, theirs))
-    if what == "prefill" and gbit and share < DOMINATES:
-        least = None
-    verdict = None if least is None else "PASS" if ratio >= least else "MISS"
-    return {"codec": ours, "against": theirs, "ratio": round(ratio, 3), "target": least, "verdict": verdict}
+def _figure(gbit: float, workload: str, share: float, name: str, rival: str, ratio: float) -> dict[str, Any]:
+    """Return the speed-up of dtcomm's contestant ``name`` over torch's ``rival``, with its target and verdict."""
+    target = TARGETS.get((gbit, workload, name, rival))
+    if workload == "prefill" and gbit and share < DOMINANT_SHARE:
+        target = None
+    verdict = None if target is None else "PASS" if ratio >= target else "MISS"
+    return {"codec": name, "against": rival, "ratio": round(ratio, 3), "target": target, "verdict": verdict}
 
 
 def table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Milliseconds, how much of torch's time is communication, and how many times faster than torch's with fp32 and
-    with bf16."""
-    lines = []
+    """Return the columns and rows of the table.
+
+    It has milliseconds, the share of communication in torch's time, and speed-ups over torch with fp32 and with bf16.
+    """
+    table_rows = []
     for row in rows:
-        where = f"{row['gbit']:g} Gbit/s" if row["gbit"] else "shared memory"
         share = row["communication"]
-        cells = [f"{where}, {row['what']}", str(row["width"])]
+        cells = [f"{_medium(row)}, {row['what']}", str(row["width"])]
         cells += [_milliseconds(row, name) for name in (*TORCH, ALONE)]
         cells.append("–" if share is None else f"{100 * share:.0f} %")
-        for ours in OURS:
-            pair = [figure for figure in row["figures"] if figure["codec"] == ours]
+        for name in CODECS:
+            figures = [figure for figure in row["figures"] if figure["codec"] == name]
             ratios = " / ".join(
-                f"{each['ratio']:.2f}x{' !' if each['verdict'] == 'MISS' else ''}" for each in pair
+                f"{figure['ratio']:.2f}x{' !' if figure['verdict'] == 'MISS' else ''}" for figure in figures
             )
-            cells.append(f"{_milliseconds(row, ours)}: {ratios}")
-        lines.append(cells)
-    heads = ["", "width", *(f"{name} ms" for name in (*TORCH, ALONE)), "communication", *OURS]
-    return heads, lines
+            cells.append(f"{_milliseconds(row, name)}: {ratios}")
+        table_rows.append(cells)
+    columns = ["", "width", *(f"{name} ms" for name in (*TORCH, ALONE)), "communication", *CODECS]
+    return columns, table_rows
+
+
+def _medium(row: dict[str, Any]) -> str:
+    return f"{row['gbit']:g} Gbit/s" if row["gbit"] else "shared memory"
 
 
 def _milliseconds(row: dict[str, Any], name: str) -> str:
-    found = row["contestants"].get(name)
-    return "–" if found is None else f"{found['median_us'] / 1e3:.3g}"
+    timing = row["contestants"].get(name)
+    return "–" if timing is None else f"{timing['median_us'] / 1e3:.3g}"
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[str]:
-    """Every figure that has a target, and where a prefill has none because communication does not dominate."""
+    """Return a line for each figure with a target, and for each prefill that communication does not dominate."""
     lines = []
     for row in rows:
-        where = f"{row['gbit']:g} Gbit/s" if row["gbit"] else "shared memory"
-        where += f", {row['what']}, width {row['width']}"
+        case = f"{_medium(row)}, {row['what']}, width {row['width']}"
         lines += [
-            f"{each['verdict']} {where}: {each['codec']} {each['ratio']:.2f}x {each['against']}, "
-            f"at least {each['target']:g}"
-            for each in row["figures"]
-            if each["verdict"] is not None
+            f"{figure['verdict']} {case}: {figure['codec']} {figure['ratio']:.2f}x {figure['against']}, "
+            f"at least {figure['target']:g}"
+            for figure in row["figures"]
+            if figure["verdict"] is not None
         ]
         share = row["communication"]
-        if row["what"] == "prefill" and row["gbit"] == 1 and share is not None and share < DOMINATES:
-            ratio = next(each["ratio"] for each in row["figures"] if each["codec"] == "int4")
+        if row["what"] == "prefill" and row["gbit"] == 1 and share is not None and share < DOMINANT_SHARE:
+            ratio = next(figure["ratio"] for figure in row["figures"] if figure["codec"] == "int4")
             lines.append(
-                f"no target {where}: communication is {100 * share:.0f} % of torch's time, so nothing could be more "
+                f"no target {case}: communication is {100 * share:.0f} % of torch's time, so nothing could be more "
                 f"than {1 / (1 - share):.1f}x as fast; int4 is {ratio:.2f}x"
             )
     return lines
 
 
 def page(result: dict[str, Any]) -> str:
-    """The table of docs/results/tensor-parallel.md."""
+    """Return the table of docs/results/tensor-parallel.md."""
     rows = [
         {**row, "figures": [{**figure, "verdict": None} for figure in row["figures"]]}
         for row in result["rows"]
@@ -305,7 +326,7 @@ def page(result: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Measures, prints, writes the file; returns what it wrote."""
+    """Measure, print the tables and write the file; return the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -317,14 +338,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", help="where to write instead of bench/results/tp_speed.json")
     options = parser.parse_args(arguments)
-    if any(options.gbit) and (why := netns.why_unavailable()):
-        sys.exit(f"bench.tp_speed: {why}")
+    if any(options.gbit) and (reason := netns.why_unavailable()):
+        sys.exit(f"bench.tp_speed: {reason}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows: list[dict[str, Any]] = []
     for gbit in options.gbit:
-        here = measure(gbit, options.width, options.layers, options.repetitions)
-        output.table("ms, and how many times faster than torch fp32 / bf16 (! misses)", *table(here))
-        rows += here
+        link_rows = measure(gbit, options.width, options.layers, options.repetitions)
+        output.table("ms, and how many times faster than torch fp32 / bf16 (! misses)", *table(link_rows))
+        rows += link_rows
     print("\n".join(verdicts(rows)))
     settings = {"layers": options.layers, "sums": SUMS}
     result = {"machine": machine.describe(), **settings, "rows": rows}
@@ -333,7 +354,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    bad = [
+    wrong = [
         row["errors"]
         for row in main()["rows"]
         if any(
@@ -341,4 +362,4 @@ if __name__ == "__main__":
             for name, error in row["errors"].items()
         )
     ]
-    sys.exit(f"wrong results: {bad[0]}" if bad else 0)
+    sys.exit(f"wrong results: {wrong[0]}" if wrong else 0)

@@ -35,13 +35,13 @@ RUNS = {
     "DP x TP = 2 x 2, none": (2, 2, False),
     "DP x TP = 2 x 2, compressed": (2, 2, True),
 }
-WITHIN = 0.01
+MAX_RISE = 0.01  # of the held-out loss, as a fraction
 
 
 def train(
     rank: int, world_size: int, shape: tuple[int, int], codecs: tuple[str, str], steps: int
 ) -> dict[str, Any]:
-    """One rank's part of a run; its curve, the held-out loss, seconds."""
+    """Train on one rank; return the loss curve, the held-out loss and the seconds."""
     torch.set_num_threads(1)
     replicas = shape[0]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
@@ -54,14 +54,14 @@ def train(
         runner = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.05)
     begin, curve = time.monotonic(), []
-    warm, mine = max(1, steps // 20), mesh["dp"].get_local_rank()
+    warmup, replica = max(1, steps // 20), mesh["dp"].get_local_rank()
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = RATE * (
-                (step + 1) / warm if step < warm else 1 - 0.99 * (step - warm) / (steps - warm)
+                (step + 1) / warmup if step < warmup else 1 - 0.99 * (step - warmup) / (steps - warmup)
             )
-        whole = demo.training_batch(corpus, seed=0, step=step, rank=0, size=SIZE, length=SHAPE.context)
-        inputs, targets = (part.chunk(replicas)[mine] for part in whole)
+        batch = demo.training_batch(corpus, seed=0, step=step, rank=0, size=SIZE, length=SHAPE.context)
+        inputs, targets = (tensor.chunk(replicas)[replica] for tensor in batch)
         loss = demo.cross_entropy(runner, inputs, targets)
         optimizer.zero_grad()
         loss.backward()
@@ -73,12 +73,14 @@ def train(
             curve.append(round(float(mean) / replicas, 4))
     batches = demo.held_out_batches(corpus, windows=192, size=64, length=SHAPE.context, rank=0, ranks=1)
     with torch.no_grad():
-        held_out = sum(float(demo.cross_entropy(model, *batch)) for batch in batches) / len(batches)
+        held_out = sum(float(demo.cross_entropy(model, *held_out_batch)) for held_out_batch in batches) / len(
+            batches
+        )
     return {"held_out": round(held_out, 5), "curve": curve, "seconds": round(time.monotonic() - begin, 1)}
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Trains, prints, writes the file; returns what it wrote."""
+    """Train, print the table and write the file; return the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -90,29 +92,29 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(arguments)
     runs: dict[str, dict[str, Any]] = {}
     for name in options.only:
-        replicas, sharers, compressed = RUNS[name]
+        replicas, shards, compressed = RUNS[name]
         codecs = (options.codec, options.backward_codec) if compressed else ("none", "none")
-        results = run_ranks(
-            train, replicas * sharers, (replicas, sharers), codecs, options.steps, timeout=600
-        )
-        if len({result["held_out"] for result in results[:sharers]}) > 1:
+        results = run_ranks(train, replicas * shards, (replicas, shards), codecs, options.steps, timeout=600)
+        if len({result["held_out"] for result in results[:shards]}) > 1:
             raise AssertionError(f"{name}: the ranks of a model disagree: {results}")
         runs[name] = {**results[0], "codec": codecs[0], "backward_codec": codecs[1]}
         print(f"{name}: {runs[name]['held_out']} in {runs[name]['seconds']} s", flush=True)
-    lines, verdicts = [], []
+    table_rows, verdicts = [], []
     for name, run in runs.items():
         plain = runs.get(f"{name.split(', ')[0]}, none")
         change = None if plain is None or plain is run else run["held_out"] / plain["held_out"] - 1
         if change is not None:
-            passed = "PASS" if change <= WITHIN else "MISS"
+            passed = "PASS" if change <= MAX_RISE else "MISS"
             verdicts.append(
-                f"{passed} {name}: held-out loss {100 * change:+.2f} %, at most {100 * WITHIN:g} %"
+                f"{passed} {name}: held-out loss {100 * change:+.2f} %, at most {100 * MAX_RISE:g} %"
             )
         codecs_used = f"{run['codec']} / {run['backward_codec']}"
-        shown = "" if change is None else f"{100 * change:+.2f} %"
-        lines.append([name, codecs_used, f"{run['curve'][-1]:.4f}", f"{run['held_out']:.4f}", shown])
-    columns = ["run", "forward / backward", "training loss", "held-out loss", "against none"]
-    output.table(f"a GPT of {SHAPE.layers} layers, {options.steps} steps", columns, lines)
+        change_text = "" if change is None else f"{100 * change:+.2f} %"
+        table_rows.append(
+            [name, codecs_used, f"{run['curve'][-1]:.4f}", f"{run['held_out']:.4f}", change_text]
+        )
+    columns = ["run", "forward / backward", "training loss", "held-out loss", "relative to none"]
+    output.table(f"a GPT of {SHAPE.layers} layers, {options.steps} steps", columns, table_rows)
     print("\n".join(verdicts))
     result = {"machine": machine.describe(), "steps": options.steps, "runs": runs, "verdicts": verdicts}
     print(output.write("tp_training", result, options.json))

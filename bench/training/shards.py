@@ -2,7 +2,7 @@
 
 Every rank's gradients are taken in turn, and what `fully_shard` and `dtcomm.fsdp` would do with them and with the
 parameters is done by the native machines of all ranks, stepped one after the other (a test holds it to be the same to
-the bit). Recipes for two levels run on two hosts of half of the ranks each.
+the bit). Specs of two levels run on two hosts of half of the ranks each.
 """
 
 from __future__ import annotations

@@ -61,7 +61,10 @@ class GradientReduction:
         self.traffic = state.traffic(module, kind, state.gradients)
         spec = state.guard.current_spec(module, state.gradients) if guarded else state.gradients
         codec_spec = codec_spec_for(spec, gradient, self.traffic)
-        lossy = not all(codec.lossless(gradient.dtype) for codec in spec.codecs()) and not self.traffic.why
+        lossy = (
+            not all(codec.lossless(gradient.dtype) for codec in spec.codecs())
+            and not self.traffic.uncompressed_reason
+        )
         self._stored_residual = state.take_residual(self._key, gradient) if lossy else None
         self._residual = self._stored_residual
         self._sample: ErrorSample | None = None
@@ -140,7 +143,8 @@ class CompressedAllGather(_FsdpCollective, AllGather):
             # reshard_after_forward=n keeps decoded parameters inside the host. Encoding them again would change them.
             work = all_gather(output_tensor, input_tensor, group=group, async_op=True)
             traffic = self.state.traffic(self.module, "kept copies", spec)
-            traffic.codec, traffic.why = "none", "decoded parameters, gathered again from this host's ranks"
+            traffic.codec = "none"
+            traffic.uncompressed_reason = "decoded parameters, gathered again from this host's ranks"
             return self.pending("parameters", work, traffic, plain_bytes)
         if spec.prefix == "delta":
             return self._gather_differences(output_tensor, input_tensor, group, traffic, plain_bytes)

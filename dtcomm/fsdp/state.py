@@ -44,6 +44,7 @@ class State:
         num_shards: Number of ranks that parameters are cut over. In a two-dimensional mesh that is not the world size.
         shard_index: This rank's position among them.
         group: Their process group; None is the default group.
+        buffers: The buffers of collectives; ``buffers.trim()`` frees those that are not in use.
         timeline: Recorder of training steps (`dtcomm.profiling`).
     """
 
@@ -81,8 +82,8 @@ class State:
         self._report.buffer_bytes = self.buffers.nbytes()
         self._report.events = count_events(self.events)
         self._report.fetch_errors()
-        if self.buffers.why:
-            self.add_note(self.buffers.why)
+        if self.buffers.unshared_reason:
+            self.add_note(self.buffers.unshared_reason)
         return self._report
 
     def metrics(self) -> list[Metric]:
@@ -261,19 +262,19 @@ class BufferPool:
     megabytes, the page faults of a fresh allocation cost more than moving the data.
 
     Attributes:
-        why: The reason why ordinary memory is used, after an allocation of shared memory failed; otherwise empty.
+        unshared_reason: Why ordinary memory is used, after an allocation of shared memory failed; otherwise empty.
     """
 
     def __init__(self) -> None:
         # Buffers, each with the number of references to its storage when it is free.
         self._buffers: list[tuple[torch.Tensor, int]] = []
-        self.why = ""
+        self.unshared_reason = ""
 
     def take(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an uninitialized tensor; small ones, and those on devices, are in ordinary memory."""
         shape = torch.Size(size)
         nbytes = shape.numel() * dtype.itemsize
-        if device.type != "cpu" or nbytes < MIN_SHARED_BYTES or self.why:
+        if device.type != "cpu" or nbytes < MIN_SHARED_BYTES or self.unshared_reason:
             return torch.empty(shape, dtype=dtype, device=device)
         for buffer, unused_count in self._buffers:
             if buffer.numel() == nbytes and _use_count(buffer) <= unused_count:
@@ -281,7 +282,7 @@ class BufferPool:
         try:
             buffer = empty(nbytes, dtype=torch.uint8)
         except OSError as error:
-            self.why = f"buffers are not in shared memory: {error}"
+            self.unshared_reason = f"buffers are not in shared memory: {error}"
             return torch.empty(shape, dtype=dtype, device=device)
         self._buffers.append((buffer, _use_count(buffer)))
         return buffer.view(dtype).view(shape)
@@ -313,9 +314,9 @@ def _make_residual_store(prefix: str, form: str) -> ResidualStore | None:
 def codec_spec_for(spec: CompressionSpec, tensor: torch.Tensor, traffic: Traffic) -> str | Codec:
     """Return the codecs of ``spec``, or ``none`` if one does not support the tensor's dtype; counted in ``traffic``."""
     unsupported = next((codec for codec in spec.codecs() if tensor.dtype not in codec.dtypes), None)
-    traffic.codec, traffic.why = str(spec), ""
+    traffic.codec, traffic.uncompressed_reason = str(spec), ""
     if unsupported is None:
         return spec.codec_spec
     dtype = str(tensor.dtype).removeprefix("torch.")
-    traffic.codec, traffic.why = "none", f"{unsupported} does not support {dtype}"
+    traffic.codec, traffic.uncompressed_reason = "none", f"{unsupported} does not support {dtype}"
     return codec("none")

@@ -24,7 +24,7 @@ POSITION_INDEPENDENT = ("one_shot", "two_shot_symmetric")
 
 
 @dataclass(kw_only=True)
-class Traffic:
+class LayerTraffic:
     """Counters of a layer's forward communication since the layer was made.
 
     Attributes:
@@ -32,14 +32,14 @@ class Traffic:
         elements: Elements summed.
         payload_bytes: Bytes of the encoded elements.
         uncompressed: Number of calls that were sent uncompressed because that is faster (the latency path).
-        why: Reason of the most recent of them, with the predicted times.
+        uncompressed_reason: Why the most recent of them was, with the predicted times.
     """
 
     calls: int = 0
     elements: int = 0
     payload_bytes: int = 0
     uncompressed: int = 0
-    why: str = ""
+    uncompressed_reason: str = ""
 
     def count(self, numel: int, payload_bytes: int) -> None:
         """Add one call."""
@@ -73,7 +73,7 @@ class CommConfig:
     algorithm: str = "auto"
     group: dist.ProcessGroup | None = None
     latency: bool = True
-    traffic: Traffic = field(default_factory=Traffic, compare=False)
+    traffic: LayerTraffic = field(default_factory=LayerTraffic, compare=False)
     codec_specs: tuple[str, str] = ("none", "none")
     group_name: str = ""
 
@@ -119,7 +119,7 @@ class CommConfig:
             verdict = compression_pays(chosen, numel, dtype, self.group)
             if not verdict.pays:
                 self.traffic.uncompressed += 1
-                self.traffic.why = verdict.why
+                self.traffic.uncompressed_reason = verdict.why
                 return NONE
         return chosen
 

@@ -1,4 +1,4 @@
-"""The training runs of bench.fsdp_convergence, shortened: every recipe learns, and the page says what was run."""
+"""The training runs of bench.fsdp_convergence, shortened: every spec learns, and the page says what was run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHORT = dataclasses.replace(
 )
 
 
-def test_every_recipe_learns_and_sends_less() -> None:
+def test_every_spec_learns_and_sends_less() -> None:
     runs: dict[str, Any] = {}
     for name, method in METHODS.items():
         found = runs[shards_page.key(name, 0)] = train(SHORT, method, 0)

@@ -83,7 +83,7 @@ def listed(rank: int, ranks: int) -> None:
                     asked = str(
                         state.parameters if kind in ("parameters", "kept copies") else state.gradients
                     )
-                    assert traffic.codec == asked or traffic.why, (name, kind, traffic)
+                    assert traffic.codec == asked or traffic.uncompressed_reason, (name, kind, traffic)
 
 
 def test_every_collective_is_ours_or_has_a_reason() -> None:

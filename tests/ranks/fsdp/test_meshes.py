@@ -54,7 +54,7 @@ def kept(rank: int, ranks: int, codecs: dict[str, str], tolerance: float) -> Non
     same(model, sharded(mesh, reshard_after_forward=2), rank, tolerance)  # type: ignore[arg-type]
     traffic = state.report().modules["blocks.0"]
     assert traffic["parameters"].calls == 3 and traffic["kept copies"].calls == 3
-    assert "gathered again from this host" in traffic["kept copies"].why
+    assert "gathered again from this host" in traffic["kept copies"].uncompressed_reason
 
 
 @pytest.mark.parametrize(("codecs", "tolerance"), [(NONE, 1e-6), (LOSSY, 0.1)], ids=str)

@@ -30,7 +30,12 @@ def in_processes(rank: int, ranks: int, method: str, hosts: int) -> dict[str, to
         optimiser.zero_grad()
         model(given(rank, step)).square().mean().backward()
         optimiser.step()
-    assert not [t.why for kinds in state.report().modules.values() for t in kinds.values() if t.why]
+    assert not [
+        t.uncompressed_reason
+        for kinds in state.report().modules.values()
+        for t in kinds.values()
+        if t.uncompressed_reason
+    ]
     return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
 
 

@@ -66,7 +66,7 @@ def near(rank: int, ranks: int, options: dict[str, Any], tolerance: float) -> No
     assert set(report.modules) == {"", "blocks.0", "blocks.1"} and not report.notes
     for kinds in report.modules.values():
         assert kinds["gradients"].calls == 6
-        assert all(not traffic.why for traffic in kinds.values())
+        assert all(not traffic.uncompressed_reason for traffic in kinds.values())
     with torch.no_grad():
         out = model(torch.ones(2, WIDTH))
     outs = [torch.empty_like(out) for _ in range(ranks)]

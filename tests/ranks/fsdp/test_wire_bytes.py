@@ -56,7 +56,7 @@ def bytes_sent(rank: int, ranks: int, hosts: int) -> dict[tuple[str, torch.dtype
             state = fsdp.compress(layer, spec, spec)
             layer(torch.ones(2, WIDTH)).float().square().mean().backward()
             kinds = state.report().modules[""]
-            assert not any(traffic.why for traffic in kinds.values()), (spec, dtype, kinds)
+            assert not any(traffic.uncompressed_reason for traffic in kinds.values()), (spec, dtype, kinds)
             figures: list[int] = []
             for traffic in (kinds["parameters"], kinds["gradients"]):
                 assert traffic.calls == 1

@@ -156,9 +156,12 @@ def latency(rank: int, ranks: int) -> None:
             each(torch.ones(1000, 32))
     traffic = layer.comm.traffic
     assert (traffic.calls, traffic.elements, traffic.uncompressed) == (2, 1001 * FEATURES, 1)
-    assert traffic.why.startswith("int8 ") and f"none {traffic.why.split('none ')[1]}" in traffic.why
+    assert (
+        traffic.uncompressed_reason.startswith("int8 ")
+        and f"none {traffic.uncompressed_reason.split('none ')[1]}" in traffic.uncompressed_reason
+    )
     assert traffic.payload_bytes == FEATURES * 4 + 1000 * FEATURES * 34 // 32
-    assert always.comm.traffic.uncompressed == 0 and always.comm.traffic.why == ""
+    assert always.comm.traffic.uncompressed == 0 and always.comm.traffic.uncompressed_reason == ""
 
 
 def test_the_latency_path_is_chosen_and_counted() -> None:

@@ -1,4 +1,4 @@
-"""Which of a run's figures have a target, and that none is hidden."""
+"""Targets and verdicts of bench.tp_speed: which figures have a target, and that every missed one is shown."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from bench import tp_speed
 
 
-class Stub:
-    """A pool of ranks whose times are given: seconds a step, by contestant."""
+class FixedTimesPool:
+    """A pool of ranks that returns fixed seconds for each contestant's step."""
 
     def __init__(self, seconds: dict[str, float]) -> None:
         self.seconds = seconds
@@ -33,15 +33,15 @@ def test_a_prefill_has_a_target_where_communication_dominates(
     alone: float, int4: float, expected: list[str]
 ) -> None:
     seconds = {"torch fp32": 1.0, "torch bf16": 0.45, tp_speed.ALONE: alone} | dict.fromkeys(
-        tp_speed.OURS, int4
+        tp_speed.CODECS, int4
     )
-    pool = Stub(seconds)
+    pool = FixedTimesPool(seconds)
     row = tp_speed._row(pool, 1.0, "prefill", 64, [*seconds], 1)
     assert row["communication"] == pytest.approx(1 - alone)
-    told = tp_speed.verdicts([row])
-    assert [line.split()[0] for line in told if not line.startswith("no target")] == expected
+    verdicts = tp_speed.verdicts([row])
+    assert [line.split()[0] for line in verdicts if not line.startswith("no target")] == expected
     if not expected:
-        assert told == [
+        assert verdicts == [
             "no target 1 Gbit/s, prefill, width 64: communication is 50 % of torch's time, so nothing could be more "
             "than 2.0x as fast; int4 is 5.00x"
         ]
