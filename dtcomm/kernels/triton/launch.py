@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 
 from dtcomm.codecs import Bf16, Codec, Fp16
-from dtcomm.kernels.triton.block_kernel import combine_blocks
-from dtcomm.kernels.triton.cast_kernel import combine_casts
-from dtcomm.kernels.triton.codec_constants import rules_of
+from dtcomm.kernels.triton import rules_of
+from dtcomm.kernels.triton.combine_kernels import combine_blocks, combine_casts
 from dtcomm.kernels.types import Combine
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -29,7 +28,7 @@ def combine(call: Combine) -> None:
     """Run one call (see :class:`Combine`), queued on torch's current stream of its tensors' device."""
     payloads, position, local, residual = call.payloads, call.position, call.local, call.residual
     for name, payload in (
-        *((f"payloads[{i}]", each) for i, each in enumerate(payloads)),
+        *((f"payloads[{i}]", payload) for i, payload in enumerate(payloads)),
         ("out", call.payload_out),
     ):
         if payload is not None and payload.data_ptr() % 16:
