@@ -58,11 +58,10 @@ def make_plan(
     communicator: Communicator,
     key: Hashable,
     collective: str,
-    op: Any,
-    numels: Sequence[int],
-    dtypes: Sequence[torch.dtype],
-    specs: Sequence[str | Codec],
+    parts: Sequence[tuple[int, torch.dtype, str | Codec]],
     algorithm: Algorithm,
+    *,
+    op: Any = "sum",
     root: int = 0,
     splits: tuple[int, ...] = (),
     checksum: bool | None = None,
@@ -70,28 +69,38 @@ def make_plan(
 ) -> Plan:
     """Check the arguments that do not depend on memory, choose the algorithm, and store the plan under ``key``.
 
-    The other arguments are the fields of `OpSpec` and `TensorSpec`; ``checksum`` None means the value of
-    DTCOMM_CHECKSUM.
+    Args:
+        communicator: The ranks that take part.
+        key: What distinguishes calls that need different plans.
+        collective: The collective's name.
+        parts: For each tensor its number of elements (of the whole tensor or of one shard, as in `TensorSpec`), its
+            dtype and its codec.
+        algorithm: The caller's choice.
+        op: The caller's reduction.
+        root: The rank in the communicator that is the root of a rooted collective.
+        splits: The unequal shards of an all_to_all; see `OpSpec`.
+        checksum: Whether payloads carry a checksum; None: the value of DTCOMM_CHECKSUM.
+        audit: Whether the sum is checked.
     """
     if checksum is None:
         checksum = communicator.checksum
     elif not isinstance(checksum, bool):
         raise TypeError(f"checksum: expected True, False or None, got {checksum!r}")
     op = op_name(op)
-    parts = []
-    for numel, dtype, spec in zip(numels, dtypes, specs, strict=True):
+    tensors = []
+    for numel, dtype, spec in parts:
         inside, between = codecs.parse_levels(spec)
         for codec in (inside, between or inside):
             require_dtype(op, dtype, codec)
-        parts.append(TensorSpec(numel, dtype, inside, between))
+        tensors.append(TensorSpec(numel, dtype, inside, between))
     custom = algorithm if isinstance(algorithm, CustomSchedule) else None
     if custom is None and not isinstance(algorithm, str):
         raise TypeError(f"algorithm: expected a name, got {type(algorithm).__name__}")
     name = algorithm if isinstance(algorithm, str) else algorithm.name
-    request = OpSpec(collective, op, tuple(parts), name, root, splits, checksum)
+    request = OpSpec(collective, op, tuple(tensors), name, root, splits, checksum)
     prepare = functools.partial(_prepare, communicator, custom)
-    # The list, and not a generator: every part is checked.
-    needs_agreement = [_needs_agreement(part) for part in parts] if collective in REDUCING else []
+    # The list, and not a generator: every tensor is checked.
+    needs_agreement = [_needs_agreement(part) for part in tensors] if collective in REDUCING else []
     plan: Plan
     if any(needs_agreement) and communicator.size > 1:
         stages = _multi_stage_plan(prepare, request, communicator.rank, communicator.size, audit)

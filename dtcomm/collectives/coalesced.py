@@ -349,11 +349,9 @@ class _CoalescedCall(NamedTuple):
             self.communicator,
             key,
             self.collective,
-            self.op,
-            numels,
-            dtypes,
-            specs,
+            list(zip(numels, dtypes, specs, strict=True)),
             self.algorithm,
+            op=self.op,
             checksum=self.checksum,
         )
 

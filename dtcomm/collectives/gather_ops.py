@@ -106,10 +106,7 @@ def all_gather(
             communicator,
             key,
             "all_gather",
-            "sum",
-            [input.numel()],
-            [input.dtype],
-            [codec],
+            [(input.numel(), input.dtype, codec)],
             algorithm,
             checksum=checksum,
         )
@@ -188,12 +185,9 @@ def broadcast(
             communicator,
             key,
             "broadcast",
-            "sum",
-            [tensor.numel()],
-            [tensor.dtype],
-            [codec],
+            [(tensor.numel(), tensor.dtype, codec)],
             algorithm,
-            root,
+            root=root,
             checksum=checksum,
         )
     tensor = in_memory(tensor, "tensor")
@@ -293,12 +287,9 @@ def gather(
             communicator,
             key,
             "gather",
-            "sum",
-            [tensor.numel()],
-            [tensor.dtype],
-            [codec],
+            [(tensor.numel(), tensor.dtype, codec)],
             algorithm,
-            root,
+            root=root,
             checksum=checksum,
         )
     if residual is not None:
@@ -413,12 +404,9 @@ def scatter(
             communicator,
             key,
             "scatter",
-            "sum",
-            [tensor.numel()],
-            [tensor.dtype],
-            [codec],
+            [(tensor.numel(), tensor.dtype, codec)],
             algorithm,
-            root,
+            root=root,
             checksum=checksum,
         )
     if residual is not None:

@@ -217,12 +217,9 @@ def _start_message(
             communicator,
             key,
             "broadcast",
-            "sum",
-            [tensor.numel()],
-            [tensor.dtype],
-            [codec],
+            [(tensor.numel(), tensor.dtype, codec)],
             _SCHEDULES[root],
-            root,
+            root=root,
             checksum=checksum,
         )
     return start(communicator, plan, buffers, outputs, seed, asynchronous)

@@ -114,11 +114,9 @@ def all_reduce(
             communicator,
             key,
             "all_reduce",
-            op,
-            [tensor.numel()],
-            [tensor.dtype],
-            [codec],
+            [(tensor.numel(), tensor.dtype, codec)],
             algorithm,
+            op=op,
             checksum=checksum,
             audit=audit,
         )
@@ -221,12 +219,10 @@ def reduce(
             communicator,
             key,
             "reduce",
-            op,
-            [tensor.numel()],
-            [tensor.dtype],
-            [codec],
+            [(tensor.numel(), tensor.dtype, codec)],
             algorithm,
-            root,
+            op=op,
+            root=root,
             checksum=checksum,
         )
     tensor = in_memory(tensor, "tensor")
@@ -308,11 +304,9 @@ def reduce_scatter(
             communicator,
             key,
             "reduce_scatter",
-            op,
-            [output.numel()],
-            [output.dtype],
-            [codec],
+            [(output.numel(), output.dtype, codec)],
             algorithm,
+            op=op,
             checksum=checksum,
         )
     if residual is not None:
