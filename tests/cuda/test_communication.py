@@ -22,7 +22,7 @@ from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.runtime.cuda_peer import memory
 from tests.cuda.device_cases import NEEDS_GPU, PEER_RUNTIME, FixedGradientModel
-from tests.unit.runtime.everything import calls
+from tests.unit.runtime.every_collective import calls
 
 pytestmark = NEEDS_GPU
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

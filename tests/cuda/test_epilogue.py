@@ -25,7 +25,7 @@ from tests.unit.runtime.test_fused_epilogue import (
     FEATURES,
     ROWS,
     TYPES,
-    Given,
+    RankTensors,
     by_the_engine,
     same,
 )
@@ -65,7 +65,7 @@ def test_virtual_ranks_add_what_the_engine_adds(algorithm: str, ranks: int) -> N
     virtual = VirtualRanks(ranks, "cuda")
     for turn, spec in enumerate(SPECS):
         dtype = TYPES[turn % 3]
-        theirs = Given(ranks, dtype)
+        theirs = RankTensors(ranks, dtype)
         ours = [x.cuda() for x in theirs.sums]
         after = [FusedEpilogue(theirs.bias.cuda(), each.cuda()) for each in theirs.residuals]
         plan = virtual.plan("all_reduce", ROWS * FEATURES, dtype, spec, algorithm=algorithm, op="avg")
@@ -80,7 +80,7 @@ def test_the_symmetric_sum_of_virtual_ranks(ranks: int) -> None:
     virtual = VirtualRanks(ranks, "cuda")
     for turn, spec in enumerate(SPECS[1:]):
         dtype = TYPES[turn % 3]
-        given = Given(ranks, dtype)
+        given = RankTensors(ranks, dtype)
         expected = emulate_all_reduce(given.sums, spec, TWO_SHOT_SYMMETRIC)
         ours = [x.cuda() for x in given.sums]
         plan = virtual.plan("all_reduce", ROWS * FEATURES, dtype, spec, algorithm=TWO_SHOT_SYMMETRIC)
@@ -92,7 +92,7 @@ def test_the_symmetric_sum_of_virtual_ranks(ranks: int) -> None:
 def test_sanitizer_sized_epilogue() -> None:
     """Little enough for compute-sanitizer."""
     virtual = VirtualRanks(3, "cuda", blocks=2, slot_bytes=4096)
-    given = Given(3, torch.bfloat16)
+    given = RankTensors(3, torch.bfloat16)
     for algorithm in ("one_shot", "two_shot", TWO_SHOT_SYMMETRIC):
         plan = virtual.plan("all_reduce", ROWS * FEATURES, torch.bfloat16, "int8", algorithm=algorithm)
         ours = [x.cuda() for x in given.sums]

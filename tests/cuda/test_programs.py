@@ -18,7 +18,7 @@ from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule.ir import REDUCING
 from tests.cuda.device_cases import NEEDS_GPU, PEER_RUNTIME, on_cpu, on_device
 from tests.unit.algorithms.every_algorithm import NAMES, build
-from tests.unit.runtime.orders import make, together
+from tests.unit.runtime.simulated_cases import make, together
 from tests.unit.runtime.test_fused import SPECS, same
 
 pytestmark = NEEDS_GPU

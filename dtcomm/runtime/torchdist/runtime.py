@@ -211,8 +211,8 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
                 return error
             first_line = str(error).splitlines()[0] if str(error) else repr(error)
             return DtcommError(f"{self._transport.name}: a call broke off: {first_line}")
-        # The messages of the failed call may still be under way, so the group cannot be used again. Whoever keeps the
-        # error keeps its frames, and with them the messages that hold the connections open.
+        # The messages of the failed call may still be under way, so the group cannot be used again. An error refers to
+        # its frames, and they to the messages, which keep the connections open: the frames are cleared.
         _clear_frames(error)
         self._transport.close()
         if isinstance(error, DtcommError):

@@ -20,8 +20,8 @@ from dtcomm.errors import CollectiveMismatch, PayloadCorrupt
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure.virtual_ranks import Simulation, run_simulated
 from dtcomm.runtime.torchdist.transport import GlooTransport, P2PMessage
-from tests.unit.runtime.everything import OVER_GLOO
-from tests.unit.runtime.orders import exact, finished, make, together
+from tests.unit.runtime.every_collective import OVER_GLOO
+from tests.unit.runtime.simulated_cases import exact, finished, make, together
 
 PATTERN = bytes(range(1, 129))
 
@@ -40,11 +40,13 @@ def test_the_instruction_and_the_tables_agree() -> None:
 @pytest.mark.parametrize(("collective", "algorithm"), [("all_reduce", "two_shot"), ("all_reduce", "ring"),
                                                        ("broadcast", "tree"), ("all_gather", "halving")])  # fmt: skip
 def test_a_flipped_bit_is_found_or_was_in_the_padding(collective: str, algorithm: str) -> None:
-    dice = random.Random(5)
+    generator = random.Random(5)
     found = 0
     for seed in range(150):
-        world = Simulation(ranks=dice.choice([2, 3, 4, 5]), seed=seed, corrupt_payload=dice.randrange(8))
-        case = make(dice, world.ranks, collective, algorithm, ["none"], [5000])
+        world = Simulation(
+            ranks=generator.choice([2, 3, 4, 5]), seed=seed, corrupt_payload=generator.randrange(8)
+        )
+        case = make(generator, world.ranks, collective, algorithm, ["none"], [5000])
         operation = case.operations[0]
         checked = operation.shape._replace(checksum=True)
         case.operations = [
@@ -111,9 +113,9 @@ def damaged_in_memory(rank: int, world_size: int, flipped: bool) -> str:
 
 def test_a_byte_flipped_in_shared_memory_is_named_on_every_rank() -> None:
     assert run_ranks(damaged_in_memory, 2, False) == ["", ""]
-    for said in run_ranks(damaged_in_memory, 2, True):
-        sent, _, rest = said.removeprefix("this communicator failed earlier: ").partition(" sent to rank 1 ")
-        assert sent.startswith("what rank 0 (host "), said
+    for error in run_ranks(damaged_in_memory, 2, True):
+        sent, _, rest = error.removeprefix("this communicator failed earlier: ").partition(" sent to rank 1 ")
+        assert sent.startswith("what rank 0 (host "), error
         assert "arrived damaged: chunk 0 of piece 0 of operation 2, broadcast(1024 uint8" in rest
 
 
@@ -166,8 +168,8 @@ def disagreeing(rank: int, world_size: int) -> str:
 
 
 def test_it_is_the_same_on_all_ranks_or_a_mismatch() -> None:
-    for said in run_ranks(disagreeing, 2):
-        assert "two_shot, checksum)" in said or "one_shot, checksum)" in said
+    for error in run_ranks(disagreeing, 2):
+        assert "two_shot, checksum)" in error or "one_shot, checksum)" in error
 
 
 def test_what_it_takes() -> None:

@@ -17,38 +17,48 @@ SPECS = ("none", "int8", "fp16", "topk:ratio=0.1", "none", "int4:round=stochasti
 DTYPES = (torch.int64, torch.float32, torch.bfloat16, torch.float32, torch.float32, torch.float16)
 
 
-def _given(rank: int, scale: int) -> list[torch.Tensor]:
-    dice = torch.Generator().manual_seed(rank)
+def _inputs(rank: int, scale: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
     sizes_of = zip(SIZES, DTYPES, strict=True)
-    return [torch.randint(-50, 50, (size * scale,), generator=dice).to(dtype) for size, dtype in sizes_of]
+    return [
+        torch.randint(-50, 50, (size * scale,), generator=generator).to(dtype) for size, dtype in sizes_of
+    ]
 
 
-def _residuals(given: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    lossy = [not codec(spec).lossless(each.dtype) for spec, each in zip(SPECS, given, strict=True)]
-    return [torch.zeros(each.numel()) if some else None for each, some in zip(given, lossy, strict=True)]
+def _residuals(inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    lossy = [not codec(spec).lossless(tensor.dtype) for spec, tensor in zip(SPECS, inputs, strict=True)]
+    return [
+        torch.zeros(tensor.numel()) if is_lossy else None
+        for tensor, is_lossy in zip(inputs, lossy, strict=True)
+    ]
 
 
 def _once(name: str, rank: int, ranks: int, algorithm: str, bucket_bytes: int | None) -> list[torch.Tensor]:
     """Run two calls with feedback, one tensor at a time if ``bucket_bytes`` is None; return outputs and residuals."""
     scale_in, scale_out = (1, ranks) if name == "all_gather" else (ranks, 1)
-    given = _given(rank, scale_in)
-    kept = _residuals(given)
+    inputs = _inputs(rank, scale_in)
+    residuals = _residuals(inputs)
     outputs = [torch.zeros(size * scale_out, dtype=dtype) for size, dtype in zip(SIZES, DTYPES, strict=True)]
     single: Any = getattr(collectives, name)
     several: Any = getattr(collectives, f"{name}_coalesced")
     for turn in range(2):
         common: dict[str, Any] = {"algorithm": algorithm, "seed": 7 + turn}
         if bucket_bytes is None:
-            for output, each, spec, residual in zip(outputs, given, SPECS, kept, strict=True):
-                single(output, each, codec=spec, residual=residual, **common)
+            for output, tensor, spec, residual in zip(outputs, inputs, SPECS, residuals, strict=True):
+                single(output, tensor, codec=spec, residual=residual, **common)
             continue
-        common |= {"codec": SPECS, "residuals": kept, "bucket_bytes": bucket_bytes, "async_op": turn == 1}
-        work = several(outputs, given, **common)
+        common |= {
+            "codec": SPECS,
+            "residuals": residuals,
+            "bucket_bytes": bucket_bytes,
+            "async_op": turn == 1,
+        }
+        work = several(outputs, inputs, **common)
         if turn:
             shown = work.get_future().wait()
-            assert [each.data_ptr() for each in shown] == [each.data_ptr() for each in outputs]
+            assert [tensor.data_ptr() for tensor in shown] == [tensor.data_ptr() for tensor in outputs]
             assert work.is_completed() and work.wire_bytes > 0
-    return [*outputs, *(each for each in kept if each is not None)]
+    return [*outputs, *(tensor for tensor in residuals if tensor is not None)]
 
 
 def compare(rank: int, ranks: int, apart: bool) -> list[str]:
@@ -60,10 +70,10 @@ def compare(rank: int, ranks: int, apart: bool) -> list[str]:
     different = []
     for name in ("all_gather", "reduce_scatter"):
         for algorithm in (*algorithms.available(name), "auto"):
-            alone = _once(name, rank, ranks, algorithm, None)
+            single = _once(name, rank, ranks, algorithm, None)
             for bucket_bytes in (100_000, 25 * 2**20):
-                found = _once(name, rank, ranks, algorithm, bucket_bytes)
-                same = [torch.equal(a, b) for a, b in zip(found, alone, strict=True)]
+                coalesced = _once(name, rank, ranks, algorithm, bucket_bytes)
+                same = [torch.equal(a, b) for a, b in zip(coalesced, single, strict=True)]
                 if not all(same):
                     different.append(f"{name} {algorithm} buckets of {bucket_bytes}: {same}")
     before = collectives.info()["operations"]

@@ -29,34 +29,34 @@ SHARED = "randk:ratio=0.05,positions=shared,values=fp32"
 def one_result(rank: int, n: int) -> None:
     """Call every collective in every form: exact gives the true sum of the integers, randk that of the sum."""
     for numel in (1, 5000, 300_001):
-        given = contributions(n, numel, seed=numel)
-        total = given[0].clone()
-        for x in given[1:]:
+        inputs = contributions(n, numel, seed=numel)
+        total = inputs[0].clone()
+        for x in inputs[1:]:
             total += x
         key = local_tasks.shared_key(9)
         drawn = ops.decode(SHARED, ops.encode(SHARED, total, key=key), numel)
-        for spec, truth in (("exact", true_sum("exact", given)), (SHARED, drawn)):
+        for spec, truth in (("exact", true_sum("exact", inputs)), (SHARED, drawn)):
             for algorithm in algorithms.available("all_reduce"):
-                got = given[rank].clone()
+                got = inputs[rank].clone()
                 dtcomm.all_reduce(got, codec=spec, algorithm=algorithm, seed=9)
                 require_alike(got, (spec, algorithm))
-                late, other = given[rank].clone(), torch.full((50_000,), float(rank))
+                result, other = inputs[rank].clone(), torch.full((50_000,), float(rank))
                 works = [
-                    dtcomm.all_reduce(late, codec=spec, algorithm=algorithm, seed=9, async_op=True),
+                    dtcomm.all_reduce(result, codec=spec, algorithm=algorithm, seed=9, async_op=True),
                     dtcomm.all_reduce(other, async_op=True),
-                    dtcomm.all_reduce(given[rank].clone(), codec=spec, algorithm=algorithm, async_op=True),
+                    dtcomm.all_reduce(inputs[rank].clone(), codec=spec, algorithm=algorithm, async_op=True),
                 ]
                 for work in works:
                     work.wait()
-                assert torch.equal(bits(late), bits(got))
+                assert torch.equal(bits(result), bits(got))
                 assert torch.equal(other, torch.full((50_000,), n * (n - 1) / 2))
                 if spec == "exact" or algorithm in ("one_shot", "two_shot"):  # fp32 sums in rank order
                     assert torch.equal(bits(got), bits(truth)), (spec, algorithm, numel)
                 if spec == "exact":
-                    audited = given[rank].clone()
+                    audited = inputs[rank].clone()
                     dtcomm.all_reduce(audited, codec=spec, algorithm=algorithm, audit=True)
                     assert torch.equal(bits(audited), bits(truth))
-                    work = dtcomm.all_reduce(given[rank].clone(), codec=spec, audit=True, async_op=True)
+                    work = dtcomm.all_reduce(inputs[rank].clone(), codec=spec, audit=True, async_op=True)
                     assert torch.equal(bits(work.get_future().wait()[0]), bits(truth))
 
 
@@ -64,31 +64,31 @@ def together(rank: int, n: int) -> None:
     """In one coalesced call with other codecs every tensor gets the result of a call of its own."""
     specs = ["exact", "int8", SHARED, "exact:bits=16", "none"]
     numels = [3000, 100, 9000, 77, 1]
-    given = [contributions(n, numel, seed=i)[rank] for i, numel in enumerate(numels)]
-    alone = [x.clone() for x in given]
-    for x, spec in zip(alone, specs, strict=True):
+    inputs = [contributions(n, numel, seed=i)[rank] for i, numel in enumerate(numels)]
+    separate = [x.clone() for x in inputs]
+    for x, spec in zip(separate, specs, strict=True):
         dtcomm.all_reduce(x, codec=spec, algorithm="two_shot", seed=1)
     for async_op in (False, True):
-        tensors = [x.clone() for x in given]
+        tensors = [x.clone() for x in inputs]
         work = dtcomm.all_reduce_coalesced(
             tensors, codec=specs, algorithm="two_shot", seed=1, async_op=async_op
         )
         if work is not None:
             work.wait()
-        for x, y, spec in zip(tensors, alone, specs, strict=True):
+        for x, y, spec in zip(tensors, separate, specs, strict=True):
             assert torch.equal(bits(x), bits(y)), spec
     shard = torch.empty(1000)
     shares = contributions(n, 1000 * n, seed=5)
     dtcomm.reduce_scatter(shard, shares[rank].clone(), codec="exact")
-    mine = [x[rank * 1000 : (rank + 1) * 1000] for x in shares]
-    assert torch.equal(bits(shard), bits(true_sum("exact", mine)))
+    own_shards = [x[rank * 1000 : (rank + 1) * 1000] for x in shares]
+    assert torch.equal(bits(shard), bits(true_sum("exact", own_shards)))
     copied = shares[0][:500].clone() if rank == 0 else torch.empty(500)
     dtcomm.broadcast(copied, 0, codec="exact")  # a world of one
     assert torch.equal(bits(copied), bits(ops.decode("exact", ops.encode("exact", shares[0][:500]), 500)))
     ring = str(algorithms.build("ring", "all_reduce", n))
-    own = given[0].clone()
+    own = inputs[0].clone()
     dtcomm.run(ring, own, codec="exact")
-    assert torch.equal(bits(own), bits(alone[0]))
+    assert torch.equal(bits(own), bits(separate[0]))
 
 
 def refused(rank: int, n: int) -> None:
@@ -118,15 +118,15 @@ def apart(rank: int, n: int, what: str) -> None:
 def shared_regions() -> list[tuple[int, int]]:
     """Return the address ranges at which this process has mapped the memory that ranks share."""
     with open("/proc/self/maps", encoding="ascii") as lines:
-        found = [re.match(r"([0-9a-f]+)-([0-9a-f]+) rw.*dtcomm-region", line) for line in lines]
-    return [(int(match[1], 16), int(match[2], 16)) for match in found if match]
+        matches = [re.match(r"([0-9a-f]+)-([0-9a-f]+) rw.*dtcomm-region", line) for line in lines]
+    return [(int(match[1], 16), int(match[2], 16)) for match in matches if match]
 
 
 def flipped_in_shared_memory(rank: int, n: int, spec: str, async_op: bool) -> None:
     """Rank 0 has staged its integers; rank 1 is late and reads them after one of their bits has changed."""
     numel = 9000
-    given = contributions(n, numel, seed=4)
-    tensor = given[rank].clone()
+    inputs = contributions(n, numel, seed=4)
+    tensor = inputs[rank].clone()
     run, calls = NativeOperation.run, []
 
     def late(operation: NativeOperation, *arguments: Any) -> int:
@@ -146,15 +146,15 @@ def flipped_in_shared_memory(rank: int, n: int, spec: str, async_op: bool) -> No
         work = dtcomm.all_reduce(tensor, codec=spec, algorithm="one_shot", audit=True, async_op=True)
         dist.barrier()
         time.sleep(0.05)
-        each = codec(spec)
+        exact_codec = codec(spec)
         grid, codes = (
-            torch.empty(each.blocks(numel), dtype=torch.uint8),
-            torch.empty(numel, dtype=each.code_type),
+            torch.empty(exact_codec.blocks(numel), dtype=torch.uint8),
+            torch.empty(numel, dtype=exact_codec.code_type),
         )  # type: ignore[attr-defined]
-        both = torch.stack(given).abs().amax(dim=0).nan_to_num(torch.nan)
-        both[torch.stack(given).isnan().any(dim=0)] = torch.nan
-        local_tasks.measure_exponents(each, both, None, grid)()  # type: ignore[arg-type]
-        local_tasks.quantize_to_exponents(each, n, given[0], None, grid, codes)()  # type: ignore[arg-type]
+        both = torch.stack(inputs).abs().amax(dim=0).nan_to_num(torch.nan)
+        both[torch.stack(inputs).isnan().any(dim=0)] = torch.nan
+        local_tasks.measure_exponents(exact_codec, both, None, grid)()  # type: ignore[arg-type]
+        local_tasks.quantize_to_exponents(exact_codec, n, inputs[0], None, grid, codes)()  # type: ignore[arg-type]
         wanted = codes[4500:4600].numpy().tobytes()
         for start, end in shared_regions():
             at = ctypes.string_at(start, end - start).find(wanted)
@@ -166,9 +166,9 @@ def flipped_in_shared_memory(rank: int, n: int, spec: str, async_op: bool) -> No
         dist.barrier()
         with pytest.raises(PayloadCorrupt, match=r"rank 0: audit of .* of elements 4096 to 8191"):
             work.wait()
-    assert torch.equal(bits(tensor), bits(given[rank]))
+    assert torch.equal(bits(tensor), bits(inputs[rank]))
     dtcomm.all_reduce(tensor, codec=spec, audit=True)  # and again
-    assert torch.equal(bits(tensor), bits(true_sum(spec, given)))
+    assert torch.equal(bits(tensor), bits(true_sum(spec, inputs)))
 
 
 @pytest.mark.parametrize("runtime", ["native", "process_group"])

@@ -28,8 +28,8 @@ def every_algorithm(rank: int, n: int) -> str:
                 for spec in ("none", "fp16", "int8"):
                     if algorithm != "auto" and (count not in (0, 1, 5000, 70_001) or spec == "fp16"):
                         continue
-                    given = exact_inputs.inputs(name, min(count, 400_000), rank=rank, world_size=n) % 64
-                    output = call(name, given, n, codec=spec, algorithm=algorithm)
+                    source = exact_inputs.inputs(name, min(count, 400_000), rank=rank, world_size=n) % 64
+                    output = call(name, source, n, codec=spec, algorithm=algorithm)
                     if spec != "int8":
                         everyone = [
                             exact_inputs.inputs(name, min(count, 400_000), rank=r, world_size=n) % 64
@@ -67,16 +67,16 @@ def every_dtype(rank: int, n: int) -> None:
             if op == "avg" and not dtype.is_floating_point:
                 continue
             for name in ("all_reduce", "reduce_scatter"):
-                given = exact_inputs.inputs(name, 3001, dtype, op=op, rank=rank, world_size=n)
+                source = exact_inputs.inputs(name, 3001, dtype, op=op, rank=rank, world_size=n)
                 expected = exact_inputs.expected(name, 3001, dtype, op=op, rank=rank, world_size=n)
-                output = call(name, given, n, op=op)
+                output = call(name, source, n, op=op)
                 assert exact_inputs.count_mismatches(output, expected) == 0, (dtype, op, name)
         if dtype in (torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8):
             torch.manual_seed(rank)
-            ours = torch.randint(0, 20, (513,)).to(dtype)
-            theirs = ours.clone()
-            dist.all_reduce(theirs)
-            assert torch.equal(call("all_reduce", ours, n), theirs), dtype
+            tensor = torch.randint(0, 20, (513,)).to(dtype)
+            torch_sum = tensor.clone()
+            dist.all_reduce(torch_sum)
+            assert torch.equal(call("all_reduce", tensor, n), torch_sum), dtype
 
 
 def test_every_dtype() -> None:
@@ -174,16 +174,16 @@ def test_layouts() -> None:
 
 def single(rank: int, n: int) -> None:
     tensor = torch.randn(1000)
-    kept = tensor.clone()
+    before = tensor.clone()
     residual = torch.full((1000,), 0.5)
     collectives.all_reduce(tensor, "avg", codec="int8", residual=residual)
-    assert torch.equal(tensor, kept) and residual.eq(0.5).all()
+    assert torch.equal(tensor, before) and residual.eq(0.5).all()
     output = torch.empty(1000)
     collectives.all_gather(output, tensor, codec="int8")
-    assert torch.equal(output, kept)
+    assert torch.equal(output, before)
     work = collectives.all_reduce(tensor, async_op=True)
     assert work is not None and work.is_completed()
-    assert torch.equal(work.get_future().wait()[0], kept)
+    assert torch.equal(work.get_future().wait()[0], before)
     with pytest.raises(ValueError, match="codec"):
         collectives.all_reduce(tensor, codec="int9")
 
@@ -194,11 +194,11 @@ def test_world_size_one_does_nothing_and_loses_nothing() -> None:
 
 def seeds(rank: int, n: int) -> None:
     torch.manual_seed(rank)
-    given = torch.randn(5000)
+    source = torch.randn(5000)
     spec = "int8:round=stochastic"
 
     def once(seed: int | None) -> torch.Tensor:
-        tensor = given.clone()
+        tensor = source.clone()
         collectives.all_reduce(tensor, codec=spec, seed=seed)
         return tensor
 
@@ -231,5 +231,5 @@ def looks(rank: int, world_size: int) -> str:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nothing to look at")
 def test_small_operations_look_where_the_cores_are_too() -> None:
     # What is staged past a cache that the peer shares, or into one that it does not, took up to four times as long.
-    said = run_ranks(looks, 2)
-    assert said == ["looked", "looked"]
+    answers = run_ranks(looks, 2)
+    assert answers == ["looked", "looked"]

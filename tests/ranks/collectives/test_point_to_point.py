@@ -20,36 +20,36 @@ from dtcomm.runtime.types import OpSpec, TensorSpec
 
 def messages(rank: int, n: int) -> int:
     right, left = (rank + 1) % n, (rank - 1) % n
-    taken = [torch.empty(1000 * i + 1) for i in range(6)]
-    given = [torch.full((1000 * i + 1,), float(100 * rank + i)) for i in range(6)]
+    incoming = [torch.empty(1000 * i + 1) for i in range(6)]
+    outgoing = [torch.full((1000 * i + 1,), float(100 * rank + i)) for i in range(6)]
     # Everybody starts everything before anybody waits, and before anybody has met anybody.
-    works = [collectives.send(tensor, right, async_op=True) for tensor in given]
-    works += [collectives.recv(tensor, left, async_op=True) for tensor in taken]
+    works = [collectives.send(tensor, right, async_op=True) for tensor in outgoing]
+    works += [collectives.recv(tensor, left, async_op=True) for tensor in incoming]
     futures = [work.get_future() for work in works if work is not None]
-    assert [future.wait()[0].numel() for future in futures[6:]] == [tensor.numel() for tensor in taken]
+    assert [future.wait()[0].numel() for future in futures[6:]] == [tensor.numel() for tensor in incoming]
     for work in works:
         work.wait()
         assert work.is_completed() and work.wire_bytes >= 0 and work.seconds >= 0
-    for i, tensor in enumerate(taken):
+    for i, tensor in enumerate(incoming):
         assert tensor.eq(100 * left + i).all()
     if rank < 2:  # the others know nothing of it
-        other = 1 - rank
+        peer = 1 - rank
         for spec in ("none", "fp16", "int8", "int8:round=stochastic"):
             sent = torch.randn(70_001, generator=torch.Generator().manual_seed(rank))
-            residual, kept = torch.zeros(70_001), sent.clone()
+            residual, before = torch.zeros(70_001), sent.clone()
             got = torch.empty(70_001)
             if rank == 0:
-                collectives.send(sent, other, codec=spec, residual=residual)
-                assert torch.equal(sent, kept)
-                collectives.send(residual, other)
-                collectives.recv(got, other, codec=spec)
+                collectives.send(sent, peer, codec=spec, residual=residual)
+                assert torch.equal(sent, before)
+                collectives.send(residual, peer)
+                collectives.recv(got, peer, codec=spec)
             else:
-                collectives.recv(got, other, codec=spec)
-                collectives.recv(residual, other)
-                collectives.send(sent, other, codec=spec)
-                whole = torch.randn(70_001, generator=torch.Generator().manual_seed(other))
-                assert torch.allclose(got + residual, whole, atol=1e-6)
-        collectives.send(torch.arange(3), other) if rank == 0 else collectives.recv(torch.arange(3), other)
+                collectives.recv(got, peer, codec=spec)
+                collectives.recv(residual, peer)
+                collectives.send(sent, peer, codec=spec)
+                expected = torch.randn(70_001, generator=torch.Generator().manual_seed(peer))
+                assert torch.allclose(got + residual, expected, atol=1e-6)
+        collectives.send(torch.arange(3), peer) if rank == 0 else collectives.recv(torch.arange(3), peer)
     group = dist.new_group([n - 1, 0])
     if rank in (0, n - 1):
         word = torch.tensor([rank], dtype=torch.int16)
@@ -90,8 +90,8 @@ def refusals(rank: int, n: int) -> str:
 
 
 def test_wrong_calls_are_named() -> None:
-    said = run_ranks(refusals, 2)
-    assert "send(8 float32" in said[1] and "send(9 float32" in said[1]
+    errors = run_ranks(refusals, 2)
+    assert "send(8 float32" in errors[1] and "send(9 float32" in errors[1]
 
 
 def alone(rank: int, n: int) -> Any:

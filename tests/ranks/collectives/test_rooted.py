@@ -21,29 +21,29 @@ def lists(rank: int, n: int) -> None:
     """gather and scatter with lists, which may be any tensors, sync and async."""
     for root in range(n):
         for asynchronous in (False, True):
-            mine = torch.full((3, 40), float(rank))
-            taken = [torch.zeros(3, 40) for _ in range(n)] if rank == root else None
-            work = collectives.gather(mine, taken, dst=root, async_op=asynchronous)
+            shard = torch.full((3, 40), float(rank))
+            gathered = [torch.zeros(3, 40) for _ in range(n)] if rank == root else None
+            work = collectives.gather(shard, gathered, dst=root, async_op=asynchronous)
             assert (work is not None) == asynchronous
             if work is not None:
-                assert len(work.get_future().wait()) == len(taken or ())
+                assert len(work.get_future().wait()) == len(gathered or ())
                 work.wait()
                 assert work.is_completed() and work.wire_bytes >= 0 and work.seconds >= 0
-            for src, tensor in enumerate(taken or ()):
+            for src, tensor in enumerate(gathered or ()):
                 assert tensor.eq(src).all()
-            given = [torch.full((3, 40), float(10 * root + r)) for r in range(n)] if rank == root else None
-            work = collectives.scatter(mine, given, src=root, async_op=asynchronous)
+            shards = [torch.full((3, 40), float(10 * root + r)) for r in range(n)] if rank == root else None
+            work = collectives.scatter(shard, shards, src=root, async_op=asynchronous)
             if work is not None:
                 work.wait()
-            assert mine.eq(10 * root + rank).all()
+            assert shard.eq(10 * root + rank).all()
         total = torch.full((500,), float(rank + 1))
         collectives.reduce(total, root, "avg", codec="int8")
         assert (total - (n + 1) / 2).abs().max() < 0.05 if rank == root else total.eq(rank + 1).all()
     whole = torch.arange(float(4 * n))
-    mine = whole[4 * rank : 4 * rank + 4]
-    collectives.gather(mine, whole if rank == 0 else None)  # in place
-    collectives.scatter(mine, whole if rank == 0 else None)
-    assert torch.equal(mine, torch.arange(4.0 * rank, 4.0 * rank + 4))
+    shard = whole[4 * rank : 4 * rank + 4]
+    collectives.gather(shard, whole if rank == 0 else None)  # in place
+    collectives.scatter(shard, whole if rank == 0 else None)
+    assert torch.equal(shard, torch.arange(4.0 * rank, 4.0 * rank + 4))
 
 
 def exchanges(rank: int, n: int) -> None:
@@ -53,38 +53,40 @@ def exchanges(rank: int, n: int) -> None:
         rows = torch.randint(0, 60, (n, n), generator=generator)
         if step == 5:
             rows.zero_()
-        given = torch.randn(int(rows[rank].sum()), 17)
-        ours = torch.full((int(rows[:, rank].sum()), 17), torch.nan)
-        theirs = ours.clone()
+        source = torch.randn(int(rows[rank].sum()), 17)
+        output = torch.full((int(rows[:, rank].sum()), 17), torch.nan)
+        expected = output.clone()
         sizes = rows[:, rank].tolist(), rows[rank].tolist()
-        dist.all_to_all_single(theirs, given, *sizes)
-        work = collectives.all_to_all(ours, given, *sizes, async_op=step % 2 == 0)
+        dist.all_to_all_single(expected, source, *sizes)
+        work = collectives.all_to_all(output, source, *sizes, async_op=step % 2 == 0)
         if work is not None:
             work.wait()
-        assert torch.equal(ours, theirs)
-        residual = torch.zeros_like(given)
-        lossy = torch.full_like(ours, torch.nan)
-        collectives.all_to_all(lossy, given, *sizes, codec="int8", residual=residual)
-        assert torch.allclose(lossy, theirs, atol=0.05)
-        back = torch.empty_like(given)
+        assert torch.equal(output, expected)
+        residual = torch.zeros_like(source)
+        lossy = torch.full_like(output, torch.nan)
+        collectives.all_to_all(lossy, source, *sizes, codec="int8", residual=residual)
+        assert torch.allclose(lossy, expected, atol=0.05)
+        back = torch.empty_like(source)
         collectives.all_to_all(back, lossy, *sizes[::-1])  # what arrived comes back unchanged
-        assert torch.allclose(back + residual, given, atol=1e-6)
-    given, ours, theirs = torch.randn(n * 300), torch.empty(n * 300), torch.empty(n * 300)
-    dist.all_to_all_single(theirs, given)
+        assert torch.allclose(back + residual, source, atol=1e-6)
+    source, output, expected = torch.randn(n * 300), torch.empty(n * 300), torch.empty(n * 300)
+    dist.all_to_all_single(expected, source)
     for algorithm in ("auto", "direct", "one_shot", "tree"):
-        ours.fill_(torch.nan)
-        collectives.all_to_all(ours, given, algorithm=algorithm)
-        assert torch.equal(ours, theirs), algorithm
+        output.fill_(torch.nan)
+        collectives.all_to_all(output, source, algorithm=algorithm)
+        assert torch.equal(output, expected), algorithm
     numbers = torch.arange(n) + 10 * rank
-    collectives.all_to_all(taken := torch.empty_like(numbers), numbers, [1] * n)  # one side may be left out
-    assert torch.equal(taken, torch.arange(n) * 10 + rank)
+    collectives.all_to_all(
+        received := torch.empty_like(numbers), numbers, [1] * n
+    )  # one side may be left out
+    assert torch.equal(received, torch.arange(n) * 10 + rank)
     wrong = [2] * n if rank == 0 else [1] * n
     with pytest.raises(CollectiveMismatch, match=r"rank 0 sends 2 elements to rank \d, which expects 1"):
         collectives.all_to_all(
             torch.empty(n + (rank == 0)), torch.ones(sum(wrong)), [1] * (n - 1) + [1 + (rank == 0)], wrong
         )
-    collectives.all_to_all(ours, given)  # all have refused alike: the communicator goes on
-    assert torch.equal(ours, theirs)
+    collectives.all_to_all(output, source)  # all have refused alike: the communicator goes on
+    assert torch.equal(output, expected)
 
 
 def barriers(rank: int, n: int) -> None:
@@ -118,7 +120,7 @@ def test_over_gloo() -> None:
 
 def hosts(rank: int, n: int) -> list[Any]:
     """Hierarchies on two hosts of different sizes: the same bits on all ranks, and few bytes between the hosts."""
-    found: list[Any] = [collectives.info()["hosts"]]
+    results: list[Any] = [collectives.info()["hosts"]]
     for algorithm in ("hierarchical", "hierarchical:ring/tree", "halving", "double_tree", "auto"):
         for spec in ("none", "int8", "fp16", "none/int8", "fp16/int8:block=4096", "int8/none"):
             if "/" in spec and not algorithm.startswith(("hier", "auto")):
@@ -128,18 +130,18 @@ def hosts(rank: int, n: int) -> list[Any]:
             if spec == "none":
                 assert torch.equal(tensor, (torch.arange(5000.0) % 128) * n + n * (n - 1) / 2), algorithm
             assert (tensor - (torch.arange(5000.0) % 128) * n).abs().max() < n * n
-            found.append(tensor.view(torch.uint8).numpy().tobytes())
+            results.append(tensor.view(torch.uint8).numpy().tobytes())
     for spec in ("none/int8", "int8/int8:round=stochastic", "fp16/none"):
         for op, divisor in (("sum", 1), ("avg", n)):
-            residual, given = torch.randn(9000), torch.randn(9000)
-            owed, tensor = given.double() + residual.double(), given.clone()
+            residual, contribution = torch.randn(9000), torch.randn(9000)
+            expected, tensor = contribution.double() + residual.double(), contribution.clone()
             work = collectives.all_reduce(tensor, op, codec=spec, residual=residual, async_op=True)
             work.wait()
-            found.append(tensor.numpy().tobytes())
-            kept = residual.double()
-            dist.all_reduce(owed)
-            dist.all_reduce(kept)
-            assert (tensor.double() * divisor + kept - owed).abs().max() < 1e-4, (spec, op)
+            results.append(tensor.numpy().tobytes())
+            lost = residual.double()
+            dist.all_reduce(expected)
+            dist.all_reduce(lost)
+            assert (tensor.double() * divisor + lost - expected).abs().max() < 1e-4, (spec, op)
     schedule = algorithms.build("hierarchical", "all_reduce", n, hosts=((0, 2), (1,)))
     inside, between = codec("none"), codec("int8")
     work = collectives.all_reduce(torch.randn(8192), codec="none/int8", async_op=True)
@@ -149,7 +151,7 @@ def hosts(rank: int, n: int) -> list[Any]:
         ValueError, match="codec: none/int8 names a codec for each level, and ring has no levels"
     ):
         collectives.all_reduce(torch.ones(8), codec="none/int8", algorithm="ring")
-    return found
+    return results
 
 
 def test_hierarchies_over_hosts_that_are_not_neighbours() -> None:

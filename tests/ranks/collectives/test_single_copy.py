@@ -174,27 +174,27 @@ def forbid() -> str:
 
 
 def refused(rank: int, n: int) -> str:
-    said = []
+    errors = []
 
     def meet() -> None:  # rules hold for a thread
         if rank == 1 and (why := forbid()):
-            said.append(f"{UNFORBIDDEN}, {why}")
+            errors.append(f"{UNFORBIDDEN}, {why}")
         try:
             collectives.barrier()
         except DtcommError as error:
-            said.append(str(error))
+            errors.append(str(error))
 
     thread = threading.Thread(target=meet)
     thread.start()
     thread.join()
-    return "; ".join(said)
+    return "; ".join(errors)
 
 
 def test_what_one_rank_may_not_no_rank_does() -> None:
-    said = run_ranks(refused, 3, env=ON)
-    if said[1].startswith(UNFORBIDDEN):
-        pytest.skip(said[1])
-    for text in said:
+    errors = run_ranks(refused, 3, env=ON)
+    if errors[1].startswith(UNFORBIDDEN):
+        pytest.skip(errors[1])
+    for text in errors:
         assert text.startswith("DTCOMM_SINGLE_COPY=on, but process_vm_readv of rank 0 (host"), text
         assert "Operation not permitted (kernel.yama.ptrace_scope" in text
 

@@ -21,13 +21,13 @@ def feeding_back(rank: int, n: int, spec: str, algorithm: str) -> None:
         residual = torch.zeros(count)
         for _ in range(3):
             x = torch.randn(count, generator=generator)
-            owed = x.double() + residual
+            expected_mass = x.double() + residual
             dtcomm.all_reduce(x, codec=spec, algorithm=algorithm, residual=residual)
             require_alike(x, (spec, algorithm, count))
-            held = residual.double() + (x.double() if rank == 0 else 0)
-            for total in (owed, held):
+            mass = residual.double() + (x.double() if rank == 0 else 0)
+            for total in (expected_mass, mass):
                 dist.all_reduce(total)
-            assert torch.allclose(held, owed, rtol=0, atol=3e-5), (spec, algorithm, count)
+            assert torch.allclose(mass, expected_mass, rtol=0, atol=3e-5), (spec, algorithm, count)
             assert 0 < int((x != 0).sum()) <= max(1, count)
 
 

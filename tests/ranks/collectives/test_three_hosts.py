@@ -27,7 +27,7 @@ def digest(tensor: torch.Tensor) -> int:
 
 def sums(rank: int, ranks: int, numel: int) -> dict[str, int]:
     """Return digests of all_reduce by every algorithm and codec, which must be equal on all ranks."""
-    found = {}
+    digests = {}
     codecs = ("none", "int8", "topk:ratio=0.1", "exact:bits=32")
     for algorithm in ("auto", *algorithms.available("all_reduce"), *HIERARCHIES):
         levels = ("none/int4", "fp16/sign") if algorithm.startswith("hierarchical") else ()
@@ -36,28 +36,34 @@ def sums(rank: int, ranks: int, numel: int) -> dict[str, int]:
             collectives.all_reduce(tensor, codec=codec, algorithm=algorithm)
             if codec in ("none", "exact:bits=32"):
                 assert tensor.equal((torch.arange(numel) % 11 * ranks + 6).float()), (algorithm, codec)
-            found[f"{algorithm} {codec}"] = digest(tensor)
-    return found
+            digests[f"{algorithm} {codec}"] = digest(tensor)
+    return digests
 
 
 def others(rank: int, ranks: int, numel: int) -> list[str]:
     """Run every collective by every algorithm without loss; return what is wrong, in words."""
     wrong = []
     calls: dict[str, Callable[..., Any]] = {
-        "reduce_scatter": lambda given, out, how: collectives.reduce_scatter(out, given, algorithm=how),
-        "all_gather": lambda given, out, how: collectives.all_gather(out, given, algorithm=how),
-        "broadcast": lambda given, out, how: collectives.broadcast(out.copy_(given), 3, algorithm=how),
-        "reduce": lambda given, out, how: collectives.reduce(out.copy_(given), 3, algorithm=how),
-        "all_to_all": lambda given, out, how: collectives.all_to_all(out, given, algorithm=how),
+        "reduce_scatter": lambda source, out, algorithm: collectives.reduce_scatter(
+            out, source, algorithm=algorithm
+        ),
+        "all_gather": lambda source, out, algorithm: collectives.all_gather(out, source, algorithm=algorithm),
+        "broadcast": lambda source, out, algorithm: collectives.broadcast(
+            out.copy_(source), 3, algorithm=algorithm
+        ),
+        "reduce": lambda source, out, algorithm: collectives.reduce(
+            out.copy_(source), 3, algorithm=algorithm
+        ),
+        "all_to_all": lambda source, out, algorithm: collectives.all_to_all(out, source, algorithm=algorithm),
     }
     for name, call in calls.items():
-        for how in ("auto", *algorithms.available(name)):
-            given = exact_inputs.inputs(name, numel, rank=rank, world_size=ranks)
+        for algorithm in ("auto", *algorithms.available(name)):
+            source = exact_inputs.inputs(name, numel, rank=rank, world_size=ranks)
             expected = exact_inputs.expected(name, numel, rank=rank, world_size=ranks, root=3)
-            out = torch.empty(given.numel() if name in ("broadcast", "reduce") else expected.numel())
-            call(given, out, how)
+            out = torch.empty(source.numel() if name in ("broadcast", "reduce") else expected.numel())
+            call(source, out, algorithm)
             if expected.numel() and exact_inputs.count_mismatches(out, expected):
-                wrong.append(f"{name} {how}")
+                wrong.append(f"{name} {algorithm}")
     return wrong
 
 
@@ -65,7 +71,7 @@ def everything(
     rank: int, ranks: int, rendezvous: str, namespaces: list[str]
 ) -> tuple[dict[str, int], list[str]]:
     with netns.temporary_process_group(rank, ranks, rendezvous, [namespaces[host] for host in HOST_OF]):
-        found = {size: sums(rank, ranks, size) for size in (1, 20_000)}
+        digests_by_size = {size: sums(rank, ranks, size) for size in (1, 20_000)}
         wrong = others(rank, ranks, 5000)
         info = collectives.info()
         assert info["runtime"] == "native" and info["hosts"] == 3, info
@@ -79,15 +85,19 @@ def everything(
                 assert tensor.eq(sum(member + 1 for member in members)).all()
                 assert collectives.info(group)["transport"] == transport
         # Messages between hosts and inside one, around the circle.
-        taken = torch.empty(70_000)
+        received = torch.empty(70_000)
         works = [
             collectives.send(torch.full((70_000,), float(rank)), (rank + 1) % ranks, async_op=True),
-            collectives.recv(taken, (rank - 1) % ranks, async_op=True),
+            collectives.recv(received, (rank - 1) % ranks, async_op=True),
         ]
         for work in works:
             work.wait()
-        assert taken.eq((rank - 1) % ranks).all()
-        flat = {f"{size} {what}": each for size, digests in found.items() for what, each in digests.items()}
+        assert received.eq((rank - 1) % ranks).all()
+        flat = {
+            f"{size} {name}": value
+            for size, digests in digests_by_size.items()
+            for name, value in digests.items()
+        }
     return flat, wrong
 
 
@@ -96,4 +106,4 @@ def test_every_collective_on_three_uneven_hosts(tmp_path: Path) -> None:
         ranks = run_ranks(everything, 4, str(tmp_path / "meet"), namespaces, backend=None)
     for rank, (digests, wrong) in enumerate(ranks):
         assert wrong == [], rank
-        assert {what for what, each in digests.items() if each != ranks[0][0][what]} == set(), rank
+        assert {name for name, value in digests.items() if value != ranks[0][0][name]} == set(), rank

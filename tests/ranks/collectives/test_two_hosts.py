@@ -19,17 +19,17 @@ def reduce(
     rank: int, ranks: int, rendezvous: str, namespaces: list[str]
 ) -> dict[tuple[str, str, int], torch.Tensor]:
     """Return sums of small integers by codec, algorithm and size."""
-    found = {}
+    results = {}
     with netns.temporary_process_group(rank, ranks, rendezvous, namespaces):
         for codec in ("none", "fp16", "int8"):
             for algorithm in ("auto", *algorithms.available("all_reduce")):
                 for numel in (1, 1000, 300_001):
                     tensor = (torch.arange(numel) % 11 + rank).float()
                     collectives.all_reduce(tensor, codec=codec, algorithm=algorithm)
-                    found[codec, algorithm, numel] = tensor
+                    results[codec, algorithm, numel] = tensor
         info = collectives.info()
         assert (info["runtime"], info["transport"], info["hosts"]) == ("native", "sockets", 2)
-    return found
+    return results
 
 
 def test_results_are_the_same_on_both_and_right(tmp_path: Path) -> None:

@@ -74,16 +74,16 @@ def both_ways(rank: int, n: int) -> None:
     right, left = (rank + 1) % n, (rank - 1) % n
     for numel in (1, 3000, 400_000):
         for _ in range(20):
-            given, taken = torch.full((numel,), float(rank)), torch.empty(numel)
+            outgoing, incoming = torch.full((numel,), float(rank)), torch.empty(numel)
             works = [
-                collectives.send(given, right, async_op=True),
-                collectives.recv(taken, left, async_op=True),
+                collectives.send(outgoing, right, async_op=True),
+                collectives.recv(incoming, left, async_op=True),
             ]
-            reduced = given.clone()
+            reduced = outgoing.clone()
             works.append(collectives.all_reduce(reduced, async_op=True))
             for work in works:  # what comes later is driven while the first is waited for
                 work.wait()
-            assert taken.eq(left).all() and reduced.eq(n * (n - 1) / 2).all()
+            assert incoming.eq(left).all() and reduced.eq(n * (n - 1) / 2).all()
 
 
 def test_rings_of_messages() -> None:

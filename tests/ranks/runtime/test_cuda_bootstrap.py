@@ -38,5 +38,5 @@ def join(rank: int, world_size: int, differ: str) -> str:
     ],
 )
 def test_all_ranks_refuse_ranks_that_differ(differ: str, says: str) -> None:
-    for said in run_ranks(join, 2, differ):
-        assert says in said
+    for outcome in run_ranks(join, 2, differ):
+        assert says in outcome

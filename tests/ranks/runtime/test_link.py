@@ -34,8 +34,8 @@ def test_what_a_byte_costs_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulated_link, "tcp_ns_per_byte", lambda: 0.4)
 
     def cost(text: str) -> float:
-        found = parse(text).between
-        return found.cpu_ns_per_byte()
+        link = parse(text).between
+        return link.cpu_ns_per_byte()
 
     assert [cost(text) for text in ("10gbit", "50gbit,2us", "100gbit,2us")] == [0.4, 0.4, 0.0]
     assert [cost(f"100gbit,2us,{word}") for word in ("tcp", "RDMA", "1.5ns/byte", "2ns/B")] == [
@@ -75,11 +75,12 @@ def test_a_wire_is_shared_whoever_asks_first() -> None:
         base + 100,
         base + 500,
     ]
-    dice = random.Random(3)
+    generator = random.Random(3)
     for _ in range(200):
         base += 10**6
         messages = [
-            (base + dice.randrange(2000), dice.randrange(1, 300)) for _ in range(dice.randrange(1, 12))
+            (base + generator.randrange(2000), generator.randrange(1, 300))
+            for _ in range(generator.randrange(1, 12))
         ]
         ends = [nic.receive(first, busy) for first, busy in messages]
         for (first, busy), end in zip(messages, ends, strict=True):
@@ -155,13 +156,13 @@ def refused(rank: int, world_size: int) -> str:
 
 
 def test_only_the_engine_emulates_links() -> None:
-    for said in run_ranks(refused, 2, env={"DTCOMM_LINK": "1gbit", "DTCOMM_RUNTIME": "process_group"}):
-        assert said.startswith("DTCOMM_LINK: only the native engine emulates links, but rank 0 (host ")
-        assert said.endswith("DTCOMM_RUNTIME=process_group")
+    for error in run_ranks(refused, 2, env={"DTCOMM_LINK": "1gbit", "DTCOMM_RUNTIME": "process_group"}):
+        assert error.startswith("DTCOMM_LINK: only the native engine emulates links, but rank 0 (host ")
+        assert error.endswith("DTCOMM_RUNTIME=process_group")
 
 
 def bucketed(rank: int, world_size: int, same: bool) -> list[tuple[bool, list[dict[str, Any]]]]:
-    found = []
+    results = []
     for spec in ("none", "int8"):
         tensors = [torch.full((300_000,), float(rank + i)) for i in range(5)]
         if same:
@@ -172,17 +173,19 @@ def bucketed(rank: int, world_size: int, same: bool) -> list[tuple[bool, list[di
         else:
             want = [torch.full((300_000,), float(1 + 2 * i)) for i in range(5)]
         right = all((a - b).abs().max() < 0.2 for a, b in zip(tensors, want, strict=True))
-        operations = [each for one in C.flight_record()["communicators"] for each in one["operations"]]
-        found.append((bool(right), operations[-5:]))
-    return found
+        operations = [
+            operation for record in C.flight_record()["communicators"] for operation in record["operations"]
+        ]
+        results.append((bool(right), operations[-5:]))
+    return results
 
 
 @pytest.mark.parametrize("same", [False, True], ids=["other tensors", "the same tensor"])
 def test_a_bucket_begins_while_the_one_before_is_on_its_way(same: bool) -> None:
     env = {"DTCOMM_RUNTIME": "native", "DTCOMM_LINK": "500mbit,10ms"}
-    for found in run_ranks(bucketed, 2, same, env=env):
-        for right, operations in found:
+    for results in run_ranks(bucketed, 2, same, env=env):
+        for right, operations in results:
             assert right
-            assert [each["numel"] for each in operations] == [300_000] * 5
+            assert [operation["numel"] for operation in operations] == [300_000] * 5
             early = sum(after["started"] < before["finished"] for before, after in pairwise(operations))
             assert early == 0 if same else early >= 2, "only one tensor keeps them apart"

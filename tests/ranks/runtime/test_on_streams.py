@@ -25,8 +25,8 @@ from tests.support.op_recorder import not_recording, recording
 from tests.support.stream_checker import HOST, RecordedStreams
 from tests.support.thread_transport import ThreadTransport
 from tests.unit.kernels.inputs import floats
-from tests.unit.runtime.everything import calls
-from tests.unit.runtime.rendezvous import Port, Rendezvous
+from tests.unit.runtime.every_collective import calls
+from tests.unit.runtime.thread_messages import Port, Rendezvous
 
 SHARED = "randk:positions=shared,ratio=0.1"
 
@@ -37,11 +37,11 @@ def as_on_a_device(backend: str) -> Communicator:
     cuda.CudaBootstrap._private_backend = _gloo
     group = require_group(None)
     entry = communicator_cache.group_entry(group)
-    made = Communicator(group, f"there/{backend}", device=torch.device("cpu"))
-    entry.communicator = made
-    assert isinstance(made.runtime, TorchDistRuntime)
-    made.runtime._message_bytes = 16 * 1024
-    return made
+    communicator = Communicator(group, f"{backend} as on a device", device=torch.device("cpu"))
+    entry.communicator = communicator
+    assert isinstance(communicator.runtime, TorchDistRuntime)
+    communicator.runtime._message_bytes = 16 * 1024
+    return communicator
 
 
 def _gloo(self: cuda.CudaBootstrap, backend: str) -> dist.ProcessGroupGloo:
@@ -53,30 +53,30 @@ def all_runtimes(rank: int, world_size: int) -> dict[str, object]:
     native = calls(rank, world_size, **few)
     summed = [ground("exact", rank), ground("exact:bits=16", rank), ground(SHARED, rank)]
     C.release()
-    said: dict[str, object] = {"results": len(native), "exact there": summed}
+    report: dict[str, object] = {"results": len(native), "exact there": summed}
     for backend in ("nccl", "gloo"):
-        made = as_on_a_device(backend)
-        there = calls(rank, world_size, timed=backend == "gloo", **few)
+        communicator = as_on_a_device(backend)
+        results = calls(rank, world_size, timed=backend == "gloo", **few)
         if backend == "nccl":
             splits = [[rank + 1] * world_size, [peer + 1 for peer in range(world_size)]]
             out = torch.zeros(sum(splits[1]))
             C.all_to_all(out, torch.full((sum(splits[0]),), float(rank)), splits[1], splits[0])
-            said["exchanged"] = out.tolist()
-            said["exact"] = [ground("exact", rank), ground("exact:bits=16", rank), ground(SHARED, rank)]
-            said["checksum"] = refused(ValueError, lambda: C.all_reduce(torch.ones(9), checksum=True))
-        said[backend] = [i for i, (a, b) in enumerate(zip(native, there)) if not torch.equal(a, b)]
-        said[backend + " info"] = made.info()
+            report["exchanged"] = out.tolist()
+            report["exact"] = [ground("exact", rank), ground("exact:bits=16", rank), ground(SHARED, rank)]
+            report["checksum"] = refused(ValueError, lambda: C.all_reduce(torch.ones(9), checksum=True))
+        report[backend] = [i for i, (a, b) in enumerate(zip(native, results)) if not torch.equal(a, b)]
+        report[backend + " info"] = communicator.info()
         C.release()
-    return said
+    return report
 
 
 def ground(spec: str, rank: int) -> list[float]:
     """A multi-stage sum, with the residual that it leaves."""
-    x, lost = floats("normal", 9000, seed=rank), floats("normal", 9000, seed=9)
-    C.all_reduce(x, "avg", codec=spec, seed=3, residual=lost)
+    x, residual = floats("normal", 9000, seed=rank), floats("normal", 9000, seed=9)
+    C.all_reduce(x, "avg", codec=spec, seed=3, residual=residual)
     if spec.startswith("exact"):
         C.all_reduce(x, codec=spec, audit=True)
-    return [*x.tolist(), *lost.tolist()]
+    return [*x.tolist(), *residual.tolist()]
 
 
 def refused(kind: type[Exception], call: Callable[[], object]) -> str:
@@ -88,13 +88,13 @@ def refused(kind: type[Exception], call: Callable[[], object]) -> str:
 
 
 def test_same_bits_as_the_engine() -> None:
-    for said in run_ranks(all_runtimes, 3, env={"DTCOMM_PIECE_KIB": "16"}):
-        assert said["nccl"] == [] and said["gloo"] == [] and said["results"] > 60
-        assert said["exchanged"] == [0.0, 1.0, 1.0, 2.0, 2.0, 2.0]
-        assert said["exact"] == said["exact there"]
-        assert "expected False" in said["checksum"]
+    for report in run_ranks(all_runtimes, 3, env={"DTCOMM_PIECE_KIB": "16"}):
+        assert report["nccl"] == [] and report["gloo"] == [] and report["results"] > 60
+        assert report["exchanged"] == [0.0, 1.0, 1.0, 2.0, 2.0, 2.0]
+        assert report["exact"] == report["exact there"]
+        assert "expected False" in report["checksum"]
         for backend, transport in (("nccl", "queued on streams"), ("gloo", "through the host's memory")):
-            info = said[backend + " info"]
+            info = report[backend + " info"]
             assert transport in info["transport"] and info["wire_bytes"] > 3e5
             assert (
                 info["why"]
@@ -111,8 +111,8 @@ def disagreeing(rank: int, world_size: int) -> list[str]:
 
 
 def test_check_names_who_said_what() -> None:
-    for first, again in run_ranks(disagreeing, 2, env={"DTCOMM_CHECK": "1"}):
-        assert first == again and "1000 float32" in first and "1001 float32" in first and "rank 1" in first
+    for first, second in run_ranks(disagreeing, 2, env={"DTCOMM_CHECK": "1"}):
+        assert first == second and "1000 float32" in first and "1001 float32" in first and "rank 1" in first
 
 
 class Judged:
@@ -200,7 +200,7 @@ class JudgedMessages(Judged):
             TorchDistRuntime(
                 GlooTransport(
                     ThreadsGroup(Port(self.fabric, rank), ranks, streams),
-                    [f"rank {each}" for each in range(ranks)],
+                    [f"rank {peer}" for peer in range(ranks)],
                     20.0,
                     object(),
                     streams,
@@ -228,8 +228,8 @@ def train(name: str, spec: str, residual: bool = True) -> Callable[..., None]:
             x.mul_(2.0)
             works.append(runtime.submit(plan, [Buffers(x, x, loss if residual else None)], [x], 1))
         works[0].get_future().wait()
-        for x, each in zip(xs, works):
-            each.wait()
+        for x, handle in zip(xs, works):
+            handle.wait()
             x.add_(1.0)
         runtime.run(plan, [Buffers(xs[2], xs[2], losses[2] if residual else None)], 1)
         xs[2].add_(1.0)
@@ -254,7 +254,7 @@ def test_every_use_of_memory_follows_the_one_before_by_an_event(name: str) -> No
     ],
 )
 def test_what_is_left_out_is_noticed(leave_out: str, fault: str) -> None:
-    assert any(fault in each for each in Judged(3, leave_out).run(train("two_shot", "int8")))
+    assert any(fault in text for text in Judged(3, leave_out).run(train("two_shot", "int8")))
 
 
 @pytest.mark.parametrize("name", ["two_shot", "ring"])
@@ -262,7 +262,7 @@ def test_messages_through_the_host_follow_events_too(name: str) -> None:
     judged = JudgedMessages(3)
     assert judged.run(train(name, "int8")) == []
     for leave_out, fault in (("wait", "has not waited"), ("hold", "not held"), ("settle", "the host reads")):
-        assert any(fault in each for each in JudgedMessages(3, leave_out).run(train(name, "int8")))
+        assert any(fault in text for text in JudgedMessages(3, leave_out).run(train(name, "int8")))
 
 
 def test_a_host_that_waits_is_noticed() -> None:

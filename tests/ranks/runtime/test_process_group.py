@@ -22,9 +22,9 @@ from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule.ir import CUT_AT_GRANULES, ROOTED
 from tests.support.stopwatch import Stopwatch
 from tests.unit.algorithms.every_algorithm import NAMES, build
-from tests.unit.runtime.everything import OVER_GLOO, calls
-from tests.unit.runtime.orders import SHARDS_IN, SHARDS_OUT
-from tests.unit.runtime.rendezvous import Rendezvous, ThreadMessages
+from tests.unit.runtime.every_collective import OVER_GLOO, calls
+from tests.unit.runtime.simulated_cases import SHARDS_IN, SHARDS_OUT
+from tests.unit.runtime.thread_messages import Rendezvous, ThreadMessages
 
 
 def execute(plan: RoundsPlan, buffers: Buffers, seed: int, fabric: Rendezvous) -> None:
@@ -49,9 +49,9 @@ def execute_on_all_ranks(
     def run(rank: int) -> None:
         try:
             residual = None if residuals is None else residuals[rank]
-            given = inputs[rank] if collective != "scatter" or rank == root else None
-            taken = outputs[rank] if collective not in ("reduce", "gather") or rank == root else None
-            execute(plans[rank], Buffers(given, taken, residual), seed, fabric)
+            source = inputs[rank] if collective != "scatter" or rank == root else None
+            target = outputs[rank] if collective not in ("reduce", "gather") or rank == root else None
+            execute(plans[rank], Buffers(source, target, residual), seed, fabric)
         except BaseException as error:
             failures.append(error)
 
@@ -86,7 +86,7 @@ def test_results_without_loss(collective: str, name: str, ranks: int) -> None:
             elif collective == "scatter":
                 assert torch.equal(output, inputs[root].view(ranks, -1)[rank])
             elif collective == "all_to_all":
-                assert torch.equal(output, torch.cat([given.view(ranks, -1)[rank] for given in inputs]))
+                assert torch.equal(output, torch.cat([tensor.view(ranks, -1)[rank] for tensor in inputs]))
             else:
                 shard = (
                     slice(rank * numel, (rank + 1) * numel) if collective == "reduce_scatter" else slice(None)
@@ -111,8 +111,10 @@ def test_all_ranks_end_with_the_same_bits(name: str, spec: str, ranks: int) -> N
 )
 def test_what_is_lost_is_kept(collective: str, name: str, ranks: int, op: str) -> None:
     numel = 9000
-    whole = numel * (ranks if collective == "reduce_scatter" else 1)
-    residuals = [torch.randn(whole, generator=torch.Generator().manual_seed(99 + r)) for r in range(ranks)]
+    total_numel = numel * (ranks if collective == "reduce_scatter" else 1)
+    residuals = [
+        torch.randn(total_numel, generator=torch.Generator().manual_seed(99 + r)) for r in range(ranks)
+    ]
     before = torch.stack(residuals).double()
     inputs, outputs, _ = execute_on_all_ranks(collective, name, ranks, numel, "int8", op, residuals=residuals)
     assert any(residual.count_nonzero() for residual in residuals)
@@ -201,16 +203,16 @@ def disagree(rank: int, world_size: int, how: str) -> str:
     except CollectiveMismatch as error:
         try:
             C.all_reduce(x)
-        except CollectiveMismatch as again:
-            return f"{error} / {again}"
+        except CollectiveMismatch as second:
+            return f"{error} / {second}"
     return "no error"
 
 
 @pytest.mark.parametrize("how", ["numel", "dtype", "op", "codec"])
 def test_check_names_who_said_what(how: str) -> None:
-    for said in run_ranks(disagree, 3, how, env={**OVER_GLOO, "DTCOMM_CHECK": "1"}):
-        first, again = said.split(" / ")
-        assert first == again, "stays failed"
+    for errors in run_ranks(disagree, 3, how, env={**OVER_GLOO, "DTCOMM_CHECK": "1"}):
+        first, second = errors.split(" / ")
+        assert first == second, "stays failed"
         for rank in range(3):
             assert f"rank {rank}" in first
         assert {"numel": "1007 float32", "dtype": "1000 bfloat16", "op": "avg", "codec": "int8"}[how] in first
@@ -246,8 +248,8 @@ def until_failure(rank: int, world_size: int, algorithm: str) -> None:
         elapsed = watch.elapsed()
         try:
             C.all_reduce(x)
-        except type(error) as again:
-            assert str(again) == str(error)
+        except type(error) as second:
+            assert str(second) == str(error)
         send_to_parent((type(error).__name__, str(error), elapsed))
 
 

@@ -22,44 +22,44 @@ from dtcomm.runtime.bootstrap.tcp import Listener
 from dtcomm.runtime.native.runtime import native_plan
 from dtcomm.runtime.types import OpSpec, TensorSpec
 from tests.support.stopwatch import Stopwatch
-from tests.unit.runtime.everything import OVER_GLOO, calls
+from tests.unit.runtime.every_collective import OVER_GLOO, calls
 
 SOCKETS = {"DTCOMM_TRANSPORT": "sockets"}
 
 
 def all_ways(rank: int, world_size: int) -> dict[str, Any]:
-    found = {}
+    report = {}
     ways = {"memory": {"DTCOMM_RUNTIME": "native"}, "sockets": {"DTCOMM_RUNTIME": "auto", **SOCKETS}}
     results = {}
     for name, variables in ways.items():
         os.environ.update(variables)
-        results[name], found[name] = calls(rank, world_size), C.info()
+        results[name], report[name] = calls(rank, world_size), C.info()
         C.release()
-    found["different"] = [
+    report["different"] = [
         i for i, (a, b) in enumerate(zip(results["memory"], results["sockets"])) if not torch.equal(a, b)
     ]
-    return found
+    return report
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_same_bits_and_bytes_as_in_shared_memory(world_size: int) -> None:
-    for said in run_ranks(all_ways, world_size):
-        assert said["memory"]["transport"] == "memory" and said["sockets"]["transport"] == "sockets"
-        assert "DTCOMM_TRANSPORT=sockets" in said["sockets"]["why"]
-        assert said["different"] == []
-        assert said["memory"]["wire_bytes"] == said["sockets"]["wire_bytes"]
+    for report in run_ranks(all_ways, world_size):
+        assert report["memory"]["transport"] == "memory" and report["sockets"]["transport"] == "sockets"
+        assert "DTCOMM_TRANSPORT=sockets" in report["sockets"]["why"]
+        assert report["different"] == []
+        assert report["memory"]["wire_bytes"] == report["sockets"]["wire_bytes"]
 
 
 def levels(rank: int, world_size: int, mixed: bool) -> list[torch.Tensor]:
     """Hierarchies whose levels have codecs of their own, with what they lose."""
     os.environ["DTCOMM_HOST_ID"] = f"host {rank // 2}"
-    dice = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(rank)
     results = []
     for spec in ("none/int4", "fp16/int8", "int8/none", "bf16/int8:round=stochastic"):
         for dtype in (torch.float32, torch.bfloat16):
             for op in ("sum", "avg"):
-                x = torch.randn(70_001, generator=dice).to(dtype)
-                residual = torch.randn(70_001, generator=dice) * 0.01
+                x = torch.randn(70_001, generator=generator).to(dtype)
+                residual = torch.randn(70_001, generator=generator) * 0.01
                 C.all_reduce(x, op, codec=spec, algorithm="hierarchical", residual=residual)
                 results += [x, residual]
     assert C.info()["runtime"] == ("native" if mixed else "process_group")
@@ -69,12 +69,12 @@ def levels(rank: int, world_size: int, mixed: bool) -> list[torch.Tensor]:
 
 
 def test_each_level_of_a_hierarchy_has_its_own_codec() -> None:
-    ours = run_ranks(levels, 4, True)
-    others = run_ranks(levels, 4, False, env=OVER_GLOO)
-    for mine, theirs in zip(ours, others, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-    for rank in ours:
-        assert all(torch.equal(a, b) for a, b in zip(rank[::2], ours[0][::2], strict=True))
+    mixed = run_ranks(levels, 4, True)
+    over_gloo = run_ranks(levels, 4, False, env=OVER_GLOO)
+    for left, right in zip(mixed, over_gloo, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    for rank in mixed:
+        assert all(torch.equal(a, b) for a, b in zip(rank[::2], mixed[0][::2], strict=True))
 
 
 def disagree(rank: int, world_size: int) -> str:
@@ -87,9 +87,9 @@ def disagree(rank: int, world_size: int) -> str:
 
 
 def test_ranks_that_disagree_are_told_who_said_what() -> None:
-    for said in run_ranks(disagree, 3, env=SOCKETS):
-        assert "1000 float32" in said and "1001 float32" in said
-        assert all(f"rank {rank} (host" in said for rank in range(3))
+    for text in run_ranks(disagree, 3, env=SOCKETS):
+        assert "1000 float32" in text and "1001 float32" in text
+        assert all(f"rank {rank} (host" in text for rank in range(3))
 
 
 def early(rank: int, world_size: int) -> float:
@@ -122,40 +122,40 @@ def refused(rank: int, world_size: int, transport: str, nowhere: bool) -> str:
 
 
 def test_nothing_falls_back_in_silence() -> None:
-    for said in run_ranks(refused, 2, "auto", True):
-        assert said.startswith("process_group messages of the group's backend: rank 0 (host ")
-        assert "GLOO_SOCKET_IFNAME=nowhere0: no such interface has an address" in said
-    for said in run_ranks(refused, 2, "sockets", True):
-        assert said.startswith("DTCOMM_TRANSPORT=sockets, but rank 0 (host ")
-    for said in run_ranks(refused, 2, "memory", False):
-        assert said.startswith("DTCOMM_TRANSPORT=memory, but ") and said.endswith("the ranks are on 2 hosts")
+    for text in run_ranks(refused, 2, "auto", True):
+        assert text.startswith("process_group messages of the group's backend: rank 0 (host ")
+        assert "GLOO_SOCKET_IFNAME=nowhere0: no such interface has an address" in text
+    for text in run_ranks(refused, 2, "sockets", True):
+        assert text.startswith("DTCOMM_TRANSPORT=sockets, but rank 0 (host ")
+    for text in run_ranks(refused, 2, "memory", False):
+        assert text.startswith("DTCOMM_TRANSPORT=memory, but ") and text.endswith("the ranks are on 2 hosts")
 
 
 def test_a_listener_accepts_only_ranks_with_its_token() -> None:
-    listener, other = Listener(), Listener()
-    word = {**listener.info(), "token": 1}
+    listener, peer = Listener(), Listener()
+    forged = {**listener.info(), "token": 1}
     names = ["rank 0", "rank 1"]
-    found: dict[str, Any] = {}
+    accepted: dict[str, Any] = {}
 
     def answer() -> None:
-        found.update(listener.connect(0, {1: other.info()}, names, 5.0))  # type: ignore[arg-type]
+        accepted.update(listener.connect(0, {1: peer.info()}, names, 5.0))  # type: ignore[arg-type]
 
     thread = threading.Thread(target=answer)
     thread.start()
-    for fd in other.connect(1, {0: word}, names, 5.0).values():
+    for fd in peer.connect(1, {0: forged}, names, 5.0).values():
         with socket.socket(fileno=fd) as stranger:
             stranger.settimeout(5)
             stranger.setblocking(True)
             assert stranger.recv(1) == b"", "the listener closes the connection"
-    for fd in (*other.connect(1, {0: listener.info()}, names, 5.0).values(),):
+    for fd in (*peer.connect(1, {0: listener.info()}, names, 5.0).values(),):
         os.close(fd)
     thread.join(5)
-    assert list(found) == [1]
-    os.close(found[1])  # type: ignore[call-overload]
+    assert list(accepted) == [1]
+    os.close(accepted[1])  # type: ignore[call-overload]
     with pytest.raises(TimeoutError, match="of rank 1 not all have connected"):
-        listener.connect(0, {1: other.info()}, names, 0.05)
-    where = other.info()
-    other.close()
+        listener.connect(0, {1: peer.info()}, names, 0.05)
+    where = peer.info()
+    peer.close()
     with pytest.raises(OSError, match=r"rank 0 cannot be reached at .*refused"):
         listener.connect(1, {0: where}, names, 1.0)
     listener.close()

@@ -27,22 +27,22 @@ WAYS = [
 def contributions(ranks: int, numel: int, seed: int) -> list[torch.Tensor]:
     """Return values of very different sizes, so that fp32 sums depend on the order, and some non-finite blocks."""
     generator = torch.Generator().manual_seed(seed)
-    given = []
+    tensors = []
     for rank in range(ranks):
         x = torch.randn(numel, generator=generator) * torch.exp(torch.randn(numel, generator=generator) * 6)
         if numel > 900 and rank == ranks // 2:
             x[200], x[400], x[600:700] = torch.nan, torch.inf, 0.0
-        given.append(x)
-    return given
+        tensors.append(x)
+    return tensors
 
 
-def true_sum(spec: str, given: list[torch.Tensor], divisor: int = 1) -> torch.Tensor:
+def true_sum(spec: str, inputs: list[torch.Tensor], divisor: int = 1) -> torch.Tensor:
     """Return the sum as docs/guides/reproducible-sums.md defines it, in plain arithmetic."""
-    each, n = codec(spec), len(given)
-    digits = each.bits - 1 - (n - 1).bit_length()  # type: ignore[attr-defined]
-    numel, block = given[0].numel(), each.block  # type: ignore[attr-defined]
+    exact_codec, n = codec(spec), len(inputs)
+    digits = exact_codec.bits - 1 - (n - 1).bit_length()  # type: ignore[attr-defined]
+    numel, block = inputs[0].numel(), exact_codec.block  # type: ignore[attr-defined]
     padded = torch.zeros(n, -(-numel // block) * block, dtype=torch.float64)
-    for row, x in zip(padded, given, strict=True):
+    for row, x in zip(padded, inputs, strict=True):
         row[:numel] = x.double()
     rows = padded.view(n, -1, block)
     _, exponent = torch.frexp(rows.abs().amax(dim=(0, 2)))  # largest < 2^exponent
@@ -73,11 +73,11 @@ def test_the_same_bits_for_every_algorithm_and_number_of_ranks(algorithm: str, r
     rng = random.Random(f"{algorithm}{ranks}")
     for spec in SPECS:
         numel, op = rng.choice([1, 40, 1000, 5000, 9001]), rng.choice(["sum", "avg"])
-        given = contributions(ranks, numel, seed=ranks)
-        truth = true_sum(spec, given, ranks if op == "avg" else 1)
+        inputs = contributions(ranks, numel, seed=ranks)
+        truth = true_sum(spec, inputs, ranks if op == "avg" else 1)
         for seed in range(2):
             order = rng.sample(range(ranks), ranks)
-            dealt = [given[i].clone() for i in order]
+            dealt = [inputs[i].clone() for i in order]
             first = rng.randint(1, ranks)
             hosts = (first, ranks - first) if first < ranks else (ranks,)
             world = Simulation(
@@ -113,16 +113,18 @@ def test_other_collectives_and_types_give_the_same_bits(collective: str, dtype: 
     ranks, numels, spec = 3, (700, 2100), "exact:bits=16"
     rng = random.Random(5)
     scale = ranks if collective == "reduce_scatter" else 1
-    given = [[x.to(dtype) for x in contributions(ranks, numel * scale, seed=numel)] for numel in numels]
+    values = [[x.to(dtype) for x in contributions(ranks, numel * scale, seed=numel)] for numel in numels]
     for algorithm in algorithms.available(collective):
         buffers, inputs = [], []
         root = rng.randrange(ranks) if collective == "reduce" else 0
         for rank in range(ranks):
-            mine = [given[part][rank].clone() for part in range(2)]
-            outputs = [torch.empty(numel, dtype=dtype) for numel in numels] if scale > 1 else mine
+            tensors = [values[part][rank].clone() for part in range(2)]
+            outputs = [torch.empty(numel, dtype=dtype) for numel in numels] if scale > 1 else tensors
             have = collective != "reduce" or rank == root
-            buffers.append([Buffers(x, out if have else None) for x, out in zip(mine, outputs, strict=True)])
-            inputs.append([x.clone() for x in mine])
+            buffers.append(
+                [Buffers(x, out if have else None) for x, out in zip(tensors, outputs, strict=True)]
+            )
+            inputs.append([x.clone() for x in tensors])
         plans = [
             plan_of(
                 spec,
@@ -161,18 +163,18 @@ def test_feedback_conserves_mass(spec: str, op: str) -> None:
     for ranks in (2, 5):
         residuals = [torch.zeros(3000) for _ in range(ranks)]
         for step in range(4):
-            given = [torch.randn(3000, generator=generator) for _ in range(ranks)]
+            inputs = [torch.randn(3000, generator=generator) for _ in range(ranks)]
             owed = sum(
-                (x.double() + r.double() for x, r in zip(given, residuals, strict=True)),
+                (x.double() + r.double() for x, r in zip(inputs, residuals, strict=True)),
                 torch.zeros(3000).double(),
             )
             plans = [
                 plan_of(spec, [3000], torch.float32, rank=rank, ranks=ranks, op=op, algorithm="ring")
                 for rank in range(ranks)
             ]
-            buffers = [[Buffers(x, x, r)] for x, r in zip(given, residuals, strict=True)]
+            buffers = [[Buffers(x, x, r)] for x, r in zip(inputs, residuals, strict=True)]
             reduce_all(Simulation(ranks=ranks, seed=step), plans, buffers)
-            paid = given[0].double() * (ranks if op == "avg" else 1)
+            paid = inputs[0].double() * (ranks if op == "avg" else 1)
             paid += sum((r.double() for r in residuals), torch.zeros(3000).double())
             assert torch.allclose(paid, owed, rtol=2e-6, atol=1e-6)
             digits = codec(spec).digits(ranks)  # type: ignore[attr-defined]
@@ -195,9 +197,9 @@ def test_bytes_are_what_the_schedule_says() -> None:
                     )
                     for rank in range(ranks)
                 ]
-                given = [[Buffers(x, x)] for x in contributions(ranks, 9001, seed=1)]
+                inputs = [[Buffers(x, x)] for x in contributions(ranks, 9001, seed=1)]
                 outcomes, _ = reduce_all(
-                    Simulation(ranks=ranks, seed=0, delay=0.0, slot_bytes=2**20), plans, given
+                    Simulation(ranks=ranks, seed=0, delay=0.0, slot_bytes=2**20), plans, inputs
                 )
                 levels = (1, ranks - 1) if name.startswith("hierarchical") else None
                 schedule = algorithms.build(name, "all_reduce", ranks, hosts=levels)
@@ -212,7 +214,7 @@ def audited(
     spec: str, algorithm: str, ranks: int, flip: int | None, seed: int
 ) -> tuple[list[str], list[torch.Tensor]]:
     """Return (the error of each rank or None, its tensor at the end)."""
-    given = [x.clone() for x in contributions(ranks, 9000, seed=4)]
+    inputs = [x.clone() for x in contributions(ranks, 9000, seed=4)]
     world = Simulation(ranks=ranks, seed=seed, delay=0.3, corrupt_payload=flip)
     plans = [
         plan_of(
@@ -227,17 +229,17 @@ def audited(
         )
         for rank in range(ranks)
     ]
-    outcomes, checks = reduce_all(world, plans, [[Buffers(x, x)] for x in given])
+    outcomes, checks = reduce_all(world, plans, [[Buffers(x, x)] for x in inputs])
     assert {outcome.status for outcome in outcomes} == {"done"}
-    said = []
+    errors = []
     for check in checks:
         assert check is not None
         try:
             check()
-            said.append("")
+            errors.append("")
         except PayloadCorrupt as error:
-            said.append(str(error))
-    return said, given
+            errors.append(str(error))
+    return errors, inputs
 
 
 @pytest.mark.parametrize("algorithm", algorithms.available("all_reduce"))
@@ -248,32 +250,32 @@ def test_no_flipped_bit_gets_through(spec: str, algorithm: str) -> None:
     before = contributions(ranks, 9000, seed=4)
     truth = true_sum(spec, before)
     for flip in range(0, 90, 2):
-        said, after = audited(spec, algorithm, ranks, flip, seed=flip)
+        errors, after = audited(spec, algorithm, ranks, flip, seed=flip)
         for rank in range(ranks):
-            if said[rank]:
-                assert f"rank {rank}: audit of all_reduce with codec {spec}" in said[rank]
-            wanted = before[rank] if said[rank] else truth
-            assert torch.equal(bits(after[rank]), bits(wanted)), (flip, rank, said)
-        caught += any(said)
+            if errors[rank]:
+                assert f"rank {rank}: audit of all_reduce with codec {spec}" in errors[rank]
+            wanted = before[rank] if errors[rank] else truth
+            assert torch.equal(bits(after[rank]), bits(wanted)), (flip, rank, errors)
+        caught += any(errors)
         # Only a flip in the verdict itself can leave ranks apart.
-        assert len(set(map(bool, said))) == 1 or any("verdict" in each for each in said), (flip, said)
+        assert len(set(map(bool, errors))) == 1 or any("verdict" in text for text in errors), (flip, errors)
     assert caught >= 8
 
 
 def test_clean_sums_pass_and_flips_do_harm_without_an_audit() -> None:
     for algorithm in algorithms.available("all_reduce"):
-        said, after = audited("exact", algorithm, 3, None, seed=1)
-        assert said == [""] * 3
+        errors, after = audited("exact", algorithm, 3, None, seed=1)
+        assert errors == [""] * 3
         assert torch.equal(bits(after[0]), bits(true_sum("exact", contributions(3, 9000, seed=4))))
     wrong = 0
     truth = true_sum("exact", contributions(3, 9000, seed=4))
     for flip in range(30):
-        given = [x.clone() for x in contributions(3, 9000, seed=4)]
+        inputs = [x.clone() for x in contributions(3, 9000, seed=4)]
         plans = [plan_of("exact", [9000], torch.float32, rank=rank, ranks=3) for rank in range(3)]
         reduce_all(
-            Simulation(ranks=3, seed=flip, corrupt_payload=flip), plans, [[Buffers(x, x)] for x in given]
+            Simulation(ranks=3, seed=flip, corrupt_payload=flip), plans, [[Buffers(x, x)] for x in inputs]
         )
-        wrong += any(not torch.equal(bits(x), bits(truth)) for x in given)
+        wrong += any(not torch.equal(bits(x), bits(truth)) for x in inputs)
     assert wrong >= 5
 
 
@@ -293,21 +295,21 @@ def test_an_audit_failure_names_the_elements() -> None:
 def test_every_single_change_changes_the_checksum(kernel: str) -> None:
     from dtcomm.kernels import current, use
 
-    each = codec("exact")
+    exact_codec = codec("exact")
     codes = torch.randint(-(2**31), 2**31 - 1, (5000,), dtype=torch.int64).to(torch.int32)
-    sums, again = torch.empty(2, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
+    sums, changed_sums = torch.empty(2, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
     with use("reference" if kernel == "reference" else current()):
-        local_tasks.audit_checksums(each, codes, sums)()  # type: ignore[arg-type]
+        local_tasks.audit_checksums(exact_codec, codes, sums)()  # type: ignore[arg-type]
         for at in (0, 1, 4095, 4096, 4999):
             for bit in range(32):
                 changed = codes.clone()
                 changed.view(torch.uint8)[4 * at + bit // 8] ^= 1 << bit % 8
-                local_tasks.audit_checksums(each, changed, again)()  # type: ignore[arg-type]
-                assert (again != sums).tolist() == [at < 4096, at >= 4096], (at, bit)
+                local_tasks.audit_checksums(exact_codec, changed, changed_sums)()  # type: ignore[arg-type]
+                assert (changed_sums != sums).tolist() == [at < 4096, at >= 4096], (at, bit)
         swapped = codes.clone()
         swapped[[10, 11]] = codes[[11, 10]]
-        local_tasks.audit_checksums(each, swapped, again)()  # type: ignore[arg-type]
-        assert again[0] != sums[0]
+        local_tasks.audit_checksums(exact_codec, swapped, changed_sums)()  # type: ignore[arg-type]
+        assert changed_sums[0] != sums[0]
 
 
 def test_only_exact_can_be_audited() -> None:

@@ -27,7 +27,7 @@ def gaussians(ranks: int, numel: int, seed: int) -> list[torch.Tensor]:
 
 def reduced(
     spec: str,
-    given: list[torch.Tensor],
+    inputs: list[torch.Tensor],
     algorithm: str,
     *,
     residuals: list[torch.Tensor] | None = None,
@@ -35,10 +35,10 @@ def reduced(
     seed: int = 3,
 ) -> tuple[list[torch.Tensor], list[int]]:
     """Run all_reduce on copies on every rank; return the results and the bytes that each rank sent."""
-    ranks, numel = len(given), given[0].numel()
-    tensors = [x.clone() for x in given]
-    owed = residuals or [None] * ranks
-    buffers = [[Buffers(x, x, r)] for x, r in zip(tensors, owed, strict=True)]
+    ranks, numel = len(inputs), inputs[0].numel()
+    tensors = [x.clone() for x in inputs]
+    all_residuals = residuals or [None] * ranks
+    buffers = [[Buffers(x, x, r)] for x, r in zip(tensors, all_residuals, strict=True)]
     world = Simulation(ranks=ranks, seed=seed, delay=0.3)
     hosts = (1, ranks - 1)
     if codec(spec).needs_agreement:
@@ -66,14 +66,14 @@ def reduced(
 def test_one_shot_keeps_every_contribution(spec: str, ranks: int) -> None:
     """One shot gives the fp32 sum, in rank order, of the decoded payloads: each is encoded exactly once."""
     numel = 9000
-    given = gaussians(ranks, numel, seed=ranks)
-    (got, *_), _ = reduced(spec, given, "one_shot", seed=11)
-    payloads = [ops.encode(spec, x, key=counter_rng.mix_key(11, rank, 0)) for rank, x in enumerate(given)]
+    inputs = gaussians(ranks, numel, seed=ranks)
+    (got, *_), _ = reduced(spec, inputs, "one_shot", seed=11)
+    payloads = [ops.encode(spec, x, key=counter_rng.mix_key(11, rank, 0)) for rank, x in enumerate(inputs)]
     assert torch.equal(got, ops.reduce(spec, payloads, numel))
     decoded = [ops.decode(spec, payload, numel) for payload in payloads]
-    sent = torch.stack([each != 0 for each in decoded]).any(dim=0)
+    sent = torch.stack([values != 0 for values in decoded]).any(dim=0)
     assert not (got != 0)[~sent].any()  # sums may be zero
-    assert int(sent.sum()) > max(int((each != 0).sum()) for each in decoded)
+    assert int(sent.sum()) > max(int((values != 0).sum()) for values in decoded)
 
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
@@ -84,11 +84,11 @@ def test_feedback_conserves_mass(spec: str, algorithm: str, op: str) -> None:
     ranks, numel = 3, 9000
     residuals = gaussians(ranks, numel, seed=1)
     for step in range(3):
-        given = gaussians(ranks, numel, seed=step)
-        owed = torch.stack(given).double().sum(0) + torch.stack(residuals).double().sum(0)
-        (got, *_), _ = reduced(spec, given, algorithm, residuals=residuals, op=op, seed=step)
-        paid = got.double() * (ranks if op == "avg" else 1) + torch.stack(residuals).double().sum(0)
-        assert torch.allclose(paid, owed, rtol=0, atol=1e-4), (paid - owed).abs().max()
+        inputs = gaussians(ranks, numel, seed=step)
+        expected_mass = torch.stack(inputs).double().sum(0) + torch.stack(residuals).double().sum(0)
+        (got, *_), _ = reduced(spec, inputs, algorithm, residuals=residuals, op=op, seed=step)
+        mass = got.double() * (ranks if op == "avg" else 1) + torch.stack(residuals).double().sum(0)
+        assert torch.allclose(mass, expected_mass, rtol=0, atol=1e-4), (mass - expected_mass).abs().max()
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 5])
@@ -96,17 +96,17 @@ def test_feedback_conserves_mass(spec: str, algorithm: str, op: str) -> None:
 def test_shared_positions_are_linear(algorithm: str, ranks: int) -> None:
     """Every algorithm gives randk of the sum: no hop draws new positions, and no more than k elements are sent."""
     spec, numel = SHARED[1], 9000
-    given = [torch.randint(-99, 100, (numel,)).float() for _ in range(ranks)]  # sums of integers are exact
-    (got, *_), sent = reduced(spec, given, algorithm, seed=21)
-    total = torch.stack(given).sum(0)
-    alone = ops.encode(spec, total, key=local_tasks.shared_key(21))
-    assert torch.equal(got, ops.decode(spec, alone, numel))
+    inputs = [torch.randint(-99, 100, (numel,)).float() for _ in range(ranks)]  # sums of integers are exact
+    (got, *_), sent = reduced(spec, inputs, algorithm, seed=21)
+    total = torch.stack(inputs).sum(0)
+    encoded_sum = ops.encode(spec, total, key=local_tasks.shared_key(21))
+    assert torch.equal(got, ops.decode(spec, encoded_sum, numel))
     levels = (1, ranks - 1) if algorithm == "hierarchical" else None
     schedule = algorithms.build(algorithm, "all_reduce", ranks, hosts=levels)
     assert sent == list(schedule.bytes_on_wire(numel, codec(spec)))
-    kept = codec(spec).kept_in(numel)  # type: ignore[attr-defined]
-    assert sent == list(schedule.bytes_on_wire(kept, codec("none")))
-    averaged, _ = reduced(spec, given, algorithm, op="avg", seed=21)
+    kept_elements = codec(spec).kept_in(numel)  # type: ignore[attr-defined]
+    assert sent == list(schedule.bytes_on_wire(kept_elements, codec("none")))
+    averaged, _ = reduced(spec, inputs, algorithm, op="avg", seed=21)
     assert torch.allclose(averaged[0] * ranks, got)
 
 
@@ -114,11 +114,11 @@ def test_shared_positions_are_unbiased() -> None:
     """The mean over seeds is the sum within five standard deviations; all elements are drawn about equally often."""
     ranks, numel, steps = 3, 4096, 400
     for spec in SHARED[:2]:
-        given = gaussians(ranks, numel, seed=8)
-        total = torch.stack(given).double().sum(0)
+        inputs = gaussians(ranks, numel, seed=8)
+        total = torch.stack(inputs).double().sum(0)
         mean, drawn = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel)
         for seed in range(steps):
-            (got, *_), _ = reduced(spec, given, "two_shot", seed=seed)
+            (got, *_), _ = reduced(spec, inputs, "two_shot", seed=seed)
             mean += got.double() / steps
             drawn += got != 0
         share = codec(spec).kept / 4096  # type: ignore[attr-defined]
@@ -132,21 +132,21 @@ def test_shared_positions_are_unbiased() -> None:
 
 def test_a_non_finite_value_reaches_every_rank_and_leaves_residuals_unchanged() -> None:
     for spec in SHARED[:2]:
-        given = gaussians(3, 9000, seed=5)
-        given[1][5000] = torch.nan
+        inputs = gaussians(3, 9000, seed=5)
+        inputs[1][5000] = torch.nan
         residuals = [torch.full((9000,), 0.5) for _ in range(3)]
-        (got, *_), _ = reduced(spec, given, "ring", residuals=residuals)
+        (got, *_), _ = reduced(spec, inputs, "ring", residuals=residuals)
         assert got[4096:8192].isnan().all() and not got[:4096].isnan().any() and not got[8192:].isnan().any()
         assert torch.equal(residuals[1][4096:8192], torch.full((4096,), 0.5))
-        assert all(torch.isfinite(each).all() for each in residuals)
+        assert all(torch.isfinite(residual).all() for residual in residuals)
 
 
 @pytest.mark.parametrize("algorithm", algorithms.available("reduce_scatter"))
 @pytest.mark.parametrize("spec", SHARED[:2])
 def test_reduce_scatter_conserves_mass(spec: str, algorithm: str) -> None:
     ranks, numel = 3, 5000
-    given, residuals = gaussians(ranks, numel * ranks, seed=2), gaussians(ranks, numel * ranks, seed=3)
-    owed = torch.stack(given).double().sum(0) + torch.stack(residuals).double().sum(0)
+    inputs, residuals = gaussians(ranks, numel * ranks, seed=2), gaussians(ranks, numel * ranks, seed=3)
+    expected_mass = torch.stack(inputs).double().sum(0) + torch.stack(residuals).double().sum(0)
     outputs = [torch.empty(numel) for _ in range(ranks)]
     plans = [
         plan_of(
@@ -161,7 +161,7 @@ def test_reduce_scatter_conserves_mass(spec: str, algorithm: str) -> None:
         )
         for rank in range(ranks)
     ]
-    buffers = [[Buffers(x, out, r)] for x, out, r in zip(given, outputs, residuals, strict=True)]
+    buffers = [[Buffers(x, out, r)] for x, out, r in zip(inputs, outputs, residuals, strict=True)]
     reduce_all(Simulation(ranks=ranks, seed=4), plans, buffers)
-    paid = torch.cat(outputs).double() + torch.stack(residuals).double().sum(0)
-    assert torch.allclose(paid, owed, rtol=0, atol=1e-4)
+    mass = torch.cat(outputs).double() + torch.stack(residuals).double().sum(0)
+    assert torch.allclose(mass, expected_mass, rtol=0, atol=1e-4)

@@ -14,7 +14,7 @@ from dtcomm.runtime.torchdist.rounds import cut_into_pieces, payload_bytes, piec
 from dtcomm.runtime.types import GEOMETRY, OPS, OpSpec, TensorSpec
 from dtcomm.schedule import lower
 from dtcomm.schedule.ir import CUT_AT_GRANULES
-from tests.unit.runtime.orders import SHARDS_IN, SHARDS_OUT
+from tests.unit.runtime.simulated_cases import SHARDS_IN, SHARDS_OUT
 from tests.unit.schedule.test_verify import schedules
 
 WHOLE, SCATTER, GATHER, EXCHANGE = range(4)

@@ -10,7 +10,7 @@ from dtcomm.measure.virtual_ranks import Operation, Simulation, VirtualRanks, ru
 from dtcomm.runtime.cuda_peer.launch import COLLECTIVES, why_not
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from tests.unit.kernels.inputs import floats
-from tests.unit.runtime.orders import SHARDS_IN, SHARDS_OUT
+from tests.unit.runtime.simulated_cases import SHARDS_IN, SHARDS_OUT
 
 SPECS = ("none", "fp16", "bf16", "int8", "int8:block=128", "int4", "fp8_e4m3")
 DIRECT = {
@@ -22,27 +22,29 @@ DIRECT = {
 
 
 def tensors(collective: str, ranks: int, numel: int, dtype: torch.dtype, feedback: bool) -> list[Buffers]:
-    """Those of every rank; the same whenever asked for."""
-    made = []
+    """Return the buffers of every rank: equal for equal arguments."""
+    buffers = []
     for rank in range(ranks):
-        given = floats("normal", numel * (ranks if collective in SHARDS_IN else 1), seed=rank).to(dtype)
-        out = given
+        source = floats("normal", numel * (ranks if collective in SHARDS_IN else 1), seed=rank).to(dtype)
+        out = source
         if collective != "all_reduce":
             out = torch.full((numel * (ranks if collective in SHARDS_OUT else 1),), 7.0, dtype=dtype)
-        residual = floats("normal", given.numel(), seed=50 + rank) * 0.1 if feedback else None
-        made.append(Buffers(given, out, residual))
-    return made
+        residual = floats("normal", source.numel(), seed=50 + rank) * 0.1 if feedback else None
+        buffers.append(Buffers(source, out, residual))
+    return buffers
 
 
-def by_the_engine(shape: OpSpec, ranks: int, given: list[Buffers]) -> None:
+def by_the_engine(shape: OpSpec, ranks: int, buffers: list[Buffers]) -> None:
     schedule = algorithms.build(shape.algorithm, shape.collective, ranks)
-    operations = [[Operation(shape=shape, schedule=schedule, buffers=[each])] for each in given]
-    assert {each.status for each in run_simulated(Simulation(ranks=ranks, seed=1), operations)} == {"done"}
+    operations = [[Operation(shape=shape, schedule=schedule, buffers=[buffer])] for buffer in buffers]
+    assert {buffer.status for buffer in run_simulated(Simulation(ranks=ranks, seed=1), operations)} == {
+        "done"
+    }
 
 
-def same(ours: list[Buffers], theirs: list[Buffers]) -> None:
-    for mine, other in zip(ours, theirs, strict=True):
-        for a, b in zip(mine, other, strict=True):
+def same(buffers: list[Buffers], others: list[Buffers]) -> None:
+    for left, right in zip(buffers, others, strict=True):
+        for a, b in zip(left, right, strict=True):
             if a is not None and b is not None:
                 assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
@@ -59,11 +61,11 @@ def test_virtual_ranks_get_the_engine_s_bytes(collective: str, ranks: int) -> No
             numel, dtype = (5000, 1, 2048)[turn % 3], (torch.float32, torch.bfloat16)[turn % 2]
             op = ("sum", "avg")[turn % 2] if collective in ("all_reduce", "reduce_scatter") else "sum"
             shape = OpSpec(collective, op, (TensorSpec(numel, dtype, codec(spec)),), algorithm)
-            ours = tensors(collective, ranks, numel, dtype, turn % 3 == 0)
-            theirs = tensors(collective, ranks, numel, dtype, turn % 3 == 0)
-            virtual.fused.launch(virtual.fused.prepare(shape), [[each] for each in ours])
-            by_the_engine(shape, ranks, theirs)
-            same(ours, theirs)
+            fused = tensors(collective, ranks, numel, dtype, turn % 3 == 0)
+            reference = tensors(collective, ranks, numel, dtype, turn % 3 == 0)
+            virtual.fused.launch(virtual.fused.prepare(shape), [[buffer] for buffer in fused])
+            by_the_engine(shape, ranks, reference)
+            same(fused, reference)
     virtual.check()
 
 

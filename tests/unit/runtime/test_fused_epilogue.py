@@ -37,14 +37,14 @@ ROWS, FEATURES = 17, 150
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Given:
-    """The tensors of every rank; the same whenever asked for."""
+class RankTensors:
+    """The tensors of every rank: equal for equal arguments."""
 
     def __init__(self, ranks: int, dtype: torch.dtype) -> None:
-        dice = torch.Generator().manual_seed(ranks)
+        generator = torch.Generator().manual_seed(ranks)
 
         def random(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=dice).to(dtype)
+            return torch.randn(*shape, generator=generator).to(dtype)
 
         self.bias, self.weight = random(FEATURES), random(FEATURES)
         self.sums = [random(ROWS, FEATURES) for _ in range(ranks)]
@@ -64,23 +64,25 @@ class Given:
 
 
 def by_the_engine(
-    given: Given, algorithm: str, spec: str, parts: tuple[str, ...] = ("bias", "residual", "norm")
+    tensors: RankTensors, algorithm: str, spec: str, parts: tuple[str, ...] = ("bias", "residual", "norm")
 ) -> None:
-    """One call, in place."""
-    ranks = len(given.sums)
-    part = TensorSpec(ROWS * FEATURES, given.bias.dtype, codec(spec))
+    """Run one call in place."""
+    ranks = len(tensors.sums)
+    part = TensorSpec(ROWS * FEATURES, tensors.bias.dtype, codec(spec))
     shape = OpSpec("all_reduce", "avg", (part,), algorithm)
     schedule = algorithms.build(algorithm, "all_reduce", ranks)
     operations = [
-        [Operation(shape=shape, schedule=schedule, buffers=[Buffers(x, x)], hooks=given.task(rank, parts))]
-        for rank, x in enumerate(given.sums)
+        [Operation(shape=shape, schedule=schedule, buffers=[Buffers(x, x)], hooks=tensors.task(rank, parts))]
+        for rank, x in enumerate(tensors.sums)
     ]
-    assert {each.status for each in run_simulated(Simulation(ranks=ranks, seed=1), operations)} == {"done"}
+    assert {outcome.status for outcome in run_simulated(Simulation(ranks=ranks, seed=1), operations)} == {
+        "done"
+    }
 
 
-def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    for mine, other in zip(ours, theirs, strict=True):
-        assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
+def same(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    for left, right in zip(tensors, others, strict=True):
+        assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -90,15 +92,15 @@ def test_kernels_add_what_the_engine_adds(algorithm: str, ranks: int) -> None:
     for turn, spec in enumerate(SPECS):
         dtype = TYPES[turn % 3]
         parts = (("bias",), ("residual",), ("bias", "residual"))[(turn + ranks) % 3]
-        ours, theirs = Given(ranks, dtype), Given(ranks, dtype)
+        fused, reference = RankTensors(ranks, dtype), RankTensors(ranks, dtype)
         plan = virtual.plan("all_reduce", ROWS * FEATURES, dtype, spec, algorithm=algorithm, op="avg")
         after = [
-            FusedEpilogue(ours.bias if "bias" in parts else None, each if "residual" in parts else None)
-            for each in ours.residuals
+            FusedEpilogue(fused.bias if "bias" in parts else None, residual if "residual" in parts else None)
+            for residual in fused.residuals
         ]
-        virtual.run(plan, ours.sums, ours.sums, epilogues=after)
-        by_the_engine(theirs, algorithm, spec, parts)
-        same(ours.sums, theirs.sums)
+        virtual.run(plan, fused.sums, fused.sums, epilogues=after)
+        by_the_engine(reference, algorithm, spec, parts)
+        same(fused.sums, reference.sums)
     virtual.check()
 
 
@@ -106,33 +108,33 @@ def test_kernels_add_what_the_engine_adds(algorithm: str, ranks: int) -> None:
 def test_the_sum_of_tensor_parallelism_is_one_kernel(ranks: int) -> None:
     virtual = VirtualRanks(ranks)
     for turn, spec in enumerate(SPECS[1:]):
-        given = Given(ranks, TYPES[turn % 3])
-        expected = emulate_all_reduce(given.sums, spec, TWO_SHOT_SYMMETRIC)
+        tensors = RankTensors(ranks, TYPES[turn % 3])
+        expected = emulate_all_reduce(tensors.sums, spec, TWO_SHOT_SYMMETRIC)
         plan = virtual.plan(
             "all_reduce", ROWS * FEATURES, TYPES[turn % 3], spec, algorithm=TWO_SHOT_SYMMETRIC
         )
-        virtual.run(plan, given.sums, given.sums)
-        same(given.sums, [expected] * ranks)
+        virtual.run(plan, tensors.sums, tensors.sums)
+        same(tensors.sums, [expected] * ranks)
     virtual.check()
 
 
-def peers(ranks: int, given: Given, algorithm: str, spec: str, way: str) -> list[str]:
-    """Every rank by a runtime of its own; the faults of their streams."""
-    dtype = given.bias.dtype
+def peers(ranks: int, tensors: RankTensors, algorithm: str, spec: str, call: str) -> list[str]:
+    """Run one call of ranks that are threads with a runtime each; return the faults of their streams."""
+    dtype = tensors.bias.dtype
     shape = OpSpec("all_reduce", "avg", (TensorSpec(ROWS * FEATURES, dtype, codec(spec)),), algorithm)
 
     def work(rank: int, runtime: PeerRuntime, streams: RecordedStreams) -> None:
-        x = given.sums[rank]
+        x = tensors.sums[rank]
         with not_recording():
-            hooks = given.task(rank)
-            streams.own(x, given.residuals[rank], given.normed[rank])
+            hooks = tensors.task(rank)
+            streams.own(x, tensors.residuals[rank], tensors.normed[rank])
         plan = runtime.make_plan(shape, algorithms.build(algorithm, "all_reduce", ranks))
         buffers = [Buffers(x, x)]
-        if way == "run":
+        if call == "run":
             runtime.run(plan, buffers, 1, hooks)
         else:
             runtime.submit(plan, buffers, [x], 1, hooks).wait()
-        given.normed[rank].mul_(1)  # the caller's stream may use it now
+        tensors.normed[rank].mul_(1)  # the caller's stream may use it now
 
     return JudgedPeers(ranks).run(work)
 
@@ -142,65 +144,66 @@ def peers(ranks: int, given: Given, algorithm: str, spec: str, way: str) -> list
 def test_what_follows_in_the_peer_runtime(algorithm: str, way: str) -> None:
     """In the kernel of a direct sum, behind a program's, and behind what the group's backend does (fp8_e5m2)."""
     for dtype, spec in ((torch.bfloat16, "int8"), (torch.float32, "none"), (torch.float32, "fp8_e5m2")):
-        ours, theirs = Given(3, dtype), Given(3, dtype)
-        assert peers(3, ours, algorithm, spec, way) == []
-        by_the_engine(theirs, algorithm, spec)
-        same([*ours.sums, *ours.normed], [*theirs.sums, *theirs.normed])
+        fused, reference = RankTensors(3, dtype), RankTensors(3, dtype)
+        assert peers(3, fused, algorithm, spec, way) == []
+        by_the_engine(reference, algorithm, spec)
+        same([*fused.sums, *fused.normed], [*reference.sums, *reference.normed])
 
 
 def communicator_of(rank: int, ranks: int, runtime: PeerRuntime) -> Communicator:
-    """As much of one as calls need."""
-    made = object.__new__(Communicator)
-    made.device, made.runtime, made.checksum = None, runtime, False
-    made.rank, made.size, made.ranks = rank, ranks, list(range(ranks))
-    made.groups, made.tuning_table, made.calls, made.plans = (tuple(made.ranks),), "", 0, {}
-    return made
+    """Return a communicator with the attributes that calls read."""
+    communicator = object.__new__(Communicator)
+    communicator.device, communicator.runtime, communicator.checksum = None, runtime, False
+    communicator.rank, communicator.size, communicator.ranks = rank, ranks, list(range(ranks))
+    communicator.groups, communicator.tuning_table = (tuple(communicator.ranks),), ""
+    communicator.calls, communicator.plans = 0, {}
+    return communicator
 
 
 def test_calls_and_layers_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """``all_reduce(epilogue=…)`` and the two-step sum, from the callers' functions down, on threads."""
     ranks, dtype = 3, torch.bfloat16
-    here = threading.local()
+    of_thread = threading.local()
     for module in (reduce_ops, gather_ops):
-        monkeypatch.setattr(module, "get_communicator_for", lambda *_: here.communicator)
-    monkeypatch.setattr(custom_schedule, "get_communicator", lambda _: here.communicator)
-    ours, theirs = [Given(ranks, dtype) for _ in range(2)], Given(ranks, dtype)
+        monkeypatch.setattr(module, "get_communicator_for", lambda *_: of_thread.communicator)
+    monkeypatch.setattr(custom_schedule, "get_communicator", lambda _: of_thread.communicator)
+    fused, reference = [RankTensors(ranks, dtype) for _ in range(2)], RankTensors(ranks, dtype)
     results: dict[int, object] = {}
 
     def work(rank: int, runtime: PeerRuntime, _: RecordedStreams) -> None:
-        here.communicator = communicator_of(rank, ranks, runtime)
+        of_thread.communicator = communicator_of(rank, ranks, runtime)
         with not_recording():
-            hooks = ours[0].task(rank)
-        all_reduce(ours[0].sums[rank], "avg", codec="int4", algorithm="two_shot", epilogue=hooks.after[0])
+            hooks = fused[0].task(rank)
+        all_reduce(fused[0].sums[rank], "avg", codec="int4", algorithm="two_shot", epilogue=hooks.after[0])
         over = CommConfig(codec=codec("int8"), backward_codec=codec("none"), algorithm=TWO_SHOT_SYMMETRIC)
-        after = Epilogue(ours[1].bias, ours[1].residuals[rank], Norm(ours[1].weight, 1e-5))
-        results[rank] = flash_all_reduce(ours[1].sums[rank], over, after)
+        after = Epilogue(fused[1].bias, fused[1].residuals[rank], Norm(fused[1].weight, 1e-5))
+        results[rank] = flash_all_reduce(fused[1].sums[rank], over, after)
         # A schedule of one's own, and algorithms by name; whole numbers, so that sums are exact.
-        mine = torch.arange(900.0) + rank
-        run_schedule(algorithms.build("tree", "all_reduce", ranks), mine)
+        tensor = torch.arange(900.0) + rank
+        run_schedule(algorithms.build("tree", "all_reduce", ranks), tensor)
         part, whole = torch.zeros(300), torch.zeros(900)
-        reduce_scatter(part, mine, algorithm="ring")
+        reduce_scatter(part, tensor, algorithm="ring")
         all_gather(whole, part, algorithm="halving")
         broadcast(part, 1, algorithm="tree")
         with not_recording():
             assert torch.equal(whole, 9 * torch.arange(900.0) + 9) and torch.equal(part, whole[300:600])
         assert runtime.info()["operations"] == 6 and runtime.info()["elsewhere"] == {}
-        assert not reduce_ops.supports_two_shot_symmetric(ours[1].sums[rank], codec("mxfp4"))
+        assert not reduce_ops.supports_two_shot_symmetric(fused[1].sums[rank], codec("mxfp4"))
 
     assert JudgedPeers(ranks).run(work) == []
-    by_the_engine(theirs, "two_shot", "int4")
-    same([*ours[0].sums, *ours[0].normed], [*theirs.sums, *theirs.normed])
+    by_the_engine(reference, "two_shot", "int4")
+    same([*fused[0].sums, *fused[0].normed], [*reference.sums, *reference.normed])
     for rank in range(ranks):
-        expected = by_verbs(Given(ranks, dtype), "int8", rank)
+        expected = by_verbs(RankTensors(ranks, dtype), "int8", rank)
         same(list(results[rank]), list(expected))
 
 
-def by_verbs(given: Given, spec: str, rank: int) -> list[torch.Tensor]:
+def by_verbs(tensors: RankTensors, spec: str, rank: int) -> list[torch.Tensor]:
     """The two-step sum of the fp32 terms, what follows it rounded once, and the norm of that."""
-    total = emulate_all_reduce([each.float() for each in given.sums], spec, TWO_SHOT_SYMMETRIC)
-    y = ((total + given.bias.float()) + given.residuals[rank].float()).to(given.bias.dtype)
+    total = emulate_all_reduce([term.float() for term in tensors.sums], spec, TWO_SHOT_SYMMETRIC)
+    y = ((total + tensors.bias.float()) + tensors.residuals[rank].float()).to(tensors.bias.dtype)
     normed = torch.empty_like(y)
-    epilogue_task(y, weight=given.weight, eps=1e-5, norm_out=normed)()
+    epilogue_task(y, weight=tensors.weight, eps=1e-5, norm_out=normed)()
     return [y, normed]
 
 

@@ -15,20 +15,20 @@ from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule, Transfer, verify
 from dtcomm.schedule.ir import REDUCING
 from tests.unit.algorithms.every_algorithm import NAMES, build
-from tests.unit.runtime.orders import Case, finished, make, together
+from tests.unit.runtime.simulated_cases import Case, finished, make, together
 from tests.unit.runtime.test_fused import SPECS, same
 
 
-def beside_the_engine(virtual: VirtualRanks, ours: Case, theirs: Case) -> None:
-    """Runs the first by the kernels and the second, which is its copy, by the engine."""
-    plan = virtual.fused.prepare(ours.shape, ours.operations[0].schedule)
-    virtual.fused.launch(plan, [operation.buffers for operation in ours.operations])
+def beside_the_engine(virtual: VirtualRanks, fused: Case, reference: Case) -> None:
+    """Run a case by the kernels and its copy by the engine, and compare the results."""
+    plan = virtual.fused.prepare(fused.shape, fused.operations[0].schedule)
+    virtual.fused.launch(plan, [operation.buffers for operation in fused.operations])
     world = Simulation(ranks=virtual.ranks, seed=1)
-    outcomes = run_simulated(world, together([theirs]))
+    outcomes = run_simulated(world, together([reference]))
     finished(outcomes, world)
     assert plan.sent_bytes == outcomes[0].wire_bytes
-    for mine, other in zip(ours.operations, theirs.operations, strict=True):
-        same(list(mine.buffers), list(other.buffers))
+    for left, right in zip(fused.operations, reference.operations, strict=True):
+        same(list(left.buffers), list(right.buffers))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -38,14 +38,16 @@ def test_every_algorithm_gives_the_engine_s_bytes(spec: str, ranks: int) -> None
     for turn, (collective, algorithm) in enumerate(NAMES):
         # Sizes, types and options take turns.
         turn += ranks + SPECS.index(spec)
-        how = {
+        options = {
             "op": ("sum", "avg")[turn % 2] if collective in REDUCING else "sum",
             "dtype": (torch.float32, torch.bfloat16, torch.float16)[turn // 2 % 3],
             "feedback": turn // 3 % 2 == 0,
             "integers": False,
         }
         numels = [(1, 1500, 2100)[turn % 3]]
-        pair = [make(random.Random(turn), ranks, collective, algorithm, [spec], numels, **how) for _ in "ab"]
+        pair = [
+            make(random.Random(turn), ranks, collective, algorithm, [spec], numels, **options) for _ in "ab"
+        ]
         beside_the_engine(virtual, *pair)
     virtual.check()
 
@@ -53,7 +55,7 @@ def test_every_algorithm_gives_the_engine_s_bytes(spec: str, ranks: int) -> None
 def test_what_does_not_fit_the_memory_goes_in_pieces() -> None:
     """Two granules of each chunk at a time; then nothing fits at all."""
     ranks, spec = 3, "int8"
-    whole = VirtualRanks(ranks)
+    uncut = VirtualRanks(ranks)
     for algorithm in ("ring", "tree"):
         boxes = 4 * codec(spec).wire_bytes(1024) + (4 * 1024 if algorithm == "tree" else 0)
         cut = VirtualRanks(ranks, box_bytes=2 * boxes)
@@ -62,11 +64,11 @@ def test_what_does_not_fit_the_memory_goes_in_pieces() -> None:
             for _ in "ab"
         ]
         beside_the_engine(cut, *pair)
-        again = [
+        another_pair = [
             make(random.Random(1), ranks, "all_reduce", algorithm, [spec], [16_000], feedback=True)
             for _ in "ab"
         ]
-        beside_the_engine(whole, *again)
+        beside_the_engine(uncut, *another_pair)
         cut.check()
     with pytest.raises(NoFusedKernel, match="box_bytes must be"):
         VirtualRanks(ranks, box_bytes=1024).plan("all_reduce", 9, torch.float32, spec, algorithm="ring")
@@ -105,17 +107,17 @@ def test_unequal_splits_of_a_program() -> None:
             "all_to_all", "sum", (TensorSpec(max(splits), torch.float32, codec(spec)),), "tree", splits=splits
         )
         schedule = build("tree", "all_to_all", ranks)
-        given = [torch.randn(sum(row)) for row in sizes]
-        ours, theirs = (
-            [Buffers(x, torch.zeros(sum(row[rank] for row in sizes))) for rank, x in enumerate(given)]
+        inputs = [torch.randn(sum(row)) for row in sizes]
+        fused, reference = (
+            [Buffers(x, torch.zeros(sum(row[rank] for row in sizes))) for rank, x in enumerate(inputs)]
             for _ in range(2)
         )
-        virtual.fused.launch(virtual.fused.prepare(shape, schedule), [[each] for each in ours])
-        operations = [[Operation(shape=shape, schedule=schedule, buffers=[each])] for each in theirs]
-        assert {each.status for each in run_simulated(Simulation(ranks=ranks, seed=1), operations)} == {
+        virtual.fused.launch(virtual.fused.prepare(shape, schedule), [[buffer] for buffer in fused])
+        operations = [[Operation(shape=shape, schedule=schedule, buffers=[buffer])] for buffer in reference]
+        assert {buffer.status for buffer in run_simulated(Simulation(ranks=ranks, seed=1), operations)} == {
             "done"
         }
-        same(ours, theirs)
+        same(fused, reference)
         virtual.check()
 
 
@@ -124,9 +126,9 @@ def crowded(ranks: int, chunks: int) -> Schedule:
     transfers = []
     for chunk in range(chunks):
         owner = chunk % 2
-        others = [rank for rank in range(ranks) if rank != owner]
-        transfers += [Transfer(0, rank, owner, chunk, "reduce") for rank in others]
-        transfers += [Transfer(1, owner, rank, chunk, "copy") for rank in others]
+        peers = [rank for rank in range(ranks) if rank != owner]
+        transfers += [Transfer(0, rank, owner, chunk, "reduce") for rank in peers]
+        transfers += [Transfer(1, owner, rank, chunk, "copy") for rank in peers]
     schedule = Schedule(
         collective="all_reduce", ranks=ranks, chunks=chunks, root=0, transfers=tuple(transfers)
     )
@@ -139,18 +141,18 @@ def test_a_step_of_more_tasks_than_a_launch_takes(chunks: int) -> None:
     ranks, numel = 3, 1024 * chunks - 5
     virtual, schedule = VirtualRanks(ranks, box_bytes=2**19), crowded(ranks, chunks)
     shape = OpSpec("all_reduce", "sum", (TensorSpec(numel, torch.float32, codec("int8")),), "my own")
-    ours, theirs = (
+    fused, reference = (
         [
             Buffers(x := torch.randn(numel, generator=torch.Generator().manual_seed(rank)), x)
             for rank in range(ranks)
         ]
         for _ in range(2)
     )
-    virtual.fused.launch(virtual.fused.prepare(shape, schedule), [[each] for each in ours])
+    virtual.fused.launch(virtual.fused.prepare(shape, schedule), [[buffer] for buffer in fused])
     world = Simulation(ranks=ranks, seed=1, slot_bytes=2**20)
-    operations = [[Operation(shape=shape, schedule=schedule, buffers=[each])] for each in theirs]
-    assert {each.status for each in run_simulated(world, operations)} == {"done"}
-    same(ours, theirs)
+    operations = [[Operation(shape=shape, schedule=schedule, buffers=[buffer])] for buffer in reference]
+    assert {buffer.status for buffer in run_simulated(world, operations)} == {"done"}
+    same(fused, reference)
     virtual.check()
 
 

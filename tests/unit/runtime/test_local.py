@@ -10,7 +10,7 @@ from dtcomm.codecs import codec
 from dtcomm.measure.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule.ir import CUT_AT_GRANULES
-from tests.unit.runtime.orders import CASES, CODECS, bits, exact, finished, make, together, worlds
+from tests.unit.runtime.simulated_cases import CASES, CODECS, bits, exact, finished, make, together, worlds
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), CASES)
@@ -59,15 +59,15 @@ def test_bits_do_not_depend_on_the_order(collective: str, algorithm: str, spec: 
         plain = Simulation(ranks=world.ranks, seed=0, delay=0.0, piece_bytes=64 * 1024, slot_bytes=2**20)
         finished(run_simulated(plain, together([calm])), plain)
         for rank in range(world.ranks):
-            mine, theirs = case.operations[rank].buffers[0], calm.operations[rank].buffers[0]
-            if mine.output is not None and theirs.output is not None:
-                assert torch.equal(bits(mine.output), bits(theirs.output)), (world, rank)
-            if mine.residual is not None and theirs.residual is not None:
-                assert torch.equal(bits(mine.residual), bits(theirs.residual)), (world, rank)
+            left, right = case.operations[rank].buffers[0], calm.operations[rank].buffers[0]
+            if left.output is not None and right.output is not None:
+                assert torch.equal(bits(left.output), bits(right.output)), (world, rank)
+            if left.residual is not None and right.residual is not None:
+                assert torch.equal(bits(left.residual), bits(right.residual)), (world, rank)
             if collective in ("all_reduce", "all_gather", "broadcast"):
-                assert mine.output is not None
+                assert left.output is not None
                 first = case.operations[0].buffers[0].output
-                assert first is not None and torch.equal(bits(mine.output), bits(first)), (world, rank)
+                assert first is not None and torch.equal(bits(left.output), bits(first)), (world, rank)
 
 
 def test_unequal_splits() -> None:

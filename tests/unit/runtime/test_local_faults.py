@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dtcomm.measure.virtual_ranks import Simulation, run_simulated
-from tests.unit.runtime.orders import CASES, bits, exact, finished, make, together, worlds
+from tests.unit.runtime.simulated_cases import CASES, bits, exact, finished, make, together, worlds
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), CASES)

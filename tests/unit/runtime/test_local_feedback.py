@@ -7,7 +7,7 @@ import torch
 
 from dtcomm import algorithms
 from dtcomm.measure.virtual_ranks import run_simulated
-from tests.unit.runtime.orders import CODECS, finished, make, together, worlds
+from tests.unit.runtime.simulated_cases import CODECS, finished, make, together, worlds
 
 
 @pytest.mark.parametrize("algorithm", algorithms.available("all_reduce"))

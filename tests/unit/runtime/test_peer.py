@@ -72,14 +72,14 @@ class JudgedPeers(Judged):
                 FusedRanks(
                     joined.of(rank),
                     LAYOUT,
-                    [each.data_ptr() for each in self.memory],
+                    [tensor.data_ptr() for tensor in self.memory],
                     [self.memory[rank][_C.MISSING_OFFSET :][:4].view(torch.int32)],
                     rank,
                     1,
                 ),
                 streams,
                 self.below[rank],
-                [f"rank {each}" for each in range(ranks)],
+                [f"rank {peer}" for peer in range(ranks)],
                 "memory of a test",
                 forced=forced,
             )
@@ -97,20 +97,22 @@ def test_ranks_of_their_own_get_the_engine_s_bytes(algorithm: str) -> None:
     """A message of three tensors, synchronous and not, whose results the caller's stream uses."""
     numels, ranks = (3000, 0, 1), 3
     shape = shape_of(algorithm, numels=numels)
-    given = [[floats("normal", n, seed=10 * rank + i) for i, n in enumerate(numels)] for rank in range(ranks)]
-    expected = [[part.clone() for part in parts] for parts in given]
+    inputs = [
+        [floats("normal", n, seed=10 * rank + i) for i, n in enumerate(numels)] for rank in range(ranks)
+    ]
+    expected = [[part.clone() for part in parts] for parts in inputs]
     losses = [[torch.zeros(n) for n in numels] for _ in range(ranks)]
 
     def work(rank: int, runtime: PeerRuntime, streams: RecordedStreams) -> None:
-        streams.own(*given[rank], *losses[rank])
+        streams.own(*inputs[rank], *losses[rank])
         plan = runtime.make_plan(shape, algorithms.build(algorithm, "all_reduce", ranks))
         assert isinstance(plan, FusedPlan) and len(plan.launches) == 2
-        buffers = [Buffers(x, x, loss) for x, loss in zip(given[rank], losses[rank])]
+        buffers = [Buffers(x, x, loss) for x, loss in zip(inputs[rank], losses[rank])]
         runtime.run(plan, buffers, 1)
-        again = runtime.submit(plan, buffers, given[rank], 2)
-        again.wait()
-        assert again.get_future().wait() == given[rank] and again.wire_bytes == plan.sent_bytes > 0
-        assert [each.stage for each in runtime.flight_entries()] == ["done", "done"]
+        second = runtime.submit(plan, buffers, inputs[rank], 2)
+        second.wait()
+        assert second.get_future().wait() == inputs[rank] and second.wire_bytes == plan.sent_bytes > 0
+        assert [entry.stage for entry in runtime.flight_entries()] == ["done", "done"]
         info = runtime.info()
         assert info["runtime"] == "peer" and info["operations"] == 2 and info["elsewhere"] == {}
 
@@ -118,12 +120,12 @@ def test_ranks_of_their_own_get_the_engine_s_bytes(algorithm: str) -> None:
     assert peers.run(work) == []
     for at, numel in enumerate(numels):
         if numel:
-            one = shape_of(algorithm, numels=(numel,))
+            spec_of_part = shape_of(algorithm, numels=(numel,))
             buffers = [Buffers(x[at], x[at], torch.zeros(numel)) for x in expected]
-            by_the_engine(one, ranks, buffers)
-            by_the_engine(one, ranks, buffers)
+            by_the_engine(spec_of_part, ranks, buffers)
+            by_the_engine(spec_of_part, ranks, buffers)
             for rank in range(ranks):
-                assert torch.equal(given[rank][at], expected[rank][at])
+                assert torch.equal(inputs[rank][at], expected[rank][at])
                 assert torch.equal(losses[rank][at], buffers[rank].residual)
 
 
@@ -183,7 +185,7 @@ def seat(me: str = "a", reaches: str = "ab", sees: str = "ab", trouble: str = ""
 
 
 @pytest.mark.parametrize(
-    ("seats", "groups", "reason"),
+    ("gpus", "groups", "reason"),
     [
         ([seat("a"), seat("b")], [[0, 1]], ""),
         ([seat("a"), seat("b", sees="b", reaches="b")], [[0, 1]], ""),  # hidden: tried
@@ -194,22 +196,22 @@ def seat(me: str = "a", reaches: str = "ab", sees: str = "ab", trouble: str = ""
         ([seat(str(i)) for i in range(9)], [list(range(9))], "9 ranks"),
     ],
 )
-def test_why_not(seats: list, groups: list, reason: str) -> None:
-    said = why_not_peers(seats, groups, forced=False)
-    assert said == reason == "" or (reason and reason in said)
+def test_why_not(gpus: list, groups: list, reason: str) -> None:
+    refusal = why_not_peers(gpus, groups, forced=False)
+    assert refusal == reason == "" or (reason and reason in refusal)
     if "share" in reason:
-        assert why_not_peers(seats, groups, forced=True) == ""
+        assert why_not_peers(gpus, groups, forced=True) == ""
 
 
-def test_the_cpu_has_no_seat() -> None:
+def test_the_cpu_is_no_cuda_device() -> None:
     assert "no CUDA device" in describe_gpu(torch.device("cpu"))["trouble"]
 
 
 def test_pairs_have_no_memory_that_nothing_would_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """send and recv have no fused kernels; where these are asked for, calls say so."""
-    below = object()
-    monkeypatch.setattr(CudaBootstrap, "_backend_runtime", lambda *_: below)
+    backend_runtime = object()
+    monkeypatch.setattr(CudaBootstrap, "_backend_runtime", lambda *_: backend_runtime)
     pair = object.__new__(CudaBootstrap)
     pair._device, pair._is_pair = torch.device("cpu"), True
     pair._choose_runtime(None, [], "nccl")
-    assert pair.runtime is below and "send and recv have no fused kernels" in pair.reason
+    assert pair.runtime is backend_runtime and "send and recv have no fused kernels" in pair.reason

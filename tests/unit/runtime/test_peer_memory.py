@@ -53,8 +53,8 @@ def map_on_all_ranks(
 
 
 def fails(kind: str, rank: int) -> Callable[[str, int], int]:
-    def step(given: str, at: int) -> int:
-        if (given, at) == (kind, rank):
+    def step(step_kind: str, at: int) -> int:
+        if (step_kind, at) == (kind, rank):
             raise RuntimeError("out of memory\nand more")
         return 0
 
@@ -100,14 +100,14 @@ def test_torch_is_not_called_where_ranks_would_wait_in_vain(monkeypatch: pytest.
     monkeypatch.setattr(torch_memory, "rendezvous", rendezvous)
     monkeypatch.setattr(memory, "_rendezvous", 4)
 
-    def go(group: str, other: int) -> PeerBuffers:
-        mine = LocalBuffer(own, {"rendezvous": memory._rendezvous})
+    def go(group: str, peer_count: int) -> PeerBuffers:
+        local = LocalBuffer(own, {"rendezvous": memory._rendezvous})
         return memory.map_symmetric(
-            SimpleNamespace(group_name=group), mine, [mine.info, {"rendezvous": other}], 0
+            SimpleNamespace(group_name=group), local, [local.info, {"rendezvous": peer_count}], 0
         )
 
-    made = go("works", 4)
-    assert made.addresses == (own.data_ptr(), 2) and made.offset == 2
+    buffers = go("works", 4)
+    assert buffers.addresses == (own.data_ptr(), 2) and buffers.offset == 2
     with pytest.raises(RuntimeError, match=r"rendezvous counts differ between ranks \(\[5, 4\]\)"):
         go("not asked", 4)
     with pytest.raises(RuntimeError, match="not here"):

@@ -1,4 +1,4 @@
-"""Messages between the ranks of one process, each of which is a thread."""
+"""Messages between ranks that are threads of one process."""
 
 import threading
 from collections import defaultdict
@@ -7,9 +7,7 @@ from dtcomm.runtime.torchdist.transport import Transport
 
 
 class Rendezvous:
-    """Messages between threads where a send is complete only when its receive has been posted: the least that a
-    backend promises.
-    """
+    """Matches sends with receives. A send is complete only when its receive has been posted, as a backend may do."""
 
     def __init__(self) -> None:
         self.lock = threading.Condition()
@@ -27,7 +25,7 @@ class Rendezvous:
 
 
 class Port:
-    """One rank's end of it."""
+    """The sends and receives of one rank."""
 
     def __init__(self, fabric: Rendezvous, rank: int) -> None:
         self.fabric, self.rank = fabric, rank

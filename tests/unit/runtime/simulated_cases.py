@@ -1,4 +1,4 @@
-"""Collectives over the native machines in seeded orders, without a process: their cases, and what they mean."""
+"""Cases of collectives over simulated ranks, and the results that they must have."""
 
 from __future__ import annotations
 
@@ -66,15 +66,15 @@ def make(
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     case = Case([], [], [], [], shape)
     for rank in range(ranks):
-        buffers, kept = [], []
+        buffers, copies = [], []
         for numel in numels:
             count = numel * ranks if collective in SHARDS_IN else numel
             if integers:
-                given = torch.randint(-8, 9, (count,), generator=generator).to(dtype)
+                tensor = torch.randint(-8, 9, (count,), generator=generator).to(dtype)
             else:
-                given = torch.randn(count, generator=generator).to(dtype)
+                tensor = torch.randn(count, generator=generator).to(dtype)
             if collective in ("all_reduce", "broadcast", "reduce"):
-                output = given
+                output = tensor
             else:
                 size = numel * (ranks if collective in SHARDS_OUT else 1)
                 output = torch.full((size,), torch.nan if dtype.is_floating_point else 77).to(dtype)
@@ -82,9 +82,9 @@ def make(
                 output = None
             residual = torch.randn(count, generator=generator) * 0.01 if feedback else None
             absent = collective == "scatter" and rank != root
-            buffers.append(Buffers(None if absent else given, output, None if absent else residual))
-            kept.append(given.clone())
-        case.inputs.append(kept)
+            buffers.append(Buffers(None if absent else tensor, output, None if absent else residual))
+            copies.append(tensor.clone())
+        case.inputs.append(copies)
         case.residuals.append([None if part.residual is None else part.residual.clone() for part in buffers])
         case.outputs.append([part.output for part in buffers])
         # Of the ranks whose tensors are pulled some have theirs in shared memory.
@@ -102,8 +102,8 @@ def make(
 
 
 def exact(case: Case, rank: int, part: int) -> torch.Tensor:
-    """What the collective means, where no bit is lost."""
-    inputs = [torch.as_tensor(given[part]) for given in case.inputs]
+    """Return the result of the collective without rounding."""
+    inputs = [torch.as_tensor(tensors[part]) for tensors in case.inputs]
     match case.shape.collective:
         case "broadcast":
             return inputs[case.shape.root]
@@ -112,7 +112,7 @@ def exact(case: Case, rank: int, part: int) -> torch.Tensor:
         case "scatter":
             return inputs[case.shape.root].view(len(inputs), -1)[rank]
         case "all_to_all":
-            return torch.cat([given.view(len(inputs), -1)[rank] for given in inputs])
+            return torch.cat([tensor.view(len(inputs), -1)[rank] for tensor in inputs])
     stacked = torch.stack(inputs)
     if case.shape.op in ("min", "max"):
         total = stacked.amin(0) if case.shape.op == "min" else stacked.amax(0)

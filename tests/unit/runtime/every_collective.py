@@ -1,4 +1,4 @@
-"""A round of everything that a runtime does, for tests that lay two of them beside each other."""
+"""Calls of every collective, for tests that compare two runtimes."""
 
 import torch
 
@@ -16,14 +16,15 @@ def calls(
     sizes: tuple[int, ...] = (1, 5000, 200_001),
     device: str = "cpu",
 ) -> list[torch.Tensor]:
-    """A round of everything; the results of two runtimes must be equal bit for bit. With `timed` works know how
-    long they took.
+    """Call every collective and return the results, which must be equal bit for bit in every runtime.
+
+    With ``timed`` the handles of asynchronous calls must have their times.
     """
     results = []
-    dice = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(rank)
 
     def normal(numel: int) -> torch.Tensor:
-        return torch.randn(numel, generator=dice).to(device)
+        return torch.randn(numel, generator=generator).to(device)
 
     for spec in specs:
         for numel in sizes:
@@ -53,4 +54,4 @@ def calls(
         if device != "cpu":
             torch.cuda.synchronize()
         assert work.is_completed() and work.wire_bytes > 0 and (work.seconds is not None) == timed
-    return [each.cpu() for each in (*results, *tensors, y)]
+    return [tensor.cpu() for tensor in (*results, *tensors, y)]
