@@ -37,7 +37,7 @@ def as_on_a_device(backend: str) -> Communicator:
     cuda.CudaBootstrap._private_backend = _gloo
     group = require_group(None)
     entry = communicator_cache.group_entry(group)
-    communicator = Communicator(group, f"{backend} as on a device", device=torch.device("cpu"))
+    communicator = Communicator(group, f"as_on_a_device/{backend}", device=torch.device("cpu"))
     entry.communicator = communicator
     assert isinstance(communicator.runtime, TorchDistRuntime)
     communicator.runtime._message_bytes = 16 * 1024
