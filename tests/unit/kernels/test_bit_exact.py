@@ -84,12 +84,13 @@ def test_inputs(codec: Codec, kind: str) -> None:
     compare(codec, floats(kind, n, seed=1), floats(kind, n, seed=2))
 
 
-@pytest.mark.parametrize("dtype", FLOAT_TYPES, ids=str)
-@pytest.mark.parametrize("codec", few(), ids=str)
-def test_types_and_sizes(codec: Codec, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("number", "codec"), enumerate(few()), ids=str)
+def test_types_and_sizes(number: int, codec: Codec) -> None:
+    """Every size and every type for each codec; every pair of a size, a type and a kind for some codec."""
     kinds = ("normal", "nonfinite", "bits")
-    for turn, n in enumerate(SIZES):  # over the three types every size meets every kind
-        kind = kinds[(turn + FLOAT_TYPES.index(dtype)) % len(kinds)]
+    for turn, n in enumerate(SIZES):
+        dtype = FLOAT_TYPES[(turn + number) % len(FLOAT_TYPES)]
+        kind = kinds[(turn + number // len(FLOAT_TYPES)) % len(kinds)]
         compare(codec, floats(kind, n, seed=n).to(dtype), floats(kind, n, seed=n + 1).to(dtype))
 
 

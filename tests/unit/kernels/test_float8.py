@@ -7,7 +7,7 @@ import torch
 
 from dtcomm import _C
 from dtcomm.codecs import Float8, codec
-from dtcomm.kernels import available, use
+from dtcomm.kernels import available
 from dtcomm.kernels.ops import decode, encode, reduce
 from tests.unit.codecs.cases import everything
 from tests.unit.kernels.inputs import floats
@@ -20,10 +20,8 @@ PRECISION = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}  # half a unit of a normal number
 ALL = torch.arange(256, dtype=torch.int32).to(torch.uint8)
 
 
-@pytest.fixture(params=available(), autouse=True)
-def kernel(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
-    with use(request.param):
-        yield request.param
+every_kernel = pytest.mark.parametrize("kernel", available(), indirect=True)
+pytestmark = pytest.mark.usefixtures("kernel")
 
 
 def payload_of(codes: torch.Tensor, scale: float) -> torch.Tensor:
@@ -39,6 +37,7 @@ def codes_of(x: torch.Tensor, each: str) -> torch.Tensor:
     return payload[4 : 4 + x.numel()]
 
 
+@every_kernel
 @pytest.mark.parametrize("element", TORCH)
 @pytest.mark.parametrize("scale", [1.0, -0.37, 2.0**-126, 1e-40, 3e38, float("inf"), float("nan"), 0.0])
 def test_every_code_is_torch_s_number(element: str, scale: float) -> None:
@@ -54,6 +53,7 @@ def test_every_code_is_torch_s_number(element: str, scale: float) -> None:
     assert torch.equal(total.nan_to_num(1.5), (got + got).nan_to_num(1.5))
 
 
+@every_kernel
 @pytest.mark.parametrize("element", TORCH)
 def test_casts_are_torch_s(element: str) -> None:
     """Of every number, of what lies half way between neighbours and next to that, of +-0 and of subnormal floats."""
@@ -105,6 +105,7 @@ def test_bad_numbers_stay_in_their_block(each: Float8) -> None:
         assert y[1].isnan().all() and y[[0, 2, 3]].isfinite().all()
 
 
+@every_kernel
 @pytest.mark.parametrize("element", TORCH)
 def test_blocks_too_small_for_a_scale_are_plain_zeros(element: str) -> None:
     payload = encode(f"fp8_{element}", torch.full((128,), -1e-38))
@@ -112,10 +113,8 @@ def test_blocks_too_small_for_a_scale_are_plain_zeros(element: str) -> None:
 
 
 @pytest.mark.parametrize("each", [each for each in FLOAT8 if each.round == "stochastic"], ids=str)
-def test_unbiased(each: Float8, kernel: str) -> None:
+def test_unbiased(each: Float8) -> None:
     """Means over keys lie within five standard errors of x, of each element and, sharper, of all together."""
-    if kernel == "reference" and each.block > 128:
-        pytest.skip("equal to the others in test_bit_exact")
     n, keys = 4096, 300
     x = floats("normal", n, seed=1) ** 5 + 0.3  # of many sizes
     mean = torch.zeros(n, dtype=torch.float64)

@@ -10,10 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from dtcomm.codecs import Codec
+from dtcomm.codecs import Codec, codec, names
 from dtcomm.kernels import available, use
-from dtcomm.kernels.ops import decode, encode, reduce
-from tests.unit.codecs.cases import few
+from dtcomm.kernels.ops import decode, encode, reduce, reduce_encode
 from tests.unit.kernels.inputs import floats
 
 FAST = [name for name in available() if name != "reference"]
@@ -29,40 +28,43 @@ def flushing() -> Iterator[None]:
     torch.set_flush_denormal(False)
 
 
-def inputs_are_made_first(codec: Codec, kernel: str) -> tuple[list[torch.Tensor], list[bytes]]:
+def results_by_default(which: Codec, kernel: str) -> tuple[torch.Tensor, torch.Tensor, list[bytes]]:
+    """Two inputs, made in the default environment, and what the verbs make of them there."""
     x, y = floats("wide", 3000) * 1e-20, floats("extremes", 3000)
     with use(kernel):
-        return [x, y], run(codec, x, y)
+        return x, y, run(which, x, y)
 
 
-def run(codec: Codec, x: torch.Tensor, y: torch.Tensor) -> list[bytes]:
-    payloads = [encode(codec, x, key=3), encode(codec, y, key=4)]
+def run(which: Codec, x: torch.Tensor, y: torch.Tensor) -> list[bytes]:
+    """The bytes that each verb makes of the inputs."""
+    payloads = [encode(which, x, key=3), encode(which, y, key=4)]
     residual = y.clone()
-    results = [*payloads, decode(codec, payloads[0], 3000), reduce(codec, payloads, 3000, x, 1, 3)]
-    results += [encode(codec, x, key=5, residual=residual), residual]
+    results = [*payloads, decode(which, payloads[0], 3000), reduce(which, payloads, 3000, x, 1, 3)]
+    results += [encode(which, x, key=5, residual=residual), residual]
+    results += [reduce_encode(which, payloads, 3000, x, 1, 3, key=6)]
     return [result.view(torch.uint8).numpy().tobytes() for result in results]
 
 
 @pytest.mark.parametrize("kernel", FAST)
-@pytest.mark.parametrize("codec", few(), ids=str)
-def test_flushed_subnormals(codec: Codec, kernel: str, request: pytest.FixtureRequest) -> None:
-    (x, y), expected = inputs_are_made_first(codec, kernel)
+def test_flushed_subnormals(kernel: str, request: pytest.FixtureRequest) -> None:
+    expected = {name: results_by_default(codec(name), kernel) for name in names()}
     request.getfixturevalue("flushing")
-    with use(kernel):
-        assert run(codec, x, y) == expected
-    assert (torch.tensor([1e-40]) * 1).item() == 0  # still flushing
+    for name, (x, y, results) in expected.items():
+        with use(kernel):
+            assert run(codec(name), x, y) == results, name
+        assert (torch.tensor([1e-40]) * 1).item() == 0, f"{name} ended the flushing"
 
 
 @pytest.mark.parametrize("kernel", FAST)
-@pytest.mark.parametrize("codec", few(), ids=str)
-def test_rounding_modes(codec: Codec, kernel: str) -> None:
-    (x, y), expected = inputs_are_made_first(codec, kernel)
+@pytest.mark.parametrize("name", names())
+def test_rounding_modes(name: str, kernel: str) -> None:
+    x, y, expected = results_by_default(codec(name), kernel)
     for mode in ROUNDINGS:
         before = LIBM.fegetround()
         try:
             assert LIBM.fesetround(mode) == 0
             with use(kernel):
-                got = run(codec, x, y)
+                got = run(codec(name), x, y)
             after = LIBM.fegetround()
         finally:
             LIBM.fesetround(before)
@@ -70,7 +72,7 @@ def test_rounding_modes(codec: Codec, kernel: str) -> None:
 
 
 def test_threads_do_not_disturb_each_other() -> None:
-    codec = few()[-1]
-    (x, y), expected = inputs_are_made_first(codec, available()[0])
+    which = codec(names()[-1])
+    x, y, expected = results_by_default(which, available()[0])
     with use(available()[0]), ThreadPoolExecutor(4) as pool:
-        assert all(got == expected for got in pool.map(lambda _: run(codec, x, y), range(40)))
+        assert all(got == expected for got in pool.map(lambda _: run(which, x, y), range(40)))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
 import torch
 
 from dtcomm.codecs import Codec, codec
-from dtcomm.kernels import available, reference, use
+from dtcomm.codecs.base import FLOAT_TYPES
+from dtcomm.kernels import reference
 from dtcomm.kernels.ops import decode, encode, reduce, reduce_encode
 from tests.unit.codecs.cases import everything
 from tests.unit.kernels.inputs import floats
@@ -18,12 +20,7 @@ ROTATING = [each for each in everything() if reference.rotates(each)]
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.fixture(
-    params=sorted({available()[0], "reference"}), autouse=True
-)  # test_bit_exact compares all of them
-def kernel(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
-    with use(request.param):
-        yield request.param
+pytestmark = pytest.mark.usefixtures("kernel")
 
 
 def plain(each: Codec) -> Codec:
@@ -66,10 +63,11 @@ def test_constants_are_spread(block: int, most: int) -> None:
     assert spread.abs().max().round() == most
 
 
-@pytest.mark.parametrize("each", ROTATING, ids=str)
-@pytest.mark.parametrize("kind", ["normal", "nonfinite", "wide"])
+@pytest.mark.parametrize(
+    ("each", "kind"), list(zip(ROTATING, itertools.cycle(["normal", "nonfinite", "wide"]))), ids=str
+)
 def test_it_is_the_plain_codec_of_rotated_blocks(each: Codec, kind: str) -> None:
-    """Bytes and floats, of whole and of cut blocks."""
+    """The payload and the decoded floats are those of the plain codec for rotated blocks, whole and cut."""
     for n in (each.granularity, each.granularity + 5, 2 * each.layout().block - 1, 1):
         x, y = floats(kind, n, seed=1), floats(kind, n, seed=2)
         whole = into(each, x).numel()
@@ -94,8 +92,7 @@ def test_linear(each: Codec) -> None:
     assert (reduce(each, [p, q], n, z, 0) - expected).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("each", ROTATING, ids=str)
+@pytest.mark.parametrize(("each", "dtype"), list(zip(ROTATING, itertools.cycle(FLOAT_TYPES))), ids=str)
 def test_nothing_is_lost_beside_the_residual(each: Codec, dtype: torch.dtype) -> None:
     n = each.granularity + 77
     x, old = floats("normal", n, seed=1).to(dtype), floats("normal", n, seed=2)

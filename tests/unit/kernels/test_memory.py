@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +15,13 @@ from dtcomm.codecs import Codec, codec
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.kernels import available, use
 from dtcomm.kernels.ops import decode, encode, reduce, reduce_encode
-from tests.unit.codecs.cases import few
+from tests.unit.codecs.cases import covering, few
 from tests.unit.kernels.inputs import floats
 
 FAST = [name for name in available() if name != "reference"]
 GUARD = 0xA5
 SKEWS = (0, 1, 4, 20, 63)  # bytes past a line
+BOTH_STREAMS = tuple(itertools.product((False, True), repeat=2))  # of the payload, and of the floats
 
 
 class Room:
@@ -81,12 +85,20 @@ def combine(
     )
 
 
-@pytest.mark.parametrize("kernel", FAST)
+@cache
+def pairs(turn: int, *axes: Sequence[object]) -> list[Any]:
+    """Rows of a kernel and a value of each axis, in which every pair of values occurs.
+
+    The kernels take turns: over as many turns as there are kernels every combination of two axes meets each kernel.
+    """
+    turn %= len(FAST)
+    return covering([FAST[turn:] + FAST[:turn], *axes])
+
+
 @pytest.mark.parametrize("each", few(), ids=str)
-def test_alignment_and_streaming(each: Codec, kernel: str) -> None:
-    for dtype, n in itertools.product(
-        (torch.float32, torch.bfloat16), (1, 33, 1024, 2 * each.granularity + 77)
-    ):
+def test_alignment_and_streaming(each: Codec) -> None:
+    sizes = (1, 33, 1024, 2 * each.granularity + 77)
+    for turn, (n, dtype) in enumerate(itertools.product(sizes, (torch.float32, torch.bfloat16))):
         x, y = (floats("nonfinite", n, seed=seed).to(dtype) for seed in (1, 2))
         old = floats("normal", n, seed=3)
         with use("reference"):
@@ -95,40 +107,36 @@ def test_alignment_and_streaming(each: Codec, kernel: str) -> None:
             residual, decoded = old.clone(), torch.empty_like(x)
             q = reduce_encode(each, [p, p], n, y, 1, 3, residual, key=5, offset=3, decoded=decoded)
         size = n * dtype.itemsize
-        for i, skew in enumerate(SKEWS):
-            other = SKEWS[i - 2]
-            for stream in itertools.product((False, True), repeat=2):
-                payloads = [Room(len(p), skew, p), Room(len(p), other, p)]
-                local = Room(size, other, y)
-                out = Room(size, skew)
-                combine(
-                    kernel, each, dtype, n, payloads=payloads, position=1, local=local, out=out, divisor=3,
-                    stream=stream,
-                )  # fmt: skip
-                assert out.intact() and torch.equal(out.bytes, summed.view(torch.uint8))
+        for kernel, skew, stream in pairs(turn, SKEWS, BOTH_STREAMS):
+            other = SKEWS[SKEWS.index(skew) - 2]
+            payloads = [Room(len(p), skew, p), Room(len(p), other, p)]
+            local = Room(size, other, y)
+            out = Room(size, skew)
+            combine(
+                kernel, each, dtype, n, payloads=payloads, position=1, local=local, out=out, divisor=3, stream=stream
+            )  # fmt: skip
+            assert out.intact() and torch.equal(out.bytes, summed.view(torch.uint8)), kernel
 
-                error, wire, out = Room(4 * n, other, old), Room(len(q), skew), Room(size, other)
-                combine(
-                    kernel, each, dtype, n, payloads=payloads, position=1, local=local, residual_in=error,
-                    residual_out=error, payload_out=wire, out=out, divisor=3, stream=stream,
-                )  # fmt: skip
-                assert wire.intact() and torch.equal(wire.bytes, q)
-                assert error.intact() and torch.equal(error.bytes, residual.view(torch.uint8))
-                assert out.intact() and torch.equal(out.bytes, decoded.view(torch.uint8))
+            error, wire, out = Room(4 * n, other, old), Room(len(q), skew), Room(size, other)
+            combine(
+                kernel, each, dtype, n, payloads=payloads, position=1, local=local, residual_in=error,
+                residual_out=error, payload_out=wire, out=out, divisor=3, stream=stream,
+            )  # fmt: skip
+            assert wire.intact() and torch.equal(wire.bytes, q), kernel
+            assert error.intact() and torch.equal(error.bytes, residual.view(torch.uint8)), kernel
+            assert out.intact() and torch.equal(out.bytes, decoded.view(torch.uint8)), kernel
 
 
-@pytest.mark.parametrize("kernel", FAST)
 @pytest.mark.parametrize("each", few(), ids=str)
-def test_a_payload_and_nothing_else(each: Codec, kernel: str) -> None:
+def test_a_payload_and_nothing_else(each: Codec) -> None:
     """What may go straight past the cache, as nothing is read back; with NaN in some vectors and not in others."""
-    for dtype, n in itertools.product(
-        (torch.float32, torch.float16), (1, 33, 1024, 3 * each.granularity + 77)
-    ):
+    sizes = (1, 33, 1024, 3 * each.granularity + 77)
+    for turn, (n, dtype) in enumerate(itertools.product(sizes, (torch.float32, torch.float16))):
         x = floats("nonfinite", n, seed=1).to(dtype)
         with use("reference"):
             alone = encode(each, x, 5, 3)
             summed = reduce_encode(each, [alone], n, x, key=5, offset=3)
-        for skew, streamed in itertools.product(SKEWS, (False, True)):
+        for kernel, skew, streamed in pairs(turn, SKEWS, (False, True)):
             local, payload = Room(n * dtype.itemsize, 0, x), Room(len(alone), 0, alone)
             for expected, terms in ((alone, []), (summed, [payload])):
                 wire = Room(len(expected), skew)
@@ -136,25 +144,24 @@ def test_a_payload_and_nothing_else(each: Codec, kernel: str) -> None:
                     kernel, each, dtype, n, payloads=terms, position=len(terms), local=local, payload_out=wire,
                     stream=(streamed, False),
                 )  # fmt: skip
-                assert wire.intact() and torch.equal(wire.bytes, expected)
+                assert wire.intact() and torch.equal(wire.bytes, expected), kernel
 
 
-@pytest.mark.parametrize("kernel", FAST)
 @pytest.mark.parametrize("each", few(), ids=str)
-def test_shorter_ways(each: Codec, kernel: str) -> None:
+def test_shorter_ways(each: Codec) -> None:
     """The sum of two payloads and nothing else; an encoding of which only the residual is wanted besides."""
-    for n in (1, 33, 1024, 2 * each.granularity + 77):
+    for turn, n in enumerate((1, 33, 1024, 2 * each.granularity + 77)):
         x, old = floats("nonfinite", n, seed=1), floats("normal", n, seed=2)
         with use("reference"):
             p, q = encode(each, x, 5, 3), encode(each, floats("blocks_apart", n, seed=4))
             summed = reduce(each, [p, q], n)
             residual = old.clone()
             alone = encode(each, x, 5, 3, residual)
-        for skew, streamed in itertools.product(SKEWS, (False, True)):
+        for kernel, skew, streamed in pairs(turn, SKEWS, (False, True)):
             out, stream = Room(4 * n, skew), (streamed, streamed)
             payloads = [Room(len(p), 1, p), Room(len(q), skew, q)]
             combine(kernel, each, torch.float32, n, payloads=payloads, position=2, out=out, stream=stream)
-            assert out.intact() and torch.equal(out.bytes, summed.view(torch.uint8))
+            assert out.intact() and torch.equal(out.bytes, summed.view(torch.uint8)), kernel
 
             local, wire = Room(4 * n, 4, x), Room(len(alone), skew)
             before, after = Room(4 * n, 1, old), Room(4 * n, skew)
@@ -162,21 +169,20 @@ def test_shorter_ways(each: Codec, kernel: str) -> None:
                 kernel, each, torch.float32, n, payloads=[], local=local, residual_in=before, residual_out=after,
                 payload_out=wire, stream=stream,
             )  # fmt: skip
-            assert wire.intact() and torch.equal(wire.bytes, alone)
-            assert after.intact() and torch.equal(after.bytes, residual.view(torch.uint8))
+            assert wire.intact() and torch.equal(wire.bytes, alone), kernel
+            assert after.intact() and torch.equal(after.bytes, residual.view(torch.uint8)), kernel
 
 
-@pytest.mark.parametrize("kernel", FAST)
 @pytest.mark.parametrize("each", few(), ids=str)
-def test_decoding(each: Codec, kernel: str) -> None:
-    for n in (1, 33, 1024, 2 * each.granularity + 77):
+def test_decoding(each: Codec) -> None:
+    for turn, n in enumerate((1, 33, 1024, 2 * each.granularity + 77)):
         p = encode(each, floats("blocks_apart", n))
         with use("reference"):
-            expected = {kind: decode(each, p, n) for kind in (torch.float32,)}[torch.float32]
-        for skew, stream in itertools.product(SKEWS, (False, True)):
+            expected = decode(each, p, n)
+        for kernel, skew, stream in pairs(turn, SKEWS, (False, True)):
             payload, out = Room(len(p), SKEWS[1], p), Room(4 * n, skew)
             _C.decode(kernel, each.native(), payload.address, n, 0, out.address, 0, stream)
-            assert out.intact() and torch.equal(out.bytes, expected.view(torch.uint8))
+            assert out.intact() and torch.equal(out.bytes, expected.view(torch.uint8)), kernel
 
 
 @pytest.mark.parametrize("kernel", FAST)
@@ -203,9 +209,8 @@ def test_plain_sums_of_many(kernel: str, terms: int) -> None:
         assert not wire.bytes[4 * n :].any()
 
 
-@pytest.mark.parametrize("kernel", FAST)
 @pytest.mark.parametrize("each", few(), ids=str)
-def test_out_may_be_local(each: Codec, kernel: str) -> None:
+def test_out_may_be_local(each: Codec) -> None:
     n = each.granularity + 5
     x, other = floats("normal", n), encode(each, floats("normal", n, seed=5))
     with use("reference"):
@@ -213,7 +218,7 @@ def test_out_may_be_local(each: Codec, kernel: str) -> None:
         decoded, alone = torch.empty(n), torch.empty(n)
         wire = reduce_encode(each, [other], n, x, decoded=decoded, key=5, offset=3)
         lone_wire = encode(each, x, 5, 3, decoded=alone)
-    for stream in itertools.product((False, True), repeat=2):
+    for kernel, stream in itertools.product(FAST, BOTH_STREAMS):
         for expected, expected_wire, terms in (
             (summed, None, [other]),
             (decoded, wire, [other]),
@@ -225,8 +230,8 @@ def test_out_may_be_local(each: Codec, kernel: str) -> None:
                 position=len(terms), local=room, out=room, stream=stream,
                 payload_out=None if expected_wire is None else payload,
             )  # fmt: skip
-            assert room.intact() and torch.equal(room.bytes, expected.view(torch.uint8))
-            assert expected_wire is None or torch.equal(payload.bytes, expected_wire)
+            assert room.intact() and torch.equal(room.bytes, expected.view(torch.uint8)), kernel
+            assert expected_wire is None or torch.equal(payload.bytes, expected_wire), kernel
 
 
 @pytest.mark.parametrize("kernel", FAST)

@@ -9,7 +9,7 @@ import torch
 
 from dtcomm.codecs import Mxfp4, Mxfp8, codec
 from dtcomm.codecs.minifloat import Mx
-from dtcomm.kernels import available, use
+from dtcomm.kernels import available
 from dtcomm.kernels.ops import decode, encode, reduce
 from tests.unit.codecs.cases import everything
 from tests.unit.kernels.inputs import floats
@@ -22,16 +22,15 @@ PRECISION = {"e4m3": 2.0**-4, "e5m2": 2.0**-3, "e2m1": 2.0**-2}  # half a unit o
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.fixture(params=available(), autouse=True)
-def kernel(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
-    with use(request.param):
-        yield request.param
+every_kernel = pytest.mark.parametrize("kernel", available(), indirect=True)
+pytestmark = pytest.mark.usefixtures("kernel")
 
 
 def block_of(values: list[float]) -> torch.Tensor:
     return torch.tensor(values + [0.0] * (32 - len(values)))
 
 
+@every_kernel
 def test_e2m1_is_the_specification_s_table() -> None:
     x = block_of(E2M1 + [-value for value in E2M1])
     payload = encode("mxfp4", x)
@@ -41,6 +40,7 @@ def test_e2m1_is_the_specification_s_table() -> None:
     assert torch.equal(got.view(torch.int32), x.view(torch.int32))
 
 
+@every_kernel
 def test_e2m1_rounds_to_nearest_even_and_saturates() -> None:
     halves = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     ends = torch.tensor([7.0, 7.9999995, 6.0])
@@ -56,6 +56,7 @@ def test_e2m1_rounds_to_nearest_even_and_saturates() -> None:
             assert got[:10].tolist() == [sign * value for value in [*expected, 6.0, 6.0, 6.0]]
 
 
+@every_kernel
 @pytest.mark.parametrize("each", MX, ids=str)
 @pytest.mark.parametrize(
     ("top", "exponent"),
@@ -75,6 +76,7 @@ def test_scales(each: Mx, top: float, exponent: int) -> None:
     assert payload[0] == 127 + exponent - EMAX[each.element]
 
 
+@every_kernel
 @pytest.mark.parametrize("each", MX, ids=str)
 def test_scales_at_the_ends(each: Mx) -> None:
     emax = EMAX[each.element]
@@ -118,6 +120,7 @@ def test_a_decoded_payload_encodes_to_itself(each: Mx) -> None:
     assert torch.equal(encode(each, decode(each, once, 3000)), once)
 
 
+@every_kernel
 @pytest.mark.parametrize("each", MX, ids=str)
 def test_any_byte_decodes(each: Mx) -> None:
     """Every scale with every code: the product, or the canonical NaN."""

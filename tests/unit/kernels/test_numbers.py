@@ -21,11 +21,8 @@ PLAIN = [each for each in INTEGERS if each.rotate == "none" and not each.spikes]
 NAN, INF = float("nan"), float("inf")
 
 
-# The others give the same bytes, which is test_bit_exact's to show.
-@pytest.fixture(params=(KERNELS[0], KERNELS[-1]), autouse=True)
-def kernel(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
-    with use(request.param):
-        yield request.param
+every_kernel = pytest.mark.parametrize("kernel", available(), indirect=True)
+pytestmark = pytest.mark.usefixtures("kernel")
 
 
 def round_trip(each: Codec | str, x: torch.Tensor) -> torch.Tensor:
@@ -86,6 +83,7 @@ def test_bad_numbers_stay_in_their_block(each: Integer) -> None:
         assert y[: each.block].isfinite().all() and y[2 * each.block :].isfinite().all()
 
 
+@every_kernel
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_codes_in_their_planes(bits: int) -> None:
     """The bytes of known codes: 1, -1, L, -L, 0, ... of a block whose scale is 1, cut into planes by hand."""
@@ -104,6 +102,7 @@ def test_codes_in_their_planes(bits: int) -> None:
     assert round_trip(f"int{bits}", torch.tensor(codes, dtype=torch.float32)).tolist() == codes
 
 
+@every_kernel
 def test_known_bytes_of_int3() -> None:
     """Sixteen codes 0, 1, 2, 3, -3, -2, -1, 0, ...: in the plane of two bits 0, 1, 2, 3, 1, 2, 3, 0, in that of one
     bit 0, 0, 0, 0, 1, 1, 1, 0."""
@@ -112,6 +111,7 @@ def test_known_bytes_of_int3() -> None:
     assert payload.tolist() == [0x80, 0x3F, 0xE4, 0x39, 0xE4, 0x39, 0x70, 0x70] + [0] * 8
 
 
+@every_kernel
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_every_code_of_a_payload_decodes(bits: int, symmetric: bool) -> None:
@@ -135,6 +135,7 @@ def test_every_code_of_a_payload_decodes(bits: int, symmetric: bool) -> None:
     assert torch.equal(decode(each, payload, 256), expected)
 
 
+@every_kernel
 @pytest.mark.parametrize(
     "each", [each for each in few() if isinstance(each, Integer) and not each.spikes], ids=str
 )
@@ -156,6 +157,7 @@ def test_fields_that_are_no_numbers_decode_to_the_one_nan(each: Integer) -> None
     assert (bad.view(torch.int32) == 0x7FC00000).all()
 
 
+@every_kernel
 def test_a_range_beyond_fp32_is_nan() -> None:
     x = torch.ones(96)
     x[40], x[41] = 3e38, -3e38
@@ -170,6 +172,7 @@ def test_zeros_are_exact(each: Codec) -> None:
     assert not y.any()
 
 
+@every_kernel
 @pytest.mark.parametrize("each", few(), ids=str)
 def test_every_nan_is_the_same_one(each: Codec) -> None:
     """But for copies by `none`."""
@@ -179,6 +182,7 @@ def test_every_nan_is_the_same_one(each: Codec) -> None:
     assert len(words) and (words == 0x7FC00000).all()
 
 
+@every_kernel
 def test_none_copies_bits() -> None:
     x = floats("bits", 1000)
     for dtype in ELEMENT_TYPES:
@@ -210,6 +214,7 @@ def test_extremes_survive_in_blocks_of_their_own(each: Codec) -> None:
         assert torch.allclose(round_trip(each, x), x, rtol=coarseness(each), atol=0)
 
 
+@every_kernel
 def test_fp16_follows_ieee() -> None:
     x = torch.tensor([65504.0, 65519.0, 65520.0, -1e9, 2.0**-24, 2.0**-25, 1.1 * 2**-25, -0.0, 1e-45])
     y = round_trip("fp16", x)
@@ -217,6 +222,7 @@ def test_fp16_follows_ieee() -> None:
     assert torch.signbit(y).tolist() == [False, False, False, True, False, False, False, True, False]
 
 
+@every_kernel
 def test_sums_are_taken_in_rank_order_and_divided_once() -> None:
     terms = [torch.tensor([v]) for v in (1.0, 2.0**24, -(2.0**24))]
     for position in range(3):
@@ -232,6 +238,7 @@ def test_the_default_position_is_last() -> None:
     assert reduce("none", payloads, 1, torch.tensor([-(2.0**24)])).item() == 0.0
 
 
+@every_kernel
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_halves_are_summed_in_fp32_and_rounded_once(dtype: torch.dtype) -> None:
     x = [floats("normal", 700, seed=seed).to(dtype) for seed in range(5)]
@@ -242,6 +249,7 @@ def test_halves_are_summed_in_fp32_and_rounded_once(dtype: torch.dtype) -> None:
     assert got.dtype == dtype and torch.equal(got, exact.to(dtype))
 
 
+@every_kernel
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64], ids=str)
 def test_integers_wrap(dtype: torch.dtype) -> None:
     info = torch.iinfo(dtype)
@@ -253,6 +261,7 @@ def test_integers_wrap(dtype: torch.dtype) -> None:
         assert torch.equal(reduce_encode("none", [payload], 1500, y, op=op), encode("none", expected))
 
 
+@every_kernel
 def test_float64_is_summed_in_float64() -> None:
     x, y = (
         torch.randn(1500, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in (1, 2)
@@ -263,6 +272,7 @@ def test_float64_is_summed_in_float64() -> None:
     assert torch.equal(reduce("none", [payload], 1500, y, op="min"), torch.minimum(x, y))
 
 
+@every_kernel
 def test_bool_is_logical() -> None:
     x, y = torch.tensor([False, False, True, True]), torch.tensor([False, True, False, True])
     payload = encode("none", x)
@@ -271,6 +281,7 @@ def test_bool_is_logical() -> None:
         assert got.view(torch.uint8).tolist() == expected.view(torch.uint8).tolist()
 
 
+@every_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_nan_wins_min_and_max(dtype: torch.dtype) -> None:
     x = torch.tensor([NAN, 1.0, NAN, 0.0, -0.0, INF, -INF, 2.0], dtype=dtype)
@@ -300,6 +311,7 @@ def test_mass_is_conserved(each: Codec) -> None:
     assert torch.allclose(mean * 4.0 + residual, total.float(), rtol=2**-22, atol=2e-6)
 
 
+@every_kernel
 def test_a_residual_that_is_no_number_stays() -> None:
     x, old = torch.ones(96), torch.full((96,), 0.25)
     x[40] = INF

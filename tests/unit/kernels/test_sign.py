@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dtcomm.codecs import Sign, codec
-from dtcomm.kernels import available, use
+from dtcomm.kernels import available
 from dtcomm.kernels.ops import decode, encode
 from tests.unit.codecs.cases import everything
 from tests.unit.kernels.inputs import floats
@@ -17,10 +17,8 @@ SIGNS = [each for each in everything() if isinstance(each, Sign) and each.rotate
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.fixture(params=available(), autouse=True)
-def kernel(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
-    with use(request.param):
-        yield request.param
+every_kernel = pytest.mark.parametrize("kernel", available(), indirect=True)
+pytestmark = pytest.mark.usefixtures("kernel")
 
 
 def tree(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -31,6 +29,7 @@ def tree(parts: list[torch.Tensor]) -> torch.Tensor:
     return even + odd
 
 
+@every_kernel
 @pytest.mark.parametrize("block", [16, 64, 256, 4096])
 @pytest.mark.parametrize("missing", [0, 1, 9])
 def test_the_mean_is_taken_in_the_fixed_order(block: int, missing: int) -> None:
@@ -45,6 +44,7 @@ def test_the_mean_is_taken_in_the_fixed_order(block: int, missing: int) -> None:
     assert math.isclose(scale.item(), x.double().abs().mean().item(), rel_tol=2**-20)
 
 
+@every_kernel
 def test_bits() -> None:
     x = torch.tensor([1.0, -1.0, 0.0, -0.0, 5.0, -5.0, -1e-45, 1e-45] + [-2.0] * 8 + [3.0, -3.0])
     payload = encode("sign:block=16,scale=fp32", x)
@@ -72,6 +72,7 @@ def test_bad_numbers_stay_in_their_block(each: Sign) -> None:
         assert (y[1].view(torch.int32) == 0x7FC00000).all() and (y[[0, 2, 3]] < 0).all()
 
 
+@every_kernel
 @pytest.mark.parametrize("each", SIGNS, ids=str)
 def test_sums_do_not_overflow(each: Sign) -> None:
     """Nor does a block that is cut, whose sum is divided by its share."""
@@ -81,10 +82,12 @@ def test_sums_do_not_overflow(each: Sign) -> None:
         assert y.isfinite().all() and (y <= -largest * (1 - 2**-7)).all()
 
 
+@every_kernel
 def test_blocks_too_small_for_a_scale_are_plain_zeros() -> None:
     assert not encode("sign", torch.full((256,), -1e-39)).any()
 
 
+@every_kernel
 @pytest.mark.parametrize("scale", [1.5, -2.0, 1e-40, 0.0, INF, -INF, NAN])
 def test_any_scale_decodes(scale: float) -> None:
     raw = torch.arange(32, dtype=torch.uint8)

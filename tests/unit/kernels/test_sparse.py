@@ -24,10 +24,8 @@ EXACT = [each for each in SPARSE if each.values == "fp32"]
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.fixture(params=available(), autouse=True)
-def kernel(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
-    with use(request.param):
-        yield request.param
+every_kernel = pytest.mark.parametrize("kernel", available(), indirect=True)
+pytestmark = pytest.mark.usefixtures("kernel")
 
 
 def round_trip(each: TopK | RandK | str, x: torch.Tensor, key: int = 0) -> torch.Tensor:
@@ -40,11 +38,11 @@ def largest(x: torch.Tensor, kept: int) -> list[int]:
     return sorted(sorted(range(len(size)), key=lambda i: (-size[i], i))[:kept])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_kernel
 @pytest.mark.parametrize("ratio", [0.0003, 0.01, 0.02, 0.03, 0.1, 0.3, 0.5, 0.99])
-def test_the_largest_are_kept(ratio: float, kind: str) -> None:
+def test_the_largest_are_kept(ratio: float) -> None:
     each = TopK(ratio=ratio, values="fp32")
-    for n in (4096, 700):
+    for kind, n in zip(KINDS, itertools.cycle([4096, 700])):
         x = floats(kind, n, seed=5)
         y = round_trip(each, x)
         kept = largest(x, each.layout().kept_of(n))
@@ -54,6 +52,7 @@ def test_the_largest_are_kept(ratio: float, kind: str) -> None:
         assert torch.equal(y.isnan(), expected.isnan())
 
 
+@every_kernel
 @settings(max_examples=60, deadline=None)
 @given(
     values=st.lists(
@@ -74,6 +73,7 @@ def test_ties_go_to_the_lowest_index(values: list[float], ratio: float, repeats:
         assert torch.equal(y[kept].nan_to_num(7), x[kept].nan_to_num(7)) and not y[left].any()
 
 
+@every_kernel
 def test_known_bytes() -> None:
     """Five of 16 elements by the document: values, then positions 12 bits each, the low bits first."""
     x = torch.zeros(16)
@@ -86,6 +86,7 @@ def test_known_bytes() -> None:
     assert bytes(payload.tolist()) == bytes.fromhex("40c0004101f000") + bytes(9)
 
 
+@every_kernel
 def test_known_positions() -> None:
     """As they were in the first version: peers of two versions must draw alike."""
     key = 0x0123456789ABCDEF
@@ -98,6 +99,7 @@ def test_known_positions() -> None:
     assert sparse.positions(key, 1000, 4).tolist() == [194, 191, 665, 121]
 
 
+@every_kernel
 @pytest.mark.parametrize("spec", ["topk:ratio=0.02", "randk:ratio=0.02", "topk:ratio=0.2,values=int4"])
 def test_what_is_not_finite_reaches_everybody(spec: str) -> None:
     for bad in (NAN, INF, -INF):
@@ -109,6 +111,7 @@ def test_what_is_not_finite_reaches_everybody(spec: str) -> None:
         assert middle.isnan().all() if spec.startswith("randk") else not middle[1234].isfinite()
 
 
+@every_kernel
 @pytest.mark.parametrize(
     "spec", ["topk:ratio=0.01,values=fp32", "topk:ratio=0.1", "randk:ratio=0.1,values=int8"]
 )
@@ -174,8 +177,11 @@ def test_mass_is_conserved_over_steps(each: TopK | RandK) -> None:
     assert torch.allclose(out + residual, into, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("spec", ["topk", "topk:ratio=0.02,values=int4,round=stochastic", "topk:values=fp16"])
-@pytest.mark.parametrize("dtype", FLOAT_TYPES, ids=str)
+@every_kernel
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    list(zip(["topk", "topk:ratio=0.02,values=int4,round=stochastic", "topk:values=fp16"], FLOAT_TYPES)),
+)
 def test_feedback_in_one_go_gives_the_same_bytes(spec: str, dtype: torch.dtype) -> None:
     """Whole granules of which little is kept take a way of their own where their sums are small numbers."""
     n = 3 * 4096 + 50
@@ -203,9 +209,9 @@ def test_feedback_sends_everything_in_the_end() -> None:
 
 @pytest.mark.parametrize("n", [4096, 1000, 37, 3])
 @pytest.mark.parametrize("values", ["fp32", "int8,round=stochastic"])
-def test_randk_is_unbiased(n: int, values: str, kernel: str) -> None:
+def test_randk_is_unbiased(n: int, values: str) -> None:
     """Means over keys lie within five standard errors of x, of each element and of all together."""
-    spec, keys = f"randk:ratio=0.25,values={values}", 200 if kernel == "reference" else 3000
+    spec, keys = f"randk:ratio=0.25,values={values}", 3000
     kept = -(-1024 * n // 4096)
     x = floats("normal", n, seed=1) + 0.3
     got = torch.stack([round_trip(spec, x, key=_C.mix_key(5, 1, step)) for step in range(keys)]).double()

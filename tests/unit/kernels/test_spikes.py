@@ -19,12 +19,8 @@ NAN, INF = float("nan"), float("inf")
 LARGEST = 3.3895313892515355e38  # of bf16
 
 
-@pytest.fixture(
-    params=sorted({available()[0], "reference"}), autouse=True
-)  # test_bit_exact compares all of them
-def kernel(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
-    with use(request.param):
-        yield request.param
+every_kernel = pytest.mark.parametrize("kernel", available(), indirect=True)
+pytestmark = pytest.mark.usefixtures("kernel")
 
 
 def section(each: Codec, payload: torch.Tensor, numel: int) -> tuple[list[float], list[int]]:
@@ -38,6 +34,7 @@ def section(each: Codec, payload: torch.Tensor, numel: int) -> tuple[list[float]
     return values.tolist(), places.tolist()
 
 
+@every_kernel
 @pytest.mark.parametrize(
     ("x", "values", "places"),
     [
@@ -101,8 +98,9 @@ def test_an_outlier_does_not_spoil_its_block() -> None:
     assert (decode("int8", encode("int8", x), 4096) - x)[small].abs().max() > 0.3
 
 
+@every_kernel
 @pytest.mark.parametrize("each", SPIKED, ids=str)
-def test_any_bytes_decode_alike_and_stay_inside(each: Integer, kernel: str) -> None:
+def test_any_bytes_decode_alike_and_stay_inside(each: Integer) -> None:
     """Places outside of their block change nothing; every NaN is the one NaN."""
     n = each.granularity + each.block + 3
     generator = torch.Generator().manual_seed(1)
