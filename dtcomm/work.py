@@ -1,26 +1,30 @@
-"""Handles of operations started with ``async_op=True``, and the thread that completes their futures.
+"""Handles of asynchronous operations, and the thread that completes the futures of the native engine's operations.
 
-:class:`Work` is what users see. Each runtime returns its own kind; :class:`CompositeWork` and :class:`ChainedWork`
-combine handles, and :class:`DeferredWork` stands for an operation that has not been started yet. Every package may
-import this module, and it imports no executor: integrations combine handles without importing the runtime.
+:class:`Work` is what callers of ``async_op=True`` get. An executor returns the kind that matches how its operations
+complete: :class:`NativeWork`, :class:`StreamWork` or :class:`QueuedWork`. :class:`CompositeWork` combines handles,
+:class:`DeferredWork` stands for an operation that has not started yet, and :class:`TorchWork` gives any of them the
+interface of ``torch.distributed.Work``. Every package may import this module, and it imports no executor: integrations
+combine handles without importing the runtime.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from dtcomm import _C
 from dtcomm.device.streams import Streams
-from dtcomm.errors import DtcommError
+from dtcomm.errors import CollectiveTimeout, DtcommError
 
 PHASES = ("encode", "reduce", "decode")  # in the order of csrc/engine/phase_times.h
+_MIN_POLL_S, _MAX_POLL_S = 20e-6, 1e-3  # pauses between two polls of an operation with a time limit
 TensorsFuture = torch.futures.Future[list[torch.Tensor]]
 
 
@@ -37,24 +41,33 @@ class Span(NamedTuple):
     busy_ns: int
 
 
+class Statistics(NamedTuple):
+    """What a completed operation cost; the fields are the properties of `Work`."""
+
+    wire_bytes: int = 0
+    seconds: float | None = 0.0
+    started_ns: int = 0
+    finished_ns: int = 0
+
+    @classmethod
+    def total(cls, parts: Iterable[Statistics]) -> Statistics:
+        """Add up bytes and seconds; the time is from the first start to the last end."""
+        parts = list(parts)
+        times = [part.seconds for part in parts]
+        return cls(
+            sum(part.wire_bytes for part in parts),
+            None if None in times else sum(time for time in times if time is not None),
+            min((part.started_ns for part in parts if part.started_ns), default=0),
+            max((part.finished_ns for part in parts), default=0),
+        )
+
+
 class Work:
     """Handle of an operation started with ``async_op=True``. It keeps the operation's tensors alive until it is done.
 
     Args:
         outputs: The tensors that receive the result.
-
-    Attributes:
-        wire_bytes: Bytes that this rank sent. Valid once completed.
-        seconds: Time from the operation's start (not its queueing) to its end; None if it is not known, as for
-            operations queued on a CUDA stream. Valid once completed.
-        started_ns, finished_ns: Start and end on the clock of ``time.monotonic_ns``; 0 if not known. Valid once
-            completed.
     """
-
-    wire_bytes: int
-    seconds: float | None
-    started_ns: int = 0
-    finished_ns: int = 0
 
     def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
         self._outputs = list(outputs)
@@ -75,34 +88,41 @@ class Work:
         """A future of the output tensors. Another thread completes it or gives it the error."""
         raise NotImplementedError
 
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that this rank sent. Valid once completed."""
+        return self.statistics().wire_bytes
+
+    @property
+    def seconds(self) -> float | None:
+        """Time from the operation's start (not its queueing) to its end; None if it is not known, as for operations
+        queued on a CUDA stream. Valid once completed."""
+        return self.statistics().seconds
+
+    @property
+    def started_ns(self) -> int:
+        """Start on the clock of ``time.monotonic_ns``; 0 if not known. Valid once completed."""
+        return self.statistics().started_ns
+
+    @property
+    def finished_ns(self) -> int:
+        """End on the clock of ``time.monotonic_ns``; 0 if not known. Valid once completed."""
+        return self.statistics().finished_ns
+
     def spans(self) -> list[Span]:
         """The phases of the operation, if a timeline was recorded when it started. Valid once completed."""
         return []
+
+    def statistics(self) -> Statistics:
+        """What the operation cost: the four properties above as one value. Valid once completed."""
+        raise NotImplementedError
 
     def drop_future(self) -> None:
         """Say that the future will not be used after all, which saves waking the thread that completes it."""
 
 
-class DoneWork(Work):
-    """An operation that was complete when it returned."""
-
-    wire_bytes = 0
-    seconds = 0.0
-
-    def wait(self) -> None:
-        return None
-
-    def is_completed(self) -> bool:
-        return True
-
-    def get_future(self) -> TensorsFuture:
-        future: TensorsFuture = torch.futures.Future()
-        future.set_result(self._outputs)
-        return future
-
-
 class NativeWork(Work):
-    """An operation of the native engine.
+    """An operation of the native engine: waiting for it makes the waiting thread help the engine.
 
     ``keep_alive`` is referenced until the operation is done; ``failed`` is called with the error that it ends with.
     """
@@ -149,21 +169,10 @@ class NativeWork(Work):
             with _lock:
                 _awaiting_completion.pop(self._ticket, None)
 
-    @property
-    def wire_bytes(self) -> int:  # type: ignore[override]
-        return self._native.wire_bytes
-
-    @property
-    def seconds(self) -> float:  # type: ignore[override]
-        return (self._native.finished_ns - self._native.started_ns) * 1e-9
-
-    @property
-    def started_ns(self) -> int:  # type: ignore[override]
-        return self._native.started_ns
-
-    @property
-    def finished_ns(self) -> int:  # type: ignore[override]
-        return self._native.finished_ns
+    def statistics(self) -> Statistics:
+        native = self._native
+        started, finished = native.started_ns, native.finished_ns
+        return Statistics(native.wire_bytes, (finished - started) * 1e-9, started, finished)
 
     def spans(self) -> list[Span]:
         return [
@@ -194,8 +203,6 @@ class StreamWork(Work):
     ``check`` is called after ``wait`` and raises if the operation is known to have failed.
     """
 
-    seconds = None
-
     def __init__(
         self,
         streams: Streams,
@@ -205,7 +212,7 @@ class StreamWork(Work):
         check: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(outputs)
-        self.wire_bytes = wire_bytes
+        self._wire_bytes = wire_bytes
         self._streams = streams
         self._event = event
         self._check = check
@@ -223,160 +230,141 @@ class StreamWork(Work):
         """A future that is complete at once: a stream that uses its value waits for the operation."""
         if self._future is None:
             self._future = self._streams.future()
-            with self._streams.on(self._streams.side_stream()):
-                self._streams.wait(self._event)
-                self._future.set_result(self._outputs)
+            _set_result_behind(self._future, self._streams, self._event, self._outputs)
         return self._future
 
-
-class Outcome(NamedTuple):
-    """What an operation that a runtime's thread has executed cost, and the event behind it on the thread's stream."""
-
-    wire_bytes: int
-    started_ns: int
-    finished_ns: int
-    event: Any
-    spans: Sequence[Span]
+    def statistics(self) -> Statistics:
+        return Statistics(self._wire_bytes, None)
 
 
 class QueuedWork(Work):
-    """An operation that a runtime's thread executes."""
+    """An operation that another thread executes; that thread calls ``complete`` or ``fail`` once.
 
-    def __init__(self, outcome: Future[Outcome], outputs: Sequence[torch.Tensor], streams: Streams) -> None:
+    Attributes:
+        done: Set when the operation has ended. It holds no tensors.
+    """
+
+    def __init__(self, outputs: Sequence[torch.Tensor], streams: Streams) -> None:
         super().__init__(outputs)
-        self._outcome = outcome
+        self.done = threading.Event()
         self._streams = streams
+        self._event: Any = None
+        self._error: BaseException | None = None
         self._future: TensorsFuture | None = None
+        self._completed_statistics = Statistics()
+        self._spans: Sequence[Span] = ()
+
+    def complete(self, event: Any, statistics: Statistics, spans: Sequence[Span] = ()) -> None:
+        """End the operation; ``event`` is behind its work on the device."""
+        self._event, self._completed_statistics, self._spans = event, statistics, spans
+        self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """End the operation with an error."""
+        self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        with _lock:  # either this thread or `get_future` completes the future
+            self.done.set()
+            future = self._future
+        if future is not None:
+            self._complete_future(future)
+
+    def _complete_future(self, future: TensorsFuture) -> None:
+        if self._error is not None:
+            future.set_exception(self._error)  # type: ignore[arg-type]
+        else:
+            _set_result_behind(future, self._streams, self._event, self._outputs)
 
     def wait(self) -> None:
-        self._streams.wait(self._outcome.result().event)
+        self.done.wait()
+        error = self._error
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del self, error  # the error's traceback must not keep the handle, which keeps the error
+        self._streams.wait(self._event)
 
     def is_completed(self) -> bool:
-        return self._outcome.done()
+        return self.done.is_set()
 
     def get_future(self) -> TensorsFuture:
-        if self._future is None:
-            self._future = self._streams.future()
-            self._outcome.add_done_callback(self._complete_future)
-        return self._future
+        with _lock:
+            if self._future is not None:
+                return self._future
+            future = self._future = self._streams.future()
+            done = self.done.is_set()
+        if done:
+            self._complete_future(future)
+        return future
 
-    def _complete_future(self, outcome: Future[Outcome]) -> None:
-        assert self._future is not None
-        failure = outcome.exception()
-        if isinstance(failure, Exception):
-            self._future.set_exception(failure)  # type: ignore[arg-type]
-        else:
-            with self._streams.on(self._streams.side_stream()):
-                self._streams.wait(outcome.result().event)
-                self._future.set_result(self._outputs)
-
-    @property
-    def wire_bytes(self) -> int:  # type: ignore[override]
-        return self._outcome.result().wire_bytes
-
-    @property
-    def seconds(self) -> float:  # type: ignore[override]
-        return (self.finished_ns - self.started_ns) * 1e-9
-
-    @property
-    def started_ns(self) -> int:  # type: ignore[override]
-        return self._outcome.result().started_ns
-
-    @property
-    def finished_ns(self) -> int:  # type: ignore[override]
-        return self._outcome.result().finished_ns
+    def statistics(self) -> Statistics:
+        return self._completed_statistics
 
     def spans(self) -> list[Span]:
-        return list(self._outcome.result().spans)
+        return list(self._spans)
 
 
 class CompositeWork(Work):
-    """Several operations that belong to one call."""
+    """The operations of one call, followed by a callback. Without operations it is complete.
 
-    def __init__(self, works: Sequence[Work], outputs: Sequence[torch.Tensor]) -> None:
+    Args:
+        parts: Handles of dtcomm or of torch. Those of torch have no statistics: then this one has none either, and
+            asking for them raises AttributeError.
+        outputs: The tensors that receive the result.
+        on_completion: Runs once, before anyone sees the result.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Any],
+        outputs: Sequence[torch.Tensor],
+        on_completion: Callable[[], Any] | None = None,
+    ) -> None:
         super().__init__(outputs)
-        self._works = works
+        self._parts = parts
+        self._on_completion = on_completion
+        self._callback_lock = None if on_completion is None else threading.Lock()
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        for part in self._parts:
+            part.wait()
+        self._run_callback()
+
+    def _run_callback(self) -> None:
+        if self._callback_lock is not None:
+            with self._callback_lock:  # a second thread sees the result only after the callback
+                if self._on_completion is not None:
+                    self._on_completion()
+                    self._on_completion = None
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        return all(part.is_completed() for part in self._parts)
 
     def get_future(self) -> TensorsFuture:
-        all_done = torch.futures.collect_all([work.get_future() for work in self._works])
-        outputs = self._outputs
+        futures: list[torch.futures.Future[Any]] = [part.get_future() for part in self._parts]
+        if len(futures) == 1:
+            return futures[0].then(self._finish_one)
+        return torch.futures.collect_all(futures).then(self._finish_all)
 
-        def finish(done: torch.futures.Future[Any]) -> list[torch.Tensor]:
-            for future in done.value():
-                future.value()  # raises what the operation failed with
-            return outputs
+    def _finish_one(self, done: torch.futures.Future[Any]) -> list[torch.Tensor]:
+        done.value()  # raises what the operation failed with
+        self._run_callback()
+        return self._outputs
 
-        return all_done.then(finish)
-
-    @property
-    def wire_bytes(self) -> int:  # type: ignore[override]
-        return sum(work.wire_bytes for work in self._works)
-
-    @property
-    def seconds(self) -> float | None:  # type: ignore[override]
-        times = [work.seconds for work in self._works]
-        return sum(time for time in times if time is not None) if None not in times else None
-
-    @property
-    def started_ns(self) -> int:  # type: ignore[override]
-        return min((work.started_ns for work in self._works if work.started_ns), default=0)
-
-    @property
-    def finished_ns(self) -> int:  # type: ignore[override]
-        return max((work.finished_ns for work in self._works), default=0)
-
-    def spans(self) -> list[Span]:
-        return [span for work in self._works for span in work.spans()]
-
-
-class ChainedWork(Work):
-    """An operation followed by a callback that runs once, before anyone sees the result."""
-
-    def __init__(self, work: Work, callback: Callable[[], None], outputs: Sequence[torch.Tensor]) -> None:
-        super().__init__(outputs)
-        self._work = work
-        self._callback = functools.cache(callback)
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._callback()
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def get_future(self) -> TensorsFuture:
-        def finish(done: torch.futures.Future[Any]) -> list[torch.Tensor]:
+    def _finish_all(self, all_done: torch.futures.Future[Any]) -> list[torch.Tensor]:
+        for done in all_done.value():
             done.value()
-            self._callback()
-            return self._outputs
+        self._run_callback()
+        return self._outputs
 
-        return self._work.get_future().then(finish)
-
-    @property
-    def wire_bytes(self) -> int:  # type: ignore[override]
-        return self._work.wire_bytes
-
-    @property
-    def seconds(self) -> float | None:  # type: ignore[override]
-        return self._work.seconds
-
-    @property
-    def started_ns(self) -> int:  # type: ignore[override]
-        return self._work.started_ns
-
-    @property
-    def finished_ns(self) -> int:  # type: ignore[override]
-        return self._work.finished_ns
+    def statistics(self) -> Statistics:
+        return Statistics.total(part.statistics() for part in self._parts)
 
     def spans(self) -> list[Span]:
-        return self._work.spans()
+        return [span for part in self._parts for span in part.spans()]
 
 
 class DeferredWork(Work):
@@ -429,14 +417,108 @@ class DeferredWork(Work):
     def get_future(self) -> TensorsFuture:
         return self._future
 
-    @property
-    def wire_bytes(self) -> int:  # type: ignore[override]
-        return self._started().wire_bytes
+    def statistics(self) -> Statistics:
+        return self._started().statistics()
 
-    @property
-    def seconds(self) -> float | None:  # type: ignore[override]
-        return self._started().seconds
+    def spans(self) -> list[Span]:
+        return self._started().spans()
 
+
+class TorchWork(dist.Work):
+    """A handle with the interface of ``torch.distributed.Work`` around one of dtcomm.
+
+    Args:
+        work: The handle; waiting for it leaves the outputs complete.
+        outputs: The output tensors.
+        limit_s: Time limit in seconds, counted from now. None: the group's timeout, which the runtime enforces.
+    """
+
+    def __init__(self, work: Work, outputs: Sequence[torch.Tensor], limit_s: float | None = None) -> None:
+        super().__init__()
+        self.outputs = outputs
+        self._work = work
+        self._deadline = None if limit_s is None else time.monotonic() + limit_s
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for completion.
+
+        Args:
+            timeout: Time limit of this call; None or zero: the operation's own limit.
+
+        Raises:
+            CollectiveTimeout: The time limit has passed. The operation may still complete later.
+        """
+        deadline = self._deadline
+        if timeout:
+            deadline = time.monotonic() + timeout.total_seconds()
+        if deadline is not None:
+            self._poll_until(deadline)
+        self._work.wait()
+        return True
+
+    def _poll_until(self, deadline: float) -> None:
+        """Poll with growing pauses until completion; CollectiveTimeout at the deadline (of ``time.monotonic``)."""
+        begin, pause = time.monotonic(), _MIN_POLL_S
+        while not self._work.is_completed():
+            now = time.monotonic()
+            if now >= deadline:
+                limit_s = max(deadline - begin, 0.0)
+                raise CollectiveTimeout(f"{self._description()} did not end within {limit_s:g} s")
+            time.sleep(min(pause, deadline - now))
+            pause = min(pause * 2, _MAX_POLL_S)
+
+    def _description(self) -> str:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self.outputs[:4])
+        return f"an operation on tensors of shape {shapes or '()'}"
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        if not self._work.is_completed():
+            return None
+        try:
+            self._work.wait()
+        except BaseException as error:
+            return error
+        return None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    block_current_stream = synchronize
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return list(self.outputs)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        if self._future is None:
+            outputs = list(self.outputs)
+
+            def outputs_of(completed: torch.futures.Future[Any]) -> list[torch.Tensor]:
+                completed.value()  # raises the operation's error
+                return outputs
+
+            self._future = self._work.get_future().then(outputs_of)
+        return self._future
+
+
+def _set_result_behind(
+    future: TensorsFuture, streams: Streams, event: Any, outputs: list[torch.Tensor]
+) -> None:
+    """Complete a future so that a stream that uses its value waits for the event."""
+    with streams.on(streams.side_stream()):
+        streams.wait(event)
+        future.set_result(outputs)
+
+
+#: An operation that was complete when it was started, without tensors.
+COMPLETED = CompositeWork((), ())
 
 _lock = threading.Lock()
 _tickets = itertools.count(1)

@@ -14,7 +14,7 @@ from dtcomm import collectives
 from dtcomm.backend.fallback_backends import FallbackBackends
 from dtcomm.backend.tensor_views import StagingBuffer, as_sendable, copy_to_tensors, flatten, shares_memory
 from dtcomm.backend.work import CompletedWork, TorchWork
-from dtcomm.work import ChainedWork
+from dtcomm.work import CompositeWork
 
 
 class ProcessGroupBase(dist.ProcessGroup):
@@ -57,7 +57,7 @@ class ProcessGroupBase(dist.ProcessGroup):
                 on_completion()
             return CompletedWork(outputs)
         if on_completion is not None:
-            work = ChainedWork(work, on_completion, outputs)
+            work = CompositeWork([work], outputs, on_completion)
         torch_work = TorchWork(work, outputs, limit.total_seconds() if limit else None)
         if self._coalesced is not None:
             self._coalesced.append(torch_work)

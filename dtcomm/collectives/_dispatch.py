@@ -30,7 +30,7 @@ from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, Plan, TensorSpec
 from dtcomm.schedule import Schedule
 from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
-from dtcomm.work import ChainedWork, CompositeWork, Work
+from dtcomm.work import CompositeWork, Work
 
 # The cache is cleared beyond this many plans: a program whose sizes always change must not grow without end.
 MAX_PLANS = 4096
@@ -166,7 +166,7 @@ class StagesOfCommunicator:
         works = [stage.plan.submit(stage.buffers, outputs, seed, stage.hooks) for stage in stages]
         work: Work = CompositeWork(works, outputs)
         for task in tasks:
-            work = ChainedWork(work, task, outputs)
+            work = CompositeWork([work], outputs, task)
         return work
 
     def _begin(

@@ -25,7 +25,7 @@ from dtcomm.collectives._dispatch import Algorithm, make_plan, start
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import get_communicator_for
 from dtcomm.runtime.types import Buffers
-from dtcomm.work import ChainedWork, Work
+from dtcomm.work import CompositeWork, Work
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -304,7 +304,7 @@ def gather(
             shard.copy_(gathered.view_as(shard))
 
     if work is not None:
-        return ChainedWork(work, copy_to_list, outputs)
+        return CompositeWork([work], outputs, copy_to_list)
     copy_to_list()
     return None
 

@@ -14,30 +14,30 @@ import queue
 import threading
 import time
 from collections.abc import Generator, Sequence
-from typing import Any, NamedTuple
 
 import torch
 
 from dtcomm.device.streams import Streams, record_streams
-from dtcomm.work import Span, Work
+from dtcomm.work import QueuedWork, Span, Statistics, Work
 
 #: The stages of one bucket: it yields each collective that it starts, and continues when that is done.
 Stages = Generator[Work, None, None]
 
 
-class StagedWork(Work):
-    """The handle of a bucket; it is done when its last stage is."""
+class _StagedBucket:
+    """A bucket whose stages are running; ``work`` is its handle, which is complete when the last stage has run.
 
-    def __init__(self, stages: Stages, outputs: Sequence[torch.Tensor], streams: Streams) -> None:
-        super().__init__(outputs)
+    The statistics of ``work`` are the sums over the collectives. Its spans are those of the collectives, and the times
+    in which stages computed.
+    """
+
+    def __init__(
+        self, stages: Stages, work: QueuedWork, streams: Streams, *, first: bool, last: bool
+    ) -> None:
+        self.work, self.first, self.last = work, first, last
         self._streams, self._stages = streams, stages
-        self._event: Any = None
         self._pending: Work | None = None
-        self._done = threading.Event()
-        self._error: Exception | None = None
-        self._future = streams.future()
-        self.wire_bytes = 0
-        self.seconds: float | None = 0.0
+        self._statistics = Statistics()
         self._spans: list[Span] = []
 
     def advance(self) -> bool:
@@ -45,11 +45,7 @@ class StagedWork(Work):
         try:
             if self._pending is not None:
                 self._pending.wait()
-                self.wire_bytes += self._pending.wire_bytes
-                seconds = self._pending.seconds
-                self.seconds = None if self.seconds is None or seconds is None else self.seconds + seconds
-                self.started_ns = self.started_ns or self._pending.started_ns
-                self.finished_ns = self._pending.finished_ns
+                self._statistics = Statistics.total((self._statistics, self._pending.statistics()))
                 self._spans += self._pending.spans()
             begin = time.monotonic_ns()
             self._pending = next(self._stages, None)
@@ -60,66 +56,36 @@ class StagedWork(Work):
         except Exception as error:
             self.fail(error)
         else:
-            self._event = self._streams.record()
-            self._done.set()
-            self._future.set_result(self._outputs)
+            self.work.complete(self._streams.record(), self._statistics, self._spans)
         return False
 
     def fail(self, error: Exception) -> None:
         """End the bucket with an error."""
         self._stages.close()
-        self._error = error
-        self._done.set()
-        self._future.set_exception(error)  # type: ignore[arg-type]
-
-    def wait(self) -> None:
-        """Wait for the last stage; on a device only the current stream waits."""
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
-        self._streams.wait(self._event)
-
-    def is_completed(self) -> bool:
-        """Return whether the last stage has run."""
-        return self._done.is_set()
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return the future of the outputs."""
-        return self._future
-
-    def spans(self) -> list[Span]:
-        """Return the phases of the collectives, and the times in which stages computed."""
-        return self._spans
-
-
-class _Submission(NamedTuple):
-    work: StagedWork
-    first: bool
-    last: bool
+        self.work.fail(error)
 
 
 class _Pipeline:
     """The buckets of one backward pass whose stages are not done, the newest first."""
 
     def __init__(self) -> None:
-        self._active: list[StagedWork] = []
+        self._active: list[_StagedBucket] = []
 
-    def add(self, submission: _Submission) -> None:
+    def add(self, bucket: _StagedBucket) -> None:
         """Run the first stage of a bucket and the next one of those before it; after the last bucket, all stages."""
-        work, first, last = submission
-        if first:
+        if bucket.first:
             for abandoned in self._active:
                 abandoned.fail(
                     RuntimeError("the backward pass that this bucket belongs to was never finished")
                 )
             self._active = []
-        self._active.insert(0, work)
+        self._active.insert(0, bucket)
         self._advance_all()
-        while last and self._active:
+        while bucket.last and self._active:
             self._advance_all()
 
     def _advance_all(self) -> None:
-        self._active = [work for work in self._active if work.advance()]
+        self._active = [bucket for bucket in self._active if bucket.advance()]
 
 
 class StageScheduler:
@@ -133,7 +99,7 @@ class StageScheduler:
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._uses_thread = streams.device.type == "cpu"
-        self._queue: queue.SimpleQueue[_Submission | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_StagedBucket | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._pipeline = _Pipeline()  # on a device
         self._first = True
@@ -145,7 +111,7 @@ class StageScheduler:
         used: Sequence[torch.Tensor | None] = (),
         *,
         last: bool,
-    ) -> StagedWork:
+    ) -> Work:
         """Run the first stage of a bucket, and the stages of earlier buckets that are due.
 
         Args:
@@ -154,7 +120,8 @@ class StageScheduler:
             used: Other tensors that the stages read and write.
             last: This is the last bucket of the backward pass.
         """
-        submission = _Submission(StagedWork(stages, outputs, self._streams), self._first, last)
+        work = QueuedWork(outputs, self._streams)
+        bucket = _StagedBucket(stages, work, self._streams, first=self._first, last=last)
         self._first = last
         if self._uses_thread:
             if self._thread is None or not self._thread.is_alive():
@@ -162,15 +129,15 @@ class StageScheduler:
                     target=_run_thread, args=(self._queue,), name="dtcomm-stages", daemon=True
                 )
                 self._thread.start()
-            self._queue.put(submission)
-            return submission.work
+            self._queue.put(bucket)
+            return work
         streams = self._streams
         ready = streams.record()
         with streams.on(streams.side_stream()):
             streams.wait(ready)
             record_streams(*outputs, *used)
-            self._pipeline.add(submission)
-        return submission.work
+            self._pipeline.add(bucket)
+        return work
 
     def restart(self) -> None:
         """Start a new backward pass; the buckets that an unfinished one left behind fail."""
@@ -182,8 +149,8 @@ class StageScheduler:
             self._queue.put(None)
 
 
-def _run_thread(submissions: queue.SimpleQueue[_Submission | None]) -> None:
+def _run_thread(buckets: queue.SimpleQueue[_StagedBucket | None]) -> None:
     pipeline = _Pipeline()
-    while (submission := submissions.get()) is not None:
-        pipeline.add(submission)
-        del submission  # while it waits, the thread must not keep a bucket and with it a process group alive
+    while (bucket := buckets.get()) is not None:
+        pipeline.add(bucket)
+        del bucket  # while it waits, the thread must not keep a bucket and with it a process group alive

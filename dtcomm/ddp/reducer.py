@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 
-from dtcomm.collectives import Work
 from dtcomm.compress.bucket_averager import BucketAverager
 from dtcomm.compress.bucket_layout import BucketLayout
 from dtcomm.compress.error_state import ErrorState, PendingGradient
@@ -22,6 +21,7 @@ from dtcomm.ddp.bucket_layouts import BucketLayouts, Chooser
 from dtcomm.device.streams import Streams, record_streams, streams_of
 from dtcomm.kernels import counter_rng
 from dtcomm.profiling.timeline import AsyncRange
+from dtcomm.work import QueuedWork, Statistics, Work
 
 
 @dataclass
@@ -277,7 +277,7 @@ class Reducer:
     ) -> Work:
         """Start the collective of a bucket."""
         if self._chooser.bypass:
-            return PlainAllReduceWork(bucket.buffer, self._group)
+            return plain_all_reduce(bucket.buffer, self._group, streams)
         if not self._chooser.in_stages:
             return self.averager.all_reduce(bucket.layout, tensors, residuals, bucket.stats, self.steps)
         if self._scheduler is None:
@@ -363,10 +363,10 @@ class Reducer:
 
     def _count(self, bucket: InFlightBucket) -> None:
         """Count what a finished bucket sent and lost."""
-        layout = bucket.layout
+        layout, cost = bucket.layout, bucket.work.statistics()
         layout.messages += 1
-        layout.wire_bytes += bucket.work.wire_bytes
-        layout.seconds = total_seconds((layout.seconds, bucket.work.seconds))
+        layout.wire_bytes += cost.wire_bytes
+        layout.seconds = total_seconds((layout.seconds, cost.seconds))
         if bucket.samples:
             for pending, sample in zip(bucket.pending, bucket.samples, strict=True):
                 if pending.residual is not None:
@@ -375,39 +375,27 @@ class Reducer:
             observer.bucket_counted(bucket)
 
 
-class PlainAllReduceWork(Work):
-    """An all-reduce of a buffer by the group's own backend, with the bits that DDP has without a hook.
+def plain_all_reduce(buffer: torch.Tensor, group: dist.ProcessGroup | None, streams: Streams) -> Work:
+    """Start an all-reduce of a buffer by the group's own backend, with the bits that DDP has without a hook.
 
     Like DDP it multiplies the buffer by 1 / ranks before the all-reduce.
     """
+    ranks = dist.get_world_size(group)
+    wire_bytes = 2 * (ranks - 1) * buffer.numel() * buffer.element_size() // ranks
+    work = QueuedWork([buffer], streams)
+    buffer.mul_(1.0 / ranks)
+    started_ns = time.monotonic_ns()
 
-    def __init__(self, buffer: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-        super().__init__([buffer])
-        ranks = dist.get_world_size(group)
-        buffer.mul_(1.0 / ranks)
-        self.wire_bytes = 2 * (ranks - 1) * buffer.numel() * buffer.element_size() // ranks
-        self.started_ns = time.monotonic_ns()
-        self._work: Any = dist.all_reduce(buffer, group=group, async_op=True)
-        self._future: torch.futures.Future[list[torch.Tensor]] = self._work.get_future().then(self._end)
+    def complete(done: torch.futures.Future[Any]) -> None:
+        finished_ns = time.monotonic_ns()
+        try:
+            done.value()  # raises the error of the all-reduce
+        except Exception as error:
+            work.fail(error)
+        else:
+            seconds = (finished_ns - started_ns) * 1e-9
+            work.complete(streams.record(), Statistics(wire_bytes, seconds, started_ns, finished_ns))
 
-    def wait(self) -> None:
-        """Wait for the mean; on a device only the current stream waits."""
-        self._future.wait()
-
-    def is_completed(self) -> bool:
-        """Return whether the mean is there."""
-        return bool(self._future.done())
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return the future of the buffer."""
-        return self._future
-
-    @property
-    def seconds(self) -> float:  # type: ignore[override]
-        """The time from start to end."""
-        return (self.finished_ns - self.started_ns) * 1e-9
-
-    def _end(self, done: torch.futures.Future[Any]) -> list[torch.Tensor]:
-        done.value()  # raises the error of the all-reduce
-        self.finished_ns = time.monotonic_ns()
-        return self._outputs
+    torch_work: Any = dist.all_reduce(buffer, group=group, async_op=True)
+    torch_work.get_future().add_done_callback(complete)
+    return work

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from dtcomm.codecs import RandK, codec, parse_levels
-from dtcomm.collectives import Work
 from dtcomm.compress.bucket_averager import BucketAverager
 from dtcomm.compress.bucket_layout import BucketLayout, build_layout
 from dtcomm.compress.dgc import DGC
@@ -22,6 +21,7 @@ from dtcomm.compress.error_state import ErrorState, PendingGradient
 from dtcomm.compress.policy import CodecChoice, Policy, as_policy
 from dtcomm.compress.spec import Scheme
 from dtcomm.kernels import counter_rng, local_tasks, ops
+from dtcomm.work import COMPLETED, Work
 
 
 @dataclass
@@ -30,16 +30,6 @@ class _Call:
     codecs: Sequence[Any]
     residuals: Sequence[torch.Tensor | None]
     seed: int
-
-
-class _CompletedByLastRank(Work):
-    """Work of a simulated call. The last rank's call has completed it before anything reads the result."""
-
-    wire_bytes = 0
-    seconds = 0.0
-
-    def wait(self) -> None:
-        return None
 
 
 class SimulatedAllReduce:
@@ -63,7 +53,7 @@ class SimulatedAllReduce:
             if len(self._calls) == self.ranks:
                 calls, self._calls = self._calls, []
                 self._run(calls)
-            return _CompletedByLastRank(tensors)
+            return COMPLETED  # the last rank's call has computed the result before anything reads it
 
         return call
 

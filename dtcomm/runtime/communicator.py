@@ -22,7 +22,7 @@ from dtcomm.runtime.flight_recorder import FlightEntry, PeerSnapshot
 from dtcomm.runtime.process_groups import position
 from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec, Plan, Runtime
 from dtcomm.schedule import Schedule
-from dtcomm.work import DoneWork
+from dtcomm.work import CompositeWork
 
 
 class Communicator:
@@ -178,10 +178,10 @@ class SingleRankRuntime:
         outputs: Sequence[torch.Tensor],
         seed: int,
         hooks: OpHooks | None = None,
-    ) -> DoneWork:
+    ) -> CompositeWork:
         """As ``run``: there is nothing to wait for."""
         self.run(buffers, seed, hooks)
-        return DoneWork(outputs)
+        return CompositeWork((), outputs)
 
     def set_timeout(self, seconds: float) -> None:
         """Do nothing: no other rank is waited for."""

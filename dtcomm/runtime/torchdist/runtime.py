@@ -14,8 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ from dtcomm.runtime.torchdist.rounds import (
 from dtcomm.runtime.torchdist.transport import P2PMessage, Transport
 from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec
 from dtcomm.schedule import Schedule
-from dtcomm.work import Outcome, QueuedWork, StreamWork, Work
+from dtcomm.work import QueuedWork, Statistics, StreamWork, Work
 
 Compare = Callable[[str, object], None]
 
@@ -51,7 +50,7 @@ Compare = Callable[[str, object], None]
 class QueuedOp:
     """An operation on its way through the runtime of a transport that blocks the host.
 
-    ``inputs_ready`` is the event at which its tensors are ready, on a device; ``outcome`` is set when it is done.
+    ``inputs_ready`` is the event at which its tensors are ready, on a device; ``work`` is the caller's handle.
     """
 
     entry: FlightEntry
@@ -59,8 +58,8 @@ class QueuedOp:
     buffers: Sequence[Buffers]
     seed: int
     hooks: OpHooks
-    inputs_ready: Any = None
-    outcome: Future[Outcome] = field(default_factory=Future)
+    work: QueuedWork
+    inputs_ready: Any
 
 
 class TorchDistRuntime(StreamRuntime[RoundsPlan]):
@@ -92,7 +91,7 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
         self._compare = compare
         self._closed = False
         self._memory = MemoryPool(streams)
-        self._last: Future[Outcome] | None = None  # the last operation that went through the queue
+        self._last_done: threading.Event | None = None  # set when the last queued operation has ended
         self._queue: queue.SimpleQueue[QueuedOp | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -114,11 +113,11 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
         """Run on the current stream, or on this thread; returns the bytes sent."""
         hooks = hooks or NO_HOOKS
         with self._lock:
-            if self._last is None or self._last.done():
+            if self._last_done is None or self._last_done.is_set():
                 self._perform(plan, buffers, seed, hooks)
                 return plan.sent_bytes
-            op = self._enqueue(plan, buffers, seed, hooks)
-        self._streams.wait(op.outcome.result().event)
+            work = self._enqueue(plan, buffers, (), seed, hooks)
+        work.wait()
         return plan.sent_bytes
 
     def submit(
@@ -133,7 +132,7 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
         hooks = hooks or NO_HOOKS
         with self._lock:
             if self._transport.blocks_host:
-                return QueuedWork(self._enqueue(plan, buffers, seed, hooks).outcome, outputs, self._streams)
+                return self._enqueue(plan, buffers, outputs, seed, hooks)
             event = self._on_side_stream(buffers, hooks, lambda: self._perform(plan, buffers, seed, hooks))
         return StreamWork(self._streams, event, outputs, plan.sent_bytes)
 
@@ -224,19 +223,26 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
         if self._closed:
             raise DtcommError("group: its communicator has been released")
 
-    def _enqueue(self, plan: RoundsPlan, buffers: Sequence[Buffers], seed: int, hooks: OpHooks) -> QueuedOp:
+    def _enqueue(
+        self,
+        plan: RoundsPlan,
+        buffers: Sequence[Buffers],
+        outputs: Sequence[torch.Tensor],
+        seed: int,
+        hooks: OpHooks,
+    ) -> QueuedWork:
         self._require_usable()
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="dtcomm-process-group", daemon=True)
             self._thread.start()
         entry = self._recorder.issue(plan.text, plan.spec.details())
-        op = QueuedOp(entry, plan, buffers, seed, hooks)
-        op.inputs_ready = self._streams.record()
+        work = QueuedWork(outputs, self._streams)
+        op = QueuedOp(entry, plan, buffers, seed, hooks, work, self._streams.record())
         with self._streams.on(self._streams.side_stream()):
             record_buffers(self._streams, [*buffers, *hooks.tensors()])
-        self._last = op.outcome
+        self._last_done = work.done
         self._queue.put(op)
-        return op
+        return work
 
     def _serve(self) -> None:
         with self._streams.on(self._streams.side_stream()):
@@ -252,10 +258,13 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
         except BaseException as error:
             if op.entry.stage == "issued":  # an operation before it has failed
                 op.entry.stage = "failed"
-            op.outcome.set_exception(error)
+            op.work.fail(error)
             return
         entry, spans = op.entry, timer.spans() if timer is not None else []
-        op.outcome.set_result(Outcome(op.plan.sent_bytes, entry.started_ns, entry.finished_ns, event, spans))
+        started, finished = entry.started_ns, entry.finished_ns
+        op.work.complete(
+            event, Statistics(op.plan.sent_bytes, (finished - started) * 1e-9, started, finished), spans
+        )
 
 
 class MemoryPool:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from dtcomm.cli.perf.backends.base import CollectiveCall
 from dtcomm.cli.perf.backends.dtcomm_backend import Native, ProcessGroup
 from dtcomm.cli.perf.backends.torch_backend import TorchDistributed
-from dtcomm.work import DoneWork
+from dtcomm.work import COMPLETED
 
 
 class OffByOne(TorchDistributed):
@@ -76,7 +76,7 @@ class StaysFinite(TorchDistributed):
             run()
             if not call.output.isfinite().all():
                 raise OverflowError("a sum has overflowed")
-            return DoneWork([]) if asynchronous else None
+            return COMPLETED if asynchronous else None
 
         return watched
 
