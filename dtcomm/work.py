@@ -251,12 +251,15 @@ class QueuedWork(Work):
         self._event: Any = None
         self._error: BaseException | None = None
         self._future: TensorsFuture | None = None
-        self._completed_statistics = Statistics()
+        self._statistics = Statistics()
         self._spans: Sequence[Span] = ()
 
-    def complete(self, event: Any, statistics: Statistics, spans: Sequence[Span] = ()) -> None:
-        """End the operation; ``event`` is behind its work on the device."""
-        self._event, self._completed_statistics, self._spans = event, statistics, spans
+    def complete(
+        self, event: Any = None, statistics: Statistics | None = None, spans: Sequence[Span] = ()
+    ) -> None:
+        """End the operation; ``event`` is behind its work on the device, and None on the CPU."""
+        self._event, self._spans = event, spans
+        self._statistics = statistics or Statistics()
         self._end()
 
     def fail(self, error: BaseException) -> None:
@@ -301,7 +304,7 @@ class QueuedWork(Work):
         return future
 
     def statistics(self) -> Statistics:
-        return self._completed_statistics
+        return self._statistics
 
     def spans(self) -> list[Span]:
         return list(self._spans)

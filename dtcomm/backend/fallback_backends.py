@@ -156,7 +156,10 @@ class FallbackBackends:
 
 
 class FallbackWork(dist.Work):
-    """The handle of an operation of a fallback backend; errors of its ``wait`` are translated."""
+    """The handle of an operation of a fallback backend; errors of its ``wait`` are translated.
+
+    It is not a `TorchWork`: ``synchronize`` and ``block_current_stream`` of NCCL's own handle differ from its ``wait``.
+    """
 
     def __init__(self, work: Any, translate: Callable[[RuntimeError], Exception]) -> None:
         super().__init__()

@@ -20,6 +20,7 @@ from dtcomm.backend.tensor_views import (
     require_alike,
 )
 from dtcomm.codecs.base import ELEMENT_TYPES
+from dtcomm.work import Work
 
 Tensors = Sequence[torch.Tensor]
 
@@ -287,7 +288,7 @@ class GatherOps(ProcessGroupBase):
         received = [tensor.numel() * scale for tensor in outputs]
         async_op = is_async(opts)
 
-        def collective(flat: torch.Tensor) -> collectives.Work | None:
+        def collective(flat: torch.Tensor) -> Work | None:
             return collectives.all_to_all(
                 as_sendable(flat), source, received, sent, group=self, async_op=async_op
             )

@@ -17,23 +17,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtcomm import collectives
 from dtcomm.backend.tensor_views import copy_to_tensors, flatten, shares_memory
-from dtcomm.backend.work import CompletedWork, TorchWork, poll_until
 from dtcomm.collectives.p2p import post
+from dtcomm.device.streams import HostStreams
 from dtcomm.errors import CollectiveMismatch, DtcommError
 from dtcomm.runtime.p2p_pairs import Pair, pair_of
 from dtcomm.runtime.process_groups import group_store
+from dtcomm.work import COMPLETED, QueuedWork, TorchWork, Work
 
 HEADER_BYTES = 2048
 _TAG_AND_SIZE = struct.Struct("<qq")
 _MAX_INLINE_BYTES = HEADER_BYTES - _TAG_AND_SIZE.size
 _POLL_S = 0.002  # pause between two polls for ranks that have begun to send, during a receive from any rank
+_HOST = HostStreams()
 _PURPOSE = "backend"  # keeps these messages apart from those of dtcomm.send
 
 
-class ReceiveWork(dist.Work):
+class ReceiveWork(TorchWork):
     """The handle of one receive, complete when a matching message has arrived.
+
+    It adds to `TorchWork` what the matcher needs, the rank of the sender, and a ``wait`` that processes messages on the
+    waiting thread.
 
     Attributes:
         tensor: The tensor to fill.
@@ -46,7 +50,9 @@ class ReceiveWork(dist.Work):
     def __init__(
         self, matcher: MessageMatcher, tensor: torch.Tensor, wanted_source: int | None, tag: int
     ) -> None:
-        super().__init__()
+        receive = QueuedWork([tensor], _HOST)
+        super().__init__(receive, [tensor])
+        self._receive = receive
         self.matcher = matcher
         self.tensor = tensor
         self._flat = flatten(tensor)
@@ -54,35 +60,20 @@ class ReceiveWork(dist.Work):
         self.wanted_source = wanted_source
         self.source = -1 if wanted_source is None else wanted_source
         self.tag = tag
-        self._completed = threading.Event()
-        self._error: BaseException | None = None
-        self._future: torch.futures.Future[Any] | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
         """Complete the receive, or fail it with ``error``; the matcher's lock must be held."""
         if error is None and not shares_memory(self._flat, self.tensor):
             copy_to_tensors([self.tensor], self._flat)
-        self._error = error
-        self._completed.set()
-        if self._future is not None:
-            self._complete_future(self._future)
-
-    def _complete_future(self, future: torch.futures.Future[Any]) -> None:
-        if self._error is not None:
-            future.set_exception(self._error)
-        else:
-            future.set_result([self.tensor])
+        if error is None:
+            self._receive.complete()
+        else:  # several receives may fail with one error, and each raises its own
+            self._receive.fail(type(error)(*error.args))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if timeout:
-            deadline = time.monotonic() + timeout.total_seconds()
-            poll_until(self._completed.is_set, deadline, self._description())
-        elif not self._completed.is_set():
+        if not timeout and not self.is_completed():
             self.matcher.progress_inline(self)
-            self._completed.wait()
-        if self._error is not None:
-            raise type(self._error)(*self._error.args)
-        return True
+        return super().wait(timeout)
 
     def _description(self) -> str:
         source = "any rank"
@@ -90,34 +81,10 @@ class ReceiveWork(dist.Work):
             source = f"rank {self.matcher.ranks[self.wanted_source]}"
         return f"recv of {self.bytes.numel()} bytes from {source}, tag {self.tag},"
 
-    def is_completed(self) -> bool:
-        return self._completed.is_set()
-
-    def is_success(self) -> bool:
-        return self._completed.is_set() and self._error is None
-
-    def exception(self) -> BaseException | None:
-        return self._error
-
-    def synchronize(self) -> None:
-        self.wait()
-
     def source_rank(self) -> int:
         return self.source
 
     _source_rank = source_rank
-
-    def result(self) -> list[torch.Tensor]:
-        self.wait()
-        return [self.tensor]
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        with self.matcher.lock:
-            if self._future is None:
-                self._future = torch.futures.Future()
-                if self._completed.is_set():
-                    self._complete_future(self._future)
-            return self._future
 
 
 class PeerInbox:
@@ -131,7 +98,7 @@ class PeerInbox:
 
     def __init__(self, matcher: MessageMatcher, peer: int) -> None:
         self.peer = peer
-        self.work: collectives.Work | None = None
+        self.work: Work | None = None
         self.error: BaseException | None = None
         self._matcher = matcher
         self._pair: Pair | None = None
@@ -270,7 +237,7 @@ class MessageMatcher:
         if dst == self.rank:
             with self.lock:
                 self._inbox(dst).add_message(tag, message.clone())
-            return CompletedWork([tensor])
+            return TorchWork(COMPLETED, [tensor])
         size = message.numel()
         header_buffer = bytearray(HEADER_BYTES)
         _TAG_AND_SIZE.pack_into(header_buffer, 0, tag, size)

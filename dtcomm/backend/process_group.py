@@ -26,9 +26,9 @@ from dtcomm.backend.fallback_backends import CPU, CUDA, FallbackBackends, Fallba
 from dtcomm.backend.gather_ops import GatherOps
 from dtcomm.backend.p2p_matching import MessageMatcher
 from dtcomm.backend.reduce_ops import ReduceOps
-from dtcomm.backend.work import CoalescedWork, CompletedWork, TorchWork
 from dtcomm.errors import CollectiveTimeout
 from dtcomm.runtime.communicator_cache import existing_communicator, release
+from dtcomm.work import COMPLETED, CompositeWork, TorchWork
 
 Opts = Any  # torch's options objects, or what its overloads take instead of them
 
@@ -187,7 +187,8 @@ class DtcommProcessGroup(ReduceOps, GatherOps):
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
         works, self._coalesced = self._coalesced or [], None
-        return CoalescedWork(works)
+        outputs = [output for work in works for output in work.outputs]
+        return TorchWork(CompositeWork(works, outputs), outputs)
 
     # --- barriers and point-to-point --------------------------------------------------------------------
 
@@ -202,7 +203,7 @@ class DtcommProcessGroup(ReduceOps, GatherOps):
         limit_s = limit.total_seconds() if limit is not None and limit > timedelta(0) else None
         if limit_s is None and opts is not None and not opts.asyncOp:
             collectives.barrier(group=self)
-            return CompletedWork(())
+            return TorchWork(COMPLETED, ())
         work = collectives.barrier(group=self, async_op=True)
         torch_work = TorchWork(work, (), limit_s)
         if opts is not None and not opts.asyncOp:

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtcomm import collectives
 from dtcomm.backend.fallback_backends import FallbackBackends
 from dtcomm.backend.tensor_views import StagingBuffer, as_sendable, copy_to_tensors, flatten, shares_memory
-from dtcomm.backend.work import CompletedWork, TorchWork
-from dtcomm.work import CompositeWork
+from dtcomm.work import COMPLETED, CompositeWork, TorchWork, Work
 
 
 class ProcessGroupBase(dist.ProcessGroup):
@@ -25,7 +23,7 @@ class ProcessGroupBase(dist.ProcessGroup):
     """
 
     _fallbacks: FallbackBackends
-    _coalesced: list[dist.Work] | None = None
+    _coalesced: list[TorchWork] | None = None
 
     @functools.cached_property
     def _staging(self) -> StagingBuffer:
@@ -43,7 +41,7 @@ class ProcessGroupBase(dist.ProcessGroup):
 
     def _make_work(
         self,
-        work: collectives.Work | None,
+        work: Work | None,
         outputs: Sequence[torch.Tensor],
         limit: timedelta | None = None,
         on_completion: Callable[[], None] | None = None,
@@ -55,7 +53,7 @@ class ProcessGroupBase(dist.ProcessGroup):
         if work is None:
             if on_completion is not None:
                 on_completion()
-            return CompletedWork(outputs)
+            return TorchWork(COMPLETED, outputs)
         if on_completion is not None:
             work = CompositeWork([work], outputs, on_completion)
         torch_work = TorchWork(work, outputs, limit.total_seconds() if limit else None)
@@ -67,7 +65,7 @@ class ProcessGroupBase(dist.ProcessGroup):
         self,
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
-        collective: Callable[..., collectives.Work | None],
+        collective: Callable[..., Work | None],
         opts: Any,
     ) -> dist.Work:
         """Carry out a coalesced collective of dtcomm on contiguous tensors of sendable dtypes."""

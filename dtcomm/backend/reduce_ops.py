@@ -20,13 +20,13 @@ from dtcomm.backend.tensor_views import (
     require_alike,
     shares_memory,
 )
-from dtcomm.backend.work import CompletedWork
 from dtcomm.codecs.base import ELEMENT_TYPES
+from dtcomm.work import COMPLETED, TorchWork
 
 Tensors = Sequence[torch.Tensor]
 
 # Synchronous callers only check that the handle is complete, and making a handle is half of the backend's time.
-COMPLETED = CompletedWork(())
+_COMPLETED = TorchWork(COMPLETED, ())
 
 # The hash of a ReduceOp is that of its kind; this is the fastest way to look it up.
 _NATIVE_OPS = {
@@ -86,7 +86,7 @@ class ReduceOps(ProcessGroupBase):
             return self._general_allreduce(tensor, op, opts, timeout)
         if not is_async(opts):
             collectives.all_reduce(tensor, name, group=self)
-            return COMPLETED
+            return _COMPLETED
         return self._make_work(
             collectives.all_reduce(tensor, name, group=self, async_op=True), tensors, timeout
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
-from dtcomm.collectives import Work, all_gather, all_reduce, reduce_scatter
+from dtcomm.collectives import all_gather, all_reduce, reduce_scatter
 from dtcomm.compress.guard_monitor import ErrorSample
 from dtcomm.device.streams import record_streams
 from dtcomm.fsdp.report import Traffic
@@ -27,6 +28,7 @@ from dtcomm.fsdp.state import State, codec_spec_for
 from dtcomm.profiling import MessageRecord, Timeline
 from dtcomm.profiling.step_record import WaitInterval
 from dtcomm.profiling.timeline import profiler_range
+from dtcomm.work import COMPLETED, TorchWork, Work
 
 MAX_PENDING = 1  # reduce-scatters of a backward pass, besides the newest one
 _OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg"}
@@ -174,7 +176,7 @@ class CompressedAllGather(_FsdpCollective, AllGather):
             # In the backward pass the parameters are those of the forward pass: there is nothing to send.
             output.copy_(reference)
             traffic.save(plain_bytes)
-            return _CompletedCollective()
+            return TorchWork(COMPLETED, ())
         spec = self.state.guard.current_spec(self.module, self.state.parameters)
         codec_spec = codec_spec_for(spec, shard, traffic)
         shard_of_reference = reference.view(group.size(), -1)[group.rank()]
@@ -329,8 +331,11 @@ class ReplicaAllReduce(_CountedCollective):
         self.pending("replicas", work, reduction.traffic, plain_bytes, reduction.finish).wait()
 
 
-class PendingCollective(dist.Work):
-    """The handle of a collective in progress, for FSDP: its first ``wait`` counts it and finishes its result."""
+class PendingCollective(TorchWork):
+    """The handle of a collective in progress, for FSDP: its first ``wait`` counts it and finishes its result.
+
+    It is not a `TorchWork` with a callback because the timeline also shows when that ``wait`` began.
+    """
 
     def __init__(
         self,
@@ -342,17 +347,17 @@ class PendingCollective(dist.Work):
         label: str,
         ready_ns: int,
     ) -> None:
-        super().__init__()
-        self._work, self._traffic, self._plain_bytes = work, traffic, plain_bytes
+        super().__init__(work, ())
+        self._traffic, self._plain_bytes = traffic, plain_bytes
         self._on_completion = on_completion
         self._timeline, self._label = timeline, label
         self._ready_ns, self._launched_ns = ready_ns, time.monotonic_ns()
         self._waited = False
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         begin = time.monotonic_ns()
         with profiler_range(self._label):
-            self._work.wait()
+            super().wait(timeout)
         if not self._waited:
             self._waited = True
             self._traffic.add(self._work, self._plain_bytes)
@@ -377,13 +382,6 @@ class PendingCollective(dist.Work):
             spans=self._work.spans(),
             waited=waited,
         )
-
-
-class _CompletedCollective(dist.Work):
-    """The handle of a collective that was not needed."""
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
 
 
 def op_name(op: Any) -> str:

@@ -238,6 +238,7 @@ class CaseBench:
         work = self._backend.bind_with_copy(call, asynchronous=True)()
         work.wait()
         wire_bytes: list[Any] = [None] * self._case.ranks
+        # Handles of torch, and a composite of them, have no such attribute.
         dist.all_gather_object(wire_bytes, getattr(work, "wire_bytes", None))
         return None if None in wire_bytes else max(wire_bytes), self._backend.transport_used(before)
 

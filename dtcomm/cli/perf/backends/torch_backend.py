@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from dtcomm.cli.perf.backends.base import Backend, CollectiveCall, TransportUsed, first_error_of_any_rank
 from dtcomm.cli.perf.placement import CUDA, Placement
+from dtcomm.work import COMPLETED, CompositeWork
 
 THROUGH_HOST = "Gloo moves bytes through host memory, which a graph cannot capture"
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -71,7 +72,7 @@ class TorchDistributed(Backend):
             if not asynchronous:
                 out.div_(ranks)
                 return None
-            return WorkWithCallback(work, lambda: out.div_(ranks))
+            return CompositeWork([work], [out], lambda: out.div_(ranks))
 
         return divided
 
@@ -114,8 +115,8 @@ class Nccl(TorchDistributed):
         def run() -> Any:
             if ranks == 1:
                 call.output.copy_(call.input)
-                return JoinedWorks([]) if asynchronous else None
-            work = JoinedWorks(dist.batch_isend_irecv(messages))
+                return COMPLETED if asynchronous else None
+            work = CompositeWork(dist.batch_isend_irecv(messages), [call.output])
             if asynchronous:
                 return work
             work.wait()
@@ -207,7 +208,7 @@ class SymmetricTwoShot(_Symmetric):
 
 def _done(result: Any, asynchronous: bool) -> Any:
     """Return a handle for work queued on the current stream, which needs no wait."""
-    return JoinedWorks([]) if asynchronous else None
+    return COMPLETED if asynchronous else None
 
 
 def why_no_nccl(shared_gpu: str) -> str:
@@ -249,39 +250,11 @@ def bind_ring_exchange(
     def run() -> Any:
         if ranks == 1:
             output.copy_(input)
-            return JoinedWorks([]) if asynchronous else None
-        work = JoinedWorks([send((rank + 1) % ranks), receive((rank - 1) % ranks)])
+            return COMPLETED if asynchronous else None
+        work = CompositeWork([send((rank + 1) % ranks), receive((rank - 1) % ranks)], [output])
         if asynchronous:
             return work
         work.wait()
         return None
 
     return run
-
-
-class JoinedWorks:
-    """Several work handles as one."""
-
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-    @property
-    def wire_bytes(self) -> int | None:
-        byte_counts: list[Any] = [getattr(work, "wire_bytes", None) for work in self._works]
-        return None if None in byte_counts else sum(byte_counts)
-
-
-class WorkWithCallback:
-    """A work handle and a callback that `wait` calls after it."""
-
-    def __init__(self, work: Any, callback: Callable[[], Any]) -> None:
-        self._work = work
-        self._callback = callback
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._callback()
