@@ -1,0 +1,181 @@
+"""Handles of asynchronous operations: completion, errors, callbacks, and what they keep alive."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from datetime import timedelta
+
+import pytest
+import torch
+
+from dtcomm.device.streams import HostStreams
+from dtcomm.errors import CollectiveTimeout, DtcommError
+from dtcomm.work import (
+    COMPLETED,
+    CompositeWork,
+    DeferredWork,
+    QueuedWork,
+    Span,
+    Statistics,
+    TorchWork,
+    Work,
+)
+
+
+def queued(outputs: list[torch.Tensor] | None = None) -> QueuedWork:
+    return QueuedWork(outputs or [], HostStreams())
+
+
+def completed(statistics: Statistics) -> QueuedWork:
+    work = queued()
+    work.complete(None, statistics, [Span("encode", 1, 2, 1)])
+    return work
+
+
+def test_a_queued_operation_completes_its_future_and_its_waiters() -> None:
+    tensor = torch.ones(1)
+    work = queued([tensor])
+    future = work.get_future()
+    assert work.get_future() is future
+    assert not work.is_completed() and not future.done()
+    waiter = threading.Thread(target=work.wait)
+    waiter.start()
+    work.complete(None, Statistics(8, 0.5, 10, 20))
+    waiter.join(10)
+    assert not waiter.is_alive() and work.is_completed()
+    assert future.wait()[0] is tensor
+    assert (work.wire_bytes, work.seconds, work.started_ns, work.finished_ns) == (8, 0.5, 10, 20)
+
+
+def test_a_future_asked_for_after_completion_is_complete() -> None:
+    work, failed = queued(), queued()
+    work.complete()
+    failed.fail(DtcommError("broken"))
+    assert work.get_future().done()
+    with pytest.raises(DtcommError, match="broken"):
+        failed.get_future().wait()
+
+
+@pytest.mark.parametrize("wrap", [lambda work: work, lambda work: CompositeWork([work, COMPLETED], ())])
+def test_every_wait_raises_the_error(wrap: type) -> None:
+    work = queued()
+    handle: Work = wrap(work)
+    future = handle.get_future()
+    work.fail(DtcommError("broken"))
+    for _ in range(2):
+        with pytest.raises(DtcommError, match="broken"):
+            handle.wait()
+    with pytest.raises(RuntimeError, match="broken"):  # torch's type of what a callback raised
+        future.wait()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_cycle_keeps_the_tensors_of_a_queued_operation_alive(fails: bool) -> None:
+    tensor = torch.ones(1)
+    reference = weakref.ref(tensor)
+    work = queued([tensor])
+    del tensor
+    future = work.get_future()
+    gc.disable()
+    try:
+        if fails:
+            work.fail(DtcommError("broken"))
+            with pytest.raises(DtcommError):
+                work.wait()
+        else:
+            work.complete()
+        del work, future
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_a_composite_without_parts_is_complete() -> None:
+    tensor = torch.ones(1)
+    work = CompositeWork((), [tensor])
+    work.wait()
+    assert work.is_completed() and work.get_future().wait()[0] is tensor
+    assert work.statistics() == Statistics(0, 0, 0, 0)
+
+
+def test_a_composite_adds_up_its_parts() -> None:
+    parts = [completed(Statistics(8, 0.5, 0, 20)), completed(Statistics(4, 0.25, 10, 15))]
+    work = CompositeWork(parts, ())
+    assert work.statistics() == Statistics(12, 0.75, 10, 20)
+    assert len(work.spans()) == 2
+    assert CompositeWork([*parts, completed(Statistics(1, None))], ()).seconds is None
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_callback_runs_once_before_any_thread_sees_the_result(parts: int) -> None:
+    works = [queued() for _ in range(parts)]
+    calls, results = [], []
+
+    def callback() -> None:
+        time.sleep(0.02)
+        calls.append(1)
+
+    work = CompositeWork(works, (), callback)
+    future = work.get_future()
+
+    def wait() -> None:
+        work.wait()
+        results.append(len(calls))
+
+    waiters = [threading.Thread(target=wait) for _ in range(3)]
+    for waiter in waiters:
+        waiter.start()
+    for part in works:
+        part.complete()
+    for waiter in waiters:
+        waiter.join(10)
+    future.wait()
+    assert results == [1, 1, 1] and calls == [1]
+
+
+def test_a_callback_that_raises_fails_every_wait() -> None:
+    def check() -> None:
+        raise DtcommError("the ranks differ")
+
+    work = CompositeWork((), (), check)
+    for _ in range(2):
+        with pytest.raises(DtcommError, match="differ"):
+            work.wait()
+    with pytest.raises(RuntimeError, match="differ"):
+        work.get_future().wait()
+
+
+def test_a_deferred_operation_has_the_statistics_of_the_one_that_it_starts() -> None:
+    work = DeferredWork(())
+    assert not work.is_completed()
+    work.begin(lambda: completed(Statistics(8, 0.5, 10, 20)))
+    work.connect_future()
+    work.wait()
+    assert work.is_completed() and work.get_future().done()
+    assert work.statistics() == Statistics(8, 0.5, 10, 20) and len(work.spans()) == 1
+
+
+def test_the_limits_of_torch_handles() -> None:
+    part = queued()
+    work = TorchWork(part, [torch.ones(2)], 0.01)
+    both = TorchWork(CompositeWork([work, TorchWork(COMPLETED, ())], work.outputs), work.outputs)
+    for handle in (work, both):
+        with pytest.raises(CollectiveTimeout, match=r"shape \(2,\)"):
+            handle.wait()
+        with pytest.raises(CollectiveTimeout):
+            handle.wait(timedelta(seconds=0.02))
+        assert not handle.is_completed() and not handle.is_success() and handle.exception() is None
+    part.complete()
+    for handle in (work, both):
+        assert handle.wait() and handle.is_success() and handle.result() == work.outputs
+        assert handle.get_future().wait() == work.outputs
+
+
+def test_the_exception_of_a_torch_handle() -> None:
+    part, error = queued(), DtcommError("broken")
+    work = TorchWork(part, ())
+    part.fail(error)
+    assert work.exception() is error and work.is_completed() and not work.is_success()
