@@ -238,15 +238,12 @@ class StreamWork(Work):
 
 
 class QueuedWork(Work):
-    """An operation that another thread executes; that thread calls ``complete`` or ``fail`` once.
-
-    Attributes:
-        done: Set when the operation has ended. It holds no tensors.
-    """
+    """An operation that another thread executes; that thread calls ``complete`` or ``fail`` once."""
 
     def __init__(self, outputs: Sequence[torch.Tensor], streams: Streams) -> None:
         super().__init__(outputs)
-        self.done = threading.Event()
+        self._condition = threading.Condition()
+        self._done = False
         self._streams = streams
         self._event: Any = None
         self._error: BaseException | None = None
@@ -268,9 +265,10 @@ class QueuedWork(Work):
         self._end()
 
     def _end(self) -> None:
-        with _lock:  # either this thread or `get_future` completes the future
-            self.done.set()
-            future = self._future
+        with self._condition:
+            self._done = True
+            self._condition.notify_all()
+            future = self._future  # if it is made from now on, `get_future` completes it
         if future is not None:
             self._complete_future(future)
 
@@ -281,7 +279,9 @@ class QueuedWork(Work):
             _set_result_behind(future, self._streams, self._event, self._outputs)
 
     def wait(self) -> None:
-        self.done.wait()
+        with self._condition:
+            while not self._done:
+                self._condition.wait()
         error = self._error
         if error is not None:
             try:
@@ -291,14 +291,14 @@ class QueuedWork(Work):
         self._streams.wait(self._event)
 
     def is_completed(self) -> bool:
-        return self.done.is_set()
+        return self._done
 
     def get_future(self) -> TensorsFuture:
-        with _lock:
+        with self._condition:
             if self._future is not None:
                 return self._future
             future = self._future = self._streams.future()
-            done = self.done.is_set()
+            done = self._done
         if done:
             self._complete_future(future)
         return future
@@ -320,6 +320,8 @@ class CompositeWork(Work):
         on_completion: Runs once, before anyone sees the result.
     """
 
+    _on_completion: Callable[[], Any] | None = None
+
     def __init__(
         self,
         parts: Sequence[Any],
@@ -328,20 +330,21 @@ class CompositeWork(Work):
     ) -> None:
         super().__init__(outputs)
         self._parts = parts
-        self._on_completion = on_completion
-        self._callback_lock = None if on_completion is None else threading.Lock()
+        if on_completion is not None:
+            self._on_completion = on_completion
+            self._callback_lock = threading.Lock()
 
     def wait(self) -> None:
         for part in self._parts:
             part.wait()
-        self._run_callback()
+        if self._on_completion is not None:
+            self._run_callback()
 
     def _run_callback(self) -> None:
-        if self._callback_lock is not None:
-            with self._callback_lock:  # a second thread sees the result only after the callback
-                if self._on_completion is not None:
-                    self._on_completion()
-                    self._on_completion = None
+        with self._callback_lock:  # a second thread sees the result only after the callback
+            if self._on_completion is not None:
+                self._on_completion()
+                self._on_completion = None
 
     def is_completed(self) -> bool:
         return all(part.is_completed() for part in self._parts)
@@ -354,13 +357,15 @@ class CompositeWork(Work):
 
     def _finish_one(self, done: torch.futures.Future[Any]) -> list[torch.Tensor]:
         done.value()  # raises what the operation failed with
-        self._run_callback()
+        if self._on_completion is not None:
+            self._run_callback()
         return self._outputs
 
     def _finish_all(self, all_done: torch.futures.Future[Any]) -> list[torch.Tensor]:
         for done in all_done.value():
             done.value()
-        self._run_callback()
+        if self._on_completion is not None:
+            self._run_callback()
         return self._outputs
 
     def statistics(self) -> Statistics:
@@ -436,12 +441,15 @@ class TorchWork(dist.Work):
         limit_s: Time limit in seconds, counted from now. None: the group's timeout, which the runtime enforces.
     """
 
+    _deadline: float | None = None
+    _future: torch.futures.Future[Any] | None = None
+
     def __init__(self, work: Work, outputs: Sequence[torch.Tensor], limit_s: float | None = None) -> None:
         super().__init__()
         self.outputs = outputs
         self._work = work
-        self._deadline = None if limit_s is None else time.monotonic() + limit_s
-        self._future: torch.futures.Future[Any] | None = None
+        if limit_s is not None:
+            self._deadline = time.monotonic() + limit_s
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for completion.

@@ -91,7 +91,7 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
         self._compare = compare
         self._closed = False
         self._memory = MemoryPool(streams)
-        self._last_done: threading.Event | None = None  # set when the last queued operation has ended
+        self._submitted = self._executed = 0  # operations that went through the queue
         self._queue: queue.SimpleQueue[QueuedOp | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -113,7 +113,7 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
         """Run on the current stream, or on this thread; returns the bytes sent."""
         hooks = hooks or NO_HOOKS
         with self._lock:
-            if self._last_done is None or self._last_done.is_set():
+            if self._executed == self._submitted:
                 self._perform(plan, buffers, seed, hooks)
                 return plan.sent_bytes
             work = self._enqueue(plan, buffers, (), seed, hooks)
@@ -240,7 +240,7 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
         op = QueuedOp(entry, plan, buffers, seed, hooks, work, self._streams.record())
         with self._streams.on(self._streams.side_stream()):
             record_buffers(self._streams, [*buffers, *hooks.tensors()])
-        self._last_done = work.done
+        self._submitted += 1
         self._queue.put(op)
         return work
 
@@ -258,10 +258,12 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
         except BaseException as error:
             if op.entry.stage == "issued":  # an operation before it has failed
                 op.entry.stage = "failed"
+            self._executed += 1
             op.work.fail(error)
             return
         entry, spans = op.entry, timer.spans() if timer is not None else []
         started, finished = entry.started_ns, entry.finished_ns
+        self._executed += 1  # before the handle's callbacks, which may start operations
         op.work.complete(
             event, Statistics(op.plan.sent_bytes, (finished - started) * 1e-9, started, finished), spans
         )
