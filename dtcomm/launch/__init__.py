@@ -4,9 +4,8 @@
 processes. `run_elastic` runs a function like torchrun, with restarts.
 """
 
-from dtcomm.launch.elastic import run_elastic
 from dtcomm.launch.process_pool import RankError
-from dtcomm.launch.ranks import RankOutcome, RankTimeout, RunningRanks, run_ranks, spawn_ranks
+from dtcomm.launch.ranks import RankOutcome, RankTimeout, RunningRanks, run_elastic, run_ranks, spawn_ranks
 from dtcomm.launch.worker import send_to_parent
 
 __all__ = [

@@ -42,7 +42,7 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class TaskResult:
     """How a task ended on one rank; ``value`` is the pickled result, or the exception if it can be pickled."""
 
     ok: bool
@@ -75,15 +75,15 @@ def serve(fd: int) -> None:
             directory, rank = _parent.recv()
         except EOFError:
             return
-        report = _run_task(Path(directory), rank)
-        _write(Path(directory) / f"result.{rank}", pickle.dumps(report))
+        result = _run_task(Path(directory), rank)
+        _write(Path(directory) / f"result.{rank}", pickle.dumps(result))
         _parent.send(("done", None))
         # Peers may still be inside a collective, so the group is destroyed only after all ranks have reported.
         try:
             reuse = _parent.recv()
         except EOFError:
             return
-        if not report.ok:
+        if not result.ok:
             os._exit(1)
         _reset()
         if not reuse:
@@ -91,7 +91,7 @@ def serve(fd: int) -> None:
         _parent.send(("ready", None))
 
 
-def _run_task(directory: Path, rank: int) -> Report:
+def _run_task(directory: Path, rank: int) -> TaskResult:
     task: Task = pickle.loads((directory / "task").read_bytes())
     # The file stays open: the handler writes to its descriptor whenever the signal arrives.
     faulthandler.register(STACK_SIGNAL, file=open(directory / f"stack.{rank}", "w"), all_threads=True)
@@ -99,11 +99,11 @@ def _run_task(directory: Path, rank: int) -> Report:
         function, args = _prepare(task)
         if task.backend is not None:
             _init_process_group(task, directory, rank)
-        return Report(ok=True, value=pickle.dumps(function(rank, task.world_size, *args)))
+        return TaskResult(ok=True, value=pickle.dumps(function(rank, task.world_size, *args)))
     except SystemExit:
         raise  # sys.exit in a rank ends the process with that code
     except BaseException as error:
-        return Report(ok=False, value=_pickle_or_none(error), traceback=traceback.format_exc())
+        return TaskResult(ok=False, value=_pickle_or_none(error), traceback=traceback.format_exc())
 
 
 def _prepare(task: Task) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -3,13 +3,19 @@
 `select` is what ``algorithm="auto"`` calls, and `compression_pays` what latency paths ask. Both read a `Table` of
 constants and measurements (`cost_model`), which ``dtcomm tune`` writes. ``dtcomm plan`` predicts collectives and
 training steps on hardware that need not exist: `hardware` describes it, `estimate` and `sweep` predict collectives by
-`traffic_profile` or NCCL's own model (`nccl_model`), `training_model` and `memory_model` predict steps and memory.
+`traffic_profile` or NCCL's own model (`nccl_model`), and `training_model` predicts training steps and memory.
 """
 
-from dtcomm.planner.compression_payoff import PayoffVerdict, compression_pays
 from dtcomm.planner.cost_model import Measured, Table, parse, predict
 from dtcomm.planner.hardware import Topology
-from dtcomm.planner.select_algorithm import CHOOSERS, Decision, explain, select
+from dtcomm.planner.select_algorithm import (
+    CHOOSERS,
+    Decision,
+    PayoffVerdict,
+    compression_pays,
+    explain,
+    select,
+)
 
 __all__ = [
     "CHOOSERS",

@@ -14,7 +14,7 @@ import torch
 from dtcomm import algorithms, codecs
 from dtcomm.cli._sizes import count_argument, parse_size, series, size_argument
 from dtcomm.cli.perf.collectives import ALIASES, DTYPES
-from dtcomm.planner import hardware, memory_model
+from dtcomm.planner import hardware, training_model
 from dtcomm.planner.hardware import System
 
 EPILOG = """\
@@ -51,7 +51,7 @@ class PlanOptions:
     algorithms: list[str]
     dtype: torch.dtype
     model: TrainingModel | None
-    memory: memory_model.ModelSize | None
+    memory: training_model.ModelSize | None
     record: Path | None
     table: Path | None
     plot: Path | None
@@ -262,7 +262,7 @@ def _model(text: str) -> TrainingModel:
     return TrainingModel(**_key_values(text, converters, required=("params", "step_ms")))
 
 
-def _memory(text: str) -> memory_model.ModelSize:
+def _memory(text: str) -> training_model.ModelSize:
     converters = {
         "params": ("params", _positive),
         "layers": ("layers", count_argument(1)),
@@ -270,7 +270,7 @@ def _memory(text: str) -> memory_model.ModelSize:
         "states": ("states", count_argument(0)),
         "bucket": ("bucket_bytes", _bucket_bytes),
     }
-    return memory_model.ModelSize(**_key_values(text, converters, required=("params",)))
+    return training_model.ModelSize(**_key_values(text, converters, required=("params",)))
 
 
 def _key_values(

@@ -17,8 +17,8 @@ from rich.table import Table
 from dtcomm.cli.demo.plot import COLOURS, GREY, INK, STYLE
 from dtcomm.cli.plan.options import PlanOptions
 from dtcomm.cli.plan.training import Training
-from dtcomm.planner.memory_model import ModelSize, RankMemory, memory_table
 from dtcomm.planner.sweep import MIN_SPEEDUP, Sweep, SweepRow, size_name
+from dtcomm.planner.training_model import ModelSize, RankMemory, memory_table
 
 WIDTH = 146  # least columns; a narrower terminal wraps the lines
 

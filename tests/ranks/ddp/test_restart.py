@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dtcomm.launch.elastic import run_elastic
-from dtcomm.launch.ranks import run_ranks
+from dtcomm.launch.ranks import run_elastic, run_ranks
 from tests.unit.ddp.restarting_script import main, train
 
 

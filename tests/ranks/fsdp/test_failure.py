@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtcomm import fsdp
 from dtcomm.errors import PeerLost
 from dtcomm.fsdp.collectives import CompressedAllGather, CompressedReduceScatter
-from dtcomm.launch.elastic import WORKERS_OWN_STORE, run_elastic
-from dtcomm.launch.ranks import run_ranks, spawn_ranks
+from dtcomm.launch.ranks import WORKERS_OWN_STORE, run_elastic, run_ranks, spawn_ranks
 from tests.ranks.fsdp.models import WIDTH, sharded
 from tests.ranks.fsdp.restarted import main
 from tests.support.stopwatch import Elapsed, Stopwatch

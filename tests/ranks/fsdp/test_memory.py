@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from dtcomm import fsdp
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.planner.memory_model import ModelSize, rank_memory
+from dtcomm.planner.training_model import ModelSize, rank_memory
 
 WIDTH, LAYERS = 768, 6
 NUMEL = LAYERS * WIDTH * (WIDTH + 1)

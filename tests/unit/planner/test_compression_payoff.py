@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from dtcomm.codecs import codec
-from dtcomm.planner.compression_payoff import compression_pays
 from dtcomm.planner.cost_model import Measured, Table
+from dtcomm.planner.select_algorithm import compression_pays
 
 INT8 = codec("int8")
 

@@ -7,7 +7,6 @@ import torch
 
 from dtcomm import algorithms
 from dtcomm.codecs import codec
-from dtcomm.planner import symmetric_traffic
 from dtcomm.planner import traffic_profile as profiles
 from dtcomm.planner.traffic_profile import StepLoad, profile, profile_of_paths, profile_of_schedule
 from dtcomm.schedule.simulate import ComputeCost, Link, simulate
@@ -50,7 +49,7 @@ def test_symmetry_is_proved_by_enumeration(collective: str, name: str) -> None:
         assert enumerated.encodings == schedule.requantizations()
         if (name, collective) == ("one_shot", "all_reduce"):
             assert profiles._one_shot(ranks, per_host) == enumerated
-        paths = symmetric_traffic.chunk_paths(name, collective, ranks, per_host)
+        paths = profiles.chunk_paths(name, collective, ranks, per_host)
         if paths is not None:
             assert profile_of_paths(paths, per_host) == enumerated
 
