@@ -19,7 +19,7 @@ import torch
 from dtcomm.codecs.base import Codec
 from dtcomm.planner.hardware import Topology
 from dtcomm.schedule.ir import Schedule
-from dtcomm.schedule.simulate import ComputeCost, Link, simulate
+from dtcomm.schedule.simulate import ComputeCost, LinkCost, simulate
 
 VERSION = 1
 NEAR, FAR = "near", "far"
@@ -94,8 +94,8 @@ class Table:
     """
 
     one_shot_bytes: int = 128 * 1024
-    inside: Link = field(default=Link(latency=5e-7, bandwidth=1e10))
-    between: Link = field(default=Link(latency=2e-5, bandwidth=1.25e9, overhead=2e-6))
+    inside: LinkCost = field(default=LinkCost(latency=5e-7, bandwidth=1e10))
+    between: LinkCost = field(default=LinkCost(latency=2e-5, bandwidth=1.25e9, overhead=2e-6))
     compute: ComputeCost = field(default=ComputeCost(encode=2.5e-10, decode=2.5e-10))
     rates: tuple[tuple[str, ComputeCost], ...] = ()
     measured: tuple[Measured, ...] = ()
@@ -161,7 +161,7 @@ class Table:
         }
 
 
-def _link(link: Link) -> dict[str, float]:
+def _link(link: LinkCost) -> dict[str, float]:
     return {
         "latency_us": link.latency * 1e6,
         "gbytes": link.bandwidth / 1e9,
@@ -206,8 +206,8 @@ def parse(text: str) -> Table:
         raise ValueError(f"the table of `dtcomm tune` (DTCOMM_TUNE) cannot be read: {what}") from None
 
 
-def _to_link(fields: Mapping[str, float]) -> Link:
-    return Link(
+def _to_link(fields: Mapping[str, float]) -> LinkCost:
+    return LinkCost(
         latency=fields["latency_us"] * 1e-6,
         bandwidth=fields["gbytes"] * 1e9,
         overhead=fields["message_us"] * 1e-6,

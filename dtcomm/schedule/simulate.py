@@ -25,7 +25,7 @@ from dtcomm.schedule.ir import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class LinkCost:
     """A link between two ranks.
 
     Args:
@@ -89,7 +89,7 @@ def simulate(
     schedule: Schedule,
     numel: int,
     codec: WireFormat | Sequence[WireFormat],
-    links: Link | Sequence[Link],
+    links: LinkCost | Sequence[LinkCost],
     compute: ComputeCost | None = None,
     dtype: Any = None,
     level_of: Callable[[Transfer], int] | None = None,
@@ -114,14 +114,14 @@ def simulate(
     Example:
         >>> from dtcomm import algorithms, codec
         >>> from dtcomm.schedule import simulate
-        >>> from dtcomm.schedule.simulate import Link
+        >>> from dtcomm.schedule.simulate import LinkCost
         >>> ring = algorithms.build("ring", "all_reduce", 2)
-        >>> link = Link(latency=1e-6, bandwidth=1e9)
+        >>> link = LinkCost(latency=1e-6, bandwidth=1e9)
         >>> round(simulate(ring, 1_000_000, codec("none"), link).seconds * 1e3, 3)
         4.004
     """
     compute = ComputeCost() if compute is None else compute
-    by_level = [links] if isinstance(links, Link) else list(links)
+    by_level = [links] if isinstance(links, LinkCost) else list(links)
     level_of = level_of or (lambda transfer: transfer.level)
     granularity = common_granularity(codec)
     ports: dict[tuple[int, int], dict[tuple[int, str], _Port]] = defaultdict(lambda: defaultdict(_Port))

@@ -19,13 +19,13 @@ class OffByOne(TorchDistributed):
     def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
         run = super().bind(call, asynchronous)
 
-        def spoiled() -> Any:
+        def run_and_corrupt() -> Any:
             work = run()
             if dist.get_rank() == 1:
                 call.output[-1] += 1
             return work
 
-        return spoiled
+        return run_and_corrupt
 
 
 class LosesRank1(Native):
@@ -34,12 +34,12 @@ class LosesRank1(Native):
     def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
         run = super().bind(call, asynchronous)
 
-        def spoiled() -> Any:
+        def run_and_corrupt() -> Any:
             if dist.get_rank() == 1:
                 call.output.zero_()
             return run()
 
-        return spoiled
+        return run_and_corrupt
 
 
 class DiffersByABit(Native):
@@ -48,13 +48,13 @@ class DiffersByABit(Native):
     def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
         run = super().bind(call, asynchronous)
 
-        def spoiled() -> Any:
+        def run_and_corrupt() -> Any:
             work = run()
             if dist.get_rank() == 1:
                 call.output[0] *= 1.0001
             return work
 
-        return spoiled
+        return run_and_corrupt
 
 
 class Raises(TorchDistributed):
@@ -72,13 +72,13 @@ class StaysFinite(TorchDistributed):
     def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
         run = super().bind(call, False)
 
-        def watched() -> Any:
+        def run_and_check() -> Any:
             run()
             if not call.output.isfinite().all():
                 raise OverflowError("a sum has overflowed")
             return COMPLETED if asynchronous else None
 
-        return watched
+        return run_and_check
 
 
 class Looks(ProcessGroup):
@@ -87,9 +87,9 @@ class Looks(ProcessGroup):
     def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
         run = super().bind(call, asynchronous)
 
-        def looked() -> Any:
+        def run_and_read() -> Any:
             work = run()
             call.output[0].item()
             return work
 
-        return looked
+        return run_and_read

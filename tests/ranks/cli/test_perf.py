@@ -30,7 +30,7 @@ def perf(tmp_path: Path, line: str, status: int = 0) -> dict[str, Any]:
     return document
 
 
-def measured(line: str, nproc: int = 2) -> PerfReport:
+def measure_on_warm_ranks(line: str, nproc: int = 2) -> PerfReport:
     """The same without the command around it, on ranks that are warm already."""
     options = parse([*QUICK, "--no-pin", "--json", "-", *line.split()])
     report = run_ranks(measure, nproc, options)[0]
@@ -38,7 +38,7 @@ def measured(line: str, nproc: int = 2) -> PerfReport:
     return report
 
 
-def wrong(row: PerfRow) -> list[int | None]:
+def wrong_counts(row: PerfRow) -> list[int | None]:
     places = [place for place in (row.out_of_place, row.in_place) if place is not None]
     return [None if place.check is None else place.check.wrong for place in places]
 
@@ -68,7 +68,7 @@ def test_native_beside_gloo(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_every_collective_with_and_without_loss(collective: str) -> None:
-    report = measured(
+    report = measure_on_warm_ranks(
         f"{collective} -b 90K -e 90K --backend native,gloo --codec none --codec int8 -d float,bfloat16",
         nproc=3,
     )
@@ -85,14 +85,18 @@ def test_every_collective_with_and_without_loss(collective: str) -> None:
 
 
 def test_every_type_and_operator() -> None:
-    report = measured("all_reduce -b 4000 -e 4000 -d all -o all --codec none --codec fp16", nproc=3)
+    report = measure_on_warm_ranks(
+        "all_reduce -b 4000 -e 4000 -d all -o all --codec none --codec fp16", nproc=3
+    )
     assert report.wrong == 0
     assert len({(row.datatype, row.op) for row in report.rows}) == 8 * 4 - 4  # integers have no average
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_over_the_groups_own_backend(collective: str) -> None:
-    report = measured(f"{collective} -b 90K -e 90K --backend process_group,native --codec none --codec int8")
+    report = measure_on_warm_ranks(
+        f"{collective} -b 90K -e 90K --backend process_group,native --codec none --codec int8"
+    )
     assert report.wrong == 0 and len(report.rows) == 4
     assert report.backends["process_group"].startswith("runtime process_group")
     wire = {str(row.variant): row.wire_bytes for row in report.rows}
@@ -101,28 +105,28 @@ def test_over_the_groups_own_backend(collective: str) -> None:
 
 
 def test_other_ways_to_run() -> None:
-    report = measured("broadcast -b 8K -e 8K -r all -m 6 -z 1 -C -O 0 -N 2 --algorithm ring")
+    report = measure_on_warm_ranks("broadcast -b 8K -e 8K -r all -m 6 -z 1 -C -O 0 -N 2 --algorithm ring")
     assert [row.root for row in report.rows] == [0, 1, 0, 1]
-    assert all(row.out_of_place is None and wrong(row) == [0] for row in report.rows)
+    assert all(row.out_of_place is None and wrong_counts(row) == [0] for row in report.rows)
     assert report.ranks[0].device.startswith("cpu any of")
 
 
 def test_sizes_beyond_the_memory_are_left_out_aloud() -> None:
-    report = measured("all_reduce -b 1K -e 1024G -f 1073741824")
+    report = measure_on_warm_ranks("all_reduce -b 1K -e 1024G -f 1073741824")
     assert [row.size for row in report.rows] == [1024]
     assert "are left out" in report.warnings[0]
     with pytest.raises(ValueError, match="-b 1099511627776: sizes over"):
-        measured("all_reduce -b 1024G -e 1024G")
+        measure_on_warm_ranks("all_reduce -b 1024G -e 1024G")
 
 
 def test_one_rank_alone() -> None:
-    (row,) = measured("all_reduce -b 8K -e 8K --codec int8", nproc=1).rows
-    assert row.wire_bytes == 0 and wrong(row) == [0, 0]
+    (row,) = measure_on_warm_ranks("all_reduce -b 8K -e 8K --codec int8", nproc=1).rows
+    assert row.wire_bytes == 0 and wrong_counts(row) == [0, 0]
 
 
 def test_growing_sums_are_refilled_before_they_overflow() -> None:
     for flags in ("-n 40 -w 40", "-n 9 -w 0 -m 8"):
-        report = measured(
+        report = measure_on_warm_ranks(
             f"all_reduce -b 4K -e 4K -d half {flags} --backend tests.ranks.cli.backends:StaysFinite", nproc=3
         )
         timing = report.rows[0].primary.timing
@@ -141,22 +145,24 @@ def test_a_wrong_value_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_a_wrong_value_is_counted(collective: str) -> None:
     root = "-r 1" if COLLECTIVES[collective].rooted else ""  # the spoiled rank has to have an output
-    (row,) = measured(f"{collective} -b 4K -e 4K {root} --backend tests.ranks.cli.backends:OffByOne").rows
-    assert wrong(row) == [1] * len(wrong(row)) and wrong(row)
+    (row,) = measure_on_warm_ranks(
+        f"{collective} -b 4K -e 4K {root} --backend tests.ranks.cli.backends:OffByOne"
+    ).rows
+    assert wrong_counts(row) == [1] * len(wrong_counts(row)) and wrong_counts(row)
 
 
 def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
     for collective in ("all_reduce", "gather", "all_to_all"):
         file = tmp_path / f"{collective}.txt"
         file.write_text(str(algorithms.build("tree", collective, 3)))
-        report = measured(
+        report = measure_on_warm_ranks(
             f"{collective} -b 9K -e 9K --codec int8 --algorithm tree --schedule {file}", nproc=3
         )
         named, own = report.rows
         assert report.wrong == 0 and own.variant.algorithm == collective
         assert named.wire_bytes == own.wire_bytes
     with pytest.raises(ValueError, match="--schedule: is for 3 ranks, there are 2"):
-        measured(f"all_reduce -b 9K -e 9K --schedule {tmp_path}/all_reduce.txt", nproc=2)
+        measure_on_warm_ranks(f"all_reduce -b 9K -e 9K --schedule {tmp_path}/all_reduce.txt", nproc=2)
 
 
 def test_bus_bandwidth_counts_as_nccl_tests_does() -> None:
@@ -168,14 +174,16 @@ def test_bus_bandwidth_counts_as_nccl_tests_does() -> None:
 
 
 def test_without_a_check_nothing_is_found() -> None:
-    (row,) = measured("all_reduce -b 4K -e 4K --backend tests.ranks.cli.backends:OffByOne -c 0").rows
-    assert wrong(row) == [None, None]
+    (row,) = measure_on_warm_ranks(
+        "all_reduce -b 4K -e 4K --backend tests.ranks.cli.backends:OffByOne -c 0"
+    ).rows
+    assert wrong_counts(row) == [None, None]
 
 
 @pytest.mark.parametrize("backend", ["LosesRank1", "DiffersByABit"])
 def test_a_lossy_result_outside_its_bound_is_wrong(backend: str) -> None:
     name = f"tests.ranks.cli.backends:{backend}"
-    report = measured(f"all_reduce -b 64K -e 64K -O 0 --codec int8 --backend {name}")
+    report = measure_on_warm_ranks(f"all_reduce -b 64K -e 64K -O 0 --codec int8 --backend {name}")
     assert report.wrong > 16384 * 0.8
 
 
@@ -196,22 +204,22 @@ def test_a_rank_that_fails_is_named(capfd: pytest.CaptureFixture[str]) -> None:
         )
         == 2
     )
-    told = capfd.readouterr().err
-    assert "rank 1 raised OSError: the cable is out" in told and told.endswith(
+    error_output = capfd.readouterr().err
+    assert "rank 1 raised OSError: the cable is out" in error_output and error_output.endswith(
         "dtcomm perf: the cable is out\n"
     )
 
 
 def test_an_argument_that_only_ranks_can_judge() -> None:
     with pytest.raises(ValueError, match="-r 7: there are only 2 ranks"):
-        measured("broadcast -r 7")
+        measure_on_warm_ranks("broadcast -r 7")
 
 
 def test_json_on_stdout_is_all_there_is(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["perf", "all_reduce", "-b", "1K", "-e", "1K", *QUICK, "--json", "-"]) == 0
-    shown = capfd.readouterr()
-    assert json.loads(shown.out)["results"][0]["size"] == 1024
-    assert shown.err == ""
+    output = capfd.readouterr()
+    assert json.loads(output.out)["results"][0]["size"] == 1024
+    assert output.err == ""
 
 
 def test_under_torchrun_its_ranks_are_used(tmp_path: Path) -> None:
@@ -235,14 +243,14 @@ def test_beside_its_peers_with_a_picture(tmp_path: Path) -> None:
     )
     for row in document["results"]:
         assert set(row["ratios"]) == set(peers.split(",")) and all(row["ratios"].values())
-    mine = [row for row in document["results"] if row["backend"] == "mpi"]
-    assert len(mine) == 2 * peers.count("mpi")
-    assert all(row["out_of_place"] is None and row["in_place"]["time"] > 0 for row in mine)
+    mpi_rows = [row for row in document["results"] if row["backend"] == "mpi"]
+    assert len(mpi_rows) == 2 * peers.count("mpi")
+    assert all(row["out_of_place"] is None and row["in_place"]["time"] > 0 for row in mpi_rows)
     assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 10_000
 
 
 def test_lines_of_a_picture_bear_what_differs() -> None:
-    report = measured("all_reduce -b 1K -e 2K -f 2 --codec none,int8 --backend native,gloo")
+    report = measure_on_warm_ranks("all_reduce -b 1K -e 2K -f 2 --codec none,int8 --backend native,gloo")
     assert [(name, len(rows)) for name, rows in plot_lines(report).items()] == [
         ("dtcomm none", 2),
         ("dtcomm int8", 2),

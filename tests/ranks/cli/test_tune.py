@@ -23,10 +23,10 @@ def test_a_table_is_written_and_read(tmp_path: Path, capsys: pytest.CaptureFixtu
     path = tmp_path / "deep" / "tune.json"
     assert tune_command.main([*QUICK, "--codec", "none", "--output", str(path)]) == 0
     assert f"Wrote {path}" in capsys.readouterr().out
-    found = json.loads(path.read_text())
-    assert {each["algorithm"] for each in found["measured"]} >= {"ring", "tree", "one_shot", "two_shot"}
-    assert all(us > 0 for each in found["measured"] for _, us in each["points_us"])
-    assert found["rates"]["int8"][0] > 0 and found["links"]["inside"]["gbytes"] > 0
+    document = json.loads(path.read_text())
+    assert {row["algorithm"] for row in document["measured"]} >= {"ring", "tree", "one_shot", "two_shot"}
+    assert all(us > 0 for row in document["measured"] for _, us in row["points_us"])
+    assert document["rates"]["int8"][0] > 0 and document["links"]["inside"]["gbytes"] > 0
 
 
 def row(name: str = "ring", *, ranks: int = 2, placement: str = "near", us: float = 1.0) -> dict[str, Any]:
@@ -34,29 +34,31 @@ def row(name: str = "ring", *, ranks: int = 2, placement: str = "near", us: floa
     return {**kind, "placement": placement, "points_us": [[1024, us]]}
 
 
-def test_what_is_kept_of_an_earlier_table() -> None:
-    # Another group's times, and this one's where the CPUs were not now; what was measured again is replaced.
-    known = [row(ranks=7), row(placement="far"), row(), row("tree", placement="")]
-    found = {"ranks": 2, "hosts": 1, "measured": [row(us=2.0)], "rates": {}, "links": {}}
-    merged = tune_command._merged(known, [found], 1.0)["measured"]
+def test_rows_of_an_earlier_table_that_are_kept() -> None:
+    # Kept: times of another group, and this group's in a placement that was not measured again.
+    earlier = [row(ranks=7), row(placement="far"), row(), row("tree", placement="")]
+    result = {"ranks": 2, "hosts": 1, "measured": [row(us=2.0)], "rates": {}, "links": {}}
+    merged = tune_command._merged(earlier, [result], 1.0)["measured"]
     assert merged == [row(ranks=7), row(placement="far"), row(us=2.0)]
 
 
-def visits(nbytes: int, **medians: list[float]) -> CaseSamples:
-    """By placement, of a ring."""
+def case_samples(nbytes: int, **medians: list[float]) -> CaseSamples:
+    """Return samples of a ring, by placement."""
     case = BenchmarkCase(
         collective="all_reduce", codec=dtcomm.codec("none"), nbytes=nbytes, algorithms=("ring",)
     )
-    return CaseSamples(case=case, medians={where: {"ring": found} for where, found in medians.items()})
+    return CaseSamples(
+        case=case, medians={placement: {"ring": seconds} for placement, seconds in medians.items()}
+    )
 
 
-def test_a_placement_counts_where_all_its_sizes_were_seen() -> None:
+def test_a_placement_counts_if_all_sizes_were_measured_in_it() -> None:
     assert [lower_quartile(range(count)) for count in (1, 4, 5, 8, 9)] == [0, 0, 1, 1, 2]
-    both = [visits(1, near=[1.0, 9.0], far=[2.0]), visits(2, near=[3.0], far=[4.0])]
+    both = [case_samples(1, near=[1.0, 9.0], far=[2.0]), case_samples(2, near=[3.0], far=[4.0])]
     assert _curves(both) == {("near", "ring"): [(1, 1.0), (2, 3.0)], ("far", "ring"): [(1, 2.0), (2, 4.0)]}
-    one = [visits(1, near=[1.0], far=[2.0]), visits(2, far=[4.0])]
+    one = [case_samples(1, near=[1.0], far=[2.0]), case_samples(2, far=[4.0])]
     assert _curves(one) == {("far", "ring"): [(1, 2.0), (2, 4.0)]}
-    none = [visits(1, near=[1.0]), visits(2, far=[4.0])]
+    none = [case_samples(1, near=[1.0]), case_samples(2, far=[4.0])]
     assert _curves(none) == {("", "ring"): [(1, 1.0), (2, 4.0)]}
 
 
@@ -74,7 +76,7 @@ def test_distance_of_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("argv", "message"),
     [
         (["--nproc", "1"], "--nproc 1: expected at least 2 ranks"),
         (["--seconds", "0"], "--seconds 0: expected more than 0"),
@@ -82,10 +84,10 @@ def test_distance_of_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
         (["-e", "12"], "12: expected at least 1K bytes"),
     ],
 )
-def test_refusals(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         tune_command.main(argv)
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_table_is_not_overwritten(
@@ -98,12 +100,12 @@ def test_a_file_that_is_no_table_is_not_overwritten(
     assert path.read_text() == '{"version": 0}'
 
 
-def table(path: Path, fastest: str) -> Path:
-    """In which ``fastest`` is a second ahead of everybody."""
+def write_table(path: Path, fastest: str) -> Path:
+    """Write a table in which ``fastest`` is a second faster than the others."""
     points = {
         name: ((1024, 1.0 if name == fastest else 2.0),) for name in ("ring", "tree", "one_shot", "two_shot")
     }
-    found = planner.Table(
+    tuning_table = planner.Table(
         source="a test",
         measured=tuple(
             planner.Measured(
@@ -112,7 +114,7 @@ def table(path: Path, fastest: str) -> Path:
             for name, pairs in points.items()
         ),
     )
-    path.write_text(json.dumps(found.as_dict()))
+    path.write_text(json.dumps(tuning_table.as_dict()))
     return path
 
 
@@ -134,7 +136,7 @@ def chosen(rank: int, world_size: int, own: dict[int, str]) -> tuple[str, float]
 
 
 def test_rank_zero_brings_the_table(tmp_path: Path) -> None:
-    first, second = table(tmp_path / "a.json", "tree"), table(tmp_path / "b.json", "ring")
+    first, second = write_table(tmp_path / "a.json", "tree"), write_table(tmp_path / "b.json", "ring")
     assert run_ranks(chosen, 2, {0: str(first), 1: str(second)}) == [("tree", 3.0)] * 2
     assert run_ranks(chosen, 2, {0: "off", 1: str(second)}) == [("one_shot", 3.0)] * 2
 

@@ -14,23 +14,23 @@ import torch.distributed as dist
 from dtcomm.launch.ranks import RankError, RankTimeout, run_ranks, send_to_parent, spawn_ranks
 
 
-def summed(rank: int, world_size: int, scale: int) -> tuple[int, int, torch.Tensor]:
+def sum_of_ranks(rank: int, world_size: int, scale: int) -> tuple[int, int, torch.Tensor]:
     tensor = torch.full((3,), float(rank * scale))
     dist.all_reduce(tensor)
     return rank, os.getpid(), tensor
 
 
-def fail(rank: int, world_size: int, culprit: int, how: str) -> None:
+def fail(rank: int, world_size: int, culprit: int, failure: str) -> None:
     if rank == culprit:
-        if how == "raise":
+        if failure == "raise":
             raise KeyError(f"from {rank}")
-        if how == "odd":
+        if failure == "odd":
             raise type("Odd", (Exception,), {})("cannot be pickled")
-        if how == "exit":
+        if failure == "exit":
             sys.exit(3)
-        if how == "_exit":
+        if failure == "_exit":
             os._exit(0)
-        os.kill(os.getpid(), getattr(signal, how))
+        os.kill(os.getpid(), getattr(signal, failure))
     dist.barrier()
 
 
@@ -44,7 +44,7 @@ def environment(rank: int, world_size: int, name: str) -> str | None:
     return os.environ.get(name)
 
 
-def announce(rank: int, world_size: int) -> int:
+def announce_and_sleep(rank: int, world_size: int) -> int:
     send_to_parent(("here", rank))
     time.sleep(60)
     return rank
@@ -59,12 +59,12 @@ def fork_and_wait(rank: int, world_size: int) -> None:
     time.sleep(600)
 
 
-def close_everything(rank: int, world_size: int) -> None:
+def close_all_descriptors(rank: int, world_size: int) -> None:
     os.closerange(3, 256)
     time.sleep(600)
 
 
-def group(rank: int, world_size: int) -> bool:
+def has_process_group(rank: int, world_size: int) -> bool:
     return dist.is_initialized()
 
 
@@ -75,7 +75,7 @@ def exits_badly(rank: int, world_size: int) -> int:
     return rank
 
 
-def gone(pid: int, within: float = 5.0) -> bool:
+def ends(pid: int, within: float = 5.0) -> bool:
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
         try:
@@ -88,28 +88,28 @@ def gone(pid: int, within: float = 5.0) -> bool:
 
 
 def test_results_come_in_rank_order_and_by_value() -> None:
-    results = run_ranks(summed, 3, 10)
+    results = run_ranks(sum_of_ranks, 3, 10)
     assert [rank for rank, _, _ in results] == [0, 1, 2]
     for _, _, tensor in results:
         assert torch.equal(tensor, torch.full((3,), 30.0))
 
 
 def test_processes_are_used_again_for_another_world() -> None:
-    first = {pid for _, pid, _ in run_ranks(summed, 2, 1)}
-    second = {pid for _, pid, _ in run_ranks(summed, 3, 1)}
+    first = {pid for _, pid, _ in run_ranks(sum_of_ranks, 2, 1)}
+    second = {pid for _, pid, _ in run_ranks(sum_of_ranks, 3, 1)}
     assert len(second & first) == 2
 
 
 def test_fresh_processes_are_used_once() -> None:
-    pooled = {pid for _, pid, _ in run_ranks(summed, 2, 1)}
-    fresh = {pid for _, pid, _ in run_ranks(summed, 2, 1, fresh=True)}
+    pooled = {pid for _, pid, _ in run_ranks(sum_of_ranks, 2, 1)}
+    fresh = {pid for _, pid, _ in run_ranks(sum_of_ranks, 2, 1, fresh=True)}
     assert not pooled & fresh
-    assert all(gone(pid) for pid in fresh)
+    assert all(ends(pid) for pid in fresh)
 
 
 def test_no_process_group_without_a_backend() -> None:
-    assert run_ranks(group, 2, backend=None) == [False, False]
-    assert run_ranks(group, 2) == [True, True]
+    assert run_ranks(has_process_group, 2, backend=None) == [False, False]
+    assert run_ranks(has_process_group, 2) == [True, True]
 
 
 def test_an_exception_keeps_its_type_and_names_its_rank() -> None:
@@ -126,7 +126,7 @@ def test_an_exception_that_cannot_be_pickled_is_told_in_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("failure", "message"),
     [
         ("exit", "rank 1 exited with code 3 before"),
         ("_exit", "rank 1 exited with code 0 before"),
@@ -134,9 +134,9 @@ def test_an_exception_that_cannot_be_pickled_is_told_in_words() -> None:
         ("SIGSEGV", "rank 1 was killed by SIGSEGV"),
     ],
 )
-def test_a_rank_that_dies_is_named(how: str, said: str) -> None:
-    with pytest.raises(RankError, match=said) as caught:
-        run_ranks(fail, 2, 1, how)
+def test_a_rank_that_dies_is_named(failure: str, message: str) -> None:
+    with pytest.raises(RankError, match=message) as caught:
+        run_ranks(fail, 2, 1, failure)
     assert not isinstance(caught.value, RankTimeout)
 
 
@@ -161,12 +161,12 @@ def test_a_rank_that_failed_is_not_used_again() -> None:
         outcomes = ranks.join(20, grace=0.5)
     assert isinstance(outcomes[1].exception, KeyError) and not outcomes[1].ok
     assert outcomes[0].timed_out or outcomes[0].exception is not None
-    assert all(gone(pid) for pid in pids)
-    assert not {pid for _, pid, _ in run_ranks(summed, 2, 1)} & set(pids)
+    assert all(ends(pid) for pid in pids)
+    assert not {pid for _, pid, _ in run_ranks(sum_of_ranks, 2, 1)} & set(pids)
 
 
 def test_ranks_can_be_heard_and_killed() -> None:
-    with spawn_ranks(announce, 2) as ranks:
+    with spawn_ranks(announce_and_sleep, 2) as ranks:
         assert [ranks.receive(rank) for rank in (0, 1)] == [("here", 0), ("here", 1)]
         with pytest.raises(RankTimeout, match="rank 0 sent no message"):
             ranks.receive(0, timeout=0.1)
@@ -182,7 +182,7 @@ def test_leaving_the_block_kills_the_rank_and_its_children() -> None:
         assert isinstance(child, int)
         ranks.kill(0, signal.SIGSTOP)
         pids = [*ranks.pids, child]
-    assert all(gone(pid) for pid in pids)
+    assert all(ends(pid) for pid in pids)
 
 
 def test_a_death_is_seen_though_a_child_holds_the_socket() -> None:
@@ -194,7 +194,7 @@ def test_a_death_is_seen_though_a_child_holds_the_socket() -> None:
 
 
 def test_a_rank_that_closes_its_descriptors_is_waited_for_without_spinning() -> None:
-    with spawn_ranks(close_everything, 1, backend=None) as ranks:
+    with spawn_ranks(close_all_descriptors, 1, backend=None) as ranks:
         before = time.process_time()
         (outcome,) = ranks.join(1.5)
     assert outcome.timed_out and time.process_time() - before < 0.5
@@ -252,4 +252,4 @@ def test_ranks_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         pids = [int(word) for word in parent.stdout.readline().split()]
         assert len(pids) == 2
         parent.kill()
-    assert all(gone(pid) for pid in pids)
+    assert all(ends(pid) for pid in pids)

@@ -28,26 +28,26 @@ def table(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def found(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, dict[str, Any]]:
+def rows_by_spec(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, dict[str, Any]]:
     """The JSON's rows by spec."""
     return {row["codec"]: row for row in json.loads(table(capsys, "--json", *argv))["codecs"]}
 
 
 def test_every_codec_of_the_registry_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = found(capsys)
+    rows = rows_by_spec(capsys)
     assert set(names()) <= set(rows)
     for spec, row in rows.items():
-        each = codec(spec)
-        assert row["family"] == each.name
-        assert row["bits_per_element"] * each.granularity == 8 * each.wire_bytes(each.granularity)
+        layout = codec(spec)
+        assert row["family"] == layout.name
+        assert row["bits_per_element"] * layout.granularity == 8 * layout.wire_bytes(layout.granularity)
         assert list(row["errors"]) == ["Gaussian", "Laplace", "Student-t"]
         assert all(error["relative_l2"] is not None for error in row["errors"].values())
 
 
 def test_every_option_but_rare_ones_is_shown() -> None:
     assert set(codecs_command.VARIANTS) <= set(CODECS)
-    shown = {option for each in codecs_command.default_codecs() for option in each.options()}
-    assert {option for entry in CODECS.values() for option in entry.options()} - shown <= {"scale"}
+    shown_options = {option for layout in codecs_command.default_codecs() for option in layout.options()}
+    assert {option for entry in CODECS.values() for option in entry.options()} - shown_options <= {"scale"}
 
 
 def test_the_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,9 +97,9 @@ def test_speeds_of_a_device_come_with_their_share_of_the_memory_floor(
     assert all(share > 0 for share in int8["of_floor"].values()) and int8["encode_gbps"] > 0
     assert sign["encode_gbps"] is None and "no kernel" in sign["no_speed"]
     report.print_table(rows, Console(width=200), 1 << 14, "a GPU")
-    shown = capsys.readouterr().out
-    assert "no speed of sign: codec: no kernel" in shown and "of floor:" in shown and "a GPU, 0.0" in shown
-    (line,) = (line.split() for line in shown.splitlines() if line.split()[:1] == ["sign"])
+    output = capsys.readouterr().out
+    assert "no speed of sign: codec: no kernel" in output and "of floor:" in output and "a GPU, 0.0" in output
+    (line,) = (line.split() for line in output.splitlines() if line.split()[:1] == ["sign"])
     assert line[3:8] == ["-"] * 5
 
 
@@ -114,29 +114,31 @@ def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_kernel_gives_the_same_errors(kernel: str, capsys: pytest.CaptureFixture[str]) -> None:
     specs = ("--codec", "int8", "--codec", "int8:round=stochastic,symmetric=false")
     with use(kernel):
-        here = found(capsys, *specs)
+        rows = rows_by_spec(capsys, *specs)
     with use("reference"):
-        assert found(capsys, *specs) == here
+        assert rows_by_spec(capsys, *specs) == rows
 
 
-def test_errors_are_what_they_say() -> None:
-    """By hand: int8 of [127, 0.25, ...]: steps of one, so that a quarter is lost and nothing else."""
+def test_errors_of_a_tensor_computed_by_hand() -> None:
+    """The steps of int8 for [127, 0.25, ...] are one, so that only the 0.25 is lost."""
     x = torch.zeros(96)
     x[0], x[1] = 127.0, 0.25
     x[32:64] = -127.0
-    total, each = codecs_measure.measure_error(codec("int8"), Sample(name="s", tensors={"a": x, "b": x[32:]}))
+    total, by_tensor = codecs_measure.measure_error(
+        codec("int8"), Sample(name="s", tensors={"a": x, "b": x[32:]})
+    )
     energy, others = 127.0**2 + 0.0625, 32 * 127.0**2
-    assert each["a"].relative_l2 == pytest.approx(0.25 / math.sqrt(energy + others))
-    assert each["a"].worst_block == pytest.approx(0.25 / math.sqrt(energy))
-    assert each["b"].relative_l2 == 0 and each["b"].cosine == 1 and each["b"].worst_block == 0
+    assert by_tensor["a"].relative_l2 == pytest.approx(0.25 / math.sqrt(energy + others))
+    assert by_tensor["a"].worst_block == pytest.approx(0.25 / math.sqrt(energy))
+    assert by_tensor["b"].relative_l2 == 0 and by_tensor["b"].cosine == 1 and by_tensor["b"].worst_block == 0
     assert total.relative_l2 == pytest.approx(0.25 / math.sqrt(energy + 2 * others))
-    assert total.numel == 160 and total.wire_bytes == each["a"].wire_bytes + each["b"].wire_bytes
+    assert total.numel == 160 and total.wire_bytes == by_tensor["a"].wire_bytes + by_tensor["b"].wire_bytes
     kept = energy + others - 0.0625
     cosine = kept / math.sqrt((energy + others) * kept)
-    assert total.cosine is not None and each["a"].cosine == pytest.approx(cosine, abs=1e-15)
+    assert total.cosine is not None and by_tensor["a"].cosine == pytest.approx(cosine, abs=1e-15)
 
 
-def test_what_does_not_exist_is_none() -> None:
+def test_errors_that_do_not_exist_are_none() -> None:
     zeros, _ = codecs_measure.measure_error(codec("int8"), Sample(name="s", tensors={"x": torch.zeros(50)}))
     assert (zeros.relative_l2, zeros.worst_block, zeros.cosine) == (None, 0, None)
     nan = torch.tensor([1.0, math.nan])
@@ -181,9 +183,9 @@ def files(tmp_path: Path) -> Path:
 
 
 def test_a_users_tensors(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = found(capsys, "--tensor", str(files / "state.pt"), "--codec", "int8")
+    rows = rows_by_spec(capsys, "--tensor", str(files / "state.pt"), "--codec", "int8")
     tensors = rows["int8"]["tensors"]
-    assert {name: each["numel"] for name, each in tensors.items()} == {
+    assert {name: error["numel"] for name, error in tensors.items()} == {
         "layer.weight": 800,
         "layer.bias": 7,
         "momenta.0": 33,
@@ -191,18 +193,18 @@ def test_a_users_tensors(files: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert rows["int8"]["errors"]["state.pt"]["numel"] == 840
     wire = sum(codec("int8").wire_bytes(n) for n in (800, 7, 33))
     assert rows["int8"]["errors"]["state.pt"]["wire_bytes"] == wire
-    shown = table(capsys, "--tensor", str(files / "state.pt"), "--per-tensor", "--codec", "int8")
-    assert "state.pt" in shown and "layer.weight" in shown and "momenta.0" in shown
+    output = table(capsys, "--tensor", str(files / "state.pt"), "--per-tensor", "--codec", "int8")
+    assert "state.pt" in output and "layer.weight" in output and "momenta.0" in output
 
-    rows = found(
+    rows = rows_by_spec(
         capsys, "--tensor", str(files / "one.pt"), "--tensor", str(files / "x.npy"), "--codec", "bf16"
     )
-    assert [each["numel"] for each in rows["bf16"]["errors"].values()][3:] == [100, 60]
+    assert [error["numel"] for error in rows["bf16"]["errors"].values()][3:] == [100, 60]
     assert "tensors" not in rows["bf16"]
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("missing.pt", "no such file"),
         ("text.pt", "cannot be read"),
@@ -211,14 +213,14 @@ def test_a_users_tensors(files: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ("whole.npy", "no floating-point tensor"),
     ],
 )
-def test_wrong_files(files: Path, name: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_files(files: Path, name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert codecs_command.main([*FAST, "--tensor", str(files / name)]) == 2
     told = capsys.readouterr().err
-    assert name in told and says in told and "Traceback" not in told
+    assert name in told and message in told and "Traceback" not in told
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--codec", "int99"], "int99"),
         (["--also", "int8:block=33"], "33"),
@@ -230,17 +232,17 @@ def test_wrong_files(files: Path, name: str, says: str, capsys: pytest.CaptureFi
         (["--per-tensor"], "needs --tensor"),
     ],
 )
-def test_wrong_arguments(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         codecs_command.main(arguments)
     assert stop.value.code == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture, data = tmp_path / "c.png", tmp_path / "c.json"
-    shown = table(capsys, "--plot", str(picture), "--json", str(data))
-    assert "int8" in shown and picture.read_bytes().startswith(b"\x89PNG")
+    output = table(capsys, "--plot", str(picture), "--json", str(data))
+    assert "int8" in output and picture.read_bytes().startswith(b"\x89PNG")
     assert {row["codec"] for row in json.loads(data.read_text())["codecs"]} >= set(names())
 
 

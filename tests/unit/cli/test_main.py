@@ -10,16 +10,16 @@ from dtcomm.cli import main as cli
 
 def test_the_commands_that_are_there_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
-    shown = capsys.readouterr().out
-    assert "usage: dtcomm <command>" in shown and "  perf " in shown
+    output = capsys.readouterr().out
+    assert "usage: dtcomm <command>" in output and "  perf " in output
     assert "perf" in cli.COMMANDS
     assert cli.main([]) == 0
 
 
 def test_an_unknown_command_is_refused_with_the_valid_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["pref"]) == 2
-    told = capsys.readouterr().err
-    assert "'pref' is not a command" in told and all(name in told for name in cli.COMMANDS)
+    error_output = capsys.readouterr().err
+    assert "'pref' is not a command" in error_output and all(name in error_output for name in cli.COMMANDS)
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:

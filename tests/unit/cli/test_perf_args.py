@@ -76,7 +76,7 @@ def test_a_gather_has_no_operator() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("alltoall", "invalid choice: 'alltoall'"),
         ("-b 1K", "collective: expected one of all_reduce, "),
@@ -107,12 +107,14 @@ def test_a_gather_has_no_operator() -> None:
         ("all_reduce --backend no_such_module:X", "No module named 'no_such_module'"),
     ],
 )
-def test_wrong_arguments_are_told_in_a_line(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_told_in_a_line(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(line.split())
     assert caught.value.code == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert told in last and last.startswith("dtcomm perf: error: ")
+    assert message in last and last.startswith("dtcomm perf: error: ")
 
 
 def test_a_schedule_of_ones_own_is_proved_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +126,7 @@ def test_a_schedule_of_ones_own_is_proved_first(tmp_path: Path, capsys: pytest.C
     assert parse(["--schedule", str(file), "--codec", "int8"]) == options
     beside = parse(["reduce", "--schedule", str(file), "--algorithm", "tree,halving", "--nproc", "3"])
     assert [variant.algorithm for variant in beside.variants] == ["tree", "halving", "mine"]
-    for text, collective, told in (
+    for text, collective, message in (
         (str(algorithms.build("ring", "all_reduce", 2)), "reduce", "is for all_reduce, not reduce"),
         (
             "reduce ranks=2 chunks=1\nrank 0 | .\nrank 1 | c0=0",
@@ -142,7 +144,7 @@ def test_a_schedule_of_ones_own_is_proved_first(tmp_path: Path, capsys: pytest.C
             parse([collective, "--schedule", str(file)])
         assert caught.value.code == 2
         last = capsys.readouterr().err.strip().splitlines()[-1]
-        assert told in last and str(file) in last
+        assert message in last and str(file) in last
 
 
 def test_stdout_is_left_to_the_document() -> None:

@@ -58,7 +58,7 @@ def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("--device cuda", "--device cuda: torch sees no CUDA device; valid: cpu, and emulator"),
         ("--device tpu", "--device: invalid choice: 'tpu'"),
@@ -79,8 +79,10 @@ def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--virtual 2 --device emulator -d int32", "--virtual: codec none of int32 has no fused kernel"),
     ],
 )
-def test_what_does_not_go_together_is_told(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert told in refused(f"all_reduce {line}", capsys)
+def test_what_does_not_go_together_is_told(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(f"all_reduce {line}", capsys)
 
 
 @pytest.mark.usefixtures("gpus")

@@ -13,14 +13,14 @@ from dtcomm.measure.device import HostClock, make_clock, median_seconds, time_ca
 from tests.support.recording_clock import RecordingClock
 
 
-def story(clock: RecordingClock) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
+def record_calls(clock: RecordingClock) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
     """What is measured, what restores its input and a barrier, as the clock's story has them."""
     return lambda: clock.append("run"), lambda: clock.append("refill"), lambda: clock.append("barrier")
 
 
 def test_calls_are_timed_between_marks_and_the_host_waits_once_a_batch() -> None:
     clock = RecordingClock()
-    run, refill, barrier = story(clock)
+    run, refill, barrier = record_calls(clock)
     times = timing.time_iterations(run, refill, clock, barrier, iters=3, warmup=1, safe=9, blocking=False)
     assert times == [1.0, 1.0, 1.0]
     batch = ["run", "record", "run", "record", "run", "record", "run", "record"]
@@ -29,18 +29,18 @@ def test_calls_are_timed_between_marks_and_the_host_waits_once_a_batch() -> None
 
 def test_sums_that_grow_are_refilled_between_batches() -> None:
     clock = RecordingClock()
-    run, refill, barrier = story(clock)
+    run, refill, barrier = record_calls(clock)
     times = timing.time_iterations(run, refill, clock, barrier, iters=5, warmup=0, safe=3, blocking=False)
     assert times == [1.0] * 5
     runs_between, count = [], 0
-    for what in [*clock.events, "refill"]:
-        count = 0 if what == "refill" and not runs_between.append(count) else count + (what == "run")
+    for event in [*clock.events, "refill"]:
+        count = 0 if event == "refill" and not runs_between.append(count) else count + (event == "run")
     assert runs_between == [0, 3, 3, 2]
 
 
 def test_blocking_calls_begin_behind_a_barrier_that_is_not_timed() -> None:
     clock = RecordingClock()
-    run, refill, barrier = story(clock)
+    run, refill, barrier = record_calls(clock)
     times = timing.time_iterations(run, refill, clock, barrier, iters=2, warmup=0, safe=9, blocking=True)
     assert times == [1.0, 1.0]
     assert clock.events[5:] == ["synchronize", "barrier", "record", "run", "record"] * 2 + ["synchronize"]
@@ -48,7 +48,7 @@ def test_blocking_calls_begin_behind_a_barrier_that_is_not_timed() -> None:
 
 def test_replays_are_queued_together_and_their_refills_are_not_timed() -> None:
     clock = RecordingClock()
-    run, refill, barrier = story(clock)
+    run, refill, barrier = record_calls(clock)
     times = timing.time_graph_replays(run, refill, clock, barrier, calls=4, replays=2, warmup=1)
     assert times == [4.0, 4.0]
     at = clock.events.index("graph of 4")

@@ -63,10 +63,10 @@ def test_from_the_flags_to_the_picture(tmp_path: Path, capsys: pytest.CaptureFix
     line = f"perf all_reduce --virtual 2 -b 256 -e 512 -f 2 --codec int8 --algorithm one_shot,two_shot -G 2 {QUICK} "
     line += f"--json {files['json']} --csv {files['csv']} --plot {files['png']}"
     assert main(line.split()) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert "# WARNING: " + perf_virtual.WARNING in shown
-    (head,) = (line.split() for line in shown if line.startswith("#       size"))
-    rows = [line.split() for line in shown if not line.startswith("#")]
+    lines = capsys.readouterr().out.splitlines()
+    assert "# WARNING: " + perf_virtual.WARNING in lines
+    (head,) = (line.split() for line in lines if line.startswith("#       size"))
+    rows = [line.split() for line in lines if not line.startswith("#")]
     # Of the head, `#` is a word of its own.
     assert [row[head.index("moved") - 1] for row in rows] == ["fused:one_shot", "fused:two_shot"] * 2
     document = json.loads(files["json"].read_text())

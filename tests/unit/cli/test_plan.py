@@ -10,21 +10,21 @@ from dtcomm.cli.plan.main import main
 PLAN = "all_reduce --system h100 --hosts 2 --per-host 8 -b 1M -e 8G -f 8 --codec int8".split()
 
 
-def answer(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
+def plan_as_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
     assert main([*argv, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, *PLAN)
-    assert [row["size"] for row in found["results"][::2]] == [2**20 * 8**at for at in range(5)]
-    for row in found["results"]:
+    plan = plan_as_json(capsys, *PLAN)
+    assert [row["size"] for row in plan["results"][::2]] == [2**20 * 8**index for index in range(5)]
+    for row in plan["results"]:
         assert row["collective"] == "all_reduce" and row["codec"] in ("none", "int8")
         assert row["algbw"] == pytest.approx(row["size"] / row["time_us"] / 1e3, rel=1e-3)
         assert row["busbw"] == pytest.approx(row["algbw"] * 15 / 8, rel=1e-3)
-    assert found["results"][-1]["speedup"] > 1.5
-    assert set(found["break_even_bytes"]) == {"int8"}
-    assert {row["algorithm"] for row in found["alternatives"]} > {"ring", "tree", "two_shot"}
+    assert plan["results"][-1]["speedup"] > 1.5
+    assert set(plan["break_even_bytes"]) == {"int8"}
+    assert {row["algorithm"] for row in plan["alternatives"]} > {"ring", "tree", "two_shot"}
 
 
 def test_tables_and_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,8 +36,8 @@ def test_tables_and_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_model_on_a_slow_link(capsys: pytest.CaptureFixture[str]) -> None:
-    ask = ["--inside", "memory", "--between", "1gbit", "--hosts", "2", "--per-host", "1"]
-    none, int8 = answer(capsys, *ask, "--model", "params=1e7,step_ms=50,dtype=bf16")["model"]["rows"]
+    argv = ["--inside", "memory", "--between", "1gbit", "--hosts", "2", "--per-host", "1"]
+    none, int8 = plan_as_json(capsys, *argv, "--model", "params=1e7,step_ms=50,dtype=bf16")["model"]["rows"]
     assert none["scaling_efficiency"] < int8["scaling_efficiency"] < 1
     assert int8["speedup"] > 1.5
     assert (none["residual_bytes"], int8["residual_bytes"]) == (0, 4e7)
@@ -47,7 +47,7 @@ def test_a_record_is_replayed(capsys: pytest.CaptureFixture[str], tmp_path: Path
     path = tmp_path / "steps.json"
     bucket = {"bytes": 2**20, "ready_ms": 5, "comm_ms": 2}
     path.write_text(json.dumps({"ranks": 2, "step_ms": 8.4, "rest_ms": 1, "buckets": [bucket]}))
-    ask = [
+    argv = [
         "--inside",
         "memory",
         "--between",
@@ -59,10 +59,10 @@ def test_a_record_is_replayed(capsys: pytest.CaptureFixture[str], tmp_path: Path
         "--record",
         str(path),
     ]
-    found = answer(capsys, *ask)["record"]
-    assert found["replay_error"] == pytest.approx(8 / 8.4 - 1, abs=1e-4)
-    assert "an error of -4.8%" in found["words"][0]
-    assert found["rows"][1]["speedup"] >= 1
+    plan = plan_as_json(capsys, *argv)["record"]
+    assert plan["replay_error"] == pytest.approx(8 / 8.4 - 1, abs=1e-4)
+    assert "an error of -4.8%" in plan["words"][0]
+    assert plan["rows"][1]["speedup"] >= 1
 
 
 def test_topologies_and_shapes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -70,15 +70,18 @@ def test_topologies_and_shapes(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     path.write_text(
         '{"device": "b200", "inside": "nvlink5", "between": "xdr", "hosts": 3, "per_host": 4, "nics": 4}'
     )
-    assert answer(capsys, "--topology", str(path))["system"]["ranks"] == 12
+    assert plan_as_json(capsys, "--topology", str(path))["system"]["ranks"] == 12
     assert (
-        answer(capsys, "--inside", "nvlink4", "--between", "400gbit", "--ranks", "32")["system"]["hosts"] == 4
+        plan_as_json(capsys, "--inside", "nvlink4", "--between", "400gbit", "--ranks", "32")["system"][
+            "hosts"
+        ]
+        == 4
     )
-    assert answer(capsys, "--system", "a100", "--ranks", "64")["system"]["hosts"] == 8
+    assert plan_as_json(capsys, "--system", "a100", "--ranks", "64")["system"]["hosts"] == 8
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("argv", "message"),
     [
         (["--system", "h300"], "invalid choice: 'h300'"),
         (["--inside", "wet string"], "link: 'wet string' is not one of nvlink3"),
@@ -93,10 +96,10 @@ def test_topologies_and_shapes(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         (["-d", "quarter"], "-d quarter: want one of int8"),
     ],
 )
-def test_refusals(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(argv)
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_unknown_algorithms_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,27 +115,29 @@ def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_memory_of_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    ask = ["--system", "h100", "--hosts", "2", "--memory", "params=1e9,layers=10,dtype=bf16"]
-    found = answer(capsys, *ask)
-    assert (found["ranks"], found["itemsize"], found["layers"]) == (16, 2, 10)
-    rows = {(row["stage"], row["feedback"], row["delta"]): row for row in found["results"]}
-    assert len(rows) == len(found["results"]) > 15
+    argv = ["--system", "h100", "--hosts", "2", "--memory", "params=1e9,layers=10,dtype=bf16"]
+    plan = plan_as_json(capsys, *argv)
+    assert (plan["ranks"], plan["itemsize"], plan["layers"]) == (16, 2, 10)
+    rows = {(row["stage"], row["feedback"], row["delta"]): row for row in plan["results"]}
+    assert len(rows) == len(plan["results"]) > 15
     plain = [rows[stage, "none", False]["total"] for stage in ("ddp", "zero-1", "zero-2", "fsdp")]
     assert plain == sorted(plain, reverse=True)
     sharded = rows["fsdp", "none", False]
     assert (sharded["parameters"], sharded["optimizer"]) == (4e9 / 16, 8e9 / 16)
     for stage in ("zero-1", "zero-2", "fsdp"):
-        kept = [rows[stage, form, False]["residuals"] for form in ("none", "loco", "int8", "bf16", "fp32")]
-        assert kept == sorted(kept) and kept[-1] == 4e9
+        residual_bytes = [
+            rows[stage, form, False]["residuals"] for form in ("none", "loco", "int8", "bf16", "fp32")
+        ]
+        assert residual_bytes == sorted(residual_bytes) and residual_bytes[-1] == 4e9
     assert rows["fsdp", "loco", True]["references"] == 2e9
-    assert main(ask) == 0
+    assert main(argv) == 0
     text = capsys.readouterr().out
     assert "zero-2" in text and "delta:" in text and "bytes/parameter" in text
-    for wrong, said in (
+    for value, message in (
         ("layers=3", "no params="),
         ("params=0", "not a value"),
         ("params=1,x=2", "is not one of"),
     ):
         with pytest.raises(SystemExit):
-            main(["--memory", wrong])
-        assert said in capsys.readouterr().err
+            main(["--memory", value])
+        assert message in capsys.readouterr().err

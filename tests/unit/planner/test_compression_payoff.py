@@ -28,7 +28,9 @@ def test_small_messages_do_not_pay_and_large_ones_between_hosts_do() -> None:
 
 def test_measurements_decide() -> None:
     def points(*us: float) -> tuple[tuple[int, float], ...]:
-        return tuple((size, each * 1e-6) for size, each in zip((4096, 65536), us, strict=True))
+        return tuple(
+            (size, microseconds * 1e-6) for size, microseconds in zip((4096, 65536), us, strict=True)
+        )
 
     plain = Measured(
         collective="all_reduce", algorithm="one_shot", codec="none", ranks=2, hosts=1, points=points(10, 90)

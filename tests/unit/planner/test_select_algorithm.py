@@ -9,7 +9,7 @@ from dtcomm import algorithms
 from dtcomm.codecs import Codec, codec
 from dtcomm.planner import Measured, Table, Topology, explain, parse, predict, select
 from dtcomm.schedule import Transfer
-from dtcomm.schedule.simulate import ComputeCost, Link
+from dtcomm.schedule.simulate import ComputeCost, LinkCost
 
 SIZES = [0, 1, 1000, 10**5, 10**7]
 
@@ -37,7 +37,7 @@ def test_lossy_all_reduce_does_not_depend_on_size(spec: str, algorithm: str, hos
 def test_a_lossy_sum_crosses_hosts_once_where_that_is_much_faster() -> None:
     chosen = {numel: select("all_reduce", numel, torch.float32, codec("int8"), 8, 2) for numel in (1, 10**7)}
     assert chosen == {1: "two_shot", 10**7: "hierarchical"}
-    # One rank on each host is a deputy anyway.
+    # One rank on each host crosses hosts itself anyway.
     assert select("all_reduce", 10**7, torch.float32, codec("int8"), 2, 2) == "two_shot"
 
 
@@ -51,7 +51,7 @@ def test_between_hosts_the_cheapest_wins() -> None:
     none = codec("none")
 
     def chosen(numel: int, **link: float) -> str:
-        table = Table(between=Link(**link))
+        table = Table(between=LinkCost(**link))
         return select("all_reduce", numel, torch.float32, none, 16, 16, table)
 
     assert chosen(100, latency=1e-4, bandwidth=1e9) == "one_shot"
@@ -63,15 +63,15 @@ def test_between_hosts_the_cheapest_wins() -> None:
         name = select("all_gather", shards, torch.float32, none, 16, 4)
         assert name in algorithms.available("all_gather")
         costs = {
-            each: predict(
-                algorithms.build(each, "all_gather", 16, hosts=(4, 4, 4, 4)),
+            algorithm: predict(
+                algorithms.build(algorithm, "all_gather", 16, hosts=(4, 4, 4, 4)),
                 shards,
                 torch.float32,
                 none,
                 Topology.even(16, 4),
                 Table(),
             )
-            for each in algorithms.available("all_gather")
+            for algorithm in algorithms.available("all_gather")
         }
         assert costs[name] <= 1.5 * min(costs.values())
 
@@ -100,7 +100,7 @@ def test_explicit_names_are_kept_or_refused() -> None:
         select("sum", 5, torch.float32, codec("none"), 2)
 
 
-def measured(**points: list[tuple[int, float]]) -> Table:
+def table_of_times(**points: list[tuple[int, float]]) -> Table:
     return Table(
         source="a test",
         measured=tuple(
@@ -120,7 +120,7 @@ def measured(**points: list[tuple[int, float]]) -> Table:
 
 def test_measurements_decide() -> None:
     none, int8 = codec("none"), codec("int8")
-    table = measured(
+    table = table_of_times(
         one_shot=[(1024, 5e-6), (2**20, 4e-4)],
         two_shot=[(1024, 9e-6), (2**20, 2e-4)],
         ring=[(1024, 8e-6), (2**20, 1e-4)],
@@ -141,7 +141,7 @@ def test_measurements_decide() -> None:
     assert dict(decision.seconds)["one_shot"] == pytest.approx(4e-4)
 
 
-def placed(**points: dict[str, float]) -> Table:
+def table_of_placements(**points: dict[str, float]) -> Table:
     """Return a table with the seconds of 1 KB by algorithm and placement."""
     return Table(
         source="a test",
@@ -153,17 +153,17 @@ def placed(**points: dict[str, float]) -> Table:
                 ranks=4,
                 hosts=1,
                 points=((1024, seconds),),
-                placement=where,
+                placement=placement,
             )
             for name, by_place in points.items()
-            for where, seconds in by_place.items()
+            for placement, seconds in by_place.items()
         ),
     )
 
 
 def test_the_choice_is_good_in_every_cpu_placement() -> None:
     none = codec("none")
-    table = placed(
+    table = table_of_placements(
         one_shot={"near": 10.0, "far": 30.0},
         ring={"near": 12.0, "far": 16.0},
         tree={"near": 30.0, "far": 15.0},
@@ -175,30 +175,30 @@ def test_the_choice_is_good_in_every_cpu_placement() -> None:
     assert table.placements("all_reduce", none, 4, 1) == ("near", "far")
     assert table.placements("all_reduce", none, 3, 1) == ()
     far = table.measurements("all_reduce", none, 4, 1, "far")
-    assert {name: each.seconds(1024) for name, each in far.items()} == {
+    assert {name: measured.seconds(1024) for name, measured in far.items()} == {
         "one_shot": 30.0,
         "ring": 16.0,
         "tree": 15.0,
     }
     assert table.measurements("all_reduce", none, 4, 1)["tree"].seconds(1) == pytest.approx(450**0.5)
-    only = placed(ring={"near": 3.0})
+    only = table_of_placements(ring={"near": 3.0})
     assert only.measurements("all_reduce", none, 4, 1, "far")["ring"].seconds(1024) == 3.0
     assert parse(json.dumps(table.as_dict())).as_dict() == table.as_dict()
     with pytest.raises(ValueError, match="placement: 'here' is not one of '', 'near', 'far'"):
-        placed(ring={"here": 1.0})
+        table_of_placements(ring={"here": 1.0})
 
 
 def test_near_ties_stay_with_the_default() -> None:
-    table = measured(one_shot=[(1024, 5.0e-6)], ring=[(1024, 4.9e-6)])
+    table = table_of_times(one_shot=[(1024, 5.0e-6)], ring=[(1024, 4.9e-6)])
     decision = explain("all_reduce", 256, torch.float32, codec("none"), 4, table=table)
     assert str(decision) == "one_shot: measured 5 us, within 3% of ring (a test)"
 
 
 def test_times_between_sizes() -> None:
-    (each, *_) = measured(ring=[(100, 1e-6), (10_000, 1e-4)]).measured
-    assert each.seconds(1) == 1e-6
-    assert each.seconds(1000) == pytest.approx(1e-5)
-    assert each.seconds(20_000) == pytest.approx(2e-4)
+    (measured, *_) = table_of_times(ring=[(100, 1e-6), (10_000, 1e-4)]).measured
+    assert measured.seconds(1) == 1e-6
+    assert measured.seconds(1000) == pytest.approx(1e-5)
+    assert measured.seconds(20_000) == pytest.approx(2e-4)
     with pytest.raises(ValueError, match="ascending sizes"):
         Measured(
             collective="reduce", algorithm="ring", codec="none", ranks=2, hosts=1, points=((2, 1.0), (2, 1.0))
@@ -206,17 +206,17 @@ def test_times_between_sizes() -> None:
 
 
 def test_tables_are_read_back() -> None:
-    table = measured(ring=[(1024, 5e-6)])
+    table = table_of_times(ring=[(1024, 5e-6)])
     assert parse(json.dumps(table.as_dict())).as_dict() == table.as_dict()
     assert parse("") == Table()
-    for text, what in (
+    for text, message in (
         ("{", "Expecting"),
         ("[]", "list indices"),
         ('{"version": 0}', "version 0"),
         ('{"version": 1}', "no "),
     ):
         with pytest.raises(
-            ValueError, match=r"the table of `dtcomm tune` \(DTCOMM_TUNE\) cannot be read.*" + what
+            ValueError, match=r"the table of `dtcomm tune` \(DTCOMM_TUNE\) cannot be read.*" + message
         ):
             parse(text)
 
@@ -237,8 +237,8 @@ def test_topology() -> None:
 
 def test_cost_by_hand() -> None:
     table = Table(
-        inside=Link(latency=1e-6, bandwidth=1e10),
-        between=Link(latency=1e-5, bandwidth=1e9, overhead=1e-6),
+        inside=LinkCost(latency=1e-6, bandwidth=1e10),
+        between=LinkCost(latency=1e-5, bandwidth=1e9, overhead=1e-6),
         compute=ComputeCost(),
     )
     schedule, none = algorithms.build("one_shot", "all_reduce", 4), codec("none")

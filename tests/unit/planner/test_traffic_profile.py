@@ -9,7 +9,7 @@ from dtcomm import algorithms
 from dtcomm.codecs import codec
 from dtcomm.planner import traffic_profile as profiles
 from dtcomm.planner.traffic_profile import StepLoad, profile, profile_of_paths, profile_of_schedule
-from dtcomm.schedule.simulate import ComputeCost, Link, simulate
+from dtcomm.schedule.simulate import ComputeCost, LinkCost, simulate
 
 SHAPES = [
     (1, 1),
@@ -35,8 +35,8 @@ LEVELS = (
 CASES = [
     (collective, name)
     for collective in algorithms.collectives()
-    for each in algorithms.available(collective)
-    for name in (LEVELS if each == "hierarchical" else (each,))
+    for algorithm in algorithms.available(collective)
+    for name in (LEVELS if algorithm == "hierarchical" else (algorithm,))
     if not (collective != "all_reduce" and name.endswith(("double_tree", "two_shot", "tree")) and "/" in name)
 ]
 
@@ -58,13 +58,13 @@ def test_symmetry_is_proved_by_enumeration(collective: str, name: str) -> None:
 def test_loads_cost_what_the_simulator_says(collective: str, name: str) -> None:
     none, work = codec("none"), ComputeCost(encode=3e-10, decode=1e-10)
     links = (
-        Link(latency=1e-6, bandwidth=1e9, overhead=1e-7),
-        Link(latency=2e-5, bandwidth=1e8, overhead=3e-6),
+        LinkCost(latency=1e-6, bandwidth=1e9, overhead=1e-7),
+        LinkCost(latency=2e-5, bandwidth=1e8, overhead=3e-6),
     )
     for ranks, per_host in ((4, 2), (6, 3), (5, 5)):
         schedule = algorithms.build(name, collective, ranks, hosts=(per_host,) * (ranks // per_host))
         numel = 1024 * schedule.chunks * ranks
-        found = profile(name, collective, ranks, per_host)
+        result = profile(name, collective, ranks, per_host)
         chunk = schedule.chunk_numel(0, numel, none.granularity)
 
         def seconds(load: StepLoad, chunk: int = chunk) -> float:
@@ -84,18 +84,18 @@ def test_loads_cost_what_the_simulator_says(collective: str, name: str) -> None:
             torch.float32,
             lambda t, size=per_host: int(t.src // size != t.dst // size),  # type: ignore[misc]
         )
-        assert sum(count * seconds(load) for load, count in found.loads) == pytest.approx(line.seconds)
+        assert sum(count * seconds(load) for load, count in result.loads) == pytest.approx(line.seconds)
 
 
 @pytest.mark.parametrize("name", ["hierarchical", "two_shot"])
 def test_a_hundred_thousand_ranks(name: str) -> None:
     begin = time.process_time()
-    found = profile(name, "all_reduce", 100_000, 8)
+    result = profile(name, "all_reduce", 100_000, 8)
     assert time.process_time() - begin < 10
     if name == "hierarchical":
         # Two shots inside, and halving and doubling among 12,500 hosts.
-        assert found.steps == 2 + 2 * 14
-        share = found.total().between / found.chunks
+        assert result.steps == 2 + 2 * 14
+        share = result.total().between / result.chunks
         assert share == pytest.approx(2 * 12499 / 100_000)
 
 

@@ -145,7 +145,7 @@ def test_instructions_know_their_steps(name: str) -> None:
         numbered = list(zip(steps(schedule, rank), lower(schedule, rank).instructions, strict=True))
         assert [step for step, _ in numbered] == sorted(step for step, _ in numbered)
         received = {(step, i.peer, rank, i.chunk) for step, i in numbered if isinstance(i, Receive)}
-        assert received == {each for each in sent if each[2] == rank}
+        assert received == {message for message in sent if message[2] == rank}
 
 
 def test_flat_counts_its_operands() -> None:

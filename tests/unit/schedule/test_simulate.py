@@ -4,7 +4,7 @@ import pytest
 
 from dtcomm import algorithms
 from dtcomm.schedule import Schedule, Transfer, simulate
-from dtcomm.schedule.simulate import ComputeCost, Link
+from dtcomm.schedule.simulate import ComputeCost, LinkCost
 
 
 class Plain:
@@ -14,7 +14,7 @@ class Plain:
         return 4 * numel
 
 
-LINK = Link(latency=1e-6, bandwidth=1e9)
+LINK = LinkCost(latency=1e-6, bandwidth=1e9)
 
 
 def test_ring_takes_two_rounds_of_shards() -> None:
@@ -51,7 +51,7 @@ def test_compression_pays_on_a_slow_link_only() -> None:
 
     ring, work = algorithms.build("ring", "all_reduce", 8), ComputeCost(encode=1e-10, decode=1e-10)
     for bandwidth, pays in ((1e9, True), (1e12, False)):
-        link = Link(latency=1e-6, bandwidth=bandwidth)
+        link = LinkCost(latency=1e-6, bandwidth=bandwidth)
         plain = simulate(ring, 10**6, Plain(), link).seconds
         assert (simulate(ring, 10**6, Quarter(), link, work).seconds < plain) is pays
 
@@ -63,7 +63,7 @@ def test_levels_have_links_of_their_own() -> None:
         chunks=1,
         transfers=(Transfer(0, 0, 1, 0, "copy"), Transfer(1, 0, 2, 0, "copy", 1)),
     )
-    slow = Link(latency=1e-5, bandwidth=1e8)
+    slow = LinkCost(latency=1e-5, bandwidth=1e8)
     near, far = simulate(schedule, 250, Plain(), [LINK, slow]).steps
     assert near.wire == pytest.approx(2e-6)
     assert far.wire == pytest.approx(2e-5)
@@ -77,4 +77,4 @@ def test_one_rank_takes_no_time() -> None:
 
 def test_invalid_links_are_refused() -> None:
     with pytest.raises(ValueError, match="bandwidth > 0"):
-        Link(latency=0, bandwidth=0)
+        LinkCost(latency=0, bandwidth=0)

@@ -16,9 +16,9 @@ def test_waits_are_those_within_the_step() -> None:
         Event("Memcpy DtoH (Device -> Pinned)", True, 40, 41),
         Event("cudaDeviceSynchronize", False, 21, 50),
     ]
-    seen = read(events)
-    assert seen.waits == ["cudaStreamSynchronize"]
-    assert seen.ran("fused_kernel") and not seen.ran("step_kernel")
+    trace = read(events)
+    assert trace.waits == ["cudaStreamSynchronize"]
+    assert trace.ran("fused_kernel") and not trace.ran("step_kernel")
     assert read([*events, Event("Memcpy DtoH (Device -> Pageable)", True, 42, 43)]).waits[1:] == [
         "Memcpy DtoH (Device -> Pageable)"
     ]

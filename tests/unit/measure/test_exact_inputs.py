@@ -83,14 +83,14 @@ def test_shards_and_gathers_agree_with_the_whole() -> None:
 def test_rooted_collectives_and_exchanges_agree_with_the_whole() -> None:
     count, world, root = 1000, 3, 2
     args: dict[str, Any] = {"world_size": world, "seed": 5}
-    given = [
+    inputs_by_rank = [
         exact_inputs.inputs("all_to_all", count, rank=r, **args).view(world, count) for r in range(world)
     ]
     for rank in range(world):
         taken = exact_inputs.expected("all_to_all", count, rank=rank, **args)
-        assert torch.equal(taken.view(world, count), torch.stack([each[rank] for each in given]))
+        assert torch.equal(taken.view(world, count), torch.stack([rows[rank] for rows in inputs_by_rank]))
         assert torch.equal(
-            exact_inputs.expected("scatter", count, rank=rank, root=root, **args), given[root][rank]
+            exact_inputs.expected("scatter", count, rank=rank, root=root, **args), inputs_by_rank[root][rank]
         )
         sent = exact_inputs.inputs("sendrecv", count, rank=(rank - 1) % world, **args)
         assert torch.equal(exact_inputs.expected("sendrecv", count, rank=rank, **args), sent)

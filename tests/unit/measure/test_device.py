@@ -10,14 +10,14 @@ from dtcomm.measure import device as device_info
 from dtcomm.measure.device import HostClock
 from dtcomm.measure.memory_floor import KernelWorkloads, TimedCopy, buffer_sets_for, minimum_bytes_moved
 
-SAID = """\
+NVIDIA_SMI_OUTPUT = """\
 GPU-1111, 580.82.07, 345, 2619, 1980, 3201, 700.00
 GPU-2222, 580.82.07, 1980, 3201, 1980, 3201, [N/A]
 """
 
 
 def test_nvidia_smi_is_read_by_the_device_s_id() -> None:
-    assert device_info.parse_nvidia_smi(SAID, "2222") == {
+    assert device_info.parse_nvidia_smi(NVIDIA_SMI_OUTPUT, "2222") == {
         "driver": "580.82.07",
         "sm_clock_mhz": 1980.0,
         "memory_clock_mhz": 3201.0,
@@ -25,14 +25,19 @@ def test_nvidia_smi_is_read_by_the_device_s_id() -> None:
         "highest_memory_clock_mhz": 3201.0,
         "power_limit_w": None,
     }
-    for text, uuid in ((SAID, "3333"), ("", "1111"), ("no devices were found", "1111"), (SAID, "")):
+    for text, uuid in (
+        (NVIDIA_SMI_OUTPUT, "3333"),
+        ("", "1111"),
+        ("no devices were found", "1111"),
+        (NVIDIA_SMI_OUTPUT, ""),
+    ):
         assert set(device_info.parse_nvidia_smi(text, uuid).values()) == {None}
 
 
 def test_versions_name_what_was_measured() -> None:
-    said = device_info.versions()
-    assert said["torch"] == torch.__version__ and said["dtcomm"] and said["python"]
-    assert said["cuda"] == torch.version.cuda
+    versions = device_info.versions()
+    assert versions["torch"] == torch.__version__ and versions["dtcomm"] and versions["python"]
+    assert versions["cuda"] == torch.version.cuda
 
 
 def test_bytes_are_those_of_reading_and_writing_once() -> None:
@@ -61,15 +66,17 @@ def test_a_copy_s_rate_is_the_median_s() -> None:
 
 @pytest.mark.parametrize("spec", ["int8", "topk:ratio=0.1", "none"])
 def test_verbs_do_what_they_are_called(spec: str) -> None:
-    numel, each = 3000, codec(spec)
-    workloads = KernelWorkloads(each, numel, 2, torch.device("cpu"))
-    wire = each.wire_bytes(numel)
-    found = {}
+    numel, layout = 3000, codec(spec)
+    workloads = KernelWorkloads(layout, numel, 2, torch.device("cpu"))
+    wire = layout.wire_bytes(numel)
+    bytes_moved = {}
     for workload in (workloads.encode(), workloads.decode(), *workloads.reductions()):
         for turn in range(workloads.sets):
             workload.run(turn)
-        found[workload.name.split()[0] + ("+" if "residual" in workload.name else "")] = workload.bytes_moved
-    assert found == {
+        bytes_moved[workload.name.split()[0] + ("+" if "residual" in workload.name else "")] = (
+            workload.bytes_moved
+        )
+    assert bytes_moved == {
         "encode": 4 * numel + wire,
         "decode": 4 * numel + wire,
         "reduce": 8 * wire + 4 * numel,
