@@ -21,7 +21,7 @@ PROGRAMS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Runs them all and prints the table."""
+    """Run the programs and print the README's table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

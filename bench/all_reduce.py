@@ -23,7 +23,7 @@ from bench.common.native import Segment, tuning
 from bench.common.pool import Pool
 from bench.common.stats import Timing, iterations
 from bench.common.targets import KB, MB, all_reduce_targets, judge
-from bench.common.torch_rank import TorchRank, rendezvous
+from bench.common.torch_rank import TorchRank, new_store_file
 from bench.common.yard_rank import YardRank
 from dtcomm.cli.perf.backends import mpi
 
@@ -37,7 +37,10 @@ Checks = list[tuple[str, Measure]]
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """``call(numel=, warm=, iters=)`` gives the seconds on every rank; the best of a family stands for it."""
+    """An implementation; ``call(numel=, warm=, iters=)`` returns the seconds of every rank.
+
+    The fastest variant of a family represents the family.
+    """
 
     family: str
     variant: str
@@ -64,7 +67,7 @@ def yardsticks(pool: Pool, ranks: int) -> list[Contestant]:
             1 << 40,
         ),
     }
-    found = [
+    contestants = [
         Contestant(family="yardstick", variant=name, call=_yard(pool, algorithm, settings), largest=largest)
         for name, (algorithm, settings, largest) in settings.items()
     ]
@@ -75,8 +78,8 @@ def yardsticks(pool: Pool, ranks: int) -> list[Contestant]:
         ("floor", "in place", native.UPDATE),
     ):
         call = _yard(pool, algorithm, tuning(ranks=ranks))
-        found.append(Contestant(family=family, variant=variant, call=call))
-    return found
+        contestants.append(Contestant(family=family, variant=variant, call=call))
+    return contestants
 
 
 def _yard(pool: Pool, algorithm: int, settings: native.Tuning) -> Measure:
@@ -86,63 +89,67 @@ def _yard(pool: Pool, algorithm: int, settings: native.Tuning) -> Measure:
 def contestants(
     stack: ExitStack, ranks: int, largest: int, only: list[str]
 ) -> tuple[list[Contestant], Checks]:
-    """Starts the processes of every contestant in ``only``; ``stack`` ends them."""
-    found: list[Contestant] = []
+    """Start the ranks of the contestants in ``only``, which ``stack`` ends; return the contestants and the checks."""
+    entries: list[Contestant] = []
     checks: Checks = []
     if "dtcomm" in only:
-        pool = stack.enter_context(Pool(TorchRank, ranks, rendezvous=rendezvous()))
-        for how in ("dtcomm", "dtcomm.empty"):
-            found.append(Contestant(family=how, variant="", call=partial(pool.call, "measure", how=how)))
-            checks.append((how, partial(pool.call, "wrong", how=how)))
+        pool = stack.enter_context(Pool(TorchRank, ranks, store_file=new_store_file()))
+        for variant in ("dtcomm", "dtcomm.empty"):
+            entries.append(
+                Contestant(family=variant, variant="", call=partial(pool.call, "measure", variant=variant))
+            )
+            checks.append((variant, partial(pool.call, "wrong", variant=variant)))
     if "gloo" in only:
         # Bound to one core, Gloo's caller and its I/O thread get in each other's way.
-        pool = stack.enter_context(Pool(TorchRank, ranks, rendezvous=rendezvous(), pinned=False))
-        found.append(Contestant(family="gloo", variant="", call=partial(pool.call, "measure", how="gloo")))
-        checks.append(("gloo", partial(pool.call, "wrong", how="gloo")))
+        pool = stack.enter_context(Pool(TorchRank, ranks, store_file=new_store_file(), pinned=False))
+        entries.append(
+            Contestant(family="gloo", variant="", call=partial(pool.call, "measure", variant="gloo"))
+        )
+        checks.append(("gloo", partial(pool.call, "wrong", variant="gloo")))
     if "mpi" in only:
         absent = mpi.why_unavailable()
         if absent:
             print(absent)
         for setting in [] if absent else mpi.SETTINGS:
-            started = stack.enter_context(closing(mpi.MpiRanks(setting, ranks)))
-            found.append(Contestant(family="mpi", variant=setting, call=partial(started.call, "measure")))
+            mpi_ranks = stack.enter_context(closing(mpi.MpiRanks(setting, ranks)))
+            entries.append(Contestant(family="mpi", variant=setting, call=partial(mpi_ranks.call, "measure")))
     if "yardstick" in only:
         segment = stack.enter_context(closing(Segment.create(ranks, RING, largest)))
         pool = stack.enter_context(Pool(YardRank, ranks, address=segment.address, largest=largest))
-        found += yardsticks(pool, ranks)
-    return found, checks
+        entries += yardsticks(pool, ranks)
+    return entries, checks
 
 
-def measure(field: list[Contestant], size: int, repetitions: int, budget: float) -> list[list[float]]:
-    """Seconds a call of the slowest rank, per contestant and repetition; contestants take turns."""
+def measure(contestants: list[Contestant], size: int, repetitions: int, budget: float) -> list[list[float]]:
+    """Return the seconds of a call on the slowest rank, by contestant and repetition; contestants take turns."""
     numel = size // 4
-    first = [max(each.call(numel=numel, warm=1, iters=1)) for each in field]
+    first = [max(contestant.call(numel=numel, warm=1, iters=1)) for contestant in contestants]
     iters = [iterations(seconds, budget) for seconds in first]
-    times: list[list[float]] = [[] for _ in field]
+    times: list[list[float]] = [[] for _ in contestants]
     for _ in range(repetitions):
-        for each, count, series in zip(field, iters, times, strict=True):
-            series.append(max(each.call(numel=numel, warm=1, iters=count)))
+        for contestant, count, series in zip(contestants, iters, times, strict=True):
+            series.append(max(contestant.call(numel=numel, warm=1, iters=count)))
     return times
 
 
 def compare(ranks: int, sizes: list[int], only: list[str], quick: bool) -> dict[str, Any]:
-    """All contestants at all sizes; ``best`` maps size and family to the best variant's timing."""
+    """Measure all contestants at all sizes; ``best`` maps size and family to the timing of the fastest variant."""
     rows: list[dict[str, Any]] = []
     best: dict[int, dict[str, Timing]] = {}
     with ExitStack() as stack:
-        field, checks = contestants(stack, ranks, max(sizes), only)
+        everyone, checks = contestants(stack, ranks, max(sizes), only)
         for size in sizes:
-            here = [each for each in field if size <= each.largest]
+            measured = [contestant for contestant in everyone if size <= contestant.largest]
             wrong = {name: max(check(numel=size // 4)) for name, check in checks}
             repetitions, budget = (5, 0.02) if quick else (11, 0.04)
             times, conditions = machine.steady(
-                partial(measure, here, size, repetitions, budget), attempts=2 if quick else 3
+                partial(measure, measured, size, repetitions, budget), attempts=2 if quick else 3
             )
             timings = [Timing.of(series) for series in times]
             families = best[size] = {}
-            for each, timing in zip(here, timings, strict=True):
-                if each.family not in families or timing.median < families[each.family].median:
-                    families[each.family] = timing
+            for contestant, timing in zip(measured, timings, strict=True):
+                if contestant.family not in families or timing.median < families[contestant.family].median:
+                    families[contestant.family] = timing
             rows.append(
                 {
                     "bytes": size,
@@ -150,25 +157,25 @@ def compare(ranks: int, sizes: list[int], only: list[str], quick: bool) -> dict[
                     **conditions,
                     "wrong": wrong,
                     "contestants": [
-                        {"family": each.family, "variant": each.variant, **timing.as_dict()}
-                        for each, timing in zip(here, timings, strict=True)
+                        {"family": contestant.family, "variant": contestant.variant, **timing.as_dict()}
+                        for contestant, timing in zip(measured, timings, strict=True)
                     ],
                 }
             )
     return {"ranks": ranks, "rows": rows, "best": best}
 
 
-def show(found: dict[str, Any]) -> None:
-    """One table: microseconds of everyone, then dtcomm's ratios."""
-    families = [f for f in FAMILIES if any(f in timings for timings in found["best"].values())]
+def show(comparison: dict[str, Any]) -> None:
+    """Print the microseconds of all families and dtcomm's ratios."""
+    families = [f for f in FAMILIES if any(f in timings for timings in comparison["best"].values())]
     ours = "dtcomm" in families
     heads = [f for f in ("gloo", "mpi", "yardstick") if ours and f in families]
     columns = ["size", *(f"{family} µs" for family in families), *(f"vs {head}" for head in heads)]
     with_floor = ours and "floor" in families
     columns += ["of floor", "of floor, empty"] if with_floor else []
     lines = []
-    for row in found["rows"]:
-        timings: dict[str, Timing] = found["best"][row["bytes"]]
+    for row in comparison["rows"]:
+        timings: dict[str, Timing] = comparison["best"][row["bytes"]]
         line = [output.size_name(row["bytes"])]
         line += [output.microseconds(timings[f].median) if f in timings else "-" for f in families]
         line += [f"{timings[head].median / timings['dtcomm'].median:.2f}x" for head in heads]
@@ -176,9 +183,11 @@ def show(found: dict[str, Any]) -> None:
             line += [f"{timings['floor'].median / timings[f].median:.0%}" for f in ("dtcomm", "dtcomm.empty")]
         lines.append([*line, _where(row)])
     # Our own ranks spin, so a load of their number is only ourselves.
-    if (load := max(row["load"] for row in found["rows"])) > found["ranks"] + 1.5:
+    if (load := max(row["load"] for row in comparison["rows"])) > comparison["ranks"] + 1.5:
         print(f"the machine was busy with other work (load {load:.1f}): these figures say little")
-    output.table(f"all_reduce, fp32 sum in place, {found['ranks']} ranks", [*columns, "round trip"], lines)
+    output.table(
+        f"all_reduce, fp32 sum in place, {comparison['ranks']} ranks", [*columns, "round trip"], lines
+    )
 
 
 def _where(row: dict[str, Any]) -> str:
@@ -187,7 +196,7 @@ def _where(row: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Measures, prints the tables and the targets, writes the file; returns what it wrote."""
+    """Measure, print the tables and targets, write the result file; return what was written."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -204,10 +213,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     verdicts: list[dict[str, Any]] = []
     for ranks in options.ranks:
-        found = compare(ranks, options.sizes or SIZES.get(ranks, SIZES[4]), options.only, options.quick)
-        show(found)
-        rows += found["rows"]
-        verdicts += judge(all_reduce_targets(ranks), found["best"])
+        comparison = compare(ranks, options.sizes or SIZES.get(ranks, SIZES[4]), options.only, options.quick)
+        show(comparison)
+        rows += comparison["rows"]
+        verdicts += judge(all_reduce_targets(ranks), comparison["best"])
     if verdicts:
         output.table(
             "targets (set for cores on one L3)",

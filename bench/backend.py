@@ -32,12 +32,12 @@ BATCHES = 60
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure and print."""
+    """Measure and print; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.backend", description=__doc__)
     parser.add_argument("-n", "--nproc", type=int, default=2, help="ranks")
     parser.add_argument("--json", action="store_true", help=f"write {RESULT}")
     args = parser.parse_args(argv)
-    rows, where = steady(lambda: run_ranks(measure, args.nproc, backend="dtcomm", timeout=200)[0])
+    rows, conditions = steady(lambda: run_ranks(measure, args.nproc, backend="dtcomm", timeout=200)[0])
     misses = 0
     print(
         f"{'operation':20}{'bytes':>9}{'backend us':>12}{'dtcomm us':>11}{'more us':>9}{'at best':>9}{'gloo us':>9}"
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         record = {
             "machine": describe(),
-            "measured": where,
+            "measured": conditions,
             "ranks": args.nproc,
             "most_us": MOST_US,
             "rows": rows,
@@ -70,14 +70,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """A row for every operation and size."""
+    """Return a row for every operation and size."""
     gloo = dist.new_group(backend="gloo")
     rows = []
     for size in SIZES:
         for name, calls in _operations(size, rank, world_size, gloo).items():
-            taken = _batches(calls, 10 if size > 100_000 else 25)
-            medians = {called: statistics.median(values) for called, values in taken.items()}
-            least = {called: min(values) for called, values in taken.items()}
+            times = _batches(calls, 10 if size > 100_000 else 25)
+            medians = {called: statistics.median(values) for called, values in times.items()}
+            fastest = {called: min(values) for called, values in times.items()}
             own = medians.get("dtcomm")
             rows.append(
                 {
@@ -85,8 +85,8 @@ def measure(rank: int, world_size: int) -> list[dict[str, Any]]:
                     "bytes": size,
                     "backend_us": medians["backend"],
                     "dtcomm_us": own,
-                    "more_us": None if own is None else _more(taken["backend"], taken["dtcomm"]),
-                    "more_at_best_us": None if own is None else least["backend"] - least["dtcomm"],
+                    "more_us": None if own is None else _more(times["backend"], times["dtcomm"]),
+                    "more_at_best_us": None if own is None else fastest["backend"] - fastest["dtcomm"],
                     "gloo_us": medians["gloo"],
                 }
             )
@@ -95,12 +95,12 @@ def measure(rank: int, world_size: int) -> list[dict[str, Any]]:
 
 def _operations(size: int, rank: int, world_size: int, gloo: Any) -> dict[str, dict[str, Callable[[], Any]]]:
     tensor = torch.ones(size // 4)
-    whole = torch.ones(size // 4 // world_size * world_size)
-    part = whole[: whole.numel() // world_size].clone()
-    listed = [torch.empty_like(part) for _ in range(world_size)]
+    full = torch.ones(size // 4 // world_size * world_size)
+    part = full[: full.numel() // world_size].clone()
+    gathered = [torch.empty_like(part) for _ in range(world_size)]
     peer = rank ^ 1
 
-    def both(call: Callable[[Any], Any]) -> dict[str, Callable[[], Any]]:
+    def on_both_backends(call: Callable[[Any], Any]) -> dict[str, Callable[[], Any]]:
         return {"backend": lambda: call(None), "gloo": lambda: call(gloo)}
 
     def ping(group: Any) -> None:
@@ -111,19 +111,21 @@ def _operations(size: int, rank: int, world_size: int, gloo: Any) -> dict[str, d
             dist.recv(tensor, peer, group=group)
             dist.send(tensor, peer, group=group)
 
-    through_torch = both(lambda group: dist.all_reduce(tensor, group=group))
+    through_torch = on_both_backends(lambda group: dist.all_reduce(tensor, group=group))
     operations: dict[str, dict[str, Callable[[], Any]]] = {
         "all_reduce": {
             "dtcomm": lambda: dtcomm.all_reduce(tensor),
             **through_torch,
-        },  # ours one after the other
-        "all_reduce async": both(lambda group: dist.all_reduce(tensor, group=group, async_op=True).wait()),
-        "all_gather": both(lambda group: dist.all_gather(listed, part, group=group)),
-        "broadcast": both(lambda group: dist.broadcast(tensor, 0, group=group)),
-        "send and back": both(ping),
+        },
+        "all_reduce async": on_both_backends(
+            lambda group: dist.all_reduce(tensor, group=group, async_op=True).wait()
+        ),
+        "all_gather": on_both_backends(lambda group: dist.all_gather(gathered, part, group=group)),
+        "broadcast": on_both_backends(lambda group: dist.broadcast(tensor, 0, group=group)),
+        "send and back": on_both_backends(ping),
     }
     if size == SIZES[0]:
-        operations["barrier"] = both(lambda group: dist.barrier(group))
+        operations["barrier"] = on_both_backends(lambda group: dist.barrier(group))
     return operations
 
 
@@ -131,17 +133,17 @@ def _more(backend: list[float], own: list[float]) -> float:
     return statistics.median(ours - least for ours, least in zip(backend, own, strict=True))
 
 
-def _batches(calls: dict[str, Callable[[], Any]], each: int) -> dict[str, list[float]]:
-    """Microseconds a call, batch by batch."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
+def _batches(calls: dict[str, Callable[[], Any]], calls_per_batch: int) -> dict[str, list[float]]:
+    """Return the microseconds of a call in every batch, by contestant."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for batch in range(BATCHES + 1):
         for name, call in calls.items():
-            begun = time.perf_counter()
-            for _ in range(each):
+            start = time.perf_counter()
+            for _ in range(calls_per_batch):
                 call()
-            if batch:  # the first one makes plans and connections
-                taken[name].append((time.perf_counter() - begun) / each * 1e6)
-    return taken
+            if batch:  # the first one plans and connects
+                times[name].append((time.perf_counter() - start) / calls_per_batch * 1e6)
+    return times
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from bench.common.collective_rank import PINGPONG, CollectiveRank
 from bench.common.pool import Pool
 from bench.common.stats import Timing, iterations
 from bench.common.targets import KB, MB
-from bench.common.torch_rank import rendezvous
+from bench.common.torch_rank import new_store_file
 from bench.common.yard_rank import YardRank
 from dtcomm.cli.perf.backends import mpi
 from dtcomm.cli.perf.collectives import COLLECTIVES
@@ -42,7 +42,7 @@ Measure = Callable[..., list[float]]
 
 
 def required(collective: str, size: int, ours: str, peer: str) -> float | None:
-    """How many times faster than the peer we must be, None where nothing is asked."""
+    """Return how many times faster than the peer dtcomm must be; None: there is no target."""
     if peer == "gloo":
         return 5.0 if ours == "dtcomm" else None
     if size < MB or ours != "dtcomm":
@@ -52,7 +52,7 @@ def required(collective: str, size: int, ours: str, peer: str) -> float | None:
 
 
 def least_copied(collective: str, ranks: int) -> float:
-    """What each rank copies, as a fraction of all shards together, if all of them share what is read and written."""
+    """Return what each rank copies if all ranks share the copying, as a fraction of all shards together."""
     reads, writes = {
         "broadcast": (1, ranks - 1),
         "reduce": (ranks, 1),
@@ -65,7 +65,7 @@ def least_copied(collective: str, ranks: int) -> float:
 
 
 def floor(pool: Pool, ranks: int, collective: str, numel: int, warm: int, iters: int) -> list[float]:
-    """Seconds of the copies on every rank; ``numel`` as a contestant gets it."""
+    """Return the seconds of the copies on every rank; ``numel`` is that of a contestant."""
     shards = collective in COLLECTIVES and COLLECTIVES[collective].sharded
     share = int(numel * (ranks if shards else 1) * least_copied(collective, ranks))
     algorithm = native.STREAMING_COPY if share * 4 >= STREAMED else native.COPY
@@ -74,13 +74,13 @@ def floor(pool: Pool, ranks: int, collective: str, numel: int, warm: int, iters:
 
 
 def start(stack: ExitStack, ranks: int, largest: int) -> tuple[dict[str, Measure], dict[str, Measure]]:
-    """The contestants' ways to measure and to check, by name; ``stack`` ends their processes."""
+    """Start all ranks, which ``stack`` ends; return the functions that measure and those that check, by contestant."""
     measures: dict[str, Measure] = {}
     checks: dict[str, Measure] = {}
     for backend, pinned in (("native", True), ("gloo", False)):
         # Bound to one core, Gloo's caller and its I/O thread get in each other's way.
         pool = stack.enter_context(
-            Pool(CollectiveRank, ranks, rendezvous=rendezvous(), backend=backend, pinned=pinned)
+            Pool(CollectiveRank, ranks, store_file=new_store_file(), backend=backend, pinned=pinned)
         )
         for shared in (False, True) if backend == "native" else (False,):
             name = "gloo" if backend == "gloo" else "dtcomm.empty" if shared else "dtcomm"
@@ -99,15 +99,15 @@ def start(stack: ExitStack, ranks: int, largest: int) -> tuple[dict[str, Measure
 
 
 def measure(
-    field: dict[str, Measure], collective: str, numel: int, repetitions: int, budget: float
+    measures: dict[str, Measure], collective: str, numel: int, repetitions: int, budget: float
 ) -> dict[str, list[float]]:
-    """Seconds a call of the slowest rank, by contestant and repetition; contestants take turns."""
+    """Return the seconds of a call on the slowest rank, by contestant and repetition; contestants take turns."""
     iters: dict[str, int] = {}
-    for name, call in field.items():
+    for name, call in measures.items():
         iters[name] = iterations(max(call(collective=collective, numel=numel, warm=2, iters=1)), budget)
-    times: dict[str, list[float]] = {name: [] for name in field}
+    times: dict[str, list[float]] = {name: [] for name in measures}
     for _ in range(repetitions):
-        for name, call in field.items():
+        for name, call in measures.items():
             times[name].append(max(call(collective=collective, numel=numel, warm=1, iters=iters[name])))
     return times
 
@@ -116,11 +116,11 @@ def row_of(
     ranks: int,
     collective: str,
     size: int,
-    field: dict[str, Measure],
+    measures: dict[str, Measure],
     checks: dict[str, Measure],
     quick: bool,
 ) -> dict[str, Any]:
-    """One collective at one size: timings, ratios and verdicts."""
+    """Measure one collective at one size: timings, ratios and verdicts."""
     shards = collective in COLLECTIVES and COLLECTIVES[collective].sharded
     numel = size // 4 // (ranks if shards else 1)
     wrong = {
@@ -130,7 +130,7 @@ def row_of(
     }
     repetitions, budget = (5, 0.01) if quick else (7, 0.02)
     times, conditions = machine.steady(
-        partial(measure, field, collective, numel, repetitions, budget), attempts=1 if quick else 2
+        partial(measure, measures, collective, numel, repetitions, budget), attempts=1 if quick else 2
     )
     timings = {name: Timing.of(series) for name, series in times.items()}
     figures = []
@@ -158,13 +158,13 @@ def row_of(
 
 
 def show(rows: list[dict[str, Any]], ranks: int) -> None:
-    """One table: microseconds of everyone, then our ratios, those that miss marked."""
+    """Print the microseconds of all contestants and dtcomm's ratios, with marks at missed targets."""
     lines = []
     for row in rows:
-        found = row["contestants"]
+        timings = row["contestants"]
         cells = [row["collective"], output.size_name(row["bytes"])]
         cells += [
-            output.microseconds(found[name]["median_us"] / 1e6) if name in found else "-"
+            output.microseconds(timings[name]["median_us"] / 1e6) if name in timings else "-"
             for name in ("dtcomm", "dtcomm.empty", *PEERS)
         ]
         ratios = {(f["ours"], f["peer"]): f for f in row["figures"]}
@@ -172,8 +172,8 @@ def show(rows: list[dict[str, Any]], ranks: int) -> None:
             figure = ratios.get(key)
             missed = figure is not None and figure["verdict"] == "MISS"
             cells.append("-" if figure is None else f"{figure['ratio']:.2f}x{' !' if missed else ''}")
-        ours = [found[name]["median_us"] for name in ("dtcomm", "dtcomm.empty")]
-        lines.append([*cells, *(f"{found['floor']['median_us'] / each:.0%}" for each in ours)])
+        ours = [timings[name]["median_us"] for name in ("dtcomm", "dtcomm.empty")]
+        lines.append([*cells, *(f"{timings['floor']['median_us'] / median_us:.0%}" for median_us in ours)])
     columns = ["collective", "size", "dtcomm µs", "empty µs", "gloo µs", "mpi µs"]
     output.table(
         f"fp32, {ranks} ranks (! misses its target)",
@@ -183,10 +183,10 @@ def show(rows: list[dict[str, Any]], ranks: int) -> None:
 
 
 def page(result: dict[str, Any]) -> str:
-    """The table of docs/results/collectives.md: microseconds, and how many times longer the peers take."""
+    """Return the table of docs/results/collectives.md: microseconds, and how many times longer the peers take."""
     lines = []
     for row in result["rows"]:
-        times = {name: found["median_us"] for name, found in row["contestants"].items()}
+        times = {name: timing["median_us"] for name, timing in row["contestants"].items()}
         cells = [f"{row['collective']}, {output.size_name(row['bytes'])}, {row['ranks']} ranks"]
         cells += [output.microseconds(times[ours] / 1e6) if ours in times else "" for ours in OURS]
         for peer in PEERS:
@@ -197,18 +197,18 @@ def page(result: dict[str, Any]) -> str:
 
 
 def merged(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``rows`` and those of the file that are not measured again, in order."""
+    """Return ``rows`` and the file's rows of other cases, in order."""
 
     def key(row: dict[str, Any]) -> tuple[int, int, int]:
         return row["ranks"], NAMES.index(row["collective"]), row["bytes"]
 
     kept = {key(row): row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
     kept |= {key(row): row for row in rows}
-    return [kept[each] for each in sorted(kept)]
+    return [kept[row_key] for row_key in sorted(kept)]
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Measures, prints the tables, writes the file; returns what it wrote."""
+    """Measure, print the tables, write the result file; return what was written."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -222,14 +222,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows: list[dict[str, Any]] = []
     for ranks in options.ranks:
-        here: list[dict[str, Any]] = []
+        rows_of_count: list[dict[str, Any]] = []
         with ExitStack() as stack:
-            field, checks = start(stack, ranks, max(options.sizes))
+            measures, checks = start(stack, ranks, max(options.sizes))
             for collective in options.collectives:
                 for size in options.sizes:
-                    here.append(row_of(ranks, collective, size, field, checks, options.quick))
-        show(here, ranks)
-        rows += here
+                    rows_of_count.append(row_of(ranks, collective, size, measures, checks, options.quick))
+        show(rows_of_count, ranks)
+        rows += rows_of_count
     if options.add:
         rows = merged(Path(options.json or output.RESULTS / "collectives.json"), rows)
     figures = [figure for row in rows for figure in row["figures"] if figure["verdict"]]

@@ -63,11 +63,11 @@ class Case:
         Raises:
             ValueError: The kind is unknown, or the text does not have its form.
         """
-        kind, _, rest = text.partition(":")
+        kind, _, arguments = text.partition(":")
         if kind not in KINDS:
             raise ValueError(f"case {text!r}: the kind {kind!r} is none of {', '.join(KINDS)}")
         form = "hook:BUCKETS:SIZE:CODEC" if kind == "hook" else f"{kind}:SIZE:CODEC"
-        numbers, fields = form.count(":") - 1, rest.split(":", form.count(":") - 1)
+        numbers, fields = form.count(":") - 1, arguments.split(":", form.count(":") - 1)
         try:
             *counts, size = fields[:numbers]
             case = cls(kind, output.parse_size(size), fields[numbers], *map(int, counts))

@@ -28,9 +28,14 @@ from dtcomm.launch.ranks import run_ranks
 DDP_TASK = "mlp"
 
 
-def wanted(tasks: list[str], methods: list[str], seeds: int) -> list[tuple[str, Task, Method, bool, int]]:
-    """(key, task, method, feedback, seed) of every run in a loop, seed by seed, so that what there is compares."""
-    found = []
+def planned_runs(
+    tasks: list[str], methods: list[str], seeds: int
+) -> list[tuple[str, Task, Method, bool, int]]:
+    """Return (key, task, method, feedback, seed) of every run in a loop, seed by seed.
+
+    With this order, partial results can be compared.
+    """
+    runs = []
     for seed in range(seeds):
         for task in map(TASKS.__getitem__, tasks):
             for method in map(METHODS.__getitem__, methods):
@@ -38,19 +43,19 @@ def wanted(tasks: list[str], methods: list[str], seeds: int) -> list[tuple[str, 
                     continue  # a momentum before compression and Adam's after it would be two
                 for feedback in (True, False):
                     if feedback or not method.alone:
-                        found.append(
+                        runs.append(
                             (page.key(task.name, method.name, feedback, seed), task, method, feedback, seed)
                         )
-    return found
+    return runs
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Runs that were made before; none where the file is missing."""
+    """Return the runs of earlier calls; none if the file does not exist."""
     return json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else {}
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Runs, prints, writes the files; returns what it wrote."""
+    """Run, print, write the files; return what was written."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -69,7 +74,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     torch.set_num_threads(1)
     runs = {} if options.fresh else load(path)
     end = time.monotonic() + options.seconds
-    plan = wanted(options.tasks, options.methods, options.seeds)
+    plan = planned_runs(options.tasks, options.methods, options.seeds)
     complete = True
     for number, (key, task, method, feedback, seed) in enumerate(plan, 1):
         if key in runs:

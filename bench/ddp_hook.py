@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.common import machine, output
 from bench.common.pool import Pool
 from bench.common.stats import Timing, iterations
-from bench.common.torch_rank import TorchRank, rendezvous
+from bench.common.torch_rank import TorchRank, new_store_file
 
 KB, MB = 1 << 10, 1 << 20
 BUCKETS = [256 * KB, MB, 5 * MB, 25 * MB, 100 * MB]
@@ -29,22 +29,22 @@ SIDES = ("torch", "dtcomm", "silent")
 
 
 class Cheap(torch.nn.Module):
-    """Parameters of ``numel`` floats with constant gradients: a backward pass is mostly communication."""
+    """Parameters of ``numel`` floats with constant gradients, so that a backward pass is mostly communication."""
 
     def __init__(self, count: int, numel: int) -> None:
         super().__init__()
         self.weights = torch.nn.ParameterList(torch.zeros(numel) for _ in range(count))
 
     def forward(self, scale: torch.Tensor) -> torch.Tensor:
-        """The scaled sum of all weights."""
+        """Return the scaled sum of all weights."""
         return torch.stack([(weight * scale).sum() for weight in self.weights]).sum()
 
 
 class HookRank(TorchRank):
-    """One rank with a model for each side; ``silent`` does everything but communicate."""
+    """A rank with a model for each side; ``silent`` does everything except communicating."""
 
     def prepare(self, bucket: int, count: int, codec: str) -> float:
-        """Builds the models for buckets of ``bucket`` bytes; returns how far their gradients differ."""
+        """Build the models for buckets of ``bucket`` bytes; return how far their gradients differ."""
         import dtcomm.ddp
 
         self.models: dict[str, DistributedDataParallel] = {}
@@ -62,7 +62,7 @@ class HookRank(TorchRank):
         return max(float((a - b).abs().max()) for a, b in gradients if a is not None and b is not None)
 
     def measure_step(self, side: str, iters: int) -> float:
-        """Seconds of a forward and backward pass, from ``iters`` back to back."""
+        """Return the seconds of a forward and backward pass, from ``iters`` passes."""
         dist.barrier()
         start = time.perf_counter()
         for _ in range(iters):
@@ -80,7 +80,7 @@ class HookRank(TorchRank):
 
 
 def measure(pool: Pool, repetitions: int, budget: float) -> dict[str, list[float]]:
-    """Seconds a step of the slowest rank, per side and repetition."""
+    """Return the seconds of a step on the slowest rank, by side and repetition."""
     iters = {
         side: iterations(max(pool.call("measure_step", side=side, iters=1)), budget, 200) for side in SIDES
     }
@@ -92,7 +92,7 @@ def measure(pool: Pool, repetitions: int, budget: float) -> dict[str, list[float
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Measures, prints, writes the file; returns what it wrote."""
+    """Measure, print, write the result file; return what was written."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--codec", default="none")
@@ -104,14 +104,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(arguments)
     repetitions, budget = (5, 0.05) if options.quick else (11, 0.1)
     rows, lines = [], []
-    with Pool(HookRank, options.ranks, rendezvous=rendezvous(), pinned=False) as pool:
+    with Pool(HookRank, options.ranks, store_file=new_store_file(), pinned=False) as pool:
         for bucket in options.buckets:
             count = max(2, min(8, 200 * MB // bucket))
-            off = max(pool.call("prepare", bucket=bucket, count=count, codec=options.codec))
+            difference = max(pool.call("prepare", bucket=bucket, count=count, codec=options.codec))
             times, conditions = machine.steady(partial(measure, pool, repetitions, budget), attempts=2)
             timings = {side: Timing.of(series) for side, series in times.items()}
-            quiet = timings["silent"].median
-            waited = {side: max(0.0, timings[side].median - quiet) for side in ("torch", "dtcomm")}
+            compute_only = timings["silent"].median
+            waited = {side: max(0.0, timings[side].median - compute_only) for side in ("torch", "dtcomm")}
             ratio = timings["torch"].median / timings["dtcomm"].median
             verdict = "PASS" if ratio > 1 else "MISS"
             rows.append(
@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
                     "bucket_bytes": bucket,
                     "buckets": count,
                     **conditions,
-                    "largest_difference": off,
+                    "largest_difference": difference,
                     **{side: timing.as_dict() for side, timing in timings.items()},
                     "ratio_of_steps": round(ratio, 3),
                     "verdict": verdict,
@@ -130,7 +130,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             line += [
                 f"{ratio:.2f}x",
                 f"{waited['torch'] / max(waited['dtcomm'], 1e-9):.1f}x",
-                f"{off:g}",
+                f"{difference:g}",
                 verdict,
             ]
             lines.append(line)

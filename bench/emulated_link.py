@@ -4,8 +4,8 @@ python -m bench.emulated_link [--gbit 1 10] [--only CODECS] [--repetitions N] [-
 
 The real link connects two network namespaces (veth, `tc tbf`; needs root and iproute2) and is used by the engine's
 sockets. A step is an all_reduce_coalesced of 101 MB of gradients in buckets of 25 MiB after a matrix product, like a
-training step. The emulated link is measured twice: over sockets of this host, which cost most of the CPU time that a
-network costs ("sockets"), and over shared memory ("memory"), which is given the CPU cost per byte of the real link.
+training step. The emulated link is measured twice: over sockets of this host ("sockets"), which cost most of the
+CPU time that a network costs, and over shared memory ("memory"), with the real link's CPU cost per byte added.
 
 That cost is measured first, on the same pair of namespaces without a relevant rate limit: the additional time of an
 uncompressed step over shared memory, divided by the bytes that both ends handle.
@@ -34,29 +34,29 @@ from dtcomm.runtime.emulated_link import tcp_ns_per_byte
 CODECS = ("none", "fp16", "int8", "int4")
 NUMELS = [2896 * 2896, 2896] * 3
 TARGET = 0.1
-LATENCY_US = 20  # of a packet from one namespace to the other
+LATENCY_US = 20  # of the emulated link, as measured between the namespaces
 UNLIMITED_GBIT = 400
-BURST_MS = 0.2  # of the real link: what it carries at once after a rest, which a cable would not
+BURST_MS = 0.2  # of the real link, which sends so much at once after a pause; a cable does not
 
 
 class Stepper:
-    """One rank, over a real link where it has namespaces, over an emulated one where it has ``link``."""
+    """A rank: over the real link if it has namespaces, otherwise over the emulated ``link``."""
 
     def __init__(
-        self, rank: int, ranks: int, rendezvous: str, namespaces: list[str], link: str, way: str
+        self, rank: int, ranks: int, store_file: str, namespaces: list[str], link: str, way: str
     ) -> None:
         os.environ["DTCOMM_LINK"] = link
         os.environ["DTCOMM_TRANSPORT"] = "memory" if way == "memory" else "sockets"
         if namespaces:
-            netns.init_process_group(rank, ranks, rendezvous, namespaces)
+            netns.init_process_group(rank, ranks, store_file, namespaces)
         else:
             torch.set_num_threads(1)
-            dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+            dist.init_process_group("gloo", init_method=f"file://{store_file}", rank=rank, world_size=ranks)
         self.tensors = [torch.randn(numel) for numel in NUMELS]
         self.weight = torch.randn(1024, 1024)
 
     def step(self, codec: str) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         import dtcomm
 
         dist.barrier()
@@ -66,12 +66,12 @@ class Stepper:
         return time.perf_counter() - started
 
     def close(self) -> None:
-        """Leaves the group."""
+        """Destroy the process group."""
         dist.destroy_process_group()
 
 
 def cost_of(repetitions: int) -> float:
-    """Nanoseconds of CPU time that the real network takes of either end, a byte."""
+    """Return the nanoseconds of CPU time per byte that the real network costs at either end."""
     bare = f"{UNLIMITED_GBIT}gbit,{LATENCY_US}us,rdma"
     rows = measure(UNLIMITED_GBIT, ["none"], repetitions, {"memory": bare})
     seconds: float = (rows[0]["real_ms"] - rows[0]["emulated_ms"]) / 1e3
@@ -79,24 +79,30 @@ def cost_of(repetitions: int) -> float:
 
 
 def measure(gbit: float, codecs: list[str], repetitions: int, links: dict[str, str]) -> list[dict[str, Any]]:
-    """A row for each codec and way of emulation (``links``: what is emulated): the slower rank's milliseconds."""
+    """Return a row for each codec and way of emulation (``links``: links by way), with the slower rank's times."""
     times: dict[tuple[str, str], list[float]] = {}
     with netns.two_hosts(gbit, burst_ms=BURST_MS) as namespaces, TemporaryDirectory() as folder:
 
-        def pool(name: str, link: str = "", inside: list[str] | None = None) -> Pool:
-            meeting = str(Path(folder) / name)
+        def pool(name: str, link: str = "", namespaces: list[str] | None = None) -> Pool:
+            store_file = str(Path(folder) / name)
             return Pool(
-                Stepper, 2, timeout=120, rendezvous=meeting, namespaces=inside or [], link=link, way=name
+                Stepper,
+                2,
+                timeout=120,
+                store_file=store_file,
+                namespaces=namespaces or [],
+                link=link,
+                way=name,
             )
 
         with ExitStack() as stack:
-            pools = {"real": stack.enter_context(pool("real", inside=namespaces))}
+            pools = {"real": stack.enter_context(pool("real", namespaces=namespaces))}
             pools |= {way: stack.enter_context(pool(way, link)) for way, link in links.items()}
             for repetition in range(repetitions + 1):
                 for codec in codecs:
-                    for name, each in pools.items():
-                        seconds = max(each.call("step", codec=codec))
-                        if repetition:  # the first one connects and makes its plans
+                    for name, ranks in pools.items():
+                        seconds = max(ranks.call("step", codec=codec))
+                        if repetition:  # the first one connects and plans
                             times.setdefault((codec, name), []).append(seconds)
     rows = []
     for codec in codecs:
@@ -122,7 +128,7 @@ def measure(gbit: float, codecs: list[str], repetitions: int, links: dict[str, s
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Measures, prints, writes the file; returns what it wrote."""
+    """Measure, print, write the result file; return what was written."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -141,11 +147,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     for gbit in options.gbit:
         link = f"{gbit:g}gbit,{LATENCY_US}us"
         links = {"sockets": link, "memory": f"{link},{cost:.2f}ns/byte"}
-        # Fast steps take little time, and vary most.
+        # Fast steps vary most and take little time.
         rows += measure(gbit, options.only, options.repetitions * (3 if gbit >= 5 else 1), links)
-        found = [row for row in rows if row["gbit"] == gbit]
+        rows_of_rate = [row for row in rows if row["gbit"] == gbit]
         output.table(
-            f"a step of {sum(NUMELS) * 4 / 1e6:.0f} MB of gradients, 2 ranks, {found[0]['link']}, real and emulated",
+            f"a step of {sum(NUMELS) * 4 / 1e6:.0f} MB of gradients, 2 ranks, {link}, real and emulated",
             ["codec", "over", "real ms", "emulated ms", "ratio", "target", "verdict"],
             [
                 [
@@ -157,7 +163,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
                     f"1 ± {TARGET:g}",
                     row["verdict"],
                 ]
-                for row in found
+                for row in rows_of_rate
             ],
         )
     result = {

@@ -25,7 +25,7 @@ EPS = 1e-6
 
 
 def contestants(spec: str, tokens: int, features: int, dtype: torch.dtype) -> dict[str, Callable[[], None]]:
-    """The two of them, on the same payload and the same buffers."""
+    """Return the fused and the separate version, on the same payload and buffers."""
     x, residual = (torch.randn(tokens, features).to(dtype) for _ in range(2))
     bias, weight = (torch.randn(features).to(dtype) for _ in range(2))
     payload = ops.encode(spec, x)
@@ -45,7 +45,7 @@ def contestants(spec: str, tokens: int, features: int, dtype: torch.dtype) -> di
 
 
 def measure(calls: dict[str, Callable[[], None]], repetitions: int) -> dict[str, Timing]:
-    """Seconds a call, contestants by turns."""
+    """Return the timing of a call of each contestant; they take turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     rounds = {name: iterations(_seconds(call, 3), 0.02) for name, call in calls.items()}
     for _ in range(repetitions):
@@ -62,7 +62,7 @@ def _seconds(call: Callable[[], None], iters: int) -> float:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Measures, prints, writes the file; returns what it wrote."""
+    """Measure, print, write the result file; return what was written."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -78,16 +78,18 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     for name in options.dtypes:
         for spec in options.codecs:
             for tokens in options.tokens:
-                found = measure(
+                measured = measure(
                     contestants(spec, tokens, options.features, getattr(torch, name)), options.repetitions
                 )
-                ratio = found["apart"].median / found["one pass"].median
-                timings = {each: timing.as_dict() for each, timing in found.items()}
+                ratio = measured["apart"].median / measured["one pass"].median
+                timings = {contestant: timing.as_dict() for contestant, timing in measured.items()}
                 rows.append(
                     {"dtype": name, "codec": spec, "tokens": tokens, "ratio": round(ratio, 3), **timings}
                 )
-                each = [output.microseconds(found[which].median) for which in ("one pass", "apart")]
-                lines.append([f"{name} {spec}, {tokens} tokens", *each, f"{ratio:.2f}x"])
+                contestant = [
+                    output.microseconds(measured[contestant].median) for contestant in ("one pass", "apart")
+                ]
+                lines.append([f"{name} {spec}, {tokens} tokens", *contestant, f"{ratio:.2f}x"])
     output.table(f"sums of {options.features} features", ["", "one pass us", "apart us", "faster"], lines)
     result = {
         "machine": machine.describe(),

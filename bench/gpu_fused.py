@@ -33,7 +33,7 @@ from dtcomm.measure.virtual_ranks import VirtualRanks
 
 TARGETS, FLOOR = ("int8", "fp8_e4m3", "int4"), 0.85
 OTHERS = ("none", "fp16", "int8:block=128")
-PROCESSES_SECONDS = 30.0  # two processes start, connect and measure; kernels of theirs take turns
+PROCESSES_SECONDS = 30.0  # for two processes to start, connect and measure; their kernels are serialized
 LATENCY = tuple(1 << power for power in range(10, 19))  # 1 KB to 256 KB
 REPLAYS = 20
 
@@ -46,7 +46,7 @@ def bandwidth(
     device: torch.device,
     copied: int = TimedCopy.LARGE,
 ) -> list[dict[str, Any]]:
-    """Two-shot all-reduce of ``ranks`` fp32 tensors beside the floor: a copy of ``copied`` bytes."""
+    """Measure two-shot all-reduces of ``ranks`` fp32 tensors beside the floor: a copy of ``copied`` bytes."""
     clock = make_clock(device)
     copy = TimedCopy(device, clock, copied)
     xs = [torch.randn(numel, device=device) for _ in range(ranks)]
@@ -92,7 +92,7 @@ def bandwidth(
 def latency(
     ranks: int, sizes: Sequence[int], specs: list[str], budget: Budget, device: torch.device
 ) -> list[dict[str, Any]]:
-    """One-shot all-reduce of small tensors, fp32 bytes, by replays of a graph of 20 calls, and launched one by one."""
+    """Measure one-shot all-reduces of small fp32 tensors, in replays of a graph of 20 calls and launched one by one."""
     clock, rows = make_clock(device), []
     for spec in specs:
         virtual = VirtualRanks(ranks, device)
@@ -127,13 +127,13 @@ def latency(
 
 
 def beside_torch(rank: int, world_size: int) -> dict[str, Any]:
-    """On each of two processes: microseconds a call of torch's all-reduces and of ours."""
+    """Return the microseconds of a call of torch's all-reduces and of dtcomm's; runs on each of two processes."""
     import torch.distributed as dist
     import torch.distributed._symmetric_memory as memory
 
     import dtcomm
 
-    said: dict[str, Any] = {}
+    times: dict[str, Any] = {}
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
     device = torch.device(
         "cuda", torch.cuda.current_device()
@@ -161,26 +161,26 @@ def beside_torch(rank: int, world_size: int) -> dict[str, Any]:
                 for _ in range(10):
                     run()
                 torch.cuda.synchronize()
-                said[f"{name} {size}"] = (time.perf_counter() - begin) / 10 * 1e6
+                times[f"{name} {size}"] = (time.perf_counter() - begin) / 10 * 1e6
             except RuntimeError as error:
-                said[f"{name} {size}"] = f"not run: {str(error).splitlines()[0]}"
-    return said
+                times[f"{name} {size}"] = f"not run: {str(error).splitlines()[0]}"
+    return times
 
 
 def between_processes(budget: Budget) -> dict[str, Any]:
-    """The same of the slower rank, or why it did not run."""
+    """Return the slower rank's microseconds of each all-reduce, or why they did not run."""
     if not budget.allows("two processes on one device", PROCESSES_SECONDS):
         return {"not run": "cut"}
     env = {"DTCOMM_RUNTIME": "peer", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     try:
-        said = run_ranks(beside_torch, 2, timeout=min(90.0, budget.left()), fresh=True, env=env)
+        results = run_ranks(beside_torch, 2, timeout=min(90.0, budget.left()), fresh=True, env=env)
     except Exception as error:
         first = (str(error).splitlines() or [repr(error)])[0]
         print(f"two processes on one device: not run: {first}")
         return {"not run": first}
     worst = {
         name: max(values) if all(isinstance(value, float) for value in values) else values[0]
-        for name, values in ((name, [each[name] for each in said]) for name in said[0])
+        for name, values in ((name, [result[name] for result in results]) for name in results[0])
     }
     for name, value in worst.items():
         print(f"two processes  {name:<32} {value if isinstance(value, str) else f'{value:.1f} us'}")
@@ -188,7 +188,7 @@ def between_processes(budget: Budget) -> dict[str, Any]:
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:
-    """Of the codecs whose share of the floor is a target."""
+    """Return whether the codecs that have a target reach their share of the floor."""
     shares = {row["codec"]: row["of_floor"] for row in rows if row["codec"] in TARGETS}
     if missing := [name for name in TARGETS if name not in shares]:
         return f"not measured: {', '.join(missing)}"
@@ -203,7 +203,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--mib", type=float, default=64, help="of each rank's fp32 tensor")
     parser.add_argument("--codecs", nargs="+", default=[*TARGETS, *OTHERS])
     parser.add_argument("--sizes", type=int, nargs="+", default=LATENCY, help="bytes, of one-shot's latency")
-    parser.add_argument("--seconds", type=float, default=180, help="what no longer fits is cut, aloud")
+    parser.add_argument(
+        "--seconds", type=float, default=180, help="measurements that no longer fit are skipped and reported"
+    )
     parser.add_argument("--device", choices=("cuda", "emulator"), default="cuda")
     parser.add_argument("--json", type=Path, help="also write the result here")
     options = parser.parse_args(argv)
@@ -212,19 +214,19 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     budget, numel = Budget(options.seconds), int(options.mib * (1 << 18))
     device, copied = torch.device("cpu"), 1 << 20
-    said: dict[str, Any] = {"name": "emulator", "driver": None}
+    gpu: dict[str, Any] = {"name": "emulator", "driver": None}
     if options.device == "cuda":
         device, copied = torch.device("cuda", torch.cuda.current_device()), TimedCopy.LARGE
-        said = device_info.describe_gpu(device)
-    print(f"{said['name']}, driver {said['driver']}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-    # What a target asks for comes first, so that a cut takes the rest.
+        gpu = device_info.describe_gpu(device)
+    print(f"{gpu['name']}, driver {gpu['driver']}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    # Codecs with a target come first, so that others are skipped if time runs out.
     targets = [spec for spec in options.codecs if spec in TARGETS]
     others = [spec for spec in options.codecs if spec not in TARGETS]
     rows = bandwidth(options.ranks, numel, targets, budget, device, copied)
     small = latency(options.ranks, options.sizes, ["none", "int8"], budget, device)
     rows += bandwidth(options.ranks, numel, others, budget, device, copied)
     result = {
-        "device": said,
+        "device": gpu,
         "versions": device_info.versions(),
         "bandwidth": rows,
         "latency": small,

@@ -53,7 +53,7 @@ Run = Callable[[int], object]
 
 
 def peers(numel: int, sets: int, device: torch.device) -> Iterator[tuple[str, int, Run]]:
-    """Others' quantisation of `numel` fp32; bytes as for the nearest codec here."""
+    """Yield the quantization of `numel` fp32 by other libraries, with the bytes of the most similar codec of dtcomm."""
     x = [torch.randn(numel // 1024, 1024, device=device) for _ in range(sets)]
     try:
         from bitsandbytes import functional as bitsandbytes  # type: ignore[import-not-found]
@@ -89,7 +89,7 @@ def peers(numel: int, sets: int, device: torch.device) -> Iterator[tuple[str, in
 
 
 class Measured:
-    """Rows of one size, each beside a copy that is timed in turn with it."""
+    """The rows of one size, each beside a copy that is timed alternately with it."""
 
     def __init__(self, numel: int, device: torch.device, copied: int = TimedCopy.LARGE) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -99,7 +99,7 @@ class Measured:
         self._copy = TimedCopy(device, self._clock, copied)
 
     def add(self, name: str, workload: KernelWorkload) -> None:
-        """Measure it, and print its row."""
+        """Measure a workload and print its row."""
         for warm in range(self.sets):
             workload.run(warm)
         turns = itertools.cycle(range(self.sets))
@@ -127,7 +127,7 @@ class Measured:
 
 
 def measure(measured: Measured, specs: list[str], budget: Budget) -> list[dict[str, Any]]:
-    """One row for each codec and workload, and for peers that are here."""
+    """Return a row for each codec and workload, and for each installed peer."""
     mib = f"{measured.numel / (1 << 18):g} MiB"
     for spec in specs:
         if budget.allows(f"{spec}, {mib}"):
@@ -146,9 +146,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--mib", type=float, nargs="+", default=[64, 1024], help="sizes of the fp32 tensor")
     parser.add_argument(
-        "--codecs", nargs="+", default=[*FIRST_TIER, *OTHERS], help="which; default all below"
+        "--codecs", nargs="+", default=[*FIRST_TIER, *OTHERS], help="default: all of FIRST_TIER and OTHERS"
     )
-    parser.add_argument("--seconds", type=float, default=120, help="what no longer fits is cut, aloud")
+    parser.add_argument(
+        "--seconds", type=float, default=120, help="measurements that no longer fit are skipped and reported"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", type=Path, help="also write the result here")
     options = parser.parse_args(argv)
@@ -157,16 +159,16 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     budget = Budget(options.seconds)
     device, copied = torch.device("cpu"), 1 << 20
-    said: dict[str, Any] = {"name": "the CPU"}
+    gpu: dict[str, Any] = {"name": "the CPU"}
     if options.device == "cuda":
         device, copied = torch.device("cuda", torch.cuda.current_device()), TimedCopy.LARGE
-        said = device_info.describe_gpu(device)
-    print(f"{said['name']}: bytes moved per second, and beside a copy of {copied >> 20} MiB")
+        gpu = device_info.describe_gpu(device)
+    print(f"{gpu['name']}: bytes moved per second, and beside a copy of {copied >> 20} MiB")
     rows = []
     for mib in options.mib:
         rows += measure(Measured(int(mib * (1 << 18)), device, copied), options.codecs, budget)
     if options.json:
-        result = {"device": said, "versions": device_info.versions(), "rows": rows, "cut": budget.cuts}
+        result = {"device": gpu, "versions": device_info.versions(), "rows": rows, "cut": budget.cuts}
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0

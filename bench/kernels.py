@@ -28,18 +28,18 @@ from dtcomm.codecs import Codec, codec
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.kernels import available, cpu, dispatch
 
-SKEW = 276 << 10  # buffers whose addresses agree modulo the cache evict each other
-PLACEMENTS = 4  # times that the buffers are made anew: which pages they get moves a result by a fifth
+SKEW = 276 << 10  # buffers whose addresses are equal modulo the cache size evict each other
+PLACEMENTS = 4  # allocations of the buffers: which pages they get changes a result by up to a fifth
 F32 = ELEMENT_TYPES[torch.float32]
 MORE = ("int8:symmetric=false", "int8:round=stochastic", "int4:symmetric=false", "int4:round=stochastic")
 MORE += ("int8:rotate=hadamard", "int4:rotate=hadamard", "int4:block=128,rotate=hadamard", "int4:spikes=1")
-SLOW = 0.03  # seconds: what takes longer runs once for each placement
+SLOW = 0.03  # seconds; what takes longer runs once for each placement
 COPIES = ("memcpy", "streaming copy")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """`run(n)` does the work n times; `peer` is the torch contestant it is compared with."""
+    """A measured function: `run(n)` does the work n times; `peer` is the torch contestant it is compared with."""
 
     name: str
     run: Callable[[int], object]
@@ -50,7 +50,7 @@ class Contestant:
 
 
 class Buffers:
-    """Tensors in one arena, each skewed against the one before."""
+    """Tensors in one arena, each at an offset that differs from the previous one in the cache sets."""
 
     def __init__(self, size: int) -> None:
         self.arena = torch.zeros(7 * (size + 2 * SKEW), dtype=torch.uint8)
@@ -58,14 +58,14 @@ class Buffers:
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         size = numel * dtype.itemsize
-        taken = self.arena[self.at : self.at + size].view(dtype)
+        tensor = self.arena[self.at : self.at + size].view(dtype)
         self.at += -(-(size + SKEW) // 64) * 64
-        return taken
+        return tensor
 
 
 def combine(
     kernel: str,
-    which: Codec,
+    tested: Codec,
     n: int,
     repeats: int,
     *,
@@ -75,12 +75,12 @@ def combine(
     out: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> None:
-    """`repeats` calls of the native kernel, timed without Python between them."""
+    """Call the native kernel `repeats` times, without Python between the calls."""
     address = [0 if t is None else t.data_ptr() for t in (local, residual, payload_out, out)]
     streams = [t is not None and t.numel() * t.itemsize >= cpu.STREAM_BYTES for t in (payload_out, out)]
     _C.combine(
         kernel,
-        which.native(),
+        tested.native(),
         [payload.data_ptr() for payload in payloads],
         len(payloads),
         address[0],
@@ -102,10 +102,10 @@ def combine(
 
 
 def decode(
-    kernel: str, which: Codec, n: int, stream: bool, payload: torch.Tensor, out: torch.Tensor, repeats: int
+    kernel: str, tested: Codec, n: int, stream: bool, payload: torch.Tensor, out: torch.Tensor, repeats: int
 ) -> None:
-    """`repeats` decodings; of `none` without `stream` this is libc's memcpy."""
-    _C.decode(kernel, which.native(), payload.data_ptr(), n, F32, out.data_ptr(), F32, stream, repeats)
+    """Decode `repeats` times; codec `none` without `stream` is libc's memcpy."""
+    _C.decode(kernel, tested.native(), payload.data_ptr(), n, F32, out.data_ptr(), F32, stream, repeats)
 
 
 def repeated(function: Callable[[], object], repeats: int) -> None:
@@ -114,7 +114,7 @@ def repeated(function: Callable[[], object], repeats: int) -> None:
 
 
 def copies(size: int, kernel: str, x: torch.Tensor, y: torch.Tensor) -> list[Contestant]:
-    """What everything is compared with."""
+    """Return the two copies that everything is compared with."""
     none = codec("none")
     return [
         Contestant(name=name, run=partial(decode, kernel, none, size // 4, stream, x, y), moved=2 * size)
@@ -123,34 +123,34 @@ def copies(size: int, kernel: str, x: torch.Tensor, y: torch.Tensor) -> list[Con
 
 
 def sums(size: int, kernel: str, buffers: Buffers) -> list[Contestant]:
-    """The sum of uncompressed floats, beside torch's and the copies."""
+    """Return the sums of uncompressed floats, torch's addition and the copies."""
     n, none = size // 4, codec("none")
     x, y, z, w = (buffers.take(n, torch.float32).normal_() for _ in range(4))
     raw = z.view(torch.uint8)
-    found = copies(size, kernel, x, y)
-    found.append(
+    contestants = copies(size, kernel, x, y)
+    contestants.append(
         Contestant(name="torch: add", run=partial(repeated, partial(torch.add, x, z, out=w)), moved=0)
     )
     for count, peer in ((2, "torch: add"), (4, None)):
         run = partial(combine, kernel, none, n, local=x, payloads=(raw,) * (count - 1), out=w)
-        found.append(Contestant(name=f"none sum of {count}", run=run, moved=3 * size, peer=peer))
-    return found
+        contestants.append(Contestant(name=f"none sum of {count}", run=run, moved=3 * size, peer=peer))
+    return contestants
 
 
-def contestants(size: int, kernel: str, which: Codec, buffers: Buffers) -> list[Contestant]:
-    """Every verb of a codec at `size` bytes of fp32, its peers in torch, and the copies."""
-    n, spec, wire = size // 4, str(which), which.wire_bytes(size // 4)
+def contestants(size: int, kernel: str, tested: Codec, buffers: Buffers) -> list[Contestant]:
+    """Return every verb of a codec at `size` bytes of fp32, its peers in torch, and the copies."""
+    n, spec, wire = size // 4, str(tested), tested.wire_bytes(size // 4)
     x, y, residual = (buffers.take(n, torch.float32) for _ in range(3))
     x.normal_()
     residual.zero_()
     payload, other, again = (buffers.take(wire, torch.uint8) for _ in range(3))
     for into in (payload, other):
-        combine(kernel, which, n, 1, local=x, payload_out=into)
+        combine(kernel, tested, n, 1, local=x, payload_out=into)
     two = (payload, other)
-    call = partial(combine, kernel, which, n)
+    call = partial(combine, kernel, tested, n)
     verbs: dict[str, tuple[Callable[[int], object], int]] = {
         "encode": (partial(call, local=x, payload_out=again), size + wire),
-        "decode": (partial(decode, kernel, which, n, size >= cpu.STREAM_BYTES, payload, y), size + wire),
+        "decode": (partial(decode, kernel, tested, n, size >= cpu.STREAM_BYTES, payload, y), size + wire),
         "reduce of 2": (partial(call, payloads=two, out=y), size + 2 * wire),
         "reduce_encode of 2": (
             partial(call, local=x, payloads=(payload,), payload_out=again),
@@ -161,67 +161,67 @@ def contestants(size: int, kernel: str, which: Codec, buffers: Buffers) -> list[
             3 * size + wire,
         ),
     }
-    found = copies(size, kernel, x, y)
-    in_torch = torch_codecs.peers(which, x)
+    entries = copies(size, kernel, x, y)
+    in_torch = torch_codecs.peers(tested, x)
     for verb, function in in_torch.items():
-        found.append(Contestant(name=f"torch: {spec} {verb}", run=partial(repeated, function), moved=0))
+        entries.append(Contestant(name=f"torch: {spec} {verb}", run=partial(repeated, function), moved=0))
     for verb, (run, moved) in verbs.items():
         peer = f"torch: {spec} {verb}" if verb in in_torch else None
-        found.append(
+        entries.append(
             Contestant(name=f"{spec} {verb}", run=run, moved=moved, codec=spec, verb=verb, peer=peer)
         )
-    return found
+    return entries
 
 
-def measure(everyone: list[Contestant], seconds: float) -> dict[str, list[float]]:
-    """Seconds of one call, a value a round, for every contestant, taking turns for about `seconds`.
+def measure(contestants: list[Contestant], seconds: float) -> dict[str, list[float]]:
+    """Return the seconds of a call of every contestant in every round; they take turns for about `seconds`.
 
-    The clock is the thread's: all is done by this one, and what others do on its core in between does not count.
+    The clock is that of this thread, which does all the work; time that other processes use on its core does not count.
     """
     repeats, slow = {}, {}
-    for each in everyone:
-        each.run(1)
+    for contestant in contestants:
+        contestant.run(1)
         start = time.thread_time()
-        each.run(1)
+        contestant.run(1)
         once = time.thread_time() - start
-        repeats[each.name] = iterations(once, 0.002)
+        repeats[contestant.name] = iterations(once, 0.002)
         if once > SLOW:
-            slow[each.name] = once
-    times: dict[str, list[float]] = {each.name: [] for each in everyone}
+            slow[contestant.name] = once
+    times: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times["memcpy"]) < 3:
-        for each in everyone:
-            if each.name in slow:
-                times[each.name].append(slow[each.name])
+        for contestant in contestants:
+            if contestant.name in slow:
+                times[contestant.name].append(slow[contestant.name])
                 continue
             start = time.thread_time()
-            each.run(repeats[each.name])
-            times[each.name].append((time.thread_time() - start) / repeats[each.name])
+            contestant.run(repeats[contestant.name])
+            times[contestant.name].append((time.thread_time() - start) / repeats[contestant.name])
     return times
 
 
 def ratios(peer: list[float], ours: list[float]) -> Timing:
-    """How many times faster than `peer`, round by round."""
+    """Return how many times faster than `peer` the contestant is, by the ratios of the rounds."""
     return Timing.of([p / o for p, o in zip(peer, ours, strict=True)])
 
 
 def report(
-    size: int, kernel: str, everyone: list[Contestant], times: dict[str, list[float]]
+    size: int, kernel: str, contestants: list[Contestant], times: dict[str, list[float]]
 ) -> list[dict[str, object]]:
-    """Prints the table of one size and returns its rows."""
+    """Print the table of one size and return its rows."""
     rows: list[dict[str, object]] = []
     cells: list[list[str]] = []
     bandwidth = 2 * size / min(statistics.median(times[name]) for name in COPIES)
-    for each in everyone:
-        timing = Timing.of(times[each.name])
-        memcpy = ratios(times["memcpy"], times[each.name])
-        peer = ratios(times[each.peer], times[each.name]) if each.peer else None
-        floor = each.moved / bandwidth / timing.median if each.moved else None
+    for contestant in contestants:
+        timing = Timing.of(times[contestant.name])
+        memcpy = ratios(times["memcpy"], times[contestant.name])
+        peer = ratios(times[contestant.peer], times[contestant.name]) if contestant.peer else None
+        floor = contestant.moved / bandwidth / timing.median if contestant.moved else None
         rows.append(
             {
-                "name": each.name,
-                "codec": each.codec,
-                "verb": each.verb,
+                "name": contestant.name,
+                "codec": contestant.codec,
+                "verb": contestant.verb,
                 "bytes": size,
                 "gb_per_s": round(size / timing.median / 1e9, 2),
                 "times_memcpy": round(memcpy.median, 3),
@@ -233,7 +233,7 @@ def report(
         )
         cells.append(
             [
-                each.name,
+                contestant.name,
                 f"{size / timing.median / 1e9:.1f}",
                 f"{100 * timing.spread:.0f} %",
                 f"{memcpy.median:.2f}",
@@ -243,7 +243,7 @@ def report(
             ]
         )
     columns = ["", "GB/s", "spread", "x memcpy", "quartiles", "x torch", "of the floor"]
-    title = everyone[-1].codec or "none"
+    title = contestants[-1].codec or "none"
     output.table(f"{title}: {kernel}, one core, {output.size_name(size)} of fp32", columns, cells)
     return rows
 
@@ -262,38 +262,38 @@ def main() -> None:
     options = parser.parse_args()
     default = [name for name in codecs.names() if name != "none"] + list(MORE)
     chosen = [codec(spec) for spec in options.codecs or default]
-    told: dict[str, object] = {"machine": machine.describe(), "kernel": options.kernel}
+    settings: dict[str, object] = {"machine": machine.describe(), "kernel": options.kernel}
     pin(options.cpu)
     torch.set_num_threads(1)
     rows: list[dict[str, object]] = []
     for size in options.sizes:
-        everyone: dict[str, list[Contestant]] = {}
+        contestants_by_codec: dict[str, list[Contestant]] = {}
         times: dict[str, dict[str, list[float]]] = {}
         for _ in range(PLACEMENTS):
             buffers = Buffers(size)
             first = buffers.at
-            for which in [None, *chosen]:
+            for tested in [None, *chosen]:
                 buffers.at = first  # all codecs use the same memory
-                key = str(which)
-                everyone[key] = (
-                    contestants(size, options.kernel, which, buffers)
-                    if which
+                key = str(tested)
+                contestants_by_codec[key] = (
+                    contestants(size, options.kernel, tested, buffers)
+                    if tested
                     else sums(size, options.kernel, buffers)
                 )
-                for name, seconds in measure(everyone[key], options.seconds / PLACEMENTS).items():
+                for name, seconds in measure(contestants_by_codec[key], options.seconds / PLACEMENTS).items():
                     times.setdefault(key, {}).setdefault(name, []).extend(seconds)
-        for key, group in everyone.items():
+        for key, group in contestants_by_codec.items():
             rows += report(size, options.kernel, group, times[key])
-    judged = kernel_targets.verdicts(rows)
-    for each in judged:
-        size = output.size_name(each["bytes"])
+    verdicts = kernel_targets.verdicts(rows)
+    for verdict in verdicts:
+        size = output.size_name(verdict["bytes"])
         print(
-            f"{each['verdict']}  {each['codec']} {each['verb']}, {size}: {each['figure']} {each['what']}"
-            f" (at least {each['least']})"
+            f"{verdict['verdict']}  {verdict['codec']} {verdict['verb']}, {size}: {verdict['figure']} {verdict['what']}"
+            f" (at least {verdict['least']})"
         )
     if options.json is not None:
-        told["load"] = os.getloadavg()
-        print(output.write("kernels", {**told, "rows": rows, "verdicts": judged}, options.json or None))
+        settings["load"] = os.getloadavg()
+        print(output.write("kernels", {**settings, "rows": rows, "verdicts": verdicts}, options.json or None))
 
 
 if __name__ == "__main__":

@@ -27,13 +27,13 @@ PAGES: list[tuple[Path, str, Callable[..., str], tuple[str, ...]]] = [
 
 
 def kept(program: str) -> dict[str, Any]:
-    """The result that ``bench/results`` holds of a program."""
+    """Return the result of a program in ``bench/results``."""
     result: dict[str, Any] = json.loads((RESULTS / f"{program}.json").read_text(encoding="utf-8"))
     return result
 
 
 def main() -> None:
-    """Writes them all."""
+    """Write all tables."""
     for page, marks, text, programs in PAGES:
         print(pages.fill(page, marks, text(*map(kept, programs))))
 

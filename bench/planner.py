@@ -5,7 +5,7 @@ python -m bench.planner [--ranks 2 4] [--collectives all_reduce] [--seconds S] [
 First `dtcomm tune` measures these numbers of ranks at powers of two. Then every algorithm and auto are sampled in new
 processes at sizes in between and at the ends, and compared with the table's predictions for the same placement of the
 CPUs. The algorithm that auto chose and the fastest one are then sampled alternately once more, and all samples count,
-because the fastest of six is so partly by chance. If the CPUs were in a placement that the table does not have, both
+because the fastest of six is partly so by chance. If the CPUs were in a placement that the table does not have, both
 parts are repeated once.
 
 Targets: a median error of 15 %, and auto within 10 % of the best at every size. The exit status is 1 if one is missed.
@@ -43,15 +43,15 @@ from dtcomm.planner.cost_model import Table
 KB, MB = 1 << 10, 1 << 20
 SIZES = (KB, 3 * KB, 12 * KB, 48 * KB, 192 * KB, 768 * KB, 3 * MB, 12 * MB, 48 * MB, 64 * MB)
 CODECS = ("none", "int8")
-MEASURED = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")  # what `dtcomm tune` does
+MEASURED = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")  # by `dtcomm tune`
 MOST_ERROR, MOST_REGRET = 0.15, 0.10
-AGAIN = 0.4  # of the check's time, for auto and the fastest in turn
+REPEAT_SHARE = 0.4  # of the check's time, for auto and the fastest algorithm alternately
 ATTEMPTS = 2
 
 
 def cases(names: Sequence[str], ranks: int) -> list[BenchmarkCase]:
-    """All algorithms and auto; `dtcomm tune` measures a codec in all_reduce alone."""
-    found = []
+    """Return cases with all algorithms and auto; `dtcomm tune` measures codecs in all_reduce alone."""
+    selected = []
     for name in names:
         options = TuneOptions(collectives=(name,), codecs=("none",), largest=KB, seconds=1)
         every = next(benchmark_cases(options, ranks, 1)).algorithms
@@ -60,24 +60,26 @@ def cases(names: Sequence[str], ranks: int) -> list[BenchmarkCase]:
                 case = BenchmarkCase(
                     collective=name, codec=codecs.codec(spec), nbytes=size, algorithms=(*every, "auto")
                 )
-                found.append(case)
-    return found
+                selected.append(case)
+    return selected
 
 
 def check(
     rank: int, world_size: int, names: Sequence[str], seconds: float, text: str
 ) -> list[tuple[CaseSamples, CaseSamples | None]]:
-    """All algorithms and auto at all sizes, then what auto takes and what was fastest, on each rank."""
+    """Sample all algorithms and auto at all sizes, then auto's algorithm and the fastest one alternately."""
     from dtcomm.cli.perf import placement
     from dtcomm.cli.tune import measure as tune_measure
 
     cpus = tune_measure.first_two_cpus()
     placement.pin_to_core(None)
-    first = sample_cases(cases(names, world_size), (1 - AGAIN) * seconds, cpus)
+    first = sample_cases(cases(names, world_size), (1 - REPEAT_SHARE) * seconds, cpus)
     pairs = {
         at: pair for at, visits in enumerate(first) if (pair := _pair(visits, world_size, parse_table(text)))
     }
-    second = dict(zip(pairs, sample_cases(list(pairs.values()), AGAIN * seconds, cpus) if pairs else []))
+    second = dict(
+        zip(pairs, sample_cases(list(pairs.values()), REPEAT_SHARE * seconds, cpus) if pairs else [])
+    )
     return [(visits, second.get(at)) for at, visits in enumerate(first)]
 
 
@@ -86,11 +88,11 @@ def _chosen(case: BenchmarkCase, ranks: int, table: Table) -> str:
 
 
 def _pair(visits: CaseSamples, ranks: int, table: Table) -> BenchmarkCase | None:
-    """What auto takes and the fastest of each placement; None where they are one."""
+    """Return a case with auto's algorithm and the fastest one of each placement; None if they are the same."""
     case = visits.case
     fastest = []
-    for where in visits.medians:
-        times = {name: each for name, each in visits.seconds(where).items() if name != "auto"}
+    for placement in visits.medians:
+        times = {name: seconds for name, seconds in visits.seconds(placement).items() if name != "auto"}
         fastest.append(min(times, key=lambda name: times[name]))
     names = tuple(dict.fromkeys((_chosen(case, ranks, table), *fastest)))
     if len(names) < 2:
@@ -99,33 +101,34 @@ def _pair(visits: CaseSamples, ranks: int, table: Table) -> BenchmarkCase | None
 
 
 def compare(
-    ranks: int, found: list[tuple[CaseSamples, CaseSamples | None]], table: Table
+    ranks: int, samples: list[tuple[CaseSamples, CaseSamples | None]], table: Table
 ) -> list[dict[str, Any]]:
-    """With the table's predictions: errors by algorithm, what auto takes, and how far it is from the best.
+    """Compare samples with the table's predictions, and auto with the fastest algorithm.
 
-    A row for each case and placement that the table knows.
+    Returns:
+        A row for each case and placement that the table contains.
     """
     rows = []
-    for visits, again in found:
+    for visits, again in samples:
         case = visits.case
         chosen = _chosen(case, ranks, table)
-        for where in visits.medians:
-            if where not in table.placements(case.collective, case.codec, ranks, 1):
+        for placement in visits.medians:
+            if placement not in table.placements(case.collective, case.codec, ranks, 1):
                 continue
-            measured = table.measurements(case.collective, case.codec, ranks, 1, where)
-            times = visits.seconds(where)
+            measured = table.measurements(case.collective, case.codec, ranks, 1, placement)
+            times = visits.seconds(placement)
             auto = times.pop("auto")
             best = min(times, key=lambda name: times[name])
-            turns = _pooled(visits, again, where, chosen)
-            predicted = {name: each.seconds(case.nbytes) for name, each in measured.items()}
+            turns = _pooled(visits, again, placement, chosen)
+            predicted = {name: fit.seconds(case.nbytes) for name, fit in measured.items()}
             rows.append(
                 {
                     "ranks": ranks,
                     "collective": case.collective,
                     "bytes": case.nbytes,
                     "codec": str(case.codec),
-                    "cores": where,
-                    "visits": len(visits.medians[where][best]),
+                    "cores": placement,
+                    "visits": len(visits.medians[placement][best]),
                     "measured_us": {name: round(time * 1e6, 2) for name, time in times.items()},
                     "predicted_us": {name: round(time * 1e6, 2) for name, time in predicted.items()},
                     "errors": {name: round(time / times[name] - 1, 4) for name, time in predicted.items()},
@@ -139,36 +142,36 @@ def compare(
     return rows
 
 
-def _pooled(visits: CaseSamples, again: CaseSamples | None, where: str, chosen: str) -> dict[str, float]:
-    """Of all visits there were: the first ones, those of auto, which are its algorithm's, and those in turn."""
-    found = {name: list(times) for name, times in visits.medians[where].items()}
-    found[chosen] += found.pop("auto")
-    for name, times in (again.medians.get(where, {}) if again is not None else {}).items():
-        found[name] += times
-    return {name: lower_quartile(times) for name, times in found.items()}
+def _pooled(visits: CaseSamples, again: CaseSamples | None, placement: str, chosen: str) -> dict[str, float]:
+    """Return the lower quartile of all samples of each algorithm: the first ones, those of auto, the alternate ones."""
+    pooled = {name: list(times) for name, times in visits.medians[placement].items()}
+    pooled[chosen] += pooled.pop("auto")
+    for name, times in (again.medians.get(placement, {}) if again is not None else {}).items():
+        pooled[name] += times
+    return {name: lower_quartile(times) for name, times in pooled.items()}
 
 
 def measure(
     ranks: int, collectives: Sequence[str], seconds: float, path: Path
 ) -> tuple[list[dict[str, Any]], int]:
-    """Tunes and checks a group; the rows, and how many cases stood in placements that the table does not know."""
-    asked = ["--nproc", str(ranks), "--seconds", str(seconds), "--output", str(path)]
-    asked += [word for name in collectives for word in ("--collective", name)]
+    """Tune and check a number of ranks; return the rows, and how many cases were in placements unknown to the table."""
+    arguments = ["--nproc", str(ranks), "--seconds", str(seconds), "--output", str(path)]
+    arguments += [word for name in collectives for word in ("--collective", name)]
     for _ in range(ATTEMPTS):
-        if tune_command.main(asked):
+        if tune_command.main(arguments):
             sys.exit("tuning failed")
         text = path.read_text()
         env = {"DTCOMM_TUNE": str(path)}
-        found = run_ranks(check, ranks, collectives, seconds, text, timeout=None, fresh=True, env=env)[0]
-        rows = compare(ranks, found, parse_table(text))
-        unknown = sum(len(visits.medians) for visits, _ in found) - len(rows)
+        samples = run_ranks(check, ranks, collectives, seconds, text, timeout=None, fresh=True, env=env)[0]
+        rows = compare(ranks, samples, parse_table(text))
+        unknown = sum(len(visits.medians) for visits, _ in samples) - len(rows)
         if not unknown:
             break
     return rows, unknown
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Measures, prints both tables, writes the file; returns what it wrote."""
+    """Measure, print both tables, write the result file; return what was written."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -184,15 +187,15 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="dtcomm-bench-") as folder:
         path = Path(folder) / "tune.json"
         for ranks in options.ranks:
-            found, unknown[ranks] = measure(ranks, options.collectives, options.seconds, path)
-            rows += found
+            measured, unknown[ranks] = measure(ranks, options.collectives, options.seconds, path)
+            rows += measured
     summary = []
     for ranks in options.ranks:
-        here = [row for row in rows if row["ranks"] == ranks]
-        errors = [abs(error) for row in here for error in row["errors"].values()]
+        rows_of_count = [row for row in rows if row["ranks"] == ranks]
+        errors = [abs(error) for row in rows_of_count for error in row["errors"].values()]
         if not errors:
-            sys.exit(f"{ranks} ranks: the CPUs were nowhere twice; nothing can be compared")
-        regrets = [row["auto_over_best"] for row in here]
+            sys.exit(f"{ranks} ranks: no placement of the CPUs occurred twice; nothing can be compared")
+        regrets = [row["auto_over_best"] for row in rows_of_count]
         summary.append(
             {
                 "ranks": ranks,
@@ -206,7 +209,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         )
     show(rows, summary)
     met = [
-        each["median_error"] <= MOST_ERROR and each["auto_within_target"] == each["of"] for each in summary
+        entry["median_error"] <= MOST_ERROR and entry["auto_within_target"] == entry["of"]
+        for entry in summary
     ]
     every = [abs(error) for row in rows for error in row["errors"].values()]
     result = {
@@ -223,7 +227,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 def show(rows: list[dict[str, Any]], summary: list[dict[str, Any]]) -> None:
-    """One line a size, and the verdicts."""
+    """Print a line for each size, and the summary."""
     lines = []
     for row in rows:
         errors = [abs(error) for error in row["errors"].values()]
@@ -263,13 +267,13 @@ def show(rows: list[dict[str, Any]], summary: list[dict[str, Any]]) -> None:
         ["ranks", "median error (15 %)", "90 % below", "auto within 10 %", "worst"],
         [
             [
-                str(each["ranks"]),
-                f"{each['median_error']:.1%}",
-                f"{each['p90_error']:.0%}",
-                f"{each['auto_within_target']} of {each['of']}",
-                f"{each['worst_auto_over_best']:+.0%}",
+                str(entry["ranks"]),
+                f"{entry['median_error']:.1%}",
+                f"{entry['p90_error']:.0%}",
+                f"{entry['auto_within_target']} of {entry['of']}",
+                f"{entry['worst_auto_over_best']:+.0%}",
             ]
-            for each in summary
+            for entry in summary
         ],
     )
 

@@ -43,16 +43,20 @@ class Resources(TypedDict):
 
 
 def tool(name: str) -> str:
-    """A program of the CUDA toolkit. Raises SystemExit where there is none."""
+    """Return the path of a program of the CUDA toolkit.
+
+    Raises:
+        SystemExit: It is not installed.
+    """
     homes = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
-    found = shutil.which(name, path=os.pathsep.join([os.environ["PATH"], *(f"{home}/bin" for home in homes)]))
-    if found is None:
+    path = shutil.which(name, path=os.pathsep.join([os.environ["PATH"], *(f"{home}/bin" for home in homes)]))
+    if path is None:
         raise SystemExit(f"bench.ptxas: {name} was not found; it comes with the CUDA toolkit")
-    return found
+    return path
 
 
 def readable(name: str) -> str:
-    """`combine_warp_kernel<Integer<8, 4u, true>, 1, true, false>(…)` as words."""
+    """Return a kernel's demangled name, ``combine_warp_kernel<Integer<8, 4u, true>, 1, true, false>(…)``, in words."""
     name = name.replace("dtcomm::cuda::", "").replace("dtcomm::", "").replace("(anonymous namespace)::", "")
     name = re.sub(r"\(\w+\)(?=\d)", "", name)  # enumerators are numbers with their type before them
     name = re.sub(r"\(.*", "", name).removeprefix("void ")
@@ -60,8 +64,8 @@ def readable(name: str) -> str:
     if match is not None:
         collective, algorithm, count, feedback, family = match.groups()
         family = family.strip()
-        what = f"{COLLECTIVES[int(collective)]} {ALGORITHMS[int(algorithm)]} {COUNTS[count]}"
-        return f"{family} {what}{' with feedback' if feedback == 'true' else ''}"
+        operation = f"{COLLECTIVES[int(collective)]} {ALGORITHMS[int(algorithm)]} {COUNTS[count]}"
+        return f"{family} {operation}{' with feedback' if feedback == 'true' else ''}"
     match = re.fullmatch(r"step_kernel<(.*)>", name)
     if match is not None:
         return f"{match.group(1).strip()} program's step"
@@ -76,7 +80,7 @@ def readable(name: str) -> str:
 
 
 def occupancy(architecture: int, registers: int, shared: int, threads: int) -> float:
-    """Share of a multiprocessor's threads that fit at once."""
+    """Return the share of a multiprocessor's threads that can be resident."""
     register_file, shared_memory, most = LIMITS[architecture]
     of_warp = -(-registers * 32 // 256) * 256  # registers are given to warps by 256
     blocks = min(register_file // (of_warp * threads // 32), most // threads)
@@ -86,7 +90,7 @@ def occupancy(architecture: int, registers: int, shared: int, threads: int) -> f
 
 
 def compile_one(source: Path, architecture: int) -> list[Resources]:
-    """The kernels of one file, as ptxas reports them."""
+    """Return the kernels of one file, as ptxas reports them."""
     command = [
         tool("nvcc"),
         "-std=c++17",
@@ -101,7 +105,10 @@ def compile_one(source: Path, architecture: int) -> list[Resources]:
     kernels = []
     for entry in report.split("Compiling entry function ")[1:]:
         name = entry[1 : entry.index("' for")]
-        used = {what: int(n) for n, what in re.findall(r"(\d+) (registers|bytes \w+ \w+|bytes smem)", entry)}
+        used = {
+            resource: int(count)
+            for count, resource in re.findall(r"(\d+) (registers|bytes \w+ \w+|bytes smem)", entry)
+        }
         first_tier = any(
             kernel in name
             for kernel in ("combine_warp_kernel", "fused_kernel", "step_kernel", "expand_kernel")
@@ -123,7 +130,7 @@ def compile_one(source: Path, architecture: int) -> list[Resources]:
 
 
 def instantiations(folder: Path) -> list[Path]:
-    """Source files with the kernels of each codec family, written as cmake/cuda.cmake writes them."""
+    """Write source files with the kernels of each codec family, as cmake/cuda.cmake does; return their paths."""
     cuda = ROOT / "csrc" / "cuda"
     sources = []
     for line in (cuda / "instantiations.txt").read_text().splitlines():
@@ -138,7 +145,7 @@ def instantiations(folder: Path) -> list[Path]:
 
 
 def read() -> list[Resources]:
-    """Every kernel, for each architecture."""
+    """Return every kernel for each architecture."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         sources = sorted((ROOT / "csrc" / "cuda").rglob("*.cu")) + instantiations(Path(folder))
         reports = pool.map(

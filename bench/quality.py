@@ -58,7 +58,7 @@ EXPECTED: dict[str, tuple[Callable[[], float], str]] = {
 def measure(
     codecs: Sequence[Codec], *, speed: bool = True, numel: int = codecs_measure.NUMEL
 ) -> dict[str, Any]:
-    """The rows of `dtcomm codecs --json`, each with the error it was expected to make, or null."""
+    """Return the rows of `dtcomm codecs --json`, each with its expected error, or null."""
     samples = codecs_measure.distributions(numel)
     size = SPEED_BYTES if speed else None
     rows = codecs_measure.measure_codecs(codecs, samples, size, lambda spec: None)
@@ -70,7 +70,7 @@ def measure(
 
 
 def page(result: dict[str, Any]) -> str:
-    """Markdown: what every codec costs and loses, then expected against measured errors."""
+    """Return the page's tables: size and error of every codec, then expected beside measured errors."""
     lines = [
         "| codec | bits per element | error, Gaussian | error, Laplace | error, Student-t | worst block "
         "| encode, GB/s | decode, GB/s |",
@@ -95,14 +95,14 @@ def page(result: dict[str, Any]) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Three significant digits."""
+    """Return a number with three significant digits."""
     if value is None:
         return "–"
     return "0" if value == 0 else f"{value:.2e}" if value < 1e-3 else f"{value:#.3g}".removesuffix(".")
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Measures, prints, writes what was asked for; returns what it found."""
+    """Measure, print, write the result file if requested; return the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -4,7 +4,7 @@ python -m bench.slow_link [--gbit 1 10] [--batch 4 256] [--only NAMES] [--second
 
 Two ranks run in two network namespaces connected by a link of the given rate (needs root and iproute2). The model is a
 wide MLP of 25.2 M parameters, 101 MB of gradients per step; "compute" is the step without communication. "auto" chooses
-from none, fp16, int8 and int4, "auto, all" from all other schemes too; their choices are printed. dtcomm's schemes use
+from none, fp16, int8 and int4, "auto, all" also from the other schemes; their choices are printed. dtcomm's schemes use
 error feedback, except "no feedback". Contestants take turns. It takes about 4 minutes for each rate.
 """
 
@@ -42,7 +42,7 @@ OURS = {
     "powersgd 4": "powersgd:rank=4",
     "powersgd 4 alternating": "powersgd:rank=4,alternate=true",
 }
-# What "auto" may take: nothing means its default.
+# The candidates of "auto"; None: its default.
 AUTO: dict[str, list[str] | None] = {
     "auto": None,
     "auto, all": ["fp16", "int8", "int4", "topk:ratio=0.01", "powersgd:rank=1", "powersgd:rank=4"],
@@ -63,20 +63,20 @@ TARGETS: dict[str, dict[tuple[float, int], float]] = {
 }
 
 
-USUAL = [name for name in (*OURS, *AUTO) if "alternating" not in name]  # all at once are 13 GB
+DEFAULT_NAMES = [name for name in (*OURS, *AUTO) if "alternating" not in name]  # all together need 13 GB
 
 
 class LinkRank:
-    """One rank in a namespace of its own; models are built one at a time, as gigabytes of them would not fit."""
+    """A rank in its own namespace; models are built one at a time to limit the memory of their construction."""
 
-    def __init__(self, rank: int, ranks: int, rendezvous: str, namespaces: list[str]) -> None:
-        netns.init_process_group(rank, ranks, rendezvous, namespaces)
+    def __init__(self, rank: int, ranks: int, store_file: str, namespaces: list[str]) -> None:
+        netns.init_process_group(rank, ranks, store_file, namespaces)
         self.rank = rank
         self.models: dict[str, torch.nn.Module] = {}
         self.states: dict[str, Any] = {}
 
     def build(self, name: str) -> str:
-        """Makes the model that `name` trains; returns what carries its gradients."""
+        """Build the model called `name`; return the runtime that carries its gradients."""
         import dtcomm.ddp
 
         torch.manual_seed(0)
@@ -87,7 +87,7 @@ class LinkRank:
         if name == "compute":
             self.models[name] = net
             return ""
-        # torch's PowerSGD chains collectives of several buckets in any order: it wants a single one.
+        # torch's PowerSGD issues the collectives of several buckets in any order: it needs a single bucket.
         one_bucket = name.startswith("torch: powersgd")
         model = DistributedDataParallel(net, bucket_cap_mb=400 if one_bucket else 25)
         self.models[name] = model
@@ -99,12 +99,12 @@ class LinkRank:
             )
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         elif name in OURS:
-            # As torch's hook has none; its errors are a few millionths, and a residual is 101 MB more to go through.
+            # torch's fp16 hook has no feedback; errors are a few millionths, and a residual is 101 MB more to read.
             feedback = "no feedback" not in name
             dtcomm.ddp.compress(model, OURS[name], sample_every=0, feedback=feedback)
         elif kind(name) in AUTO:
             candidates = AUTO[kind(name)]
-            # Turns of others lie between the steps: a look at the link in the middle would cost one of them a second.
+            # Other contestants' steps lie between these: another measurement of the link would take a second of one.
             self.states[name] = dtcomm.ddp.compress(
                 model, "auto", sample_every=0, candidates=candidates, check_every=100_000
             )
@@ -113,7 +113,7 @@ class LinkRank:
         return str(dtcomm.info()["runtime"])
 
     def step(self, name: str, batch: int) -> float:
-        """Seconds of a forward and a backward pass."""
+        """Return the seconds of a forward and a backward pass."""
         model = self.models[name]
         x = torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(self.rank))
         model.zero_grad(set_to_none=False)
@@ -123,33 +123,33 @@ class LinkRank:
         return time.perf_counter() - start
 
     def chosen(self, name: str) -> tuple[str, bool]:
-        """What "auto" has settled on, empty while it has not; whether it is still giving back what trials left."""
+        """Return what "auto" has chosen, "" before, and whether residuals of its trials are still being sent."""
         events = self.states[name].events
         chosen = events[-1].action if events and events[-1].action != "measure again" else ""
         return chosen, chosen in ("none", "plain DDP") and self.states[name].report().residual_bytes > 0
 
     def why(self, name: str) -> str:
-        """Its reasons."""
+        """Return the reason for auto's choice."""
         return str(self.states[name].events[-1])
 
     def close(self) -> None:
-        """Leaves the group."""
+        """Destroy the process group."""
         self.models.clear()
         dist.destroy_process_group()
 
 
 def kind(name: str) -> str:
-    """A contestant's name without the batch that it is made for."""
+    """Return a contestant's name without the batch size of its model."""
     return name.partition(" @")[0]
 
 
 def for_batch(name: str, batch: int) -> str:
-    """The model of a contestant: "auto" has one for each batch, since that is what it chooses for."""
+    """Return the name of a contestant's model: "auto" has one for each batch size, because it chooses by that."""
     return f"{name} @{batch}" if name in AUTO else name
 
 
 def prepare(pool: Pool, gbit: float, names: list[str], batches: list[int]) -> dict[str, dict[str, str]]:
-    """All models, warm; by their names what carries their gradients, and what "auto" chose and why."""
+    """Build and warm up all models; return by name the runtime of the gradients, and auto's choice with its reason."""
     facts: dict[str, dict[str, str]] = {}
     for batch in batches:
         for name in names:
@@ -162,8 +162,8 @@ def prepare(pool: Pool, gbit: float, names: list[str], batches: list[int]) -> di
                 pool.call("step", name=model, batch=batch)
             if name in AUTO:
                 for _ in range(120):
-                    chosen, owes = pool.call("chosen", name=model)[0]
-                    if chosen and not owes:
+                    chosen, has_residual = pool.call("chosen", name=model)[0]
+                    if chosen and not has_residual:
                         facts[model] |= {"chosen": chosen, "why": pool.call("why", name=model)[0]}
                         print(facts[model]["why"], file=sys.stderr, flush=True)
                         break
@@ -174,11 +174,11 @@ def prepare(pool: Pool, gbit: float, names: list[str], batches: list[int]) -> di
 def measure(
     gbit: float, batches: list[int], names: list[str], repetitions: int, seconds: float
 ) -> list[dict[str, Any]]:
-    """Milliseconds a step of the slower rank: one row a batch size, contestants by turns."""
+    """Return a row for each batch size and contestant, with the slower rank's times; contestants take turns."""
     times: dict[int, dict[str, list[float]]] = {batch: {name: [] for name in names} for batch in batches}
     with netns.two_hosts(gbit) as namespaces, TemporaryDirectory() as folder:
         with Pool(
-            LinkRank, 2, timeout=300, rendezvous=str(Path(folder) / "meet"), namespaces=namespaces
+            LinkRank, 2, timeout=300, store_file=str(Path(folder) / "meet"), namespaces=namespaces
         ) as pool:
             begin = time.monotonic()
             facts = prepare(pool, gbit, names, batches)
@@ -217,16 +217,19 @@ def measure(
 
 
 def target(gbit: float, batch: int, name: str, medians: dict[str, float]) -> float | None:
-    """How many times faster than no hook; of "auto": the best that it might have chosen, within 5 %, or no hook."""
+    """Return the target for how many times faster than no hook a contestant is.
+
+    For "auto" it is 95 % of the best speed-up among its candidates, and at least that of no hook.
+    """
     if name not in AUTO:
         return TARGETS.get(name, {}).get((gbit, batch))
     base = medians["torch: no hook"]
-    best = max(base / medians[each] for each in AMONG[name] if each in medians)
+    best = max(base / medians[candidate] for candidate in AMONG[name] if candidate in medians)
     return 0.98 if best < 1 else max(0.98, 0.95 * best)
 
 
 def show(gbit: float, batch: int, rows: list[dict[str, Any]]) -> None:
-    """One table."""
+    """Print the table of one rate and batch size."""
     lines = [
         [
             row["name"] + (f": {row['chosen']}" if "chosen" in row else ""),
@@ -246,22 +249,22 @@ def show(gbit: float, batch: int, rows: list[dict[str, Any]]) -> None:
 
 
 def speedup(row: dict[str, Any]) -> str:
-    """``1.31× (1.31–1.37)``: the median over runs, and their range where there are several."""
+    """Return ``1.31× (1.31–1.37)``: the median over runs, and their range if there are several."""
     low, high = row.get("faster_range", (row["faster"], row["faster"]))
     return f"{row['faster']:.2f}×" + (f", {low:.2f}–{high:.2f}" if low != high else "")
 
 
 def page(result: dict[str, Any]) -> str:
-    """The table of docs/results/ddp.md: milliseconds a step and the speed-up over DDP without a hook."""
+    """Return the table of docs/results/ddp.md: milliseconds of a step and the speed-up over DDP without a hook."""
     rows = result["rows"]
     cases = sorted({(row["gbit"], row["batch"]) for row in rows})
-    found = {(row["gbit"], row["batch"], row["name"]): row for row in rows}
+    rows_by_case = {(row["gbit"], row["batch"], row["name"]): row for row in rows}
     names = list(dict.fromkeys(row["name"] for row in rows))
     lines = []
     for name in names:
         cells = []
         for case in cases:
-            row = found.get((*case, name))
+            row = rows_by_case.get((*case, name))
             if row is None:
                 cells.append("")
                 continue
@@ -271,13 +274,13 @@ def page(result: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Measures, prints, writes the file; returns what it wrote."""
+    """Measure, print, write the result file; return what was written."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gbit", type=float, nargs="+", default=[1, 10])
     parser.add_argument("--batch", type=int, nargs="+", default=[4, 256])
-    parser.add_argument("--only", nargs="+", choices=[*OURS, *AUTO], default=USUAL, help="of ours")
+    parser.add_argument("--only", nargs="+", choices=[*OURS, *AUTO], default=DEFAULT_NAMES, help="of ours")
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--seconds", type=float, help="for one rate: 200 up to 1 Gbit/s, else 150")
     parser.add_argument("--add", action="store_true", help="keep the file's rows of other rates and batches")

@@ -28,44 +28,44 @@ from dtcomm.kernels import available, cpu, dispatch
 
 PEER, FLOOR, COPY = "torch.topk(x.abs(), k)", "residual.add_(x)", "streaming copy"
 TARGET = 40.0  # times faster than the peer
-WARM_STEPS = 8  # of error feedback, so that the residual is what training would meet
+WARM_STEPS = 8  # of error feedback, so that the residual is like that of a training run
 VALUES = ("bf16", "fp32", "int8")
 
 
 def contestants(numel: int, ratio: float, kernel: str) -> dict[str, tuple[Callable[[int], object], int]]:
-    """Name -> (what runs so many times, bytes that it must read and write)."""
+    """Return by name a function that runs n times, and the bytes that it must read and write."""
     buffers, size = Buffers(4 * numel), 4 * numel
     x, y, residual = (buffers.take(numel, torch.float32) for _ in range(3))
     x.normal_()
     count = max(1, round(ratio * numel))
     none = codec("none")
-    found: dict[str, tuple[Callable[[int], object], int]] = {
+    entries: dict[str, tuple[Callable[[int], object], int]] = {
         PEER: (partial(repeated, lambda: torch.topk(x.abs(), count)), 0),
         FLOOR: (partial(repeated, lambda: residual.add_(x)), 3 * size),
         COPY: (partial(decode, kernel, none, numel, True, x, y), 2 * size),
     }
     for name in ("topk", "randk"):
         for values in VALUES if name == "topk" else VALUES[:1]:
-            which = codec(f"{name}:ratio={ratio!r},values={values}")
-            wire = which.wire_bytes(numel)
+            tested = codec(f"{name}:ratio={ratio!r},values={values}")
+            wire = tested.wire_bytes(numel)
             payload = buffers.take(wire, torch.uint8)
             own = buffers.take(numel, torch.float32) if name == "topk" and values == "bf16" else residual
-            encode = partial(combine, kernel, which, numel, local=x, payload_out=payload)
+            encode = partial(combine, kernel, tested, numel, local=x, payload_out=payload)
             if own is not residual:
                 partial(encode, residual=own)(WARM_STEPS)
-                found[f"{which} encode with residual"] = (partial(encode, residual=own), 3 * size + wire)
-            found[f"{which} encode"] = (encode, size + wire)
-            decoding = partial(decode, kernel, which, numel, size >= cpu.STREAM_BYTES, payload, y)
+                entries[f"{tested} encode with residual"] = (partial(encode, residual=own), 3 * size + wire)
+            entries[f"{tested} encode"] = (encode, size + wire)
+            decoding = partial(decode, kernel, tested, numel, size >= cpu.STREAM_BYTES, payload, y)
             if values == "bf16":
-                found[f"{which} decode"] = (decoding, size + wire)
-    return found
+                entries[f"{tested} decode"] = (decoding, size + wire)
+    return entries
 
 
-def measure(everyone: dict[str, tuple[Callable[[int], object], int]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of one call, a value a round, for every contestant."""
-    times: dict[str, list[float]] = {name: [] for name in everyone}
+def measure(entries: dict[str, tuple[Callable[[int], object], int]], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of a call of every contestant in every round."""
+    times: dict[str, list[float]] = {name: [] for name in entries}
     for turn in range(rounds + 1):
-        for name, (run, _) in everyone.items():
+        for name, (run, _) in entries.items():
             start = time.thread_time()
             run(1)
             if turn:  # the first one warms up
@@ -85,17 +85,17 @@ def main() -> None:
     parser.add_argument("--cpu", type=int, default=0, help="which of this process's CPUs to run on")
     parser.add_argument("--json", nargs="?", const="", help="write bench/results/topk.json, or this file")
     options = parser.parse_args()
-    told: dict[str, object] = {"machine": machine.describe(), "kernel": options.kernel}
+    settings: dict[str, object] = {"machine": machine.describe(), "kernel": options.kernel}
     pin(options.cpu)
     torch.set_num_threads(1)
-    everyone = contestants(options.numel, options.ratio, options.kernel)
-    times = measure(everyone, options.rounds)
-    bandwidth = everyone[COPY][1] / statistics.median(times[COPY])
+    entries = contestants(options.numel, options.ratio, options.kernel)
+    times = measure(entries, options.rounds)
+    bandwidth = entries[COPY][1] / statistics.median(times[COPY])
     rows: list[dict[str, object]] = []
     cells: list[list[str]] = []
-    for name, (_, moved) in everyone.items():
+    for name, (_, moved) in entries.items():
         timing, peer = Timing.of(times[name]), ratios(times[PEER], times[name])
-        same = moved > everyone[FLOOR][1]
+        same = moved > entries[FLOOR][1]
         floor = ratios(times[FLOOR], times[name]).median if same else moved / bandwidth / timing.median
         rows.append(
             {
@@ -124,8 +124,13 @@ def main() -> None:
         f"{ours['name']}: {ours['times_torch_topk']}x torch.topk; at least {TARGET:g}: {'PASS' if met else 'MISS'}"
     )
     if options.json is not None:
-        told |= {"numel": options.numel, "ratio": options.ratio, "load": os.getloadavg(), "target": TARGET}
-        print(output.write("topk", {**told, "rows": rows}, options.json or None))
+        settings |= {
+            "numel": options.numel,
+            "ratio": options.ratio,
+            "load": os.getloadavg(),
+            "target": TARGET,
+        }
+        print(output.write("topk", {**settings, "rows": rows}, options.json or None))
 
 
 if __name__ == "__main__":

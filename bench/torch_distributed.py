@@ -32,7 +32,7 @@ RANKS = 3
 
 # Tests that Gloo passes and this backend cannot, and why.
 EXPECTED: dict[str, str] = {
-    "test_get_backend": "it asks for the backend's name, and that is dtcomm",
+    "test_get_backend": "the test compares the backend's name, which is dtcomm",
 }
 
 
@@ -40,12 +40,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run the tests on both backends and print where they differ."""
     parser = argparse.ArgumentParser(prog="python -m bench.torch_distributed", description=__doc__)
     parser.add_argument("--only", default="*", help="patterns of names, as in a shell, separated by commas")
-    parser.add_argument("--again", action="store_true", help=f"take Gloo's outcomes from {RESULT.name}")
+    parser.add_argument("--again", action="store_true", help=f"read Gloo's outcomes from {RESULT.name}")
     parser.add_argument("--backends", default=",".join(BACKENDS), help="which to run")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one test")
     parser.add_argument("--json", action="store_true", help=f"write {RESULT}")
     parser.add_argument("--serve", choices=BACKENDS, help=argparse.SUPPRESS)
-    parser.add_argument("-v", "--verbose", action="store_true", help="what failed tests say")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print the errors of failed tests")
     args = parser.parse_args(argv)
     if args.serve:
         return serve(args.serve, args.only)
@@ -53,25 +53,29 @@ def main(argv: list[str] | None = None) -> int:
     outcomes: dict[str, dict[str, dict[str, Any]]] = {}
     if args.again:
         earlier = json.loads(RESULT.read_text(encoding="utf-8"))["tests"]
-        for test, said in earlier.items():
+        for test, recorded in earlier.items():
             if any(fnmatch.fnmatch(test, pattern) for pattern in args.only.split(",")):
-                outcomes[test] = {"gloo": {"test": test, "outcome": said["gloo"], "seconds": 0.0, "said": ""}}
+                outcomes[test] = {
+                    "gloo": {"test": test, "outcome": recorded["gloo"], "seconds": 0.0, "said": ""}
+                }
     for backend in chosen:
         only = args.only
-        if backend != "gloo" and outcomes:  # what Gloo skips or fails decides nothing
-            only = ",".join(test for test, found in outcomes.items() if found["gloo"]["outcome"] == "passes")
+        if backend != "gloo" and outcomes:  # only tests that pass on Gloo are compared
+            only = ",".join(
+                test for test, result in outcomes.items() if result["gloo"]["outcome"] == "passes"
+            )
         if backend == "gloo" and args.again:
             continue
-        for found in run(backend, only, args.timeout):
-            outcomes.setdefault(found["test"], {})[backend] = found
-            print(f"{backend:8}{found['outcome']:8}{found['seconds']:6.1f} s  {found['test']}", flush=True)
-            if args.verbose and found["outcome"] == "fails":
-                print(found["said"], flush=True)
+        for result in run(backend, only, args.timeout):
+            outcomes.setdefault(result["test"], {})[backend] = result
+            print(f"{backend:8}{result['outcome']:8}{result['seconds']:6.1f} s  {result['test']}", flush=True)
+            if args.verbose and result["outcome"] == "fails":
+                print(result["said"], flush=True)
     return conclude(outcomes, chosen, args.json)
 
 
 def run(backend: str, only: str, timeout: float) -> Iterator[dict[str, Any]]:
-    """Each test's outcome, from a process of its own; one that dies is started again behind the test it died in."""
+    """Yield each test's outcome; the tests run in one process, `serve`."""
     command = [sys.executable, "-m", "bench.torch_distributed", "--serve", backend, "--only", only]
     env = os.environ | {
         "BACKEND": "gloo",
@@ -90,7 +94,7 @@ def run(backend: str, only: str, timeout: float) -> Iterator[dict[str, Any]]:
 
 
 def serve(backend: str, only: str) -> int:
-    """Run the tests here; a line of JSON each on standard output."""
+    """Run the tests in this process; print a line of JSON for each."""
     import unittest
 
     import torch
@@ -108,27 +112,27 @@ def serve(backend: str, only: str) -> int:
 
     assert dist.is_available()
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what tests print is not ours
+    os.dup2(2, 1)  # tests print to standard output as well
     for name in unittest.TestLoader().getTestCaseNames(Shipped):
         if not any(fnmatch.fnmatch(name, pattern) for pattern in only.split(",")):
             continue
         result = unittest.TestResult()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         unittest.TestSuite([Shipped(name)]).run(result)
-        said = [text for _, text in (*result.errors, *result.failures)]
-        outcome = "fails" if said else "skips" if result.skipped else "passes"
-        found = {
+        errors = [text for _, text in (*result.errors, *result.failures)]
+        outcome = "fails" if errors else "skips" if result.skipped else "passes"
+        record = {
             "test": name,
             "outcome": outcome,
-            "seconds": round(time.perf_counter() - begun, 2),
-            "said": "\n".join(said)[-6000:] or "; ".join(reason for _, reason in result.skipped),
+            "seconds": round(time.perf_counter() - start, 2),
+            "said": "\n".join(errors)[-6000:] or "; ".join(reason for _, reason in result.skipped),
         }
-        print(json.dumps(found), file=out, flush=True)
+        print(json.dumps(record), file=out, flush=True)
     return 0
 
 
 def _stand_in(shipped: Any) -> None:
-    """Groups that the tests make for Gloo are of the backend dtcomm, and its events count as Gloo's."""
+    """Make the tests create groups of the backend dtcomm instead of Gloo, and accept the names of its events."""
     import functools
 
     import torch.distributed as dist
@@ -140,15 +144,15 @@ def _stand_in(shipped: Any) -> None:
         original = getattr(c10d, name)
 
         @functools.wraps(original)
-        def made(*args: Any, **kwargs: Any) -> Any:
+        def with_dtcomm(*args: Any, **kwargs: Any) -> Any:
             if name == "init_process_group" and args and args[0] == "gloo":
                 args = ("dtcomm", *args[1:])
             if kwargs.get("backend") == "gloo":
                 kwargs["backend"] = "dtcomm"
             return original(*args, **kwargs)
 
-        setattr(c10d, name, made)
-        setattr(dist, name, made)
+        setattr(c10d, name, with_dtcomm)
+        setattr(dist, name, with_dtcomm)
 
     for name in ("init_process_group", "new_group"):
         instead(name)
@@ -161,29 +165,29 @@ def _stand_in(shipped: Any) -> None:
 
 
 def conclude(outcomes: dict[str, dict[str, dict[str, Any]]], chosen: list[str], write: bool) -> int:
-    """Print the sums and the differences."""
+    """Print the totals and the differences; return the exit status."""
     for backend in chosen:
-        counts = Counter(found[backend]["outcome"] for found in outcomes.values() if backend in found)
-        seconds = sum(found[backend]["seconds"] for found in outcomes.values() if backend in found)
-        listed = ", ".join(f"{outcome} {count}" for outcome, count in sorted(counts.items()))
-        print(f"{backend}: {listed} ({seconds:.0f} s)")
+        counts = Counter(results[backend]["outcome"] for results in outcomes.values() if backend in results)
+        seconds = sum(results[backend]["seconds"] for results in outcomes.values() if backend in results)
+        summary = ", ".join(f"{outcome} {count}" for outcome, count in sorted(counts.items()))
+        print(f"{backend}: {summary} ({seconds:.0f} s)")
     if len(chosen) < 2:
         return 0
     differences = {
-        test: {backend: found.get(backend, {"outcome": "did not run", "said": ""}) for backend in chosen}
-        for test, found in outcomes.items()
-        if found.get("gloo", {}).get("outcome") == "passes"
-        and found.get("dtcomm", {}).get("outcome") != "passes"
+        test: {backend: results.get(backend, {"outcome": "did not run", "said": ""}) for backend in chosen}
+        for test, results in outcomes.items()
+        if results.get("gloo", {}).get("outcome") == "passes"
+        and results.get("dtcomm", {}).get("outcome") != "passes"
     }
     unexpected = 0
-    for test, found in differences.items():
+    for test, results in differences.items():
         known = EXPECTED.get(test, "")
         unexpected += not known
         print(
-            f"{test}: Gloo {found['gloo']['outcome']}, dtcomm {found['dtcomm']['outcome']}"
+            f"{test}: Gloo {results['gloo']['outcome']}, dtcomm {results['dtcomm']['outcome']}"
             + (f" ({known})" if known else "")
         )
-    passed = sum(found.get("gloo", {}).get("outcome") == "passes" for found in outcomes.values())
+    passed = sum(results.get("gloo", {}).get("outcome") == "passes" for results in outcomes.values())
     print(
         f"of {passed} tests that Gloo passes dtcomm fails {unexpected}, and {len(EXPECTED)} that it cannot pass"
     )
@@ -192,15 +196,15 @@ def conclude(outcomes: dict[str, dict[str, dict[str, Any]]], chosen: list[str], 
             "machine": describe(),
             "ranks": RANKS,
             "tests": {
-                test: {backend: found.get(backend, {}).get("outcome") for backend in chosen}
-                for test, found in sorted(outcomes.items())
+                test: {backend: results.get(backend, {}).get("outcome") for backend in chosen}
+                for test, results in sorted(outcomes.items())
             },
             "differences": {
                 test: {
-                    "outcomes": {backend: each["outcome"] for backend, each in found.items()},
+                    "outcomes": {backend: result["outcome"] for backend, result in results.items()},
                     "expected": EXPECTED.get(test, ""),
                 }
-                for test, found in differences.items()
+                for test, results in differences.items()
             },
         }
         RESULT.write_text(output.format_json(output.summary(record)), encoding="utf-8")

@@ -35,21 +35,21 @@ FASTER: dict[float, dict[str, float]] = {1: {"int8": 3.5, "int4": 6.0}, 10: {"in
 
 
 class HostRank:
-    """One rank in a namespace of its own."""
+    """A rank in its own namespace."""
 
-    def __init__(self, rank: int, ranks: int, rendezvous: str, namespaces: list[str]) -> None:
-        netns.init_process_group(rank, ranks, rendezvous, namespaces)
+    def __init__(self, rank: int, ranks: int, store_file: str, namespaces: list[str]) -> None:
+        netns.init_process_group(rank, ranks, store_file, namespaces)
         self.rank, self.ranks = rank, ranks
         self._tensor = torch.empty(0)
 
     def info(self) -> dict[str, Any]:
-        """How the ranks are served, once they have met."""
+        """Return ``dtcomm.info()``, once the ranks are connected."""
         import dtcomm
 
         return dtcomm.info()
 
     def measure(self, codec: str, numel: int, warm: int, iters: int) -> float:
-        """Seconds a call on this rank, from ``iters`` back to back; ``codec`` may be "gloo"."""
+        """Return the seconds of a call on this rank, from ``iters`` calls; ``codec`` may be "gloo"."""
         tensor = self._held(numel)
         tensor.normal_(generator=torch.Generator().manual_seed(self.rank))
         for _ in range(max(1, warm)):
@@ -60,7 +60,7 @@ class HostRank:
         return (time.perf_counter() - start) / iters
 
     def wrong(self, codec: str, numel: int) -> float:
-        """The largest error of a sum, by its largest element."""
+        """Return the largest error of a sum, relative to its largest element."""
         tensor = self._held(numel)
         parts = [torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(self.ranks)]
         tensor.copy_(parts[self.rank])
@@ -69,7 +69,7 @@ class HostRank:
         return float((tensor - exact).abs().max() / exact.abs().max())
 
     def close(self) -> None:
-        """Leaves the group."""
+        """Destroy the process group."""
         dist.destroy_process_group()
 
     def _call(self, codec: str, tensor: torch.Tensor) -> None:
@@ -87,18 +87,18 @@ class HostRank:
 
 
 def target(gbit: float, size: int, codec: str) -> float | None:
-    """How many times faster than Gloo, None where nothing is asked."""
+    """Return how many times faster than Gloo a codec must be; None: there is no target."""
     if codec == "none":
         return 1.0
     return FASTER.get(gbit, {}).get(codec) if size == 64 * MB else None
 
 
 def measure(gbit: float, sizes: list[int], codecs: list[str], quick: bool) -> list[dict[str, Any]]:
-    """One row a size."""
+    """Return one row for each size."""
     rows = []
     with netns.two_hosts(gbit) as namespaces, TemporaryDirectory() as folder:
-        meeting = str(Path(folder) / "meet")
-        with Pool(HostRank, 2, timeout=300, rendezvous=meeting, namespaces=namespaces) as pool:
+        store_file = str(Path(folder) / "meet")
+        with Pool(HostRank, 2, timeout=300, store_file=store_file, namespaces=namespaces) as pool:
             for size in sizes:
                 numel = size // 4
                 names = [GLOO, *codecs]
@@ -142,7 +142,7 @@ def measure(gbit: float, sizes: list[int], codecs: list[str], quick: bool) -> li
 
 
 def show(gbit: float, rows: list[dict[str, Any]], codecs: list[str]) -> None:
-    """One table."""
+    """Print the table of one rate."""
     lines = []
     for row in rows:
         cells = [output.size_name(row["bytes"])]
@@ -159,7 +159,7 @@ def show(gbit: float, rows: list[dict[str, Any]], codecs: list[str]) -> None:
 
 
 def page(result: dict[str, Any]) -> str:
-    """The table of docs/results/two-hosts.md: microseconds and the speed-up over Gloo."""
+    """Return the table of docs/results/two-hosts.md: microseconds and the speed-up over Gloo."""
     lines = []
     for row in result["rows"]:
         times = row["contestants"]
@@ -174,7 +174,7 @@ def page(result: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Measures, prints, writes the file; returns what it wrote."""
+    """Measure, print, write the result file; return what was written."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -190,9 +190,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows: list[dict[str, Any]] = []
     for gbit in options.gbit:
-        here = measure(gbit, options.sizes, options.codecs, options.quick)
-        show(gbit, here, options.codecs)
-        rows += here
+        rows_of_rate = measure(gbit, options.sizes, options.codecs, options.quick)
+        show(gbit, rows_of_rate, options.codecs)
+        rows += rows_of_rate
     path = Path(options.json or output.RESULTS / "two_hosts.json")
     if options.add and path.exists():
         kept = {(row["gbit"], row["bytes"]): row for row in json.loads(path.read_text())["rows"]}

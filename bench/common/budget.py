@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Budget:
-    """So many ``seconds`` from now on, by ``now``."""
+    """A limit of ``seconds`` from the time of construction on."""
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
         self.seconds = seconds
@@ -17,17 +17,17 @@ class Budget:
         self._end = now() + seconds
 
     def left(self) -> float:
-        """Seconds, at least 0."""
+        """Return the remaining seconds, at least 0."""
         return max(0.0, self._end - self._now())
 
-    def allows(self, what: str, seconds: float = 0.0) -> bool:
-        """Whether so many seconds are left for it, or any; where not, it is cut."""
+    def allows(self, name: str, seconds: float = 0.0) -> bool:
+        """Return whether more than ``seconds`` remain; if not, record and print that ``name`` is skipped."""
         if self.left() > seconds:
             return True
-        self.cuts.append(what)
+        self.cuts.append(name)
         need = f", and this may take {seconds:.0f} s" if seconds else ""
         print(
-            f"CUT: {what}: {self.left():.0f} of {self.seconds:.0f} seconds are left{need}; more with --seconds N",
+            f"CUT: {name}: {self.left():.0f} of {self.seconds:.0f} seconds are left{need}; more with --seconds N",
             file=sys.stderr,
         )
         return False

@@ -21,15 +21,23 @@ PINGPONG = "pingpong"  # ranks 2k and 2k + 1 send each other a message by turns
 
 
 class CollectiveRank:
-    """``backend`` as in ``perf_backends``; ``pinned`` binds the calling thread to a core, Gloo's own float."""
+    """A rank of one backend of ``dtcomm perf``.
 
-    def __init__(self, rank: int, ranks: int, rendezvous: str, backend: str, pinned: bool) -> None:
+    Args:
+        rank: The rank.
+        ranks: Number of ranks.
+        store_file: A file through which the ranks connect.
+        backend: Name of the backend.
+        pinned: Bind the calling thread to a core; Gloo's own threads are not bound.
+    """
+
+    def __init__(self, rank: int, ranks: int, store_file: str, backend: str, pinned: bool) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
         self.rank, self.ranks, self.plain = rank, ranks, backend == "gloo"
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{rendezvous}",
+            init_method=f"file://{store_file}",
             rank=rank,
             world_size=ranks,
             timeout=timedelta(seconds=120),
@@ -42,7 +50,7 @@ class CollectiveRank:
         self._run: Callable[[], Any] | None = None
 
     def measure(self, collective: str, shared: bool, numel: int, warm: int, iters: int) -> float:
-        """Seconds a call on this rank, from ``iters`` back to back; the last warm-up aligns the ranks."""
+        """Return the seconds of a call on this rank, from ``iters`` calls; the last warm-up call aligns the ranks."""
         run = self._operation(collective, shared, numel)
         for _ in range(max(1, warm)):
             run()
@@ -52,7 +60,7 @@ class CollectiveRank:
         return (time.perf_counter() - start) / iters
 
     def wrong(self, collective: str, shared: bool, numel: int) -> int:
-        """How many elements of a result that can be exact are not what they must be."""
+        """Return how many elements of a result are wrong, with inputs whose result is exact."""
         if collective == PINGPONG:
             return 0
         run = self._operation(collective, shared, numel)
@@ -65,11 +73,11 @@ class CollectiveRank:
         return wrong
 
     def close(self) -> None:
-        """Ends the process group."""
+        """Destroy the process group."""
         dist.destroy_process_group()
 
     def _operation(self, collective: str, shared: bool, numel: int) -> Callable[[], Any]:
-        """The call on tensors that stay for the next one like it."""
+        """Return the call; its tensors are kept until another operation or size is asked for."""
         key = (collective, shared, numel)
         if self._run is None or self._made != key:
             self._run = None
@@ -80,9 +88,9 @@ class CollectiveRank:
 
     def _make(self, collective: str, shared: bool, numel: int) -> Callable[[], Any]:
         known = COLLECTIVES.get(collective)
-        whole = numel * (self.ranks if known is not None and known.sharded else 1)
-        inputs = whole if collective in exact_inputs.SHARDS_IN else numel
-        outputs = numel if collective in ("reduce_scatter", "scatter") else whole
+        full_numel = numel * (self.ranks if known is not None and known.sharded else 1)
+        inputs = full_numel if collective in exact_inputs.SHARDS_IN else numel
+        outputs = numel if collective in ("reduce_scatter", "scatter") else full_numel
         self._output = self._tensor(outputs, shared)
         alike = known is not None and known.in_place_api
         self._input = self._output if alike else self._tensor(inputs, shared)
@@ -100,15 +108,15 @@ class CollectiveRank:
             import dtcomm
 
             send, receive = dtcomm.send, dtcomm.recv
-        given, taken = self._input, self._output
+        sent, received = self._input, self._output
 
         def first() -> None:
-            send(given, peer)
-            receive(taken, peer)
+            send(sent, peer)
+            receive(received, peer)
 
         def second() -> None:
-            receive(taken, peer)
-            send(given, peer)
+            receive(received, peer)
+            send(sent, peer)
 
         return first if self.rank % 2 == 0 else second
 

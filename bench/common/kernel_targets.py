@@ -21,24 +21,24 @@ FASTER_THAN_TORCH = {"int": 20.0, "topk": 40.0}  # in DRAM, by how a codec's nam
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """PASS or MISS for every target that `rows` (of ``bench.kernels.report``) have a figure for."""
-    found: dict[tuple[str, str, int], Mapping[str, Any]] = {}
+    """Return PASS or MISS for every target for which `rows` (of ``bench.kernels.report``) have a figure."""
+    rows_by_verb: dict[tuple[str, str, int], Mapping[str, Any]] = {}
     for row in rows:
         if row["codec"]:
-            found[row["codec"], row["verb"], row["bytes"]] = row
-    judged = []
+            rows_by_verb[row["codec"], row["verb"], row["bytes"]] = row
+    entries = []
 
-    def judge(row: Mapping[str, Any], what: str, figure: float | None, least: float) -> None:
+    def judge(row: Mapping[str, Any], quantity: str, figure: float | None, least: float) -> None:
         if figure is not None:
-            named = {"codec": row["codec"], "verb": row["verb"], "bytes": row["bytes"]}
+            case = {"codec": row["codec"], "verb": row["verb"], "bytes": row["bytes"]}
             verdict = "PASS" if figure >= least else "MISS"
-            judged.append({**named, "what": what, "figure": figure, "least": least, "verdict": verdict})
+            entries.append({**case, "what": quantity, "figure": figure, "least": least, "verdict": verdict})
 
-    for (spec, verb, size), row in found.items():
+    for (spec, verb, size), row in rows_by_verb.items():
         if spec in FIRST and (verb, size) in FASTER_THAN_MEMCPY:
             judge(row, "x memcpy", row["times_memcpy"], FASTER_THAN_MEMCPY[verb, size])
         elif spec.startswith(("int", "mx")) and ":" not in spec and verb in ("encode", "decode"):
-            int8 = found.get(("int8", verb, size))
+            int8 = rows_by_verb.get(("int8", verb, size))
             if int8 is not None:
                 figure = round(row["times_memcpy"] / int8["times_memcpy"], 3)
                 judge(row, "of int8's speed", figure, OF_INT8)
@@ -48,4 +48,4 @@ def verdicts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for start, least in FASTER_THAN_TORCH.items():
             if size == DRAM and spec.startswith(start):
                 judge(row, "x torch", row["times_torch"], least)
-    return judged
+    return entries

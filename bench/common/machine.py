@@ -15,7 +15,7 @@ DISAGREE = 1.5  # same L3 has read 55 to 100 ns, different L3 310 to 480
 
 
 def describe() -> dict[str, object]:
-    """CPU, cores, memory, kernel and library versions of this machine."""
+    """Return the CPU, cores, memory, kernel and library versions of this machine."""
     import torch
 
     fields = dict[str, str]()
@@ -56,9 +56,9 @@ def commit(checkout: str | os.PathLike[str]) -> str:
 
 
 def placement(nanoseconds: float | None) -> str:
-    """Where the two cores are to each other.
+    """Return how close the first two cores are to each other.
 
-    A short round trip alone does not tell: cores of one L3 were seen at 55 ns, two threads of a core at 49.
+    The round trip alone is not enough: it was 55 ns between cores of one L3 and 49 ns between two threads of a core.
     """
     if nanoseconds is None:
         return "one core"
@@ -68,14 +68,15 @@ def placement(nanoseconds: float | None) -> str:
 
 
 def load() -> float:
-    """How many tasks wanted a CPU over the last minute, this one included."""
+    """Return how many tasks wanted a CPU during the last minute, this one included."""
     return os.getloadavg()[0]
 
 
 def steady(measure: Callable[[], T], attempts: int = 3) -> tuple[T, dict[str, object]]:
-    """``measure()`` with the cores' round trip before and after; again where the two readings disagree.
+    """Measure the cores' round trip before and after ``measure()``, and repeat all if the two values disagree.
 
-    The second value is for the result file: round trips, attempts made, and whether the last was steady.
+    Returns:
+        The measurement, and for the result file the round trips, the attempts, and whether the last was steady.
     """
     for attempt in range(1, attempts + 1):
         before = round_trip_ns()

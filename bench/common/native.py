@@ -1,4 +1,4 @@
-"""Builds and calls the code in ``bench/native``: the hand-written all-reduce, the memory floor and the probe."""
+"""Compiles and calls the code in ``bench/native``: the hand-written all-reduce, the memory floor and the probe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SKEW = 276 << 10
 
 
 class Tuning(ctypes.Structure):
-    """Mirrors ``Tuning`` of yardstick.cpp."""
+    """``Tuning`` of yardstick.cpp."""
 
     _fields_ = [
         (name, ctypes.c_uint32)
@@ -41,12 +41,12 @@ class Tuning(ctypes.Structure):
     ]
 
     def as_dict(self) -> dict[str, int]:
-        """The fields by name."""
+        """Return the fields by name."""
         return {name: getattr(self, name) for name, *_ in self._fields_}
 
 
 def tuning(piece_bytes: int = 256 << 10, slots: int = 4, *, ranks: int = 2, **overrides: int) -> Tuning:
-    """Pieces of ``piece_bytes`` in ``slots`` slots; with more ranks than cores a wait spins only briefly."""
+    """Return settings for pieces of ``piece_bytes`` in ``slots`` slots; waits spin briefly if ranks share cores."""
     crowded = ranks > (os.cpu_count() or 1)
     values = {
         "piece_bytes": piece_bytes,
@@ -65,7 +65,11 @@ def tuning(piece_bytes: int = 256 << 10, slots: int = 4, *, ranks: int = 2, **ov
 def compile_shared(
     name: str, sources: list[str], compiler: str = "g++", flags: list[str] | None = None
 ) -> Path:
-    """``build/bench/<name>``, rebuilt where a source is newer. RuntimeError with the compiler's words."""
+    """Return ``build/bench/<name>``, compiled again if a source is newer.
+
+    Raises:
+        RuntimeError: The compiler is missing or failed; the message contains its output.
+    """
     out = BUILD / name
     newest = max(path.stat().st_mtime for path in SOURCES.iterdir())
     if out.exists() and out.stat().st_mtime >= newest:
@@ -73,7 +77,7 @@ def compile_shared(
     if shutil.which(compiler) is None:
         raise RuntimeError(f"{compiler} is not installed: the yardsticks of bench/native need it")
     BUILD.mkdir(parents=True, exist_ok=True)
-    # A name of its own, so that two processes that build at once do not read each other's half-written file.
+    # A separate name, so that processes that compile at the same time do not read each other's unfinished file.
     scratch = BUILD / f"{name}.{os.getpid()}"
     command = [compiler, *(FLAGS + ["-fPIC", "-shared", "-pthread"] if flags is None else flags)]
     command += [str(SOURCES / source) for source in sources] + ["-o", str(scratch)]
@@ -86,7 +90,7 @@ def compile_shared(
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The yardsticks, built if need be, with their signatures."""
+    """Return the library of the yardsticks, compiled if necessary."""
     lib = ctypes.CDLL(str(compile_shared("libyardstick.so", ["yardstick.cpp", "probe.cpp"])), use_errno=True)
     size, pointer, integer = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
     settings = ctypes.POINTER(Tuning)
@@ -122,7 +126,7 @@ def library() -> ctypes.CDLL:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """An anonymous shared segment that ranks open by path while the process that made it holds ``fd``."""
+    """An anonymous shared segment that ranks open by path as long as the process that created it keeps ``fd`` open."""
 
     fd: int
     ranks: int
@@ -131,23 +135,23 @@ class Segment:
 
     @classmethod
     def create(cls, ranks: int, ring_bytes: int, tensor_bytes: int) -> Segment:
-        """A new segment: a ring of ``ring_bytes`` and a tensor of ``tensor_bytes`` for each of ``ranks``."""
+        """Create a segment with a ring of ``ring_bytes`` and a tensor of ``tensor_bytes`` for each rank."""
         fd = os.memfd_create("yardstick")
         os.ftruncate(fd, library().yardstick_bytes(ranks, ring_bytes, tensor_bytes))
         return cls(fd=fd, ranks=ranks, ring_bytes=ring_bytes, tensor_bytes=tensor_bytes)
 
     @property
     def address(self) -> tuple[str, int, int, int]:
-        """What another process needs to open it: the arguments of ``Yardstick`` before ``rank``."""
+        """What another process needs to open the segment: the first arguments of `Yardstick`."""
         return (f"/proc/{os.getpid()}/fd/{self.fd}", self.ranks, self.ring_bytes, self.tensor_bytes)
 
     def close(self) -> None:
-        """Drops this process's hold; mappings stay."""
+        """Close the file descriptor; mappings stay valid."""
         os.close(self.fd)
 
 
 class Yardstick:
-    """One rank's end of the hand-written all-reduce."""
+    """One rank of the hand-written all-reduce."""
 
     def __init__(self, address: tuple[str, int, int, int], rank: int) -> None:
         path, self.ranks, ring_bytes, tensor_bytes = address
@@ -168,7 +172,7 @@ class Yardstick:
         warm: int,
         iters: int,
     ) -> float:
-        """Seconds a call, from ``iters`` back to back; ``x`` and ``y`` are addresses of ``numel`` floats."""
+        """Return the seconds of a call, from ``iters`` calls; ``x`` and ``y`` are addresses of ``numel`` floats."""
         why = ctypes.c_char_p()
         seconds: float = self._lib.yardstick_time(
             self._handle, algorithm, x, y, numel, settings, warm, iters, ctypes.byref(why)
@@ -178,18 +182,18 @@ class Yardstick:
         return seconds
 
     def tensor(self) -> int:
-        """The address of this rank's tensor in the segment."""
+        """Return the address of this rank's tensor in the segment."""
         address: int = self._lib.yardstick_tensor(self._handle, self.rank)
         return address
 
     def close(self) -> None:
-        """Unmaps the segment."""
+        """Unmap the segment."""
         self._lib.yardstick_close(self._handle)
         self._handle = None
 
 
 def round_trip_ns(batches: int = 200, trips: int = 200) -> float | None:
-    """Nanoseconds of a cache line's round trip between this process's first two CPUs; None if it has one."""
+    """Return the nanoseconds of a cache line's round trip between the first two CPUs; None if there is one CPU."""
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < 2:
         return None
@@ -200,6 +204,6 @@ def round_trip_ns(batches: int = 200, trips: int = 200) -> float | None:
 
 
 def share_one_core(trials: int = 20) -> bool:
-    """Whether the first two CPUs of this process are threads of one core, by what each costs the other."""
+    """Return whether the first two CPUs are threads of one core, by how much they slow each other down."""
     cpus = sorted(os.sched_getaffinity(0))
     return len(cpus) > 1 and float(library().contention(cpus[0], cpus[1], trials)) > 1.5

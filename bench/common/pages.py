@@ -9,13 +9,14 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def fill(page: Path, name: str, text: str) -> Path:
-    """Puts ``text`` between the page's marks ``<!-- name:begin -->`` and ``<!-- name:end -->``; returns the page.
+    """Replace the text between the page's marks ``<!-- name:begin -->`` and ``<!-- name:end -->``; return the page.
 
-    ValueError where it has none.
+    Raises:
+        ValueError: The page does not have the marks.
     """
     first, last = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    before, begin, rest = page.read_text(encoding="utf-8").partition(first)
-    _, end, after = rest.partition(last)
+    before, begin, tail = page.read_text(encoding="utf-8").partition(first)
+    _, end, after = tail.partition(last)
     if not begin or not end:
         raise ValueError(f"{page.name}: lacks {first} or {last}")
     page.write_text(f"{before}{first}\n{text}\n{last}{after}", encoding="utf-8")
@@ -23,6 +24,6 @@ def fill(page: Path, name: str, text: str) -> Path:
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], aligned: bool = False) -> str:
-    """A table; ``aligned``: all columns but the first to the right."""
+    """Return a Markdown table; ``aligned``: all columns except the first are right-aligned."""
     rule = "|---" + ("|---:" if aligned else "|---") * (len(columns) - 1) + "|"
     return "\n".join([f"| {' | '.join(columns)} |", rule, *(f"| {' | '.join(row)} |" for row in rows)])

@@ -1,7 +1,7 @@
-"""Rank processes that wait, blocked, until they are told to measure, so that contestants can take turns.
+"""Rank processes that block until they are asked to measure, so that contestants can take turns.
 
-A contestant is a class whose objects live in the rank processes; ``Pool.call`` runs one of its methods on
-all ranks at once and returns what each returned.
+A contestant is a class whose objects live in the rank processes; ``Pool.call`` runs one of its methods on all ranks at
+once and returns their results.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ class RankFailed(RuntimeError):
 
 
 def pin(rank: int) -> None:
-    """Binds the calling thread, and threads it makes later, to one of the machine's CPUs."""
+    """Bind the calling thread, and threads that it starts later, to one of the process's CPUs."""
     cpus = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cpus[rank % len(cpus)]})
 
 
 def _serve(connection: Connection, contestant: type, rank: int, ranks: int, kwargs: dict[str, Any]) -> None:
     try:
-        it = contestant(rank, ranks, **kwargs)
+        rank_object = contestant(rank, ranks, **kwargs)
         connection.send((True, None))
         while True:
             call = connection.recv()
             if call is None:
                 break
             name, arguments = call
-            connection.send((True, getattr(it, name)(**arguments)))
-        it.close()
+            connection.send((True, getattr(rank_object, name)(**arguments)))
+        rank_object.close()
         connection.send((True, None))
     except (EOFError, KeyboardInterrupt):
         pass
@@ -63,17 +63,17 @@ def collect(connections: Sequence[Connection], method: str, timeout: float) -> l
             assert isinstance(connection, Connection)
             rank = waiting.pop(connection)
             try:
-                fine, value = connection.recv()
+                succeeded, value = connection.recv()
             except (EOFError, ConnectionError):
                 raise RankFailed(f"{method}: rank {rank} died") from None
-            if not fine:
+            if not succeeded:
                 raise RankFailed(f"{method}: rank {rank} raised\n{value}")
             results[rank] = value
     return results
 
 
 class Pool:
-    """``ranks`` processes, each holding ``contestant(rank, ranks, **kwargs)``."""
+    """``ranks`` processes, each with an object ``contestant(rank, ranks, **kwargs)``."""
 
     def __init__(self, contestant: type, ranks: int, *, timeout: float = 120, **kwargs: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -96,7 +96,11 @@ class Pool:
             raise
 
     def call(self, method: str, **arguments: Any) -> list[Any]:
-        """The method's result on every rank, in rank order. RankFailed where one did not return."""
+        """Return the method's results on all ranks, in rank order.
+
+        Raises:
+            RankFailed: A rank raised, died or did not answer in time.
+        """
         for connection in self._connections:
             connection.send((method, arguments))
         try:
@@ -106,7 +110,7 @@ class Pool:
             raise
 
     def close(self) -> None:
-        """Lets every rank close its contestant, then ends the processes, whatever they do."""
+        """Close the contestant of every rank, then end the processes."""
         try:
             for connection in self._connections:
                 connection.send(None)

@@ -11,33 +11,33 @@ PEERS = {"gloo": "Gloo", "mpi": "Open MPI (best of 3 settings)"}
 
 
 def readme(result: dict[str, Any]) -> str:
-    """Markdown: one row a rank count and size; dtcomm's time, then how many times longer the peers take."""
+    """Return the table of all_reduce: dtcomm's time and the peers', a row for each size and number of ranks."""
     rows = [(row, medians(row)) for row in result["rows"]]
-    peers = [peer for peer in PEERS if any(peer in found for _, found in rows)]
+    peers = [peer for peer in PEERS if any(peer in seconds for _, seconds in rows)]
     heads = ["all_reduce, fp32", "dtcomm", "`dtcomm.empty`", *(PEERS[peer] for peer in peers)]
     lines = []
-    for row, found in rows:
-        if "dtcomm" not in found:
+    for row, seconds in rows:
+        if "dtcomm" not in seconds:
             continue
         cells = [f"{size_name(row['bytes'])}, {row['ranks']} ranks"]
-        cells += [f"{microseconds(found[ours])} µs" for ours in ("dtcomm", "dtcomm.empty")]
+        cells += [f"{microseconds(seconds[ours])} µs" for ours in ("dtcomm", "dtcomm.empty")]
         for peer in peers:
             cells.append(
-                f"{microseconds(found[peer])} µs ({found[peer] / found['dtcomm']:.1f}x)"
-                if peer in found
+                f"{microseconds(seconds[peer])} µs ({seconds[peer] / seconds['dtcomm']:.1f}x)"
+                if peer in seconds
                 else ""
             )
         lines.append(cells)
     trips = [trip for row, _ in rows for trip in row["round_trip_ns"] if trip is not None]
     machine = result["machine"]
-    where = f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}"
+    description = f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}"
     if trips:
-        where += f", cache line to the other core and back in {min(trips):.0f} to {max(trips):.0f} ns"
-    return f"{markdown(heads, lines, aligned=True)}\n\n{where}"
+        description += f", cache line to the other core and back in {min(trips):.0f} to {max(trips):.0f} ns"
+    return f"{markdown(heads, lines, aligned=True)}\n\n{description}"
 
 
 def between_hosts(two_hosts: dict[str, Any], slow_link: dict[str, Any], fsdp_speed: dict[str, Any]) -> str:
-    """Markdown: how many times faster than Gloo uncompressed, by link, from the results of the programs so called."""
+    """Return the table of speed-ups over uncompressed Gloo between two hosts, from the results of three programs."""
     links = ("1", "10")
     sums = {
         (f"{row['gbit']:g}", figure["codec"]): figure["ratio"]
@@ -70,15 +70,15 @@ def between_hosts(two_hosts: dict[str, Any], slow_link: dict[str, Any], fsdp_spe
 
 
 def _speedup(row: dict[str, Any]) -> str:
-    """``1.31x (1.31-1.37)``: the median over runs, and their range where there are several."""
+    """Return ``1.31x (1.31-1.37)``: the median over runs, and their range if there are several."""
     low, high = row.get("faster_range", (row["faster"], row["faster"]))
     return f"{row['faster']:.2f}x" + (f" ({low:.2f}–{high:.2f})" if low != high else "")
 
 
 def medians(row: dict[str, Any]) -> dict[str, float]:
-    """Seconds of the best variant of each family."""
-    found: dict[str, float] = {}
-    for each in row["contestants"]:
-        seconds = each["median_us"] / 1e6
-        found[each["family"]] = min(seconds, found.get(each["family"], seconds))
-    return found
+    """Return the seconds of the fastest variant of each family."""
+    best: dict[str, float] = {}
+    for timing in row["contestants"]:
+        seconds = timing["median_us"] / 1e6
+        best[timing["family"]] = min(seconds, best.get(timing["family"], seconds))
+    return best

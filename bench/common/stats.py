@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Seconds a call over several repetitions: the median, the quartiles around it, the extremes."""
+    """Seconds of a call over several repetitions: median, quartiles, extremes."""
 
     median: float
     low: float
@@ -20,7 +20,7 @@ class Timing:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Timing:
-        """The summary of ``seconds``, which must not be empty."""
+        """Summarize ``seconds``, which must not be empty."""
         ordered = sorted(seconds)
         quartiles = (
             statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
@@ -36,11 +36,11 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Distance of the quartiles as a fraction of the median."""
+        """The distance of the quartiles as a fraction of the median."""
         return (self.high - self.low) / self.median
 
     def as_dict(self) -> dict[str, object]:
-        """Microseconds, for a result file."""
+        """Return microseconds, for a result file."""
         return {
             "median_us": round(self.median * 1e6, 3),
             "quartiles_us": [round(self.low * 1e6, 3), round(self.high * 1e6, 3)],
@@ -51,5 +51,5 @@ class Timing:
 
 
 def iterations(seconds: float, budget: float, most: int = 2000) -> int:
-    """How many calls of about ``seconds`` each fit in ``budget`` seconds; at least one."""
+    """Return how many calls of about ``seconds`` each fit into ``budget`` seconds; at least one."""
     return max(1, min(most, int(budget / max(seconds, 1e-9))))

@@ -13,7 +13,7 @@ KB, MB = 1 << 10, 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The median of ``against`` is ``least`` times ours; without ``against``, ours is under ``most_us``."""
+    """A target: the median of ``against`` is at least ``least`` times ours; without it, ours is under ``most_us``."""
 
     name: str
     bytes: int
@@ -36,8 +36,8 @@ FASTER: dict[int, list[tuple[str, dict[int, float]]]] = {
 
 
 def all_reduce_targets(ranks: int) -> list[Target]:
-    """The targets that apply to ``ranks`` ranks."""
-    found = [
+    """Return the targets for ``ranks`` ranks."""
+    targets = [
         Target(
             name=f"{least:g}x faster than {against}", bytes=size, ranks=ranks, against=against, least=least
         )
@@ -45,24 +45,24 @@ def all_reduce_targets(ranks: int) -> list[Target]:
         for size, least in sizes.items()
     ]
     if ranks != 2:
-        return found
-    found.append(Target(name="a call from Python under 8 µs", bytes=KB, ranks=2, most_us=8))
+        return targets
+    targets.append(Target(name="a call from Python under 8 µs", bytes=KB, ranks=2, most_us=8))
     for size in (64 * MB, 256 * MB):
         for ours, least in (("dtcomm", 0.65), ("dtcomm.empty", 0.9)):
             name = f"{ours}: {least:.0%} of the floor"
-            found.append(
+            targets.append(
                 Target(name=name, bytes=size, ranks=2, ours=ours, against="floor", least=least, percent=True)
             )
     for size in (16 * MB, 64 * MB):
         name = "within 5% of the yardstick"
-        found.append(
+        targets.append(
             Target(name=name, bytes=size, ranks=2, against="yardstick", least=1 / 1.05, percent=True)
         )
-    return found
+    return targets
 
 
 def judge(targets: list[Target], best: Mapping[int, Mapping[str, Timing]]) -> list[dict[str, Any]]:
-    """PASS or MISS for every target whose two sides were measured."""
+    """Return PASS or MISS for every target whose two sides were measured."""
     verdicts = []
     for target in targets:
         timings = best.get(target.bytes, {})

@@ -1,10 +1,10 @@
-"""The error that a format must make on Gaussian data, integrated in float64 from its grid of values.
+"""The error of a format on Gaussian data, integrated in float64 from the values that the format can represent.
 
-Nothing here shares a line with the codecs: a format is a list of the values a code can have and a rule that scales
-the list to a block's largest element. A block's error is the integral of the squared distance to the nearest value
-over the density of the elements, given the largest one, averaged over that one's density.
+This code is independent of the codecs: a format is a list of the values of its codes and a rule that scales the list to
+a block's largest element. A block's error is the integral of the squared distance to the nearest value over the density
+of the elements, conditional on the largest one, averaged over the density of that one.
 
-Published values that this is held against (tests/quality): J. Max, "Quantizing for minimum distortion", IRE
+Published values that tests/unit/quality compares this with: J. Max, "Quantizing for minimum distortion", IRE
 Transactions on Information Theory 6, 1960 (tables I and II); the signal-to-noise ratio of block-scaled integers in
 Chen et al., "INT v.s. FP: A Comprehensive Study of Fine-Grained Low-bit Quantization Formats", arXiv:2510.25602,
 2025, theorem 1; and C. Shannon's rate-distortion bound for a Gaussian source, 1959: no format of R bits has a
@@ -26,17 +26,17 @@ _erf: Callable[[Any], Any] = np.vectorize(math.erf, otypes=[np.float64])
 
 
 def density(x: Array) -> Array:
-    """Of the standard normal distribution."""
+    """Return the density of the standard normal distribution."""
     return np.exp(-np.square(x) / 2) / math.sqrt(2 * math.pi)
 
 
 def below(x: Array) -> Array:
-    """The share of a standard normal distribution that is below x."""
+    """Return the cumulative standard normal distribution at x."""
     return np.asarray((1 + _erf(x / math.sqrt(2))) / 2)
 
 
 def floats(exponents: range, mantissa_bits: int) -> Array:
-    """Zero and the positive values 2^e * (1 + i / 2^m) of a float, with subnormals below the first exponent."""
+    """Return zero and the positive values 2^e * (1 + i / 2^m) of a float, with subnormals below the first exponent."""
     steps = np.arange(1 << mantissa_bits) / (1 << mantissa_bits)
     normal = np.concatenate([2.0**e * (1 + steps) for e in exponents])
     return np.concatenate([2.0 ** exponents[0] * steps, normal])
@@ -51,18 +51,18 @@ BF16 = floats(range(-24, 4), 7)
 
 
 def to_largest(values: Array) -> Callable[[float], float]:
-    """The rule of integers and of float8: the block's largest element becomes the largest value."""
+    """Return the scale of integers and float8: the block's largest element becomes the largest value."""
     return lambda top: top / float(values[-1])
 
 
 def to_power(values: Array) -> Callable[[float], float]:
-    """The rule of OCP Microscaling: a power of two, so that the largest element's exponent is the largest value's."""
+    """Return the scale of OCP Microscaling: a power of two that aligns the largest element's and value's exponents."""
     most = math.floor(math.log2(values[-1]))
     return lambda top: 2.0 ** (math.floor(math.log2(top)) - most)
 
 
 def distortion(values: Array, reach: float) -> float:
-    """The mean of (x - nearest value)^2 over a standard normal cut at +-reach; `values` are sorted, from 0 on."""
+    """Return the mean of (x - nearest value)^2 over a standard normal cut at +-reach; `values` are sorted, from 0."""
     values = values[: int(np.searchsorted(values, reach)) + 2]
     edges = np.concatenate([[0.0], (values[1:] + values[:-1]) / 2, [math.inf]]).clip(max=reach)
     a, b = edges[:-1], edges[1:]
@@ -73,7 +73,7 @@ def distortion(values: Array, reach: float) -> float:
 
 
 def block_error(values: Array, block: int, scale: Callable[[float], float]) -> float:
-    """Relative L2 error of blocks of `block` standard normal elements that share a scale, which is exact."""
+    """Return the relative L2 error of blocks of `block` standard normal elements with a shared, exact scale."""
     tops = np.linspace(0.2, 8.0, 781)
     inside = 2 * below(tops) - 1
     weights = block * inside ** (block - 1) * 2 * density(tops)
@@ -86,29 +86,32 @@ def block_error(values: Array, block: int, scale: Callable[[float], float]) -> f
 
 
 def cast_error(values: Array) -> float:
-    """Relative L2 error where every element is rounded by itself."""
+    """Return the relative L2 error if every element is rounded by itself."""
     return math.sqrt(distortion(values, float(values[-1])))
 
 
 def crest(block: int) -> float:
-    """The root of the mean square of a block's largest magnitude: its crest factor."""
+    """Return a block's crest factor: the root mean square of its largest magnitude."""
     tops = np.linspace(0.0, 9.0, 9001)
     weights = (2 * below(tops) - 1) ** (block - 1) * density(tops)
     return math.sqrt(float((weights * np.square(tops)).sum() / weights.sum()))
 
 
 def published_integer_error(bits: int, block: int) -> float:
-    """arXiv:2510.25602, theorem 1, scale not rounded: 4.78 + 6.02 bits - 20 lg(crest factor) decibels."""
+    """Return the error of theorem 1 of arXiv:2510.25602, for exact scales.
+
+    The signal-to-noise ratio is 4.78 + 6.02 bits - 20 lg(crest factor) decibels.
+    """
     return float(10 ** (-(4.78 + 6.02 * bits - 20 * math.log10(crest(block))) / 20))
 
 
 def sign_error(block: int) -> float:
-    """One bit and the block's mean magnitude: Max's 0.3634 = 1 - 2/pi for long blocks."""
+    """Return the error of one bit and the block's mean magnitude; Max's 0.3634 = 1 - 2/pi for long blocks."""
     return math.sqrt((1 - 2 / math.pi) * (1 - 1 / block))
 
 
 def top_error(ratio: float) -> float:
-    """Without the share `ratio` of largest magnitudes, which are kept exactly."""
+    """Return the error if the share `ratio` of largest magnitudes is kept exactly and the rest is dropped."""
     low, high = 0.0, 10.0
     while high - low > 1e-12:
         middle = (low + high) / 2
@@ -117,5 +120,5 @@ def top_error(ratio: float) -> float:
 
 
 def random_error(ratio: float) -> float:
-    """A random share `ratio`, scaled up to be unbiased."""
+    """Return the error of a random share `ratio`, scaled up to be unbiased."""
     return math.sqrt(1 / ratio - 1)

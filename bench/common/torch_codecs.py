@@ -1,4 +1,4 @@
-"""What a competent user writes in torch without kernels of their own: the peers of ``bench.kernels``.
+"""The peers of ``bench.kernels``: codecs as a competent user writes them with torch's operations.
 
 Vectorised, without Python loops over elements or blocks, and with the same result up to rounding: block-wise scales in
 bf16, codes to nearest, clamped, and packed into bytes, of odd widths into planes.
@@ -14,7 +14,7 @@ from dtcomm.codecs import Codec, Integer
 
 
 def pack(codes: torch.Tensor, bits: int) -> list[torch.Tensor]:
-    """uint8 codes into one tensor of bytes for each plane of `bits`."""
+    """Pack uint8 codes into one tensor of bytes for each plane of `bits`."""
     if bits == 8:
         return [codes]
     planes, low = [], 0
@@ -30,7 +30,7 @@ def pack(codes: torch.Tensor, bits: int) -> list[torch.Tensor]:
 
 
 def unpack(planes: list[torch.Tensor], bits: int) -> torch.Tensor:
-    """The inverse of :func:`pack`."""
+    """Return the codes that `pack` packed."""
     if bits == 8:
         return planes[0]
     codes, low = None, 0
@@ -44,7 +44,7 @@ def unpack(planes: list[torch.Tensor], bits: int) -> torch.Tensor:
 
 
 def integer_encode(codec: Integer, x: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Symmetric block-scaled codes, zero blocks included: planes and scales."""
+    """Return planes and scales of symmetric block-scaled codes; zero blocks are allowed."""
     blocks = x.view(-1, codec.block)
     scale = (blocks.abs().amax(1, keepdim=True) / codec.levels).to(torch.bfloat16)
     inverse = torch.where(scale > 0, 1 / scale.float(), 0.0)
@@ -53,6 +53,7 @@ def integer_encode(codec: Integer, x: torch.Tensor) -> tuple[list[torch.Tensor],
 
 
 def integer_decode(codec: Integer, planes: list[torch.Tensor], scale: torch.Tensor) -> torch.Tensor:
+    """Return the values that `integer_encode` encoded."""
     codes = unpack(planes, codec.bits).view(torch.int8)
     if codec.bits < 8:
         codes = codes << 8 - codec.bits >> 8 - codec.bits  # the sign
@@ -60,17 +61,17 @@ def integer_decode(codec: Integer, planes: list[torch.Tensor], scale: torch.Tens
 
 
 def peers(codec: Codec, x: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """verb -> the same in torch, for those codecs and verbs that have a plain form there."""
+    """Return the torch version of each verb, for codecs and verbs that have a plain form in torch."""
     name = str(codec)
     if name in ("fp16", "bf16"):
         dtype = torch.float16 if name == "fp16" else torch.bfloat16
         half, back = torch.empty(x.shape, dtype=dtype), torch.empty_like(x)
         return {"encode": lambda: half.copy_(x), "decode": lambda: back.copy_(half)}
     if isinstance(codec, Integer) and name == codec.name:
-        made = integer_encode(codec, x)
+        encoded = integer_encode(codec, x)
         return {
             "encode": lambda: integer_encode(codec, x),
-            "decode": lambda: integer_decode(codec, *made),
+            "decode": lambda: integer_decode(codec, *encoded),
         }
     if codec.name == "topk":
         kept = max(1, codec.layout().kept_of(codec.granularity) * x.numel() // codec.granularity)

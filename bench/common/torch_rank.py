@@ -19,15 +19,22 @@ MODULUS = 13
 
 
 class TorchRank:
-    """``pinned`` binds the calling thread to a core; Gloo's own threads float either way."""
+    """A rank of torch.distributed's Gloo and of dtcomm.
 
-    def __init__(self, rank: int, ranks: int, rendezvous: str, pinned: bool = True) -> None:
+    Args:
+        rank: The rank.
+        ranks: Number of ranks.
+        store_file: A file through which the ranks connect.
+        pinned: Bind the calling thread to a core; Gloo's own threads are not bound.
+    """
+
+    def __init__(self, rank: int, ranks: int, store_file: str, pinned: bool = True) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
         self.rank, self.ranks = rank, ranks
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{rendezvous}",
+            init_method=f"file://{store_file}",
             rank=rank,
             world_size=ranks,
             timeout=timedelta(seconds=60),
@@ -37,10 +44,10 @@ class TorchRank:
             pin(rank)
         self._tensors: dict[str, torch.Tensor] = {}
 
-    def measure(self, how: str, numel: int, warm: int, iters: int) -> float:
-        """Seconds a call on this rank, from ``iters`` back to back; the last warm-up aligns the ranks."""
-        call = self._call(how)
-        tensor = self._tensor(how, numel)
+    def measure(self, variant: str, numel: int, warm: int, iters: int) -> float:
+        """Return the seconds of a call on this rank, from ``iters`` calls; the last warm-up call aligns the ranks."""
+        call = self._call(variant)
+        tensor = self._tensor(variant, numel)
         tensor.fill_(self.rank + 1.0)
         for _ in range(max(1, warm)):
             call(tensor)
@@ -49,36 +56,36 @@ class TorchRank:
             call(tensor)
         return (time.perf_counter() - start) / iters
 
-    def wrong(self, how: str, numel: int) -> int:
-        """How many elements of a sum of small integers are not what they must be."""
-        tensor = self._tensor(how, numel)
+    def wrong(self, variant: str, numel: int) -> int:
+        """Return how many elements of a sum of small integers are wrong."""
+        tensor = self._tensor(variant, numel)
         index = torch.arange(numel, dtype=torch.int64)
         tensor.copy_((index + self.rank) % MODULUS)
-        self._call(how)(tensor)
+        self._call(variant)(tensor)
         expected = sum(((index + r) % MODULUS for r in range(self.ranks)), torch.zeros_like(index))
         return int((tensor != expected).sum())
 
     def info(self) -> dict[str, Any]:
-        """What dtcomm says of its communicator."""
+        """Return ``dtcomm.info()`` as strings."""
         from dtcomm import collectives
 
         return {key: str(value) for key, value in collectives.info().items()}
 
     def close(self) -> None:
-        """Ends the process group."""
+        """Destroy the process group."""
         self._tensors.clear()
         dist.destroy_process_group()
 
-    def _call(self, how: str) -> Callable[[torch.Tensor], Any]:
-        if how == "gloo":
+    def _call(self, variant: str) -> Callable[[torch.Tensor], Any]:
+        if variant == "gloo":
             return dist.all_reduce
         import dtcomm
 
         return dtcomm.all_reduce
 
-    def _tensor(self, how: str, numel: int) -> torch.Tensor:
-        """A tensor of ``numel`` floats that stays for the next call; one of each kind at a time."""
-        kind = "segment" if how == "dtcomm.empty" else "ordinary"
+    def _tensor(self, variant: str, numel: int) -> torch.Tensor:
+        """Return a tensor of ``numel`` floats, kept until another size is asked for; one of each kind at a time."""
+        kind = "segment" if variant == "dtcomm.empty" else "ordinary"
         if kind not in self._tensors or self._tensors[kind].numel() != numel:
             self._tensors.pop(kind, None)
             if kind == "segment":
@@ -90,6 +97,6 @@ class TorchRank:
         return self._tensors[kind]
 
 
-def rendezvous() -> str:
-    """The name of a file that ranks can meet through, not yet there."""
+def new_store_file() -> str:
+    """Return the path of a file, not yet created, through which ranks can connect."""
     return str(Path(tempfile.mkdtemp(prefix="dtcomm-bench-")) / "store")

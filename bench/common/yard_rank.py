@@ -8,7 +8,7 @@ from bench.common.pool import pin
 
 
 class YardRank:
-    """Private buffers of ``largest`` bytes, skewed against each other and other ranks', and the segment."""
+    """A rank with private buffers of ``largest`` bytes, at addresses that differ in the cache sets, and the segment."""
 
     def __init__(self, rank: int, ranks: int, address: tuple[str, int, int, int], largest: int) -> None:
         pin(rank)
@@ -17,10 +17,10 @@ class YardRank:
         self.y = native.library().yardstick_allocate(largest, (2 * rank + 2) * native.SKEW)
 
     def measure(self, algorithm: int, numel: int, settings: dict[str, int], warm: int, iters: int) -> float:
-        """Seconds a call on this rank."""
+        """Return the seconds of a call on this rank."""
         x = None if algorithm == native.DIRECT else self.x
         return self.yardstick.time(algorithm, x, self.y, numel, Tuning(**settings), warm=warm, iters=iters)
 
     def close(self) -> None:
-        """Unmaps the segment."""
+        """Unmap the segment."""
         self.yardstick.close()

@@ -1,4 +1,4 @@
-"""A small GPT that has learnt Python's source: trained once, then read from the build folder."""
+"""A small GPT of Python's source code, trained once and then read from the build folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dtcomm.cli.demo import train as demo
 
 SHAPE = demo.ModelShape(vocabulary=demo.VOCABULARY, context=128, layers=4, width=128, heads=4)
 STEPS, SIZE, RATE = 1200, 12, 2e-3
-#: How its layers are shared out among ranks; embeddings and the head stay whole.
+#: How its layers are sharded over ranks; embeddings and the head are replicated.
 PLAN = {
     "blocks.*.qkv": "column_packed3",
     "blocks.*.projection": "row",
@@ -30,10 +30,10 @@ LIMIT = 4_000_000
 def trained(
     steps: int = STEPS, say: Callable[[str], None] = print, folder: Path | None = None
 ) -> tuple[demo.GPT, demo.Corpus]:
-    """The model, in evaluation mode, and its text. Trains where the folder (build/bench) has no such weights."""
+    """Return the model, in evaluation mode, and its text; train it if the folder (build/bench) has no weights of it."""
     corpus = demo.load_corpus(limit=LIMIT)
-    told = json.dumps([asdict(SHAPE), steps, SIZE, RATE, len(corpus.training)])
-    path = (folder or BUILD) / f"gpt-{hashlib.sha256(told.encode()).hexdigest()[:12]}.pt"
+    settings = json.dumps([asdict(SHAPE), steps, SIZE, RATE, len(corpus.training)])
+    path = (folder or BUILD) / f"gpt-{hashlib.sha256(settings.encode()).hexdigest()[:12]}.pt"
     torch.manual_seed(0)
     model = demo.GPT(SHAPE)
     if path.exists():
@@ -42,12 +42,12 @@ def trained(
         train(model, corpus, steps, say)
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(model.state_dict(), path)
-        say(f"weights kept in {path}")
+        say(f"weights written to {path}")
     return model.eval(), corpus
 
 
 def train(model: nn.Module, corpus: demo.Corpus, steps: int, say: Callable[[str], None]) -> None:
-    """AdamW, a warm-up and a straight line to a hundredth."""
+    """Train with AdamW; the learning rate warms up and then falls linearly to a hundredth."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.05)
     begin = time.monotonic()
     warm = max(1, steps // 20)
@@ -65,21 +65,21 @@ def train(model: nn.Module, corpus: demo.Corpus, steps: int, say: Callable[[str]
         optimizer.step()
         if step % 50 == 0 or step + 1 == steps:
             say(
-                f"step {step + 1}/{steps}: {float(loss.detach()):.3f} nats a character, "
+                f"step {step + 1}/{steps}: {float(loss.detach()):.3f} nats per character, "
                 f"{time.monotonic() - begin:.0f} s"
             )
 
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, corpus: demo.Corpus, windows: int = 128) -> float:
-    """Mean cross-entropy in nats a character over evenly spaced windows of held-out text."""
+    """Return the mean cross-entropy in nats per character over evenly spaced windows of held-out text."""
     batches = demo.held_out_batches(corpus, windows=windows, size=32, length=SHAPE.context, rank=0, ranks=1)
     total = sum(float(demo.cross_entropy(model, *batch)) * len(batch[0]) for batch in batches)
     return total / windows
 
 
 def calibration() -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]], dict[str, str]]:
-    """For ``dtcomm tp calibrate bench.training.gpt:calibration``."""
+    """Return model, batches and plan for ``dtcomm tp calibrate bench.training.gpt:calibration``."""
     model, corpus = trained()
     batches = demo.held_out_batches(corpus, windows=64, size=16, length=SHAPE.context, rank=0, ranks=1)
     return model, batches, PLAN

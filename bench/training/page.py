@@ -11,7 +11,7 @@ from bench.training.runs import METHODS
 from bench.training.tasks import TASKS
 from dtcomm.cli.demo.plot import COLOURS, INK, STYLE
 
-#: What must be as good as uncompressed.
+#: Methods that must be as good as uncompressed.
 HELD_TO_IT = ("fp16", "bf16", "fp8_e4m3", "int8", "int4")
 
 Runs = dict[str, dict[str, Any]]
@@ -19,17 +19,17 @@ Table = tuple[str, list[str], list[list[str]]]
 
 
 def key(task: str, method: str, feedback: bool, seed: int) -> str:
-    """Of a run in a loop."""
+    """Return the key of a run in a loop."""
     return f"{task} | {method} | {'feedback' if feedback else 'no feedback'} | seed {seed}"
 
 
 def ddp_key(task: str, method: str) -> str:
-    """Of a run as DDP."""
+    """Return the key of a run as DDP."""
     return f"{task} | {method} | DDP"
 
 
 def metrics(runs: Runs, task: str, method: str, feedback: bool = True) -> list[float]:
-    """Of every seed that has run."""
+    """Return the metric of every seed that has run."""
     start = key(task, method, feedback, 0)[:-1]
     return [run["metric"] for name, run in runs.items() if name.startswith(start)]
 
@@ -40,14 +40,14 @@ def training_loss(run: dict[str, Any]) -> float:
 
 
 def cell(values: list[float]) -> str:
-    """Mean and half of the range over seeds."""
+    """Return the mean and half of the range over seeds."""
     if not values:
         return "–"
     return f"{statistics.fmean(values):.4g} ± {(max(values) - min(values)) / 2:.2g}"
 
 
 def tables(runs: Runs) -> list[Table]:
-    """The methods on all tasks, and as DDP."""
+    """Return the table of the methods on all tasks, and the one of the runs as DDP."""
     tasks = [task for task in TASKS.values() if metrics(runs, task.name, "none")]
     columns = ["method"]
     for task in tasks:
@@ -65,7 +65,7 @@ def tables(runs: Runs) -> list[Table]:
             row.append(cell(metrics(runs, task.name, method.name)))
             row.append("" if method.alone else cell(metrics(runs, task.name, method.name, False)))
         rows.append(row)
-    made = [("final metric, mean ± half of the range over seeds", columns, rows)]
+    result = [("final metric, mean ± half of the range over seeds", columns, rows)]
     ddp = []
     for method in METHODS.values():
         run = runs.get(ddp_key("mlp", method.name))
@@ -78,12 +78,12 @@ def tables(runs: Runs) -> list[Table]:
             ddp.append([method.name, *final, f"{run['metric']:.3g}", f"{loop['metric']:.3g}", guard])
     if ddp:
         head = ["method", "DDP: training loss", "in a loop", "DDP: held-out error, %", "in a loop", "guard"]
-        made.append(("perceptron, seed 0, as DDP in four processes", head, ddp))
-    return made
+        result.append(("perceptron, seed 0, as DDP in four processes", head, ddp))
+    return result
 
 
 def verdicts(runs: Runs) -> list[str]:
-    """Whether what must be as good as uncompressed is: its mean no worse than uncompressed's worst seed."""
+    """Return whether the methods in `HELD_TO_IT` are as good as uncompressed: their mean against its worst seed."""
     lines = []
     for task in TASKS.values():
         plain = metrics(runs, task.name, "none")
@@ -101,7 +101,7 @@ def verdicts(runs: Runs) -> list[str]:
 
 
 def write(runs: Runs) -> list[Path]:
-    """The generated part of the page, and the plot; returns both paths."""
+    """Write the generated part of the page and the plot; return both paths."""
     page, picture = DOCS / "results/convergence.md", DOCS / "results/convergence.png"
     parts = []
     for title, columns, rows in tables(runs):
@@ -112,7 +112,7 @@ def write(runs: Runs) -> list[Path]:
 
 
 def plot(runs: Runs, path: Path) -> None:
-    """A row a method, a panel a task: filled with feedback, hollow without, the band is uncompressed's range."""
+    """Plot a row for each method and a panel for each task; the band is the range of uncompressed runs."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -149,7 +149,7 @@ def plot(runs: Runs, path: Path) -> None:
                         facecolors=colour if feedback else "white",
                     )
             low, high = axes.get_xlim()
-            if high > 3 * low:  # what does not learn is far away
+            if high > 3 * low:  # methods that do not learn are far away
                 axes.set_xscale("log")
                 axes.xaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
                 axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))

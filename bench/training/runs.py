@@ -1,7 +1,8 @@
-"""One run: a task, a method, with or without feedback, a seed; its ranks in a loop, or as DDP.
+"""Run a task with a method, with or without feedback, for one seed: its ranks in a loop, or as DDP.
 
-In the loop every rank's gradient is taken in turn and averaged by `dtcomm.measure.simulated_ranks`, whose bits are
-those of DDP with one-shot all-reduces (a test holds that). DDP's default, two shots, also encodes the sums.
+In the loop the gradients of the ranks are computed one after the other and averaged by
+`dtcomm.measure.simulated_ranks`, with the bits of DDP with one-shot all-reduces (a test compares them). DDP's default,
+two-shot, also encodes the sums.
 """
 
 from __future__ import annotations
@@ -20,13 +21,21 @@ from dtcomm import ddp
 from dtcomm.local_sgd import LocalSGD
 from dtcomm.measure.simulated_ranks import SimulatedRanks, uncompressed_bytes
 
-CURVE = 40  # points that are kept of a loss curve
+CURVE = 40  # points of a loss curve
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """`spec` as users write it; `every`: steps between two averages of weights, 0: gradients are averaged. `alone`:
-    there is no version without feedback. `sgd`: for optimisers whose momentum the method takes over."""
+    """A compression method.
+
+    Attributes:
+        name: Its name on the page.
+        spec: Its spec string.
+        feedback: The kind of error feedback.
+        every: Steps between two averages of weights; 0: gradients are averaged.
+        alone: Whether there is no version without feedback.
+        sgd: Whether the method replaces the optimizer's momentum.
+    """
 
     name: str
     spec: str
@@ -63,7 +72,7 @@ METHODS = {
 
 
 def in_a_loop(task: Task, method: Method, feedback: bool, seed: int) -> dict[str, Any]:
-    """The metric, the loss curve, the bytes against uncompressed gradients, and the processor's seconds it took."""
+    """Return the metric, the loss curve, the bytes sent as a share of uncompressed ones, and the CPU seconds."""
     begin = time.process_time()
     torch.manual_seed(seed)
     first = task.model()
@@ -94,7 +103,7 @@ def _synchronous(task: Task, method: Method, model: nn.Module, run: SimulatedRan
 
 
 def _local(task: Task, method: Method, model: nn.Module, run: SimulatedRanks, seed: int) -> list[float]:
-    """`dtcomm.local_sgd.LocalSGD`, without an outer optimiser."""
+    """Train with `dtcomm.local_sgd.LocalSGD`'s arithmetic, without an outer optimizer."""
     replicas = [task.model() for _ in range(RANKS)]
     optimizers = []
     for replica in replicas:
@@ -111,24 +120,24 @@ def _local(task: Task, method: Method, model: nn.Module, run: SimulatedRanks, se
             total += float(loss.detach()) / RANKS
         losses.append(total)
         if (step + 1) % method.every == 0 or step + 1 == task.steps:
-            _meet(model, replicas, run)
+            _average_weights(model, replicas, run)
     return losses
 
 
 @torch.no_grad()
-def _meet(model: nn.Module, replicas: Sequence[nn.Module], run: SimulatedRanks) -> None:
+def _average_weights(model: nn.Module, replicas: Sequence[nn.Module], run: SimulatedRanks) -> None:
     common = list(model.parameters())
-    ways = [
+    changes = [
         [start - now for start, now in zip(common, replica.parameters(), strict=True)] for replica in replicas
     ]
-    for start, mean in zip(common, run.average(ways), strict=True):
+    for start, mean in zip(common, run.average(changes), strict=True):
         start -= mean
     for replica in replicas:
         replica.load_state_dict(model.state_dict())
 
 
 def as_ddp(rank: int, world_size: int, task_name: str, method_name: str, seed: int) -> dict[str, Any]:
-    """The same as a rank of DDP (or of LocalSGD) with feedback and everything else at its defaults, the guard too."""
+    """Run a method as a rank of DDP (or of LocalSGD) with feedback and all other options at their defaults."""
     task, method = TASKS[task_name], METHODS[method_name]
     torch.set_num_threads(1)
     begin = time.process_time()
@@ -155,9 +164,9 @@ def as_ddp(rank: int, world_size: int, task_name: str, method_name: str, seed: i
             local.step()
     if local is not None:
         local.sync()
-    keeper = local if state is None else state
-    assert keeper is not None
-    report = keeper.report()
+    reporting = local if state is None else state
+    assert reporting is not None
+    report = reporting.report()
     share = report.wire_bytes / report.plain_bytes / (method.every or 1)
     result = _result(task, module, losses, share, time.process_time() - begin)
     return {**result, "guard": report.events}

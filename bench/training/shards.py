@@ -1,8 +1,8 @@
-"""FSDP's ranks in one thread: the same flat tensors, the same engine, the same bytes as in processes.
+"""FSDP's ranks in one thread, with the same flat tensors, engine and bytes as in processes.
 
-Every rank's gradients are taken in turn, and what `fully_shard` and `dtcomm.fsdp` would do with them and with the
-parameters is done by the native machines of all ranks, stepped one after the other (a test holds it to be the same to
-the bit). Specs of two levels run on two hosts of half of the ranks each.
+The gradients of the ranks are computed one after the other. What `fully_shard` and `dtcomm.fsdp` would do with them and
+with the parameters is done by the native state machines of all ranks, stepped in one thread; a test compares the bits.
+Specs of two levels run on two hosts with half of the ranks each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PIECE = 256 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """What `dtcomm.fsdp.compress` is given; `name` is what the page calls it."""
+    """Arguments of `dtcomm.fsdp.compress`; `name` is the method's name on the page."""
 
     name: str
     gradients: str = "none"
@@ -38,8 +38,8 @@ class Method:
 
 
 def _preset(name: str, called: str) -> Method:
-    found = spec.PRESETS[name]
-    return Method(name=called, gradients=found.gradients, parameters=found.parameters)
+    preset = spec.PRESETS[name]
+    return Method(name=called, gradients=preset.gradients, parameters=preset.parameters)
 
 
 ZERO = spec.PRESETS["zero++"]
@@ -60,7 +60,7 @@ METHODS = {
 
 
 class Shards:
-    """A model whose units (each module of `blocks`, and what is left) are cut over `ranks` ranks."""
+    """A model whose units (each module of `blocks`, and the remaining parameters) are sharded over `ranks` ranks."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str], method: Method, ranks: int) -> None:
         self.ranks = ranks
@@ -79,37 +79,36 @@ class Shards:
         self._flats = {unit: ShardedLayout(tuple(pieces)) for unit, pieces in units.items()}
 
     def gather(self, exact: Mapping[str, torch.Tensor]) -> Tensors:
-        """What every rank computes with, from exact parameters by name."""
-        found: Tensors = {}
+        """Return the parameters that every rank computes with, from exact parameters by name."""
+        gathered: Tensors = {}
         for unit, flat in self._flats.items():
-            whole = flat.join(exact, self.ranks)
+            exact_flat = flat.join(exact, self.ranks)
             reference = self._references.get(unit)
             if self.parameters.prefix != "delta":
-                told = self._all_gather(whole, self.parameters)
+                received = self._all_gather(exact_flat, self.parameters)
             elif reference is None:
-                told = self._all_gather(whole, parse_spec("none", (), "parameters"))
+                received = self._all_gather(exact_flat, parse_spec("none", (), "parameters"))
             else:
-                told = reference + self._all_gather(whole - reference, self.parameters)
+                received = reference + self._all_gather(exact_flat - reference, self.parameters)
             if self.parameters.prefix == "delta":
-                self._references[unit] = told
-            if (
-                unit
-            ):  # backward gathers again what forward did, all but the root's; differences are known by then
-                self.plain_bytes += 4 * whole.numel() * (self.ranks - 1)
+                self._references[unit] = received
+            # Backward gathers the parameters again, except the root's; differences are known by then.
+            if unit:
+                self.plain_bytes += 4 * exact_flat.numel() * (self.ranks - 1)
                 self.wire_bytes += 0 if self.parameters.prefix == "delta" else self._last
-            found |= flat.split(told, self.ranks)
-        return {name: value.view(exact[name].shape) for name, value in found.items()}
+            gathered |= flat.split(received, self.ranks)
+        return {name: value.view(exact[name].shape) for name, value in gathered.items()}
 
     def scatter(self, gradients: Sequence[Mapping[str, torch.Tensor]]) -> Tensors:
-        """The mean of ``gradients[rank]``, as the shards of all ranks have it."""
-        found: Tensors = {}
+        """Return the mean of ``gradients[rank]`` as the ranks receive it."""
+        means: Tensors = {}
         for unit, flat in self._flats.items():
-            inputs = [flat.join(mine, self.ranks) for mine in gradients]
+            inputs = [flat.join(of_rank, self.ranks) for of_rank in gradients]
             residuals = [
-                None if errors is None else errors.take(unit, given)
-                for errors, given in zip(self._errors, inputs, strict=True)
+                None if errors is None else errors.take(unit, flat_input)
+                for errors, flat_input in zip(self._errors, inputs, strict=True)
             ]
-            outputs = [each.new_empty(each.numel() // self.ranks) for each in inputs]
+            outputs = [flat_input.new_empty(flat_input.numel() // self.ranks) for flat_input in inputs]
             if self.gradients.between is None:
                 self._run("reduce_scatter", "avg", self.gradients.inside, inputs, outputs, residuals)
             else:
@@ -117,15 +116,15 @@ class Shards:
             for errors, residual in zip(self._errors, residuals, strict=True):
                 if errors is not None and residual is not None:
                     errors.put(unit, residual)
-            found |= flat.split(torch.cat(outputs), self.ranks)
-        return {name: value.view(gradients[0][name].shape) for name, value in found.items()}
+            means |= flat.split(torch.cat(outputs), self.ranks)
+        return {name: value.view(gradients[0][name].shape) for name, value in means.items()}
 
-    def _all_gather(self, whole: torch.Tensor, codecs: CompressionSpec) -> torch.Tensor:
-        inputs = list(whole.clone().view(self.ranks, -1))
-        outputs = [torch.empty_like(whole) for _ in inputs]
+    def _all_gather(self, flat: torch.Tensor, codecs: CompressionSpec) -> torch.Tensor:
+        inputs = list(flat.clone().view(self.ranks, -1))
+        outputs = [torch.empty_like(flat) for _ in inputs]
         self._run("all_gather", "sum", codecs.inside, inputs, outputs, [None] * self.ranks)
-        if not all(torch.equal(outputs[0], each) for each in outputs):
-            raise AssertionError(f"{codecs}: ranks hold different parameters")
+        if not all(torch.equal(outputs[0], output) for output in outputs):
+            raise AssertionError(f"{codecs}: the ranks have different parameters")
         return outputs[0]
 
     def _run(
@@ -137,13 +136,13 @@ class Shards:
         outputs: Sequence[torch.Tensor],
         residuals: Sequence[torch.Tensor | None],
     ) -> None:
-        """On the native engine, which has one codec for all levels."""
+        """Run a collective on the native engine, which has one codec for all levels."""
         numel = min(inputs[0].numel(), outputs[0].numel())
         schedule = algorithms.build("one_shot", collective, self.ranks)
         shape = OpSpec(collective, op, (TensorSpec(numel, inputs[0].dtype, codec),), "one_shot")
         operations = [
-            [Operation(shape=shape, schedule=schedule, buffers=[Buffers(given, output, residual)])]
-            for given, output, residual in zip(inputs, outputs, residuals, strict=True)
+            [Operation(shape=shape, schedule=schedule, buffers=[Buffers(flat_input, output, residual)])]
+            for flat_input, output, residual in zip(inputs, outputs, residuals, strict=True)
         ]
         world = Simulation(ranks=self.ranks, seed=0, delay=0.0, piece_bytes=PIECE, slot_bytes=2 * PIECE)
         outcomes = run_simulated(world, operations)
@@ -159,15 +158,15 @@ class Shards:
         outputs: Sequence[torch.Tensor],
         residuals: Sequence[torch.Tensor | None],
     ) -> None:
-        """The hierarchical reduce-scatter over two hosts, transfer by transfer."""
+        """Run the hierarchical reduce-scatter over two hosts, transfer by transfer."""
         numel, half = outputs[0].numel(), self.ranks // 2
         schedule = algorithms.build(
             "hierarchical", "reduce_scatter", self.ranks, hosts=(half, self.ranks - half)
         )
         levels = (self.gradients.inside, self.gradients.between or self.gradients.inside)
-        now = [list(given.view(self.ranks, -1)) for given in inputs]
+        values = [list(arrived.view(self.ranks, -1)) for arrived in inputs]
         last = schedule.transfers[-1].step
-        passed: dict[tuple[int, int], torch.Tensor] = {}  # sums that were encoded where they were made
+        encoded_sums: dict[tuple[int, int], torch.Tensor] = {}  # sums that were encoded in the same pass
 
         def slot(rank: int, chunk: int) -> torch.Tensor | None:
             residual = residuals[rank]
@@ -177,25 +176,27 @@ class Shards:
             arriving: dict[tuple[int, int, int], dict[int, torch.Tensor]] = {}
             for transfer in step:
                 source, chunk = transfer.src, transfer.chunk
-                payload = passed.get((source, chunk))
+                payload = encoded_sums.get((source, chunk))
                 if payload is None:
-                    payload = encode(levels[transfer.level], now[source][chunk], residual=slot(source, chunk))
+                    payload = encode(
+                        levels[transfer.level], values[source][chunk], residual=slot(source, chunk)
+                    )
                 self.wire_bytes += payload.numel()
                 arriving.setdefault((transfer.dst, chunk, transfer.level), {})[source] = payload
-            for (rank, chunk, level), given in arriving.items():
-                payloads = [given[source] for source in sorted(given)]
-                place = sum(source < rank for source in given)
-                local = now[rank][chunk]
+            for (rank, chunk, level), arrived in arriving.items():
+                payloads = [arrived[source] for source in sorted(arrived)]
+                place = sum(source < rank for source in arrived)
+                local = values[rank][chunk]
                 if number == last:
                     outputs[rank].copy_(
                         reduce(
                             levels[level], payloads, numel, local=local, position=place, divisor=self.ranks
                         )
                     )
-                elif levels[0] == levels[1] and chunk != rank:  # added and encoded in one pass
-                    passed[rank, chunk] = reduce_encode(
+                elif levels[0] == levels[1] and chunk != rank:
+                    encoded_sums[rank, chunk] = reduce_encode(
                         levels[0], payloads, numel, local=local, position=place, residual=slot(rank, chunk)
                     )
                 else:
-                    now[rank][chunk] = reduce(levels[level], payloads, numel, local=local, position=place)
+                    values[rank][chunk] = reduce(levels[level], payloads, numel, local=local, position=place)
         self.plain_bytes += 4 * numel * self.ranks * (self.ranks - 1)

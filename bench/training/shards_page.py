@@ -10,34 +10,34 @@ from bench.common.pages import DOCS, fill, markdown
 from bench.training.shards import METHODS
 from dtcomm.cli.demo.plot import COLOURS, INK, STYLE
 
-NEAR = 0.01  # of the uncompressed loss: where the defaults must end
+NEAR = 0.01  # how far from the uncompressed loss the defaults may end
 
 Runs = dict[str, dict[str, Any]]
 
 
 def key(method: str, seed: int) -> str:
-    """Of a run."""
+    """Return the key of a run."""
     return f"{method} | seed {seed}"
 
 
 def metrics(runs: Runs, method: str) -> list[float]:
-    """Held-out losses of every seed that has run."""
+    """Return the held-out losses of every seed that has run."""
     return [run["metric"] for name, run in runs.items() if name.startswith(f"{method} | ")]
 
 
 def behind(runs: Runs, method: str) -> list[float]:
-    """By how much each seed ends worse than the same seed uncompressed, as a fraction of that."""
-    found = []
+    """Return how much worse than the same seed uncompressed each seed ends, as a fraction."""
+    gaps = []
     for name, run in runs.items():
-        given, _, seed = name.partition(" | ")
+        of_method, _, seed = name.partition(" | ")
         plain = runs.get(f"uncompressed | {seed}")
-        if given == method and plain is not None:
-            found.append(run["metric"] / plain["metric"] - 1)
-    return found
+        if of_method == method and plain is not None:
+            gaps.append(run["metric"] / plain["metric"] - 1)
+    return gaps
 
 
 def table(runs: Runs) -> tuple[str, list[str], list[list[str]]]:
-    """A row a method."""
+    """Return the title, columns and rows of the table, a row for each method."""
     rows = []
     for method in METHODS.values():
         values = metrics(runs, method.name)
@@ -59,11 +59,11 @@ def table(runs: Runs) -> tuple[str, list[str], list[list[str]]]:
             ]
         )
     columns = ["method", "gradients", "parameters", "sent", "held-out loss", "beside uncompressed"]
-    return "held-out loss in nats a character, mean ± half of the range over seeds", columns, rows
+    return "held-out loss in nats per character, mean ± half of the range over seeds", columns, rows
 
 
 def verdicts(runs: Runs) -> list[str]:
-    """Whether the defaults end within `NEAR` of uncompressed, in the mean over seeds."""
+    """Return whether the defaults end within `NEAR` of uncompressed, in the mean over seeds."""
     lines = []
     for name in ("defaults", "int8, fp8"):
         gaps = behind(runs, name)
@@ -71,13 +71,13 @@ def verdicts(runs: Runs) -> list[str]:
             mean = statistics.fmean(gaps)
             word = "PASS" if mean <= NEAR else "MISS"
             lines.append(
-                f"{word} {name}: {100 * mean:+.2f} % of uncompressed, at most {100 * NEAR:g} % is asked"
+                f"{word} {name}: {100 * mean:+.2f} % of uncompressed, the target is at most {100 * NEAR:g} %"
             )
     return lines
 
 
 def write(runs: Runs) -> list[Path]:
-    """The generated part of the page, and the plot; returns both paths."""
+    """Write the generated part of the page and the plot; return both paths."""
     page, picture = DOCS / "results/fsdp.md", DOCS / "results/fsdp_convergence.png"
     title, columns, rows = table(runs)
     cells = [[cell.replace("none", "`none`") if cell == "none" else cell for cell in row] for row in rows]
@@ -90,16 +90,16 @@ def write(runs: Runs) -> list[Path]:
 
 
 def plot(runs: Runs, path: Path) -> None:
-    """Left the training loss of the first seed, right where each seed ends, beside the same seed uncompressed."""
+    """Plot the training loss of the first seed, and each seed's final loss beside the same seed uncompressed."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    there = [name for name in METHODS if metrics(runs, name)]
+    methods = [name for name in METHODS if metrics(runs, name)]
     with pyplot.rc_context(STYLE):
         figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, 4.2), layout="constrained")
-        for number, name in enumerate(there):
+        for number, name in enumerate(methods):
             curve = runs[key(name, 0)]["curve"]
             colour = COLOURS[number % len(COLOURS)]
             line = "-" if number < len(COLOURS) else "--"
@@ -108,10 +108,10 @@ def plot(runs: Runs, path: Path) -> None:
         left.set_xlabel("steps, in fortieths of the run", color=INK)
         left.legend(frameon=False, fontsize=8)
         right.axvspan(-100 * NEAR, 100 * NEAR, color=COLOURS[0], alpha=0.2, linewidth=0)
-        for row, name in enumerate(there):
+        for row, name in enumerate(methods):
             gaps = [100 * gap for gap in behind(runs, name)]
             right.scatter(gaps, [row] * len(gaps), s=26, color=COLOURS[1], zorder=3)
-        right.set_yticks(range(len(there)), there)
+        right.set_yticks(range(len(methods)), methods)
         right.invert_yaxis()
         right.set_title("held-out loss beside the same seed uncompressed, %")
         right.grid(axis="x")

@@ -1,4 +1,4 @@
-"""What is trained: handwritten digits with a perceptron and a convolutional network, Python's source with a GPT.
+"""The training tasks: handwritten digits (a perceptron, a convolutional network) and Python's source code (a GPT).
 
 The data come with scikit-learn and with Python. A task is small enough for hundreds of runs and large enough that most
 of its parameters are compressed under the default policy.
@@ -22,13 +22,25 @@ INSTALL = "the digits come with scikit-learn: pip install scikit-learn"
 
 
 class Unavailable(Exception):
-    """A task's data are not on this machine; the message says what to install."""
+    """The data of a task are not on this machine; the message says what to install."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """`batch(seed, step, rank)`: inputs and targets; `loss(model, batch)`: their mean loss; `evaluate(model)`: the
-    final metric, smaller is better; `optimizer`: as it is, or without its momentum, which DGC brings along."""
+    """A training task.
+
+    Attributes:
+        name: Its name in keys and on the command line.
+        title: Its title in the plot.
+        metric: What `evaluate` returns, with its unit.
+        steps: Number of steps.
+        rate: The learning rate.
+        model: Creates the model.
+        batch: Returns inputs and targets for (seed, step, rank).
+        loss: Returns the mean loss of a model on a batch.
+        evaluate: Returns the final metric of a model; smaller is better.
+        adam: Whether AdamW trains it instead of SGD with momentum.
+    """
 
     name: str
     title: str
@@ -42,13 +54,13 @@ class Task:
     adam: bool = False
 
     def optimizer(self, parameters: list[torch.Tensor], *, momentum: bool = True) -> torch.optim.Optimizer:
-        """SGD with momentum, or AdamW."""
+        """Return SGD or AdamW; ``momentum=False``: SGD without momentum, for methods that have their own."""
         if self.adam:
             return torch.optim.AdamW(parameters, lr=self.rate, betas=(0.9, 0.95), weight_decay=0.05)
         return torch.optim.SGD(parameters, lr=self.rate, momentum=0.9 if momentum else 0.0)
 
     def rate_at(self, step: int) -> float:
-        """A short warm-up, then a straight line to a hundredth."""
+        """Return the learning rate of a step: a short warm-up, then a linear decrease to a hundredth."""
         warm = max(1, self.steps // 20)
         if step < warm:
             return self.rate * (step + 1) / warm
@@ -77,7 +89,7 @@ def convolutional() -> nn.Module:
 
 @functools.cache
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    """Images [1797, 1, 8, 8] of mean 0 and labels, in an order of their own; the last ones are held out."""
+    """Return images [1797, 1, 8, 8] of mean 0 and labels, in a fixed random order; the last ones are held out."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -89,13 +101,13 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _digit_batch(seed: int, step: int, rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's part of the step's batch: every epoch is one permutation, which the ranks share out."""
+    """Return this rank's part of the step's batch; an epoch is one permutation, divided among the ranks."""
     images, labels = digits()
     training = len(labels) - HELD_OUT_DIGITS
     steps = training // (size * RANKS)
-    epoch, nth = divmod(step, steps)
+    epoch, index = divmod(step, steps)
     order = torch.randperm(training, generator=torch.Generator().manual_seed(seed * 1009 + epoch))
-    chosen = order[(nth * RANKS + rank) * size :][:size]
+    chosen = order[(index * RANKS + rank) * size :][:size]
     return images[chosen], labels[chosen]
 
 
@@ -105,7 +117,7 @@ def _digit_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> t
 
 @torch.no_grad()
 def _digit_error(model: nn.Module) -> float:
-    """Per cent of the held-out digits that are taken for another."""
+    """Return the percentage of held-out digits that are misclassified."""
     images, labels = (part[-HELD_OUT_DIGITS:] for part in digits())
     return 100 * float((model(images).argmax(1) != labels).float().mean())
 
@@ -160,7 +172,7 @@ TASKS = {
         Task(
             name="gpt",
             title="GPT, Python's source",
-            metric="held-out loss, nats a character",
+            metric="held-out loss, nats per character",
             steps=160,
             rate=4e-3,
             model=lambda: demo.GPT(SHAPE),

@@ -14,9 +14,9 @@ def insert(part: str, text: str) -> Path:
     """Replaces what stands between the page's marks of that part."""
     page = DOCS / "results/tensor-parallel.md"
     begin, end = f"<!-- {part}:begin -->", f"<!-- {part}:end -->"
-    whole = page.read_text(encoding="utf-8")
-    head, rest = whole.split(begin)
-    page.write_text(f"{head}{begin}\n{text}\n{end}{rest.split(end)[1]}", encoding="utf-8")
+    written = page.read_text(encoding="utf-8")
+    head, tail = written.split(begin)
+    page.write_text(f"{head}{begin}\n{text}\n{end}{tail.split(end)[1]}", encoding="utf-8")
     return page
 
 
@@ -27,14 +27,14 @@ def markdown(columns: list[str], rows: list[list[str]]) -> str:
 
 
 def write_page(result: dict[str, Any], columns: list[str], rows: list[list[str]]) -> list[Path]:
-    """The accuracy table and the plot; returns both paths."""
+    """Write the accuracy table and the plot; return both paths."""
     picture = DOCS / "results/tensor-parallel.png"
     plot(result["rows"], picture)
     return [insert("accuracy", markdown(columns, rows)), picture]
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Change of perplexity over bits an element: a panel a number of ranks, a line a treatment."""
+    """Plot the change of perplexity over bits per element: a panel for each number of ranks, a line for each method."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -59,14 +59,14 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
                     kind = f"int2 to int8 {_words(added)}".strip() if line else row["codec"]
                     series.setdefault(kind, []).append(row)
             alone = 0
-            for colour, (kind, found) in zip(COLOURS * 2, series.items()):
-                alone += len(found) == 1
-                found = sorted(found, key=lambda row: float(row["bits"]))
+            for colour, (kind, points) in zip(COLOURS * 2, series.items()):
+                alone += len(points) == 1
+                points = sorted(points, key=lambda row: float(row["bits"]))
                 axes.plot(
-                    [row["bits"] for row in found],
-                    [max(100 * row["change"], 1e-3) for row in found],
-                    marker="o" if len(found) > 1 else "DsP^v*X"[alone % 7],
-                    markersize=4 if len(found) > 1 else 6,
+                    [row["bits"] for row in points],
+                    [max(100 * row["change"], 1e-3) for row in points],
+                    marker="o" if len(points) > 1 else "DsP^v*X"[alone % 7],
+                    markersize=4 if len(points) > 1 else 6,
                     color=colour,
                     label=kind,
                 )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.convergence import wanted
+from bench.convergence import planned_runs
 from bench.training import page, runs
 from bench.training.tasks import TASKS
 
@@ -34,7 +34,7 @@ def test_every_method_learns(name: str) -> None:
 
 
 def test_runs_are_listed_once_and_dgc_not_with_adam() -> None:
-    keys = [key for key, *_ in wanted(list(TASKS), list(runs.METHODS), 2)]
+    keys = [key for key, *_ in planned_runs(list(TASKS), list(runs.METHODS), 2)]
     assert len(set(keys)) == len(keys)
     assert "mlp | DGC 1 % | feedback | seed 1" in keys
     assert "gpt | DGC 1 % | feedback | seed 1" not in keys

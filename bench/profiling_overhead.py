@@ -1,8 +1,8 @@
-"""Measure the cost of a timeline, and plot one: python -m bench.insight [--json FILE] [--picture FILE].
+"""Measure what recording a timeline costs: python -m bench.profiling_overhead [--json FILE] [--picture FILE].
 
 Two ranks train an MLP with int8 gradients. Steps with a timeline, with torch's profiler and with neither take turns in
-blocks within every repetition. The cost is the ratio of the medians over blocks. The plot shows the same ranks over an
-emulated link (DTCOMM_LINK), where communication takes visible time.
+blocks within every repetition. The cost is the ratio of the medians over blocks. --picture plots steps of the same
+ranks over an emulated link (DTCOMM_LINK), where communication takes visible time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from dtcomm import ddp
 from dtcomm.cli.trace import main as draw
 from dtcomm.launch.ranks import run_ranks
 
-STEPS = 5  # of a block: short ones, so that what the machine does meanwhile falls to all kinds
+STEPS = 5  # in a block; blocks are short, so that other load of the machine affects all kinds alike
 KINDS = ("off", "timeline", "profiler")
 WIDTH, DEPTH = 384, 6
 TARGET = 1.01  # of the time of a step
 
 
 def trained(spec: str) -> tuple[DistributedDataParallel, ddp.State, Any]:
-    """A perceptron of several buckets."""
+    """Return a perceptron of several buckets as DDP, its hook's state, and a function that runs a step."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
@@ -46,11 +46,11 @@ def trained(spec: str) -> tuple[DistributedDataParallel, ddp.State, Any]:
 
 
 def blocks(rank: int, ranks: int, repetitions: int) -> dict[str, list[float]]:
-    """Seconds a step of every block, by kind."""
+    """Return the seconds of a step in every block, by kind."""
     _, state, step = trained("int8")
     for _ in range(20):
         step()
-    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for repetition in range(repetitions):
         for kind in KINDS[repetition % len(KINDS) :] + KINDS[: repetition % len(KINDS)]:
             if kind == "timeline":
@@ -61,15 +61,15 @@ def blocks(rank: int, ranks: int, repetitions: int) -> dict[str, list[float]]:
             begin = time.perf_counter()
             for _ in range(STEPS):
                 step()
-            found[kind].append((time.perf_counter() - begin) / STEPS)
+            seconds[kind].append((time.perf_counter() - begin) / STEPS)
             if profile is not None:
                 profile.stop()
             state.timeline.stop()
-    return found
+    return seconds
 
 
 def pictured(rank: int, ranks: int, folder: str) -> str:
-    """A trace of some steps."""
+    """Write a trace of 20 steps; return its path."""
     _, state, step = trained("int8")
     for _ in range(10):
         step()
@@ -83,21 +83,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=100)
     parser.add_argument("--json", metavar="FILE", help="write the result there")
-    parser.add_argument("--picture", type=Path, help="draw a step there, and measure nothing")
-    parser.add_argument("--link", default="1gbit,50us", help="of the picture, as DTCOMM_LINK")
+    parser.add_argument("--picture", type=Path, help="plot a step there instead of measuring")
+    parser.add_argument("--link", default="1gbit,50us", help="the link of the plot, as DTCOMM_LINK")
     options = parser.parse_args()
     if options.picture:
         with tempfile.TemporaryDirectory() as folder:
             traces = run_ranks(pictured, 2, folder, env={"DTCOMM_LINK": options.link}, fresh=True)
             return draw([*traces, "--plot", str(options.picture)])
-    found = run_ranks(blocks, 2, options.repetitions, timeout=200, fresh=True)
-    # A repetition is as slow as its slower rank.
+    seconds_by_rank = run_ranks(blocks, 2, options.repetitions, timeout=200, fresh=True)
+    # The time of a block is that of its slower rank.
     times = {
-        kind: [max(pair) for pair in zip(*(each[kind] for each in found), strict=True)] for kind in KINDS
+        kind: [max(pair) for pair in zip(*(seconds[kind] for seconds in seconds_by_rank), strict=True)]
+        for kind in KINDS
     }
     rows, result = [], {}
     for kind in KINDS:
-        ratios = [one / off for one, off in zip(times[kind], times["off"], strict=True)]
+        ratios = [with_kind / off for with_kind, off in zip(times[kind], times["off"], strict=True)]
         quarters = statistics.quantiles(ratios, n=4)
         result[kind] = {
             "step_ms": statistics.median(times[kind]) * 1e3,
@@ -106,12 +107,18 @@ def main() -> int:
         }
         spread = f"{quarters[0]:.3f} to {quarters[2]:.3f}"
         rows.append((kind, f"{result[kind]['step_ms']:.3f}", f"{result[kind]['ratio']:.3f}", spread))
-    table("what keeping a timeline costs", ("kept", "ms a step", "ratio", "its quartiles"), rows)
+    table("a step while recording", ("recorded", "ms per step", "ratio", "quartiles of the ratio"), rows)
     met = result["timeline"]["ratio"] <= TARGET
     print(f"{'PASS' if met else 'MISS'}: a timeline costs at most {TARGET - 1:.0%} of a step")
     if options.json:
         verdict = {"target": TARGET, "met": met}
-        print(write("insight", {"machine": machine.describe(), "steps": result, **verdict}, options.json))
+        print(
+            write(
+                "profiling_overhead",
+                {"machine": machine.describe(), "steps": result, **verdict},
+                options.json,
+            )
+        )
     return 0
 
 
