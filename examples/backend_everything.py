@@ -110,10 +110,10 @@ def main() -> None:
     dist.init_process_group(options.backend)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for part in PARTS:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         loss = part(mesh, options.steps)
         if dist.get_rank() == 0:
-            print(f"{part.__name__:12} loss {loss:.6f}  {time.perf_counter() - begun:6.2f} s", flush=True)
+            print(f"{part.__name__:12} loss {loss:.6f}  {time.perf_counter() - start:6.2f} s", flush=True)
     if dist.get_rank() == 0 and options.backend == "dtcomm":
         import dtcomm.backend  # only for the report
 

@@ -30,11 +30,11 @@ def model() -> LlamaForCausalLM:
 def run(codec: str = "int8", plan: str | None = None, tokens: int = 8) -> tuple[list[int], float]:
     """Return the generated tokens and the relative difference of the logits from the unsharded model's."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    whole, shared = model(), model()
+    reference, shared = model(), model()
     report = dtcomm.tp.compress(shared, mesh, plan, codec)  # the only line dtcomm needs
     prompt = torch.arange(64)[None] % 512
-    expected, got = whole(prompt).logits, shared(prompt).logits
-    error = float((got - expected).norm() / expected.norm())
+    expected, output = reference(prompt).logits, shared(prompt).logits
+    error = float((output - expected).norm() / expected.norm())
     written = shared.generate(prompt, max_new_tokens=tokens, do_sample=False)[0, 64:].tolist()
     if dist.get_rank() == 0:
         print(report)

@@ -36,13 +36,13 @@ from tests.stress.random_run import Runner
 STEPS = 5
 LOSSY = tuple(dict.fromkeys(spec for spec in CODECS if spec != "none"))
 PIECE = 1000
-PIECE_SECONDS = 1200.0  # after which a piece counts as hung
+PIECE_SECONDS = 1200.0  # after which a piece counts as hanging
 MOST_LOSS = 1e-5  # of mass, relative to the largest sum
 RANKS = (2, 3, 4, 5, 8)
 
 
 class Way(NamedTuple):
-    """How the ranks of a piece are joined."""
+    """How the ranks of a piece are connected."""
 
     name: str
     hosts: int = 1
@@ -65,11 +65,11 @@ WAYS = (
     Way("emulated link", env=(("DTCOMM_LINK", "100gbit,2us"),)),
     Way("sockets on one host", env=(("DTCOMM_TRANSPORT", "sockets"),)),
 )
-Found = tuple[dict[int, int], list[str]]
+RankResult = tuple[dict[int, int], list[str]]
 
 
-def identical(rank: int, ranks: int, seed: str, count: int, hosts: int = 1) -> Found:
-    """Runs a sequence on one rank: each result's digest, and the operations whose results are wrong."""
+def identical(rank: int, ranks: int, seed: str, count: int, hosts: int = 1) -> RankResult:
+    """Run a sequence on one rank; return each result's digest, and the operations whose results are wrong."""
     if hosts > 1:
         os.environ["DTCOMM_HOST_ID"] = f"host {host_of(rank, ranks, hosts)}"
     runner = Runner(rank, ranks)
@@ -80,12 +80,15 @@ def identical(rank: int, ranks: int, seed: str, count: int, hosts: int = 1) -> F
 
 
 def conserve(rank: int, ranks: int) -> dict[str, float]:
-    """By codec and algorithm, the largest |result + new residuals - inputs - old residuals| relative to the inputs."""
-    found = {}
+    """Return by codec and algorithm the largest loss of mass, relative to the inputs.
+
+    The loss is |result + new residuals - inputs - old residuals|.
+    """
+    losses = {}
     for codec in LOSSY:
         for algorithm in algorithms.available("all_reduce"):
-            found[f"{codec}, {algorithm}"] = _conserve(rank, codec, algorithm)
-    return found
+            losses[f"{codec}, {algorithm}"] = _conserve(rank, codec, algorithm)
+    return losses
 
 
 def _conserve(rank: int, codec: str, algorithm: str) -> float:
@@ -96,28 +99,28 @@ def _conserve(rank: int, codec: str, algorithm: str) -> float:
         tensor = torch.randn(numel, generator=generator)
         before = tensor.double() + residual
         dtcomm.all_reduce(tensor, codec=codec, algorithm=algorithm, residual=residual)
-        # One sum carries both sides: what went in, and what errors stayed with the ranks.
+        # One all_reduce sums both sides: the inputs, and the errors that stay on the ranks.
         sums = torch.stack([before, residual.double()])
         dist.all_reduce(sums)
         worst = max(worst, float((tensor.double() + sums[1] - sums[0]).abs().max() / sums[0].abs().max()))
     return worst
 
 
-def compare(found: list[Found]) -> tuple[int, list[int]]:
-    """How many results two or more ranks hold, and the indices of those that are not the same on all."""
-    seen: dict[int, list[int]] = defaultdict(list)
-    for digests, _ in found:
+def compare(results: list[RankResult]) -> tuple[int, list[int]]:
+    """Return how many results two or more ranks have, and the indices of those that are not the same on all."""
+    digests_by_index: dict[int, list[int]] = defaultdict(list)
+    for digests, _ in results:
         for index, digest in digests.items():
-            seen[index].append(digest)
-    several = {index: digests for index, digests in seen.items() if len(digests) > 1}
+            digests_by_index[index].append(digest)
+    several = {index: digests for index, digests in digests_by_index.items() if len(digests) > 1}
     return len(several), sorted(index for index, digests in several.items() if len(set(digests)) > 1)
 
 
 def piece(ranks: int, seed: str, count: int, way: Way) -> dict[str, Any]:
-    """``count`` operations in one way: what was compared and what is wrong with them, in words."""
+    """Run ``count`` operations in one way; return how many were compared, and descriptions of wrong ones."""
     operations = sequence(seed, ranks, count, way.hosts)
     try:
-        found = run_ranks(
+        results = run_ranks(
             identical,
             ranks,
             seed,
@@ -127,49 +130,49 @@ def piece(ranks: int, seed: str, count: int, way: Way) -> dict[str, Any]:
             backend=way.backend,
             env=dict(way.env),
         )
-    except Exception as error:  # whatever a rank raised: the campaign goes on with the next piece
+    except Exception as error:  # the campaign continues with the next piece
         wrong = [
             f"seed {seed}, {ranks} ranks, {way.name}: {type(error).__name__}: {error}; {error.__cause__}"
         ]
-        return {"compared": 0, "exact": 0, "wrong": [each[:4000] for each in wrong]}
-    compared, unequal = compare(found)
-    unlike = sorted({text for _, differs in found for text in differs})
+        return {"compared": 0, "exact": 0, "wrong": [text[:4000] for text in wrong]}
+    compared, unequal = compare(results)
+    unlike = sorted({text for _, differs in results for text in differs})
     wrong = [f"not the same on all ranks: {operations[index]}" for index in unequal]
     wrong += [f"not the sum: {text}" for text in unlike]
     exact = sum(operation.exact for operation in operations)
-    return {"compared": compared, "exact": exact, "wrong": [f"seed {seed}: {each}" for each in wrong]}
+    return {"compared": compared, "exact": exact, "wrong": [f"seed {seed}: {text}" for text in wrong]}
 
 
 def blank(ranks: int) -> dict[str, Any]:
-    """The row of a rank count that has not begun."""
+    """Return the row of a number of ranks that has not begun."""
     sums = {"pieces": 0, "operations": 0, "compared": 0, "exact": 0, "seconds": 0.0}
     return {"ranks": ranks, **sums, "ways": {}, "commits": [], "wrong": [], "mass": {}}
 
 
 def advance(row: dict[str, Any], seed: int, count: int) -> None:
-    """The row's next piece, of ``count`` operations; prints a line."""
-    ranks, nth = row["ranks"], row["pieces"]
-    way = WAYS[nth % len(WAYS)]
+    """Run the row's next piece, of ``count`` operations, and print a line."""
+    ranks, number = row["ranks"], row["pieces"]
+    way = WAYS[number % len(WAYS)]
     started = time.monotonic()
     if not row["mass"] and ranks <= 4:
-        listed = run_ranks(conserve, ranks, timeout=PIECE_SECONDS)
-        row["mass"] = {name: max(each[name] for each in listed) for name in listed[0]}
+        losses_by_rank = run_ranks(conserve, ranks, timeout=PIECE_SECONDS)
+        row["mass"] = {name: max(losses[name] for losses in losses_by_rank) for name in losses_by_rank[0]}
         lost = {name: error for name, error in row["mass"].items() if not error < MOST_LOSS}
         row["wrong"] += [f"mass: {name}: {error:.1e} of the largest sum" for name, error in lost.items()]
         worst = max(row["mass"].values())
         print(f"{ranks} ranks: mass conserved to {worst:.1e} of the largest sum; lost: {lost or None}")
-    found = piece(ranks, f"{seed}/{nth}", count, way)
+    result = piece(ranks, f"{seed}/{number}", count, way)
     row["pieces"] += 1
     row["operations"] += count
-    row["compared"] += found["compared"]
-    row["exact"] += found["exact"]
-    row["wrong"] += found["wrong"]
+    row["compared"] += result["compared"]
+    row["exact"] += result["exact"]
+    row["wrong"] += result["wrong"]
     row["seconds"] = round(row["seconds"] + time.monotonic() - started, 1)
     row["ways"] = dict(Counter(row["ways"]) + Counter({way.name: count}))
     commit = str(machine.describe()["commit"])
     if commit not in row["commits"]:
         row["commits"].append(commit)
-    for text in found["wrong"][:5]:
+    for text in result["wrong"][:5]:
         print(f"    {text}")
     print(
         f"{ranks} ranks, {way.name}: {row['operations']} operations; {row['compared']} compared among ranks, "
@@ -179,15 +182,17 @@ def advance(row: dict[str, Any], seed: int, count: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Runs what is missing, prints, writes the file after each piece; returns what it wrote."""
+    """Run what is missing, print, write the file after each piece; return what was written."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--operations", type=int, default=10_000, help="of each rank count")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no piece after so long")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no piece after so long")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--new", action="store_true", help="do not go on where the file stands")
+    parser.add_argument(
+        "--new", action="store_true", help="start again instead of continuing after the file's pieces"
+    )
     parser.add_argument("--json", help="where to write instead of bench/results/bit_identity.json")
     options = parser.parse_args(arguments)
     path = Path(options.json or output.RESULTS / "bit_identity.json")
@@ -195,17 +200,17 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if path.exists() and not options.new:
         before = json.loads(path.read_text())
         if before["seed"] != options.seed:
-            parser.error(f"--seed: {path} has operations of seed {before['seed']}; give that, or --new")
+            parser.error(f"--seed: {path} has operations of seed {before['seed']}; use that seed, or --new")
         rows = {row["ranks"]: row for row in before["rows"]}
     for ranks in options.ranks:
         rows.setdefault(ranks, blank(ranks))
     deadline = time.monotonic() + options.minutes * 60
     while time.monotonic() < deadline:
-        # In turn, so that all of them have had some when the time is over.
+        # In turn, so that every number of ranks has run some when the time is over.
         behind = [rows[ranks] for ranks in options.ranks if rows[ranks]["operations"] < options.operations]
         if not behind:
             break
-        row = min(behind, key=lambda each: each["operations"])
+        row = min(behind, key=lambda candidate: candidate["operations"])
         advance(row, options.seed, min(PIECE, options.operations - row["operations"]))
         result = summary(rows, options.seed)
         output.write("bit_identity", result, str(path))
@@ -215,14 +220,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 def summary(rows: dict[int, dict[str, Any]], seed: int) -> dict[str, Any]:
-    """What the file holds."""
-    listed = [rows[ranks] for ranks in sorted(rows)]
+    """Return the contents of the result file."""
+    ordered = [rows[ranks] for ranks in sorted(rows)]
     return {
         "machine": machine.describe(),
         "seed": seed,
-        "operations": sum(row["operations"] for row in listed),
-        "rows": listed,
-        "verdict": "MISS" if any(row["wrong"] for row in listed) else "PASS",
+        "operations": sum(row["operations"] for row in ordered),
+        "rows": ordered,
+        "verdict": "MISS" if any(row["wrong"] for row in ordered) else "PASS",
     }
 
 

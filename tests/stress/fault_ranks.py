@@ -1,4 +1,4 @@
-"""What the ranks of the fault campaign do: loop over a collective, go wrong on cue, say what they saw.
+"""The ranks of the fault campaign: repeat a collective, cause the fault, and report what they observed.
 
 Times are ``time.monotonic()``, which all processes of a machine share.
 """
@@ -24,7 +24,7 @@ ABSENT_SECONDS = 6.0
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Rank ``victim`` does ``kind`` while all loop over an all_reduce of ``numel`` floats."""
+    """A fault: rank ``victim`` does ``kind`` while all ranks repeat an all_reduce of ``numel`` floats."""
 
     kind: str
     victim: int
@@ -35,7 +35,7 @@ class Fault:
 
 @dataclass(kw_only=True)
 class Seen:
-    """What a rank saw: the error that ended its loop, the next call's, and what was left behind."""
+    """What a rank observed: the error that ended its loop, the next call's error, and what was left behind."""
 
     error: str = ""
     message: str = ""
@@ -47,12 +47,12 @@ class Seen:
 
 
 def survive(rank: int, world_size: int, fault: Fault) -> Seen:
-    """One rank of the campaign; returns once the communicator has failed, unless it is the one to die."""
-    # Whatever torch and the first communicator keep for the life of the process is not a leak.
+    """Run one rank of the campaign; return when the communicator has failed, unless this rank dies."""
+    # What torch and the first communicator keep for the lifetime of the process is not a leak.
     dtcomm.all_reduce(torch.ones(8))
     dtcomm.release()
     before = holdings()
-    tensor = torch.zeros(fault.numel)  # sums of it stay what they are, however often it is reduced
+    tensor = torch.zeros(fault.numel)  # zeros, so that sums of it stay the same
     dtcomm.all_reduce(tensor)
     send_to_parent(("running", os.getpid()))
     seen = Seen()
@@ -75,7 +75,7 @@ def survive(rank: int, world_size: int, fault: Fault) -> Seen:
 
 
 def _arm(fault: Fault) -> None:
-    """Deadly faults strike from a thread, so that they fall into the middle of an operation."""
+    """Start the fault of the victim; deadly faults happen in a thread, so that they hit an operation in progress."""
     if fault.fork:
         child = os.fork()
         if child == 0:
@@ -92,24 +92,24 @@ def _arm(fault: Fault) -> None:
 
 
 def _loop(rank: int, fault: Fault, tensor: torch.Tensor, seen: Seen) -> None:
-    """Calls until something raises; the victim of a milder fault makes its wrong call in between."""
-    # Which call goes wrong must not depend on clocks, or no rank would know what it did.
+    """Repeat the call until it raises; the victim of a milder fault makes its wrong call in between."""
+    # Which call is wrong must not depend on clocks, so that a failure can be reproduced.
     wrong_call = max(2, int(fault.after * 20))
     deadline = time.monotonic() + SILENT_SECONDS
     while time.monotonic() < deadline:
         seen.calls += 1
-        # Calls differ in size, so that one skipped shows at the next and not at the end.
+        # Calls differ in size, so that a skipped one is noticed at the next call and not at the end.
         numel = fault.numel - 1024 * (seen.calls % 2)
         if rank == fault.victim and seen.calls == wrong_call and not _deadly(fault.kind):
             send_to_parent(("struck", time.monotonic()))
             if fault.kind == "absent":
                 time.sleep(ABSENT_SECONDS)
-                raise DtcommError("the victim stayed away, as it should")
+                raise DtcommError("the victim stays away, as intended")
             if fault.kind != "skipped call":
                 wrong(fault.kind, tensor[:numel])
             continue
         dtcomm.all_reduce(tensor[:numel])
-    raise RuntimeError("nothing was noticed")
+    raise RuntimeError("no error was raised")
 
 
 def _deadly(kind: str) -> bool:
@@ -117,7 +117,7 @@ def _deadly(kind: str) -> bool:
 
 
 def wrong(kind: str, tensor: torch.Tensor) -> None:
-    """The victim's call where the others all_reduce ``tensor`` with op sum and codec none."""
+    """Make the victim's call while the others all_reduce ``tensor`` with op sum and codec none."""
     calls: dict[str, Any] = {
         "other shape": lambda: dtcomm.all_reduce(tensor[:-16]),
         "other dtype": lambda: dtcomm.all_reduce(tensor.to(torch.int32)),
@@ -129,7 +129,7 @@ def wrong(kind: str, tensor: torch.Tensor) -> None:
 
 
 def holdings() -> dict[str, list[str]]:
-    """Threads, descriptors, children and shared mappings of this process, by name."""
+    """Return the threads, descriptors, children and shared mappings of this process, by name."""
     descriptors = []
     for entry in os.scandir("/proc/self/fd"):
         try:
@@ -149,20 +149,20 @@ def holdings() -> dict[str, list[str]]:
 
 
 def excess(before: dict[str, list[str]], after: dict[str, list[str]]) -> dict[str, list[str]]:
-    """What ``after`` has more of than ``before``, by kind; empty where nothing is left."""
-    found = {}
+    """Return what ``after`` has in addition to ``before``, by kind; empty if nothing is left."""
+    additional = {}
     for kind, names in after.items():
-        rest = list(names)
+        unmatched = list(names)
         for name in before[kind]:
-            if name in rest:
-                rest.remove(name)
+            if name in unmatched:
+                unmatched.remove(name)
         if len(names) > len(before[kind]):
-            found[kind] = rest
-    return found
+            additional[kind] = unmatched
+    return additional
 
 
 def rounds(rank: int, world_size: int, count: int) -> dict[str, list[str]]:
-    """Makes, uses and destroys ``count`` communicators; what the process holds more of than after ten."""
+    """Create, use and destroy ``count`` communicators; return what the process has in addition to after ten."""
     before: dict[str, list[str]] = {}
     for i in range(count):
         if i == 10:

@@ -1,9 +1,9 @@
-"""The fault campaign: ranks die, stop, leave or call the wrong thing, and the others must say so in time.
+"""The fault campaign: ranks die, stop, leave or make a wrong call, and the others must report it in time.
 
 python -m tests.stress.faults [--repeat 20] [--ranks 2 3 4] [--kinds SIGKILL ...] [--rounds 1000] [--quick]
 
-Writes bench/results/faults.json; exit status 1 where a survivor raised the wrong error, named nobody or the
-wrong rank, was late, or left something behind.
+It writes bench/results/faults.json. The exit status is 1 if a survivor raised the wrong error, did not name the right
+rank, was late, or left something behind.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ EXPECTED = {
 
 
 def strike(ranks: RunningRanks, fault: Fault, world_size: int) -> tuple[float, int, list[int]]:
-    """Waits until all ranks run, lets the fault happen; (when, the victim's pid, pids of children to end)."""
+    """Wait until all ranks run, then let the fault happen.
+
+    Returns:
+        When it happened, the victim's pid, and the pids of children to end.
+    """
     pids = [0] * world_size
     for rank in range(world_size):
         word = ranks.receive(rank)
@@ -66,11 +70,11 @@ def attempt(fault: Fault, world_size: int) -> dict[str, Any]:
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)
-    # The victim of a mismatch is told as well; that of anything else is dead or knows what it did.
-    told = [o for o in outcomes if o.rank != fault.victim or fault.kind in MISMATCHES]
+    # The victim of a mismatch gets the error as well; other victims are dead or caused the fault themselves.
+    reporting = [o for o in outcomes if o.rank != fault.victim or fault.kind in MISMATCHES]
     complaints: list[str] = []
     seconds = []
-    for outcome in told:
+    for outcome in reporting:
         complaints += judge(fault, outcome, at, pid)
         if isinstance(outcome.result, Seen):
             seconds.append(outcome.result.at - at)
@@ -78,30 +82,32 @@ def attempt(fault: Fault, world_size: int) -> dict[str, Any]:
 
 
 def judge(fault: Fault, outcome: RankOutcome, at: float, pid: int) -> list[str]:
-    """What is wrong with one survivor's report, each as a sentence."""
-    who = f"rank {outcome.rank}"
+    """Return what is wrong with one survivor's report, each as a sentence."""
+    reporter = f"rank {outcome.rank}"
     if not isinstance(outcome.result, Seen):
-        return [f"{who}: {outcome.describe_failure()}"]
-    seen, found = outcome.result, []
+        return [f"{reporter}: {outcome.describe_failure()}"]
+    seen, complaints = outcome.result, []
     if seen.error != EXPECTED[fault.kind]:
-        found.append(f"{who}: {seen.error or 'no error'} instead of {EXPECTED[fault.kind]}: {seen.message}")
+        complaints.append(
+            f"{reporter}: {seen.error or 'no error'} instead of {EXPECTED[fault.kind]}: {seen.message}"
+        )
     if f"rank {fault.victim}" not in seen.message:
-        found.append(f"{who}: the message does not name rank {fault.victim}: {seen.message}")
+        complaints.append(f"{reporter}: the message does not name rank {fault.victim}: {seen.message}")
     if seen.error == "PeerLost" and str(pid) not in seen.message:
-        found.append(f"{who}: the message does not name pid {pid}: {seen.message}")
+        complaints.append(f"{reporter}: the message does not name pid {pid}: {seen.message}")
     took = seen.at - at
     allowed = LIMIT_SECONDS + (GROUP_TIMEOUT if EXPECTED[fault.kind] == "CollectiveTimeout" else 0)
     if took > allowed:
-        found.append(f"{who}: {took:.2f} s instead of {allowed:g}")
+        complaints.append(f"{reporter}: {took:.2f} s instead of {allowed:g}")
     if seen.next_error in ("", "no error") or seen.next_seconds > 0.5:
-        found.append(f"{who}: the next call gave {seen.next_error} after {seen.next_seconds:.2f} s")
+        complaints.append(f"{reporter}: the next call gave {seen.next_error} after {seen.next_seconds:.2f} s")
     if seen.left:
-        found.append(f"{who}: left behind {seen.left}")
-    return found
+        complaints.append(f"{reporter}: left behind {seen.left}")
+    return complaints
 
 
 def campaign(kinds: list[str], world_sizes: list[int], repeat: int, seed: int) -> list[dict[str, Any]]:
-    """Every kind ``repeat`` times per world size, half of them in 64 MB calls; one with a forked child."""
+    """Run every kind ``repeat`` times per number of ranks, half of them in 64 MB calls; one with a forked child."""
     chance = random.Random(seed)
     rows = []
     for kind in kinds:
@@ -136,12 +142,12 @@ def campaign(kinds: list[str], world_sizes: list[int], repeat: int, seed: int) -
 
 
 def shared_files() -> set[str]:
-    """What lies in /dev/shm."""
+    """Return the names in /dev/shm."""
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Runs the campaign and the rounds, prints, writes the file; returns what it wrote."""
+    """Run the campaign and the rounds, print, write the file; return what was written."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

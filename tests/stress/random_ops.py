@@ -1,4 +1,4 @@
-"""Random operations that every rank can work out for itself."""
+"""Random operations, the same on every rank without communication."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.codecs.spec import CODECS as NAMES
 from dtcomm.schedule import Schedule
 
-# Every codec there is, and options that change how bytes are made.
+# Every codec, and options that change how bytes are computed.
 OPTIONS = (
     "int8:block=32,round=stochastic",
     "int4:symmetric=false",
@@ -37,7 +37,7 @@ COLLECTIVES = (
     "all_reduce",
     "all_reduce",
     "all_reduce_coalesced",
-    "run",  # an all-reduce by a schedule of one's own
+    "run",  # an all-reduce with a custom schedule
     "reduce_scatter",
     "reduce_scatter_coalesced",
     "all_gather",
@@ -57,17 +57,20 @@ ALIKE = (
     "run",
     "all_gather",
     "broadcast",
-)  # all ranks end with the same
+)  # all ranks end with the same result
 LARGEST = 200_000
-LARGE = 0.15  # how many are not small
+LARGE = 0.15  # share of large operations
 WHOLE = -1
 MOST_GROUPS = 12
-LARGE_CHECK = 8  # one of so many large results is worked out, which costs more than the operation
+LARGE_CHECK = 8  # one of so many large results is checked, since that takes longer than the operation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """``group`` indexes the subgroups, WHOLE is everyone; ``numel`` is one share's where there are shares."""
+    """A random operation.
+
+    ``group`` indexes the subgroups, WHOLE is all ranks; ``numel`` is that of one shard if there are shards.
+    """
 
     index: int
     collective: str
@@ -81,23 +84,23 @@ class Operation:
     checksum: bool
 
     def input(self, rank: int, numel: int) -> torch.Tensor:
-        """Small integers, so that every order of summing, and every codec's cast, gives the same values."""
+        """Return small integers, so that every order of summation and every codec's cast gives the same values."""
         generator = torch.Generator().manual_seed(self.index * 64 + rank)
         values = torch.randint(0, 8, (numel,), generator=generator).to(self.dtype)
         return self.memory(values) if self.shared else values
 
     @property
     def shared(self) -> bool:
-        """Whether inputs lie in memory that the other ranks can map."""
+        """Whether inputs are in memory that the other ranks can map."""
         return self.index % 5 == 0
 
     def memory(self, values: torch.Tensor) -> torch.Tensor:
-        """``values`` in such memory."""
+        """Return ``values`` in memory that the other ranks can map."""
         return dtcomm.empty(values.numel(), dtype=values.dtype).copy_(values)
 
     @property
     def feedback(self) -> bool:
-        """Whether what encodings lose is kept."""
+        """Whether the operation has error feedback."""
         lossy = "/" in self.codec or not parse(self.codec).lossless(self.dtype)
         ops = self.op in ("sum", "avg") and self.collective in (
             "all_reduce",
@@ -109,28 +112,28 @@ class Operation:
 
     @property
     def audit(self) -> bool:
-        """Whether the sum is checked by the integers that it is made of."""
+        """Whether the sum is checked with ``audit``."""
         return self.index % 2 == 0 and self.collective == "all_reduce" and self.codec.startswith("exact")
 
     @property
     def parts(self) -> list[int]:
-        """Elements of the uneven tensors of a coalesced call, of each share."""
+        """Numbers of elements of the uneven tensors of a coalesced call, per shard."""
         return [self.numel // 7, self.numel // 2, self.numel - self.numel // 7 - self.numel // 2]
 
     @property
     def bucket_bytes(self) -> int:
-        """Of a coalesced call: from a message a tensor to one for all."""
+        """The bucket size of a coalesced call: from one message per tensor to one message in all."""
         return (1, 4096, 25 * 2**20)[self.index % 3]
 
     def splits(self, src: int, shares: int) -> list[int] | None:
-        """What the member at ``src`` sends to each in an all_to_all; None, for equal shards, every other time."""
+        """Return what the member at ``src`` sends to each member in an all_to_all; None: equal shards."""
         if self.index % 2:
             return None
         return [self.numel * ((src + 2 * dst + self.index) % 5) // 4 for dst in range(shares)]
 
     @property
     def exact(self) -> bool:
-        """Whether the result must be the sum itself: no codec between, and no rounding of the average."""
+        """Whether the result must be the exact sum: there is no codec and no rounding of the average."""
         if self.codec != "none" or (self.op == "avg" and self.dtype not in FLOATS):
             return False
         return self.numel <= LARGEST // 10 or self.index % LARGE_CHECK == 0
@@ -143,7 +146,7 @@ def draw(
     names: dict[str, list[str]],
     hosts: Sequence[int],
 ) -> Operation:
-    """The next operation of a seeded sequence; ``hosts[rank]`` is the host of a rank, ``names`` the algorithms."""
+    """Return the next operation of a seeded sequence; ``hosts`` are by rank, ``names`` are the algorithms."""
     collective = chance.choice(COLLECTIVES)
     group = chance.randrange(-1, len(groups)) if groups else WHOLE
     members = range(len(hosts)) if group == WHOLE else groups[group]
@@ -163,8 +166,8 @@ def draw(
     some = [op for op in parse(codec.rpartition("/")[2]).operations if op in ("min", "max")]
     ops = ["sum", "sum", *(["avg"] if dtype.is_floating_point else []), *some]
     overlap = chance.random() < 0.5
-    # With splits the call returns when all members have made it: a member that still owes others the comparison of
-    # an earlier result with Gloo's, which they wait in, would keep all of them waiting.
+    # With splits the call returns when all members have made it. Members that still wait in the comparison of an
+    # earlier result with Gloo's would deadlock with one that has not reached that comparison.
     unequal = collective == "all_to_all" and index % 2 == 0
     most = 17.7 if chance.random() < LARGE else 12.0
     return Operation(
@@ -182,30 +185,30 @@ def draw(
 
 
 def sequence(seed: int | str, ranks: int, count: int, hosts: int = 1) -> list[Operation]:
-    """``count`` operations of ``ranks`` ranks on ``hosts`` hosts; the same on every rank."""
+    """Return ``count`` operations of ``ranks`` ranks on ``hosts`` hosts; the same on every rank."""
     chance, groups = random.Random(f"{seed}/{ranks}/{hosts}"), memberships(ranks)
     names = {name: list(algorithms.available(name)) for name in algorithms.collectives()}
-    where = [host_of(rank, ranks, hosts) for rank in range(ranks)]
-    return [draw(chance, index, groups, names, where) for index in range(count)]
+    host_of_rank = [host_of(rank, ranks, hosts) for rank in range(ranks)]
+    return [draw(chance, index, groups, names, host_of_rank) for index in range(count)]
 
 
 def host_of(rank: int, ranks: int, hosts: int) -> int:
-    """Where a rank is: 4 ranks on 3 hosts are 2 + 1 + 1."""
+    """Return the host of a rank: 4 ranks on 3 hosts are 2 + 1 + 1."""
     return rank * hosts // ranks
 
 
 def memberships(ranks: int) -> list[tuple[int, ...]]:
-    """Every subgroup of two or more ranks that is not all of them, or some of them where there are too many."""
-    found = [g for size in range(2, ranks) for g in itertools.combinations(range(ranks), size)]
-    return found if len(found) <= MOST_GROUPS else random.Random(ranks).sample(found, MOST_GROUPS)
+    """Return every proper subgroup of two or more ranks, or a sample of them if there are too many."""
+    subgroups = [g for size in range(2, ranks) for g in itertools.combinations(range(ranks), size)]
+    return subgroups if len(subgroups) <= MOST_GROUPS else random.Random(ranks).sample(subgroups, MOST_GROUPS)
 
 
 @functools.lru_cache(maxsize=64)
 def own_schedule(algorithm: str, ranks: int, shift: int) -> Schedule:
-    """An all-reduce that no algorithm makes: that of ``algorithm`` with every rank ``shift`` places further."""
-    made = algorithms.build(algorithm, "all_reduce", ranks)
+    """Return an all-reduce that no algorithm builds: that of ``algorithm`` with the ranks rotated by ``shift``."""
+    schedule = algorithms.build(algorithm, "all_reduce", ranks)
     moved = tuple(
-        replace(each, src=(each.src + shift) % ranks, dst=(each.dst + shift) % ranks)
-        for each in made.transfers
+        replace(transfer, src=(transfer.src + shift) % ranks, dst=(transfer.dst + shift) % ranks)
+        for transfer in schedule.transfers
     )
-    return replace(made, transfers=moved)
+    return replace(schedule, transfers=moved)

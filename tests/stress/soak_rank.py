@@ -1,6 +1,6 @@
-"""One rank of the soak, under torchrun: rounds of random operations until it is time, or until a rank is killed.
+"""One rank of the soak, under torchrun: rounds of random operations until the end, or until a rank is killed.
 
-What it sees goes to one file of JSON lines a rank and incarnation; ``tests.stress.soak`` reads them.
+Each rank and incarnation writes a file of JSON lines, which ``tests.stress.soak`` reads.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import dtcomm
 from tests.stress.random_ops import sequence
 from tests.stress.random_run import Runner
 
-POOL, ROUND = 400, 40  # different operations, so that plans stop being new; operations of one round
+POOL, ROUND = 400, 40  # different operations, so that plans are reused; operations in one round
 TIMEOUT = 60.0
 
 
-def held() -> dict[str, int]:
-    """Resident memory in KiB, descriptors and threads of this process."""
+def resource_usage() -> dict[str, int]:
+    """Return the resident memory in KiB, and the descriptors and threads of this process."""
     with open("/proc/self/status") as lines:
         fields = dict(line.split(":", 1) for line in lines)
     return {
@@ -42,8 +42,14 @@ def held() -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Life:
-    """When it is over: at ``until``, or with ``kills`` when so many incarnations were killed and one more has done two
-    rounds. An incarnation lives ``shortest`` to ``longest`` seconds; ``pause`` seconds pass between its rounds.
+    """How long the ranks run.
+
+    Attributes:
+        until: The time at which the program ends.
+        kills: If set, the program ends instead when so many incarnations were killed and one more has done two rounds.
+        pause: Seconds between two rounds.
+        shortest: Least seconds of an incarnation.
+        longest: Most seconds of an incarnation.
     """
 
     until: float
@@ -53,31 +59,31 @@ class Life:
     longest: float
 
     def kill_after(self, incarnation: int, chance: random.Random) -> float | None:
-        """Seconds after which one rank of an incarnation dies; None: it lives to the end."""
+        """Return after how many seconds a rank of the incarnation kills itself; None: it runs to the end."""
         life = chance.uniform(self.shortest, self.longest)
         if self.kills is not None:
             return life if incarnation < self.kills else None
         return life if time.time() + life < self.until else None
 
     def over(self, incarnation: int, rounds: int) -> bool:
-        """Whether this rank has done enough."""
+        """Return whether this rank is done."""
         if self.kills is not None:
             return incarnation >= self.kills and rounds >= 2
         return time.time() >= self.until
 
 
 def main(folder: str, settings: str) -> int:
-    """0 when it is time; 1 after the loss of a peer, which torchrun answers with a new incarnation."""
+    """Return 0 at the end, 1 after the loss of a peer, which makes torchrun start a new incarnation."""
     life = Life(**json.loads(settings))
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     incarnation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # The agent's store outlives the ranks: what those of an earlier incarnation left in it must not be read.
+    # The agent's store outlives the ranks: the keys of an earlier incarnation must not be read.
     limit = timedelta(seconds=TIMEOUT)
     agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=limit)
     store = dist.PrefixStore(f"incarnation {incarnation}", agent)
-    # By turns, the calls of torch.distributed go through the backend too.
+    # In every second incarnation the calls of torch.distributed go through the backend too.
     backend = ("gloo", "dtcomm")[incarnation % 2]
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
     chance = random.Random(incarnation)
@@ -98,7 +104,7 @@ def main(folder: str, settings: str) -> int:
         except (dtcomm.errors.DtcommError, RuntimeError) as error:
             say(event="lost", error=type(error).__name__, message=str(error)[:300])
             log.flush()
-            os._exit(1)  # peers that wait for this rank see it go
+            os._exit(1)  # peers that wait for this rank notice
         say(event="end")
     dist.destroy_process_group()
     return 0
@@ -113,23 +119,23 @@ def _rounds(
         dtcomm.all_reduce(late, "max")
         if late.item():
             return
-        runner = Runner(rank, ranks)  # makes every subgroup
-        for nth in range(ROUND):
-            runner.start(operations[(done + nth) % len(operations)])
+        runner = Runner(rank, ranks)  # creates every subgroup
+        for offset in range(ROUND):
+            runner.start(operations[(done + offset) % len(operations)])
         runner.drain()
         done += ROUND
-        # One collective compares the round: a digest is equal on all members, and absent elsewhere.
-        everyone: list[Any] = [None] * ranks
-        dist.all_gather_object(everyone, runner.digests)
+        # One collective compares the round: a digest is equal on all members, and absent on other ranks.
+        digests_of_ranks: list[Any] = [None] * ranks
+        dist.all_gather_object(digests_of_ranks, runner.digests)
         unequal = [
             index
-            for index in set().union(*everyone)
-            if len({theirs[index] for theirs in everyone if index in theirs}) > 1
+            for index in set().union(*digests_of_ranks)
+            if len({digests[index] for digests in digests_of_ranks if index in digests}) > 1
         ]
         for group in runner.groups[:-1]:
             if group is not None and group != dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(group)
-        say(event="round", operations=done, unequal=unequal, differs=runner.differs, **held())
+        say(event="round", operations=done, unequal=unequal, differs=runner.differs, **resource_usage())
         time.sleep(life.pause)
 
 

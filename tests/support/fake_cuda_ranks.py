@@ -18,29 +18,32 @@ from tests.support.thread_transport import ThreadTransport
 @contextmanager
 def fake_cuda_rank(streams: RecordedStreams, leave_out: str = "") -> Iterator[None]:
     """Give this rank a fake CUDA device within the block. All ranks enter it; each is checked by its ``streams``."""
-    changed: dict[str, Any] = {"backend_of": lambda group, device: "nccl", "describe_gpu": lambda device: {}}
-    kept = {name: vars(cuda)[name] for name in changed}
-    kept_below = cuda.CudaBootstrap._backend_runtime
+    replacements: dict[str, Any] = {
+        "backend_of": lambda group, device: "nccl",
+        "describe_gpu": lambda device: {},
+    }
+    original_functions = {name: vars(cuda)[name] for name in replacements}
+    original_backend_runtime = cuda.CudaBootstrap._backend_runtime
 
-    def below(joining: Any, own: Any, backend: str) -> TorchDistRuntime:
+    def backend_runtime(joining: Any, own: Any, backend: str) -> TorchDistRuntime:
         gloo = joining._private_backend("gloo")
 
         def post(sends: Sequence[tuple[Any, int]], receives: Sequence[tuple[Any, int]]) -> None:
             works = [gloo.recv([_host_tensor(into)], peer, 0) for into, peer in receives]
-            works += [gloo.send([_host_tensor(given)], peer, 0) for given, peer in sends]
+            works += [gloo.send([_host_tensor(payload)], peer, 0) for payload, peer in sends]
             for work in works:
                 work.wait()
 
         return TorchDistRuntime(ThreadTransport(own, joining.rank, post, leave_out), own, joining.rank)
 
-    cuda.CudaBootstrap._backend_runtime = below  # type: ignore[assignment]
-    vars(cuda).update(changed)
+    cuda.CudaBootstrap._backend_runtime = backend_runtime  # type: ignore[assignment]
+    vars(cuda).update(replacements)
     try:
         with fake_cuda_device(streams):
             yield
     finally:
-        cuda.CudaBootstrap._backend_runtime = kept_below  # type: ignore[method-assign]
-        vars(cuda).update(kept)
+        cuda.CudaBootstrap._backend_runtime = original_backend_runtime  # type: ignore[method-assign]
+        vars(cuda).update(original_functions)
 
 
 def _host_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,10 @@
-"""CPU tensors that pass for CUDA tensors, so that a program's use of a device can be checked without one.
+"""CPU tensors that act as CUDA tensors, so that a program's use of a device can be checked without a GPU.
 
-A `FakeCudaTensor` says that it is on `DEVICE`. Whatever would make the host wait for the device (reading values, copies
-from and to pageable memory) is recorded as a fault, and so is work on one stream that is not ordered after another
-stream's (`RecordedStreams`). Mixing it with a CPU tensor raises as torch does, and a CPU kernel cannot use its address.
-A copy to the host arrives only after an event behind it has been queried. Codecs run with the CPU's kernels.
+A `FakeCudaTensor` reports that it is on `DEVICE`. Operations that would make the host wait for the device (reading
+values, copies from and to pageable memory) are recorded as faults, and so is work on one stream that is not ordered
+after another stream's (`RecordedStreams`). Mixing it with a CPU tensor raises, as in torch, and a CPU kernel cannot use
+its address. A copy to the host arrives only after an event that follows it has been queried. Codecs run with the CPU's
+kernels.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class FakeCudaTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, host: torch.Tensor) -> FakeCudaTensor:
-        made: FakeCudaTensor = torch.Tensor._make_wrapper_subclass(
+        tensor: FakeCudaTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             host.shape,
             strides=host.stride(),
@@ -68,8 +69,8 @@ class FakeCudaTensor(torch.Tensor):
             dtype=host.dtype,
             device=host.device,
         )
-        made.host = host
-        return made
+        tensor.host = host
+        return tensor
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -95,16 +96,16 @@ class FakeCudaTensor(torch.Tensor):
 
 
 def to_fake_cuda(tensor: torch.Tensor) -> FakeCudaTensor:
-    """The tensor on the device; its memory belongs to the current stream, where streams are checked."""
-    made = FakeCudaTensor(tensor.detach())
+    """Return the tensor on the fake device; if streams are checked, its memory belongs to the current one."""
+    fake = FakeCudaTensor(tensor.detach())
     checker = _checker()
     if checker is not None:
-        checker.made(made.host)
-    return made
+        checker.allocated(fake.host)
+    return fake
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the current contents on the host, for the test itself."""
+    """Return a copy of the current contents on the host, for the test itself."""
     return tensor.host.clone() if isinstance(tensor, FakeCudaTensor) else tensor
 
 
@@ -123,23 +124,23 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = list(_tensors((*args, *kwargs.values())))
     if checker is not None and (name in WAITS or (name in _INDEXING and _by_mask(tensors[1:]))):
         checker.faults.append(f"the host waits for the device in {name}")
-    if name == "copy_" and not all(isinstance(each, FakeCudaTensor) for each in tensors):
+    if name == "copy_" and not all(isinstance(item, FakeCudaTensor) for item in tensors):
         queued = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         return _copy(checker, args[0], args[1], queued)
-    cpu_tensors = [each for each in tensors if not isinstance(each, FakeCudaTensor) and each.ndim > 0]
+    cpu_tensors = [item for item in tensors if not isinstance(item, FakeCudaTensor) and item.ndim > 0]
     if cpu_tensors:
         raise RuntimeError(f"{name}: tensors on two devices, cpu {tuple(cpu_tensors[0].shape)} among them")
     hosts = {id(leaf.host): leaf for leaf in tensors if isinstance(leaf, FakeCudaTensor)}
     plain_args = _mapped(_host, args)
-    plain_kwargs = {key: _mapped(_host, each) for key, each in kwargs.items()}
+    plain_kwargs = {key: _mapped(_host, item) for key, item in kwargs.items()}
     result = func(*plain_args, **plain_kwargs)
     view = any(
-        each.alias_info is not None and not each.alias_info.is_write for each in func._schema.arguments
+        item.alias_info is not None and not item.alias_info.is_write for item in func._schema.arguments
     )
     if checker is not None and not view:
-        for each in _tensors((result,)):
-            if id(each) not in hosts:
-                checker.made(each)
+        for item in _tensors((result,)):
+            if id(item) not in hosts:
+                checker.allocated(item)
         for tensor, written in accesses(func, plain_args, plain_kwargs, result):
             checker.access(tensor, written)
 
@@ -161,34 +162,34 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return [_mapped(change, each) for each in value]
+        return [_mapped(change, item) for item in value]
     return change(value)
 
 
 def _by_mask(indices: list[torch.Tensor]) -> bool:
-    """Whether the number of selected elements is known to the device alone."""
-    return any(each.dtype in (torch.bool, torch.uint8) for each in indices)
+    """Return whether only the device knows the number of selected elements."""
+    return any(index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 def _copy(
-    checker: RecordedStreams | None, to: torch.Tensor, given: torch.Tensor, queued: bool
+    checker: RecordedStreams | None, to: torch.Tensor, source: torch.Tensor, queued: bool
 ) -> torch.Tensor:
     """Copy between the host and the device."""
     if checker is None:
-        _host(to).copy_(_host(given))
+        _host(to).copy_(_host(source))
         return to
-    plain = given if isinstance(to, FakeCudaTensor) else to
-    if given.ndim or not isinstance(to, FakeCudaTensor):  # a number travels with the kernel that uses it
+    plain = source if isinstance(to, FakeCudaTensor) else to
+    if source.ndim or not isinstance(to, FakeCudaTensor):  # a scalar is passed as an argument of the kernel
         if not checker.staged(plain):
             checker.faults.append("the host waits for the device in copy_: its memory is not pinned")
         elif not queued:
             checker.faults.append("the host waits for the device in copy_: non_blocking is not set")
     if isinstance(to, FakeCudaTensor):
         checker.access(to.host, True)
-        to.host.copy_(given)
+        to.host.copy_(source)
     else:
-        checker.access(_host(given), False)
-        checker.deliver(to, _host(given).clone())
+        checker.access(_host(source), False)
+        checker.deliver(to, _host(source).clone())
     return to
 
 
@@ -211,39 +212,39 @@ class _Mode(TorchFunctionMode):
                 checker.faults.append(
                     f"the host waits for the device in torch.{name}: its memory is not pinned"
                 )
-            made = func(*args, **{**kwargs, "device": "cpu"})
-            return made if isinstance(made, FakeCudaTensor) else to_fake_cuda(made)
+            result = func(*args, **{**kwargs, "device": "cpu"})
+            return result if isinstance(result, FakeCudaTensor) else to_fake_cuda(result)
         return func(*args, **kwargs)
 
 
 def _moved(
-    checker: RecordedStreams | None, func: Any, name: str, given: torch.Tensor, args: Any, kwargs: Any
+    checker: RecordedStreams | None, func: Any, name: str, source: torch.Tensor, args: Any, kwargs: Any
 ) -> Any:
     target = kwargs.pop("device", None)
-    rest = []
+    other_args = []
     for arg in args:
         if isinstance(arg, torch.Tensor):
             target = arg.device
         elif isinstance(arg, torch.device) or (isinstance(arg, str) and target is None):
             target = torch.device(arg)
         else:
-            rest.append(arg)
-    target = DEVICE if name == "cuda" else given.device if target is None else torch.device(target)
+            other_args.append(arg)
+    target = DEVICE if name == "cuda" else source.device if target is None else torch.device(target)
     if name == "pin_memory":
-        if checker is None or isinstance(given, FakeCudaTensor):
+        if checker is None or isinstance(source, FakeCudaTensor):
             raise RuntimeError("pin_memory: of a CPU tensor, by streams.staging")
-        pinned = checker.staging(given.nbytes).view(given.dtype).view(given.shape)
-        return pinned.copy_(given)
-    if _is_device(target) == isinstance(given, FakeCudaTensor):
-        return func(given, *rest, **kwargs) if name == "to" and (rest or kwargs) else given
+        pinned = checker.staging(source.nbytes).view(source.dtype).view(source.shape)
+        return pinned.copy_(source)
+    if _is_device(target) == isinstance(source, FakeCudaTensor):
+        return func(source, *other_args, **kwargs) if name == "to" and (other_args or kwargs) else source
     queued = kwargs.pop("non_blocking", False)
-    changed = func(given, *rest, **kwargs) if rest or kwargs else given
-    if isinstance(given, FakeCudaTensor):
+    changed = func(source, *other_args, **kwargs) if other_args or kwargs else source
+    if isinstance(source, FakeCudaTensor):
         if checker is not None:
             checker.faults.append("the host waits for the device in to: a copy to memory of the host")
         return host_copy(changed)
-    made = torch.empty_like(changed)
-    copy_on_device = to_fake_cuda(made)
+    empty = torch.empty_like(changed)
+    copy_on_device = to_fake_cuda(empty)
     _copy(checker, copy_on_device, changed, queued)
     return copy_on_device
 
@@ -253,7 +254,7 @@ def _is_device(device: Any) -> bool:
 
 
 class _Kernels:
-    """Stands in for the module of CUDA kernels: runs the CPU's kernels on the tensors' host memory."""
+    """Replaces the module of CUDA kernels: runs the CPU's kernels on the tensors' host memory."""
 
     @staticmethod
     def combine(call: Combine) -> None:
@@ -261,11 +262,13 @@ class _Kernels:
         reads = [*call.payloads, call.local]
         writes = [call.residual, call.payload_out, call.out]
         for tensors, written in ((reads, False), (writes, True)):
-            for each in tensors:
-                if each is not None and not isinstance(each, FakeCudaTensor):
-                    raise RuntimeError(f"a kernel of the device got a tensor on the CPU {tuple(each.shape)}")
-                if checker is not None and each is not None:
-                    checker.access(each.host, written)
+            for tensor in tensors:
+                if tensor is not None and not isinstance(tensor, FakeCudaTensor):
+                    raise RuntimeError(
+                        f"a kernel of the device received a CPU tensor of shape {tuple(tensor.shape)}"
+                    )
+                if checker is not None and tensor is not None:
+                    checker.access(tensor.host, written)
         bare = replace(
             call,
             payloads=tuple(map(_host, call.payloads)),
@@ -292,40 +295,40 @@ class _Kernels:
     @staticmethod
     def orthonormalise(vectors: Sequence[Any], keys: Sequence[int]) -> None:
         checker = _checker()
-        for each, key in zip(vectors, keys, strict=True):
+        for matrix, key in zip(vectors, keys, strict=True):
             if checker is not None:
-                checker.access(each.host, True)
+                checker.access(matrix.host, True)
             with not_recording():
-                low_rank.orthonormalise(each.host, key)
+                low_rank.orthonormalise(matrix.host, key)
 
     @staticmethod
     def factors_finite(lefts: Sequence[Any], rights: Sequence[Any]) -> Any:
-        found = to_fake_cuda(torch.empty(len(lefts), dtype=torch.bool))
+        finite_flags = to_fake_cuda(torch.empty(len(lefts), dtype=torch.bool))
         checker = _checker()
-        for at, sides in enumerate(zip(lefts, rights, strict=True)):
+        for index, sides in enumerate(zip(lefts, rights, strict=True)):
             if checker is not None:
-                for each in (*sides, found):
-                    checker.access(each.host, True)
+                for factor in (*sides, finite_flags):
+                    checker.access(factor.host, True)
             with not_recording():
-                finite = all(bool(torch.isfinite(each.host).all()) for each in sides)
-                found.host[at] = finite
-                for each in sides if not finite else ():
-                    each.host.zero_()
-        return found
+                finite = all(bool(torch.isfinite(factor.host).all()) for factor in sides)
+                finite_flags.host[index] = finite
+                for factor in sides if not finite else ():
+                    factor.host.zero_()
+        return finite_flags
 
     @staticmethod
     def expand(gradient: Any, residual: Any, left: Any, right: Any, finite: Any) -> None:
         checker = _checker()
         if checker is not None:
-            for each, written in (
+            for tensor, written in (
                 (left, False),
                 (right, False),
                 (finite, False),
                 (gradient, True),
                 (residual, True),
             ):
-                if each is not None:
-                    checker.access(each.host, written)
+                if tensor is not None:
+                    checker.access(tensor.host, written)
         with not_recording():
             if finite is None or bool(finite.host):
                 low_rank.expand(gradient.host, _host(residual), left.host, right.host)
@@ -336,7 +339,7 @@ class _Kernels:
 @contextmanager
 def fake_cuda_device(streams: RecordedStreams) -> Iterator[None]:
     """Give this thread a fake CUDA device with these streams, within the block."""
-    kept = dispatch._for_devices, dispatch.load_backend, runtime_streams.STREAM_TYPES["cuda"]
+    originals = dispatch._for_devices, dispatch.load_backend, runtime_streams.STREAM_TYPES["cuda"]
     dispatch._for_devices = lambda: (dispatch.CUDA,)
     dispatch.load_backend = lambda name: _Kernels
     runtime_streams.STREAM_TYPES["cuda"] = lambda _: streams.another()
@@ -347,7 +350,7 @@ def fake_cuda_device(streams: RecordedStreams) -> Iterator[None]:
             yield
     finally:
         _thread_state.streams = None
-        dispatch._for_devices, dispatch.load_backend, runtime_streams.STREAM_TYPES["cuda"] = kept
+        dispatch._for_devices, dispatch.load_backend, runtime_streams.STREAM_TYPES["cuda"] = originals
 
 
 @contextmanager

@@ -27,7 +27,7 @@ class Trace(NamedTuple):
     kernels: list[str]
 
     def ran(self, name: str) -> bool:
-        """Whether a kernel whose name contains ``name`` ran: a trace without kernels proves nothing about waits."""
+        """Return whether a kernel whose name contains ``name`` ran; a trace without kernels proves nothing."""
         return any(name in kernel for kernel in self.kernels)
 
 
@@ -42,8 +42,10 @@ def trace(step: Callable[[], object]) -> Trace:
         torch.cuda.synchronize()
     return read(
         [
-            Event(each.name, each.device_type == DeviceType.CUDA, each.time_range.start, each.time_range.end)
-            for each in profiler.events()
+            Event(
+                event.name, event.device_type == DeviceType.CUDA, event.time_range.start, event.time_range.end
+            )
+            for event in profiler.events()
         ]
     )
 
@@ -58,16 +60,18 @@ class Event(NamedTuple):
 
 
 def read(events: Sequence[Event]) -> Trace:
-    """The trace of the marked step among a profiler's events; the profiler itself waits before and after it."""
-    step = next(each for each in events if each.name == _STEP and not each.on_device)
+    """Return the trace of the marked step in a profiler's events; the profiler itself waits before and after it."""
+    step = next(event for event in events if event.name == _STEP and not event.on_device)
     waits, kernels = [], []
-    for each in sorted(events, key=lambda event: event.start):
-        if each.on_device:
+    for event in sorted(events, key=lambda event: event.start):
+        if event.on_device:
             # A copy into pageable memory blocks the host, whatever the call is named.
-            if "Pageable" in each.name and "DtoH" in each.name:
-                waits.append(each.name)
-            elif each.name != _STEP:
-                kernels.append(each.name)
-        elif step.start <= each.start <= step.end and ("Synchronize" in each.name or each.name in _WAITING):
-            waits.append(each.name)
+            if "Pageable" in event.name and "DtoH" in event.name:
+                waits.append(event.name)
+            elif event.name != _STEP:
+                kernels.append(event.name)
+        elif step.start <= event.start <= step.end and (
+            "Synchronize" in event.name or event.name in _WAITING
+        ):
+            waits.append(event.name)
     return Trace(waits, kernels)

@@ -22,7 +22,7 @@ def _may(parts: str = "", libraries: str = "") -> tuple[frozenset[str], frozense
 _INTEGRATION = _may("_autograd profiling compress collectives codecs kernels device work", "torch")
 
 # part of dtcomm → (parts it may import besides itself and the leaves, libraries besides the standard one)
-PYTHON_LAW: dict[str, tuple[frozenset[str], frozenset[str]]] = {
+PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "errors": _may(),
     "env": _may(),
     # One typed helper for autograd functions: a leaf.
@@ -68,15 +68,15 @@ PYTHON_LAW: dict[str, tuple[frozenset[str], frozenset[str]]] = {
 
 
 def part_of(path: str) -> str:
-    """The part of the package that a file belongs to: `dtcomm/schedule/ir.py` → `schedule`."""
+    """Return the part of the package that a file belongs to: `schedule` for `dtcomm/schedule/ir.py`."""
     inside = PurePosixPath(path).parts[1:]
     return inside[0] if len(inside) > 1 else PurePosixPath(path).stem
 
 
 def _imports(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:
-    """Every (line, dotted name) that the file imports, at any depth, literal `import_module` calls included.
+    """Yield (line, dotted name) of every import, at any depth, including literal `import_module` calls.
 
-    `from a.b import c` gives `a.b.c`: c may be a module.
+    `from a.b import c` yields `a.b.c`, because c may be a module.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -96,36 +96,36 @@ def _imports(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def _python_reason(part: str, name: str) -> str:
-    """Why `part` may not import `name`; empty where it may."""
-    allowed, libraries = PYTHON_LAW[part]
-    top, *rest = name.split(".")
+    """Return why `part` may not import `name`; empty if it may."""
+    allowed, libraries = PYTHON_RULES[part]
+    top, *parts = name.split(".")
     if top == "<computed>":
         return "" if allowed == ANY else "a computed import hides what it imports"
     if top != "dtcomm":
         known = top in sys.stdlib_module_names or top in libraries
         return "" if known else f"`{part}` may not use the library {top}"
-    if not rest or rest[0] not in PYTHON_LAW:
-        return "" if allowed == ANY else "nobody inside imports the front of the package"
-    other = rest[0]
+    if not parts or parts[0] not in PYTHON_RULES:
+        return "" if allowed == ANY else "modules of the package may not import `dtcomm` itself"
+    other = parts[0]
     if other == part or other in allowed or allowed == ANY or (other in LEAVES and part not in LEAVES):
         return ""
     return f"`{part}` may not import `{other}`"
 
 
 def check_python(path: str, text: str) -> list[str]:
-    """Violations in one file of the package; `path` is relative to the repository root."""
+    """Return the violations in one file of the package; `path` is relative to the repository root."""
     part = part_of(path)
-    if part not in PYTHON_LAW:
-        return [f"{path}: no rule covers `{part}`; add it to PYTHON_LAW"]
+    if part not in PYTHON_RULES:
+        return [f"{path}: no rule covers `{part}`; add it to PYTHON_RULES"]
     package = list(PurePosixPath(path).parts[:-1])
-    found = (
+    imports = (
         (line, name, _python_reason(part, name)) for line, name in _imports(ast.parse(text, path), package)
     )
-    return [f"{path}:{line}: {name}: {reason}" for line, name, reason in found if reason]
+    return [f"{path}:{line}: {name}: {reason}" for line, name, reason in imports if reason]
 
 
 # part of csrc → parts, or single headers, that it may include
-CXX_LAW: dict[str, frozenset[str]] = {
+CXX_RULES: dict[str, frozenset[str]] = {
     "core": frozenset({"core"}),
     "codec": frozenset({"core", "codec"}),
     "cpu": frozenset({"core", "codec", "cpu"}),
@@ -155,13 +155,13 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]+)"|<([^>]+)>|(\S.*))', re.MU
 
 
 def _cxx_reason(part: str, ours: str, system: str, computed: str, headers: frozenset[str]) -> str:
-    """Why `part` may not include what one #include names; empty where it may."""
+    """Return why `part` may not include what one #include names; empty if it may."""
     if computed:
         return "a computed include hides what it includes"
     if ours or system in headers:
         name = ours or system
-        lawful = name in headers and name.split("/")[0] in CXX_LAW[part]
-        return "" if lawful or name in CXX_LAW[part] else f"`{part}` may not include it (named from csrc/)"
+        allowed = name in headers and name.split("/")[0] in CXX_RULES[part]
+        return "" if allowed or name in CXX_RULES[part] else f"`{part}` may not include it (named from csrc/)"
     owners = [parts for pattern, parts in _RESERVED if pattern.match(system)]
     if owners:
         return "" if part in owners[0] else f"not in `{part}`"
@@ -170,10 +170,10 @@ def _cxx_reason(part: str, ours: str, system: str, computed: str, headers: froze
 
 
 def check_cxx(path: str, text: str, headers: frozenset[str]) -> list[str]:
-    """Violations in one file of csrc; `path` is relative to csrc, `headers` are all files there."""
+    """Return the violations in one file of csrc; `path` is relative to csrc, `headers` are all files there."""
     part = path.split("/")[0]
-    if part not in CXX_LAW:
-        return [f"csrc/{path}: no rule covers `{part}`; add it to CXX_LAW"]
+    if part not in CXX_RULES:
+        return [f"csrc/{path}: no rule covers `{part}`; add it to CXX_RULES"]
     violations = []
     for match in _INCLUDE.finditer(text):
         ours, system, computed = (group or "" for group in match.groups())
@@ -185,13 +185,13 @@ def check_cxx(path: str, text: str, headers: frozenset[str]) -> list[str]:
 
 
 def python_files(root: Path) -> list[str]:
-    """Sources and stubs of the package, relative to `root`."""
-    found = [*root.glob("dtcomm/**/*.py"), *root.glob("dtcomm/**/*.pyi")]
-    return sorted(path.relative_to(root).as_posix() for path in found)
+    """Return the sources and stubs of the package, relative to `root`."""
+    paths = [*root.glob("dtcomm/**/*.py"), *root.glob("dtcomm/**/*.pyi")]
+    return sorted(path.relative_to(root).as_posix() for path in paths)
 
 
 def cxx_files(root: Path) -> list[str]:
-    """Every file under csrc, relative to csrc."""
+    """Return every file under csrc, relative to csrc."""
     return sorted(
         path.relative_to(root / "csrc").as_posix() for path in root.glob("csrc/**/*") if path.is_file()
     )

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from dtcomm.kernels import cpu
 from dtcomm.kernels.types import Combine
 
-# Operators that take a value to the host.
+# Operators that copy a value to the host.
 WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2")
 
 _thread_state = threading.local()
@@ -31,7 +31,7 @@ class AccessRecorder(Protocol):
 
 
 def current_recorder() -> AccessRecorder | None:
-    """The recorder of this thread's accesses, if there is one."""
+    """Return the recorder of this thread's accesses, if there is one."""
     return getattr(_thread_state, "streams", None)
 
 
@@ -44,7 +44,7 @@ class _RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # or the first operator imports torch's compiler, which takes seconds
+        return False  # otherwise the first operator imports torch's compiler, which takes seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -62,15 +62,17 @@ class _RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def accesses(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> Iterator[tuple[torch.Tensor, bool]]:
-    """The tensors that an operator read and wrote (True: wrote); operators that only make views access nothing."""
+    """Yield the tensors that an operator read (False) or wrote (True); operators that return views access nothing."""
     schema = func._schema
-    if any(each.alias_info is not None and not each.alias_info.is_write for each in schema.arguments):
+    if any(
+        argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.arguments
+    ):
         return
-    given = [
+    values = [
         *zip(schema.arguments, args),
         *((_named(schema, key), value) for key, value in kwargs.items()),
     ]
-    for argument, value in given:
+    for argument, value in values:
         written = argument.alias_info is not None and argument.alias_info.is_write
         for leaf in tree_leaves(value):
             if isinstance(leaf, torch.Tensor):
@@ -87,9 +89,9 @@ def _named(schema: Any, name: str) -> Any:
 
 @contextmanager
 def recording(streams: AccessRecorder) -> Iterator[None]:
-    """AccessRecorder what this thread does within the block: torch's operators and the native kernels.
+    """Record what this thread does within the block: torch's operators and the native kernels.
 
-    Kernels are judged in every thread that is within such a block, so ranks may be threads.
+    Each thread has its own recorder, so ranks may be threads.
     """
     _patch()
     _thread_state.streams = streams

@@ -48,7 +48,7 @@ class RecordingClock:
 
 
 class FakeGpu(CpuPlacement):
-    """What ``perf_place.GpuPlacement`` is, on the CPU, shared by two ranks."""
+    """``GpuPlacement`` of ``dtcomm perf`` for a GPU that two ranks share, on the CPU."""
 
     kind = "cuda"
     shared_gpu = SHARED
@@ -56,7 +56,7 @@ class FakeGpu(CpuPlacement):
     def __init__(self) -> None:
         self.clocks: list[RecordingClock] = []
 
-    def pin(self, wanted: bool | None) -> str:
+    def pin(self, requested: bool | None) -> str:
         return "cuda:0 no GPU"
 
     def clock(self, cpu: bool) -> RecordingClock:

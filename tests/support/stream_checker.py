@@ -1,9 +1,9 @@
-"""Streams of a device that does not exist: work on CPU tensors runs at once, and its order is checked as on a device.
+"""Finds races between the streams of a device, on CPU tensors: work runs immediately, and its order is checked.
 
-Every stream, and the host, has a vector clock of the work that it knows to be complete. An access to memory must be
-ordered by events after all accesses that it conflicts with, whatever order the test happens to run in. The faults that
-are recorded are races on a device: a missing wait, memory of another stream without `record_stream`, or a host that
-waits.
+Every stream, and the host, has a vector clock of the work that is ordered before its next operation. An access to
+memory must be ordered by events after all accesses that it conflicts with, independently of the order in which the test
+happens to run. Recorded faults are races on a device: a missing wait, memory of another stream without `record_stream`,
+or a host that waits.
 """
 
 from __future__ import annotations
@@ -35,8 +35,16 @@ class Mark(Clock):
 
 
 class RecordedStreams:
-    """``Streams`` for CPU tensors. ``faults`` collects what is wrong. ``leave_out`` names calls to leave out, to show
-    that they are missed. ``host_may_wait`` is for transports that move bytes through the host.
+    """``Streams`` for CPU tensors.
+
+    Args:
+        leave_out: The call that does nothing ("wait", "synchronize" or "record_stream"), to show that its absence is
+            detected.
+        host_may_wait: Whether the host may wait for the device, as transports do that move bytes through the host.
+
+    Attributes:
+        device: The device that the streams belong to.
+        faults: Descriptions of the races.
     """
 
     def __init__(self, leave_out: str = "", host_may_wait: bool = False) -> None:
@@ -48,22 +56,23 @@ class RecordedStreams:
         self._side = SIDE
         self._local = threading.local()
         self._lock = threading.RLock()
-        # By where the memory begins: first and last byte, whose, when, written.
+        # By start of the storage: (first byte, last byte, stream, time on its clock, whether it wrote).
         self._accesses: dict[int, list[tuple[int, int, str, int, bool]]] = defaultdict(list)
         self._owned: dict[int, str] = {}
-        self._held: dict[int, set[str]] = defaultdict(set)
-        self._kept: list[Any] = []  # no address is used twice
+        self._recorded: dict[int, set[str]] = defaultdict(set)
+        self._storages: list[Any] = []  # kept, so that no address is reused
         self._numbers = itertools.count(2)
         self._pinned: set[int] = set()
-        self._arriving: list[tuple[str, int, torch.Tensor, torch.Tensor]] = []  # whose, when, to, what
+        # Copies to the host that have not arrived: (stream, time on its clock, target, contents).
+        self._host_copies: list[tuple[str, int, torch.Tensor, torch.Tensor]] = []
 
     def another(self) -> RecordedStreams:
-        """The same device for another user with a side stream of its own."""
-        face = copy.copy(self)
-        face._side = f"{SIDE} {next(self._numbers)}"
-        return face
+        """Return the same streams with another side stream, for another user of the device."""
+        view = copy.copy(self)
+        view._side = f"{SIDE} {next(self._numbers)}"
+        return view
 
-    # --- Streams
+    # --- the interface of Streams ---------------------------------------------------------------
 
     def current(self) -> str:
         return str(getattr(self._local, "name", MAIN))
@@ -78,7 +87,7 @@ class RecordedStreams:
         try:
             with (
                 nullcontext() if current_recorder() is self or self.device.type != "cpu" else recording(self)
-            ):  # a thread of the runtime's own is judged too
+            ):  # threads of the runtime are checked too
                 yield
         finally:
             self._local.name = before
@@ -92,7 +101,7 @@ class RecordedStreams:
             self.learn(self.current(), event)
 
     def query(self, event: Clock) -> bool:
-        self._arrive(event)
+        self._complete_host_copies(event)
         return True
 
     def mark(self) -> Clock:
@@ -105,108 +114,117 @@ class RecordedStreams:
     def synchronize(self, event: Clock) -> None:
         if not self._host_may_wait:
             self.faults.append("the host waits for the device")
-        if self._leave_out != "settle":
+        if self._leave_out != "synchronize":
             self.learn(HOST, event)
-        self._arrive(event)
+        self._complete_host_copies(event)
 
     def record_stream(self, tensor: torch.Tensor) -> None:
-        if self._leave_out != "hold":
+        if self._leave_out != "record_stream":
             with self._lock:
-                self._held[_memory(getattr(tensor, "host", tensor))].add(self.current())
+                self._recorded[_memory(getattr(tensor, "host", tensor))].add(self.current())
 
     def capturing(self) -> bool:
         return False
 
     def staging(self, size: int) -> torch.Tensor:
-        made = torch.empty(size, dtype=torch.uint8)
-        self._pinned.add(_memory(made))
-        self._kept.append(made.untyped_storage())
-        return made
+        buffer = torch.empty(size, dtype=torch.uint8)
+        self._pinned.add(_memory(buffer))
+        self._storages.append(buffer.untyped_storage())
+        return buffer
 
     def future(self) -> torch.futures.Future[list[torch.Tensor]]:
         return RecordedFuture(self) if self.device.type != "cpu" else torch.futures.Future()
 
-    # --- what happens
+    # --- what happens on the streams ------------------------------------------------------------
 
     def own(self, *tensors: torch.Tensor) -> None:
-        """Tensors of the caller's stream: on other streams they have to be held."""
+        """Register tensors of the caller's stream; other streams must call `record_stream` before using them."""
         for tensor in tensors:
-            self.made(tensor, MAIN)
+            self.allocated(tensor, MAIN)
 
-    def made(self, tensor: torch.Tensor, stream: str = "") -> None:
-        """Memory that the stream, by default the current one, was given."""
+    def allocated(self, tensor: torch.Tensor, stream: str = "") -> None:
+        """Register a tensor as memory of a stream, by default the current one."""
         with self._lock:
             self._owned.setdefault(_memory(tensor), stream or self.current())
-            self._kept.append(tensor.untyped_storage())
+            self._storages.append(tensor.untyped_storage())
 
     def access(self, tensor: torch.Tensor | None, write: bool, stream: str = "") -> None:
-        """The stream, by default the current one, reads or writes a tensor."""
+        """Check and record that a stream, by default the current one, reads or writes a tensor."""
         tensor = getattr(tensor, "host", tensor)
         if tensor is None or not tensor.numel() or not tensor.is_cpu:
             return
         with self._lock:
             name = stream or self.current()
             if name != HOST:
-                self.learn(name, self._clocks[HOST])  # what the host queues comes after what it did
+                self.learn(name, self._clocks[HOST])  # a stream's work follows what the host did before
             clock = self._clocks[name]
             now = clock[name] = clock.get(name, 0) + 1
             first, last = _bytes(tensor)
             memory = _memory(tensor)
-            self._kept.append(tensor.untyped_storage())
-            for begin, end, whose, when, wrote in self._accesses[memory]:
+            self._storages.append(tensor.untyped_storage())
+            for begin, end, stream_before, time_before, wrote_before in self._accesses[memory]:
                 overlap = begin <= last and first <= end
-                if overlap and (write or wrote) and whose != name and clock.get(whose, 0) < when:
+                if (
+                    overlap
+                    and (write or wrote_before)
+                    and stream_before != name
+                    and clock.get(stream_before, 0) < time_before
+                ):
                     verb = "writes" if write else "reads"
-                    other = "wrote" if wrote else "read"
-                    self.faults.append(f"{name} {verb} what {whose} {other}, and has not waited for that")
+                    other = "wrote" if wrote_before else "read"
+                    self.faults.append(
+                        f"{name} {verb} what {stream_before} {other}, and has not waited for that"
+                    )
                     break
             owner = self._owned.get(memory, name)
-            if name not in (owner, GROUP, HOST) and name not in self._held[memory]:
-                self.faults.append(f"{name} uses memory of {owner} that is not held for it")
-            # Whoever comes after this one comes after those that it has come after, too.
+            if name not in (owner, GROUP, HOST) and name not in self._recorded[memory]:
+                self.faults.append(f"{name} uses memory of {owner} without record_stream")
+            # Accesses that are ordered before this one need not be kept: what follows this one follows them too.
             self._accesses[memory] = [
-                each
-                for each in self._accesses[memory]
-                if each[0] < first
-                or each[1] > last
-                or (each[4] and not write)
-                or clock.get(each[2], 0) < each[3]
+                access
+                for access in self._accesses[memory]
+                if access[0] < first
+                or access[1] > last
+                or (access[4] and not write)
+                or clock.get(access[2], 0) < access[3]
             ]
             self._accesses[memory].append((first, last, name, now, write))
 
-    def follow(self, stream: str, of: str) -> None:
-        """A stream waits for what another one was given so far."""
+    def follow(self, stream: str, other: str) -> None:
+        """Order a stream after all work of another one so far."""
         with self._lock:
-            self.learn(stream, self._clocks[of])
+            self.learn(stream, self._clocks[other])
 
     def learn(self, name: str, event: Clock) -> None:
-        """A stream has waited for an event."""
+        """Order a stream after an event."""
         with self._lock:
             clock = self._clocks[name]
-            for whose, when in event.items():
-                clock[whose] = max(clock.get(whose, 0), when)
+            for stream, time_of in event.items():
+                clock[stream] = max(clock.get(stream, 0), time_of)
 
     def staged(self, tensor: torch.Tensor) -> bool:
-        """Whether it is memory of `staging`."""
+        """Return whether the tensor is pinned memory of `staging`."""
         return _memory(tensor) in self._pinned
 
-    def deliver(self, to: torch.Tensor, what: torch.Tensor) -> None:
-        """A copy to the host that the current stream was given: it is there when an event behind it was looked at."""
+    def deliver(self, target: torch.Tensor, contents: torch.Tensor) -> None:
+        """Queue a copy to the host on the current stream; it arrives when an event after it has been queried."""
         name = self.current()
         with self._lock:
-            self._arriving.append((name, self._clocks[name].get(name, 0), to, what))
-            to.view(torch.uint8).fill_(0xFF)
+            self._host_copies.append((name, self._clocks[name].get(name, 0), target, contents))
+            target.view(torch.uint8).fill_(0xFF)
 
-    def _arrive(self, event: Clock) -> None:
+    def _complete_host_copies(self, event: Clock) -> None:
         with self._lock:
-            due = [each for each in self._arriving if event.get(each[0], 0) >= each[1]]
-            self._arriving[:] = [each for each in self._arriving if event.get(each[0], 0) < each[1]]
-        for _, _, to, what in due:
-            to.copy_(what)
+            due = [pending for pending in self._host_copies if event.get(pending[0], 0) >= pending[1]]
+            self._host_copies[:] = [
+                pending for pending in self._host_copies if event.get(pending[0], 0) < pending[1]
+            ]
+        for _, _, target, contents in due:
+            target.copy_(contents)
 
 
 class RecordedFuture(torch.futures.Future[Any]):
-    """A future of a device's: whoever takes its value waits on his stream, what follows runs on a stream of its own."""
+    """A future of the device: ``wait`` orders the current stream after it, and callbacks run on separate streams."""
 
     def __init__(self, streams: RecordedStreams) -> None:
         super().__init__()
@@ -218,9 +236,9 @@ class RecordedFuture(torch.futures.Future[Any]):
         super().set_result(result)
 
     def wait(self) -> Any:
-        found = super().wait()
+        value = super().wait()
         self._streams.learn(self._streams.current(), self._event)
-        return found
+        return value
 
     def then(self, callback: Callable[[Any], Any]) -> RecordedFuture:
         following = RecordedFuture(self._streams)

@@ -96,19 +96,19 @@ def complaints(name: str, value: Any) -> list[str]:
     if not text:
         return ["no docstring"]
     lines = text.splitlines()
-    found = [] if lines[0].rstrip().endswith((".", ":")) or len(lines) > 1 else ["the summary is no sentence"]
+    texts = [] if lines[0].rstrip().endswith((".", ":")) or len(lines) > 1 else ["the summary is no sentence"]
     missing = [parameter for parameter in parameters(value) if parameter not in documented(text)]
     if missing:
-        found.append(f"Args: {', '.join(missing)} not documented")
+        texts.append(f"Args: {', '.join(missing)} not documented")
     if inspect.isfunction(value):
         result = inspect.signature(value).return_annotation
         if result not in (None, "None", inspect.Signature.empty) and not re.search(
             r"^(Returns|Yields):", text, re.M
         ):
-            found.append("Returns: missing")
+            texts.append("Returns: missing")
         if name.rpartition(".")[0] in WITH_EXAMPLES and not re.search(r"^Examples?:", text, re.M):
-            found.append("Example: missing")
-    return found
+            texts.append("Example: missing")
+    return texts
 
 
 @pytest.mark.parametrize("name", sorted(OBJECTS))

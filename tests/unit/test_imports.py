@@ -32,8 +32,8 @@ def test_cxx_includes(path: str) -> None:
 def test_every_file_is_covered() -> None:
     assert "dtcomm/__init__.py" in PYTHON and len(PYTHON) > 10
     assert "core/types.h" in CXX and len(CXX) > 5
-    assert {import_rules.part_of(path) for path in PYTHON} <= set(import_rules.PYTHON_LAW)
-    assert {path.split("/")[0] for path in CXX} <= set(import_rules.CXX_LAW)
+    assert {import_rules.part_of(path) for path in PYTHON} <= set(import_rules.PYTHON_RULES)
+    assert {path.split("/")[0] for path in CXX} <= set(import_rules.CXX_RULES)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ SHAPES = ((), (0,), (7, 3), (64, 33))
 
 
 def _values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    made = torch.randint(0, 7, shape, generator=torch.Generator().manual_seed(seed))
-    return made.to(dtype)
+    values = torch.randint(0, 7, shape, generator=torch.Generator().manual_seed(seed))
+    return values.to(dtype)
 
 
 def _all_reduce(shape: Any, dtype: Any, rank: int, group: Any, later: bool) -> Any:
@@ -86,9 +86,9 @@ def _reduce_scatter(shape: Any, dtype: Any, rank: int, group: Any, later: bool) 
     inputs = [_values(shape, dtype, 10 * rank + i) for i in range(dist.get_world_size())]
     output = torch.empty(shape, dtype=dtype)
     _wait(dist.reduce_scatter(output, inputs, group=group, async_op=later))
-    whole = torch.cat([each.reshape(-1) for each in inputs])
+    joined = torch.cat([tensor.reshape(-1) for tensor in inputs])
     single = torch.empty(output.numel(), dtype=dtype)
-    _wait(dist.reduce_scatter_tensor(single, whole, group=group, async_op=later))
+    _wait(dist.reduce_scatter_tensor(single, joined, group=group, async_op=later))
     return [output, single]
 
 
@@ -97,19 +97,19 @@ def _all_to_all(shape: Any, dtype: Any, rank: int, group: Any, later: bool) -> A
     inputs = [_values(shape, dtype, 10 * rank + i) for i in range(ranks)]
     outputs = [torch.empty(shape, dtype=dtype) for i in range(ranks)]
     if dist.get_backend(group) == "gloo":  # up to torch 2.11 it accepts no lists
-        there = torch.empty((ranks, *shape), dtype=dtype)
-        _wait(dist.all_to_all_single(there, torch.stack(inputs), group=group, async_op=later))
-        outputs = list(there.unbind())
+        exchanged = torch.empty((ranks, *shape), dtype=dtype)
+        _wait(dist.all_to_all_single(exchanged, torch.stack(inputs), group=group, async_op=later))
+        outputs = list(exchanged.unbind())
     else:
         _wait(dist.all_to_all(outputs, inputs, group=group, async_op=later))
     source = _values((ranks * 2, 3), dtype, rank)
     equal = torch.empty_like(source)
     _wait(dist.all_to_all_single(equal, source, group=group, async_op=later))
     sent = [(rank + i) % 3 for i in range(ranks)]
-    got = [(rank + i) % 3 for i in range(ranks)]
-    uneven = torch.empty((sum(got), 2), dtype=dtype)
+    received = [(rank + i) % 3 for i in range(ranks)]
+    uneven = torch.empty((sum(received), 2), dtype=dtype)
     source = _values((sum(sent), 2), dtype, rank)
-    _wait(dist.all_to_all_single(uneven, source, got, sent, group=group, async_op=later))
+    _wait(dist.all_to_all_single(uneven, source, received, sent, group=group, async_op=later))
     return [*outputs, equal, uneven]
 
 
@@ -151,7 +151,9 @@ def compare(rank: int, world_size: int) -> list[str]:
                 for later in (False, True):
                     ours = operation(shape, dtype, rank, None, later)
                     theirs = operation(shape, dtype, rank, gloo, later)
-                    ours, theirs = (each if isinstance(each, list) else [each] for each in (ours, theirs))
+                    ours, theirs = (
+                        result if isinstance(result, list) else [result] for result in (ours, theirs)
+                    )
                     if len(ours) != len(theirs) or not all(
                         torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)
                     ):

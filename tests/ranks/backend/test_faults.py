@@ -133,7 +133,8 @@ def test_the_report_names_fallbacks() -> None:
     for groups, text in run_ranks(reported, 2, backend="dtcomm"):
         (group,) = groups
         assert {
-            (each["operation"], each["why"], each["backend"], each["count"]) for each in group["fallbacks"]
+            (fallback["operation"], fallback["why"], fallback["backend"], fallback["count"])
+            for fallback in group["fallbacks"]
         } == {
             ("all_reduce", "op PRODUCT", "gloo", 2),
             ("all_reduce", "sparse_coo tensor", "gloo", 1),

@@ -30,14 +30,14 @@ def exchange(rank: int, world_size: int) -> None:
     """Every rank sends to every other, with blocking and non-blocking calls."""
     for numel in SIZES:
         for shift in range(1, world_size):
-            got = torch.empty(numel)
+            received = torch.empty(numel)
             if rank < (rank + shift) % world_size:
                 dist.send(_message(numel, rank), (rank + shift) % world_size)
-                dist.recv(got, (rank - shift) % world_size)
+                dist.recv(received, (rank - shift) % world_size)
             else:
-                dist.recv(got, (rank - shift) % world_size)
+                dist.recv(received, (rank - shift) % world_size)
                 dist.send(_message(numel, rank), (rank + shift) % world_size)
-            assert torch.equal(got, _message(numel, (rank - shift) % world_size))
+            assert torch.equal(received, _message(numel, (rank - shift) % world_size))
         others = [peer for peer in range(world_size) if peer != rank]
         results = [torch.empty(numel) for _ in others]
         works = dist.batch_isend_irecv(
@@ -64,9 +64,9 @@ def by_tag(rank: int, world_size: int) -> None:
         first_of_tag.setdefault(tag, []).append(size)
     for tag in sorted(first_of_tag, reverse=True):
         for size in first_of_tag[tag]:
-            got = torch.empty(size)
-            assert dist.recv(got, 0, tag=tag) == 0
-            assert torch.equal(got, _message(size, tag))
+            received = torch.empty(size)
+            assert dist.recv(received, 0, tag=tag) == 0
+            assert torch.equal(received, _message(size, tag))
 
 
 def any_source(rank: int, world_size: int) -> list[int]:
@@ -75,37 +75,37 @@ def any_source(rank: int, world_size: int) -> list[int]:
         for numel in (4, 4000):
             dist.send(torch.full((numel,), float(rank)), 0, tag=numel)
         return []
-    came = []
+    sources = []
     for numel in (4000, 4):
         for _ in range(world_size - 1):
-            got = torch.empty(numel)
-            source = dist.recv(got, tag=numel)
-            assert torch.equal(got, torch.full((numel,), float(source)))
-            came.append(source)
-    return came
+            received = torch.empty(numel)
+            source = dist.recv(received, tag=numel)
+            assert torch.equal(received, torch.full((numel,), float(source)))
+            sources.append(source)
+    return sources
 
 
 def in_the_background(rank: int, world_size: int) -> None:
     """A posted receive makes progress although its rank does not wait for it."""
     if rank == 0:
-        got = torch.empty(300_000)
-        work = dist.irecv(got, 1)
+        received = torch.empty(300_000)
+        work = dist.irecv(received, 1)
         dist.barrier()
         work.wait()
-        assert torch.equal(got, _message(300_000, 1))
+        assert torch.equal(received, _message(300_000, 1))
     else:
         dist.send(_message(300_000, 1), 0)
         dist.barrier()
 
 
 def to_itself(rank: int, world_size: int) -> None:
-    got = torch.empty(5)
-    receive = dist.irecv(got, rank)
+    received = torch.empty(5)
+    receive = dist.irecv(received, rank)
     send = dist.isend(_message(5, rank), rank)
     assert send is not None and receive is not None
     send.wait()
     receive.wait()
-    assert torch.equal(got, _message(5, rank))
+    assert torch.equal(received, _message(5, rank))
 
 
 def wrong(rank: int, world_size: int) -> None:
@@ -119,11 +119,11 @@ def wrong(rank: int, world_size: int) -> None:
             CollectiveMismatch, match=r"rank 0 sends \d+ bytes with tag 0, rank 1 receives \d+"
         ):
             dist.recv(torch.empty(numel), 0)
-    got = torch.empty(4)
-    dist.recv(got, 0)  # later messages are unaffected
-    assert got.sum() == 4
+    received = torch.empty(4)
+    dist.recv(received, 0)  # later messages are unaffected
+    assert received.sum() == 4
     watch = Stopwatch()
-    work = dist.irecv(got, 0)
+    work = dist.irecv(received, 0)
     from datetime import timedelta
 
     with pytest.raises(CollectiveTimeout, match="recv of 16 bytes from rank 0"):
@@ -137,16 +137,18 @@ def subgroup(rank: int, world_size: int) -> Any:
     if rank == 1:
         return
     other = 2 - rank
-    got, mine = torch.empty(3), torch.empty(3)
+    received_in_group, received_globally = torch.empty(3), torch.empty(3)
     works = [
         dist.isend(_message(3, rank), other, group=group),
         dist.isend(_message(3, rank + 5), other),
-        dist.irecv(mine, other),
-        dist.irecv(got, other, group=group),
+        dist.irecv(received_globally, other),
+        dist.irecv(received_in_group, other, group=group),
     ]
     for work in works:
         work.wait()
-    assert torch.equal(got, _message(3, other)) and torch.equal(mine, _message(3, other + 5))
+    assert torch.equal(received_in_group, _message(3, other)) and torch.equal(
+        received_globally, _message(3, other + 5)
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -159,8 +161,8 @@ def test_tags() -> None:
 
 
 def test_any_source() -> None:
-    came = run_ranks(any_source, 3, backend="dtcomm")[0]
-    assert sorted(came) == [1, 1, 2, 2]
+    sources = run_ranks(any_source, 3, backend="dtcomm")[0]
+    assert sorted(sources) == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("program", [in_the_background, to_itself, wrong])

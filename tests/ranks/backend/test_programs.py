@@ -17,11 +17,11 @@ from tests.unit.backend.programs import AGREE, PROGRAMS, train
 
 
 def run_all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    found = {}
+    results = {}
     for name, program in PROGRAMS.items():
         (Path(folder) / name).mkdir(exist_ok=True)
-        found[name] = program(rank, world_size, str(Path(folder) / name)), str(dtcomm.backend.report())
-    return found
+        results[name] = program(rank, world_size, str(Path(folder) / name)), str(dtcomm.backend.report())
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_same_as_on_gloo(name: str, results: dict[str, list[dict[str, Any]]]) -> None:
-    found = {backend: [rank[name] for rank in ranks] for backend, ranks in results.items()}
-    for (ours, report), (theirs, _) in zip(found["dtcomm"], found["gloo"]):
+    by_backend = {backend: [rank[name] for rank in ranks] for backend, ranks in results.items()}
+    for (ours, report), (theirs, _) in zip(by_backend["dtcomm"], by_backend["gloo"]):
         assert "native" in report, report
         assert "fallback to" not in report, report
         for a, b in zip(ours, theirs, strict=True):
@@ -45,7 +45,7 @@ def test_the_same_as_on_gloo(name: str, results: dict[str, list[dict[str, Any]]]
             else:
                 assert a == b
     if name in AGREE:
-        (first, _), (other, _) = found["dtcomm"]
+        (first, _), (other, _) = by_backend["dtcomm"]
         for a, b in zip(first, other, strict=True):
             assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, "ranks differ"
 

@@ -33,14 +33,14 @@ def split(rank: int, world_size: int) -> None:
         tensor = torch.full((1000,), float(rank + 1))
         dist.all_reduce(tensor, group=group)
         assert tensor.eq(sum(member + 1 for member in members)).all()
-        listed = [0] * len(members)
-        dist.all_gather_object(listed, rank, group=group)
-        assert listed == members
+        ranks_of_group = [0] * len(members)
+        dist.all_gather_object(ranks_of_group, rank, group=group)
+        assert ranks_of_group == members
         if len(members) > 1:
             assert dtcomm.info(group)["runtime"] == "native"
-    whole = torch.ones(10)
-    dist.all_reduce(whole)  # the parent group still works
-    assert whole.eq(world_size).all()
+    in_parent = torch.ones(10)
+    dist.all_reduce(in_parent)  # the parent group still works
+    assert in_parent.eq(world_size).all()
     for group in (again, nobody, even):
         if group is not None:
             dist.destroy_process_group(group)

@@ -192,7 +192,7 @@ def test_nor_does_low_rank_by_operators_of_torch() -> None:
 
 @pytest.mark.parametrize(
     ("leave_out", "fault"),
-    [("wait", "has not waited"), ("hold", "not held"), ("exchange", "has not waited")],
+    [("wait", "has not waited"), ("record_stream", "without record_stream"), ("exchange", "has not waited")],
 )
 def test_what_is_left_out_is_noticed(leave_out: str, fault: str) -> None:
     options = [{"spec": "int8", "residual": "int8"}, {"spec": "powersgd"}]

@@ -181,7 +181,9 @@ def test_nothing_waits_for_the_device(what: Callable[..., dict[str, Any]]) -> No
                 assert here == (there if there is None else pytest.approx(there, rel=1e-3))
 
 
-@pytest.mark.parametrize(("leave_out", "fault"), [("wait", "has not waited"), ("hold", "not held")])
+@pytest.mark.parametrize(
+    ("leave_out", "fault"), [("wait", "has not waited"), ("record_stream", "without record_stream")]
+)
 def test_missing_synchronization_is_detected(leave_out: str, fault: str) -> None:
     env = {"DTCOMM_RUNTIME": "process_group"}
     for ranks in zip(*run_ranks(run, 2, sharded, leave_out, env=env, timeout=120)):

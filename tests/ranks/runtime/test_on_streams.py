@@ -248,7 +248,7 @@ def test_every_use_of_memory_follows_the_one_before_by_an_event(name: str) -> No
     ("leave_out", "fault"),
     [
         ("wait", "has not waited"),
-        ("hold", "not held"),
+        ("record_stream", "without record_stream"),
         ("exchange", "has not waited"),
         ("follow", "has not waited"),
     ],
@@ -261,7 +261,11 @@ def test_what_is_left_out_is_noticed(leave_out: str, fault: str) -> None:
 def test_messages_through_the_host_follow_events_too(name: str) -> None:
     judged = JudgedMessages(3)
     assert judged.run(train(name, "int8")) == []
-    for leave_out, fault in (("wait", "has not waited"), ("hold", "not held"), ("settle", "the host reads")):
+    for leave_out, fault in (
+        ("wait", "has not waited"),
+        ("record_stream", "without record_stream"),
+        ("synchronize", "the host reads"),
+    ):
         assert any(fault in text for text in JudgedMessages(3, leave_out).run(train(name, "int8")))
 
 

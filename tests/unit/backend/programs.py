@@ -95,8 +95,8 @@ def dtensor(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
     partial = DTensor.from_local(torch.full((4, 4), float(rank)), mesh, [Partial(), Replicate()])
     product = sharded @ distribute_tensor(torch.ones(8, 3), mesh, [Replicate(), Shard(0)])
     return [
-        _whole(each)
-        for each in (sharded, other, partial.redistribute(placements=[Shard(0), Shard(1)]), product)
+        _whole(tensor)
+        for tensor in (sharded, other, partial.redistribute(placements=[Shard(0), Shard(1)]), product)
     ]
 
 
@@ -123,17 +123,17 @@ def checkpoints(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
 
 def objects(rank: int, world_size: int, folder: str) -> list[Any]:
     """Object collectives, also in subgroups, and the names of groups."""
-    mine = {"rank": rank, "text": "x" * (rank * 100)}
-    everything: list[Any] = [None] * world_size
-    dist.all_gather_object(everything, mine)
-    listed = [mine if rank == 0 else None, rank if rank == 0 else None]
-    dist.broadcast_object_list(listed, 0)
+    own = {"rank": rank, "text": "x" * (rank * 100)}
+    gathered_all: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered_all, own)
+    broadcast = [own if rank == 0 else None, rank if rank == 0 else None]
+    dist.broadcast_object_list(broadcast, 0)
     gathered: list[Any] | None = [None] * world_size if rank == 1 else None
-    dist.gather_object(mine, gathered, 1)
+    dist.gather_object(own, gathered, 1)
     scattered: list[Any] = [None]
     dist.scatter_object_list(scattered, [f"for {i}" for i in range(world_size)] if rank == 0 else None, 0)
     assert scattered == [f"for {rank}"]
-    assert rank != 1 or gathered == everything
+    assert rank != 1 or gathered == gathered_all
     if world_size == 2:
         if rank == 0:
             dist.send_object_list([{"a": 1}], 1)
@@ -143,12 +143,12 @@ def objects(rank: int, world_size: int, folder: str) -> list[Any]:
             assert received == [{"a": 1}]
     mine_group, groups = dist.new_subgroups(1)
     assert dist.get_world_size(mine_group) == 1 and len(groups) == world_size
-    everybody = dist.new_group(list(range(world_size)))
-    again: list[Any] = [None] * world_size
-    dist.all_gather_object(again, mine, group=everybody)
-    assert again == everything
-    dist.destroy_process_group(everybody)
-    return everything + listed
+    all_ranks = dist.new_group(list(range(world_size)))
+    gathered_again: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered_again, own, group=all_ranks)
+    assert gathered_again == gathered_all
+    dist.destroy_process_group(all_ranks)
+    return gathered_all + broadcast
 
 
 def functions(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
@@ -166,7 +166,7 @@ def functions(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
     results += functional.all_reduce_coalesced([ones, ones * 2], "max", group)
     several = [ones, ones[:2] * 5]
     results += functional.all_gather_into_tensor_coalesced(several, group)
-    wide = [each.repeat(world_size, 1) for each in several]
+    wide = [tensor.repeat(world_size, 1) for tensor in several]
     results += functional.reduce_scatter_tensor_coalesced(wide, "sum", [0, 0], group)
     results.append(functional.broadcast(ones, 0, group) + 0)
     splits = [1] * world_size
@@ -179,7 +179,7 @@ def functions(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
         dist.all_reduce(a)
         dist.all_reduce(b)
     manager.wait()
-    return [*(each + 0 for each in results), a, b]
+    return [*(tensor + 0 for tensor in results), a, b]
 
 
 # Programs whose results are the same on all ranks.

@@ -75,16 +75,16 @@ def _calls(group: DtcommProcessGroup, tensor: torch.Tensor) -> dict[str, Callabl
 def test_every_operation_on_a_gpu_falls_back_and_is_reported(
     monkeypatch: pytest.MonkeyPatch, nccl: bool
 ) -> None:
-    made = GroupStub()
+    nccl_group = GroupStub()
 
     def process_group(*_: Any) -> GroupStub:
-        return made
+        return nccl_group
 
     process_group.BackendType = GroupStub.BackendType  # type: ignore[attr-defined]
-    stand_in = SimpleNamespace(ProcessGroup=process_group, is_nccl_available=lambda: nccl)
-    monkeypatch.setattr(fallback_backends, "dist", stand_in)
-    there = SimpleNamespace(device=torch.device, cuda=SimpleNamespace(is_available=lambda: True))
-    monkeypatch.setattr(fallback_backends, "torch", there)
+    dist_stub = SimpleNamespace(ProcessGroup=process_group, is_nccl_available=lambda: nccl)
+    monkeypatch.setattr(fallback_backends, "dist", dist_stub)
+    torch_stub = SimpleNamespace(device=torch.device, cuda=SimpleNamespace(is_available=lambda: True))
+    monkeypatch.setattr(fallback_backends, "torch", torch_stub)
     monkeypatch.setattr(fallback_backends.FallbackBackends, "_make_nccl", lambda *_: "nccl")
     monkeypatch.setattr(fallback_backends.FallbackBackends, "_make_gloo", lambda *_: "gloo")
     group = DtcommProcessGroup(dist.HashStore(), 0, 2, timedelta(seconds=5), "devices")
@@ -94,8 +94,8 @@ def test_every_operation_on_a_gpu_falls_back_and_is_reported(
         for call in calls.values():
             call()
     kind = GroupStub.BackendType.NCCL if nccl else GroupStub.BackendType.GLOO
-    assert made.registered == [("cuda", kind)]
-    assert made.called == list(calls)
+    assert nccl_group.registered == [("cuda", kind)]
+    assert nccl_group.called == list(calls)
     fallbacks = [(to, why, times) for (_, to, why), times in group._fallback_counts.counts.items()]
     assert len(fallbacks) == len(calls)
     assert set(fallbacks) == {("nccl" if nccl else "gloo", "on cuda", 1)}

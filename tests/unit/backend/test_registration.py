@@ -36,5 +36,5 @@ def programs() -> Iterator[dict[str, subprocess.Popen[str]]]:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_known(order: str, programs: dict[str, subprocess.Popen[str]]) -> None:
-    said, error = programs[order].communicate()
-    assert said.strip().endswith("known"), error
+    output, error = programs[order].communicate()
+    assert output.strip().endswith("known"), error

@@ -24,14 +24,14 @@ SAMPLES = {sample.name: sample for sample in distributions()}
 USUAL = codecs_command.default_codecs()
 
 
-def error(each: Codec | str, sample: str = "Gaussian") -> Error:
-    return measure_error(codec(each), SAMPLES[sample])[0]
+def error(tested: Codec | str, sample: str = "Gaussian") -> Error:
+    return measure_error(codec(tested), SAMPLES[sample])[0]
 
 
-def relative(each: Codec | str, sample: str = "Gaussian") -> float:
-    found = error(each, sample).relative_l2
-    assert found is not None
-    return found
+def relative(tested: Codec | str, sample: str = "Gaussian") -> float:
+    measured = error(tested, sample).relative_l2
+    assert measured is not None
+    return measured
 
 
 # --- the theory, held against what others published ---------------------------------------------------------------
@@ -111,12 +111,12 @@ def test_integers_with_exact_scales_are_within_four_deviations(bits: int) -> Non
         )
 
 
-@pytest.mark.parametrize("each", USUAL, ids=str)
-def test_no_codec_beats_the_rate_distortion_bound(each: Codec) -> None:
+@pytest.mark.parametrize("tested", USUAL, ids=str)
+def test_no_codec_beats_the_rate_distortion_bound(tested: Codec) -> None:
     """Shannon, 1959: the relative error on a Gaussian source is at least 2^-bits; `none` and `exact`, which keep fp32's
     own digits, are not of this world."""
-    if each.name != "none" and str(each) != "exact":
-        assert relative(each) > 2 ** -bits_per_element(each)
+    if tested.name != "none" and str(tested) != "exact":
+        assert relative(tested) > 2 ** -bits_per_element(tested)
 
 
 def test_stochastic_rounding_costs_the_square_root_of_two() -> None:
@@ -133,15 +133,15 @@ def test_more_bits_lose_less() -> None:
         assert ladder == sorted(ladder, reverse=True)
 
 
-@pytest.mark.parametrize("each", USUAL, ids=str)
-def test_the_cosine_follows_from_the_error(each: Codec) -> None:
+@pytest.mark.parametrize("tested", USUAL, ids=str)
+def test_the_cosine_follows_from_the_error(tested: Codec) -> None:
     """|x - y|^2 = |x|^2 + |y|^2 - 2 x.y, so with error e and |y|/|x| between 1 - e and 1 + e the cosine is bounded."""
     for sample in SAMPLES:
-        found = error(each, sample)
-        assert found.relative_l2 is not None and found.cosine is not None
-        if found.relative_l2 < 1:
-            assert found.cosine >= math.sqrt(1 - found.relative_l2**2) - 1e-9
-        assert 0 < found.cosine <= 1 + 1e-12
+        measured = error(tested, sample)
+        assert measured.relative_l2 is not None and measured.cosine is not None
+        if measured.relative_l2 < 1:
+            assert measured.cosine >= math.sqrt(1 - measured.relative_l2**2) - 1e-9
+        assert 0 < measured.cosine <= 1 + 1e-12
 
 
 @pytest.mark.parametrize(("spec", "gain"), [("int4", 1.5), ("int3", 1.3), ("int2:symmetric=false", 1.3)])
@@ -173,23 +173,27 @@ def test_spikes_pay_on_heavy_tails(spec: str, gain: float, block: int) -> None:
 
 def random_codecs() -> list[Codec]:
     """Those that round at random, and randk where what it draws is not rounded by levels to nearest."""
-    drawn = [each for each in everything() if each.name == "randk" and not each.value_codec().layout().fields]  # type: ignore[attr-defined]
-    return [*(each for each in everything() if getattr(each, "round", "") == "stochastic"), *drawn]
+    drawn = [
+        tested
+        for tested in everything()
+        if tested.name == "randk" and not tested.value_codec().layout().fields
+    ]  # type: ignore[attr-defined]
+    return [*(tested for tested in everything() if getattr(tested, "round", "") == "stochastic"), *drawn]
 
 
-@pytest.mark.parametrize("each", random_codecs(), ids=str)
-def test_what_is_random_is_unbiased(each: Codec) -> None:
+@pytest.mark.parametrize("tested", random_codecs(), ids=str)
+def test_what_is_random_is_unbiased(tested: Codec) -> None:
     """Projections of the error on fixed directions have mean zero over keys, within five standard errors.
 
     The directions: the mean, what shrinking would show in (x itself), and four random ones. x is of bf16, which
     spikes hold exactly; of topk, whose choice is not random, only what is kept is looked at.
     """
-    n, keys = 2 * each.granularity - 37 if each.granularity < 4096 else 4096, 200
+    n, keys = 2 * tested.granularity - 37 if tested.granularity < 4096 else 4096, 200
     generator = torch.Generator().manual_seed(3)
     x = (torch.randn(n, generator=generator) + 0.3).bfloat16().float()
     target = x.double()
-    if each.name == "topk":
-        exact = replace(each, values="fp32", round="nearest")  # type: ignore[call-arg]
+    if tested.name == "topk":
+        exact = replace(tested, values="fp32", round="nearest")  # type: ignore[call-arg]
         target = decode(exact, encode(exact, x), n).double()
     directions = torch.stack(
         [torch.ones(n), target.float(), *torch.randn(4, n, generator=generator)]
@@ -197,13 +201,13 @@ def test_what_is_random_is_unbiased(each: Codec) -> None:
     seen = torch.stack(
         [
             directions
-            @ (decode(each, encode(each, x, key=counter_rng.mix_key(7, 0, step)), n).double() - target)
+            @ (decode(tested, encode(tested, x, key=counter_rng.mix_key(7, 0, step)), n).double() - target)
             for step in range(keys)
         ]
     )
     spread = seen.std(dim=0) / math.sqrt(keys)
     assert (seen.mean(dim=0).abs() <= 5 * spread + 1e-6 * n).all()
-    assert (spread > 0).all() or each.layout().kept == each.granularity  # which draws everything
+    assert (spread > 0).all() or tested.layout().kept == tested.granularity  # which draws everything
 
 
 # --- the tables of docs/results/codecs.md -----------------------------------------------------------------
@@ -242,14 +246,14 @@ def test_the_document_has_the_errors_of_today() -> None:
     for line in inside.strip().split("\n\n")[0].splitlines()[2:]:
         cells = [cell.strip() for cell in line.strip("|\n").split("|")]
         rows[cells[0].strip("`")] = cells[1:]
-    assert set(rows) == {str(each) for each in USUAL} and set(names()) <= set(rows)
-    for each in USUAL:
-        assert float(rows[str(each)][0]) == pytest.approx(bits_per_element(each), rel=1e-3)
+    assert set(rows) == {str(tested) for tested in USUAL} and set(names()) <= set(rows)
+    for tested in USUAL:
+        assert float(rows[str(tested)][0]) == pytest.approx(bits_per_element(tested), rel=1e-3)
         for column, sample in enumerate(SAMPLES, 1):
-            assert float(rows[str(each)][column]) == pytest.approx(relative(each, sample), rel=6e-3)
+            assert float(rows[str(tested)][column]) == pytest.approx(relative(tested, sample), rel=6e-3)
 
 
 def test_a_sample_of_zeros_has_no_error() -> None:
     zeros = Sample(name="zeros", tensors={"x": torch.zeros(100)})
-    for each in USUAL:
-        assert measure_error(each, zeros)[0].relative_l2 is None
+    for tested in USUAL:
+        assert measure_error(tested, zeros)[0].relative_l2 is None

@@ -1,4 +1,4 @@
-"""A campaign that cannot fail proves nothing: each check is shown something that it must not accept."""
+"""The checks of the stress programs detect faults: each is given something that it must reject."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_a_right_report_has_no_complaints() -> None:
     ],
 )
 def test_each_flaw_is_named(change: dict[str, object], complaint: str) -> None:
-    found = judge(FAULT, outcome(replace(GOOD, **change)), 10.0, 77)  # type: ignore[arg-type]
-    assert any(complaint in each for each in found), found
+    complaints = judge(FAULT, outcome(replace(GOOD, **change)), 10.0, 77)  # type: ignore[arg-type]
+    assert any(complaint in text for text in complaints), complaints
 
 
 def test_a_survivor_that_hangs_or_dies_is_a_complaint() -> None:
@@ -82,11 +82,11 @@ def test_two_ranks_have_no_subgroups() -> None:
     assert {o.group for o in sequence(0, 2, 100)} == {WHOLE}
 
 
-def test_growth_is_told_from_rounds_that_hold_different_things() -> None:
+def test_growth_is_distinguished_from_rounds_with_different_usage() -> None:
     def rounds(count: int, leak: float) -> list[dict[str, float]]:
-        # One round of a cycle holds more than the others.
-        held = [40 + 4 * (at % CYCLE == 3) + leak * at for at in range(count)]
-        return [{"rss_kib": each, "descriptors": each, "threads": 3} for each in held]
+        # One round of a cycle uses more than the others.
+        usage = [40 + 4 * (at % CYCLE == 3) + leak * at for at in range(count)]
+        return [{"rss_kib": amount, "descriptors": amount, "threads": 3} for amount in usage]
 
     enough = SETTLED + 2 * CYCLE
     assert growth(rounds(enough - 1, 0)) is None
