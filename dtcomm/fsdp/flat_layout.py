@@ -119,10 +119,10 @@ class ConcatenatedLayout:
         return flat
 
 
-def _require_size(tensor: torch.Tensor, parameter: ParameterShape, what: str) -> torch.Tensor:
+def _require_size(tensor: torch.Tensor, parameter: ParameterShape, kind: str) -> torch.Tensor:
     if tensor.numel() != parameter.shape.numel():
         raise ValueError(
-            f"the residual of {parameter.name!r} has {tensor.numel()} elements, its {what} has "
+            f"the residual of {parameter.name!r} has {tensor.numel()} elements, its {kind} has "
             f"{parameter.shape.numel()}: was the state saved from another model?"
         )
     return tensor.flatten()

@@ -80,15 +80,15 @@ def parse_spec(spec: str | Codec, prefixes: tuple[str, ...], argument: str) -> C
         return CompressionSpec(spec, None, "")
     if not isinstance(spec, str):
         raise TypeError(f"{argument}: expected a spec or a Codec, got {type(spec).__name__}")
-    prefix, colon, rest = spec.partition(":")
+    prefix, colon, codecs = spec.partition(":")
     if not colon or prefix not in ("delta", "ef", "loco"):
-        prefix, rest = "", spec
+        prefix, codecs = "", spec
     elif prefix not in prefixes:
         valid = " or ".join(f"'{name}:'" for name in prefixes if name)
         raise ValueError(
             f"{argument}: '{prefix}:' is not valid here; use a codec, optionally prefixed by {valid}"
         )
-    return CompressionSpec(*parse_levels(rest), prefix)
+    return CompressionSpec(*parse_levels(codecs), prefix)
 
 
 def find_preset(name: str) -> Preset:

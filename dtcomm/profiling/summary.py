@@ -164,7 +164,9 @@ def summarize(steps: Sequence[StepRecord]) -> Summary:
     """Return medians over the complete steps that have the most common messages; ValueError if there are none."""
     complete = [step for step in steps if step.length and step.messages]
     if not complete:
-        raise ValueError(f"summary: of {len(steps)} steps none is whole; it takes two in a row")
+        raise ValueError(
+            f"summary: none of {len(steps)} steps is complete; a step ends when the next one begins"
+        )
     common = statistics.mode(_labels(step) for step in complete)
     typical = [step for step in complete if _labels(step) == common]
 

@@ -62,7 +62,7 @@ class Timeline:
     def start(self, steps: int = 200) -> None:
         """Record from now on, and keep the last ``steps`` steps; ValueError if that is below 1."""
         if steps < 1:
-            raise ValueError(f"steps={steps}: want at least 1")
+            raise ValueError(f"steps: expected at least 1, got {steps}")
         self._steps = deque(self._steps, maxlen=steps)
         if not self.on:
             self.on = True
@@ -113,7 +113,7 @@ class Timeline:
         """
         if not self._steps:
             raise ValueError(
-                "trace: no step was kept; call timeline.start() before the steps, or give timeline=100"
+                "trace: no step was recorded; call timeline.start() before the steps, or pass timeline=100"
             )
         return trace.write(path, self.kind, rank, socket.gethostname(), self.steps)
 

@@ -79,7 +79,9 @@ def read(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[dict[str, Any], 
     unsorted = [metadata for path in paths for metadata in _load(path).get("dtcomm", [])]
     for metadata in unsorted:
         if metadata["format"] != FORMAT:
-            raise ValueError(f"trace of rank {metadata['rank']}: format {metadata['format']}, want {FORMAT}")
+            raise ValueError(
+                f"trace of rank {metadata['rank']}: format {metadata['format']}, expected {FORMAT}"
+            )
     ranks: list[tuple[dict[str, Any], list[StepRecord]]] = []
     for metadata in sorted(unsorted, key=lambda metadata: metadata["rank"]):
         first = ranks[0][0] if ranks else metadata

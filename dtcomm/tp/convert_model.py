@@ -11,7 +11,14 @@ from torch import nn
 
 from dtcomm.codecs import Codec
 from dtcomm.tp.comm_config import GroupOrMesh, make_comm_config
-from dtcomm.tp.layer_plan import Plan, dense_weight_and_bias, is_transposed, packed_outputs, resolve_plan
+from dtcomm.tp.layer_plan import (
+    Plan,
+    dense_weight_and_bias,
+    is_transposed,
+    packed_outputs,
+    replace_module,
+    resolve_plan,
+)
 from dtcomm.tp.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from dtcomm.tp.sharded_module import ShardedModule
 
@@ -96,8 +103,7 @@ def compress(
         else:
             layers[name] = _sharded_linear(module, entry.kind, name, chunks, {**options, **linear_options})
     for name, layer in layers.items():
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, layer)
+        replace_module(model, name, layer)
     for module in model.modules():
         # GPT-2 splits the joined queries, keys and values at this width.
         width = module.__dict__.get("split_size")

@@ -21,7 +21,14 @@ from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.kernels import counter_rng, ops
 from dtcomm.tp.comm_config import default_algorithm
-from dtcomm.tp.layer_plan import SENDING, Plan, dense_weight_and_bias, packed_outputs, resolve_plan
+from dtcomm.tp.layer_plan import (
+    SENDING,
+    Plan,
+    dense_weight_and_bias,
+    packed_outputs,
+    replace_module,
+    resolve_plan,
+)
 
 ALGORITHMS = ("auto", "direct", "two_shot", "one_shot", "two_shot_symmetric")
 
@@ -270,16 +277,11 @@ def emulate(
         for name, (module, entry) in resolve_plan(model, plan, ranks).items()
     }
     for name, layer in layers.items():
-        _replace_module(model, name, layer)
+        replace_module(model, name, layer)
     return layers
 
 
 def restore(model: nn.Module, layers: dict[str, EmulatedLayer]) -> None:
     """Put the dense layers back that `emulate` replaced."""
     for name, layer in layers.items():
-        _replace_module(model, name, layer.module)
-
-
-def _replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
+        replace_module(model, name, layer.module)

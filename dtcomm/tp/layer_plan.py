@@ -151,6 +151,12 @@ def _match_layers(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Pl
     return layers
 
 
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put ``module`` in the place of the submodule ``name``."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
 def packed_outputs(kind: str) -> int:
     """Return the number of outputs that lie side by side in a layer of this kind."""
     return 3 if kind == "column_packed3" else 1

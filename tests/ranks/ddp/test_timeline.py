@@ -19,7 +19,7 @@ from tests.unit.ddp.models import SMALL_BUCKETS, backward, train, wrapped
 def timed(rank: int, world_size: int, spec: str, folder: str) -> dict[str, Any]:
     model = wrapped(**SMALL_BUCKETS)
     state = ddp.compress(model, spec, timeline=4)
-    with pytest.raises(ValueError, match="no step was kept"):
+    with pytest.raises(ValueError, match="no step was recorded"):
         state.trace(f"{folder}/t.json")
     train(model, rank, range(6))
     with model.no_sync():

@@ -28,7 +28,7 @@ def test_its_options_are_those_of_compress() -> None:
         ({"residual": "int4"}, "residual: 'int4'; valid: fp32, bf16, int8"),
         ({"warmup": -1}, "warmup=-1: want 0 or more steps"),
         ({"sample_every": -1}, "sample_every=-1"),
-        ({"timeline": -1}, "steps=-1: want at least 1"),
+        ({"timeline": -1}, "steps: expected at least 1, got -1"),
         ({"budget": 0.1}, "budget and candidates go with 'auto'"),
         ({"spec": "auto", "budget": -1.0}, "budget=-1.0: want a relative error above 0"),
         ({"spec": "auto", "check_every": 0}, "check_every=0: want 1 or more steps"),
