@@ -28,54 +28,58 @@ def gradients(module: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in module.parameters() if p.grad is not None]
 
 
-def pipelined(rank: int, n: int, codec: str, feedback: bool, micro: int, ahead: int) -> list[torch.Tensor]:
-    """Return the gradients of this rank's stage; `ahead` micro-batches go forward before the first backward."""
+def run_stage(
+    rank: int, n: int, codec: str, feedback: bool, micro_batches: int, warmup: int
+) -> list[torch.Tensor]:
+    """Return the gradients of this rank's stage; ``warmup`` micro-batches go forward before the first backward."""
     stage = stages(n)[rank]
-    before = dtcomm.pipeline.Receiver(rank - 1, codec, feedback=feedback) if rank else None
-    behind = dtcomm.pipeline.Sender(rank + 1, codec) if rank < n - 1 else None
-    waiting: list[torch.Tensor] = []
+    receiver = dtcomm.pipeline.Receiver(rank - 1, codec, feedback=feedback) if rank else None
+    sender = dtcomm.pipeline.Sender(rank + 1, codec) if rank < n - 1 else None
+    pending: list[torch.Tensor] = []
 
-    def back() -> None:
-        waiting.pop(0).backward()
+    def run_backward() -> None:
+        pending.pop(0).backward()
 
-    for number in range(micro):
-        x = inputs(number) if before is None else before((BATCH, WIDTH))
+    for number in range(micro_batches):
+        x = inputs(number) if receiver is None else receiver((BATCH, WIDTH))
         y = stage(x)
-        waiting.append(y.square().mean() if behind is None else behind(y))
-        if len(waiting) > ahead * (n - 1 - rank):
-            back()
-    while waiting:
-        back()
-    for end in (before, behind):
+        pending.append(y.square().mean() if sender is None else sender(y))
+        if len(pending) > warmup * (n - 1 - rank):
+            run_backward()
+    while pending:
+        run_backward()
+    for end in (receiver, sender):
         if end is not None:
             end.flush()
-            sent = 4 * BATCH * WIDTH * micro
-            assert end.sent_bytes == sent if codec == "none" else end.sent_bytes < 0.3 * sent
+            plain_bytes = 4 * BATCH * WIDTH * micro_batches
+            assert end.sent_bytes == plain_bytes if codec == "none" else end.sent_bytes < 0.3 * plain_bytes
     return gradients(stage)
 
 
-def whole(n: int, micro: int) -> list[list[torch.Tensor]]:
-    parts = stages(n)
-    for number in range(micro):
-        nn.Sequential(*parts)(inputs(number)).square().mean().backward()
-    return [gradients(part) for part in parts]
+def whole_model_gradients(n: int, micro_batches: int) -> list[list[torch.Tensor]]:
+    model = stages(n)
+    for number in range(micro_batches):
+        nn.Sequential(*model)(inputs(number)).square().mean().backward()
+    return [gradients(stage) for stage in model]
 
 
 @pytest.mark.parametrize(
     ("codec", "feedback", "tolerance"), [("none", False, 0.0), ("int8", False, 0.03), ("int8", True, 0.03)]
 )
-@pytest.mark.parametrize(("n", "micro", "ahead"), [(2, 1, 0), (3, 6, 1), (2, 70, 70)])
-def test_gradients_are_those_of_the_whole_model(
-    n: int, micro: int, ahead: int, codec: str, feedback: bool, tolerance: float
+@pytest.mark.parametrize(("n", "micro_batches", "warmup"), [(2, 1, 0), (3, 6, 1), (2, 70, 70)])
+def test_gradients_equal_those_of_the_whole_model(
+    n: int, micro_batches: int, warmup: int, codec: str, feedback: bool, tolerance: float
 ) -> None:
-    got = run_ranks(pipelined, n, codec, feedback, micro, ahead)
-    for stage, (want, have) in enumerate(zip(whole(n, micro), got, strict=True)):
-        for a, b in zip(want, have, strict=True):
+    actual = run_ranks(run_stage, n, codec, feedback, micro_batches, warmup)
+    for stage, (expected, stage_gradients) in enumerate(
+        zip(whole_model_gradients(n, micro_batches), actual, strict=True)
+    ):
+        for a, b in zip(expected, stage_gradients, strict=True):
             error = torch.linalg.vector_norm(a - b)
             assert error <= tolerance * torch.linalg.vector_norm(a), (stage, float(error))
 
 
-def repeated(rank: int, n: int, feedback: bool) -> torch.Tensor:
+def mean_gradient(rank: int, n: int, feedback: bool) -> torch.Tensor:
     """Repeat one micro-batch and return the mean gradient that reaches the first stage."""
     if rank == 1:
         end = dtcomm.pipeline.Receiver(0, "none", "int2", feedback=feedback)
@@ -93,26 +97,26 @@ def repeated(rank: int, n: int, feedback: bool) -> torch.Tensor:
 
 def test_feedback_compensates_the_encoding_error() -> None:
     errors = [
-        float(torch.linalg.vector_norm(run_ranks(repeated, 2, feedback)[0] - inputs(1)))
+        float(torch.linalg.vector_norm(run_ranks(mean_gradient, 2, feedback)[0] - inputs(1)))
         for feedback in (False, True)
     ]
     assert errors[1] < 0.1 * errors[0]
 
 
-def left_alone(rank: int, n: int) -> str:
+def send_to_dead_stage(rank: int, n: int) -> str:
     if rank == 1:
         dtcomm.pipeline.Receiver(0)((BATCH, WIDTH))
         send_to_parent("running")
         time.sleep(60)
     link = dtcomm.pipeline.Sender(1)
-    sent = link(inputs(0).requires_grad_())
+    zero = link(inputs(0).requires_grad_())
     with pytest.raises(PeerLost) as error:
-        sent.backward()
+        zero.backward()
     return str(error.value)
 
 
 def test_a_killed_stage_is_named() -> None:
-    with spawn_ranks(left_alone, 2) as ranks:
+    with spawn_ranks(send_to_dead_stage, 2) as ranks:
         assert ranks.receive(1, 60) == "running"
         ranks.kill(1)
         outcomes = ranks.join(20)

@@ -33,8 +33,8 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            again = self.reentrant and block is self.blocks[0]
-            x = checkpoint(block, x, use_reentrant=True) if again else block(x)
+            recompute = self.reentrant and block is self.blocks[0]
+            x = checkpoint(block, x, use_reentrant=True) if recompute else block(x)
         out: torch.Tensor = self.head(x)
         return out
 
@@ -50,15 +50,15 @@ def sharded(mesh: Any, **options: Any) -> Net:
 
 def train(model: nn.Module, rank: int, steps: int = 3, accumulate: bool = False) -> dict[str, torch.Tensor]:
     """Train, and return the full gradients of the last step and the full parameters."""
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gradients: dict[str, torch.Tensor] = {}
     for step in range(steps):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         for micro in range(2 if accumulate else 1):
             if accumulate:
                 model.set_requires_gradient_sync(micro == 1)  # type: ignore[operator]
             x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
             model(x.requires_grad_()).float().square().mean().backward()
         gradients = {f"gradient of {n}": p.grad.full_tensor() for n, p in model.named_parameters()}
-        optimiser.step()
+        optimizer.step()
     return gradients | {n: p.full_tensor().detach() for n, p in model.named_parameters()}

@@ -14,21 +14,24 @@ from dtcomm.fsdp.collectives import CompressedReduceScatter
 EXAMPLE = Path(__file__).parents[3] / "examples" / "fsdp_char_gpt.py"
 
 
-def main(last: int, arguments: list[str]) -> None:
-    """Kill rank 1 once, in the first block's reduce-scatter number ``last``; a file beside the checkpoints tells."""
+def main(survived_calls: int, arguments: list[str]) -> None:
+    """Run the example, with rank 1 killed in the first attempt after ``survived_calls`` reduce-scatters of a block.
+
+    The file ``deaths`` beside the checkpoints records the kill.
+    """
     sys.argv = [str(EXAMPLE), *arguments]
-    told = Path(arguments[-1]).with_name("deaths")
+    marker = Path(arguments[-1]).with_name("deaths")
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
         call, calls = CompressedReduceScatter.__call__, 0
 
-        def deadly(self: Any, *arguments: Any, **named: Any) -> Any:
+        def call_or_die(self: Any, *arguments: Any, **options: Any) -> Any:
             nonlocal calls
             calls += self.module == "blocks.0"
-            if calls > last:
-                with open(told, "a") as deaths:
+            if calls > survived_calls:
+                with open(marker, "a") as deaths:
                     print("rank 1", file=deaths)
                 os.kill(os.getpid(), signal.SIGKILL)
-            return call(self, *arguments, **named)
+            return call(self, *arguments, **options)
 
-        CompressedReduceScatter.__call__ = deadly  # type: ignore[method-assign]
+        CompressedReduceScatter.__call__ = call_or_die  # type: ignore[method-assign]
     runpy.run_path(str(EXAMPLE), run_name="__main__")

@@ -32,25 +32,25 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def arm(model: Any, where: str) -> None:
+def arm(model: Any, moment: str) -> None:
     """Make this rank die in a collective of `blocks.1` that the others have started, or between two collectives."""
-    if where == "between":
+    if moment == "between":
         # The forward pass has gathered; the other ranks continue with backward's reduce-scatter.
         model.blocks[1].down.register_forward_hook(lambda *_: die())
         return
-    kind = CompressedAllGather if where == "all-gather" else CompressedReduceScatter
-    call = kind.__call__
+    collective = CompressedAllGather if moment == "all-gather" else CompressedReduceScatter
+    call = collective.__call__
 
-    def deadly(self: Any, *arguments: Any, **named: Any) -> Any:
+    def call_and_die(self: Any, *arguments: Any, **options: Any) -> Any:
         if self.module == "blocks.1":
             time.sleep(0.1)
             die()
-        return call(self, *arguments, **named)
+        return call(self, *arguments, **options)
 
-    kind.__call__ = deadly  # type: ignore[method-assign, assignment]
+    collective.__call__ = call_and_die  # type: ignore[method-assign, assignment]
 
 
-def train(rank: int, ranks: int, where: str, codecs: dict[str, str]) -> tuple[str, Elapsed, str]:
+def train(rank: int, ranks: int, moment: str, codecs: dict[str, str]) -> tuple[str, Elapsed, str]:
     """Return the error, the seconds until it was raised, and the error of the next step."""
     model: nn.Module = sharded(init_device_mesh("cpu", (ranks,)), reshard_after_forward=False)
     fsdp.compress(model, **codecs)
@@ -62,7 +62,7 @@ def train(rank: int, ranks: int, where: str, codecs: dict[str, str]) -> tuple[st
 
     step()
     if rank == VICTIM:
-        arm(model, where)
+        arm(model, moment)
     watch = Stopwatch()
     with pytest.raises(PeerLost) as first:
         for _ in range(3):
@@ -74,25 +74,25 @@ def train(rank: int, ranks: int, where: str, codecs: dict[str, str]) -> tuple[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["all-gather", "reduce-scatter", "between"])
-def test_a_dead_rank_is_named_by_all_others(where: str) -> None:
+@pytest.mark.parametrize("moment", ["all-gather", "reduce-scatter", "between"])
+def test_every_survivor_names_the_dead_rank(moment: str) -> None:
     codecs = {"gradients": "loco:int4", "parameters": "fp8_e4m3"}
-    with spawn_ranks(train, 3, where, codecs) as ranks:
+    with spawn_ranks(train, 3, moment, codecs) as ranks:
         pid = ranks.pids[VICTIM]
         outcomes = ranks.join(30)
     assert outcomes[VICTIM].exitcode == -signal.SIGKILL
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.ok, outcome
-        text, elapsed, again = outcome.result
-        assert f"rank {VICTIM}" in text and str(pid) in text
+        first_error, elapsed, second_error = outcome.result
+        assert f"rank {VICTIM}" in first_error and str(pid) in first_error
         assert elapsed.within(cpu_s=3.0, wall_s=15.0), elapsed
-        assert f"rank {VICTIM}" in again
+        assert f"rank {VICTIM}" in second_error
 
 
 ARGUMENTS = ["--preset", "sdp4bit", "--width", "32", "--layers", "2", "--save-every", "2", "--steps", "6"]
 
 
-def resumed(rank: int, ranks: int, folder: str) -> None:
+def resume(rank: int, ranks: int, folder: str) -> None:
     example = runpy.run_path(str(ROOT / "examples/fsdp_char_gpt.py"))
     example["train"](example["parse"]([*ARGUMENTS, "--checkpoints", folder]))
 
@@ -100,23 +100,23 @@ def resumed(rank: int, ranks: int, folder: str) -> None:
 def contents(folder: Path) -> dict[str, Any]:
     """Return the content of a checkpoint, read without a process group."""
     metadata = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
-    found: dict[str, Any] = {
-        name: torch.empty(about.size, dtype=about.properties.dtype) if hasattr(about, "size") else b""
-        for name, about in metadata.items()
+    state: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype) if hasattr(entry, "size") else b""
+        for name, entry in metadata.items()
     }
-    checkpoint.load(found, checkpoint_id=folder, no_dist=True)
-    return found
+    checkpoint.load(state, checkpoint_id=folder, no_dist=True)
+    return state
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_from_the_checkpoint_and_ends_as_a_resumed_run(tmp_path: Path) -> None:
-    run, again = tmp_path / "run", tmp_path / "again"
-    run_elastic(main, 2, 3, [*ARGUMENTS, "--checkpoints", str(run)], restarts=1, env=WORKERS_OWN_STORE)
+def test_torchrun_restarts_from_the_checkpoint_like_a_resumed_run(tmp_path: Path) -> None:
+    run_folder, resumed_folder = tmp_path / "run", tmp_path / "again"
+    run_elastic(main, 2, 3, [*ARGUMENTS, "--checkpoints", str(run_folder)], restarts=1, env=WORKERS_OWN_STORE)
     assert (tmp_path / "deaths").read_text() == "rank 1\n"
-    shutil.copytree(run / "2", again / "2")
-    run_ranks(resumed, 2, str(again))
-    ended, expected = contents(run / "6"), contents(again / "6")
-    assert ended.keys() == expected.keys() and len(ended) > 20
+    shutil.copytree(run_folder / "2", resumed_folder / "2")
+    run_ranks(resume, 2, str(resumed_folder))
+    restarted, expected = contents(run_folder / "6"), contents(resumed_folder / "6")
+    assert restarted.keys() == expected.keys() and len(restarted) > 20
     for name, value in expected.items():
         if isinstance(value, torch.Tensor):
-            assert torch.equal(ended[name], value), name
+            assert torch.equal(restarted[name], value), name

@@ -27,17 +27,17 @@ def compare(rank: int, ranks: int, codecs: dict[str, Any], options: dict[str, An
         model.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[1]])  # type: ignore[operator]
         model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])  # type: ignore[operator]
         model.unshard(async_op=True)  # type: ignore[operator]
-    got = train(model, rank, accumulate=accumulate)
+    actual = train(model, rank, accumulate=accumulate)
     for name, value in expected.items():
         if tolerance == 0:
-            assert torch.equal(got[name], value), name
+            assert torch.equal(actual[name], value), name
         else:
-            error = torch.linalg.vector_norm(got[name] - value) / torch.linalg.vector_norm(value)
+            error = torch.linalg.vector_norm(actual[name] - value) / torch.linalg.vector_norm(value)
             assert error < tolerance, (name, float(error))
     report = state.report()
     assert set(report.modules) == {"", "blocks.0", "blocks.1"}
-    for kinds in report.modules.values():
-        assert kinds["gradients"].calls == 3 and kinds["parameters"].calls >= 3
+    for by_kind in report.modules.values():
+        assert by_kind["gradients"].calls == 3 and by_kind["parameters"].calls >= 3
     if codecs["gradients"] == "int8":
         traffic = report.modules["blocks.0"]["gradients"]
         assert traffic.wire_bytes < 0.35 * traffic.plain_bytes
@@ -53,7 +53,7 @@ LOSSY = {"gradients": "int8", "parameters": "int8:block=64"}
     [{}, {"reshard_after_forward": False}, {"accumulate": True}, {"prefetch": True}, {"reentrant": True}],
     ids=str,
 )
-def test_uncompressed_is_plain_fsdp_to_the_bit_on_two_ranks(options: dict[str, Any]) -> None:
+def test_uncompressed_equals_plain_fsdp_bit_for_bit_on_two_ranks(options: dict[str, Any]) -> None:
     run_ranks(compare, 2, NONE, options, 0.0)
 
 
@@ -63,7 +63,7 @@ def test_uncompressed_is_plain_fsdp_to_the_bit_on_two_ranks(options: dict[str, A
     [LOSSY, LOSSY | {"feedback": True}, {"gradients": "int8:round=stochastic", "parameters": "bf16"}],
     ids=str,
 )
-def test_compressed_is_near(codecs: dict[str, Any], ranks: int) -> None:
+def test_compressed_training_is_close(codecs: dict[str, Any], ranks: int) -> None:
     run_ranks(compare, ranks, codecs, {}, 0.1)
 
 
@@ -73,36 +73,36 @@ def test_mixed_precision() -> None:
     run_ranks(compare, 2, LOSSY, {"mp_policy": policy, "prefetch": True}, 0.1)
 
 
-def mass(rank: int, ranks: int) -> None:
+def check_mass(rank: int, ranks: int) -> None:
     """Reduced gradients plus residuals equal the sum of the inputs."""
     mesh = init_device_mesh("cpu", (ranks,))
     plain, model = sharded(mesh), sharded(mesh)
     state = fsdp.compress(model, "int8", feedback=True)
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
-    for each in (plain, model):
-        each(x).square().mean().backward()
+    for variant in (plain, model):
+        variant(x).square().mean().backward()
     residuals = state.state_dict()["residuals"]
     assert set(residuals) == {name for name, _ in model.named_parameters()}
     for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
         lost = residuals[name].double()
         torch.distributed.all_reduce(lost)
-        gap = p.grad.full_tensor().double() - q.grad.full_tensor().double()
-        assert torch.allclose(gap.flatten() * ranks, lost, atol=1e-6), name
+        difference = p.grad.full_tensor().double() - q.grad.full_tensor().double()
+        assert torch.allclose(difference.flatten() * ranks, lost, atol=1e-6), name
     assert state.report().residual_bytes >= sum(4 * r.numel() for r in residuals.values())
 
 
 def test_feedback_conserves_mass() -> None:
-    run_ranks(mass, 2)
+    run_ranks(check_mass, 2)
 
 
-def resumed(rank: int, ranks: int) -> None:
+def compare_resumed(rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     codecs: dict[str, Any] = {"gradients": "int8:round=stochastic", "feedback": True}
-    whole = sharded(mesh)
-    fsdp.compress(whole, **codecs)
+    uninterrupted = sharded(mesh)
+    fsdp.compress(uninterrupted, **codecs)
     first, second = sharded(mesh), sharded(mesh)
     state = fsdp.compress(first, **codecs)
-    again = fsdp.compress(second, **codecs)
+    resumed_state = fsdp.compress(second, **codecs)
 
     def step(model: nn.Module, number: int) -> None:
         model.zero_grad()
@@ -110,18 +110,18 @@ def resumed(rank: int, ranks: int) -> None:
         model(x).square().mean().backward()
 
     for number in range(4):
-        step(whole, number)
+        step(uninterrupted, number)
     for number in range(2):
         step(first, number)
-    again.load_state_dict(state.state_dict())
+    resumed_state.load_state_dict(state.state_dict())
     for number in range(2, 4):
         step(second, number)
-    for a, b in zip(whole.parameters(), second.parameters()):
+    for a, b in zip(uninterrupted.parameters(), second.parameters()):
         assert torch.equal(a.grad.full_tensor(), b.grad.full_tensor())
 
 
 def test_a_resumed_run_continues_bit_for_bit() -> None:
-    run_ranks(resumed, 2)
+    run_ranks(compare_resumed, 2)
 
 
 def train_fsdp1(rank: int, ranks: int, strategy: ShardingStrategy, codec: str, tolerance: float) -> None:
@@ -153,10 +153,10 @@ def test_fsdp1(strategy: ShardingStrategy, codec: str, tolerance: float) -> None
     run_ranks(train_fsdp1, 2, strategy, codec, tolerance)
 
 
-def fsdp1_feedback(rank: int, ranks: int) -> None:
+def check_fsdp1_feedback(rank: int, ranks: int) -> None:
     """Each unit has its own residual, saved by parameter name, and a resumed run continues bit for bit."""
 
-    def made(**options: Any) -> tuple[nn.Module, fsdp.State]:
+    def make_model(**options: Any) -> tuple[nn.Module, fsdp.State]:
         torch.manual_seed(0)
         wrap = ModuleWrapPolicy({nn.Linear})
         model = FullyShardedDataParallel(
@@ -170,26 +170,26 @@ def fsdp1_feedback(rank: int, ranks: int) -> None:
         model(x).square().mean().backward()
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
-    whole, state = made()
+    uninterrupted, state = make_model()
     for number in range(2):
-        step(whole, number)
+        step(uninterrupted, number)
     saved = state.state_dict()
     assert {name.partition(".")[0] for name in saved["residuals"]} == {"blocks", "head"}
     assert "blocks.0.up.weight" in saved["residuals"] and len(state.report().modules) == 6
-    again, other = made()
-    other.load_state_dict(saved)
-    assert torch.equal(step(whole, 2), step(again, 2))
+    resumed, resumed_state = make_model()
+    resumed_state.load_state_dict(saved)
+    assert torch.equal(step(uninterrupted, 2), step(resumed, 2))
     # If torch pads between parameters, the residual is saved flat, for the whole unit.
-    padded, state = made(use_orig_params=True)
+    padded, state = make_model(use_orig_params=True)
     step(padded, 0)
     assert state.report().residual_bytes > 0
 
 
 def test_fsdp1_error_feedback() -> None:
-    run_ranks(fsdp1_feedback, 2)
+    run_ranks(check_fsdp1_feedback, 2)
 
 
-def refusals(rank: int, ranks: int) -> None:
+def check_refusals(rank: int, ranks: int) -> None:
     with pytest.raises(TypeError, match="Net has no module that fully_shard was applied to"):
         fsdp.compress(Net())
     model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))
@@ -205,4 +205,4 @@ def refusals(rank: int, ranks: int) -> None:
 
 
 def test_invalid_arguments_are_refused() -> None:
-    run_ranks(refusals, 2)
+    run_ranks(check_refusals, 2)

@@ -25,16 +25,16 @@ COUNTED = (
 )
 
 
-def count(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def count_torch_collectives(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count torch's own collectives that FSDP calls."""
     calls: Counter[str] = Counter()
     for name in COUNTED:
         if (inner := getattr(dist, name, None)) is None:
             continue
 
-        def counting(*arguments: Any, name: str = name, inner: Any = inner, **named: Any) -> Any:
+        def counting(*arguments: Any, name: str = name, inner: Any = inner, **options: Any) -> Any:
             calls[name] += 1
-            return inner(*arguments, **named)
+            return inner(*arguments, **options)
 
         monkeypatch.setattr(dist, name, counting)
     return calls
@@ -44,11 +44,11 @@ def step(model: Any) -> None:
     model(torch.ones(2, WIDTH)).float().square().mean().backward()
 
 
-def listed(rank: int, ranks: int) -> None:
+def check_collectives(rank: int, ranks: int) -> None:
     """Every module's collectives are dtcomm's, or a note says which are not and why."""
     shards = init_device_mesh("cpu", (ranks,))
-    both = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
-    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    hsdp = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     def frozen() -> Any:
         net = Net()
@@ -59,38 +59,36 @@ def listed(rank: int, ranks: int) -> None:
 
     variants: list[tuple[Any, dict[str, Any], dict[str, int]]] = [
         (sharded(shards), {"gradients": "int8", "parameters": "fp8_e4m3"}, {}),
-        (sharded(shards, mp_policy=half), {"preset": "sdp4bit"}, {}),
+        (sharded(shards, mp_policy=bf16), {"preset": "sdp4bit"}, {}),
         (sharded(shards, reshard_after_forward=2), {"preset": "zero++"}, {}),
         (frozen(), {"preset": "loco"}, {}),
-        (sharded(both), {"gradients": "int8"}, {"all_reduce": 3}),
-        (sharded(both["shard"]), {"gradients": "int8", "replicas": both["replicate"]}, {}),
+        (sharded(hsdp), {"gradients": "int8"}, {"all_reduce": 3}),
+        (sharded(hsdp["shard"]), {"gradients": "int8", "replicas": hsdp["replicate"]}, {}),
     ]
     with pytest.MonkeyPatch.context() as patch:
-        calls = count(patch)
-        for model, options, torchs in variants:
+        calls = count_torch_collectives(patch)
+        for model, options, torch_calls in variants:
             state = fsdp.compress(model, **options)
             calls.clear()
             step(model)
-            assert calls == torchs, (options, calls)
+            assert calls == torch_calls, (options, calls)
             report = state.report()
             modules = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
             assert set(report.modules) == modules
             for name in modules:
                 noted = [note for note in report.notes if note.startswith(f"{name or '(root)'}: ")]
-                assert len(noted) == ("all_reduce" in torchs), (name, report.notes)
+                assert len(noted) == ("all_reduce" in torch_calls), (name, report.notes)
                 for kind, traffic in report.modules[name].items():
                     # Anything uncompressed that should be compressed has a reason.
-                    asked = str(
-                        state.parameters if kind in ("parameters", "kept copies") else state.gradients
-                    )
-                    assert traffic.codec == asked or traffic.uncompressed_reason, (name, kind, traffic)
+                    spec = str(state.parameters if kind in ("parameters", "kept copies") else state.gradients)
+                    assert traffic.codec == spec or traffic.uncompressed_reason, (name, kind, traffic)
 
 
-def test_every_collective_is_ours_or_has_a_reason() -> None:
-    run_ranks(listed, 4)
+def test_every_collective_is_compressed_or_has_a_reason() -> None:
+    run_ranks(check_collectives, 4)
 
 
-def refined(rank: int, ranks: int) -> None:
+def refine(rank: int, ranks: int) -> None:
     """With blocks of 1024, two bits lose a third of the smaller elements, so the guard raises the module's bits."""
     model = sharded(init_device_mesh("cpu", (ranks,)))
     state = fsdp.compress(model, "int2:block=1024", guard=Guard(error=0.1), sample_every=1)
@@ -102,14 +100,16 @@ def refined(rank: int, ranks: int) -> None:
     assert names[0].startswith("int2") and names[-1] == "int4", names
     report = state.report()
     assert report.events["error: raise"] >= 1 and "guard: error: raise" in str(report)
-    again = fsdp.compress(sharded(init_device_mesh("cpu", (ranks,))), "int2:block=1024", sample_every=1)
-    again.load_state_dict(state.state_dict())
-    assert str(again.guard.current_spec("blocks.0", again.gradients)) == "int4"
-    errors = [traffic.relative_error for traffic in (kinds["gradients"] for kinds in report.modules.values())]
+    resumed = fsdp.compress(sharded(init_device_mesh("cpu", (ranks,))), "int2:block=1024", sample_every=1)
+    resumed.load_state_dict(state.state_dict())
+    assert str(resumed.guard.current_spec("blocks.0", resumed.gradients)) == "int4"
+    errors = [
+        traffic.relative_error for traffic in (by_kind["gradients"] for by_kind in report.modules.values())
+    ]
     assert all(error is not None and 0 < error < 1 for error in errors)
 
 
-def stopped(rank: int, ranks: int) -> None:
+def stop(rank: int, ranks: int) -> None:
     """All ranks detect a NaN on one rank; a diverging loss turns compression off for a while."""
     mesh = init_device_mesh("cpu", (ranks,))
     model = sharded(mesh)
@@ -135,10 +135,10 @@ def refine_fsdp1_and_optimizer(rank: int, ranks: int) -> None:
     """FSDP1 and the sharded optimizer have the same guard."""
     guard = {"guard": Guard(error=0.1), "sample_every": 1}
     torch.manual_seed(0)
-    first = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
-    state = fsdp.compress(first, "int2:block=1024", **guard)  # type: ignore[arg-type]
+    fsdp1_model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
+    state = fsdp.compress(fsdp1_model, "int2:block=1024", **guard)  # type: ignore[arg-type]
     model = Net()
-    optimiser = fsdp.ShardedOptimizer(
+    optimizer = fsdp.ShardedOptimizer(
         model.named_parameters(),
         torch.optim.SGD,
         lr=1e-3,
@@ -146,17 +146,17 @@ def refine_fsdp1_and_optimizer(rank: int, ranks: int) -> None:
         **guard,
     )
     for _ in range(6):
-        first(torch.ones(1, WIDTH)).square().sum().backward()
+        fsdp1_model(torch.ones(1, WIDTH)).square().sum().backward()
         model(torch.ones(1, WIDTH)).square().sum().backward()
-        optimiser.step()
-        optimiser.zero_grad()
-    for source in (state, optimiser):
-        kinds = next(iter(source.report().modules.values()))
-        assert kinds["gradients"].codec == "int4" and 0.01 < kinds["gradients"].relative_error < 0.5
+        optimizer.step()
+        optimizer.zero_grad()
+    for source in (state, optimizer):
+        by_kind = next(iter(source.report().modules.values()))
+        assert by_kind["gradients"].codec == "int4" and 0.01 < by_kind["gradients"].relative_error < 0.5
         assert {(event.kind, event.action) for event in source.events} == {("error", "raise")}
     # A diverging loss turns compression off, of parameters too.
     model = Net()  # an optimizer's hooks stay on its parameters
-    optimiser = fsdp.ShardedOptimizer(
+    optimizer = fsdp.ShardedOptimizer(
         model.named_parameters(),
         torch.optim.SGD,
         lr=0.0,
@@ -166,17 +166,17 @@ def refine_fsdp1_and_optimizer(rank: int, ranks: int) -> None:
         sample_every=1,
     )
     for number in range(20):
-        optimiser.observe(1.0 if number < 16 else 50.0)
+        optimizer.observe(1.0 if number < 16 else 50.0)
         model(torch.ones(1, WIDTH)).square().sum().backward()
-        optimiser.step()
-    (bucket,) = optimiser.report().modules.values()
+        optimizer.step()
+    (bucket,) = optimizer.report().modules.values()
     assert bucket["gradients"].codec == bucket["parameters"].codec == "none"
-    assert optimiser.report().events == {"loss: none": 1}
+    assert optimizer.report().events == {"loss: none": 1}
 
 
-def test_a_guard_refines_stops_and_steps_back() -> None:
-    run_ranks(refined, 2)
+def test_the_guard_raises_precision_stops_and_turns_compression_off() -> None:
+    run_ranks(refine, 2)
     run_ranks(
         refine_fsdp1_and_optimizer, 2, fresh=True
     )  # hooks on parameters outlive it and keep its groups alive
-    run_ranks(stopped, 2)
+    run_ranks(stop, 2)

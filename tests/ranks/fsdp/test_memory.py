@@ -22,7 +22,7 @@ UNIT = 4 * WIDTH * (WIDTH + 1)
 SEGMENT = 24 * 2**20  # the engine's shared memory, once per process group
 
 
-class Deep(nn.Module):
+class DeepModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
@@ -33,17 +33,17 @@ class Deep(nn.Module):
         return x
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 2) -> None:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 2) -> None:
     for _ in range(count):
         optimizer.zero_grad()
         model(torch.ones(1, WIDTH)).square().mean().backward()
         optimizer.step()
 
 
-def made(
+def make_model(
     mesh: Any, codecs: dict[str, Any] | None
 ) -> tuple[nn.Module, torch.optim.Optimizer, fsdp.State | None]:
-    model = Deep()
+    model = DeepModel()
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -51,38 +51,37 @@ def made(
     return model, torch.optim.AdamW(model.parameters()), state
 
 
-def highest(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def peak_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Return the peak resident memory of the process during training, in bytes."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
-    steps(model, optimizer)
-    line = next(
-        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")
-    )
-    return int(line.split()[1]) * 1024
+    train(model, optimizer)
+    status = Path("/proc/self/status").read_text().splitlines()
+    high_water_mark = next(line for line in status if line.startswith("VmHWM"))
+    return int(high_water_mark.split()[1]) * 1024
 
 
-def peak(rank: int, ranks: int, codecs: dict[str, Any]) -> tuple[int, int, dict[str, float]]:
+def compare_peak(rank: int, ranks: int, codecs: dict[str, Any]) -> tuple[int, int, dict[str, float]]:
     """Return the peak compared to plain FSDP's, its bound, and the lasting memory by category."""
     mesh = init_device_mesh("cpu", (ranks,))
-    model, optimizer, _ = made(mesh, None)
-    steps(model, optimizer, 1)
-    plain = highest(model, optimizer)
+    model, optimizer, _ = make_model(mesh, None)
+    train(model, optimizer, 1)
+    plain = peak_memory(model, optimizer)
     del model, optimizer
-    model, optimizer, state = made(mesh, codecs)
+    model, optimizer, state = make_model(mesh, codecs)
     assert state is not None
-    steps(model, optimizer, 1)
-    extra = highest(model, optimizer) - plain
+    train(model, optimizer, 1)
+    extra = peak_memory(model, optimizer) - plain
     report = state.report()
-    local = [parameter.to_local() for parameter in model.parameters()]
-    held = {
-        "parameters": float(sum(each.nbytes for each in local)),
+    shards = [parameter.to_local() for parameter in model.parameters()]
+    sizes = {
+        "parameters": float(sum(shard.nbytes for shard in shards)),
         "gradients": float(sum(p.grad.to_local().nbytes for p in model.parameters() if p.grad is not None)),
         "optimizer": float(
             sum(
                 value.to_local().nbytes
-                for s in optimizer.state.values()
-                for value in s.values()
+                for state_of_parameter in optimizer.state.values()
+                for value in state_of_parameter.values()
                 if value.ndim
             )
         ),
@@ -91,38 +90,38 @@ def peak(rank: int, ranks: int, codecs: dict[str, Any]) -> tuple[int, int, dict[
     }
     # Every rank of a host maps all shared buffers; two units in fp32 are added while they are encoded.
     bound = report.residual_bytes + report.reference_bytes + ranks * report.buffer_bytes + 2 * UNIT + SEGMENT
-    return extra, bound, held
+    return extra, bound, sizes
 
 
-CASES: list[tuple[dict[str, Any], str, bool]] = [
+CONFIGURATIONS: list[tuple[dict[str, Any], str, bool]] = [
     ({"gradients": "int8", "parameters": "fp8_e4m3"}, "none", False),
     ({"gradients": "ef:int4", "residual": "bf16"}, "bf16", False),
     ({"preset": "loco", "parameters": "delta:int8"}, "loco", True),
 ]
 
 
-@pytest.mark.parametrize(("codecs", "feedback", "delta"), CASES, ids=str)
+@pytest.mark.parametrize(("codecs", "feedback", "delta"), CONFIGURATIONS, ids=str)
 def test_peak_and_lasting_memory(codecs: dict[str, Any], feedback: str, delta: bool) -> None:
-    planned = rank_memory(ModelSize(params=NUMEL, layers=LAYERS), 2, "fsdp", feedback, delta)
-    for extra, bound, held in run_ranks(peak, 2, codecs, fresh=True):
+    prediction = rank_memory(ModelSize(params=NUMEL, layers=LAYERS), 2, "fsdp", feedback, delta)
+    for extra, bound, sizes in run_ranks(compare_peak, 2, codecs, fresh=True):
         assert extra <= bound, (extra / 2**20, bound / 2**20)
-        for name, size in held.items():
-            assert size == pytest.approx(getattr(planned, name), rel=0.01), name
+        for name, size in sizes.items():
+            assert size == pytest.approx(getattr(prediction, name), rel=0.01), name
 
 
-def stages(rank: int, ranks: int) -> None:
+def check_stages(rank: int, ranks: int) -> None:
     for stage in (1, 2):
-        model = Deep()
+        model = DeepModel()
         optimizer = fsdp.ShardedOptimizer(
             model.named_parameters(), torch.optim.AdamW, stage=stage, gradients="ef:int8", residual="int8"
         )
-        steps(model, optimizer, 1)
-        held = optimizer.memory()
-        planned = rank_memory(ModelSize(params=NUMEL, layers=LAYERS), ranks, f"zero-{stage}", "int8")
-        assert held["parameters"] + held["shards"] == pytest.approx(planned.parameters, rel=0.01)
-        assert held["optimizer"] == pytest.approx(planned.optimizer, rel=0.01)
-        assert held["residuals"] == pytest.approx(planned.residuals, rel=0.01)
+        train(model, optimizer, 1)
+        sizes = optimizer.memory()
+        prediction = rank_memory(ModelSize(params=NUMEL, layers=LAYERS), ranks, f"zero-{stage}", "int8")
+        assert sizes["parameters"] + sizes["shards"] == pytest.approx(prediction.parameters, rel=0.01)
+        assert sizes["optimizer"] == pytest.approx(prediction.optimizer, rel=0.01)
+        assert sizes["residuals"] == pytest.approx(prediction.residuals, rel=0.01)
 
 
-def test_the_sharded_optimizer_takes_the_planned_memory() -> None:
-    run_ranks(stages, 2)
+def test_the_sharded_optimizer_takes_the_predicted_memory() -> None:
+    run_ranks(check_stages, 2)

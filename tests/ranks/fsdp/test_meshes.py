@@ -22,18 +22,18 @@ NONE = {"gradients": "none", "parameters": "none"}
 LOSSY = {"gradients": "int8", "parameters": "int8:block=64"}
 
 
-def same(model: FSDPModule, plain: nn.Module, rank: int, tolerance: float) -> None:
-    expected, got = train(plain, rank), train(model, rank)  # type: ignore[arg-type]
+def compare(model: FSDPModule, plain: nn.Module, rank: int, tolerance: float) -> None:
+    expected, actual = train(plain, rank), train(model, rank)  # type: ignore[arg-type]
     for name, value in expected.items():
-        error = torch.linalg.vector_norm(got[name] - value)
+        error = torch.linalg.vector_norm(actual[name] - value)
         assert error <= tolerance * torch.linalg.vector_norm(value), (name, float(error))
 
 
-def replicas(rank: int, ranks: int, codecs: dict[str, str], tolerance: float) -> None:
+def torch_replicas(rank: int, ranks: int, codecs: dict[str, str], tolerance: float) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh)
     state = fsdp.compress(model, **codecs)
-    same(model, sharded(mesh), rank, tolerance)  # type: ignore[arg-type]
+    compare(model, sharded(mesh), rank, tolerance)  # type: ignore[arg-type]
     notes = state.report().notes
     assert len(notes) == 3 and all(
         "torch averages the gradients of 2 replicas, uncompressed" in note for note in notes
@@ -42,36 +42,36 @@ def replicas(rank: int, ranks: int, codecs: dict[str, str], tolerance: float) ->
 
 
 @pytest.mark.parametrize(("codecs", "tolerance"), [(NONE, 0.0), (LOSSY, 0.1)], ids=str)
-def test_replicas_of_shards(codecs: dict[str, str], tolerance: float) -> None:
-    run_ranks(replicas, 4, codecs, tolerance, fresh=True)
+def test_torchs_replicas_stay_uncompressed(codecs: dict[str, str], tolerance: float) -> None:
+    run_ranks(torch_replicas, 4, codecs, tolerance, fresh=True)
 
 
-def kept(rank: int, ranks: int, codecs: dict[str, str], tolerance: float) -> None:
+def keep_copies(rank: int, ranks: int, codecs: dict[str, str], tolerance: float) -> None:
     """Backward gathers, inside a host, the copies that forward left there (ZeRO++'s hpZ)."""
     mesh = init_device_mesh("cpu", (ranks,))
     model = sharded(mesh, reshard_after_forward=2)
     state = fsdp.compress(model, **codecs)
-    same(model, sharded(mesh, reshard_after_forward=2), rank, tolerance)  # type: ignore[arg-type]
+    compare(model, sharded(mesh, reshard_after_forward=2), rank, tolerance)  # type: ignore[arg-type]
     traffic = state.report().modules["blocks.0"]
     assert traffic["parameters"].calls == 3 and traffic["kept copies"].calls == 3
     assert "gathered again from this host" in traffic["kept copies"].uncompressed_reason
 
 
 @pytest.mark.parametrize(("codecs", "tolerance"), [(NONE, 1e-6), (LOSSY, 0.1)], ids=str)
-def test_copies_kept_inside_a_host(codecs: dict[str, str], tolerance: float) -> None:
-    run_ranks(kept, 4, codecs, tolerance, fresh=True)
+def test_copies_inside_a_host_are_gathered_in_backward(codecs: dict[str, str], tolerance: float) -> None:
+    run_ranks(keep_copies, 4, codecs, tolerance, fresh=True)
 
 
-def averaged(rank: int, ranks: int, codecs: dict[str, Any], tolerance: float) -> None:
+def compressed_replicas(rank: int, ranks: int, codecs: dict[str, Any], tolerance: float) -> None:
     """dtcomm's replicas compared to torch's own HSDP."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh["shard"])
     state = fsdp.compress(model, **codecs, replicas=mesh["replicate"])
-    same(model, sharded(mesh), rank, tolerance)  # type: ignore[arg-type]
+    compare(model, sharded(mesh), rank, tolerance)  # type: ignore[arg-type]
     report = state.report()
     assert not report.notes
-    for kinds in report.modules.values():
-        assert kinds["replicas"].calls == kinds["gradients"].calls == 3
+    for by_kind in report.modules.values():
+        assert by_kind["replicas"].calls == by_kind["gradients"].calls == 3
     if tolerance:
         traffic = report.modules["blocks.0"]["replicas"]
         assert traffic.wire_bytes < 0.35 * traffic.plain_bytes
@@ -85,11 +85,11 @@ def averaged(rank: int, ranks: int, codecs: dict[str, Any], tolerance: float) ->
 @pytest.mark.parametrize(
     ("codecs", "tolerance"), [(NONE, 0.0), ({"gradients": "ef:int8", "residual": "bf16"}, 0.1)], ids=str
 )
-def test_replicas_are_averaged_compressed(codecs: dict[str, Any], tolerance: float) -> None:
-    run_ranks(averaged, 4, codecs, tolerance, fresh=True)
+def test_the_average_of_replicas_is_compressed(codecs: dict[str, Any], tolerance: float) -> None:
+    run_ranks(compressed_replicas, 4, codecs, tolerance, fresh=True)
 
 
-class Pair(nn.Module):
+class TwoLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(32, 64)
@@ -103,21 +103,23 @@ class Pair(nn.Module):
 def tensor_parallel(rank: int, ranks: int, codecs: dict[str, str], tolerance: float) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
 
-    def made() -> Any:
+    def make_model() -> Any:
         torch.manual_seed(0)
         pair = parallelize_module(
-            Pair(), mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            TwoLayers(), mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
         )
         return fully_shard(pair, mesh=mesh["data"])
 
-    plain, model = made(), made()
+    plain, model = make_model(), make_model()
     fsdp.compress(model, **codecs)
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(rank // 2))
-    for each in (plain, model):
-        each(x).square().mean().backward()
+    for variant in (plain, model):
+        variant(x).square().mean().backward()
     for (name, p), q in zip(plain.named_parameters(), model.named_parameters(), strict=True):
-        want, have = p.grad.full_tensor(), q[1].grad.full_tensor()
-        assert torch.linalg.vector_norm(have - want) <= tolerance * torch.linalg.vector_norm(want), name
+        expected, actual = p.grad.full_tensor(), q[1].grad.full_tensor()
+        assert torch.linalg.vector_norm(actual - expected) <= tolerance * torch.linalg.vector_norm(
+            expected
+        ), name
 
 
 @pytest.mark.parametrize(("codecs", "tolerance"), [(NONE, 0.0), (LOSSY, 0.05)], ids=str)
@@ -125,35 +127,35 @@ def test_with_tensor_parallel_layers(codecs: dict[str, str], tolerance: float) -
     run_ranks(tensor_parallel, 4, codecs, tolerance, fresh=True)
 
 
-def others(rank: int, ranks: int) -> None:
+def check_special_parameters(rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     # Parameters that an offload policy keeps on the CPU.
     options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
     model = sharded(mesh, **options)
     fsdp.compress(model, **NONE)
-    same(model, sharded(mesh, **options), rank, 0.0)  # type: ignore[arg-type]
+    compare(model, sharded(mesh, **options), rank, 0.0)  # type: ignore[arg-type]
 
     # One matrix used twice.
-    def tied() -> Any:
+    def make_tied() -> Any:
         torch.manual_seed(0)
         net = Net()
         net.blocks[1].up.weight = net.blocks[0].up.weight
         return fully_shard(net, mesh=mesh)
 
-    model = tied()
+    model = make_tied()
     state = fsdp.compress(model, "ef:int8")
-    same(model, tied(), rank, 0.1)
+    compare(model, make_tied(), rank, 0.1)
     assert "blocks.0.up.weight" in state.state_dict()["residuals"]
 
     # bf16 parameters, and one that is frozen.
-    def half() -> Any:
+    def make_half() -> Any:
         torch.manual_seed(0)
         net = Net().to(torch.bfloat16)
         net.blocks[0].down.weight.requires_grad_(False)
         net.forward = lambda x, forward=net.forward: forward(x.bfloat16())  # type: ignore[method-assign]
         return fully_shard(net, mesh=mesh)
 
-    model = half()
+    model = make_half()
     state = fsdp.compress(model, "ef:int8", "fp8_e4m3")
     x = torch.randn(4, WIDTH)
     model(x).float().square().mean().backward()
@@ -162,11 +164,11 @@ def others(rank: int, ranks: int) -> None:
     assert "blocks.0.up.weight" in state.state_dict()["residuals"]
 
 
-def test_offload_tied_frozen_and_half() -> None:
-    run_ranks(others, 2, fresh=True)
+def test_offloaded_tied_frozen_and_bf16_parameters() -> None:
+    run_ranks(check_special_parameters, 2, fresh=True)
 
 
-class Wide(nn.Module):
+class FourLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
@@ -177,10 +179,10 @@ class Wide(nn.Module):
         return x
 
 
-def buffers(rank: int, ranks: int) -> None:
+def check_buffers(rank: int, ranks: int) -> None:
     """Shared buffers are reused, whatever the number of layers and steps."""
     mesh = init_device_mesh("cpu", (ranks,))
-    model = Wide()
+    model = FourLayers()
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -199,4 +201,4 @@ def buffers(rank: int, ranks: int) -> None:
 
 
 def test_shared_buffers_are_reused() -> None:
-    run_ranks(buffers, 2, fresh=True)
+    run_ranks(check_buffers, 2, fresh=True)

@@ -24,42 +24,44 @@ from tests.support.fake_cuda_tensor import host_copy, to_fake_cuda, unchecked
 from tests.support.stream_checker import RecordedStreams
 
 SHARD, STEPS = 1500, 4
-GRADIENTS = [f"{word}:int4" if word else "int8" for word in FEEDBACKS]
+GRADIENTS = [f"{prefix}:int4" if prefix else "int8" for prefix in FEEDBACKS]
 PARAMETERS = ["fp8_e4m3", "delta:int8", "none"]
 
 
-class Streams:
+class FsdpStreams:
     """FSDP's streams and the waits between them; does nothing on the CPU."""
 
-    def __init__(self, judged: RecordedStreams | None) -> None:
-        self.judged = judged
-        self.own = judged.another() if judged is not None else None
+    def __init__(self, streams: RecordedStreams | None) -> None:
+        self.streams = streams
+        self.fsdp_streams = streams.another() if streams is not None else None
 
     def run_on_fsdp_stream(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Run ``call`` on FSDP's stream, after the work queued on the model's stream."""
-        if self.judged is None or self.own is None:
+        if self.streams is None or self.fsdp_streams is None:
             return call(*args, **options)
-        ready = self.judged.record()
-        with self.judged.on(self.own.side_stream()):
-            self.judged.wait(ready)
+        ready = self.streams.record()
+        with self.streams.on(self.fsdp_streams.side_stream()):
+            self.streams.wait(ready)
             return call(*args, **options)
 
-    def arrived(self) -> None:
+    def wait_for_fsdp_stream(self) -> None:
         """Make the model's stream wait for FSDP's, as FSDP does."""
-        if self.judged is not None and self.own is not None:
-            with self.judged.on(self.own.side_stream()):
-                event = self.judged.record()
-            self.judged.wait(event)
+        if self.streams is not None and self.fsdp_streams is not None:
+            with self.streams.on(self.fsdp_streams.side_stream()):
+                event = self.streams.record()
+            self.streams.wait(event)
 
 
-class Module:
+class ModuleWithoutState:
     """A module without FSDP's state."""
 
     def _get_fsdp_state(self) -> SimpleNamespace:
         return SimpleNamespace(_fsdp_param_group=None)
 
 
-def sharded(rank: int, judged: RecordedStreams | None, gradients: str, parameters: str) -> dict[str, Any]:
+def run_collectives(
+    rank: int, streams: RecordedStreams | None, gradients: str, parameters: str
+) -> dict[str, Any]:
     """Return the gathered parameters and reduced gradients of some steps; in one step rank 1 has a NaN."""
     group = dist.distributed_c10d._get_default_group()
     state = State(
@@ -69,48 +71,48 @@ def sharded(rank: int, judged: RecordedStreams | None, gradients: str, parameter
         guard=Guard(),
         sample_every=1,
     )
-    module: Any = Module()
+    module: Any = ModuleWithoutState()
     gather = CompressedAllGather(state, "m")
     scatter = CompressedReduceScatter(state, "m", module, BackwardOverlap())
-    streams = Streams(judged)
-    there = (lambda each: to_fake_cuda(each)) if judged is not None else (lambda each: each)
-    own, seen = there(torch.linspace(-1, 1, SHARD) + rank), []
+    fsdp_streams = FsdpStreams(streams)
+    to_device = (lambda x: to_fake_cuda(x)) if streams is not None else (lambda x: x)
+    shard, results = to_device(torch.linspace(-1, 1, SHARD) + rank), []
     for step in range(STEPS):
         state.begin_step()
-        loss = there(torch.ones(()))
+        loss = to_device(torch.ones(()))
         state.observe(loss)
         for task in (-1, 0):  # in forward and in backward
-            streams.run_on_fsdp_stream(record_streams, own)
-            whole = streams.run_on_fsdp_stream(torch.empty, 2 * SHARD, device=own.device)
+            fsdp_streams.run_on_fsdp_stream(record_streams, shard)
+            gathered = fsdp_streams.run_on_fsdp_stream(torch.empty, 2 * SHARD, device=shard.device)
             with mock.patch.object(torch._C, "_current_graph_task_id", return_value=task):
-                work = streams.run_on_fsdp_stream(gather, whole, own, group, async_op=True)
-                streams.arrived()
-                record_streams(whole)  # FSDP keeps the tensor alive until it has copied from it
+                work = fsdp_streams.run_on_fsdp_stream(gather, gathered, shard, group, async_op=True)
+                fsdp_streams.wait_for_fsdp_stream()
+                record_streams(gathered)  # FSDP keeps the tensor alive until it has copied from it
                 work.wait()
-            seen.append(host_copy(whole * 1.0))
+            results.append(host_copy(gathered * 1.0))
         gradient = torch.randn(2 * SHARD, generator=torch.Generator().manual_seed(10 * step + rank))
         if step == 1 and rank == 1:
             gradient[0] = torch.nan
-        given = there(gradient)
-        mean = torch.empty(SHARD, device=own.device)
-        work = scatter(mean, given, group, dist.ReduceOp.AVG, async_op=True)
+        device_gradient = to_device(gradient)
+        mean = torch.empty(SHARD, device=shard.device)
+        work = scatter(mean, device_gradient, group, dist.ReduceOp.AVG, async_op=True)
         work.wait()
-        seen.append(host_copy(mean * 1.0))
-        own = own - 0.1 * mean.nan_to_num()
-    return {"seen": seen, "state": state}
+        results.append(host_copy(mean * 1.0))
+        shard = shard - 0.1 * mean.nan_to_num()
+    return {"results": results, "state": state}
 
 
-def optimizer_steps(
-    rank: int, judged: RecordedStreams | None, gradients: str, parameters: str
+def run_optimizer(
+    rank: int, streams: RecordedStreams | None, gradients: str, parameters: str
 ) -> dict[str, Any]:
     """Return the sharded optimizer's parameters after some steps."""
-    there = (lambda each: to_fake_cuda(each)) if judged is not None else (lambda each: each)
-    named = [
-        (name, torch.nn.Parameter(there(torch.zeros(shape))))
+    to_device = (lambda x: to_fake_cuda(x)) if streams is not None else (lambda x: x)
+    named_parameters = [
+        (name, torch.nn.Parameter(to_device(torch.zeros(shape))))
         for name, shape in (("a", (40, 50)), ("b", (30,)), ("c", (33, 20)))
     ]
-    optimiser = ShardedOptimizer(
-        named,
+    optimizer = ShardedOptimizer(
+        named_parameters,
         torch.optim.AdamW,
         lr=0.01,
         foreach=False,
@@ -119,72 +121,74 @@ def optimizer_steps(
         bucket_bytes=5000,
         sample_every=1,
     )
-    seen = []
+    results = []
     for step in range(3):
-        dice = torch.Generator().manual_seed(10 * step + rank)
-        for bucket in optimiser._buckets:
-            for place, parameter in enumerate(bucket.parameters):
-                parameter.grad = there(torch.randn(parameter.shape, generator=dice))
-                optimiser._callback_queued = True  # by hand, outside of a backward pass
-                optimiser._gradient_hook(bucket, place)(parameter)
-        optimiser._after_backward()
-        optimiser.clip_grad_norm_(1.0)
-        optimiser.step()
-        optimiser.zero_grad()
-        seen += [host_copy(bucket.flat * 1.0) for bucket in optimiser._buckets]
-    return {"seen": seen, "state": optimiser._compression}
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        for bucket in optimizer._buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                parameter.grad = to_device(torch.randn(parameter.shape, generator=generator))
+                optimizer._callback_queued = True  # by hand, outside of a backward pass
+                optimizer._gradient_hook(bucket, index)(parameter)
+        optimizer._after_backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        results += [host_copy(bucket.flat * 1.0) for bucket in optimizer._buckets]
+    return {"results": results, "state": optimizer._compression}
 
 
 def run(
-    rank: int, world_size: int, what: Callable[..., dict[str, Any]], leave_out: str = ""
+    rank: int, world_size: int, function: Callable[..., dict[str, Any]], omitted: str = ""
 ) -> list[dict[str, Any]]:
-    cases = [(one, PARAMETERS[at % len(PARAMETERS)]) for at, one in enumerate(GRADIENTS)]
-    here = [what(rank, None, *case) for case in cases]
-    found = []
-    streams = RecordedStreams(leave_out)
-    with fake_cuda_rank(streams, leave_out):
-        for case, expected in zip(cases, here):
+    cases = [(gradients, PARAMETERS[index % len(PARAMETERS)]) for index, gradients in enumerate(GRADIENTS)]
+    on_cpu = [function(rank, None, *case) for case in cases]
+    outcomes = []
+    streams = RecordedStreams(omitted)
+    with fake_cuda_rank(streams, omitted):
+        for case, expected in zip(cases, on_cpu):
             streams.faults.clear()
-            made = what(rank, streams, *case)
+            actual = function(rank, streams, *case)
             with unchecked():
-                said, wanted = made["state"].report(), expected["state"].report()
+                report, expected_report = actual["state"].report(), expected["state"].report()
             errors = [
-                (each.relative_error, other.relative_error)
-                for mine, theirs in zip(said.modules.values(), wanted.modules.values(), strict=True)
-                for each, other in zip(mine.values(), theirs.values(), strict=True)
+                (traffic.relative_error, expected_traffic.relative_error)
+                for kinds, expected_kinds in zip(
+                    report.modules.values(), expected_report.modules.values(), strict=True
+                )
+                for traffic, expected_traffic in zip(kinds.values(), expected_kinds.values(), strict=True)
             ]
             same = [
                 torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
-                for a, b in zip(made["seen"], expected["seen"])
+                for a, b in zip(actual["results"], expected["results"])
             ]
-            found.append(
+            outcomes.append(
                 {
                     "case": case,
                     "faults": list(dict.fromkeys(streams.faults)),
                     "same": same,
                     "errors": errors,
-                    "events": (str(made["state"].events), str(expected["state"].events)),
+                    "events": (str(actual["state"].events), str(expected["state"].events)),
                 }
             )
         C.release()
-    return found
+    return outcomes
 
 
-@pytest.mark.parametrize("what", [sharded, optimizer_steps])
-def test_nothing_waits_for_the_device(what: Callable[..., dict[str, Any]]) -> None:
-    """The bits equal the CPU's."""
-    for ranks in zip(*run_ranks(run, 2, what, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120)):
-        for said in ranks:
-            assert said["faults"] == [], said["case"]
-            assert all(said["same"]), said
-            for here, there in said["errors"]:
-                assert here == (there if there is None else pytest.approx(there, rel=1e-3))
+@pytest.mark.parametrize("function", [run_collectives, run_optimizer])
+def test_nothing_waits_for_the_device(function: Callable[..., dict[str, Any]]) -> None:
+    """The results equal the CPU's bit for bit."""
+    for ranks in zip(*run_ranks(run, 2, function, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120)):
+        for outcome in ranks:
+            assert outcome["faults"] == [], outcome["case"]
+            assert all(outcome["same"]), outcome
+            for actual, expected in outcome["errors"]:
+                assert actual == (expected if expected is None else pytest.approx(expected, rel=1e-3))
 
 
 @pytest.mark.parametrize(
-    ("leave_out", "fault"), [("wait", "has not waited"), ("record_stream", "without record_stream")]
+    ("omitted", "fault"), [("wait", "has not waited"), ("record_stream", "without record_stream")]
 )
-def test_missing_synchronization_is_detected(leave_out: str, fault: str) -> None:
+def test_missing_synchronization_is_detected(omitted: str, fault: str) -> None:
     env = {"DTCOMM_RUNTIME": "process_group"}
-    for ranks in zip(*run_ranks(run, 2, sharded, leave_out, env=env, timeout=120)):
-        assert any(fault in each for each in ranks[0]["faults"]), ranks[0]["case"]
+    for ranks in zip(*run_ranks(run, 2, run_collectives, omitted, env=env, timeout=120)):
+        assert any(fault in message for message in ranks[0]["faults"]), ranks[0]["case"]

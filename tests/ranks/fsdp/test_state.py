@@ -22,10 +22,10 @@ from dtcomm.launch.ranks import run_ranks
 from tests.ranks.fsdp.models import WIDTH, Net, sharded, train
 
 LOSSY: dict[str, Any] = {"gradients": "ef:int4", "parameters": "delta:int8"}
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def whole_states(rank: int, ranks: int, path: Path) -> None:
+def check_full_states(rank: int, ranks: int, path: Path) -> None:
     """The state_dict is the same with and without compression; a model created on the meta device trains."""
     mesh = init_device_mesh("cpu", (ranks,))
     plain, model = sharded(mesh), sharded(mesh)
@@ -33,35 +33,35 @@ def whole_states(rank: int, ranks: int, path: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
-    saved = get_model_state_dict(model, options=WHOLE)
+    saved = get_model_state_dict(model, options=FULL)
     if rank == 0:
         torch.save(saved, path)
         assert saved.keys() == Net().state_dict().keys()
         assert all(type(value) is torch.Tensor for value in saved.values())
     dist.barrier()
-    read = torch.load(path)
-    set_model_state_dict(plain, read, options=WHOLE)
+    loaded_state = torch.load(path)
+    set_model_state_dict(plain, loaded_state, options=FULL)
     for a, b in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(a.full_tensor(), b.full_tensor())
 
     with torch.device("meta"):
-        bare = Net()
-    for block in bare.blocks:
+        meta_model = Net()
+    for block in meta_model.blocks:
         fully_shard(block, mesh=mesh)
-    fully_shard(bare, mesh=mesh)
-    state = fsdp.compress(bare, **LOSSY)  # before memory is allocated
-    bare.to_empty(device="cpu")
-    set_model_state_dict(bare, read, options=WHOLE)
-    got, expected = train(bare, rank), train(plain, rank)
+    fully_shard(meta_model, mesh=mesh)
+    state = fsdp.compress(meta_model, **LOSSY)  # before memory is allocated
+    meta_model.to_empty(device="cpu")
+    set_model_state_dict(meta_model, loaded_state, options=FULL)
+    actual, expected = train(meta_model, rank), train(plain, rank)
     for name, value in expected.items():
-        error = torch.linalg.vector_norm(got[name] - value) / torch.linalg.vector_norm(value)
+        error = torch.linalg.vector_norm(actual[name] - value) / torch.linalg.vector_norm(value)
         assert error < 0.3 if name.startswith("gradient") else error < 0.05, (name, float(error))
     assert set(state.report().modules) == {"", "blocks.0", "blocks.1"}
 
 
 def test_whole_states_and_meta_devices(tmp_path: Path) -> None:
     # Fresh processes: torch caches how a tensor is cut for a rank, and reused processes change ranks between tests.
-    run_ranks(whole_states, 2, tmp_path / "model.pt", fresh=True)
+    run_ranks(check_full_states, 2, tmp_path / "model.pt", fresh=True)
 
 
 def step(model: Any, rank: int, number: int) -> None:
@@ -71,7 +71,7 @@ def step(model: Any, rank: int, number: int) -> None:
     model.zero_grad()
 
 
-def saved(rank: int, ranks: int, path: Path) -> dict[str, Any]:
+def save_and_train(rank: int, ranks: int, path: Path) -> dict[str, Any]:
     """Save, and continue training."""
     model = sharded(init_device_mesh("cpu", (ranks,)))
     state = fsdp.compress(model, **LOSSY)
@@ -84,7 +84,7 @@ def saved(rank: int, ranks: int, path: Path) -> dict[str, Any]:
     return {"residuals": residuals} | {name: p.full_tensor().detach() for name, p in model.named_parameters()}
 
 
-def loaded(rank: int, ranks: int, path: Path, model_first: bool = False) -> dict[str, Any]:
+def load_and_train(rank: int, ranks: int, path: Path, model_first: bool = False) -> dict[str, Any]:
     torch.manual_seed(rank + 1)
     model = sharded(init_device_mesh("cpu", (ranks,)))
     state = fsdp.compress(model, **LOSSY)
@@ -94,8 +94,8 @@ def loaded(rank: int, ranks: int, path: Path, model_first: bool = False) -> dict
     if not model_first:
         restore(state, path, "compression")
     for name, parameter in model.named_parameters():
-        own = parameter.to_local()  # type: ignore[attr-defined]
-        own.detach().copy_(weights[name].chunk(ranks)[rank] if own.numel() else own)
+        shard = parameter.to_local()  # type: ignore[attr-defined]
+        shard.detach().copy_(weights[name].chunk(ranks)[rank] if shard.numel() else shard)
     model.load_state_dict(model.state_dict())  # the same values, but the write is detected
     if model_first:
         restore(state, path, "compression")
@@ -105,18 +105,20 @@ def loaded(rank: int, ranks: int, path: Path, model_first: bool = False) -> dict
 
 
 def test_a_distributed_checkpoint_continues_bit_for_bit_and_on_other_ranks(tmp_path: Path) -> None:
-    before = run_ranks(saved, 2, tmp_path / "run")
+    uninterrupted = run_ranks(save_and_train, 2, tmp_path / "run")
     for model_first in (False, True):
-        after = run_ranks(loaded, 2, tmp_path / "run", model_first)
-        for mine, theirs in zip(before, after, strict=True):
-            for name, value in mine.items():
+        resumed = run_ranks(load_and_train, 2, tmp_path / "run", model_first)
+        for expected, actual_values in zip(uninterrupted, resumed, strict=True):
+            for name, value in expected.items():
                 if name != "residuals":
-                    assert torch.equal(theirs[name], value), name
-            for name, residual in mine["residuals"].items():
-                assert torch.equal(theirs["residuals"][name], residual), name
+                    assert torch.equal(actual_values[name], value), name
+            for name, residual in expected["residuals"].items():
+                assert torch.equal(actual_values["residuals"][name], residual), name
     for ranks in (1, 3):
-        after = run_ranks(loaded, ranks, tmp_path / "run")
-        for name in before[0]["residuals"]:
-            total = sum(each["residuals"][name].double() for each in before)
-            kept = sum(each["residuals"][name].double() for each in after if name in each["residuals"])
-            assert torch.allclose(total, kept, atol=1e-7), name  # type: ignore[arg-type]
+        resumed = run_ranks(load_and_train, ranks, tmp_path / "run")
+        for name in uninterrupted[0]["residuals"]:
+            total = sum(values["residuals"][name].double() for values in uninterrupted)
+            loaded_total = sum(
+                values["residuals"][name].double() for values in resumed if name in values["residuals"]
+            )
+            assert torch.allclose(total, loaded_total, atol=1e-7), name  # type: ignore[arg-type]

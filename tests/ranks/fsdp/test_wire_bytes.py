@@ -20,25 +20,25 @@ NUMEL = WIDTH * WIDTH + WIDTH  # elements of a layer: on two ranks no padding is
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECS = list(CODECS)
 # The minimal reduction of bytes.
-GATHER = {"int8": 1.88, "int4": 3.5}  # of bf16
-SCATTER = {"int8": 3.7, "int4": 7.0}  # of fp32
+GATHER_REDUCTION = {"int8": 1.88, "int4": 3.5}  # of bf16
+SCATTER_REDUCTION = {"int8": 3.7, "int4": 7.0}  # of fp32
 
 
 def predicted(collective: str, ranks: int, spec: str, dtype: torch.dtype) -> int:
     """Return the predicted bytes of one call on every rank; two ranks send the same with every algorithm."""
 
-    def alike(collective: str, numel: int, sent: Codec, dtype: torch.dtype) -> int:
+    def bytes_of_every_rank(collective: str, numel: int, payload_codec: Codec, dtype: torch.dtype) -> int:
         schedule = algorithms.build("one_shot", collective, ranks)
-        (found,) = set(schedule.bytes_on_wire(numel, sent, dtype))
-        return found
+        (measured,) = set(schedule.bytes_on_wire(numel, payload_codec, dtype))
+        return measured
 
-    chosen = codec(spec)
-    if isinstance(chosen, Exact) and collective == "reduce_scatter":
+    parsed = codec(spec)
+    if isinstance(parsed, Exact) and collective == "reduce_scatter":
         # The ranks agree on every block's exponent before they add integers.
-        blocks = chosen.blocks(NUMEL // ranks) * ranks
-        agreement = alike("all_reduce", blocks, codec("none"), torch.uint8)
-        return agreement + alike(collective, NUMEL, codec("none"), chosen.code_type)
-    return alike(collective, NUMEL, chosen, dtype)
+        blocks = parsed.blocks(NUMEL // ranks) * ranks
+        agreement = bytes_of_every_rank("all_reduce", blocks, codec("none"), torch.uint8)
+        return agreement + bytes_of_every_rank(collective, NUMEL, codec("none"), parsed.code_type)
+    return bytes_of_every_rank(collective, NUMEL, parsed, dtype)
 
 
 def bytes_sent(rank: int, ranks: int, hosts: int) -> dict[tuple[str, torch.dtype], tuple[int, ...]]:
@@ -46,7 +46,7 @@ def bytes_sent(rank: int, ranks: int, hosts: int) -> dict[tuple[str, torch.dtype
     if hosts > 1:
         os.environ["DTCOMM_HOST_ID"] = f"host {rank * hosts // ranks}"
     mesh = init_device_mesh("cpu", (ranks,))
-    found = {}
+    measured = {}
     for dtype in DTYPES:
         for spec in SPECS:
             torch.manual_seed(0)
@@ -55,27 +55,31 @@ def bytes_sent(rank: int, ranks: int, hosts: int) -> dict[tuple[str, torch.dtype
             fully_shard(layer, mesh=mesh, mp_policy=policy)
             state = fsdp.compress(layer, spec, spec)
             layer(torch.ones(2, WIDTH)).float().square().mean().backward()
-            kinds = state.report().modules[""]
-            assert not any(traffic.uncompressed_reason for traffic in kinds.values()), (spec, dtype, kinds)
-            figures: list[int] = []
-            for traffic in (kinds["parameters"], kinds["gradients"]):
+            by_kind = state.report().modules[""]
+            assert not any(traffic.uncompressed_reason for traffic in by_kind.values()), (
+                spec,
+                dtype,
+                by_kind,
+            )
+            counts: list[int] = []
+            for traffic in (by_kind["parameters"], by_kind["gradients"]):
                 assert traffic.calls == 1
-                figures += [traffic.wire_bytes, traffic.plain_bytes]
-            found[spec, dtype] = tuple(figures)
-    return found
+                counts += [traffic.wire_bytes, traffic.plain_bytes]
+            measured[spec, dtype] = tuple(counts)
+    return measured
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_sent_bytes_are_the_predicted_ones(hosts: int) -> None:
     ranks = 2
-    for found in run_ranks(bytes_sent, ranks, hosts):
-        for (spec, dtype), (gathered, whole, scattered, gradients) in found.items():
-            assert whole == gradients == NUMEL * dtype.itemsize // ranks
+    for measured in run_ranks(bytes_sent, ranks, hosts):
+        for (spec, dtype), (gathered, plain, scattered, gradients) in measured.items():
+            assert plain == gradients == NUMEL * dtype.itemsize // ranks
             assert gathered == predicted("all_gather", ranks, spec, dtype), (spec, dtype)
             assert scattered == predicted("reduce_scatter", ranks, spec, dtype), (spec, dtype)
-        for spec, least in GATHER.items():
-            gathered, whole, *_ = found[spec, torch.bfloat16]
-            assert whole >= least * gathered, (spec, whole / gathered)
-        for spec, least in SCATTER.items():
-            *_, scattered, whole = found[spec, torch.float32]
-            assert whole >= least * scattered, (spec, whole / scattered)
+        for spec, factor in GATHER_REDUCTION.items():
+            gathered, plain, *_ = measured[spec, torch.bfloat16]
+            assert plain >= factor * gathered, (spec, plain / gathered)
+        for spec, factor in SCATTER_REDUCTION.items():
+            *_, scattered, plain = measured[spec, torch.float32]
+            assert plain >= factor * scattered, (spec, plain / scattered)

@@ -14,7 +14,7 @@ from dtcomm.launch.ranks import run_ranks
 TOKENS, FEATURES, EXPERTS = 13, 32, 6
 
 
-def setting(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+def make_case(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(rank)
     tokens = TOKENS + 5 * rank
     x = torch.randn(tokens, FEATURES, generator=generator)
@@ -29,55 +29,59 @@ def setting(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[t
 def dense(
     x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, matrices: list[torch.Tensor]
 ) -> torch.Tensor:
-    every = torch.stack([torch.tanh(x @ matrix) for matrix in matrices])  # [experts, tokens, features]
-    rows = torch.arange(len(x))[:, None]
-    return (every[experts, rows] * weights[:, :, None]).sum(1)
+    expert_outputs = torch.stack(
+        [torch.tanh(x @ matrix) for matrix in matrices]
+    )  # [experts, tokens, features]
+    token_indices = torch.arange(len(x))[:, None]
+    return (expert_outputs[experts, token_indices] * weights[:, :, None]).sum(1)
 
 
-def beside(rank: int, ranks: int, codec: str, tolerance: float) -> None:
-    x, experts, weights, matrices = setting(rank)
-    mine = EXPERTS // ranks
-    local = [matrix.clone().requires_grad_() for matrix in matrices[rank * mine : (rank + 1) * mine]]
+def compare_to_dense(rank: int, ranks: int, codec: str, tolerance: float) -> None:
+    x, experts, weights, matrices = make_case(rank)
+    local_count = EXPERTS // ranks
+    local = [
+        matrix.clone().requires_grad_() for matrix in matrices[rank * local_count : (rank + 1) * local_count]
+    ]
     inputs = [tensor.clone().requires_grad_() for tensor in (x, weights)]
     tokens, route = moe.dispatch(inputs[0], experts, EXPERTS, codec=codec, backward_codec=codec)
     assert sum(route.counts) == len(tokens) == sum(route.received)
-    parts = [torch.tanh(part @ matrix) for part, matrix in zip(route.split(tokens), local, strict=True)]
-    got = moe.combine(torch.cat(parts), route, inputs[1])
-    theirs = [tensor.clone().requires_grad_() for tensor in (x, weights)]
-    whole = [matrix.clone().requires_grad_() for matrix in matrices]
-    expected = dense(theirs[0], experts, theirs[1], whole)
-    close(got, expected, tolerance)
-    scale = torch.linspace(-1, 1, got.numel()).view_as(got)
-    (got * scale).sum().backward()
+    outputs = [torch.tanh(rows @ matrix) for rows, matrix in zip(route.split(tokens), local, strict=True)]
+    actual = moe.combine(torch.cat(outputs), route, inputs[1])
+    dense_inputs = [tensor.clone().requires_grad_() for tensor in (x, weights)]
+    dense_matrices = [matrix.clone().requires_grad_() for matrix in matrices]
+    expected = dense(dense_inputs[0], experts, dense_inputs[1], dense_matrices)
+    close(actual, expected, tolerance)
+    scale = torch.linspace(-1, 1, actual.numel()).view_as(actual)
+    (actual * scale).sum().backward()
     (expected * scale).sum().backward()
-    for ours, reference in zip(inputs, theirs):
-        close(ours.grad, reference.grad, tolerance)
+    for local_input, reference in zip(inputs, dense_inputs):
+        close(local_input.grad, reference.grad, tolerance)
     for number, matrix in enumerate(local):
         # An expert's gradient comes from all ranks' tokens.
-        totals = [torch.zeros_like(each) if each.grad is None else each.grad.clone() for each in whole]
-        for each in totals:
-            dist.all_reduce(each)
-        mine_now = torch.zeros_like(matrix) if matrix.grad is None else matrix.grad
-        close(mine_now, totals[rank * mine + number], tolerance)
+        totals = [torch.zeros_like(m) if m.grad is None else m.grad.clone() for m in dense_matrices]
+        for total in totals:
+            dist.all_reduce(total)
+        gradient = torch.zeros_like(matrix) if matrix.grad is None else matrix.grad
+        close(gradient, totals[rank * local_count + number], tolerance)
 
 
-def close(got: Any, expected: Any, tolerance: float) -> None:
-    error = float(torch.linalg.vector_norm(got - expected))
+def close(actual: Any, expected: Any, tolerance: float) -> None:
+    error = float(torch.linalg.vector_norm(actual - expected))
     size = float(torch.linalg.vector_norm(expected))
     assert error <= tolerance * max(size, 1e-6), (error, size)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_uncompressed_is_the_dense_mixture(ranks: int) -> None:
-    run_ranks(beside, ranks, "none", 1e-5)
+def test_uncompressed_equals_the_dense_mixture(ranks: int) -> None:
+    run_ranks(compare_to_dense, ranks, "none", 1e-5)
 
 
 @pytest.mark.parametrize("codec", ["int8", "fp16", "bf16"])
-def test_compressed_is_near(codec: str) -> None:
-    run_ranks(beside, 2, codec, 0.06)
+def test_compressed_is_close_to_the_dense_mixture(codec: str) -> None:
+    run_ranks(compare_to_dense, 2, codec, 0.06)
 
 
-def empty(rank: int, ranks: int) -> None:
+def check_rank_without_tokens(rank: int, ranks: int) -> None:
     """One rank has no tokens, and all tokens go to one expert."""
     x = torch.ones(0 if rank == 0 else 4, FEATURES)
     tokens, route = moe.dispatch(x, torch.full((len(x),), 3), 4)
@@ -86,19 +90,19 @@ def empty(rank: int, ranks: int) -> None:
     assert torch.equal(y, x * 2)
 
 
-def test_no_tokens_and_one_expert() -> None:
-    run_ranks(empty, 2)
+def test_a_rank_without_tokens_and_an_expert_with_all() -> None:
+    run_ranks(check_rank_without_tokens, 2)
 
 
-def refusals(rank: int, ranks: int) -> None:
+def check_refusals(rank: int, ranks: int) -> None:
     x = torch.ones(4, FEATURES)
-    for experts, total, says in (
+    for experts, total, message in (
         (torch.zeros(4), 4, "experts: expected integers"),
         (torch.zeros(3, dtype=torch.long), 4, r"experts: expected integers \[4\]"),
         (torch.full((4,), 7), 4, "experts: expected 0 to 3, got 7 to 7"),
         (torch.zeros(4, dtype=torch.long), 5, "num_experts: 5 experts are not divisible by the 2 ranks"),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             moe.dispatch(x, experts, total)
     with pytest.raises(ValueError, match="x: expected"):
         moe.dispatch(x[0], torch.zeros(4, dtype=torch.long), 4)
@@ -109,5 +113,5 @@ def refusals(rank: int, ranks: int) -> None:
         moe.combine(tokens, route, torch.ones(3))
 
 
-def test_wrong_arguments() -> None:
-    run_ranks(refusals, 2)
+def test_invalid_arguments_are_refused() -> None:
+    run_ranks(check_refusals, 2)

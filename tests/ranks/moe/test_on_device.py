@@ -9,15 +9,15 @@ import torch
 import dtcomm.collectives as C
 from dtcomm import moe
 from dtcomm.launch.ranks import run_ranks
-from tests.ranks.moe.test_moe import EXPERTS, setting
+from tests.ranks.moe.test_moe import EXPERTS, make_case
 from tests.support.fake_cuda_ranks import fake_cuda_rank
 from tests.support.fake_cuda_tensor import host_copy, to_fake_cuda, unchecked
 from tests.support.stream_checker import RecordedStreams
 
 
 def forward(rank: int, on_device: bool, codec: str) -> list[torch.Tensor]:
-    """Dispatch, an elementwise expert and combine; the intermediate and final results on the host."""
-    x, experts, weights, _ = setting(rank)
+    """Dispatch, apply an elementwise expert and combine; return the intermediate and final results on the host."""
+    x, experts, weights, _ = make_case(rank)
     if on_device:
         x, experts, weights = to_fake_cuda(x), to_fake_cuda(experts), to_fake_cuda(weights)
     with torch.no_grad():
@@ -43,7 +43,7 @@ def compare(rank: int, world_size: int) -> list[dict[str, Any]]:
     return outcomes
 
 
-def test_the_host_waits_twice_and_the_bits_are_the_cpus() -> None:
+def test_the_host_waits_twice_and_results_equal_the_cpus() -> None:
     for outcomes in run_ranks(compare, 2, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120):
         for outcome in outcomes:
             assert all(outcome["same"])

@@ -32,11 +32,11 @@ class DenseMLP(nn.Module):
 class DenseAttention(nn.Module):
     def __init__(self, kv: int) -> None:
         super().__init__()
-        each = WIDTH // HEADS
+        head_dim = WIDTH // HEADS
         self.q, self.k, self.v = (
             nn.Linear(WIDTH, WIDTH),
-            nn.Linear(WIDTH, kv * each),
-            nn.Linear(WIDTH, kv * each),
+            nn.Linear(WIDTH, kv * head_dim),
+            nn.Linear(WIDTH, kv * head_dim),
         )
         self.o = nn.Linear(WIDTH, WIDTH)
         self.kv = kv
@@ -45,61 +45,68 @@ class DenseAttention(nn.Module):
         q, k, v = (
             layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for layer in (self.q, self.k, self.v)
         )
-        k, v = (each.repeat_interleave(HEADS // self.kv, 1) for each in (k, v))
+        k, v = (heads.repeat_interleave(HEADS // self.kv, 1) for heads in (k, v))
         scores = q @ k.transpose(-1, -2) / (WIDTH // HEADS) ** 0.5
         scores = scores.masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1).bool(), float("-inf"))
         y: torch.Tensor = self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
         return y
 
 
-def same(rank: int, ranks: int, which: str, options: dict[str, Any], tolerance: float) -> None:
+def compare_to_dense(rank: int, ranks: int, kind: str, options: dict[str, Any], tolerance: float) -> None:
     torch.manual_seed(2)
-    dense: nn.Module = DenseMLP(which == "gated") if which in ("mlp", "gated") else DenseAttention(int(which))
+    dense: nn.Module = DenseMLP(kind == "gated") if kind in ("mlp", "gated") else DenseAttention(int(kind))
     torch.manual_seed(2)
     block: nn.Module
-    if which in ("mlp", "gated"):
-        block = tp.ParallelMLP(WIDTH, HIDDEN, activation="silu", gated=which == "gated", **options)
+    if kind in ("mlp", "gated"):
+        block = tp.ParallelMLP(WIDTH, HIDDEN, activation="silu", gated=kind == "gated", **options)
     else:
-        block = tp.ParallelAttention(WIDTH, HEADS, kv_heads=int(which), **options)
+        block = tp.ParallelAttention(WIDTH, HEADS, kv_heads=int(kind), **options)
     # The same seed gives the dense module's shards; states are saved and loaded as dense ones.
     expected_state = dense.state_dict()
     full = tp.full_state_dict(block)
     assert full.keys() == expected_state.keys()
     assert all(torch.equal(full[name], expected_state[name]) for name in full)
     x = torch.randn(2, 7, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    mine = x.detach().clone().requires_grad_()
-    expected, got = dense(x) + x, block(mine, mine)
+    parallel_x = x.detach().clone().requires_grad_()
+    expected, actual = dense(x) + x, block(parallel_x, parallel_x)
     scale = float(expected.detach().abs().max())
-    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance * scale)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * scale)
     with torch.no_grad():
-        torch.testing.assert_close(block(mine, mine), expected, rtol=tolerance, atol=tolerance * scale)
-    expected.square().sum().backward()
-    got.square().sum().backward()
-    scale = float(x.grad.abs().max())
-    torch.testing.assert_close(mine.grad, x.grad, rtol=tolerance, atol=tolerance * scale)
-    for name, parameter in block.named_parameters():
-        layer, _, kind = name.rpartition(".")
-        wanted = block.get_submodule(layer).shard_of(kind, dense.get_parameter(name).grad)
         torch.testing.assert_close(
-            parameter.grad, wanted, rtol=tolerance, atol=tolerance * float(wanted.abs().max() + 1)
+            block(parallel_x, parallel_x), expected, rtol=tolerance, atol=tolerance * scale
         )
-    changed = {name: tensor + 1 for name, tensor in expected_state.items()}
-    block.load_state_dict(changed)
-    assert all(torch.equal(tensor, changed[name]) for name, tensor in tp.full_state_dict(block).items())
+    expected.square().sum().backward()
+    actual.square().sum().backward()
+    scale = float(x.grad.abs().max())
+    torch.testing.assert_close(parallel_x.grad, x.grad, rtol=tolerance, atol=tolerance * scale)
+    for name, parameter in block.named_parameters():
+        layer, _, parameter_name = name.rpartition(".")
+        expected_gradient = block.get_submodule(layer).shard_of(
+            parameter_name, dense.get_parameter(name).grad
+        )
+        torch.testing.assert_close(
+            parameter.grad,
+            expected_gradient,
+            rtol=tolerance,
+            atol=tolerance * float(expected_gradient.abs().max() + 1),
+        )
+    changed_state = {name: tensor + 1 for name, tensor in expected_state.items()}
+    block.load_state_dict(changed_state)
+    assert all(torch.equal(tensor, changed_state[name]) for name, tensor in tp.full_state_dict(block).items())
 
 
-@pytest.mark.parametrize("which", ["mlp", "gated", "4", "2"])
-def test_uncompressed_blocks_are_the_dense_ones(which: str) -> None:
-    run_ranks(same, 2, which, {}, 1e-5)
+@pytest.mark.parametrize("kind", ["mlp", "gated", "4", "2"])
+def test_uncompressed_blocks_equal_dense_ones(kind: str) -> None:
+    run_ranks(compare_to_dense, 2, kind, {}, 1e-5)
 
 
-@pytest.mark.parametrize("which", ["gated", "2"])
-def test_compressed_blocks_are_near(which: str) -> None:
+@pytest.mark.parametrize("kind", ["gated", "2"])
+def test_compressed_blocks_are_close_to_dense_ones(kind: str) -> None:
     options = {"codec": "int8", "backward_codec": "int8", "algorithm": "two_shot_symmetric", "chunks": 2}
-    run_ranks(same, 2, which, options, 0.05)
+    run_ranks(compare_to_dense, 2, kind, options, 0.05)
 
 
-def refusals(rank: int, ranks: int) -> None:
+def check_refusals(rank: int, ranks: int) -> None:
     with pytest.raises(ValueError, match="heads: 3 is not divisible by the 2 ranks"):
         tp.ParallelAttention(48, 3)
     with pytest.raises(ValueError, match="kv_heads: 1 is not divisible by the 2 ranks"):
@@ -115,4 +122,4 @@ def refusals(rank: int, ranks: int) -> None:
 
 
 def test_indivisible_sizes_are_refused() -> None:
-    run_ranks(refusals, 2)
+    run_ranks(check_refusals, 2)

@@ -15,7 +15,7 @@ from dtcomm.tp import functional
 transformers = pytest.importorskip("transformers", reason="pip install transformers")
 
 
-class Mlp(nn.Module):
+class SmallModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(40, 16)
@@ -32,9 +32,9 @@ class Mlp(nn.Module):
 PLAN = {"embed": "vocabulary", "up": "column", "down": "row", "head": "column_gather"}
 
 
-def plain(rank: int, ranks: int) -> None:
+def compare_plain_model(rank: int, ranks: int) -> None:
     torch.manual_seed(0)
-    dense, model = Mlp(), Mlp()
+    dense, model = SmallModel(), SmallModel()
     model.load_state_dict(dense.state_dict())
     report = tp.compress(model, None, PLAN, "none")
     assert (
@@ -54,12 +54,12 @@ def plain(rank: int, ranks: int) -> None:
 
 
 def test_a_plain_model() -> None:
-    run_ranks(plain, 2)
+    run_ranks(compare_plain_model, 2)
 
 
-def tiny(kind: str, seed: int = 0) -> Any:
+def tiny_model(kind: str, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    common: dict[str, Any] = {"vocab_size": 64, "max_position_embeddings": 32}
+    shared_options: dict[str, Any] = {"vocab_size": 64, "max_position_embeddings": 32}
     if kind == "gpt2":
         config = transformers.GPT2Config(
             vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
@@ -67,45 +67,45 @@ def tiny(kind: str, seed: int = 0) -> Any:
         return transformers.GPT2LMHeadModel(config)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     if kind == "gpt_neox":
-        return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**common, **sizes))
+        return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**shared_options, **sizes))
     make = {"llama": transformers.LlamaForCausalLM, "qwen2": transformers.Qwen2ForCausalLM}[kind]
     configure = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config}[kind]
-    return make(configure(**common, **sizes, num_key_value_heads=2))
+    return make(configure(**shared_options, **sizes, num_key_value_heads=2))
 
 
-def swapped(rank: int, ranks: int, kind: str) -> None:
+def compare_transformers_model(rank: int, ranks: int, kind: str) -> None:
     tokens = torch.arange(24).view(2, 12) * 5 % 64
-    dense = tiny(kind).eval()
+    dense = tiny_model(kind).eval()
     with torch.no_grad():
         expected = dense(tokens).logits
     for codec, tolerance in (("none", 1e-4), ("int8", 0.05)):
-        model = tiny(kind).eval()
+        model = tiny_model(kind).eval()
         report = tp.compress(model, None, codec=codec, backward_codec=codec)
         assert len(report.layers) == 2 * (4 if kind in ("gpt2", "gpt_neox") else 7)
-        got = model(tokens).logits
-        error = torch.linalg.vector_norm(got - expected) / torch.linalg.vector_norm(expected)
+        actual = model(tokens).logits
+        error = torch.linalg.vector_norm(actual - expected) / torch.linalg.vector_norm(expected)
         assert error < tolerance, (codec, float(error))
-        got.square().mean().backward()
+        actual.square().mean().backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
         # States are those of the dense model: each model loads the other's.
         state = tp.full_state_dict(model)
-        again = tiny(kind, seed=1).eval()
-        again.load_state_dict(state)
+        reloaded = tiny_model(kind, seed=1).eval()
+        reloaded.load_state_dict(state)
         with torch.no_grad():
-            assert torch.equal(again(tokens).logits, expected)
-        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        model.load_state_dict(tiny(kind, seed=1).state_dict())
-        assert not all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+            assert torch.equal(reloaded(tokens).logits, expected)
+        state_before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model.load_state_dict(tiny_model(kind, seed=1).state_dict())
+        assert not all(torch.equal(state_before[name], tensor) for name, tensor in model.state_dict().items())
         model.load_state_dict(dense.state_dict())
-        assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+        assert all(torch.equal(state_before[name], tensor) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_neox", "gpt2"])
 def test_models_of_transformers(kind: str) -> None:
-    run_ranks(swapped, 2, kind)
+    run_ranks(compare_transformers_model, 2, kind)
 
 
-def named_styles(rank: int, ranks: int) -> None:
+def compare_tp_plan(rank: int, ranks: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -113,19 +113,19 @@ def named_styles(rank: int, ranks: int) -> None:
 
     tokens = torch.arange(24).view(2, 12) * 5 % 64
     mesh = init_device_mesh("cpu", (ranks,))
-    dense = tiny("llama").eval()
+    dense = tiny_model("llama").eval()
     expected = dense(tokens).logits
     expected.square().mean().backward()
-    counted = []
+    backward_codecs = []
     all_reduce = functional.all_reduce
     functional.all_reduce = lambda x, comm, backward=False: (
-        counted.append(str(comm.backward_codec)) if backward else None,
+        backward_codecs.append(str(comm.backward_codec)) if backward else None,
         all_reduce(x, comm, backward=backward),
     )[1]
-    for codec, back, tolerance in (("none", "none", 1e-4), ("int8", "int6", 0.05)):
-        rowwise, colwise = register(codec, backward_codec=back, latency=False)
+    for codec, backward_codec, tolerance in (("none", "none", 1e-4), ("int8", "int6", 0.05)):
+        rowwise, colwise = register(codec, backward_codec=backward_codec, latency=False)
         assert (rowwise, colwise) == (f"rowwise_{codec}", f"colwise_{codec}")
-        model = tiny("llama").eval()
+        model = tiny_model("llama").eval()
         plan = {}
         for name, _ in model.named_modules():
             if name.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
@@ -135,40 +135,40 @@ def named_styles(rank: int, ranks: int) -> None:
         apply_tensor_parallelism(model, mesh, plan)
         for grad in (False, True):
             with torch.set_grad_enabled(grad):
-                got = model(tokens).logits
-            error = torch.linalg.vector_norm(got - expected) / torch.linalg.vector_norm(expected)
+                actual = model(tokens).logits
+            error = torch.linalg.vector_norm(actual - expected) / torch.linalg.vector_norm(expected)
             assert error < tolerance, (codec, grad, float(error))
-        got.square().mean().backward()
+        actual.square().mean().backward()
         # Each of the two layers sums the gradients of five inputs.
-        assert counted == [back] * 10
-        counted.clear()
-        mine, whole = model.model.embed_tokens.weight.grad, dense.model.embed_tokens.weight.grad
-        assert (mine - whole).norm() < tolerance * whole.norm()
+        assert backward_codecs == [backward_codec] * 10
+        backward_codecs.clear()
+        gradient, dense_gradient = model.model.embed_tokens.weight.grad, dense.model.embed_tokens.weight.grad
+        assert (gradient - dense_gradient).norm() < tolerance * dense_gradient.norm()
 
 
 def test_styles_for_a_tp_plan() -> None:
-    run_ranks(named_styles, 2)
+    run_ranks(compare_tp_plan, 2)
 
 
-def refusals(rank: int, ranks: int) -> None:
-    model = Mlp()
-    before = {name: type(module) for name, module in model.named_modules()}
-    for plan, says in (
+def check_refusals(rank: int, ranks: int) -> None:
+    model = SmallModel()
+    types_before = {name: type(module) for name, module in model.named_modules()}
+    for plan, message in (
         ({"up": "diagonal"}, "'up' is 'diagonal'; valid: column"),
-        ({"nowhere.*": "row"}, "'nowhere.\\*' matches no module of Mlp"),
+        ({"nowhere.*": "row"}, "'nowhere.\\*' matches no module of SmallModel"),
         ({"up": "vocabulary"}, "up is a Linear; the kind vocabulary expects an Embedding"),
         ({"embed": "row"}, "embed is a Embedding; the kinds column and row"),
         ("bert", "unknown 'bert'; valid: llama"),
         (None, "no built-in plan for models of type None"),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             tp.compress(model, None, plan)
-    assert {name: type(module) for name, module in model.named_modules()} == before
-    odd = tiny("llama")
+    assert {name: type(module) for name, module in model.named_modules()} == types_before
+    odd = tiny_model("llama")
     odd.config.num_key_value_heads = 3
     with pytest.raises(ValueError, match="num_key_value_heads, 3, is not divisible by the 2"):
         tp.compress(odd, None)
 
 
 def test_invalid_plans_are_refused_and_change_nothing() -> None:
-    run_ranks(refusals, 2)
+    run_ranks(check_refusals, 2)

@@ -31,13 +31,13 @@ PLAN = {
 SHAPE = demo.ModelShape(vocabulary=20, context=16, layers=1, width=64, heads=4)
 
 
-def collective(parts: list[torch.Tensor], spec: str, algorithm: str) -> torch.Tensor:
-    ranks = len(parts)
+def engine_sum(partials: list[torch.Tensor], spec: str, algorithm: str) -> torch.Tensor:
+    ranks = len(partials)
     shape = OpSpec(
-        "all_reduce", "sum", (TensorSpec(parts[0].numel(), parts[0].dtype, codec(spec)),), algorithm
+        "all_reduce", "sum", (TensorSpec(partials[0].numel(), partials[0].dtype, codec(spec)),), algorithm
     )
     schedule = algorithms.build(algorithm, "all_reduce", ranks)
-    tensors = [part.clone() for part in parts]
+    tensors = [partial.clone() for partial in partials]
     outcomes = run_simulated(
         Simulation(ranks=ranks, seed=1, delay=0.1),
         [[Operation(shape=shape, schedule=schedule, buffers=[Buffers(t, t, None)])] for t in tensors],
@@ -49,35 +49,35 @@ def collective(parts: list[torch.Tensor], spec: str, algorithm: str) -> torch.Te
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
 @pytest.mark.parametrize("spec", SPECS)
-def test_sums_are_the_engines_to_the_bit(spec: str, algorithm: str) -> None:
+def test_sums_equal_the_engines_bit_for_bit(spec: str, algorithm: str) -> None:
     for ranks, numel, dtype in (
         (2, 5000, torch.float32),
         (3, 12 * 1024, torch.bfloat16),
         (4, 700, torch.float32),
     ):
         generator = torch.Generator().manual_seed(numel)
-        parts = [torch.randn(numel, generator=generator).to(dtype) for _ in range(ranks)]
-        expected = collective(parts, spec, algorithm)
-        assert torch.equal(emulate_all_reduce(parts, spec, algorithm), expected), (ranks, numel)
+        partials = [torch.randn(numel, generator=generator).to(dtype) for _ in range(ranks)]
+        expected = engine_sum(partials, spec, algorithm)
+        assert torch.equal(emulate_all_reduce(partials, spec, algorithm), expected), (ranks, numel)
 
 
-def test_uncompressed_is_the_dense_model_and_restore_undoes_it() -> None:
+def test_uncompressed_emulation_equals_the_dense_model_and_can_be_undone() -> None:
     torch.manual_seed(0)
     model, dense = demo.GPT(SHAPE), demo.GPT(SHAPE)
     dense.load_state_dict(model.state_dict())
     tokens = torch.arange(32).view(2, 16) % 20
-    for kinds in (PLAN, {**PLAN, "symbols": "vocabulary", "head": "column_gather"}):
-        layers = emulate(model, 4, kinds, "none")
+    for plan in (PLAN, {**PLAN, "symbols": "vocabulary", "head": "column_gather"}):
+        layers = emulate(model, 4, plan, "none")
         torch.testing.assert_close(model(tokens), dense(tokens), rtol=1e-5, atol=1e-6)
         model(tokens).square().mean().backward()
         dense(tokens).square().mean().backward()
         restore(model, layers)
-        for mine, theirs in zip(model.parameters(), dense.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-7)
+        for x, y in zip(model.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-7)
     assert type(model.blocks[0].down) is nn.Linear
 
 
-def real(rank: int, ranks: int) -> list[torch.Tensor]:
+def run_compressed_model(rank: int, ranks: int) -> list[torch.Tensor]:
     model = _model()
     tp.compress(model, None, PLAN, "int4", backward_codec="int8", latency=False)
     return _results(model)
@@ -97,13 +97,13 @@ def _results(model: nn.Module) -> list[torch.Tensor]:
     return [logits.detach(), gradient]
 
 
-def test_a_compressed_model_is_that_of_real_ranks() -> None:
+def test_an_emulated_model_equals_that_of_real_ranks() -> None:
     model = _model()
     emulate(model, 2, PLAN, "int4", backward_codec="int8")
     expected = _results(model)
-    for got in run_ranks(real, 2):
-        for mine, theirs in zip(got, expected, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    for results in run_ranks(run_compressed_model, 2):
+        for x, y in zip(results, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
 def test_invalid_arguments_are_refused() -> None:

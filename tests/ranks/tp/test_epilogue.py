@@ -19,7 +19,7 @@ from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec, TensorSpec
 ROWS, FEATURES = 37, 150  # pieces and shards end inside rows
 
 
-def sums(
+def all_reduce_with_epilogue(
     ranks: int,
     spec: str,
     algorithm: str,
@@ -40,11 +40,11 @@ def sums(
     schedule = algorithms.build(algorithm, "all_reduce", ranks)
     tensors = [random(ROWS, FEATURES) for _ in range(ranks)]
     norms = [torch.zeros(ROWS, FEATURES, dtype=dtype) for _ in range(ranks)]
-    given = {"bias": bias, "residual": residual, "weight": weight, "eps": 1e-5}
-    chosen = {name: given[name] for name in parts}
+    arguments = {"bias": bias, "residual": residual, "weight": weight, "eps": 1e-5}
+    selected = {name: arguments[name] for name in parts}
     operations = []
     for tensor, normed in zip(tensors, norms, strict=True):
-        step = epilogue_task(tensor, **chosen, **({"norm_out": normed} if "weight" in parts else {}))
+        step = epilogue_task(tensor, **selected, **({"norm_out": normed} if "weight" in parts else {}))
         hooks = NO_HOOKS if not parts else OpHooks(after=(step,))
         buffers = [Buffers(tensor, tensor, None)]
         operations.append(
@@ -55,61 +55,61 @@ def sums(
     if not parts:
         for tensor, normed in zip(tensors, norms, strict=True):
             runs = [(ops.encode("none", tensor), tensor.numel())]
-            epilogue("none", runs, tensor, norm_out=normed, **given)
+            epilogue("none", runs, tensor, norm_out=normed, **arguments)
     return list(zip(tensors, norms, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("algorithm", algorithms.available("all_reduce"))
-def test_piece_by_piece_equals_one_pass(algorithm: str, dtype: torch.dtype) -> None:
-    whole = ("bias", "residual", "weight", "eps")
+def test_an_epilogue_applied_in_pieces_equals_one_pass(algorithm: str, dtype: torch.dtype) -> None:
+    all_parts = ("bias", "residual", "weight", "eps")
     for spec, shared in (("int8", False), ("int4:block=64", False), ("none", False), ("none", True)):
         options = {"shared": shared, "seed": 3}
-        expected = sums(3, spec, algorithm, dtype, parts=(), **options)
-        got = sums(3, spec, algorithm, dtype, parts=whole, **options)
-        for mine, theirs in zip(itertools.chain(*got), itertools.chain(*expected), strict=True):
-            assert torch.equal(mine, theirs), (spec, shared)
+        expected = all_reduce_with_epilogue(3, spec, algorithm, dtype, parts=(), **options)
+        actual = all_reduce_with_epilogue(3, spec, algorithm, dtype, parts=all_parts, **options)
+        for x, y in zip(itertools.chain(*actual), itertools.chain(*expected), strict=True):
+            assert torch.equal(x, y), (spec, shared)
 
 
 def test_single_operations_on_every_kernel() -> None:
-    others = {"bias": torch.randn(33), "residual": torch.randn(5, 33), "weight": torch.randn(33)}
+    operands = {"bias": torch.randn(33), "residual": torch.randn(5, 33), "weight": torch.randn(33)}
     total = torch.randn(5, 33)
-    for name, tensor in others.items():
+    for name, tensor in operands.items():
         results = []
         for kernel in (None, *available()):
             out, normed = total.clone(), torch.zeros(5, 33)
-            given = {name: tensor} | ({"norm_out": normed} if name == "weight" else {})
+            arguments = {name: tensor} | ({"norm_out": normed} if name == "weight" else {})
             if kernel is None:
-                epilogue("none", [(ops.encode("none", total), 165)], out, **given)
+                epilogue("none", [(ops.encode("none", total), 165)], out, **arguments)
             else:
                 with use(kernel):
-                    epilogue_task(out, **given)()
+                    epilogue_task(out, **arguments)()
             results.append(torch.cat([out, normed]))
         assert all(torch.equal(result, results[0]) for result in results), name
 
 
-def real(rank: int, ranks: int) -> None:
-    """Several sums under way, in the order of their calls; what adds on common ground has it at the end."""
+def check_among_ranks(rank: int, ranks: int) -> None:
+    """Run several sums at once; codecs whose sums take several stages apply the epilogue at the end."""
     for spec in ("int8", "none", "exact"):
-        streams = [torch.full((64, 96), float(at)) for at in range(6)]
-        tensors = [torch.full((64, 96), float(rank + at)) for at in range(6)]
-        plain = [tensor.clone() for tensor in tensors]
+        streams = [torch.full((64, 96), float(index)) for index in range(6)]
+        tensors = [torch.full((64, 96), float(rank + index)) for index in range(6)]
+        sums = [tensor.clone() for tensor in tensors]
         works = [
             dtcomm.all_reduce(
                 tensor, codec=spec, async_op=True, epilogue=epilogue_task(tensor, residual=stream)
             )
             for tensor, stream in zip(tensors, streams, strict=True)
         ]
-        for work, tensor, whole, stream in zip(works, tensors, plain, streams, strict=True):
+        for work, tensor, total, stream in zip(works, tensors, sums, streams, strict=True):
             work.wait()
-            dtcomm.all_reduce(whole, codec=spec)
-            assert torch.equal(tensor, whole + stream)
-            dtcomm.all_reduce(whole, codec=spec, epilogue=epilogue_task(whole, residual=stream))
+            dtcomm.all_reduce(total, codec=spec)
+            assert torch.equal(tensor, total + stream)
+            dtcomm.all_reduce(total, codec=spec, epilogue=epilogue_task(total, residual=stream))
 
 
-def test_among_ranks() -> None:
-    run_ranks(real, 2)
-    run_ranks(real, 1)
+def test_concurrent_sums_apply_their_own_epilogues() -> None:
+    run_ranks(check_among_ranks, 2)
+    run_ranks(check_among_ranks, 1)
 
 
 def test_invalid_arguments_are_refused() -> None:

@@ -13,22 +13,24 @@ from dtcomm.launch.ranks import run_ranks
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-def call(rank: int, ranks: int, name: str, options: dict[str, Any]) -> Any:
+def run_example(rank: int, ranks: int, name: str, options: dict[str, Any]) -> Any:
     return runpy.run_path(str(EXAMPLES / f"{name}.py"))["run"](**options)
 
 
 def test_tensor_parallel() -> None:
     pytest.importorskip("transformers", reason="pip install transformers")
-    (written, error), (again, _) = run_ranks(call, 2, "tensor_parallel", {"codec": "int8", "tokens": 2})
-    assert written == again and len(written) == 2
+    (tokens, error), (other_tokens, _) = run_ranks(
+        run_example, 2, "tensor_parallel", {"codec": "int8", "tokens": 2}
+    )
+    assert tokens == other_tokens and len(tokens) == 2
     assert error < 0.05
 
 
 def test_moe() -> None:
-    for losses in run_ranks(call, 2, "moe", {"codec": "fp8_e4m3", "steps": 40}):
+    for losses in run_ranks(run_example, 2, "moe", {"codec": "fp8_e4m3", "steps": 40}):
         assert losses[-1] < 0.8 * losses[0]
 
 
 def test_pipeline() -> None:
-    _, losses = run_ranks(call, 2, "pipeline", {"codec": "int8", "steps": 60, "feedback": True})
+    _, losses = run_ranks(run_example, 2, "pipeline", {"codec": "int8", "steps": 60, "feedback": True})
     assert losses[-1] < 0.8 * losses[0]

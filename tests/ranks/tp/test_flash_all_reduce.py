@@ -26,33 +26,33 @@ SPECS = [
 FEATURES = 96
 
 
-def given(rank: int, tokens: int = 50, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def rank_input(rank: int, tokens: int = 50, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(tokens, FEATURES, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def sums(rank: int, ranks: int) -> None:
+def compare_to_emulation(rank: int, ranks: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        parts = [given(each, dtype=dtype) for each in range(ranks)]
+        inputs = [rank_input(source, dtype=dtype) for source in range(ranks)]
         for spec in SPECS:
             comm = tp.make_comm_config(spec, algorithm="two_shot_symmetric")
-            got = flash_all_reduce(parts[rank], comm).y
-            assert torch.equal(got, emulate_all_reduce(parts, spec, "two_shot_symmetric")), (spec, dtype)
-        assert flash_all_reduce(parts[rank][:0], tp.make_comm_config("int8")).y.shape == (0, FEATURES)
+            actual = flash_all_reduce(inputs[rank], comm).y
+            assert torch.equal(actual, emulate_all_reduce(inputs, spec, "two_shot_symmetric")), (spec, dtype)
+        assert flash_all_reduce(inputs[rank][:0], tp.make_comm_config("int8")).y.shape == (0, FEATURES)
         # A lossless codec gives the plain sum with every algorithm.
         plain = functional.all_reduce(
-            parts[rank], tp.make_comm_config("none", algorithm="two_shot_symmetric")
+            inputs[rank], tp.make_comm_config("none", algorithm="two_shot_symmetric")
         )
-        assert torch.equal(plain, emulate_all_reduce(parts, "none", "one_shot"))
+        assert torch.equal(plain, emulate_all_reduce(inputs, "none", "one_shot"))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_sums_are_those_of_the_emulation(ranks: int) -> None:
-    run_ranks(sums, ranks)
+def test_sums_equal_those_of_the_emulation(ranks: int) -> None:
+    run_ranks(compare_to_emulation, ranks)
 
 
-def invariant(rank: int, ranks: int) -> None:
+def check_batch_invariance(rank: int, ranks: int) -> None:
     """Compare sums of single tokens to sums of batches. A matrix product need not be invariant, so there is none."""
-    tokens = given(rank, 40)
+    tokens = rank_input(rank, 40)
     for spec in (
         "none",
         "int8",
@@ -66,10 +66,12 @@ def invariant(rank: int, ranks: int) -> None:
         for algorithm in ("one_shot", "two_shot_symmetric"):
             comm = tp.make_comm_config(spec, algorithm=algorithm)
             assert comm.batch_invariant(FEATURES)
-            alone = torch.cat([functional.all_reduce(tokens[at : at + 1], comm) for at in range(40)])
+            single_sums = torch.cat(
+                [functional.all_reduce(tokens[index : index + 1], comm) for index in range(40)]
+            )
             for start, stop in ((0, 40), (3, 9), (7, 40)):
-                together = functional.all_reduce(tokens[start:stop], comm)
-                assert torch.equal(together, alone[start:stop]), (spec, algorithm, start, stop)
+                batch_sum = functional.all_reduce(tokens[start:stop], comm)
+                assert torch.equal(batch_sum, single_sums[start:stop]), (spec, algorithm, start, stop)
     for spec, algorithm, features in (
         ("int8", "direct", 96),
         ("int8:rotate=hadamard", "two_shot_symmetric", 96),
@@ -81,7 +83,7 @@ def invariant(rank: int, ranks: int) -> None:
 
 
 def test_a_token_does_not_depend_on_its_batch() -> None:
-    run_ranks(invariant, 3)
+    run_ranks(check_batch_invariance, 3)
 
 
 CONFIGURATIONS = (
@@ -93,7 +95,7 @@ CONFIGURATIONS = (
 )
 
 
-def fused_epilogue(rank: int, ranks: int) -> None:
+def compare_epilogue(rank: int, ranks: int) -> None:
     """Compare bias, residual and norm in the decoding pass to separate torch operations."""
     for (spec, algorithm, chunks), dtype in itertools.product(
         CONFIGURATIONS, (torch.float32, torch.bfloat16)
@@ -103,69 +105,82 @@ def fused_epilogue(rank: int, ranks: int) -> None:
         weight = torch.linspace(0.5, 1.5, FEATURES).to(dtype).requires_grad_()
         torch.manual_seed(1)
         layer = tp.RowParallelLinear(
-            64 * ranks, FEATURES, codec=spec, algorithm=algorithm, chunks=chunks, dtype=dtype, latency=False
+            64 * ranks,
+            FEATURES,
+            codec=spec,
+            algorithm=algorithm,
+            chunks=chunks,
+            dtype=dtype,
+            latency=False,
         )
         plain = tp.RowParallelLinear(
-            64 * ranks, FEATURES, bias=False, codec=spec, algorithm=algorithm, chunks=chunks, latency=False
+            64 * ranks,
+            FEATURES,
+            bias=False,
+            codec=spec,
+            algorithm=algorithm,
+            chunks=chunks,
+            latency=False,
         )
         plain.load_dense({"weight": layer.full_state_dict()["weight"].requires_grad_()})
         generator = torch.Generator().manual_seed(rank)
         x = torch.randn(5, 10, 64, generator=generator).to(dtype).requires_grad_()
         parameters = [x, stream, weight, layer.bias]
 
-        def close(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype = dtype) -> None:
-            error = float((got - expected).float().norm() / expected.float().norm())
+        def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype = dtype) -> None:
+            error = float((actual - expected).float().norm() / expected.float().norm())
             assert error < (1e-5 if dtype == torch.float32 else 0.02), error
 
         y = plain(x) + layer.bias + stream
         expected = [y, F.rms_norm(y, (FEATURES,), weight, 1e-5)]
-        made = list(layer.with_norm(x, stream, weight, 1e-5))
+        actual = list(layer.with_norm(x, stream, weight, 1e-5))
         with torch.no_grad():
             assert all(
                 torch.equal(*pair)
-                for pair in zip(layer.with_norm(x, stream, weight, 1e-5), made, strict=True)
+                for pair in zip(layer.with_norm(x, stream, weight, 1e-5), actual, strict=True)
             )
-            assert torch.equal(layer(x, stream), made[0])
+            assert torch.equal(layer(x, stream), actual[0])
         gradients = []
-        for results, matrix in ((expected, plain.weight), (made, layer.weight)):
-            for sums in ((0, 1), (1,)):  # the loss depends on both results, or on the norm alone
-                loss = torch.stack([(results[at].float() - 1).pow(3).sum() for at in sums]).sum()
+        for results, matrix in ((expected, plain.weight), (actual, layer.weight)):
+            for outputs in ((0, 1), (1,)):  # the loss depends on both results, or on the norm alone
+                loss = torch.stack([(results[index].float() - 1).pow(3).sum() for index in outputs]).sum()
                 gradients.append(torch.autograd.grad(loss, [*parameters, matrix], retain_graph=True))
-        for got, wanted in zip(
-            [*made, *gradients[2], *gradients[3]], [*expected, *gradients[0], *gradients[1]]
+        for value, expected_value in zip(
+            [*actual, *gradients[2], *gradients[3]], [*expected, *gradients[0], *gradients[1]]
         ):
-            close(got, wanted)
-        (by_itself,) = torch.autograd.grad(layer(x, stream).float().pow(2).sum(), x)
-        (wanted,) = torch.autograd.grad(y.float().pow(2).sum(), x)
-        close(by_itself, wanted)
+            close(value, expected_value)
+        (gradient,) = torch.autograd.grad(layer(x, stream).float().pow(2).sum(), x)
+        (expected_gradient,) = torch.autograd.grad(y.float().pow(2).sum(), x)
+        close(gradient, expected_gradient)
 
 
 def test_fused_epilogue_equals_separate_operations() -> None:
-    run_ranks(fused_epilogue, 2)
+    run_ranks(compare_epilogue, 2)
 
 
-def latency(rank: int, ranks: int) -> None:
+def check_latency_path(rank: int, ranks: int) -> None:
     """One token is sent uncompressed because that is faster, many are compressed; the traffic counters say so."""
     torch.manual_seed(0)
     layer = tp.RowParallelLinear(64, FEATURES, codec="int8")
-    always = tp.RowParallelLinear(64, FEATURES, codec="int8", latency=False)
-    always.load_state_dict(layer.state_dict())
+    always_compressed = tp.RowParallelLinear(64, FEATURES, codec="int8", latency=False)
+    always_compressed.load_state_dict(layer.state_dict())
     with torch.no_grad():
-        for each in (layer, always):
-            each(torch.ones(1, 32))
-            each(torch.ones(1000, 32))
+        for variant in (layer, always_compressed):
+            variant(torch.ones(1, 32))
+            variant(torch.ones(1000, 32))
     traffic = layer.comm.traffic
     assert (traffic.calls, traffic.elements, traffic.uncompressed) == (2, 1001 * FEATURES, 1)
-    assert (
-        traffic.uncompressed_reason.startswith("int8 ")
-        and f"none {traffic.uncompressed_reason.split('none ')[1]}" in traffic.uncompressed_reason
-    )
+    reason = traffic.uncompressed_reason
+    assert reason.startswith("int8 ") and f"none {reason.split('none ')[1]}" in reason
     assert traffic.payload_bytes == FEATURES * 4 + 1000 * FEATURES * 34 // 32
-    assert always.comm.traffic.uncompressed == 0 and always.comm.traffic.uncompressed_reason == ""
+    assert (
+        always_compressed.comm.traffic.uncompressed == 0
+        and always_compressed.comm.traffic.uncompressed_reason == ""
+    )
 
 
 def test_the_latency_path_is_chosen_and_counted() -> None:
-    run_ranks(latency, 2)
+    run_ranks(check_latency_path, 2)
 
 
 def test_automatic_chunks_are_used_between_hosts_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,25 +193,28 @@ def test_automatic_chunks_are_used_between_hosts_only(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("spec", "least"), [("int8", 1.88), ("int4", 3.5), ("int4:block=128", 3.8), ("int2", 6.3)]
+    ("spec", "reduction"), [("int8", 1.88), ("int4", 3.5), ("int4:block=128", 3.8), ("int2", 6.3)]
 )
-def test_wire_bytes_against_bf16(spec: str, least: float) -> None:
-    counted = run_ranks(wire_bytes, 2, spec)
-    for ours, theirs, stepped in counted:
-        assert theirs / ours >= least
-        assert theirs / stepped >= least
+def test_wire_bytes_compared_to_bf16(spec: str, reduction: float) -> None:
+    byte_counts = run_ranks(count_bytes, 2, spec)
+    for compressed_bytes, bf16_bytes, two_step_bytes in byte_counts:
+        assert bf16_bytes / compressed_bytes >= reduction
+        assert bf16_bytes / two_step_bytes >= reduction
 
 
-def wire_bytes(rank: int, ranks: int, spec: str) -> tuple[int, int, int]:
+def count_bytes(rank: int, ranks: int, spec: str) -> tuple[int, int, int]:
     """Return the bytes a rank sends to sum 512 tokens: in the codec, in bf16, and with `FlashAllReduce`."""
     sent = []
-    for each in (spec, "none"):
+    for codec_spec in (spec, "none"):
         work = dtcomm.all_reduce(
-            torch.zeros(512, 1024, dtype=torch.bfloat16), codec=each, algorithm="two_shot", async_op=True
+            torch.zeros(512, 1024, dtype=torch.bfloat16),
+            codec=codec_spec,
+            algorithm="two_shot",
+            async_op=True,
         )
         work.wait()
         sent.append(work.wire_bytes)
-    step = FlashAllReduce(torch.zeros(512, 1024, dtype=torch.bfloat16), tp.make_comm_config(spec))
-    step.start_gather()
-    step.finish(torch.empty(512, 1024, dtype=torch.bfloat16), None, Epilogue())
-    return sent[0], sent[1], step.sent_bytes
+    operation = FlashAllReduce(torch.zeros(512, 1024, dtype=torch.bfloat16), tp.make_comm_config(spec))
+    operation.start_gather()
+    operation.finish(torch.empty(512, 1024, dtype=torch.bfloat16), None, Epilogue())
+    return sent[0], sent[1], operation.sent_bytes

@@ -16,48 +16,48 @@ from dtcomm.tp import functional
 IN, OUT = 24, 36
 
 
-def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
-    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
 
-def part(x: torch.Tensor, rank: int, ranks: int, dim: int = -1) -> torch.Tensor:
+def shard(x: torch.Tensor, rank: int, ranks: int, dim: int = -1) -> torch.Tensor:
     return x.chunk(ranks, dim)[rank]
 
 
-def linear_pair(rank: int, ranks: int, options: dict[str, Any], tolerance: float) -> None:
+def compare_linear_pair(rank: int, ranks: int, options: dict[str, Any], tolerance: float) -> None:
     """Compare a column-parallel layer followed by a row-parallel one to two dense layers."""
     torch.manual_seed(3)
     up, down = nn.Linear(IN, OUT), nn.Linear(OUT, IN)
     torch.manual_seed(3)
-    shared = dict(options)
-    chunks = shared.pop("chunks", 1)
-    column = tp.ColumnParallelLinear(IN, OUT, **shared)
-    row = tp.RowParallelLinear(OUT, IN, chunks=chunks, **shared)
+    common_options = dict(options)
+    chunks = common_options.pop("chunks", 1)
+    column = tp.ColumnParallelLinear(IN, OUT, **common_options)
+    row = tp.RowParallelLinear(OUT, IN, chunks=chunks, **common_options)
     # The same seed gives the dense layers' shards.
-    assert torch.equal(column.weight, part(up.weight, rank, ranks, 0))
-    assert torch.equal(row.weight, part(down.weight, rank, ranks, 1))
+    assert torch.equal(column.weight, shard(up.weight, rank, ranks, 0))
+    assert torch.equal(row.weight, shard(down.weight, rank, ranks, 1))
     sequence = bool(options.get("sequence_parallel"))
     x = torch.randn(2, 6, IN, generator=torch.Generator().manual_seed(1))
-    mine = part(x, rank, ranks, 1) if sequence else x
-    mine = mine.clone().requires_grad_()
+    local_x = shard(x, rank, ranks, 1) if sequence else x
+    local_x = local_x.clone().requires_grad_()
     x.requires_grad_()
     expected = down(torch.relu(up(x)))
-    got = row(torch.relu(column(mine)))
-    close(got, part(expected, rank, ranks, 1) if sequence else expected, tolerance)
+    actual = row(torch.relu(column(local_x)))
+    assert_close(actual, shard(expected, rank, ranks, 1) if sequence else expected, tolerance)
     weights = torch.linspace(-1, 1, expected.numel()).view_as(expected)
     (expected * weights).sum().backward()
-    (got * (part(weights, rank, ranks, 1) if sequence else weights)).sum().backward()
-    close(mine.grad, part(x.grad, rank, ranks, 1) if sequence else x.grad, tolerance)
-    close(column.weight.grad, part(up.weight.grad, rank, ranks, 0), tolerance)
-    close(row.weight.grad, part(down.weight.grad, rank, ranks, 1), tolerance)
+    (actual * (shard(weights, rank, ranks, 1) if sequence else weights)).sum().backward()
+    assert_close(local_x.grad, shard(x.grad, rank, ranks, 1) if sequence else x.grad, tolerance)
+    assert_close(column.weight.grad, shard(up.weight.grad, rank, ranks, 0), tolerance)
+    assert_close(row.weight.grad, shard(down.weight.grad, rank, ranks, 1), tolerance)
     if not sequence:  # with sequence parallelism the bias sees this rank's tokens only
-        close(row.bias.grad, down.bias.grad, tolerance)
+        assert_close(row.bias.grad, down.bias.grad, tolerance)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}, {"chunks": 4}], ids=str)
-def test_uncompressed_layers_are_the_dense_ones(options: dict[str, Any], ranks: int) -> None:
-    run_ranks(linear_pair, ranks, options, 1e-5)
+def test_uncompressed_layers_equal_dense_ones(options: dict[str, Any], ranks: int) -> None:
+    run_ranks(compare_linear_pair, ranks, options, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -69,30 +69,30 @@ def test_uncompressed_layers_are_the_dense_ones(options: dict[str, Any], ranks: 
     ],
     ids=str,
 )
-def test_compressed_layers_are_near(options: dict[str, Any]) -> None:
-    run_ranks(linear_pair, 2, options, 0.05)
+def test_compressed_layers_are_close_to_dense_ones(options: dict[str, Any]) -> None:
+    run_ranks(compare_linear_pair, 2, options, 0.05)
 
 
-def other_options(rank: int, ranks: int) -> None:
+def compare_other_options(rank: int, ranks: int) -> None:
     torch.manual_seed(0)
     column = tp.ColumnParallelLinear(IN, OUT, gather_output=True)
     row = tp.RowParallelLinear(IN, OUT, bias=False, input_is_parallel=False)
     x = torch.randn(5, IN, generator=torch.Generator().manual_seed(1), requires_grad=True)
     full = column.full_state_dict()
-    close(column(x), nn.functional.linear(x, full["weight"], full["bias"]))
+    assert_close(column(x), nn.functional.linear(x, full["weight"], full["bias"]))
     expected = nn.functional.linear(x, row.full_state_dict()["weight"])
-    close(row(x), expected)
+    assert_close(row(x), expected)
     (grad,) = torch.autograd.grad(row(x).square().sum(), x)
     (dense,) = torch.autograd.grad(expected.square().sum(), x)
-    close(grad, dense)
+    assert_close(grad, dense)
     assert row(x[:0]).shape == (0, OUT)
 
 
 def test_gathered_output_and_split_input() -> None:
-    run_ranks(other_options, 2)
+    run_ranks(compare_other_options, 2)
 
 
-def states(rank: int, ranks: int) -> None:
+def check_states(rank: int, ranks: int) -> None:
     """Load dense states and shards, save dense states; a wrong shape is refused by name."""
     torch.manual_seed(rank)  # ranks start differently
     dense = nn.Linear(IN, OUT)
@@ -102,39 +102,41 @@ def states(rank: int, ranks: int) -> None:
     }
     for layer in (tp.ColumnParallelLinear(IN, OUT), tp.RowParallelLinear(IN, OUT)):
         layer.load_state_dict(state)
-        back = layer.full_state_dict()
-        assert back.keys() == state.keys() and all(torch.equal(back[name], state[name]) for name in state)
-        own = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
-        layer.load_state_dict(own)
-        assert all(torch.equal(a, b) for a, b in zip(own.values(), layer.state_dict().values()))
+        gathered = layer.full_state_dict()
+        assert gathered.keys() == state.keys() and all(
+            torch.equal(gathered[name], state[name]) for name in state
+        )
+        shards = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+        layer.load_state_dict(shards)
+        assert all(torch.equal(a, b) for a, b in zip(shards.values(), layer.state_dict().values()))
         with pytest.raises(RuntimeError, match="size mismatch for weight"):
             layer.load_state_dict({**state, "weight": torch.zeros(7, 7)})
 
 
 def test_states_of_dense_layers_load_and_save() -> None:
-    run_ranks(states, 3)
+    run_ranks(check_states, 3)
 
 
-def embedding(rank: int, ranks: int) -> None:
+def compare_embedding(rank: int, ranks: int) -> None:
     torch.manual_seed(0)
     dense = nn.Embedding(30, 16)
     torch.manual_seed(0)
-    shared = tp.VocabParallelEmbedding(30, 16)
+    parallel = tp.VocabParallelEmbedding(30, 16)
     tokens = torch.arange(40).view(4, 10) % 30
-    assert torch.equal(shared(tokens), dense(tokens))
+    assert torch.equal(parallel(tokens), dense(tokens))
     weights = torch.randn(4, 10, 16, generator=torch.Generator().manual_seed(2))
     (dense(tokens) * weights).sum().backward()
-    (shared(tokens) * weights).sum().backward()
-    close(shared.weight.grad, part(dense.weight.grad, rank, ranks, 0))
+    (parallel(tokens) * weights).sum().backward()
+    assert_close(parallel.weight.grad, shard(dense.weight.grad, rank, ranks, 0))
     with pytest.raises(IndexError, match="expected 0 to 29"):
-        shared(torch.tensor([30]))
+        parallel(torch.tensor([30]))
 
 
 def test_embedding() -> None:
-    run_ranks(embedding, 2)
+    run_ranks(compare_embedding, 2)
 
 
-def conjugates(rank: int, ranks: int) -> None:
+def check_conjugates(rank: int, ranks: int) -> None:
     """Check numerical gradients, with the same random numbers on all ranks."""
     comm = tp.make_comm_config()
     generator = torch.Generator().manual_seed(4)
@@ -151,11 +153,11 @@ def conjugates(rank: int, ranks: int) -> None:
     )
 
 
-def test_each_pair_is_conjugate() -> None:
-    run_ranks(conjugates, 2)
+def test_the_pairs_are_conjugate() -> None:
+    run_ranks(check_conjugates, 2)
 
 
-def refusals(rank: int, ranks: int) -> None:
+def check_refusals(rank: int, ranks: int) -> None:
     with pytest.raises(ValueError, match="out_features: 35 is not divisible by the 2 ranks"):
         tp.ColumnParallelLinear(IN, 35)
     with pytest.raises(ValueError, match="in_features: 25 is not divisible"):
@@ -171,4 +173,4 @@ def refusals(rank: int, ranks: int) -> None:
 
 
 def test_invalid_arguments_are_refused_with_the_reason() -> None:
-    run_ranks(refusals, 2)
+    run_ranks(check_refusals, 2)

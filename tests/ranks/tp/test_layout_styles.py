@@ -26,7 +26,7 @@ REDISTRIBUTIONS = [
 INT8 = {"codec": "int8", "backward_codec": "int8"}
 
 
-class Halves(nn.Module):
+class NormAndInner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -36,87 +36,94 @@ class Halves(nn.Module):
         return self.inner(x)
 
 
-def result(out: Any, x: torch.Tensor) -> list[torch.Tensor]:
-    local = out.to_local() if isinstance(out, DTensor) else out
+def output_and_gradient(output: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    local = output.to_local() if isinstance(output, DTensor) else output
     (local * torch.linspace(-1, 1, local.numel()).view_as(local)).sum().backward()
     assert x.grad is not None
     return [local.detach(), x.grad]
 
 
-def moves(rank: int, ranks: int, local_output: bool, options: dict[str, str]) -> None:
+def compare_redistributions(rank: int, ranks: int, local_output: bool, options: dict[str, str]) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
-    for given, wanted in REDISTRIBUTIONS:
-        if options and isinstance(given, Shard) and isinstance(wanted, Shard) and given != wanted:
+    for source, target in REDISTRIBUTIONS:
+        if options and isinstance(source, Shard) and isinstance(target, Shard) and source != target:
             continue
         plans = [
-            lambda styles, more, given=given, wanted=wanted: styles.PrepareModuleInput(
-                input_layouts=(given,),
-                desired_input_layouts=(wanted,),
+            lambda styles, codec_options, source=source, target=target: styles.PrepareModuleInput(
+                input_layouts=(source,),
+                desired_input_layouts=(target,),
                 use_local_output=local_output,
-                **more,
+                **codec_options,
             ),
-            lambda styles, more, given=given, wanted=wanted: styles.PrepareModuleOutput(
-                output_layouts=given, desired_output_layouts=wanted, use_local_output=local_output, **more
+            lambda styles, codec_options, source=source, target=target: styles.PrepareModuleOutput(
+                output_layouts=source,
+                desired_output_layouts=target,
+                use_local_output=local_output,
+                **codec_options,
             ),
         ]
         for plan in plans:
             results = []
-            for styles, more in ((torch_styles, {}), (tp, options)):
-                model = torch_styles.parallelize_module(Halves(), mesh, {"inner": plan(styles, more)})
+            for styles, codec_options in ((torch_styles, {}), (tp, options)):
+                model = torch_styles.parallelize_module(
+                    NormAndInner(), mesh, {"inner": plan(styles, codec_options)}
+                )
                 x = torch.randn(
                     2, 4, WIDTH, generator=torch.Generator().manual_seed(rank), requires_grad=True
                 )
-                results.append(result(model(x), x))
-            for expected, got in zip(*results, strict=True):
-                what = f"{given!r} to {wanted!r}"
+                results.append(output_and_gradient(model(x), x))
+            for expected, actual in zip(*results, strict=True):
+                redistribution = f"{source!r} to {target!r}"
                 if not options:
-                    assert torch.equal(got, expected), what
-                torch.testing.assert_close(got, expected, rtol=0, atol=0.02 * float(expected.abs().max()))
+                    assert torch.equal(actual, expected), redistribution
+                torch.testing.assert_close(actual, expected, rtol=0, atol=0.02 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("local_output", [True, False])
-def test_uncompressed_is_torch_s_to_the_bit(local_output: bool) -> None:
-    run_ranks(moves, 2, local_output, {})
+def test_uncompressed_styles_equal_torchs_bit_for_bit(local_output: bool) -> None:
+    run_ranks(compare_redistributions, 2, local_output, {})
 
 
-def test_compressed_is_near() -> None:
-    run_ranks(moves, 2, True, INT8)
+def test_compressed_styles_are_close_to_torchs() -> None:
+    run_ranks(compare_redistributions, 2, True, INT8)
 
 
-def sequence(rank: int, ranks: int) -> None:
+def compare_sequence_parallel(rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     for wrap in (False, True):
         results = []
-        for styles, more in ((torch_styles, {}), (tp, {}), (tp, INT8)):
-            model = torch_styles.parallelize_module(Halves(), mesh, {"norm": styles.SequenceParallel(**more)})
+        for styles, codec_options in ((torch_styles, {}), (tp, {}), (tp, INT8)):
+            model = torch_styles.parallelize_module(
+                NormAndInner(), mesh, {"norm": styles.SequenceParallel(**codec_options)}
+            )
             seed = 0 if wrap else rank
             x = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(seed), requires_grad=True)
-            given = DTensor.from_local(x, mesh, [Replicate()], run_check=False) if wrap else x
-            out = model.norm(given)
-            assert out.placements == (Shard(1),)
-            results.append(result(out, x))
-        for expected, same, near in zip(*results, strict=True):
-            assert torch.equal(same, expected)
-            torch.testing.assert_close(near, expected, rtol=0, atol=0.02 * float(expected.abs().max()))
+            argument = DTensor.from_local(x, mesh, [Replicate()], run_check=False) if wrap else x
+            output = model.norm(argument)
+            assert output.placements == (Shard(1),)
+            results.append(output_and_gradient(output, x))
+        for expected, uncompressed, compressed in zip(*results, strict=True):
+            assert torch.equal(uncompressed, expected)
+            torch.testing.assert_close(compressed, expected, rtol=0, atol=0.02 * float(expected.abs().max()))
 
 
 def test_sequence_parallel() -> None:
-    run_ranks(sequence, 2)
+    run_ranks(compare_sequence_parallel, 2)
 
 
-def refused(rank: int, ranks: int) -> None:
+def check_refusals(rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     style = tp.PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Shard(2),), codec="int8")
-    model = torch_styles.parallelize_module(Halves(), mesh, {"inner": style})
+    model = torch_styles.parallelize_module(NormAndInner(), mesh, {"inner": style})
     with pytest.raises(
         ValueError, match=r"input_layouts: .*cannot be compressed; valid: from or to Replicate"
     ):
         model(torch.ones(2, 4, WIDTH))
     style = tp.PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1), codec="int8")
-    model = torch_styles.parallelize_module(Halves(), mesh, {"inner": style})
+    model = torch_styles.parallelize_module(NormAndInner(), mesh, {"inner": style})
     with pytest.raises(ValueError, match=r"output_layouts: .*cannot be compressed"):
         model(torch.ones(2, 5, WIDTH))
 
 
-def test_what_cannot_be_compressed_is_refused() -> None:
-    run_ranks(refused, 2)
+def test_redistributions_that_cannot_be_compressed_are_refused() -> None:
+    run_ranks(check_refusals, 2)

@@ -15,46 +15,46 @@ FEATURES = 96
 
 def results(rank: int, ranks: int) -> list[torch.Tensor]:
     """Return sums with epilogues, and layers' outputs and gradients."""
-    dice = torch.Generator().manual_seed(11)
-    found = []
+    generator = torch.Generator().manual_seed(11)
+    tensors = []
     for dtype in (torch.float32, torch.bfloat16):
-        bias, weight = (torch.randn(FEATURES, generator=dice).to(dtype) for _ in "ab")
-        terms = [torch.randn(40, FEATURES, generator=dice).to(dtype) for _ in range(ranks)]
+        bias, weight = (torch.randn(FEATURES, generator=generator).to(dtype) for _ in "ab")
+        terms = [torch.randn(40, FEATURES, generator=generator).to(dtype) for _ in range(ranks)]
         for async_op in (False, True):
             y, normed, stream = terms[rank].clone(), torch.empty(40, FEATURES, dtype=dtype), terms[0] * 2
-            then = epilogue_task(y, bias=bias, residual=stream, weight=weight, norm_out=normed)
-            work = C.all_reduce(y, codec="int8", algorithm="two_shot", async_op=async_op, epilogue=then)
+            epilogue = epilogue_task(y, bias=bias, residual=stream, weight=weight, norm_out=normed)
+            work = C.all_reduce(y, codec="int8", algorithm="two_shot", async_op=async_op, epilogue=epilogue)
             if work is not None:
                 work.wait()
-            found += [y, normed]
+            tensors += [y, normed]
         for algorithm in ("auto", "two_shot_symmetric"):
             layer = tp.RowParallelLinear(
                 64, FEATURES, codec="int8", algorithm=algorithm, latency=False, chunks=2, dtype=dtype
             )
             with torch.no_grad():
                 for parameter in layer.parameters():
-                    filled = torch.Generator().manual_seed(rank)
-                    parameter.copy_(torch.randn(parameter.shape, generator=filled))
-            x = torch.randn(3, 20, 64 // ranks, generator=dice).to(dtype).requires_grad_()
-            stream = torch.randn(3, 20, FEATURES, generator=dice).to(dtype)
+                    parameter_generator = torch.Generator().manual_seed(rank)
+                    parameter.copy_(torch.randn(parameter.shape, generator=parameter_generator))
+            x = torch.randn(3, 20, 64 // ranks, generator=generator).to(dtype).requires_grad_()
+            stream = torch.randn(3, 20, FEATURES, generator=generator).to(dtype)
             y, normed = layer.with_norm(x, stream, weight)
             (y.sum() + normed.sum()).backward()
-            found += [y.detach(), normed.detach(), x.grad, layer.bias.grad]
-    return found
+            tensors += [y.detach(), normed.detach(), x.grad, layer.bias.grad]
+    return tensors
 
 
-def everywhere(rank: int, ranks: int) -> dict[str, list[int]]:
-    here = results(rank, ranks)
+def compare_runtimes(rank: int, ranks: int) -> dict[str, list[int]]:
+    expected = results(rank, ranks)
     C.release()
     different = {}
     for backend in ("nccl", "gloo"):
         as_on_a_device(backend)
-        there = results(rank, ranks)
-        different[backend] = [i for i, (a, b) in enumerate(zip(here, there)) if not torch.equal(a, b)]
+        actual = results(rank, ranks)
+        different[backend] = [i for i, (a, b) in enumerate(zip(expected, actual)) if not torch.equal(a, b)]
         C.release()
-    return different | {"results": [len(here)]}
+    return different | {"results": [len(expected)]}
 
 
 def test_same_bits_as_the_engine() -> None:
-    for said in run_ranks(everywhere, 2):
-        assert said == {"nccl": [], "gloo": [], "results": [24]}
+    for differences in run_ranks(compare_runtimes, 2):
+        assert differences == {"nccl": [], "gloo": [], "results": [24]}

@@ -26,11 +26,11 @@ class Block(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
-        out: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
-        return out
+        output: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
+        return output
 
 
-def built(mesh: Any, plan: dict[str, Any]) -> nn.Module:
+def parallelize(mesh: Any, plan: dict[str, Any]) -> nn.Module:
     torch.manual_seed(0)
     return torch_styles.parallelize_module(Block(), mesh, plan)
 
@@ -38,56 +38,60 @@ def built(mesh: Any, plan: dict[str, Any]) -> nn.Module:
 def run(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     model.to(dtype)
     tokens = torch.arange(24).view(2, 12) * 7 % VOCABULARY
-    out = model(tokens)
-    found = {"out": out.to_local() if isinstance(out, DTensor) else out}
+    output = model(tokens)
+    results = {"out": output.to_local() if isinstance(output, DTensor) else output}
     (
-        found["out"].float() * torch.linspace(-1, 1, found["out"].numel()).view_as(found["out"])
+        results["out"].float() * torch.linspace(-1, 1, results["out"].numel()).view_as(results["out"])
     ).sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         gradient = parameter.grad
-        found[name] = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return {name: tensor.detach() for name, tensor in found.items()}
+        results[name] = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return {name: tensor.detach() for name, tensor in results.items()}
 
 
 def plans(**options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    theirs = {
+    torch_plan = {
         "embed": torch_styles.RowwiseParallel(input_layouts=Replicate()),
         "up": torch_styles.ColwiseParallel(),
         "down": torch_styles.RowwiseParallel(),
     }
-    forward = {key: value for key, value in options.items() if key in ("codec", "algorithm")}
-    ours = {
+    forward = {
+        key: expected_value for key, expected_value in options.items() if key in ("codec", "algorithm")
+    }
+    plan = {
         "embed": tp.RowwiseParallel(input_layouts=Replicate(), **forward),
         "up": tp.ColwiseParallel(**options),
         "down": tp.RowwiseParallel(**options),
     }
-    return theirs, ours
+    return torch_plan, plan
 
 
-def parity(rank: int, ranks: int, dtype: torch.dtype) -> None:
+def compare_uncompressed(rank: int, ranks: int, dtype: torch.dtype) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
-    theirs, ours = plans()
-    expected, got = run(built(mesh, theirs), dtype), run(built(mesh, ours), dtype)
-    assert expected.keys() == got.keys()
-    for name, value in expected.items():
-        assert torch.equal(got[name], value), name
+    torch_plan, plan = plans()
+    expected, actual = run(parallelize(mesh, torch_plan), dtype), run(parallelize(mesh, plan), dtype)
+    assert expected.keys() == actual.keys()
+    for name, expected_value in expected.items():
+        assert torch.equal(actual[name], expected_value), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_uncompressed_is_torch_s_to_the_bit_on_two_ranks(dtype: torch.dtype) -> None:
-    run_ranks(parity, 2, dtype)
+def test_uncompressed_styles_equal_torchs_bit_for_bit_on_two_ranks(dtype: torch.dtype) -> None:
+    run_ranks(compare_uncompressed, 2, dtype)
 
 
-def near(rank: int, ranks: int, options: dict[str, Any], tolerance: float) -> None:
+def compare_compressed(rank: int, ranks: int, options: dict[str, Any], tolerance: float) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
-    theirs, ours = plans(**options)
-    expected, got = run(built(mesh, theirs)), run(built(mesh, ours))
-    for name, value in expected.items():
-        error = torch.linalg.vector_norm(got[name] - value) / torch.linalg.vector_norm(value)
+    torch_plan, plan = plans(**options)
+    expected, actual = run(parallelize(mesh, torch_plan)), run(parallelize(mesh, plan))
+    for name, expected_value in expected.items():
+        error = torch.linalg.vector_norm(actual[name] - expected_value) / torch.linalg.vector_norm(
+            expected_value
+        )
         assert error < tolerance, (name, float(error))
         if tolerance > 1e-3 and name == "out":
-            assert not torch.equal(got[name], value)
+            assert not torch.equal(actual[name], expected_value)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +103,8 @@ def near(rank: int, ranks: int, options: dict[str, Any], tolerance: float) -> No
     ],
     ids=str,
 )
-def test_compressed_is_near(ranks: int, options: dict[str, Any], tolerance: float) -> None:
-    run_ranks(near, ranks, options, tolerance)
+def test_compressed_styles_are_close_to_torchs(ranks: int, options: dict[str, Any], tolerance: float) -> None:
+    run_ranks(compare_compressed, ranks, options, tolerance)
 
 
 class Sequence(nn.Module):
@@ -112,39 +116,41 @@ class Sequence(nn.Module):
         self.down = nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down(torch.tanh(self.up(x)))
-        return out
+        output: torch.Tensor = self.down(torch.tanh(self.up(x)))
+        return output
 
 
-def sequences(rank: int, ranks: int, options: dict[str, Any], tolerance: float) -> None:
+def compare_sequence_parallel(rank: int, ranks: int, options: dict[str, Any], tolerance: float) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     results = []
-    for styles, more in ((torch_styles, {}), (tp, options)):
+    for styles, codec_options in ((torch_styles, {}), (tp, options)):
         torch.manual_seed(0)
         plan = {
-            "up": styles.ColwiseParallel(input_layouts=Shard(1), **more),
-            "down": styles.RowwiseParallel(output_layouts=Shard(1), use_local_output=False, **more),
+            "up": styles.ColwiseParallel(input_layouts=Shard(1), **codec_options),
+            "down": styles.RowwiseParallel(output_layouts=Shard(1), use_local_output=False, **codec_options),
         }
         model = torch_styles.parallelize_module(Sequence(), mesh, plan)
         x = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(rank), requires_grad=True)
-        out = model(x)
-        assert out.placements == (Shard(1),) and tuple(out.shape) == (2, 6 * ranks, WIDTH)
-        out.to_local().square().sum().backward()
-        results.append([out.to_local().detach(), x.grad, model.up.weight.grad.to_local()])
-    for value, got in zip(*results):
+        output = model(x)
+        assert output.placements == (Shard(1),) and tuple(output.shape) == (2, 6 * ranks, WIDTH)
+        output.to_local().square().sum().backward()
+        results.append([output.to_local().detach(), x.grad, model.up.weight.grad.to_local()])
+    for expected_value, actual in zip(*results):
         if not options:
-            assert torch.equal(got, value)
-        torch.testing.assert_close(got, value, rtol=0, atol=tolerance * float(value.abs().max()))
+            assert torch.equal(actual, expected_value)
+        torch.testing.assert_close(
+            actual, expected_value, rtol=0, atol=tolerance * float(expected_value.abs().max())
+        )
 
 
 @pytest.mark.parametrize(
     ("options", "tolerance"), [({}, 0.0), ({"codec": "int8", "backward_codec": "int8"}, 0.05)], ids=str
 )
 def test_sequence_parallel(options: dict[str, Any], tolerance: float) -> None:
-    run_ranks(sequences, 2, options, tolerance)
+    run_ranks(compare_sequence_parallel, 2, options, tolerance)
 
 
-def uneven(rank: int, ranks: int) -> None:
+def check_uneven_shards(rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     for codec in ("none", "int8"):
         torch.manual_seed(0)
@@ -154,16 +160,19 @@ def uneven(rank: int, ranks: int) -> None:
         if codec == "none":
             torch.manual_seed(0)
             plan = {"down": torch_styles.RowwiseParallel(output_layouts=Shard(1))}
-            theirs = torch_styles.parallelize_module(Sequence(), mesh, plan)
-            got, expected = model.down(x), theirs.down(x)
-            assert got.shape == expected.shape and torch.equal(got, expected), (got.shape, expected.shape)
+            torch_model = torch_styles.parallelize_module(Sequence(), mesh, plan)
+            actual, expected = model.down(x), torch_model.down(x)
+            assert actual.shape == expected.shape and torch.equal(actual, expected), (
+                actual.shape,
+                expected.shape,
+            )
         else:
             with pytest.raises(ValueError, match=r"output_layouts: .*cannot be compressed; valid"):
                 model.down(x)
 
 
-def test_shards_of_different_sizes_are_torch_s_or_refused() -> None:
-    run_ranks(uneven, 2)
+def test_shards_of_different_sizes_are_left_to_torch_or_refused() -> None:
+    run_ranks(check_uneven_shards, 2)
 
 
 def test_an_unknown_codec_is_refused_when_the_plan_is_written() -> None:

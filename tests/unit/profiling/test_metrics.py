@@ -1,3 +1,5 @@
+"""Metrics in Prometheus's text format and as TensorBoard scalars."""
+
 from __future__ import annotations
 
 import math
@@ -13,7 +15,7 @@ SAMPLE = re.compile(
 )
 
 
-class Something:
+class StateWithMetrics:
     def __init__(self, *metrics: Metric) -> None:
         self._metrics = list(metrics)
 
@@ -21,7 +23,7 @@ class Something:
         return self._metrics
 
 
-STATE = Something(
+STATE = StateWithMetrics(
     Metric("dtcomm_bytes_total", 2**40, "bytes\nsent", "counter"),
     Metric("dtcomm_error", 0.25, "lost", labels={"codec": "int8", "note": 'a "name" \\ of\nmine'}),
     Metric("dtcomm_share", math.nan, "shared"),
@@ -29,7 +31,7 @@ STATE = Something(
 )
 
 
-def test_prometheus_text_is_well_formed_and_families_stay_together() -> None:
+def test_prometheus_text_is_well_formed_and_grouped_by_name() -> None:
     text = prometheus(STATE, {"rank": "0"})
     assert text.endswith("\n")
     for line in text.splitlines():
@@ -41,19 +43,19 @@ def test_prometheus_text_is_well_formed_and_families_stay_together() -> None:
     assert 'dtcomm_share{rank="0"} NaN' in text
 
 
-def test_the_textfile_is_replaced_whole(tmp_path: Path) -> None:
+def test_the_text_file_is_replaced_atomically(tmp_path: Path) -> None:
     path = tmp_path / "dtcomm.prom"
     path.write_text("old")
     reader = path.open()
     write_prometheus(STATE, path)
-    assert reader.read() == "old"  # whoever was reading goes on with the old one
+    assert reader.read() == "old"  # a reader that has the file open still reads the old content
     assert path.read_text() == prometheus(STATE)
     assert [file.name for file in tmp_path.iterdir()] == ["dtcomm.prom"]
     with pytest.raises(ValueError, match=r"\.prom"):
         write_prometheus(STATE, tmp_path / "dtcomm.txt")
 
 
-def test_tensorboard_gets_every_number_there_is() -> None:
+def test_tensorboard_gets_all_finite_values() -> None:
     class Writer:
         scalars: list[tuple[str, float, int | None]] = []  # noqa: RUF012
 
@@ -61,5 +63,7 @@ def test_tensorboard_gets_every_number_there_is() -> None:
             self.scalars.append((tag, scalar_value, global_step))
 
     writer = Writer()
-    write_tensorboard(Something(STATE.metrics()[0], STATE.metrics()[2], STATE.metrics()[3]), writer, 12)
+    write_tensorboard(
+        StateWithMetrics(STATE.metrics()[0], STATE.metrics()[2], STATE.metrics()[3]), writer, 12
+    )
     assert writer.scalars == [("dtcomm/bytes_total", 2**40, 12), ("dtcomm/error/topk", 1e-9, 12)]
