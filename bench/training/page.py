@@ -9,7 +9,7 @@ from typing import Any
 from bench.common.pages import DOCS, fill, markdown
 from bench.training.runs import METHODS
 from bench.training.tasks import TASKS
-from dtcomm.cli.demo.plot import COLOURS, INK, STYLE
+from dtcomm.cli._plot import COLOURS, INK, STYLE
 
 #: Methods that must be as good as uncompressed.
 HELD_TO_IT = ("fp16", "bf16", "fp8_e4m3", "int8", "int4")

@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.common.pages import DOCS, fill, markdown
 from bench.training.shards import METHODS
-from dtcomm.cli.demo.plot import COLOURS, INK, STYLE
+from dtcomm.cli._plot import COLOURS, INK, STYLE
 
 NEAR = 0.01  # how far from the uncompressed loss the defaults may end
 

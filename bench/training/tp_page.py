@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dtcomm.cli.demo.plot import COLOURS, INK, STYLE
+from dtcomm.cli._plot import COLOURS, INK, STYLE
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtcomm.cli.demo.plot import COLOURS, STYLE
+from dtcomm.cli._plot import COLOURS, styled_pyplot
 from dtcomm.tp.calibrate import CANDIDATES, Batch, Calibration, calibrate
 from dtcomm.tp.hf_transformers import from_folder
 from dtcomm.tp.layer_plan import PLANS
@@ -204,13 +204,8 @@ def show(calibration: Calibration) -> None:
 
 def plot(calibration: Calibration, path: Path) -> None:
     """Plot the divergence of the logits for each layer and codec, with rings around the plan's choices."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     names = list(calibration.errors)
-    with pyplot.rc_context(STYLE):
+    with styled_pyplot() as pyplot:
         figure, axes = pyplot.subplots(figsize=(8, 1.6 + 0.28 * len(names)), layout="constrained")
         for colour, spec in zip(COLOURS[1:] * 3, [spec for spec in calibration.bits if spec != "none"]):
             values = [max(calibration.errors[name][spec].divergence, 1e-9) for name in names]

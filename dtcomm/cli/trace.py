@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dtcomm.cli.demo.plot import COLOURS, GREY, INK, STYLE
+from dtcomm.cli._plot import COLOURS, GREY, INK, styled_pyplot
 from dtcomm.profiling import trace
 from dtcomm.profiling.step_record import MessageRecord, StepRecord
 from dtcomm.profiling.summary import summarize
@@ -60,10 +60,6 @@ def main(argv: list[str]) -> int:
 
 def plot(ranks: Ranks, path: Path, number: int | None = None) -> None:
     """Plot one step in the format of the path's extension; ValueError if the step is not complete on all ranks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     from matplotlib.patches import Patch
 
     chosen = median_step(ranks) if number is None else number
@@ -75,7 +71,7 @@ def plot(ranks: Ranks, path: Path, number: int | None = None) -> None:
         rows.append((f"rank {about['rank']}: compute", step, None))
         rows += [(message.label, step, message) for message in step.messages[:MAX_BUCKETS]]
     origin = min(step.begin for _, step, _ in rows)
-    with pyplot.rc_context(STYLE):
+    with styled_pyplot() as pyplot:
         figure, axes = pyplot.subplots(figsize=(11, 1.6 + 0.32 * len(rows)), layout="constrained")
         for at, (_, step, message) in enumerate(rows):
             if message is None:

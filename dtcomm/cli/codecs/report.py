@@ -12,8 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from dtcomm.cli._plot import GREY, INK, styled_pyplot
 from dtcomm.cli.codecs.measure import CodecRow
-from dtcomm.cli.demo.plot import GREY, INK, STYLE
 from dtcomm.kernels import available, current
 from dtcomm.measure import device as device_info
 from dtcomm.measure.memory_floor import REDUCED_PAYLOADS
@@ -149,16 +149,11 @@ def plot(rows: Sequence[CodecRow], path: Path) -> None:
 
     Codecs without error, and errors that do not exist, are left out of the logarithmic scale.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     names = list(rows[0].errors)
     panels = list(dict.fromkeys((names[0], names[-1])))
     families = list(dict.fromkeys(row.family for row in rows))
-    colours = pyplot.get_cmap("tab20").colors  # type: ignore[attr-defined]
-    with pyplot.rc_context(STYLE):
+    with styled_pyplot() as pyplot:
+        colours = pyplot.get_cmap("tab20").colors
         figure, all_axes = pyplot.subplots(
             1, len(panels), figsize=(2 + 5.2 * len(panels), 6.4), layout="constrained", squeeze=False
         )

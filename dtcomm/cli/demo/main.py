@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dtcomm.cli.demo import plot
+from dtcomm.cli._plot import COLOURS, styled_pyplot
 from dtcomm.cli.demo.train import PLAIN, Settings, train
 from dtcomm.codecs import codec
 from dtcomm.launch.ranks import RankError, RankTimeout, send_to_parent, spawn_ranks
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "demo.json").write_text(json.dumps(summary, indent=1) + "\n")
-    plot.plot(summary, options.out / "demo.png")
+    write_plot(summary, options.out / "demo.png")
     if options.json:
         print(json.dumps(summary))
     print_summary(summary, console)
@@ -236,3 +236,107 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
 
 def _milliseconds(value: float) -> str:
     return f"{value:.1f} ms" if value >= 1 else f"{value:.2f} ms"
+
+
+def write_plot(summary: dict[str, Any], path: Path) -> None:
+    """Write a PNG of ``summary`` (see `summarize`); the curves are those of the first seed."""
+    runs = summary["runs"]
+    with styled_pyplot() as pyplot:
+        figure = pyplot.figure(figsize=(11.5, 5.6), layout="constrained")
+        grid = figure.add_gridspec(2, 2, width_ratios=(1.7, 1), height_ratios=(2.4, 1))
+        curves = figure.add_subplot(grid[0, 0])
+        _plot_losses(curves, runs)
+        _plot_differences(figure.add_subplot(grid[1, 0], sharex=curves), runs)
+        _plot_bars(
+            figure.add_subplot(grid[0, 1]),
+            runs,
+            [run["bytes_per_step"] / 1e6 for run in runs],
+            "{:.2f}",
+            "sent by each rank, MB per step",
+        )
+        _plot_bars(
+            figure.add_subplot(grid[1, 1]),
+            runs,
+            [next(iter(run["milliseconds_on_link"].values())) for run in runs],
+            "{:.0f}",
+            "time of these bytes on a 1 Gbit/s link, ms",
+        )
+        figure.suptitle(
+            f"Character-level GPT on Python's standard library: {runs[0]['parameters'] / 1e6:.1f} M "
+            f"parameters, {summary['ranks']} ranks, {summary['steps']} steps",
+            fontsize=12.5,
+            x=0.01,
+            ha="left",
+        )
+        figure.savefig(path, dpi=150)
+        pyplot.close(figure)
+
+
+def _plot_losses(axes: Any, runs: list[dict[str, Any]]) -> None:
+    for position, run in enumerate(runs):
+        seed = next(iter(run["seeds"].values()))
+        colour = COLOURS[position % len(COLOURS)]
+        smooth = _smooth(seed["losses"])
+        axes.plot(
+            range(1, len(smooth) + 1),
+            smooth,
+            color=colour,
+            linewidth=5 if position == 0 else 1.3,
+            alpha=0.5 if position == 0 else 0.95,
+            label=f"{run['name']}: {run['final_held_out_loss']:.4f}",
+            zorder=2 + position,
+        )
+        steps, losses = zip(*seed["held_out"], strict=True)
+        # Rings of decreasing size, so that equal points of several runs stay visible.
+        size = 120 - 28 * min(position, 3)
+        axes.scatter(steps, losses, s=size, facecolors="none", edgecolors=colour, linewidths=1.3, zorder=9)
+    axes.set_ylabel("nats per character")
+    axes.set_title("training loss (lines, smoothed) and held-out loss (rings)")
+    axes.grid(axis="y")
+    axes.set_xlim(left=0)
+    axes.tick_params(labelbottom=False)
+    axes.legend(title="final held-out loss", frameon=False, alignment="left")
+
+
+def _plot_differences(axes: Any, runs: list[dict[str, Any]]) -> None:
+    """Plot the smoothed training loss relative to plain DDP's at the same step, in percent."""
+    plain = _smooth(next(iter(runs[0]["seeds"].values()))["losses"])
+    axes.axhline(0, color=COLOURS[0], linewidth=3, alpha=0.5)
+    reach = 0.02
+    for position, run in enumerate(runs[1:], 1):
+        smooth = _smooth(next(iter(run["seeds"].values()))["losses"])
+        difference = [100 * (ours / theirs - 1) for ours, theirs in zip(smooth, plain, strict=True)]
+        reach = max(reach, 1.2 * max(map(abs, difference)))
+        axes.plot(range(1, len(plain) + 1), difference, color=COLOURS[position % len(COLOURS)], linewidth=1.3)
+    axes.set_ylim(-reach, reach)
+    axes.set_xlabel("step")
+    axes.set_ylabel("%")
+    axes.set_title("training loss against plain DDP")
+    axes.grid(axis="y")
+
+
+def _plot_bars(axes: Any, runs: list[dict[str, Any]], values: list[float], form: str, title: str) -> None:
+    positions = range(len(runs))
+    axes.barh(
+        positions, values, color=[COLOURS[position % len(COLOURS)] for position in positions], height=0.64
+    )
+    for position, value in zip(positions, values, strict=True):
+        share = f"  ({value / values[0]:.0%})" if position and values[0] else ""
+        axes.text(value + 0.015 * max(values), position, form.format(value) + share, va="center")
+    axes.set_yticks(positions, [run["name"] for run in runs])
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.3 * max(values))
+    axes.set_xticks([])
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.set_title(title)
+
+
+def _smooth(values: list[float], memory: float = 0.9) -> list[float]:
+    """Return the exponential moving average with bias correction at the start."""
+    smooth, weight, total = [], 0.0, 0.0
+    for value in values:
+        total = memory * total + (1 - memory) * value
+        weight = memory * weight + (1 - memory)
+        smooth.append(total / weight)
+    return smooth

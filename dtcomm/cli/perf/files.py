@@ -15,8 +15,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from dtcomm.cli._plot import styled_pyplot
 from dtcomm.cli._sizes import format_size
-from dtcomm.cli.demo.plot import STYLE
 from dtcomm.cli.perf.collectives import COLLECTIVES, bandwidths
 from dtcomm.cli.perf.report import Measurement, PerfReport, PerfRow, average_bandwidths
 
@@ -183,18 +183,13 @@ def _label_fields(row: PerfRow) -> tuple[str, ...]:
 
 
 def write_plot(report: PerfReport, path: Path) -> None:
-    """Write the write_plot in the format of the path's extension; it shows medians, in place if that was measured."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    """Write the plot in the format of the path's extension; it shows medians, in place if that was measured."""
     series = plot_lines(report)
     small = {name: [row for row in rows if 0 < row.size <= SMALL] for name, rows in series.items()}
     panels = 2 if any(len(rows) > 1 for rows in small.values()) else 1
-    colours = pyplot.get_cmap("tab10").colors  # type: ignore[attr-defined]
     ranks, collective = len(report.ranks), report.options.collective
-    with pyplot.rc_context(STYLE):
+    with styled_pyplot() as pyplot:
+        colours = pyplot.get_cmap("tab10").colors
         figure, all_axes = pyplot.subplots(
             1, panels, figsize=(1 + 5.4 * panels, 4.4), layout="constrained", squeeze=False
         )

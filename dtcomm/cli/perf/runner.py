@@ -18,7 +18,7 @@ from dtcomm.cli.perf import placement, timing
 from dtcomm.cli.perf.args import PerfOptions, Variant
 from dtcomm.cli.perf.backends import find_backend
 from dtcomm.cli.perf.backends.base import Backend, CollectiveCall, TransportUsed
-from dtcomm.cli.perf.collectives import COLLECTIVES, DTYPES
+from dtcomm.cli.perf.collectives import COLLECTIVES, DTYPES, Collective
 from dtcomm.cli.perf.placement import Placement
 from dtcomm.cli.perf.report import Measurement, PerfReport, PerfRow, ProgressListener, with_ratios
 from dtcomm.cli.perf.verify import (
@@ -42,6 +42,19 @@ class RowGroup(NamedTuple):
     op: str
     root: int
     variants: list[Variant]
+
+    def case(self, collective: Collective, rank: int, ranks: int) -> Case:
+        """Return this group's collective on one rank."""
+        dtype = DTYPES[self.datatype]
+        return Case(
+            collective=collective.name,
+            count=collective.count(self.size, dtype, ranks),
+            dtype=dtype,
+            op=self.op,
+            root=max(self.root, 0),
+            rank=rank,
+            ranks=ranks,
+        )
 
 
 def run(options: PerfOptions, listener: ProgressListener, place: Placement | None = None) -> PerfReport:
@@ -156,18 +169,8 @@ def _create_backends(options: PerfOptions, place: Placement, supports_codecs: bo
 
 
 def _measure_row(options: PerfOptions, backend: Backend, variant: Variant, group: RowGroup) -> PerfRow:
-    collective, dtype = COLLECTIVES[options.collective], DTYPES[group.datatype]
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    count = collective.count(group.size, dtype, ranks)
-    case = Case(
-        collective=options.collective,
-        count=count,
-        dtype=dtype,
-        op=group.op,
-        root=max(group.root, 0),
-        rank=rank,
-        ranks=ranks,
-    )
+    collective = COLLECTIVES[options.collective]
+    case = group.case(collective, dist.get_rank(), dist.get_world_size())
     out_of_place = in_place = wire_bytes = None
     if backend.measures_itself:
         times = backend.measure_calls(case, options.iters, options.warmup_iters)
@@ -183,8 +186,8 @@ def _measure_row(options: PerfOptions, backend: Backend, variant: Variant, group
         in_place = bench.measure(in_place=True) if works_in_place else None
         wire_bytes, transport = bench.measure_transport()
     return PerfRow(
-        size=collective.size(count, dtype, ranks),
-        count=count,
+        size=collective.size(case.count, case.dtype, case.ranks),
+        count=case.count,
         datatype=group.datatype,
         op=group.op,
         root=group.root,

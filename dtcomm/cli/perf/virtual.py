@@ -15,7 +15,7 @@ from dtcomm import planner
 from dtcomm.cli.perf import placement, timing
 from dtcomm.cli.perf.args import PerfOptions, Variant
 from dtcomm.cli.perf.backends.base import TransportUsed
-from dtcomm.cli.perf.collectives import COLLECTIVES, DTYPES
+from dtcomm.cli.perf.collectives import COLLECTIVES
 from dtcomm.cli.perf.placement import RankInfo, available_memory
 from dtcomm.cli.perf.report import Measurement, PerfReport, PerfRow, ProgressListener
 from dtcomm.cli.perf.runner import RowGroup, measure_rows, row_groups, size_limit, timed_values
@@ -74,21 +74,9 @@ class VirtualBench:
 
     def measure_row(self, variant: Variant, group: RowGroup) -> PerfRow:
         """Measure one line of the table."""
-        collective, dtype = COLLECTIVES[self._options.collective], DTYPES[group.datatype]
-        ranks = self._options.virtual
-        count = collective.count(group.size, dtype, ranks)
-        cases = [
-            Case(
-                collective=collective.name,
-                count=count,
-                dtype=dtype,
-                op=group.op,
-                root=max(group.root, 0),
-                rank=rank,
-                ranks=ranks,
-            )
-            for rank in range(ranks)
-        ]
+        collective, ranks = COLLECTIVES[self._options.collective], self._options.virtual
+        cases = [group.case(collective, rank, ranks) for rank in range(ranks)]
+        count, dtype = cases[0].count, cases[0].dtype
         algorithm, schedule = variant.algorithm, variant.schedule
         if schedule is None:
             whole = count * (ranks if collective.sharded else 1)

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dtcomm.cli.demo.plot import COLOURS, GREY, INK, STYLE
+from dtcomm.cli._plot import COLOURS, GREY, INK, styled_pyplot
 from dtcomm.cli.plan.options import PlanOptions
 from dtcomm.cli.plan.training import Training
 from dtcomm.planner.sweep import MIN_SPEEDUP, Sweep, SweepRow, size_name
@@ -119,13 +119,8 @@ def _training_table(training: Training) -> Table:
 
 def plot(sweep: Sweep, trainings: Sequence[Training], path: Path) -> None:
     """Write the plot in the format of the path's extension."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     panels = 2 + len(trainings)
-    with pyplot.rc_context(STYLE):
+    with styled_pyplot() as pyplot:
         figure, axes = pyplot.subplots(1, panels, figsize=(1 + 5 * panels, 4.8), layout="constrained")
         lines = _plot_lines(sweep)
         _plot_bandwidth(axes[0], lines)
