@@ -41,7 +41,7 @@ def test_the_instruction_and_the_tables_agree() -> None:
                                                        ("broadcast", "tree"), ("all_gather", "halving")])  # fmt: skip
 def test_a_flipped_bit_is_found_or_was_in_the_padding(collective: str, algorithm: str) -> None:
     generator = random.Random(5)
-    found = 0
+    detected = 0
     for seed in range(150):
         world = Simulation(
             ranks=generator.choice([2, 3, 4, 5]), seed=seed, corrupt_payload=generator.randrange(8)
@@ -50,13 +50,13 @@ def test_a_flipped_bit_is_found_or_was_in_the_padding(collective: str, algorithm
         operation = case.operations[0]
         checked = operation.shape._replace(checksum=True)
         case.operations = [
-            type(each)(shape=checked, schedule=each.schedule, buffers=each.buffers)
-            for each in case.operations
+            type(of_rank)(shape=checked, schedule=of_rank.schedule, buffers=of_rank.buffers)
+            for of_rank in case.operations
         ]
         outcomes = run_simulated(world, together([case]))
         fates = {outcome.status for outcome in outcomes}
         if "corrupt" in fates:
-            found += 1
+            detected += 1
             assert fates <= {"corrupt", "done"}, (world, outcomes)
             assert len({outcome.failed_rank for outcome in outcomes if outcome.status == "corrupt"}) == 1, (
                 world
@@ -65,7 +65,7 @@ def test_a_flipped_bit_is_found_or_was_in_the_padding(collective: str, algorithm
         finished(outcomes, world)
         for rank in range(world.ranks):  # nothing that anybody reads was hit
             assert torch.equal(torch.as_tensor(case.outputs[rank][0]), exact(case, rank, 0)), (world, rank)
-    assert found > 50
+    assert detected > 50
 
 
 def plant(path: Path) -> None:
@@ -77,14 +77,14 @@ def plant(path: Path) -> None:
 
 
 def areas() -> list[Path]:
-    found = []
+    paths = []
     for entry in os.scandir("/proc/self/fd"):
         try:
             if "dtcomm-region" in os.readlink(entry.path):
-                found.append(Path(entry.path))
+                paths.append(Path(entry.path))
         except FileNotFoundError:
             continue
-    return found
+    return paths
 
 
 def damaged_in_memory(rank: int, world_size: int, flipped: bool) -> str:
@@ -127,18 +127,18 @@ def everything(rank: int, world_size: int) -> list[torch.Tensor]:
         for name in ("one_shot", "two_shot", "ring", "tree"):
             if spec.startswith("topk") and name not in ("one_shot", "two_shot"):
                 continue
-            mine = x.clone()
-            C.all_reduce(mine, codec=spec, algorithm=name)
-            results.append(mine)
+            own = x.clone()
+            C.all_reduce(own, codec=spec, algorithm=name)
+            results.append(own)
     gathered = torch.empty(1000 * world_size)
     C.all_gather(gathered, torch.full((1000,), float(rank)))
-    mine = dtcomm.empty(100_000).fill_(rank)
-    C.all_reduce(mine)
+    own = dtcomm.empty(100_000).fill_(rank)
+    C.all_reduce(own)
     if rank < 2:
-        one = torch.full((500,), float(rank))
-        C.send(one, 1 - rank) if rank == 0 else C.recv(one, 0)
-        results.append(one)
-    return [*results, gathered, mine.clone()]
+        message = torch.full((500,), float(rank))
+        C.send(message, 1 - rank) if rank == 0 else C.recv(message, 0)
+        results.append(message)
+    return [*results, gathered, own.clone()]
 
 
 def with_and_without(rank: int, world_size: int) -> tuple[bool, int]:

@@ -134,9 +134,9 @@ def packing(rank: int, n: int) -> None:
         collectives.all_reduce_coalesced(
             together, "avg", codec=specs, algorithm="two_shot", residuals=kept, bucket_bytes=bucket_bytes
         )
-        for mine, alone, spec in zip(together, single, specs, strict=True):
-            assert torch.equal(mine, alone), spec  # a result does not depend on what it is sent with
-            require_alike(mine, spec)
+        for left, right, spec in zip(together, single, specs, strict=True):
+            assert torch.equal(left, right), spec  # a result does not depend on what it is sent with
+            require_alike(left, spec)
         assert all(residual is None or residual.numel() == 0 or residual.abs().sum() > 0 for residual in kept)
         work = collectives.all_reduce_coalesced(
             [tensor.clone() for tensor in tensors], codec=specs, async_op=True, bucket_bytes=bucket_bytes
@@ -160,10 +160,10 @@ def layouts(rank: int, n: int) -> None:
     collectives.all_reduce(image)
     assert image.eq(n).all()
     whole = torch.arange(float(3 * n))
-    mine = whole[3 * rank : 3 * rank + 3]
-    collectives.all_gather(whole, mine)  # in place
-    collectives.reduce_scatter(mine, whole)
-    assert torch.equal(mine, torch.arange(3.0 * n)[3 * rank : 3 * rank + 3] * n)
+    shard = whole[3 * rank : 3 * rank + 3]
+    collectives.all_gather(whole, shard)  # in place
+    collectives.reduce_scatter(shard, whole)
+    assert torch.equal(shard, torch.arange(3.0 * n)[3 * rank : 3 * rank + 3] * n)
     unaligned = torch.zeros(4097, dtype=torch.uint8)[1:]
     collectives.all_reduce(unaligned)
 

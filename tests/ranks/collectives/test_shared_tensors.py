@@ -28,17 +28,17 @@ def shared_tensors(rank: int, n: int) -> None:
                     )
                     == 0
                 )
-            given = make(count * n)
-            given.copy_(exact_inputs.inputs("reduce_scatter", count, rank=rank, world_size=n))
+            source = make(count * n)
+            source.copy_(exact_inputs.inputs("reduce_scatter", count, rank=rank, world_size=n))
             output = torch.empty(count)
-            collectives.reduce_scatter(output, given)
+            collectives.reduce_scatter(output, source)
             assert (
                 exact_inputs.count_mismatches(
                     output, exact_inputs.expected("reduce_scatter", count, rank=rank, world_size=n)
                 )
                 == 0
             )
-            given.zero_()  # nobody reads it any more
+            source.zero_()  # nobody reads it any more
             shard = make(count)
             shard.copy_(exact_inputs.inputs("all_gather", count, rank=rank, world_size=n))
             gathered = torch.empty(count * n)
@@ -73,7 +73,9 @@ def copied_from_shared(rank: int, n: int) -> None:
         for mixed in (False, True):
             make = torch.empty if mixed and rank == root else collectives.empty
 
-            def given(collective: str, shards: int, make: Any = make, count: int = count) -> torch.Tensor:
+            def tensor_for(
+                collective: str, shards: int, make: Any = make, count: int = count
+            ) -> torch.Tensor:
                 tensor = make(count * shards)
                 return tensor.copy_(exact_inputs.inputs(collective, count, rank=rank, world_size=n))
 
@@ -84,14 +86,14 @@ def copied_from_shared(rank: int, n: int) -> None:
                     count,
                 )
 
-            tensor = given("broadcast", 1)
+            tensor = tensor_for("broadcast", 1)
             collectives.broadcast(tensor, root)
             check("broadcast", tensor)
-            tensor = given("reduce", 1)
+            tensor = tensor_for("reduce", 1)
             collectives.reduce(tensor, root)
             check("reduce", tensor)
             for collective in ("gather", "scatter", "all_to_all"):
-                source = given(collective, 1 if collective == "gather" else n)
+                source = tensor_for(collective, 1 if collective == "gather" else n)
                 output = torch.empty(count if collective == "scatter" else count * n)
                 if collective == "gather":
                     collectives.gather(source, output if rank == root else None, root)
@@ -102,7 +104,7 @@ def copied_from_shared(rank: int, n: int) -> None:
                 source.zero_()  # nobody reads it any more
                 check(collective, output)
             if peer < n:
-                source, output = given("sendrecv", 1), torch.empty(count)
+                source, output = tensor_for("sendrecv", 1), torch.empty(count)
                 for sends in (rank < peer, rank > peer):
                     if sends:
                         collectives.send(source, peer)

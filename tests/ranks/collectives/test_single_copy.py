@@ -25,7 +25,7 @@ def pulled(rank: int, n: int) -> int:
     root, peer = n - 1, rank ^ 1
     for count in (0, 1, 1000, 50_001, 300_000):
 
-        def given(collective: str, shards: int, count: int = count) -> torch.Tensor:
+        def tensor_for(collective: str, shards: int, count: int = count) -> torch.Tensor:
             return exact_inputs.inputs(collective, count, rank=rank, world_size=n).clone().view(shards, count)
 
         def check(collective: str, result: torch.Tensor, *sources: torch.Tensor, count: int = count) -> None:
@@ -37,33 +37,33 @@ def pulled(rank: int, n: int) -> int:
                 count,
             )
 
-        tensor = given("broadcast", 1)
+        tensor = tensor_for("broadcast", 1)
         collectives.broadcast(tensor, root)
         check("broadcast", tensor)
-        source, output = given("gather", 1), torch.empty(count * n)
+        source, output = tensor_for("gather", 1), torch.empty(count * n)
         collectives.gather(source, output if rank == root else None, root)
         if rank == root:
             check("gather", output, source)
-        source, output = given("scatter", n), torch.empty(count)
+        source, output = tensor_for("scatter", n), torch.empty(count)
         collectives.scatter(output, source.view(-1) if rank == root else None, root)
         check("scatter", output, source)
-        source, output = given("all_to_all", n), torch.empty(n, count)
+        source, output = tensor_for("all_to_all", n), torch.empty(n, count)
         work = collectives.all_to_all(output, source, async_op=True)
         work.wait()
         check("all_to_all", output, source)
         whole = torch.empty(count * n)
-        mine = whole[count * rank : count * (rank + 1)].copy_(given("all_gather", 1)[0])
-        collectives.all_gather(whole, mine)  # in place
+        shard = whole[count * rank : count * (rank + 1)].copy_(tensor_for("all_gather", 1)[0])
+        collectives.all_gather(whole, shard)  # in place
         check("all_gather", whole)
         rows = [[(src * 7 + dst * 3) % 5 * count // 4 for dst in range(n)] for src in range(n)]
-        taken = [row[rank] for row in rows]
-        source, output = torch.full((sum(rows[rank]),), float(rank)), torch.empty(sum(taken))
-        collectives.all_to_all(output, source, taken, rows[rank])
+        received_rows = [row[rank] for row in rows]
+        source, output = torch.full((sum(rows[rank]),), float(rank)), torch.empty(sum(received_rows))
+        collectives.all_to_all(output, source, received_rows, rows[rank])
         source.fill_(-1.0)
-        for src, part in enumerate(output.split(taken)):
+        for src, part in enumerate(output.split(received_rows)):
             assert part.eq(src).all()
         if peer < n:
-            source, output = given("sendrecv", 1), torch.empty(count)
+            source, output = tensor_for("sendrecv", 1), torch.empty(count)
             for sends in (rank < peer, rank > peer):
                 collectives.send(source, peer) if sends else collectives.recv(output, peer)
             source.zero_()

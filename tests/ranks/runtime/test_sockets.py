@@ -175,9 +175,9 @@ def over_wires(numel: int, tamper: Any, checksum: bool) -> tuple[list[torch.Tens
                 target.sendall(change(bytearray(data)))
         except OSError:
             pass
-        for each in (source, target):
+        for end in (source, target):
             try:
-                each.shutdown(socket.SHUT_RDWR)
+                end.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass
 
@@ -207,7 +207,10 @@ def over_wires(numel: int, tamper: Any, checksum: bool) -> tuple[list[torch.Tens
     for rank, native in enumerate(natives):
         fd = near[rank][0].detach()
         native.attach(
-            [(*each, fd if peer != rank else -1, True, f"rank {peer}") for peer, each in enumerate(addresses)]
+            [
+                (*address, fd if peer != rank else -1, True, f"rank {peer}")
+                for peer, address in enumerate(addresses)
+            ]
         )
     threads = [*relays, *(threading.Thread(target=run, args=(rank,)) for rank in range(2))]
     for thread in threads:
@@ -218,8 +221,8 @@ def over_wires(numel: int, tamper: Any, checksum: bool) -> tuple[list[torch.Tens
         native.close()
     for thread in relays:
         thread.join(20)
-    for each in ends:
-        each.close()
+    for end in ends:
+        end.close()
     return tensors, failures
 
 

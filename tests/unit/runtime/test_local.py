@@ -30,8 +30,8 @@ def test_exact_in_every_order(collective: str, algorithm: str) -> None:
                 for part, output in enumerate(case.outputs[rank]):
                     if not case.operations[0].schedule.ends(rank, rank):
                         assert output is None
-                        given = case.operations[rank].buffers[part].input
-                        assert given is not None and torch.equal(given, case.inputs[rank][part])
+                        source = case.operations[rank].buffers[part].input
+                        assert source is not None and torch.equal(source, case.inputs[rank][part])
                         continue
                     assert output is not None
                     assert torch.equal(output, exact(case, rank, part)), (world, rank, case.shape)
@@ -80,14 +80,14 @@ def test_unequal_splits() -> None:
         part = TensorSpec(max(splits), torch.float32, codec(spec))
         shape = OpSpec("all_to_all", "sum", (part,), rng.choice(["one_shot", "tree"]), 0, splits)
         schedule = algorithms.build(shape.algorithm, "all_to_all", n)
-        given = [torch.randn(sum(row)) for row in sizes]
-        taken = [torch.full((sum(row[rank] for row in sizes),), torch.nan) for rank in range(n)]
+        source = [torch.randn(sum(row)) for row in sizes]
+        target = [torch.full((sum(row[rank] for row in sizes),), torch.nan) for rank in range(n)]
         calls = [
             [
                 Operation(
                     shape=shape,
                     schedule=schedule,
-                    buffers=[Buffers(given[r], taken[r])],
+                    buffers=[Buffers(source[r], target[r])],
                     seed=3,
                     single_copy=world.seed % 3 == 0,
                 )
@@ -98,9 +98,9 @@ def test_unequal_splits() -> None:
         outcomes = run_simulated(world, calls)
         finished(outcomes, world)
         for rank in range(n):
-            rows = taken[rank].split([row[rank] for row in sizes])
+            rows = target[rank].split([row[rank] for row in sizes])
             for src, row in enumerate(rows):
-                want = given[src].split(sizes[src])[rank]
+                want = source[src].split(sizes[src])[rank]
                 worst = want.abs().max().item() if want.numel() else 0.0
                 loss = 0.0 if src == rank else {"none": 0.0, "fp16": 2e-3}.get(spec, 0.02) * worst
                 assert (row - want).abs().max().item() <= loss if want.numel() else True, (world, src, rank)
@@ -140,8 +140,8 @@ def test_half_precision_sums_round_once_with_direct_algorithms(dtype: torch.dtyp
             )
             finished(run_simulated(world, together([case])), world)
             total = case.inputs[0][0].float()
-            for given in case.inputs[1:]:
-                total = total + given[0].float()
+            for source in case.inputs[1:]:
+                total = total + source[0].float()
             for rank in range(world.ranks):
                 assert torch.equal(torch.as_tensor(case.outputs[rank][0]), total.to(dtype)), (
                     algorithm,
