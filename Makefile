@@ -1,4 +1,4 @@
-# Needs Python >= 3.10, a C++17 compiler and make; everything else comes into .venv.
+# Needs Python >= 3.10, a C++17 compiler and make; everything else is installed into .venv.
 # Variables: PYTHON (the interpreter .venv is made with), VENV (another environment to use), ARGS (more arguments).
 PYTHON ?= python3
 VENV ?= .venv
@@ -37,7 +37,7 @@ test: build  ## the whole test suite; .ci/run adds sanitizers, the CUDA build, e
 test-fast: build  ## the tests that start no processes and are not marked slow
 	$(PYTEST) -n 2 -m "not slow" tests/unit $(ARGS)
 
-# With DTCOMM_WERROR=1, as in .ci/run, the build in place is the one whose warnings are errors, so lint needs no second one.
+# With DTCOMM_WERROR=1, as in .ci/run, the in-place build already treats warnings as errors, so lint needs no second build.
 lint: $(DEPS)  ## ruff, mypy --strict, clang-format, compiler warnings as errors
 	ruff check $(SOURCES)
 	ruff format --check $(SOURCES)
@@ -59,7 +59,7 @@ bench: build  ## print the README's table: dtcomm beside its peers on this machi
 
 # --- the native code ------------------------------------------------------------------------------------------
 
-# A build other than the one in place: $(call native,FOLDER,ENVIRONMENT); its modules end in FOLDER/lib/dtcomm.
+# A build apart from the in-place one: $(call native,FOLDER,ENVIRONMENT); its modules end in FOLDER/lib/dtcomm.
 native = $(2) $(PY) setup.py -q build_ext --build-temp $(1)/cmake --build-lib $(1)/lib
 
 $(DEPS): requirements-dev.txt
@@ -72,12 +72,12 @@ $(NATIVE): $(DEPS) $(NATIVE_INPUTS)
 	$(PY) setup.py -q build_ext --inplace
 	@touch $@
 
-# For the `dtcomm` command; --no-deps and no isolation, so that pip fetches nothing.
+# Installs the `dtcomm` command; --no-deps and no isolation, so that pip downloads nothing.
 $(INSTALLED): pyproject.toml | $(NATIVE)
 	$(PY) -m pip install -q --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# The modules of the in-place build stay; _cuda is added to them for the architectures of release wheels.
+# Adds _cuda, for the architectures of release wheels, to the modules of the in-place build.
 cuda: $(NATIVE)  ## compile _cuda without a GPU (CUDAARCHS=90-real: for one architecture), and test what needs no device
 	DTCOMM_CUDA=1 $(PY) setup.py -q build_ext --inplace
 	DTCOMM_CUDA=1 $(PYTEST) tests/unit/test_native_build.py tests/cuda $(ARGS)
@@ -87,13 +87,13 @@ $(ASAN): $(DEPS) $(NATIVE_INPUTS)
 	@touch $@
 
 comma := ,
-# The interpreter itself leaks by design, and its own allocator would hide overruns from ASan.
-# libstdc++ has to be there before ASan looks for what throws, or the first exception ends the process.
+# The interpreter leaks by design, and its allocator would hide overruns from ASan.
+# libstdc++ must be loaded before ASan looks up __cxa_throw, otherwise the first exception ends the process.
 ASAN_ENV = DTCOMM_NATIVE_DIR=$(abspath build/asan/lib/dtcomm) \
 	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so.6)" \
 	PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 
-# Memory is what matters here: bytes and numbers are compared without sanitizers, thirty times as fast.
+# Only tests of memory accesses run under ASan; tests of values run without it, thirty times as fast.
 ASAN_TESTS = $(addprefix tests/unit/,kernels/test_memory.py kernels/test_golden.py kernels/test_corrupt_payloads.py \
 	kernels/test_fuzz.py kernels/test_low_rank.py test_native_build.py) $(wildcard tests/unit/runtime/test_local*.py)
 
@@ -105,7 +105,7 @@ asan: $(ASAN)  ## kernels, a minute of damaged payloads and engine tests against
 	build/asan/cmake/wheel/hadamard_test
 	$(ASAN_ENV) $(PYTEST) -n 2 $(ASAN_TESTS) $(ARGS)
 
-# ThreadSanitizer's shadow memory meets some kernels' address randomisation.
+# ThreadSanitizer's shadow memory conflicts with the address randomization of some Linux kernels.
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 tsan: $(DEPS)  ## csrc/tests/*.cpp that have threads under ThreadSanitizer, without Python
@@ -113,18 +113,18 @@ tsan: $(DEPS)  ## csrc/tests/*.cpp that have threads under ThreadSanitizer, with
 	cmake --build build/tsan
 	$(NO_ASLR) ctest --test-dir build/tsan --output-on-failure -E '^fuzz'
 
-# The core of the in-place build serves, so only the test itself is compiled.
+# The core of the in-place build is reused, so only the test itself is compiled.
 INPLACE = build/inplace-$(shell $(PY) -c 'import sys; print(sys.implementation.cache_tag)')
 
-# 10,000 orders of the fused collectives; `make device ORDERS="fused 100000"`: only the fused collectives, in so many orders.
+# By default 10,000 interleavings of the fused collectives; `make device ORDERS="fused 100000"` runs only those, in so many.
 ORDERS ?=
 
-device: $(NATIVE)  ## the CUDA kernels' source on this CPU, byte for byte beside the CPU's kernels
+device: $(NATIVE)  ## run the CUDA kernels' source on this CPU, and compare bytes with the CPU's kernels
 	cmake --build $(INPLACE) --target cuda_emulated_test
 	$(PY) -m tests.cuda.program_files $(INPLACE)/programs.txt
 	$(INPLACE)/cuda_emulated_test $(INPLACE)/programs.txt $(ORDERS)
 
-# 330 calls of the fused collectives and some of the codec kernels; `make races CALLS=5000`: so many, and all of the others.
+# By default 330 calls of the fused collectives and some codec kernels; `make races CALLS=5000`: so many, and all codec kernels.
 CALLS ?=
 
 races: $(NATIVE)  ## data races between the CUDA kernels' threads, blocks and ranks, found on this CPU
@@ -134,8 +134,8 @@ races: $(NATIVE)  ## data races between the CUDA kernels' threads, blocks and ra
 
 # --- with a GPU -----------------------------------------------------------------------------------------------
 
-# A machine with a GPU may have no network: the Python whose torch sees the device serves as it is, with the cmake, ninja,
-# pybind11 and pytest that are found beside it. Elsewhere .venv does, as everywhere. Asked once: torch takes long to import.
+# A machine with a GPU may have no network, so the Python whose torch sees the device is used as it is, with the cmake, ninja,
+# pybind11 and pytest installed beside it; without such a Python, .venv. The result is cached, as importing torch is slow.
 GPU_PY = $(eval GPU_PY := $$(or $$(shell $(PYTHON) -c 'import sys, torch; torch.cuda.is_available() and print(sys.executable)' 2>/dev/null),$(abspath $(PY))))$(GPU_PY)
 GPU_ARCH = $(or $(CUDAARCHS),$(shell $(GPU_PY) -c 'import torch; print("%d%d-real" % torch.cuda.get_device_capability())' 2>/dev/null))
 # The compiler need not be on PATH.
@@ -152,7 +152,7 @@ gpu-native:
 # Where the output and the results go: `make gpu-check GPU_OUT=$$OUT`.
 GPU_OUT ?= build/gpu
 
-# For the build and all that follows it; what no longer fits is cut, aloud.
+# Time limit of the build and the measurements; measurements that no longer fit are skipped and reported.
 GPU_SECONDS ?= 450
 GPU_BUILT = @mkdir -p $(GPU_OUT); began=$$(date +%s); left() { echo $$(($(GPU_SECONDS) + began - $$(date +%s))); }; \
 	$(MAKE) gpu-native && echo "$@: built in $$(($$(date +%s) - began)) s"
@@ -160,7 +160,7 @@ GPU_BUILT = @mkdir -p $(GPU_OUT); began=$$(date +%s); left() { echo $$(($(GPU_SE
 gpu-check:  ## the tests that need a CUDA device, with _cuda built for it; also under compute-sanitizer
 	$(GPU_BUILT) && PATH="$(GPU_PATH)" $(GPU_PY) -m tests.cuda.gpu_check --seconds $$(left) --out $(GPU_OUT) $(ARGS)
 
-# Two fifths of what the build leaves are the second's.
+# The second program gets two fifths of the time that the build leaves.
 gpu-bench:  ## kernels beside a device copy, fused collectives beside the memory floor and torch's
 	$(GPU_BUILT) && \
 	$(GPU_PY) -m bench.gpu_fused --seconds $$(($$(left) * 3 / 5)) --json $(GPU_OUT)/gpu_fused.json $(ARGS) && \
