@@ -137,9 +137,9 @@ def compare(ranks: int, sizes: list[int], only: list[str], quick: bool) -> dict[
     rows: list[dict[str, Any]] = []
     best: dict[int, dict[str, Timing]] = {}
     with ExitStack() as stack:
-        everyone, checks = contestants(stack, ranks, max(sizes), only)
+        all_contestants, checks = contestants(stack, ranks, max(sizes), only)
         for size in sizes:
-            measured = [contestant for contestant in everyone if size <= contestant.largest]
+            measured = [contestant for contestant in all_contestants if size <= contestant.largest]
             wrong = {name: max(check(numel=size // 4)) for name, check in checks}
             repetitions, budget = (5, 0.02) if quick else (11, 0.04)
             times, conditions = machine.steady(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bench.common.pool import pin
+from bench.common.torch_rank import GlooRank
 from dtcomm.cli.perf.backends import find_backend
 from dtcomm.cli.perf.backends.base import CollectiveCall
 from dtcomm.cli.perf.collectives import COLLECTIVES
@@ -20,33 +18,14 @@ from dtcomm.measure import exact_inputs
 PINGPONG = "pingpong"  # ranks 2k and 2k + 1 send each other a message by turns
 
 
-class CollectiveRank:
-    """A rank of one backend of ``dtcomm perf``.
-
-    Args:
-        rank: The rank.
-        ranks: Number of ranks.
-        store_file: A file through which the ranks connect.
-        backend: Name of the backend.
-        pinned: Bind the calling thread to a core; Gloo's own threads are not bound.
-    """
+class CollectiveRank(GlooRank):
+    """A rank of one backend of ``dtcomm perf``; the arguments are those of `GlooRank` and the backend's name."""
 
     def __init__(self, rank: int, ranks: int, store_file: str, backend: str, pinned: bool) -> None:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        torch.set_num_threads(1)
-        self.rank, self.ranks, self.plain = rank, ranks, backend == "gloo"
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store_file}",
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=120),
-        )
-        dist.barrier()
-        if pinned:
-            pin(rank)
+        super().__init__(rank, ranks, store_file, pinned)
+        self.plain = backend == "gloo"
         self._backend = find_backend(backend)(120)
-        self._made: tuple[Any, ...] = ()
+        self._prepared: tuple[Any, ...] = ()
         self._run: Callable[[], Any] | None = None
 
     def measure(self, collective: str, shared: bool, numel: int, warm: int, iters: int) -> float:
@@ -72,18 +51,14 @@ class CollectiveRank:
         self._input.fill_(1.0)
         return wrong
 
-    def close(self) -> None:
-        """Destroy the process group."""
-        dist.destroy_process_group()
-
     def _operation(self, collective: str, shared: bool, numel: int) -> Callable[[], Any]:
         """Return the call; its tensors are kept until another operation or size is asked for."""
         key = (collective, shared, numel)
-        if self._run is None or self._made != key:
+        if self._run is None or self._prepared != key:
             self._run = None
-            self._input = self._output = torch.empty(0)  # let go before the next are made
+            self._input = self._output = torch.empty(0)  # released before the next ones are allocated
             self._run = self._make(collective, shared, numel)
-            self._made = key
+            self._prepared = key
         return self._run
 
     def _make(self, collective: str, shared: bool, numel: int) -> Callable[[], Any]:

@@ -18,8 +18,8 @@ from bench.common.pool import pin
 MODULUS = 13
 
 
-class TorchRank:
-    """A rank of torch.distributed's Gloo and of dtcomm.
+class GlooRank:
+    """A rank of a Gloo process group.
 
     Args:
         rank: The rank.
@@ -37,11 +37,22 @@ class TorchRank:
             init_method=f"file://{store_file}",
             rank=rank,
             world_size=ranks,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=120),
         )
         dist.barrier()
         if pinned:
             pin(rank)
+
+    def close(self) -> None:
+        """Destroy the process group."""
+        dist.destroy_process_group()
+
+
+class TorchRank(GlooRank):
+    """A rank that calls all_reduce of torch.distributed's Gloo and of dtcomm."""
+
+    def __init__(self, rank: int, ranks: int, store_file: str, pinned: bool = True) -> None:
+        super().__init__(rank, ranks, store_file, pinned)
         self._tensors: dict[str, torch.Tensor] = {}
 
     def measure(self, variant: str, numel: int, warm: int, iters: int) -> float:
@@ -72,9 +83,9 @@ class TorchRank:
         return {key: str(value) for key, value in collectives.info().items()}
 
     def close(self) -> None:
-        """Destroy the process group."""
+        """Release the tensors, then destroy the process group."""
         self._tensors.clear()
-        dist.destroy_process_group()
+        super().close()
 
     def _call(self, variant: str) -> Callable[[torch.Tensor], Any]:
         if variant == "gloo":

@@ -5,32 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bench.common.pages import DOCS, fill, markdown
 from dtcomm.cli._plot import COLOURS, INK, STYLE
-
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-
-
-def insert(part: str, text: str) -> Path:
-    """Replaces what stands between the page's marks of that part."""
-    page = DOCS / "results/tensor-parallel.md"
-    begin, end = f"<!-- {part}:begin -->", f"<!-- {part}:end -->"
-    written = page.read_text(encoding="utf-8")
-    head, tail = written.split(begin)
-    page.write_text(f"{head}{begin}\n{text}\n{end}{tail.split(end)[1]}", encoding="utf-8")
-    return page
-
-
-def markdown(columns: list[str], rows: list[list[str]]) -> str:
-    """A table."""
-    ruler = ["---"] + ["---:"] * (len(columns) - 1)
-    return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ruler, *rows))
 
 
 def write_page(result: dict[str, Any], columns: list[str], rows: list[list[str]]) -> list[Path]:
     """Write the accuracy table and the plot; return both paths."""
     picture = DOCS / "results/tensor-parallel.png"
     plot(result["rows"], picture)
-    return [insert("accuracy", markdown(columns, rows)), picture]
+    page = fill(DOCS / "results/tensor-parallel.md", "accuracy", markdown(columns, rows, aligned=True))
+    return [page, picture]
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:

@@ -19,6 +19,6 @@ def test_the_example_does_not_depend_on_the_backend() -> None:
     # Fresh processes: torch caches DTensor placements and meshes per process, and a reused process may have had another
     # rank.
     ours, theirs = (run_ranks(losses, 2, backend=backend, fresh=True) for backend in ("dtcomm", "gloo"))
-    for mine, its in zip(ours, theirs, strict=True):
-        assert mine == pytest.approx(its, rel=1e-5)
-        assert len(mine) == 4
+    for dtcomm_losses, gloo_losses in zip(ours, theirs, strict=True):
+        assert dtcomm_losses == pytest.approx(gloo_losses, rel=1e-5)
+        assert len(dtcomm_losses) == 4

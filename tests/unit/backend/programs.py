@@ -186,8 +186,8 @@ def functions(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
 AGREE = ("ddp", "ddp_hooked", "fsdp2", "tensor_parallel", "dtensor", "checkpoints", "objects")
 
 PROGRAMS: dict[str, Callable[..., list[Any]]] = {
-    each.__name__: each
-    for each in (
+    program.__name__: program
+    for program in (
         ddp,
         ddp_static,
         ddp_hooked,
