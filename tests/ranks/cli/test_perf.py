@@ -76,7 +76,7 @@ def test_every_collective_with_and_without_loss(collective: str) -> None:
     for row in report.rows:
         assert (row.in_place is None) == COLLECTIVES[collective].needs_two_tensors
         for place in filter(None, (row.out_of_place, row.in_place)):
-            assert place.check is not None
+            assert place.check is not None and place.check.wrong == 0
             error = place.check.mean_error
             assert (error is not None and 0 < error < 0.02) if row.variant.codec == "int8" else error is None
         assert (row.wire_bytes is None) == (row.variant.backend == "gloo")

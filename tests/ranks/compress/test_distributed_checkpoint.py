@@ -1,4 +1,4 @@
-"""Compressor state through torch.distributed.checkpoint, on as many ranks and on others."""
+"""Compressor state through torch.distributed.checkpoint, on the same and on another number of ranks."""
 
 from __future__ import annotations
 
@@ -29,38 +29,38 @@ def load(rank: int, n: int, path: Path) -> dict[str, Any]:
     model = wrapped()
     state = ddp.compress(model, "int4")
     restore(state, path, "compression")
-    found = dict(state.state_dict())
+    restored = dict(state.state_dict())
     backward(model, rank, 3)
-    return found
+    return restored
 
 
-def load_alike(rank: int, n: int, path: Path) -> dict[str, Any]:
+def load_with_torch(rank: int, n: int, path: Path) -> dict[str, Any]:
     model = wrapped()
     state = ddp.compress(model, "int4")
-    wanted = {"model": model.state_dict(), "compression": Checkpointed(state)}
-    checkpoint.load(wanted, checkpoint_id=path)
+    target = {"model": model.state_dict(), "compression": Checkpointed(state)}
+    checkpoint.load(target, checkpoint_id=path)
     return dict(state.state_dict())
 
 
-def test_as_many_ranks_get_their_own(tmp_path: Path) -> None:
+def test_each_rank_gets_its_own_state_on_the_same_number_of_ranks(tmp_path: Path) -> None:
     saved = run_ranks(save, 2, tmp_path / "run")
-    for loaded in (run_ranks(load, 2, tmp_path / "run"), run_ranks(load_alike, 2, tmp_path / "run")):
+    for loaded in (run_ranks(load, 2, tmp_path / "run"), run_ranks(load_with_torch, 2, tmp_path / "run")):
         for before, after in zip(saved, loaded, strict=True):
             assert before["residuals"].keys() == after["residuals"].keys() and before["residuals"]
             for name, residual in before["residuals"].items():
                 assert torch.equal(residual, after["residuals"][name])
     name = next(iter(saved[0]["residuals"]))
-    assert not torch.equal(*(each["residuals"][name] for each in saved))
+    assert not torch.equal(*(state["residuals"][name] for state in saved))
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 2)])
-def test_others_keep_the_sum(before: int, after: int, tmp_path: Path) -> None:
+def test_another_number_of_ranks_keeps_the_sum(before: int, after: int, tmp_path: Path) -> None:
     saved = run_ranks(save, before, tmp_path / "run")
     loaded = run_ranks(load, after, tmp_path / "run")
     for name in saved[0]["residuals"]:
-        total = sum(each["residuals"][name].double() for each in saved)
-        kept = sum(each["residuals"][name].double() for each in loaded if name in each["residuals"])
-        assert torch.allclose(total, kept, atol=1e-7)  # type: ignore[arg-type]
+        total = sum(state["residuals"][name].double() for state in saved)
+        restored = sum(state["residuals"][name].double() for state in loaded if name in state["residuals"])
+        assert torch.allclose(total, restored, atol=1e-7)  # type: ignore[arg-type]
 
 
 def misused(rank: int, n: int, path: Path) -> None:
@@ -69,17 +69,17 @@ def misused(rank: int, n: int, path: Path) -> None:
     backward(model, rank, 0)
     with pytest.raises(ValueError, match=r"key: no compressor was saved under 'other'.*compression"):
         restore(state, path, "other")
-    # Bare, all ranks would get one rank's residuals: that does not go unnoticed.
+    # Without `Checkpointed` all ranks would get one rank's residuals, which is detected.
     bare = path.with_name("bare")
     checkpoint.save({"compression": state}, checkpoint_id=bare)
-    caught = ""
+    message = ""
     try:
         checkpoint.load({"compression": state}, checkpoint_id=bare)
     except (ValueError, checkpoint.CheckpointException) as error:
-        caught = str(error)
-    seen: list[Any] = [None] * n
-    dist.all_gather_object(seen, caught)
-    assert any("wrap it in dtcomm.compress.checkpoint.Checkpointed" in each for each in seen), seen
+        message = str(error)
+    messages: list[Any] = [None] * n
+    dist.all_gather_object(messages, message)
+    assert any("wrap it in dtcomm.compress.checkpoint.Checkpointed" in text for text in messages), messages
 
 
 def test_misuse_is_named(tmp_path: Path) -> None:

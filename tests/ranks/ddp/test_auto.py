@@ -1,4 +1,4 @@
-"""`compress(model, "auto")`: what it predicts, and what it does among real ranks."""
+"""`compress(model, "auto")`: its predictions, and its choices in runs of several ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MATRIX = (1024, 1024)
 
 
 def costs(gbit: float, encode: float = 3e-10, cpu_oversubscribed: bool = False) -> LinkCosts:
-    work = {each: (0.0, 0.0) if each == NONE else (encode, encode) for each in SCHEMES}
+    work = {scheme: (0.0, 0.0) if scheme == NONE else (encode, encode) for scheme in SCHEMES}
     return LinkCosts(
         ranks=2,
         latency=1e-4,
@@ -71,19 +71,24 @@ def test_a_slow_link_wants_the_fewest_bytes_that_the_budget_allows() -> None:
 
 def test_a_step_of_computing_hides_all_but_the_last_bucket() -> None:
     """Uncompressed, a bucket of 16 MiB takes 17 ms at 8 Gbit/s, and 500 ms lie between two of them."""
-    found = propose_candidates(costs(8), loads(1.5), ERRORS, 0.2)
-    assert all(plan.seconds > 1.5 for plan in found)
-    assert [str(plan) for plan in found] == ["plain DDP", "none"]  # what could be gained is less than 5 %
+    candidates = propose_candidates(costs(8), loads(1.5), ERRORS, 0.2)
+    assert all(plan.seconds > 1.5 for plan in candidates)
+    assert [str(plan) for plan in candidates] == [
+        "plain DDP",
+        "none",
+    ]  # what could be gained is less than 5 %
     mixed = propose_candidates(costs(0.4), loads(1.5), ERRORS, 0.2)
     assert any("none (3 of 4 buckets)" in str(plan) and plan.schemes[-1] != NONE for plan in mixed[:-2])
 
 
 def test_kernels_that_cost_more_than_the_link_are_not_tried() -> None:
-    found = propose_candidates(costs(100, encode=1e-8, cpu_oversubscribed=True), loads(0.01), ERRORS, 0.2)
-    assert [str(plan) for plan in found] == ["plain DDP", "none"]
+    candidates = propose_candidates(
+        costs(100, encode=1e-8, cpu_oversubscribed=True), loads(0.01), ERRORS, 0.2
+    )
+    assert [str(plan) for plan in candidates] == ["plain DDP", "none"]
 
 
-def test_what_loses_little_is_picked_among_those_that_are_as_good() -> None:
+def test_of_the_fastest_candidates_the_one_with_the_least_error_is_picked() -> None:
     def plan(spec: str, error: float) -> CodecAssignment:
         return CodecAssignment(schemes=(codec(spec),), seconds=1.0, error=error)
 
@@ -108,7 +113,7 @@ def test_errors_are_those_of_one_encoding(chosen: Any) -> None:
 
 
 def by_its_own_backend(rank: int, world_size: int) -> None:
-    """Where that is what pays, the hook is DDP without one, to the bit."""
+    """If "auto" chooses the group's own backend, gradients have the bits of DDP without a hook."""
     ours, plain = wrapped(**SMALL_BUCKETS), wrapped(**SMALL_BUCKETS)
     state = ddp.compress(ours, "auto")
     for step in range(5):
@@ -123,37 +128,35 @@ def by_its_own_backend(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_plain_ddp_is_plain_ddp(ranks: int) -> None:
+def test_plain_ddp_has_the_bits_of_ddp_without_a_hook(ranks: int) -> None:
     run_ranks(by_its_own_backend, ranks)
 
 
-def test_what_is_owed_is_given_back_in_parts() -> None:
-    memory = ErrorState()
+def test_the_residual_of_a_parameter_that_is_no_longer_compressed_is_repaid_in_parts() -> None:
+    error_state = ErrorState()
     segment = Segment(0, 8, codec("int8"), torch.float32, [Member("w", 8, "")])
-    pending = memory.prepare(segment, torch.zeros(8), 2)
-    assert pending.residual is not None
+    pending = error_state.prepare(segment, torch.zeros(8), 2)
+    assert pending.residual is not None and torch.equal(pending.residual, torch.zeros(8))
     pending.residual.copy_(torch.arange(8.0))
-    memory.finish(pending, 0)
-    memory.repay_residual("w")
+    error_state.finish(pending, 0)
+    error_state.repay_residual("w")
     total, largest = torch.zeros(8), 0.0
     for step in range(REPAYMENT_STEPS + 10):
-        if step in (
-            5,
-            9,
-        ):  # the checkpoint holds the part not repaid yet; compressing again continues with it
+        # The checkpoint holds the part that is not repaid yet, and compressing again continues with it.
+        if step in (5, 9):
             torch.testing.assert_close(
-                total + memory.state_dict()["residuals"].get("w", 0), torch.arange(8.0)
+                total + error_state.state_dict()["residuals"].get("w", 0), torch.arange(8.0)
             )
         if step == 9:
-            residual = memory.prepare(segment, torch.zeros(8), 2).residual
+            residual = error_state.prepare(segment, torch.zeros(8), 2).residual
             torch.testing.assert_close(total + residual, torch.arange(8.0))
-            memory.repay_residual("w")
+            error_state.repay_residual("w")
             total, largest = torch.arange(8.0) - residual, 0.0
         gradient = torch.zeros(8)
-        memory.prepare_uncompressed(segment, gradient)
+        error_state.prepare_uncompressed(segment, gradient)
         total, largest = total + gradient, max(largest, float(gradient.max()))
     torch.testing.assert_close(total, torch.arange(8.0))
-    assert largest < 7 / REPAYMENT_STEPS * 1.01 and memory.persistent_bytes() == 0
+    assert largest < 7 / REPAYMENT_STEPS * 1.01 and error_state.persistent_bytes() == 0
 
 
 Outcome = tuple[str, list[str], list[dict[str, Any]]]
@@ -181,7 +184,7 @@ def test_it_compresses_over_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None
     assert tried[-1]["plan"] == "none" and tried[0]["measured_ms"] < tried[-1]["measured_ms"]
 
 
-def test_ranks_that_share_memory_are_left_alone() -> None:
+def test_ranks_that_share_memory_stay_uncompressed() -> None:
     results = run_ranks(automatic, 2, 24, 256)
     assert results[0] == results[1]
     assert results[0] == ("none", ["none"], [])
@@ -191,14 +194,14 @@ def on_two_hosts(rank: int, world_size: int) -> tuple[bool, bool]:
     """The native engine serves several hosts too, over sockets."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DTCOMM_HOST_ID", f"host {rank}")
-        apart = ProcessGroupConsensus(None)
-        per_byte = apart.probe()[1]
-        return apart.in_memory(), per_byte > 0
+        consensus = ProcessGroupConsensus(None)
+        per_byte = consensus.probe()[1]
+        return consensus.in_memory(), per_byte > 0
 
 
 def test_ranks_on_two_hosts_share_no_memory() -> None:
-    for together, measured in run_ranks(on_two_hosts, 2):
-        assert measured and not together
+    for in_memory, measured in run_ranks(on_two_hosts, 2):
+        assert measured and not in_memory
 
 
 def saved_over_a_link(rank: int, world_size: int) -> dict[str, Any]:
@@ -223,7 +226,7 @@ def loaded_elsewhere(
     return same, used, [event.action for event in state.events]
 
 
-def test_a_choice_is_in_the_checkpoint_and_a_link_that_has_become_fast_ends_it(
+def test_a_choice_is_in_the_checkpoint_and_a_faster_link_ends_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as slow:

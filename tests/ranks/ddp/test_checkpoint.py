@@ -1,3 +1,5 @@
+"""Checkpoints of the hook: a resumed run has the same bits, and residuals keep their sum on other numbers of ranks."""
+
 from __future__ import annotations
 
 import io
@@ -22,7 +24,7 @@ def loaded(data: bytes) -> Any:
 
 
 def resume(rank: int, world_size: int, spec: str) -> bool:
-    """Whether eight steps in one go equal four, a checkpoint, a fresh DDP, and four more."""
+    """Return whether eight steps equal four steps, a checkpoint, a new DDP model, and four more steps."""
     whole, first = wrapped(**SMALL_BUCKETS), wrapped(**SMALL_BUCKETS)
     ddp.compress(whole, spec, seed=7)
     state = ddp.compress(first, spec, seed=7)
@@ -54,34 +56,32 @@ def save(rank: int, world_size: int) -> bytes:
     return saved(state.state_dict())
 
 
-def load(rank: int, world_size: int, data: list[bytes]) -> tuple[bytes, str]:
-    states = [loaded(each) for each in data]
+def load(rank: int, world_size: int, checkpoints: list[bytes]) -> tuple[bytes, str]:
+    states = [loaded(checkpoint) for checkpoint in checkpoints]
     model = wrapped()
     state = ddp.compress(model, "int8")
-    complaint = ""
+    message = ""
     try:
         state.load_state_dict(states[0])
     except ValueError as error:
-        complaint = str(error)
+        message = str(error)
     state.load_state_dict(states)
-    kept = saved(state.state_dict())
+    resaved = saved(state.state_dict())
     train(model, rank, range(3, 5))
     assert state.steps == 5 and state.error is None and not state.events
-    return kept, complaint
+    return resaved, message
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3)])
 def test_the_sum_of_the_residuals_survives_a_change_of_world_size(before: int, after: int) -> None:
     states = run_ranks(save, before)
     results = run_ranks(load, after, states)
-    assert all(
-        f"saved by one of {before} ranks, the group has {after}" in complaint for _, complaint in results
-    )
+    assert all(f"saved by one of {before} ranks, the group has {after}" in message for _, message in results)
     old = [loaded(data)["residuals"] for data in states]
     new = [loaded(data)["residuals"] for data, _ in results]
     for name in old[0]:
-        into = sum(each[name].double() for each in old)
-        out_of = sum(each[name].double() for each in new if name in each)
+        into = sum(residuals[name].double() for residuals in old)
+        out_of = sum(residuals[name].double() for residuals in new if name in residuals)
         assert isinstance(into, torch.Tensor)
         assert isinstance(out_of, torch.Tensor)
         assert into.any()
@@ -98,14 +98,14 @@ def refuse(rank: int, world_size: int) -> list[str]:
         [{**good, "rank": 1}, {**good, "rank": 0}],
     ]
     messages = []
-    for each in bad:
+    for wrong in bad:
         with pytest.raises(ValueError) as error:
-            state.load_state_dict(each)
+            state.load_state_dict(wrong)
         messages.append(str(error.value))
     return messages
 
 
-def test_a_state_that_does_not_fit_is_refused_with_the_reason() -> None:
+def test_a_state_of_another_model_or_version_is_refused_with_the_reason() -> None:
     for version, name, size, order in run_ranks(refuse, 2):
         assert "version 99" in version
         assert "gone.weight" in name

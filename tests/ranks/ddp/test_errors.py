@@ -1,4 +1,4 @@
-"""An error reaches the caller of backward with its own type, and does not let the model go on."""
+"""An error of a collective reaches the caller of backward with its own type, and training cannot continue after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.ddp.models import SMALL_BUCKETS, backward, wrapped
 
 
 def unfit_residual(rank: int, world_size: int, options: dict[str, Any]) -> tuple[str, str, str]:
-    """What backward, the next backward and the state say, with a residual of the wrong size on every rank."""
+    """Return the errors of two backward passes and of the state, with a residual of the wrong size on every rank."""
     model = wrapped(**options)
     state = ddp.State("int8")
     model.register_comm_hook(state, ddp.hook)
@@ -35,10 +35,10 @@ def unfit_residual(rank: int, world_size: int, options: dict[str, Any]) -> tuple
 @pytest.mark.parametrize(
     "options", [{}, SMALL_BUCKETS, {"find_unused_parameters": True}, {"static_graph": True}]
 )
-def test_an_error_of_the_hook_keeps_its_type_and_comes_again(options: dict[str, Any]) -> None:
-    for first, again, kept in run_ranks(unfit_residual, 2, options):
+def test_an_error_of_the_hook_keeps_its_type_and_is_raised_again(options: dict[str, Any]) -> None:
+    for first, second, stored in run_ranks(unfit_residual, 2, options):
         assert "has 5 elements, its gradient 2304" in first
-        assert first == again == kept
+        assert first == second == stored
 
 
 def refuse_forward(rank: int, world_size: int) -> str:
@@ -55,7 +55,7 @@ def test_after_an_error_the_model_refuses_to_start() -> None:
 
 
 def train_until_it_fails(rank: int, world_size: int, options: dict[str, Any]) -> None:
-    """Trains for ever; tells type and text of the error, how long it took to come, and what came next."""
+    """Train until an error; send its type, its text, how long it took, and the error of the next step."""
     model = wrapped(**options)
     state = ddp.compress(model, "int8")
     for step in range(100_000):
@@ -65,11 +65,9 @@ def train_until_it_fails(rank: int, world_size: int, options: dict[str, Any]) ->
         except Exception as error:
             elapsed = watch.elapsed()
             if state.error is None and "find_unused_parameters" in options:
-                # torch's own all-reduce, of which parameters were used, met the death before the hook did.
+                # The all-reduce in which torch counts the parameters that were used has failed before the hook.
                 send_to_parent((type(error).__name__, str(error), elapsed, ""))
-                os._exit(
-                    0
-                )  # as the process of a job would: the ranks that wait for this one learn of its death by that
+                os._exit(0)  # so that the ranks that wait for this one see that it has ended
             assert state.error is error
             with pytest.raises(type(error)) as again:
                 backward(model, rank, step)

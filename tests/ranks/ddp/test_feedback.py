@@ -1,4 +1,4 @@
-"""What error feedback promises, measured from outside: nothing is lost, and nothing bad stays."""
+"""Error feedback conserves mass, and NaN and Inf never enter a residual."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def summed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def residuals(state: ddp.State, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Every parameter's residual, zeros where it has none, in the gradient's shape."""
-    kept = state.state_dict()["residuals"]
+    """Return every parameter's residual in the gradient's shape; zeros if it has none."""
+    stored = state.state_dict()["residuals"]
     return {
-        name: kept[name].view(tensor.shape) if name in kept else torch.zeros(tensor.shape)
+        name: stored[name].view(tensor.shape) if name in stored else torch.zeros(tensor.shape)
         for name, tensor in like.items()
     }
 
 
 def mass(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> float:
-    """The largest relative gap between what went in and what came out, over all steps and parameters."""
+    """Return the largest relative difference between inputs and outputs, over all steps and parameters."""
     model = wrapped(**SMALL_BUCKETS, **options)
     state = ddp.compress(model, spec)
     before: dict[str, torch.Tensor] = {}
@@ -39,7 +39,7 @@ def mass(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> floa
     for step in range(5):
         model.zero_grad()
         with local_gradients(model) as local:
-            # From the third step on no rank uses the branch: what its residuals hold must wait.
+            # From the third step on no rank uses the branch, so its residuals must stay.
             backward(model, rank, step, branch=step < 2 or "find_unused_parameters" not in options)
         after, out = residuals(state, local), gradients(model)
         for name, mine in local.items():
@@ -69,7 +69,7 @@ def test_an_unused_parameter_keeps_its_residual() -> None:
 
 
 def partly_used(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rank 0 alone uses the branch after the first step: totals of what went in, and of what came out."""
+    """Only rank 0 uses the branch after the first step; return the totals of inputs and of outputs."""
     model = wrapped(find_unused_parameters=True)
     state = ddp.compress(model, "int8")
     into = torch.zeros(48, 48, dtype=torch.float64)
@@ -105,7 +105,7 @@ def test_without_feedback_nothing_is_kept_and_the_error_is_still_measured() -> N
 
 
 def poisoned(rank: int, world_size: int, bad: float, spec: str) -> tuple[list[bool], bool]:
-    """Whether each step's gradient of the first layer was finite, rank 1's own being ``bad`` in step 1."""
+    """Return whether each step's gradients were finite, and all residuals; rank 1's own are ``bad`` in step 1."""
     model = wrapped()
     state = ddp.compress(model, spec)
     finite = []
@@ -113,7 +113,9 @@ def poisoned(rank: int, world_size: int, bad: float, spec: str) -> tuple[list[bo
         model.zero_grad()
         backward(model, rank, step, scale=bad if (rank, step) == (1, 1) else 1.0)
         finite.append(all(bool(gradient.isfinite().all()) for gradient in gradients(model).values()))
-    return finite, all(bool(kept.isfinite().all()) for kept in state.state_dict()["residuals"].values())
+    return finite, all(
+        bool(residual.isfinite().all()) for residual in state.state_dict()["residuals"].values()
+    )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -125,7 +127,7 @@ def test_nan_and_inf_reach_every_rank_and_are_gone_at_the_next_step(bad: float, 
 
 
 def scaled(rank: int, world_size: int) -> tuple[list[float], list[bool], float]:
-    """Scales after each step, whether the step was taken, and the gap to a run in full precision."""
+    """Return the scale after each step, whether the step was taken, and the difference to an uncompressed run."""
     model, plain = wrapped(), wrapped()
     ddp.compress(model, "int8")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -115,7 +115,7 @@ def test_a_model_of_several_dtypes_is_compressed_where_it_can_be() -> None:
 
 
 def uneven(rank: int, world_size: int) -> tuple[torch.Tensor, int]:
-    """Rank 1 has twice the batches of rank 0, which only keeps it company from then on."""
+    """Rank 1 has twice the batches of rank 0, which only answers its collectives from then on."""
     model = wrapped(**SMALL_BUCKETS)
     state = ddp.compress(model, "int8")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -130,7 +130,7 @@ def uneven(rank: int, world_size: int) -> tuple[torch.Tensor, int]:
 
 def test_join_lets_ranks_have_uneven_inputs() -> None:
     (weight, _), (other, messages) = run_ranks(uneven, 2)
-    assert torch.equal(weight, other)  # join() ends with a broadcast from the last to arrive
+    assert torch.equal(weight, other)  # join() ends with a broadcast from the last rank
     assert messages >= 6
 
 
@@ -188,8 +188,8 @@ def two_models(rank: int, world_size: int) -> None:
         for step in range(3):
             model.zero_grad()
             backward(model, rank, step)
-    for one, other in zip(models, alone, strict=True):
-        same(gradients(one), gradients(other), None)
+    for interleaved, separate in zip(models, alone, strict=True):
+        same(gradients(interleaved), gradients(separate), None)
     assert [state.steps for state in states] == [3, 3]
 
 

@@ -17,8 +17,8 @@ from dtcomm.launch.ranks import run_ranks
 
 
 def need(package: str) -> Any:
-    found = importlib.util.find_spec(package) is not None
-    return pytest.mark.skipif(not found, reason=f"pip install {package}")
+    installed = importlib.util.find_spec(package) is not None
+    return pytest.mark.skipif(not installed, reason=f"pip install {package}")
 
 
 def net() -> nn.Module:
@@ -33,22 +33,22 @@ def data() -> list[dict[str, torch.Tensor]]:
 
 
 def loss_of(model: nn.Module) -> float:
-    """Of the bare net, on everything."""
-    inputs, labels = (torch.stack([each[name] for each in data()]) for name in ("x", "labels"))
+    """Return the loss of the unwrapped net on all data."""
+    inputs, labels = (torch.stack([row[name] for row in data()]) for name in ("x", "labels"))
     with torch.no_grad():
         return float((model(inputs) - labels).square().mean())
 
 
 def require_alike(model: nn.Module) -> None:
-    """All ranks hold the same parameters."""
+    """Check that all ranks hold the same parameters."""
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
-    everybody = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybody, flat)
-    assert all(torch.equal(flat, each) for each in everybody)
+    all_ranks = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_ranks, flat)
+    assert all(torch.equal(flat, other) for other in all_ranks)
 
 
 def environment(rank: int, n: int) -> None:
-    """What torchrun would have said."""
+    """Set the variables that torchrun sets."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -96,7 +96,7 @@ def test_accelerate() -> None:
 
 
 class Regression(nn.Module):
-    """As the Trainer wants it: a loss and outputs."""
+    """A model with the outputs that the Trainer expects: a loss and logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,8 +157,8 @@ def with_lightning(rank: int, n: int, folder: Path) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.05)
 
-    class Here(LightningEnvironment):
-        """Ranks that somebody else has started, in a group that is there."""
+    class ExistingRanks(LightningEnvironment):
+        """Ranks that were started by others, in a process group that exists already."""
 
         creates_processes_externally = True
 
@@ -171,7 +171,7 @@ def with_lightning(rank: int, n: int, folder: Path) -> None:
         def local_rank(self) -> int:
             return rank
 
-    strategy = DDPStrategy(cluster_environment=Here())
+    strategy = DDPStrategy(cluster_environment=ExistingRanks())
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=n,

@@ -1,4 +1,4 @@
-"""Local SGD: what the ranks' weights are after each average, and that nothing is lost on the way there."""
+"""Local SGD: the weights after each average, feedback, checkpoints, the guard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dtcomm.measure.simulated_ranks import SimulatedRanks
 from tests.unit.ddp.models import Net, backward, wrapped
 
 
-def made(seed: int = 0, dtype: torch.dtype = torch.float32) -> Net:
+def make_net(seed: int = 0, dtype: torch.dtype = torch.float32) -> Net:
     torch.manual_seed(seed)
     return Net(dtype)
 
@@ -26,8 +26,8 @@ def made(seed: int = 0, dtype: torch.dtype = torch.float32) -> Net:
 def train(
     model: nn.Module, local: LocalSGD | None, rank: int, steps: range, rate: float = 0.05
 ) -> list[bool]:
-    """Plain SGD on this rank's batches; whether each step ended with an average."""
-    met = []
+    """Run plain SGD on this rank's batches; return whether each step ended with an average."""
+    averaged = []
     for step in steps:
         model.zero_grad()
         backward(model, rank, step)
@@ -35,23 +35,23 @@ def train(
             for parameter in model.parameters():
                 assert parameter.grad is not None
                 parameter -= rate * parameter.grad
-        met.append(local is not None and local.step())
-    return met
+        averaged.append(local is not None and local.step())
+    return averaged
 
 
 def weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def everywhere(mine: torch.Tensor) -> list[torch.Tensor]:
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
-    return every
+def from_all_ranks(own: torch.Tensor) -> list[torch.Tensor]:
+    all_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_ranks, own)
+    return all_ranks
 
 
 def like_ddp(rank: int, world_size: int) -> float:
     """With an average after every step SGD on local weights is SGD on averaged gradients."""
-    model, plain = made(seed=rank), wrapped()
+    model, plain = make_net(seed=rank), wrapped()
     local = LocalSGD(model, every=1, spec="none")
     train(model, local, rank, range(5))
     train(plain, None, rank, range(5))
@@ -63,20 +63,20 @@ def test_every_step_uncompressed_is_ddp() -> None:
 
 
 def schedule(rank: int, world_size: int) -> tuple[list[bool], list[bool]]:
-    model = made()
+    model = make_net()
     local = LocalSGD(model, every=3, warmup=2)
-    met = train(model, local, rank, range(9))
+    averaged = train(model, local, rank, range(9))
     same = []
     for step in range(9, 12):
         train(model, local, rank, range(step, step + 1))
-        every = everywhere(weights(model))
+        every = from_all_ranks(weights(model))
         same.append(all(torch.equal(every[0], other) for other in every))
-    return met, same
+    return averaged, same
 
 
-def test_ranks_meet_after_each_step_of_the_warm_up_and_then_every_so_many() -> None:
-    for met, same in run_ranks(schedule, 3):
-        assert met == [True, True, False, False, True, False, False, True, False]
+def test_ranks_average_after_each_step_of_the_warm_up_and_then_every_third_step() -> None:
+    for averaged, same in run_ranks(schedule, 3):
+        assert averaged == [True, True, False, False, True, False, False, True, False]
         assert same == [False, True, False]
 
 
@@ -91,7 +91,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def as_stated(rank: int, world_size: int, spec: str, options: dict[str, Any], outer: bool) -> None:
     """Against the algorithm written out: differences of all ranks, averaged in a loop, taken by the outer optimiser."""
-    model = made()
+    model = make_net()
     start = [parameter.detach().clone() for parameter in model.parameters()]
     named = list(model.named_parameters())
 
@@ -113,11 +113,11 @@ def as_stated(rank: int, world_size: int, spec: str, options: dict[str, Any], ou
         train(model, local, rank, range(4 * sync, 4 * sync + 3))
         # The last step by hand, so that the weights before the average can be seen.
         train(model, None, rank, range(4 * sync + 3, 4 * sync + 4))
-        every: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
+        differences: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
         for common, (_, parameter) in zip(start, named):
-            for each, weight in zip(every, everywhere(parameter.detach())):
-                each.append(common - weight)
-        means = run.average(every)
+            for of_rank, weight in zip(differences, from_all_ranks(parameter.detach())):
+                of_rank.append(common - weight)
+        means = run.average(differences)
         assert local.step()
         assert len(local._buckets) > 1
         for common, mean in zip(start, means):
@@ -137,12 +137,12 @@ def test_the_weights_are_what_the_algorithm_says_to_the_bit(kind: str) -> None:
 
 
 def resumed(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> bool:
-    """Stopped between two averages and continued in another model."""
+    """Return whether a run that stopped between two averages and continued in another model has the same weights."""
 
     def outer(tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
         return torch.optim.SGD(tensors, lr=0.7, momentum=0.9)
 
-    whole, first, second = made(), made(), made(seed=7)
+    whole, first, second = make_net(), make_net(), make_net(seed=7)
     train(whole, LocalSGD(whole, 3, spec, outer=outer, **options), rank, range(11))
     local = LocalSGD(first, 3, spec, outer=outer, **options)
     train(first, local, rank, range(5))
@@ -174,7 +174,7 @@ def reported(rank: int, world_size: int) -> tuple[bool, str]:
     model = Normalised()
     local = LocalSGD(model, 2, "int8")
     train(model, local, rank, range(4))
-    every = everywhere(model.norm.running_mean)  # type: ignore[arg-type]
+    every = from_all_ranks(model.norm.running_mean)  # type: ignore[arg-type]
     return all(torch.equal(every[0], other) for other in every), str(local.report())
 
 
@@ -187,7 +187,7 @@ def test_running_means_are_averaged_and_the_report_says_what_was_sent() -> None:
 
 
 def poisoned(rank: int, world_size: int) -> tuple[str, bool, bool]:
-    model = made()
+    model = make_net()
     local = LocalSGD(model, 2, "int8")
     train(model, local, rank, range(2))
     good = weights(model)
@@ -196,20 +196,20 @@ def poisoned(rank: int, world_size: int) -> tuple[str, bool, bool]:
             model.first.weight[3, 5] = float("nan")
     with pytest.raises(FloatingPointError) as error:
         local.sync()
-    back = torch.equal(good, weights(model))
+    restored = torch.equal(good, weights(model))
     train(model, local, rank, range(2, 6))
-    return str(error.value), back, bool(torch.isfinite(weights(model)).all())
+    return str(error.value), restored, bool(torch.isfinite(weights(model)).all())
 
 
-def test_nan_takes_all_ranks_back_to_the_weights_of_the_last_average() -> None:
-    for message, back, finite in run_ranks(poisoned, 2):
+def test_after_nan_all_ranks_have_the_weights_of_the_last_average() -> None:
+    for message, restored, finite in run_ranks(poisoned, 2):
         assert "after 2 steps: a rank sent NaN or Inf" in message
-        assert back
+        assert restored
         assert finite
 
 
 class Uneven(nn.Module):
-    """Of `first`, some differences are 1e4 times larger than the rest, in every block."""
+    """A model in which some elements of `first` change 1e4 times more than the rest, in every block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class Uneven(nn.Module):
 
 
 def guarded(rank: int, world_size: int) -> tuple[list[str], dict[str, str]]:
-    """Averages of differences with outliers, then a loss that jumps; what each weight travelled in after either."""
+    """Average differences with outliers, then observe a loss that jumps; return the events and each weight's codec."""
     model = Uneven()
     local = LocalSGD(model, 2, "int2", sample_every=2, guard=Guard(steps=3))
 
@@ -250,7 +250,7 @@ def guarded(rank: int, world_size: int) -> tuple[list[str], dict[str, str]]:
     return [f"{event.kind} {event.name} {event.action}" for event in local.events], refined
 
 
-def test_the_guard_watches_averages() -> None:
+def test_the_guard_acts_on_averages() -> None:
     results = run_ranks(guarded, 2)
     assert results[0] == results[1]
     events, codecs = results[0]
@@ -265,9 +265,9 @@ def wrong(rank: int, world_size: int) -> None:
         ({"feedback": "ef20"}, "feedback: 'ef20'"),
     ):
         with pytest.raises(ValueError, match=says):
-            LocalSGD(made(), **arguments)  # type: ignore[arg-type]
+            LocalSGD(make_net(), **arguments)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="got DistributedDataParallel"):
-        LocalSGD(DistributedDataParallel(made()))
+        LocalSGD(DistributedDataParallel(make_net()))
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -275,7 +275,7 @@ def test_wrong_arguments_are_named() -> None:
 
 
 def alone(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> float:
-    """One rank: what compresses gradients changes nothing but by DGC's momentum."""
+    """Return how far one rank with compression is from one without, which has DGC's momentum for dgc."""
     ours, plain = wrapped(), wrapped()
     ddp.compress(ours, spec, **options)
     optimizers = [

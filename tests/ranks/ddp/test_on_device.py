@@ -25,10 +25,10 @@ from tests.support.fake_cuda_ranks import fake_cuda_rank
 from tests.support.fake_cuda_tensor import fake_cuda_device, to_fake_cuda, unchecked
 from tests.support.stream_checker import RecordedStreams
 
-#: What else there is of a name.
+#: More specs of a codec or compressor.
 MORE = {
     "powersgd": ["powersgd:rank=3", "powersgd:rank=2,alternate=true", "powersgd:rank=2,factors=int8"],
-    "exact": ["exact:bits=16"],  # with 32 it makes nothing smaller
+    "exact": ["exact:bits=16"],  # with 32 bits the payload is not smaller
     "randk": ["randk:positions=shared"],
     "int8": ["int8:round=stochastic"],
 }
@@ -47,11 +47,11 @@ STEPS, BAD = 4, 1
 
 
 class Bucket:
-    """What DDP hands to a hook."""
+    """The methods of `GradBucket` that a hook calls."""
 
     def __init__(self, index: int, parameters: dict[str, torch.Tensor], on_device: bool) -> None:
-        self.number, self.held = index, [parameters[name] for name in BUCKETS[index]]
-        memory = torch.zeros(sum(each.numel() for each in self.held))
+        self.number, self.bucket_parameters = index, [parameters[name] for name in BUCKETS[index]]
+        memory = torch.zeros(sum(parameter.numel() for parameter in self.bucket_parameters))
         self.memory = memory
         self.whole: torch.Tensor = to_fake_cuda(memory) if on_device else memory
 
@@ -65,23 +65,23 @@ class Bucket:
         return self.whole
 
     def parameters(self) -> list[torch.Tensor]:
-        return self.held
+        return self.bucket_parameters
 
     def gradients(self) -> list[torch.Tensor]:
-        parts = torch.split(self.whole, [each.numel() for each in self.held])
-        return [part.view(each.shape) for part, each in zip(parts, self.held)]
+        parts = torch.split(self.whole, [parameter.numel() for parameter in self.bucket_parameters])
+        return [part.view(parameter.shape) for part, parameter in zip(parts, self.bucket_parameters)]
 
 
 def steps(rank: int, on_device: bool, options: dict[str, Any]) -> tuple[list[torch.Tensor], ddp.State]:
-    """The means of some steps, in one of which rank 1 brings a NaN."""
+    """Return the means of some steps, in one of which rank 1 contributes a NaN, and the state."""
     parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     state = ddp.State(parameters=parameters.items(), sample_every=2, **options)
     buckets = [Bucket(index, parameters, on_device) for index in range(len(BUCKETS))]
     means = []
     for step in range(STEPS):
-        dice = torch.Generator().manual_seed(100 * step + rank)
+        generator = torch.Generator().manual_seed(100 * step + rank)
         for bucket in buckets:
-            bucket.memory.copy_(torch.randn(bucket.memory.shape, generator=dice))
+            bucket.memory.copy_(torch.randn(bucket.memory.shape, generator=generator))
             if step == BAD and rank == 1:
                 bucket.memory[-1] = torch.nan
             bucket.whole.mul_(1.0)  # as backward does, on its stream
@@ -102,25 +102,25 @@ def policy(specs: list[str]) -> str:
 
 
 def cases() -> Iterator[dict[str, Any]]:
-    """Every scheme, as many side by side as there are matrices, and every form and kind of feedback."""
+    """Yield options with every scheme, one for each matrix, and with every form and kind of feedback."""
     specs = [
         spec
-        for name in (*CODECS, *(each for each in COMPRESSORS if each != "dgc"))
+        for name in (*CODECS, *(compressor for compressor in COMPRESSORS if compressor != "dgc"))
         for spec in (name, *MORE.get(name, []))
     ]
     for first in range(0, len(specs), len(MATRICES)):
         yield {"spec": policy(specs[first : first + len(MATRICES)])}
-    some = ["topk:ratio=0.1", "powersgd:rank=2", "int4"]
-    for feedback in (*FEEDBACKS[1:], False):  # the first one is what the others above have
-        yield {"spec": policy(some), "feedback": feedback}
+    lossy = ["topk:ratio=0.1", "powersgd:rank=2", "int4"]
+    for feedback in (*FEEDBACKS[1:], False):  # the cases above have the first one
+        yield {"spec": policy(lossy), "feedback": feedback}
     for form in list(FORMS)[1:]:
-        yield {"spec": policy(some), "residual": form}
+        yield {"spec": policy(lossy), "residual": form}
     # Its momentum goes to all parameters.
     yield {"spec": policy(["dgc", "dgc:ratio=0.05,clip=1.0,warmup=2", "int8"])}
 
 
 def run(rank: int, world_size: int, cases: list[dict[str, Any]], leave_out: str = "") -> list[dict[str, Any]]:
-    found = []
+    results = []
     on_cpu = [steps(rank, False, options) for options in cases]
     streams = RecordedStreams(leave_out)
     with fake_cuda_rank(streams, leave_out):
@@ -129,7 +129,7 @@ def run(rank: int, world_size: int, cases: list[dict[str, Any]], leave_out: str 
             means, state = steps(rank, True, options)
             with unchecked():
                 report, expected_report, saved = state.report(), plain.report(), state.state_dict()
-            found.append(
+            results.append(
                 {
                     "cpu": expected,
                     "device": means,
@@ -139,11 +139,14 @@ def run(rank: int, world_size: int, cases: list[dict[str, Any]], leave_out: str 
                         for a, b in zip(report.buckets, expected_report.buckets)
                     ],
                     "residuals": {name: tensor.is_cpu for name, tensor in saved["residuals"].items()},
-                    "events": ([str(each) for each in state.events], [str(each) for each in plain.events]),
+                    "events": (
+                        [str(event) for event in state.events],
+                        [str(event) for event in plain.events],
+                    ),
                 }
             )
         C.release()
-    return found
+    return results
 
 
 def of_ranks(cases: list[dict[str, Any]], leave_out: str = "") -> list[tuple[dict[str, Any], ...]]:
@@ -156,9 +159,9 @@ def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def test_no_compressor_waits_for_the_device() -> None:
-    """The CPU's bits, but where norms and matrix products are the device's; events and errors are the CPU's too."""
-    every = list(cases())
-    for options, ranks in zip(every, of_ranks(every), strict=True):
+    """Bits equal the CPU's unless norms or matrix products are the device's; so do events and errors."""
+    all_cases = list(cases())
+    for options, ranks in zip(all_cases, of_ranks(all_cases), strict=True):
         for result in ranks:
             assert result["faults"] == [], options
             assert all(map(alike, result["device"], ranks[0]["device"])), options
@@ -168,7 +171,7 @@ def test_no_compressor_waits_for_the_device() -> None:
                 assert bool(on_cpu.isnan().any()) == (step == BAD) == bool(on_device.isnan().any())
                 if exactly:
                     assert alike(on_cpu, on_device), (options, at)
-                elif step <= BAD:  # PowerSGD then begins anew from elsewhere
+                elif step <= BAD:  # after the NaN the factors of PowerSGD start from other values
                     torch.testing.assert_close(on_device, on_cpu, equal_nan=True, rtol=1e-4, atol=1e-4)
             for on_cpu, on_device in result["errors"]:
                 assert on_cpu == pytest.approx(on_device, rel=0.05), options
@@ -180,7 +183,7 @@ def without_kernels(rank: int, world_size: int, cases: list[dict[str, Any]]) -> 
         return run(rank, world_size, cases)
 
 
-def test_nor_does_low_rank_by_operators_of_torch() -> None:
+def test_low_rank_passes_of_torch_do_not_wait_either() -> None:
     cases = [{"spec": policy(MORE["powersgd"])}]
     ranks = run_ranks(without_kernels, 2, cases, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120)
     for (result,) in ranks:
@@ -194,15 +197,15 @@ def test_nor_does_low_rank_by_operators_of_torch() -> None:
     ("leave_out", "fault"),
     [("wait", "has not waited"), ("record_stream", "without record_stream"), ("exchange", "has not waited")],
 )
-def test_what_is_left_out_is_noticed(leave_out: str, fault: str) -> None:
+def test_missing_synchronisation_is_detected(leave_out: str, fault: str) -> None:
     options = [{"spec": "int8", "residual": "int8"}, {"spec": "powersgd"}]
     for ranks in of_ranks(options, leave_out):
-        assert any(fault in each for each in ranks[0]["faults"]), ranks[0]["faults"]
+        assert any(fault in text for text in ranks[0]["faults"]), ranks[0]["faults"]
 
 
 def local(rank: int, world_size: int) -> list[tuple[bool, list[str]]]:
-    """Averages of weights beside the CPU's, and the faults."""
-    found = []
+    """Return, for two schemes, whether averaged weights equal the CPU's, and the faults."""
+    results = []
     for spec in ("powersgd:rank=2", "topk:ratio=0.1"):
         streams, ends = RecordedStreams(), []
         for on_device in (False, True):
@@ -213,32 +216,32 @@ def local(rank: int, world_size: int) -> list[tuple[bool, list[str]]]:
                     model.register_parameter(
                         name, torch.nn.Parameter(to_fake_cuda(weight) if on_device else weight)
                     )
-                together = LocalSGD(model, 1, spec, sample_every=1, residual="int8")
+                local_sgd = LocalSGD(model, 1, spec, sample_every=1, residual="int8")
                 for step in range(2):
-                    dice = torch.Generator().manual_seed(10 * step + rank)
+                    generator = torch.Generator().manual_seed(10 * step + rank)
                     for weight in weights.values():
-                        weight.add_(torch.randn(weight.shape, generator=dice))
-                    together.step()
+                        weight.add_(torch.randn(weight.shape, generator=generator))
+                    local_sgd.step()
                 ends.append(weights)
                 if on_device:
                     C.release()
         same = all(torch.allclose(ends[0][name], ends[1][name], rtol=1e-4, atol=1e-5) for name in SHAPES)
-        found.append((same, streams.faults))
-    return found
+        results.append((same, streams.faults))
+    return results
 
 
-def test_an_average_of_weights_waits_for_the_mean_alone() -> None:
+def test_an_average_of_weights_waits_only_for_the_mean() -> None:
     for result in run_ranks(local, 2, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120):
         for same, faults in result:
-            assert same and all("in __bool__" in each or "in tolist" in each for each in faults)
+            assert same and all("in __bool__" in fault or "in tolist" in fault for fault in faults)
             assert 0 < len(faults) < 3 * 2 * len(SHAPES)
 
 
 def automatic(rank: int, world_size: int) -> tuple[list[torch.Tensor], list[int], list[str]]:
-    """The means of "auto", the steps that had a fault though nothing was measured or decided, and what was decided."""
-    streams, surprised = RecordedStreams(), []
+    """Return the means of "auto", the steps with a fault though it measured and decided nothing, and its decisions."""
+    streams, unexpected = RecordedStreams(), []
     parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    # Plain DDP is the group's own business, which has no device here.
+    # Plain DDP uses the group's own backend, which has no device here.
     with fake_cuda_rank(streams), mock.patch.object(ProcessGroupConsensus, "emulated", lambda _: True):
         state = ddp.State(
             "auto", parameters=parameters.items(), candidates=["int8", "powersgd"], sample_every=2
@@ -246,32 +249,32 @@ def automatic(rank: int, world_size: int) -> tuple[list[torch.Tensor], list[int]
         buckets = [Bucket(index, parameters, True) for index in range(len(BUCKETS))]
         means = []
         for step in range(16):
-            dice = torch.Generator().manual_seed(100 * step + rank)
+            generator = torch.Generator().manual_seed(100 * step + rank)
             tuner = state._chooser
             assert isinstance(tuner, Tuner)
-            calm = not tuner.reads_clock(step)
+            reads_nothing = not tuner.reads_clock(step)
             for bucket in buckets:
-                bucket.memory.copy_(torch.randn(bucket.memory.shape, generator=dice))
+                bucket.memory.copy_(torch.randn(bucket.memory.shape, generator=generator))
                 bucket.whole.mul_(1.0)
                 state.reduce(bucket)  # type: ignore[arg-type]
             state._reducer._end_pass()
-            if calm and not tuner.needs_sample(step) and streams.faults:
-                surprised.append(step)
+            if reads_nothing and not tuner.needs_sample(step) and streams.faults:
+                unexpected.append(step)
             streams.faults.clear()
             means += [bucket.memory.clone() for bucket in buckets]
         C.release()
-        return means, surprised, [event.action for event in state.events]
+        return means, unexpected, [event.action for event in state.events]
 
 
-def test_auto_waits_where_it_measures_or_decides_alone() -> None:
+def test_auto_waits_only_where_it_measures_or_decides() -> None:
     first, second = run_ranks(automatic, 2, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120)
     assert first[1] == second[1] == [] and first[2] == second[2] != []
     assert all(map(alike, first[0], second[0]))
 
 
 def waiting(rank: int, world_size: int) -> list[str]:
-    """Ways to wait, each of which a compressor might go."""
-    found = []
+    """Return the faults of all ways in which a compressor could make the host wait."""
+    faults = []
     streams = RecordedStreams()
     with fake_cuda_device(streams):
         x = to_fake_cuda(torch.arange(4.0))
@@ -287,9 +290,9 @@ def waiting(rank: int, world_size: int) -> list[str]:
             lambda: torch.ones(4).copy_(x),
         ):
             wait()
-            found.append(streams.faults.pop() if streams.faults else "nothing")
-    return found
+            faults.append(streams.faults.pop() if streams.faults else "nothing")
+    return faults
 
 
-def test_a_wait_is_noticed_whatever_it_looks_like() -> None:
-    assert all("the host waits" in each for each in waiting(0, 1))
+def test_every_kind_of_wait_is_detected() -> None:
+    assert all("the host waits" in fault for fault in waiting(0, 1))

@@ -1,4 +1,4 @@
-"""What a step takes of memory beside DDP's own: the residual, and at most one encoded copy of a bucket."""
+"""The memory of a step beside DDP's own: the residual, and at most one encoded copy of a bucket."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from dtcomm.launch.ranks import run_ranks
 
 SIDE = 1536  # 9 MiB of one matrix, in a bucket of its own
 M_MMAP_THRESHOLD = -3  # malloc.h
-SLACK = 1.5 * 2**20  # what the allocator keeps, threads' stacks, pieces under way
+SLACK = 1.5 * 2**20  # what the allocator keeps, threads' stacks, pieces in flight
 
 
 def above(steps: Callable[[], None]) -> int:
-    """By how much the most memory that was resident during the steps is above what was before, in bytes."""
+    """Return by how many bytes the peak of resident memory during the steps exceeds the memory before them."""
     steps()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _peak()
     steps()
     return _peak() - before
@@ -35,8 +35,8 @@ def _peak() -> int:
 
 
 def measured(rank: int, world_size: int, spec: str, feedback: bool) -> int:
-    """What compressed steps take for a while, more than plain ones."""
-    # What is freed is given back at once, or the allocator's habits are measured.
+    """Return how many bytes more compressed steps take than plain ones."""
+    # Freed memory is returned at once; otherwise the allocator's caching is measured.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
     torch.set_num_threads(1)
     x = torch.randn(1, SIDE)
@@ -58,8 +58,8 @@ def measured(rank: int, world_size: int, spec: str, feedback: bool) -> int:
 
 @pytest.mark.parametrize("runtime", ["native", "process_group"])
 def test_memory_is_the_residual_and_at_most_one_encoded_copy(runtime: str) -> None:
-    """The residual stays, and the report counts it; everything else is there while a bucket is under way."""
+    """The residual stays and the report counts it; everything else is allocated while a bucket is in flight."""
     bound = codec("int8").wire_bytes(SIDE * SIDE) + SLACK
-    # Fresh: what earlier tests left free in the allocator's arenas is not there to hide or to add anything.
+    # Fresh processes, because free memory in the allocator's arenas would change the result.
     for more in run_ranks(measured, 2, "int8", True, env={"DTCOMM_RUNTIME": runtime}, fresh=True):
         assert more <= bound, f"{more / 2**20:.2f} MiB, {bound / 2**20:.2f} expected at most"

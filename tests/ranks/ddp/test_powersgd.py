@@ -1,4 +1,4 @@
-"""PowerSGD in the hook: the paper's equations, on every rank the same, in every mode that DDP has."""
+"""PowerSGD in the hook: the paper's equations, equal ranks in every mode of DDP, checkpoints, NaN."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def orthonormal(p: np.ndarray) -> np.ndarray:
 
 
 class Paper:
-    """Algorithm 1 and 2 of the paper, in float64, of all ranks at once."""
+    """Algorithms 1 and 2 of the paper in float64, for all ranks at once."""
 
     def __init__(self, name: str, rows: int, columns: int, rank: int) -> None:
         start = counter_rng.uniform(_key(name), columns, rank * columns) - np.float32(0.5)
@@ -74,16 +74,18 @@ def against_the_paper(rank: int, world_size: int, low: int) -> None:
             model.zero_grad()
             backward(model, rank, step)
             for name, ours in gradients(model).items():
-                every = [torch.empty_like(mine[name]) for _ in range(world_size)]
-                dist.all_gather(every, mine[name])
+                all_ranks = [torch.empty_like(mine[name]) for _ in range(world_size)]
+                dist.all_gather(all_ranks, mine[name])
                 if ours.ndim < 2:
-                    torch.testing.assert_close(ours, torch.stack(every).mean(0), rtol=1e-5, atol=1e-7)
+                    torch.testing.assert_close(ours, torch.stack(all_ranks).mean(0), rtol=1e-5, atol=1e-7)
                     continue
                 paper = papers.setdefault(name, Paper(name, *ours.shape, low))
-                expected = torch.from_numpy(paper.step([each.double().numpy() for each in every])).float()
+                expected = torch.from_numpy(
+                    paper.step([gradient.double().numpy() for gradient in all_ranks])
+                ).float()
                 scale = float(expected.abs().max())
                 torch.testing.assert_close(ours / scale, expected / scale, rtol=0, atol=1e-5)
-                # Nothing is lost: what is not in the result is in the residuals.
+                # The residuals hold what is not in the result.
                 lost = [torch.empty_like(ours.view(-1)) for _ in range(world_size)]
                 dist.all_gather(lost, state._reducer.error_state._residuals.get(name, ours.view(-1)))
                 assert paper.errors is not None
@@ -107,7 +109,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def everywhere(rank: int, world_size: int, spec: str, mode: str, dtype: torch.dtype) -> bool:
+def trained_alike(rank: int, world_size: int, spec: str, mode: str, dtype: torch.dtype) -> bool:
     model = wrapped(dtype=dtype, **MODES[mode])
     state = ddp.compress(model, spec)
     losses = []
@@ -133,15 +135,15 @@ def everywhere(rank: int, world_size: int, spec: str, mode: str, dtype: torch.dt
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_ranks_stay_identical(mode: str, spec: str) -> None:
-    assert run_ranks(everywhere, 2, spec, mode, torch.float32) == [True] * 2
+    assert run_ranks(trained_alike, 2, spec, mode, torch.float32) == [True] * 2
 
 
 def test_three_ranks_and_bf16() -> None:
-    assert run_ranks(everywhere, 3, "powersgd:rank=4", "small_buckets", torch.bfloat16) == [True] * 3
+    assert run_ranks(trained_alike, 3, "powersgd:rank=4", "small_buckets", torch.bfloat16) == [True] * 3
 
 
 def resumed(rank: int, world_size: int, spec: str) -> bool:
-    """Stopped after 3 of 6 steps and continued in a model wrapped anew."""
+    """Return whether a run that stopped after 3 of 6 steps and continued in a new DDP model has the same gradients."""
     whole = wrapped(**SMALL_BUCKETS)
     ddp.compress(whole, spec)
     expected = train(whole, rank, range(6))[3:]
@@ -153,8 +155,8 @@ def resumed(rank: int, world_size: int, spec: str) -> bool:
     second.module.load_state_dict(weights)
     again = ddp.compress(second, spec)
     again.load_state_dict(saved)
-    got = train(second, rank, range(3, 6))
-    return all(torch.equal(a[name], b[name]) for a, b in zip(expected, got) for name in a)
+    continued = train(second, rank, range(3, 6))
+    return all(torch.equal(a[name], b[name]) for a, b in zip(expected, continued) for name in a)
 
 
 @pytest.mark.parametrize("spec", ["powersgd:rank=2", "powersgd:rank=2,alternate=true"])
@@ -171,19 +173,19 @@ def poisoned(rank: int, world_size: int) -> tuple[bool, bool, bool]:
     backward(model, rank, 2, scale=float("inf") if rank == 1 else 1.0)
     bad = all(gradient.isnan().any() for name, gradient in gradients(model).items() if gradient.ndim == 2)
     after = state.state_dict()["residuals"]
-    kept = all(torch.equal(before[name], after[name]) for name in before)
+    unchanged = all(torch.equal(before[name], after[name]) for name in before)
     model.zero_grad()
     backward(model, rank, 3)
     good = all(gradient.isfinite().all() for gradient in gradients(model).values())
-    return bool(bad), kept, bool(good)
+    return bool(bad), unchanged, bool(good)
 
 
-def test_one_rank_s_nan_reaches_all_and_no_residual_and_is_gone_at_the_next_step() -> None:
+def test_nan_of_one_rank_reaches_all_gradients_no_residual_and_no_later_step() -> None:
     assert run_ranks(poisoned, 2) == [(True, True, True)] * 2
 
 
 def degenerate(rank: int, world_size: int) -> bool:
-    """Zero gradients, then rank one, then ordinary ones."""
+    """Train with zero gradients, tiny ones, then ordinary ones; return whether the last ones arrive."""
     model = wrapped(**SMALL_BUCKETS)
     ddp.compress(model, "powersgd:rank=3")
     for scale in (0.0, 0.0, 1e-20, 1.0, 1.0):

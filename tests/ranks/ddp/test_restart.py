@@ -1,4 +1,4 @@
-"""A rank is killed in a backward pass: the others say which, torchrun starts all again, and training goes on."""
+"""A rank is killed in a backward pass: the others name it, torchrun restarts all ranks, and training continues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def uninterrupted(rank: int, world_size: int, folder: str) -> tuple[int, float]:
 
 
 @pytest.mark.slow
-def test_a_run_whose_rank_was_killed_in_backward_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+def test_a_run_whose_rank_was_killed_in_backward_ends_with_the_weights_of_an_uninterrupted_one(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()
     whole = run_ranks(uninterrupted, 2, str(tmp_path / "whole"))

@@ -1,4 +1,4 @@
-"""Kinds of feedback and DGC in the hook: the same bits as ranks in a loop, reports, checkpoints."""
+"""Kinds of feedback and DGC in the hook: the bits of simulated ranks, reports, checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure.simulated_ranks import SimulatedRanks
 from tests.unit.ddp.models import SMALL_BUCKETS, backward, gradients, local_gradients, train, wrapped
 
-#: Everything that keeps something, with what it is given.
+#: Compressors with state, and their options.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "error feedback": ("int4", {}),
     "stochastic": ("int4:round=stochastic", {"seed": 3}),
@@ -29,7 +29,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def against_the_loop(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> None:
+def against_simulated_ranks(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> None:
     model = wrapped(**SMALL_BUCKETS)
     state = ddp.compress(model, spec, algorithm="one_shot", sample_every=2, guard=None, **options)
     named = list(model.module.named_parameters())
@@ -38,25 +38,25 @@ def against_the_loop(rank: int, world_size: int, spec: str, options: dict[str, A
         for step in range(6):
             model.zero_grad()
             backward(model, rank, step)
-            every: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
+            by_rank: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
             for name, parameter in named:
                 received = [torch.empty_like(parameter.data) for _ in range(world_size)]
                 dist.all_gather(received, mine[name])
-                for each, gradient in zip(every, received):
-                    each.append(gradient)
+                for of_rank, gradient in zip(by_rank, received):
+                    of_rank.append(gradient)
             ours = gradients(model)
-            for (name, _), expected in zip(named, run.average(every)):
+            for (name, _), expected in zip(named, run.average(by_rank)):
                 assert torch.equal(ours[name], expected), (step, name)
     state.report()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_hook_does_what_ranks_in_a_loop_do_to_the_bit(kind: str) -> None:
-    run_ranks(against_the_loop, 2, *KINDS[kind])
+def test_the_hook_has_the_bits_of_simulated_ranks(kind: str) -> None:
+    run_ranks(against_simulated_ranks, 2, *KINDS[kind])
 
 
 def resumed(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> bool:
-    """Stopped after 3 of 7 steps and continued in a model wrapped anew."""
+    """Return whether a run that stopped after 3 of 7 steps and continued in a new DDP model has the same gradients."""
     whole, first = wrapped(**SMALL_BUCKETS), wrapped(**SMALL_BUCKETS)
     ddp.compress(whole, spec, **options)
     expected = train(whole, rank, range(7))[3:]
@@ -66,8 +66,8 @@ def resumed(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> b
     second = DistributedDataParallel(wrapped(1).module, **SMALL_BUCKETS)
     second.module.load_state_dict(weights)
     ddp.compress(second, spec, **options).load_state_dict(saved)
-    got = train(second, rank, range(3, 7))
-    return all(torch.equal(a[name], b[name]) for a, b in zip(expected, got) for name in a)
+    continued = train(second, rank, range(3, 7))
+    return all(torch.equal(a[name], b[name]) for a, b in zip(expected, continued) for name in a)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,7 +82,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def everywhere(rank: int, world_size: int, spec: str, options: dict[str, Any], mode: str) -> bool:
+def trained_alike(rank: int, world_size: int, spec: str, options: dict[str, Any], mode: str) -> bool:
     model = wrapped(dtype=torch.bfloat16, **MODES[mode])
     ddp.compress(model, spec, **options)
     for step in range(6):
@@ -101,7 +101,7 @@ def everywhere(rank: int, world_size: int, spec: str, options: dict[str, Any], m
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["in 8 bit", "EF21", "DGC"])
 def test_ranks_stay_identical(mode: str, kind: str) -> None:
-    assert run_ranks(everywhere, 2, *KINDS[kind], mode) == [True] * 2
+    assert run_ranks(trained_alike, 2, *KINDS[kind], mode) == [True] * 2
 
 
 def reported(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> tuple[dict[str, int], str]:
@@ -111,7 +111,7 @@ def reported(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> 
     return state.report().memory, str(state.report())
 
 
-def test_the_report_says_what_is_held() -> None:
+def test_the_report_states_the_memory() -> None:
     memory, text = run_ranks(reported, 2, "int8", {"residual": "bf16"})[0]
     matrices = 3 * 48 * 48
     assert memory["residuals in bf16"] == pytest.approx(2 * matrices, rel=0.01)

@@ -1,4 +1,4 @@
-"""The hook's times: what a timeline keeps of real steps, and what of them torch.profiler sees."""
+"""The timeline of the hook, and the ranges that torch.profiler shows."""
 
 from __future__ import annotations
 
@@ -27,30 +27,31 @@ def timed(rank: int, world_size: int, spec: str, folder: str) -> dict[str, Any]:
     backward(model, rank, 7)
     model.zero_grad()
     assert phase_timer.enabled()
-    kept = state.timeline.steps
-    assert [step.number for step in kept] == [3, 4, 5, 6]
-    accumulated = kept[-1]
+    steps = state.timeline.steps
+    assert [step.number for step in steps] == [3, 4, 5, 6]
+    accumulated = steps[-1]
     assert (len(accumulated.forward), len(accumulated.backward)) == (2, 2)
-    for step in kept[1:]:
-        assert [each.label for each in step.messages] == ["bucket 0", "bucket 1"]
+    for step in steps[1:]:
+        assert [message.label for message in step.messages] == ["bucket 0", "bucket 1"]
         assert step.begin <= step.forward[0][0] <= step.forward[0][1] <= step.backward[0][0]
-        for each in step.messages:
-            assert step.backward[-1][0] <= each.ready <= each.launched
-            assert each.ready <= each.started <= each.finished <= each.done
-            assert each.wire_bytes > 0 and spec in each.codec
-            for span in each.spans:
+        for message in step.messages:
+            assert step.backward[-1][0] <= message.ready <= message.launched
+            assert message.ready <= message.started <= message.finished <= message.done
+            assert message.wire_bytes > 0 and spec in message.codec
+            for span in message.spans:
                 assert span.busy_ns <= span.end_ns - span.begin_ns
                 assert (
-                    span.phase == "factors" or each.started <= span.begin_ns <= span.end_ns <= each.finished
+                    span.phase == "factors"
+                    or message.started <= span.begin_ns <= span.end_ns <= message.finished
                 )
-        last = max(each.done for each in step.messages)
+        last = max(message.done for message in step.messages)
         assert step.exposed == max(0, last - step.backward[-1][1])
-    phases = {span.phase for each in kept[-1].messages for span in each.spans}
+    phases = {span.phase for message in steps[-1].messages for span in message.spans}
     path = state.trace(f"{folder}/t.json")
     state.timeline.stop()
     assert not phase_timer.enabled()
     train(model, rank, range(2))
-    assert state.timeline.steps == kept
+    assert state.timeline.steps == steps
     names = {metric.name for metric in state.metrics()}
     assert {"dtcomm_scaling_efficiency", "dtcomm_bucket_seconds", "dtcomm_wire_bytes_total"} <= names
     profiling.write_prometheus(state, f"{folder}/rank{rank}.prom", {"rank": str(rank)})
@@ -59,17 +60,17 @@ def timed(rank: int, world_size: int, spec: str, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("runtime", ["native", "process_group"])
 def test_a_timeline_of_a_codec(tmp_path: Path, runtime: str) -> None:
-    found = run_ranks(timed, 2, "int8", str(tmp_path), env={"DTCOMM_RUNTIME": runtime})
-    for rank, each in enumerate(found):
-        assert each["path"].endswith(f"t.rank{rank}.json")
-        assert set(each["phases"]) == {"encode", "reduce", "decode"}
-        assert json.loads(Path(each["path"]).read_text())["dtcomm"][0]["what"] == "ddp"
+    results = run_ranks(timed, 2, "int8", str(tmp_path), env={"DTCOMM_RUNTIME": runtime})
+    for rank, result in enumerate(results):
+        assert result["path"].endswith(f"t.rank{rank}.json")
+        assert set(result["phases"]) == {"encode", "reduce", "decode"}
+        assert json.loads(Path(result["path"]).read_text())["dtcomm"][0]["what"] == "ddp"
     assert "dtcomm_steps_total" in (tmp_path / "rank1.prom").read_text()
 
 
 def test_a_timeline_of_powersgd(tmp_path: Path) -> None:
-    for each in run_ranks(timed, 2, "powersgd:rank=2", str(tmp_path)):
-        assert "factors" in each["phases"]
+    for result in run_ranks(timed, 2, "powersgd:rank=2", str(tmp_path)):
+        assert "factors" in result["phases"]
 
 
 def profiled(rank: int, world_size: int) -> list[tuple[str, float]]:
@@ -105,7 +106,7 @@ def waiting(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> t
         time.sleep(LATE)
     train(model, rank, range(3, 5))
     late = state.timeline.steps[3]
-    return max(each.launched - each.ready for each in late.messages) * 1e-9, late.exposed * 1e-9
+    return max(message.launched - message.ready for message in late.messages) * 1e-9, late.exposed * 1e-9
 
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -120,7 +121,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_caller_never_waits_in_the_hook(case: str) -> None:
-    """Rank 1 comes late: rank 0's hook is through at once, and its step stands still only when backward is over."""
+    """If rank 1 is late, rank 0's hook returns at once, and rank 0 waits only after its backward pass."""
     spec, options, runtime = CASES[case]
     (hook, exposed), _ = run_ranks(waiting, 2, spec, options, env={"DTCOMM_RUNTIME": runtime})
     assert hook < LATE / 2

@@ -75,9 +75,9 @@ def against_collectives(rank: int, world_size: int, spec: str, algorithm: str, r
             assert torch.equal(stored[name], residual), (step, name)
             assert residual.any(), (step, name)
             arrived = world_size * expected.double().flatten()
-            for tensor in (contributed, kept := residual.double()):
+            for tensor in (contributed, stored_now := residual.double()):
                 dist.all_reduce(tensor)
-            gap = max(gap, float((contributed - arrived - kept).abs().max() / contributed.abs().max()))
+            gap = max(gap, float((contributed - arrived - stored_now).abs().max() / contributed.abs().max()))
     info = collectives.info()
     assert (info["hosts"], info["runtime"]) == (2, runtime)
     return gap

@@ -1,4 +1,4 @@
-"""The papers' algorithms in numpy, of all ranks at once, in float64: what the compressors are held against."""
+"""The papers' algorithms in numpy, for all ranks at once, in float64: the reference of the compressors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 
 
-def topk(x: Array, kept: int) -> Array:
-    """The largest magnitudes, of equals the first."""
-    places = np.argsort(-np.abs(x), kind="stable")[:kept]
+def topk(x: Array, count: int) -> Array:
+    """Return the elements of the largest magnitudes, the first ones of equals; zeros elsewhere."""
+    indices = np.argsort(-np.abs(x), kind="stable")[:count]
     out = np.zeros_like(x)
-    out[places] = x[places]
+    out[indices] = x[indices]
     return out
 
 
@@ -21,7 +21,7 @@ def scaled_sign(x: Array) -> Array:
 
 
 def orthonormal(p: Array) -> Array:
-    """The columns, in order."""
+    """Return the columns made orthonormal, in order."""
     p = p.copy()
     for k in range(p.shape[1]):
         for j in range(k):
@@ -37,14 +37,14 @@ class DeepGradientCompression:
         self.u, self.v = np.zeros((2, ranks, numel))
         self.momentum, self.clip = momentum, clip
 
-    def step(self, gradients: list[Array], kept: int) -> Array:
+    def step(self, gradients: list[Array], count: int) -> Array:
         sent = []
         for k, g in enumerate(gradients):
             bound = self.clip / np.sqrt(len(gradients))
             g = g * min(1.0, bound / np.linalg.norm(g)) if self.clip else g
             self.u[k] = self.momentum * self.u[k] + g
             self.v[k] = self.v[k] + self.u[k]
-            sent.append(topk(self.v[k], kept))
+            sent.append(topk(self.v[k], count))
             mask = sent[k] != 0
             self.v[k][mask] = self.u[k][mask] = 0
         return np.mean(sent, axis=0)
@@ -58,8 +58,8 @@ class SignSGD:
 
     def step(self, gradients: list[Array]) -> Array:
         p = [g + e for g, e in zip(gradients, self.e)]
-        deltas = [scaled_sign(each) for each in p]
-        self.e = np.array([each - delta for each, delta in zip(p, deltas)])
+        deltas = [scaled_sign(vector) for vector in p]
+        self.e = np.array([vector - delta for vector, delta in zip(p, deltas)])
         return np.mean(deltas, axis=0)
 
 
@@ -69,8 +69,8 @@ class Differences:
     def __init__(self, ranks: int, numel: int, rate: float) -> None:
         self.h, self.shared, self.rate = np.zeros((ranks, numel)), np.zeros(numel), rate
 
-    def step(self, gradients: list[Array], kept: int) -> Array:
-        sent = np.array([topk(g - h, kept) for g, h in zip(gradients, self.h)])
+    def step(self, gradients: list[Array], count: int) -> Array:
+        sent = np.array([topk(g - h, count) for g, h in zip(gradients, self.h)])
         result = self.shared + sent.mean(axis=0)
         self.h = self.h + self.rate * sent
         self.shared = self.shared + self.rate * sent.mean(axis=0)
@@ -93,17 +93,17 @@ class TorchPowerSGD:
 
 
 class EpfmlPowerSGD:
-    """epfml/powersgd with one iteration a step, which is ACP-SGD: one factor at a time, the other's basis of the
-    step before."""
+    """epfml/powersgd with one iteration a step, which is ACP-SGD: one factor at a time, on the basis of the other one
+    from the step before."""
 
     def __init__(self, q: Array, ranks: int, rows: int) -> None:
-        self.kept, self.errors, self.transposed = q, np.zeros((ranks, rows, len(q))), False
+        self.factor, self.errors, self.transposed = q, np.zeros((ranks, rows, len(q))), False
 
     def step(self, gradients: list[Array]) -> Array:
         matrices = [g + e for g, e in zip(gradients, self.errors)]
-        basis = orthonormal(self.kept)
-        self.kept = np.mean([(m.T if self.transposed else m) @ basis for m in matrices], axis=0)
-        result = self.kept @ basis.T
+        basis = orthonormal(self.factor)
+        self.factor = np.mean([(m.T if self.transposed else m) @ basis for m in matrices], axis=0)
+        result = self.factor @ basis.T
         result = result.T if self.transposed else result
         self.transposed = not self.transposed
         self.errors = np.array([m - result for m in matrices])

@@ -1,3 +1,5 @@
+"""The segments of a bucket, and how reports divide its bytes."""
+
 from __future__ import annotations
 
 import pytest
@@ -14,7 +16,7 @@ SHAPES = {"norm": (40,), "bias": (10,), "matrix": (50, 40), "other": (64, 64), "
 def make_layout(
     spec: str = "int8", dtype: torch.dtype = torch.float32, skew: int = 0
 ) -> tuple[torch.Tensor, BucketLayout]:
-    """A buffer as DDP's: views of one allocation, in order, and itself perhaps not at its start."""
+    """Return a buffer like DDP's, which starts at element ``skew`` of its allocation, and its layout."""
     numel = sum(torch.Size(shape).numel() for shape in SHAPES.values())
     buffer = torch.zeros(numel + skew, dtype=dtype)[skew:]
     views, start = [], 0
@@ -51,7 +53,7 @@ def test_without_compression_a_buffer_is_one_segment() -> None:
 
 def test_bytes_are_split_in_proportion_to_the_payloads() -> None:
     _, layout = make_layout()
-    payload = sum(segment.payload_bytes() for segment in layout.segments)
+    payload = round(sum(segment.payload_bytes() for segment in layout.segments))
     layout.wire_bytes = 3 * payload
     totals: dict[str, ParameterTotals] = {}
     layout.add_to(totals)
@@ -63,7 +65,7 @@ def test_bytes_are_split_in_proportion_to_the_payloads() -> None:
 
 def test_report_groups_by_codec_and_reason_and_says_why() -> None:
     _, layout = make_layout()
-    layout.wire_bytes = sum(segment.payload_bytes() for segment in layout.segments)
+    layout.wire_bytes = round(sum(segment.payload_bytes() for segment in layout.segments))
     layout.lossy[0].signal, layout.lossy[0].error = 4.0, 0.01
     totals: dict[str, ParameterTotals] = {}
     layout.add_to(totals)

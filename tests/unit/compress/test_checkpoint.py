@@ -1,3 +1,5 @@
+"""A rank's share of checkpoints, and the refusal of checkpoints that do not fit."""
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is kept from step to step: in fewer bytes, as references, and across changes of world size."""
+"""State from step to step: residuals in fewer bytes, references, velocities, and changes of world size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtcomm.measure.simulated_ranks import SimulatedRanks
 
 SHAPE = (64, 64)
 LAYER = [("layer", torch.zeros(SHAPE))]
-#: Of the largest element of a block, the most that keeping it may cost.
+#: The largest rounding error of a stored residual, relative to the largest element of its block.
 ROUNDING = {"fp32": 1e-6, "bf16": 2**-8, "int8": 1 / 100}
 
 
@@ -23,25 +23,25 @@ def gradients(ranks: int, step: int, dtype: torch.dtype = torch.float32) -> list
     return [[torch.randn(SHAPE, generator=generator).to(dtype)] for _ in range(ranks)]
 
 
-def kept(run: SimulatedRanks) -> list[dict[str, Any]]:
-    """What every rank would save."""
+def saved_states(run: SimulatedRanks) -> list[dict[str, Any]]:
+    """Return the checkpoint of every rank."""
     states = []
-    for rank, memory in enumerate(run.error_states):
+    for rank, error_state in enumerate(run.error_states):
         own = {"version": 1, "rank": rank, "world_size": len(run.error_states)}
-        states.append({**own, **memory.state_dict()})
+        states.append({**own, **error_state.state_dict()})
     return states
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("spec", ["int4", "topk:ratio=0.05", "powersgd:rank=2"])
-def test_nothing_is_lost_but_the_rounding_of_what_is_kept(spec: str, form: str) -> None:
+def test_mass_is_conserved_to_the_rounding_of_stored_residuals(spec: str, form: str) -> None:
     run = SimulatedRanks(spec, 2, LAYER, residual=form)
     old = torch.zeros(SHAPE, dtype=torch.float64)
     for step in range(6):
-        given = gradients(2, step)
-        (result,) = run.average(given)
-        new = sum(state["residuals"]["layer"].double().view(SHAPE) for state in kept(run))
-        into = sum(each[0].double() for each in given) + old
+        inputs = gradients(2, step)
+        (result,) = run.average(inputs)
+        new = sum(state["residuals"]["layer"].double().view(SHAPE) for state in saved_states(run))
+        into = sum(of_rank[0].double() for of_rank in inputs) + old
         assert isinstance(new, torch.Tensor)
         gap = (into - 2 * result.double() - new).abs().max()
         assert gap <= 4 * ROUNDING[form] * new.abs().max()
@@ -53,14 +53,14 @@ def test_memory_is_accounted_for(form: str, most: float) -> None:
     run = SimulatedRanks("int4", 2, LAYER, residual=form)
     run.average(gradients(2, 0))
     numel = SHAPE[0] * SHAPE[1]
-    memory = run.error_states[0]
-    assert memory.persistent_bytes() <= most * numel
-    assert memory.nbytes()[f"residuals in {form}"] == memory.persistent_bytes()
-    assert memory.nbytes().get("fp32 within a step", 0) == (0 if form == "fp32" else 4 * numel)
+    error_state = run.error_states[0]
+    assert error_state.persistent_bytes() <= most * numel
+    assert error_state.nbytes()[f"residuals in {form}"] == error_state.persistent_bytes()
+    assert error_state.nbytes().get("fp32 within a step", 0) == (0 if form == "fp32" else 4 * numel)
 
 
-def test_what_is_small_adds_up_in_eight_bits_too() -> None:
-    """Beside a residual of 100 kept in steps of 0.8, a thousand times 0.01 is 10, to the noise of rounding."""
+def test_small_errors_add_up_in_eight_bits_too() -> None:
+    """In a block with a residual of 100, stored in steps of 0.8, a thousand times 0.01 is 10, to rounding noise."""
     residuals = Residuals("int8")
     like = torch.zeros(1024)
     for step in range(1000):
@@ -78,8 +78,8 @@ def test_a_state_continues_bit_for_bit_in_every_form(form: str) -> None:
     for step in range(3):
         whole.average(gradients(2, step))
     resumed = SimulatedRanks("int4", 2, LAYER, residual=form)
-    for rank, (memory, state) in enumerate(zip(resumed.error_states, kept(whole), strict=True)):
-        memory.load(state, state["residuals"], rank, 2)
+    for rank, (error_state, state) in enumerate(zip(resumed.error_states, saved_states(whole), strict=True)):
+        error_state.load(state, state["residuals"], rank, 2)
     resumed.steps = 3
     for step in range(3, 6):
         assert torch.equal(whole.average(gradients(2, step))[0], resumed.average(gradients(2, step))[0])
@@ -91,7 +91,7 @@ def test_the_shared_reference_is_the_mean_of_all(feedback: str, dtype: torch.dty
     run = SimulatedRanks("int3", 3, [("layer", torch.zeros(SHAPE, dtype=dtype))], feedback=feedback)
     for step in range(30):
         run.average(gradients(3, step, dtype))
-    states = [state["references"] for state in kept(run)]
+    states = [state["references"] for state in saved_states(run)]
     mean = torch.stack([state["local"]["layer"] for state in states]).mean(0)
     for state in states:
         torch.testing.assert_close(state["shared"]["layer"], mean, rtol=0, atol=1e-5)
@@ -99,12 +99,12 @@ def test_the_shared_reference_is_the_mean_of_all(feedback: str, dtype: torch.dty
 
 
 @pytest.mark.parametrize("spec", ["int2", "topk:ratio=0.05", "powersgd:rank=1"])
-def test_differences_vanish_where_the_gradient_stays(spec: str) -> None:
-    """EF21's errors shrink with the differences: a gradient that stays arrives, ever better."""
+def test_errors_vanish_if_the_gradient_stays_the_same(spec: str) -> None:
+    """EF21's errors shrink with the differences."""
     run = SimulatedRanks(spec, 2, LAYER, feedback="ef21")
-    given = gradients(2, 0)
-    mean = torch.stack([each[0] for each in given]).mean(0)
-    errors = [float((run.average(given)[0] - mean).norm() / mean.norm()) for _ in range(60)]
+    inputs = gradients(2, 0)
+    mean = torch.stack([of_rank[0] for of_rank in inputs]).mean(0)
+    errors = [float((run.average(inputs)[0] - mean).norm() / mean.norm()) for _ in range(60)]
     assert errors[0] > 0.3
     assert errors[-1] < 0.15
 
@@ -128,7 +128,9 @@ def test_dgc_keeps_no_nan() -> None:
     bad[1][0][3, 5] = float("inf")
     assert not run.average(bad)[0].isfinite().all()
     assert run.average(gradients(2, 2))[0].isfinite().all()
-    assert all(memory.state_dict()["velocities"]["layer"].isfinite().all() for memory in run.error_states)
+    assert all(
+        error_state.state_dict()["velocities"]["layer"].isfinite().all() for error_state in run.error_states
+    )
 
 
 @pytest.mark.parametrize("after", [1, 2, 5])
@@ -137,11 +139,11 @@ def test_means_survive_a_change_of_world_size(spec: str, feedback: bool | str, a
     run = SimulatedRanks(spec, 3, LAYER, feedback=feedback)
     for step in range(4):
         run.average(gradients(3, step))
-    states = kept(run)
+    states = saved_states(run)
     resumed = SimulatedRanks(spec, after, LAYER, feedback=feedback)
-    for rank, memory in enumerate(resumed.error_states):
-        memory.load(states, {}, rank, after)
-    new = kept(resumed)
+    for rank, error_state in enumerate(resumed.error_states):
+        error_state.load(states, {}, rank, after)
+    new = saved_states(resumed)
     if feedback == "ef21":
         for state in new:
             assert torch.equal(
@@ -169,6 +171,6 @@ def test_means_survive_a_change_of_world_size(spec: str, feedback: bool | str, a
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(options: dict[str, Any], says: str) -> None:
+def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         ErrorState(**options)

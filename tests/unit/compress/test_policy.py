@@ -1,3 +1,5 @@
+"""Policies: which tensors get which codec, why others get none, and the text form."""
+
 from __future__ import annotations
 
 import pytest
@@ -83,8 +85,10 @@ def test_types_of_modules_decide() -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(64, 64), torch.nn.Linear(64, 64))
     policy = Policy.parse("module=Embed* -> fp16; ndim<2 -> none; * -> int8")
     assert str(Policy.parse(str(policy))) == "module=Embed* -> fp16; ndim<2 -> none; * -> int8"
-    known = policy.for_model(model)
-    chosen = {name: str(known.choose(name, parameter).codec) for name, parameter in model.named_parameters()}
+    for_model = policy.for_model(model)
+    chosen = {
+        name: str(for_model.choose(name, parameter).codec) for name, parameter in model.named_parameters()
+    }
     assert chosen == {"0.weight": "fp16", "1.weight": "int8", "1.bias": "none"}
     with pytest.raises(ValueError, match=r"'module=Embed\* -> fp16' wants the types of modules"):
         policy.choose("0.weight", model[0].weight)

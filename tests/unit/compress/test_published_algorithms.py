@@ -1,4 +1,4 @@
-"""The compressors against the papers' equations: the updates, step for step, and what is kept."""
+"""The compressors against the papers' equations: the updates and the state after each step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.unit.compress import reference_algorithms
 from tests.unit.compress.reference_algorithms import Array
 
 RANKS, ROWS, COLUMNS, STEPS = 3, 48, 40, 12
-NUMEL = ROWS * COLUMNS  # within one granule, so that the largest of it are the largest of all
+NUMEL = ROWS * COLUMNS  # within one granule, so that its largest elements are those of the tensor
 LAYER = [("layer", torch.zeros(ROWS, COLUMNS))]
 
 
 def gradients(step: int) -> list[torch.Tensor]:
-    """Of every rank: a common part, heavier in some rows, and noise of its own."""
+    """Return the gradient of every rank: a common part, larger in some rows, and noise of its own."""
     generator = torch.Generator().manual_seed(step)
     common = torch.randn(ROWS, COLUMNS, generator=generator) * torch.linspace(0.1, 2, ROWS)[:, None]
     return [common + torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(RANKS)]
@@ -43,24 +43,24 @@ def average(run: SimulatedRanks, step: int) -> torch.Tensor:
 def test_dgc(clip: float) -> None:
     run = SimulatedRanks(f"dgc:ratio=0.05,momentum=0.9,clip={clip},values=fp32", RANKS, LAYER)
     paper = reference_algorithms.DeepGradientCompression(RANKS, NUMEL, 0.9, clip)
-    kept = codec("topk:ratio=0.05").layout().kept_of(NUMEL)
+    count = codec("topk:ratio=0.05").layout().kept_of(NUMEL)
     for step in range(STEPS):
-        close(average(run, step), paper.step(numbers(gradients(step)), kept))
-        for rank, memory in enumerate(run.error_states):
-            close(memory.state_dict()["residuals"]["layer"], paper.v[rank])
-            close(memory.state_dict()["velocities"]["layer"], paper.u[rank])
+        close(average(run, step), paper.step(numbers(gradients(step)), count))
+        for rank, error_state in enumerate(run.error_states):
+            close(error_state.state_dict()["residuals"]["layer"], paper.v[rank])
+            close(error_state.state_dict()["velocities"]["layer"], paper.u[rank])
 
 
-def test_dgc_s_momentum_is_that_of_the_optimiser_where_everything_is_sent() -> None:
-    """Of the layer because all of it is sent, of the bias because it is sent uncompressed."""
+def test_dgc_s_momentum_is_the_optimiser_s_if_all_elements_are_sent() -> None:
+    """The bias, which travels uncompressed, gets the momentum of an optimiser."""
     parameters = [*LAYER, ("bias", torch.zeros(ROWS))]
     run = SimulatedRanks("numel<100 -> none; * -> dgc:ratio=0.99,momentum=0.5,values=fp32", RANKS, parameters)
-    # Of nearly all elements the smallest wait: the sum of what arrived is what counts.
+    # The smallest elements are sent later, so the sums over all steps are compared.
     velocity, total, arrived = torch.zeros(ROWS), torch.zeros(ROWS), torch.zeros(ROWS)
     for step in range(STEPS):
-        each = gradients(step)
-        _, bias = run.average([[gradient, gradient[:, 0]] for gradient in each])
-        velocity = 0.5 * velocity + torch.stack(each)[:, :, 0].mean(0)
+        by_rank = gradients(step)
+        _, bias = run.average([[gradient, gradient[:, 0]] for gradient in by_rank])
+        velocity = 0.5 * velocity + torch.stack(by_rank)[:, :, 0].mean(0)
         total, arrived = total + velocity, arrived + bias
     torch.testing.assert_close(arrived, total)
 
@@ -76,17 +76,17 @@ def test_ef_signsgd() -> None:
 def test_differences_to_a_reference(feedback: str, rate: float) -> None:
     run = SimulatedRanks("topk:ratio=0.1,values=fp32", RANKS, LAYER, feedback=feedback)
     paper = reference_algorithms.Differences(RANKS, NUMEL, rate)
-    kept = codec("topk:ratio=0.1").layout().kept_of(NUMEL)
+    count = codec("topk:ratio=0.1").layout().kept_of(NUMEL)
     for step in range(STEPS):
-        close(average(run, step), paper.step(numbers(gradients(step)), kept))
-        for rank, memory in enumerate(run.error_states):
-            references = memory.state_dict()["references"]
+        close(average(run, step), paper.step(numbers(gradients(step)), count))
+        for rank, error_state in enumerate(run.error_states):
+            references = error_state.state_dict()["references"]
             close(references["local"]["layer"], paper.h[rank])
             close(references["shared"]["layer"], paper.shared)
 
 
 def start(rank: int) -> Array:
-    """The factor that the parameter's name decides."""
+    """Return the first factor, which depends on the parameter's name."""
     flat = counter_rng.uniform(_key("layer"), COLUMNS, rank * COLUMNS) - np.float32(0.5)
     return flat.astype(np.float64).reshape(rank, COLUMNS).T
 
@@ -96,7 +96,7 @@ def test_powersgd_is_torch_s(rank: int) -> None:
     run = SimulatedRanks(f"powersgd:rank={rank}", RANKS, LAYER)
     theirs = reference_algorithms.TorchPowerSGD(start(rank), RANKS, ROWS)
     for step in range(STEPS):
-        close(average(run, step), theirs.step([each.double().numpy() for each in gradients(step)]))
+        close(average(run, step), theirs.step([gradient.double().numpy() for gradient in gradients(step)]))
 
 
 @pytest.mark.parametrize("rank", [1, 4])
@@ -104,4 +104,4 @@ def test_alternating_powersgd_is_epfml_s(rank: int) -> None:
     run = SimulatedRanks(f"powersgd:rank={rank},alternate=true", RANKS, LAYER)
     theirs = reference_algorithms.EpfmlPowerSGD(start(rank), RANKS, ROWS)
     for step in range(STEPS):
-        close(average(run, step), theirs.step([each.double().numpy() for each in gradients(step)]))
+        close(average(run, step), theirs.step([gradient.double().numpy() for gradient in gradients(step)]))

@@ -1,3 +1,5 @@
+"""Residuals: their memory, checkpoints, and redistribution among another number of ranks."""
+
 from __future__ import annotations
 
 import pytest
@@ -58,13 +60,13 @@ def test_the_sum_over_ranks_survives_a_change_of_world_size(before: int, after: 
         assert torch.equal(torch.as_tensor(old), torch.as_tensor(new))
 
 
-def test_redistribution_leaves_what_it_was_given_alone() -> None:
+def test_redistribution_does_not_change_its_inputs() -> None:
     states = [{"w": torch.ones(2)}, {"w": torch.ones(2)}]
     redistribute(states, 0, 1)
     assert states[0]["w"].tolist() == [1.0, 1.0]
 
 
-def test_redistribution_refuses_ranks_that_disagree_and_ranks_that_are_not() -> None:
+def test_redistribution_refuses_sizes_that_differ_and_ranks_that_do_not_exist() -> None:
     with pytest.raises(ValueError, match="residual of 'w'"):
         redistribute([{"w": torch.ones(2)}, {"w": torch.ones(3)}], 0, 1)
     with pytest.raises(ValueError, match="rank 2 of world_size 2"):

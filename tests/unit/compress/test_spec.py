@@ -1,3 +1,5 @@
+"""Specs of schemes: parsing, printing, refusals, and the guard's ladder."""
+
 from __future__ import annotations
 
 import pytest

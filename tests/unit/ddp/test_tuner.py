@@ -1,4 +1,4 @@
-"""What `compress(model, "auto")` chooses in the course of steps, and that it looks again."""
+"""The choices of `compress(model, "auto")` over many steps, with links and step times that change."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Link:
 
 
 def drive(tuner: Tuner, link: Link, steps: range) -> None:
-    """Steps of one bucket with a single matrix, which take what the link takes for its payload."""
+    """Run steps of one bucket with one matrix, which take as long as the link needs for the payload."""
     gradient = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
     for step in steps:
         tuner.begin_step(step)
@@ -59,22 +59,21 @@ def test_a_link_that_becomes_fast_ends_compression_and_one_that_becomes_slow_bri
     link = Link(0.05)
     tuner = Tuner(AutoConfig(every=20), link)
     drive(tuner, link, range(40))
-    assert [each.action for each in tuner.decisions] == ["int4"]
+    assert [decision.action for decision in tuner.decisions] == ["int4"]
     assert [row["plan"] for row in tuner.rows[-2:]] == ["plain DDP", "none"]
     link.gbit = 400
     drive(tuner, link, range(40, 80))
-    assert [each.action for each in tuner.decisions[1:]] == ["measure again", "none"]
+    assert [decision.action for decision in tuner.decisions[1:]] == ["measure again", "none"]
     assert "the link is" in tuner.decisions[1].why and tuner.pop_uncompressed() == ["weight"]
     link.gbit = 0.05
     drive(tuner, link, range(80, 120))
-    assert [each.action for each in tuner.decisions[3:]] == ["measure again", "int4"]
+    assert [decision.action for decision in tuner.decisions[3:]] == ["measure again", "int4"]
 
 
 def noisy(
     seconds: dict[str, float], disturbed: dict[str, list[int]], steps: int, every: int = 1000
 ) -> tuple[Tuner, list[str]]:
-    """Steps of one matrix that take what a plan takes, 15 % longer in those of its turns that are disturbed; what was
-    used in each of them."""
+    """Run steps with a time for each candidate, 15 % longer in its ``disturbed`` turns; return what each step used."""
     tuner = Tuner(AutoConfig(every=every, candidates=["int8"]), Link(0.05))
     gradient = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
     used: list[str] = []
@@ -92,25 +91,25 @@ def noisy(
     return tuner, used
 
 
-def test_what_is_near_is_tried_again_before_anything_is_chosen() -> None:
+def test_candidates_near_the_best_are_tried_again_before_the_choice() -> None:
     seconds = {"none": 1.1, "plain": 1.1, "int8": 1.0}
     tuner, _ = noisy(seconds, {"int8": [1]}, 60)
-    assert [each.action for each in tuner.decisions] == ["int8"]
+    assert [decision.action for decision in tuner.decisions] == ["int8"]
     # Plain DDP is best, and its first turn was disturbed.
     tuner, _ = noisy({"none": 1.1, "plain": 0.98, "int8": 1.0}, {"plain": [1]}, 60)
-    assert [each.action for each in tuner.decisions] == ["plain DDP"]
-    # What is far behind gets no second turn.
+    assert [decision.action for decision in tuner.decisions] == ["plain DDP"]
+    # Candidates far behind the best get no second turn.
     tuner, used = noisy({"none": 5.0, "plain": 5.0, "int8": 1.0}, {}, 60)
     assert tuner.settled and used.count("plain") == COUNTED + 1
 
 
-def test_a_close_choice_is_looked_at_once_more() -> None:
+def test_the_runners_up_of_a_close_choice_are_tried_once_more() -> None:
     seconds = {"none": 1.1, "plain": 1.0, "int8": 1.05}
     tuner, used = noisy(seconds, {"plain": [1, 2, 3]}, 300, every=50)
-    assert [each.action for each in tuner.decisions] == ["int8", "plain DDP"]
+    assert [decision.action for decision in tuner.decisions] == ["int8", "plain DDP"]
     assert used[-100:] == ["plain"] * 100
     tuner, used = noisy({**seconds, "int8": 0.9}, {}, 300, every=50)
-    assert [each.action for each in tuner.decisions] == ["int8"]
+    assert [decision.action for decision in tuner.decisions] == ["int8"]
     assert used[-100:] == ["int8"] * 100 and "plain" in used[50:100]
 
 
@@ -120,14 +119,14 @@ def test_a_settled_choice_is_left_alone_and_is_in_the_state() -> None:
     assert tuner.state_dict() == {}
     drive(tuner, link, range(100))
     assert len(tuner.decisions) == 1 and tuner.settled
-    again = Tuner(AutoConfig(every=10), link)
-    again.load_state_dict(tuner.state_dict())
-    assert again.settled and again.choose("weight", torch.empty(512, 512)).codec == codec("int4")
-    drive(again, link, range(100, 130))
-    assert again.decisions == []
+    resumed = Tuner(AutoConfig(every=10), link)
+    resumed.load_state_dict(tuner.state_dict())
+    assert resumed.settled and resumed.choose("weight", torch.empty(512, 512)).codec == codec("int4")
+    drive(resumed, link, range(100, 130))
+    assert resumed.decisions == []
 
 
-def test_the_budget_is_held_and_said() -> None:
+def test_the_choice_keeps_to_the_budget_and_says_what_exceeds_it() -> None:
     link = Link(0.05)
     tuner = Tuner(AutoConfig(budget=0.05), link)
     drive(tuner, link, range(40))

@@ -88,8 +88,10 @@ def test_the_variable_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_kernels() -> None:
+    before = current()
     with pytest.raises(ValueError, match=r"name.*'neon'.*generic, reference"), use("neon"):
-        pass
+        pytest.fail("the block ran without the kernel that it asks for")
+    assert current() == before
     with pytest.raises(ValueError, match="neon"):
         _C.decode("neon", codec("int8").native(), 0, 0, 0, 0, 0, False)
 
