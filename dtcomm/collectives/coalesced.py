@@ -338,9 +338,8 @@ class _CoalescedCall(NamedTuple):
         return CompositeWork(started, [segment.output for segment in segments])
 
     def _plan(self, bucket: Sequence[_Segment]) -> Plan:
-        numels = tuple(segment.numel for segment in bucket)
-        dtypes = tuple(segment.dtype for segment in bucket)
-        specs = tuple(segment.spec for segment in bucket)
+        # By columns: a generator for each would take a call for each tensor, in every message.
+        numels, dtypes, specs, *_ = zip(*bucket, strict=True) if bucket else ((), (), ())
         key = (self.collective, numels, dtypes, self.op, specs, self.algorithm, self.checksum)
         plan = self.communicator.plans.get(key)
         if plan is not None:

@@ -88,16 +88,18 @@ class BucketAverager:
             stats: A tensor to average along with the bucket, uncompressed, or None.
             step: The step, for stochastic rounding.
         """
-        extra = [] if stats is None else [stats]
+        codecs = layout.codecs
+        if stats is not None:
+            tensors, codecs, residuals = [*tensors, stats], [*codecs, NONE], [*residuals, None]
         work = self._all_reduce(
-            [*tensors, *extra],
+            tensors,
             "avg",
-            codec=[*layout.codecs, *(NONE for _ in extra)],
+            codec=codecs,
             algorithm=self._algorithm,
             group=self._group,
             async_op=True,
             seed=self.seed + step,
-            residuals=[*residuals, *(None for _ in extra)],
+            residuals=residuals,
             bucket_bytes=1 << 40,
         )
         assert work is not None  # because of async_op

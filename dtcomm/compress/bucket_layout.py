@@ -49,6 +49,7 @@ class Segment:
         error: The sum of |what was lost|^2 over the sampled steps that were read from the device.
         signal: The sum of |gradient|^2 over the same steps.
         lossless: Whether the scheme keeps every bit of this dtype.
+        name: The name of the first parameter, the only one of a lossy segment.
     """
 
     start: int
@@ -60,10 +61,12 @@ class Segment:
     error: float = 0.0
     signal: float = 0.0
     lossless: bool = field(init=False)
+    name: str = field(init=False)
     _unread: torch.Tensor | None = None  # (signal, error) of the sampled steps since the last `read_errors`
 
     def __post_init__(self) -> None:
         self.lossless = self.codec.lossless(self.dtype)
+        self.name = self.members[0].name
 
     def add_sample(self, gradient_norm: float | torch.Tensor, lost_norm: float | torch.Tensor) -> None:
         """Count the norms of a gradient and of what was lost of it, if both are finite; the host does not wait."""
@@ -100,11 +103,6 @@ class Segment:
     def plain_bytes(self, shares: LevelShares = (1.0, 0.0)) -> float:
         """Return what `payload_bytes` would be uncompressed."""
         return sum(shares) * NONE.wire_bytes(self.numel, self.dtype)
-
-    @property
-    def name(self) -> str:
-        """The name of the only member of a lossy segment."""
-        return self.members[0].name
 
 
 @dataclass

@@ -114,7 +114,8 @@ class ErrorState:
             sampled: The error is measured in this step, so a residual is needed even without feedback.
         """
         name, scheme = segment.name, segment.codec
-        self._stop_repaying(name)
+        if self._repaying:
+            self._stop_repaying(name)
         if self.kind is False:
             lost = torch.zeros(gradient.numel(), dtype=torch.float32, device=gradient.device)
             return PendingGradient(segment, gradient, gradient, lost if sampled else None)
@@ -136,7 +137,8 @@ class ErrorState:
                 residual.zero_()
         residual = self._residuals.get(name, gradient)
         if not isinstance(scheme, DGC):
-            self.prepare_uncompressed(segment, gradient, used)
+            if self._momentum is not None:
+                self.prepare_uncompressed(segment, gradient, used)
             return PendingGradient(segment, gradient, gradient, residual, deferred_residual=deferred)
         max_norm = scheme.clip / ranks**0.5
         velocity, has_update = self._velocities.update(name, gradient, scheme.momentum, max_norm, used)

@@ -58,7 +58,8 @@ class Residuals:
                 f"the residual of {name!r} has {residual.numel()} elements, its gradient {like.numel()}: "
                 "was the state saved from another model?"
             )
-        residual = match_device(residual, like)
+        if not (residual.is_cpu and like.is_cpu):
+            residual = match_device(residual, like)
         self._packed.pop(name, None)
         self._expanded[name] = residual
         if self._codec is not None:

@@ -127,7 +127,7 @@ class BucketLayouts:
     def of(self, bucket: GradBucket, buffer: torch.Tensor, step: int, ranks: int) -> BucketLayout:
         """Return the layout of a bucket in a step; TypeError if its gradients are not dense."""
         parameter_ids = tuple(map(id, bucket.parameters()))
-        dgc_stages = [dgc.warmup_stage(step) for dgc in self._dgc_schemes]
+        dgc_stages = [dgc.warmup_stage(step) for dgc in self._dgc_schemes] if self._dgc_schemes else None
         revision = step < self._warmup, self._monitor.revision, self._chooser.revision, dgc_stages
         layout = self.current.get(bucket.index())
         if layout is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,6 +98,9 @@ class ReducerObserver:
         """All buckets of the pass are finished, without an error."""
 
 
+_EVENTS = tuple(name for name in vars(ReducerObserver) if not name.startswith("_"))
+
+
 class Reducer:
     """Averages gradients over the ranks of a group, bucket by bucket, with error feedback.
 
@@ -136,7 +139,6 @@ class Reducer:
         error: The first error of a collective. After it, every call raises it.
         finish_before_ddp: Wait for the buckets before DDP's own callback (`_end_compute`).
         may_have_unused: It may be that no rank uses some parameter.
-        observers: Called in order.
     """
 
     def __init__(
@@ -157,7 +159,7 @@ class Reducer:
         self.error: Exception | None = None
         self.finish_before_ddp = False
         self.may_have_unused = True
-        self.observers: list[ReducerObserver] = []
+        self._callbacks: dict[str, list[Callable[..., None]]] = {event: [] for event in _EVENTS}
         self.error_state = ErrorState(feedback, residual, chooser.schemes)
         self.averager = BucketAverager(algorithm, group, seed, chooser.schemes)
         self.layouts = BucketLayouts(chooser, monitor, self.averager, warmup, parameters)
@@ -166,7 +168,14 @@ class Reducer:
         self._scheduler: StageScheduler | None = None
         self._in_flight: list[InFlightBucket] = []
         self._in_backward = False
+        self._ranks, self._key = 1, 0  # of this pass
         self._waiting = AsyncRange("")
+
+    def attach(self, observer: ReducerObserver) -> None:
+        """Call the observer's methods from now on, after those of the observers that were attached before."""
+        for event in _EVENTS:
+            if getattr(type(observer), event) is not getattr(ReducerObserver, event):
+                self._callbacks[event].append(getattr(observer, event))
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start averaging a bucket in place; the future holds its buffer once that is done."""
@@ -203,10 +212,12 @@ class Reducer:
         for bucket in left:
             if bucket.finished is not None and bucket.finished.done() and self.error is None:
                 self._count(bucket)
-        for observer in self.observers:
+        self._ranks = dist.get_world_size(self._group)
+        self._key = counter_rng.mix_key(self.averager.seed, dist.get_rank(self._group), self.steps)
+        for begin_pass in self._callbacks["begin_pass"]:
             try:
                 if self.error is None:
-                    observer.begin_pass(self.steps, streams)
+                    begin_pass(self.steps, streams)
             except Exception as error:
                 self.error = error
         try:
@@ -215,31 +226,29 @@ class Reducer:
             self._in_backward = False
             return
         self._in_backward = True
-        for observer in self.observers:
-            observer.begin_backward()
+        for begin_backward in self._callbacks["begin_backward"]:
+            begin_backward()
 
     def _launch(self, bucket: GradBucket, buffer: torch.Tensor, streams: Streams) -> InFlightBucket:
         """Prepare a bucket and start its collective."""
-        ranks = dist.get_world_size(self._group)
-        layout = self.layouts.of(bucket, buffer, self.steps, ranks)
-        for observer in self.observers:
-            observer.bucket_ready(self.steps, bucket)
-        pending, samples, tensors, residuals = self._prepare(layout, buffer, ranks)
+        layout = self.layouts.of(bucket, buffer, self.steps, self._ranks)
+        for bucket_ready in self._callbacks["bucket_ready"]:
+            bucket_ready(self.steps, bucket)
+        pending, samples, tensors, residuals = self._prepare(layout, buffer)
         stats = None
         if bucket.is_last() and not self._chooser.bypass:
             stats = self._monitor.stats_tensor(buffer.device)
-        key = counter_rng.mix_key(self.averager.seed, dist.get_rank(self._group), self.steps)
-        in_flight = InFlightBucket(bucket.index(), layout, buffer, pending, samples, stats, key)
-        for observer in self.observers:
-            observer.bucket_prepared(in_flight)
+        in_flight = InFlightBucket(bucket.index(), layout, buffer, pending, samples, stats, self._key)
+        for bucket_prepared in self._callbacks["bucket_prepared"]:
+            bucket_prepared(in_flight)
         in_flight.ready_s = time.perf_counter()
         in_flight.work = self._start(in_flight, tensors, residuals, streams, last=bucket.is_last())
-        for observer in self.observers:
-            observer.bucket_started(in_flight)
+        for bucket_started in self._callbacks["bucket_started"]:
+            bucket_started(in_flight)
         return in_flight
 
     def _prepare(
-        self, layout: BucketLayout, buffer: torch.Tensor, ranks: int
+        self, layout: BucketLayout, buffer: torch.Tensor
     ) -> tuple[list[PendingGradient], list[ErrorSample], list[torch.Tensor], list[torch.Tensor | None]]:
         """Apply error feedback; returns the lossy segments, their samples, and what to average of every segment."""
         sampled = self._sample_every > 0 and self.steps % self._sample_every == 0
@@ -255,7 +264,7 @@ class Reducer:
                 continue
             norm = l2_norm(gradient) if sampled else 0.0
             prepared = self.error_state.prepare(
-                segment, gradient, ranks, may_be_unused=self.may_have_unused, sampled=sampled
+                segment, gradient, self._ranks, may_be_unused=self.may_have_unused, sampled=sampled
             )
             if sampled:
                 samples.append(
@@ -326,8 +335,8 @@ class Reducer:
         if not bucket.samples:
             bucket.pending = []  # frees the fp32 residuals that are kept in fewer bytes
         bucket.finished_ns = time.monotonic_ns()
-        for observer in self.observers:
-            observer.bucket_finished(bucket)
+        for bucket_finished in self._callbacks["bucket_finished"]:
+            bucket_finished(bucket)
 
     def _end_compute(self) -> None:
         """Called by autograd when all gradients are computed, before DDP's own callback, which waits for the futures.
@@ -337,8 +346,8 @@ class Reducer:
         parameters (``finish_before_ddp``) the waiting comes first: DDP would fail over a lost peer with an error of
         its own.
         """
-        for observer in self.observers:
-            observer.end_compute()
+        for end_compute in self._callbacks["end_compute"]:
+            end_compute()
         self._waiting = AsyncRange("waiting for communication")
         if self.finish_before_ddp:
             self._end_pass()
@@ -358,8 +367,8 @@ class Reducer:
         self._waiting.end()
         if self.error is not None:
             raise self.error
-        for observer in self.observers:
-            observer.end_pass(self.steps - 1, buckets)
+        for end_pass in self._callbacks["end_pass"]:
+            end_pass(self.steps - 1, buckets)
 
     def _count(self, bucket: InFlightBucket) -> None:
         """Count what a finished bucket sent and lost."""
@@ -371,8 +380,8 @@ class Reducer:
             for pending, sample in zip(bucket.pending, bucket.samples, strict=True):
                 if pending.residual is not None:
                     pending.segment.add_sample(sample.gradient_norm, l2_norm(pending.residual))
-        for observer in self.observers:
-            observer.bucket_counted(bucket)
+        for bucket_counted in self._callbacks["bucket_counted"]:
+            bucket_counted(bucket)
 
 
 def plain_all_reduce(buffer: torch.Tensor, group: dist.ProcessGroup | None, streams: Streams) -> Work:

@@ -131,10 +131,11 @@ class State:
             self.timeline.start(timeline)
         self._recorder = RecorderObserver()
         if guard is not None:
-            self._reducer.observers.append(GuardObserver(self._monitor, self._reducer))
+            self._reducer.attach(GuardObserver(self._monitor, self._reducer))
         if tuner is not None:
-            self._reducer.observers.append(TunerObserver(tuner, self._reducer))
-        self._reducer.observers += [TimelineObserver(self.timeline), self._recorder]
+            self._reducer.attach(TunerObserver(tuner, self._reducer))
+        self._reducer.attach(TimelineObserver(self.timeline))
+        self._reducer.attach(self._recorder)
 
     @property
     def steps(self) -> int:

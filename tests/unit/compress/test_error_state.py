@@ -48,6 +48,12 @@ def test_mass_is_conserved_to_the_rounding_of_stored_residuals(spec: str, form: 
         old = new
 
 
+def test_of_two_levels_simulated_ranks_use_the_codec_inside_a_host() -> None:
+    levels, inside = SimulatedRanks("int8/int4", 2, LAYER), SimulatedRanks("int8", 2, LAYER)
+    for step in range(3):
+        assert torch.equal(levels.average(gradients(2, step))[0], inside.average(gradients(2, step))[0])
+
+
 @pytest.mark.parametrize(("form", "most"), [("fp32", 4.0), ("bf16", 2.01), ("int8", 1.1)])
 def test_memory_is_accounted_for(form: str, most: float) -> None:
     run = SimulatedRanks("int4", 2, LAYER, residual=form)
