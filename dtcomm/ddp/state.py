@@ -23,7 +23,7 @@ from dtcomm.compress.guard_monitor import make_monitor
 from dtcomm.compress.policy import Policy, as_policy
 from dtcomm.compress.report import ParameterTotals, Report, group_rows, total_seconds
 from dtcomm.compress.spec import Scheme
-from dtcomm.ddp.autotune.consensus import ProcessGroupConsensus
+from dtcomm.ddp.autotune.measure import ProcessGroupConsensus
 from dtcomm.ddp.autotune.tuner import Tuner
 from dtcomm.ddp.bucket_layouts import Chooser, FixedPolicy
 from dtcomm.ddp.observers import (

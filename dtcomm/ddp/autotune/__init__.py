@@ -1,1 +1,1 @@
-"""The autotuner of ``compress(model, "auto")``: `tuner` decides, `measure` measures, `consensus` agrees."""
+"""The autotuner of ``compress(model, "auto")``: `measure` measures, `tuner` decides."""

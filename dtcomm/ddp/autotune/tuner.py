@@ -33,8 +33,7 @@ from dtcomm.compress.guard import Event
 from dtcomm.compress.policy import CodecChoice, default_policy
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.spec import Scheme, parse_scheme
-from dtcomm.ddp.autotune.consensus import Consensus
-from dtcomm.ddp.autotune.measure import BucketTiming, Measurements
+from dtcomm.ddp.autotune.measure import BucketTiming, Consensus, Measurements
 
 FIRST_SKIPPED = (
     3  # steps before measuring counts: DDP rebuilds its buckets, memory is touched for the first time

@@ -25,8 +25,7 @@ from dtcomm.compress.bucket_layout import Member, Segment
 from dtcomm.compress.error_state import REPAYMENT_STEPS, ErrorState
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.spec import parse_scheme
-from dtcomm.ddp.autotune.consensus import ProcessGroupConsensus
-from dtcomm.ddp.autotune.measure import relative_error
+from dtcomm.ddp.autotune.measure import ProcessGroupConsensus, relative_error
 from dtcomm.ddp.autotune.tuner import COUNTED, FIRST_SKIPPED, Tuner
 from dtcomm.launch.ranks import run_ranks
 from tests.unit.ddp.models import SMALL_BUCKETS, backward, gradients, wrapped

@@ -16,7 +16,7 @@ from dtcomm.codecs.spec import CODECS
 from dtcomm.compress.error_state import FEEDBACKS
 from dtcomm.compress.residuals import FORMS
 from dtcomm.compress.spec import COMPRESSORS
-from dtcomm.ddp.autotune.consensus import ProcessGroupConsensus
+from dtcomm.ddp.autotune.measure import ProcessGroupConsensus
 from dtcomm.ddp.autotune.tuner import Tuner
 from dtcomm.kernels import dispatch, low_rank
 from dtcomm.launch.ranks import run_ranks
