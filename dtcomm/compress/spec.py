@@ -28,6 +28,12 @@ class LevelCodecs:
 
     Raises:
         ValueError: The ranks of one of the codecs agree on a representation, which has no levels.
+
+    Example:
+        >>> from dtcomm.compress.spec import parse_scheme
+        >>> scheme = parse_scheme("int8/int4:block=64")
+        >>> str(scheme.inside), str(scheme.between)
+        ('int8', 'int4:block=64')
     """
 
     inside: Codec
